@@ -1,0 +1,1 @@
+"""vLLM as a fleet: one OpenAI server, a pool of engine replicas, every request balanced by live load."""

@@ -1,0 +1,25 @@
+"""The errors of the plugin. Each layer raises these; each edge maps them once to what its caller speaks."""
+
+
+class OmniError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class ConfigError(OmniError, ValueError):
+    """A flag, file or combination that cannot be honoured. The message names it and says what to do."""
+
+
+class WireError(OmniError, ValueError):
+    """A frame from the network that is not a valid message. Dropped by services, never raised out of their loops."""
+
+
+class ReplicaError(OmniError):
+    """One replica failed a call; the others are not affected."""
+
+
+class NoReplicaError(OmniError):
+    """No replica of a stage can serve right now. The request was never dispatched and is safe to retry."""
+
+
+class RequestLostError(OmniError):
+    """The replica serving a request died and the request could not be moved exactly. Its output so far stands."""

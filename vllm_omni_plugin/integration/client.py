@@ -1,0 +1,226 @@
+"""The engine-core client that AsyncLLM gets: vLLM's interface in front of the orchestrator."""
+
+import asyncio
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+from prometheus_client import REGISTRY
+from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from vllm_omni_plugin.admin.metrics import FleetCollector
+from vllm_omni_plugin.integration.failures import RequestFailures
+from vllm_omni_plugin.orchestrator.handover import HandoverClosedError
+from vllm_omni_plugin.orchestrator.messages import AbortRequests, CallReplicas, RequestFailed, SubmitRequest
+from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator.thread import OrchestratorThread
+
+
+class FleetClient(EngineCoreClient):  # type: ignore[misc]
+    """Answers everything AsyncLLM asks of "the engine" on behalf of all replicas.
+
+    Lives on AsyncLLM's event loop; all work happens on the orchestrator's.
+
+    Args:
+        orchestrator: the running orchestrator.
+        thread: its thread; the client owns it from here on.
+        kv_event_sources: KV-event publishers of the local engines, by engine index.
+
+    Attributes:
+        engine_ranks_managed: engine indexes that vLLM's metrics are labelled with; they are the replica ids.
+        resources: `resources.engine_dead` tells AsyncLLM that nothing will ever be served again. A dead replica, or even
+            all of them, is not that: they come back.
+        failures: how single requests fail; bound to AsyncLLM's output processor once that exists.
+    """
+
+    def __init__(
+        self, orchestrator: Orchestrator, thread: OrchestratorThread, kv_event_sources: dict[int, Any]
+    ) -> None:
+        self._orchestrator = orchestrator
+        self._kv_event_sources = kv_event_sources
+        self._received: deque[Any] = deque()
+        self.engine_ranks_managed = [member.replica_id for pool in orchestrator.stage_pools for member in pool.members]
+        self.resources = SimpleNamespace(engine_dead=False)
+        self.failures = RequestFailures()
+        self._thread = thread
+        self._collector = FleetCollector(orchestrator)
+        REGISTRY.register(self._collector)
+        # The engines must not outlive this process, also if nobody calls shutdown.
+        self._finalizer = weakref.finalize(self, thread.close)
+
+    @property
+    def can_serve(self) -> bool:
+        """Whether every stage has a replica that takes requests."""
+        return self._orchestrator.can_serve
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """End the replicas, giving running requests `timeout` seconds (None: vLLM's default). Idempotent; blocks."""
+        if self._finalizer.detach() is None:
+            return
+        REGISTRY.unregister(self._collector)
+        self._thread.close(timeout)
+        self.resources.engine_dead = True
+
+    async def get_output_async(self) -> Any:
+        """The next `EngineCoreOutputs` of any replica. Requests that fail are failed on the way."""
+        while True:
+            while self._received:
+                item = self._received.popleft()
+                if not isinstance(item, RequestFailed):
+                    return item
+                self._abort(self.failures.fail(item))
+            try:
+                self._received.extend(await self._orchestrator.output_async_queue.get_batch())
+            except HandoverClosedError:
+                self.resources.engine_dead = True
+                raise EngineDeadError from None
+
+    async def add_request_async(self, request: Any) -> None:
+        """Hand a request over. Waits only while the orchestrator is far behind."""
+        queue = self._orchestrator.request_async_queue
+        message = SubmitRequest(request, time.monotonic())
+        try:
+            if queue.full:
+                await queue.put(message)
+            else:
+                queue.force_put(message)
+        except HandoverClosedError:
+            raise EngineDeadError from None
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        """Abort requests wherever they run."""
+        self._abort(request_ids)
+
+    def _abort(self, request_ids: list[str]) -> None:
+        if not request_ids:
+            return
+        try:
+            # Not bounded by the queue's length, since an abort must never wait; there are no more than requests.
+            self._orchestrator.request_async_queue.force_put(AbortRequests(tuple(request_ids)))
+        except HandoverClosedError:
+            return
+
+    async def _call(self, method: str, *args: Any) -> list[Any]:
+        """Call all replicas; one result for each that took the call."""
+        reply: Future[list[Any]] = Future()
+        try:
+            self._orchestrator.rpc_async_queue.force_put(CallReplicas(method, args, reply))
+        except HandoverClosedError:
+            raise EngineDeadError from None
+        return await asyncio.wrap_future(reply)
+
+    async def _consensus(self, method: str) -> Any:
+        results = await self._call(method)
+        if any(result != results[0] for result in results):
+            raise RuntimeError(f"Replicas returned different {method} results: {results}")
+        return results[0]
+
+    async def get_supported_tasks_async(self) -> Any:
+        return (await self._call("get_supported_tasks"))[0]
+
+    async def pause_scheduler_async(self, mode: str = "abort", clear_cache: bool = True) -> None:
+        await self._call("pause_scheduler", mode, clear_cache)
+
+    async def resume_scheduler_async(self) -> None:
+        await self._call("resume_scheduler")
+
+    async def is_scheduler_paused_async(self) -> Any:
+        return await self._consensus("is_scheduler_paused")
+
+    async def profile_async(
+        self,
+        is_start: bool = True,
+        profile_prefix: str | None = None,
+        delay_iterations: int | None = None,
+        max_iterations: int | None = None,
+    ) -> None:
+        await self._call("profile", is_start, profile_prefix, delay_iterations, max_iterations)
+
+    async def reset_mm_cache_async(self) -> None:
+        await self._call("reset_mm_cache")
+
+    async def reset_prefix_cache_async(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        return all(await self._call("reset_prefix_cache", reset_running_requests, reset_connector))
+
+    async def reset_encoder_cache_async(self) -> None:
+        await self._call("reset_encoder_cache")
+
+    async def sleep_async(self, level: int = 1, mode: str = "abort") -> None:
+        await self._call("sleep", level, mode)
+
+    async def release_kv_cache_memory_async(self) -> None:
+        await self._call("release_kv_cache_memory")
+
+    async def wake_up_async(self, tags: list[str] | None = None) -> bool:
+        return all(await self._call("wake_up", tags))
+
+    async def is_sleeping_async(self) -> Any:
+        return await self._consensus("is_sleeping")
+
+    async def set_weight_version_async(self, weight_version: str) -> None:
+        await self._call("set_weight_version", weight_version)
+
+    async def get_weight_version_async(self) -> Any:
+        return await self._consensus("get_weight_version")
+
+    async def add_lora_async(self, lora_request: Any) -> bool:
+        return all(await self._call("add_lora", lora_request))
+
+    async def remove_lora_async(self, lora_id: int) -> bool:
+        return any(await self._call("remove_lora", lora_id))
+
+    async def list_loras_async(self) -> set[int]:
+        """The adapters that every replica has."""
+        return set.intersection(*map(set, await self._call("list_loras")))
+
+    async def pin_lora_async(self, lora_id: int) -> bool:
+        return all(await self._call("pin_lora", lora_id))
+
+    async def save_sharded_state_async(
+        self, path: str, pattern: str | None = None, max_size: int | None = None
+    ) -> None:
+        await self._call("save_sharded_state", path, pattern, max_size)
+
+    async def collective_rpc_async(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """Results of the workers of the first replica, as vLLM's data-parallel client returns them; all replicas run it."""
+        results: list[Any] = (await self._call("collective_rpc", method, timeout, args, kwargs))[0]
+        return results
+
+    async def compute_weight_checksums_async(self) -> list[dict[str, str]]:
+        return [worker for workers in await self._call("compute_weight_checksums") for worker in workers]
+
+    async def get_status(self) -> dict[str, Any]:
+        """Status of every replica, in the shape of vLLM's fault-tolerance report."""
+        members = [member for pool in self._orchestrator.stage_pools for member in pool.members]
+        engines = [{"id": member.replica_id, "status": _fault_status(member.client is not None)} for member in members]
+        return {"schema_version": 1, "total_engines": len(engines), "engines": engines}
+
+    async def prepare_elastic_ep(self, new_data_parallel_size: int) -> None:
+        raise NotImplementedError("Elastic expert parallelism does not apply to a fleet of --omni-* replicas.")
+
+    async def commit_elastic_ep(self) -> None:
+        raise NotImplementedError("Elastic expert parallelism does not apply to a fleet of --omni-* replicas.")
+
+    def dp_engines_running(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self._orchestrator.request_states)
+
+    def get_kv_event_sources(self) -> dict[int, Any]:
+        return dict(self._kv_event_sources)
+
+
+def _fault_status(alive: bool) -> str:
+    return "healthy" if alive else "dead"

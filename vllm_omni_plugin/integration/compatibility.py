@@ -1,0 +1,52 @@
+"""Which of vLLM's other flags the fleet can honour, and what it sets of vLLM's configuration to share one node."""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from vllm import envs
+
+from vllm_omni_plugin.config import OmniConfig
+from vllm_omni_plugin.errors import ConfigError
+
+_OWN_BALANCING = "the fleet balances over replicas itself; run more of them with --omni-dp-size-local"
+
+_REFUSED: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
+    ("grpc", "--grpc", bool, "the fleet stands behind vLLM's HTTP server only"),
+    ("grpc_port", "--grpc-port", lambda value: value is not None, "the fleet stands behind vLLM's HTTP server only"),
+    ("headless", "--headless", bool, "this version runs replicas in the head only"),
+    ("data_parallel_size", "--data-parallel-size", lambda value: (value or 1) > 1, _OWN_BALANCING),
+    ("data_parallel_rank", "--data-parallel-rank", lambda value: value is not None, _OWN_BALANCING),
+    ("data_parallel_start_rank", "--data-parallel-start-rank", lambda value: value is not None, _OWN_BALANCING),
+    ("data_parallel_external_lb", "--data-parallel-external-lb", bool, _OWN_BALANCING),
+    ("data_parallel_hybrid_lb", "--data-parallel-hybrid-lb", bool, _OWN_BALANCING),
+    ("data_parallel_multi_port_external_lb", "--data-parallel-multi-port-external-lb", bool, _OWN_BALANCING),
+    ("api_server_count", "--api-server-count", lambda value: (value or 1) > 1, "this version has one API server"),
+    ("enable_elastic_ep", "--enable-elastic-ep", bool, "replicas have no common expert parallelism"),
+    ("enable_fault_tolerance", "--enable-fault-tolerance", bool, "the fleet restarts lost replicas itself"),
+    ("nnodes", "--nnodes", lambda value: (value or 1) > 1, "a replica must fit into this node in this version"),
+    ("mm_tensor_ipc", "--mm-tensor-ipc", lambda value: value == "torch_shm", "it serves a single engine only"),
+)
+"""Destination, flag, whether its value is one that cannot be honoured, and why."""
+
+
+def refuse_unsupported(args: argparse.Namespace) -> None:
+    """Check vLLM's flags against ours.
+
+    Raises:
+        ConfigError: naming the flag and the reason.
+    """
+    for destination, flag, refused, reason in _REFUSED:
+        if refused(getattr(args, destination, None)):
+            raise ConfigError(f"argument {flag}: not allowed with --omni-* flags: {reason}")
+    if envs.VLLM_USE_RUST_FRONTEND:
+        raise ConfigError("VLLM_USE_RUST_FRONTEND: not allowed with --omni-* flags: they need vLLM's Python front end")
+
+
+def prepare_engine_args(engine_args: Any, options: OmniConfig) -> None:
+    """Tell vLLM that several engines will stand behind this front end.
+
+    vLLM knows one number for that. It keeps processed multimodal inputs on the front end's side instead of assuming that
+    the one engine has seen them, and on CPUs it divides the cores.
+    """
+    engine_args._api_process_count = max(options.dp_size_local, 2)

@@ -1,0 +1,45 @@
+"""Ending one request with an error that its API user sees, while everything else goes on."""
+
+from http import HTTPStatus
+from typing import Any
+
+from vllm.exceptions import GracefulHTTPError
+
+from vllm_omni_plugin.errors import NoReplicaError
+from vllm_omni_plugin.orchestrator.messages import RequestFailed
+
+
+class RequestFailures:
+    """Puts a request's error where AsyncLLM's `generate` waits for its next output.
+
+    An engine can only end a request with the finish reason "error", which vLLM's server words "Internal server error".
+    AsyncLLM re-raises a `GracefulHTTPError` as it is, with status and message, in streams too.
+    """
+
+    def __init__(self) -> None:
+        self._output_processor: Any = None
+
+    def bind(self, output_processor: Any) -> None:
+        """From now on requests fail through AsyncLLM's `OutputProcessor`."""
+        self._output_processor = output_processor
+
+    def fail(self, failure: RequestFailed) -> list[str]:
+        """End the request, with all other samples of its `n` if it has any.
+
+        Returns:
+            Ids of those other samples, which still run in engines.
+        """
+        state = self._output_processor.request_states.get(failure.request_id)
+        if state is None:
+            return []
+        root_id = state.parent_req.request_id if state.parent_req is not None else failure.request_id
+        ended: list[str] = self._output_processor.abort_requests([root_id], internal=True)
+        # After the abort, which leaves a last output in the queue: an error replaces whatever the queue holds.
+        state.queue.put(_to_http(failure.error))
+        return [request_id for request_id in ended if request_id != failure.request_id]
+
+
+def _to_http(error: Exception) -> Exception:
+    retryable = isinstance(error, NoReplicaError)
+    status = HTTPStatus.SERVICE_UNAVAILABLE if retryable else HTTPStatus.INTERNAL_SERVER_ERROR
+    return GracefulHTTPError(str(error), status)  # type: ignore[no-any-return]

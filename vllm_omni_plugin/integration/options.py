@@ -1,0 +1,19 @@
+"""How our options travel through vLLM: as plain data under one key of `additional_config`."""
+
+from typing import Any
+
+from vllm_omni_plugin.config import OmniConfig
+
+_KEY = "vllm_omni_plugin"
+
+
+def carry_options(engine_args: Any, options: OmniConfig) -> None:
+    """Put the options where vLLM hands them on to AsyncLLM and to every engine process."""
+    engine_args.additional_config = {**(engine_args.additional_config or {}), _KEY: options.to_plain()}
+
+
+def options_of(vllm_config: Any) -> OmniConfig | None:
+    """The options in a `VllmConfig`, or None if it was made without our flags."""
+    additional = vllm_config.additional_config
+    plain = additional.get(_KEY) if isinstance(additional, dict) else None
+    return None if plain is None else OmniConfig.from_plain(plain)

@@ -1,0 +1,99 @@
+"""Calls that must reach every replica, now and those that attach later."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from vllm_omni_plugin.errors import NoReplicaError, ReplicaError
+from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.orchestrator.handover import HandoverClosedError, HandoverQueue
+from vllm_omni_plugin.orchestrator.messages import CallReplicas
+from vllm_omni_plugin.orchestrator.shared_state import SharedState
+from vllm_omni_plugin.orchestrator.stage_pool import PoolMember, StagePool
+from vllm_omni_plugin.replicas.stage_client import StageClient
+
+logger = init_logger(__name__)
+
+
+class FanOut:
+    """Sends utility calls to all replicas in parallel and keeps what they leave behind for late joiners.
+
+    Args:
+        stage_pools: the pools whose serving replicas are called.
+        distrust: called with a replica that failed a call which another one took, and the reason.
+    """
+
+    def __init__(self, stage_pools: Sequence[StagePool], distrust: Callable[[PoolMember, str], None]) -> None:
+        self._pools = stage_pools
+        self._distrust = distrust
+        self._shared = SharedState()
+
+    async def serve(self, queue: HandoverQueue[CallReplicas]) -> None:
+        """Run each call of the queue as a task of its own, until the queue is closed; then cancel what still runs."""
+        tasks: set[asyncio.Task[None]] = set()
+        try:
+            while True:
+                for message in await queue.get_batch():
+                    task = asyncio.create_task(self._serve_call(message), name=f"omni-call-{message.method}")
+                    tasks.add(task)
+                    task.add_done_callback(tasks.discard)
+        except HandoverClosedError:
+            pass
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def bring_up_to_date(self, client: StageClient) -> None:
+        """Tell a replica that attaches what the others have been told. When this returns, nothing was missed.
+
+        The caller must let the replica serve without awaiting anything in between.
+
+        Raises:
+            ReplicaError: the replica refused, or no calls can give it the state of the others.
+        """
+        while True:
+            if self._shared.unreplayable is not None:
+                raise ReplicaError(f"it cannot be brought up to date: {self._shared.unreplayable}")
+            version = self._shared.version
+            for method, args in self._shared.replay():
+                await client.call(method, *args)
+            if self._shared.version == version:
+                return
+
+    async def _serve_call(self, message: CallReplicas) -> None:
+        try:
+            results = await self._call(message.method, message.args)
+        except asyncio.CancelledError:
+            message.reply.cancel()
+            raise
+        except Exception as error:
+            if message.reply.set_running_or_notify_cancel():
+                message.reply.set_exception(error)
+        else:
+            if message.reply.set_running_or_notify_cancel():
+                message.reply.set_result(results)
+
+    async def _call(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        members = [member for pool in self._pools for member in pool.serving]
+        if not members:
+            raise NoReplicaError(f"No replica can take the call {method} right now. Please try again later.")
+        # Recorded in the same step as the targets are chosen: a joiner either is among them or replays the record.
+        take_back = self._shared.record(method, args)
+        answers = await asyncio.gather(*(self._call_one(member, method, args) for member in members))
+        errors = [answer for answer in answers if isinstance(answer, ReplicaError)]
+        if len(errors) == len(members):
+            take_back()
+            raise errors[0]
+        for member, answer in zip(members, answers, strict=True):
+            if isinstance(answer, ReplicaError):
+                logger.error("Replica %d failed the call %s: %s", member.replica_id, method, answer)
+                self._distrust(member, f"it failed the call {method}, which others took")
+        return [answer for answer in answers if not isinstance(answer, ReplicaError)]
+
+    @staticmethod
+    async def _call_one(member: PoolMember, method: str, args: tuple[Any, ...]) -> Any:
+        try:
+            assert member.client is not None
+            return await member.client.call(method, *args)
+        except ReplicaError as error:
+            return error

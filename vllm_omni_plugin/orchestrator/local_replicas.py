@@ -1,0 +1,130 @@
+"""Keeps the replicas of this node running: first start, watch, restart with back-off, end."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from vllm_omni_plugin.coordinator import ReplicaStatus
+from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator.stage_pool import PoolMember
+from vllm_omni_plugin.replicas.backoff import RestartBackoff
+from vllm_omni_plugin.replicas.local import Launcher, LocalReplica, start_local_replica
+from vllm_omni_plugin.replicas.stage_client import Codec
+
+logger = init_logger(__name__)
+
+
+class LocalReplicas:
+    """The replicas of one stage that the head runs itself. Lives on the orchestrator's loop.
+
+    Args:
+        orchestrator: gets their outputs and learns of their deaths.
+        stage_id: stage they serve.
+        count: how many, with ids from 0.
+        launcher: starts engines.
+        codec: see `StageClient`.
+        clock: monotonic seconds.
+        delay: sleeps between restarts.
+    """
+
+    def __init__(
+        self,
+        orchestrator: Orchestrator,
+        stage_id: int,
+        count: int,
+        launcher: Launcher,
+        codec: Codec,
+        clock: Callable[[], float],
+        delay: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._orchestrator = orchestrator
+        self._pool = orchestrator.stage_pools[stage_id]
+        self._members = [self._pool.add(replica_id) for replica_id in range(count)]
+        self._launcher = launcher
+        self._codec = codec
+        self._clock = clock
+        self._delay = delay
+        # Two blocking steps per replica may run at once: the old engine's end and the new one's start.
+        self._executor = ThreadPoolExecutor(max_workers=2 * max(count, 1), thread_name_prefix="omni-engine")
+        self._running: dict[int, LocalReplica] = {}
+        self._died: dict[int, asyncio.Event] = {}
+        self._keepers: list[asyncio.Task[None]] = []
+        self._closing = False
+
+    async def start(self) -> list[bytes]:
+        """Start all replicas at once and return their ready responses, in order, when all serve.
+
+        Raises:
+            ReplicaError: one did not start; call `close`, which ends the others.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            starts = [tasks.create_task(self._bring_up(member)) for member in self._members]
+        self._keepers = [
+            asyncio.create_task(self._keep(member), name=f"omni-replica-{member.replica_id}") for member in self._members
+        ]
+        return [start.result().ready_response for start in starts]
+
+    async def close(self, timeout: float | None = None) -> None:
+        """End all engines in parallel, giving each `timeout` seconds (None: vLLM's default). Idempotent."""
+        self._closing = True
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        running, self._running = list(self._running.values()), {}
+        await asyncio.gather(*(replica.close(self._executor, timeout) for replica in running), return_exceptions=True)
+        self._executor.shutdown(wait=False)
+
+    async def _bring_up(self, member: PoolMember) -> LocalReplica:
+        """Start a replica, tell it what the others were told, and let it serve."""
+        died = self._died[member.replica_id] = asyncio.Event()
+        replica = await start_local_replica(
+            self._launcher,
+            self._codec,
+            self._executor,
+            member.replica_id,
+            partial(self._orchestrator.outputs_received, member),
+            partial(self._on_dead, member, died),
+        )
+        self._running[member.replica_id] = replica
+        await self._orchestrator.fan_out.bring_up_to_date(replica.client)
+        if died.is_set():
+            raise ReplicaError(f"replica {member.replica_id} died as soon as it was ready")
+        self._pool.serve(member, replica.client, replica.input_addr, replica.output_addr)
+        logger.info("Replica %d of stage %d serves (engine process %d).", member.replica_id, member.stage_id, replica.pid)
+        return replica
+
+    def _on_dead(self, member: PoolMember, died: asyncio.Event, reason: str) -> None:
+        died.set()
+        if not self._closing and member.status is ReplicaStatus.UP:
+            self._orchestrator.replica_lost(member, reason)
+
+    async def _keep(self, member: PoolMember) -> None:
+        """Restart a replica whenever it dies, with a growing pause while it keeps dying."""
+        backoff = RestartBackoff()
+        served_since = self._clock()
+        while True:
+            await self._died[member.replica_id].wait()
+            lived = self._clock() - served_since
+            await self._end(member)
+            while True:
+                pause = backoff.after(lived)
+                logger.warning("Replica %d of stage %d starts again in %.0f s.", member.replica_id, member.stage_id, pause)
+                await self._delay(pause)
+                member.restarts += 1
+                try:
+                    await self._bring_up(member)
+                    break
+                except ReplicaError as error:
+                    logger.error("Replica %d of stage %d did not come back: %s", member.replica_id, member.stage_id, error)
+                    await self._end(member)
+                    lived = 0.0
+            served_since = self._clock()
+
+    async def _end(self, member: PoolMember) -> None:
+        """Reap what is left of a replica that is not coming back."""
+        replica = self._running.pop(member.replica_id, None)
+        if replica is not None:
+            await replica.close(self._executor, timeout=0.0)

@@ -1,0 +1,161 @@
+"""The replicas of one stage: who serves, what each has in flight, and who gets the next request."""
+
+from dataclasses import dataclass, field
+
+from vllm_omni_plugin.balancing import LoadBalancer, Task
+from vllm_omni_plugin.coordinator import ReplicaStatus
+from vllm_omni_plugin.errors import NoReplicaError
+from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.orchestrator.request_state import OrchestratorRequestState
+from vllm_omni_plugin.replicas.stage_client import StageClient
+
+logger = init_logger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class PoolMember:
+    """One replica in a pool; a policy sees it as a `balancing.ReplicaView`.
+
+    Attributes:
+        in_flight: requests charged to the replica, by engine-side id. The charge *is* the entry: inserting it before the
+            send and removing it at the request's end makes the count exact and a second release impossible.
+        dispatched: requests ever sent to it.
+        restarts: how often its engine was started again.
+    """
+
+    replica_id: int
+    stage_id: int
+    input_addr: str = ""
+    output_addr: str = ""
+    status: ReplicaStatus = ReplicaStatus.DOWN
+    client: StageClient | None = None
+    in_flight: dict[str, OrchestratorRequestState] = field(default_factory=dict)
+    dispatched: int = 0
+    restarts: int = 0
+
+    @property
+    def queue_length(self) -> int:
+        """Requests in flight, exact at this moment."""
+        return len(self.in_flight)
+
+
+class StagePool:
+    """The replicas of one stage and the policy that chooses among those that serve.
+
+    Members are added and change status rarely; a pick happens for every request and looks only at those that serve.
+
+    Args:
+        stage_id: stage of the pipeline.
+        balancer: the policy; its `select` runs on the orchestrator's loop and must not block.
+    """
+
+    def __init__(self, stage_id: int, balancer: LoadBalancer) -> None:
+        self.stage_id = stage_id
+        self._balancer = balancer
+        self._members: dict[int, PoolMember] = {}
+        # Tuples that are replaced, never changed, so that other threads may read them.
+        self._all: tuple[PoolMember, ...] = ()
+        self._serving: tuple[PoolMember, ...] = ()
+        self._policy_faults = 0
+
+    def __repr__(self) -> str:
+        replicas = ", ".join(f"{m.replica_id}: {m.status.value} {m.queue_length}" for m in self.members)
+        return f"<StagePool {self.stage_id} [{replicas}]>"
+
+    @property
+    def members(self) -> tuple[PoolMember, ...]:
+        """All replicas, in order of their ids. Safe to read from any thread."""
+        return self._all
+
+    @property
+    def serving(self) -> tuple[PoolMember, ...]:
+        """The replicas that take new requests. Safe to read from any thread."""
+        return self._serving
+
+    def add(self, replica_id: int) -> PoolMember:
+        """A new member, not serving yet.
+
+        Raises:
+            ValueError: the id is taken.
+        """
+        if replica_id in self._members:
+            raise ValueError(f"stage {self.stage_id} has a replica {replica_id} already")
+        member = PoolMember(replica_id, self.stage_id)
+        self._members[replica_id] = member
+        self._all = tuple(sorted(self._members.values(), key=lambda m: m.replica_id))
+        return member
+
+    def member(self, replica_id: int) -> PoolMember:
+        """The replica with this id. Raises KeyError if there is none."""
+        return self._members[replica_id]
+
+    def serve(self, member: PoolMember, client: StageClient, input_addr: str, output_addr: str) -> None:
+        """The replica takes requests from now on, over this client."""
+        member.client, member.input_addr, member.output_addr = client, input_addr, output_addr
+        self._set_status(member, ReplicaStatus.UP)
+
+    def lose(self, member: PoolMember, status: ReplicaStatus) -> list[OrchestratorRequestState]:
+        """The replica is gone or no longer trusted. Returns the requests that it was charged with, now released."""
+        orphans = list(member.in_flight.values())
+        member.in_flight.clear()
+        member.client = None
+        self._set_status(member, status)
+        return orphans
+
+    def pick(self, task: Task, affinity_key: int | None = None) -> PoolMember:
+        """The replica that shall run a request.
+
+        Args:
+            task: what the policy may know of the request.
+            affinity_key: requests with the same key go to the same replica while membership stands, whatever the policy.
+
+        Raises:
+            NoReplicaError: no replica serves.
+        """
+        serving = self._serving
+        if not serving:
+            raise NoReplicaError(
+                f"No replica of stage {self.stage_id} can serve right now ({self._describe()}). Please try again later."
+            )
+        if affinity_key is not None:
+            return serving[affinity_key % len(serving)]
+        return self._select(task, serving)
+
+    def charge(self, member: PoolMember, state: OrchestratorRequestState) -> None:
+        """Count a request as in flight on a replica, before it is sent there."""
+        member.in_flight[state.engine_request_id] = state
+        member.dispatched += 1
+
+    def release(self, state: OrchestratorRequestState) -> None:
+        """The request is no longer in flight; nothing to do if it was released before."""
+        if state.replica_id is not None:
+            self._members[state.replica_id].in_flight.pop(state.engine_request_id, None)
+
+    def _select(self, task: Task, serving: tuple[PoolMember, ...]) -> PoolMember:
+        """Ask the policy. A third party's may be wrong; that must not cost a request."""
+        try:
+            index = self._balancer.select(task, serving)
+            if 0 <= index < len(serving):
+                return serving[index]
+            fault = f"returned {index} for {len(serving)} replicas"
+        except Exception as error:
+            fault = f"raised {error!r}"
+        self._policy_faults += 1
+        if self._policy_faults == 1:
+            logger.error(
+                "Load-balancing policy %s %s; such requests go to the shortest queue instead.",
+                type(self._balancer).__name__,
+                fault,
+            )
+        return min(serving, key=lambda m: m.queue_length)
+
+    def _set_status(self, member: PoolMember, status: ReplicaStatus) -> None:
+        member.status = status
+        self._serving = tuple(m for m in self._all if m.status is ReplicaStatus.UP)
+
+    def _describe(self) -> str:
+        if not self._all:
+            return "it has none"
+        return ", ".join(f"replica {m.replica_id} is {m.status.value}" for m in self._all)
+
+

@@ -1,0 +1,112 @@
+"""The thread that the orchestrator lives in: started and closed from AsyncLLM's side."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import uvloop
+
+from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.orchestrator.local_replicas import LocalReplicas
+from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+
+logger = init_logger(__name__)
+
+_LAST_GRACE_S = 10.0
+"""Seconds beyond the engines' own time that closing may take before the thread is left behind."""
+
+
+class OrchestratorThread:
+    """Owns the thread, its event loop, the local replicas and the orchestrator; ends them in that order reversed.
+
+    Args:
+        orchestrator: runs on the thread's loop; its queues are the way to it.
+        local_replicas: builds the node's replicas, called on the thread's loop.
+    """
+
+    def __init__(self, orchestrator: Orchestrator, local_replicas: Callable[[], LocalReplicas]) -> None:
+        self._orchestrator = orchestrator
+        self._build_local_replicas = local_replicas
+        self._started: Future[list[bytes]] = Future()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Future[float | None] | None = None
+        self._closing = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="omni-orchestrator", daemon=True)
+
+    def start(self) -> list[bytes]:
+        """Start everything; returns the ready responses of the local engines when all serve. Blocks.
+
+        Raises:
+            ReplicaError: a local engine did not start. Nothing is left running.
+        """
+        self._thread.start()
+        try:
+            return self._started.result()
+        except BaseException:
+            # KeyboardInterrupt while the model loads, too.
+            self.close(timeout=0.0)
+            raise
+
+    def close(self, timeout: float | None = None) -> None:
+        """End the engines, giving each `timeout` seconds (None: vLLM's default), then the thread. Idempotent; blocks."""
+        with self._closing:
+            if not self._thread.is_alive():
+                return
+            if self._loop is not None and not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._request_stop, timeout)
+            self._thread.join((timeout or 5.0) + _LAST_GRACE_S)
+            if self._thread.is_alive():
+                logger.error("The orchestrator thread did not end in time; it is left to the end of the process.")
+
+    def _request_stop(self, timeout: float | None) -> None:
+        if self._stop is not None and not self._stop.done():
+            self._stop.set_result(timeout)
+
+    def _run(self) -> None:
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(self._main())
+        except BaseException as error:
+            if not self._started.done():
+                self._started.set_exception(error)
+            else:
+                logger.exception("The orchestrator failed; the server cannot go on.")
+        finally:
+            self._orchestrator.close_queues()
+            if not self._started.done():
+                self._started.set_exception(ReplicaError("the fleet was closed while it started"))
+
+    async def _main(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stop = self._loop.create_future()
+        local_replicas = self._build_local_replicas()
+        timeout: float | None = None
+        serving = asyncio.create_task(self._orchestrator.run(), name="omni-orchestrator")
+        try:
+            if not await self._start(local_replicas):
+                return
+            await asyncio.wait([self._stop, serving], return_when=asyncio.FIRST_COMPLETED)
+            timeout = self._stop.result() if self._stop.done() else None
+        finally:
+            await local_replicas.close(timeout)
+            self._orchestrator.close_queues()
+            await serving
+
+    async def _start(self, local_replicas: LocalReplicas) -> bool:
+        """Start the local replicas unless told to stop first. Returns whether they all serve."""
+        assert self._stop is not None
+        starting = asyncio.create_task(local_replicas.start(), name="omni-start")
+        await asyncio.wait([starting, self._stop], return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            await asyncio.wait([starting])
+            return False
+        try:
+            self._started.set_result(starting.result())
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from errors
+        return True
+
+

@@ -1,0 +1,177 @@
+"""A link to one replica: a pair of addresses that speak the engine-core protocol, as frames in and frames out."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import zmq
+
+from vllm_omni_plugin.errors import ReplicaError
+
+Frames = Sequence[Any]
+
+_BURST = 64
+"""Messages handled before other work of the loop gets its turn."""
+
+
+class Link(Protocol):
+    """The two directions of a replica. Used from one event loop only."""
+
+    input_addr: str
+    output_addr: str
+
+    def send(self, frames: Frames) -> None:
+        """Queue one message for the engine. Never blocks: the queue is unbounded, as vLLM's own is."""
+
+    def start_reading(self, on_message: Callable[[list[Any]], None]) -> None:
+        """Call `on_message(frames)` on the running loop for every message of the engine, in order."""
+
+    def pause_reading(self) -> None:
+        """Leave messages in the socket until `resume_reading`."""
+
+    def resume_reading(self) -> None:
+        """Undo `pause_reading`, starting with what has piled up."""
+
+    def drain(self) -> None:
+        """Handle at once every message that has arrived."""
+
+    def close(self) -> None:
+        """Close both directions at once and drop what is queued. Idempotent."""
+
+
+class IpcLink:
+    """The link to an engine on this node, which connects to the two sockets we bind.
+
+    Args:
+        input_addr: ipc address to bind for requests (ROUTER; the engine is a DEALER with a known identity).
+        output_addr: ipc address to bind for outputs (PULL; the engine is a PUSH).
+        identity: the engine's ZMQ identity, the routing frame of every request.
+    """
+
+    def __init__(self, input_addr: str, output_addr: str, identity: bytes) -> None:
+        self.input_addr = input_addr
+        self.output_addr = output_addr
+        self._identity = identity
+        context = zmq.Context.instance()
+        self._input = context.socket(zmq.ROUTER)
+        self._output = context.socket(zmq.PULL)
+        self._reader: SocketReader | None = None
+        try:
+            for socket, address in ((self._input, input_addr), (self._output, output_addr)):
+                socket.setsockopt(zmq.LINGER, 0)
+                socket.setsockopt(zmq.SNDHWM, 0)
+                socket.setsockopt(zmq.RCVHWM, 0)
+                socket.bind(address)
+            # An unknown peer is an error to raise, not a message to drop: it means that the engine never connected.
+            self._input.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        except BaseException:
+            self.close()
+            raise
+
+    def receive_ready(self, timeout: float) -> bytes:
+        """The engine's ready response, the one message that comes on the input side. Blocks up to `timeout` seconds.
+
+        Raises:
+            ReplicaError: nothing came in time.
+        """
+        if not self._input.poll(int(timeout * 1000)):
+            raise ReplicaError(f"no ready response on {self.input_addr} within {timeout:.0f} s")
+        _, payload = self._input.recv_multipart()
+        return payload
+
+    def send(self, frames: Frames) -> None:
+        """See `Link.send`.
+
+        Raises:
+            ReplicaError: the engine is not connected.
+        """
+        try:
+            self._input.send_multipart((self._identity, *frames), zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            raise ReplicaError(f"cannot send on {self.input_addr}: {error}") from error
+
+    def start_reading(self, on_message: Callable[[list[Any]], None]) -> None:
+        """See `Link.start_reading`."""
+        self._reader = SocketReader(self._output, on_message)
+        self._reader.resume()
+
+    def pause_reading(self) -> None:
+        """See `Link.pause_reading`."""
+        if self._reader is not None:
+            self._reader.pause()
+
+    def resume_reading(self) -> None:
+        """See `Link.resume_reading`."""
+        if self._reader is not None:
+            self._reader.resume()
+
+    def drain(self) -> None:
+        """See `Link.drain`."""
+        if self._reader is not None:
+            self._reader.drain()
+
+    def close(self) -> None:
+        """See `Link.close`."""
+        self.pause_reading()
+        self._reader = None
+        self._input.close()
+        self._output.close()
+
+
+class SocketReader:
+    """Reads a ZMQ socket on the running event loop, a burst per wake-up and without a task or future per message.
+
+    The descriptor of a ZMQ socket is edge-triggered: one event may stand for many messages, and none follows until they
+    have been taken (zmq_getsockopt(3), ZMQ_FD). So every burst that ends with messages left schedules the next.
+    """
+
+    def __init__(self, socket: "zmq.Socket[bytes]", on_message: Callable[[list[Any]], None]) -> None:
+        self._socket = socket
+        self._on_message = on_message
+        self._loop = asyncio.get_running_loop()
+        self._next_burst: asyncio.Handle | None = None
+        self._reading = False
+
+    def resume(self) -> None:
+        """Start or go on reading. What is already in the socket raises no event, so look at once."""
+        if self._reading:
+            return
+        self._reading = True
+        self._loop.add_reader(self._socket.fileno(), self._schedule)
+        self._schedule()
+
+    def pause(self) -> None:
+        """Stop reading; idempotent."""
+        if not self._reading:
+            return
+        self._reading = False
+        self._loop.remove_reader(self._socket.fileno())
+        if self._next_burst is not None:
+            self._next_burst.cancel()
+            self._next_burst = None
+
+    def drain(self) -> None:
+        """Handle every message that has arrived, paused or not."""
+        while (frames := self._receive()) is not None:
+            self._on_message(frames)
+
+    def _schedule(self) -> None:
+        if self._next_burst is None:
+            self._next_burst = self._loop.call_soon(self._read_burst)
+
+    def _read_burst(self) -> None:
+        self._next_burst = None
+        for _ in range(_BURST):
+            if not self._reading:
+                return
+            frames = self._receive()
+            if frames is None:
+                return
+            self._on_message(frames)
+        self._schedule()
+
+    def _receive(self) -> list[Any] | None:
+        try:
+            return self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None

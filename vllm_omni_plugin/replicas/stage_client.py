@@ -1,0 +1,165 @@
+"""The one client of an engine replica: the engine-core protocol over a link, however that link was opened."""
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from vllm_omni_plugin.errors import ReplicaError, WireError
+from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.replicas.link import Frames, Link
+
+logger = init_logger(__name__)
+
+
+class Codec(Protocol):
+    """How calls become frames and frames outputs; `vllm_api.engine_api.EngineApi` in service."""
+
+    def encode_add(self, request: Any, engine_request_id: str) -> Frames: ...
+
+    def encode_abort(self, engine_request_ids: Sequence[str]) -> Frames: ...
+
+    def encode_utility(self, call_id: int, method: str, args: tuple[Any, ...]) -> Frames: ...
+
+    def decode_outputs(self, frames: Frames) -> Any: ...
+
+    def is_engine_dead(self, frames: Frames) -> bool: ...
+
+
+class StageClient:
+    """Talks to one engine replica. Lives on one event loop.
+
+    Args:
+        link: the open link; the client owns it from here on.
+        codec: encodes and decodes; may be shared between the clients of one loop.
+        replica_id: names the replica in errors and logs.
+        on_outputs: called with every `EngineCoreOutputs` that carries request outputs or statistics.
+        on_dead: called at most once, with the reason, when the replica is found dead by its own word or by a failed send.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        codec: Codec,
+        replica_id: int,
+        on_outputs: Callable[[Any], None],
+        on_dead: Callable[[str], None],
+    ) -> None:
+        self._link = link
+        self._codec = codec
+        self._replica_id = replica_id
+        self._on_outputs = on_outputs
+        self._on_dead = on_dead
+        self._call_ids = itertools.count(1)
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._dead_reason: str | None = None
+        self.invalid_frames = 0
+
+    def __repr__(self) -> str:
+        state = self._dead_reason or "alive"
+        return f"<StageClient replica {self._replica_id} {self._link.input_addr}: {state}, {len(self._calls)} calls>"
+
+    def start(self) -> None:
+        """Begin to read the replica's outputs on the running loop."""
+        self._link.start_reading(self._receive)
+
+    def add_request(self, request: Any, engine_request_id: str) -> None:
+        """Submit an `EngineCoreRequest` under an id that must be new to the engine, or vLLM's engine dies of it.
+
+        Raises:
+            ReplicaError: the replica is dead.
+        """
+        self._send(self._codec.encode_add(request, engine_request_id))
+
+    def abort_requests(self, engine_request_ids: Sequence[str]) -> None:
+        """Abort requests by their engine-side ids; those already finished are ignored by the engine.
+
+        Raises:
+            ReplicaError: the replica is dead.
+        """
+        self._send(self._codec.encode_abort(engine_request_ids))
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Call a method of the engine core and return its result.
+
+        Raises:
+            ReplicaError: the engine refused or failed the call, or died before it answered.
+        """
+        call_id = next(self._call_ids)
+        frames = self._codec.encode_utility(call_id, method, args)
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = future
+        try:
+            self._send(frames)
+            return await future
+        finally:
+            self._calls.pop(call_id, None)
+
+    def pause_reading(self) -> None:
+        """Leave the replica's outputs in the socket until `resume_reading`."""
+        self._link.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Go on reading after `pause_reading`."""
+        self._link.resume_reading()
+
+    def drain(self) -> None:
+        """Handle what the replica sent before it died. Call before `mark_dead` when its process has exited."""
+        self._link.drain()
+
+    def mark_dead(self, reason: str) -> None:
+        """Fail open calls and refuse new ones with `reason`; the first reason stays. Tells `on_dead`."""
+        if self._dead_reason is not None:
+            return
+        self._dead_reason = reason
+        calls, self._calls = self._calls, {}
+        for future in calls.values():
+            if not future.done():
+                future.set_exception(self._dead_error())
+        self._on_dead(reason)
+
+    def close(self) -> None:
+        """Close the link; open calls fail. Idempotent."""
+        self._link.close()
+        self.mark_dead("closed")
+
+    def _dead_error(self) -> ReplicaError:
+        return ReplicaError(f"replica {self._replica_id} is gone: {self._dead_reason}")
+
+    def _send(self, frames: Frames) -> None:
+        if self._dead_reason is not None:
+            raise self._dead_error()
+        try:
+            self._link.send(frames)
+        except ReplicaError as error:
+            self.mark_dead(str(error))
+            raise
+
+    def _receive(self, frames: list[Any]) -> None:
+        if self._codec.is_engine_dead(frames):
+            self.mark_dead("the engine reported its own death")
+            return
+        try:
+            outputs = self._codec.decode_outputs(frames)
+        except WireError as error:
+            self.invalid_frames += 1
+            if self.invalid_frames == 1:
+                logger.warning("Replica %d sent an invalid frame; it and all later ones are dropped: %s", self._replica_id, error)
+            return
+        try:
+            if outputs.utility_output is not None:
+                self._resolve_call(outputs.utility_output)
+            else:
+                self._on_outputs(outputs)
+        except Exception:
+            # A fault in handling one message must not end the reading of those that follow.
+            logger.exception("Outputs of replica %d could not be handled.", self._replica_id)
+
+    def _resolve_call(self, reply: Any) -> None:
+        future = self._calls.pop(reply.call_id, None)
+        if future is None or future.done():
+            return
+        if reply.failure_message is not None:
+            future.set_exception(ReplicaError(reply.failure_message))
+        else:
+            future.set_result(reply.result.result)

@@ -1,0 +1,75 @@
+"""vLLM's engine-core protocol and the few things read from and built of its request and output structs."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequestType, FinishReason
+from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.pool.late_interaction import get_late_interaction_engine_index
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from vllm_omni_plugin.errors import WireError
+
+Frames = Sequence[Any]
+"""Frames of one message, each anything that supports the buffer protocol (bytes, memoryview, zmq.Frame)."""
+
+_CLIENT_INDEX = 0
+_HASH_SPACE = 1 << 32
+
+
+class EngineApi:
+    """Turns calls into frames for an engine's input, and frames of its output into vLLM's structs.
+
+    Not thread-safe, as vLLM's encoder is not: one per event loop.
+    """
+
+    def __init__(self) -> None:
+        self._encoder = MsgpackEncoder()
+        self._decoder = MsgpackDecoder(EngineCoreOutputs)
+
+    def encode_add(self, request: Any, engine_request_id: str) -> Frames:
+        """Frames that submit an `EngineCoreRequest` under an id of this attempt's own. Its tensors are not copied."""
+        attempt = msgspec.structs.replace(request, request_id=engine_request_id, client_index=_CLIENT_INDEX)
+        return (EngineCoreRequestType.ADD.value, *self._encoder.encode(attempt))
+
+    def encode_abort(self, engine_request_ids: Sequence[str]) -> Frames:
+        """Frames that abort requests by the ids the engine knows them under; unknown ids are harmless to it."""
+        return (EngineCoreRequestType.ABORT.value, *self._encoder.encode(list(engine_request_ids)))
+
+    def encode_utility(self, call_id: int, method: str, args: tuple[Any, ...]) -> Frames:
+        """Frames that call `method(*args)` on the engine; its reply carries `call_id`."""
+        call = (_CLIENT_INDEX, call_id, method, args)
+        return (EngineCoreRequestType.UTILITY.value, *self._encoder.encode(call))
+
+    def decode_outputs(self, frames: Frames) -> Any:
+        """The `EngineCoreOutputs` of one message.
+
+        Raises:
+            WireError: the frames are not such a message.
+        """
+        try:
+            return self._decoder.decode(frames)
+        except Exception as error:  # vLLM's decode hooks raise whatever their payload makes them raise
+            raise WireError(f"not a valid EngineCoreOutputs message: {error}") from error
+
+    def is_engine_dead(self, frames: Frames) -> bool:
+        """Whether an engine announces its own death, the one output that is not an `EngineCoreOutputs`."""
+        return len(frames) == 1 and memoryview(frames[0]) == EngineCoreProc.ENGINE_CORE_DEAD
+
+    def affinity_key(self, request: Any) -> int | None:
+        """A stable hash of what binds a request to one replica, or None if any replica will do.
+
+        Late-interaction scoring caches the query's embeddings in one engine's worker, and its documents must follow.
+        """
+        index: int | None = get_late_interaction_engine_index(request.pooling_params, _HASH_SPACE)
+        return index
+
+    def cut_short(self, output: Any) -> bool:
+        """Whether an `EngineCoreOutput` ends its request for good, later turns of a streaming-input session included."""
+        return output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
+
+    def idle_report(self, engine_index: int) -> Any:
+        """The `EngineCoreOutputs` of an engine with nothing waiting or running, for the gauges of one that is gone."""
+        return EngineCoreOutputs(engine_index=engine_index, scheduler_stats=SchedulerStats())

@@ -1,0 +1,162 @@
+"""Starting an engine process with vLLM's own process manager and start-up handshake."""
+
+import copy
+from typing import Any
+
+import zmq
+from vllm import envs
+from vllm.platforms import current_platform
+from vllm.utils.network_utils import get_open_zmq_ipc_path
+from vllm.v1.engine.utils import (
+    CoreEngine,
+    CoreEngineLaunch,
+    CoreEngineProcManager,
+    EngineZmqAddresses,
+    set_assigned_physical_gpu_ids_for_dp_rank,
+    wait_for_engine_startup,
+)
+
+from vllm_omni_plugin.errors import ReplicaError
+
+def replica_config(vllm_config: Any, replica_id: int) -> Any:
+    """A copy of the configuration in which replica `replica_id` takes its own share of this node's devices.
+
+    Replicas share a node as vLLM's independent data-parallel ranks do: rank i takes the i-th block of devices.
+    """
+    config = copy.deepcopy(vllm_config)
+    parallel = config.parallel_config
+    user_devices = parallel.assigned_physical_gpu_ids
+    parallel.data_parallel_rank_local = replica_id
+    if not (current_platform.is_cuda_alike() or current_platform.is_xpu() or current_platform.is_cpu()):
+        set_assigned_physical_gpu_ids_for_dp_rank(config, replica_id, user_devices)
+    return config
+
+
+class EngineProcess:
+    """One engine core with its workers, as vLLM's process manager owns it."""
+
+    def __init__(self, manager: CoreEngineProcManager) -> None:
+        self._manager = manager
+
+    @property
+    def pid(self) -> int:
+        """Process id of the engine core."""
+        pid: int = self._manager.processes[0].pid
+        return pid
+
+    @property
+    def sentinel(self) -> int:
+        """A file descriptor that becomes readable when the engine core exits."""
+        sentinel: int = self._manager.processes[0].sentinel
+        return sentinel
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Ask the engine to end, wait `timeout` seconds (None: vLLM's default), then kill it. Blocks; idempotent."""
+        self._manager.shutdown(timeout=timeout)
+
+    def kill(self) -> None:
+        """End an engine that is no longer trusted, with everything it started. Does not block."""
+        for process in self._manager.processes:
+            if process.is_alive():
+                process.kill()
+
+
+class EngineLauncher:
+    """Starts the engines of this node's replicas, all with the same configuration.
+
+    Args:
+        vllm_config: vLLM's configuration of one replica.
+        executor_class: vLLM's executor for it.
+        log_stats: whether engines report scheduler statistics.
+    """
+
+    ready_timeout: float = envs.VLLM_ENGINE_READY_TIMEOUT_S
+    """Seconds an engine may take to send its ready response once vLLM's handshake is through."""
+
+    def __init__(self, vllm_config: Any, executor_class: Any, log_stats: bool) -> None:
+        self._vllm_config = vllm_config
+        self._executor_class = executor_class
+        self._log_stats = log_stats
+
+    def new_ipc_address(self) -> str:
+        """A fresh ipc address where vLLM puts its own."""
+        address: str = get_open_zmq_ipc_path()
+        return address
+
+    def identity(self, replica_id: int) -> bytes:
+        """The ZMQ identity under which the engine of a replica connects to our ROUTER."""
+        identity: bytes = CoreEngine(index=replica_id).identity
+        return identity
+
+    def start(self, replica_id: int) -> "StartingEngine":
+        """Spawn the engine process of a replica. Blocks while the configuration is passed to the new process."""
+        config = replica_config(self._vllm_config, replica_id)
+        return _spawn(config, self._executor_class, self._log_stats, replica_id)
+
+
+def _spawn(config: Any, executor_class: Any, log_stats: bool, replica_id: int) -> "StartingEngine":
+    handshake_address = get_open_zmq_ipc_path()
+    context = zmq.Context.instance()
+    handshake = context.socket(zmq.ROUTER)
+    handshake.setsockopt(zmq.LINGER, 0)
+    try:
+        handshake.bind(handshake_address)
+        manager = CoreEngineProcManager(
+            local_engine_count=1,
+            start_index=replica_id,
+            local_start_index=replica_id,
+            vllm_config=config,
+            local_client=True,
+            handshake_address=handshake_address,
+            executor_class=executor_class,
+            log_stats=log_stats,
+        )
+    except BaseException:
+        handshake.close()
+        raise
+    return StartingEngine(EngineProcess(manager), manager, handshake, config, replica_id)
+
+
+class StartingEngine:
+    """An engine between its spawn and its readiness. `process` may be shut down at any moment from any thread."""
+
+    def __init__(
+        self,
+        process: EngineProcess,
+        manager: CoreEngineProcManager,
+        handshake: "zmq.Socket[bytes]",
+        config: Any,
+        replica_id: int,
+    ) -> None:
+        self.process = process
+        self._manager = manager
+        self._handshake = handshake
+        self._config = config
+        self._replica_id = replica_id
+
+    def wait(self, input_addr: str, output_addr: str) -> None:
+        """Play vLLM's start-up handshake: tell the engine its addresses, and block until it has loaded the model.
+
+        Raises:
+            ReplicaError: the engine ended or misbehaved before it was ready.
+        """
+        config = self._config
+        launch = CoreEngineLaunch(
+            engine_manager=self._manager,
+            coordinator=None,
+            addresses=EngineZmqAddresses(inputs=[input_addr], outputs=[output_addr]),
+            tensor_queue=None,
+        )
+        try:
+            wait_for_engine_startup(
+                self._handshake,
+                [CoreEngine(index=self._replica_id, local=True)],
+                config.parallel_config,
+                False,
+                config.cache_config,
+                launch,
+            )
+        except RuntimeError as error:
+            raise ReplicaError(f"the engine of local replica {self._replica_id} did not start: {error}") from error
+        finally:
+            self._handshake.close()

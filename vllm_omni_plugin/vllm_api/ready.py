@@ -1,0 +1,28 @@
+"""What engines say of themselves when they are ready, applied to the front end's configuration."""
+
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
+
+from vllm.v1.engine.core_client import MPClient
+
+
+def apply_ready_responses(vllm_config: Any, payloads: Iterable[bytes]) -> dict[int, Any]:
+    """Bring `vllm_config` in line with what its engines found at start, exactly as vLLM's own client does.
+
+    Block counts are summed into the configuration, so this is done once, for the replicas of the first start; one that
+    is restarted has the same configuration and must not be counted again.
+
+    Returns:
+        The KV-event publisher configuration of each engine that has one, by engine index.
+    """
+    front_end = SimpleNamespace(
+        vllm_config=vllm_config,
+        stats_update_address=None,
+        _effective_attention_block_sizes=set(),
+        _kv_event_sources={},
+    )
+    for payload in payloads:
+        MPClient._apply_ready_response(front_end, payload)
+    sources: dict[int, Any] = front_end._kv_event_sources
+    return sources
