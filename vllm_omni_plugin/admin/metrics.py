@@ -69,14 +69,18 @@ def _dispatches(members: list[PoolMember]) -> Metric:
 
 
 def _in_flight(members: list[PoolMember]) -> Metric:
-    family = GaugeMetricFamily("vllm_omni:requests_in_flight", "Requests a replica is charged with.", labels=_PER_REPLICA)
+    family = GaugeMetricFamily(
+        "vllm_omni:requests_in_flight", "Requests a replica is charged with.", labels=_PER_REPLICA
+    )
     for member in members:
         family.add_metric(_labels(member), member.queue_length)
     return family
 
 
 def _restarts(members: list[PoolMember]) -> Metric:
-    family = CounterMetricFamily("vllm_omni:replica_restarts", "Attempts to start a lost replica again.", labels=_PER_REPLICA)
+    family = CounterMetricFamily(
+        "vllm_omni:replica_restarts", "Attempts to start a lost replica again.", labels=_PER_REPLICA
+    )
     for member in members:
         family.add_metric(_labels(member), member.restarts)
     return family

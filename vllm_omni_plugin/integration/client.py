@@ -33,8 +33,8 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
 
     Attributes:
         engine_ranks_managed: engine indexes that vLLM's metrics are labelled with; they are the replica ids.
-        resources: `resources.engine_dead` tells AsyncLLM that nothing will ever be served again. A dead replica, or even
-            all of them, is not that: they come back.
+        resources: `resources.engine_dead` tells AsyncLLM that nothing will ever be served again. Dead replicas,
+            even all of them, are not that: they come back.
         failures: how single requests fail; bound to AsyncLLM's output processor once that exists.
     """
 
@@ -195,7 +195,7 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        """Results of the workers of the first replica, as vLLM's data-parallel client returns them; all replicas run it."""
+        """Results of the first replica's workers, as vLLM's data-parallel client returns them; all replicas run it."""
         results: list[Any] = (await self._call("collective_rpc", method, timeout, args, kwargs))[0]
         return results
 

@@ -46,7 +46,7 @@ def refuse_unsupported(args: argparse.Namespace) -> None:
 def prepare_engine_args(engine_args: Any, options: OmniConfig) -> None:
     """Tell vLLM that several engines will stand behind this front end.
 
-    vLLM knows one number for that. It keeps processed multimodal inputs on the front end's side instead of assuming that
-    the one engine has seen them, and on CPUs it divides the cores.
+    vLLM knows one number for that. With it, vLLM keeps processed multimodal inputs on the front end's side instead of
+    assuming that the one engine has seen them, and divides the cores of a CPU.
     """
     engine_args._api_process_count = max(options.dp_size_local, 2)

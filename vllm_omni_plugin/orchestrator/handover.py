@@ -17,8 +17,8 @@ class HandoverClosedError(OmniError):
 class HandoverQueue(Generic[T]):
     """Hands items from any thread to the one event loop that takes them, in order.
 
-    An idle queue costs nothing: the consumer sleeps in its loop until the first item wakes it, and takes everything that
-    has come by then, so a burst is one wake-up. Producers that find the queue full wait in their own loops.
+    An idle queue costs nothing: the consumer sleeps in its loop until the first item wakes it, and takes all that has
+    come by then, so a burst is one wake-up. Producers that find the queue full wait in their own loops.
 
     Args:
         maxsize: items held before `put` waits. `force_put` exceeds it, for items whose number is bounded elsewhere.

@@ -63,7 +63,8 @@ class LocalReplicas:
         async with asyncio.TaskGroup() as tasks:
             starts = [tasks.create_task(self._bring_up(member)) for member in self._members]
         self._keepers = [
-            asyncio.create_task(self._keep(member), name=f"omni-replica-{member.replica_id}") for member in self._members
+            asyncio.create_task(self._keep(member), name=f"omni-replica-{member.replica_id}")
+            for member in self._members
         ]
         return [start.result().ready_response for start in starts]
 
@@ -93,7 +94,9 @@ class LocalReplicas:
         if died.is_set():
             raise ReplicaError(f"replica {member.replica_id} died as soon as it was ready")
         self._pool.serve(member, replica.client, replica.input_addr, replica.output_addr)
-        logger.info("Replica %d of stage %d serves (engine process %d).", member.replica_id, member.stage_id, replica.pid)
+        logger.info(
+            "Replica %d of stage %d serves (engine process %d).", member.replica_id, member.stage_id, replica.pid
+        )
         return replica
 
     def _on_dead(self, member: PoolMember, died: asyncio.Event, reason: str) -> None:
@@ -111,14 +114,18 @@ class LocalReplicas:
             await self._end(member)
             while True:
                 pause = backoff.after(lived)
-                logger.warning("Replica %d of stage %d starts again in %.0f s.", member.replica_id, member.stage_id, pause)
+                logger.warning(
+                    "Replica %d of stage %d starts again in %.0f s.", member.replica_id, member.stage_id, pause
+                )
                 await self._delay(pause)
                 member.restarts += 1
                 try:
                     await self._bring_up(member)
                     break
                 except ReplicaError as error:
-                    logger.error("Replica %d of stage %d did not come back: %s", member.replica_id, member.stage_id, error)
+                    logger.error(
+                        "Replica %d of stage %d did not come back: %s", member.replica_id, member.stage_id, error
+                    )
                     await self._end(member)
                     lived = 0.0
             served_since = self._clock()

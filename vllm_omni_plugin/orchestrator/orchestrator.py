@@ -110,7 +110,13 @@ class Orchestrator:
         """A replica is gone: its requests move or fail, each exactly once."""
         pool = self.stage_pools[member.stage_id]
         orphans = pool.lose(member, status)
-        logger.error("Replica %d of stage %d is lost (%s) with %d requests in flight.", member.replica_id, pool.stage_id, reason, len(orphans))
+        logger.error(
+            "Replica %d of stage %d is lost (%s) with %d requests in flight.",
+            member.replica_id,
+            pool.stage_id,
+            reason,
+            len(orphans),
+        )
         for state in orphans:
             action = state.lose_replica(reason, self._migration_limit)
             if isinstance(action, Fail):
@@ -156,7 +162,11 @@ class Orchestrator:
         pool = self.stage_pools[0]
         request = state.request
         try:
-            task: Task = {"request_id": state.request_id, "engine_inputs": request, "sampling_params": request.sampling_params}
+            task: Task = {
+                "request_id": state.request_id,
+                "engine_inputs": request,
+                "sampling_params": request.sampling_params,
+            }
             member = pool.pick(task, self._api.affinity_key(request))
         except NoReplicaError as error:
             self.metrics.refused += 1
@@ -209,7 +219,9 @@ class Orchestrator:
                 if member.client is not None:
                     member.client.abort_requests(engine_request_ids)
             except ReplicaError:
-                logger.debug("Replica %d died before it could abort %d requests.", member.replica_id, len(engine_request_ids))
+                logger.debug(
+                    "Replica %d died before it could abort %d requests.", member.replica_id, len(engine_request_ids)
+                )
 
     def _accept(self, member: PoolMember, output: Any) -> bool:
         """Whether the output belongs to a current attempt on this replica; anything else is stale and dropped."""

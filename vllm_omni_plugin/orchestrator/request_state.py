@@ -156,7 +156,9 @@ class OrchestratorRequestState:
         if self.streaming is not None:
             return RequestLostError(f"{lost}, and a streaming-input session cannot move. Please open it again.")
         if self.attempts > migration_limit:
-            return RequestLostError(f"{lost}; it had moved {self.attempts - 1} times, the limit of --omni-migration-limit.")
+            return RequestLostError(
+                f"{lost}; it had moved {self.attempts - 1} times, the limit of --omni-migration-limit."
+            )
         return None
 
     def _require(self, *phases: RequestPhase) -> None:

@@ -26,7 +26,7 @@ class _Facts:
 class SharedState:
     """The engine state that past calls have left, as the shortest list of calls that makes it again.
 
-    `version` changes with every recorded call: a joiner that has replayed and finds the version unchanged is up to date.
+    `version` changes with every recorded call: a joiner that finds it unchanged after its replay is up to date.
     """
 
     def __init__(self) -> None:

@@ -17,8 +17,8 @@ class PoolMember:
     """One replica in a pool; a policy sees it as a `balancing.ReplicaView`.
 
     Attributes:
-        in_flight: requests charged to the replica, by engine-side id. The charge *is* the entry: inserting it before the
-            send and removing it at the request's end makes the count exact and a second release impossible.
+        in_flight: requests charged to the replica, by engine-side id. The charge *is* the entry: inserted before the
+            send and removed at the request's end, it makes the count exact and a second release impossible.
         dispatched: requests ever sent to it.
         restarts: how often its engine was started again.
     """
@@ -107,7 +107,7 @@ class StagePool:
 
         Args:
             task: what the policy may know of the request.
-            affinity_key: requests with the same key go to the same replica while membership stands, whatever the policy.
+            affinity_key: requests with the same key go to the same replica while membership stands.
 
         Raises:
             NoReplicaError: no replica serves.
@@ -157,5 +157,3 @@ class StagePool:
         if not self._all:
             return "it has none"
         return ", ".join(f"replica {m.replica_id} is {m.status.value}" for m in self._all)
-
-

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Any
 
 import uvloop
 
@@ -50,7 +51,7 @@ class OrchestratorThread:
             raise
 
     def close(self, timeout: float | None = None) -> None:
-        """End the engines, giving each `timeout` seconds (None: vLLM's default), then the thread. Idempotent; blocks."""
+        """End the engines, each after `timeout` seconds (None: vLLM's default), then the thread. Blocks; idempotent."""
         with self._closing:
             if not self._thread.is_alive():
                 return
@@ -87,7 +88,8 @@ class OrchestratorThread:
         try:
             if not await self._start(local_replicas):
                 return
-            await asyncio.wait([self._stop, serving], return_when=asyncio.FIRST_COMPLETED)
+            awaited: list[asyncio.Future[Any]] = [self._stop, serving]
+            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
             timeout = self._stop.result() if self._stop.done() else None
         finally:
             await local_replicas.close(timeout)
@@ -98,7 +100,8 @@ class OrchestratorThread:
         """Start the local replicas unless told to stop first. Returns whether they all serve."""
         assert self._stop is not None
         starting = asyncio.create_task(local_replicas.start(), name="omni-start")
-        await asyncio.wait([starting, self._stop], return_when=asyncio.FIRST_COMPLETED)
+        awaited: list[asyncio.Future[Any]] = [starting, self._stop]
+        await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
             starting.cancel()
             await asyncio.wait([starting])
@@ -108,5 +111,3 @@ class OrchestratorThread:
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from errors
         return True
-
-

@@ -52,7 +52,7 @@ class IpcLink:
         self.input_addr = input_addr
         self.output_addr = output_addr
         self._identity = identity
-        context = zmq.Context.instance()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._input = context.socket(zmq.ROUTER)
         self._output = context.socket(zmq.PULL)
         self._reader: SocketReader | None = None
@@ -76,7 +76,7 @@ class IpcLink:
         """
         if not self._input.poll(int(timeout * 1000)):
             raise ReplicaError(f"no ready response on {self.input_addr} within {timeout:.0f} s")
-        _, payload = self._input.recv_multipart()
+        payload: bytes = self._input.recv_multipart()[1]
         return payload
 
     def send(self, frames: Frames) -> None:

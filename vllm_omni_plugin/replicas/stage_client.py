@@ -34,7 +34,7 @@ class StageClient:
         codec: encodes and decodes; may be shared between the clients of one loop.
         replica_id: names the replica in errors and logs.
         on_outputs: called with every `EngineCoreOutputs` that carries request outputs or statistics.
-        on_dead: called at most once, with the reason, when the replica is found dead by its own word or by a failed send.
+        on_dead: called at most once, with the reason, when the replica turns out to be dead.
     """
 
     def __init__(
@@ -144,7 +144,9 @@ class StageClient:
         except WireError as error:
             self.invalid_frames += 1
             if self.invalid_frames == 1:
-                logger.warning("Replica %d sent an invalid frame; it and all later ones are dropped: %s", self._replica_id, error)
+                logger.warning(
+                    "Replica %d sent an invalid frame; it and all later ones are dropped: %s", self._replica_id, error
+                )
             return
         try:
             if outputs.utility_output is not None:

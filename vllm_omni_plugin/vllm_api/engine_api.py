@@ -67,7 +67,7 @@ class EngineApi:
         return index
 
     def cut_short(self, output: Any) -> bool:
-        """Whether an `EngineCoreOutput` ends its request for good, later turns of a streaming-input session included."""
+        """Whether an `EngineCoreOutput` ends its request for good, with all turns of a streaming-input session."""
         return output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
 
     def idle_report(self, engine_index: int) -> Any:

@@ -18,6 +18,7 @@ from vllm.v1.engine.utils import (
 
 from vllm_omni_plugin.errors import ReplicaError
 
+
 def replica_config(vllm_config: Any, replica_id: int) -> Any:
     """A copy of the configuration in which replica `replica_id` takes its own share of this node's devices.
 
@@ -96,8 +97,7 @@ class EngineLauncher:
 
 def _spawn(config: Any, executor_class: Any, log_stats: bool, replica_id: int) -> "StartingEngine":
     handshake_address = get_open_zmq_ipc_path()
-    context = zmq.Context.instance()
-    handshake = context.socket(zmq.ROUTER)
+    handshake: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
     handshake.setsockopt(zmq.LINGER, 0)
     try:
         handshake.bind(handshake_address)
