@@ -1,0 +1,18 @@
+"""A replica as a policy sees it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class FakeReplica:
+    """Satisfies `ReplicaView`."""
+
+    input_addr: str
+    output_addr: str = "tcp://head:1"
+    stage_id: int = 0
+    queue_length: int = 0
+
+
+def with_queues(*queue_lengths: int) -> list[FakeReplica]:
+    """Return one replica for each length."""
+    return [FakeReplica(f"tcp://replica:{port}", queue_length=length) for port, length in enumerate(queue_lengths)]

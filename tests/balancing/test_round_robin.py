@@ -1,0 +1,147 @@
+"""The round-robin policy."""
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from vllm_omni_plugin.balancing import RoundRobinBalancer
+
+from .fakes import FakeReplica, with_queues
+
+Pick = tuple[frozenset[str], str]
+"""The replicas that were live, and the one of them that was picked."""
+
+
+def pick(balancer: RoundRobinBalancer, live: str) -> str:
+    """Let the balancer choose among replicas named by single letters, which are given to it in this order."""
+    return live[balancer.select({}, [FakeReplica(name) for name in live])]
+
+
+def picks(balancer: RoundRobinBalancer, *history: str) -> str:
+    return "".join(pick(balancer, live) for live in history)
+
+
+@pytest.mark.parametrize(
+    ("history", "expected"),
+    [
+        pytest.param(["abc"] * 7, "abcabca", id="unchanged"),
+        pytest.param(["a"] * 3, "aaa", id="alone"),
+        pytest.param(["abc", "cab", "bca", "cba"], "abca", id="reordered"),
+        pytest.param(["abc", "abc", "abcd", "abcd", "abcd", "abcd", "abcd"], "abdcabd", id="joiner is next, then last"),
+        pytest.param(["ab", "ab", "xaby", "xaby", "xaby", "xaby"], "abxyab", id="joiners in their order"),
+        pytest.param(["abc", "bc", "bc", "bc"], "abcb", id="first leaves"),
+        pytest.param(["abc", "ac", "ac", "ac"], "acac", id="next leaves"),
+        pytest.param(["abc", "abc", "ac", "ac", "abc", "abc", "abc"], "abcabca", id="comes back when due"),
+        pytest.param(["ab", "b", "ab", "ab"], "abab", id="comes back after the other's turn"),
+        pytest.param(["abc", "bc", "abc", "abc", "abc"], "abcab", id="comes back early and waits"),
+        pytest.param(["ab", "cd", "cd", "ab", "ab"], "acdba", id="everyone replaced and back"),
+    ],
+)
+def test_turns(history: list[str], expected: str) -> None:
+    assert picks(RoundRobinBalancer(), *history) == expected
+
+
+@pytest.mark.parametrize(("start_index", "expected"), [(0, "abca"), (1, "bcab"), (2, "cabc"), (3, "abca")])
+def test_start_index_picks_the_first(start_index: int, expected: str) -> None:
+    assert picks(RoundRobinBalancer(start_index), *["abc"] * 4) == expected
+
+
+def test_a_flapping_replica_gains_nothing() -> None:
+    balancer = RoundRobinBalancer()
+    served = picks(balancer, "abc", *["bc", "abc"] * 30)
+    assert Counter(served)["a"] <= min(Counter(served)["b"], Counter(served)["c"])
+
+
+def test_new_views_of_the_same_replicas_do_not_disturb_the_turns() -> None:
+    balancer = RoundRobinBalancer()
+    assert [balancer.select({}, with_queues(load, 9, load + 1)) for load in range(6)] == [0, 1, 2, 0, 1, 2]
+
+
+def test_a_list_changed_in_place_is_noticed() -> None:
+    balancer, replicas = RoundRobinBalancer(), with_queues(0, 0, 0)
+    balancer.select({}, replicas)
+    del replicas[1]
+    assert [balancer.select({}, replicas) for _ in range(3)] == [1, 0, 1]
+
+
+def test_replicas_that_share_an_address_in_different_stages_are_different() -> None:
+    replicas = [FakeReplica("tcp://replica:1", stage_id=0), FakeReplica("tcp://replica:1", stage_id=1)]
+    balancer = RoundRobinBalancer()
+    assert [balancer.select({}, replicas) for _ in range(4)] == [0, 1, 0, 1]
+
+
+def test_departed_replicas_are_forgotten_after_a_full_turn() -> None:
+    balancer = RoundRobinBalancer()
+    for generation in range(100):
+        picks(balancer, f"ab{chr(ord('c') + generation)}", "ab", "ab")
+    assert repr(balancer) == "<RoundRobinBalancer [2 live, 1 departed]>"
+    picks(balancer, "ab")
+    assert repr(balancer) == "<RoundRobinBalancer [2 live, 0 departed]>"
+
+
+def test_no_replica_is_a_value_error() -> None:
+    with pytest.raises(ValueError, match=r"^replicas must not be empty$"):
+        RoundRobinBalancer().select({}, [])
+
+
+@st.composite
+def membership_histories(draw: st.DrawFn) -> list[str]:
+    """Draw the live replicas, in order, at each pick: joins, departures and returns between runs of picks."""
+    live = list(draw(st.permutations("abcde"))[: draw(st.integers(1, 5))])
+    history: list[str] = []
+    for name, picks_until_then in draw(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 4)), max_size=15)):
+        history += ["".join(live)] * picks_until_then
+        if name not in live:
+            live.insert(draw(st.integers(0, len(live))), name)
+        elif len(live) > 1:
+            live.remove(name)
+    return [*history, *["".join(live)] * draw(st.integers(0, 6))]
+
+
+def assert_fair(record: list[Pick]) -> None:
+    """In every window nobody gets two picks more than a replica that is live throughout."""
+    for start in range(len(record)):
+        steady, counts = set(record[start][0]), Counter[str]()
+        for live, picked in record[start:]:
+            steady &= live
+            counts[picked] += 1
+            assert all(counts[picked] - counts[name] <= 1 for name in steady), record[start:]
+
+
+@given(membership_histories(), st.integers(0, 7))
+@example(["abc", "bc", "abc", "bc", "abc", "abc"], 0)
+def test_turns_are_fair_over_any_membership_history(history: list[str], start_index: int) -> None:
+    balancer = RoundRobinBalancer(start_index)
+    assert_fair([(frozenset(live), pick(balancer, live)) for live in history])
+
+
+@pytest.fixture
+def eager_thread_switches() -> Iterator[None]:
+    """Let threads interrupt each other as often as the interpreter can."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.usefixtures("eager_thread_switches")
+def test_threads_share_the_turns_evenly() -> None:
+    balancer, threads, turns = RoundRobinBalancer(), 4, 1000
+    together = Barrier(threads)
+
+    def pick_repeatedly() -> Counter[int]:
+        # A list of its own for every thread, so that each pick looks at the membership anew.
+        replicas = with_queues(0, 0, 0, 0, 0)
+        together.wait(timeout=30)
+        return Counter(balancer.select({}, replicas) for _ in range(turns))
+
+    with ThreadPoolExecutor(threads) as pool:
+        futures = [pool.submit(pick_repeatedly) for _ in range(threads)]
+        total = sum((future.result() for future in futures), Counter[int]())
+    assert total == dict.fromkeys(range(5), threads * turns // 5)

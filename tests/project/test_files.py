@@ -1,0 +1,109 @@
+"""The files: small, documented, complete, and free of what only one machine knows."""
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from .source_tree import PACKAGE, PACKAGE_FOLDERS, ROOT, modules, packages, python_files, relative, text_files
+
+MAX_LINES = 400
+MACHINE_PATH = re.compile(r"(?<![\w~})])/(?:work|tmp/dev)(?![\w-])")
+"""A folder of the machine the project is developed on. Not one below another folder or a variable: `$HOME/work`."""
+
+
+def stray_statements(source: str) -> list[str]:
+    """Return the statements of an `__init__.py` that are no docstring, import or `__all__`."""
+    module = ast.parse(source)
+    statements = module.body if ast.get_docstring(module) is None else module.body[1:]
+    return [ast.unparse(statement) for statement in statements if not _is_import_or_all(statement)]
+
+
+def _is_import_or_all(statement: ast.stmt) -> bool:
+    match statement:
+        case ast.Import() | ast.ImportFrom():
+            return True
+        case ast.Assign(targets=[ast.Name(id="__all__")]) | ast.AnnAssign(target=ast.Name(id="__all__")):
+            return True
+    return False
+
+
+def test_no_python_file_is_longer_than_the_limit() -> None:
+    lengths = {relative(path): len(path.read_text().splitlines()) for path in python_files()}
+    assert {path: lines for path, lines in lengths.items() if lines > MAX_LINES} == {}
+
+
+def test_package_files_hold_only_docstring_imports_and_all() -> None:
+    files = [module.path for module in modules().values() if module.path.name == "__init__.py"]
+    found = {relative(path): stray_statements(path.read_text()) for path in files}
+    assert {path: statements for path, statements in found.items() if statements} == {}
+
+
+def test_every_module_has_a_docstring() -> None:
+    missing = [relative(path) for path in python_files() if ast.get_docstring(ast.parse(path.read_text())) is None]
+    assert missing == []
+
+
+def test_every_folder_with_modules_is_a_package() -> None:
+    folders = {module.path.parent for module in modules().values()}
+    assert [relative(folder) for folder in sorted(folders) if not (folder / "__init__.py").is_file()] == []
+
+
+def test_the_packages_that_are_installed_are_those_of_the_tree() -> None:
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert sorted(setuptools["packages"]) == sorted(packages())
+    moved = {name: ROOT / folder for name, folder in setuptools["package-dir"].items()}
+    assert {PACKAGE: ROOT / PACKAGE, **moved} == PACKAGE_FOLDERS
+
+
+def test_no_text_names_a_folder_of_the_developers_machine() -> None:
+    found = [
+        f"{relative(path)}:{number}: {line.strip()}"
+        for path in text_files()
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if MACHINE_PATH.search(line)
+    ]
+    assert found == []
+
+
+def test_the_scan_sees_every_kind_of_file() -> None:
+    names = {relative(path) for path in text_files()}
+    assert {"pyproject.toml", "vllm_omni_plugin/__init__.py", "tests/project/test_files.py"} <= names
+    assert not any(Path(name).parts[0] == ".venv" for name in names)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("", []),
+        ('"""Doc."""\n\nfrom a import b\nimport c\n\n__all__ = ["b"]\n', []),
+        ('"""Doc."""\n__all__: list[str] = []\n', []),
+        ('"""Doc."""\nx = 1\n', ["x = 1"]),
+        ('import a\n"""Not a docstring."""\n', ["'Not a docstring.'"]),
+        ("if TYPE_CHECKING:\n    import a\n", ["if TYPE_CHECKING:\n    import a"]),
+        ("def __getattr__(name): ...\n", ["def __getattr__(name):\n    ..."]),
+    ],
+)
+def test_a_stray_statement_is_seen(source: str, expected: list[str]) -> None:
+    assert stray_statements(source) == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "is_machine_path"),
+    [
+        ("see {}work/shared", True),
+        ("cd {}work", True),
+        ("PATH=/usr/bin:{}tmp/dev/tools", True),
+        ("file://{}work/main", True),
+        ("$HOME{}work/main", False),
+        ("~{}work", False),
+        ("https://example.com{}work", False),
+        ("{}workers", False),
+        ("{}tmp/device", False),
+    ],
+)
+def test_a_machine_path_is_told_from_others(line: str, is_machine_path: bool) -> None:
+    # The slash is added here, so that this file does not name the folders itself.
+    assert bool(MACHINE_PATH.search(line.format("/"))) is is_machine_path

@@ -1,0 +1,172 @@
+"""The layers: imports point down, and vLLM is touched in two places only."""
+
+from collections.abc import Iterable, Mapping
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+
+import pytest
+
+from .import_scan import imported_names
+from .source_tree import PACKAGE, modules
+
+LAYERS = (
+    "entrypoints",
+    "integration",
+    "admin",
+    "orchestrator",
+    "replicas",
+    "coordinator",
+    "balancing",
+    "pipeline",
+    "vllm_api",
+)
+"""From top to bottom."""
+
+FOUNDATION = ("errors", "config", "clock", "logger")
+"""Single modules below all layers, which anyone may import."""
+
+KNOW_VLLM = {"integration", "vllm_api"}
+LIGHT = {"coordinator", "balancing", "pipeline"}
+"""Start in milliseconds, so they may not even reach vLLM or torch through another module of ours."""
+
+Imports = Mapping[str, set[str]]
+"""For each module, by its dotted name, the dotted names it imports."""
+
+
+@cache
+def imports() -> Imports:
+    return {name: imported_names(module.path.read_text(), module.package) for name, module in modules().items()}
+
+
+def layer_of(name: str) -> str:
+    """Return the layer or foundation module that a dotted name belongs to: "" for the package itself or another's."""
+    top, _, rest = name.partition(".")
+    layer = rest.partition(".")[0]
+    return layer if top == PACKAGE and layer in {*LAYERS, *FOUNDATION} else ""
+
+
+def depth(layer: str) -> int:
+    return LAYERS.index(layer) if layer in LAYERS else len(LAYERS)
+
+
+def upward(imports: Imports) -> list[str]:
+    """Return the imports that point up."""
+    return [
+        f"{importer} imports {name}"
+        for importer, names in imports.items()
+        for name in sorted(names)
+        if name.partition(".")[0] == PACKAGE and depth(layer_of(name)) < depth(layer_of(importer))
+    ]
+
+
+def outside(imports: Imports, distribution: str, allowed: Iterable[str]) -> list[str]:
+    """Return the imports of another's package by modules of other layers than the allowed ones."""
+    return [
+        f"{importer} imports {name}"
+        for importer, names in imports.items()
+        for name in sorted(names)
+        if name.partition(".")[0] == distribution and layer_of(importer) not in allowed
+    ]
+
+
+def reached(imports: Imports, start: Iterable[str]) -> set[str]:
+    """Return all dotted names that importing the modules `start` imports, at once or later."""
+    seen: set[str] = set()
+    pending = set(start)
+    while pending:
+        name = pending.pop()
+        seen.add(name)
+        parents = {name.rpartition(".")[0]} - {""}
+        pending |= (imports.get(name, set()) | parents) - seen
+    return seen
+
+
+def layer_graph(imports: Imports) -> dict[str, set[str]]:
+    """Return which layers each layer imports."""
+    graph: dict[str, set[str]] = {}
+    for importer, names in imports.items():
+        graph.setdefault(layer_of(importer), set()).update(map(layer_of, names))
+    return {layer: imported - {layer, ""} for layer, imported in graph.items()}
+
+
+def test_every_module_is_in_a_layer_or_in_the_foundation() -> None:
+    assert [name for name in modules() if name != PACKAGE and not layer_of(name)] == []
+
+
+def test_imports_point_down() -> None:
+    assert upward(imports()) == []
+
+
+def test_vllm_is_imported_in_two_layers_only() -> None:
+    assert outside(imports(), "vllm", KNOW_VLLM) == []
+
+
+def test_light_layers_reach_neither_vllm_nor_torch() -> None:
+    names = reached(imports(), [name for name in imports() if layer_of(name) in LIGHT])
+    assert {name.partition(".")[0] for name in names} & {"vllm", "torch"} == set()
+
+
+def test_nobody_imports_the_entry_points() -> None:
+    assert outside(imports(), "entrypoints", []) == []
+    importers = [layer for layer, imported in layer_graph(imports()).items() if "entrypoints" in imported]
+    assert importers == []
+
+
+def test_layers_import_each_other_in_no_cycle() -> None:
+    TopologicalSorter(layer_graph(imports())).prepare()
+
+
+def own(**imports: str) -> Imports:
+    """Return imports as above from short names, for example `balancing__base="errors torch.nn"`."""
+    return {
+        f"{PACKAGE}.{importer.replace('__', '.')}": {
+            f"{PACKAGE}.{name}" if name.partition(".")[0] in {*LAYERS, *FOUNDATION} else name for name in names.split()
+        }
+        for importer, names in imports.items()
+    }
+
+
+def test_an_import_that_points_up_is_seen() -> None:
+    found = own(
+        balancing__base="errors.ConfigError coordinator.messages", errors="vllm_api", replicas__link="balancing"
+    )
+    assert upward(found) == [
+        "vllm_omni_plugin.balancing.base imports vllm_omni_plugin.coordinator.messages",
+        "vllm_omni_plugin.errors imports vllm_omni_plugin.vllm_api",
+    ]
+
+
+def test_an_import_of_vllm_in_another_layer_is_seen() -> None:
+    found = own(replicas__link="vllm.envs", vllm_api__codec="vllm.v1", integration="vllm", errors="vllmx")
+    assert outside(found, "vllm", KNOW_VLLM) == ["vllm_omni_plugin.replicas.link imports vllm.envs"]
+
+
+def test_torch_reached_through_a_parent_package_is_seen() -> None:
+    found = own(coordinator__service="vllm_api.codec.Codec", vllm_api="torch.nn")
+    assert "torch" in reached(found, [f"{PACKAGE}.coordinator.service"])
+
+
+def test_a_cycle_of_layers_is_seen() -> None:
+    found = own(admin__page="replicas.link", replicas__link="config", config="admin")
+    with pytest.raises(CycleError):
+        TopologicalSorter(layer_graph(found)).prepare()
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        pytest.param("import a.b, c as d", {"a.b", "c"}, id="import"),
+        pytest.param("from a.b import c, d as e", {"a.b.c", "a.b.d"}, id="from"),
+        pytest.param("from . import c\nfrom .b import d", {"top.sub.c", "top.sub.b.d"}, id="relative"),
+        pytest.param("from ..other import c", {"top.other.c"}, id="relative to the parent"),
+        pytest.param("def f():\n    import a", {"a"}, id="in a function"),
+        pytest.param("if TYPE_CHECKING:\n    from a import b", {"a.b"}, id="for types only"),
+        pytest.param("try:\n    import a\nexcept ImportError:\n    import b", {"a", "b"}, id="in try"),
+        pytest.param("importlib.import_module('a.b')", {"a.b"}, id="by a call"),
+        pytest.param("import_module('.b', __package__)", {"top.sub.b"}, id="by a relative call"),
+        pytest.param("__import__('a')", {"a"}, id="by the builtin"),
+        pytest.param("text = 'import a'  # import b", set(), id="in text"),
+    ],
+)
+def test_imports_are_seen_wherever_they_stand(source: str, expected: set[str]) -> None:
+    assert imported_names(source, "top.sub") == expected

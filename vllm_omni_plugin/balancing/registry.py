@@ -1,0 +1,95 @@
+"""From the name of a policy to what builds it. Everything that can be wrong with a name is found out here, at start."""
+
+import pkgutil
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from functools import partial
+from importlib.metadata import EntryPoint, entry_points
+from types import MappingProxyType
+
+from vllm_omni_plugin.balancing.base import LoadBalancer, LoadBalancingPolicy
+from vllm_omni_plugin.balancing.least_queue_length import LeastQueueLengthBalancer
+from vllm_omni_plugin.balancing.random_policy import RandomBalancer
+from vllm_omni_plugin.balancing.round_robin import RoundRobinBalancer
+from vllm_omni_plugin.errors import ConfigError
+
+ENTRY_POINT_GROUP = "vllm_omni_plugin.lb_policies"
+
+_BUILT_IN: Mapping[str, Callable[[], LoadBalancer]] = MappingProxyType(
+    {
+        LoadBalancingPolicy.RANDOM: RandomBalancer,
+        LoadBalancingPolicy.ROUND_ROBIN: RoundRobinBalancer,
+        LoadBalancingPolicy.LEAST_QUEUE_LENGTH: LeastQueueLengthBalancer,
+    }
+)
+
+
+def known_policies() -> list[str]:
+    """Return the names that can be asked for: built-in ones first, then installed ones. Loads no third-party code."""
+    installed = {entry_point.name for entry_point in entry_points(group=ENTRY_POINT_GROUP)}
+    return [*map(str, _BUILT_IN), *sorted(installed - _BUILT_IN.keys())]
+
+
+def build_load_balancer_factory(policy: str | LoadBalancingPolicy) -> Callable[[], LoadBalancer]:
+    """Return what builds a new balancer of `policy`; balancers keep state, so every stage pool needs its own.
+
+    Args:
+        policy: a built-in policy, the name of an entry point of the group `vllm_omni_plugin.lb_policies`, or
+            `package.module:Class`. A third-party class is built once here, to see that it can be.
+
+    Raises:
+        ConfigError: nothing, or more than one thing, has this name, or what has it is no policy.
+    """
+    name = str(policy)
+    if ":" in name:
+        return _load_policy(f"load balancing policy {name!r}", partial(pkgutil.resolve_name, name))
+    entry_point = _installed(name)
+    if entry_point is not None:
+        offender = f"load balancing policy {name!r} ({entry_point.value}, installed by {_distribution(entry_point)})"
+        return _load_policy(offender, entry_point.load)
+    if name in _BUILT_IN:
+        return _BUILT_IN[name]
+    raise ConfigError(_unknown(name))
+
+
+def _installed(name: str) -> EntryPoint | None:
+    """Return the only entry point of this name, None without one. Raises ConfigError when the name is ambiguous."""
+    found = list(entry_points(group=ENTRY_POINT_GROUP, name=name))
+    providers = ["vllm-omni-plugin (built-in)"] if name in _BUILT_IN else []
+    providers += [_distribution(entry_point) for entry_point in found]
+    if found and len(providers) > 1:
+        raise ConfigError(
+            f"load balancing policy {name!r} is provided more than once, by {' and '.join(providers)}: "
+            "uninstall or rename all but one, or give the class as package.module:Class"
+        )
+    return found[0] if found else None
+
+
+def _distribution(entry_point: EntryPoint) -> str:
+    return entry_point.dist.name if entry_point.dist else "an unnamed distribution"
+
+
+def _load_policy(offender: str, load: Callable[[], object]) -> Callable[[], LoadBalancer]:
+    # Third-party code may raise anything; whatever it is, it means that this policy cannot be used.
+    try:
+        target = load()
+    except Exception as error:
+        raise ConfigError(
+            f"{offender} cannot be imported ({error!r}): install its package or correct the name"
+        ) from error
+    if not isinstance(target, type):
+        raise ConfigError(f"{offender} is not a class: name a class with a method select(task, replicas)")
+    if not callable(getattr(target, "select", None)):
+        raise ConfigError(f"{offender} has no method select(task, replicas): add it or name another class")
+    try:
+        target()
+    except Exception as error:
+        raise ConfigError(f"{offender} cannot be built without arguments ({error!r}): give them defaults") from error
+    return target
+
+
+def _unknown(name: str) -> str:
+    known = known_policies()
+    close = get_close_matches(name, known, n=1)
+    suggestion = f" (did you mean {close[0]!r}?)" if close else ""
+    return f"unknown load balancing policy {name!r}{suggestion}: use one of {', '.join(known)}, or package.module:Class"

@@ -1,0 +1,16 @@
+"""The head's core: requests as state machines, pools of replicas, one event loop that joins them."""
+
+from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator.request_state import OrchestratorRequestState, RequestPhase, StreamingInputState
+from vllm_omni_plugin.orchestrator.stage_pool import PoolMember, StagePool
+from vllm_omni_plugin.orchestrator.thread import OrchestratorThread
+
+__all__ = [
+    "Orchestrator",
+    "OrchestratorRequestState",
+    "OrchestratorThread",
+    "PoolMember",
+    "RequestPhase",
+    "StagePool",
+    "StreamingInputState",
+]
