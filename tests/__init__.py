@@ -1,0 +1,1 @@
+"""All tests. `make test-fast` runs those that need no engine."""

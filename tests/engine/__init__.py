@@ -1,0 +1,1 @@
+"""Tests against the real vLLM engine on the CPU. Their servers are shared, since each takes half a minute to start."""

@@ -1,0 +1,150 @@
+"""A real `vllm serve` in a process of its own, started and ended by a test."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self, TypeVar
+
+import httpx
+import openai
+from prometheus_client.parser import text_string_to_metric_families
+
+MODEL = "tiny"
+START_S = 150.0
+STOP_S = 30.0
+
+T = TypeVar("T")
+
+
+def until(condition: Callable[[], T], what: str, seconds: float = 30.0) -> T:
+    """Ask `condition` until it is true or time is up; the way to wait for another process that raises no event here."""
+    deadline = time.monotonic() + seconds
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {seconds} s: {what}")
+        time.sleep(0.05)
+
+
+def free_port() -> int:
+    """A loopback TCP port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def serve_command(model: Path, port: int, *args: str) -> list[str]:
+    """The command line of a server for the tiny model; short to start."""
+    vllm = str(Path(sys.executable).with_name("vllm"))
+    fixed = ["--enforce-eager", "--max-model-len", "1024", "--host", "127.0.0.1", "--port", str(port)]
+    return [vllm, "serve", str(model), "--served-model-name", MODEL, *fixed, *args]
+
+
+def serve_environment(**changes: str) -> dict[str, str]:
+    """The environment of a server that downloads nothing and shares two cores."""
+    return {
+        **os.environ,
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "INFO",
+        **changes,
+    }
+
+
+class Server:
+    """One running `vllm serve`. A context manager; leaving it ends the server and everything it started."""
+
+    def __init__(self, model: Path, log: Path, *args: str, **environment: str) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = log
+        with log.open("w") as output:
+            self.process = subprocess.Popen(
+                serve_command(model, self.port, *args),
+                env=serve_environment(**environment),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Self:
+        try:
+            until(self._answers, f"{self.url}/health answers; log: {self.log}", START_S)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _answers(self) -> bool:
+        if self.process.poll() is not None:
+            raise AssertionError(f"the server ended with {self.process.returncode}:\n{self.log.read_text()[-4000:]}")
+        return self.health() == 200
+
+    def stop(self) -> None:
+        """End the server as a user would, and by force what does not end in time."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait()
+
+    def health(self) -> int | None:
+        """Status of /health, or None while nothing listens."""
+        try:
+            return httpx.get(f"{self.url}/health", timeout=10.0).status_code
+        except httpx.TransportError:
+            return None
+
+    def client(self) -> openai.OpenAI:
+        """A client that never retries, so that every error is seen."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120.0)
+
+    def async_client(self) -> openai.AsyncOpenAI:
+        """The same for asyncio."""
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120.0)
+
+    def metrics(self, name: str) -> dict[tuple[tuple[str, str], ...], float]:
+        """Samples of one name from /metrics, by their sorted labels."""
+        text = httpx.get(f"{self.url}/metrics", timeout=10.0).text
+        return {
+            tuple(sorted(sample.labels.items())): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == name
+        }
+
+    def by_replica(self, name: str) -> dict[str, float]:
+        """Samples of one of our metrics, by replica."""
+        return {dict(labels)["replica"]: value for labels, value in self.metrics(name).items()}
+
+    def by_engine(self, name: str) -> dict[str, float]:
+        """Samples of one of vLLM's metrics, by its `engine` label; several of an engine are summed."""
+        sums: dict[str, float] = {}
+        for labels, value in self.metrics(name).items():
+            engine = dict(labels)["engine"]
+            sums[engine] = sums.get(engine, 0.0) + value
+        return sums
+
+    def engine_pids(self) -> dict[int, int]:
+        """Process id of the engine that each replica runs now, from the server's log."""
+        lines = re.findall(r"Replica (\d+) of stage 0 serves \(engine process (\d+)\)", self.log.read_text())
+        return {int(replica): int(pid) for replica, pid in lines}
+
+    def replicas_up(self) -> int:
+        """How many replicas serve."""
+        samples = self.metrics("vllm_omni:replicas")
+        return int(sum(value for labels, value in samples.items() if dict(labels)["state"] == "up"))
