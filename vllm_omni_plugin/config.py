@@ -22,15 +22,11 @@ class OmniConfig:
         lb_policy: name of a load-balancing policy, or `package.module:Class` of a third party's.
         dp_size_local: replicas of the model that the head runs itself.
         migration_limit: how often one request may move to another replica before it fails.
-        master_address: address the coordinator binds, or None for a head without one.
-        master_port: TCP port of the coordinator's registration socket; set exactly when `master_address` is.
     """
 
     lb_policy: str = DEFAULT_LB_POLICY
     dp_size_local: int = DEFAULT_DP_SIZE_LOCAL
     migration_limit: int = DEFAULT_MIGRATION_LIMIT
-    master_address: str | None = None
-    master_port: int | None = None
 
     def to_plain(self) -> dict[str, Any]:
         """The same as JSON-compatible data."""

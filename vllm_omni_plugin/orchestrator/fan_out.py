@@ -1,13 +1,16 @@
 """Calls that must reach every replica, now and those that attach later."""
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from vllm_omni_plugin.errors import NoReplicaError, ReplicaError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.handover import HandoverClosedError, HandoverQueue
 from vllm_omni_plugin.orchestrator.messages import CallReplicas
+from vllm_omni_plugin.orchestrator.rest_state import Call
 from vllm_omni_plugin.orchestrator.shared_state import SharedState
 from vllm_omni_plugin.orchestrator.stage_pool import PoolMember, StagePool
 from vllm_omni_plugin.replicas.stage_client import StageClient
@@ -27,21 +30,24 @@ class FanOut:
         self._pools = stage_pools
         self._distrust = distrust
         self._shared = SharedState()
+        # What each replica that is attaching has yet to be told.
+        self._joiners: dict[StageClient, deque[Call]] = {}
 
     async def serve(self, queue: HandoverQueue[CallReplicas]) -> None:
         """Run each call of the queue as a task of its own, until the queue is closed; then cancel what still runs."""
-        tasks: set[asyncio.Task[None]] = set()
+        replies: dict[asyncio.Task[None], Future[list[Any]]] = {}
         try:
             while True:
                 for message in await queue.get_batch():
                     task = asyncio.create_task(self._serve_call(message), name=f"omni-call-{message.method}")
-                    tasks.add(task)
-                    task.add_done_callback(tasks.discard)
+                    replies[task] = message.reply
+                    task.add_done_callback(replies.pop)
         except HandoverClosedError:
             pass
         finally:
-            for task in tasks:
+            for task, reply in replies.items():
                 task.cancel()
+                reply.cancel()
 
     async def bring_up_to_date(self, client: StageClient) -> None:
         """Tell a replica that attaches what the others have been told. When this returns, nothing was missed.
@@ -51,21 +57,27 @@ class FanOut:
         Raises:
             ReplicaError: the replica refused, or no calls can give it the state of the others.
         """
-        while True:
-            if self._shared.unreplayable is not None:
-                raise ReplicaError(f"it cannot be brought up to date: {self._shared.unreplayable}")
-            version = self._shared.version
-            for method, args in self._shared.replay():
+        refusals = self._shared.refusals
+        backlog = self._joiners[client] = deque(self._shared.replay())
+        try:
+            self._require_replayable()
+            while backlog:
+                method, args = backlog.popleft()
                 await client.call(method, *args)
-            if self._shared.version == version:
-                return
+                self._require_replayable()
+        finally:
+            del self._joiners[client]
+        if self._shared.refusals != refusals:
+            # It may have taken what the others did not, and there is no call that undoes another.
+            raise ReplicaError("it cannot be brought up to date: a call was refused by the others meanwhile")
+
+    def _require_replayable(self) -> None:
+        if self._shared.unreplayable is not None:
+            raise ReplicaError(f"it cannot be brought up to date: {self._shared.unreplayable}")
 
     async def _serve_call(self, message: CallReplicas) -> None:
         try:
             results = await self._call(message.method, message.args)
-        except asyncio.CancelledError:
-            message.reply.cancel()
-            raise
         except Exception as error:
             if message.reply.set_running_or_notify_cancel():
                 message.reply.set_exception(error)
@@ -78,17 +90,27 @@ class FanOut:
         if not members:
             raise NoReplicaError(f"No replica can take the call {method} right now. Please try again later.")
         # Recorded in the same step as the targets are chosen: a joiner either is among them or replays the record.
-        take_back = self._shared.record(method, args)
-        answers = await asyncio.gather(*(self._call_one(member, method, args) for member in members))
+        settle = self._record(method, args)
+        try:
+            answers = await asyncio.gather(*(self._call_one(member, method, args) for member in members))
+        except BaseException:
+            settle(False)
+            raise
         errors = [answer for answer in answers if isinstance(answer, ReplicaError)]
+        settle(len(errors) < len(members))
         if len(errors) == len(members):
-            take_back()
             raise errors[0]
         for member, answer in zip(members, answers, strict=True):
             if isinstance(answer, ReplicaError):
                 logger.error("Replica %d failed the call %s: %s", member.replica_id, method, answer)
                 self._distrust(member, f"it failed the call {method}, which others took")
         return [answer for answer in answers if not isinstance(answer, ReplicaError)]
+
+    def _record(self, method: str, args: tuple[Any, ...]) -> Callable[[bool], None]:
+        if self._shared.leaves_state(method, args):
+            for backlog in self._joiners.values():
+                backlog.append((method, args))
+        return self._shared.record(method, args)
 
     @staticmethod
     async def _call_one(member: PoolMember, method: str, args: tuple[Any, ...]) -> Any:

@@ -95,15 +95,17 @@ class HandoverQueue(Generic[T]):
             producer.wake()
         return batch
 
-    def close(self) -> None:
-        """Drop what is queued and release everybody who waits, with HandoverClosedError. Idempotent, any thread."""
+    def close(self) -> list[T]:
+        """Release everybody who waits, with HandoverClosedError. Idempotent, any thread. Returns what was queued."""
         with self._lock:
             self._closed = True
+            dropped = list(self._items)
             self._items.clear()
             waiters = [*self._producers, *([self._consumer] if self._consumer else [])]
             self._producers, self._consumer = [], None
         for waiter in waiters:
             waiter.wake()
+        return dropped
 
     def _require_open(self) -> None:
         if self._closed:

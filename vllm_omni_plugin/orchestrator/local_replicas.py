@@ -60,8 +60,11 @@ class LocalReplicas:
         Raises:
             ReplicaError: one did not start; call `close`, which ends the others.
         """
-        async with asyncio.TaskGroup() as tasks:
-            starts = [tasks.create_task(self._bring_up(member)) for member in self._members]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                starts = [tasks.create_task(self._bring_up(member)) for member in self._members]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from errors
         self._keepers = [
             asyncio.create_task(self._keep(member), name=f"omni-replica-{member.replica_id}")
             for member in self._members
@@ -122,7 +125,8 @@ class LocalReplicas:
                 try:
                     await self._bring_up(member)
                     break
-                except ReplicaError as error:
+                except Exception as error:
+                    # Whatever went wrong, a replica that is given up here would never be started again.
                     logger.error(
                         "Replica %d of stage %d did not come back: %s", member.replica_id, member.stage_id, error
                     )

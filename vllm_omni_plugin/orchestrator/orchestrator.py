@@ -95,8 +95,10 @@ class Orchestrator:
 
     def close_queues(self) -> None:
         """End `run` and release everybody who waits on a queue. Idempotent, from any thread."""
-        for queue in (self.request_async_queue, self.rpc_async_queue, self.output_async_queue):
-            queue.close()
+        self.request_async_queue.close()
+        for call in self.rpc_async_queue.close():
+            call.reply.cancel()
+        self.output_async_queue.close()
 
     def outputs_received(self, member: PoolMember, outputs: Any) -> None:
         """Outputs came from a replica: release what finished, restore the client's ids, hand them over."""
@@ -128,9 +130,11 @@ class Orchestrator:
         self._hand_over(self._api.idle_report(member.replica_id))
 
     def distrust(self, member: PoolMember, reason: str) -> None:
-        """Take out a replica that answered a call differently from the others, so that it starts afresh."""
-        if member.client is not None:
-            member.client.mark_dead(reason)
+        """Take out a replica that failed a call which others took, so that it starts afresh."""
+        client = member.client
+        if client is not None:
+            self.replica_lost(member, reason, ReplicaStatus.ERROR)
+            client.mark_dead(reason)
 
     async def _serve_requests(self) -> None:
         while True:
@@ -190,8 +194,8 @@ class Orchestrator:
             return
         except Exception as error:
             logger.exception("Request %s could not be sent.", state.request_id)
-            self.stage_pools[member.stage_id].release(state)
-            state.abort()
+            # The engine may hold earlier chunks of the same session.
+            self.abort((state.request_id,))
             self._fail(state, OmniError(f"The request could not be encoded for the engine: {error}"))
 
     def _continue_session(self, state: OrchestratorRequestState, chunk: Any) -> None:

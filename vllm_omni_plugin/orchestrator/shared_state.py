@@ -3,13 +3,12 @@
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-Call = tuple[str, tuple[Any, ...]]
-"""A utility method of the engine core and its arguments."""
+from vllm_omni_plugin.orchestrator.rest_state import Call, RestState
 
 _WEIGHT_UPDATES = frozenset({"start_weight_update", "update_weights", "finish_weight_update", "reload_weights"})
-_RESUME: Call = ("resume_scheduler", ())
 
 
 @dataclass
@@ -18,52 +17,81 @@ class _Facts:
 
     loras: dict[int, Any] = field(default_factory=dict)
     pinned: dict[int, None] = field(default_factory=dict)
-    scheduling: list[Call] = field(default_factory=list)
+    rest: RestState = field(default_factory=RestState)
     weight_version: str | None = None
     weights_changed: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Note:
+    """A recorded call, and whether its replicas have taken it yet."""
+
+    method: str
+    args: tuple[Any, ...]
+    taken: bool = False
+
+    def apply_to(self, facts: _Facts) -> None:
+        _RECORDERS[self.method](facts, self.args)
 
 
 class SharedState:
     """The engine state that past calls have left, as the shortest list of calls that makes it again.
 
-    `version` changes with every recorded call: a joiner that finds it unchanged after its replay is up to date.
+    Calls overlap, so each is kept as a note until it and all before it are settled; only then is it part of the state
+    for good, and one that is refused leaves no trace in what the others have made.
+
+    Attributes:
+        refusals: recorded calls that no replica took.
     """
 
     def __init__(self) -> None:
-        self.version = 0
-        self._facts = _Facts()
+        self.refusals = 0
+        self._settled = _Facts()
+        self._open: list[_Note] = []
 
     @property
     def unreplayable(self) -> str | None:
         """Why a replica with weights from disk must not join, or None."""
-        return "weights were updated at run time" if self._facts.weights_changed else None
+        return "weights were updated at run time" if self._facts().weights_changed else None
 
-    def record(self, method: str, args: tuple[Any, ...]) -> Callable[[], None]:
+    def leaves_state(self, method: str, args: tuple[Any, ...]) -> bool:
+        """Whether a joiner must be told of this call."""
+        return method in _RECORDERS and (method != "collective_rpc" or args[0] in _WEIGHT_UPDATES)
+
+    def record(self, method: str, args: tuple[Any, ...]) -> Callable[[bool], None]:
         """Note a call that is about to go to all replicas.
 
         Returns:
-            A function that takes the note back, for a call that all replicas refused.
+            A function to call once with whether any replica took it.
         """
-        recorder = _RECORDERS.get(method)
-        if recorder is None:
-            return lambda: None
-        before = deepcopy(self._facts)
-        recorder(self._facts, args)
-        self.version += 1
-        return lambda: self._restore(before)
+        if not self.leaves_state(method, args):
+            return lambda taken: None
+        note = _Note(method, args)
+        self._open.append(note)
+        return partial(self._settle, note)
 
     def replay(self) -> list[Call]:
         """The calls that bring a fresh engine to this state, in order."""
-        facts = self._facts
+        facts = self._facts()
         calls: list[Call] = [("add_lora", (lora,)) for lora in facts.loras.values()]
         calls += [("pin_lora", (lora_id,)) for lora_id in facts.pinned]
         if facts.weight_version is not None:
             calls.append(("set_weight_version", (facts.weight_version,)))
-        return calls + facts.scheduling
+        return calls + facts.rest.replay()
 
-    def _restore(self, before: _Facts) -> None:
-        self._facts = before
-        self.version += 1
+    def _facts(self) -> _Facts:
+        facts = deepcopy(self._settled)
+        for note in self._open:
+            note.apply_to(facts)
+        return facts
+
+    def _settle(self, note: _Note, taken: bool) -> None:
+        note.taken = taken
+        if not taken:
+            self._open.remove(note)
+            self.refusals += 1
+        while self._open and self._open[0].taken:
+            self._open.pop(0).apply_to(self._settled)
 
 
 def _add_lora(facts: _Facts, args: tuple[Any, ...]) -> None:
@@ -79,58 +107,23 @@ def _pin_lora(facts: _Facts, args: tuple[Any, ...]) -> None:
     facts.pinned[args[0]] = None
 
 
-def _pause(facts: _Facts, args: tuple[Any, ...]) -> None:
-    if facts.scheduling and facts.scheduling[-1][0] == "pause_scheduler":
-        facts.scheduling.pop()
-    facts.scheduling.append(("pause_scheduler", args))
-
-
-def _resume(facts: _Facts, args: tuple[Any, ...]) -> None:
-    if not any(method == "sleep" for method, _ in facts.scheduling):
-        facts.scheduling = []
-        return
-    if facts.scheduling[-1][0] == "pause_scheduler":
-        facts.scheduling.pop()
-    if facts.scheduling[-1] != _RESUME:
-        facts.scheduling.append(_RESUME)
-
-
-def _sleep(facts: _Facts, args: tuple[Any, ...]) -> None:
-    # Sleeping pauses as well, so whatever came before it no longer matters.
-    facts.scheduling = [("sleep", args)]
-
-
-def _release_kv_cache_memory(facts: _Facts, args: tuple[Any, ...]) -> None:
-    call: Call = ("release_kv_cache_memory", args)
-    if call not in facts.scheduling:
-        facts.scheduling.append(call)
-
-
-def _wake_up(facts: _Facts, args: tuple[Any, ...]) -> None:
-    tags = args[0] if args else None
-    if tags is None:
-        facts.scheduling = []
-    elif facts.scheduling and ("wake_up", args) not in facts.scheduling:
-        facts.scheduling.append(("wake_up", args))
-
-
 def _set_weight_version(facts: _Facts, args: tuple[Any, ...]) -> None:
     facts.weight_version = args[0]
 
 
-def _collective_rpc(facts: _Facts, args: tuple[Any, ...]) -> None:
-    facts.weights_changed |= args[0] in _WEIGHT_UPDATES
+def _update_weights(facts: _Facts, args: tuple[Any, ...]) -> None:
+    facts.weights_changed = True
 
 
 _RECORDERS: dict[str, Callable[[_Facts, tuple[Any, ...]], None]] = {
     "add_lora": _add_lora,
     "remove_lora": _remove_lora,
     "pin_lora": _pin_lora,
-    "pause_scheduler": _pause,
-    "resume_scheduler": _resume,
-    "sleep": _sleep,
-    "wake_up": _wake_up,
-    "release_kv_cache_memory": _release_kv_cache_memory,
+    "pause_scheduler": lambda facts, args: facts.rest.pause(*args),
+    "resume_scheduler": lambda facts, args: facts.rest.resume(),
+    "sleep": lambda facts, args: facts.rest.sleep(*args),
+    "wake_up": lambda facts, args: facts.rest.wake_up(*args),
+    "release_kv_cache_memory": lambda facts, args: facts.rest.release_kv_cache(),
     "set_weight_version": _set_weight_version,
-    "collective_rpc": _collective_rpc,
+    "collective_rpc": _update_weights,
 }

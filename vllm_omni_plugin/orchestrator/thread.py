@@ -106,8 +106,5 @@ class OrchestratorThread:
             starting.cancel()
             await asyncio.wait([starting])
             return False
-        try:
-            self._started.set_result(starting.result())
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from errors
+        self._started.set_result(starting.result())
         return True

@@ -119,7 +119,7 @@ async def start_local_replica(
     link = IpcLink(launcher.new_ipc_address(), launcher.new_ipc_address(), launcher.identity(replica_id))
     starting: Starting | None = None
     try:
-        starting = await loop.run_in_executor(executor, launcher.start, replica_id)
+        starting = await _spawn(launcher, executor, replica_id)
         waiting = loop.run_in_executor(executor, _wait_until_ready, starting, link, launcher.ready_timeout)
         try:
             ready_response = await asyncio.shield(waiting)
@@ -134,6 +134,18 @@ async def start_local_replica(
         if starting is not None:
             starting.process.kill()
         link.close()
+        raise
+
+
+async def _spawn(launcher: Launcher, executor: Executor, replica_id: int) -> Starting:
+    spawning = asyncio.get_running_loop().run_in_executor(executor, launcher.start, replica_id)
+    try:
+        return await asyncio.shield(spawning)
+    except asyncio.CancelledError:
+        # The thread goes on, and nobody else would ever know of the engine that it spawns.
+        await asyncio.wait([spawning])
+        if spawning.exception() is None:
+            spawning.result().process.kill()
         raise
 
 

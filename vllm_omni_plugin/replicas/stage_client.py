@@ -87,10 +87,10 @@ class StageClient:
         """
         call_id = next(self._call_ids)
         frames = self._codec.encode_utility(call_id, method, args)
+        self._send(frames)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = future
         try:
-            self._send(frames)
             return await future
         finally:
             self._calls.pop(call_id, None)
@@ -136,6 +136,9 @@ class StageClient:
             raise
 
     def _receive(self, frames: list[Any]) -> None:
+        if self._dead_reason is not None:
+            # Its requests are elsewhere by now, and its statistics would count as those of a replica that serves.
+            return
         if self._codec.is_engine_dead(frames):
             self.mark_dead("the engine reported its own death")
             return

@@ -1,0 +1,120 @@
+"""Our metrics as Prometheus sees them."""
+
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+
+from tests.fakes.engine_api import FakeEngineApi
+from tests.fakes.fleet import FakeFleet
+from vllm_omni_plugin.admin.metrics import FleetCollector
+from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
+from vllm_omni_plugin.orchestrator.metrics import Histogram
+from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator.stage_pool import StagePool
+
+
+def registry_of(orchestrator: Orchestrator) -> CollectorRegistry:
+    registry = CollectorRegistry()
+    registry.register(FleetCollector(orchestrator))
+    return registry
+
+
+def values(registry: CollectorRegistry, sample: str, label: str) -> dict[str, float]:
+    """Return the values of a sample by one of its labels."""
+    return {
+        found.labels[label]: found.value
+        for family in registry.collect()
+        for found in family.samples
+        if found.name == sample
+    }
+
+
+def empty_orchestrator() -> Orchestrator:
+    return Orchestrator([StagePool(0, LeastQueueLengthBalancer())], FakeEngineApi(), 3, lambda: 0.0)
+
+
+def test_the_families_are_these() -> None:
+    families = {family.name: family.type for family in registry_of(empty_orchestrator()).collect()}
+    assert families == {
+        "vllm_omni:replicas": "gauge",
+        "vllm_omni:dispatches": "counter",
+        "vllm_omni:requests_in_flight": "gauge",
+        "vllm_omni:replica_restarts": "counter",
+        "vllm_omni:queue_time_seconds": "histogram",
+        "vllm_omni:request_moves": "counter",
+        "vllm_omni:requests_failed": "counter",
+    }
+
+
+async def test_replicas_are_counted_by_state_and_every_state_is_shown() -> None:
+    async with FakeFleet(replicas=3) as fleet:
+        fleet.lose(1)
+        registry = registry_of(fleet.orchestrator)
+        states = values(registry, "vllm_omni:replicas", "state")
+    assert states == {"up": 2, "down": 1, "error": 0, "draining": 0}
+
+
+async def test_work_is_counted_per_replica() -> None:
+    async with FakeFleet(replicas=2) as fleet:
+        for name in "abcd":
+            await fleet.submit(name)
+        link, attempt = fleet.attempt("a")
+        link.output(attempt, finish_reason="stop")
+        fleet.pool.member(1).restarts = 3
+        registry = registry_of(fleet.orchestrator)
+        assert values(registry, "vllm_omni:dispatches_total", "replica") == {"0": 2, "1": 2}
+        assert sorted(values(registry, "vllm_omni:requests_in_flight", "replica").values()) == [1, 2]
+        assert values(registry, "vllm_omni:replica_restarts_total", "replica") == {"0": 0, "1": 3}
+        assert values(registry, "vllm_omni:dispatches_total", "stage") == {"0": 2}
+
+
+async def test_moved_lost_and_refused_requests_are_counted_apart() -> None:
+    async with FakeFleet(replicas=2) as fleet:
+        await fleet.submit("a")
+        fleet.attempt("a")[0].say_dead()
+        link, attempt = fleet.attempt("a")
+        link.output(attempt)
+        link.say_dead()
+        await fleet.submit("b")
+        registry = registry_of(fleet.orchestrator)
+    assert registry.get_sample_value("vllm_omni:request_moves_total") == 1
+    assert values(registry, "vllm_omni:requests_failed_total", "reason") == {"replica_lost": 1, "no_replica": 1}
+
+
+def test_the_queue_time_has_cumulative_buckets() -> None:
+    orchestrator = empty_orchestrator()
+    for seconds in (0.0001, 0.002, 0.002, 1000.0):
+        orchestrator.metrics.queue_time.observe(seconds)
+    registry = registry_of(orchestrator)
+    buckets = values(registry, "vllm_omni:queue_time_seconds_bucket", "le")
+    assert (buckets["0.0001"], buckets["0.001"], buckets["0.003"]) == (1, 1, 3)
+    assert (buckets["60.0"], buckets["+Inf"]) == (3, 4)
+    assert list(buckets.values()) == sorted(buckets.values())
+    assert registry.get_sample_value("vllm_omni:queue_time_seconds_count") == 4
+    assert registry.get_sample_value("vllm_omni:queue_time_seconds_sum") == pytest.approx(1000.0041)
+
+
+@pytest.mark.parametrize(("value", "bucket"), [(0.0, 0), (1.0, 0), (1.5, 1), (2.0, 1), (2.1, 2)])
+def test_a_bucket_includes_its_upper_bound(value: float, bucket: int) -> None:
+    histogram = Histogram((1.0, 2.0))
+    histogram.observe(value)
+    assert [index for index, count in enumerate(histogram.counts) if count] == [bucket]
+
+
+async def test_the_page_is_rendered_beside_other_metrics() -> None:
+    async with FakeFleet(replicas=1) as fleet:
+        registry = registry_of(fleet.orchestrator)
+        Counter("vllm:request_success", "Another's.", registry=registry)
+        page = generate_latest(registry).decode()
+    assert 'vllm_omni:replicas{stage="0",state="up"} 1.0' in page
+    assert 'vllm_omni:requests_in_flight{replica="0",stage="0"} 0.0' in page
+
+
+def test_a_scrape_sees_replicas_that_were_added_since() -> None:
+    orchestrator = empty_orchestrator()
+    registry = registry_of(orchestrator)
+    before: dict[str, Any] = values(registry, "vllm_omni:requests_in_flight", "replica")
+    orchestrator.stage_pools[0].add(7)
+    assert before == {}
+    assert values(registry, "vllm_omni:requests_in_flight", "replica") == {"7": 0}

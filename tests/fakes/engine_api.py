@@ -1,0 +1,84 @@
+"""The engine's structs and protocol without vLLM: the same names, as JSON."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from vllm_omni_plugin.errors import WireError
+from vllm_omni_plugin.replicas.link import Frames
+
+DEAD_FRAME = b"DEAD"
+
+
+class FakeRequest(msgspec.Struct, frozen=True):
+    """What the head reads of an `EngineCoreRequest`, and an affinity key of the test's choice."""
+
+    request_id: str
+    sampling_params: Any = None
+    resumable: bool = False
+    abort_immediately: bool = False
+    affinity: int | None = None
+
+
+class FakeOutput(msgspec.Struct):
+    """An `EngineCoreOutput`."""
+
+    request_id: str
+    token: int = 0
+    finish_reason: str | None = None
+
+
+class FakeResult(msgspec.Struct):
+    """A `UtilityResult`."""
+
+    result: Any = None
+
+
+class FakeUtilityOutput(msgspec.Struct):
+    """A `UtilityOutput`."""
+
+    call_id: int
+    failure_message: str | None = None
+    result: FakeResult | None = None
+
+
+class FakeOutputs(msgspec.Struct):
+    """An `EngineCoreOutputs`; the statistics are the number of running requests."""
+
+    engine_index: int = 0
+    outputs: list[FakeOutput] = []
+    scheduler_stats: int | None = None
+    utility_output: FakeUtilityOutput | None = None
+
+
+class FakeEngineApi:
+    """Satisfies `Codec` and `RequestApi`."""
+
+    def encode_add(self, request: Any, engine_request_id: str) -> Frames:
+        return (b"add", msgspec.json.encode(msgspec.structs.replace(request, request_id=engine_request_id)))
+
+    def encode_abort(self, engine_request_ids: Sequence[str]) -> Frames:
+        return (b"abort", msgspec.json.encode(list(engine_request_ids)))
+
+    def encode_utility(self, call_id: int, method: str, args: tuple[Any, ...]) -> Frames:
+        return (b"utility", msgspec.json.encode((call_id, method, args)))
+
+    def decode_outputs(self, frames: Frames) -> Any:
+        try:
+            return msgspec.json.decode(frames[0], type=FakeOutputs)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise WireError(str(error)) from error
+
+    def is_engine_dead(self, frames: Frames) -> bool:
+        return bytes(frames[0]) == DEAD_FRAME
+
+    def affinity_key(self, request: Any) -> int | None:
+        affinity: int | None = request.affinity
+        return affinity
+
+    def cut_short(self, output: Any) -> bool:
+        return output.finish_reason in ("abort", "error")
+
+    def idle_report(self, engine_index: int) -> Any:
+        return FakeOutputs(engine_index=engine_index, scheduler_stats=0)

@@ -1,0 +1,174 @@
+"""Engines on this node that are no processes: real sockets and a real sentinel, but a life the test controls."""
+
+import itertools
+import os
+import queue
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from vllm_omni_plugin.errors import ReplicaError
+
+READY = b'"ready"'
+
+
+class FakeProcess:
+    """Satisfies `Process`. Its sentinel is a pipe that closes when it ends."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.signals: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.shutdowns: list[float | None] = []
+        self.killed = False
+        self.sentinel, self._alive_end = os.pipe()
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended in any way."""
+        return self._ended.is_set()
+
+    def die(self) -> None:
+        """It ends by itself."""
+        with self._lock:
+            if self.ended:
+                return
+            self._ended.set()
+            self.signals.put("ended")
+            os.close(self._alive_end)
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        self.shutdowns.append(timeout)
+        self.die()
+
+    def kill(self) -> None:
+        self.killed = True
+        self.die()
+
+
+@dataclass
+class Plan:
+    """How a start goes.
+
+    Attributes:
+        spawn_error: raised instead of spawning.
+        spawn_gate: closed, it holds the spawn until the test opens it.
+        ready: whether the engine becomes ready by itself; otherwise it waits for `FakeProcess.signals`.
+        refuse: makes the handshake fail with this text.
+    """
+
+    spawn_error: Exception | None = None
+    spawn_gate: threading.Event | None = None
+    ready: bool = True
+    refuse: str = ""
+
+
+class FakeEngine:
+    """Satisfies `Starting`, and is the peer of the head's sockets from then on."""
+
+    def __init__(self, pid: int, identity: bytes, plan: Plan) -> None:
+        self.process = FakeProcess(pid)
+        self.input_addr = ""
+        self._identity = identity
+        self._plan = plan
+        self._sockets: list[zmq.Socket[bytes]] = []
+
+    @property
+    def connected(self) -> bool:
+        """Whether it has come as far as to connect to the head."""
+        return bool(self._sockets)
+
+    def wait(self, input_addr: str, output_addr: str) -> None:
+        if self._plan.refuse:
+            raise ReplicaError(self._plan.refuse)
+        if not self._plan.ready and self.process.signals.get(timeout=10) == "ended":
+            raise ReplicaError("the engine ended before it was ready")
+        sockets = connect(input_addr, output_addr, self._identity)
+        sockets[0].send(READY)
+        self.input_addr, self._sockets = input_addr, sockets
+
+    def say(self, frame: bytes) -> None:
+        """Send one message to the head."""
+        self._sockets[1].send(frame)
+
+    def receive(self) -> list[bytes]:
+        """The next message of the head."""
+        return receive(self._sockets[0])
+
+    def close(self) -> None:
+        """Free what the test holds of it."""
+        self.process.die()
+        os.close(self.process.sentinel)
+        for socket in self._sockets:
+            socket.close()
+
+
+@dataclass
+class FakeLauncher:
+    """Satisfies `Launcher`.
+
+    Attributes:
+        folder: where ipc sockets go.
+        plans: how the next starts of each replica go; without one they succeed at once.
+        engines: all that were spawned, in order.
+        starts: replica ids whose start was asked for, in order.
+    """
+
+    folder: Path
+    plans: dict[int, deque[Plan]] = field(default_factory=dict)
+    engines: list[FakeEngine] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    ready_timeout: float = 10.0
+    _numbers: Any = field(default_factory=itertools.count)
+
+    def new_ipc_address(self) -> str:
+        return f"ipc://{self.folder}/{next(self._numbers)}"
+
+    def identity(self, replica_id: int) -> bytes:
+        return replica_id.to_bytes(2, "little")
+
+    def start(self, replica_id: int) -> FakeEngine:
+        self.starts.append(replica_id)
+        plans = self.plans.get(replica_id)
+        plan = plans.popleft() if plans else Plan()
+        if plan.spawn_gate is not None:
+            plan.spawn_gate.wait(10)
+        if plan.spawn_error is not None:
+            raise plan.spawn_error
+        engine = FakeEngine(1000 + len(self.engines), self.identity(replica_id), plan)
+        self.engines.append(engine)
+        return engine
+
+    def plan(self, replica_id: int, *plans: Plan) -> None:
+        """Say how the next starts of a replica go."""
+        self.plans[replica_id] = deque(plans)
+
+    def close(self) -> None:
+        """Free what the test holds of all engines."""
+        for engine in self.engines:
+            engine.close()
+
+
+def connect(input_addr: str, output_addr: str, identity: bytes) -> "list[zmq.Socket[bytes]]":
+    """The DEALER and the PUSH socket of an engine, connected to the head."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+    sockets = [context.socket(zmq.DEALER), context.socket(zmq.PUSH)]
+    sockets[0].setsockopt(zmq.IDENTITY, identity)
+    for socket, address in zip(sockets, (input_addr, output_addr), strict=True):
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.connect(address)
+    return sockets
+
+
+def receive(socket: "zmq.Socket[bytes]") -> list[bytes]:
+    """One message, or a failure after ten seconds."""
+    if not socket.poll(10_000):
+        raise AssertionError("no message came")
+    return socket.recv_multipart()

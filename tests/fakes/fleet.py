@@ -1,0 +1,109 @@
+"""An orchestrator over links in memory, and what its client sees."""
+
+import asyncio
+from functools import partial
+from typing import Any
+
+from tests.fakes.conditions import eventually
+from tests.fakes.engine_api import FakeEngineApi, FakeRequest
+from tests.fakes.links import FakeLink
+from vllm_omni_plugin.balancing import LeastQueueLengthBalancer, LoadBalancer
+from vllm_omni_plugin.coordinator import ReplicaStatus
+from vllm_omni_plugin.orchestrator.messages import AbortRequests, RequestFailed, SubmitRequest
+from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator.stage_pool import PoolMember, StagePool
+from vllm_omni_plugin.replicas.stage_client import StageClient
+
+
+class FakeFleet:
+    """One stage of replicas that the test plays. Use it as an asynchronous context manager.
+
+    Attributes:
+        now: what the orchestrator's clock shows.
+        links: the current link of each replica.
+        events: what the client was given, as (request id, finish reason, error, or None for a token).
+        statistics: statistics the client was given, as (replica id, running requests).
+    """
+
+    def __init__(self, replicas: int = 2, balancer: LoadBalancer | None = None, migration_limit: int = 3) -> None:
+        self.now = 0.0
+        self.pool = StagePool(0, balancer or LeastQueueLengthBalancer())
+        self.orchestrator = Orchestrator([self.pool], FakeEngineApi(), migration_limit, lambda: self.now)
+        self.links: dict[int, FakeLink] = {}
+        self.events: list[tuple[str, Any]] = []
+        self.statistics: list[tuple[int, int]] = []
+        for replica_id in range(replicas):
+            self.join(self.pool.add(replica_id))
+        self._running: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> "FakeFleet":
+        self._running = asyncio.create_task(self.orchestrator.run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._running is not None
+        self.orchestrator.close_queues()
+        await self._running
+
+    def join(self, member: PoolMember) -> FakeLink:
+        """The replica serves from now on, over a fresh link."""
+        link = self.links[member.replica_id] = FakeLink(f"replica-{member.replica_id}")
+        client = StageClient(
+            link,
+            FakeEngineApi(),
+            member.replica_id,
+            partial(self.orchestrator.outputs_received, member),
+            partial(self._on_dead, member),
+        )
+        client.start()
+        self.pool.serve(member, client, link.input_addr, link.output_addr)
+        return link
+
+    def lose(self, replica_id: int) -> None:
+        """The replica dies."""
+        self.links[replica_id].say_dead()
+
+    async def submit(self, request_id: str, **fields: Any) -> None:
+        """The client hands a request over; returns when the orchestrator has dealt with it."""
+        await self._hand_over(SubmitRequest(FakeRequest(request_id, **fields), self.now))
+
+    async def abort(self, *request_ids: str) -> None:
+        """The client gives requests up; returns when the orchestrator has dealt with it."""
+        await self._hand_over(AbortRequests(request_ids))
+
+    async def read(self) -> list[tuple[str, Any]]:
+        """Take what is there for the client, and return the new events."""
+        first = len(self.events)
+        if len(self.orchestrator.output_async_queue):
+            for item in await self.orchestrator.output_async_queue.get_batch():
+                self._note(item)
+        return self.events[first:]
+
+    def attempt(self, request_id: str) -> tuple[FakeLink, str]:
+        """Link and engine-side id of the current attempt of a request."""
+        state = self.orchestrator.request_states[request_id]
+        assert state.replica_id is not None
+        return self.links[state.replica_id], state.engine_request_id
+
+    @property
+    def in_flight(self) -> list[int]:
+        """Requests charged to each replica."""
+        return [member.queue_length for member in self.pool.members]
+
+    async def _hand_over(self, message: SubmitRequest | AbortRequests) -> None:
+        queue = self.orchestrator.request_async_queue
+        queue.force_put(message)
+        # A batch is taken and dealt with in one step of the loop, so an empty queue means that it has been.
+        await eventually(lambda: len(queue) == 0, "the taking of a message")
+
+    def _on_dead(self, member: PoolMember, reason: str) -> None:
+        if member.status is ReplicaStatus.UP:
+            self.orchestrator.replica_lost(member, reason)
+
+    def _note(self, item: Any) -> None:
+        if isinstance(item, RequestFailed):
+            self.events.append((item.request_id, item.error))
+            return
+        self.events += [(output.request_id, output.finish_reason) for output in item.outputs]
+        if item.scheduler_stats is not None:
+            self.statistics.append((item.engine_index, item.scheduler_stats))

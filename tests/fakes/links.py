@@ -1,0 +1,103 @@
+"""A link in memory: what the head sends is a list, what the engine says is a method call."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from tests.fakes.engine_api import DEAD_FRAME, FakeOutput, FakeOutputs, FakeResult, FakeUtilityOutput
+from vllm_omni_plugin.errors import ReplicaError
+
+
+class FakeLink:
+    """Satisfies `Link`, and plays the engine at its other end.
+
+    Attributes:
+        added: engine-side ids of the requests the head submitted, in order.
+        aborted: engine-side ids it aborted, in order.
+        calls: call id, method and arguments of its utility calls, in order.
+        broken: makes `send` fail.
+    """
+
+    def __init__(self, name: str = "replica") -> None:
+        self.input_addr = f"memory://{name}/in"
+        self.output_addr = f"memory://{name}/out"
+        self.added: list[str] = []
+        self.aborted: list[str] = []
+        self.calls: list[tuple[int, str, list[Any]]] = []
+        self.broken = False
+        self.closed = False
+        self.paused = True
+        self.on_call: Callable[[FakeLink, int, str, list[Any]], None] | None = None
+        self._arrived: deque[bytes] = deque()
+        self._on_message: Callable[[list[Any]], None] | None = None
+
+    def send(self, frames: Sequence[Any]) -> None:
+        if self.broken or self.closed:
+            raise ReplicaError(f"cannot send on {self.input_addr}")
+        kind, body = frames[0], msgspec.json.decode(frames[1])
+        if kind == b"add":
+            self.added.append(body["request_id"])
+        elif kind == b"abort":
+            self.aborted += body
+        else:
+            self.calls.append(tuple(body))
+            if self.on_call is not None:
+                # An answer cannot come before the call has been sent.
+                asyncio.get_running_loop().call_soon(self.on_call, self, *body)
+
+    def start_reading(self, on_message: Callable[[list[Any]], None]) -> None:
+        self._on_message = on_message
+        self.resume_reading()
+
+    def pause_reading(self) -> None:
+        self.paused = True
+
+    def resume_reading(self) -> None:
+        self.paused = False
+        self.drain()
+
+    def drain(self) -> None:
+        while self._arrived and self._on_message is not None:
+            self._on_message([self._arrived.popleft()])
+
+    def close(self) -> None:
+        self.closed = True
+
+    def say(self, frame: bytes) -> None:
+        """The engine sends one frame."""
+        self._arrived.append(frame)
+        if not self.paused:
+            self.drain()
+
+    def say_dead(self) -> None:
+        """The engine announces its death."""
+        self.say(DEAD_FRAME)
+
+    def report(self, running: int) -> None:
+        """The engine sends statistics only."""
+        self.say(msgspec.json.encode(FakeOutputs(scheduler_stats=running)))
+
+    def output(self, engine_request_id: str, token: int = 0, finish_reason: str | None = None) -> None:
+        """The engine sends one output of a request."""
+        self.say(msgspec.json.encode(FakeOutputs(outputs=[FakeOutput(engine_request_id, token, finish_reason)])))
+
+    def answer(self, call_id: int, result: Any = None) -> None:
+        """The engine answers a utility call."""
+        self.say(msgspec.json.encode(FakeOutputs(utility_output=FakeUtilityOutput(call_id, None, FakeResult(result)))))
+
+    def refuse(self, call_id: int, message: str = "no") -> None:
+        """The engine fails a utility call."""
+        self.say(msgspec.json.encode(FakeOutputs(utility_output=FakeUtilityOutput(call_id, message))))
+
+
+def answer_calls(link: FakeLink, call_id: int, method: str, args: list[Any]) -> None:
+    """An `on_call` that answers each call with its method's name."""
+    link.answer(call_id, method)
+
+
+def refuse_calls(link: FakeLink, call_id: int, method: str, args: list[Any]) -> None:
+    """An `on_call` that refuses every call."""
+    link.refuse(call_id, f"{link.input_addr} refuses {method}")

@@ -1,0 +1,225 @@
+"""Calls to every replica, and what those that attach later are told."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from concurrent.futures import CancelledError, Future
+from typing import Any
+
+import pytest
+
+from tests.fakes.conditions import eventually
+from tests.fakes.engine_api import FakeEngineApi
+from tests.fakes.fleet import FakeFleet
+from tests.fakes.links import FakeLink, answer_calls, refuse_calls
+from vllm_omni_plugin.coordinator import ReplicaStatus
+from vllm_omni_plugin.errors import NoReplicaError, ReplicaError
+from vllm_omni_plugin.orchestrator.messages import CallReplicas
+from vllm_omni_plugin.replicas.stage_client import StageClient
+
+
+@pytest.fixture
+async def fleet() -> AsyncIterator[FakeFleet]:
+    async with FakeFleet(replicas=3) as fleet:
+        for link in fleet.links.values():
+            link.on_call = answer_calls
+        yield fleet
+
+
+def send(fleet: FakeFleet, method: str, *args: Any) -> Future[list[Any]]:
+    reply: Future[list[Any]] = Future()
+    fleet.orchestrator.rpc_async_queue.force_put(CallReplicas(method, args, reply))
+    return reply
+
+
+async def call(fleet: FakeFleet, method: str, *args: Any) -> list[Any]:
+    async with asyncio.timeout(5):
+        return await asyncio.wrap_future(send(fleet, method, *args))
+
+
+async def until_called(*links: FakeLink) -> None:
+    await eventually(lambda: all(link.calls for link in links), "the call")
+
+
+def statuses(fleet: FakeFleet) -> list[ReplicaStatus]:
+    return [member.status for member in fleet.pool.members]
+
+
+async def join(fleet: FakeFleet, link: FakeLink) -> list[tuple[str, list[Any]]]:
+    """A replica attaches over the link; returns what it was told."""
+    client = StageClient(link, FakeEngineApi(), 9, lambda outputs: None, lambda reason: None)
+    client.start()
+    async with asyncio.timeout(5):
+        await fleet.orchestrator.fan_out.bring_up_to_date(client)
+    return [(method, args) for _, method, args in link.calls]
+
+
+def willing() -> FakeLink:
+    """Return the link of a replica that takes every call."""
+    link = FakeLink("joiner")
+    link.on_call = answer_calls
+    return link
+
+
+async def test_all_replicas_are_called_at_once_and_answer_in_replica_order(fleet: FakeFleet) -> None:
+    for link in fleet.links.values():
+        link.on_call = None
+    reply = send(fleet, "is_sleeping")
+    await until_called(*fleet.links.values())
+    for replica_id in (2, 0, 1):
+        fleet.links[replica_id].answer(fleet.links[replica_id].calls[0][0], replica_id)
+    assert await asyncio.wrap_future(reply) == [0, 1, 2]
+
+
+async def test_a_slow_call_holds_up_no_other(fleet: FakeFleet) -> None:
+    for link in fleet.links.values():
+        link.on_call = lambda link, call_id, method, args: link.answer(call_id, "done") if method == "quick" else None
+    slow = send(fleet, "slow")
+    assert await call(fleet, "quick") == ["done"] * 3
+    assert not slow.done()
+    slow.cancel()
+
+
+async def test_a_replica_that_fails_a_call_is_taken_out_and_the_others_results_returned(fleet: FakeFleet) -> None:
+    fleet.links[1].on_call = refuse_calls
+    assert await call(fleet, "add") == ["add", "add"]
+    assert statuses(fleet) == [ReplicaStatus.UP, ReplicaStatus.ERROR, ReplicaStatus.UP]
+
+
+async def test_a_replica_that_dies_during_a_call_is_left_out_of_its_result(fleet: FakeFleet) -> None:
+    fleet.links[2].on_call = lambda link, *_: link.say_dead()
+    assert await call(fleet, "add") == ["add", "add"]
+
+
+async def test_a_call_that_all_fail_is_an_error_and_no_replica_is_to_blame(fleet: FakeFleet) -> None:
+    for link in fleet.links.values():
+        link.on_call = refuse_calls
+    with pytest.raises(ReplicaError, match="replica-0/in refuses sleep"):
+        await call(fleet, "sleep", 1, "abort")
+    assert statuses(fleet) == [ReplicaStatus.UP] * 3
+    assert await join(fleet, willing()) == []
+
+
+async def test_a_call_that_cannot_be_encoded_is_the_callers_error_and_leaves_no_trace(fleet: FakeFleet) -> None:
+    with pytest.raises(TypeError):
+        await call(fleet, "set_weight_version", object())
+    assert statuses(fleet) == [ReplicaStatus.UP] * 3
+    assert await join(fleet, willing()) == []
+
+
+async def test_a_call_without_replicas_is_an_error_and_is_not_recorded(fleet: FakeFleet) -> None:
+    for replica_id in range(3):
+        fleet.lose(replica_id)
+    with pytest.raises(NoReplicaError, match="No replica can take the call sleep right now"):
+        await call(fleet, "sleep", 1, "abort")
+    assert await join(fleet, willing()) == []
+
+
+async def test_a_joiner_is_told_what_the_others_were_told(fleet: FakeFleet) -> None:
+    await call(fleet, "set_weight_version", "v2")
+    await call(fleet, "is_sleeping")
+    await call(fleet, "pause_scheduler", "keep")
+    assert await join(fleet, willing()) == [("set_weight_version", ["v2"]), ("pause_scheduler", ["keep", True])]
+
+
+async def test_a_joiner_during_a_call_that_runs_misses_nothing(fleet: FakeFleet) -> None:
+    for link in fleet.links.values():
+        link.on_call = None
+    reply = send(fleet, "set_weight_version", "v2")
+    await until_called(*fleet.links.values())
+    assert await join(fleet, willing()) == [("set_weight_version", ["v2"])]
+    reply.cancel()
+
+
+@pytest.mark.parametrize(
+    ("before", "during"),
+    [
+        (("sleep", 1, "abort"), ("wake_up", None)),
+        (("pause_scheduler", "keep"), ("resume_scheduler",)),
+        (("set_weight_version", "v1"), ("set_weight_version", "v2")),
+    ],
+)
+async def test_a_call_made_while_a_replica_joins_reaches_it_after_its_replay(
+    fleet: FakeFleet, before: tuple[Any, ...], during: tuple[Any, ...]
+) -> None:
+    await call(fleet, *before)
+    link = FakeLink("joiner")
+    joining = asyncio.create_task(join(fleet, link))
+    await until_called(link)
+    await call(fleet, *during)
+    link.on_call = answer_calls
+    link.answer(link.calls[0][0])
+    assert (await joining)[1:] == [(during[0], list(during[1:]))]
+
+
+async def test_a_joiner_does_not_serve_when_the_others_refused_a_call_meanwhile(fleet: FakeFleet) -> None:
+    await call(fleet, "pause_scheduler", "keep")
+    link = FakeLink("joiner")
+    joining = asyncio.create_task(join(fleet, link))
+    await until_called(link)
+    for other in fleet.links.values():
+        other.on_call = refuse_calls
+    with pytest.raises(ReplicaError, match="refuses sleep"):
+        await call(fleet, "sleep", 1, "abort")
+    link.on_call = answer_calls
+    link.answer(link.calls[0][0])
+    with pytest.raises(ReplicaError, match="cannot be brought up to date"):
+        await joining
+
+
+async def test_a_joiner_that_refuses_its_replay_is_an_error(fleet: FakeFleet) -> None:
+    await call(fleet, "set_weight_version", "v2")
+    link = FakeLink("joiner")
+    link.on_call = refuse_calls
+    with pytest.raises(ReplicaError, match="refuses set_weight_version"):
+        await join(fleet, link)
+
+
+async def test_no_replica_joins_after_the_weights_were_changed(fleet: FakeFleet) -> None:
+    await call(fleet, "collective_rpc", "update_weights", None, [], {})
+    with pytest.raises(ReplicaError, match="cannot be brought up to date: weights were updated at run time"):
+        await join(fleet, willing())
+
+
+async def test_no_replica_joins_when_the_weights_change_meanwhile(fleet: FakeFleet) -> None:
+    await call(fleet, "set_weight_version", "v1")
+    link = FakeLink("joiner")
+    joining = asyncio.create_task(join(fleet, link))
+    await until_called(link)
+    await call(fleet, "collective_rpc", "reload_weights", None, [], {})
+    link.answer(link.calls[0][0])
+    with pytest.raises(ReplicaError, match="weights were updated at run time"):
+        await joining
+    assert len(link.calls) == 1
+
+
+async def test_a_caller_that_gives_up_leaves_nothing_behind(fleet: FakeFleet) -> None:
+    for link in fleet.links.values():
+        link.on_call = None
+    reply = send(fleet, "one")
+    await until_called(*fleet.links.values())
+    reply.cancel()
+    for link in fleet.links.values():
+        link.answer(link.calls[0][0])
+        link.on_call = answer_calls
+    assert await call(fleet, "two") == ["two"] * 3
+    assert [repr(member.client).endswith("alive, 0 calls>") for member in fleet.pool.members] == [True] * 3
+    assert [task for task in asyncio.all_tasks() if task.get_name() == "omni-call-one"] == []
+
+
+async def test_closing_ends_calls_that_run_and_calls_that_wait() -> None:
+    async with FakeFleet() as fleet:
+        running = send(fleet, "one")
+        await until_called(*fleet.links.values())
+        waiting = send(fleet, "two")
+    for reply in (running, waiting):
+        with pytest.raises(CancelledError):
+            reply.result(timeout=0)
+
+
+async def test_closing_ends_a_call_that_was_taken_and_not_begun() -> None:
+    async with FakeFleet() as fleet:
+        reply = send(fleet, "one")
+        queue = fleet.orchestrator.rpc_async_queue
+        await eventually(lambda: len(queue) == 0, "the taking of the call")
+    with pytest.raises(CancelledError):
+        reply.result(timeout=0)

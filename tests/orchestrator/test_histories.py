@@ -1,0 +1,136 @@
+"""Random histories of requests and replicas: every request ends exactly once and no charge is left."""
+
+import asyncio
+import random
+from collections.abc import Coroutine
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.fakes.fleet import FakeFleet
+from tests.fakes.links import FakeLink
+from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
+
+REPLICAS = 3
+NAMES = [f"r{number}" for number in range(6)]
+ABORT_ONLY = "abort-only"
+"""A request that its client has given up before it was submitted; whatever comes of it, nobody waits."""
+
+
+class Histories(RuleBasedStateMachine):
+    """The client's model of its requests beside the orchestrator's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+        self.open: set[str] = set()
+        self.stale: list[tuple[FakeLink, str]] = []
+
+    @initialize(limit=st.integers(0, 2), seed=st.integers(0, 3))
+    def begin(self, limit: int, seed: int) -> None:
+        self.fleet = FakeFleet(REPLICAS, LeastQueueLengthBalancer(random.Random(seed)), limit)
+        self.run(self.fleet.__aenter__())
+
+    def run(self, step: Coroutine[Any, Any, Any]) -> None:
+        self.loop.run_until_complete(step)
+        self.loop.run_until_complete(self.read())
+
+    async def read(self) -> None:
+        for name, outcome in await self.fleet.read():
+            if name == ABORT_ONLY:
+                continue
+            assert name in self.open, f"{name} got {outcome} after its end"
+            if outcome is not None:
+                self.open.remove(name)
+
+    async def do(self, link: FakeLink, *output: Any) -> None:
+        link.output(*output)
+
+    @rule(name=st.sampled_from(NAMES), affinity=st.sampled_from([None, None, 0, 1]))
+    def submit(self, name: str, affinity: int | None) -> None:
+        self.remember_attempts()
+        self.open.add(name)
+        self.run(self.fleet.submit(name, affinity=affinity))
+
+    @rule()
+    def submit_for_the_abort_only(self) -> None:
+        self.run(self.fleet.submit(ABORT_ONLY, abort_immediately=True))
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), finish=st.sampled_from([None, None, "stop", "length", "abort"]))
+    def output(self, data: st.DataObject, finish: str | None) -> None:
+        self.remember_attempts()
+        link, attempt = self.fleet.attempt(data.draw(st.sampled_from(sorted(self.open))))
+        self.run(self.do(link, attempt, 0, finish))
+
+    @precondition(lambda self: self.stale)
+    @rule(data=st.data(), finish=st.sampled_from([None, "stop"]))
+    def stale_output(self, data: st.DataObject, finish: str | None) -> None:
+        link, attempt = data.draw(st.sampled_from(self.stale))
+        if (link, attempt) not in self.current_attempts():
+            self.run(self.do(link, attempt, 0, finish))
+
+    @rule(names=st.lists(st.sampled_from(NAMES), max_size=3))
+    def abort(self, names: list[str]) -> None:
+        self.remember_attempts()
+        self.open -= set(names)
+        self.run(self.fleet.abort(*names))
+
+    @rule(replica_id=st.integers(0, REPLICAS - 1), announced=st.booleans())
+    def lose(self, replica_id: int, announced: bool) -> None:
+        self.remember_attempts()
+        if announced:
+            self.run(self.announce(replica_id))
+        else:
+            self.fleet.links[replica_id].broken = True
+
+    async def announce(self, replica_id: int) -> None:
+        self.fleet.lose(replica_id)
+
+    @rule(replica_id=st.integers(0, REPLICAS - 1))
+    def join(self, replica_id: int) -> None:
+        member = self.fleet.pool.member(replica_id)
+        if member not in self.fleet.pool.serving:
+            self.run(self.rejoin(replica_id))
+
+    async def rejoin(self, replica_id: int) -> None:
+        self.fleet.join(self.fleet.pool.member(replica_id))
+
+    def current_attempts(self) -> list[tuple[FakeLink, str]]:
+        return [self.fleet.attempt(name) for name in self.fleet.orchestrator.request_states]
+
+    def remember_attempts(self) -> None:
+        self.stale += [attempt for attempt in self.current_attempts() if attempt not in self.stale]
+
+    @invariant()
+    def the_charges_are_the_open_requests(self) -> None:
+        if hasattr(self, "fleet"):
+            assert set(self.fleet.orchestrator.request_states) == self.open
+            assert sum(self.fleet.in_flight) == len(self.open)
+
+    @invariant()
+    def replicas_that_do_not_serve_are_charged_with_nothing(self) -> None:
+        if hasattr(self, "fleet"):
+            idle = [member for member in self.fleet.pool.members if member not in self.fleet.pool.serving]
+            assert all(member.queue_length == 0 for member in idle)
+
+    @invariant()
+    def no_engine_sees_an_id_twice(self) -> None:
+        if hasattr(self, "fleet"):
+            added = [attempt for link in self.fleet.links.values() for attempt in link.added]
+            assert len(added) == len(set(added))
+
+    def teardown(self) -> None:
+        if hasattr(self, "fleet"):
+            for replica_id in range(REPLICAS):
+                self.run(self.announce(replica_id))
+            assert self.open == set()
+            assert self.fleet.in_flight == [0] * REPLICAS
+            self.run(self.fleet.__aexit__())
+        self.loop.close()
+
+
+TestHistories = Histories.TestCase
+TestHistories.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)

@@ -1,0 +1,328 @@
+"""The replicas of this node: all start or none, and those that die come back."""
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from tests.fakes.conditions import eventually
+from tests.fakes.engine_api import FakeEngineApi, FakeOutput, FakeOutputs, FakeRequest, FakeResult, FakeUtilityOutput
+from tests.fakes.engines import READY, FakeEngine, FakeLauncher, Plan
+from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
+from vllm_omni_plugin.coordinator import ReplicaStatus
+from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.orchestrator.local_replicas import LocalReplicas
+from vllm_omni_plugin.orchestrator.messages import CallReplicas, RequestFailed, SubmitRequest
+from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator.stage_pool import StagePool
+
+UP, DOWN = ReplicaStatus.UP, ReplicaStatus.DOWN
+
+
+class Node:
+    """Two local replicas whose engines, clock and pauses the test controls.
+
+    Attributes:
+        pauses: the pauses that were asked for before restarts, in seconds.
+        go_on: a permit for each pause to end.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.now = 0.0
+        self.pauses: list[float] = []
+        self.go_on = asyncio.Semaphore(0)
+        self.launcher = FakeLauncher(folder)
+        self.pool = StagePool(0, LeastQueueLengthBalancer())
+        self.orchestrator = Orchestrator([self.pool], FakeEngineApi(), 3, lambda: self.now)
+        self.replicas = LocalReplicas(
+            self.orchestrator, 0, 2, self.launcher, FakeEngineApi(), lambda: self.now, self._pause
+        )
+
+    async def _pause(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        await self.go_on.acquire()
+
+    @property
+    def statuses(self) -> list[ReplicaStatus]:
+        return [member.status for member in self.pool.members]
+
+    def engine_of(self, replica_id: int) -> FakeEngine:
+        """The latest engine of a replica."""
+        address = self.pool.member(replica_id).input_addr
+        return next(engine for engine in reversed(self.launcher.engines) if engine.input_addr == address)
+
+    async def until_statuses(self, *statuses: ReplicaStatus) -> None:
+        await eventually(lambda: self.statuses == list(statuses), f"{statuses}")
+
+    async def until_back(self, replica_id: int, restarts: int) -> None:
+        """Return when a replica serves after its so-many-th restart."""
+        member = self.pool.member(replica_id)
+        await eventually(lambda: member.restarts == restarts and member.status is UP, f"restart {restarts}")
+
+
+@pytest.fixture
+async def node(tmp_path: Path) -> AsyncIterator[Node]:
+    node = Node(tmp_path)
+    running = asyncio.create_task(node.orchestrator.run())
+    yield node
+    await node.replicas.close(0.0)
+    node.orchestrator.close_queues()
+    await running
+    assert all(engine.process.ended for engine in node.launcher.engines)
+    node.launcher.close()
+    await eventually(lambda: engine_threads() == [], "the end of all threads")
+
+
+def engine_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("omni-engine")]
+
+
+async def test_all_replicas_start_at_once_and_serve(node: Node) -> None:
+    assert node.statuses == [DOWN, DOWN]
+    assert await node.replicas.start() == [READY, READY]
+    assert node.statuses == [UP, UP]
+    assert sorted(node.launcher.starts) == [0, 1]
+
+
+async def test_a_request_goes_to_an_engine_and_its_output_comes_back(node: Node) -> None:
+    await node.replicas.start()
+    node.orchestrator.request_async_queue.force_put(SubmitRequest(FakeRequest("a"), 0.0))
+    await eventually(lambda: node.orchestrator.request_states)
+    state = node.orchestrator.request_states["a"]
+    assert state.replica_id is not None
+    engine = node.engine_of(state.replica_id)
+    kind, body = await asyncio.to_thread(engine.receive)
+    assert (kind, msgspec.json.decode(body)["request_id"]) == (b"add", state.engine_request_id)
+    engine.say(msgspec.json.encode(FakeOutputs(outputs=[FakeOutput(state.engine_request_id, 1, "stop")])))
+    [outputs] = await node.orchestrator.output_async_queue.get_batch()
+    assert outputs.outputs == [FakeOutput("a", 1, "stop")]
+    assert outputs.engine_index == state.replica_id
+
+
+@pytest.mark.parametrize(
+    ("plan", "error", "text"),
+    [
+        (Plan(refuse="no such model"), ReplicaError, "no such model"),
+        (Plan(spawn_error=OSError("no memory")), OSError, "no memory"),
+    ],
+    ids=["handshake fails", "spawn fails"],
+)
+async def test_one_that_does_not_start_is_the_error_of_all(
+    node: Node, plan: Plan, error: type[Exception], text: str
+) -> None:
+    node.launcher.plan(0, Plan(ready=False))
+    node.launcher.plan(1, plan)
+    with pytest.raises(error, match=text):
+        await node.replicas.start()
+    assert node.pool.serving == ()
+    await eventually(lambda: all(engine.process.killed for engine in node.launcher.engines))
+
+
+async def test_an_engine_that_serves_already_ends_when_another_does_not_start(node: Node) -> None:
+    gate = threading.Event()
+    node.launcher.plan(1, Plan(spawn_gate=gate, refuse="no such model"))
+    starting = asyncio.create_task(node.replicas.start())
+    await node.until_statuses(UP, DOWN)
+    gate.set()
+    with pytest.raises(ReplicaError, match="no such model"):
+        await starting
+    await node.replicas.close(0.0)
+    assert node.engine_of(0).process.shutdowns == [0.0]
+
+
+async def test_closing_while_an_engine_is_being_spawned_leaves_none(node: Node) -> None:
+    gate = threading.Event()
+    node.launcher.plan(0, Plan(spawn_gate=gate))
+    starting = asyncio.create_task(node.replicas.start())
+    await node.until_statuses(DOWN, UP)
+    starting.cancel()
+    gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    await node.replicas.close(0.0)
+    assert len(node.launcher.engines) == 2
+    assert all(engine.process.ended for engine in node.launcher.engines)
+
+
+async def test_closing_while_an_engine_loads_kills_it(node: Node) -> None:
+    node.launcher.plan(0, Plan(ready=False))
+    starting = asyncio.create_task(node.replicas.start())
+    await node.until_statuses(DOWN, UP)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    await node.replicas.close(0.0)
+    assert all(engine.process.killed for engine in node.launcher.engines)
+
+
+async def test_a_replica_that_dies_is_lost_at_once_and_comes_back_after_the_pause(node: Node) -> None:
+    await node.replicas.start()
+    dead = node.engine_of(0)
+    dead.process.die()
+    await node.until_statuses(DOWN, UP)
+    await eventually(lambda: node.pauses == [1.0])
+    assert sorted(node.launcher.starts) == [0, 1]
+    node.go_on.release()
+    await node.until_statuses(UP, UP)
+    assert node.pool.member(0).restarts == 1
+    assert node.engine_of(0) is not dead
+
+
+async def test_what_an_engine_said_before_it_died_is_delivered(node: Node) -> None:
+    await node.replicas.start()
+    node.orchestrator.request_async_queue.force_put(SubmitRequest(FakeRequest("a"), 0.0))
+    await eventually(lambda: node.orchestrator.request_states)
+    state = node.orchestrator.request_states["a"]
+    assert state.replica_id is not None
+    engine = node.engine_of(state.replica_id)
+    engine.say(msgspec.json.encode(FakeOutputs(outputs=[FakeOutput(state.engine_request_id, 1, "stop")])))
+    [outputs] = await node.orchestrator.output_async_queue.get_batch()
+    engine.process.die()
+    items = await node.orchestrator.output_async_queue.get_batch()
+    assert outputs.outputs[0].finish_reason == "stop"
+    assert [item for item in items if isinstance(item, RequestFailed)] == []
+
+
+async def test_a_replica_that_keeps_dying_waits_longer_each_time(node: Node) -> None:
+    await node.replicas.start()
+    for turn in range(3):
+        node.engine_of(1).process.die()
+        await eventually(lambda turn=turn: len(node.pauses) == turn + 1)  # type: ignore[misc]
+        node.go_on.release()
+        await node.until_back(1, turn + 1)
+    assert node.pauses == [1.0, 2.0, 4.0]
+
+
+async def test_a_replica_that_lived_for_long_comes_back_quickly_again(node: Node) -> None:
+    await node.replicas.start()
+    for turn in range(2):
+        node.now += 100.0
+        node.engine_of(1).process.die()
+        await eventually(lambda turn=turn: len(node.pauses) == turn + 1)  # type: ignore[misc]
+        node.go_on.release()
+        await node.until_back(1, turn + 1)
+    assert node.pauses == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "plan", [Plan(refuse="busy"), Plan(spawn_error=OSError("no memory"))], ids=["handshake fails", "spawn fails"]
+)
+async def test_a_restart_that_fails_is_tried_again_after_a_longer_pause(node: Node, plan: Plan) -> None:
+    await node.replicas.start()
+    node.launcher.plan(0, plan, plan, Plan())
+    node.engine_of(0).process.die()
+    for _ in range(3):
+        node.go_on.release()
+    await node.until_back(0, restarts=3)
+    assert node.pauses == [1.0, 2.0, 4.0]
+
+
+async def test_an_engine_that_dies_while_it_restarts_is_tried_again(node: Node) -> None:
+    await node.replicas.start()
+    node.launcher.plan(0, Plan(ready=False))
+    node.engine_of(0).process.die()
+    node.go_on.release()
+    await eventually(lambda: len(node.launcher.engines) == 3)
+    node.launcher.engines[-1].process.die()
+    node.go_on.release()
+    await node.until_back(0, restarts=2)
+    assert node.pauses == [1.0, 2.0]
+
+
+async def test_a_replica_that_dies_before_the_others_are_ready_comes_back(node: Node) -> None:
+    node.launcher.plan(1, Plan(ready=False))
+    starting = asyncio.create_task(node.replicas.start())
+    await node.until_statuses(UP, DOWN)
+    node.engine_of(0).process.die()
+    await node.until_statuses(DOWN, DOWN)
+    loading = next(engine for engine in node.launcher.engines if not engine.process.ended)
+    loading.process.signals.put("ready")
+    await starting
+    node.go_on.release()
+    await node.until_statuses(UP, UP)
+
+
+async def test_a_replica_that_comes_back_is_told_what_the_others_know(node: Node) -> None:
+    await node.replicas.start()
+    node.engine_of(0).process.die()
+    await node.until_statuses(DOWN, UP)
+    reply: Future[list[object]] = Future()
+    node.orchestrator.rpc_async_queue.force_put(CallReplicas("set_weight_version", ("v2",), reply))
+    await answer(node.engine_of(1), "set_weight_version")
+    await asyncio.wrap_future(reply)
+    node.go_on.release()
+    await eventually(lambda: len(node.launcher.engines) == 3)
+    await answer(node.launcher.engines[2], "set_weight_version")
+    await node.until_statuses(UP, UP)
+
+
+async def answer(engine: FakeEngine, method: str) -> None:
+    """The engine takes a utility call and answers it."""
+    await eventually(lambda: engine.connected)
+    _, body = await asyncio.to_thread(engine.receive)
+    call_id, called, _ = msgspec.json.decode(body)
+    assert called == method
+    engine.say(msgspec.json.encode(FakeOutputs(utility_output=FakeUtilityOutput(call_id, None, FakeResult()))))
+
+
+async def test_a_distrusted_replica_is_ended_and_started_afresh(node: Node) -> None:
+    await node.replicas.start()
+    distrusted = node.engine_of(0)
+    node.orchestrator.distrust(node.pool.member(0), "it failed a call")
+    assert node.statuses[0] is not UP
+    await eventually(lambda: distrusted.process.ended)
+    node.go_on.release()
+    await node.until_statuses(UP, UP)
+
+
+async def test_closing_ends_every_engine_with_the_grace_it_is_given(node: Node) -> None:
+    await node.replicas.start()
+    await node.replicas.close(7.0)
+    assert [engine.process.shutdowns for engine in node.launcher.engines] == [[7.0], [7.0]]
+    await node.replicas.close(7.0)
+    assert [len(engine.process.shutdowns) for engine in node.launcher.engines] == [1, 1]
+
+
+async def test_closing_during_a_pause_starts_nothing_more(node: Node) -> None:
+    await node.replicas.start()
+    node.engine_of(0).process.die()
+    await eventually(lambda: node.pauses == [1.0])
+    await node.replicas.close(0.0)
+    assert len(node.launcher.starts) == 2
+
+
+async def test_closing_during_a_restart_leaves_no_engine(node: Node) -> None:
+    await node.replicas.start()
+    node.launcher.plan(0, Plan(ready=False))
+    node.engine_of(0).process.die()
+    node.go_on.release()
+    await eventually(lambda: len(node.launcher.engines) == 3)
+    await node.replicas.close(0.0)
+    assert all(engine.process.ended for engine in node.launcher.engines)
+
+
+async def test_many_lives_leave_no_descriptor_open(tmp_path: Path) -> None:
+    # The first socket opens what the ZMQ context keeps for good.
+    zmq.Context.instance().socket(zmq.PULL).close()
+    before = descriptors()
+    for life in range(3):
+        folder = tmp_path / str(life)
+        folder.mkdir()
+        node = Node(folder)
+        await node.replicas.start()
+        node.engine_of(0).process.die()
+        node.go_on.release()
+        await node.until_back(0, restarts=1)
+        await node.replicas.close(0.0)
+        node.launcher.close()
+    await eventually(lambda: engine_threads() == [] and descriptors() <= before, "the count of before")
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))

@@ -1,0 +1,352 @@
+"""Requests to replicas, outputs back, and what happens when replicas are lost."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from tests.fakes.conditions import eventually
+from tests.fakes.fleet import FakeFleet
+from vllm_omni_plugin.coordinator import ReplicaStatus
+from vllm_omni_plugin.errors import NoReplicaError, OmniError, RequestLostError
+from vllm_omni_plugin.orchestrator.handover import HandoverClosedError
+from vllm_omni_plugin.orchestrator.orchestrator import MAX_QUEUED_OUTPUTS
+
+
+@pytest.fixture
+async def fleet() -> AsyncIterator[FakeFleet]:
+    async with FakeFleet() as fleet:
+        yield fleet
+
+
+async def test_a_request_is_charged_served_and_released(fleet: FakeFleet) -> None:
+    await fleet.submit("a")
+    assert sorted(fleet.in_flight) == [0, 1]
+    link, attempt = fleet.attempt("a")
+    link.output(attempt)
+    link.output(attempt, finish_reason="stop")
+    assert await fleet.read() == [("a", None), ("a", "stop")]
+    assert (fleet.in_flight, fleet.orchestrator.request_states) == ([0, 0], {})
+
+
+async def test_requests_are_spread_by_what_is_in_flight(fleet: FakeFleet) -> None:
+    for index in range(6):
+        await fleet.submit(f"r{index}")
+    assert fleet.in_flight == [3, 3]
+    assert [len(link.added) for link in fleet.links.values()] == [3, 3]
+
+
+async def test_the_engine_knows_every_attempt_under_an_id_of_its_own(fleet: FakeFleet) -> None:
+    seen = set()
+    for _ in range(3):
+        await fleet.submit("a")
+        link, attempt = fleet.attempt("a")
+        seen.add(attempt)
+        link.output(attempt, finish_reason="stop")
+    assert len(seen) == 3
+    assert "a" not in seen
+
+
+async def test_two_heads_never_use_the_same_id() -> None:
+    async with FakeFleet() as one, FakeFleet() as other:
+        await one.submit("a")
+        await other.submit("a")
+        assert one.attempt("a")[1] != other.attempt("a")[1]
+
+
+async def test_outputs_of_no_current_attempt_are_dropped(fleet: FakeFleet) -> None:
+    await fleet.submit("a")
+    link, attempt = fleet.attempt("a")
+    other = next(candidate for candidate in fleet.links.values() if candidate is not link)
+    link.output("nobody's")
+    link.output("a")
+    other.output(attempt, finish_reason="stop")
+    assert await fleet.read() == []
+    link.output(attempt, finish_reason="stop")
+    link.output(attempt, finish_reason="stop")
+    assert await fleet.read() == [("a", "stop")]
+
+
+async def test_statistics_carry_the_replicas_id(fleet: FakeFleet) -> None:
+    fleet.links[1].report(running=4)
+    fleet.links[0].report(running=2)
+    await fleet.read()
+    assert fleet.statistics == [(1, 4), (0, 2)]
+
+
+async def test_an_abort_reaches_the_replica_of_the_request_and_no_other(fleet: FakeFleet) -> None:
+    for name in "abcd":
+        await fleet.submit(name)
+    attempts = {name: fleet.attempt(name) for name in "abcd"}
+    await fleet.abort("a", "c", "a", "unknown")
+    for link in fleet.links.values():
+        expected = [attempt for name, (home, attempt) in attempts.items() if home is link and name in "ac"]
+        assert link.aborted == expected
+    assert sum(fleet.in_flight) == 2
+
+
+async def test_nothing_is_delivered_after_an_abort(fleet: FakeFleet) -> None:
+    await fleet.submit("a")
+    link, attempt = fleet.attempt("a")
+    await fleet.abort("a")
+    link.output(attempt, finish_reason="abort")
+    assert await fleet.read() == []
+    assert fleet.in_flight == [0, 0]
+
+
+async def test_an_abort_of_a_request_that_has_ended_reaches_nobody(fleet: FakeFleet) -> None:
+    await fleet.submit("a")
+    link, attempt = fleet.attempt("a")
+    link.output(attempt, finish_reason="stop")
+    await fleet.abort("a")
+    assert link.aborted == []
+
+
+async def test_an_abort_that_finds_the_replica_dead_is_that_replicas_loss(fleet: FakeFleet) -> None:
+    await fleet.submit("a")
+    link, _ = fleet.attempt("a")
+    link.broken = True
+    await fleet.abort("a")
+    assert await fleet.read() == []
+    assert len(fleet.pool.serving) == 1
+    assert fleet.in_flight == [0, 0]
+
+
+async def test_a_request_under_an_id_in_use_takes_its_place(fleet: FakeFleet) -> None:
+    await fleet.submit("a")
+    old_link, old_attempt = fleet.attempt("a")
+    await fleet.submit("a")
+    link, attempt = fleet.attempt("a")
+    assert attempt != old_attempt
+    assert old_link.aborted == [old_attempt]
+    assert sum(fleet.in_flight) == 1
+    old_link.output(old_attempt, finish_reason="abort")
+    link.output(attempt, finish_reason="stop")
+    assert await fleet.read() == [("a", "stop")]
+
+
+async def test_a_request_only_submitted_for_its_abort_is_sent_and_not_charged(fleet: FakeFleet) -> None:
+    await fleet.submit("a", abort_immediately=True)
+    assert sum(len(link.added) for link in fleet.links.values()) == 1
+    assert (fleet.in_flight, fleet.orchestrator.request_states) == ([0, 0], {})
+
+
+async def test_requests_with_one_affinity_share_a_replica(fleet: FakeFleet) -> None:
+    for index in range(4):
+        await fleet.submit(f"r{index}", affinity=3)
+    assert sorted(fleet.in_flight) == [0, 4]
+
+
+async def test_a_request_that_cannot_be_encoded_fails_alone(fleet: FakeFleet) -> None:
+    await fleet.submit("good")
+    await fleet.submit("bad", sampling_params=object())
+    [(request_id, error)] = await fleet.read()
+    assert request_id == "bad"
+    assert isinstance(error, OmniError)
+    assert "could not be encoded" in str(error)
+    assert sum(fleet.in_flight) == 1
+    assert len(fleet.pool.serving) == 2
+
+
+async def test_a_lost_request_that_has_answered_nothing_moves_under_a_new_id(fleet: FakeFleet) -> None:
+    await fleet.submit("a")
+    link, attempt = fleet.attempt("a")
+    link.say_dead()
+    new_link, new_attempt = fleet.attempt("a")
+    assert new_link is not link
+    assert new_attempt != attempt
+    assert new_link.added == [new_attempt]
+    link.output(attempt)
+    new_link.output(attempt)
+    assert await fleet.read() == []
+    new_link.output(new_attempt, finish_reason="stop")
+    assert await fleet.read() == [("a", "stop")]
+    assert (fleet.in_flight, fleet.orchestrator.metrics.moves) == ([0, 0], 1)
+
+
+async def test_a_lost_request_that_has_answered_fails_once(fleet: FakeFleet) -> None:
+    await fleet.submit("a")
+    link, attempt = fleet.attempt("a")
+    link.output(attempt)
+    link.say_dead()
+    link.output(attempt, finish_reason="stop")
+    (_, none), (request_id, error) = await fleet.read()
+    assert (none, request_id) == (None, "a")
+    assert isinstance(error, RequestLostError)
+    assert (fleet.in_flight, fleet.orchestrator.request_states) == ([0, 0], {})
+    assert fleet.orchestrator.metrics.lost == 1
+
+
+async def test_a_lost_replica_reports_as_idle_and_nothing_later_contradicts_it(fleet: FakeFleet) -> None:
+    fleet.links[1].report(running=4)
+    fleet.lose(1)
+    fleet.links[1].report(running=4)
+    await fleet.read()
+    assert fleet.statistics == [(1, 4), (1, 0)]
+
+
+async def test_the_status_of_a_lost_replica_is_as_told(fleet: FakeFleet) -> None:
+    member = fleet.pool.member(0)
+    fleet.orchestrator.replica_lost(member, "hung", ReplicaStatus.ERROR)
+    assert member.status is ReplicaStatus.ERROR
+
+
+async def test_a_request_moves_no_more_often_than_the_limit() -> None:
+    async with FakeFleet(replicas=4, migration_limit=2) as fleet:
+        await fleet.submit("a")
+        for _ in range(3):
+            fleet.attempt("a")[0].say_dead()
+        [(request_id, error)] = await fleet.read()
+        assert request_id == "a"
+        assert "moved 2 times" in str(error)
+        assert (fleet.orchestrator.metrics.moves, fleet.orchestrator.metrics.lost) == (2, 1)
+
+
+async def test_a_request_without_any_replica_left_is_refused_once(fleet: FakeFleet) -> None:
+    await fleet.submit("a")
+    for _ in range(2):
+        fleet.attempt("a")[0].say_dead()
+    [(request_id, error)] = await fleet.read()
+    assert request_id == "a"
+    assert isinstance(error, NoReplicaError)
+    assert not fleet.orchestrator.can_serve
+    await fleet.submit("b")
+    [(request_id, error)] = await fleet.read()
+    assert (request_id, type(error)) == ("b", NoReplicaError)
+    assert (fleet.orchestrator.request_states, fleet.orchestrator.metrics.refused) == ({}, 2)
+
+
+async def test_service_goes_on_with_a_replica_that_comes_back(fleet: FakeFleet) -> None:
+    for replica_id in (0, 1):
+        fleet.lose(replica_id)
+    fleet.join(fleet.pool.member(1))
+    assert fleet.orchestrator.can_serve
+    await fleet.submit("a")
+    assert fleet.in_flight == [0, 1]
+
+
+async def test_a_replica_found_dead_by_the_send_costs_nothing(fleet: FakeFleet) -> None:
+    fleet.links[0].broken = True
+    for name in "abc":
+        await fleet.submit(name)
+    assert await fleet.read() == []
+    assert fleet.in_flight == [0, 3]
+    assert len(fleet.pool.serving) == 1
+
+
+async def test_all_replicas_found_dead_by_the_send_is_one_refusal(fleet: FakeFleet) -> None:
+    for link in fleet.links.values():
+        link.broken = True
+    await fleet.submit("a")
+    [(request_id, error)] = await fleet.read()
+    assert (request_id, type(error)) == ("a", NoReplicaError)
+
+
+async def test_the_time_until_the_first_dispatch_is_observed_once_per_request(fleet: FakeFleet) -> None:
+    await fleet.submit("a")
+    fleet.now = 5.0
+    fleet.attempt("a")[0].say_dead()
+    queue_time = fleet.orchestrator.metrics.queue_time
+    assert (sum(queue_time.counts), queue_time.sum) == (1, 0.0)
+
+
+async def test_a_session_stays_on_its_replica_under_one_id_until_its_last_turn(fleet: FakeFleet) -> None:
+    await fleet.submit("s", resumable=True)
+    link, attempt = fleet.attempt("s")
+    link.output(attempt, finish_reason="stop")
+    await fleet.submit("s", resumable=True)
+    await fleet.submit("s", resumable=False)
+    assert link.added == [attempt] * 3
+    assert sum(fleet.in_flight) == 1
+    link.output(attempt, finish_reason="stop")
+    assert await fleet.read() == [("s", "stop"), ("s", "stop")]
+    assert (fleet.in_flight, fleet.orchestrator.request_states) == ([0, 0], {})
+
+
+async def test_a_session_closed_after_its_last_turn_ends_and_the_engine_is_told(fleet: FakeFleet) -> None:
+    await fleet.submit("s", resumable=True)
+    link, attempt = fleet.attempt("s")
+    link.output(attempt, finish_reason="stop")
+    await fleet.submit("s", resumable=False)
+    assert link.added == [attempt] * 2
+    assert (fleet.in_flight, fleet.orchestrator.request_states) == ([0, 0], {})
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+async def test_a_session_that_the_engine_cuts_short_ends_with_turns_open(fleet: FakeFleet, reason: str) -> None:
+    await fleet.submit("s", resumable=True)
+    await fleet.submit("s", resumable=True)
+    link, attempt = fleet.attempt("s")
+    link.output(attempt, finish_reason=reason)
+    assert fleet.in_flight == [0, 0]
+
+
+async def test_a_chunk_that_cannot_be_encoded_ends_the_session_on_both_sides(fleet: FakeFleet) -> None:
+    await fleet.submit("s", resumable=True)
+    link, attempt = fleet.attempt("s")
+    await fleet.submit("s", resumable=True, sampling_params=object())
+    [(request_id, error)] = await fleet.read()
+    assert request_id == "s"
+    assert "could not be encoded" in str(error)
+    assert link.aborted == [attempt]
+    assert fleet.in_flight == [0, 0]
+
+
+async def test_a_session_whose_replica_is_lost_fails(fleet: FakeFleet) -> None:
+    await fleet.submit("s", resumable=True)
+    fleet.attempt("s")[0].say_dead()
+    [(_, error)] = await fleet.read()
+    assert "a streaming-input session cannot move" in str(error)
+
+
+async def until_paused(fleet: FakeFleet, paused: bool) -> None:
+    await eventually(lambda: all(link.paused is paused for link in fleet.links.values()), f"paused {paused}")
+
+
+async def test_a_client_that_does_not_read_leaves_outputs_in_the_sockets_until_it_does(fleet: FakeFleet) -> None:
+    await fleet.submit("a")
+    link, attempt = fleet.attempt("a")
+    for _ in range(MAX_QUEUED_OUTPUTS):
+        link.output(attempt)
+    await until_paused(fleet, True)
+    link.output(attempt, finish_reason="stop")
+    assert len(fleet.orchestrator.output_async_queue) == MAX_QUEUED_OUTPUTS
+    assert len(await fleet.read()) == MAX_QUEUED_OUTPUTS
+    await until_paused(fleet, False)
+    assert await fleet.read() == [("a", "stop")]
+
+
+async def test_a_loss_is_told_to_a_client_that_does_not_read(fleet: FakeFleet) -> None:
+    await fleet.submit("a")
+    link, attempt = fleet.attempt("a")
+    for _ in range(MAX_QUEUED_OUTPUTS):
+        link.output(attempt)
+    await until_paused(fleet, True)
+    fleet.orchestrator.distrust(fleet.pool.members[[*fleet.links.values()].index(link)], "failed a call")
+    events = await fleet.read()
+    assert isinstance(events[-1][1], RequestLostError)
+    assert len(events) == MAX_QUEUED_OUTPUTS + 1
+
+
+async def test_closing_while_the_client_does_not_read_leaves_no_task() -> None:
+    async with FakeFleet() as fleet:
+        await fleet.submit("a")
+        link, attempt = fleet.attempt("a")
+        for _ in range(MAX_QUEUED_OUTPUTS):
+            link.output(attempt)
+        await until_paused(fleet, True)
+    await asyncio.sleep(0)
+    assert [task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith("omni")] == []
+
+
+async def test_a_closed_orchestrator_refuses_and_survives_late_outputs() -> None:
+    async with FakeFleet() as fleet:
+        await fleet.submit("a")
+        link, attempt = fleet.attempt("a")
+    link.output(attempt, finish_reason="stop")
+    fleet.orchestrator.close_queues()
+    queues: list[Any] = [fleet.orchestrator.request_async_queue, fleet.orchestrator.rpc_async_queue]
+    for queue in queues:
+        with pytest.raises(HandoverClosedError):
+            queue.force_put(None)

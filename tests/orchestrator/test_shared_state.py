@@ -1,0 +1,206 @@
+"""What a late joiner is told, against a model of the engine."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_omni_plugin.orchestrator.shared_state import SharedState
+
+
+@dataclass(frozen=True)
+class Lora:
+    """A `LoRARequest`."""
+
+    lora_int_id: int
+    path: str = ""
+
+
+class RefusedError(Exception):
+    """The engine would have failed the call."""
+
+
+@dataclass
+class EngineModel:
+    """What vLLM's engine core and its executor remember of these calls."""
+
+    loras: dict[int, Lora] = field(default_factory=dict)
+    pinned: set[int] = field(default_factory=set)
+    weight_version: str | None = None
+    pause: str | None = None
+    asleep: set[str] = field(default_factory=set)
+
+    def apply(self, method: str, args: tuple[Any, ...]) -> None:
+        """Raises RefusedError where the engine fails the call."""
+        getattr(self, method)(*args)
+
+    def add_lora(self, lora: Lora) -> None:
+        self.loras[lora.lora_int_id] = lora
+
+    def remove_lora(self, lora_id: int) -> None:
+        self.loras.pop(lora_id, None)
+        self.pinned.discard(lora_id)
+
+    def pin_lora(self, lora_id: int) -> None:
+        if lora_id not in self.loras:
+            raise RefusedError
+        self.pinned.add(lora_id)
+
+    def set_weight_version(self, version: str) -> None:
+        self.weight_version = version
+
+    def pause_scheduler(self, mode: str = "abort", clear_cache: bool = True) -> None:
+        self.pause = "all" if mode == "keep" else "new"
+
+    def resume_scheduler(self) -> None:
+        self.pause = None
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        self.pause_scheduler(mode)
+        if level >= 1:
+            self.asleep = {"weights", "kv_cache"}
+
+    def release_kv_cache_memory(self) -> None:
+        if self.pause is None or self.asleep:
+            raise RefusedError
+        self.asleep = {"kv_cache"}
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        memory = None if tags is None else set(tags) - {"scheduling"}
+        if memory is None:
+            self.asleep = set()
+        elif memory <= self.asleep:
+            self.asleep = self.asleep - memory
+        if not self.asleep:
+            self.pause = None
+
+    def profile(self) -> None:
+        """Leaves nothing behind."""
+
+
+CALLS = st.one_of(
+    st.tuples(st.just("add_lora"), st.tuples(st.builds(Lora, st.integers(1, 3), st.sampled_from("xy")))),
+    st.tuples(st.sampled_from(["remove_lora", "pin_lora"]), st.tuples(st.integers(1, 3))),
+    st.tuples(st.just("set_weight_version"), st.tuples(st.sampled_from(["v1", "v2"]))),
+    st.tuples(st.just("pause_scheduler"), st.tuples(st.sampled_from(["abort", "wait", "keep"]), st.booleans())),
+    st.tuples(st.just("sleep"), st.tuples(st.integers(0, 1), st.sampled_from(["abort", "keep"]))),
+    st.tuples(st.sampled_from(["resume_scheduler", "release_kv_cache_memory", "wake_up", "profile"]), st.just(())),
+    st.tuples(
+        st.just("wake_up"),
+        st.tuples(st.sampled_from([None, ["weights"], ["kv_cache"], ["scheduling"], ["weights", "kv_cache"]])),
+    ),
+)
+
+
+def tell(engine: EngineModel, shared: SharedState, method: str, args: tuple[Any, ...]) -> None:
+    """One call to all replicas: recorded, applied, and taken back if they refuse."""
+    settle = shared.record(method, args)
+    try:
+        engine.apply(method, args)
+    except RefusedError:
+        settle(False)
+    else:
+        settle(True)
+
+
+def joiner(shared: SharedState) -> EngineModel:
+    """Return a fresh engine that was told the replay."""
+    engine = EngineModel()
+    for method, args in shared.replay():
+        engine.apply(method, args)
+    return engine
+
+
+@given(st.lists(CALLS, max_size=12))
+def test_a_joiner_comes_to_the_state_of_those_that_heard_every_call(calls: list[tuple[str, tuple[Any, ...]]]) -> None:
+    engine, shared = EngineModel(), SharedState()
+    for method, args in calls:
+        tell(engine, shared, method, args)
+        assert joiner(shared) == engine
+
+
+RL_STEPS: dict[str, list[tuple[str, tuple[Any, ...]]]] = {
+    "sleep and wake by parts": [("sleep", (1, "abort")), ("wake_up", (["weights"],)), ("wake_up", (["kv_cache"],))],
+    "sleep and wake": [("sleep", (1, "abort")), ("wake_up", ())],
+    "pause and resume": [("pause_scheduler", ("keep", True)), ("resume_scheduler", ())],
+    "resume while asleep": [("sleep", (1, "abort")), ("resume_scheduler", ()), ("pause_scheduler", ())],
+    "release the cache": [
+        ("pause_scheduler", ("abort", True)),
+        ("release_kv_cache_memory", ()),
+        ("wake_up", (["kv_cache"],)),
+    ],
+    "reload one adapter": [("add_lora", (Lora(1),)), ("pin_lora", (1,)), ("remove_lora", (1,))],
+    "new version": [("pause_scheduler", ()), ("set_weight_version", ("v",)), ("resume_scheduler", ())],
+}
+
+
+@pytest.mark.parametrize("step", RL_STEPS.values(), ids=RL_STEPS)
+def test_the_replay_of_a_training_loop_stays_short_and_right(step: list[tuple[str, tuple[Any, ...]]]) -> None:
+    engine, shared = EngineModel(), SharedState()
+    for _ in range(100):
+        for method, args in step:
+            tell(engine, shared, method, args)
+            assert len(shared.replay()) <= 4
+            assert joiner(shared) == engine
+
+
+def test_a_fresh_fleet_has_nothing_to_tell() -> None:
+    assert SharedState().replay() == []
+    assert SharedState().unreplayable is None
+
+
+def test_a_call_that_is_under_way_is_replayed_too() -> None:
+    shared = SharedState()
+    shared.record("sleep", (1, "abort"))
+    assert joiner(shared).asleep == {"weights", "kv_cache"}
+
+
+def test_a_refused_call_is_taken_back() -> None:
+    shared = SharedState()
+    tell(EngineModel(), shared, "pause_scheduler", ("keep",))
+    before = shared.replay()
+    shared.record("add_lora", (Lora(1),))(False)
+    assert shared.replay() == before
+
+
+def test_taking_a_call_back_leaves_those_recorded_since() -> None:
+    shared = SharedState()
+    settle_lora = shared.record("add_lora", (Lora(1),))
+    shared.record("add_lora", (Lora(2),))(True)
+    settle_lora(False)
+    assert joiner(shared).loras.keys() == {2}
+
+
+def test_calls_count_in_the_order_they_were_made_whichever_is_answered_first() -> None:
+    shared = SharedState()
+    settle_sleep = shared.record("sleep", (1, "abort"))
+    shared.record("wake_up", ())(True)
+    settle_sleep(True)
+    assert joiner(shared) == EngineModel()
+
+
+@pytest.mark.parametrize("method", ["start_weight_update", "update_weights", "finish_weight_update", "reload_weights"])
+def test_weights_that_changed_at_run_time_bar_joiners(method: str) -> None:
+    shared = SharedState()
+    shared.record("collective_rpc", (method, None, (), {}))(True)
+    assert shared.unreplayable == "weights were updated at run time"
+
+
+def test_a_refused_weight_update_bars_nobody() -> None:
+    shared = SharedState()
+    shared.record("collective_rpc", ("update_weights", None, (), {}))(False)
+    assert shared.unreplayable is None
+
+
+@pytest.mark.parametrize(
+    ("method", "args"), [("collective_rpc", ("check_health",)), ("profile", (True,)), ("is_sleeping", ())]
+)
+def test_calls_that_leave_nothing_behind_are_not_recorded(method: str, args: tuple[Any, ...]) -> None:
+    shared = SharedState()
+    settle: Callable[[bool], None] = shared.record(method, args)
+    settle(True)
+    assert shared.replay() == []
+    assert shared.unreplayable is None

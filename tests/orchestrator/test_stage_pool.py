@@ -1,0 +1,175 @@
+"""The replicas of one stage and who gets the next request."""
+
+import logging
+from collections.abc import Sequence
+
+import pytest
+
+from tests.fakes.engine_api import FakeEngineApi, FakeRequest
+from tests.fakes.links import FakeLink
+from vllm_omni_plugin.balancing import LeastQueueLengthBalancer, LoadBalancer, ReplicaView, RoundRobinBalancer, Task
+from vllm_omni_plugin.coordinator import ReplicaStatus
+from vllm_omni_plugin.errors import NoReplicaError
+from vllm_omni_plugin.orchestrator.request_state import OrchestratorRequestState
+from vllm_omni_plugin.orchestrator.stage_pool import PoolMember, StagePool
+from vllm_omni_plugin.replicas.stage_client import StageClient
+
+
+def serve(pool: StagePool, member: PoolMember) -> None:
+    link = FakeLink(str(member.replica_id))
+    client = StageClient(link, FakeEngineApi(), member.replica_id, lambda outputs: None, lambda reason: None)
+    pool.serve(member, client, link.input_addr, link.output_addr)
+
+
+def make_pool(size: int, balancer: LoadBalancer | None = None) -> tuple[StagePool, list[PoolMember]]:
+    pool = StagePool(2, balancer or LeastQueueLengthBalancer())
+    members = [pool.add(replica_id) for replica_id in range(size)]
+    for member in members:
+        serve(pool, member)
+    return pool, members
+
+
+def charge(pool: StagePool, member: PoolMember, name: str) -> OrchestratorRequestState:
+    state = OrchestratorRequestState(FakeRequest(name), 0.0)
+    state.dispatch(member.replica_id, f"{name}-1")
+    pool.charge(member, state)
+    return state
+
+
+class FixedBalancer:
+    """Returns or raises what it was made with."""
+
+    def __init__(self, answer: object) -> None:
+        self._answer = answer
+
+    def select(self, task: Task, replicas: Sequence[ReplicaView]) -> int:
+        if isinstance(self._answer, Exception):
+            raise self._answer
+        return self._answer  # type: ignore[return-value]
+
+
+def test_a_new_member_does_not_serve_until_told() -> None:
+    pool = StagePool(2, LeastQueueLengthBalancer())
+    member = pool.add(5)
+    assert pool.members == (member,)
+    assert list(pool.serving) == []
+    serve(pool, member)
+    assert list(pool.serving) == [member]
+    assert pool.member(5) is member
+    assert repr(pool) == "<StagePool 2 [5: up 0]>"
+
+
+def test_members_are_in_order_of_their_ids() -> None:
+    pool = StagePool(0, LeastQueueLengthBalancer())
+    for replica_id in (3, 1, 2):
+        serve(pool, pool.add(replica_id))
+    assert [m.replica_id for m in pool.members] == [1, 2, 3]
+    assert [m.replica_id for m in pool.serving] == [1, 2, 3]
+
+
+def test_a_second_replica_of_one_id_is_refused() -> None:
+    pool, _ = make_pool(1)
+    with pytest.raises(ValueError, match="stage 2 has a replica 0 already"):
+        pool.add(0)
+
+
+def test_an_unknown_replica_is_a_key_error() -> None:
+    with pytest.raises(KeyError):
+        make_pool(1)[0].member(7)
+
+
+def test_a_charge_counts_at_once_and_a_release_exactly_once() -> None:
+    pool, (member,) = make_pool(1)
+    first = charge(pool, member, "a")
+    charge(pool, member, "b")
+    assert (member.queue_length, member.dispatched) == (2, 2)
+    pool.release(first)
+    pool.release(first)
+    assert (member.queue_length, member.dispatched) == (1, 2)
+
+
+def test_releasing_a_request_without_a_replica_is_nothing() -> None:
+    pool, (member,) = make_pool(1)
+    pool.release(OrchestratorRequestState(FakeRequest("a"), 0.0))
+    assert member.queue_length == 0
+
+
+def test_losing_a_replica_releases_its_requests_and_takes_it_out() -> None:
+    pool, (first, second) = make_pool(2)
+    states = [charge(pool, first, name) for name in "abc"]
+    other = charge(pool, second, "d")
+    assert pool.lose(first, ReplicaStatus.ERROR) == states
+    assert (first.queue_length, first.status, first.client) == (0, ReplicaStatus.ERROR, None)
+    assert pool.serving == (second,)
+    assert second.in_flight == {other.engine_request_id: other}
+    assert pool.lose(first, ReplicaStatus.ERROR) == []
+
+
+def test_a_tuple_that_was_read_before_a_change_stays_as_it_was() -> None:
+    pool, members = make_pool(2)
+    serving = pool.serving
+    pool.lose(members[0], ReplicaStatus.DOWN)
+    assert serving == tuple(members)
+
+
+def test_a_pick_passes_over_replicas_that_do_not_serve() -> None:
+    pool, (first, second, third) = make_pool(3)
+    pool.lose(first, ReplicaStatus.DOWN)
+    charge(pool, second, "a")
+    assert pool.pick({}) is third
+
+
+def test_the_policy_sees_charges_at_once() -> None:
+    pool, members = make_pool(3)
+    for turn in range(3):
+        for _ in members:
+            charge(pool, pool.pick({}), f"r{turn}-{_.replica_id}")
+    assert [member.queue_length for member in members] == [3, 3, 3]
+
+
+def test_a_replica_that_comes_back_is_picked_again() -> None:
+    pool, (first, second) = make_pool(2, RoundRobinBalancer())
+    pool.lose(first, ReplicaStatus.DOWN)
+    assert {pool.pick({}).replica_id for _ in range(4)} == {1}
+    serve(pool, first)
+    assert {pool.pick({}) for _ in range(4)} == {first, second}
+
+
+def test_equal_affinity_keys_share_a_replica_whatever_its_load() -> None:
+    pool, members = make_pool(3)
+    home = pool.pick({}, affinity_key=4)
+    for index in range(10):
+        charge(pool, home, f"r{index}")
+    assert pool.pick({}, affinity_key=4) is home
+    assert {pool.pick({}, affinity_key=key) for key in range(3)} == set(members)
+
+
+def test_an_affinity_key_whose_replica_is_lost_goes_to_one_that_serves() -> None:
+    pool, members = make_pool(3)
+    home = pool.pick({}, affinity_key=4)
+    pool.lose(home, ReplicaStatus.DOWN)
+    assert pool.pick({}, affinity_key=4) in set(members) - {home}
+
+
+@pytest.mark.parametrize("answer", [RuntimeError("bug"), 2, -1, None, "0", 0.5], ids=repr)
+def test_a_faulty_policy_costs_no_request(answer: object, caplog: pytest.LogCaptureFixture) -> None:
+    pool, (first, second) = make_pool(2, FixedBalancer(answer))
+    charge(pool, first, "a")
+    with caplog.at_level(logging.ERROR):
+        assert pool.pick({}) is second
+        assert pool.pick({}) is second
+    assert len(caplog.records) == 1
+    assert "FixedBalancer" in caplog.text
+
+
+def test_no_replica_at_all_is_said() -> None:
+    with pytest.raises(NoReplicaError, match=r"No replica of stage 2 can serve right now \(it has none\)"):
+        make_pool(0)[0].pick({})
+
+
+def test_the_states_of_replicas_that_cannot_serve_are_said() -> None:
+    pool, (first, second) = make_pool(2)
+    pool.lose(first, ReplicaStatus.DOWN)
+    pool.lose(second, ReplicaStatus.ERROR)
+    with pytest.raises(NoReplicaError, match=r"stage 2 .*replica 0 is down, replica 1 is error.*try again"):
+        pool.pick({}, affinity_key=1)

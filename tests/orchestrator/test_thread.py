@@ -1,0 +1,126 @@
+"""The orchestrator's thread, from the side that starts and closes it."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.engine_api import FakeEngineApi
+from tests.fakes.engines import READY, FakeLauncher, Plan
+from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
+from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.orchestrator.handover import HandoverClosedError
+from vllm_omni_plugin.orchestrator.local_replicas import LocalReplicas
+from vllm_omni_plugin.orchestrator.messages import SubmitRequest
+from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator.stage_pool import StagePool
+from vllm_omni_plugin.orchestrator.thread import OrchestratorThread
+
+
+class Head:
+    """A thread with two replicas."""
+
+    def __init__(self, folder: Path) -> None:
+        self.launcher = FakeLauncher(folder)
+        pool = StagePool(0, LeastQueueLengthBalancer())
+        self.orchestrator = Orchestrator([pool], FakeEngineApi(), 3, lambda: 0.0)
+        self.thread = OrchestratorThread(
+            self.orchestrator,
+            lambda: LocalReplicas(self.orchestrator, 0, 2, self.launcher, FakeEngineApi(), lambda: 0.0),
+        )
+
+    def is_closed(self) -> bool:
+        """Whether nothing of it is left: no engine, no thread, and queues that refuse."""
+        if any(not engine.process.ended for engine in self.launcher.engines):
+            return False
+        if any(thread.name == "omni-orchestrator" for thread in threading.enumerate()):
+            return False
+        with pytest.raises(HandoverClosedError):
+            self.orchestrator.request_async_queue.force_put(SubmitRequest(None, 0.0))
+        return True
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> Iterator[Head]:
+    head = Head(tmp_path)
+    yield head
+    head.thread.close(0.0)
+    head.launcher.close()
+
+
+def test_start_returns_when_all_serve_and_close_ends_everything(head: Head) -> None:
+    assert head.thread.start() == [READY, READY]
+    assert head.orchestrator.can_serve
+    head.thread.close(3.0)
+    assert [engine.process.shutdowns for engine in head.launcher.engines] == [[3.0], [3.0]]
+    assert head.is_closed()
+
+
+def test_close_is_idempotent(head: Head) -> None:
+    head.thread.start()
+    head.thread.close(0.0)
+    head.thread.close(0.0)
+    assert head.is_closed()
+
+
+def test_closing_what_was_never_started_is_nothing(head: Head) -> None:
+    head.thread.close(0.0)
+    assert head.launcher.starts == []
+
+
+@pytest.mark.parametrize(
+    ("plan", "error", "text"),
+    [
+        (Plan(refuse="no such model"), ReplicaError, "no such model"),
+        (Plan(spawn_error=OSError("no memory")), OSError, "no memory"),
+    ],
+    ids=["handshake fails", "spawn fails"],
+)
+def test_a_failure_at_start_is_raised_by_start_and_nothing_is_left(
+    head: Head, plan: Plan, error: type[Exception], text: str
+) -> None:
+    head.launcher.plan(1, plan)
+    with pytest.raises(error, match=text):
+        head.thread.start()
+    assert head.is_closed()
+
+
+def test_closing_from_another_thread_while_it_starts_ends_the_start(head: Head) -> None:
+    head.launcher.plan(1, Plan(ready=False))
+    spawned = threading.Event()
+    start = head.launcher.start
+
+    def note_spawn(replica_id: int) -> object:
+        engine = start(replica_id)
+        if replica_id == 1:
+            spawned.set()
+        return engine
+
+    head.launcher.start = note_spawn  # type: ignore[method-assign, assignment]
+
+    def close_once_spawned() -> None:
+        spawned.wait(10)
+        head.thread.close(0.0)
+
+    closer = threading.Thread(target=close_once_spawned)
+    closer.start()
+    with pytest.raises(ReplicaError, match="closed while it started"):
+        head.thread.start()
+    closer.join()
+    assert head.is_closed()
+
+
+def test_a_crash_of_the_orchestrator_releases_its_clients_and_ends_the_engines(
+    head: Head, caplog: pytest.LogCaptureFixture
+) -> None:
+    head.thread.start()
+    queue = head.orchestrator.output_async_queue
+    # Nothing that AsyncLLM hands over looks like this, so the orchestrator cannot deal with it.
+    head.orchestrator.request_async_queue.force_put(SubmitRequest(object(), 0.0))
+    with pytest.raises(HandoverClosedError):
+        asyncio.run(queue.get_batch())
+    head.thread.close(0.0)
+    assert head.is_closed()
+    assert "The orchestrator failed" in caplog.text

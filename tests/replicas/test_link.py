@@ -1,0 +1,158 @@
+"""The link to an engine on this node, over real sockets."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from tests.fakes.conditions import eventually
+from tests.fakes.engines import connect, receive
+from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.replicas.link import IpcLink
+
+IDENTITY = b"\x00\x00"
+
+
+class Ends:
+    """Both ends of a link, and the messages that were read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.link = IpcLink(f"ipc://{folder}/in", f"ipc://{folder}/out", IDENTITY)
+        self.requests, self.outputs = connect(self.link.input_addr, self.link.output_addr, IDENTITY)
+        self.read: list[bytes] = []
+
+    def on_message(self, frames: list[Any]) -> None:
+        self.read.append(bytes(frames[0]))
+
+    def say(self, first: int, last: int) -> None:
+        """The engine sends the numbers of a range."""
+        for number in range(first, last):
+            self.outputs.send(b"%d" % number)
+
+    def expected(self, last: int) -> list[bytes]:
+        return [b"%d" % number for number in range(last)]
+
+    def close(self) -> None:
+        self.link.close()
+        self.requests.close()
+        self.outputs.close()
+
+
+@pytest.fixture
+def ends(tmp_path: Path) -> Iterator[Ends]:
+    ends = Ends(tmp_path)
+    yield ends
+    ends.close()
+
+
+async def test_a_message_goes_to_the_engine_and_its_ready_response_comes_back(ends: Ends) -> None:
+    ends.requests.send(b"ready")
+    assert ends.link.receive_ready(10) == b"ready"
+    ends.link.send((b"kind", b"body"))
+    assert receive(ends.requests) == [b"kind", b"body"]
+
+
+async def test_no_ready_response_in_time_is_an_error(ends: Ends) -> None:
+    with pytest.raises(ReplicaError, match=r"no ready response on ipc://.*/in within 0 s"):
+        ends.link.receive_ready(0.0)
+
+
+async def test_sending_to_an_engine_that_never_connected_is_an_error(tmp_path: Path) -> None:
+    link = IpcLink(f"ipc://{tmp_path}/in", f"ipc://{tmp_path}/out", IDENTITY)
+    with pytest.raises(ReplicaError, match="cannot send on ipc://"):
+        link.send((b"kind", b"body"))
+    link.close()
+
+
+@pytest.mark.parametrize("count", [1, 63, 64, 65, 128, 1000])
+async def test_a_burst_arrives_whole_and_in_order(ends: Ends, count: int) -> None:
+    ends.link.start_reading(ends.on_message)
+    ends.say(0, count)
+    await eventually(lambda: len(ends.read) == count)
+    assert ends.read == ends.expected(count)
+
+
+async def test_what_came_before_the_reading_began_is_read(ends: Ends) -> None:
+    ends.say(0, 200)
+    ends.link.start_reading(ends.on_message)
+    await eventually(lambda: len(ends.read) == 200)
+
+
+async def test_a_burst_lets_other_work_have_its_turn(ends: Ends) -> None:
+    ends.say(0, 1000)
+    seen_between: list[int] = []
+
+    def on_message(frames: list[Any]) -> None:
+        ends.on_message(frames)
+        if len(ends.read) == 1:
+            asyncio.get_running_loop().call_soon(lambda: seen_between.append(len(ends.read)))
+
+    ends.link.start_reading(on_message)
+    await eventually(lambda: len(ends.read) == 1000)
+    assert seen_between[0] < 1000
+
+
+async def test_a_pause_from_within_a_burst_stops_at_once_and_loses_nothing(ends: Ends) -> None:
+    def on_message(frames: list[Any]) -> None:
+        ends.on_message(frames)
+        if len(ends.read) == 10:
+            ends.link.pause_reading()
+
+    ends.say(0, 300)
+    ends.link.start_reading(on_message)
+    await eventually(lambda: len(ends.read) == 10)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert len(ends.read) == 10
+    ends.link.resume_reading()
+    await eventually(lambda: len(ends.read) == 300)
+    assert ends.read == ends.expected(300)
+
+
+async def test_pausing_and_resuming_again_and_again_loses_nothing(ends: Ends) -> None:
+    ends.link.start_reading(ends.on_message)
+    for turn in range(20):
+        ends.link.pause_reading()
+        ends.link.pause_reading()
+        ends.say(turn * 100, turn * 100 + 100)
+        ends.link.resume_reading()
+        ends.link.resume_reading()
+        await asyncio.sleep(0)
+    await eventually(lambda: len(ends.read) == 2000)
+    assert ends.read == ends.expected(2000)
+
+
+async def test_drain_reads_while_paused(ends: Ends) -> None:
+    ends.link.start_reading(ends.on_message)
+    ends.link.pause_reading()
+    ends.say(0, 150)
+
+    def all_drained() -> bool:
+        ends.link.drain()
+        return len(ends.read) == 150
+
+    await eventually(all_drained)
+    assert ends.read == ends.expected(150)
+
+
+async def test_close_is_idempotent_and_ends_reading_and_sending(ends: Ends) -> None:
+    ends.link.start_reading(ends.on_message)
+    ends.link.close()
+    ends.link.close()
+    ends.say(0, 5)
+    ends.link.drain()
+    ends.link.pause_reading()
+    ends.link.resume_reading()
+    with pytest.raises(ReplicaError, match="cannot send"):
+        ends.link.send((b"kind", b"body"))
+    assert ends.read == []
+
+
+async def test_an_address_that_cannot_be_bound_is_an_error_and_frees_the_other(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/in"
+    with pytest.raises(zmq.ZMQError):
+        IpcLink(address, f"ipc://{tmp_path}/no/such/folder", IDENTITY)
+    IpcLink(address, f"ipc://{tmp_path}/out", IDENTITY).close()

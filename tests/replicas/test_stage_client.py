@@ -1,0 +1,193 @@
+"""The client of one replica, over a link in memory."""
+
+import asyncio
+import gc
+import logging
+from typing import Any
+
+import pytest
+
+from tests.fakes.engine_api import FakeEngineApi, FakeOutputs, FakeRequest
+from tests.fakes.links import FakeLink
+from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.replicas.stage_client import StageClient
+
+
+class Peer:
+    """A client, its link, and what it reported."""
+
+    def __init__(self) -> None:
+        self.link = FakeLink()
+        self.outputs: list[FakeOutputs] = []
+        self.deaths: list[str] = []
+        self.fault: Exception | None = None
+        self.client = StageClient(self.link, FakeEngineApi(), 7, self._on_outputs, self.deaths.append)
+        self.client.start()
+
+    def _on_outputs(self, outputs: FakeOutputs) -> None:
+        if self.fault is not None:
+            raise self.fault
+        self.outputs.append(outputs)
+
+    async def open_call(self, method: str, *args: Any) -> asyncio.Task[Any]:
+        """Start a call and return it once the engine has it."""
+        before = len(self.link.calls)
+        task = asyncio.create_task(self.client.call(method, *args))
+        await asyncio.sleep(0)
+        assert len(self.link.calls) == before + 1
+        return task
+
+
+async def test_requests_and_aborts_are_sent_under_the_engines_ids() -> None:
+    peer = Peer()
+    peer.client.add_request(FakeRequest("mine"), "engine-1")
+    peer.client.abort_requests(["engine-1", "engine-2"])
+    assert peer.link.added == ["engine-1"]
+    assert peer.link.aborted == ["engine-1", "engine-2"]
+
+
+async def test_outputs_and_statistics_are_handed_on_in_order() -> None:
+    peer = Peer()
+    peer.link.output("a", token=1)
+    peer.link.report(5)
+    assert [len(outputs.outputs) for outputs in peer.outputs] == [1, 0]
+    assert peer.outputs[1].scheduler_stats == 5
+
+
+async def test_calls_are_answered_each_with_its_own_reply() -> None:
+    peer = Peer()
+    first = await peer.open_call("one", 1)
+    second = await peer.open_call("two")
+    (first_id, *first_call), (second_id, *_) = peer.link.calls
+    assert first_call == ["one", [1]]
+    peer.link.answer(second_id, "second")
+    peer.link.answer(first_id, ["first"])
+    assert (await first, await second) == (["first"], "second")
+    assert peer.outputs == []
+
+
+async def test_a_refused_call_raises_the_engines_message() -> None:
+    peer = Peer()
+    call = await peer.open_call("one")
+    peer.link.refuse(peer.link.calls[0][0], "no such method")
+    with pytest.raises(ReplicaError, match="no such method"):
+        await call
+    assert peer.deaths == []
+
+
+async def test_replies_to_unknown_calls_are_ignored() -> None:
+    peer = Peer()
+    call = await peer.open_call("one")
+    call_id = peer.link.calls[0][0]
+    peer.link.answer(call_id + 100, "whose?")
+    peer.link.refuse(call_id + 101)
+    peer.link.answer(call_id, "mine")
+    peer.link.answer(call_id, "again")
+    assert await call == "mine"
+
+
+async def test_a_reply_to_a_cancelled_call_is_ignored() -> None:
+    peer = Peer()
+    call = await peer.open_call("one")
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert repr(peer.client).endswith("alive, 0 calls>")
+    peer.link.answer(peer.link.calls[0][0])
+    assert (peer.outputs, peer.client.invalid_frames) == ([], 0)
+
+
+async def test_invalid_frames_are_counted_and_reading_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    peer = Peer()
+    for frame in (b"", b"\xff\xfe", b"[]", b'{"outputs": 3}'):
+        peer.link.say(frame)
+    peer.link.report(1)
+    assert peer.client.invalid_frames == 4
+    assert len(peer.outputs) == 1
+    assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
+    assert peer.deaths == []
+
+
+async def test_a_fault_in_handling_outputs_does_not_stop_the_reading(caplog: pytest.LogCaptureFixture) -> None:
+    peer = Peer()
+    peer.fault = RuntimeError("bug")
+    peer.link.report(1)
+    peer.fault = None
+    peer.link.report(2)
+    assert [outputs.scheduler_stats for outputs in peer.outputs] == [2]
+    assert "Outputs of replica 7 could not be handled" in caplog.text
+
+
+async def test_death_fails_open_calls_and_refuses_new_ones() -> None:
+    peer = Peer()
+    calls = [await peer.open_call("one"), await peer.open_call("two")]
+    peer.link.say_dead()
+    for call in calls:
+        with pytest.raises(ReplicaError, match="replica 7 is gone: the engine reported its own death"):
+            await call
+    with pytest.raises(ReplicaError, match="reported its own death"):
+        await peer.client.call("three")
+    with pytest.raises(ReplicaError, match="reported its own death"):
+        peer.client.add_request(FakeRequest("a"), "a-1")
+    with pytest.raises(ReplicaError, match="reported its own death"):
+        peer.client.abort_requests(["a-1"])
+    assert (len(peer.link.calls), peer.link.added, peer.link.aborted) == (2, [], [])
+
+
+async def test_death_is_told_once_with_its_first_reason() -> None:
+    peer = Peer()
+    peer.client.mark_dead("first")
+    peer.client.mark_dead("second")
+    peer.link.say_dead()
+    peer.client.close()
+    peer.client.close()
+    assert peer.deaths == ["first"]
+    assert "first" in repr(peer.client)
+
+
+async def test_nothing_is_heard_of_the_dead() -> None:
+    peer = Peer()
+    peer.client.mark_dead("distrusted")
+    peer.link.output("a")
+    peer.link.report(3)
+    assert peer.outputs == []
+
+
+async def test_a_send_that_fails_is_the_replicas_death() -> None:
+    peer = Peer()
+    peer.link.broken = True
+    with pytest.raises(ReplicaError, match="cannot send"):
+        peer.client.add_request(FakeRequest("a"), "a-1")
+    assert len(peer.deaths) == 1
+
+
+async def test_a_call_that_cannot_be_sent_leaves_no_unretrieved_error() -> None:
+    unretrieved: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unretrieved.append(context))
+    peer = Peer()
+    peer.link.broken = True
+    with pytest.raises(ReplicaError, match="cannot send"):
+        await peer.client.call("one")
+    gc.collect()
+    assert unretrieved == []
+
+
+async def test_close_closes_the_link_and_fails_open_calls() -> None:
+    peer = Peer()
+    call = await peer.open_call("one")
+    peer.client.close()
+    with pytest.raises(ReplicaError, match="closed"):
+        await call
+    assert peer.link.closed
+
+
+async def test_what_came_while_paused_is_read_on_resume_or_drain() -> None:
+    peer = Peer()
+    peer.client.pause_reading()
+    peer.link.report(1)
+    assert peer.outputs == []
+    peer.client.drain()
+    assert [outputs.scheduler_stats for outputs in peer.outputs] == [1]
+    peer.link.report(2)
+    peer.client.resume_reading()
+    assert [outputs.scheduler_stats for outputs in peer.outputs] == [1, 2]

@@ -1,0 +1,68 @@
+"""Whether an engine schedules, and which of its memory is put away."""
+
+from dataclasses import dataclass
+from typing import Any
+
+Call = tuple[str, tuple[Any, ...]]
+"""A utility method of the engine core and its arguments."""
+
+_ALL_MEMORY = frozenset({"weights", "kv_cache"})
+
+
+@dataclass
+class RestState:
+    """What pausing, sleeping and waking leave behind in vLLM's engine core and executor.
+
+    Kept as the state and not as a list of calls: training loops repeat these calls without end, in many orders.
+
+    Attributes:
+        pause_mode: the mode in which scheduling is paused, or None while it runs.
+        asleep: tags of the memory that is put away.
+        sleep_level: how the weights were put away; means nothing while they are resident.
+    """
+
+    pause_mode: str | None = None
+    asleep: frozenset[str] = frozenset()
+    sleep_level: int = 1
+
+    def pause(self, mode: str = "abort", clear_cache: bool = True) -> None:
+        """Stop scheduling."""
+        self.pause_mode = mode
+
+    def resume(self) -> None:
+        """Schedule again."""
+        self.pause_mode = None
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Pause and, from level 1 on, put all memory away. The level of weights that sleep already does not change."""
+        self.pause_mode = mode
+        if level >= 1 and "weights" not in self.asleep:
+            self.asleep, self.sleep_level = _ALL_MEMORY, level
+
+    def release_kv_cache(self) -> None:
+        """Put the KV cache away."""
+        self.asleep |= {"kv_cache"}
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Bring memory back, all or by tags, and resume once all is resident. A tag that is awake voids the others."""
+        memory = self.asleep if tags is None else frozenset(tags) - {"scheduling"}
+        if memory <= self.asleep:
+            self.asleep -= memory
+        if not self.asleep:
+            self.pause_mode = None
+
+    def replay(self) -> list[Call]:
+        """The calls that bring a fresh engine to this state."""
+        if not self.asleep:
+            return [] if self.pause_mode is None else [("pause_scheduler", (self.pause_mode, True))]
+        mode = self.pause_mode or "abort"
+        calls: list[Call]
+        if "weights" not in self.asleep:
+            calls = [("pause_scheduler", (mode, True)), ("release_kv_cache_memory", ())]
+        else:
+            calls = [("sleep", (self.sleep_level, mode))]
+            if "kv_cache" not in self.asleep:
+                calls.append(("wake_up", (["kv_cache"],)))
+        if self.pause_mode is None:
+            calls.append(("resume_scheduler", ()))
+        return calls
