@@ -1,0 +1,36 @@
+"""Dropped frames are counted always and logged once per peer and reason."""
+
+import pytest
+
+from vllm_omni_plugin.coordinator.drops import DropLog, DropReason
+
+
+def test_each_reason_is_counted_apart_from_the_start() -> None:
+    drops = DropLog()
+    drops.record(DropReason.STALE, "10.0.0.1", "old")
+    drops.record(DropReason.STALE, "10.0.0.2", "old")
+    assert drops.counts == {"multipart": 0, "malformed": 0, "stale": 2, "table-full": 0}
+
+
+def test_peer_is_logged_once_per_reason(caplog: pytest.LogCaptureFixture) -> None:
+    drops = DropLog()
+    for _ in range(5):
+        drops.record(DropReason.STALE, "10.0.0.1", "old")
+        drops.record(DropReason.MALFORMED, "10.0.0.1", "bad")
+    assert [record.args[:2] for record in caplog.records if record.args] == [
+        ("10.0.0.1", DropReason.STALE),
+        ("10.0.0.1", DropReason.MALFORMED),
+    ]
+
+
+def test_endless_new_peers_stop_being_logged(caplog: pytest.LogCaptureFixture) -> None:
+    drops = DropLog(max_peers=3)
+    for number in range(100):
+        drops.record(DropReason.MALFORMED, f"peer{number}", "bad")
+    assert len(caplog.records) == 4
+    assert drops.counts["malformed"] == 100
+
+
+def test_what_a_peer_sent_cannot_break_the_log_line(caplog: pytest.LogCaptureFixture) -> None:
+    DropLog().record(DropReason.MALFORMED, "10.0.0.1", "bad\nERROR forged line")
+    assert "\n" not in caplog.text.rstrip("\n")

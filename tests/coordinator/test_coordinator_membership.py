@@ -1,0 +1,299 @@
+"""The membership table, transition by transition; no clock but the argument."""
+
+import pytest
+from coordinator_support import make_event
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_omni_plugin.coordinator import (
+    Change,
+    ChangeKind,
+    Liveness,
+    Member,
+    MembershipTable,
+    ReplicaEvent,
+    ReplicaKey,
+    ReplicaStatus,
+)
+from vllm_omni_plugin.coordinator.membership import TableFullError
+
+TIMEOUT = 10.0
+UP, DOWN, ERROR, DRAINING = ReplicaStatus
+
+
+def table_of(*events: ReplicaEvent, max_replicas: int = 100) -> MembershipTable:
+    table = MembershipTable(TIMEOUT, max_replicas)
+    for event in events:
+        assert table.apply(event, 0.0)
+    return table
+
+
+def row(table: MembershipTable, name: str = "a") -> Member:
+    member = table.get(ReplicaKey.of(make_event(name)))
+    assert member is not None
+    return member
+
+
+def kind(change: Change | None) -> ChangeKind | None:
+    return change and change.kind
+
+
+def kinds(changes: list[Change]) -> list[ChangeKind]:
+    return [change.kind for change in changes]
+
+
+def test_first_announcement_joins() -> None:
+    table = table_of()
+    change = table.apply(make_event(), 5.0)
+    assert change == Change(ChangeKind.JOINED, Member(make_event(), Liveness.ALIVE, 5.0, 5.0, 5.0))
+    assert row(table).takes_new_work
+
+
+def test_heartbeat_joins_an_unknown_replica() -> None:
+    table = table_of()
+    heartbeat = ReplicaEvent("tcp://a:1", "tcp://a:2", 0, "heartbeat", UP, 0)
+    assert kind(table.apply(heartbeat, 0.0)) is ChangeKind.JOINED
+
+
+def test_duplicate_of_an_unnumbered_event_only_refreshes() -> None:
+    table = table_of(make_event())
+    change = table.apply(make_event(), 3.0)
+    assert change is not None
+    assert (change.kind, change.alters_list) == (ChangeKind.REFRESHED, False)
+    assert (row(table).heard_at, row(table).registered_at) == (3.0, 0.0)
+
+
+def test_duplicate_of_a_numbered_event_is_ignored() -> None:
+    event = make_event(incarnation=1, sequence=1)
+    table = table_of(event)
+    assert table.apply(event, 3.0) is None
+    assert row(table).heard_at == 0.0
+
+
+def test_new_queue_length_updates() -> None:
+    table = table_of(make_event())
+    assert kind(table.apply(make_event(queue_length=3), 1.0)) is ChangeKind.UPDATED
+    assert row(table).event.queue_length == 3
+
+
+@pytest.mark.parametrize("status", [ERROR, DRAINING])
+def test_replica_in_error_or_draining_takes_no_new_work(status: ReplicaStatus) -> None:
+    table = table_of(make_event())
+    assert kind(table.apply(make_event(status=status), 1.0)) is ChangeKind.UPDATED
+    assert not row(table).takes_new_work
+    assert row(table).may_finish_work == (status is DRAINING)
+
+
+def test_same_address_in_two_stages_is_two_replicas() -> None:
+    table = table_of(make_event(stage_id=0), make_event(stage_id=1))
+    table.apply(make_event(stage_id=1, status=DOWN), 1.0)
+    assert len(table) == 2
+    assert row(table).takes_new_work
+
+
+def test_heartbeat_from_old_incarnation_is_ignored() -> None:
+    table = table_of(make_event(incarnation=2, sequence=1))
+    assert table.apply(make_event(incarnation=1, sequence=99, status=DOWN), 1.0) is None
+    assert row(table).takes_new_work
+
+
+def test_replay_of_an_older_sequence_is_ignored() -> None:
+    table = table_of(make_event(incarnation=1, sequence=1, queue_length=9))
+    table.apply(make_event(incarnation=1, sequence=2), 1.0)
+    assert table.apply(make_event(incarnation=1, sequence=1, queue_length=9), 2.0) is None
+    assert row(table).event.queue_length == 0
+
+
+def test_unnumbered_event_does_not_override_a_numbered_one() -> None:
+    table = table_of(make_event(incarnation=1, sequence=1))
+    assert table.apply(make_event(status=DOWN), 1.0) is None
+    assert table.apply(make_event(status=DOWN, incarnation=1), 1.0) is None
+    assert row(table).takes_new_work
+
+
+def test_new_incarnation_joins_anew() -> None:
+    table = table_of(make_event(incarnation=1, sequence=50))
+    assert kind(table.apply(make_event(incarnation=2, sequence=1), 4.0)) is ChangeKind.JOINED
+    assert row(table).registered_at == 4.0
+    assert len(table) == 1
+
+
+def test_authoritative_removal_needs_no_numbers_and_replays_stay_refused() -> None:
+    table = table_of(make_event(incarnation=5, sequence=7))
+    assert kind(table.apply(make_event(status=DOWN), 1.0, authoritative=True)) is ChangeKind.LEFT
+    assert table.apply(make_event(incarnation=5, sequence=7), 2.0) is None
+    assert kind(table.apply(make_event(incarnation=5, sequence=8), 3.0)) is ChangeKind.JOINED
+
+
+def test_leaving_is_not_dying() -> None:
+    table = table_of(make_event())
+    assert kind(table.apply(make_event(status=DOWN), 1.0)) is ChangeKind.LEFT
+    assert row(table).liveness is Liveness.LEFT
+    assert ChangeKind.DIED not in kinds(table.expire(1.0 + 2 * TIMEOUT))
+
+
+def test_leaving_twice_only_refreshes() -> None:
+    table = table_of(make_event())
+    table.apply(make_event(status=DOWN), 1.0)
+    assert kind(table.apply(make_event(status=DOWN), 2.0)) is ChangeKind.REFRESHED
+
+
+def test_leaving_of_an_unknown_replica_is_ignored() -> None:
+    table = table_of()
+    assert table.apply(make_event(status=DOWN), 0.0) is None
+    assert len(table) == 0
+
+
+def test_late_heartbeat_does_not_undo_a_leave() -> None:
+    table = table_of(make_event(incarnation=1, sequence=1))
+    table.apply(make_event(incarnation=1, sequence=3, status=DOWN), 1.0)
+    assert table.apply(make_event(incarnation=1, sequence=2), 2.0) is None
+    assert row(table).liveness is Liveness.LEFT
+
+
+def test_replica_that_left_may_join_again() -> None:
+    table = table_of(make_event())
+    table.apply(make_event(status=DOWN), 1.0)
+    assert kind(table.apply(make_event(), 2.0)) is ChangeKind.JOINED
+    assert row(table).registered_at == 2.0
+
+
+def test_silence_is_suspicion_before_death() -> None:
+    table = table_of(make_event())
+    assert table.expire(4.99) == []
+    assert kinds(table.expire(5.0)) == [ChangeKind.SUSPECTED]
+    assert (row(table).takes_new_work, row(table).may_finish_work) == (False, True)
+    assert table.expire(9.99) == []
+    assert kinds(table.expire(10.0)) == [ChangeKind.DIED]
+    assert (row(table).takes_new_work, row(table).may_finish_work) == (False, False)
+
+
+def test_heartbeat_clears_suspicion() -> None:
+    table = table_of(make_event())
+    table.expire(6.0)
+    assert kind(table.apply(make_event(), 7.0)) is ChangeKind.RECOVERED
+    assert table.expire(11.0) == []
+    assert row(table).registered_at == 0.0
+
+
+def test_dead_replica_that_is_heard_again_recovers() -> None:
+    table = table_of(make_event(incarnation=1, sequence=1))
+    table.expire(TIMEOUT)
+    assert table.apply(make_event(incarnation=1, sequence=1), 11.0) is None
+    assert kind(table.apply(make_event(incarnation=1, sequence=2), 12.0)) is ChangeKind.RECOVERED
+
+
+def test_rows_that_are_gone_are_forgotten_in_the_end() -> None:
+    table = table_of(make_event("dead"), make_event("left"))
+    table.apply(make_event("left", status=DOWN), 0.0)
+    table.expire(TIMEOUT)
+    forgotten = table.expire(TIMEOUT * 5)
+    assert kinds(forgotten) == [ChangeKind.FORGOTTEN] * 2
+    assert not any(change.alters_list for change in forgotten)
+    assert (len(table), table.next_deadline()) == (0, None)
+
+
+def test_late_coordinator_extends_deadlines_instead_of_expiring_everyone() -> None:
+    table = table_of(make_event("a"), make_event("b"))
+    assert table.expire(1000.0, late_by=996.0) == []
+    assert len([member for member in table if member.takes_new_work]) == 2
+    assert kinds(table.expire(1001.0)) == [ChangeKind.SUSPECTED] * 2
+
+
+def test_excuse_never_puts_a_heartbeat_into_the_future() -> None:
+    table = table_of(make_event())
+    table.expire(3.0, late_by=100.0)
+    assert row(table).heard_at == 3.0
+
+
+def test_full_table_refuses_new_rows_and_leaves_others() -> None:
+    table = table_of(make_event("a"), make_event("b"), max_replicas=2)
+    with pytest.raises(TableFullError, match="2 replicas"):
+        table.apply(make_event("c"), 1.0)
+    assert len(table) == 2
+    assert kind(table.apply(make_event("a", queue_length=1), 2.0)) is ChangeKind.UPDATED
+
+
+def test_full_table_gives_the_place_of_a_row_that_is_gone() -> None:
+    table = table_of(make_event("a"), make_event("b"), max_replicas=2)
+    table.apply(make_event("b", status=DOWN), 1.0)
+    assert kind(table.apply(make_event("c"), 1.0)) is ChangeKind.JOINED
+    assert table.get(ReplicaKey.of(make_event("b"))) is None
+    assert row(table, "a").takes_new_work
+
+
+table_events = st.builds(
+    make_event,
+    st.sampled_from("bcdefgh"),
+    status=st.sampled_from(ReplicaStatus),
+    queue_length=st.integers(0, 3),
+    incarnation=st.integers(0, 3),
+    sequence=st.integers(0, 3),
+)
+stale_events = st.builds(
+    make_event,
+    st.just("a"),
+    status=st.sampled_from(ReplicaStatus),
+    incarnation=st.integers(0, 4),
+    sequence=st.integers(0, 5),
+)
+steps = st.lists(st.tuples(table_events | stale_events | st.none(), st.floats(0, 8)), max_size=60)
+
+
+@given(steps)
+def test_no_sequence_of_events_touches_the_row_of_a_neighbour(history: list[tuple[ReplicaEvent | None, float]]) -> None:
+    # The neighbour "a" is at incarnation 4, sequence 5 or more, so whatever the history says of it is a replay.
+    table = table_of(make_event("a", incarnation=4, sequence=5, queue_length=42), max_replicas=5)
+    now, sequence = 0.0, 5
+    for event, pause in history:
+        now += min(pause, TIMEOUT / 2 - 0.1)
+        sequence += 1
+        assert table.apply(make_event("a", incarnation=4, sequence=sequence, queue_length=42), now)
+        before = row(table)
+        if event is None:
+            table.expire(now)
+        else:
+            try:
+                table.apply(event, now)
+            except TableFullError:
+                assert len(table) == 5
+        assert row(table) == before
+        assert row(table).takes_new_work
+
+
+@given(steps)
+def test_table_stays_consistent_over_any_history(history: list[tuple[ReplicaEvent | None, float]]) -> None:
+    table = table_of(max_replicas=4)
+    now = 0.0
+    for event, pause in history:
+        now += pause
+        if event is not None:
+            try:
+                table.apply(event, now)
+            except TableFullError:
+                assert all(member.liveness in (Liveness.ALIVE, Liveness.SUSPECT) for member in table)
+        table.expire(now)
+        keys = [ReplicaKey.of(member.event) for member in table]
+        assert len(keys) == len(set(keys)) == len(table) <= 4
+        deadline = table.next_deadline()
+        assert (deadline is None) == (len(table) == 0)
+        assert deadline is None or deadline > now
+        for member in table:
+            silent_too_long = now - member.heard_at >= TIMEOUT / 2
+            assert not (member.takes_new_work and silent_too_long)
+
+
+@given(steps)
+def test_sleeping_until_the_next_deadline_misses_no_change(history: list[tuple[ReplicaEvent | None, float]]) -> None:
+    table = table_of()
+    now = 0.0
+    for event, pause in history:
+        deadline = table.next_deadline()
+        until = now + pause if deadline is None else min(now + pause, deadline)
+        if deadline is None or until < deadline:
+            assert table.expire(until) == []
+        else:
+            assert table.expire(until) != []
+        now = until
+        if event is not None:
+            table.apply(event, now)

@@ -1,0 +1,210 @@
+"""The control wire: what is encoded comes back, anything else is a WireError."""
+
+import json
+from typing import Any
+
+import pytest
+from coordinator_support import make_event
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from vllm_omni_plugin.coordinator import (
+    ReplicaEvent,
+    ReplicaInfo,
+    ReplicaList,
+    ReplicaStatus,
+    decode_event,
+    decode_replica_list,
+    encode_event,
+    encode_replica_list,
+)
+from vllm_omni_plugin.errors import WireError
+
+PLAIN = {
+    "input_addr": "tcp://a:1",
+    "output_addr": "tcp://a:2",
+    "stage_id": 0,
+    "event_type": "update",
+    "status": "up",
+    "queue_length": 0,
+}
+INFO = ReplicaInfo("tcp://a:1", "tcp://a:2", 3, ReplicaStatus.UP, 4, 5.0, 6.0)
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(sorted(PLAIN)) | st.text(), inner),
+    max_leaves=20,
+)
+events = st.builds(
+    make_event,
+    st.text(st.characters(codec="utf-8"), max_size=100),
+    stage_id=st.integers(0, 1023),
+    status=st.sampled_from(ReplicaStatus),
+    queue_length=st.integers(0, 2**31 - 1),
+    incarnation=st.integers(0, 2**63 - 1),
+    sequence=st.integers(0, 2**63 - 1),
+)
+
+
+def frame_with(**fields: Any) -> bytes:
+    return json.dumps({**PLAIN, **fields}).encode()
+
+
+def test_statuses_are_their_wire_strings() -> None:
+    assert [f"{status}" for status in ReplicaStatus] == ["up", "down", "error", "draining"]
+    assert ReplicaStatus.UP == "up"
+
+
+def test_event_takes_the_six_documented_fields() -> None:
+    event = ReplicaEvent("tcp://a:1", "tcp://a:2", 0, "update", ReplicaStatus.UP, 0)
+    assert event == decode_event(json.dumps(PLAIN).encode())
+    assert {key: json.loads(encode_event(event))[key] for key in PLAIN} == PLAIN
+
+
+def test_messages_are_frozen() -> None:
+    with pytest.raises(AttributeError):
+        make_event().queue_length = 1  # type: ignore[misc]
+
+
+def test_replica_list_is_one_json_map_with_replicas_and_timestamp() -> None:
+    frame = json.loads(encode_replica_list(ReplicaList([INFO], 7.5)))
+    assert frame["timestamp"] == 7.5
+    assert frame["replicas"] == [
+        {
+            "input_addr": "tcp://a:1",
+            "output_addr": "tcp://a:2",
+            "stage_id": 3,
+            "status": "up",
+            "queue_length": 4,
+            "last_heartbeat": 5.0,
+            "registered_at": 6.0,
+        }
+    ]
+
+
+def test_replica_list_survives_the_wire() -> None:
+    replicas = ReplicaList([INFO], 7.5, no_new_work=[INFO])
+    assert decode_replica_list(encode_replica_list(replicas)) == replicas
+
+
+def test_list_of_a_coordinator_without_our_fields_is_understood() -> None:
+    assert decode_replica_list(b'{"replicas":[],"timestamp":1.5}') == ReplicaList([], 1.5)
+
+
+def test_unknown_keys_of_a_newer_replica_are_ignored() -> None:
+    assert decode_event(frame_with(colour="blue")) == make_event()
+
+
+@given(events)
+def test_event_survives_the_wire(event: ReplicaEvent) -> None:
+    assert decode_event(encode_event(event)) == event
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("queue_length", -1),
+        ("queue_length", 2**31),
+        ("queue_length", 10**400),
+        ("queue_length", 1.0),
+        ("queue_length", True),
+        ("queue_length", "1"),
+        ("queue_length", None),
+        ("stage_id", -1),
+        ("stage_id", 1024),
+        ("stage_id", [0]),
+        ("input_addr", ""),
+        ("input_addr", "x" * 257),
+        ("output_addr", 5),
+        ("status", "sleepy"),
+        ("event_type", "rumour"),
+        ("incarnation", -1),
+        ("sequence", 2**63),
+    ],
+)
+def test_bad_field_is_named(field: str, value: Any) -> None:
+    with pytest.raises(WireError, match=field):
+        decode_event(frame_with(**{field: value}))
+
+
+@pytest.mark.parametrize("field", sorted(PLAIN))
+def test_missing_field_is_named(field: str) -> None:
+    frame = json.dumps({key: value for key, value in PLAIN.items() if key != field}).encode()
+    with pytest.raises(WireError, match=field):
+        decode_event(frame)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        b"5",
+        b"null",
+        b"[]",
+        b"\xff\xfe",
+        b"\xef\xbb\xbf" + frame_with(),
+        frame_with()[:-1],
+        frame_with() + b"{}",
+        frame_with().replace(b"tcp://a:1", b"\xff"),
+        frame_with().replace(b"tcp://a:1", b"\\ud800"),
+        b"[" * 60_000,
+        b'{"x":' * 10_000,
+        frame_with()[:-1] + b',"deep":' + b"[" * 60_000 + b"]" * 1000,
+        frame_with(padding="x" * 65_536),
+        b"\x00" * 10_000_000,
+    ],
+    ids=lambda frame: f"{frame[:12]!r}({len(frame)})",
+)
+def test_frame_that_is_no_event_is_a_wire_error(frame: bytes) -> None:
+    with pytest.raises(WireError, match="replica event"):
+        decode_event(frame)
+
+
+def test_error_text_does_not_grow_with_what_was_sent() -> None:
+    with pytest.raises(WireError) as caught:
+        decode_event(frame_with(status="x" * 50_000))
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "frame", [b"", b"[]", b'{"replicas":5,"timestamp":1}', b'{"replicas":[{}],"timestamp":1}', b"\xff"]
+)
+def test_frame_that_is_no_list_is_a_wire_error(frame: bytes) -> None:
+    with pytest.raises(WireError, match="replica list"):
+        decode_replica_list(frame)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        make_event(queue_length=-1),
+        make_event(queue_length=10**30),
+        make_event(stage_id=5000),
+        make_event("\ud800"),
+        make_event("x" * 300),
+        make_event(queue_length=object()),  # type: ignore[arg-type]
+    ],
+)
+def test_event_that_would_be_refused_is_not_encoded(event: ReplicaEvent) -> None:
+    with pytest.raises(WireError, match="replica event"):
+        encode_event(event)
+
+
+@given(st.binary(max_size=2000) | json_values.map(lambda value: json.dumps(value).encode()))
+@example(b'{"input_addr":"\\ud800"')
+def test_arbitrary_frames_raise_nothing_but_wire_errors(frame: bytes) -> None:
+    for decode in (decode_event, decode_replica_list):
+        try:
+            decoded = decode(frame)
+        except WireError:
+            continue
+        assert isinstance(decoded, ReplicaEvent | ReplicaList)
+
+
+@given(st.fixed_dictionaries({key: st.just(value) | json_values for key, value in PLAIN.items()}))
+def test_arbitrary_fields_give_an_event_that_encodes_or_a_wire_error(fields: dict[str, Any]) -> None:
+    try:
+        event = decode_event(json.dumps(fields).encode())
+    except WireError:
+        return
+    assert decode_event(encode_event(event)) == event

@@ -1,0 +1,73 @@
+"""When lists go out: pure schedule, and what a head is shown."""
+
+from coordinator_support import make_event
+
+from vllm_omni_plugin.coordinator import Liveness, Member, ReplicaStatus
+from vllm_omni_plugin.coordinator.publishing import PublishSchedule
+from vllm_omni_plugin.coordinator.snapshot import replica_list
+
+
+def test_first_request_goes_out_at_once() -> None:
+    schedule = PublishSchedule(10.0, quiet_until=10.0)
+    assert schedule.due_at == 15.0
+    assert schedule.request(12.0)
+    assert schedule.due_at <= 12.0
+
+
+def test_request_soon_after_a_list_joins_the_next() -> None:
+    schedule = PublishSchedule(10.0, quiet_until=10.0)
+    schedule.published(10.0)
+    assert not schedule.request(10.05)
+    assert schedule.due_at == 10.1
+
+
+def test_under_any_load_at_most_ten_lists_go_out_per_second() -> None:
+    schedule = PublishSchedule(0.0, quiet_until=0.0)
+    published = 0
+    for step in range(100_000):
+        now = step / 10_000
+        schedule.request(now)
+        if now >= schedule.due_at:
+            schedule.published(now)
+            published += 1
+    assert 90 <= published <= 100
+
+
+def test_without_changes_the_keep_alive_is_due_every_five_seconds() -> None:
+    schedule = PublishSchedule(0.0, quiet_until=0.0)
+    schedule.published(3.0)
+    assert schedule.due_at == 8.0
+
+
+def test_settling_holds_back_every_list_and_then_sends_one() -> None:
+    schedule = PublishSchedule(0.0, quiet_until=3.0)
+    assert not schedule.request(1.0)
+    assert schedule.due_at == 3.0
+
+
+def test_list_shows_times_by_the_wall_clock() -> None:
+    member = Member(make_event(queue_length=4), Liveness.ALIVE, registered_at=10.0, heard_at=40.0, changed_at=10.0)
+    shown = replica_list([member], now=50.0, wall_now=1_000_050.0)
+    assert shown.timestamp == 1_000_050.0
+    (info,) = shown.replicas
+    assert (info.registered_at, info.last_heartbeat, info.queue_length) == (1_000_010.0, 1_000_040.0, 4)
+
+
+def test_list_shows_only_those_that_may_work() -> None:
+    def member(name: str, status: ReplicaStatus, liveness: Liveness) -> Member:
+        return Member(make_event(name, status=status), liveness, 0.0, 0.0, 0.0)
+
+    shown = replica_list(
+        [
+            member("up", ReplicaStatus.UP, Liveness.ALIVE),
+            member("suspect", ReplicaStatus.UP, Liveness.SUSPECT),
+            member("draining", ReplicaStatus.DRAINING, Liveness.ALIVE),
+            member("error", ReplicaStatus.ERROR, Liveness.ALIVE),
+            member("dead", ReplicaStatus.UP, Liveness.DEAD),
+            member("left", ReplicaStatus.DOWN, Liveness.LEFT),
+        ],
+        0.0,
+        0.0,
+    )
+    assert [info.input_addr for info in shown.replicas] == ["tcp://up:1"]
+    assert [info.input_addr for info in shown.no_new_work] == ["tcp://suspect:1", "tcp://draining:1"]

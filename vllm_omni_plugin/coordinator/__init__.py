@@ -1,0 +1,30 @@
+"""Who is in the fleet: replicas report to a coordinator, heads follow its list. Needs neither vLLM nor torch."""
+
+from vllm_omni_plugin.coordinator.hub_client import OmniCoordClientForHub
+from vllm_omni_plugin.coordinator.membership import Change, ChangeKind, Liveness, Member, MembershipTable, ReplicaKey
+from vllm_omni_plugin.coordinator.messages import ReplicaEvent, ReplicaInfo, ReplicaList, ReplicaStatus
+from vllm_omni_plugin.coordinator.runtime import OmniCoordinatorRuntime
+from vllm_omni_plugin.coordinator.service import OmniCoordinator
+from vllm_omni_plugin.coordinator.stage_client import OmniCoordClientForStage
+from vllm_omni_plugin.coordinator.wire import decode_event, decode_replica_list, encode_event, encode_replica_list
+
+__all__ = [
+    "Change",
+    "ChangeKind",
+    "Liveness",
+    "Member",
+    "MembershipTable",
+    "OmniCoordClientForHub",
+    "OmniCoordClientForStage",
+    "OmniCoordinator",
+    "OmniCoordinatorRuntime",
+    "ReplicaEvent",
+    "ReplicaInfo",
+    "ReplicaKey",
+    "ReplicaList",
+    "ReplicaStatus",
+    "decode_event",
+    "decode_replica_list",
+    "encode_event",
+    "encode_replica_list",
+]

@@ -1,0 +1,46 @@
+"""Frames that were dropped: counted always, logged once per peer and reason."""
+
+import logging
+from collections import Counter
+from enum import StrEnum
+
+logger = logging.getLogger(__name__)
+
+MAX_LOGGED_PEERS = 1024
+
+
+class DropReason(StrEnum):
+    """Why a frame had no effect."""
+
+    MULTIPART = "multipart"
+    MALFORMED = "malformed"
+    STALE = "stale"
+    TABLE_FULL = "table-full"
+
+
+class DropLog:
+    """Counts dropped frames by reason. Remembers at most ``max_peers`` (peer, reason) pairs and logs none beyond."""
+
+    def __init__(self, max_peers: int = MAX_LOGGED_PEERS) -> None:
+        self._max_peers = max_peers
+        self._logged: set[tuple[str, DropReason]] = set()
+        self._counts: Counter[DropReason] = Counter()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Dropped frames so far, by reason; a copy, with every reason in it."""
+        return {reason.value: self._counts[reason] for reason in DropReason}
+
+    def record(self, reason: DropReason, peer: str, detail: str) -> None:
+        """Count one frame of ``peer`` (its network address); log ``detail`` unless that was done before."""
+        self._counts[reason] += 1
+        if (peer, reason) in self._logged or len(self._logged) >= self._max_peers:
+            return
+        self._logged.add((peer, reason))
+        logger.warning(
+            "Dropped a frame of peer %r (%s): %r; more of its kind are counted, not logged", peer, reason, detail
+        )
+        if len(self._logged) == self._max_peers:
+            logger.warning(
+                "Dropped frames of %d peers; those of further peers are counted, not logged", self._max_peers
+            )

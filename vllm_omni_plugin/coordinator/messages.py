@@ -1,0 +1,79 @@
+"""What replicas, the coordinator and the heads say to each other. Field names are the wire's keys."""
+
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+MAX_STAGE_ID = 1023
+MAX_QUEUE_LENGTH = 2**31 - 1
+MAX_ADDRESS_CHARS = 256
+
+StageId = Annotated[int, Meta(ge=0, le=MAX_STAGE_ID)]
+QueueLength = Annotated[int, Meta(ge=0, le=MAX_QUEUE_LENGTH)]
+Address = Annotated[str, Meta(min_length=1, max_length=MAX_ADDRESS_CHARS)]
+Ordinal = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+WallSeconds = Annotated[float, Meta(ge=0)]
+EventType = Literal["update", "heartbeat"]
+
+
+class ReplicaStatus(StrEnum):
+    """What a replica says of itself."""
+
+    UP = "up"
+    DOWN = "down"
+    ERROR = "error"
+    DRAINING = "draining"
+
+
+class ReplicaEvent(Struct, frozen=True):
+    """One announcement of one replica. Each carries the whole registration, so that any lost one is healed by the next.
+
+    Attributes:
+        input_addr: ZMQ address on which the replica takes requests.
+        output_addr: ZMQ address on which it gives outputs.
+        stage_id: Stage it serves, 0 to 1023.
+        event_type: Why it was sent: ``update`` (joined, changed or leaving) or ``heartbeat`` (nothing new). The effect
+            depends on the other fields alone.
+        status: ``DOWN`` means it leaves of its own accord.
+        queue_length: Requests waiting in it, 0 to 2**31-1.
+        incarnation: Grows each time the replica starts again. 0: not numbered.
+        sequence: Grows with each event of one incarnation, so that a replay is recognised. 0: not numbered, then events
+            of the same incarnation count in order of arrival.
+    """
+
+    input_addr: Address
+    output_addr: Address
+    stage_id: StageId
+    event_type: EventType
+    status: ReplicaStatus
+    queue_length: QueueLength
+    incarnation: Ordinal = 0
+    sequence: Ordinal = 0
+
+
+class ReplicaInfo(Struct, frozen=True):
+    """One replica as the coordinator publishes it. Times are wall-clock seconds since the epoch."""
+
+    input_addr: Address
+    output_addr: Address
+    stage_id: StageId
+    status: ReplicaStatus
+    queue_length: QueueLength
+    last_heartbeat: WallSeconds
+    registered_at: WallSeconds
+
+
+class ReplicaList(Struct, frozen=True):
+    """The replicas of all stages at one moment.
+
+    Attributes:
+        replicas: Those that are UP and may be given work.
+        timestamp: Wall-clock seconds since the epoch; 0.0 when nothing was received yet.
+        no_new_work: Those that must be given no new work but may finish what they have: suspected of being dead, or
+            draining. A replica in neither list is gone.
+    """
+
+    replicas: list[ReplicaInfo]
+    timestamp: WallSeconds
+    no_new_work: list[ReplicaInfo] = []

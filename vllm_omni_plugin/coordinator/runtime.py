@@ -1,0 +1,142 @@
+"""Keeps one coordinator running in its own process, on the same addresses, for as long as its owner lives."""
+
+import logging
+import threading
+import time
+from concurrent.futures import Future
+
+from vllm_omni_plugin.coordinator.process import ChildArguments, CoordinatorProcess, Ready
+from vllm_omni_plugin.coordinator.publishing import KEEP_ALIVE_INTERVAL
+from vllm_omni_plugin.errors import OmniError
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT = 30.0
+STOP_TIMEOUT = 5.0
+FIRST_DELAY = 0.1
+MAX_DELAY = 5.0
+# A child that served this long had no trouble in starting: the next restart is the first one again.
+STABLE_AFTER = 10.0
+
+
+class OmniCoordinatorRuntime:
+    """Owns a coordinator process: starts it, restarts it on the same ports when it ends, ends it with itself.
+
+    One thread waits for the process to end; nothing is polled.
+
+    Args:
+        host: Name or address to bind, IPv6 without brackets.
+        port: Port for replicas; 0 for any free one. Heads get a free one in any case.
+        heartbeat_timeout: Seconds of silence after which a replica is dead.
+
+    Attributes:
+        router_address: Where replicas report.
+        pub_address: Where heads subscribe.
+
+    Raises:
+        ConfigError: The coordinator cannot bind, or the timeout is not positive.
+        OmniError: The process ended, or did not answer in time, before it was ready.
+    """
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 0, heartbeat_timeout: float = 30.0) -> None:
+        host = f"[{host}]" if ":" in host else host
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._child: CoordinatorProcess | None = None
+        first_start: Future[Ready] = Future()
+        first = ChildArguments(f"tcp://{host}:{port}", f"tcp://{host}:0", heartbeat_timeout)
+        self._thread = threading.Thread(
+            target=self._supervise, args=(first, first_start), name="omni-coordinator-runtime", daemon=True
+        )
+        self._thread.start()
+        try:
+            ready = first_start.result(START_TIMEOUT)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, TimeoutError):
+                raise OmniError(f"the coordinator process was not ready after {START_TIMEOUT} s") from error
+            raise
+        self.router_address = ready.router_address
+        self.pub_address = ready.pub_address
+
+    @property
+    def process_id(self) -> int | None:
+        """The process now in charge, or None between two."""
+        with self._lock:
+            return self._child.pid if self._child else None
+
+    def close(self) -> None:
+        """End the process and wait for it; it is killed if it has not ended within 5 s. May be called again."""
+        with self._lock:
+            self._closing.set()
+            if self._child:
+                self._child.stop()
+        self._thread.join(STOP_TIMEOUT)
+        with self._lock:
+            if self._child:
+                self._child.kill()
+        self._thread.join()
+
+    def _supervise(self, first: ChildArguments, first_start: "Future[Ready]") -> None:
+        try:
+            child, ready = self._start(first)
+        except BaseException as error:
+            first_start.set_exception(error)
+            return
+        first_start.set_result(ready)
+        again = ChildArguments(
+            ready.router_address,
+            ready.pub_address,
+            first.heartbeat_timeout,
+            # Within a third of the timeout every replica has sent a heartbeat; heads were promised a list every 5 s.
+            settle_time=min(KEEP_ALIVE_INTERVAL, first.heartbeat_timeout / 3),
+        )
+        self._keep_running(child, again)
+
+    def _keep_running(self, child: CoordinatorProcess, again: ChildArguments) -> None:
+        delay = FIRST_DELAY
+        while True:
+            started_at = time.monotonic()
+            code = self._wait_for_end(child)
+            if self._closing.is_set():
+                return
+            if time.monotonic() - started_at >= STABLE_AFTER:
+                delay = FIRST_DELAY
+            logger.error("The coordinator process ended with code %d; it is restarted in %.1f s", code, delay)
+            restarted = self._restart(again, delay)
+            if restarted is None:
+                return
+            child = restarted
+            delay = min(MAX_DELAY, delay * 2)
+
+    def _start(self, arguments: ChildArguments) -> tuple[CoordinatorProcess, Ready]:
+        child = CoordinatorProcess(arguments)
+        with self._lock:
+            self._child = child
+            if self._closing.is_set():
+                child.stop()
+        try:
+            return child, child.wait_ready()
+        except BaseException:
+            child.kill()
+            self._wait_for_end(child)
+            raise
+
+    def _wait_for_end(self, child: CoordinatorProcess) -> int:
+        code = child.wait()
+        with self._lock:
+            self._child = None
+        return code
+
+    def _restart(self, arguments: ChildArguments, delay: float) -> CoordinatorProcess | None:
+        """Start again after ``delay`` seconds, and again until it succeeds; return None once the runtime is closing."""
+        while not self._closing.wait(delay):
+            try:
+                child, ready = self._start(arguments)
+            except (OmniError, OSError) as error:
+                delay = min(MAX_DELAY, delay * 2)
+                logger.error("The coordinator process could not be restarted: %s; next try in %.1f s", error, delay)
+            else:
+                logger.warning("The coordinator process serves again on %s", ready.router_address)
+                return child
+        return None

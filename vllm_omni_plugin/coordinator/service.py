@@ -1,0 +1,246 @@
+"""The coordinator: replicas report to its ROUTER, heads read its PUB, one table in between."""
+
+import threading
+import time
+from collections.abc import Callable
+
+import zmq
+from msgspec.structs import replace
+
+from vllm_omni_plugin.coordinator.drops import DropLog, DropReason
+from vllm_omni_plugin.coordinator.membership import MembershipTable, TableFullError
+from vllm_omni_plugin.coordinator.messages import ReplicaEvent, ReplicaList, ReplicaStatus
+from vllm_omni_plugin.coordinator.publishing import PublishSchedule
+from vllm_omni_plugin.coordinator.snapshot import replica_list
+from vllm_omni_plugin.coordinator.sockets import Context, Socket, bind_pub, bind_router, bound_address, poll_ms
+from vllm_omni_plugin.coordinator.wakeup import Wakeup
+from vllm_omni_plugin.coordinator.wire import decode_event, encode_event, encode_replica_list
+from vllm_omni_plugin.errors import ConfigError, WireError
+
+# Frames taken in before deadlines and publishing get their turn.
+BATCH_FRAMES = 256
+# Being late by less than this part of the heartbeat timeout is scheduling noise.
+LATENESS_TOLERANCE_FRACTION = 0.1
+_STALE = "older than what the table holds, or leaving while unknown"
+
+
+class OmniCoordinator:
+    """Keeps the table of replicas and publishes it. One thread owns the sockets; all public methods are thread-safe.
+
+    The thread sleeps until a frame comes or the next deadline of a replica or of publishing is reached. Whatever comes
+    over the network, it goes on: a frame that is no valid announcement is counted in `invalid_frames` and dropped.
+
+    Attributes:
+        router_zmq_addr: Address bound for replicas.
+        pub_zmq_addr: Address bound for heads; each new subscriber is sent the list at once.
+    """
+
+    def __init__(
+        self,
+        router_zmq_addr: str,
+        pub_zmq_addr: str,
+        heartbeat_timeout: float = 30.0,
+        *,
+        settle_time: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Bind both addresses (port 0 or ``*``: any free one) and start serving.
+
+        Args:
+            router_zmq_addr: Address to bind for replicas.
+            pub_zmq_addr: Address to bind for heads.
+            heartbeat_timeout: Seconds of silence after which a replica is dead; after half of them it is suspected.
+            settle_time: Seconds to publish nothing, so that a restarted coordinator does not tell heads of an empty
+                fleet before the replicas had time to report again.
+            clock: Monotonic seconds.
+            wall_clock: Seconds since the epoch.
+
+        Raises:
+            ConfigError: An address cannot be bound, or the timeout is not positive.
+        """
+        if not heartbeat_timeout > 0:
+            raise ConfigError(f"heartbeat_timeout must be positive, got {heartbeat_timeout}")
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._late_tolerance = heartbeat_timeout * LATENESS_TOLERANCE_FRACTION
+        self._lock = threading.Lock()
+        self._closing = False
+        self._stopped = threading.Event()
+        self._table = MembershipTable(heartbeat_timeout)
+        self._drops = DropLog()
+        self._ticked_at = clock()
+        self._schedule = PublishSchedule(self._ticked_at, quiet_until=self._ticked_at + settle_time)
+        self._context: Context = zmq.Context()
+        try:
+            self._router = bind_router(self._context, router_zmq_addr)
+            self._pub = bind_pub(self._context, pub_zmq_addr)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self.router_zmq_addr = bound_address(self._router)
+        self.pub_zmq_addr = bound_address(self._pub)
+        self._wakeup = Wakeup()
+        self._thread = threading.Thread(target=self._serve, name="omni-coordinator", daemon=True)
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        with self._lock:
+            state = "closed" if self._closing else "serving"
+            return f"<OmniCoordinator [{self.router_zmq_addr}, {self.pub_zmq_addr}: {len(self._table)} rows, {state}]>"
+
+    @property
+    def invalid_frames(self) -> dict[str, int]:
+        """Frames dropped so far, by reason (`DropReason`). One over 64 KiB ends its connection and is not counted."""
+        with self._lock:
+            return self._drops.counts
+
+    def add_new_replica(self, event: ReplicaEvent) -> None:
+        """Register the replica that ``event`` describes.
+
+        Raises:
+            WireError: The event is invalid.
+            TableFullError: There is no place for another replica.
+            RuntimeError: The coordinator is closed.
+        """
+        self._apply_local(event)
+
+    def update_replica_info(self, event: ReplicaEvent) -> None:
+        """Take over what ``event`` says of its replica. Raises as `add_new_replica` does."""
+        self._apply_local(event)
+
+    def remove_replica(self, event: ReplicaEvent) -> None:
+        """Take the replica of ``event`` out, whatever status that states, until it announces itself again."""
+        self._apply_local(replace(event, event_type="update", status=ReplicaStatus.DOWN))
+
+    def get_active_replicas(self) -> ReplicaList:
+        """Return the list as it would be published now: in ``replicas`` those that are UP and not suspected."""
+        with self._lock:
+            return self._snapshot()
+
+    def publish_replica_list_update(self) -> bool:
+        """Ask for the list to be published; return whether this is done at once.
+
+        False when closed, or when the last list is less than 0.1 s old: the next one, due then, stands for both.
+        """
+        with self._lock:
+            if self._closing:
+                return False
+            at_once = self._schedule.request(self._clock())
+            self._wakeup.set()
+            return at_once
+
+    def wait_for_shutdown(self) -> None:
+        """Block until the coordinator serves no more: closed, or its thread failed."""
+        self._stopped.wait()
+
+    def close(self) -> None:
+        """Stop serving and give everything back. Raises RuntimeError when called again."""
+        with self._lock:
+            if self._closing:
+                raise RuntimeError("the coordinator is closed already")
+            self._closing = True
+            self._wakeup.set()
+        self._thread.join()
+        self._wakeup.close()
+
+    def _apply_local(self, event: ReplicaEvent) -> None:
+        encode_event(event)
+        with self._lock:
+            if self._closing:
+                raise RuntimeError("the coordinator is closed")
+            if not self._apply(event, authoritative=True):
+                self._drops.record(DropReason.STALE, "this process", _STALE)
+            self._wakeup.set()
+
+    def _apply(self, event: ReplicaEvent, *, authoritative: bool) -> bool:
+        now = self._clock()
+        change = self._table.apply(event, now, authoritative=authoritative)
+        if change is not None and change.alters_list:
+            self._schedule.request(now)
+        return change is not None
+
+    def _snapshot(self) -> ReplicaList:
+        return replica_list(self._table, self._clock(), self._wall_clock())
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        for source in (self._router, self._pub, self._wakeup.fileno()):
+            poller.register(source, zmq.POLLIN)
+        try:
+            while not self._closing:
+                wake_at = self._next_wake()
+                poller.poll(poll_ms(wake_at - self._clock()))
+                self._wakeup.clear()
+                self._take_subscriptions()
+                self._take_frames()
+                self._tick(wake_at)
+        finally:
+            self._context.destroy(linger=0)
+            self._stopped.set()
+
+    def _next_wake(self) -> float:
+        with self._lock:
+            deadline = self._table.next_deadline()
+            due_at = self._schedule.due_at
+            wake_at = due_at if deadline is None else min(due_at, deadline)
+            # A request made while we slept is due at a time long past: that is no lateness of ours.
+            return max(wake_at, self._ticked_at)
+
+    def _take_frames(self) -> None:
+        for _ in range(BATCH_FRAMES):
+            try:
+                self._router.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            frame = self._router.recv(copy=False)
+            is_single = not _skip_rest(self._router, frame)
+            with self._lock:
+                self._take_frame(frame, is_single)
+
+    def _take_frame(self, frame: zmq.Frame, is_single: bool) -> None:
+        if not is_single:
+            self._drops.record(DropReason.MULTIPART, _peer(frame), "more than one frame")
+            return
+        try:
+            if not self._apply(decode_event(frame.bytes), authoritative=False):
+                self._drops.record(DropReason.STALE, _peer(frame), _STALE)
+        except WireError as error:
+            self._drops.record(DropReason.MALFORMED, _peer(frame), str(error))
+        except TableFullError as error:
+            self._drops.record(DropReason.TABLE_FULL, _peer(frame), str(error))
+
+    def _take_subscriptions(self) -> None:
+        for _ in range(BATCH_FRAMES):
+            try:
+                message = self._pub.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if message.startswith(b"\x01"):
+                with self._lock:
+                    self._schedule.request(self._clock())
+
+    def _tick(self, wake_at: float) -> None:
+        with self._lock:
+            now = self._ticked_at = self._clock()
+            late_by = now - wake_at
+            changes = self._table.expire(now, late_by if late_by > self._late_tolerance else 0.0)
+            if any(change.alters_list for change in changes):
+                self._schedule.request(now)
+            if now < self._schedule.due_at:
+                return
+            self._schedule.published(now)
+            replicas = self._snapshot()
+        self._pub.send(encode_replica_list(replicas))
+
+
+def _skip_rest(socket: Socket, frame: zmq.Frame) -> bool:
+    """Read the frames after ``frame`` without keeping them; return whether there were any."""
+    is_first_of_many = more = bool(frame.more)
+    while more:
+        more = bool(socket.recv(copy=False).more)
+    return is_first_of_many
+
+
+def _peer(frame: zmq.Frame) -> str:
+    return str(frame.get("Peer-Address")) or "on this machine"

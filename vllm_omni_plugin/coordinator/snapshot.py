@@ -1,0 +1,31 @@
+"""The table as heads see it."""
+
+from collections.abc import Iterable
+
+from vllm_omni_plugin.coordinator.membership import Member
+from vllm_omni_plugin.coordinator.messages import ReplicaInfo, ReplicaList
+
+
+def replica_list(members: Iterable[Member], now: float, wall_now: float) -> ReplicaList:
+    """Return the list to publish. ``now`` and ``wall_now`` are one moment in monotonic and in wall-clock seconds."""
+    replicas: list[ReplicaInfo] = []
+    no_new_work: list[ReplicaInfo] = []
+    for member in members:
+        if member.takes_new_work:
+            replicas.append(_info(member, wall_now - now))
+        elif member.may_finish_work:
+            no_new_work.append(_info(member, wall_now - now))
+    return ReplicaList(replicas=replicas, timestamp=wall_now, no_new_work=no_new_work)
+
+
+def _info(member: Member, wall_offset: float) -> ReplicaInfo:
+    event = member.event
+    return ReplicaInfo(
+        input_addr=event.input_addr,
+        output_addr=event.output_addr,
+        stage_id=event.stage_id,
+        status=event.status,
+        queue_length=event.queue_length,
+        last_heartbeat=max(0.0, member.heard_at + wall_offset),
+        registered_at=max(0.0, member.registered_at + wall_offset),
+    )

@@ -1,0 +1,93 @@
+"""The coordinator's four kinds of sockets and their limits, all in one place."""
+
+import math
+
+import zmq
+
+from vllm_omni_plugin.coordinator.wire import MAX_EVENT_BYTES, MAX_REPLICA_LIST_BYTES
+from vllm_omni_plugin.errors import ConfigError
+
+Context = zmq.Context[zmq.Socket[bytes]]
+Socket = zmq.Socket[bytes]
+
+# A link cut without a word is noticed and opened again after about this time, instead of TCP's quarter of an hour; the
+# other end gives up on it a little later.
+LINK_CHECK_MS = 5000
+LINK_TTL_MS = 15000
+RECONNECT_MS = 100
+RECONNECT_MAX_MS = 1000
+# Frames queued per peer before TCP pushes back on it: bounds what one peer can make the coordinator hold to 8 MiB.
+RECEIVE_QUEUE_FRAMES = 128
+# Each list replaces those before it, so there is no use in keeping many.
+LIST_QUEUE_FRAMES = 2
+# Each announcement replaces those before it, too; what is queued here while the coordinator is away comes out stale.
+EVENT_QUEUE_FRAMES = 4
+
+
+def bind_router(context: Context, address: str) -> Socket:
+    """Return a ROUTER for announcements bound to ``address``; see `bound_address`. Raises `ConfigError`."""
+    router = context.socket(zmq.ROUTER)
+    router.maxmsgsize = MAX_EVENT_BYTES
+    router.rcvhwm = RECEIVE_QUEUE_FRAMES
+    _bind(router, address)
+    return router
+
+
+def bind_pub(context: Context, address: str) -> Socket:
+    """Return an XPUB for lists bound to ``address``; it also reads each new subscription. Raises `ConfigError`."""
+    pub = context.socket(zmq.XPUB)
+    pub.maxmsgsize = MAX_EVENT_BYTES
+    pub.rcvhwm = RECEIVE_QUEUE_FRAMES
+    pub.sndhwm = LIST_QUEUE_FRAMES
+    # Without it only the first of several subscribers is heard of.
+    pub.xpub_verbose = True
+    _bind(pub, address)
+    return pub
+
+
+def connect_dealer(context: Context, address: str) -> Socket:
+    """Return a DEALER for announcements that stays connected to ``address``. Raises `ConfigError`."""
+    dealer = context.socket(zmq.DEALER)
+    dealer.sndhwm = EVENT_QUEUE_FRAMES
+    _connect(dealer, address)
+    return dealer
+
+
+def connect_sub(context: Context, address: str) -> Socket:
+    """Return a SUB for lists that stays connected to ``address``. Raises `ConfigError`."""
+    sub = context.socket(zmq.SUB)
+    sub.maxmsgsize = MAX_REPLICA_LIST_BYTES
+    sub.rcvhwm = LIST_QUEUE_FRAMES
+    sub.setsockopt(zmq.SUBSCRIBE, b"")
+    _connect(sub, address)
+    return sub
+
+
+def bound_address(socket: Socket) -> str:
+    """Return the address ``socket`` is bound to, its port resolved."""
+    return socket.get_string(zmq.LAST_ENDPOINT)
+
+
+def poll_ms(seconds: float) -> int:
+    """Return ``seconds`` as a poll timeout that never ends before them; 0 if they are over."""
+    return max(0, math.ceil(seconds * 1000))
+
+
+def _bind(socket: Socket, address: str) -> None:
+    socket.ipv6 = "[" in address
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        raise ConfigError(f"the coordinator cannot bind {address}: {zmq.strerror(error.errno)}") from error
+
+
+def _connect(socket: Socket, address: str) -> None:
+    socket.ipv6 = "[" in address
+    socket.heartbeat_ivl = LINK_CHECK_MS
+    socket.heartbeat_ttl = LINK_TTL_MS
+    socket.reconnect_ivl = RECONNECT_MS
+    socket.reconnect_ivl_max = RECONNECT_MAX_MS
+    try:
+        socket.connect(address)
+    except zmq.ZMQError as error:
+        raise ConfigError(f"cannot connect to a coordinator at {address}: {zmq.strerror(error.errno)}") from error
