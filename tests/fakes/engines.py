@@ -92,6 +92,9 @@ class FakeEngine:
         sockets[0].send(READY)
         self.input_addr, self._sockets = input_addr, sockets
 
+    def abandon(self) -> None:
+        self.process.kill()
+
     def say(self, frame: bytes) -> None:
         """Send one message to the head."""
         self._sockets[1].send(frame)

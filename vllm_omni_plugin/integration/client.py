@@ -68,6 +68,11 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
 
     async def get_output_async(self) -> Any:
         """The next `EngineCoreOutputs` of any replica. Requests that fail are failed on the way."""
+        queue = self._orchestrator.output_async_queue
+        if self._received or len(queue):
+            # Filled from another thread: while engines are faster than AsyncLLM nothing below would wait, and all else on
+            # this loop, HTTP included, would stand still.
+            await asyncio.sleep(0)
         while True:
             while self._received:
                 item = self._received.popleft()
@@ -75,7 +80,7 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
                     return item
                 self._abort(self.failures.fail(item))
             try:
-                self._received.extend(await self._orchestrator.output_async_queue.get_batch())
+                self._received.extend(await queue.get_batch())
             except HandoverClosedError:
                 self.resources.engine_dead = True
                 raise EngineDeadError from None
@@ -112,7 +117,14 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
             self._orchestrator.rpc_async_queue.force_put(CallReplicas(method, args, reply))
         except HandoverClosedError:
             raise EngineDeadError from None
-        return await asyncio.wrap_future(reply)
+        try:
+            return await asyncio.wrap_future(reply)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # The orchestrator was closed with the call open; to the caller that is a dead engine, not a cancellation.
+            raise EngineDeadError from None
 
     async def _consensus(self, method: str) -> Any:
         results = await self._call(method)
@@ -213,6 +225,9 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
 
     async def commit_elastic_ep(self) -> None:
         raise NotImplementedError("Elastic expert parallelism does not apply to a fleet of --omni-* replicas.")
+
+    async def handle_fault(self, ft_request: Any) -> Any:
+        raise NotImplementedError("vLLM's fault tolerance does not apply: the fleet restarts lost replicas itself.")
 
     def dp_engines_running(self) -> bool:
         """Whether any request is unfinished."""

@@ -1,6 +1,6 @@
 """Our flags in `vllm serve`: how they are added, parsed, checked and carried into vLLM's configuration.
 
-Imported by every process that parses vLLM's flags: nothing of vLLM or of the fleet is imported until one of ours is set.
+Imported by every process that parses vLLM's flags: nothing of vLLM or the fleet is imported until one of ours is set.
 """
 
 import argparse

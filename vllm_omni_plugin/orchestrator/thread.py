@@ -33,6 +33,7 @@ class OrchestratorThread:
         self._started: Future[list[bytes]] = Future()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Future[float | None] | None = None
+        self._running = threading.Event()
         self._closing = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="omni-orchestrator", daemon=True)
 
@@ -55,6 +56,7 @@ class OrchestratorThread:
         with self._closing:
             if not self._thread.is_alive():
                 return
+            self._running.wait()
             if self._loop is not None and not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(self._request_stop, timeout)
             self._thread.join((timeout or 5.0) + _LAST_GRACE_S)
@@ -75,6 +77,7 @@ class OrchestratorThread:
             else:
                 logger.exception("The orchestrator failed; the server cannot go on.")
         finally:
+            self._running.set()
             self._orchestrator.close_queues()
             if not self._started.done():
                 self._started.set_exception(ReplicaError("the fleet was closed while it started"))
@@ -82,6 +85,7 @@ class OrchestratorThread:
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._stop = self._loop.create_future()
+        self._running.set()
         local_replicas = self._build_local_replicas()
         timeout: float | None = None
         serving = asyncio.create_task(self._orchestrator.run(), name="omni-orchestrator")

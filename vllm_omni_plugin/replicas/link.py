@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import zmq
@@ -116,6 +117,9 @@ class IpcLink:
         self._reader = None
         self._input.close()
         self._output.close()
+        for address in (self.input_addr, self.output_addr):
+            # libzmq leaves the file of an ipc address behind.
+            Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
 
 
 class SocketReader:

@@ -32,6 +32,8 @@ class Starting(Protocol):
 
     def wait(self, input_addr: str, output_addr: str) -> None: ...
 
+    def abandon(self) -> None: ...
+
 
 class Launcher(Protocol):
     """How engines are started; `vllm_api.launch.EngineLauncher` in service."""
@@ -145,7 +147,7 @@ async def _spawn(launcher: Launcher, executor: Executor, replica_id: int) -> Sta
         # The thread goes on, and nobody else would ever know of the engine that it spawns.
         await asyncio.wait([spawning])
         if spawning.exception() is None:
-            spawning.result().process.kill()
+            spawning.result().abandon()
         raise
 
 

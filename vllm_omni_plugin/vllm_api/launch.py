@@ -134,6 +134,11 @@ class StartingEngine:
         self._config = config
         self._replica_id = replica_id
 
+    def abandon(self) -> None:
+        """End an engine that nobody will wait for. Not while `wait` runs, which ends by itself once its engine is gone."""
+        self.process.kill()
+        self._handshake.close()
+
     def wait(self, input_addr: str, output_addr: str) -> None:
         """Play vLLM's start-up handshake: tell the engine its addresses, and block until it has loaded the model.
 
