@@ -32,6 +32,7 @@ sys.path.insert(0, str(HERE / "cpu"))
 from tiny_model import make_tiny_model  # noqa: E402 (found through the line above)
 
 WORK_FOLDER = HERE.parent / "build" / "demo"
+LOG = WORK_FOLDER / "server.log"
 MODEL_NAME = "tiny"
 REPLICAS = 2
 CONCURRENT_REQUESTS = 32
@@ -56,7 +57,7 @@ class Server:
     def last_line(self) -> str:
         """The last thing it logged, without vLLM's process name, time and place."""
         lines = self.log.read_text(errors="replace").splitlines()
-        return re.sub(r"^.*?\] ", "", lines[-1])[:80] if lines else ""
+        return re.sub(r"^.*?\] ", "", lines[-1])[:80] if lines else "starting"
 
     def tail(self, lines: int = 25) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
@@ -80,8 +81,8 @@ def main() -> int:
     except KeyboardInterrupt:
         print("\ninterrupted")
         return 128 + signal.SIGINT
-    except (DemoError, OpenAIError) as error:
-        print(f"\ndemo failed: {error}", file=sys.stderr)
+    except (DemoError, OpenAIError, OSError) as error:
+        print(f"\ndemo failed: {error}\nThe server's log: {LOG}", file=sys.stderr)
         return 1
     return 0
 
@@ -89,7 +90,7 @@ def main() -> int:
 def run_demo(*, once: bool) -> None:
     print("making a tiny model with random weights: expect word salad")
     model = make_tiny_model(WORK_FOLDER / "model")
-    with running_server(model, WORK_FOLDER / "server.log") as server:
+    with running_server(model, LOG) as server:
         wait_until_healthy(server)
         direct = DefaultHttpxClient(trust_env=False)
         with OpenAI(base_url=f"{server.url}/v1", api_key="unused", http_client=direct) as client:

@@ -60,7 +60,8 @@ class EngineModel:
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         self.pause_scheduler(mode)
-        if level >= 1:
+        # vLLM's executor does not put away again what sleeps already.
+        if level >= 1 and "weights" not in self.asleep:
             self.asleep = {"weights", "kv_cache"}
 
     def release_kv_cache_memory(self) -> None:

@@ -2,15 +2,18 @@
 
 from collections.abc import Iterable
 
-from vllm_omni_plugin.coordinator.membership import Member
+from vllm_omni_plugin.coordinator.membership import Member, ReplicaKey
 from vllm_omni_plugin.coordinator.messages import ReplicaInfo, ReplicaList
 
 
 def replica_list(members: Iterable[Member], now: float, wall_now: float) -> ReplicaList:
-    """Return the list to publish. ``now`` and ``wall_now`` are one moment in monotonic and in wall-clock seconds."""
+    """Return the list to publish, sorted by `ReplicaKey` so that it keeps its order from one time to the next.
+
+    ``now`` and ``wall_now`` are one moment in monotonic and in wall-clock seconds.
+    """
     replicas: list[ReplicaInfo] = []
     no_new_work: list[ReplicaInfo] = []
-    for member in members:
+    for member in sorted(members, key=lambda member: ReplicaKey.of(member.event)):
         if member.takes_new_work:
             replicas.append(_info(member, wall_now - now))
         elif member.may_finish_work:

@@ -18,8 +18,8 @@ RECONNECT_MS = 100
 RECONNECT_MAX_MS = 1000
 # Frames queued per peer before TCP pushes back on it: bounds what one peer can make the coordinator hold to 8 MiB.
 RECEIVE_QUEUE_FRAMES = 128
-# Each list replaces those before it, so there is no use in keeping many.
-LIST_QUEUE_FRAMES = 2
+# Each list replaces those before it, so there is no use in keeping many; but dropping the last one would cost 5 s.
+LIST_QUEUE_FRAMES = 16
 # Each announcement replaces those before it, too; what is queued here while the coordinator is away comes out stale.
 EVENT_QUEUE_FRAMES = 4
 
@@ -78,7 +78,7 @@ def _bind(socket: Socket, address: str) -> None:
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
-        raise ConfigError(f"the coordinator cannot bind {address}: {zmq.strerror(error.errno)}") from error
+        raise ConfigError(f"the coordinator cannot bind {address}: {error.strerror}") from error
 
 
 def _connect(socket: Socket, address: str) -> None:
@@ -90,4 +90,4 @@ def _connect(socket: Socket, address: str) -> None:
     try:
         socket.connect(address)
     except zmq.ZMQError as error:
-        raise ConfigError(f"cannot connect to a coordinator at {address}: {zmq.strerror(error.errno)}") from error
+        raise ConfigError(f"cannot connect to a coordinator at {address}: {error.strerror}") from error

@@ -70,8 +70,8 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         """The next `EngineCoreOutputs` of any replica. Requests that fail are failed on the way."""
         queue = self._orchestrator.output_async_queue
         if self._received or len(queue):
-            # Filled from another thread: while engines are faster than AsyncLLM nothing below would wait, and all else on
-            # this loop, HTTP included, would stand still.
+            # Filled from another thread: while engines are faster than AsyncLLM nothing below would wait, and all else
+            # on this loop, HTTP included, would stand still.
             await asyncio.sleep(0)
         while True:
             while self._received:

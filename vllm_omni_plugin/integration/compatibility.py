@@ -47,6 +47,6 @@ def prepare_engine_args(engine_args: Any, options: OmniConfig) -> None:
     """Tell vLLM that several engines will stand behind this front end.
 
     vLLM knows one number for that. With it, vLLM keeps processed multimodal inputs on the front end's side instead of
-    assuming that the one engine has seen them, and divides the cores of a CPU.
+    assuming that the one engine has seen them, and divides the cores of a CPU between the engines.
     """
     engine_args._api_process_count = max(options.dp_size_local, 2)

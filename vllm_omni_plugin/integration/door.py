@@ -18,7 +18,7 @@ from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.thread import OrchestratorThread
 from vllm_omni_plugin.vllm_api.engine_api import EngineApi
-from vllm_omni_plugin.vllm_api.launch import EngineLauncher
+from vllm_omni_plugin.vllm_api.launch import EngineLauncher, share_cores
 from vllm_omni_plugin.vllm_api.ready import apply_ready_responses
 
 _OPEN = "_vllm_omni_plugin_door"
@@ -71,6 +71,7 @@ def make_fleet_client(options: OmniConfig, vllm_config: Any, executor_class: Any
     """
     # Engines are started from a process with threads, at first and after every death; a fork of one may deadlock.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    share_cores(vllm_config, options.dp_size_local)
     api = EngineApi()
     pool = StagePool(0, build_load_balancer_factory(options.lb_policy)())
     orchestrator = Orchestrator([pool], api, options.migration_limit, time.monotonic)

@@ -1,6 +1,7 @@
 """Starting an engine process with vLLM's own process manager and start-up handshake."""
 
 import copy
+import os
 from typing import Any
 
 import zmq
@@ -31,6 +32,18 @@ def replica_config(vllm_config: Any, replica_id: int) -> Any:
     if not (current_platform.is_cuda_alike() or current_platform.is_xpu() or current_platform.is_cpu()):
         set_assigned_physical_gpu_ids_for_dp_rank(config, replica_id, user_devices)
     return config
+
+
+def share_cores(vllm_config: Any, replicas: int) -> None:
+    """Let every replica on a CPU bind its threads to cores of its own, unless the user has bound them.
+
+    vLLM binds the threads of each engine to the cores of a NUMA node, the same one for all engines of independent ranks.
+    It has a switch that divides the cores by the number of engines instead, which is what several replicas need.
+    """
+    if not current_platform.is_cpu() or replicas < 2 or envs.VLLM_CPU_OMP_THREADS_BIND != "auto":
+        return
+    if len(os.sched_getaffinity(0)) >= replicas * vllm_config.parallel_config.local_world_size:
+        os.environ.setdefault("VLLM_CPU_SIM_MULTI_NUMA", "1")
 
 
 class EngineProcess:
@@ -135,7 +148,7 @@ class StartingEngine:
         self._replica_id = replica_id
 
     def abandon(self) -> None:
-        """End an engine that nobody will wait for. Not while `wait` runs, which ends by itself once its engine is gone."""
+        """End an engine that nobody will wait for; not while `wait` runs, which ends with its engine."""
         self.process.kill()
         self._handshake.close()
 
