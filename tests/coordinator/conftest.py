@@ -1,20 +1,21 @@
 """Fixtures of the coordinator's tests."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from pathlib import Path
 
-import psutil
 import pytest
 import zmq
-from coordinator_support import ANY, eventually
+from coordinator_support import ANY, OpenDealer, OpenSocket, Socket, eventually, read_if_there
 
 from vllm_omni_plugin.coordinator import OmniCoordClientForHub, OmniCoordinator
 
 
 def _held() -> tuple[int, int, int]:
+    children = [pid for task in Path("/proc/self/task").glob("*/children") for pid in read_if_there(task).split()]
     descriptors = len(os.listdir("/proc/self/fd"))
     threads = len(os.listdir("/proc/self/task"))
-    return descriptors, threads, len(psutil.Process().children())
+    return descriptors, threads, len(children)
 
 
 @pytest.fixture(autouse=True)
@@ -22,24 +23,34 @@ def nothing_leaks() -> Iterator[None]:
     """Every test gives back its sockets, threads and processes."""
     before = _held()
     yield
-    eventually(lambda: _held() <= before and all(now <= then for now, then in zip(_held(), before, strict=True)))
+    eventually(lambda: all(now <= then for now, then in zip(_held(), before, strict=True)))
 
 
 @pytest.fixture
-def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
-    """Sockets of the test's own."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    yield context
-    context.destroy(linger=0)
+def open_socket() -> Iterator[OpenSocket]:
+    """Open sockets of the test's own, closed at its end."""
+    context: zmq.Context[Socket] = zmq.Context()
+    opened: list[Socket] = []
+
+    def open_socket(kind: int) -> Socket:
+        socket = context.socket(kind)
+        socket.linger = 0
+        socket.sndtimeo = socket.rcvtimeo = 20_000
+        opened.append(socket)
+        return socket
+
+    yield open_socket
+    for socket in opened:
+        socket.close()
+    context.term()
 
 
 @pytest.fixture
-def dealer(context: zmq.Context[zmq.Socket[bytes]]) -> Callable[[str], zmq.Socket[bytes]]:
+def dealer(open_socket: OpenSocket) -> OpenDealer:
     """Open a peer that sends whatever it likes."""
 
-    def open_dealer(address: str) -> zmq.Socket[bytes]:
-        socket = context.socket(zmq.DEALER)
-        socket.sndtimeo = 20_000
+    def open_dealer(address: str) -> Socket:
+        socket = open_socket(zmq.DEALER)
         socket.connect(address)
         return socket
 

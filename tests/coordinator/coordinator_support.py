@@ -1,11 +1,23 @@
 """What the coordinator's tests share."""
 
+import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
+
+import zmq
+from hypothesis import HealthCheck, settings
 
 from vllm_omni_plugin.coordinator import ReplicaEvent, ReplicaList, ReplicaStatus
 
 ANY = "tcp://127.0.0.1:*"
+
+Socket = zmq.Socket[bytes]
+OpenSocket = Callable[[int], Socket]
+OpenDealer = Callable[[str], Socket]
+
+# The same examples on every run, however busy the machine.
+repeatable = settings(derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def make_event(
@@ -30,6 +42,12 @@ def make_event(
     )
 
 
+def free_address() -> str:
+    """Return a TCP address on which nobody listens now."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+
 def names(replicas: ReplicaList) -> list[str]:
     """Return the names of the replicas that take work, sorted."""
     return sorted(replica.input_addr.removeprefix("tcp://").removesuffix(":1") for replica in replicas.replicas)
@@ -41,6 +59,20 @@ def eventually(condition: Callable[[], object], within: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true in time"
         time.sleep(0.005)
+
+
+def read_if_there(path: Path) -> str:
+    """Return the text of a file of /proc, empty if its process or thread has ended."""
+    try:
+        return path.read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def process_status(pid: int) -> dict[str, str]:
+    """Return the fields that Linux tells of a process, none if there is no such process."""
+    lines = read_if_there(Path(f"/proc/{pid}/status")).splitlines()
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
 class ManualClock:

@@ -17,10 +17,9 @@ def test_peer_is_logged_once_per_reason(caplog: pytest.LogCaptureFixture) -> Non
     for _ in range(5):
         drops.record(DropReason.STALE, "10.0.0.1", "old")
         drops.record(DropReason.MALFORMED, "10.0.0.1", "bad")
-    assert [record.args[:2] for record in caplog.records if record.args] == [
-        ("10.0.0.1", DropReason.STALE),
-        ("10.0.0.1", DropReason.MALFORMED),
-    ]
+    assert len(caplog.records) == 2
+    assert caplog.text.count("'10.0.0.1'") == 2
+    assert caplog.text.count("(stale)") == caplog.text.count("(malformed)") == 1
 
 
 def test_endless_new_peers_stop_being_logged(caplog: pytest.LogCaptureFixture) -> None:

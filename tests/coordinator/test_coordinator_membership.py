@@ -1,7 +1,7 @@
 """The membership table, transition by transition; no clock but the argument."""
 
 import pytest
-from coordinator_support import make_event
+from coordinator_support import make_event, repeatable
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,7 +35,7 @@ def row(table: MembershipTable, name: str = "a") -> Member:
 
 
 def kind(change: Change | None) -> ChangeKind | None:
-    return change and change.kind
+    return None if change is None else change.kind
 
 
 def kinds(changes: list[Change]) -> list[ChangeKind]:
@@ -240,6 +240,7 @@ stale_events = st.builds(
 steps = st.lists(st.tuples(table_events | stale_events | st.none(), st.floats(0, 8)), max_size=60)
 
 
+@repeatable
 @given(steps)
 def test_no_sequence_of_events_touches_the_row_of_a_neighbour(history: list[tuple[ReplicaEvent | None, float]]) -> None:
     # The neighbour "a" is at incarnation 4, sequence 5 or more, so whatever the history says of it is a replay.
@@ -261,6 +262,7 @@ def test_no_sequence_of_events_touches_the_row_of_a_neighbour(history: list[tupl
         assert row(table).takes_new_work
 
 
+@repeatable
 @given(steps)
 def test_table_stays_consistent_over_any_history(history: list[tuple[ReplicaEvent | None, float]]) -> None:
     table = table_of(max_replicas=4)
@@ -283,6 +285,7 @@ def test_table_stays_consistent_over_any_history(history: list[tuple[ReplicaEven
             assert not (member.takes_new_work and silent_too_long)
 
 
+@repeatable
 @given(steps)
 def test_sleeping_until_the_next_deadline_misses_no_change(history: list[tuple[ReplicaEvent | None, float]]) -> None:
     table = table_of()

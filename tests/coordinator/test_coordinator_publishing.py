@@ -53,6 +53,14 @@ def test_list_shows_times_by_the_wall_clock() -> None:
     assert (info.registered_at, info.last_heartbeat, info.queue_length) == (1_000_010.0, 1_000_040.0, 4)
 
 
+def test_list_keeps_its_order_whoever_was_heard_last() -> None:
+    def shown(*order: str) -> list[str]:
+        members = [Member(make_event(name), Liveness.ALIVE, 0.0, 0.0, 0.0) for name in order]
+        return [info.input_addr for info in replica_list(members, 0.0, 0.0).replicas]
+
+    assert shown("c", "a", "b") == shown("b", "c", "a") == ["tcp://a:1", "tcp://b:1", "tcp://c:1"]
+
+
 def test_list_shows_only_those_that_may_work() -> None:
     def member(name: str, status: ReplicaStatus, liveness: Liveness) -> Member:
         return Member(make_event(name, status=status), liveness, 0.0, 0.0, 0.0)
@@ -70,4 +78,4 @@ def test_list_shows_only_those_that_may_work() -> None:
         0.0,
     )
     assert [info.input_addr for info in shown.replicas] == ["tcp://up:1"]
-    assert [info.input_addr for info in shown.no_new_work] == ["tcp://suspect:1", "tcp://draining:1"]
+    assert [info.input_addr for info in shown.no_new_work] == ["tcp://draining:1", "tcp://suspect:1"]

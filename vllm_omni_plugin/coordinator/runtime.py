@@ -7,6 +7,7 @@ from concurrent.futures import Future
 
 from vllm_omni_plugin.coordinator.process import ChildArguments, CoordinatorProcess, Ready
 from vllm_omni_plugin.coordinator.publishing import KEEP_ALIVE_INTERVAL
+from vllm_omni_plugin.coordinator.sockets import RECONNECT_MAX_MS
 from vllm_omni_plugin.errors import OmniError
 
 logger = logging.getLogger(__name__)
@@ -88,8 +89,9 @@ class OmniCoordinatorRuntime:
             ready.router_address,
             ready.pub_address,
             first.heartbeat_timeout,
-            # Within a third of the timeout every replica has sent a heartbeat; heads were promised a list every 5 s.
-            settle_time=min(KEEP_ALIVE_INTERVAL, first.heartbeat_timeout / 3),
+            # By then every replica has connected again and sent a heartbeat, which it does at least three times per
+            # timeout. No longer than that, because heads were promised a list every 5 s.
+            settle_time=min(KEEP_ALIVE_INTERVAL, first.heartbeat_timeout / 3 + RECONNECT_MAX_MS / 1000),
         )
         self._keep_running(child, again)
 

@@ -184,7 +184,7 @@ class OmniCoordinator:
             deadline = self._table.next_deadline()
             due_at = self._schedule.due_at
             wake_at = due_at if deadline is None else min(due_at, deadline)
-            # A request made while we slept is due at a time long past: that is no lateness of ours.
+            # A request that came since the last tick may have been due long before it: that is no lateness of ours.
             return max(wake_at, self._ticked_at)
 
     def _take_frames(self) -> None:

@@ -35,9 +35,9 @@ def replica_config(vllm_config: Any, replica_id: int) -> Any:
 
 
 def share_cores(vllm_config: Any, replicas: int) -> None:
-    """Let every replica on a CPU bind its threads to cores of its own, unless the user has bound them.
+    """Let each replica on a CPU bind its threads to cores of its own, unless the user has bound them.
 
-    vLLM binds the threads of each engine to the cores of a NUMA node, the same one for all engines of independent ranks.
+    vLLM binds the threads of each engine to the cores of a NUMA node, the same for all engines of independent ranks.
     It has a switch that divides the cores by the number of engines instead, which is what several replicas need.
     """
     if not current_platform.is_cpu() or replicas < 2 or envs.VLLM_CPU_OMP_THREADS_BIND != "auto":

@@ -1,0 +1,1 @@
+"""What we rely on of the installed vLLM, checked symbol by symbol. Needs vLLM but no engine."""

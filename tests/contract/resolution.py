@@ -1,0 +1,84 @@
+"""Finding a symbol of the installed vLLM, and whether it can still be called as we call it."""
+
+import ast
+import inspect
+import textwrap
+from importlib import import_module
+from types import FunctionType, ModuleType
+from typing import Any
+
+from vllm_omni_plugin.vllm_api.symbols import Symbol
+
+
+class BrokenSymbolError(AssertionError):
+    """A symbol is not what we take it for."""
+
+
+def check(symbol: Symbol) -> None:
+    """Resolve the symbol, and bind the arguments we pass to its signature.
+
+    Raises:
+        BrokenSymbolError: naming the symbol, what is wrong with it and what it is used for.
+    """
+    try:
+        found, called = _resolve(symbol.path)
+        if symbol.positional is not None:
+            _bind(found, called, symbol.positional, symbol.keywords)
+    except (ImportError, AttributeError, TypeError) as error:
+        raise BrokenSymbolError(f"{symbol.path}: {error} (used for: {symbol.used_for})") from error
+
+
+def _resolve(path: str) -> tuple[Any, bool]:
+    """Return what the path names, None for an attribute of instances, and whether a call of it passes `self` unseen."""
+    owner, names = _deepest_module(path)
+    for position, name in enumerate(names):
+        if position == len(names) - 1 and inspect.isclass(owner):
+            return _class_attribute(owner, name)
+        owner = getattr(owner, name)
+    return owner, False
+
+
+def _deepest_module(path: str) -> tuple[Any, list[str]]:
+    module: ModuleType = import_module(path.partition(".")[0])
+    names = path.split(".")[1:]
+    while names:
+        try:
+            module = import_module(f"{module.__name__}.{names[0]}")
+        except ModuleNotFoundError:
+            break
+        names.pop(0)
+    return module, names
+
+
+def _class_attribute(owner: type, name: str) -> tuple[Any, bool]:
+    if hasattr(owner, name):
+        return getattr(owner, name), isinstance(inspect.getattr_static(owner, name), FunctionType)
+    if any(name in vars(base).get("__annotations__", {}) or name in assigned_on_self(base) for base in owner.__mro__):
+        return None, False
+    raise AttributeError(f"class {owner.__name__} has no attribute {name!r}")
+
+
+def assigned_on_self(owner: type) -> set[str]:
+    """Return the attributes that the methods of a class assign on `self`."""
+    try:
+        source = textwrap.dedent(inspect.getsource(owner))
+    except (OSError, TypeError):
+        return set()
+    return {
+        node.attr
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_self(node.value)
+    }
+
+
+def _is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
+
+
+def _bind(found: Any, unbound: bool, positional: tuple[str, ...], keywords: tuple[str, ...]) -> None:
+    signature = inspect.signature(found)
+    parameters = list(signature.parameters)[1 if unbound else 0 :]
+    if tuple(parameters[: len(positional)]) != positional:
+        raise TypeError(f"takes {parameters}, we pass {list(positional)} by position")
+    arguments = ([None] if unbound else []) + [None] * len(positional)
+    signature.bind(*arguments, **dict.fromkeys(keywords))

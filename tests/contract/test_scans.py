@@ -1,0 +1,68 @@
+"""The scans themselves, on code whose answers are known."""
+
+import pytest
+
+from vllm_omni_plugin.vllm_api.symbols import Symbol
+
+from .resolution import BrokenSymbolError, check
+from .usage import attributes_of, called_by_name, names_of, vllm_names
+
+
+@pytest.mark.parametrize(
+    "symbol",
+    [
+        pytest.param(Symbol("json.decoder.JSONDecodeError.lineno", ""), id="set in the constructor"),
+        pytest.param(Symbol("importlib.metadata.EntryPoint.value", ""), id="annotated only"),
+        pytest.param(Symbol("json.JSONEncoder.encode", "", ("o",)), id="method"),
+        pytest.param(Symbol("fractions.Fraction.from_float", "", ("f",)), id="class method"),
+        pytest.param(Symbol("json.dumps", "", ("obj",), ("indent",)), id="keyword"),
+        pytest.param(Symbol("fractions.Fraction", "", (), ("numerator",)), id="class"),
+    ],
+)
+def test_a_sound_symbol_passes(symbol: Symbol) -> None:
+    check(symbol)
+
+
+@pytest.mark.parametrize(
+    ("symbol", "complaint"),
+    [
+        pytest.param(Symbol("json.gone", "x"), "no attribute 'gone'", id="function gone"),
+        pytest.param(Symbol("nowhere.at.all", "x"), "No module named 'nowhere'", id="package gone"),
+        pytest.param(Symbol("json.JSONEncoder.gone", "x"), "JSONEncoder has no attribute 'gone'", id="attribute gone"),
+        pytest.param(Symbol("json.JSONEncoder.encode", "x", ("obj",)), r"takes \['o'\]", id="parameter renamed"),
+        pytest.param(Symbol("json.dumps", "x", ("obj", "indent")), "by position", id="no longer positional"),
+        pytest.param(Symbol("bisect.insort", "x", ("a",)), "missing a required argument", id="new required parameter"),
+        pytest.param(Symbol("bisect.insort", "x", ("a", "x"), ("y",)), "unexpected keyword", id="keyword gone"),
+    ],
+)
+def test_a_broken_symbol_is_named_with_its_fault_and_its_use(symbol: Symbol, complaint: str) -> None:
+    with pytest.raises(BrokenSymbolError, match=complaint) as caught:
+        check(symbol)
+    assert str(caught.value).startswith(f"{symbol.path}: ")
+    assert str(caught.value).endswith("(used for: x)")
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("from vllm.a import B as C\nC.d", {"vllm.a.B", "vllm.a.B.d"}),
+        ("def f():\n    from vllm import envs\n    envs.X", {"vllm.envs", "vllm.envs.X"}),
+        ("from vllm_other import B\nB.c", set()),
+        ("from .vllm import B", set()),
+    ],
+)
+def test_what_is_taken_from_vllm_is_seen(source: str, expected: set[str]) -> None:
+    assert vllm_names(source) == expected
+
+
+def test_names_are_seen_however_they_are_used() -> None:
+    source = "def f(a):\n    b.c(d=1)\n    g('e')\n"
+    assert names_of(source) == {"f", "a", "b", "c", "d", "e", "g"}
+
+
+def test_methods_called_by_name_are_seen() -> None:
+    assert called_by_name("self.call('a', 1)\nself.call(b)\nother('c')", frozenset({"call"})) == {"a"}
+
+
+def test_attributes_of_a_client_are_seen_through_self_and_a_local_name() -> None:
+    assert attributes_of("self.core.a\ncore.b()\nother.core.c\nself.d", "core") == {"a", "b"}

@@ -1,0 +1,87 @@
+"""The installed vLLM has everything we use of it, everything we use of it is listed, and our client misses nothing."""
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.v1.engine import async_llm
+from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
+
+import vllm_omni_plugin
+from vllm_omni_plugin.integration.client import FleetClient
+from vllm_omni_plugin.vllm_api.symbols import CALLS, SYMBOLS, Symbol
+
+from .resolution import check
+from .usage import attributes_of, called_by_name, names_of, vllm_names
+
+PACKAGE = Path(vllm_omni_plugin.__file__).parent
+THE_LIST = PACKAGE / "vllm_api" / "symbols.py"
+SOURCES = {path: path.read_text() for path in sorted(PACKAGE.rglob("*.py")) if path != THE_LIST}
+TOUCH_VLLM = {path: text for path, text in SOURCES.items() if path.parent.name in {"vllm_api", "integration"}}
+CALLERS = frozenset({"_call", "_consensus"})
+INSTANCE_ATTRIBUTES = {"engine_ranks_managed", "resources"}
+"""What AsyncLLM reads of its engine client that is no method of a class."""
+
+
+@pytest.mark.parametrize("symbol", SYMBOLS, ids=lambda symbol: symbol.path)
+def test_symbol_is_what_we_take_it_for(symbol: Symbol) -> None:
+    check(symbol)
+
+
+def test_no_symbol_is_listed_twice() -> None:
+    paths = [symbol.path for symbol in SYMBOLS]
+    assert [path for path in paths if paths.count(path) > 1] == []
+
+
+def test_every_name_taken_from_vllm_is_listed() -> None:
+    listed = {symbol.path for symbol in SYMBOLS}
+    unlisted = {
+        f"{path.relative_to(PACKAGE)}: {name}"
+        for path, text in TOUCH_VLLM.items()
+        for name in vllm_names(text)
+        if name not in listed and not any(other.startswith(f"{name}.") for other in listed)
+    }
+    assert unlisted == set()
+
+
+def test_every_listed_symbol_is_used() -> None:
+    used = set().union(*map(names_of, SOURCES.values())) | {"load_general_plugins"}
+    assert [symbol.path for symbol in SYMBOLS if symbol.path.rpartition(".")[2] not in used] == []
+
+
+def test_every_engine_method_called_by_name_is_listed() -> None:
+    called = set().union(*(called_by_name(text, CALLERS) for text in TOUCH_VLLM.values()))
+    assert called - {symbol.path.rpartition(".")[2] for symbol in CALLS} == set()
+    assert "add_lora" in called
+
+
+def test_the_fleet_answers_everything_async_llm_asks_of_its_engine_client() -> None:
+    asked = attributes_of(inspect.getsource(async_llm), "engine_core")
+    methods = asked - INSTANCE_ATTRIBUTES
+    assert {"add_request_async", "get_output_async", "shutdown"} <= methods
+    assert {name for name in methods if name not in vars(FleetClient)} == set()
+
+
+def test_the_fleet_sets_the_attributes_async_llm_reads() -> None:
+    read = attributes_of(inspect.getsource(async_llm), "engine_core") & INSTANCE_ATTRIBUTES
+    assert read == INSTANCE_ATTRIBUTES
+    assert read - attributes_of(inspect.getsource(FleetClient), "self") == set()
+
+
+def overridden() -> list[str]:
+    """Methods of vLLM's client interface that ours implements."""
+    return sorted(
+        name
+        for name, member in vars(FleetClient).items()
+        if inspect.isfunction(member) and hasattr(EngineCoreClient, name)
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in overridden() if not name.startswith("_")])
+def test_the_fleet_takes_the_parameters_that_vllms_own_client_takes(name: str) -> None:
+    def names(function: Callable[..., Any]) -> list[str]:
+        return list(inspect.signature(function).parameters)
+
+    assert names(getattr(FleetClient, name)) == names(getattr(AsyncMPClient, name))

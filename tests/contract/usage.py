@@ -1,0 +1,73 @@
+"""What is used of vLLM, read from source texts: by our modules, and by AsyncLLM of its engine client."""
+
+import ast
+from collections.abc import Iterator
+
+
+def vllm_names(source: str) -> set[str]:
+    """Return the dotted names that a module imports from vLLM, and the attributes it takes directly off these."""
+    tree = ast.parse(source)
+    imported = dict(_imports(tree))
+    attributes = {
+        f"{imported[node.value.id]}.{node.attr}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in imported
+    }
+    return set(imported.values()) | attributes
+
+
+def _imports(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and _is_vllm(node.module or ""):
+            for alias in node.names:
+                yield alias.asname or alias.name, f"{node.module}.{alias.name}"
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if _is_vllm(alias.name):
+                    yield alias.asname or alias.name, alias.name
+
+
+def _is_vllm(module: str) -> bool:
+    return module.partition(".")[0] == "vllm"
+
+
+def names_of(source: str) -> set[str]:
+    """Return every identifier, attribute, keyword and string of a module: all ways to use something by its name."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.keyword(arg=str(name)) | ast.arg(arg=name):
+                names.add(name)
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.alias(name=name):
+                names.add(name)
+            case ast.Constant(value=str(name)):
+                names.add(name)
+    return names
+
+
+def called_by_name(source: str, callers: frozenset[str]) -> set[str]:
+    """Return the constant first arguments of calls to methods named in `callers`."""
+    called: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Call(func=ast.Attribute(attr=caller), args=[ast.Constant(value=str(name)), *_]) if (
+                caller in callers
+            ):
+                called.add(name)
+    return called
+
+
+def attributes_of(source: str, name: str) -> set[str]:
+    """Return the attributes taken off `self.<name>`, and off a local variable of the same name."""
+    return {
+        node.attr
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute) and _names(node.value, name)
+    }
+
+
+def _names(node: ast.expr, name: str) -> bool:
+    match node:
+        case ast.Name(id=found) | ast.Attribute(value=ast.Name(id="self"), attr=found):
+            return found == name
+    return False

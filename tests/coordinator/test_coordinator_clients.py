@@ -1,0 +1,272 @@
+"""The two clients: what a replica says, what a head hears."""
+
+import json
+import threading
+import time
+from typing import Any
+
+import pytest
+import zmq
+from coordinator_support import ANY, OpenSocket, eventually, free_address, make_event, names
+
+from vllm_omni_plugin.coordinator import (
+    OmniCoordClientForHub,
+    OmniCoordClientForStage,
+    OmniCoordinator,
+    ReplicaInfo,
+    ReplicaList,
+    ReplicaStatus,
+    encode_replica_list,
+)
+from vllm_omni_plugin.errors import ConfigError, WireError
+
+
+class Ear:
+    """A ROUTER that hears what a stage client says."""
+
+    def __init__(self, open_socket: OpenSocket) -> None:
+        self._router = open_socket(zmq.ROUTER)
+        self._router.bind(ANY)
+        self.address = self._router.get_string(zmq.LAST_ENDPOINT)
+
+    def hear(self) -> dict[str, Any]:
+        _, frame = self._router.recv_multipart()
+        heard: dict[str, Any] = json.loads(frame)
+        return heard
+
+
+@pytest.fixture
+def ear(open_socket: OpenSocket) -> Ear:
+    return Ear(open_socket)
+
+
+def stage_client(address: str, name: str = "a", interval: float = 1000.0) -> OmniCoordClientForStage:
+    return OmniCoordClientForStage(address, f"tcp://{name}:1", f"tcp://{name}:2", 3, heartbeat_interval=interval)
+
+
+def info(name: str, stage_id: int) -> ReplicaInfo:
+    return ReplicaInfo(f"tcp://{name}:1", f"tcp://{name}:2", stage_id, ReplicaStatus.UP, 0, 1.0, 1.0)
+
+
+def test_stage_client_announces_up_at_once(ear: Ear) -> None:
+    client = stage_client(ear.address)
+    heard = ear.hear()
+    assert heard.pop("incarnation") > 0
+    assert heard == {
+        "input_addr": "tcp://a:1",
+        "output_addr": "tcp://a:2",
+        "stage_id": 3,
+        "event_type": "update",
+        "status": "up",
+        "queue_length": 0,
+        "sequence": 1,
+    }
+    client.close()
+
+
+def test_every_update_is_sent_in_order_with_the_whole_registration(ear: Ear) -> None:
+    client = stage_client(ear.address)
+    client.update_info(status=ReplicaStatus.ERROR)
+    client.update_info(queue_length=10)
+    heard = [ear.hear() for _ in range(3)]
+    assert [(event["status"], event["queue_length"]) for event in heard] == [("up", 0), ("error", 0), ("error", 10)]
+    assert [event["sequence"] for event in heard] == [1, 2, 3]
+    assert {event["input_addr"] for event in heard} == {"tcp://a:1"}
+    client.close()
+
+
+def test_heartbeats_repeat_the_last_word(ear: Ear) -> None:
+    client = stage_client(ear.address, interval=0.02)
+    client.update_info(status=ReplicaStatus.DRAINING, queue_length=4)
+    heartbeats = [event for event in (ear.hear() for _ in range(8)) if event["event_type"] == "heartbeat"]
+    assert len(heartbeats) >= 5
+    assert (heartbeats[-1]["status"], heartbeats[-1]["queue_length"]) == ("draining", 4)
+    client.close()
+
+
+def test_close_sends_down_before_it_returns(ear: Ear) -> None:
+    client = stage_client(ear.address)
+    ear.hear()
+    client.close()
+    heard = ear.hear()
+    assert (heard["event_type"], heard["status"]) == ("update", "down")
+
+
+def test_closed_stage_client_refuses(ear: Ear) -> None:
+    client = stage_client(ear.address)
+    client.close()
+    with pytest.raises(RuntimeError):
+        client.update_info(queue_length=1)
+    with pytest.raises(RuntimeError):
+        client.close()
+
+
+def test_update_of_nothing_is_a_value_error(ear: Ear) -> None:
+    client = stage_client(ear.address)
+    with pytest.raises(ValueError, match="at least one"):
+        client.update_info()
+    client.close()
+
+
+def test_refused_update_leaves_the_last_valid_one(ear: Ear) -> None:
+    client = stage_client(ear.address)
+    with pytest.raises(WireError, match="queue_length"):
+        client.update_info(queue_length=-1)
+    client.update_info(status=ReplicaStatus.UP)
+    assert [ear.hear()["queue_length"] for _ in range(2)] == [0, 0]
+    client.close()
+
+
+def test_registration_that_would_be_refused_is_never_opened() -> None:
+    with pytest.raises(WireError, match="stage_id"):
+        OmniCoordClientForStage("tcp://127.0.0.1:1", "tcp://a:1", "tcp://a:2", -1)
+
+
+@pytest.mark.parametrize("address", ["", "nowhere", "tcp://"])
+def test_impossible_address_is_a_config_error(address: str) -> None:
+    with pytest.raises(ConfigError, match="cannot connect"):
+        stage_client(address)
+    with pytest.raises(ConfigError, match="cannot connect"):
+        OmniCoordClientForHub(address)
+
+
+@pytest.mark.parametrize("interval", [0.0, -1.0, float("nan")])
+def test_interval_that_is_not_positive_is_refused(interval: float) -> None:
+    with pytest.raises(ConfigError, match="heartbeat_interval"):
+        stage_client("tcp://127.0.0.1:1", interval=interval)
+
+
+def test_restarted_replica_counts_as_newer() -> None:
+    coordinator = OmniCoordinator(ANY, ANY)
+    first = stage_client(coordinator.router_zmq_addr)
+    eventually(lambda: names(coordinator.get_active_replicas()) == ["a"])
+    second = stage_client(coordinator.router_zmq_addr)
+    second.update_info(queue_length=5)
+    eventually(lambda: coordinator.get_active_replicas().replicas[0].queue_length == 5)
+    first.close()
+    eventually(lambda: coordinator.invalid_frames["stale"] == 1)
+    assert names(coordinator.get_active_replicas()) == ["a"]
+    second.close()
+    eventually(lambda: names(coordinator.get_active_replicas()) == [])
+    coordinator.close()
+
+
+def test_stage_client_started_first_registers_when_the_coordinator_comes() -> None:
+    address = free_address()
+    client = stage_client(address, interval=0.05)
+    for queue_length in range(1, 501):
+        client.update_info(queue_length=queue_length)
+
+    def last_word_heard(coordinator: OmniCoordinator) -> bool:
+        return [info.queue_length for info in coordinator.get_active_replicas().replicas] == [500]
+
+    coordinator = OmniCoordinator(address, ANY)
+    eventually(lambda: last_word_heard(coordinator))
+    coordinator.close()
+    coordinator = OmniCoordinator(address, ANY)
+    eventually(lambda: last_word_heard(coordinator))
+    client.close()
+    eventually(lambda: coordinator.get_active_replicas().replicas == [])
+    coordinator.close()
+
+
+def test_close_without_a_coordinator_is_bounded() -> None:
+    client = stage_client(free_address())
+    client.update_info(queue_length=1)
+    client.close()
+
+
+class Voice:
+    """An XPUB that says what a test wants a hub client to hear."""
+
+    def __init__(self, open_socket: OpenSocket) -> None:
+        self._pub = open_socket(zmq.XPUB)
+        self._pub.bind(ANY)
+        self.address = self._pub.get_string(zmq.LAST_ENDPOINT)
+
+    def wait_for_listener(self) -> None:
+        assert self._pub.recv() == b"\x01"
+
+    def say(self, *parts: bytes) -> None:
+        self._pub.send_multipart(parts)
+
+
+def test_hub_starts_with_an_empty_list_of_time_zero() -> None:
+    hub = OmniCoordClientForHub("tcp://127.0.0.1:1")
+    assert hub.get_replica_list() == ReplicaList([], 0.0)
+    assert hub.get_replicas_for_stage(0) == ReplicaList([], 0.0)
+    assert not hub.wait_for_update(0, 0.0)
+    hub.close()
+
+
+def test_hub_filters_by_stage(open_socket: OpenSocket) -> None:
+    voice = Voice(open_socket)
+    hub = OmniCoordClientForHub(voice.address)
+    voice.wait_for_listener()
+    voice.say(encode_replica_list(ReplicaList([info("a", 0), info("b", 1)], 5.0, no_new_work=[info("c", 1)])))
+    assert hub.wait_for_update(0, 20)
+    assert hub.get_replicas_for_stage(1) == ReplicaList([info("b", 1)], 5.0, no_new_work=[info("c", 1)])
+    assert hub.get_replicas_for_stage(7) == ReplicaList([], 5.0)
+    hub.close()
+
+
+def test_hub_survives_garbage_and_keeps_its_list(open_socket: OpenSocket, caplog: pytest.LogCaptureFixture) -> None:
+    voice = Voice(open_socket)
+    hub = OmniCoordClientForHub(voice.address)
+    voice.wait_for_listener()
+    good = encode_replica_list(ReplicaList([info("a", 0)], 5.0))
+    voice.say(good)
+    assert hub.wait_for_update(0, 20)
+    for number, parts in enumerate([(b"",), (b"\xff",), (b"[" * 60_000,), (good, good), (good[:-3],), (b"5",)], 1):
+        voice.say(*parts)
+        eventually(lambda expected=number: hub.invalid_frames == expected)  # type: ignore[misc]
+    assert hub.get_replica_list().timestamp == 5.0
+    assert len(caplog.records) == 1
+    voice.say(encode_replica_list(ReplicaList([], 6.0)))
+    assert hub.wait_for_update(1, 20)
+    hub.close()
+
+
+def test_failing_callback_does_not_end_the_hub(open_socket: OpenSocket, caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[float] = []
+
+    def on_update(replicas: ReplicaList) -> None:
+        seen.append(replicas.timestamp)
+        raise OSError("the head is unwell")
+
+    voice = Voice(open_socket)
+    hub = OmniCoordClientForHub(voice.address, on_update)
+    voice.wait_for_listener()
+    for timestamp in (1.0, 2.0):
+        voice.say(encode_replica_list(ReplicaList([], timestamp)))
+        eventually(lambda expected=timestamp: seen[-1:] == [expected])  # type: ignore[misc]
+    hub.close()
+    assert seen == [1.0, 2.0]
+    assert "on_update failed" in caplog.text
+
+
+def test_closing_the_hub_releases_those_who_wait() -> None:
+    hub = OmniCoordClientForHub("tcp://127.0.0.1:1")
+    outcomes: list[bool] = []
+    waiter = threading.Thread(target=lambda: outcomes.append(hub.wait_for_update(0)))
+    waiter.start()
+    hub.close()
+    waiter.join(20)
+    assert outcomes == [False]
+    with pytest.raises(RuntimeError):
+        hub.close()
+
+
+def test_hub_follows_a_coordinator_that_comes_back() -> None:
+    first = OmniCoordinator(ANY, ANY)
+    hub = OmniCoordClientForHub(first.pub_zmq_addr)
+    first.add_new_replica(make_event("a"))
+    eventually(lambda: names(hub.get_replica_list()) == ["a"])
+    first.close()
+    assert names(hub.get_replica_list()) == ["a"]
+    second = OmniCoordinator(ANY, first.pub_zmq_addr)
+    second.add_new_replica(make_event("b"))
+    eventually(lambda: names(hub.get_replica_list()) == ["b"])
+    assert hub.get_replica_list().timestamp <= time.time()
+    hub.close()
+    second.close()

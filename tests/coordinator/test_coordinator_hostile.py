@@ -1,0 +1,177 @@
+"""Bad input on a live coordinator: counted, dropped, neighbours untouched."""
+
+import random
+from collections import Counter
+
+import pytest
+import zmq
+from coordinator_support import OpenDealer, OpenSocket, eventually, make_event, names
+
+from vllm_omni_plugin.coordinator import (
+    OmniCoordClientForHub,
+    OmniCoordClientForStage,
+    OmniCoordinator,
+    ReplicaStatus,
+    encode_event,
+)
+
+VALID = encode_event(make_event("stranger"))
+
+BAD_FRAMES = {
+    "empty": b"",
+    "no-utf8": b"\xff\xfe\x00",
+    "truncated": VALID[:-5],
+    "number": b"5",
+    "array": b"[1,2,3]",
+    "deep": b"[" * 60_000,
+    "deep-in-unknown-key": VALID[:-1] + b',"x":' + b"[" * 60_000,
+    "wrong-type": VALID.replace(b'"queue_length":0', b'"queue_length":"0"'),
+    "negative-queue": VALID.replace(b'"queue_length":0', b'"queue_length":-1'),
+    "huge-queue": VALID.replace(b'"queue_length":0', b'"queue_length":' + b"9" * 5000),
+    "unknown-stage": VALID.replace(b'"stage_id":0', b'"stage_id":70000'),
+    "unknown-status": VALID.replace(b'"up"', b'"sleepy"'),
+    "surrogate": VALID.replace(b"stranger", b"\\ud800"),
+}
+
+
+@pytest.fixture
+def neighbour(coordinator: OmniCoordinator) -> None:
+    coordinator.add_new_replica(make_event("neighbour", incarnation=2, sequence=2, queue_length=7))
+
+
+@pytest.mark.usefixtures("neighbour")
+@pytest.mark.parametrize("frame", BAD_FRAMES.values(), ids=BAD_FRAMES.keys())
+def test_malformed_frame_is_counted_and_dropped(coordinator: OmniCoordinator, dealer: OpenDealer, frame: bytes) -> None:
+    peer = dealer(coordinator.router_zmq_addr)
+    peer.send(frame)
+    peer.send(encode_event(make_event("after")))
+    eventually(lambda: names(coordinator.get_active_replicas()) == ["after", "neighbour"])
+    assert coordinator.invalid_frames == {"malformed": 1, "multipart": 0, "stale": 0, "table-full": 0}
+
+
+@pytest.mark.usefixtures("neighbour")
+def test_message_of_several_frames_is_dropped_whole(coordinator: OmniCoordinator, dealer: OpenDealer) -> None:
+    peer = dealer(coordinator.router_zmq_addr)
+    peer.send_multipart([VALID, VALID, b"", VALID])
+    peer.send_multipart([b"", VALID])
+    peer.send(encode_event(make_event("after")))
+    eventually(lambda: names(coordinator.get_active_replicas()) == ["after", "neighbour"])
+    assert coordinator.invalid_frames["multipart"] == 2
+
+
+@pytest.mark.usefixtures("neighbour")
+def test_replay_for_a_neighbour_is_stale(coordinator: OmniCoordinator, dealer: OpenDealer) -> None:
+    peer = dealer(coordinator.router_zmq_addr)
+    for incarnation, sequence in [(0, 0), (1, 9), (2, 1), (2, 2)]:
+        down = make_event("neighbour", status=ReplicaStatus.DOWN, incarnation=incarnation, sequence=sequence)
+        peer.send(encode_event(down))
+    eventually(lambda: coordinator.invalid_frames["stale"] == 4)
+    assert names(coordinator.get_active_replicas()) == ["neighbour"]
+
+
+def test_older_of_two_replicas_with_one_id_is_ignored(coordinator: OmniCoordinator, dealer: OpenDealer) -> None:
+    older, newer = dealer(coordinator.router_zmq_addr), dealer(coordinator.router_zmq_addr)
+    older.send(encode_event(make_event(incarnation=1, sequence=1, queue_length=1)))
+    eventually(lambda: names(coordinator.get_active_replicas()) == ["a"])
+    newer.send(encode_event(make_event(incarnation=2, sequence=1, queue_length=2)))
+    eventually(lambda: coordinator.get_active_replicas().replicas[0].queue_length == 2)
+    older.send(encode_event(make_event(incarnation=1, sequence=2, queue_length=1)))
+    eventually(lambda: coordinator.invalid_frames["stale"] == 1)
+    assert coordinator.get_active_replicas().replicas[0].queue_length == 2
+
+
+def test_ten_megabytes_cut_only_their_own_connection(coordinator: OmniCoordinator, dealer: OpenDealer) -> None:
+    neighbour = dealer(coordinator.router_zmq_addr)
+    neighbour.send(encode_event(make_event("neighbour", queue_length=1)))
+    eventually(lambda: names(coordinator.get_active_replicas()) == ["neighbour"])
+    flooder = dealer(coordinator.router_zmq_addr)
+    flooder.send(b"x" * 10_000_000)
+    flooder.send(encode_event(make_event("reconnected")))
+    eventually(lambda: names(coordinator.get_active_replicas()) == ["neighbour", "reconnected"])
+    # Cut at the socket: had the frame come through, it would have been counted.
+    assert coordinator.invalid_frames["malformed"] == 0
+    neighbour.send(encode_event(make_event("neighbour", queue_length=2)))
+    eventually(lambda: coordinator.get_active_replicas().replicas[0].queue_length == 2)
+
+
+def test_invented_registrations_do_not_displace_those_present(coordinator: OmniCoordinator, dealer: OpenDealer) -> None:
+    coordinator.add_new_replica(make_event("neighbour"))
+    peer = dealer(coordinator.router_zmq_addr)
+    for number in range(4500):
+        peer.send(encode_event(make_event(f"invented{number}", stage_id=number % 1024)))
+    eventually(lambda: coordinator.invalid_frames["table-full"] == 4500 - 4095)
+    assert "neighbour" in names(coordinator.get_active_replicas())
+    assert len(coordinator.get_active_replicas().replicas) == 4096
+
+
+@pytest.mark.usefixtures("neighbour")
+def test_junk_on_the_list_port_changes_nothing(coordinator: OmniCoordinator, open_socket: OpenSocket) -> None:
+    intruder = open_socket(zmq.XSUB)
+    intruder.connect(coordinator.pub_zmq_addr)
+    for number in range(500):
+        intruder.send_multipart([b"\x01" + bytes([number % 256]) * 100, VALID])
+        intruder.send(VALID)
+    hub = OmniCoordClientForHub(coordinator.pub_zmq_addr)
+    assert hub.wait_for_update(0, 20)
+    assert names(hub.get_replica_list()) == ["neighbour"]
+    hub.close()
+
+
+def random_message(rng: random.Random) -> tuple[list[bytes], str]:
+    """Return one message and what becomes of it: a drop reason, or "event" for what depends on the table."""
+    choice = rng.randrange(8)
+    event = make_event(
+        f"x{rng.randrange(300)}",
+        stage_id=rng.randrange(8),
+        status=rng.choice(list(ReplicaStatus)),
+        queue_length=rng.randrange(2**31),
+        incarnation=rng.randrange(4),
+        sequence=rng.randrange(50),
+    )
+    frame = encode_event(event)
+    if choice < 3:
+        return [frame], "event"
+    if choice == 3:
+        return [frame[: rng.randrange(len(frame))]], "malformed"
+    if choice == 4:
+        return [b"\xff" + rng.randbytes(rng.randrange(200))], "malformed"
+    if choice == 5:
+        return [frame] * rng.randrange(2, 5), "multipart"
+    if choice == 6:
+        replay = make_event("neighbour", status=ReplicaStatus.DOWN, incarnation=rng.randrange(9), sequence=9**9)
+        return [encode_event(replay)], "stale"
+    return [rng.choice(list(BAD_FRAMES.values()))], "malformed"
+
+
+def test_hundred_thousand_random_frames_harm_neither_service_nor_neighbour(
+    coordinator: OmniCoordinator, hub: OmniCoordClientForHub, dealer: OpenDealer
+) -> None:
+    neighbour = OmniCoordClientForStage(coordinator.router_zmq_addr, "tcp://neighbour:1", "tcp://neighbour:2", 0)
+    neighbour.update_info(queue_length=7)
+    eventually(lambda: [info.queue_length for info in coordinator.get_active_replicas().replicas] == [7])
+    (before,) = coordinator.get_active_replicas().replicas
+
+    rng = random.Random(20261101)
+    variety = [random_message(rng) for _ in range(10_000)]
+    peers = [dealer(coordinator.router_zmq_addr) for _ in range(4)]
+    sent: Counter[str] = Counter()
+    for _ in range(100_000):
+        parts, outcome = rng.choice(variety)
+        rng.choice(peers).send_multipart(parts)
+        sent[outcome] += 1
+    for number, peer in enumerate(peers):
+        peer.send(encode_event(make_event(f"last{number}")))
+
+    last = {f"last{number}" for number in range(len(peers))}
+    eventually(lambda: last <= set(names(coordinator.get_active_replicas())), within=60)
+    counts = coordinator.invalid_frames
+    assert (counts["malformed"], counts["multipart"], counts["table-full"]) == (sent["malformed"], sent["multipart"], 0)
+    assert sent["stale"] <= counts["stale"] <= sent["stale"] + sent["event"]
+
+    (after,) = [info for info in coordinator.get_active_replicas().replicas if info.input_addr == before.input_addr]
+    assert (after.status, after.queue_length, after.stage_id) == (before.status, 7, 0)
+    assert after.registered_at == pytest.approx(before.registered_at, abs=0.5)
+    neighbour.update_info(queue_length=8)
+    eventually(lambda: any(info.queue_length == 8 for info in hub.get_replicas_for_stage(0).replicas))
+    neighbour.close()
+    eventually(lambda: "neighbour" not in names(hub.get_replica_list()))

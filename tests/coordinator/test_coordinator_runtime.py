@@ -1,0 +1,193 @@
+"""The coordinator in its own process: light, restarted on the same ports, never orphaned."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from coordinator_support import ANY, OpenDealer, eventually, free_address, make_event, names, process_status
+
+from vllm_omni_plugin.coordinator import (
+    OmniCoordClientForHub,
+    OmniCoordClientForStage,
+    OmniCoordinatorRuntime,
+    encode_event,
+)
+from vllm_omni_plugin.coordinator import runtime as runtime_module
+from vllm_omni_plugin.coordinator.process import ChildArguments, CoordinatorProcess
+from vllm_omni_plugin.errors import ConfigError
+
+
+@pytest.fixture
+def runtime() -> Iterator[OmniCoordinatorRuntime]:
+    runtime = OmniCoordinatorRuntime(heartbeat_timeout=3.0)
+    yield runtime
+    runtime.close()
+
+
+def process_of(runtime: OmniCoordinatorRuntime) -> int:
+    assert runtime.process_id is not None
+    return runtime.process_id
+
+
+def kill_and_wait_for_the_next(runtime: OmniCoordinatorRuntime) -> None:
+    killed = process_of(runtime)
+    os.kill(killed, signal.SIGKILL)
+    eventually(lambda: runtime.process_id not in (None, killed))
+
+
+def runs(pid: int) -> bool:
+    return process_status(pid).get("State", "Z")[0] != "Z"
+
+
+def run_python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60).stdout
+
+
+def test_replica_and_head_meet_over_it(runtime: OmniCoordinatorRuntime) -> None:
+    hub = OmniCoordClientForHub(runtime.pub_address)
+    client = OmniCoordClientForStage(runtime.router_address, "tcp://a:1", "tcp://a:2", 0)
+    eventually(lambda: names(hub.get_replica_list()) == ["a"])
+    client.close()
+    eventually(lambda: hub.get_replica_list().replicas == [])
+    hub.close()
+
+
+def test_it_is_small_and_runs_in_its_own_process(runtime: OmniCoordinatorRuntime) -> None:
+    status = process_status(process_of(runtime))
+    assert int(status["PPid"]) == os.getpid()
+    resident_kib = int(status["VmRSS"].removesuffix(" kB"))
+    assert resident_kib < 60 * 1024
+
+
+def test_killed_process_is_restarted_on_the_same_ports_and_replicas_come_back(runtime: OmniCoordinatorRuntime) -> None:
+    lists: list[list[str]] = []
+    hub = OmniCoordClientForHub(runtime.pub_address, lambda replicas: lists.append(names(replicas)))
+    clients = [
+        OmniCoordClientForStage(runtime.router_address, f"tcp://{name}:1", f"tcp://{name}:2", 0, heartbeat_interval=0.1)
+        for name in "ab"
+    ]
+    eventually(lambda: lists[-1:] == [["a", "b"]])
+    addresses, seen = (runtime.router_address, runtime.pub_address), len(lists)
+    kill_and_wait_for_the_next(runtime)
+    assert (runtime.router_address, runtime.pub_address) == addresses
+    clients[0].update_info(queue_length=9)
+    eventually(lambda: [info.queue_length for info in hub.get_replica_list().replicas] == [9, 0])
+    assert all(listed == ["a", "b"] for listed in lists[seen:])
+    for client in clients:
+        client.close()
+    hub.close()
+
+
+def test_restarted_process_tells_no_head_of_a_fleet_it_does_not_know_yet(dealer: OpenDealer) -> None:
+    runtime = OmniCoordinatorRuntime(heartbeat_timeout=9.0)
+    replica = dealer(runtime.router_address)
+    hub = OmniCoordClientForHub(runtime.pub_address)
+    replica.send(encode_event(make_event("slow", sequence=1)))
+    eventually(lambda: names(hub.get_replica_list()) == ["slow"])
+    kill_and_wait_for_the_next(runtime)
+    newcomer = OmniCoordClientForHub(runtime.pub_address)
+    assert not newcomer.wait_for_update(0, 0.5)
+    replica.send(encode_event(make_event("slow", sequence=2)))
+    assert newcomer.wait_for_update(0, 20)
+    assert names(newcomer.get_replica_list()) == names(hub.get_replica_list()) == ["slow"]
+    newcomer.close()
+    hub.close()
+    runtime.close()
+
+
+def test_restart_fails_until_the_port_is_free_again(
+    runtime: OmniCoordinatorRuntime, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Time for the test to take the port before the restart does.
+    monkeypatch.setattr(runtime_module, "MAX_DELAY", 0.5)
+    killed = process_of(runtime)
+    port = int(runtime.router_address.rpartition(":")[2])
+    os.kill(killed, signal.SIGKILL)
+    eventually(lambda: runtime.process_id is None)
+    with socket.create_server(("127.0.0.1", port)):
+        eventually(lambda: "could not be restarted" in caplog.text)
+    assert runtime.router_address in caplog.text
+    eventually(lambda: "serves again" in caplog.text)
+    assert runs(process_of(runtime))
+
+
+def test_given_port_is_the_one_for_replicas() -> None:
+    address = free_address()
+    runtime = OmniCoordinatorRuntime(port=int(address.rpartition(":")[2]))
+    assert runtime.router_address == address
+    assert runtime.pub_address != runtime.router_address
+    runtime.close()
+
+
+def test_busy_port_is_a_config_error_naming_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = busy.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"tcp://127.0.0.1:{port}"):
+            OmniCoordinatorRuntime(port=port)
+
+
+def test_impossible_timeout_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="heartbeat_timeout"):
+        OmniCoordinatorRuntime(heartbeat_timeout=-1.0)
+
+
+def test_close_ends_the_process_and_may_be_repeated() -> None:
+    runtime = OmniCoordinatorRuntime()
+    pid = process_of(runtime)
+    runtime.close()
+    assert not runs(pid)
+    assert runtime.process_id is None
+    runtime.close()
+
+
+def test_process_that_does_not_answer_is_killed_on_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime_module, "STOP_TIMEOUT", 0.1)
+    runtime = OmniCoordinatorRuntime()
+    pid = process_of(runtime)
+    os.kill(pid, signal.SIGSTOP)
+    runtime.close()
+    assert not runs(pid)
+
+
+def test_process_dies_with_its_parent_although_a_fork_holds_its_pipe() -> None:
+    code = """if True:
+        import os, time
+        from vllm_omni_plugin.coordinator import OmniCoordinatorRuntime
+        runtime = OmniCoordinatorRuntime()
+        fork = os.fork()
+        if fork:
+            print(runtime.process_id, fork, flush=True)
+        time.sleep(600)
+    """
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    coordinator, fork = (int(pid) for pid in parent.stdout.readline().split())
+    assert runs(coordinator)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    try:
+        eventually(lambda: not runs(coordinator))
+        assert runs(fork)
+    finally:
+        os.kill(fork, signal.SIGKILL)
+
+
+def test_process_ends_with_its_standard_input() -> None:
+    arguments = ChildArguments(ANY, ANY, 30.0)
+    child = CoordinatorProcess(arguments)
+    assert child.wait_ready().router_address.startswith("tcp://127.0.0.1:")
+    child.stop()
+    assert child.wait() == 0
+
+
+def test_import_pulls_in_neither_vllm_nor_torch_nor_other_parts_of_ours() -> None:
+    imported = run_python("import sys, vllm_omni_plugin.coordinator; print(*sorted(sys.modules))").split()
+    assert "vllm_omni_plugin.coordinator.service" in imported
+    assert {"vllm", "torch", "numpy"}.isdisjoint(imported)
+    ours = {name for name in imported if name.startswith("vllm_omni_plugin.")}
+    assert {name.split(".")[1] for name in ours} == {"coordinator", "errors"}

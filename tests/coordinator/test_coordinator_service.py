@@ -1,0 +1,260 @@
+"""The live coordinator over real sockets."""
+
+import itertools
+import socket
+import threading
+
+import msgspec
+import pytest
+import zmq
+from coordinator_support import ANY, ManualClock, OpenDealer, OpenSocket, eventually, make_event, names
+
+from vllm_omni_plugin.coordinator import (
+    OmniCoordClientForHub,
+    OmniCoordinator,
+    ReplicaList,
+    ReplicaStatus,
+    decode_replica_list,
+    encode_event,
+)
+from vllm_omni_plugin.errors import ConfigError, WireError
+
+
+def test_bound_addresses_have_their_ports_resolved(coordinator: OmniCoordinator) -> None:
+    for address in (coordinator.router_zmq_addr, coordinator.pub_zmq_addr):
+        assert int(address.removeprefix("tcp://127.0.0.1:")) > 0
+
+
+def test_port_zero_means_any_free_port() -> None:
+    coordinator = OmniCoordinator("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
+    assert not coordinator.router_zmq_addr.endswith(":0")
+    coordinator.close()
+
+
+@pytest.mark.parametrize("busy_one", ["router", "pub"])
+def test_busy_port_is_a_config_error_naming_the_address(busy_one: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        address = f"tcp://127.0.0.1:{busy.getsockname()[1]}"
+        router, pub = (address, ANY) if busy_one == "router" else (ANY, address)
+        with pytest.raises(ConfigError, match=address):
+            OmniCoordinator(router, pub)
+
+
+@pytest.mark.parametrize("timeout", [0.0, -1.0, float("nan")])
+def test_timeout_that_is_not_positive_is_refused(timeout: float) -> None:
+    with pytest.raises(ConfigError, match="heartbeat_timeout"):
+        OmniCoordinator(ANY, ANY, timeout)
+
+
+def test_local_events_add_update_and_remove(coordinator: OmniCoordinator) -> None:
+    coordinator.add_new_replica(make_event("a"))
+    coordinator.add_new_replica(make_event("b", stage_id=1))
+    coordinator.update_replica_info(make_event("a", queue_length=7))
+    replicas = coordinator.get_active_replicas()
+    assert [(info.stage_id, info.queue_length) for info in replicas.replicas] == [(0, 7), (1, 0)]
+    coordinator.remove_replica(make_event("a"))
+    assert names(coordinator.get_active_replicas()) == ["b"]
+
+
+def test_only_replicas_that_are_up_are_active(coordinator: OmniCoordinator) -> None:
+    for status in ReplicaStatus:
+        coordinator.add_new_replica(make_event(status.value, status=status))
+    replicas = coordinator.get_active_replicas()
+    assert names(replicas) == ["up"]
+    assert [info.input_addr for info in replicas.no_new_work] == ["tcp://draining:1"]
+
+
+def test_invalid_local_event_is_the_callers_error(coordinator: OmniCoordinator) -> None:
+    with pytest.raises(WireError, match="queue_length"):
+        coordinator.add_new_replica(make_event(queue_length=-1))
+    assert coordinator.get_active_replicas().replicas == []
+
+
+def test_announcement_over_the_wire_reaches_every_head(
+    coordinator: OmniCoordinator, hub: OmniCoordClientForHub, dealer: OpenDealer
+) -> None:
+    late = OmniCoordClientForHub(coordinator.pub_zmq_addr)
+    peer = dealer(coordinator.router_zmq_addr)
+    peer.send(encode_event(make_event("a")))
+    eventually(lambda: names(hub.get_replica_list()) == names(late.get_replica_list()) == ["a"])
+    peer.send(encode_event(make_event("a", status=ReplicaStatus.DOWN)))
+    eventually(lambda: names(hub.get_replica_list()) == names(late.get_replica_list()) == [])
+    late.close()
+
+
+def test_published_frame_is_plain_json_for_any_subscriber(
+    coordinator: OmniCoordinator, open_socket: OpenSocket
+) -> None:
+    coordinator.add_new_replica(make_event("a"))
+    subscriber = open_socket(zmq.SUB)
+    subscriber.subscribe(b"")
+    subscriber.connect(coordinator.pub_zmq_addr)
+    (frame,) = subscriber.recv_multipart()
+    published = msgspec.json.decode(frame)
+    assert published["replicas"][0]["input_addr"] == "tcp://a:1"
+    assert published["timestamp"] == decode_replica_list(frame).timestamp > 0
+
+
+def test_late_subscriber_is_sent_the_list_without_any_change(coordinator: OmniCoordinator) -> None:
+    coordinator.add_new_replica(make_event("a"))
+    subscribers = []
+    for _ in range(3):
+        late = OmniCoordClientForHub(coordinator.pub_zmq_addr)
+        subscribers.append(late)
+        # Less than the keep-alive interval, which would bring the list as well.
+        assert late.wait_for_update(0, 4)
+        assert names(late.get_replica_list()) == ["a"]
+    for subscriber in subscribers:
+        subscriber.close()
+
+
+def test_burst_of_updates_is_coalesced_and_ends_with_the_last(coordinator: OmniCoordinator) -> None:
+    timestamps: list[float] = []
+    hub = OmniCoordClientForHub(coordinator.pub_zmq_addr, lambda replicas: timestamps.append(replicas.timestamp))
+    assert hub.wait_for_update(0, 20)
+    for queue_length in range(1, 3001):
+        coordinator.update_replica_info(make_event("a", queue_length=queue_length))
+    eventually(lambda: [info.queue_length for info in hub.get_replica_list().replicas] == [3000])
+    hub.close()
+    assert all(later - earlier > 0.09 for earlier, later in itertools.pairwise(timestamps))
+
+
+class Slowly:
+    """A coordinator for which time passes only here, and a head that follows it."""
+
+    def __init__(self, heartbeat_timeout: float, settle_time: float = 0.0) -> None:
+        self.clock = ManualClock()
+        self.coordinator = OmniCoordinator(
+            ANY, ANY, heartbeat_timeout, settle_time=settle_time, clock=self.clock, wall_clock=self.clock
+        )
+        self.lists: list[ReplicaList] = []
+        self.hub = OmniCoordClientForHub(self.coordinator.pub_zmq_addr, self.lists.append)
+
+    def advance(self, seconds: float) -> ReplicaList:
+        """Let time pass and return the list that the coordinator publishes then."""
+        self.clock.now += seconds
+        self.coordinator.publish_replica_list_update()
+        eventually(lambda: self.hub.get_replica_list().timestamp == self.clock.now)
+        return self.hub.get_replica_list()
+
+    def subscribe(self) -> None:
+        """Return once the head is subscribed, which takes a little of the clock's time as well."""
+
+        def heard() -> bool:
+            self.clock.now += 0.125
+            self.coordinator.publish_replica_list_update()
+            return self.hub.wait_for_update(0, 0.05)
+
+        eventually(heard)
+
+    def close(self) -> None:
+        self.hub.close()
+        self.coordinator.close()
+
+
+def test_publish_reports_whether_the_list_goes_out_at_once() -> None:
+    slowly = Slowly(1000.0)
+    slowly.subscribe()
+    slowly.advance(1.0)
+    assert not slowly.coordinator.publish_replica_list_update()
+    slowly.clock.now += 1.0
+    assert slowly.coordinator.publish_replica_list_update()
+    slowly.close()
+    assert not slowly.coordinator.publish_replica_list_update()
+
+
+def test_silent_replica_is_suspected_then_gone() -> None:
+    slowly = Slowly(10.0)
+    slowly.subscribe()
+    slowly.coordinator.add_new_replica(make_event("a"))
+    # In steps below the tolerance, or the coordinator would take itself for the one that is late.
+    published = [slowly.advance(0.5) for _ in range(24)]
+    assert [len(replicas.replicas) for replicas in published] == [1] * 9 + [0] * 15
+    assert [len(replicas.no_new_work) for replicas in published] == [0] * 9 + [1] * 10 + [0] * 5
+    slowly.close()
+
+
+def test_coordinator_that_was_late_expires_nobody() -> None:
+    slowly = Slowly(30.0)
+    slowly.subscribe()
+    slowly.coordinator.add_new_replica(make_event("a"))
+    slowly.advance(1.0)
+    assert names(slowly.advance(10_000.0)) == ["a"]
+    slowly.close()
+
+
+def test_sleeping_for_long_is_not_being_late() -> None:
+    slowly = Slowly(30.0)
+    slowly.subscribe()
+    slowly.coordinator.add_new_replica(make_event("a"))
+    # Requests that come long after the last list must not excuse the silent.
+    published = [slowly.advance(2.5) for _ in range(7)]
+    assert [len(replicas.replicas) for replicas in published] == [1] * 5 + [0] * 2
+    slowly.close()
+
+
+def test_settling_coordinator_tells_nobody_of_an_empty_fleet() -> None:
+    slowly = Slowly(30.0, settle_time=3.0)
+    assert not slowly.coordinator.publish_replica_list_update()
+    slowly.coordinator.add_new_replica(make_event("a"))
+    slowly.subscribe()
+    slowly.close()
+    assert slowly.clock.now >= 1003.0
+    assert {len(replicas.replicas) for replicas in slowly.lists} == {1}
+
+
+def test_concurrent_callers_leave_a_consistent_table(coordinator: OmniCoordinator) -> None:
+    def report(name: str) -> None:
+        for queue_length in range(200):
+            coordinator.update_replica_info(make_event(name, queue_length=queue_length))
+            coordinator.publish_replica_list_update()
+            coordinator.get_active_replicas()
+
+    threads = [threading.Thread(target=report, args=(name,)) for name in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    replicas = coordinator.get_active_replicas()
+    assert names(replicas) == ["a", "b", "c", "d"]
+    assert {info.queue_length for info in replicas.replicas} == {199}
+
+
+def test_wait_for_shutdown_ends_with_close() -> None:
+    coordinator = OmniCoordinator(ANY, ANY)
+    waiter = threading.Thread(target=coordinator.wait_for_shutdown)
+    waiter.start()
+    assert waiter.is_alive()
+    coordinator.close()
+    waiter.join(20)
+    assert not waiter.is_alive()
+
+
+def test_closed_coordinator_refuses_everything_but_reading() -> None:
+    coordinator = OmniCoordinator(ANY, ANY)
+    coordinator.add_new_replica(make_event("a"))
+    coordinator.close()
+    with pytest.raises(RuntimeError):
+        coordinator.close()
+    with pytest.raises(RuntimeError):
+        coordinator.add_new_replica(make_event("b"))
+    assert names(coordinator.get_active_replicas()) == ["a"]
+    assert "closed" in repr(coordinator)
+
+
+def test_closed_coordinator_frees_its_ports() -> None:
+    first = OmniCoordinator(ANY, ANY)
+    first.close()
+    second = OmniCoordinator(first.router_zmq_addr, first.pub_zmq_addr)
+    assert second.router_zmq_addr == first.router_zmq_addr
+    second.close()
+
+
+def test_two_coordinators_on_one_host_do_not_interfere(coordinator: OmniCoordinator, dealer: OpenDealer) -> None:
+    other = OmniCoordinator(ANY, ANY)
+    dealer(coordinator.router_zmq_addr).send(encode_event(make_event("mine")))
+    dealer(other.router_zmq_addr).send(encode_event(make_event("theirs")))
+    eventually(lambda: names(coordinator.get_active_replicas()) == ["mine"])
+    eventually(lambda: names(other.get_active_replicas()) == ["theirs"])
+    other.close()
+    assert names(coordinator.get_active_replicas()) == ["mine"]
