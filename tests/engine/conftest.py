@@ -7,15 +7,22 @@ from pathlib import Path
 import pytest
 
 from .server import Server
+from .servers import Servers
 
 _TINY_MODEL = Path(__file__).parents[2] / "examples" / "cpu" / "tiny_model.py"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything in this folder needs an engine."""
+    """Everything in this folder needs an engine. What shares servers comes first, so that none is started twice."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.engine)
+    items.sort(key=_needs_servers_of_its_own)
+
+
+def _needs_servers_of_its_own(item: pytest.Item) -> bool:
+    fixtures = set(getattr(item, "fixturenames", ()))
+    return item.get_closest_marker("engine") is not None and not fixtures & {"fleet", "plain"}
 
 
 @pytest.fixture(scope="session")
@@ -37,18 +44,22 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def fleet(tiny_model: Path, logs: Path) -> Iterator[Server]:
+def servers(logs: Path) -> Iterator[Servers]:
+    """Every server that more than one test talks to."""
+    with Servers(logs) as running:
+        yield running
+
+
+@pytest.fixture
+def fleet(servers: Servers, tiny_model: Path) -> Server:
     """A head with two local replicas, for tests that leave it as they found it."""
-    args = ("--omni-lb-policy", "least-queue-length", "--omni-dp-size-local", "2", *FEATURES)
-    with Server(tiny_model, logs / "fleet.log", *args, **TWO_ENGINES) as server:
-        yield server
+    return servers.get("fleet", tiny_model, *TWO_REPLICAS, *FEATURES, engines=2, **TWO_ENGINES, **DEV_MODE)
 
 
-@pytest.fixture(scope="session")
-def plain(tiny_model: Path, logs: Path) -> Iterator[Server]:
+@pytest.fixture
+def plain(servers: Servers, tiny_model: Path) -> Server:
     """vLLM without any flag of ours, with the plugin installed."""
-    with Server(tiny_model, logs / "plain.log", *FEATURES) as server:
-        yield server
+    return servers.get("plain", tiny_model, *FEATURES, engines=1, **DEV_MODE)
 
 
 FEATURES = (
@@ -57,4 +68,7 @@ FEATURES = (
     "hermes",
     "--enable-prompt-tokens-details",
 )
+DEV_MODE = {"VLLM_SERVER_DEV_MODE": "1"}
+"""Serves the routes that pause engines, put them to sleep, and the like."""
 TWO_ENGINES = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+TWO_REPLICAS = ("--omni-lb-policy", "least-queue-length", "--omni-dp-size-local", "2")

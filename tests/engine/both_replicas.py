@@ -1,0 +1,28 @@
+"""Asking a fleet until each of its replicas has answered."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from .server import Server
+
+MAX_SENDS = 40
+"""Sends after which a replica that got nothing is being avoided; ties between idle replicas are drawn by lot."""
+
+T = TypeVar("T")
+
+
+def answers_of_both(fleet: Server, send: Callable[[], T]) -> list[T]:
+    """What `send` returns, called until each replica has had a request."""
+    before = dispatches(fleet)
+    answers = []
+    for _ in range(MAX_SENDS):
+        answers.append(send())
+        now = dispatches(fleet)
+        if all(now[replica] > before[replica] for replica in before):
+            return answers
+    raise AssertionError(f"one replica got none of {MAX_SENDS} requests: {before} -> {dispatches(fleet)}")
+
+
+def dispatches(fleet: Server) -> dict[str, float]:
+    """Requests each replica got so far."""
+    return fleet.by_replica("vllm_omni:dispatches_total")

@@ -1,0 +1,56 @@
+"""Servers that tests share, with no more engines alive at once than the machine can feed."""
+
+from pathlib import Path
+from typing import Self
+
+from .server import Server
+
+MAX_ENGINES = 3
+"""A fleet of two and a plain server beside it."""
+
+
+class Servers:
+    """Starts a server when a test first asks for it and keeps it for those that follow.
+
+    The servers that were not asked for the longest end when a new one needs their room. A context manager; leaving it
+    ends all of them.
+
+    Args:
+        logs: folder where each server writes a file of its own.
+    """
+
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+        self._starts = 0
+        # In the order of their last use.
+        self._running: dict[str, tuple[Server, int]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._leave_room_for(MAX_ENGINES)
+
+    def get(self, name: str, model: Path, *args: str, engines: int, **environment: str) -> Server:
+        """The running server of this name, started with these arguments if it does not run.
+
+        Args:
+            name: tells it from others; the same name always stands for the same arguments.
+            model: what it serves.
+            args: its command line.
+            engines: engines it runs.
+            environment: see `Server`.
+        """
+        if name in self._running:
+            self._running[name] = self._running.pop(name)
+        else:
+            self._leave_room_for(engines)
+            self._starts += 1
+            server = Server(model, self._logs / f"{self._starts}-{name}.log", *args, **environment)
+            self._running[name] = (server.__enter__(), engines)
+        return self._running[name][0]
+
+    def _leave_room_for(self, engines: int) -> None:
+        while self._running and sum(count for _, count in self._running.values()) + engines > MAX_ENGINES:
+            server, _ = self._running.pop(next(iter(self._running)))
+            server.stop()
