@@ -1,0 +1,100 @@
+"""Completions in the background, each with all that its client saw of it."""
+
+import json
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from threading import Event
+from typing import Any, Self
+
+import httpx
+
+from .server import MODEL, Server
+
+MAX_CONCURRENT = 64
+TIMEOUT_S = 240.0
+
+
+@dataclass
+class Outcome:
+    """What a client saw of one request.
+
+    Attributes:
+        tokens: tokens asked for.
+        status: HTTP status.
+        completed: tokens that the final usage report names, None without such a report.
+        finish_reasons: every finish reason that came.
+        errors: messages of every error that came, in a stream or instead of an answer.
+        error_codes: their codes.
+        started: set once the client has seen output.
+    """
+
+    tokens: int
+    status: int = 0
+    completed: int | None = None
+    finish_reasons: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    error_codes: list[int] = field(default_factory=list)
+    started: Event = field(default_factory=Event)
+
+    @property
+    def finished_whole(self) -> bool:
+        """Whether everything that was asked for came, and nothing else."""
+        return (self.status, self.completed, self.finish_reasons, self.errors) == (200, self.tokens, ["length"], [])
+
+
+class Load:
+    """Sends completions to a server in threads. A context manager; leaving it waits for all of them."""
+
+    def __init__(self, server: Server) -> None:
+        self._url = f"{server.url}/v1/completions"
+        self._threads = ThreadPoolExecutor(MAX_CONCURRENT, thread_name_prefix="load")
+        self._sent: list[tuple[Outcome, Future[None]]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.shutdown()
+
+    def send(self, tokens: int, stream: bool) -> Outcome:
+        """Ask for exactly so many tokens; returns at once, and what it returns is filled in as the answer comes."""
+        outcome = Outcome(tokens)
+        ask = self._ask_for_stream if stream else self._ask
+        body = {"model": MODEL, "prompt": "count", "max_tokens": tokens, "ignore_eos": True}
+        self._sent.append((outcome, self._threads.submit(ask, outcome, body)))
+        return outcome
+
+    def wait(self) -> None:
+        """Wait until every answer has ended."""
+        for _, future in self._sent:
+            future.result(TIMEOUT_S)
+
+    def _ask(self, outcome: Outcome, body: dict[str, Any]) -> None:
+        response = httpx.post(self._url, json=body, timeout=TIMEOUT_S)
+        outcome.status = response.status_code
+        _note(outcome, response.json())
+
+    def _ask_for_stream(self, outcome: Outcome, body: dict[str, Any]) -> None:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        with httpx.stream("POST", self._url, json=body, timeout=TIMEOUT_S) as response:
+            outcome.status = response.status_code
+            if response.status_code != httpx.codes.OK:
+                _note(outcome, json.loads(response.read()))
+                return
+            for line in response.iter_lines():
+                if line.startswith("data: ") and line != "data: [DONE]":
+                    _note(outcome, json.loads(line.removeprefix("data: ")))
+
+
+def _note(outcome: Outcome, message: dict[str, Any]) -> None:
+    """Take down one answer or one event of a stream."""
+    if "error" in message:
+        outcome.errors.append(message["error"]["message"])
+        outcome.error_codes.append(message["error"]["code"])
+        return
+    if message.get("usage"):
+        outcome.completed = message["usage"]["completion_tokens"]
+    for choice in message["choices"]:
+        outcome.started.set()
+        if choice["finish_reason"] is not None:
+            outcome.finish_reasons.append(choice["finish_reason"])

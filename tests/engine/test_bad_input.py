@@ -1,0 +1,144 @@
+"""Command lines that cannot be honoured end with one line naming flag and reason, before any engine starts."""
+
+import json
+import os
+import socket
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .cli_probe import probe
+from .server import free_port, serve_command, serve_environment
+
+POLICIES = "random, round-robin, least-queue-length"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command line, and what the answer must say."""
+
+    arguments: str
+    flag: str
+    reason: str
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+def fleet_with(arguments: str, flag: str, reason: str, **environment: str) -> Case:
+    return Case(f"--omni-dp-size-local 2 {arguments}", flag, reason, tuple(environment.items()))
+
+
+OWN_FLAGS = (
+    Case("--omni-lb-policy roundrobin", "--omni-lb-policy", "unknown load balancing policy 'roundrobin'"),
+    Case("--omni-lb-policy roundrobin", "--omni-lb-policy", "did you mean 'round-robin'?"),
+    Case("--omni-lb-policy x", "--omni-lb-policy", f"use one of {POLICIES}"),
+    Case("--omni-lb-policy nowhere:Policy", "--omni-lb-policy", "'nowhere:Policy' cannot be imported"),
+    Case("--omni-lb-policy json:Nothing", "--omni-lb-policy", "'json:Nothing' cannot be imported"),
+    Case("--omni-lb-policy json:dumps", "--omni-lb-policy", "is not a class"),
+    Case("--omni-lb-policy json:JSONEncoder", "--omni-lb-policy", "has no method select(task, replicas)"),
+    Case("--omni-dp-size-local 0", "--omni-dp-size-local", "0 is below 1"),
+    Case("--omni-dp-size-local -1", "--omni-dp-size-local", "-1 is below 1"),
+    Case("--omni-dp-size-local abc", "--omni-dp-size-local", "'abc' is not a whole number"),
+    Case("--omni-dp-size-local 1.5", "--omni-dp-size-local", "'1.5' is not a whole number"),
+    Case("--omni-dp-size-local", "--omni-dp-size-local", "expected one argument"),
+    Case("--omni-migration-limit -1", "--omni-migration-limit", "-1 is below 0"),
+    Case("--omni-migration-limit many", "--omni-migration-limit", "'many' is not a whole number"),
+)
+BALANCES = "the fleet balances over replicas itself"
+TOGETHER = (
+    fleet_with("--grpc", "--grpc", "HTTP server only"),
+    fleet_with("--grpc-port 5000", "--grpc-port", "HTTP server only"),
+    fleet_with("--headless", "--headless", "replicas in the head only"),
+    fleet_with("--data-parallel-size 2", "--data-parallel-size", BALANCES),
+    fleet_with("-dp 2", "--data-parallel-size", BALANCES),
+    fleet_with("--data-parallel-rank 0", "--data-parallel-rank", BALANCES),
+    fleet_with("--data-parallel-start-rank 0", "--data-parallel-start-rank", BALANCES),
+    fleet_with("--data-parallel-external-lb", "--data-parallel-external-lb", BALANCES),
+    fleet_with("--data-parallel-hybrid-lb", "--data-parallel-hybrid-lb", BALANCES),
+    fleet_with("--data-parallel-multi-port-external-lb", "--data-parallel-multi-port-external-lb", BALANCES),
+    fleet_with("--api-server-count 2", "--api-server-count", "one API server"),
+    fleet_with("--enable-elastic-ep", "--enable-elastic-ep", "no common expert parallelism"),
+    fleet_with("--enable-fault-tolerance", "--enable-fault-tolerance", "restarts lost replicas itself"),
+    fleet_with("--nnodes 2", "--nnodes", "must fit into this node"),
+    fleet_with("--mm-tensor-ipc torch_shm", "--mm-tensor-ipc", "a single engine only"),
+    fleet_with("", "VLLM_USE_RUST_FRONTEND", "Python front end", VLLM_USE_RUST_FRONTEND="1"),
+)
+CASES = {f"{case.arguments}: {case.flag} {case.reason}": case for case in (*OWN_FLAGS, *TOGETHER)}
+HONOURED = {
+    "one replica": Case("--omni-dp-size-local 1", "", ""),
+    "no moves": Case("--omni-migration-limit 0", "", ""),
+    "one API server": fleet_with("--api-server-count 1 --data-parallel-size 1", "", ""),
+    "no flag of ours": Case("--data-parallel-size 2", "", ""),
+}
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """How vLLM's parser and ours answer each command line, all in one process."""
+    folder = tmp_path_factory.mktemp("cases")
+    cases = folder / "cases.json"
+    cases.write_text(
+        json.dumps(
+            {
+                name: {"arguments": ["some-model", *case.arguments.split()], "environment": dict(case.environment)}
+                for name, case in {**CASES, **HONOURED}.items()
+            }
+        )
+    )
+    return probe("refuse", cases, folder / "answers.json")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_refused_with_one_line_naming_flag_and_reason(answers: Any, name: str) -> None:
+    assert_refused(CASES[name], answers[name]["code"], answers[name]["errors"])
+
+
+@pytest.mark.parametrize("name", HONOURED)
+def test_what_can_be_honoured_is_not_refused(answers: Any, name: str) -> None:
+    assert answers[name]["code"] is None
+    assert "error" not in answers[name]["errors"]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [OWN_FLAGS[0], TOGETHER[3], TOGETHER[10]],
+    ids=["unknown policy", "data parallel", "API servers"],
+)
+def test_the_command_ends_before_any_engine_starts(tiny_model: Path, case: Case) -> None:
+    code, log = serve(tiny_model, free_port(), *case.arguments.split())
+    assert_refused(case, code, log)
+    assert "EngineCore" not in log
+
+
+def test_a_busy_port_ends_the_command_before_any_engine_starts(tiny_model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        code, log = serve(tiny_model, taken.getsockname()[1], "--omni-dp-size-local", "2")
+    assert code not in (0, None)
+    assert "Address already in use" in log
+    assert "EngineCore" not in log
+
+
+def assert_refused(case: Case, code: object, log: str) -> None:
+    assert code == 2
+    (line,) = [line for line in log.splitlines() if line.startswith("vllm serve: error: ")]
+    assert case.flag in line.split(": ")[2]
+    assert case.reason in line
+    assert "Traceback" not in log
+
+
+def serve(model: Path, port: int, *args: str) -> tuple[int, str]:
+    """Run the command to its end. Returns its exit code and what it wrote, once nothing it started is left."""
+    with subprocess.Popen(
+        serve_command(model, port, *args),
+        env=serve_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        log, _ = process.communicate(timeout=120)
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+    return process.returncode, log

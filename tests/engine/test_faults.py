@@ -1,0 +1,224 @@
+"""Engines that are killed: what their requests see, what everybody else sees, and how they come back."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from threading import Event, Thread
+
+import psutil
+import pytest
+
+from .conftest import TWO_ENGINES, TWO_REPLICAS
+from .load import Load, Outcome
+from .server import START_S, Server, until
+from .servers import Servers
+
+RUNNING_EACH = 2
+"""Requests an engine runs at once; more of them wait in it, with nothing delivered."""
+WAITING_EACH = 4
+LONG, SHORT = 3000, 20
+"""Tokens: of a request that is still running when an engine dies, and of one that waits behind such requests."""
+MOMENT_CPU_S = 0.02
+"""Enough for a few tokens, and far from enough for a long request."""
+
+IN_FLIGHT = "vllm_omni:requests_in_flight"
+DISPATCHES = "vllm_omni:dispatches_total"
+MOVES = "vllm_omni:request_moves_total"
+FAILED = "vllm_omni:requests_failed_total"
+RESTARTS = "vllm_omni:replica_restarts_total"
+RUNNING = "vllm:num_requests_running"
+
+
+@pytest.fixture
+def victim(servers: Servers, tiny_model: Path) -> Iterator[Server]:
+    """A fleet of two that both serve, before each test and after it."""
+    limits = ("--max-num-seqs", str(RUNNING_EACH), "--max-model-len", "4096")
+    server = servers.get("faults", tiny_model, *TWO_REPLICAS, *limits, engines=2, **TWO_ENGINES)
+    until(lambda: server.replicas_up() == 2, "both replicas serve", START_S)
+    yield server
+    until(lambda: server.replicas_up() == 2, "both replicas serve again", START_S)
+
+
+class HealthWatch:
+    """Asks for /health all the time while it is open, and keeps every status that came."""
+
+    def __init__(self, server: Server) -> None:
+        self.seen: set[int | None] = set()
+        self._server = server
+        self._over = Event()
+        self._thread = Thread(target=self._watch)
+
+    def __enter__(self) -> "HealthWatch":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.1):
+            self.seen.add(self._server.health())
+
+
+def total(server: Server, name: str) -> float:
+    return sum(server.metrics(name).values())
+
+
+@dataclass
+class Work:
+    """What keeps one engine busy: long requests, of which the last is a stream, and short ones behind them."""
+
+    long: list[Outcome] = field(default_factory=list)
+    short: list[Outcome] = field(default_factory=list)
+
+    @property
+    def requests(self) -> list[Outcome]:
+        return [*self.long, *self.short]
+
+
+class Engine:
+    """The processes of one engine, which can be made to stand still.
+
+    They are kept to one core: engines spin while they wait, and on a small machine the server and its clients may else
+    not get a core before all tokens are made.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.core = psutil.Process(pid)
+        self.workers: list[psutil.Process] = self.core.children(recursive=True)
+        for process in (self.core, *self.workers):
+            process.cpu_affinity([max(os.sched_getaffinity(0))])
+
+    def suspend(self) -> None:
+        for process in (self.core, *self.workers):
+            process.suspend()
+
+    def resume(self) -> None:
+        """Let it go on; nothing happens to what was killed meanwhile."""
+        for process in (self.core, *self.workers):
+            with suppress(psutil.NoSuchProcess):
+                process.resume()
+
+    def run_for_a_moment(self) -> None:
+        used = sum(self.core.cpu_times()[:2])
+        self.resume()
+        until(lambda: sum(self.core.cpu_times()[:2]) - used > MOMENT_CPU_S, "the engine has run for a moment")
+        self.suspend()
+
+
+@contextmanager
+def busy_and_suspended(server: Server, load: Load) -> Iterator[tuple[dict[str, Work], dict[str, Engine]]]:
+    """Both engines stand still in the middle of their long requests, none of their short ones begun.
+
+    An engine admits requests in order, so once the last long one has delivered output, so have those before it. What is
+    not killed meanwhile goes on afterwards.
+    """
+    engines = {str(replica): Engine(pid) for replica, pid in server.engine_pids().items()}
+    for engine in engines.values():
+        engine.suspend()
+    try:
+        work = send_work(server, load)
+        for replica, engine in engines.items():
+            stream = work[replica].long[-1]
+            until(partial(begins, stream, engine), f"replica {replica} answers")
+        yield work, engines
+    finally:
+        for engine in engines.values():
+            engine.resume()
+
+
+def begins(stream: Outcome, engine: Engine) -> bool:
+    """Let a suspended engine run for a moment; returns whether the stream's client has seen output since."""
+    engine.run_for_a_moment()
+    return stream.started.wait(2.0)
+
+
+def counts_change(server: Server, before: dict[str, float]) -> bool:
+    return server.by_replica(IN_FLIGHT) != before
+
+
+def send_work(server: Server, load: Load) -> dict[str, Work]:
+    """Send the long requests one by one, streams last, then the short ones; returns who got what."""
+    work = {replica: Work() for replica in server.by_replica(IN_FLIGHT)}
+    for sent in range(2 * (RUNNING_EACH + WAITING_EACH)):
+        before = server.by_replica(IN_FLIGHT)
+        is_long = sent < 2 * RUNNING_EACH
+        outcome = load.send(LONG if is_long else SHORT, stream=sent % 4 >= 2)
+        until(partial(counts_change, server, before), "the request is dispatched")
+        (replica,) = (replica for replica, count in server.by_replica(IN_FLIGHT).items() if count > before[replica])
+        (work[replica].long if is_long else work[replica].short).append(outcome)
+    return work
+
+
+def test_a_killed_engine_costs_only_the_answers_it_had_begun(victim: Server) -> None:
+    moves, failed = total(victim, MOVES), total(victim, FAILED)
+    with Load(victim) as load, HealthWatch(victim) as health:
+        with busy_and_suspended(victim, load) as (work, engines):
+            engines["1"].core.kill()
+        until(lambda: victim.replicas_up() == 1, "the loss is noticed")
+        until(lambda: victim.by_engine(RUNNING)["1"] == 0, "vLLM's gauge of the dead engine is zero")
+        assert victim.by_replica(IN_FLIGHT)["1"] == 0
+        load.wait()
+    assert [is_lost(outcome, replica=1) for outcome in work["1"].long] == [True] * RUNNING_EACH, work["1"].long
+    assert [outcome for outcome in [*work["0"].requests, *work["1"].short] if not outcome.finished_whole] == []
+    assert total(victim, MOVES) - moves == WAITING_EACH
+    assert total(victim, FAILED) - failed == RUNNING_EACH
+    assert health.seen == {200}
+    until(lambda: not any(worker.is_running() for worker in engines["1"].workers), "the dead engine's workers are gone")
+
+
+def is_lost(outcome: Outcome, replica: int) -> bool:
+    """Whether all its client got, after any output, was one clear error, and no end that looks like a whole answer."""
+    return (
+        outcome.error_codes == [500]
+        and f"Replica {replica} was lost" in outcome.errors[0]
+        and "Please send it again" in outcome.errors[0]
+        and outcome.finish_reasons == []
+        and outcome.status == (200 if outcome.started.is_set() else 500)
+    )
+
+
+def test_a_killed_engine_comes_back_and_gets_requests_again(victim: Server) -> None:
+    pid, restarts = victim.engine_pids()[0], victim.by_replica(RESTARTS)
+    psutil.Process(pid).kill()
+    until(lambda: victim.replicas_up() == 1, "the loss is noticed")
+    until(lambda: victim.replicas_up() == 2, "the replica is back", START_S)
+    assert victim.by_replica(RESTARTS) == restarts | {"0": restarts["0"] + 1}
+    assert victim.engine_pids()[0] != pid
+    before = victim.by_replica(DISPATCHES)
+    with Load(victim) as load:
+        answers = [load.send(SHORT, stream=True) for _ in range(2 * RUNNING_EACH)]
+        load.wait()
+    assert all(answer.finished_whole for answer in answers)
+    assert victim.by_replica(DISPATCHES)["0"] > before["0"]
+    assert set(victim.by_replica(IN_FLIGHT).values()) == {0}
+
+
+def test_without_any_engine_requests_are_refused_until_one_is_back(victim: Server) -> None:
+    with Load(victim) as load:
+        with busy_and_suspended(victim, load) as (work, engines):
+            for engine in engines.values():
+                engine.core.kill()
+        until(lambda: victim.replicas_up() == 0, "both losses are noticed")
+        load.wait()
+        ended = [outcome for replica in work.values() for outcome in replica.requests]
+        assert [outcome for outcome in ended if len(outcome.errors) != 1 or outcome.finish_reasons] == []
+        refused = [load.send(SHORT, stream) for stream in (True, False)]
+        load.wait()
+        assert victim.health() == 503
+    # vLLM sends the status line of a stream before it asks an engine for anything; the error is then its only event.
+    assert [outcome.status for outcome in refused] == [200, 503]
+    for outcome in refused:
+        assert outcome.error_codes == [503]
+        assert outcome.errors[0].startswith("No replica of stage 0 can serve right now")
+    assert victim.process.poll() is None
+    assert set(victim.by_replica(IN_FLIGHT).values()) == {0}
+
+    until(lambda: victim.health() == 200, "one replica is back", START_S)
+    with Load(victim) as load:
+        answer = load.send(SHORT, stream=False)
+    assert answer.finished_whole
