@@ -45,7 +45,7 @@ class FleetCollector(Collector):
             "vllm_omni:requests_failed", "Requests that ended with an error of the fleet.", labels=("reason",)
         )
         failed.add_metric(("replica_lost",), metrics.lost)
-        failed.add_metric(("no_replica",), metrics.refused)
+        failed.add_metric(("no_replica",), metrics.refused + metrics.turned_away)
         yield failed
 
     def _replicas_by_state(self) -> Metric:

@@ -14,7 +14,7 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_omni_plugin.admin.metrics import FleetCollector
-from vllm_omni_plugin.integration.failures import RequestFailures
+from vllm_omni_plugin.integration.failures import RequestFailures, to_http
 from vllm_omni_plugin.orchestrator.handover import HandoverClosedError
 from vllm_omni_plugin.orchestrator.messages import AbortRequests, CallReplicas, RequestFailed, SubmitRequest
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
@@ -57,6 +57,17 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
     def can_serve(self) -> bool:
         """Whether every stage has a replica that takes requests."""
         return self._orchestrator.can_serve
+
+    def check_admission(self) -> None:
+        """Turn a request away while a stage has no replica, before vLLM's server has begun to answer it.
+
+        Raises:
+            GracefulHTTPError: 503 with the reason.
+        """
+        for pool in self._orchestrator.stage_pools:
+            if not pool.serving:
+                self._orchestrator.metrics.turned_away += 1
+                raise to_http(pool.unavailable())
 
     def shutdown(self, timeout: float | None = None) -> None:
         """End the replicas, giving running requests `timeout` seconds (None: vLLM's default). Idempotent; blocks."""

@@ -34,6 +34,7 @@ def open_door() -> None:
     own_factory = EngineCoreClient.make_async_mp_client
     own_init = AsyncLLM.__init__
     own_check_health = AsyncLLM.check_health
+    own_check_admission = AsyncLLM.check_admission
 
     @wraps(own_factory)
     def make_async_mp_client(vllm_config: Any, executor_class: Any, log_stats: bool, *args: Any, **kwargs: Any) -> Any:
@@ -57,10 +58,17 @@ def open_door() -> None:
         if isinstance(self.engine_core, FleetClient) and not self.engine_core.can_serve:
             raise EngineDeadError
 
+    @wraps(own_check_admission)
+    def check_admission(self: Any, *args: Any, **kwargs: Any) -> None:
+        own_check_admission(self, *args, **kwargs)
+        if isinstance(self.engine_core, FleetClient):
+            self.engine_core.check_admission()
+
     setattr(make_async_mp_client, _OPEN, True)
     EngineCoreClient.make_async_mp_client = staticmethod(make_async_mp_client)
     AsyncLLM.__init__ = init
     AsyncLLM.check_health = check_health
+    AsyncLLM.check_admission = check_admission
 
 
 def make_fleet_client(options: OmniConfig, vllm_config: Any, executor_class: Any, log_stats: bool) -> FleetClient:

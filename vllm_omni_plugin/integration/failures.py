@@ -35,11 +35,12 @@ class RequestFailures:
         root_id = state.parent_req.request_id if state.parent_req is not None else failure.request_id
         ended: list[str] = self._output_processor.abort_requests([root_id], internal=True)
         # After the abort, which leaves a last output in the queue: an error replaces whatever the queue holds.
-        state.queue.put(_to_http(failure.error))
+        state.queue.put(to_http(failure.error))
         return [request_id for request_id in ended if request_id != failure.request_id]
 
 
-def _to_http(error: Exception) -> Exception:
+def to_http(error: Exception) -> Exception:
+    """The error in the form that vLLM's server answers with its status and message."""
     retryable = isinstance(error, NoReplicaError)
     status = HTTPStatus.SERVICE_UNAVAILABLE if retryable else HTTPStatus.INTERNAL_SERVER_ERROR
     return GracefulHTTPError(str(error), status)  # type: ignore[no-any-return]

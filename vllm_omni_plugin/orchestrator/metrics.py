@@ -26,7 +26,8 @@ class OrchestratorMetrics:
         queue_time: seconds between the hand-over of a request and its dispatch.
         moves: requests sent again to another replica, because theirs was lost.
         lost: requests that ended with an error because their replica was lost.
-        refused: requests refused because no replica could serve.
+        refused: requests refused because no replica could serve, after they had been accepted.
+        turned_away: requests refused for the same reason before that; written by AsyncLLM's thread, all else by ours.
     """
 
     def __init__(self) -> None:
@@ -34,3 +35,4 @@ class OrchestratorMetrics:
         self.moves = 0
         self.lost = 0
         self.refused = 0
+        self.turned_away = 0

@@ -114,12 +114,16 @@ class StagePool:
         """
         serving = self._serving
         if not serving:
-            raise NoReplicaError(
-                f"No replica of stage {self.stage_id} can serve right now ({self._describe()}). Please try again later."
-            )
+            raise self.unavailable()
         if affinity_key is not None:
             return serving[affinity_key % len(serving)]
         return self._select(task, serving)
+
+    def unavailable(self) -> NoReplicaError:
+        """The error of a request that finds no replica serving. Safe to call from any thread."""
+        return NoReplicaError(
+            f"No replica of stage {self.stage_id} can serve right now ({self._describe()}). Please try again later."
+        )
 
     def charge(self, member: PoolMember, state: OrchestratorRequestState) -> None:
         """Count a request as in flight on a replica, before it is sent there."""

@@ -129,6 +129,8 @@ async def start_local_replica(
             # The thread ends as soon as it sees its engine gone; the link is in its hands until then.
             starting.process.kill()
             await asyncio.wait([waiting])
+            # Its failure is the expected one; unread, it would be reported whenever the future is collected.
+            waiting.exception()
             raise
         client = StageClient(link, codec, replica_id, on_outputs, on_dead)
         return LocalReplica(starting.process, link, client, ready_response)

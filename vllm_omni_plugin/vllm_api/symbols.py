@@ -55,6 +55,7 @@ DOOR = (
     Symbol("vllm.renderers.base.BaseRenderer.start_mm_warmup_in_background", "vLLM's clients start it too", ()),
     Symbol(f"{_ASYNC_LLM}.__init__", "wrapped: binds how requests fail once the output processor exists"),
     Symbol(f"{_ASYNC_LLM}.check_health", "wrapped: a fleet that cannot serve is not healthy", ()),
+    Symbol(f"{_ASYNC_LLM}.check_admission", "wrapped: a fleet that cannot serve turns requests away"),
     Symbol(f"{_ASYNC_LLM}.engine_core", "tells a fleet's AsyncLLM from any other"),
     Symbol(f"{_ASYNC_LLM}.output_processor", "ends single requests with an error"),
     Symbol(
