@@ -41,7 +41,8 @@ def test_no_flag_of_ours_leaves_vllms_own_functions_in_place(with_plugin: Any, w
     changed = {
         name for name, place in with_plugin["origins_with_our_flags"].items() if place != with_plugin["origins"][name]
     }
-    assert changed == {"AsyncLLM.__init__", "AsyncLLM.check_health", "EngineCoreClient.make_async_mp_client"}
+    hooks = {"AsyncLLM.__init__", "AsyncLLM.check_health", "AsyncLLM.check_admission"}
+    assert changed == hooks | {"EngineCoreClient.make_async_mp_client"}
 
 
 def test_no_flag_of_ours_imports_only_what_adds_them(with_plugin: Any, without_plugin: Any) -> None:
