@@ -66,20 +66,20 @@ def add_group(parser: argparse.ArgumentParser) -> None:
         "--omni-lb-policy",
         metavar="POLICY",
         help="How requests are balanced over the replicas: random, round-robin, least-queue-length, the name of an "
-        f"installed policy, or package.module:Class. Without this flag: {DEFAULT_LB_POLICY}.",
+        f"installed policy, or package.module:Class. {_default(DEFAULT_LB_POLICY)}",
     )
     group.add_argument(
         "--omni-dp-size-local",
         type=_at_least(1, "this version needs at least one replica in the head itself"),
         metavar="N",
-        help=f"Replicas of the model that this server runs itself. Without this flag: {DEFAULT_DP_SIZE_LOCAL}.",
+        help=f"Replicas of the model that this server runs itself. {_default(DEFAULT_DP_SIZE_LOCAL)}",
     )
     group.add_argument(
         "--omni-migration-limit",
         type=_at_least(0, "a request cannot move a negative number of times"),
         metavar="N",
         help="How often a request may move to another replica because its replica was lost, before it fails. "
-        f"Without this flag: {DEFAULT_MIGRATION_LIMIT}.",
+        f"{_default(DEFAULT_MIGRATION_LIMIT)}",
     )
 
 
@@ -117,6 +117,11 @@ def _switch_fleet_on(engine_args: Any, options: OmniConfig) -> None:
     carry_options(engine_args, options)
     prepare_engine_args(engine_args, options)
     open_door()
+
+
+def _default(value: object) -> str:
+    """The default for a help text. Its last part prints nothing, but keeps vLLM's formatter from adding our None."""
+    return f"(default: {value})%(default).0s"
 
 
 def _at_least(minimum: int, reason: str) -> Any:
