@@ -1,8 +1,7 @@
 """What crosses between AsyncLLM's event loop and the orchestrator's."""
 
-import asyncio
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -51,11 +50,3 @@ class CallReplicas:
     method: str
     args: tuple[Any, ...]
     reply: "Future[list[Any]]"
-
-
-@dataclass(slots=True)
-class Gate:
-    """An event of the orchestrator's loop that opens once, remembering why."""
-
-    opened: asyncio.Event = field(default_factory=asyncio.Event)
-    reason: str = ""
