@@ -1,4 +1,4 @@
-"""The head's options, parsed once at the edge and immutable from there on."""
+"""The options of a head or a headless node, parsed once at the edge and immutable from there on."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -6,27 +6,52 @@ from typing import Any, Self
 
 from vllm_omni_plugin.errors import ConfigError
 
-DEFAULT_LB_POLICY = "least-queue-length"
-DEFAULT_DP_SIZE_LOCAL = 1
-DEFAULT_MIGRATION_LIMIT = 3
-
 
 @dataclass(frozen=True)
 class OmniConfig:
-    """What the `--omni-*` flags of a head say.
+    """What the `--omni-*` flags say.
 
     It travels as plain data inside vLLM's `additional_config`, which vLLM hashes as JSON and hands to every engine
-    process: hence no secret may ever be a field of it.
+    process: hence no secret may ever be a field of it, only the path of one.
 
     Attributes:
         lb_policy: name of a load-balancing policy, or `package.module:Class` of a third party's.
-        dp_size_local: replicas of the model that the head runs itself.
+        dp_size_local: replicas of the model that this process runs itself.
         migration_limit: how often one request may move to another replica before it fails.
+        replica_wait: seconds that requests wait while no replica can serve.
+        master_address: where the head's coordinator listens; None: the fleet is this process alone.
+        master_port: its port.
+        stage_id: stage that a headless node's replicas serve.
+        replica_address: address that a headless node binds and announces; None: the one it reaches the head from.
+        replica_ports: range of ports for that, "FIRST-LAST"; None: any free ones.
+        heartbeat_interval: seconds between the signs of life of a replica or head.
+        heartbeat_timeout: seconds of silence after which either is taken for dead.
+        secret_file: file with the secret that opens the links between nodes.
+        insecure: links between nodes are open to anybody.
+        drain_timeout: seconds that running requests have when a headless node is told to end.
+        join_timeout: seconds in which a headless node must find the head for the first time; 0: no limit.
     """
 
-    lb_policy: str = DEFAULT_LB_POLICY
-    dp_size_local: int = DEFAULT_DP_SIZE_LOCAL
-    migration_limit: int = DEFAULT_MIGRATION_LIMIT
+    lb_policy: str = "least-queue-length"
+    dp_size_local: int = 1
+    migration_limit: int = 3
+    replica_wait: float = 60.0
+    master_address: str | None = None
+    master_port: int | None = None
+    stage_id: int = 0
+    replica_address: str | None = None
+    replica_ports: str | None = None
+    heartbeat_interval: float = 1.0
+    heartbeat_timeout: float = 10.0
+    secret_file: str | None = None
+    insecure: bool = False
+    drain_timeout: float = 300.0
+    join_timeout: float = 300.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether replicas of other processes take part."""
+        return self.master_address is not None
 
     def to_plain(self) -> dict[str, Any]:
         """The same as JSON-compatible data."""

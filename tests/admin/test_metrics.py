@@ -42,7 +42,11 @@ def test_the_families_are_these() -> None:
         "vllm_omni:requests_in_flight": "gauge",
         "vllm_omni:replica_restarts": "counter",
         "vllm_omni:queue_time_seconds": "histogram",
+        "vllm_omni:hold_time_seconds": "histogram",
+        "vllm_omni:requests_held": "gauge",
         "vllm_omni:request_moves": "counter",
+        "vllm_omni:tokens_swallowed": "counter",
+        "vllm_omni:replays_diverged": "counter",
         "vllm_omni:requests_failed": "counter",
     }
 
@@ -69,17 +73,48 @@ async def test_work_is_counted_per_replica() -> None:
         assert values(registry, "vllm_omni:dispatches_total", "stage") == {"0": 2}
 
 
-async def test_moved_lost_and_refused_requests_are_counted_apart() -> None:
+async def test_moves_are_counted_by_their_way_and_losses_apart() -> None:
     async with FakeFleet(replicas=2) as fleet:
-        await fleet.submit("a")
-        fleet.attempt("a")[0].say_dead()
-        link, attempt = fleet.attempt("a")
-        link.output(attempt)
-        link.say_dead()
-        await fleet.submit("b")
+        for name, move in (("queued", "resume"), ("resumes", "resume"), ("replays", "replay"), ("cannot", "never")):
+            await fleet.submit(name, move=move, affinity=0)
+        for name in ("resumes", "replays", "cannot"):
+            link, attempt = fleet.attempt(name)
+            link.output(attempt)
+        fleet.lose(0)
         registry = registry_of(fleet.orchestrator)
-    assert registry.get_sample_value("vllm_omni:request_moves_total") == 1
-    assert values(registry, "vllm_omni:requests_failed_total", "reason") == {"replica_lost": 1, "no_replica": 1}
+    assert values(registry, "vllm_omni:request_moves_total", "way") == {"restart": 1, "resume": 1, "replay": 1}
+    assert values(registry, "vllm_omni:requests_failed_total", "reason") == {"replica_lost": 1, "no_replica": 0}
+
+
+async def test_what_replays_repeat_and_do_not_repeat_is_counted() -> None:
+    async with FakeFleet(replicas=2) as fleet:
+        for name in ("repeats", "diverges"):
+            await fleet.submit(name, move="replay", affinity=0)
+            link, attempt = fleet.attempt(name)
+            link.output(attempt, 1, 2, 3)
+        fleet.lose(0)
+        for name, tokens in (("repeats", (1, 2, 3, 4)), ("diverges", (7,))):
+            link, attempt = fleet.attempt(name)
+            link.output(attempt, *tokens)
+        registry = registry_of(fleet.orchestrator)
+    assert registry.get_sample_value("vllm_omni:tokens_swallowed_total") == 3
+    assert registry.get_sample_value("vllm_omni:replays_diverged_total") == 1
+    assert values(registry, "vllm_omni:requests_failed_total", "reason")["replica_lost"] == 1
+
+
+async def test_requests_that_wait_and_those_refused_are_counted_wherever_they_do() -> None:
+    async with FakeFleet(replicas=1, replica_wait=60.0) as fleet:
+        fleet.lose(0)
+        await fleet.submit("a")
+        fleet.orchestrator.metrics.waiting = 7
+        fleet.orchestrator.metrics.refused, fleet.orchestrator.metrics.turned_away = 1, 2
+        registry = registry_of(fleet.orchestrator)
+        assert values(registry, "vllm_omni:requests_held", "where") == {"http": 7, "fleet": 1}
+        assert values(registry, "vllm_omni:requests_failed_total", "reason")["no_replica"] == 3
+        fleet.now = 0.25
+        fleet.join(fleet.pool.member(0))
+        assert values(registry, "vllm_omni:requests_held", "where")["fleet"] == 0
+        assert registry.get_sample_value("vllm_omni:hold_time_seconds_sum") == 0.25
 
 
 def test_the_queue_time_has_cumulative_buckets() -> None:

@@ -3,7 +3,8 @@
 import asyncio
 import time
 from collections.abc import Iterator
-from unittest.mock import create_autospec
+from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +12,6 @@ from vllm_omni_plugin.balancing import RandomBalancer
 from vllm_omni_plugin.integration.client import FleetClient
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.stage_pool import StagePool
-from vllm_omni_plugin.orchestrator.thread import OrchestratorThread
 from vllm_omni_plugin.vllm_api.engine_api import EngineApi
 
 
@@ -20,11 +20,52 @@ def orchestrator() -> Orchestrator:
     return Orchestrator([StagePool(0, RandomBalancer())], EngineApi(), 0, time.monotonic)
 
 
+class FakeFleet:
+    """A fleet that has started nothing, and counts how often it is closed."""
+
+    def __init__(self, orchestrator: Orchestrator) -> None:
+        self.orchestrator = orchestrator
+        self.closed_after: list[float | None] = []
+
+    def close(self, timeout: float | None = None) -> None:
+        self.closed_after.append(timeout)
+
+
 @pytest.fixture
-def client(orchestrator: Orchestrator) -> Iterator[FleetClient]:
-    client = FleetClient(orchestrator, create_autospec(OrchestratorThread, instance=True), {})
+def fleet(orchestrator: Orchestrator) -> FakeFleet:
+    return FakeFleet(orchestrator)
+
+
+@pytest.fixture
+def client(fleet: FakeFleet) -> Iterator[FleetClient]:
+    client = FleetClient(fleet, SimpleNamespace(), [])
     yield client
     client.shutdown()
+
+
+def test_a_fleet_is_closed_once_with_the_time_its_requests_have(fleet: FakeFleet, client: FleetClient) -> None:
+    client.shutdown(3.0)
+    client.shutdown()
+    assert fleet.closed_after == [3.0]
+    assert client.resources.engine_dead
+
+
+async def test_who_waits_for_a_fleet_goes_on_when_a_replica_serves(
+    orchestrator: Orchestrator, client: FleetClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = asyncio.create_task(client.until_serving())
+    await asyncio.sleep(0)
+    Thread(target=orchestrator.on_serving).start()
+    done, _ = await asyncio.wait({waiting}, timeout=0.05)
+    assert not done, "a wake-up without a replica that serves ends no wait"
+    monkeypatch.setattr(Orchestrator, "can_serve", True)
+    Thread(target=orchestrator.on_serving).start()
+    await asyncio.wait_for(waiting, 10)
+
+
+async def test_a_fleet_that_serves_keeps_nobody_waiting(client: FleetClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Orchestrator, "can_serve", True)
+    await client.until_serving()
 
 
 async def test_a_backlog_of_outputs_does_not_keep_the_loop_from_other_work(

@@ -60,6 +60,7 @@ def test_stage_client_announces_up_at_once(ear: Ear) -> None:
         "status": "up",
         "queue_length": 0,
         "sequence": 1,
+        "control_addr": "",
     }
     client.close()
 

@@ -4,6 +4,7 @@ import pytest
 from coordinator_support import make_event, repeatable
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from vllm_omni_plugin.coordinator import (
     Change,
@@ -74,6 +75,28 @@ def test_new_queue_length_updates() -> None:
     table = table_of(make_event())
     assert kind(table.apply(make_event(queue_length=3), 1.0)) is ChangeKind.UPDATED
     assert row(table).event.queue_length == 3
+
+
+def test_new_control_address_updates() -> None:
+    table = table_of(make_event())
+    change = table.apply(replace(make_event(), control_addr="tcp://a:3"), 1.0)
+    assert kind(change) is ChangeKind.UPDATED
+    assert change is not None
+    assert change.alters_list
+
+
+def test_error_then_up_under_a_new_incarnation_joins_anew() -> None:
+    table = table_of(make_event(incarnation=1, sequence=9))
+    table.apply(make_event(status=ERROR, incarnation=1, sequence=10), 1.0)
+    assert not row(table).takes_new_work
+    assert not row(table).may_finish_work
+    change = table.apply(make_event(incarnation=2, sequence=1), 2.0)
+    assert kind(change) is ChangeKind.JOINED
+    assert change is not None
+    assert change.alters_list
+    assert row(table).registered_at == 2.0
+    assert row(table).takes_new_work
+    assert table.apply(make_event(status=ERROR, incarnation=1, sequence=11), 3.0) is None
 
 
 @pytest.mark.parametrize("status", [ERROR, DRAINING])

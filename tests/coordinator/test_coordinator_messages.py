@@ -18,6 +18,8 @@ from vllm_omni_plugin.coordinator import (
     encode_event,
     encode_replica_list,
 )
+from vllm_omni_plugin.coordinator.membership import DEFAULT_MAX_REPLICAS
+from vllm_omni_plugin.coordinator.messages import MAX_ADDRESS_CHARS, MAX_QUEUE_LENGTH, MAX_STAGE_ID
 from vllm_omni_plugin.errors import WireError
 
 PLAIN = {
@@ -29,6 +31,9 @@ PLAIN = {
     "queue_length": 0,
 }
 INFO = ReplicaInfo("tcp://a:1", "tcp://a:2", 3, ReplicaStatus.UP, 4, 5.0, 6.0)
+
+# A character that JSON writes with six.
+LONGEST_ADDRESS = "\x01" * MAX_ADDRESS_CHARS
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -48,6 +53,22 @@ events = st.builds(
 
 def frame_with(**fields: Any) -> bytes:
     return json.dumps({**PLAIN, **fields}).encode()
+
+
+def test_largest_list_is_taken_in_by_a_head() -> None:
+    info = ReplicaInfo(
+        LONGEST_ADDRESS,
+        LONGEST_ADDRESS,
+        MAX_STAGE_ID,
+        ReplicaStatus.DRAINING,
+        MAX_QUEUE_LENGTH,
+        1.7976931348623157e308,
+        1.7976931348623157e308,
+        2**63 - 1,
+        LONGEST_ADDRESS,
+    )
+    frame = encode_replica_list(ReplicaList([info] * DEFAULT_MAX_REPLICAS, 1.7976931348623157e308))
+    assert len(decode_replica_list(frame).replicas) == DEFAULT_MAX_REPLICAS
 
 
 def test_statuses_are_their_wire_strings() -> None:
@@ -78,6 +99,8 @@ def test_replica_list_is_one_json_map_with_replicas_and_timestamp() -> None:
             "queue_length": 4,
             "last_heartbeat": 5.0,
             "registered_at": 6.0,
+            "incarnation": 0,
+            "control_addr": "",
         }
     ]
 

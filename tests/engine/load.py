@@ -12,6 +12,7 @@ from .server import MODEL, Server
 
 MAX_CONCURRENT = 64
 TIMEOUT_S = 240.0
+_PATH = "/v1/completions"
 
 
 @dataclass
@@ -25,6 +26,7 @@ class Outcome:
         finish_reasons: every finish reason that came.
         errors: messages of every error that came, in a stream or instead of an answer.
         error_codes: their codes.
+        text: all text that came.
         started: set once the client has seen output.
     """
 
@@ -34,6 +36,7 @@ class Outcome:
     finish_reasons: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     error_codes: list[int] = field(default_factory=list)
+    text: str = ""
     started: Event = field(default_factory=Event)
 
     @property
@@ -46,7 +49,7 @@ class Load:
     """Sends completions to a server in threads. A context manager; leaving it waits for all of them."""
 
     def __init__(self, server: Server) -> None:
-        self._url = f"{server.url}/v1/completions"
+        self._http = server.http(TIMEOUT_S)
         self._threads = ThreadPoolExecutor(MAX_CONCURRENT, thread_name_prefix="load")
         self._sent: list[tuple[Outcome, Future[None]]] = []
 
@@ -55,12 +58,13 @@ class Load:
 
     def __exit__(self, *_: object) -> None:
         self._threads.shutdown()
+        self._http.close()
 
-    def send(self, tokens: int, stream: bool) -> Outcome:
+    def send(self, tokens: int, stream: bool, prompt: str = "count", **options: Any) -> Outcome:
         """Ask for exactly so many tokens; returns at once, and what it returns is filled in as the answer comes."""
         outcome = Outcome(tokens)
         ask = self._ask_for_stream if stream else self._ask
-        body = {"model": MODEL, "prompt": "count", "max_tokens": tokens, "ignore_eos": True}
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, **options}
         self._sent.append((outcome, self._threads.submit(ask, outcome, body)))
         return outcome
 
@@ -70,13 +74,13 @@ class Load:
             future.result(TIMEOUT_S)
 
     def _ask(self, outcome: Outcome, body: dict[str, Any]) -> None:
-        response = httpx.post(self._url, json=body, timeout=TIMEOUT_S)
+        response = self._http.post(_PATH, json=body)
         outcome.status = response.status_code
         _note(outcome, response.json())
 
     def _ask_for_stream(self, outcome: Outcome, body: dict[str, Any]) -> None:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
-        with httpx.stream("POST", self._url, json=body, timeout=TIMEOUT_S) as response:
+        with self._http.stream("POST", _PATH, json=body) as response:
             outcome.status = response.status_code
             if response.status_code != httpx.codes.OK:
                 _note(outcome, json.loads(response.read()))
@@ -95,6 +99,7 @@ def _note(outcome: Outcome, message: dict[str, Any]) -> None:
     if message.get("usage"):
         outcome.completed = message["usage"]["completion_tokens"]
     for choice in message["choices"]:
+        outcome.text += choice["text"]
         outcome.started.set()
         if choice["finish_reason"] is not None:
             outcome.finish_reasons.append(choice["finish_reason"])

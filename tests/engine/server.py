@@ -41,11 +41,20 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def serve_command(model: Path, port: int, *args: str) -> list[str]:
-    """The command line of a server for the tiny model; short to start."""
+def serve_command(model: Path, *args: str) -> list[str]:
+    """The command line of a server or a headless node for the tiny model; short to start."""
     vllm = str(Path(sys.executable).with_name("vllm"))
-    fixed = ["--enforce-eager", "--max-model-len", "1024", "--host", "127.0.0.1", "--port", str(port)]
-    return [vllm, "serve", str(model), "--served-model-name", MODEL, *fixed, *args]
+    return [
+        vllm,
+        "serve",
+        str(model),
+        "--served-model-name",
+        MODEL,
+        "--enforce-eager",
+        "--max-model-len",
+        "1024",
+        *args,
+    ]
 
 
 def serve_environment(**changes: str) -> dict[str, str]:
@@ -60,40 +69,28 @@ def serve_environment(**changes: str) -> dict[str, str]:
     }
 
 
-class Server:
-    """One running `vllm serve`. A context manager; leaving it ends the server and everything it started."""
+class ServeProcess:
+    """One `vllm serve` process with everything it starts, in a session of its own.
 
-    def __init__(self, model: Path, log: Path, *args: str, **environment: str) -> None:
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+    Args:
+        command: its command line.
+        log: file for what it writes.
+        environment: changes to `serve_environment`.
+    """
+
+    def __init__(self, command: list[str], log: Path, **environment: str) -> None:
         self.log = log
         with log.open("w") as output:
             self.process = subprocess.Popen(
-                serve_command(model, self.port, *args),
+                command,
                 env=serve_environment(**environment),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
 
-    def __enter__(self) -> Self:
-        try:
-            until(self._answers, f"{self.url}/health answers; log: {self.log}", START_S)
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def _answers(self) -> bool:
-        if self.process.poll() is not None:
-            raise AssertionError(f"the server ended with {self.process.returncode}:\n{self.log.read_text()[-4000:]}")
-        return self.health() == 200
-
     def stop(self) -> None:
-        """End the server as a user would, and by force what does not end in time."""
+        """End it as a user would, and by force what does not end in time."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
@@ -102,16 +99,78 @@ class Server:
                 os.killpg(self.process.pid, signal.SIGKILL)
                 self.process.wait()
 
+    def kill(self) -> None:
+        """End the process, and only this one, without notice."""
+        self.process.kill()
+        self.process.wait()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+class Server(ServeProcess):
+    """One running `vllm serve` with an API server. A context manager; leaving it ends everything it started.
+
+    Args:
+        model: what it serves.
+        log: file for what it writes.
+        args: more of its command line.
+        prefix: a command that runs it, for example in another network namespace.
+        port: TCP port of the API server, any free one if None.
+        uds: listen on this unix socket instead, which is reached from any network namespace.
+        environment: changes to `serve_environment`.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        log: Path,
+        *args: str,
+        prefix: tuple[str, ...] = (),
+        port: int | None = None,
+        uds: Path | None = None,
+        **environment: str,
+    ) -> None:
+        self.port = port or free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._uds = None if uds is None else str(uds)
+        where = ["--uds", self._uds] if self._uds else ["--host", "127.0.0.1", "--port", str(self.port)]
+        super().__init__([*prefix, *serve_command(model, *where, *args)], log, **environment)
+
+    def __enter__(self) -> Self:
+        self.wait()
+        return self
+
+    def wait(self) -> None:
+        """Return once it answers; it is stopped if it does not in time."""
+        try:
+            until(self._answers, f"{self.url}/health answers; log: {self.log}", START_S)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _answers(self) -> bool:
+        if self.process.poll() is not None:
+            raise AssertionError(f"the server ended with {self.process.returncode}:\n{self.log.read_text()[-4000:]}")
+        return self.health() == 200
+
+    def http(self, timeout: float = 10.0) -> httpx.Client:
+        """A client of its own for plain requests; paths are enough for URLs."""
+        return httpx.Client(base_url=self.url, timeout=timeout, transport=httpx.HTTPTransport(uds=self._uds))
+
     def health(self) -> int | None:
         """Status of /health, or None while nothing listens."""
         try:
-            return httpx.get(f"{self.url}/health", timeout=10.0).status_code
+            with self.http() as http:
+                return http.get("/health").status_code
         except httpx.TransportError:
             return None
 
     def client(self) -> openai.OpenAI:
         """A client that never retries, so that every error is seen."""
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120.0)
+        return openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120.0, http_client=self.http(120.0)
+        )
 
     def async_client(self) -> openai.AsyncOpenAI:
         """The same for asyncio."""
@@ -119,7 +178,8 @@ class Server:
 
     def metrics(self, name: str) -> dict[tuple[tuple[str, str], ...], float]:
         """Samples of one name from /metrics, by their sorted labels."""
-        lines = httpx.get(f"{self.url}/metrics", timeout=10.0).text.splitlines(keepends=True)
+        with self.http() as http:
+            lines = http.get("/metrics").text.splitlines(keepends=True)
         # Only what is asked for: to parse all of it takes longer than many an answer.
         text = "".join(line for line in lines if line.startswith(name))
         return {

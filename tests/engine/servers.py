@@ -1,12 +1,19 @@
 """Servers that tests share, with no more engines alive at once than the machine can feed."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Self
+from typing import Any, Protocol, Self
 
 from .server import Server
 
 MAX_ENGINES = 3
 """A fleet of two and a plain server beside it."""
+
+
+class Running(Protocol):
+    """Anything with engines that can be ended."""
+
+    def stop(self) -> None: ...
 
 
 class Servers:
@@ -23,7 +30,7 @@ class Servers:
         self._logs = logs
         self._starts = 0
         # In the order of their last use.
-        self._running: dict[str, tuple[Server, int]] = {}
+        self._running: dict[str, tuple[Running, int]] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -41,13 +48,23 @@ class Servers:
             engines: engines it runs.
             environment: see `Server`.
         """
+        server: Server = self.keep(name, lambda log: Server(model, log, *args, **environment).__enter__(), engines)
+        return server
+
+    def keep(self, name: str, start: Callable[[Path], Any], engines: int) -> Any:
+        """What `start(log)` returned under this name, called if it is not running.
+
+        Args:
+            name: see `get`.
+            start: starts something with a method `stop`, logging to the file it is given or to others beside it.
+            engines: see `get`.
+        """
         if name in self._running:
             self._running[name] = self._running.pop(name)
         else:
             self._leave_room_for(engines)
             self._starts += 1
-            server = Server(model, self._logs / f"{self._starts}-{name}.log", *args, **environment)
-            self._running[name] = (server.__enter__(), engines)
+            self._running[name] = (start(self._logs / f"{self._starts}-{name}.log"), engines)
         return self._running[name][0]
 
     def _leave_room_for(self, engines: int) -> None:

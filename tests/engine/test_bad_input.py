@@ -38,19 +38,46 @@ OWN_FLAGS = (
     Case("--omni-lb-policy json:Nothing", "--omni-lb-policy", "'json:Nothing' cannot be imported"),
     Case("--omni-lb-policy json:dumps", "--omni-lb-policy", "is not a class"),
     Case("--omni-lb-policy json:JSONEncoder", "--omni-lb-policy", "has no method select(task, replicas)"),
-    Case("--omni-dp-size-local 0", "--omni-dp-size-local", "0 is below 1"),
-    Case("--omni-dp-size-local -1", "--omni-dp-size-local", "-1 is below 1"),
+    Case("--omni-dp-size-local 0", "--omni-dp-size-local", "so that others can join"),
+    Case("--omni-dp-size-local -1", "--omni-dp-size-local", "-1 is below 0"),
     Case("--omni-dp-size-local abc", "--omni-dp-size-local", "'abc' is not a whole number"),
     Case("--omni-dp-size-local 1.5", "--omni-dp-size-local", "'1.5' is not a whole number"),
     Case("--omni-dp-size-local", "--omni-dp-size-local", "expected one argument"),
     Case("--omni-migration-limit -1", "--omni-migration-limit", "-1 is below 0"),
     Case("--omni-migration-limit many", "--omni-migration-limit", "'many' is not a whole number"),
 )
+HEAD = "-oma 127.0.0.1 -omp 23900"
+NODE = f"--headless {HEAD}"
+FLEET_FLAGS = (
+    Case(f"{NODE} --omni-dp-size-local 0", "--omni-dp-size-local", "at least one with --headless"),
+    Case(f"{NODE} --api-server-count 2", "--api-server-count", "such a node has no API server"),
+    Case(f"{NODE} --omni-lb-policy random", "--omni-lb-policy", "it is the head's"),
+    Case(f"{NODE} --omni-replica-address 192.0.2.1", "--omni-replica-address", "cannot be bound on this machine"),
+    Case(f"{NODE} --omni-replica-address no.such.name.", "--omni-replica-address", "no known name"),
+    Case(f"{NODE} --omni-replica-ports 9-3", "--omni-replica-ports", "9-3"),
+    Case(f"{NODE} --omni-replica-ports x", "--omni-replica-ports", "x"),
+    Case("--omni-master-address 127.0.0.1", "--omni-master-address", "needs --omni-master-port too"),
+    Case("--omni-master-port 23900", "--omni-master-port", "needs --omni-master-address too"),
+    Case("-oma 127.0.0.1 -omp 70000", "-omp", "70000 is above 65535"),
+    Case("-oma 192.0.2.1 -omp 23900", "--omni-master-address", "192.0.2.1 port 23900 cannot be bound on this machine"),
+    Case("-oma 0.0.0.0 -omp 23900", "--omni-master-address", "without a secret everybody"),
+    Case("-oma 0.0.0.0 -omp 23900", "--omni-master-address", "--omni-secret-file, or accept that with --omni-insecure"),
+    Case(f"{HEAD} --omni-stage-id 1", "--omni-stage-id", "needs --headless"),
+    Case(f"{HEAD} --omni-drain-timeout 1", "--omni-drain-timeout", "needs --headless"),
+    Case(f"{HEAD} --omni-heartbeat-interval 4", "--omni-heartbeat-interval", "under a third of"),
+    Case(f"{HEAD} --omni-heartbeat-interval 0", "--omni-heartbeat-interval", "must be positive"),
+    Case(f"{HEAD} --omni-heartbeat-timeout nan", "--omni-heartbeat-timeout", "'nan' is not a number of seconds"),
+    Case(f"{HEAD} --omni-replica-wait -1", "--omni-replica-wait", "a time cannot be negative"),
+    Case(f"{HEAD} --omni-secret-file /nowhere/secret", "--omni-secret-file", "/nowhere/secret"),
+    Case(f"{HEAD} --omni-secret-file /dev/null --omni-insecure", "--omni-insecure", "choose one of them"),
+    Case("--omni-secret-file /dev/null", "--omni-secret-file", "there is no link between nodes"),
+    Case("--omni-heartbeat-timeout 30", "--omni-heartbeat-timeout", "there is no link between nodes"),
+)
 BALANCES = "the fleet balances over replicas itself"
 TOGETHER = (
     fleet_with("--grpc", "--grpc", "HTTP server only"),
     fleet_with("--grpc-port 5000", "--grpc-port", "HTTP server only"),
-    fleet_with("--headless", "--headless", "replicas in the head only"),
+    fleet_with("--headless", "--headless", "needs --omni-master-address and --omni-master-port"),
     fleet_with("--data-parallel-size 2", "--data-parallel-size", BALANCES),
     fleet_with("-dp 2", "--data-parallel-size", BALANCES),
     fleet_with("--data-parallel-rank 0", "--data-parallel-rank", BALANCES),
@@ -65,11 +92,15 @@ TOGETHER = (
     fleet_with("--mm-tensor-ipc torch_shm", "--mm-tensor-ipc", "a single engine only"),
     fleet_with("", "VLLM_USE_RUST_FRONTEND", "Python front end", VLLM_USE_RUST_FRONTEND="1"),
 )
-CASES = {f"{case.arguments}: {case.flag} {case.reason}": case for case in (*OWN_FLAGS, *TOGETHER)}
+CASES = {f"{case.arguments}: {case.flag} {case.reason}": case for case in (*OWN_FLAGS, *FLEET_FLAGS, *TOGETHER)}
 HONOURED = {
     "one replica": Case("--omni-dp-size-local 1", "", ""),
     "no moves": Case("--omni-migration-limit 0", "", ""),
     "one API server": fleet_with("--api-server-count 1 --data-parallel-size 1", "", ""),
+    "a head that others join": Case(HEAD, "", ""),
+    "a head without engines": Case(f"{HEAD} --omni-dp-size-local 0", "", ""),
+    "a node": Case(f"{NODE} --omni-stage-id 0 --omni-drain-timeout 5 --omni-replica-ports 20000-20010", "", ""),
+    "open to all": Case("-oma 0.0.0.0 -omp 23900 --omni-insecure", "", ""),
     "no flag of ours": Case("--data-parallel-size 2", "", ""),
 }
 
@@ -131,7 +162,7 @@ def assert_refused(case: Case, code: object, log: str) -> None:
 def serve(model: Path, port: int, *args: str) -> tuple[int, str]:
     """Run the command to its end. Returns its exit code and what it wrote, once nothing it started is left."""
     with subprocess.Popen(
-        serve_command(model, port, *args),
+        serve_command(model, "--host", "127.0.0.1", "--port", str(port), *args),
         env=serve_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -1,8 +1,7 @@
 """Engines that are killed: what their requests see, what everybody else sees, and how they come back."""
 
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,14 +14,15 @@ from .conftest import TWO_ENGINES, TWO_REPLICAS
 from .load import Load, Outcome
 from .server import START_S, Server, until
 from .servers import Servers
+from .suspended import Engine, engines_of
 
 RUNNING_EACH = 2
 """Requests an engine runs at once; more of them wait in it, with nothing delivered."""
 WAITING_EACH = 4
 LONG, SHORT = 3000, 20
 """Tokens: of a request that is still running when an engine dies, and of one that waits behind such requests."""
-MOMENT_CPU_S = 0.02
-"""Enough for a few tokens, and far from enough for a long request."""
+REPLICA_WAIT_S = "2"
+"""Short, so that both are seen: waiting, and waiting in vain."""
 
 IN_FLIGHT = "vllm_omni:requests_in_flight"
 DISPATCHES = "vllm_omni:dispatches_total"
@@ -35,7 +35,7 @@ RUNNING = "vllm:num_requests_running"
 @pytest.fixture
 def victim(servers: Servers, tiny_model: Path) -> Iterator[Server]:
     """A fleet of two that both serve, before each test and after it."""
-    limits = ("--max-num-seqs", str(RUNNING_EACH), "--max-model-len", "4096")
+    limits = ("--max-num-seqs", str(RUNNING_EACH), "--max-model-len", "4096", "--omni-replica-wait", REPLICA_WAIT_S)
     server = servers.get("faults", tiny_model, *TWO_REPLICAS, *limits, engines=2, **TWO_ENGINES)
     until(lambda: server.replicas_up() == 2, "both replicas serve", START_S)
     yield server
@@ -80,36 +80,6 @@ class Work:
         return [*self.long, *self.short]
 
 
-class Engine:
-    """The processes of one engine, which can be made to stand still.
-
-    They are kept to one core: engines spin while they wait, and on a small machine the server and its clients may else
-    not get a core before all tokens are made.
-    """
-
-    def __init__(self, pid: int) -> None:
-        self.core = psutil.Process(pid)
-        self.workers: list[psutil.Process] = self.core.children(recursive=True)
-        for process in (self.core, *self.workers):
-            process.cpu_affinity([max(os.sched_getaffinity(0))])
-
-    def suspend(self) -> None:
-        for process in (self.core, *self.workers):
-            process.suspend()
-
-    def resume(self) -> None:
-        """Let it go on; nothing happens to what was killed meanwhile."""
-        for process in (self.core, *self.workers):
-            with suppress(psutil.NoSuchProcess):
-                process.resume()
-
-    def run_for_a_moment(self) -> None:
-        used = sum(self.core.cpu_times()[:2])
-        self.resume()
-        until(lambda: sum(self.core.cpu_times()[:2]) - used > MOMENT_CPU_S, "the engine has run for a moment")
-        self.suspend()
-
-
 @contextmanager
 def busy_and_suspended(server: Server, load: Load) -> Iterator[tuple[dict[str, Work], dict[str, Engine]]]:
     """Both engines stand still in the middle of their long requests, none of their short ones begun.
@@ -117,7 +87,7 @@ def busy_and_suspended(server: Server, load: Load) -> Iterator[tuple[dict[str, W
     An engine admits requests in order, so once the last long one has delivered output, so have those before it. What is
     not killed meanwhile goes on afterwards.
     """
-    engines = {str(replica): Engine(pid) for replica, pid in server.engine_pids().items()}
+    engines = engines_of(server)
     for engine in engines.values():
         engine.suspend()
     try:
@@ -154,7 +124,7 @@ def send_work(server: Server, load: Load) -> dict[str, Work]:
     return work
 
 
-def test_a_killed_engine_costs_only_the_answers_it_had_begun(victim: Server) -> None:
+def test_a_killed_engine_costs_no_answer(victim: Server) -> None:
     moves, failed = total(victim, MOVES), total(victim, FAILED)
     with Load(victim) as load, HealthWatch(victim) as health:
         with busy_and_suspended(victim, load) as (work, engines):
@@ -163,23 +133,12 @@ def test_a_killed_engine_costs_only_the_answers_it_had_begun(victim: Server) -> 
         until(lambda: victim.by_engine(RUNNING)["1"] == 0, "vLLM's gauge of the dead engine is zero")
         assert victim.by_replica(IN_FLIGHT)["1"] == 0
         load.wait()
-    assert [is_lost(outcome, replica=1) for outcome in work["1"].long] == [True] * RUNNING_EACH, work["1"].long
-    assert [outcome for outcome in [*work["0"].requests, *work["1"].short] if not outcome.finished_whole] == []
-    assert total(victim, MOVES) - moves == WAITING_EACH
-    assert total(victim, FAILED) - failed == RUNNING_EACH
+    ended = [outcome for replica in work.values() for outcome in replica.requests]
+    assert [outcome for outcome in ended if not outcome.finished_whole] == []
+    assert total(victim, MOVES) - moves == RUNNING_EACH + WAITING_EACH
+    assert total(victim, FAILED) == failed
     assert health.seen == {200}
     until(lambda: not any(worker.is_running() for worker in engines["1"].workers), "the dead engine's workers are gone")
-
-
-def is_lost(outcome: Outcome, replica: int) -> bool:
-    """Whether all its client got, after any output, was one clear error, and no end that looks like a whole answer."""
-    return (
-        outcome.error_codes == [500]
-        and f"Replica {replica} was lost" in outcome.errors[0]
-        and "Please send it again" in outcome.errors[0]
-        and outcome.finish_reasons == []
-        and outcome.status == (200 if outcome.started.is_set() else 500)
-    )
 
 
 def test_a_killed_engine_comes_back_and_gets_requests_again(victim: Server) -> None:
@@ -198,6 +157,16 @@ def test_a_killed_engine_comes_back_and_gets_requests_again(victim: Server) -> N
     assert set(victim.by_replica(IN_FLIGHT).values()) == {0}
 
 
+def is_lost(outcome: Outcome) -> bool:
+    """Whether all its client got, after any output, was one clear error, and no end that looks like a whole answer."""
+    return (
+        outcome.error_codes == [500]
+        and "was lost while it served this request" in outcome.errors[0]
+        and f"waited {REPLICA_WAIT_S} s" in outcome.errors[0]
+        and outcome.status == (200 if outcome.started.is_set() else 500)
+    )
+
+
 def test_without_any_engine_requests_are_refused_until_one_is_back(victim: Server) -> None:
     with Load(victim) as load:
         with busy_and_suspended(victim, load) as (work, engines):
@@ -207,6 +176,7 @@ def test_without_any_engine_requests_are_refused_until_one_is_back(victim: Serve
         load.wait()
         ended = [outcome for replica in work.values() for outcome in replica.requests]
         assert [outcome for outcome in ended if len(outcome.errors) != 1 or outcome.finish_reasons] == []
+        assert [outcome for replica in work.values() for outcome in replica.long if not is_lost(outcome)] == []
         refused = [load.send(SHORT, stream) for stream in (True, False)]
         load.wait()
         assert victim.health() == 503

@@ -7,7 +7,23 @@ import pytest
 
 from .cli_probe import probe
 
-FLAGS = ("--omni-lb-policy", "--omni-dp-size-local", "--omni-migration-limit")
+FLAGS = (
+    "--omni-lb-policy",
+    "--omni-dp-size-local",
+    "--omni-master-address",
+    "--omni-master-port",
+    "--omni-stage-id",
+    "--omni-replica-address",
+    "--omni-replica-ports",
+    "--omni-heartbeat-interval",
+    "--omni-heartbeat-timeout",
+    "--omni-secret-file",
+    "--omni-insecure",
+    "--omni-migration-limit",
+    "--omni-replica-wait",
+    "--omni-drain-timeout",
+    "--omni-join-timeout",
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +57,17 @@ def test_no_flag_of_ours_leaves_vllms_own_functions_in_place(with_plugin: Any, w
     changed = {
         name for name, place in with_plugin["origins_with_our_flags"].items() if place != with_plugin["origins"][name]
     }
-    hooks = {"AsyncLLM.__init__", "AsyncLLM.check_health", "AsyncLLM.check_admission"}
-    assert changed == hooks | {"EngineCoreClient.make_async_mp_client"}
+    assert changed == {
+        "AsyncLLM.__init__",
+        "AsyncLLM.check_health",
+        "EngineCoreClient.make_async_mp_client",
+    }
 
 
 def test_no_flag_of_ours_imports_only_what_adds_them(with_plugin: Any, without_plugin: Any) -> None:
-    needed = ("", ".config", ".entrypoints", ".entrypoints.plugin", ".errors", ".integration", ".integration.flags")
-    assert with_plugin["imported"] == [f"vllm_omni_plugin{name}" for name in needed]
+    entry_point = ("", ".config", ".entrypoints", ".entrypoints.plugin", ".errors")
+    flags = (".integration", ".integration.flag_table", ".integration.flags")
+    assert with_plugin["imported"] == [f"vllm_omni_plugin{name}" for name in (*entry_point, *flags)]
     assert without_plugin["imported"] == []
 
 

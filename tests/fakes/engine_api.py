@@ -7,26 +7,38 @@ import msgspec
 
 from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.replicas.link import Frames
+from vllm_omni_plugin.vllm_api.move import Move
 
 DEAD_FRAME = b"DEAD"
 
 
 class FakeRequest(msgspec.Struct, frozen=True):
-    """What the head reads of an `EngineCoreRequest`, and an affinity key of the test's choice."""
+    """What the head reads of an `EngineCoreRequest`, and what vLLM would derive from it.
+
+    Attributes:
+        affinity: its affinity key.
+        prompt: its tokens.
+        move: how it goes on elsewhere, a value of `Move`.
+        length: tokens it shall produce, 0 for as many as the engine likes.
+    """
 
     request_id: str
     sampling_params: Any = None
     resumable: bool = False
     abort_immediately: bool = False
     affinity: int | None = None
+    prompt: list[int] = []
+    move: str = "resume"
+    length: int = 0
 
 
 class FakeOutput(msgspec.Struct):
-    """An `EngineCoreOutput`."""
+    """An `EngineCoreOutput`. `first` stands for all that an engine tells once, with its first output of a request."""
 
     request_id: str
-    token: int = 0
+    new_token_ids: list[int] = []
     finish_reason: str | None = None
+    first: bool = False
 
 
 class FakeResult(msgspec.Struct):
@@ -55,13 +67,13 @@ class FakeOutputs(msgspec.Struct):
 class FakeEngineApi:
     """Satisfies `Codec` and `RequestApi`."""
 
-    def encode_add(self, request: Any, engine_request_id: str) -> Frames:
+    def encode_add(self, request: Any, engine_request_id: str, client_index: int = 0) -> Frames:
         return (b"add", msgspec.json.encode(msgspec.structs.replace(request, request_id=engine_request_id)))
 
     def encode_abort(self, engine_request_ids: Sequence[str]) -> Frames:
         return (b"abort", msgspec.json.encode(list(engine_request_ids)))
 
-    def encode_utility(self, call_id: int, method: str, args: tuple[Any, ...]) -> Frames:
+    def encode_utility(self, call_id: int, method: str, args: tuple[Any, ...], client_index: int = 0) -> Frames:
         return (b"utility", msgspec.json.encode((call_id, method, args)))
 
     def decode_outputs(self, frames: Frames) -> Any:
@@ -82,3 +94,22 @@ class FakeEngineApi:
 
     def idle_report(self, engine_index: int) -> Any:
         return FakeOutputs(engine_index=engine_index, scheduler_stats=0)
+
+    def movable(self, request: Any) -> Any:
+        return request
+
+    def how_to_move(self, request: Any) -> Move:
+        return Move(request.move)
+
+    def moved(self, request: Any, move: Move, produced: Sequence[int]) -> Any:
+        prompt = request.prompt + list(produced) if move is Move.RESUME else request.prompt
+        return msgspec.structs.replace(request, prompt=prompt)
+
+    def fit(self, output: Any, swallow: int) -> None:
+        output.new_token_ids = output.new_token_ids[swallow:]
+        output.first = False
+
+    def missing_end(self, request: Any, produced: Sequence[int], engine_index: int) -> Any | None:
+        if not request.length or len(produced) < request.length:
+            return None
+        return FakeOutputs(engine_index, [FakeOutput(request.request_id, [], "length")])

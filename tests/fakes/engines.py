@@ -5,6 +5,7 @@ import os
 import queue
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,12 +84,12 @@ class FakeEngine:
         """Whether it has come as far as to connect to the head."""
         return bool(self._sockets)
 
-    def wait(self, input_addr: str, output_addr: str) -> None:
+    def wait(self, input_addr: str, output_addrs: Sequence[str]) -> None:
         if self._plan.refuse:
             raise ReplicaError(self._plan.refuse)
         if not self._plan.ready and self.process.signals.get(timeout=10) == "ended":
             raise ReplicaError("the engine ended before it was ready")
-        sockets = connect(input_addr, output_addr, self._identity)
+        sockets = connect(input_addr, output_addrs[0], self._identity)
         sockets[0].send(READY)
         self.input_addr, self._sockets = input_addr, sockets
 

@@ -8,8 +8,13 @@ from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeEngineApi, FakeRequest
 from tests.fakes.links import FakeLink
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer, LoadBalancer
-from vllm_omni_plugin.coordinator import ReplicaStatus
-from vllm_omni_plugin.orchestrator.messages import AbortRequests, RequestFailed, SubmitRequest
+from vllm_omni_plugin.orchestrator.messages import (
+    AbortRequests,
+    ReplicaJoined,
+    ReplicaLeft,
+    RequestFailed,
+    SubmitRequest,
+)
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.stage_pool import PoolMember, StagePool
 from vllm_omni_plugin.replicas.stage_client import StageClient
@@ -21,16 +26,28 @@ class FakeFleet:
     Attributes:
         now: what the orchestrator's clock shows.
         links: the current link of each replica.
-        events: what the client was given, as (request id, finish reason, error, or None for a token).
+        events: what the client was given, as (request id, finish reason, error, or None for an output in the middle).
+        tokens: tokens the client was given, by request id.
+        told_first: requests of which the client was told what is told once, in order.
+        changes: replicas that it was told have joined or left.
         statistics: statistics the client was given, as (replica id, running requests).
     """
 
-    def __init__(self, replicas: int = 2, balancer: LoadBalancer | None = None, migration_limit: int = 3) -> None:
+    def __init__(
+        self,
+        replicas: int = 2,
+        balancer: LoadBalancer | None = None,
+        migration_limit: int = 3,
+        replica_wait: float = 0.0,
+    ) -> None:
         self.now = 0.0
         self.pool = StagePool(0, balancer or LeastQueueLengthBalancer())
-        self.orchestrator = Orchestrator([self.pool], FakeEngineApi(), migration_limit, lambda: self.now)
+        self.orchestrator = Orchestrator([self.pool], FakeEngineApi(), migration_limit, lambda: self.now, replica_wait)
         self.links: dict[int, FakeLink] = {}
         self.events: list[tuple[str, Any]] = []
+        self.tokens: dict[str, list[int]] = {}
+        self.told_first: list[str] = []
+        self.changes: list[ReplicaJoined | ReplicaLeft] = []
         self.statistics: list[tuple[int, int]] = []
         for replica_id in range(replicas):
             self.join(self.pool.add(replica_id))
@@ -45,9 +62,10 @@ class FakeFleet:
         self.orchestrator.close_queues()
         await self._running
 
-    def join(self, member: PoolMember) -> FakeLink:
-        """The replica serves from now on, over a fresh link."""
+    def join(self, member: PoolMember, broken: bool = False) -> FakeLink:
+        """The replica serves from now on, over a fresh link, unless that is broken."""
         link = self.links[member.replica_id] = FakeLink(f"replica-{member.replica_id}")
+        link.broken = broken
         client = StageClient(
             link,
             FakeEngineApi(),
@@ -56,7 +74,7 @@ class FakeFleet:
             partial(self._on_dead, member),
         )
         client.start()
-        self.pool.serve(member, client, link.input_addr, link.output_addr)
+        self.orchestrator.replica_serves(member, client, link.input_addr, link.output_addr)
         return link
 
     def lose(self, replica_id: int) -> None:
@@ -97,13 +115,20 @@ class FakeFleet:
         await eventually(lambda: len(queue) == 0, "the taking of a message")
 
     def _on_dead(self, member: PoolMember, reason: str) -> None:
-        if member.status is ReplicaStatus.UP:
+        if member.client is not None:
             self.orchestrator.replica_lost(member, reason)
 
     def _note(self, item: Any) -> None:
+        if isinstance(item, ReplicaJoined | ReplicaLeft):
+            self.changes.append(item)
+            return
         if isinstance(item, RequestFailed):
             self.events.append((item.request_id, item.error))
             return
-        self.events += [(output.request_id, output.finish_reason) for output in item.outputs]
+        for output in item.outputs:
+            self.events.append((output.request_id, output.finish_reason))
+            self.tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+            if output.first:
+                self.told_first.append(output.request_id)
         if item.scheduler_stats is not None:
             self.statistics.append((item.engine_index, item.scheduler_stats))

@@ -16,6 +16,7 @@ class FakeLink:
 
     Attributes:
         added: engine-side ids of the requests the head submitted, in order.
+        prompts: prompt of each of them, by that id.
         aborted: engine-side ids it aborted, in order.
         calls: call id, method and arguments of its utility calls, in order.
         broken: makes `send` fail.
@@ -25,12 +26,14 @@ class FakeLink:
         self.input_addr = f"memory://{name}/in"
         self.output_addr = f"memory://{name}/out"
         self.added: list[str] = []
+        self.prompts: dict[str, list[int]] = {}
         self.aborted: list[str] = []
         self.calls: list[tuple[int, str, list[Any]]] = []
         self.broken = False
         self.closed = False
         self.paused = True
         self.on_call: Callable[[FakeLink, int, str, list[Any]], None] | None = None
+        self._answered: set[str] = set()
         self._arrived: deque[bytes] = deque()
         self._on_message: Callable[[list[Any]], None] | None = None
 
@@ -40,6 +43,7 @@ class FakeLink:
         kind, body = frames[0], msgspec.json.decode(frames[1])
         if kind == b"add":
             self.added.append(body["request_id"])
+            self.prompts[body["request_id"]] = body["prompt"]
         elif kind == b"abort":
             self.aborted += body
         else:
@@ -80,9 +84,12 @@ class FakeLink:
         """The engine sends statistics only."""
         self.say(msgspec.json.encode(FakeOutputs(scheduler_stats=running)))
 
-    def output(self, engine_request_id: str, token: int = 0, finish_reason: str | None = None) -> None:
-        """The engine sends one output of a request."""
-        self.say(msgspec.json.encode(FakeOutputs(outputs=[FakeOutput(engine_request_id, token, finish_reason)])))
+    def output(self, engine_request_id: str, *tokens: int, finish_reason: str | None = None) -> None:
+        """The engine sends one output of a request, with one token of no meaning unless told otherwise."""
+        first = engine_request_id not in self._answered
+        self._answered.add(engine_request_id)
+        output = FakeOutput(engine_request_id, list(tokens or (0,)), finish_reason, first)
+        self.say(msgspec.json.encode(FakeOutputs(outputs=[output])))
 
     def answer(self, call_id: int, result: Any = None) -> None:
         """The engine answers a utility call."""

@@ -223,3 +223,15 @@ async def test_closing_ends_a_call_that_was_taken_and_not_begun() -> None:
         await eventually(lambda: len(queue) == 0, "the taking of the call")
     with pytest.raises(CancelledError):
         reply.result(timeout=0)
+
+
+async def test_caches_are_reset_where_there_is_no_replica() -> None:
+    async with FakeFleet(replicas=0) as fleet:
+        assert await call(fleet, "reset_mm_cache") == []
+        with pytest.raises(NoReplicaError):
+            await call(fleet, "pause_scheduler", "abort", True)
+
+
+async def test_a_replica_that_is_held_back_is_called_too(fleet: FakeFleet) -> None:
+    fleet.pool.hold_back(fleet.pool.member(1), "admin")
+    assert len(await call(fleet, "is_sleeping")) == 3

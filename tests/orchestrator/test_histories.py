@@ -1,4 +1,4 @@
-"""Random histories of requests and replicas: every request ends exactly once and no charge is left."""
+"""Random histories of requests and replicas: every request ends once, with each token once, and no charge is left."""
 
 import asyncio
 import random
@@ -27,10 +27,12 @@ class Histories(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         self.open: set[str] = set()
         self.stale: list[tuple[FakeLink, str]] = []
+        self.made: dict[str, int] = {}
+        """Tokens that an engine has made of each attempt. The tokens of every answer are 0, 1, 2 ..."""
 
-    @initialize(limit=st.integers(0, 2), seed=st.integers(0, 3))
-    def begin(self, limit: int, seed: int) -> None:
-        self.fleet = FakeFleet(REPLICAS, LeastQueueLengthBalancer(random.Random(seed)), limit)
+    @initialize(limit=st.integers(0, 2), seed=st.integers(0, 3), wait=st.sampled_from([0.0, 600.0]))
+    def begin(self, limit: int, seed: int, wait: float) -> None:
+        self.fleet = FakeFleet(REPLICAS, LeastQueueLengthBalancer(random.Random(seed)), limit, wait)
         self.run(self.fleet.__aenter__())
 
     def run(self, step: Coroutine[Any, Any, Any]) -> None:
@@ -44,33 +46,51 @@ class Histories(RuleBasedStateMachine):
             assert name in self.open, f"{name} got {outcome} after its end"
             if outcome is not None:
                 self.open.remove(name)
+        for name, tokens in self.fleet.tokens.items():
+            assert tokens == list(range(len(tokens))), f"{name} got {tokens}"
+        assert len(self.fleet.told_first) == len(set(self.fleet.told_first))
 
-    async def do(self, link: FakeLink, *output: Any) -> None:
-        link.output(*output)
+    async def do(self, link: FakeLink, *tokens: int, finish: str | None = None) -> None:
+        link.output(*tokens, finish_reason=finish)
 
-    @rule(name=st.sampled_from(NAMES), affinity=st.sampled_from([None, None, 0, 1]))
-    def submit(self, name: str, affinity: int | None) -> None:
+    @rule(
+        name=st.sampled_from(NAMES),
+        affinity=st.sampled_from([None, None, 0, 1]),
+        move=st.sampled_from(["resume", "replay", "never"]),
+    )
+    def submit(self, name: str, affinity: int | None, move: str) -> None:
         self.remember_attempts()
         self.open.add(name)
-        self.run(self.fleet.submit(name, affinity=affinity))
+        self.fleet.tokens.pop(name, None)
+        if name in self.fleet.told_first:
+            self.fleet.told_first.remove(name)
+        self.run(self.fleet.submit(name, affinity=affinity, move=move))
 
     @rule()
     def submit_for_the_abort_only(self) -> None:
         self.run(self.fleet.submit(ABORT_ONLY, abort_immediately=True))
 
-    @precondition(lambda self: self.open)
-    @rule(data=st.data(), finish=st.sampled_from([None, None, "stop", "length", "abort"]))
-    def output(self, data: st.DataObject, finish: str | None) -> None:
+    @precondition(lambda self: self.dispatched())
+    @rule(
+        data=st.data(), count=st.integers(1, 3), finish=st.sampled_from([None, None, None, "stop", "length", "abort"])
+    )
+    def output(self, data: st.DataObject, count: int, finish: str | None) -> None:
         self.remember_attempts()
-        link, attempt = self.fleet.attempt(data.draw(st.sampled_from(sorted(self.open))))
-        self.run(self.do(link, attempt, 0, finish))
+        name = data.draw(st.sampled_from(self.dispatched()))
+        link, attempt = self.fleet.attempt(name)
+        begin = self.made.get(attempt, len(link.prompts[attempt]))
+        self.made[attempt] = begin + count
+        if finish != "abort" and begin + count < len(self.fleet.tokens.get(name, [])):
+            # An engine that repeats itself does not end before it did.
+            finish = None
+        self.run(self.do(link, attempt, *range(begin, begin + count), finish=finish))
 
     @precondition(lambda self: self.stale)
     @rule(data=st.data(), finish=st.sampled_from([None, "stop"]))
     def stale_output(self, data: st.DataObject, finish: str | None) -> None:
         link, attempt = data.draw(st.sampled_from(self.stale))
         if (link, attempt) not in self.current_attempts():
-            self.run(self.do(link, attempt, 0, finish))
+            self.run(self.do(link, attempt, 7, finish=finish))
 
     @rule(names=st.lists(st.sampled_from(NAMES), max_size=3))
     def abort(self, names: list[str]) -> None:
@@ -99,7 +119,11 @@ class Histories(RuleBasedStateMachine):
         self.fleet.join(self.fleet.pool.member(replica_id))
 
     def current_attempts(self) -> list[tuple[FakeLink, str]]:
-        return [self.fleet.attempt(name) for name in self.fleet.orchestrator.request_states]
+        return [self.fleet.attempt(name) for name in self.dispatched()]
+
+    def dispatched(self) -> list[str]:
+        states = self.fleet.orchestrator.request_states if hasattr(self, "fleet") else {}
+        return sorted(name for name, state in states.items() if state.replica_id is not None)
 
     def remember_attempts(self) -> None:
         self.stale += [attempt for attempt in self.current_attempts() if attempt not in self.stale]
@@ -108,7 +132,8 @@ class Histories(RuleBasedStateMachine):
     def the_charges_are_the_open_requests(self) -> None:
         if hasattr(self, "fleet"):
             assert set(self.fleet.orchestrator.request_states) == self.open
-            assert sum(self.fleet.in_flight) == len(self.open)
+            assert sum(self.fleet.in_flight) + self.fleet.orchestrator.metrics.held == len(self.open)
+            assert not (self.fleet.orchestrator.metrics.held and self.fleet.pool.serving)
 
     @invariant()
     def replicas_that_do_not_serve_are_charged_with_nothing(self) -> None:
@@ -126,7 +151,9 @@ class Histories(RuleBasedStateMachine):
         if hasattr(self, "fleet"):
             for replica_id in range(REPLICAS):
                 self.run(self.announce(replica_id))
-            assert self.open == set()
+            held, self.open = self.open, set()
+            self.run(self.fleet.abort(*held))
+            assert self.fleet.orchestrator.request_states == {}
             assert self.fleet.in_flight == [0] * REPLICAS
             self.run(self.fleet.__aexit__())
         self.loop.close()

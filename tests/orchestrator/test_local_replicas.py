@@ -99,9 +99,9 @@ async def test_a_request_goes_to_an_engine_and_its_output_comes_back(node: Node)
     engine = node.engine_of(state.replica_id)
     kind, body = await asyncio.to_thread(engine.receive)
     assert (kind, msgspec.json.decode(body)["request_id"]) == (b"add", state.engine_request_id)
-    engine.say(msgspec.json.encode(FakeOutputs(outputs=[FakeOutput(state.engine_request_id, 1, "stop")])))
+    engine.say(msgspec.json.encode(FakeOutputs(outputs=[FakeOutput(state.engine_request_id, [1], "stop")])))
     [outputs] = await node.orchestrator.output_async_queue.get_batch()
-    assert outputs.outputs == [FakeOutput("a", 1, "stop")]
+    assert outputs.outputs == [FakeOutput("a", [1], "stop")]
     assert outputs.engine_index == state.replica_id
 
 
@@ -181,7 +181,7 @@ async def test_what_an_engine_said_before_it_died_is_delivered(node: Node) -> No
     state = node.orchestrator.request_states["a"]
     assert state.replica_id is not None
     engine = node.engine_of(state.replica_id)
-    engine.say(msgspec.json.encode(FakeOutputs(outputs=[FakeOutput(state.engine_request_id, 1, "stop")])))
+    engine.say(msgspec.json.encode(FakeOutputs(outputs=[FakeOutput(state.engine_request_id, [1], "stop")])))
     [outputs] = await node.orchestrator.output_async_queue.get_batch()
     engine.process.die()
     items = await node.orchestrator.output_async_queue.get_batch()
@@ -326,3 +326,42 @@ async def test_many_lives_leave_no_descriptor_open(tmp_path: Path) -> None:
 
 def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
+
+
+async def test_a_replica_that_is_removed_ends_and_does_not_come_back(node: Node) -> None:
+    await node.replicas.start()
+    first, second = node.pool.members
+    engine = node.engine_of(0)
+    node.pool.hold_back(second, "admin")
+    node.orchestrator.request_async_queue.force_put(SubmitRequest(FakeRequest("a"), 0.0))
+    await eventually(lambda: first.queue_length == 1, "the request")
+    node.pool.release_hold(second, "admin")
+    node.replicas.leave(first)
+    assert (first.queue_length, second.queue_length) == (0, 1)
+    assert node.pool.members == (second,)
+    await eventually(lambda: engine.process.ended, "the end of its engine")
+    assert node.pauses == []
+
+
+async def test_a_replica_may_be_removed_while_it_waits_for_its_restart(node: Node) -> None:
+    await node.replicas.start()
+    member = node.pool.member(1)
+    node.engine_of(1).process.die()
+    await eventually(lambda: node.pauses == [1.0], "the pause")
+    node.replicas.leave(member)
+    node.go_on.release()
+    await asyncio.sleep(0)
+    assert node.statuses == [UP]
+    assert node.launcher.starts.count(1) == 1
+
+
+async def test_a_replica_may_be_removed_while_it_starts_again(node: Node) -> None:
+    node.launcher.plan(1, Plan(), Plan(ready=False))
+    await node.replicas.start()
+    member = node.pool.member(1)
+    node.engine_of(1).process.die()
+    node.go_on.release()
+    await eventually(lambda: len(node.launcher.engines) == 3, "the restart")
+    node.replicas.leave(member)
+    await eventually(lambda: node.launcher.engines[2].process.ended, "the end of its engine")
+    assert node.statuses == [UP]

@@ -68,6 +68,19 @@ async def test_outputs_of_no_current_attempt_are_dropped(fleet: FakeFleet) -> No
     assert await fleet.read() == [("a", "stop")]
 
 
+async def test_a_request_that_another_head_left_behind_is_aborted(fleet: FakeFleet) -> None:
+    await fleet.submit("a")
+    link, attempt = fleet.attempt("a")
+    await fleet.abort("a")
+    link.output(attempt)
+    link.output("another head's")
+    link.output("one that has ended", finish_reason="stop")
+    assert link.aborted == [attempt, "another head's"]
+    link.broken = True
+    link.output("another head's")
+    assert len(fleet.pool.serving) == 1
+
+
 async def test_statistics_carry_the_replicas_id(fleet: FakeFleet) -> None:
     fleet.links[1].report(running=4)
     fleet.links[0].report(running=2)
@@ -163,19 +176,6 @@ async def test_a_lost_request_that_has_answered_nothing_moves_under_a_new_id(fle
     new_link.output(new_attempt, finish_reason="stop")
     assert await fleet.read() == [("a", "stop")]
     assert (fleet.in_flight, fleet.orchestrator.metrics.moves) == ([0, 0], 1)
-
-
-async def test_a_lost_request_that_has_answered_fails_once(fleet: FakeFleet) -> None:
-    await fleet.submit("a")
-    link, attempt = fleet.attempt("a")
-    link.output(attempt)
-    link.say_dead()
-    link.output(attempt, finish_reason="stop")
-    (_, none), (request_id, error) = await fleet.read()
-    assert (none, request_id) == (None, "a")
-    assert isinstance(error, RequestLostError)
-    assert (fleet.in_flight, fleet.orchestrator.request_states) == ([0, 0], {})
-    assert fleet.orchestrator.metrics.lost == 1
 
 
 async def test_a_lost_replica_reports_as_idle_and_nothing_later_contradicts_it(fleet: FakeFleet) -> None:
@@ -318,7 +318,7 @@ async def test_a_client_that_does_not_read_leaves_outputs_in_the_sockets_until_i
 
 
 async def test_a_loss_is_told_to_a_client_that_does_not_read(fleet: FakeFleet) -> None:
-    await fleet.submit("a")
+    await fleet.submit("a", move="never")
     link, attempt = fleet.attempt("a")
     for _ in range(MAX_QUEUED_OUTPUTS):
         link.output(attempt)

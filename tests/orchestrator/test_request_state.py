@@ -13,6 +13,7 @@ from vllm_omni_plugin.orchestrator.request_state import (
     RequestPhase,
     StreamingInputState,
 )
+from vllm_omni_plugin.vllm_api.move import Move
 
 NO_REPLICA = NoReplicaError("none")
 
@@ -23,7 +24,9 @@ def state_in(phase: RequestPhase, streaming: bool = False) -> OrchestratorReques
     if phase is not RequestPhase.QUEUED:
         state.dispatch(1, "r-1")
     if phase is RequestPhase.STREAMING:
-        state.deliver(finished=False)
+        state.deliver([5, 6], finished=False)
+    if phase is RequestPhase.MOVING:
+        state.lose_replica("died", 3, Move.RESUME)
     if phase is RequestPhase.FINISHED:
         state.abort()
     return state
@@ -35,17 +38,17 @@ def test_a_request_goes_from_queued_over_dispatched_and_streaming_to_finished() 
     state.dispatch(1, "r-1")
     assert (state.phase, state.replica_id, state.engine_request_id) == (RequestPhase.DISPATCHED, 1, "r-1")
     assert state.attempts == 1
-    state.deliver(finished=False)
+    state.deliver([1], finished=False)
     assert state.phase is RequestPhase.STREAMING
-    state.deliver(finished=False)
+    state.deliver([1], finished=False)
     assert not state.finished
-    state.deliver(finished=True)
+    state.deliver([1], finished=True)
     assert state.finished
 
 
 def test_a_request_may_finish_with_its_first_output() -> None:
     state = state_in(RequestPhase.DISPATCHED)
-    state.deliver(finished=True)
+    state.deliver([1], finished=True)
     assert state.finished
 
 
@@ -58,16 +61,18 @@ def test_a_request_may_be_aborted_in_any_phase(phase: RequestPhase) -> None:
 
 def test_a_refused_request_is_finished_with_that_error() -> None:
     state = state_in(RequestPhase.QUEUED)
-    assert state.refuse(NO_REPLICA) == Fail(NO_REPLICA)
+    assert state.give_up(NO_REPLICA) == Fail(NO_REPLICA)
     assert state.finished
 
 
+WAITING = {RequestPhase.QUEUED, RequestPhase.MOVING}
 ILLEGAL: list[tuple[str, Callable[[OrchestratorRequestState], object], set[RequestPhase]]] = [
-    ("dispatch", lambda s: s.dispatch(2, "r-2"), set(RequestPhase) - {RequestPhase.QUEUED}),
-    ("refuse", lambda s: s.refuse(NO_REPLICA), set(RequestPhase) - {RequestPhase.QUEUED}),
-    ("deliver", lambda s: s.deliver(finished=False), {RequestPhase.QUEUED, RequestPhase.FINISHED}),
-    ("finish", lambda s: s.deliver(finished=True), {RequestPhase.QUEUED, RequestPhase.FINISHED}),
-    ("lose", lambda s: s.lose_replica("died", 3), {RequestPhase.QUEUED, RequestPhase.FINISHED}),
+    ("dispatch", lambda s: s.dispatch(2, "r-2"), set(RequestPhase) - WAITING),
+    ("give up", lambda s: s.give_up(NO_REPLICA), set(RequestPhase) - WAITING),
+    ("join", lambda s: s.join([1], finished=False), set(RequestPhase) - {RequestPhase.DISPATCHED}),
+    ("deliver", lambda s: s.deliver([1], finished=False), WAITING | {RequestPhase.FINISHED}),
+    ("finish", lambda s: s.deliver([1], finished=True), WAITING | {RequestPhase.FINISHED}),
+    ("lose", lambda s: s.lose_replica("died", 3, Move.RESUME), WAITING | {RequestPhase.FINISHED}),
 ]
 
 
@@ -88,15 +93,25 @@ def test_an_illegal_transition_raises_and_changes_nothing(
     assert state.phase is phase
 
 
-def test_a_request_of_which_nothing_was_delivered_is_queued_again() -> None:
+@pytest.mark.parametrize("move", Move)
+def test_a_request_of_which_nothing_was_delivered_starts_again_whatever_it_is(move: Move) -> None:
     state = state_in(RequestPhase.DISPATCHED)
-    assert state.lose_replica("died", 3) == Redispatch()
-    assert (state.phase, state.replica_id, state.engine_request_id) == (RequestPhase.QUEUED, None, "")
+    assert state.lose_replica("died", 3, move) == Redispatch(Move.RESTART)
+    assert (state.phase, state.replica_id, state.engine_request_id) == (RequestPhase.MOVING, None, "")
+    assert not state.joining
 
 
-def test_a_request_of_which_part_was_delivered_fails() -> None:
+@pytest.mark.parametrize("move", [Move.RESUME, Move.REPLAY])
+def test_a_request_of_which_part_was_delivered_goes_on_in_its_own_way(move: Move) -> None:
     state = state_in(RequestPhase.STREAMING)
-    action = state.lose_replica("died", 3)
+    assert state.lose_replica("died", 3, move) == Redispatch(move)
+    assert (state.phase, state.move, state.joining) == (RequestPhase.MOVING, move, True)
+    assert state.produced.tolist() == [5, 6]
+
+
+def test_a_request_that_never_moves_fails_once_part_of_it_was_delivered() -> None:
+    state = state_in(RequestPhase.STREAMING)
+    action = state.lose_replica("died", 3, Move.NEVER)
     assert isinstance(action, Fail)
     assert isinstance(action.error, RequestLostError)
     assert "Replica 1 was lost" in str(action.error)
@@ -105,33 +120,103 @@ def test_a_request_of_which_part_was_delivered_fails() -> None:
     assert state.finished
 
 
+def test_a_request_that_finds_no_other_replica_says_what_became_of_its_own() -> None:
+    state = state_in(RequestPhase.MOVING)
+    state.dispatch(2, "r-2")
+    state.deliver([5], finished=False)
+    state.lose_replica("died too", 3, Move.RESUME)
+    action = state.give_up(NO_REPLICA)
+    assert isinstance(action.error, RequestLostError)
+    assert "Replica 2 was lost" in str(action.error)
+    assert str(action.error).endswith("none")
+
+
+def replaying(*produced: int) -> OrchestratorRequestState:
+    """Return a request that replays on replica 2 what replica 1 had produced."""
+    state = state_in(RequestPhase.DISPATCHED)
+    state.deliver(list(produced), finished=False)
+    state.lose_replica("died", 3, Move.REPLAY)
+    state.dispatch(2, "r-2")
+    return state
+
+
+def test_a_resumed_request_joins_with_its_first_token() -> None:
+    state = state_in(RequestPhase.STREAMING)
+    state.lose_replica("died", 3, Move.RESUME)
+    state.dispatch(2, "r-2")
+    assert state.join([7], finished=False) == 0
+    assert not state.joining
+    state.deliver([7], finished=False)
+    assert state.produced.tolist() == [5, 6, 7]
+
+
+def test_a_replay_is_swallowed_until_it_joins_in_the_middle_of_an_output() -> None:
+    state = replaying(1, 2, 3, 4, 5)
+    assert (state.join([1, 2], finished=False), state.joining) == (2, True)
+    assert (state.join([3], finished=False), state.joining) == (1, True)
+    assert (state.join([4, 5, 6, 7], finished=False), state.joining) == (2, False)
+
+
+def test_a_replay_that_repeats_all_in_whole_outputs_joins_with_the_next() -> None:
+    state = replaying(1, 2)
+    assert (state.join([1, 2], finished=False), state.joining) == (2, True)
+    assert (state.join([3], finished=False), state.joining) == (0, False)
+
+
+def test_a_replay_may_end_right_where_the_delivered_part_did() -> None:
+    state = replaying(1, 2)
+    assert (state.join([1, 2], finished=True), state.joining) == (2, False)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "finished"),
+    [([[9]], False), ([[1, 9]], False), ([[1], [2], [9]], False), ([[1, 2, 9, 4]], False), ([[1, 2]], True)],
+    ids=str,
+)
+def test_a_replay_that_differs_is_one_clear_error(outputs: list[list[int]], finished: bool) -> None:
+    state = replaying(1, 2, 3)
+    for output in outputs[:-1]:
+        state.join(output, finished=False)
+    with pytest.raises(RequestLostError, match=r"Replica 1 was lost.*did not repeat.*send it again"):
+        state.join(outputs[-1], finished)
+    assert state.finished
+
+
+def test_a_replay_whose_replica_is_lost_begins_again_from_the_start() -> None:
+    state = replaying(1, 2, 3)
+    state.join([1, 2], finished=False)
+    assert state.lose_replica("died too", 3, Move.REPLAY) == Redispatch(Move.REPLAY)
+    state.dispatch(3, "r-3")
+    assert (state.join([1, 2, 3, 4], finished=False), state.joining) == (3, False)
+
+
 @pytest.mark.parametrize("limit", [0, 1, 3])
 def test_a_request_moves_as_often_as_the_limit_and_then_fails(limit: int) -> None:
     state = state_in(RequestPhase.QUEUED)
     for attempt in range(limit):
         state.dispatch(attempt, f"r-{attempt}")
-        assert state.lose_replica("died", limit) == Redispatch()
+        assert state.lose_replica("died", limit, Move.RESUME) == Redispatch(Move.RESTART)
     state.dispatch(limit, f"r-{limit}")
-    action = state.lose_replica("died", limit)
+    action = state.lose_replica("died", limit, Move.RESUME)
     assert isinstance(action, Fail)
     assert f"moved {limit} times, the limit of --omni-migration-limit" in str(action.error)
 
 
 def test_a_session_goes_on_between_turns_and_ends_after_the_last_once_its_input_is_closed() -> None:
     state = state_in(RequestPhase.DISPATCHED, streaming=True)
-    state.deliver(finished=True)
+    state.deliver([1], finished=True)
     assert state.phase is RequestPhase.STREAMING
     state.add_chunk(resumable=True)
     state.add_chunk(resumable=False)
-    state.deliver(finished=False)
+    state.deliver([1], finished=False)
     assert not state.finished
-    state.deliver(finished=True)
+    state.deliver([1], finished=True)
     assert state.finished
 
 
 def test_a_session_whose_input_closes_after_its_last_turn_ends_at_once() -> None:
     state = state_in(RequestPhase.DISPATCHED, streaming=True)
-    state.deliver(finished=True)
+    state.deliver([1], finished=True)
     state.add_chunk(resumable=False)
     assert state.finished
 
@@ -142,21 +227,21 @@ def test_a_session_with_several_open_turns_waits_for_all() -> None:
     state.add_chunk(resumable=True)
     state.add_chunk(resumable=False)
     for _ in range(2):
-        state.deliver(finished=True)
+        state.deliver([1], finished=True)
         assert not state.finished
-    state.deliver(finished=True)
+    state.deliver([1], finished=True)
     assert state.finished
 
 
 def test_a_session_that_is_cut_short_ends_with_turns_open() -> None:
     state = state_in(RequestPhase.DISPATCHED, streaming=True)
     state.add_chunk(resumable=True)
-    state.deliver(finished=True, cut_short=True)
+    state.deliver([1], finished=True, cut_short=True)
     assert state.finished
 
 
 def test_a_session_does_not_move() -> None:
     state = state_in(RequestPhase.DISPATCHED, streaming=True)
-    action = state.lose_replica("died", 3)
+    action = state.lose_replica("died", 3, Move.RESUME)
     assert isinstance(action, Fail)
     assert "a streaming-input session cannot move" in str(action.error)

@@ -173,3 +173,75 @@ def test_the_states_of_replicas_that_cannot_serve_are_said() -> None:
     pool.lose(second, ReplicaStatus.ERROR)
     with pytest.raises(NoReplicaError, match=r"stage 2 .*replica 0 is down, replica 1 is error.*try again"):
         pool.pick({}, affinity_key=1)
+
+
+def test_the_lowest_free_id_is_given_and_a_removed_one_is_free() -> None:
+    pool = StagePool(0, LeastQueueLengthBalancer())
+    first, second, third = pool.add(), pool.add(1), pool.add()
+    assert [m.replica_id for m in (first, second, third)] == [0, 1, 2]
+    pool.remove(second)
+    pool.remove(second)
+    assert pool.members == (first, third)
+    again = pool.add()
+    assert again.replica_id == 1
+    pool.remove(second)
+    assert pool.members == (first, again, third)
+
+
+def test_a_replica_that_serves_cannot_be_removed() -> None:
+    pool, (member,) = make_pool(1)
+    with pytest.raises(ValueError, match="replica 0 of stage 2 still serves"):
+        pool.remove(member)
+    pool.lose(member, ReplicaStatus.DOWN)
+    pool.remove(member)
+    assert pool.members == ()
+
+
+def test_a_replica_held_back_for_two_reasons_serves_after_both_are_released() -> None:
+    pool, (first, second) = make_pool(2)
+    charge(pool, first, "a")
+    pool.hold_back(first, "admin")
+    pool.hold_back(first, "suspect")
+    assert (first.status, pool.serving, first.queue_length) == (ReplicaStatus.DRAINING, (second,), 1)
+    pool.release_hold(first, "admin")
+    pool.release_hold(first, "never placed")
+    assert (pool.serving, first.held_back) == ((second,), {"suspect"})
+    pool.release_hold(first, "suspect")
+    assert pool.serving == (first, second)
+
+
+def test_a_hold_outlives_the_loss_of_its_replica() -> None:
+    pool, (member,) = make_pool(1)
+    pool.hold_back(member, "admin")
+    pool.lose(member, ReplicaStatus.DOWN)
+    assert member.status is ReplicaStatus.DOWN
+    pool.release_hold(member, "suspect")
+    assert member.status is ReplicaStatus.DOWN
+    serve(pool, member)
+    assert (member.status, pool.serving) == (ReplicaStatus.DRAINING, ())
+
+
+async def test_idle_is_told_once_nothing_is_in_flight() -> None:
+    pool, (member, other) = make_pool(2)
+    assert pool.when_idle(other).done()
+    states = [charge(pool, member, name) for name in "ab"]
+    idle = pool.when_idle(member)
+    pool.release(states[0])
+    assert not idle.done()
+    pool.release(states[1])
+    assert idle.done()
+    charge(pool, member, "c")
+    idle = pool.when_idle(member)
+    assert not idle.done()
+    pool.lose(member, ReplicaStatus.DOWN)
+    assert idle.done()
+
+
+async def test_a_cancelled_wait_for_idleness_harms_nobody() -> None:
+    pool, (member,) = make_pool(1)
+    state = charge(pool, member, "a")
+    pool.when_idle(member).cancel()
+    second = pool.when_idle(member)
+    pool.release(state)
+    assert second.done()
+    assert not second.cancelled()

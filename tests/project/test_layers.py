@@ -11,6 +11,8 @@ from .source_tree import PACKAGE, modules
 
 LAYERS = (
     "entrypoints",
+    "cli",
+    "sim",
     "integration",
     "admin",
     "orchestrator",
@@ -22,7 +24,7 @@ LAYERS = (
 )
 """From top to bottom."""
 
-FOUNDATION = ("errors", "config", "clock", "logger")
+FOUNDATION = ("errors", "config", "clock", "logger", "curve")
 """Single modules below all layers, which anyone may import."""
 
 KNOW_VLLM = {"integration", "vllm_api"}

@@ -48,7 +48,7 @@ async def test_requests_and_aborts_are_sent_under_the_engines_ids() -> None:
 
 async def test_outputs_and_statistics_are_handed_on_in_order() -> None:
     peer = Peer()
-    peer.link.output("a", token=1)
+    peer.link.output("a", 1)
     peer.link.report(5)
     assert [len(outputs.outputs) for outputs in peer.outputs] == [1, 0]
     assert peer.outputs[1].scheduler_stats == 5

@@ -8,11 +8,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from vllm_omni_plugin.coordinator import ReplicaStatus
-from vllm_omni_plugin.orchestrator.metrics import Histogram
+from vllm_omni_plugin.orchestrator.metrics import Histogram, OrchestratorMetrics
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.stage_pool import PoolMember
-
-_PER_REPLICA = ("stage", "replica")
 
 
 class FleetCollector(Collector):
@@ -31,22 +28,22 @@ class FleetCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """All metric families, with one sample per stage or replica."""
-        members = [member for pool in self._orchestrator.stage_pools for member in pool.members]
-        yield self._replicas_by_state()
-        yield _dispatches(members)
-        yield _in_flight(members)
-        yield _restarts(members)
         metrics = self._orchestrator.metrics
-        yield _queue_time(metrics.queue_time)
-        yield CounterMetricFamily(
-            "vllm_omni:request_moves", "Requests sent again to another replica because theirs was lost.", metrics.moves
+        yield self._replicas_by_state()
+        yield from self._per_replica()
+        yield _histogram(
+            "vllm_omni:queue_time_seconds",
+            "Seconds between the arrival of a request at the orchestrator and its first dispatch.",
+            metrics.queue_time,
         )
-        failed = CounterMetricFamily(
-            "vllm_omni:requests_failed", "Requests that ended with an error of the fleet.", labels=("reason",)
+        yield _histogram(
+            "vllm_omni:hold_time_seconds",
+            "Seconds that accepted requests waited because no replica could serve.",
+            metrics.hold_time,
         )
-        failed.add_metric(("replica_lost",), metrics.lost)
-        failed.add_metric(("no_replica",), metrics.refused + metrics.turned_away)
-        yield failed
+        yield _held(metrics)
+        yield from _moves(metrics)
+        yield _failed(metrics)
 
     def _replicas_by_state(self) -> Metric:
         family = GaugeMetricFamily("vllm_omni:replicas", "Replicas by state.", labels=("stage", "state"))
@@ -56,43 +53,63 @@ class FleetCollector(Collector):
                 family.add_metric((str(pool.stage_id), status.value), states[status])
         return family
 
+    def _per_replica(self) -> Iterable[Metric]:
+        labels = ("stage", "replica")
+        dispatches = CounterMetricFamily("vllm_omni:dispatches", "Requests sent to a replica.", labels=labels)
+        in_flight = GaugeMetricFamily(
+            "vllm_omni:requests_in_flight", "Requests a replica is charged with.", labels=labels
+        )
+        restarts = CounterMetricFamily(
+            "vllm_omni:replica_restarts", "Attempts to start a lost replica again.", labels=labels
+        )
+        for pool in self._orchestrator.stage_pools:
+            for member in pool.members:
+                names = (str(member.stage_id), str(member.replica_id))
+                dispatches.add_metric(names, member.dispatched)
+                in_flight.add_metric(names, member.queue_length)
+                restarts.add_metric(names, member.restarts)
+        return dispatches, in_flight, restarts
 
-def _labels(member: PoolMember) -> tuple[str, str]:
-    return str(member.stage_id), str(member.replica_id)
 
-
-def _dispatches(members: list[PoolMember]) -> Metric:
-    family = CounterMetricFamily("vllm_omni:dispatches", "Requests sent to a replica.", labels=_PER_REPLICA)
-    for member in members:
-        family.add_metric(_labels(member), member.dispatched)
-    return family
-
-
-def _in_flight(members: list[PoolMember]) -> Metric:
+def _held(metrics: OrchestratorMetrics) -> Metric:
     family = GaugeMetricFamily(
-        "vllm_omni:requests_in_flight", "Requests a replica is charged with.", labels=_PER_REPLICA
+        "vllm_omni:requests_held",
+        "Requests that wait because no replica can serve: before they are accepted (http) or after (fleet).",
+        labels=("where",),
     )
-    for member in members:
-        family.add_metric(_labels(member), member.queue_length)
+    family.add_metric(("http",), metrics.waiting)
+    family.add_metric(("fleet",), metrics.held)
     return family
 
 
-def _restarts(members: list[PoolMember]) -> Metric:
+def _moves(metrics: OrchestratorMetrics) -> Iterator[Metric]:
+    moves = CounterMetricFamily(
+        "vllm_omni:request_moves",
+        "Requests sent again to another replica because theirs was lost, by how they went on there.",
+        labels=("way",),
+    )
+    for way, count in metrics.moves_by_way.items():
+        moves.add_metric((way.value,), count)
+    yield moves
+    yield CounterMetricFamily(
+        "vllm_omni:tokens_swallowed", "Tokens that replays repeated and no client got twice.", metrics.swallowed_tokens
+    )
+    yield CounterMetricFamily(
+        "vllm_omni:replays_diverged", "Replays that did not repeat what had been delivered.", metrics.diverged
+    )
+
+
+def _failed(metrics: OrchestratorMetrics) -> Metric:
     family = CounterMetricFamily(
-        "vllm_omni:replica_restarts", "Attempts to start a lost replica again.", labels=_PER_REPLICA
+        "vllm_omni:requests_failed", "Requests that ended with an error of the fleet.", labels=("reason",)
     )
-    for member in members:
-        family.add_metric(_labels(member), member.restarts)
+    family.add_metric(("replica_lost",), metrics.lost)
+    family.add_metric(("no_replica",), metrics.refused + metrics.turned_away)
     return family
 
 
-def _queue_time(histogram: Histogram) -> Metric:
+def _histogram(name: str, documentation: str, histogram: Histogram) -> Metric:
     counts = list(histogram.counts)
     bounds = [*map(str, histogram.upper_bounds), "+Inf"]
     cumulative = [(bound, float(sum(counts[: index + 1]))) for index, bound in enumerate(bounds)]
-    return HistogramMetricFamily(
-        "vllm_omni:queue_time_seconds",
-        "Seconds between the arrival of a request at the orchestrator and its dispatch.",
-        buckets=cumulative,
-        sum_value=histogram.sum,
-    )
+    return HistogramMetricFamily(name, documentation, buckets=cumulative, sum_value=histogram.sum)

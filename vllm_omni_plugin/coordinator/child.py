@@ -12,6 +12,7 @@ import msgspec
 
 from vllm_omni_plugin.coordinator.process import ChildArguments, Ready, Refused
 from vllm_omni_plugin.coordinator.service import OmniCoordinator
+from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError
 
 EXIT_REFUSED = 2
@@ -30,6 +31,7 @@ def main() -> int:
             arguments.pub_zmq_addr,
             arguments.heartbeat_timeout,
             settle_time=arguments.settle_time,
+            secrets=Secrets.from_file(arguments.secret_file) if arguments.secret_file else None,
         )
     except ConfigError as error:
         _answer(Refused(str(error)))

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import zmq
 
+from vllm_omni_plugin.coordinator.link import CoordinatorLink
 from vllm_omni_plugin.coordinator.messages import ReplicaList
-from vllm_omni_plugin.coordinator.sockets import Context, connect_sub
-from vllm_omni_plugin.coordinator.wakeup import Wakeup
+from vllm_omni_plugin.coordinator.sockets import open_sub
 from vllm_omni_plugin.coordinator.wire import decode_replica_list
+from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import WireError
 
 logger = logging.getLogger(__name__)
@@ -21,25 +22,26 @@ class OmniCoordClientForHub:
     Args:
         coord_zmq_addr: The coordinator's PUB address.
         on_update: Called in the client's own thread with each new list; must not block.
+        secrets: The fleet's, or None where it has none.
 
     Raises:
         ConfigError: ``coord_zmq_addr`` is no address. That nobody listens there yet is no error.
     """
 
-    def __init__(self, coord_zmq_addr: str, on_update: Callable[[ReplicaList], None] | None = None) -> None:
+    def __init__(
+        self,
+        coord_zmq_addr: str,
+        on_update: Callable[[ReplicaList], None] | None = None,
+        *,
+        secrets: Secrets | None = None,
+    ) -> None:
         self._on_update = on_update
         self._news = threading.Condition()
         self._latest = ReplicaList(replicas=[], timestamp=0.0)
         self._generation = 0
         self._invalid_frames = 0
         self._closed = False
-        self._context: Context = zmq.Context()
-        try:
-            self._socket = connect_sub(self._context, coord_zmq_addr)
-        except BaseException:
-            self._context.destroy(linger=0)
-            raise
-        self._wakeup = Wakeup()
+        self._link = CoordinatorLink(coord_zmq_addr, open_sub, secrets, _log_trouble)
         self._thread = threading.Thread(target=self._follow, name="omni-hub-client", daemon=True)
         self._thread.start()
 
@@ -82,25 +84,19 @@ class OmniCoordClientForHub:
                 raise RuntimeError("the hub client is closed already")
             self._closed = True
             self._news.notify_all()
-            self._wakeup.set()
+            self._link.wake()
         self._thread.join()
-        self._wakeup.close()
+        self._link.close()
 
     def _follow(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._wakeup.fileno(), zmq.POLLIN)
-        try:
-            while not self._closed:
-                poller.poll()
-                self._take_frames()
-        finally:
-            self._context.destroy(linger=0)
+        while not self._closed:
+            self._link.wait(None, zmq.POLLIN)
+            self._take_frames()
 
     def _take_frames(self) -> None:
         while not self._closed:
             try:
-                parts = self._socket.recv_multipart(zmq.NOBLOCK)
+                parts = self._link.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             try:
@@ -128,3 +124,10 @@ class OmniCoordClientForHub:
             first = self._invalid_frames == 1
         if first:
             logger.warning("Dropped a frame of the coordinator: %r; more are counted, not logged", str(error))
+
+
+def _log_trouble(trouble: str) -> None:
+    if trouble:
+        logger.warning("No replica list for now: %s; the last one stands", trouble)
+    else:
+        logger.info("Following the replica list")

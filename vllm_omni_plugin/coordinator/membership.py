@@ -220,6 +220,6 @@ def _after(row: Member, event: ReplicaEvent, now: float) -> tuple[ChangeKind, Me
         return ChangeKind.JOINED, Member(event, Liveness.ALIVE, now, now, now)
     if row.liveness is not Liveness.ALIVE:
         return ChangeKind.RECOVERED, replace(row, event=event, liveness=Liveness.ALIVE, heard_at=now, changed_at=now)
-    said = (event.status, event.queue_length)
-    kind = ChangeKind.REFRESHED if said == (row.event.status, row.event.queue_length) else ChangeKind.UPDATED
+    nothing_new = event == replace(row.event, event_type=event.event_type, sequence=event.sequence)
+    kind = ChangeKind.REFRESHED if nothing_new else ChangeKind.UPDATED
     return kind, replace(row, event=event, heard_at=now)

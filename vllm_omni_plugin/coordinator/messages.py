@@ -12,6 +12,7 @@ MAX_ADDRESS_CHARS = 256
 StageId = Annotated[int, Meta(ge=0, le=MAX_STAGE_ID)]
 QueueLength = Annotated[int, Meta(ge=0, le=MAX_QUEUE_LENGTH)]
 Address = Annotated[str, Meta(min_length=1, max_length=MAX_ADDRESS_CHARS)]
+OptionalAddress = Annotated[str, Meta(max_length=MAX_ADDRESS_CHARS)]
 Ordinal = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 WallSeconds = Annotated[float, Meta(ge=0)]
 EventType = Literal["update", "heartbeat"]
@@ -40,6 +41,7 @@ class ReplicaEvent(Struct, frozen=True):
         incarnation: Grows each time the replica starts again. 0: not numbered.
         sequence: Grows with each event of one incarnation, so that a replay is recognised. 0: not numbered, then events
             of the same incarnation count in order of arrival.
+        control_addr: ZMQ address on which heads attach; empty for a replica that needs no attaching.
     """
 
     input_addr: Address
@@ -50,6 +52,7 @@ class ReplicaEvent(Struct, frozen=True):
     queue_length: QueueLength
     incarnation: Ordinal = 0
     sequence: Ordinal = 0
+    control_addr: OptionalAddress = ""
 
 
 class ReplicaInfo(Struct, frozen=True):
@@ -62,6 +65,8 @@ class ReplicaInfo(Struct, frozen=True):
     queue_length: QueueLength
     last_heartbeat: WallSeconds
     registered_at: WallSeconds
+    incarnation: Ordinal = 0
+    control_addr: OptionalAddress = ""
 
 
 class ReplicaList(Struct, frozen=True):

@@ -24,12 +24,16 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class ChildArguments(msgspec.Struct, frozen=True):
-    """What the child is told to do, as one JSON argument; the fields are those of `OmniCoordinator`."""
+    """What the child is told to do, as one JSON argument; the fields are those of `OmniCoordinator`.
+
+    Of the secrets only the path, because everybody may read the arguments of a process.
+    """
 
     router_zmq_addr: str
     pub_zmq_addr: str
     heartbeat_timeout: float
     settle_time: float = 0.0
+    secret_file: str | None = None
 
 
 class CoordinatorProcess:

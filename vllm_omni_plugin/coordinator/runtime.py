@@ -12,6 +12,8 @@ from vllm_omni_plugin.errors import OmniError
 
 logger = logging.getLogger(__name__)
 
+# Heads that follow this coordinator run in the process that owns it.
+LIST_HOST = "127.0.0.1"
 START_TIMEOUT = 30.0
 STOP_TIMEOUT = 5.0
 FIRST_DELAY = 0.1
@@ -26,26 +28,36 @@ class OmniCoordinatorRuntime:
     One thread waits for the process to end; nothing is polled.
 
     Args:
-        host: Name or address to bind, IPv6 without brackets.
-        port: Port for replicas; 0 for any free one. Heads get a free one in any case.
+        host: Name or address to bind for replicas, IPv6 without brackets.
+        port: Port for replicas; 0 for any free one. Heads get a free one of 127.0.0.1 in any case: this process's own.
         heartbeat_timeout: Seconds of silence after which a replica is dead.
+        secret_file: Path of the secrets of the fleet; the child reads it anew whenever it is restarted.
 
     Attributes:
         router_address: Where replicas report.
         pub_address: Where heads subscribe.
 
     Raises:
-        ConfigError: The coordinator cannot bind, or the timeout is not positive.
+        ConfigError: The coordinator cannot bind, the timeout is not positive, or the secret file is refused.
         OmniError: The process ended, or did not answer in time, before it was ready.
     """
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0, heartbeat_timeout: float = 30.0) -> None:
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        heartbeat_timeout: float = 30.0,
+        *,
+        secret_file: str | None = None,
+    ) -> None:
         host = f"[{host}]" if ":" in host else host
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._child: CoordinatorProcess | None = None
         first_start: Future[Ready] = Future()
-        first = ChildArguments(f"tcp://{host}:{port}", f"tcp://{host}:0", heartbeat_timeout)
+        first = ChildArguments(
+            f"tcp://{host}:{port}", f"tcp://{LIST_HOST}:0", heartbeat_timeout, secret_file=secret_file
+        )
         self._thread = threading.Thread(
             target=self._supervise, args=(first, first_start), name="omni-coordinator-runtime", daemon=True
         )
@@ -89,6 +101,7 @@ class OmniCoordinatorRuntime:
             ready.router_address,
             ready.pub_address,
             first.heartbeat_timeout,
+            secret_file=first.secret_file,
             # By then every replica has connected again and sent a heartbeat, which it does at least three times per
             # timeout. No longer than that, because heads were promised a list every 5 s.
             settle_time=min(KEEP_ALIVE_INTERVAL, first.heartbeat_timeout / 3 + RECONNECT_MAX_MS / 1000),

@@ -10,11 +10,13 @@ from msgspec.structs import replace
 from vllm_omni_plugin.coordinator.drops import DropLog, DropReason
 from vllm_omni_plugin.coordinator.membership import MembershipTable, TableFullError
 from vllm_omni_plugin.coordinator.messages import ReplicaEvent, ReplicaList, ReplicaStatus
+from vllm_omni_plugin.coordinator.ports import Ports
 from vllm_omni_plugin.coordinator.publishing import PublishSchedule
 from vllm_omni_plugin.coordinator.snapshot import replica_list
-from vllm_omni_plugin.coordinator.sockets import Context, Socket, bind_pub, bind_router, bound_address, poll_ms
+from vllm_omni_plugin.coordinator.sockets import Socket, poll_ms
 from vllm_omni_plugin.coordinator.wakeup import Wakeup
 from vllm_omni_plugin.coordinator.wire import decode_event, encode_event, encode_replica_list
+from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError, WireError
 
 # Frames taken in before deadlines and publishing get their turn.
@@ -42,6 +44,7 @@ class OmniCoordinator:
         heartbeat_timeout: float = 30.0,
         *,
         settle_time: float = 0.0,
+        secrets: Secrets | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -53,6 +56,7 @@ class OmniCoordinator:
             heartbeat_timeout: Seconds of silence after which a replica is dead; after half of them it is suspected.
             settle_time: Seconds to publish nothing, so that a restarted coordinator does not tell heads of an empty
                 fleet before the replicas had time to report again.
+            secrets: Who does not hold one of them cannot connect; None admits everybody, unencrypted.
             clock: Monotonic seconds.
             wall_clock: Seconds since the epoch.
 
@@ -71,15 +75,11 @@ class OmniCoordinator:
         self._drops = DropLog()
         self._ticked_at = clock()
         self._schedule = PublishSchedule(self._ticked_at, quiet_until=self._ticked_at + settle_time)
-        self._context: Context = zmq.Context()
-        try:
-            self._router = bind_router(self._context, router_zmq_addr)
-            self._pub = bind_pub(self._context, pub_zmq_addr)
-        except BaseException:
-            self._context.destroy(linger=0)
-            raise
-        self.router_zmq_addr = bound_address(self._router)
-        self.pub_zmq_addr = bound_address(self._pub)
+        self._ports = Ports(router_zmq_addr, pub_zmq_addr, secrets)
+        self._router = self._ports.router
+        self._pub = self._ports.pub
+        self.router_zmq_addr = self._ports.router_address
+        self.pub_zmq_addr = self._ports.pub_address
         self._wakeup = Wakeup()
         self._thread = threading.Thread(target=self._serve, name="omni-coordinator", daemon=True)
         self._thread.start()
@@ -94,6 +94,11 @@ class OmniCoordinator:
         """Frames dropped so far, by reason (`DropReason`). One over 64 KiB ends its connection and is not counted."""
         with self._lock:
             return self._drops.counts
+
+    @property
+    def refused_connections(self) -> int:
+        """Connections refused so far because their peer holds none of the secrets, or for a malformed handshake."""
+        return self._ports.gate.refused
 
     def add_new_replica(self, event: ReplicaEvent) -> None:
         """Register the replica that ``event`` describes.
@@ -176,7 +181,7 @@ class OmniCoordinator:
                 self._take_frames()
                 self._tick(wake_at)
         finally:
-            self._context.destroy(linger=0)
+            self._ports.close()
             self._stopped.set()
 
     def _next_wake(self) -> float:

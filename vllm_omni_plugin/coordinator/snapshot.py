@@ -31,4 +31,6 @@ def _info(member: Member, wall_offset: float) -> ReplicaInfo:
         queue_length=event.queue_length,
         last_heartbeat=max(0.0, member.heard_at + wall_offset),
         registered_at=max(0.0, member.registered_at + wall_offset),
+        incarnation=event.incarnation,
+        control_addr=event.control_addr,
     )

@@ -5,13 +5,17 @@ import math
 import zmq
 
 from vllm_omni_plugin.coordinator.wire import MAX_EVENT_BYTES, MAX_REPLICA_LIST_BYTES
+from vllm_omni_plugin.curve import Gate, Secrets, secure_client, secure_server
 from vllm_omni_plugin.errors import ConfigError
+
+ROLE = "coordinator"
+"""Of the coordinator's sockets in key derivation, and the ZAP domain of both."""
 
 Context = zmq.Context[zmq.Socket[bytes]]
 Socket = zmq.Socket[bytes]
 
 # A link cut without a word is noticed and opened again after about this time, instead of TCP's quarter of an hour; the
-# other end gives up on it a little later.
+# other end gives up on it a little later. As long may a connection take to be made, and its handshake.
 LINK_CHECK_MS = 5000
 LINK_TTL_MS = 15000
 RECONNECT_MS = 100
@@ -22,18 +26,22 @@ RECEIVE_QUEUE_FRAMES = 128
 LIST_QUEUE_FRAMES = 16
 # Each announcement replaces those before it, too; what is queued here while the coordinator is away comes out stale.
 EVENT_QUEUE_FRAMES = 4
+LINK_FAILURES = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+_LINK_EVENTS = LINK_FAILURES | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 
 
-def bind_router(context: Context, address: str) -> Socket:
+def bind_router(context: Context, address: str, secrets: Secrets | None, gate: Gate) -> Socket:
     """Return a ROUTER for announcements bound to ``address``; see `bound_address`. Raises `ConfigError`."""
     router = context.socket(zmq.ROUTER)
     router.maxmsgsize = MAX_EVENT_BYTES
     router.rcvhwm = RECEIVE_QUEUE_FRAMES
-    _bind(router, address)
+    _bind(router, address, secrets, gate)
     return router
 
 
-def bind_pub(context: Context, address: str) -> Socket:
+def bind_pub(context: Context, address: str, secrets: Secrets | None, gate: Gate) -> Socket:
     """Return an XPUB for lists bound to ``address``; it also reads each new subscription. Raises `ConfigError`."""
     pub = context.socket(zmq.XPUB)
     pub.maxmsgsize = MAX_EVENT_BYTES
@@ -41,26 +49,45 @@ def bind_pub(context: Context, address: str) -> Socket:
     pub.sndhwm = LIST_QUEUE_FRAMES
     # Without it only the first of several subscribers is heard of.
     pub.xpub_verbose = True
-    _bind(pub, address)
+    _bind(pub, address, secrets, gate)
     return pub
 
 
-def connect_dealer(context: Context, address: str) -> Socket:
-    """Return a DEALER for announcements that stays connected to ``address``. Raises `ConfigError`."""
+def open_dealer(context: Context) -> Socket:
+    """Return a DEALER for announcements, not connected yet."""
     dealer = context.socket(zmq.DEALER)
     dealer.sndhwm = EVENT_QUEUE_FRAMES
-    _connect(dealer, address)
     return dealer
 
 
-def connect_sub(context: Context, address: str) -> Socket:
-    """Return a SUB for lists that stays connected to ``address``. Raises `ConfigError`."""
+def open_sub(context: Context) -> Socket:
+    """Return a SUB for lists, not connected yet."""
     sub = context.socket(zmq.SUB)
     sub.maxmsgsize = MAX_REPLICA_LIST_BYTES
     sub.rcvhwm = LIST_QUEUE_FRAMES
     sub.setsockopt(zmq.SUBSCRIBE, b"")
-    _connect(sub, address)
     return sub
+
+
+def connect_watched(socket: Socket, address: str, secrets: Secrets | None, attempt: int) -> Socket:
+    """Let ``socket`` stay connected to ``address`` with the secret number ``attempt``; return its monitor.
+
+    The monitor must be read for as long as the socket is open, or libzmq blocks. Raises `ConfigError`.
+    """
+    socket.ipv6 = "[" in address
+    socket.heartbeat_ivl = LINK_CHECK_MS
+    socket.heartbeat_ttl = LINK_TTL_MS
+    socket.handshake_ivl = LINK_CHECK_MS
+    socket.connect_timeout = LINK_CHECK_MS
+    socket.reconnect_ivl = RECONNECT_MS
+    socket.reconnect_ivl_max = RECONNECT_MAX_MS
+    secure_client(socket, secrets, ROLE, attempt)
+    monitor = socket.get_monitor_socket(_LINK_EVENTS)
+    try:
+        socket.connect(address)
+    except zmq.ZMQError as error:
+        raise ConfigError(f"cannot connect to a coordinator at {address}: {error.strerror}") from error
+    return monitor
 
 
 def bound_address(socket: Socket) -> str:
@@ -73,21 +100,13 @@ def poll_ms(seconds: float) -> int:
     return max(0, math.ceil(seconds * 1000))
 
 
-def _bind(socket: Socket, address: str) -> None:
+def _bind(socket: Socket, address: str, secrets: Secrets | None, gate: Gate) -> None:
     socket.ipv6 = "[" in address
+    socket.handshake_ivl = LINK_CHECK_MS
+    secure_server(socket, secrets, ROLE)
+    gate.watch(socket, ROLE)
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
+        socket.close(linger=0)
         raise ConfigError(f"the coordinator cannot bind {address}: {error.strerror}") from error
-
-
-def _connect(socket: Socket, address: str) -> None:
-    socket.ipv6 = "[" in address
-    socket.heartbeat_ivl = LINK_CHECK_MS
-    socket.heartbeat_ttl = LINK_TTL_MS
-    socket.reconnect_ivl = RECONNECT_MS
-    socket.reconnect_ivl_max = RECONNECT_MAX_MS
-    try:
-        socket.connect(address)
-    except zmq.ZMQError as error:
-        raise ConfigError(f"cannot connect to a coordinator at {address}: {error.strerror}") from error

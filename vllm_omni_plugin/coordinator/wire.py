@@ -9,7 +9,7 @@ from vllm_omni_plugin.errors import WireError
 
 MAX_EVENT_BYTES = 64 * 1024
 # The largest table allowed, with the longest addresses allowed, is smaller than this.
-MAX_REPLICA_LIST_BYTES = 16 * 1024 * 1024
+MAX_REPLICA_LIST_BYTES = 24 * 1024 * 1024
 _MAX_DETAIL_CHARS = 200
 
 _T = TypeVar("_T")

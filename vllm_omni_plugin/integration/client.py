@@ -7,18 +7,41 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 from prometheus_client import REGISTRY
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_omni_plugin.admin.metrics import FleetCollector
-from vllm_omni_plugin.integration.failures import RequestFailures, to_http
+from vllm_omni_plugin.errors import NoReplicaError
+from vllm_omni_plugin.integration.failures import RequestFailures
+from vllm_omni_plugin.integration.serving import ServingSignal
+from vllm_omni_plugin.integration.stat_labels import StatLabels
+from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.handover import HandoverClosedError
-from vllm_omni_plugin.orchestrator.messages import AbortRequests, CallReplicas, RequestFailed, SubmitRequest
+from vllm_omni_plugin.orchestrator.messages import (
+    AbortRequests,
+    CallReplicas,
+    ReplicaJoined,
+    ReplicaLeft,
+    RequestFailed,
+    SubmitRequest,
+)
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.thread import OrchestratorThread
+from vllm_omni_plugin.vllm_api.ready import apply_ready_responses
+
+logger = init_logger(__name__)
+
+_WAITING_NOTICE_S = 10.0
+
+
+class FleetOwner(Protocol):
+    """What the client closes; `integration.fleet.Fleet` in service."""
+
+    orchestrator: Orchestrator
+
+    def close(self, timeout: float | None = None) -> None: ...
 
 
 class FleetClient(EngineCoreClient):  # type: ignore[misc]
@@ -27,54 +50,62 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
     Lives on AsyncLLM's event loop; all work happens on the orchestrator's.
 
     Args:
-        orchestrator: the running orchestrator.
-        thread: its thread; the client owns it from here on.
-        kv_event_sources: KV-event publishers of the local engines, by engine index.
+        fleet: the started fleet; the client owns it from here on.
+        vllm_config: AsyncLLM's configuration, brought in line with what the engines found at their start.
+        ready_responses: what the local engines said of themselves, in the order of their ids.
 
     Attributes:
-        engine_ranks_managed: engine indexes that vLLM's metrics are labelled with; they are the replica ids.
+        engine_ranks_managed: engine indexes that vLLM's metrics are labelled with from the start: the ids of the local
+            replicas. Those of others are labelled when they join.
         resources: `resources.engine_dead` tells AsyncLLM that nothing will ever be served again. Dead replicas,
             even all of them, are not that: they come back.
-        failures: how single requests fail; bound to AsyncLLM's output processor once that exists.
     """
 
-    def __init__(
-        self, orchestrator: Orchestrator, thread: OrchestratorThread, kv_event_sources: dict[int, Any]
-    ) -> None:
-        self._orchestrator = orchestrator
-        self._kv_event_sources = kv_event_sources
+    def __init__(self, fleet: FleetOwner, vllm_config: Any, ready_responses: list[bytes]) -> None:
+        self._fleet = fleet
+        self._orchestrator = fleet.orchestrator
+        self._vllm_config = vllm_config
+        # Replicas have one configuration, which must not be counted twice: those that come later add nothing to it.
+        self._configured = bool(ready_responses)
+        self._kv_event_sources = apply_ready_responses(vllm_config, ready_responses)
         self._received: deque[Any] = deque()
-        self.engine_ranks_managed = [member.replica_id for pool in orchestrator.stage_pools for member in pool.members]
+        # vLLM labels engine 0 in any case.
+        self.engine_ranks_managed = list(range(len(ready_responses))) or [0]
         self.resources = SimpleNamespace(engine_dead=False)
-        self.failures = RequestFailures()
-        self._thread = thread
-        self._collector = FleetCollector(orchestrator)
+        self._failures = RequestFailures()
+        self._labels: StatLabels | None = None
+        self._serving = ServingSignal(self._orchestrator)
+        self._collector = FleetCollector(self._orchestrator)
         REGISTRY.register(self._collector)
         # The engines must not outlive this process, also if nobody calls shutdown.
-        self._finalizer = weakref.finalize(self, thread.close)
+        self._finalizer = weakref.finalize(self, fleet.close)
+
+    def bind(self, output_processor: Any, logger_manager: Any) -> None:
+        """Tell the client of AsyncLLM's parts that exist by now: what ends requests, and what counts by engine."""
+        self._failures.bind(output_processor)
+        if logger_manager is not None:
+            self._labels = StatLabels(logger_manager)
+
+    @property
+    def orchestrator(self) -> Orchestrator:
+        """What balances over the replicas."""
+        return self._orchestrator
 
     @property
     def can_serve(self) -> bool:
         """Whether every stage has a replica that takes requests."""
         return self._orchestrator.can_serve
 
-    def check_admission(self) -> None:
-        """Turn a request away while a stage has no replica, before vLLM's server has begun to answer it.
-
-        Raises:
-            GracefulHTTPError: 503 with the reason.
-        """
-        for pool in self._orchestrator.stage_pools:
-            if not pool.serving:
-                self._orchestrator.metrics.turned_away += 1
-                raise to_http(pool.unavailable())
+    async def until_serving(self) -> None:
+        """Return once every stage has a replica that takes requests."""
+        await self._serving.wait()
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """End the replicas, giving running requests `timeout` seconds (None: vLLM's default). Idempotent; blocks."""
+        """End the local replicas, their requests after `timeout` seconds (None: vLLM's default). Idempotent; blocks."""
         if self._finalizer.detach() is None:
             return
         REGISTRY.unregister(self._collector)
-        self._thread.close(timeout)
+        self._fleet.close(timeout)
         self.resources.engine_dead = True
 
     async def get_output_async(self) -> Any:
@@ -87,14 +118,25 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         while True:
             while self._received:
                 item = self._received.popleft()
-                if not isinstance(item, RequestFailed):
+                if isinstance(item, RequestFailed):
+                    self._abort(self._failures.fail(item))
+                elif isinstance(item, ReplicaJoined | ReplicaLeft):
+                    self._replica_changed(item)
+                else:
                     return item
-                self._abort(self.failures.fail(item))
             try:
                 self._received.extend(await queue.get_batch())
             except HandoverClosedError:
                 self.resources.engine_dead = True
                 raise EngineDeadError from None
+
+    def _replica_changed(self, change: ReplicaJoined | ReplicaLeft) -> None:
+        if isinstance(change, ReplicaJoined) and not self._configured:
+            self._configured = True
+            self._kv_event_sources = apply_ready_responses(self._vllm_config, [change.ready_response])
+        if self._labels is not None:
+            label = self._labels.add if isinstance(change, ReplicaJoined) else self._labels.remove
+            label(change.replica_id)
 
     async def add_request_async(self, request: Any) -> None:
         """Hand a request over. Waits only while the orchestrator is far behind."""
@@ -137,6 +179,13 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
             # The orchestrator was closed with the call open; to the caller that is a dead engine, not a cancellation.
             raise EngineDeadError from None
 
+    async def _clear(self, method: str, *args: Any) -> list[Any]:
+        """Call all replicas to empty a cache. Where there is no replica there is nothing to empty."""
+        try:
+            return await self._call(method, *args)
+        except NoReplicaError:
+            return []
+
     async def _consensus(self, method: str) -> Any:
         results = await self._call(method)
         if any(result != results[0] for result in results):
@@ -144,7 +193,15 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         return results[0]
 
     async def get_supported_tasks_async(self) -> Any:
-        return (await self._call("get_supported_tasks"))[0]
+        """What the model can do. The server asks once at its start, and a head without engines waits here for one."""
+        while True:
+            try:
+                async with asyncio.timeout(_WAITING_NOTICE_S):
+                    await self.until_serving()
+            except TimeoutError:
+                logger.info("Waiting for a first replica to join; the server answers as soon as there is one.")
+                continue
+            return (await self._call("get_supported_tasks"))[0]
 
     async def pause_scheduler_async(self, mode: str = "abort", clear_cache: bool = True) -> None:
         await self._call("pause_scheduler", mode, clear_cache)
@@ -165,15 +222,15 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         await self._call("profile", is_start, profile_prefix, delay_iterations, max_iterations)
 
     async def reset_mm_cache_async(self) -> None:
-        await self._call("reset_mm_cache")
+        await self._clear("reset_mm_cache")
 
     async def reset_prefix_cache_async(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        return all(await self._call("reset_prefix_cache", reset_running_requests, reset_connector))
+        return all(await self._clear("reset_prefix_cache", reset_running_requests, reset_connector))
 
     async def reset_encoder_cache_async(self) -> None:
-        await self._call("reset_encoder_cache")
+        await self._clear("reset_encoder_cache")
 
     async def sleep_async(self, level: int = 1, mode: str = "abort") -> None:
         await self._call("sleep", level, mode)

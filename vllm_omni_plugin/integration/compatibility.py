@@ -14,7 +14,6 @@ _OWN_BALANCING = "the fleet balances over replicas itself; run more of them with
 _REFUSED: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
     ("grpc", "--grpc", bool, "the fleet stands behind vLLM's HTTP server only"),
     ("grpc_port", "--grpc-port", lambda value: value is not None, "the fleet stands behind vLLM's HTTP server only"),
-    ("headless", "--headless", bool, "this version runs replicas in the head only"),
     ("data_parallel_size", "--data-parallel-size", lambda value: (value or 1) > 1, _OWN_BALANCING),
     ("data_parallel_rank", "--data-parallel-rank", lambda value: value is not None, _OWN_BALANCING),
     ("data_parallel_start_rank", "--data-parallel-start-rank", lambda value: value is not None, _OWN_BALANCING),
@@ -36,6 +35,8 @@ def refuse_unsupported(args: argparse.Namespace) -> None:
     Raises:
         ConfigError: naming the flag and the reason.
     """
+    if getattr(args, "headless", False) and (getattr(args, "api_server_count", None) or 0) > 0:
+        raise ConfigError("argument --api-server-count: not allowed with --headless: such a node has no API server")
     for destination, flag, refused, reason in _REFUSED:
         if refused(getattr(args, destination, None)):
             raise ConfigError(f"argument {flag}: not allowed with --omni-* flags: {reason}")

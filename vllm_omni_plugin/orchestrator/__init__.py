@@ -4,6 +4,7 @@ from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.request_state import OrchestratorRequestState, RequestPhase, StreamingInputState
 from vllm_omni_plugin.orchestrator.stage_pool import PoolMember, StagePool
 from vllm_omni_plugin.orchestrator.thread import OrchestratorThread
+from vllm_omni_plugin.vllm_api.requests import build_engine_core_request_from_tokens
 
 __all__ = [
     "Orchestrator",
@@ -13,4 +14,5 @@ __all__ = [
     "RequestPhase",
     "StagePool",
     "StreamingInputState",
+    "build_engine_core_request_from_tokens",
 ]

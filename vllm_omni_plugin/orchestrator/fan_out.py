@@ -9,7 +9,7 @@ from typing import Any
 from vllm_omni_plugin.errors import NoReplicaError, ReplicaError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.handover import HandoverClosedError, HandoverQueue
-from vllm_omni_plugin.orchestrator.messages import CallReplicas
+from vllm_omni_plugin.orchestrator.messages import CallReplicas, Membership, RpcMessage
 from vllm_omni_plugin.orchestrator.rest_state import Call
 from vllm_omni_plugin.orchestrator.shared_state import SharedState
 from vllm_omni_plugin.orchestrator.stage_pool import PoolMember, StagePool
@@ -17,12 +17,15 @@ from vllm_omni_plugin.replicas.stage_client import StageClient
 
 logger = init_logger(__name__)
 
+_CACHE_CALLS = frozenset({"reset_mm_cache", "reset_encoder_cache", "reset_prefix_cache"})
+"""Done where there is no replica: one that comes later comes with empty caches."""
+
 
 class FanOut:
     """Sends utility calls to all replicas in parallel and keeps what they leave behind for late joiners.
 
     Args:
-        stage_pools: the pools whose serving replicas are called.
+        stage_pools: the pools whose replicas are called, those that are held back too.
         distrust: called with a replica that failed a call which another one took, and the reason.
     """
 
@@ -33,12 +36,20 @@ class FanOut:
         # What each replica that is attaching has yet to be told.
         self._joiners: dict[StageClient, deque[Call]] = {}
 
-    async def serve(self, queue: HandoverQueue[CallReplicas]) -> None:
-        """Run each call of the queue as a task of its own, until the queue is closed; then cancel what still runs."""
+    async def serve(self, queue: HandoverQueue[RpcMessage], on_membership: Callable[[Membership], None]) -> None:
+        """Run each call of the queue as a task of its own, until the queue is closed; then cancel what still runs.
+
+        Args:
+            queue: calls, and changes of membership in order with them.
+            on_membership: called with each of the latter.
+        """
         replies: dict[asyncio.Task[None], Future[list[Any]]] = {}
         try:
             while True:
                 for message in await queue.get_batch():
+                    if not isinstance(message, CallReplicas):
+                        on_membership(message)
+                        continue
                     task = asyncio.create_task(self._serve_call(message), name=f"omni-call-{message.method}")
                     replies[task] = message.reply
                     task.add_done_callback(replies.pop)
@@ -86,7 +97,9 @@ class FanOut:
                 message.reply.set_result(results)
 
     async def _call(self, method: str, args: tuple[Any, ...]) -> list[Any]:
-        members = [member for pool in self._pools for member in pool.serving]
+        members = [member for pool in self._pools for member in pool.members if member.client is not None]
+        if not members and method in _CACHE_CALLS:
+            return []
         if not members:
             raise NoReplicaError(f"No replica can take the call {method} right now. Please try again later.")
         # Recorded in the same step as the targets are chosen: a joiner either is among them or replays the record.

@@ -5,7 +5,6 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
@@ -52,6 +51,7 @@ class LocalReplicas:
         self._running: dict[int, LocalReplica] = {}
         self._died: dict[int, asyncio.Event] = {}
         self._keepers: list[asyncio.Task[None]] = []
+        self._leaving: set[asyncio.Task[None]] = set()
         self._closing = False
 
     async def start(self) -> list[bytes]:
@@ -71,12 +71,23 @@ class LocalReplicas:
         ]
         return [start.result().ready_response for start in starts]
 
+    def leave(self, member: PoolMember) -> None:
+        """End a replica for good: its requests move, its engine ends, its id becomes free. Returns at once."""
+        keeper = self._keepers[member.replica_id]
+        keeper.cancel()
+        if member.client is not None:
+            self._orchestrator.replica_lost(member, "it was removed")
+        self._orchestrator.replica_left(member)
+        leaving = asyncio.create_task(self._retire(member, keeper), name=f"omni-leave-{member.replica_id}")
+        self._leaving.add(leaving)
+        leaving.add_done_callback(self._leaving.discard)
+
     async def close(self, timeout: float | None = None) -> None:
         """End all engines in parallel, giving each `timeout` seconds (None: vLLM's default). Idempotent."""
         self._closing = True
         for keeper in self._keepers:
             keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
+        await asyncio.gather(*self._keepers, *self._leaving, return_exceptions=True)
         running, self._running = list(self._running.values()), {}
         await asyncio.gather(*(replica.close(self._executor, timeout) for replica in running), return_exceptions=True)
         self._executor.shutdown(wait=False)
@@ -96,7 +107,7 @@ class LocalReplicas:
         await self._orchestrator.fan_out.bring_up_to_date(replica.client)
         if died.is_set():
             raise ReplicaError(f"replica {member.replica_id} died as soon as it was ready")
-        self._pool.serve(member, replica.client, replica.input_addr, replica.output_addr)
+        self._orchestrator.replica_serves(member, replica.client, replica.input_addr, replica.output_addr)
         logger.info(
             "Replica %d of stage %d serves (engine process %d).", member.replica_id, member.stage_id, replica.pid
         )
@@ -104,7 +115,7 @@ class LocalReplicas:
 
     def _on_dead(self, member: PoolMember, died: asyncio.Event, reason: str) -> None:
         died.set()
-        if not self._closing and member.status is ReplicaStatus.UP:
+        if not self._closing and member.client is not None:
             self._orchestrator.replica_lost(member, reason)
 
     async def _keep(self, member: PoolMember) -> None:
@@ -133,6 +144,11 @@ class LocalReplicas:
                     await self._end(member)
                     lived = 0.0
             served_since = self._clock()
+
+    async def _retire(self, member: PoolMember, keeper: "asyncio.Task[None]") -> None:
+        # It may be in the middle of a start, which then leaves nothing or a replica to end.
+        await asyncio.wait([keeper])
+        await self._end(member)
 
     async def _end(self, member: PoolMember) -> None:
         """Reap what is left of a replica that is not coming back."""

@@ -2,7 +2,9 @@
 
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+from vllm_omni_plugin.coordinator import ReplicaInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,27 @@ class RequestFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaJoined:
+    """A replica that was not there at the start serves from now on; comes before its first outputs.
+
+    Attributes:
+        ready_response: what its engine said of itself when it was ready, as vLLM encoded it.
+    """
+
+    stage_id: int
+    replica_id: int
+    ready_response: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLeft:
+    """A replica has left for good, and its id is free."""
+
+    stage_id: int
+    replica_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class CallReplicas:
     """A utility call for every replica of every stage.
 
@@ -50,3 +73,49 @@ class CallReplicas:
     method: str
     args: tuple[Any, ...]
     reply: "Future[list[Any]]"
+
+
+@dataclass(frozen=True, slots=True)
+class RegisterRemoteReplica:
+    """A replica of another process is there, or has changed: attach to it, or heed what its status says.
+
+    Attributes:
+        info: as the coordinator published it.
+        accepts: whether it takes new requests; False: suspected of being dead, or draining.
+    """
+
+    info: ReplicaInfo
+    accepts: bool
+
+
+@dataclass(frozen=True, slots=True)
+class UnregisterRemoteReplica:
+    """A replica is no longer in the coordinator's list: its requests move, and what belongs to it is freed."""
+
+    stage_id: int
+    input_addr: str
+    output_addr: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ManageReplica:
+    """The administrator's wish for one replica.
+
+    Attributes:
+        action: drain: no new requests; resume: undo that; remove: its requests move, it ends and does not come back.
+        stage_id: its stage.
+        replica_id: its id in that stage.
+        reply: done when the wish is granted (not when a drain has come to its end), or the `ReplicaError` that says
+            why it is not.
+    """
+
+    action: Literal["drain", "resume", "remove"]
+    stage_id: int
+    replica_id: int
+    reply: "Future[None]"
+
+
+Membership = RegisterRemoteReplica | UnregisterRemoteReplica | ManageReplica
+"""What changes who serves."""
+RpcMessage = CallReplicas | Membership

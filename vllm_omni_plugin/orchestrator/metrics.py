@@ -2,6 +2,8 @@
 
 from bisect import bisect_left
 
+from vllm_omni_plugin.vllm_api.move import Move
+
 QUEUE_TIME_BUCKETS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0)
 
 
@@ -23,16 +25,32 @@ class OrchestratorMetrics:
     """Counters of one orchestrator since its start.
 
     Attributes:
-        queue_time: seconds between the hand-over of a request and its dispatch.
-        moves: requests sent again to another replica, because theirs was lost.
+        queue_time: seconds between the hand-over of a request and its first dispatch.
+        hold_time: seconds that requests waited because no replica served, each time they had to.
+        held: requests that wait for that reason now.
+        moves_by_way: requests sent again to another replica because theirs was lost, by how they went on there.
+        swallowed_tokens: tokens that replays repeated and nobody got a second time.
+        diverged: replays that did not repeat what had been delivered; these are among `lost`.
         lost: requests that ended with an error because their replica was lost.
         refused: requests refused because no replica could serve, after they had been accepted.
-        turned_away: requests refused for the same reason before that; written by AsyncLLM's thread, all else by ours.
+        turned_away: requests refused for the same reason before that.
+        waiting: requests that wait at the HTTP door for that reason now. It and `turned_away` are written by AsyncLLM's
+            thread, all else by ours.
     """
 
     def __init__(self) -> None:
         self.queue_time = Histogram(QUEUE_TIME_BUCKETS_S)
-        self.moves = 0
+        self.hold_time = Histogram(QUEUE_TIME_BUCKETS_S)
+        self.held = 0
+        self.moves_by_way = dict.fromkeys((Move.RESTART, Move.RESUME, Move.REPLAY), 0)
+        self.swallowed_tokens = 0
+        self.diverged = 0
         self.lost = 0
         self.refused = 0
         self.turned_away = 0
+        self.waiting = 0
+
+    @property
+    def moves(self) -> int:
+        """All moves, whatever their way."""
+        return sum(self.moves_by_way.values())

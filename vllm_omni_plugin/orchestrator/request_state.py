@@ -1,10 +1,13 @@
 """The life of one request in the orchestrator, as a state machine whose transitions do no I/O."""
 
-from dataclasses import dataclass
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final
 
 from vllm_omni_plugin.errors import NoReplicaError, OmniError, RequestLostError
+from vllm_omni_plugin.vllm_api.move import Move
 
 
 class RequestPhase(Enum):
@@ -15,14 +18,22 @@ class RequestPhase(Enum):
     DISPATCHED = "dispatched"
     """Sent to a replica that has not answered."""
     STREAMING = "streaming"
-    """The client has output of it."""
+    """The current replica's output goes to the client."""
+    MOVING = "moving"
+    """Its replica was lost, and it has no other one yet."""
     FINISHED = "finished"
     """Ended in any way; nothing more may be delivered."""
 
 
 @dataclass(frozen=True, slots=True)
 class Redispatch:
-    """Action: send the request to another replica, from its start."""
+    """Action: send the request to another replica.
+
+    Attributes:
+        move: how it goes on there.
+    """
+
+    move: Move
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +55,22 @@ class StreamingInputState:
     Attributes:
         open_turns: chunks submitted whose turn has not finished.
         input_closed: the client has sent its last chunk.
+        unsent: chunks that came while the session waited for a replica.
     """
 
     open_turns: int = 1
     input_closed: bool = False
+    unsent: list[Any] = field(default_factory=list)
 
     @property
     def over(self) -> bool:
         """Whether the engine has nothing more to say in this session."""
         return self.input_closed and self.open_turns == 0
+
+    def take_unsent(self) -> list[Any]:
+        """Remove and return what waits to be sent."""
+        chunks, self.unsent = self.unsent, []
+        return chunks
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +85,10 @@ class OrchestratorRequestState:
         engine_request_id: the id of the current attempt on its engine, new for every attempt.
         attempts: how often the request was dispatched.
         streaming: state of a streaming-input session, or None for an ordinary request.
+        produced: tokens delivered so far, over all attempts.
+        move: how the current attempt continues the ones before it.
+        joining: whether the current attempt has yet to reach the end of what was delivered.
+        waits_since: monotonic seconds at which the request began to wait for a replica that serves.
     """
 
     request: Any
@@ -76,6 +98,12 @@ class OrchestratorRequestState:
     engine_request_id: str = ""
     attempts: int = 0
     streaming: StreamingInputState | None = None
+    produced: "array[int]" = field(default_factory=lambda: array("q"))
+    move: Move = Move.RESTART
+    joining: bool = False
+    waits_since: float = 0.0
+    _to_swallow: int = field(default=0, init=False)
+    _loss: str = field(default="", init=False)
 
     @property
     def request_id(self) -> str:
@@ -90,20 +118,49 @@ class OrchestratorRequestState:
 
     def dispatch(self, replica_id: int, engine_request_id: str) -> None:
         """Bind the next attempt to a replica, before anything is sent."""
-        self._require(RequestPhase.QUEUED)
+        self._require(RequestPhase.QUEUED, RequestPhase.MOVING)
         self.phase = RequestPhase.DISPATCHED
         self.replica_id = replica_id
         self.engine_request_id = engine_request_id
         self.attempts += 1
 
-    def deliver(self, finished: bool, cut_short: bool = False) -> None:
+    def join(self, tokens: Sequence[int], finished: bool) -> int:
+        """Output of a moved request came: find where what was delivered ends in it.
+
+        Args:
+            tokens: the output's.
+            finished: whether it is the attempt's last.
+
+        Returns:
+            How many of its tokens the client has already; all of them may be.
+
+        Raises:
+            RequestLostError: the replay differs from what was delivered. The request has ended with this error.
+        """
+        self._require(RequestPhase.DISPATCHED)
+        swallow = min(self._to_swallow, len(tokens))
+        begin = len(self.produced) - self._to_swallow
+        self._to_swallow -= swallow
+        repeats = self.produced[begin : begin + swallow].tolist() == list(tokens[:swallow])
+        if not repeats or (finished and self._to_swallow):
+            self.phase = RequestPhase.FINISHED
+            raise RequestLostError(
+                f"{self._loss}, and the replica that took over did not repeat the part of the answer that had been "
+                "delivered. Please send it again."
+            )
+        self.joining = swallow == len(tokens) and not finished
+        return swallow
+
+    def deliver(self, tokens: Sequence[int], finished: bool, cut_short: bool = False) -> None:
         """Output of the current attempt goes to the client.
 
         Args:
+            tokens: the output's.
             finished: it is the last, or the last of a streaming-input session's turn.
             cut_short: with `finished`, no turn of the session will follow.
         """
         self._require(RequestPhase.DISPATCHED, RequestPhase.STREAMING)
+        self.produced.extend(tokens)
         if finished and self.streaming is not None and not cut_short:
             self.streaming.open_turns -= 1
             finished = self.streaming.over
@@ -123,41 +180,48 @@ class OrchestratorRequestState:
         """The client gave up. Nothing to do if the request has ended."""
         self.phase = RequestPhase.FINISHED
 
-    def lose_replica(self, reason: str, migration_limit: int) -> Action:
+    def lose_replica(self, reason: str, migration_limit: int, on_delivered: Move) -> Action:
         """The replica of the current attempt is gone.
-
-        A request of which nothing was delivered starts again elsewhere: that is exact. Any other ends with one error.
 
         Args:
             reason: why the replica is gone, for the error.
             migration_limit: moves a request may make in its life.
+            on_delivered: how this request can go on if part of its answer has been delivered.
         """
         self._require(RequestPhase.DISPATCHED, RequestPhase.STREAMING)
-        replica_id = self.replica_id
-        error = self._why_not_movable(replica_id, reason, migration_limit)
+        self._loss = f"Replica {self.replica_id} was lost while it served this request ({reason})"
+        move = on_delivered if self.produced else Move.RESTART
+        error = self._why_not_movable(move, migration_limit)
         if error is not None:
             self.phase = RequestPhase.FINISHED
             return Fail(error)
-        self.phase = RequestPhase.QUEUED
+        self.phase = RequestPhase.MOVING
         self.replica_id = None
         self.engine_request_id = ""
-        return Redispatch()
+        self.move = move
+        self.joining = move is not Move.RESTART
+        self._to_swallow = len(self.produced) if move is Move.REPLAY else 0
+        return Redispatch(move)
 
-    def refuse(self, error: NoReplicaError) -> Fail:
+    def give_up(self, error: NoReplicaError) -> Fail:
         """No replica can take the request."""
-        self._require(RequestPhase.QUEUED)
+        self._require(RequestPhase.QUEUED, RequestPhase.MOVING)
         self.phase = RequestPhase.FINISHED
+        if self.produced:
+            return Fail(RequestLostError(f"{self._loss}, after part of the answer had been delivered. {error}"))
         return Fail(error)
 
-    def _why_not_movable(self, replica_id: int | None, reason: str, migration_limit: int) -> RequestLostError | None:
-        lost = f"Replica {replica_id} was lost while it served this request ({reason})"
-        if self.phase is RequestPhase.STREAMING:
-            return RequestLostError(f"{lost}, after part of the answer had been delivered. Please send it again.")
+    def _why_not_movable(self, move: Move, migration_limit: int) -> RequestLostError | None:
         if self.streaming is not None:
-            return RequestLostError(f"{lost}, and a streaming-input session cannot move. Please open it again.")
+            return RequestLostError(f"{self._loss}, and a streaming-input session cannot move. Please open it again.")
+        if move is Move.NEVER:
+            return RequestLostError(
+                f"{self._loss}, after part of the answer had been delivered, and its transfer parameters are spent. "
+                "Please send it again."
+            )
         if self.attempts > migration_limit:
             return RequestLostError(
-                f"{lost}; it had moved {self.attempts - 1} times, the limit of --omni-migration-limit."
+                f"{self._loss}; it had moved {self.attempts - 1} times, the limit of --omni-migration-limit."
             )
         return None
 

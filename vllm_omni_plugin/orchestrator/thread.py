@@ -12,6 +12,7 @@ from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.local_replicas import LocalReplicas
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator.remote_replicas import RemoteReplicas
 
 logger = init_logger(__name__)
 
@@ -20,16 +21,23 @@ _LAST_GRACE_S = 10.0
 
 
 class OrchestratorThread:
-    """Owns the thread, its event loop, the local replicas and the orchestrator; ends them in that order reversed.
+    """Owns the thread, its event loop, the orchestrator and the keepers of its replicas; ends them in reverse order.
 
     Args:
         orchestrator: runs on the thread's loop; its queues are the way to it.
-        local_replicas: builds the node's replicas, called on the thread's loop.
+        local_replicas: builds the keeper of this node's replicas, called on the thread's loop.
+        remote_replicas: the same for those of other processes, if there may be any.
     """
 
-    def __init__(self, orchestrator: Orchestrator, local_replicas: Callable[[], LocalReplicas]) -> None:
+    def __init__(
+        self,
+        orchestrator: Orchestrator,
+        local_replicas: Callable[[], LocalReplicas],
+        remote_replicas: Callable[[], RemoteReplicas] | None = None,
+    ) -> None:
         self._orchestrator = orchestrator
         self._build_local_replicas = local_replicas
+        self._build_remote_replicas = remote_replicas
         self._started: Future[list[bytes]] = Future()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Future[float | None] | None = None
@@ -86,7 +94,10 @@ class OrchestratorThread:
         self._loop = asyncio.get_running_loop()
         self._stop = self._loop.create_future()
         self._running.set()
-        local_replicas = self._build_local_replicas()
+        local_replicas = self._orchestrator.local_replicas = self._build_local_replicas()
+        remote_replicas = None
+        if self._build_remote_replicas is not None:
+            remote_replicas = self._orchestrator.remote_replicas = self._build_remote_replicas()
         timeout: float | None = None
         serving = asyncio.create_task(self._orchestrator.run(), name="omni-orchestrator")
         try:
@@ -96,6 +107,8 @@ class OrchestratorThread:
             await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
             timeout = self._stop.result() if self._stop.done() else None
         finally:
+            if remote_replicas is not None:
+                await remote_replicas.close()
             await local_replicas.close(timeout)
             self._orchestrator.close_queues()
             await serving

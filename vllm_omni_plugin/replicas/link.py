@@ -154,6 +154,11 @@ class SocketReader:
             self._next_burst.cancel()
             self._next_burst = None
 
+    def look_again(self) -> None:
+        """Call after every send on the socket that is read: a send may take in the event of a message that has come."""
+        if self._reading:
+            self._schedule()
+
     def drain(self) -> None:
         """Handle every message that has arrived, paused or not."""
         while (frames := self._receive()) is not None:

@@ -1,7 +1,7 @@
 """A replica whose engine runs on this node: its process, link and client under one owner."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from typing import Any, Protocol
@@ -30,7 +30,7 @@ class Starting(Protocol):
     @property
     def process(self) -> Process: ...
 
-    def wait(self, input_addr: str, output_addr: str) -> None: ...
+    def wait(self, input_addr: str, output_addrs: Sequence[str]) -> None: ...
 
     def abandon(self) -> None: ...
 
@@ -154,5 +154,5 @@ async def _spawn(launcher: Launcher, executor: Executor, replica_id: int) -> Sta
 
 
 def _wait_until_ready(starting: Starting, link: IpcLink, timeout: float) -> bytes:
-    starting.wait(link.input_addr, link.output_addr)
+    starting.wait(link.input_addr, [link.output_addr])
     return link.receive_ready(timeout)

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -15,11 +16,11 @@ logger = init_logger(__name__)
 class Codec(Protocol):
     """How calls become frames and frames outputs; `vllm_api.engine_api.EngineApi` in service."""
 
-    def encode_add(self, request: Any, engine_request_id: str) -> Frames: ...
+    def encode_add(self, request: Any, engine_request_id: str, client_index: int) -> Frames: ...
 
     def encode_abort(self, engine_request_ids: Sequence[str]) -> Frames: ...
 
-    def encode_utility(self, call_id: int, method: str, args: tuple[Any, ...]) -> Frames: ...
+    def encode_utility(self, call_id: int, method: str, args: tuple[Any, ...], client_index: int) -> Frames: ...
 
     def decode_outputs(self, frames: Frames) -> Any: ...
 
@@ -35,6 +36,7 @@ class StageClient:
         replica_id: names the replica in errors and logs.
         on_outputs: called with every `EngineCoreOutputs` that carries request outputs or statistics.
         on_dead: called at most once, with the reason, when the replica turns out to be dead.
+        client_index: which of the engine's outputs is the link's, for an engine that several clients share.
     """
 
     def __init__(
@@ -44,13 +46,16 @@ class StageClient:
         replica_id: int,
         on_outputs: Callable[[Any], None],
         on_dead: Callable[[str], None],
+        client_index: int = 0,
     ) -> None:
         self._link = link
         self._codec = codec
         self._replica_id = replica_id
         self._on_outputs = on_outputs
         self._on_dead = on_dead
-        self._call_ids = itertools.count(1)
+        self._client_index = client_index
+        # Begun anywhere: an answer to another client of the same engine must not be taken for one of ours.
+        self._call_ids = itertools.count(secrets.randbits(48))
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._dead_reason: str | None = None
         self.invalid_frames = 0
@@ -69,7 +74,7 @@ class StageClient:
         Raises:
             ReplicaError: the replica is dead.
         """
-        self._send(self._codec.encode_add(request, engine_request_id))
+        self._send(self._codec.encode_add(request, engine_request_id, self._client_index))
 
     def abort_requests(self, engine_request_ids: Sequence[str]) -> None:
         """Abort requests by their engine-side ids; those already finished are ignored by the engine.
@@ -86,7 +91,7 @@ class StageClient:
             ReplicaError: the engine refused or failed the call, or died before it answered.
         """
         call_id = next(self._call_ids)
-        frames = self._codec.encode_utility(call_id, method, args)
+        frames = self._codec.encode_utility(call_id, method, args, self._client_index)
         self._send(frames)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = future

@@ -1,6 +1,7 @@
 """vLLM's engine-core protocol and the few things read from and built of its request and output structs."""
 
 from collections.abc import Sequence
+from random import Random, SystemRandom
 from typing import Any
 
 import msgspec
@@ -11,11 +12,12 @@ from vllm.v1.pool.late_interaction import get_late_interaction_engine_index
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from vllm_omni_plugin.errors import WireError
+from vllm_omni_plugin.vllm_api import moving
+from vllm_omni_plugin.vllm_api.move import Move
 
 Frames = Sequence[Any]
 """Frames of one message, each anything that supports the buffer protocol (bytes, memoryview, zmq.Frame)."""
 
-_CLIENT_INDEX = 0
 _HASH_SPACE = 1 << 32
 
 
@@ -23,24 +25,36 @@ class EngineApi:
     """Turns calls into frames for an engine's input, and frames of its output into vLLM's structs.
 
     Not thread-safe, as vLLM's encoder is not: one per event loop.
+
+    Args:
+        custom_processors: see `moving.has_custom_logits_processors`.
+        random: seeds of requests that need one to be movable.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, custom_processors: bool = False, random: Random | None = None) -> None:
+        self._custom_processors = custom_processors
+        self._random = random or SystemRandom()
         self._encoder = MsgpackEncoder()
         self._decoder = MsgpackDecoder(EngineCoreOutputs)
 
-    def encode_add(self, request: Any, engine_request_id: str) -> Frames:
-        """Frames that submit an `EngineCoreRequest` under an id of this attempt's own. Its tensors are not copied."""
-        attempt = msgspec.structs.replace(request, request_id=engine_request_id, client_index=_CLIENT_INDEX)
+    def encode_add(self, request: Any, engine_request_id: str, client_index: int = 0) -> Frames:
+        """Frames that submit an `EngineCoreRequest` under an id of this attempt's own. Its tensors are not copied.
+
+        Args:
+            request: what to submit; it is not changed.
+            engine_request_id: the id under which the engine shall know it.
+            client_index: which of the engine's output sockets shall answer.
+        """
+        attempt = msgspec.structs.replace(request, request_id=engine_request_id, client_index=client_index)
         return (EngineCoreRequestType.ADD.value, *self._encoder.encode(attempt))
 
     def encode_abort(self, engine_request_ids: Sequence[str]) -> Frames:
         """Frames that abort requests by the ids the engine knows them under; unknown ids are harmless to it."""
         return (EngineCoreRequestType.ABORT.value, *self._encoder.encode(list(engine_request_ids)))
 
-    def encode_utility(self, call_id: int, method: str, args: tuple[Any, ...]) -> Frames:
-        """Frames that call `method(*args)` on the engine; its reply carries `call_id`."""
-        call = (_CLIENT_INDEX, call_id, method, args)
+    def encode_utility(self, call_id: int, method: str, args: tuple[Any, ...], client_index: int = 0) -> Frames:
+        """Frames that call `method(*args)` on the engine; its reply carries `call_id` and comes on `client_index`."""
+        call = (client_index, call_id, method, args)
         return (EngineCoreRequestType.UTILITY.value, *self._encoder.encode(call))
 
     def decode_outputs(self, frames: Frames) -> Any:
@@ -69,6 +83,26 @@ class EngineApi:
     def cut_short(self, output: Any) -> bool:
         """Whether an `EngineCoreOutput` ends its request for good, with all turns of a streaming-input session."""
         return output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
+
+    def movable(self, request: Any) -> Any:
+        """See `moving.with_seed`."""
+        return moving.with_seed(request, self._custom_processors, self._random)
+
+    def how_to_move(self, request: Any) -> Move:
+        """See `moving.how_to_move`."""
+        return moving.how_to_move(request, self._custom_processors)
+
+    def moved(self, request: Any, move: Move, produced: Sequence[int]) -> Any:
+        """See `moving.moved`."""
+        return moving.moved(request, move, produced)
+
+    def missing_end(self, request: Any, produced: Sequence[int], engine_index: int) -> Any | None:
+        """See `moving.missing_end`."""
+        return moving.missing_end(request, produced, engine_index)
+
+    def fit(self, output: Any, swallow: int) -> None:
+        """See `moving.fit`."""
+        moving.fit(output, swallow)
 
     def idle_report(self, engine_index: int) -> Any:
         """The `EngineCoreOutputs` of an engine with nothing waiting or running, for the gauges of one that is gone."""

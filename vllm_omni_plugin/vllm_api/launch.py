@@ -2,6 +2,7 @@
 
 import copy
 import os
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
@@ -32,6 +33,11 @@ def replica_config(vllm_config: Any, replica_id: int) -> Any:
     if not (current_platform.is_cuda_alike() or current_platform.is_xpu() or current_platform.is_cpu()):
         set_assigned_physical_gpu_ids_for_dp_rank(config, replica_id, user_devices)
     return config
+
+
+def spawn_only() -> None:
+    """Let no engine be started by a fork of this process from now on, nor any of their workers."""
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 
 
 def share_cores(vllm_config: Any, replicas: int) -> None:
@@ -82,15 +88,17 @@ class EngineLauncher:
         vllm_config: vLLM's configuration of one replica.
         executor_class: vLLM's executor for it.
         log_stats: whether engines report scheduler statistics.
+        on_spawn: told the process id of every engine core, from the thread that starts it.
     """
 
     ready_timeout: float = envs.VLLM_ENGINE_READY_TIMEOUT_S
     """Seconds an engine may take to send its ready response once vLLM's handshake is through."""
 
-    def __init__(self, vllm_config: Any, executor_class: Any, log_stats: bool) -> None:
+    def __init__(self, vllm_config: Any, executor_class: Any, log_stats: bool, on_spawn: Callable[[int], None]) -> None:
         self._vllm_config = vllm_config
         self._executor_class = executor_class
         self._log_stats = log_stats
+        self._on_spawn = on_spawn
 
     def new_ipc_address(self) -> str:
         """A fresh ipc address where vLLM puts its own."""
@@ -105,7 +113,9 @@ class EngineLauncher:
     def start(self, replica_id: int) -> "StartingEngine":
         """Spawn the engine process of a replica. Blocks while the configuration is passed to the new process."""
         config = replica_config(self._vllm_config, replica_id)
-        return _spawn(config, self._executor_class, self._log_stats, replica_id)
+        starting = _spawn(config, self._executor_class, self._log_stats, replica_id)
+        self._on_spawn(starting.process.pid)
+        return starting
 
 
 def _spawn(config: Any, executor_class: Any, log_stats: bool, replica_id: int) -> "StartingEngine":
@@ -152,8 +162,12 @@ class StartingEngine:
         self.process.kill()
         self._handshake.close()
 
-    def wait(self, input_addr: str, output_addr: str) -> None:
+    def wait(self, input_addr: str, output_addrs: Sequence[str]) -> None:
         """Play vLLM's start-up handshake: tell the engine its addresses, and block until it has loaded the model.
+
+        Args:
+            input_addr: where the engine takes requests.
+            output_addrs: where it gives outputs; a request's `client_index` says to which.
 
         Raises:
             ReplicaError: the engine ended or misbehaved before it was ready.
@@ -162,7 +176,7 @@ class StartingEngine:
         launch = CoreEngineLaunch(
             engine_manager=self._manager,
             coordinator=None,
-            addresses=EngineZmqAddresses(inputs=[input_addr], outputs=[output_addr]),
+            addresses=EngineZmqAddresses(inputs=[input_addr], outputs=list(output_addrs)),
             tensor_queue=None,
         )
         try:

@@ -45,6 +45,23 @@ FLAGS = (
 )
 """What turns command-line arguments into a configuration."""
 
+COMMAND = (
+    Symbol("vllm.entrypoints.cli.serve.run_headless", "wrapped: runs our replica server", ("args",)),
+    Symbol("vllm.entrypoints.cli.serve.validate_parsed_serve_args", "wrapped: checks our flags early", ("args",)),
+    Symbol(f"{_ARG_UTILS}.AsyncEngineArgs.from_cli_args", "the configuration of a headless node", ("args",)),
+    Symbol(f"{_ARG_UTILS}.EngineArgs.create_engine_config", "the configuration of a node", (), ("usage_context",)),
+    Symbol(f"{_ARG_UTILS}.EngineArgs.disable_log_stats", "whether engines report statistics"),
+    Symbol(
+        "vllm.entrypoints.launchers.cli_args.propagate_flash_late_interaction",
+        "a flag that only the command line applies",
+        ("args", "engine_args"),
+    ),
+    Symbol("vllm.reasoning.ReasoningParserManager.import_reasoning_parser", "a flag's plugin", ("plugin_path",)),
+    Symbol("vllm.usage.usage_lib.UsageContext.OPENAI_API_SERVER", "what the engines are started for"),
+    Symbol("vllm.v1.executor.Executor.get_class", "what runs the workers", ("vllm_config",)),
+)
+"""What `vllm serve` does with `--headless`."""
+
 DOOR = (
     Symbol(
         f"{_CLIENT}.EngineCoreClient.make_async_mp_client",
@@ -55,7 +72,6 @@ DOOR = (
     Symbol("vllm.renderers.base.BaseRenderer.start_mm_warmup_in_background", "vLLM's clients start it too", ()),
     Symbol(f"{_ASYNC_LLM}.__init__", "wrapped: binds how requests fail once the output processor exists"),
     Symbol(f"{_ASYNC_LLM}.check_health", "wrapped: a fleet that cannot serve is not healthy", ()),
-    Symbol(f"{_ASYNC_LLM}.check_admission", "wrapped: a fleet that cannot serve turns requests away"),
     Symbol(f"{_ASYNC_LLM}.engine_core", "tells a fleet's AsyncLLM from any other"),
     Symbol(f"{_ASYNC_LLM}.output_processor", "ends single requests with an error"),
     Symbol(
@@ -208,5 +224,155 @@ CALLS = (
 )
 """Methods of an engine, and of its workers, that are called by name over the link."""
 
-SYMBOLS = (*FLAGS, *DOOR, *PROTOCOL, *LAUNCH, *CALLS)
+_AUTHENTICATION = "vllm.entrypoints.serve.middleware.authenticate.AuthenticationMiddleware"
+
+SERVER = (
+    Symbol("vllm.plugins.load_endpoint_plugins", "wrapped: our routes and middleware come with it"),
+    Symbol("vllm.plugins.endpoint_plugins.interface.EndpointPlugin.attach_router", "adds our routes", ("app",)),
+    Symbol(
+        "vllm.plugins.endpoint_plugins.interface.EndpointPlugin.init_state",
+        "tells our routes which fleet they stand before",
+        ("engine_client", "state", "args"),
+    ),
+    Symbol(_AUTHENTICATION, "checks API keys on our routes", ("app", "tokens")),
+    Symbol(f"{_AUTHENTICATION}.verify_token", "checks API keys on our routes", ("headers",)),
+    Symbol("vllm.envs.VLLM_API_KEY", "the API key without `--api-key`"),
+)
+"""What our part of the HTTP server stands on."""
+
+_STATS = "vllm.v1.metrics.stats"
+
+SIMULATION = (
+    Symbol("vllm.__version__", "simulated engines say it when they are ready"),
+    Symbol("vllm.entrypoints.launchers.cli_args.make_arg_parser", "parses the arguments of simulations", ("parser",)),
+    Symbol(
+        "vllm.utils.argparse_utils.FlexibleArgumentParser",
+        "parses the arguments of simulations",
+        (),
+        ("prog", "description", "epilog"),
+    ),
+    Symbol(f"{_ENGINE}.EngineCoreReadyResponse", "what simulated engines say when they are ready"),
+    Symbol(f"{_ENGINE}.EngineCoreEvent", "times of simulated requests", ("type", "timestamp")),
+    Symbol(f"{_ENGINE}.EngineCoreEventType.QUEUED", "times of simulated requests"),
+    Symbol(f"{_ENGINE}.EngineCoreEventType.SCHEDULED", "times of simulated requests"),
+    Symbol(f"{_ENGINE}.EngineCoreRequest.prompt_token_ids", "what simulated engines answer to"),
+    Symbol(f"{_ENGINE}.EngineCoreRequest.lora_request", "changes what simulated engines answer"),
+    Symbol(f"{_ENGINE}.EngineCoreRequest.cache_salt", "separates prompts in simulated prefix caches"),
+    Symbol("vllm.sampling_params.SamplingParams.max_tokens", "ends simulated answers"),
+    Symbol("vllm.sampling_params.SamplingParams.min_tokens", "ends simulated answers"),
+    Symbol("vllm.sampling_params.SamplingParams.stop_token_ids", "ends simulated answers"),
+    Symbol("vllm.sampling_params.SamplingParams.eos_token_id", "ends simulated answers"),
+    Symbol("vllm.sampling_params.SamplingParams.allowed_token_ids", "restricts simulated answers"),
+    Symbol(
+        f"{_STATS}.PrefillStats.set",
+        "cached tokens of simulated requests",
+        ("num_prompt_tokens",),
+        ("num_local_cached_tokens", "num_external_cached_tokens"),
+    ),
+    Symbol(f"{_STATS}.PrefixCacheStats", "hits in simulated prefix caches", (), ("requests", "queries", "hits")),
+    Symbol(f"{_SERIAL}.UtilityResult", "what simulated engines answer to calls", ("r",)),
+    Symbol("vllm.config.model.ModelConfig.get_vocab_size", "tokens that simulated engines answer with", ()),
+)
+"""What simulated engines speak and are configured by."""
+
+_SAMPLING = "vllm.sampling_params.SamplingParams"
+
+MOVING = (
+    Symbol(f"{_ENGINE}.EngineCoreRequest.prompt_embeds", "such a prompt cannot be continued by tokens"),
+    Symbol("vllm.sampling_params._SAMPLING_EPS", "tells greedy sampling"),
+    Symbol(f"{_SAMPLING}.temperature", "tells greedy sampling"),
+    Symbol(f"{_SAMPLING}.seed", "makes an answer repeatable"),
+    Symbol(f"{_SAMPLING}.presence_penalty", "looks back at the output"),
+    Symbol(f"{_SAMPLING}.frequency_penalty", "looks back at the output"),
+    Symbol(f"{_SAMPLING}.structured_outputs", "looks back at the output"),
+    Symbol(f"{_SAMPLING}.thinking_token_budget", "looks back at the output"),
+    Symbol(f"{_SAMPLING}.repetition_detection", "looks back at the output"),
+    Symbol(f"{_SAMPLING}.trace_decode_token_ids", "looks back at the output"),
+    Symbol(f"{_SAMPLING}.watermarking", "looks back at the output"),
+    Symbol(f"{_SAMPLING}.bad_words_token_ids", "words of several tokens look back at the output"),
+    Symbol(f"{_SAMPLING}.extra_args", "arguments of a third party's sampling; transfers between engines"),
+    Symbol(f"{_SAMPLING}.prompt_logprobs", "delivered once"),
+    Symbol(f"{_SAMPLING}.prompt_logprob_token_ids", "delivered once"),
+    Symbol(f"{_SAMPLING}.prompt_logprob_start", "means nothing without the two above"),
+    Symbol(f"{_SAMPLING}.skip_reading_prefix_cache", "set for the same two"),
+    Symbol("vllm.config.model.ModelConfig.logits_processors", "processors of a third party look back at anything"),
+    Symbol("vllm.config.model.ModelConfig.max_model_len", "bounds an answer"),
+    Symbol(f"{_SAMPLING}.clone", "parameters of a built request", ()),
+    Symbol(
+        f"{_ENGINE}.EngineCoreRequest",
+        "builds requests from tokens",
+        (),
+        (
+            "request_id",
+            "prompt_token_ids",
+            "mm_features",
+            "sampling_params",
+            "pooling_params",
+            "arrival_time",
+            "lora_request",
+            "cache_salt",
+            "data_parallel_rank",
+            "prompt_embeds",
+            "resumable",
+            "external_req_id",
+        ),
+    ),
+    Symbol(
+        f"{_ENGINE}.EngineCoreOutput",
+        "ends a request whose last token has been delivered",
+        (),
+        ("request_id", "new_token_ids", "finish_reason", "stop_reason"),
+    ),
+    Symbol(f"{_ENGINE}.FinishReason.STOP", "ends a request whose last token has been delivered"),
+    Symbol(f"{_ENGINE}.FinishReason.LENGTH", "ends a request whose last token has been delivered"),
+    Symbol(f"{_ENGINE}.EngineCoreOutput.new_token_ids", "what a request goes on from"),
+    Symbol(f"{_ENGINE}.EngineCoreOutput.events", "told once"),
+    Symbol(f"{_ENGINE}.EngineCoreOutput.prefill_stats", "told once"),
+    Symbol(f"{_ENGINE}.EngineCoreOutput.new_prompt_logprobs_tensors", "delivered once"),
+    Symbol(f"{_ENGINE}.EngineCoreOutput.prompt_token_id_logprobs", "delivered once"),
+    Symbol(f"{_ENGINE}.EngineCoreOutput.routed_experts", "rows of tokens delivered before are cut off"),
+    Symbol(f"{_ENGINE}.EngineCoreOutput.new_logprobs", "cut with its tokens"),
+    Symbol(f"{_ENGINE}.EngineCoreOutput.new_sampling_mask", "cut with its tokens"),
+    Symbol("vllm.v1.outputs.LogprobsLists.slice_request", "cuts log-probabilities", ("req_idx", "num_positions")),
+    Symbol("vllm.v1.outputs.SamplingMaskLists.slice_request", "cuts sampling masks", ("req_idx", "num_positions")),
+)
+"""What a request is when it goes on at another replica."""
+
+_MODEL_CONFIG = "vllm.config.model.ModelConfig"
+_LOGGERS = "vllm.v1.metrics.loggers"
+
+FINGERPRINT = (
+    Symbol("vllm.config.vllm.VllmConfig.model_config", "heads and replicas must agree on it"),
+    Symbol("vllm.config.vllm.VllmConfig.lora_config", "heads and replicas must agree on it"),
+    *(
+        Symbol(f"{_MODEL_CONFIG}.{name}", "heads and replicas must agree on it")
+        for name in (
+            "model",
+            "revision",
+            "tokenizer",
+            "tokenizer_mode",
+            "runner_type",
+            "convert_type",
+            "dtype",
+            "quantization",
+            "logprobs_mode",
+        )
+    ),
+    Symbol("vllm.config.lora.LoRAConfig.max_loras", "heads and replicas must agree on it"),
+    Symbol("vllm.config.lora.LoRAConfig.max_lora_rank", "heads and replicas must agree on it"),
+)
+"""What of a configuration must be the same on a head and a replica."""
+
+LABELS = (
+    Symbol(f"{_ASYNC_LLM}.logger_manager", "knows the engines of its construction only"),
+    Symbol(f"{_LOGGERS}.StatLoggerManager.engine_indexes", "grows and shrinks with the fleet"),
+    Symbol(f"{_LOGGERS}.StatLoggerManager.stat_loggers", "what they keep by engine grows and shrinks with the fleet"),
+    Symbol(f"{_LOGGERS}.PrometheusStatLogger.vllm_config", "configures the loggers of engines that join"),
+    Symbol(f"{_LOGGERS}.StatLoggerBase", "a logger of one engine", ("vllm_config", "engine_index")),
+    Symbol(f"{_ENGINE}.EngineCoreOutputs.timestamp", "told in our clock"),
+    Symbol(f"{_ENGINE}.EngineCoreEvent.timestamp", "told in our clock"),
+)
+"""What vLLM's metrics keep by engine."""
+
+SYMBOLS = (*FLAGS, *COMMAND, *DOOR, *SERVER, *PROTOCOL, *LAUNCH, *CALLS, *SIMULATION, *MOVING, *FINGERPRINT, *LABELS)
 """All of them."""

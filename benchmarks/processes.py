@@ -1,0 +1,161 @@
+"""Heads, headless nodes and simulated replicas as processes, for the benchmarks that need several at once."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+MODEL_NAME = "tiny"
+START_S = 240.0
+STOP_S = 20.0
+COMMON = ("--served-model-name", MODEL_NAME, "--enforce-eager", "--max-model-len", "4096")
+
+
+class Process:
+    """One command with everything it starts, in a session of its own."""
+
+    def __init__(self, name: str, command: list[str], log: Path, **environment: str) -> None:
+        self.name = name
+        self.log = log
+        fixed = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        with log.open("wb") as output:
+            self.popen = subprocess.Popen(
+                command,
+                env=os.environ | fixed | environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def kill(self) -> None:
+        """End it, and only it, without notice."""
+        self.popen.kill()
+        self.popen.wait()
+
+    def stop(self) -> None:
+        """End it in order, or by force with all it started."""
+        if self.popen.poll() is not None:
+            return
+        self.popen.send_signal(signal.SIGTERM)
+        try:
+            self.popen.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.popen.pid, signal.SIGKILL)
+            self.popen.wait()
+
+
+class Cluster:
+    """A head and what joins it, on loopback. A context manager; leaving it ends everything.
+
+    Args:
+        model: directory of the model.
+        logs: folder for one log per process.
+        secret: file with a secret for the links, if they shall be encrypted.
+    """
+
+    def __init__(self, model: Path, logs: Path, secret: Path | None = None) -> None:
+        self._model = str(model)
+        self._logs = logs
+        self._secret = () if secret is None else ("--omni-secret-file", str(secret))
+        self._stack = ExitStack()
+        self._started = 0
+        self.url = f"http://127.0.0.1:{free_port()}"
+        self.master_port = free_port()
+
+    def __enter__(self) -> "Cluster":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    @property
+    def _master(self) -> tuple[str, ...]:
+        return ("-oma", "127.0.0.1", "-omp", str(self.master_port), *self._secret)
+
+    def head(self, *args: str, **environment: str) -> Process:
+        """Start the head with these arguments beside those that open the fleet."""
+        where = ("--host", "127.0.0.1", "--port", self.url.rpartition(":")[2])
+        return self._start(
+            "head", tool("vllm"), "serve", self._model, *COMMON, *where, *self._master, *args, **environment
+        )
+
+    def node(self, *args: str, **environment: str) -> Process:
+        """Start a headless node."""
+        return self._start(
+            "node", tool("vllm"), "serve", self._model, *COMMON, "--headless", *self._master, *args, **environment
+        )
+
+    def sim(self, *args: str) -> Process:
+        """Start a process with simulated replicas."""
+        return self._start("sim", tool("vllm-omni-plugin"), "sim", self._model, *COMMON, *self._master, *args)
+
+    def wait_until_healthy(self) -> None:
+        """Return when the head answers. Raises RuntimeError if it does not in time."""
+        wait_for(self._healthy, f"{self.url}/health")
+
+    def wait_for_replicas(self, count: int) -> None:
+        """Return when so many replicas serve. Raises RuntimeError if they do not in time."""
+        wait_for(lambda: self.metric("vllm_omni:replicas", 'state="up"') >= count, f"{count} replicas")
+
+    def metric(self, name: str, *labels: str) -> float:
+        """Sum of the head's samples with this name and these labels."""
+        lines = self._get("/metrics").splitlines()
+        found = [line for line in lines if line.startswith((name + "{", name + " ")) and all(x in line for x in labels)]
+        return sum(float(line.rpartition(" ")[2]) for line in found)
+
+    def _healthy(self) -> bool:
+        try:
+            self._get("/health")
+        except (urllib.error.URLError, ConnectionError):
+            return False
+        return True
+
+    def _get(self, path: str) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=10) as response:
+            body: bytes = response.read()
+        return body.decode()
+
+    def _start(self, name: str, *command: str, **environment: str) -> Process:
+        self._started += 1
+        process = Process(name, list(command), self._logs / f"{self._started}-{name}.log", **environment)
+        self._stack.callback(process.stop)
+        return process
+
+
+def wait_for(condition: Callable[[], object], what: str) -> None:
+    """Ask `condition()` until it is true. Raises RuntimeError after START_S."""
+    deadline = time.monotonic() + START_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"not within {START_S:.0f} s: {what}")
+        time.sleep(0.1)
+
+
+def free_port() -> int:
+    """A loopback port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def tool(name: str) -> str:
+    """A console script of this interpreter's environment."""
+    return str(Path(sys.executable).with_name(name))
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The value below which this share (0 to 1) of the others lies."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

@@ -1,0 +1,83 @@
+"""What the way to another node costs: a local replica, a remote one, and a remote one behind CURVE, in turns.
+
+    python benchmarks/remote.py --model DIR --requests 100
+
+Three heads with one engine each stay up together and get one request at a time, in turns, so that all of them see the
+same machine. Everything is on loopback: the wire itself costs nothing here.
+"""
+
+import argparse
+import asyncio
+import secrets
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+from processes import Cluster, percentile
+from streams import Stream, run_stream
+
+TOKENS = 64
+WARM_UP = 10
+SETUPS = ("local", "remote", "remote, CURVE")
+
+
+def main() -> None:
+    """Run and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--requests", type=int, default=100)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        secret = Path(folder, "secret")
+        secret.touch(mode=0o600)
+        secret.write_text(secrets.token_hex(32))
+        clusters = {}
+        for number, setup in enumerate(SETUPS):
+            logs = Path(folder, str(number))
+            logs.mkdir()
+            cluster = Cluster(options.model, logs, secret if "CURVE" in setup else None)
+            clusters[setup] = stack.enter_context(cluster)
+            start(cluster, local=setup == "local")
+        for cluster in clusters.values():
+            cluster.wait_until_healthy()
+        report(asyncio.run(measure(clusters, options.requests)))
+
+
+def start(cluster: Cluster, local: bool) -> None:
+    """One engine, in the head or in a node beside it."""
+    if local:
+        cluster.head("--omni-dp-size-local", "1", VLLM_CPU_OMP_THREADS_BIND="0")
+    else:
+        cluster.head("--omni-dp-size-local", "0")
+        cluster.node(VLLM_CPU_OMP_THREADS_BIND="0")
+
+
+async def measure(clusters: dict[str, Cluster], requests: int) -> dict[str, list[Stream]]:
+    """One request at a time, in turns over the set-ups."""
+    streams: dict[str, list[Stream]] = {setup: [] for setup in clusters}
+    for number in range(WARM_UP + requests):
+        for setup, cluster in clusters.items():
+            async with httpx.AsyncClient(base_url=cluster.url, trust_env=False) as client:
+                stream = await run_stream(client, f"Count from {number}", TOKENS)
+            if stream.error:
+                raise RuntimeError(f"{setup}: {stream.error}")
+            if number >= WARM_UP:
+                streams[setup].append(stream)
+    return streams
+
+
+def report(streams: dict[str, list[Stream]]) -> None:
+    """Print one table, times in milliseconds."""
+    print("| replica | requests | TTFT p50 | TTFT p99 | per token p50 | end to end p50 |")
+    print("|---|---:|---:|---:|---:|---:|")
+    for setup, runs in streams.items():
+        first = [(run.arrivals[0] - run.started) * 1e3 for run in runs]
+        whole = [(run.arrivals[-1] - run.started) * 1e3 for run in runs]
+        token = [(run.arrivals[-1] - run.arrivals[0]) * 1e3 / (TOKENS - 1) for run in runs]
+        cells = (percentile(first, 0.5), percentile(first, 0.99), percentile(token, 0.5), percentile(whole, 0.5))
+        print(f"| {setup} | {len(runs)} | " + " | ".join(f"{cell:.2f}" for cell in cells) + " |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Streaming completions with the time of every piece, for the benchmarks that look at pauses."""
+
+import json
+import time
+from dataclasses import dataclass, field
+
+import httpx
+from processes import MODEL_NAME
+
+TIMEOUT_S = 300.0
+
+
+@dataclass
+class Stream:
+    """What a client saw of one streamed completion.
+
+    Attributes:
+        prompt: what was asked.
+        started: monotonic seconds of the request.
+        arrivals: monotonic seconds of each piece of text.
+        text: all of them together.
+        error: what went wrong, or "".
+        finished: whether a finish reason came.
+    """
+
+    prompt: str
+    started: float = 0.0
+    arrivals: list[float] = field(default_factory=list)
+    text: str = ""
+    error: str = ""
+    finished: bool = False
+
+    @property
+    def longest_gap(self) -> float:
+        """Seconds of the longest wait between two pieces; 0.0 with fewer than two."""
+        return max(
+            (later - sooner for sooner, later in zip(self.arrivals, self.arrivals[1:], strict=False)), default=0.0
+        )
+
+
+async def run_stream(client: httpx.AsyncClient, prompt: str, tokens: int, **options: object) -> Stream:
+    """Ask for exactly so many tokens, greedily, and read the answer to its end."""
+    stream = Stream(prompt, started=time.monotonic())
+    body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    try:
+        request = client.stream("POST", "/v1/completions", json={**body, "stream": True, **options}, timeout=TIMEOUT_S)
+        async with request as response:
+            if response.status_code != httpx.codes.OK:
+                stream.error = f"{response.status_code} {(await response.aread()).decode()[:300]}"
+                return stream
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    _take(stream, json.loads(line.removeprefix("data: ")))
+    except httpx.HTTPError as error:
+        stream.error = repr(error)
+    if not stream.finished and not stream.error:
+        stream.error = "the stream ended without a finish reason"
+    return stream
+
+
+def _take(stream: Stream, event: dict[str, object]) -> None:
+    if "error" in event:
+        stream.error = str(event["error"])
+        return
+    choices = event["choices"]
+    assert isinstance(choices, list)
+    for choice in choices:
+        if choice["text"]:
+            stream.arrivals.append(time.monotonic())
+            stream.text += choice["text"]
+        stream.finished |= choice["finish_reason"] is not None

@@ -1,0 +1,66 @@
+"""One HTTP request as a server hands it to an ASGI application, with a client that the test plays."""
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from starlette.types import Message, Receive, Scope, Send
+
+from tests.fakes.conditions import eventually
+
+
+class Client:
+    """Sends one request and notes the answer.
+
+    Args:
+        app: the application under test.
+        scope: the request up to its body.
+
+    Attributes:
+        sent: what the application has sent so far.
+        request: done when the application is done with the request.
+    """
+
+    def __init__(self, app: Callable[[Scope, Receive, Send], Coroutine[Any, Any, None]], scope: Scope) -> None:
+        self._inbox: asyncio.Queue[Message] = asyncio.Queue()
+        self.sent: list[Message] = []
+        self.request = asyncio.create_task(app(scope, self._inbox.get, self._send))
+
+    async def _send(self, message: Message) -> None:
+        self.sent.append(message)
+
+    def upload(self, body: bytes, more: bool = False) -> None:
+        """Send a part of the body."""
+        self._inbox.put_nowait({"type": "http.request", "body": body, "more_body": more})
+
+    def disconnect(self) -> None:
+        """Hang up."""
+        self._inbox.put_nowait({"type": "http.disconnect"})
+
+    async def read_by_server(self) -> None:
+        """Return when the server has taken all that was sent."""
+        await eventually(self._inbox.empty, "the reading of a request")
+
+    async def status(self) -> int:
+        """Return the status when the request is over."""
+        async with asyncio.timeout(10):
+            await self.request
+        status: int = self.sent[0]["status"]
+        return status
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the answer."""
+        return {name.decode(): value.decode() for name, value in self.sent[0]["headers"]}
+
+    @property
+    def body(self) -> bytes:
+        """Body of the answer."""
+        return b"".join(message.get("body", b"") for message in self.sent[1:])
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """The error in the answer, in the shape of OpenAI's."""
+        error: dict[str, Any] = json.loads(self.body)["error"]
+        return error

@@ -1,0 +1,161 @@
+"""Our routes and middleware in the application that vLLM builds, without an engine."""
+
+import asyncio
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+with warnings.catch_warnings():
+    # Importing vLLM warns, and warnings are errors here.
+    warnings.simplefilter("ignore")
+    from fastapi import FastAPI
+    from fastapi.routing import APIRoute
+    from vllm import plugins
+    from vllm.entrypoints.launchers.app import build_app
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from tests.fakes.fleet import FakeFleet
+from vllm_omni_plugin.admin.fleet import FleetAdmin
+from vllm_omni_plugin.admin.waiting_room import WaitingRoom
+from vllm_omni_plugin.integration.app import INFERENCE_PATHS, FleetEndpoints, open_app
+
+NEED_NO_ENGINE = {
+    "/detokenize",
+    "/inference/v1/abort_requests",
+    "/is_scaling_elastic_ep",
+    "/ping",
+    "/scale_elastic_ep",
+    "/tokenize",
+    "/v1/chat/completions/derender",
+    "/v1/chat/completions/render",
+    "/v1/completions/derender",
+    "/v1/completions/render",
+    "/v1/messages/count_tokens",
+    "/v1/messages/render",
+    "/v1/responses/render",
+    "/v1/responses/{response_id}/cancel",
+}
+"""POST routes of vLLM that nobody has to wait for, with those that operate the server as a whole."""
+
+BuildApp = Callable[..., FastAPI]
+EVERYTHING = ("generate", "transcription", "realtime", "embed", "classify")
+
+
+@pytest.fixture
+def build(monkeypatch: pytest.MonkeyPatch) -> BuildApp:
+    """Build vLLM's application for a command line, with our plugin in it."""
+    monkeypatch.setattr(plugins, "load_endpoint_plugins", plugins.load_endpoint_plugins)
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    open_app()
+
+    def build(*arguments: str) -> FastAPI:
+        args = make_arg_parser(FlexibleArgumentParser()).parse_args(list(arguments))
+        app: FastAPI = build_app(args, EVERYTHING, SimpleNamespace(get_pooling_task=lambda _: "embed"))
+        return app
+
+    return build
+
+
+def client_of(app: FastAPI, **headers: str) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://head", headers=headers)
+
+
+def give_fleet(app: FastAPI, fleet: FakeFleet) -> None:
+    async def never() -> None:
+        await asyncio.Event().wait()
+
+    app.state.omni_fleet = FleetAdmin(fleet.orchestrator, lambda: fleet.now)
+    app.state.omni_waiting_room = WaitingRoom(fleet.orchestrator, never, replica_wait=0.01)
+
+
+def test_the_plugin_is_what_vllm_takes_for_one() -> None:
+    assert isinstance(FleetEndpoints(), EndpointPlugin)
+
+
+def test_opening_twice_adds_the_plugin_once(build: BuildApp) -> None:
+    open_app()
+    assert [plugin.name for plugin in build().state.endpoint_plugins] == ["omni"]
+
+
+def test_every_post_route_of_vllm_is_known_to_wait_or_not_to(build: BuildApp) -> None:
+    routes = build().routes
+    paths = {route.path for route in routes if isinstance(route, APIRoute) and "POST" in route.methods}
+    vllms = {path for path in paths if not path.startswith("/omni/")}
+    assert vllms - INFERENCE_PATHS == NEED_NO_ENGINE
+    # Needs vLLM's optional packages.
+    assert INFERENCE_PATHS - vllms <= {"/cohere/v2/chat"}
+
+
+@pytest.mark.parametrize(
+    ("authorization", "status"),
+    [
+        ("", 401),
+        ("Bearer wrong", 401),
+        ("right", 401),
+        ("Basic right", 401),
+        ("Bearer right", 200),
+        ("bearer 2nd", 200),
+    ],
+)
+async def test_the_servers_api_keys_guard_our_routes(build: BuildApp, authorization: str, status: int) -> None:
+    app = build("--api-key", "right", "2nd")
+    give_fleet(app, FakeFleet())
+    async with client_of(app, Authorization=authorization) as client:
+        answer = await client.get("/omni/replicas")
+    assert answer.status_code == status
+
+
+async def test_the_key_of_the_environment_guards_them_too(build: BuildApp, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "right")
+    app = build()
+    give_fleet(app, FakeFleet())
+    async with client_of(app) as client:
+        answers = [await client.delete("/omni/replicas/0.0"), await client.post("/omni/replicas/0.0/drain")]
+    assert [answer.status_code for answer in answers] == [401, 401]
+    assert answers[0].json()["error"]["code"] == 401
+
+
+async def test_a_root_path_opens_no_way_around_the_key(build: BuildApp) -> None:
+    app = build("--api-key", "right", "--root-path", "/o")
+    give_fleet(app, FakeFleet())
+    async with client_of(app) as client:
+        answers = [await client.get(path) for path in ("/omni/replicas", "/o/omni/replicas")]
+    assert [answer.status_code for answer in answers] == [401, 401]
+
+
+async def test_errors_of_our_routes_have_the_shape_of_openai(build: BuildApp) -> None:
+    app = build()
+    give_fleet(app, FakeFleet(replicas=1))
+    async with client_of(app) as client:
+        answer = await client.post("/omni/replicas/9/drain")
+    assert answer.status_code == 404
+    assert answer.json()["error"] == {
+        "message": "There is no replica 9. There are: 0.0.",
+        "type": "Not Found",
+        "param": None,
+        "code": 404,
+    }
+
+
+async def test_a_request_that_cannot_be_served_is_refused_after_its_key_was_checked(build: BuildApp) -> None:
+    app = build("--api-key", "right")
+    give_fleet(app, FakeFleet(replicas=0))
+    async with client_of(app) as client:
+        stranger = await client.post("/v1/completions", json={})
+        known = await client.post("/v1/completions", json={}, headers={"Authorization": "Bearer right"})
+    assert (stranger.status_code, known.status_code) == (401, 503)
+    assert int(known.headers["Retry-After"]) > 0
+
+
+async def test_a_server_without_a_fleet_answers_as_vllm_does(build: BuildApp) -> None:
+    app = build()
+    await FleetEndpoints().init_state(SimpleNamespace(engine_core=object()), app.state, None)
+    async with client_of(app) as client:
+        assert (await client.get("/omni/replicas")).status_code == 404
+        assert (await client.post("/v1/completions", json={})).status_code == 400

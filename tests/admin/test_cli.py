@@ -1,0 +1,199 @@
+"""The command `vllm-omni-plugin` against a server that the test plays."""
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import pytest
+
+from vllm_omni_plugin.cli import main
+
+REPLICAS = [
+    {
+        "id": "0.0",
+        "status": "up",
+        "held_back": [],
+        "remote": False,
+        "input_addr": "ipc:///a",
+        "in_flight": 12,
+        "dispatched": 100,
+        "restarts": 0,
+        "since_seconds": 61.4,
+    },
+    {
+        "id": "0.10",
+        "status": "draining",
+        "held_back": ["admin", "suspect"],
+        "remote": True,
+        "input_addr": "",
+        "in_flight": 0,
+        "dispatched": 0,
+        "restarts": 3,
+        "since_seconds": None,
+    },
+]
+TABLE = """\
+ID    STATUS    WHERE   IN FLIGHT  DISPATCHED  RESTARTS  SINCE  HELD BACK       ADDRESS
+0.0   up        local   12         100         0         61 s   -               ipc:///a
+0.10  draining  remote  0          0           3         -      admin, suspect  -
+"""
+
+
+class Head(HTTPServer):
+    """Answers with what it is given and notes what it is asked.
+
+    Attributes:
+        answers: status and body by method and path; any other request gets the replicas.
+        asked: method, path and Authorization of each request.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.answers: dict[tuple[str, str], tuple[int, Any]] = {}
+        self.asked: list[tuple[str, str, str | None]] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Head
+
+    def do_GET(self) -> None:
+        self.server.asked.append((self.command, self.path, self.headers["Authorization"]))
+        status, body = self.server.answers.get((self.command, self.path), (200, {"replicas": REPLICAS}))
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(body if isinstance(body, bytes) else json.dumps(body).encode())
+
+    do_POST = do_GET  # noqa: N815
+
+    def log_message(self, *_: Any) -> None:
+        return None
+
+
+@pytest.fixture
+def head(monkeypatch: pytest.MonkeyPatch) -> Iterator[Head]:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    with Head() as head:
+        thread = threading.Thread(target=head.serve_forever, args=(0.01,))
+        thread.start()
+        yield head
+        head.shutdown()
+        thread.join()
+
+
+def test_ls_prints_an_aligned_table(head: Head, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replicas", "ls", "--url", head.url]) == 0
+    assert capsys.readouterr().out == TABLE
+    assert head.asked == [("GET", "/omni/replicas", None)]
+
+
+def test_ls_prints_json_when_asked(head: Head, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replicas", "ls", "--url", f"{head.url}/", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"replicas": REPLICAS}
+
+
+@pytest.mark.parametrize("action", ["drain", "resume"])
+def test_a_change_is_made_and_shown(head: Head, capsys: pytest.CaptureFixture[str], action: str) -> None:
+    head.answers["POST", f"/omni/replicas/0.10/{action}"] = (204, b"")
+    assert main(["replicas", action, "0.10", "--url", head.url]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["ID", "0.10"]
+    assert head.asked[0] == ("POST", f"/omni/replicas/0.10/{action}", None)
+
+
+def test_an_id_cannot_become_another_path(head: Head) -> None:
+    main(["replicas", "drain", "../x?y", "--url", head.url])
+    assert head.asked[0][1] == "/omni/replicas/..%2Fx%3Fy/drain"
+
+
+def test_the_key_comes_from_the_flag_before_the_environment(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "environment")
+    main(["replicas", "ls", "--url", head.url])
+    main(["replicas", "ls", "--url", head.url, "--api-key", "flag"])
+    assert [key for *_, key in head.asked] == ["Bearer environment", "Bearer flag"]
+
+
+@pytest.mark.parametrize(("key", "fault"), [([], "wants an API key"), (["--api-key", "x"], "does not accept this")])
+def test_a_401_names_the_flag(head: Head, capsys: pytest.CaptureFixture[str], key: list[str], fault: str) -> None:
+    head.answers["GET", "/omni/replicas"] = (401, {"error": "Unauthorized"})
+    assert main(["replicas", "ls", "--url", head.url, *key]) == 1
+    error = capsys.readouterr().err
+    assert fault in error
+    assert "--api-key" in error
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"error": {"message": "There is no replica 7. There are: 0.0."}}, "There is no replica 7. There are: 0.0."),
+        ({"error": "text"}, "Not Found"),
+        (b"<html>", "Not Found"),
+    ],
+)
+def test_a_refusal_is_told_in_the_servers_words(
+    head: Head, capsys: pytest.CaptureFixture[str], body: Any, message: str
+) -> None:
+    head.answers["POST", "/omni/replicas/7/drain"] = (404, body)
+    assert main(["replicas", "drain", "7", "--url", head.url]) == 1
+    assert capsys.readouterr().err == f"vllm-omni-plugin: error: {head.url} answers 404: {message}\n"
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"\xff", [], {"replicas": 1}, {}])
+def test_an_answer_of_another_server_is_told_as_such(head: Head, capsys: pytest.CaptureFixture[str], body: Any) -> None:
+    head.answers["GET", "/omni/replicas"] = (200, body)
+    assert main(["replicas", "ls", "--url", head.url]) == 1
+    assert f"{head.url} answers, but not as the server of a fleet does" in capsys.readouterr().err
+
+
+def test_a_server_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with Head() as closed:
+        url = closed.url
+    assert main(["replicas", "ls", "--url", url]) == 1
+    error = capsys.readouterr().err
+    assert f"no answer from {url}" in error
+    assert "refused" in error
+
+
+def test_a_key_that_no_header_can_carry_is_an_error_of_one_line(head: Head, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replicas", "ls", "--url", head.url, "--api-key", "a\nb"]) == 1
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        ([], "COMMAND"),
+        (["replicas"], "ACTION"),
+        (["replicas", "drain"], "ID"),
+        (["replicas", "ls", "--url", "localhost:8000"], "argument --url"),
+        (["replicas", "ls", "--url", "file:///etc/passwd"], "argument --url"),
+    ],
+)
+def test_wrong_usage_exits_with_2(capsys: pytest.CaptureFixture[str], arguments: list[str], fault: str) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 2
+    assert fault in capsys.readouterr().err
+
+
+def test_the_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert {"replicas", "sim"} <= set(capsys.readouterr().out.split())
+
+
+def test_operating_a_fleet_loads_neither_vllm_nor_torch_nor_a_web_framework() -> None:
+    heavy = ("vllm", "torch", "fastapi", "zmq", "msgspec", "vllm_omni_plugin.sim")
+    script = (
+        "import sys; from vllm_omni_plugin.cli import main; code = main(sys.argv[1:]); "
+        f"print(code, [name for name in {heavy!r} if name in sys.modules])"
+    )
+    command = [sys.executable, "-c", script, "replicas", "ls", "--url", "http://127.0.0.1:1"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "1 []"

@@ -1,0 +1,239 @@
+"""Requests that come while no replica serves wait at the HTTP door, and are refused before their answer begins."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from tests.fakes.conditions import eventually
+from tests.fakes.fleet import FakeFleet
+from vllm_omni_plugin.admin import waiting_room
+from vllm_omni_plugin.admin.hold import CLIENT_CLOSED_REQUEST, RETRY_AFTER_S, HoldMiddleware
+from vllm_omni_plugin.admin.waiting_room import WaitingRoom
+
+from .asgi import Client
+
+PATHS = frozenset({"/v1/completions", "/pooling"})
+LONG = 600.0
+
+
+async def echo(request: Request) -> Response:
+    return PlainTextResponse(await request.body())
+
+
+async def unavailable(_: Request) -> Response:
+    return PlainTextResponse("later", 503)
+
+
+async def own_retry_after(_: Request) -> Response:
+    return PlainTextResponse("later", 503, {"retry-after": "77"})
+
+
+class Server:
+    """An application behind the middleware, and a fleet whose only replica is not there yet."""
+
+    def __init__(self, replica_wait: float = LONG, answer: Callable[[Request], Awaitable[Response]] = echo) -> None:
+        self.fleet = FakeFleet(replicas=0)
+        self.metrics = self.fleet.orchestrator.metrics
+        self.main = Starlette()
+        self.main.state.omni_waiting_room = WaitingRoom(self.fleet.orchestrator, self._until_serving, replica_wait)
+        self._serving = asyncio.Event()
+        self._member = self.fleet.pool.add(0)
+        self._answer = answer
+        self.app = HoldMiddleware(self._answer_all, PATHS)
+
+    def request(self, path: str = "/v1/completions", method: str = "POST", root_path: str = "") -> Client:
+        """Send a request up to its body."""
+        scope = {"type": "http", "path": path, "method": method, "root_path": root_path, "headers": []}
+        return Client(self.app, {**scope, "app": self.main})
+
+    def serve(self) -> None:
+        """The replica takes requests from now on."""
+        self.fleet.join(self._member)
+        self._serving.set()
+
+    async def has_waiting(self, number: int) -> None:
+        """Return when so many requests wait."""
+        await eventually(lambda: self.metrics.waiting == number, f"the waiting of {number} requests")
+
+    async def _until_serving(self) -> None:
+        await self._serving.wait()
+
+    async def _answer_all(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = await self._answer(Request(scope, receive))
+        await response(scope, receive, send)
+
+
+async def test_a_request_waits_until_a_replica_serves() -> None:
+    server = Server()
+    client = server.request()
+    client.upload(b"prompt")
+    await server.has_waiting(1)
+    assert client.sent == []
+    server.serve()
+    assert await client.status() == 200
+    assert client.body == b"prompt"
+    assert server.metrics.waiting == 0
+    assert server.metrics.turned_away == 0
+
+
+async def test_a_request_passes_at_once_while_a_replica_serves() -> None:
+    server = Server(replica_wait=0.0)
+    server.serve()
+    client = server.request()
+    client.upload(b"prompt")
+    assert await client.status() == 200
+    assert client.body == b"prompt"
+
+
+@pytest.mark.parametrize(
+    ("path", "method"),
+    [("/health", "GET"), ("/v1/completions", "GET"), ("/tokenize", "POST"), ("/v1/models", "GET"), ("/pause", "POST")],
+)
+async def test_what_needs_no_engine_never_waits(path: str, method: str) -> None:
+    client = Server().request(path, method)
+    client.upload(b"")
+    assert await client.status() == 200
+
+
+async def test_a_path_below_the_root_path_waits_too() -> None:
+    server = Server(replica_wait=0.01)
+    assert await server.request("/api/pooling", root_path="/api").status() == 503
+
+
+async def test_a_refusal_says_when_to_come_back_in_the_shape_of_openai() -> None:
+    server = Server(replica_wait=0.01)
+    client = server.request()
+    client.upload(b"prompt")
+    assert await client.status() == 503
+    assert client.headers["retry-after"] == str(RETRY_AFTER_S)
+    assert {**client.error, "message": ""} == {
+        "message": "",
+        "type": "Service Unavailable",
+        "param": None,
+        "code": 503,
+    }
+    assert "No replica of stage 0 can serve right now (replica 0 is down)" in client.error["message"]
+    assert "waited 0.01 s" in client.error["message"]
+    assert (server.metrics.waiting, server.metrics.turned_away) == (0, 1)
+
+
+async def test_no_more_than_a_number_of_requests_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting_room, "MAX_WAITING", 2)
+    server = Server()
+    held = [server.request(), server.request()]
+    await server.has_waiting(2)
+    refused = server.request()
+    assert await refused.status() == 503
+    assert "2 requests wait already" in refused.error["message"]
+    server.serve()
+    for client in held:
+        client.upload(b"prompt")
+        assert await client.status() == 200
+
+
+async def test_a_client_that_hangs_up_frees_its_place() -> None:
+    server = Server()
+    client = server.request()
+    client.upload(b"pro", more=True)
+    client.upload(b"mpt")
+    await server.has_waiting(1)
+    client.disconnect()
+    assert await client.status() == CLIENT_CLOSED_REQUEST
+    assert (server.metrics.waiting, server.metrics.turned_away) == (0, 0)
+
+
+async def test_a_request_that_is_cancelled_frees_its_place() -> None:
+    server = Server()
+    client = server.request()
+    await server.has_waiting(1)
+    client.request.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await client.request
+    assert server.metrics.waiting == 0
+
+
+async def test_a_body_that_comes_in_parts_before_and_after_the_wait_is_whole() -> None:
+    server = Server()
+    client = server.request()
+    client.upload(b"a", more=True)
+    client.upload(b"b", more=True)
+    await client.read_by_server()
+    await server.has_waiting(1)
+    server.serve()
+    await server.has_waiting(0)
+    client.upload(b"c", more=True)
+    client.upload(b"d")
+    assert await client.status() == 200
+    assert client.body == b"abcd"
+
+
+async def test_the_application_learns_of_a_disconnect_after_the_wait() -> None:
+    async def until_disconnect(request: Request) -> Response:
+        await request.body()
+        assert (await request.receive())["type"] == "http.disconnect"
+        return PlainTextResponse("seen")
+
+    server = Server(answer=until_disconnect)
+    client = server.request()
+    client.upload(b"prompt")
+    await server.has_waiting(1)
+    server.serve()
+    await server.has_waiting(0)
+    client.disconnect()
+    assert await client.status() == 200
+    assert client.body == b"seen"
+
+
+async def test_nothing_of_a_wait_outlives_its_request() -> None:
+    server = Server()
+    client = server.request()
+    client.upload(b"prompt")
+    await server.has_waiting(1)
+    server.serve()
+    await client.status()
+    await eventually(lambda: asyncio.all_tasks() == {asyncio.current_task()}, "the end of all tasks")
+
+
+async def test_a_503_of_the_application_gets_retry_after_and_keeps_its_own() -> None:
+    plain, own = Server(answer=unavailable), Server(answer=own_retry_after)
+    for server, expected in ((plain, str(RETRY_AFTER_S)), (own, "77")):
+        server.serve()
+        client = server.request()
+        assert await client.status() == 503
+        assert client.headers["retry-after"] == expected
+
+
+async def test_a_stream_is_refused_before_it_begins() -> None:
+    async def stream(_: Request) -> Response:
+        async def events() -> AsyncIterator[bytes]:
+            yield b"data"
+
+        return StreamingResponse(events())
+
+    refused = Server(replica_wait=0.01, answer=stream).request()
+    assert await refused.status() == 503
+    assert len(refused.sent) == 2
+
+
+async def test_a_server_without_a_fleet_is_left_alone() -> None:
+    server = Server()
+    del server.main.state.omni_waiting_room
+    client = server.request()
+    client.upload(b"prompt")
+    assert await client.status() == 200
+
+
+async def test_websockets_pass() -> None:
+    passed = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        passed.append(scope["type"])
+
+    client = Client(HoldMiddleware(app, PATHS), {"type": "websocket", "path": "/v1/completions"})
+    await client.request
+    assert passed == ["websocket"]

@@ -1,0 +1,171 @@
+"""The operator's HTTP routes over a fleet whose replicas the test plays."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI, HTTPException, Request
+
+from tests.fakes.conditions import eventually
+from tests.fakes.fleet import FakeFleet
+from vllm_omni_plugin.admin.fleet import FleetAdmin
+from vllm_omni_plugin.admin.routes import build_router
+from vllm_omni_plugin.orchestrator.stage_pool import PoolMember
+
+
+async def let_all_pass(_: Request) -> None:
+    return None
+
+
+def app_of(fleet: FakeFleet) -> FastAPI:
+    app = FastAPI()
+    app.include_router(build_router(let_all_pass))
+    app.state.omni_fleet = FleetAdmin(fleet.orchestrator, lambda: fleet.now)
+    return app
+
+
+def client_of(app: FastAPI) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://head")
+
+
+@pytest.fixture
+async def fleet() -> AsyncIterator[FakeFleet]:
+    async with FakeFleet(replicas=2) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+async def client(fleet: FakeFleet) -> AsyncIterator[httpx.AsyncClient]:
+    async with client_of(app_of(fleet)) as client:
+        yield client
+
+
+async def replicas(client: httpx.AsyncClient) -> list[dict[str, Any]]:
+    answer = await client.get("/omni/replicas")
+    assert answer.status_code == 200
+    found: list[dict[str, Any]] = answer.json()["replicas"]
+    return found
+
+
+class Keeper:
+    """Notes what it is told to end."""
+
+    def __init__(self) -> None:
+        self.left: list[PoolMember] = []
+
+    def leave(self, member: PoolMember) -> None:
+        self.left.append(member)
+
+
+async def test_every_replica_is_listed_with_what_is_known_of_it(fleet: FakeFleet, client: httpx.AsyncClient) -> None:
+    member = fleet.pool.member(1)
+    member.dispatched, member.restarts, member.remote, member.changed_at = 7, 2, True, 3.0
+    fleet.now = 10.5
+    first, second = await replicas(client)
+    assert first["id"] == "0.0"
+    assert second == {
+        "id": "0.1",
+        "stage": 0,
+        "replica": 1,
+        "status": "up",
+        "held_back": [],
+        "remote": True,
+        "input_addr": member.input_addr,
+        "output_addr": member.output_addr,
+        "in_flight": 0,
+        "dispatched": 7,
+        "restarts": 2,
+        "since_seconds": 7.5,
+    }
+
+
+async def test_a_replica_that_has_not_served_has_no_time(fleet: FakeFleet, client: httpx.AsyncClient) -> None:
+    fleet.pool.add()
+    third = (await replicas(client))[2]
+    assert (third["status"], third["input_addr"], third["since_seconds"]) == ("down", "", None)
+
+
+async def test_a_drained_replica_gets_no_new_requests_until_it_is_resumed(
+    fleet: FakeFleet, client: httpx.AsyncClient
+) -> None:
+    assert (await client.post("/omni/replicas/0.1/drain")).status_code == 204
+    assert [(r["status"], r["held_back"]) for r in await replicas(client)] == [("up", []), ("draining", ["admin"])]
+    assert [member.replica_id for member in fleet.pool.serving] == [0]
+    assert (await client.post("/omni/replicas/0.1/resume")).status_code == 204
+    assert [member.replica_id for member in fleet.pool.serving] == [0, 1]
+
+
+async def test_draining_twice_is_no_error(client: httpx.AsyncClient) -> None:
+    answers = [await client.post("/omni/replicas/0.1/drain") for _ in range(2)]
+    assert [answer.status_code for answer in answers] == [204, 204]
+
+
+async def test_what_no_operator_drained_cannot_be_resumed(fleet: FakeFleet, client: httpx.AsyncClient) -> None:
+    fleet.pool.hold_back(fleet.pool.member(1), "suspect")
+    answer = await client.post("/omni/replicas/0.1/resume")
+    assert answer.status_code == 409
+    assert answer.json()["detail"] == (
+        "Replica 0.1 is not drained by an operator (it is draining, held back: suspect)."
+    )
+
+
+async def test_a_replica_that_is_deleted_is_ended_by_its_keeper(fleet: FakeFleet, client: httpx.AsyncClient) -> None:
+    local, remote = Keeper(), Keeper()
+    fleet.orchestrator.local_replicas, fleet.orchestrator.remote_replicas = local, remote  # type: ignore[assignment]
+    fleet.pool.member(1).remote = True
+    for replica in ("0.0", "0.1"):
+        assert (await client.delete(f"/omni/replicas/{replica}")).status_code == 204
+    assert (local.left, remote.left) == ([fleet.pool.member(0)], [fleet.pool.member(1)])
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("POST", "0.7/drain"), ("POST", "1.0/resume"), ("DELETE", "x"), ("POST", "1/drain")]
+)
+async def test_an_unknown_id_is_answered_with_those_that_exist(
+    client: httpx.AsyncClient, method: str, path: str
+) -> None:
+    answer = await client.request(method, f"/omni/replicas/{path}")
+    assert answer.status_code == 404
+    assert answer.json()["detail"] == f"There is no replica {path.partition('/')[0]}. There are: 0.0, 0.1."
+
+
+async def test_a_replica_that_left_while_its_order_was_under_way_is_a_conflict() -> None:
+    fleet = FakeFleet(replicas=2)
+    async with client_of(app_of(fleet)) as client:
+        order = asyncio.ensure_future(client.post("/omni/replicas/0.1/drain"))
+        await eventually(lambda: len(fleet.orchestrator.rpc_async_queue), "the order")
+        fleet.lose(1)
+        fleet.pool.remove(fleet.pool.member(1))
+        async with fleet:
+            assert (await order).status_code == 409
+
+
+async def test_an_order_that_the_end_of_the_server_overtakes_is_answered() -> None:
+    fleet = FakeFleet(replicas=1)
+    async with client_of(app_of(fleet)) as client:
+        order = asyncio.ensure_future(client.post("/omni/replicas/0.0/drain"))
+        await eventually(lambda: len(fleet.orchestrator.rpc_async_queue), "the order")
+        fleet.orchestrator.close_queues()
+        assert (await order).status_code == 503
+        assert (await client.post("/omni/replicas/0.0/drain")).status_code == 503
+
+
+async def test_every_route_asks_the_guard_first(fleet: FakeFleet) -> None:
+    async def refuse_all(_: Request) -> None:
+        raise HTTPException(401)
+
+    app = FastAPI()
+    app.include_router(build_router(refuse_all))
+    async with client_of(app) as client:
+        for method, path in (("GET", ""), ("POST", "/0.0/drain"), ("POST", "/0.0/resume"), ("DELETE", "/0.0")):
+            assert (await client.request(method, f"/omni/replicas{path}")).status_code == 401
+
+
+async def test_a_server_without_a_fleet_says_so() -> None:
+    app = FastAPI()
+    app.include_router(build_router(let_all_pass))
+    async with client_of(app) as client:
+        answer = await client.get("/omni/replicas")
+    assert (answer.status_code, answer.json()["detail"]) == (404, "This server has no fleet of replicas.")

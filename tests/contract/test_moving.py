@@ -1,0 +1,210 @@
+"""How vLLM's requests move, on vLLM's own structs."""
+
+from random import Random
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
+from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.metrics.stats import PrefillStats
+from vllm.v1.outputs import LogprobsLists, LogprobsTensors, SamplingMaskLists
+
+from vllm_omni_plugin.vllm_api import moving
+from vllm_omni_plugin.vllm_api.engine_api import EngineApi
+from vllm_omni_plugin.vllm_api.move import Move
+from vllm_omni_plugin.vllm_api.requests import build_engine_core_request_from_tokens
+
+PROMPT = [1, 2, 3]
+GREEDY: dict[str, Any] = {"temperature": 0.0}
+WORDS = [[7], [8, 9]]
+
+
+def request(bad_words: list[list[int]] | None = None, resumable: bool = False, **params: Any) -> EngineCoreRequest:
+    sampling = SamplingParams(**{"max_tokens": 50, **params})
+    sampling._bad_words_token_ids = bad_words
+    return build_engine_core_request_from_tokens(
+        "r", {"prompt_token_ids": list(PROMPT), "cache_salt": "salt"}, sampling, arrival_time=5.0, resumable=resumable
+    )
+
+
+HOW = [
+    ({}, Move.RESUME),
+    (GREEDY, Move.RESUME),
+    ({"seed": 3}, Move.REPLAY),
+    (GREEDY | {"seed": 3}, Move.RESUME),
+    ({"top_p": 0.5, "top_k": 4, "min_p": 0.1}, Move.RESUME),
+    (GREEDY | {"repetition_penalty": 1.3}, Move.RESUME),
+    (GREEDY | {"presence_penalty": 1.0}, Move.REPLAY),
+    (GREEDY | {"frequency_penalty": -1.0}, Move.REPLAY),
+    (GREEDY | {"min_tokens": 9}, Move.RESUME),
+    (GREEDY | {"stop": ["x"], "stop_token_ids": [4], "ignore_eos": True}, Move.RESUME),
+    (GREEDY | {"bad_words": WORDS[:1]}, Move.RESUME),
+    (GREEDY | {"bad_words": WORDS}, Move.REPLAY),
+    (GREEDY | {"logprobs": 3, "prompt_logprobs": 2}, Move.RESUME),
+    (GREEDY | {"logit_bias": {4: 1.0}, "allowed_token_ids": [4, 5]}, Move.RESUME),
+    (GREEDY | {"structured_outputs": StructuredOutputsParams(regex="a+")}, Move.REPLAY),
+    (GREEDY | {"thinking_token_budget": 5}, Move.REPLAY),
+    (GREEDY | {"repetition_detection": RepetitionDetectionParams(3, 1, 3)}, Move.REPLAY),
+    (GREEDY | {"trace_decode_token_ids": [4, 5]}, Move.REPLAY),
+    (GREEDY | {"watermarking": True}, Move.REPLAY),
+    (GREEDY | {"watermarking": False}, Move.RESUME),
+    (GREEDY | {"extra_args": {"of": "a third party"}}, Move.REPLAY),
+    (GREEDY | {"extra_args": {"kv_transfer_params": {"do_remote_prefill": True}}}, Move.NEVER),
+    (GREEDY | {"extra_args": {"ec_transfer_params": {}}}, Move.NEVER),
+]
+
+
+def make(fields: dict[str, Any]) -> EngineCoreRequest:
+    plain = {name: value for name, value in fields.items() if name != "bad_words"}
+    return request(bad_words=fields.get("bad_words"), **plain)
+
+
+@pytest.mark.parametrize(("fields", "move"), HOW, ids=str)
+def test_a_begun_request_moves_by_what_its_sampling_looks_back_at(fields: dict[str, Any], move: Move) -> None:
+    assert EngineApi().how_to_move(make(fields)) is move
+
+
+def test_with_processors_of_a_third_party_every_request_replays() -> None:
+    api = EngineApi(custom_processors=True, random=Random(1))
+    assert api.how_to_move(request(**GREEDY)) is Move.REPLAY
+    assert api.movable(request()).sampling_params.seed is not None
+
+
+def test_embeddings_replay_and_a_session_never_moves() -> None:
+    embedded = msgspec.structs.replace(request(**GREEDY), prompt_token_ids=None, prompt_embeds=torch.zeros(2, 4))
+    assert EngineApi().how_to_move(embedded) is Move.REPLAY
+    assert EngineApi().how_to_move(request(resumable=True)) is Move.NEVER
+
+
+def test_a_pooling_request_is_left_as_it_is() -> None:
+    pooling = build_engine_core_request_from_tokens("r", {"prompt_token_ids": PROMPT}, PoolingParams(task="embed"))
+    assert EngineApi().movable(pooling) is pooling
+    assert EngineApi().missing_end(pooling, [], 0) is None
+
+
+@pytest.mark.parametrize(("fields", "move"), HOW, ids=str)
+def test_only_a_request_that_could_not_be_repeated_gets_a_seed(fields: dict[str, Any], move: Move) -> None:
+    sampled = make({name: value for name, value in fields.items() if name not in ("temperature", "seed")})
+    movable = EngineApi(random=Random(1)).movable(sampled)
+    if "seed" in fields or move is Move.RESUME:
+        assert movable is sampled
+    else:
+        assert movable.sampling_params.seed is not None
+        assert sampled.sampling_params.seed is None
+    assert EngineApi().movable(make(fields | GREEDY)).sampling_params.seed == fields.get("seed")
+
+
+def test_a_resumed_request_produces_what_is_missing_and_leaves_the_original_alone() -> None:
+    original = request(max_tokens=50, min_tokens=10, prompt_logprobs=2, logprobs=1, **GREEDY)
+    resumed = EngineApi().moved(original, Move.RESUME, [4, 5, 6])
+    assert resumed.prompt_token_ids == [1, 2, 3, 4, 5, 6]
+    params = resumed.sampling_params
+    assert (params.max_tokens, params.min_tokens, params.prompt_logprobs, params.logprobs) == (47, 7, None, 1)
+    assert not params.skip_reading_prefix_cache
+    assert (resumed.arrival_time, resumed.cache_salt) == (5.0, "salt")
+    assert original.prompt_token_ids == PROMPT
+    params = original.sampling_params
+    assert (params.max_tokens, params.min_tokens, params.prompt_logprobs) == (50, 10, 2)
+
+
+def test_the_least_number_of_tokens_is_never_negative() -> None:
+    assert EngineApi().moved(request(min_tokens=1), Move.RESUME, [4, 5, 6]).sampling_params.min_tokens == 0
+
+
+def test_a_replayed_request_is_the_same_without_what_has_been_delivered() -> None:
+    original = request(max_tokens=50, min_tokens=10, prompt_logprobs=2, presence_penalty=1.0)
+    replayed = EngineApi().moved(original, Move.REPLAY, [4, 5, 6])
+    params = replayed.sampling_params
+    assert replayed.prompt_token_ids == PROMPT
+    assert (params.max_tokens, params.min_tokens, params.prompt_logprobs) == (50, 10, None)
+
+
+def test_a_moved_request_can_be_encoded() -> None:
+    api = EngineApi()
+    for move in (Move.RESUME, Move.REPLAY):
+        assert len(api.encode_add(api.moved(request(prompt_logprobs=1), move, [4]), "r-1")) >= 2
+
+
+@pytest.mark.parametrize(
+    ("produced", "reason", "stop"),
+    [
+        ([4, 5], None, None),
+        ([4, 9], FinishReason.STOP, 9),
+        ([4, 2], FinishReason.STOP, None),
+        ([9, 4], None, None),
+        ([4, 5, 6], FinishReason.LENGTH, None),
+    ],
+)
+def test_a_request_of_which_only_the_end_is_missing_is_ended(
+    produced: list[int], reason: FinishReason | None, stop: int | None
+) -> None:
+    whole = request(max_tokens=3, stop_token_ids=[9])
+    whole.sampling_params._eos_token_id = 2
+    outputs = EngineApi().missing_end(whole, produced, 4)
+    if reason is None:
+        assert outputs is None
+        return
+    [output] = outputs.outputs
+    assert (outputs.engine_index, output.request_id, output.new_token_ids) == (4, "r", [])
+    assert (output.finish_reason, output.stop_reason) == (reason, stop)
+
+
+def logprobs(tokens: list[int]) -> LogprobsLists:
+    column = np.array(tokens)
+    return LogprobsLists(column[:, None], -column[:, None].astype(float), column)
+
+
+def first_output(tokens: list[int], prompt: int = 2) -> EngineCoreOutput:
+    """Return an output with all that an engine tells with the first tokens of a request."""
+    return EngineCoreOutput(
+        "r",
+        tokens,
+        new_logprobs=logprobs(tokens),
+        new_prompt_logprobs_tensors=LogprobsTensors(torch.zeros(1), torch.zeros(1), torch.zeros(1)),
+        prompt_token_id_logprobs=torch.zeros(1),
+        events=[EngineCoreEvent(EngineCoreEventType.QUEUED, 1.0)],
+        prefill_stats=PrefillStats(prompt),
+        routed_experts=np.array([-1] * prompt + tokens),
+        new_sampling_mask=SamplingMaskLists(np.array(tokens), np.arange(len(tokens) + 1)),
+    )
+
+
+@pytest.mark.parametrize("swallow", range(4))
+def test_the_first_output_of_a_moved_request_becomes_one_in_the_middle(swallow: int) -> None:
+    output, rest = first_output([10, 11, 12]), [10, 11, 12][swallow:]
+    moving.fit(output, swallow)
+    assert output.new_token_ids == rest
+    assert output.new_logprobs.logprob_token_ids[:, 0].tolist() == rest
+    assert output.new_logprobs.sampled_token_ranks.tolist() == rest
+    assert output.routed_experts.tolist() == rest
+    masks = output.new_sampling_mask.to_nested_list() if rest else []
+    assert masks == [[token] for token in rest]
+    assert (output.events, output.prefill_stats) == (None, None)
+    assert (output.new_prompt_logprobs_tensors, output.prompt_token_id_logprobs) == (None, None)
+
+
+class Config:
+    """What is read of vLLM's `ModelConfig`."""
+
+    max_model_len = 100
+    logits_processors: list[str] | None = None
+
+
+def test_processors_of_a_third_party_are_found_in_the_configuration() -> None:
+    config = Config()
+    assert not moving.has_custom_logits_processors(config)
+    config.logits_processors = ["package.module:Processor"]
+    assert moving.has_custom_logits_processors(config)
+
+
+def test_a_built_request_owns_its_parameters_and_is_bounded() -> None:
+    params = SamplingParams(max_tokens=None)
+    built = build_engine_core_request_from_tokens("r", {"prompt_token_ids": PROMPT}, params, model_config=Config())
+    assert (built.sampling_params.max_tokens, params.max_tokens) == (97, None)
+    assert (built.external_req_id, built.resumable, built.pooling_params) == ("r", False, None)
+    with pytest.raises(ValueError, match="request r: max_tokens is not set"):
+        build_engine_core_request_from_tokens("r", {"prompt_token_ids": PROMPT}, params)

@@ -1,0 +1,137 @@
+"""vLLM's own loggers get to know replicas that come, and forget those that go."""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY
+from vllm.v1.engine import FinishReason
+from vllm.v1.metrics.loggers import StatLoggerManager
+from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+from vllm.v1.metrics.stats import FinishedRequestStats, IterationStats, MultiModalCacheStats, SchedulerStats
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+from tests.contract.configs import vllm_config, write_model
+from vllm_omni_plugin.integration.stat_labels import StatLabels
+
+Sample = tuple[str, frozenset[tuple[str, str]]]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    speculative = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    return vllm_config(write_model(tmp_path_factory.mktemp("model")), speculative_config=speculative)
+
+
+@pytest.fixture(params=[False, True], ids=["per engine", "aggregated"])
+def manager(config: Any, request: pytest.FixtureRequest) -> Iterator[StatLoggerManager]:
+    manager = StatLoggerManager(config, [0, 1], aggregate_engine_logging=request.param)
+    manager.log_engine_initialized()
+    yield manager
+    unregister_vllm_metrics()
+
+
+def samples(engine: int | None = None) -> set[Sample]:
+    """Names and labels of vLLM's samples, all or those of one engine, whose label is then left out."""
+    return {
+        (sample.name, frozenset((name, value) for name, value in sample.labels.items() if name != "engine"))
+        if engine is not None
+        else (sample.name, frozenset(sample.labels.items()))
+        for metric in REGISTRY.collect()
+        for sample in metric.samples
+        if sample.name.startswith("vllm:") and (engine is None or sample.labels.get("engine") == str(engine))
+    }
+
+
+def value(name: str, engine: int, **labels: str) -> float | None:
+    model = next(dict(labels)["model_name"] for _, labels in samples(0) | samples(1) if "model_name" in dict(labels))
+    return REGISTRY.get_sample_value(name, {"engine": str(engine), "model_name": model, **labels})
+
+
+def record(manager: StatLoggerManager, engine: int) -> None:
+    """Everything that an engine may report."""
+    iteration = IterationStats()
+    iteration.finished_requests.append(FinishedRequestStats(FinishReason.STOP, "id"))
+    speculation = SpecDecodingStats(num_spec_tokens=2, num_drafts=1, num_draft_tokens=2, num_accepted_tokens=1)
+    speculation.num_accepted_tokens_per_pos = [1, 0]
+    report = SchedulerStats(num_running_reqs=3, spec_decoding_stats=speculation)
+    manager.record(report, iteration, MultiModalCacheStats(), engine)
+
+
+def test_a_replica_that_joins_has_the_samples_of_those_that_were_there(manager: StatLoggerManager) -> None:
+    labels = StatLabels(manager)
+    labels.add(5)
+    assert samples(5) == samples(0) != set()
+
+
+def test_its_reports_are_recorded_under_its_own_label_and_logged(
+    manager: StatLoggerManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    StatLabels(manager).add(5)
+    record(manager, 5)
+    assert value("vllm:num_requests_running", 5) == 3
+    assert value("vllm:request_success_total", 5, finished_reason="stop") == 1
+    assert value("vllm:spec_decode_num_accepted_tokens_per_pos_total", 5, position="0") == 1
+    assert value("vllm:num_requests_running", 0) == 0
+    with caplog.at_level(logging.DEBUG, "vllm"):
+        manager.log()
+    assert "Unexpected engine_idx" not in caplog.text
+
+
+def test_a_replica_that_joins_a_sleeping_fleet_sleeps(manager: StatLoggerManager) -> None:
+    labels = StatLabels(manager)
+    manager.record_sleep_state(1, 1)
+    labels.add(5)
+    assert value("vllm:engine_sleep_state", 5, sleep_state="awake") == 0
+    manager.record_sleep_state(0, 0)
+    assert value("vllm:engine_sleep_state", 5, sleep_state="awake") == 1
+
+
+def test_two_hundred_joins_and_leaves_leave_the_samples_where_they_were(manager: StatLoggerManager) -> None:
+    labels = StatLabels(manager)
+    before = samples()
+    for index in range(2, 202):
+        labels.add(index)
+        record(manager, index)
+        manager.log()
+        labels.remove(index)
+    assert samples() == before
+    assert manager.engine_indexes == [0, 1]
+
+
+def test_a_replica_that_was_there_from_the_start_can_leave_and_come_back(manager: StatLoggerManager) -> None:
+    labels = StatLabels(manager)
+    before = samples()
+    labels.remove(0)
+    assert samples(0) == set()
+    manager.record_sleep_state(0, 0)
+    manager.log()
+    labels.add(0)
+    record(manager, 0)
+    assert samples() >= before
+
+
+def test_adding_and_removing_twice_is_as_once(manager: StatLoggerManager) -> None:
+    labels = StatLabels(manager)
+    labels.add(1)
+    labels.add(5)
+    labels.add(5)
+    assert manager.engine_indexes == [0, 1, 5]
+    labels.remove(5)
+    labels.remove(5)
+    assert manager.engine_indexes == [0, 1]
+
+
+def test_the_last_replica_is_kept_until_another_comes(manager: StatLoggerManager) -> None:
+    labels = StatLabels(manager)
+    labels.remove(0)
+    labels.remove(1)
+    manager.log()
+    labels.add(7)
+    assert manager.engine_indexes == [7]
+    assert samples(1) == set()
+    labels.remove(7)
+    labels.add(7)
+    labels.add(8)
+    assert manager.engine_indexes == [7, 8]

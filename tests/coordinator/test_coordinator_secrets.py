@@ -1,0 +1,259 @@
+"""A fleet with a secret: who may report and listen, what the others are told, and how a secret is exchanged."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+from coordinator_support import ANY, OpenDealer, eventually, free_address, make_event, names
+
+from vllm_omni_plugin.coordinator import (
+    OmniCoordClientForHub,
+    OmniCoordClientForStage,
+    OmniCoordinator,
+    OmniCoordinatorRuntime,
+    ReplicaList,
+    ReplicaStatus,
+    encode_event,
+)
+from vllm_omni_plugin.coordinator import stage_client as stage_client_module
+from vllm_omni_plugin.curve import Secrets
+from vllm_omni_plugin.errors import ConfigError
+
+OLD_LINE, NEW_LINE = "the old secret of the fleet", "the new secret of the fleet"
+OLD, NEW = Secrets([OLD_LINE]), Secrets([NEW_LINE])
+OLD_THEN_NEW, NEW_THEN_OLD = Secrets([OLD_LINE, NEW_LINE]), Secrets([NEW_LINE, OLD_LINE])
+
+OpenCoordinator = Callable[..., OmniCoordinator]
+OpenReplica = Callable[..., OmniCoordClientForStage]
+
+
+@pytest.fixture
+def serve() -> Iterator[OpenCoordinator]:
+    """Open coordinators that are closed at the end."""
+    opened: list[OmniCoordinator] = []
+
+    def serve(secrets: Secrets | None, router: str = ANY, pub: str = ANY) -> OmniCoordinator:
+        opened.append(OmniCoordinator(router, pub, heartbeat_timeout=1000.0, secrets=secrets))
+        return opened[-1]
+
+    yield serve
+    for coordinator in opened:
+        coordinator.close()
+
+
+@pytest.fixture
+def report(monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenReplica]:
+    """Open stage clients that are closed at the end, without much patience for a coordinator that refuses them."""
+    monkeypatch.setattr(stage_client_module, "CLOSE_GRACE", 0.1)
+    opened: list[OmniCoordClientForStage] = []
+
+    def report(
+        address: str, secrets: Secrets | None, name: str = "a", on_unreachable: Callable[[str], None] | None = None
+    ) -> OmniCoordClientForStage:
+        client = OmniCoordClientForStage(
+            address,
+            f"tcp://{name}:1",
+            f"tcp://{name}:2",
+            0,
+            heartbeat_interval=0.2,
+            control_addr=f"tcp://{name}:3",
+            secrets=secrets,
+            on_unreachable=on_unreachable,
+        )
+        opened.append(client)
+        return client
+
+    yield report
+    for client in opened:
+        client.close()
+
+
+def follow_until(address: str, secrets: Secrets | None, expected: list[str]) -> ReplicaList:
+    hub = OmniCoordClientForHub(address, secrets=secrets)
+    eventually(lambda: names(hub.get_replica_list()) == expected)
+    hub.close()
+    return hub.get_replica_list()
+
+
+@pytest.mark.parametrize(
+    ("served", "held"),
+    [
+        pytest.param(None, None, id="none"),
+        pytest.param(OLD, OLD, id="one"),
+        pytest.param(OLD, OLD_THEN_NEW, id="replica knows the next"),
+        pytest.param(OLD, NEW_THEN_OLD, id="replica prefers the next"),
+        pytest.param(OLD_THEN_NEW, OLD, id="head knows the next"),
+        pytest.param(OLD_THEN_NEW, NEW_THEN_OLD, id="replica is ahead"),
+        pytest.param(NEW_THEN_OLD, OLD_THEN_NEW, id="head is ahead"),
+        pytest.param(NEW_THEN_OLD, NEW, id="replica forgot the old"),
+    ],
+)
+def test_replica_and_head_that_share_the_served_secret_meet(
+    serve: OpenCoordinator, report: OpenReplica, served: Secrets | None, held: Secrets | None
+) -> None:
+    coordinator = serve(served)
+    said: list[str] = []
+    replica = report(coordinator.router_zmq_addr, held, on_unreachable=said.append)
+    (listed,) = follow_until(coordinator.pub_zmq_addr, held, ["a"]).replicas
+    assert listed.control_addr == "tcp://a:3"
+    assert listed.incarnation == replica.incarnation
+    assert replica.connected
+    assert said == [""]
+
+
+@pytest.mark.parametrize(
+    ("served", "held", "why"),
+    [
+        pytest.param(OLD, NEW, "serves without one, or with one that is not in the file", id="another"),
+        pytest.param(OLD, None, "seems to demand one, and none was given", id="missing"),
+        pytest.param(None, OLD, "serves without one, or with one that is not in the file", id="needless"),
+        pytest.param(OLD_THEN_NEW, NEW, "serves without one, or with one that is not in the file", id="too early"),
+    ],
+)
+def test_replica_with_a_wrong_secret_is_kept_out_and_knows_why(
+    serve: OpenCoordinator, report: OpenReplica, served: Secrets | None, held: Secrets | None, why: str
+) -> None:
+    coordinator = serve(served)
+    said: list[str] = []
+    stranger = report(coordinator.router_zmq_addr, held, "stranger", said.append)
+    listener = OmniCoordClientForHub(coordinator.pub_zmq_addr, secrets=held)
+    eventually(lambda: said and coordinator.refused_connections >= 2)
+    assert said == [
+        f"cannot join the coordinator at {coordinator.router_zmq_addr}: "
+        f"refused secret: it {why} {'here' if held is None else 'given here'} with --omni-secret-file"
+    ]
+    assert not stranger.connected
+    coordinator.add_new_replica(make_event("a"))
+    follow_until(coordinator.pub_zmq_addr, served, ["a"])
+    assert listener.generation == 0
+    listener.close()
+
+
+def test_refused_replica_joins_once_the_coordinator_serves_with_its_secret(
+    serve: OpenCoordinator, report: OpenReplica
+) -> None:
+    address = free_address()
+    first = OmniCoordinator(address, ANY, secrets=OLD)
+    said: list[str] = []
+    report(address, NEW, on_unreachable=said.append)
+    eventually(lambda: said)
+    first.close()
+    second = serve(NEW, address)
+    eventually(lambda: names(second.get_active_replicas()) == ["a"])
+    assert said[-1] == ""
+
+
+def test_replica_whose_coordinator_does_not_exist_says_so_and_joins_when_it_comes(
+    serve: OpenCoordinator, report: OpenReplica
+) -> None:
+    address = free_address()
+    said: list[str] = []
+    replica = report(address, OLD, on_unreachable=said.append)
+    eventually(lambda: said)
+    assert said == [f"no coordinator answers at {address}"]
+    coordinator = serve(OLD, address)
+    eventually(lambda: names(coordinator.get_active_replicas()) == ["a"])
+    assert (said[-1], replica.connected) == ("", True)
+
+
+def test_lost_connection_is_told_and_does_not_last(serve: OpenCoordinator, report: OpenReplica) -> None:
+    address = free_address()
+    said: list[str] = []
+    first = OmniCoordinator(address, ANY, secrets=OLD)
+    replica = report(address, OLD, on_unreachable=said.append)
+    eventually(lambda: replica.connected)
+    first.close()
+    eventually(lambda: not replica.connected and len(said) > 1)
+    assert said[:2] == ["", f"the connection to the coordinator at {address} was lost"]
+    second = serve(OLD, address)
+    eventually(lambda: names(second.get_active_replicas()) == ["a"])
+    eventually(lambda: said[-1] == "")
+
+
+def test_failing_callback_does_not_end_the_client(
+    serve: OpenCoordinator, report: OpenReplica, caplog: pytest.LogCaptureFixture
+) -> None:
+    def on_unreachable(reason: str) -> None:
+        raise OSError("the replica is unwell")
+
+    coordinator = serve(OLD)
+    report(coordinator.router_zmq_addr, OLD, on_unreachable=on_unreachable)
+    eventually(lambda: names(coordinator.get_active_replicas()) == ["a"])
+    assert "on_unreachable failed" in caplog.text
+
+
+def test_new_incarnation_joins_anew_after_an_error(serve: OpenCoordinator, report: OpenReplica) -> None:
+    coordinator = serve(OLD)
+    replica = report(coordinator.router_zmq_addr, OLD)
+    eventually(lambda: names(coordinator.get_active_replicas()) == ["a"])
+    (before,) = coordinator.get_active_replicas().replicas
+    replica.update_info(ReplicaStatus.ERROR)
+    eventually(lambda: coordinator.get_active_replicas().replicas == [])
+    assert coordinator.get_active_replicas().no_new_work == []
+    replica.update_info(ReplicaStatus.UP, new_incarnation=True)
+    eventually(lambda: names(coordinator.get_active_replicas()) == ["a"])
+    (after,) = coordinator.get_active_replicas().replicas
+    assert after.incarnation == replica.incarnation > before.incarnation
+    assert after.registered_at > before.registered_at
+
+
+def secret_file(folder: Path, line: str = OLD_LINE, mode: int = 0o600) -> str:
+    path = folder / "secret"
+    path.write_text(line)
+    path.chmod(mode)
+    return str(path)
+
+
+def test_killed_process_comes_back_with_its_secret_and_no_head_drops_anybody(
+    tmp_path: Path, report: OpenReplica
+) -> None:
+    runtime = OmniCoordinatorRuntime(heartbeat_timeout=3.0, secret_file=secret_file(tmp_path))
+    lists: list[list[str]] = []
+    hub = OmniCoordClientForHub(runtime.pub_address, lambda replicas: lists.append(names(replicas)), secrets=OLD)
+    clients = [report(runtime.router_address, OLD, name) for name in "ab"]
+    eventually(lambda: lists[-1:] == [["a", "b"]])
+    killed, seen = runtime.process_id, len(lists)
+    assert killed is not None
+    os.kill(killed, signal.SIGKILL)
+    eventually(lambda: runtime.process_id not in (None, killed))
+    clients[0].update_info(queue_length=9)
+    eventually(lambda: [info.queue_length for info in hub.get_replica_list().replicas] == [9, 0])
+    assert all(listed == ["a", "b"] for listed in lists[seen:])
+    hub.close()
+    runtime.close()
+
+
+def test_process_gets_the_path_of_the_secret_and_never_the_secret(tmp_path: Path) -> None:
+    path = secret_file(tmp_path)
+    runtime = OmniCoordinatorRuntime(secret_file=path)
+    visible = Path(f"/proc/{runtime.process_id}/cmdline").read_bytes()
+    visible += Path(f"/proc/{runtime.process_id}/environ").read_bytes()
+    runtime.close()
+    assert path.encode() in visible
+    assert OLD_LINE.encode() not in visible
+
+
+def test_process_with_a_bad_secret_file_is_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--omni-secret-file .*chmod 600"):
+        OmniCoordinatorRuntime(secret_file=secret_file(tmp_path, mode=0o644))
+
+
+def test_heads_are_served_on_loopback_wherever_replicas_are() -> None:
+    runtime = OmniCoordinatorRuntime(host="0.0.0.0")
+    assert runtime.router_address.startswith("tcp://0.0.0.0:")
+    assert runtime.pub_address.startswith("tcp://127.0.0.1:")
+    runtime.close()
+
+
+def test_frames_of_a_peer_without_the_secret_never_arrive(serve: OpenCoordinator, dealer: OpenDealer) -> None:
+    coordinator = serve(OLD)
+    peer = dealer(coordinator.router_zmq_addr)
+    for number in range(100):
+        peer.send(encode_event(make_event(f"invented{number}")), zmq.NOBLOCK)
+    eventually(lambda: coordinator.refused_connections)
+    coordinator.add_new_replica(make_event("a"))
+    assert names(follow_until(coordinator.pub_zmq_addr, OLD, ["a"])) == ["a"]
+    assert set(coordinator.invalid_frames.values()) == {0}

@@ -1,0 +1,155 @@
+"""Hostile peers on both ports, with and without the secret: the service goes on and the neighbour notices nothing."""
+
+import random
+import socket
+from collections.abc import Iterator
+
+import pytest
+import zmq
+from coordinator_support import ANY, OpenSocket, Socket, eventually, make_event, names
+
+from tests.fakes.hostile_frames import hostile_message, hostile_stream
+from vllm_omni_plugin.coordinator import (
+    OmniCoordClientForHub,
+    OmniCoordClientForStage,
+    OmniCoordinator,
+    ReplicaStatus,
+    encode_event,
+)
+from vllm_omni_plugin.coordinator import sockets as sockets_module
+from vllm_omni_plugin.coordinator.sockets import ROLE
+from vllm_omni_plugin.curve import Secrets, secure_client
+
+SECRETS = Secrets(["a secret that the hostile may hold"])
+SAMPLES = [encode_event(make_event("stranger", status=status, queue_length=7, sequence=3)) for status in ReplicaStatus]
+FRAMES = 5000
+# Much less than libzmq's 30 s, which a test would not wait for.
+HANDSHAKE_MS = 1500
+FRAMES_PER_STREAM = 50
+HALF_A_GREETING = b"\xff" + bytes(8) + b"\x7f\x03"
+
+
+class Fleet:
+    """A coordinator with a secret, one well-behaved replica and one head."""
+
+    def __init__(self) -> None:
+        self.coordinator = OmniCoordinator(ANY, ANY, heartbeat_timeout=1000.0, secrets=SECRETS)
+        self.hub = OmniCoordClientForHub(self.coordinator.pub_zmq_addr, secrets=SECRETS)
+        self.neighbour = OmniCoordClientForStage(
+            self.coordinator.router_zmq_addr, "tcp://neighbour:1", "tcp://neighbour:2", 0, secrets=SECRETS
+        )
+        self.queue_length = 0
+        self.check()
+
+    def check(self) -> None:
+        """Return once a change of the neighbour has reached the head."""
+        self.queue_length += 1
+        self.neighbour.update_info(ReplicaStatus.UP, self.queue_length)
+        eventually(lambda: self.heard() == self.queue_length)
+
+    def heard(self) -> int | None:
+        """Return the neighbour's queue length as the head knows it."""
+        known = {info.input_addr: info.queue_length for info in self.hub.get_replica_list().replicas}
+        return known.get("tcp://neighbour:1")
+
+    def close(self) -> None:
+        self.neighbour.close()
+        self.hub.close()
+        self.coordinator.close()
+
+
+@pytest.fixture
+def fleet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
+    monkeypatch.setattr(sockets_module, "LINK_CHECK_MS", HANDSHAKE_MS)
+    fleet = Fleet()
+    yield fleet
+    fleet.close()
+
+
+def insider(open_socket: OpenSocket, kind: int, address: str) -> Socket:
+    """Return a connected peer that holds the secret and takes in one message at a time."""
+    peer = open_socket(kind)
+    peer.rcvhwm = 1
+    secure_client(peer, SECRETS, ROLE)
+    peer.connect(address)
+    return peer
+
+
+def tcp_connection(address: str) -> socket.socket:
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=20)
+
+
+def test_hostile_frames_of_a_holder_on_the_port_for_replicas(fleet: Fleet, open_socket: OpenSocket) -> None:
+    rng = random.Random(3)
+    peers = [insider(open_socket, zmq.DEALER, fleet.coordinator.router_zmq_addr) for _ in range(3)]
+    for _ in range(FRAMES):
+        rng.choice(peers).send_multipart(hostile_message(rng, SAMPLES))
+    for number, peer in enumerate(peers):
+        peer.send(encode_event(make_event(f"last{number}")))
+    eventually(lambda: {"last0", "last1", "last2"} <= set(names(fleet.coordinator.get_active_replicas())))
+    counts = fleet.coordinator.invalid_frames
+    assert counts["malformed"] > FRAMES / 2
+    assert counts["multipart"] > FRAMES / 10
+    fleet.check()
+
+
+def test_hostile_frames_of_a_holder_on_the_port_for_heads(fleet: Fleet, open_socket: OpenSocket) -> None:
+    rng = random.Random(4)
+    peers = [insider(open_socket, zmq.XSUB, fleet.coordinator.pub_zmq_addr) for _ in range(3)]
+    for _ in range(FRAMES):
+        frames = hostile_message(rng, SAMPLES)
+        # Of these most are subscriptions to something.
+        rng.choice(peers).send_multipart([b"\x01" + frames[0], *frames[1:]] if rng.random() < 0.7 else frames)
+    fleet.check()
+
+
+@pytest.mark.parametrize("port", ["router", "pub"])
+def test_hostile_bytes_of_a_peer_without_the_secret(fleet: Fleet, port: str) -> None:
+    rng = random.Random(5)
+    address = getattr(fleet.coordinator, f"{port}_zmq_addr")
+    for _ in range(FRAMES // FRAMES_PER_STREAM):
+        with tcp_connection(address) as connection:
+            try:
+                connection.sendall(hostile_stream(rng, FRAMES_PER_STREAM))
+            except OSError:
+                continue  # Cut off before it had said it all.
+    fleet.check()
+    assert set(fleet.coordinator.invalid_frames.values()) == {0}
+    assert [info.input_addr for info in fleet.coordinator.get_active_replicas().replicas] == ["tcp://neighbour:1"]
+
+
+def test_half_open_connections_are_ended_and_disturb_nobody(fleet: Fleet) -> None:
+    ports = (fleet.coordinator.router_zmq_addr, fleet.coordinator.pub_zmq_addr)
+    connections = [tcp_connection(address) for address in ports for _ in range(20)]
+    for connection in connections[::2]:
+        connection.sendall(HALF_A_GREETING)
+    fleet.check()
+    for connection in connections:
+        connection.settimeout(20)
+        while connection.recv(4096):
+            pass
+        connection.close()
+
+
+def test_subscriber_that_reads_nothing_delays_no_other(fleet: Fleet, open_socket: OpenSocket) -> None:
+    slow = insider(open_socket, zmq.SUB, fleet.coordinator.pub_zmq_addr)
+    slow.subscribe(b"")
+    for number in range(2500):
+        # Long lists, so that what the slow one leaves unread fills every buffer on the way to it.
+        fleet.coordinator.add_new_replica(make_event(f"{'x' * 200}{number}"))
+    for _ in range(24):
+        fleet.check()
+
+
+def test_registration_storm_is_bounded_and_displaces_nobody(fleet: Fleet, open_socket: OpenSocket) -> None:
+    peer = insider(open_socket, zmq.DEALER, fleet.coordinator.router_zmq_addr)
+    for number in range(10_000):
+        peer.send(encode_event(make_event(f"invented{number}", stage_id=number % 1024)))
+    eventually(lambda: fleet.coordinator.invalid_frames["table-full"] == 10_000 - 4095)
+    assert len(fleet.coordinator.get_active_replicas().replicas) == 4096
+    fleet.check()
+    fleet.neighbour.update_info(ReplicaStatus.DRAINING)
+    eventually(lambda: fleet.heard() is None)
+    fleet.neighbour.update_info(new_incarnation=True)
+    fleet.check()

@@ -1,0 +1,68 @@
+"""Network namespaces joined by a cable that a test can cut, slow down and mend."""
+
+import itertools
+import subprocess
+from typing import Self
+
+_numbers = itertools.count()
+HEAD_ADDRESS = "10.203.7.1"
+NODE_ADDRESS = "10.203.7.2"
+
+
+class Cable:
+    """Two namespaces, one for a head and one for a node, with a veth pair between them. A context manager."""
+
+    def __init__(self) -> None:
+        number = next(_numbers)
+        self._head = f"omni-head-{number}"
+        self._node = f"omni-node-{number}"
+        self._shaped = False
+
+    def __enter__(self) -> Self:
+        for namespace in (self._head, self._node):
+            _ip("netns", "add", namespace)
+            _ip("-n", namespace, "link", "set", "lo", "up")
+        _ip("link", "add", "cable", "netns", self._head, "type", "veth", "peer", "name", "cable", "netns", self._node)
+        for namespace, address in ((self._head, HEAD_ADDRESS), (self._node, NODE_ADDRESS)):
+            _ip("-n", namespace, "addr", "add", f"{address}/24", "dev", "cable")
+            _ip("-n", namespace, "link", "set", "cable", "up")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for namespace in (self._head, self._node):
+            _ip("netns", "del", namespace)
+
+    @property
+    def at_head(self) -> tuple[str, ...]:
+        """Prefix of a command that runs at the head's end."""
+        return ("ip", "netns", "exec", self._head)
+
+    @property
+    def at_node(self) -> tuple[str, ...]:
+        """Prefix of a command that runs at the node's end."""
+        return ("ip", "netns", "exec", self._node)
+
+    def cut(self) -> None:
+        """Nothing gets through from now on. TCP at the head's end is not told."""
+        _ip("-n", self._node, "link", "set", "cable", "down")
+
+    def slow_down(self, kbit_per_s: int) -> None:
+        """Only so much gets through from the node to the head, and what comes faster waits up to a second."""
+        shape = ("tbf", "rate", f"{kbit_per_s}kbit", "burst", "8kb", "latency", "1s")
+        _run(*self.at_node, "tc", "qdisc", "replace", "dev", "cable", "root", *shape)
+        self._shaped = True
+
+    def mend(self) -> None:
+        """As it was at first."""
+        if self._shaped:
+            _run(*self.at_node, "tc", "qdisc", "del", "dev", "cable", "root")
+            self._shaped = False
+        _ip("-n", self._node, "link", "set", "cable", "up")
+
+
+def _ip(*args: str) -> None:
+    _run("ip", *args)
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True)

@@ -1,0 +1,129 @@
+"""A head and headless nodes that join it, as processes."""
+
+import re
+import secrets
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from .namespaces import HEAD_ADDRESS, Cable
+from .server import START_S, ServeProcess, Server, free_port, serve_command, until
+
+_ENGINE = re.compile(r"\(process (\d+)\) serves")
+_COORDINATOR = "vllm_omni_plugin.coordinator.child"
+
+
+class Node(ServeProcess):
+    """One `vllm serve --headless` process."""
+
+    def __init__(self, command: list[str], log: Path, **environment: str) -> None:
+        super().__init__(command, log, **environment)
+
+    @property
+    def engine(self) -> psutil.Process:
+        """The engine that it started last."""
+        return psutil.Process(int(_ENGINE.findall(self.log.read_text())[-1]))
+
+    def says(self, text: str) -> bool:
+        """Whether its log holds this text."""
+        return text in self.log.read_text()
+
+
+class NodeFleet:
+    """A head and its nodes, all with one secret.
+
+    Args:
+        model: what they serve.
+        log: log of the head; the nodes' lie beside it.
+        nodes: how many nodes to start.
+        local: replicas of the head itself.
+        cable: the head and the nodes are at its two ends, if given, else all on loopback.
+        flags: more for the head and the nodes alike.
+        head_flags: more for the head.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        log: Path,
+        nodes: int,
+        *,
+        local: int = 0,
+        cable: Cable | None = None,
+        flags: tuple[str, ...] = (),
+        head_flags: tuple[str, ...] = (),
+    ) -> None:
+        self._model = model
+        self._log = log
+        self._cable = cable
+        self.secret = log.with_suffix(".secret")
+        self.secret.touch(mode=0o600)
+        self.secret.write_text(secrets.token_hex(32))
+        self.master = ("127.0.0.1" if cable is None else HEAD_ADDRESS, free_port())
+        self._flags = flags
+        self._head_flags = ("--omni-dp-size-local", str(local), *head_flags)
+        self._local = local
+        self._heads = 0
+        self.nodes: list[Node] = []
+        self.head = self._start_head()
+        try:
+            for _ in range(nodes):
+                self.add_node()
+            self.head.wait()
+            self.wait_for_replicas(local + nodes)
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """End everything."""
+        for process in (*self.nodes, self.head):
+            process.stop()
+
+    def add_node(self, *flags: str, model: Path | None = None, **environment: str) -> Node:
+        """Start one more node; it joins on its own time."""
+        command = serve_command(model or self._model, "--headless", *self._join, *self._flags, *flags)
+        prefix = () if self._cable is None else self._cable.at_node
+        log = self._log.with_name(f"{self._log.stem}-node-{len(self.nodes)}.log")
+        node = Node([*prefix, *command], log, **{"VLLM_CPU_OMP_THREADS_BIND": str(len(self.nodes) % 2), **environment})
+        self.nodes.append(node)
+        return node
+
+    def restart_head(self) -> None:
+        """Start the head again, on the same ports, after it has ended."""
+        self.head = self._start_head(port=self.head.port)
+
+    def wait_for_replicas(self, count: int) -> None:
+        """Return when exactly so many replicas take requests."""
+        until(lambda: self.head.health() is not None, "the head answers", START_S)
+        until(lambda: self.head.replicas_up() == count, f"{count} replicas take requests", START_S)
+
+    @property
+    def coordinator(self) -> psutil.Process:
+        """The coordinator's process."""
+        for process in psutil.Process(self.head.process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if _COORDINATOR in process.cmdline():
+                    return process
+        raise AssertionError("the head runs no coordinator")
+
+    @property
+    def _join(self) -> tuple[str, ...]:
+        address, port = self.master
+        return ("-oma", address, "-omp", str(port), "--omni-secret-file", str(self.secret))
+
+    def _start_head(self, port: int | None = None) -> Server:
+        self._heads += 1
+        return Server(
+            self._model,
+            self._log.with_name(f"{self._log.stem}-head-{self._heads}.log"),
+            *self._join,
+            *self._flags,
+            *self._head_flags,
+            prefix=() if self._cable is None else self._cable.at_head,
+            port=port,
+            # Short, because the path of a unix socket has 107 characters at most.
+            uds=None if self._cable is None else Path(tempfile.mkdtemp(prefix="omni-"), "http"),
+        )

@@ -1,0 +1,158 @@
+"""Requests that find no replica serving: held in order, then dispatched or refused."""
+
+import pytest
+
+from tests.fakes.conditions import eventually
+from tests.fakes.fleet import FakeFleet
+from vllm_omni_plugin.errors import NoReplicaError, RequestLostError
+from vllm_omni_plugin.orchestrator.held_requests import MAX_HELD_REQUESTS
+
+LONG = 600.0
+SHORT = 0.02
+
+
+async def test_requests_are_held_in_order_until_a_replica_serves() -> None:
+    async with FakeFleet(replicas=1, replica_wait=LONG) as fleet:
+        fleet.lose(0)
+        for name in "abc":
+            await fleet.submit(name)
+            fleet.now += 2.0
+        assert (await fleet.read(), fleet.orchestrator.metrics.held) == ([], 3)
+        link = fleet.join(fleet.pool.member(0))
+        assert [fleet.attempt(name)[1] for name in "abc"] == link.added
+        metrics = fleet.orchestrator.metrics
+        assert (metrics.held, sum(metrics.hold_time.counts), metrics.hold_time.sum) == (0, 3, 12.0)
+
+
+async def test_a_request_held_in_vain_is_refused_with_the_time_it_waited() -> None:
+    async with FakeFleet(replicas=1, replica_wait=SHORT) as fleet:
+        fleet.lose(0)
+        await fleet.submit("a")
+        fleet.now = 60.0
+        await eventually(lambda: not fleet.orchestrator.request_states, "the refusal")
+        [(request_id, error)] = await fleet.read()
+        assert (request_id, type(error)) == ("a", NoReplicaError)
+        assert "the request waited 0 s" in str(error)
+        assert (fleet.orchestrator.metrics.refused, fleet.orchestrator.metrics.held) == (1, 0)
+
+
+async def test_each_held_request_waits_its_own_time() -> None:
+    async with FakeFleet(replicas=1, replica_wait=SHORT) as fleet:
+        fleet.lose(0)
+        await fleet.submit("a")
+        fleet.now = SHORT
+        await fleet.submit("b")
+        await eventually(lambda: "a" not in fleet.orchestrator.request_states, "the first refusal")
+        assert list(fleet.orchestrator.request_states) == ["b"]
+        fleet.now = 2 * SHORT
+        await eventually(lambda: not fleet.orchestrator.request_states, "the second refusal")
+
+
+async def test_a_begun_request_is_held_and_then_resumed() -> None:
+    async with FakeFleet(replicas=1, replica_wait=LONG) as fleet:
+        await fleet.submit("a", prompt=[1])
+        link, attempt = fleet.attempt("a")
+        link.output(attempt, 5)
+        fleet.lose(0)
+        assert fleet.orchestrator.metrics.held == 1
+        link = fleet.join(fleet.pool.member(0))
+        attempt = fleet.attempt("a")[1]
+        assert link.prompts[attempt] == [1, 5]
+        link.output(attempt, 6, finish_reason="stop")
+        await fleet.read()
+        assert fleet.tokens["a"] == [5, 6]
+
+
+async def test_a_begun_request_held_in_vain_is_lost() -> None:
+    async with FakeFleet(replicas=1, replica_wait=SHORT) as fleet:
+        await fleet.submit("a")
+        link, attempt = fleet.attempt("a")
+        link.output(attempt, 5)
+        fleet.lose(0)
+        fleet.now = 60.0
+        await eventually(lambda: not fleet.orchestrator.request_states, "the refusal")
+        (_, (_, error)) = await fleet.read()
+        assert isinstance(error, RequestLostError)
+        assert "Replica 0 was lost" in str(error)
+        assert "waited" in str(error)
+
+
+async def test_an_aborted_request_is_held_no_longer() -> None:
+    async with FakeFleet(replicas=1, replica_wait=LONG) as fleet:
+        fleet.lose(0)
+        await fleet.submit("a")
+        await fleet.submit("b")
+        await fleet.abort("a")
+        link = fleet.join(fleet.pool.member(0))
+        assert link.added == [fleet.attempt("b")[1]]
+        assert fleet.in_flight == [1]
+
+
+async def test_the_line_is_bounded() -> None:
+    async with FakeFleet(replicas=1, replica_wait=LONG) as fleet:
+        fleet.lose(0)
+        for index in range(MAX_HELD_REQUESTS):
+            await fleet.submit(f"r{index}")
+        await fleet.submit("one too many")
+        [(request_id, error)] = await fleet.read()
+        assert (request_id, type(error)) == ("one too many", NoReplicaError)
+        assert fleet.orchestrator.metrics.held == MAX_HELD_REQUESTS
+
+
+async def test_a_request_only_submitted_for_its_abort_is_not_held() -> None:
+    async with FakeFleet(replicas=1, replica_wait=LONG) as fleet:
+        fleet.lose(0)
+        await fleet.submit("a", abort_immediately=True)
+        assert (fleet.orchestrator.metrics.held, fleet.orchestrator.request_states) == (0, {})
+
+
+async def test_held_requests_go_on_waiting_when_the_replica_that_serves_is_found_dead() -> None:
+    async with FakeFleet(replicas=2, replica_wait=LONG) as fleet:
+        fleet.lose(0)
+        fleet.lose(1)
+        await fleet.submit("a")
+        await fleet.submit("b")
+        fleet.join(fleet.pool.member(0), broken=True)
+        assert fleet.orchestrator.metrics.held == 2
+        link = fleet.join(fleet.pool.member(1))
+        assert len(link.added) == 2
+
+
+async def test_a_held_session_keeps_its_chunks_in_order() -> None:
+    async with FakeFleet(replicas=1, replica_wait=LONG) as fleet:
+        fleet.lose(0)
+        await fleet.submit("s", resumable=True, prompt=[1])
+        await fleet.submit("s", resumable=True, prompt=[2])
+        await fleet.submit("s", resumable=False, prompt=[3])
+        link = fleet.join(fleet.pool.member(0))
+        attempt = fleet.attempt("s")[1]
+        assert link.added == [attempt] * 3
+        link.output(attempt, finish_reason="stop")
+        link.output(attempt, finish_reason="stop")
+        assert fleet.orchestrator.request_states == {}
+
+
+@pytest.mark.parametrize("held_back", [True, False])
+async def test_a_replica_that_is_held_back_gets_what_is_held_only_after_its_release(held_back: bool) -> None:
+    async with FakeFleet(replicas=1, replica_wait=LONG) as fleet:
+        member = fleet.pool.member(0)
+        fleet.lose(0)
+        if held_back:
+            fleet.pool.hold_back(member, "admin")
+        await fleet.submit("a")
+        link = fleet.join(member)
+        assert len(link.added) == (0 if held_back else 1)
+        fleet.pool.release_hold(member, "admin")
+        assert len(link.added) == 1
+
+
+async def test_who_waits_for_service_is_told() -> None:
+    async with FakeFleet(replicas=1) as fleet:
+        told: list[bool] = []
+        fleet.orchestrator.on_serving = lambda: told.append(fleet.orchestrator.can_serve)
+        member = fleet.pool.member(0)
+        fleet.lose(0)
+        fleet.join(member)
+        fleet.pool.hold_back(member, "admin")
+        fleet.pool.release_hold(member, "admin")
+        assert told == [True, True]

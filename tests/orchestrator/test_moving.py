@@ -1,0 +1,178 @@
+"""Requests whose answer has begun when their replica is lost."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.fakes.fleet import FakeFleet
+from vllm_omni_plugin.errors import NoReplicaError, RequestLostError
+from vllm_omni_plugin.vllm_api.move import Move
+
+BEGUN = [11, 12, 13]
+
+
+@pytest.fixture
+async def fleet() -> AsyncIterator[FakeFleet]:
+    async with FakeFleet(replicas=3) as fleet:
+        yield fleet
+
+
+async def begin(fleet: FakeFleet, move: str, **fields: object) -> None:
+    """Submit request "a" and deliver the beginning of its answer in two outputs."""
+    await fleet.submit("a", prompt=[1, 2], move=move, **fields)
+    link, attempt = fleet.attempt("a")
+    link.output(attempt, *BEGUN[:2])
+    link.output(attempt, *BEGUN[2:])
+    await fleet.read()
+
+
+def moves(fleet: FakeFleet) -> dict[Move, int]:
+    return {move: count for move, count in fleet.orchestrator.metrics.moves_by_way.items() if count}
+
+
+async def test_a_resumed_request_goes_on_from_the_tokens_delivered(fleet: FakeFleet) -> None:
+    await begin(fleet, "resume")
+    old_link, old_attempt = fleet.attempt("a")
+    old_link.say_dead()
+    link, attempt = fleet.attempt("a")
+    assert link is not old_link
+    assert link.prompts[attempt] == [1, 2, *BEGUN]
+    old_link.output(old_attempt, 99)
+    link.output(attempt, 14)
+    link.output(attempt, 15, finish_reason="length")
+    assert await fleet.read() == [("a", None), ("a", "length")]
+    assert fleet.tokens["a"] == [*BEGUN, 14, 15]
+    assert (fleet.in_flight, fleet.orchestrator.request_states) == ([0, 0, 0], {})
+    assert moves(fleet) == {Move.RESUME: 1}
+
+
+@pytest.mark.parametrize("cuts", [[1, 1, 1, 1, 1], [3, 2], [2, 3], [4, 1], [5]], ids=str)
+async def test_a_replayed_request_goes_on_where_it_has_repeated_the_tokens_delivered(
+    fleet: FakeFleet, cuts: list[int]
+) -> None:
+    await begin(fleet, "replay")
+    fleet.attempt("a")[0].say_dead()
+    link, attempt = fleet.attempt("a")
+    assert link.prompts[attempt] == [1, 2]
+    whole = [*BEGUN, 14, 15]
+    for length in cuts:
+        tokens, whole = whole[:length], whole[length:]
+        link.output(attempt, *tokens, finish_reason=None if whole else "stop")
+    assert (await fleet.read())[-1] == ("a", "stop")
+    assert fleet.tokens["a"] == [*BEGUN, 14, 15]
+    assert fleet.in_flight == [0, 0, 0]
+    assert (moves(fleet), fleet.orchestrator.metrics.swallowed_tokens) == ({Move.REPLAY: 1}, 3)
+
+
+@pytest.mark.parametrize("move", ["resume", "replay"])
+async def test_what_an_engine_tells_once_is_told_once(fleet: FakeFleet, move: str) -> None:
+    await begin(fleet, move)
+    fleet.attempt("a")[0].say_dead()
+    link, attempt = fleet.attempt("a")
+    link.output(attempt, *(BEGUN if move == "replay" else []), 14, finish_reason="stop")
+    await fleet.read()
+    assert fleet.tokens["a"] == [*BEGUN, 14]
+    assert fleet.told_first == ["a"]
+
+
+async def test_a_request_that_moves_twice_misses_nothing(fleet: FakeFleet) -> None:
+    await begin(fleet, "resume")
+    for token in (14, 15):
+        fleet.attempt("a")[0].say_dead()
+        link, attempt = fleet.attempt("a")
+        link.output(attempt, token)
+    assert link.prompts[attempt] == [1, 2, *BEGUN, 14]
+    link.output(attempt, 16, finish_reason="stop")
+    await fleet.read()
+    assert fleet.tokens["a"] == [*BEGUN, 14, 15, 16]
+
+
+async def test_a_replay_that_loses_its_replica_halfway_replays_again(fleet: FakeFleet) -> None:
+    await begin(fleet, "replay")
+    fleet.attempt("a")[0].say_dead()
+    link, attempt = fleet.attempt("a")
+    link.output(attempt, *BEGUN[:2])
+    link.say_dead()
+    link, attempt = fleet.attempt("a")
+    link.output(attempt, *BEGUN, 14, finish_reason="stop")
+    await fleet.read()
+    assert fleet.tokens["a"] == [*BEGUN, 14]
+    assert moves(fleet) == {Move.REPLAY: 2}
+
+
+async def test_a_replay_that_diverges_is_aborted_and_fails_once(fleet: FakeFleet) -> None:
+    await begin(fleet, "replay")
+    fleet.attempt("a")[0].say_dead()
+    link, attempt = fleet.attempt("a")
+    link.output(attempt, BEGUN[0], 99, 14)
+    link.output(attempt, 15, finish_reason="stop")
+    [(request_id, error)] = await fleet.read()
+    assert request_id == "a"
+    assert isinstance(error, RequestLostError)
+    assert "did not repeat" in str(error)
+    assert link.aborted == [attempt]
+    assert fleet.tokens["a"] == BEGUN
+    assert (fleet.in_flight, fleet.orchestrator.request_states) == ([0, 0, 0], {})
+    assert (fleet.orchestrator.metrics.diverged, fleet.orchestrator.metrics.lost) == (1, 1)
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+async def test_a_replay_that_the_engine_cuts_short_ends_as_the_engine_says(fleet: FakeFleet, reason: str) -> None:
+    await begin(fleet, "replay")
+    fleet.attempt("a")[0].say_dead()
+    link, attempt = fleet.attempt("a")
+    link.output(attempt, BEGUN[0])
+    link.output(attempt, 99, finish_reason=reason)
+    assert await fleet.read() == [("a", reason)]
+    assert fleet.tokens["a"] == BEGUN
+    assert fleet.orchestrator.metrics.diverged == 0
+
+
+async def test_a_request_that_never_moves_fails_once(fleet: FakeFleet) -> None:
+    await begin(fleet, "never")
+    link, attempt = fleet.attempt("a")
+    link.say_dead()
+    link.output(attempt, 14, finish_reason="stop")
+    [(request_id, error)] = await fleet.read()
+    assert request_id == "a"
+    assert isinstance(error, RequestLostError)
+    assert (fleet.in_flight, fleet.orchestrator.request_states) == ([0, 0, 0], {})
+    assert fleet.orchestrator.metrics.lost == 1
+
+
+async def test_a_request_of_which_only_the_end_was_missing_ends_without_another_replica(fleet: FakeFleet) -> None:
+    await begin(fleet, "resume", length=3)
+    fleet.attempt("a")[0].say_dead()
+    assert await fleet.read() == [("a", "length")]
+    assert (fleet.in_flight, fleet.orchestrator.request_states, moves(fleet)) == ([0, 0, 0], {}, {})
+
+
+async def test_an_abort_while_a_replay_swallows_reaches_the_new_replica(fleet: FakeFleet) -> None:
+    await begin(fleet, "replay")
+    fleet.attempt("a")[0].say_dead()
+    link, attempt = fleet.attempt("a")
+    link.output(attempt, BEGUN[0])
+    await fleet.abort("a")
+    link.output(attempt, BEGUN[1])
+    assert link.aborted == [attempt]
+    assert await fleet.read() == []
+
+
+async def test_begun_requests_move_no_more_often_than_the_limit() -> None:
+    async with FakeFleet(replicas=4, migration_limit=2) as fleet:
+        await begin(fleet, "resume")
+        for _ in range(3):
+            fleet.attempt("a")[0].say_dead()
+        [(_, error)] = await fleet.read()
+        assert "moved 2 times" in str(error)
+
+
+async def test_without_another_replica_a_begun_request_is_lost_and_a_new_one_refused() -> None:
+    async with FakeFleet(replicas=1) as fleet:
+        await begin(fleet, "resume")
+        await fleet.submit("b")
+        fleet.lose(0)
+        errors = dict(await fleet.read())
+        assert isinstance(errors["a"], RequestLostError)
+        assert "Replica 0 was lost" in str(errors["a"])
+        assert isinstance(errors["b"], NoReplicaError)

@@ -1,0 +1,346 @@
+"""Replicas of other processes: attached to while listed, held back, moved away from, let go. Links in memory."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from tests.fakes.conditions import eventually
+from tests.fakes.engine_api import FakeEngineApi
+from tests.fakes.fleet import FakeFleet
+from tests.fakes.links import FakeLink, answer_calls
+from tests.orchestrator.test_replica_list import row
+from vllm_omni_plugin.coordinator import ReplicaInfo, ReplicaStatus
+from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.orchestrator.messages import (
+    CallReplicas,
+    RegisterRemoteReplica,
+    ReplicaJoined,
+    ReplicaLeft,
+    UnregisterRemoteReplica,
+)
+from vllm_omni_plugin.orchestrator.remote_keeper import LASTING_REFUSAL_PAUSE_S, LONGEST_PAUSE_S
+from vllm_omni_plugin.orchestrator.remote_replicas import RemoteReplicas
+from vllm_omni_plugin.replicas.remote import AttachRefusedError, AttachSettings, Listeners
+from vllm_omni_plugin.replicas.stage_client import StageClient
+
+
+class Attachment:
+    """Satisfies `RemoteReplica` over a link in memory."""
+
+    ready_response = b"ready"
+
+    def __init__(self, info: ReplicaInfo, replica_id: int, listeners: Listeners) -> None:
+        self.info = info
+        self.link = FakeLink(info.control_addr)
+        self.link.on_call = answer_calls
+        self.listeners = listeners
+        self.client = StageClient(self.link, FakeEngineApi(), replica_id, listeners.outputs, listeners.dead)
+        self.client.start()
+        self.told_to_leave = self.closed = False
+
+    def leave(self) -> None:
+        self.told_to_leave = True
+
+    def close(self) -> None:
+        self.closed = True
+        self.client.close()
+
+
+class Fleet(FakeFleet):
+    """A head without replicas of its own, and those that it has attached to.
+
+    Attributes:
+        attachments: all ever made, in order.
+        failures: what the next attempts to attach come to instead.
+        pauses: how long it meant to wait between attempts.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(replicas=0, replica_wait=60.0)
+        self.attachments: list[Attachment] = []
+        self.failures: deque[Exception] = deque()
+        self.pauses: list[float] = []
+        self.pause_over = asyncio.Event()
+        self.pause_over.set()
+        self.remote = RemoteReplicas(
+            self.orchestrator,
+            FakeEngineApi(),
+            {0: {}},
+            heartbeat_interval=1.0,
+            heartbeat_timeout=10.0,
+            attach=self.attach,
+            delay=self.delay,
+        )
+        self.orchestrator.remote_replicas = self.remote
+
+    async def attach(self, info: ReplicaInfo, replica_id: int, settings: AttachSettings, listeners: Listeners) -> Any:
+        if self.failures:
+            raise self.failures.popleft()
+        self.attachments.append(Attachment(info, replica_id, listeners))
+        return self.attachments[-1]
+
+    async def delay(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        await self.pause_over.wait()
+
+    def register(self, info: ReplicaInfo, accepts: bool = True) -> None:
+        self.orchestrator.rpc_async_queue.force_put(RegisterRemoteReplica(info, accepts))
+
+    def unregister(self, info: ReplicaInfo) -> None:
+        message = UnregisterRemoteReplica(info.stage_id, info.input_addr, info.output_addr, "it is not listed")
+        self.orchestrator.rpc_async_queue.force_put(message)
+
+    async def joined(self, *infos: ReplicaInfo) -> list[Attachment]:
+        """Register replicas and wait until they serve."""
+        for info in infos:
+            self.register(info)
+        await self.serving(len(infos))
+        return self.attachments[-len(infos) :]
+
+    async def serving(self, count: int) -> None:
+        await eventually(lambda: len(self.pool.serving) == count, f"{count} replicas that serve")
+
+    async def all_heard(self) -> None:
+        """Return when every message so far has been dealt with."""
+        await eventually(lambda: len(self.orchestrator.rpc_async_queue) == 0)
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def fleet() -> AsyncIterator[Fleet]:
+    async with Fleet() as fleet:
+        yield fleet
+        await fleet.remote.close()
+
+
+async def test_a_listed_replica_serves_and_its_answers_come_back(fleet: Fleet) -> None:
+    (replica,) = await fleet.joined(row(1))
+    (member,) = fleet.pool.members
+    assert (member.replica_id, member.remote, member.input_addr) == (0, True, row(1).input_addr)
+    await fleet.submit("a")
+    replica.link.output(replica.link.added[0], 5, finish_reason="stop")
+    assert ("a", "stop") in await fleet.read()
+    assert fleet.changes == [ReplicaJoined(0, 0, b"ready")]
+
+
+async def test_a_request_that_waits_is_sent_as_soon_as_a_replica_serves(fleet: Fleet) -> None:
+    await fleet.submit("a")
+    (replica,) = await fleet.joined(row(1))
+    assert len(replica.link.added) == 1
+
+
+async def test_a_replica_that_joins_is_told_what_the_others_were_told_first(fleet: Fleet) -> None:
+    await fleet.joined(row(1))
+    reply: Future[list[Any]] = Future()
+    fleet.orchestrator.rpc_async_queue.force_put(CallReplicas("pin_lora", (3,), reply))
+    await asyncio.wrap_future(reply)
+    fleet.register(row(2))
+    await fleet.serving(2)
+    assert [call[1:] for call in fleet.attachments[1].link.calls] == [("pin_lora", [3])]
+
+
+async def test_outputs_before_a_replica_serves_are_of_nobody_here(fleet: Fleet) -> None:
+    (replica,) = await fleet.joined(row(1))
+    replica.link.say_dead()
+    replica.listeners.outputs(None)
+    await fleet.serving(1)
+    assert len(fleet.attachments) == 2
+
+
+async def test_the_requests_of_a_lost_replica_move_and_it_is_attached_to_again(fleet: Fleet) -> None:
+    first, second = await fleet.joined(row(1), row(2))
+    await fleet.submit("a")
+    lost, other = (first, second) if first.link.added else (second, first)
+    lost.link.say_dead()
+    await eventually(lambda: other.link.added)
+    await fleet.serving(2)
+    assert lost.closed
+    assert fleet.attachments[2].info == lost.info
+    assert len(fleet.pool.members) == 2
+
+
+async def test_an_unlisted_replica_is_gone_and_its_requests_move(fleet: Fleet) -> None:
+    first, second = await fleet.joined(row(1), row(2))
+    await fleet.submit("a")
+    gone, other = (first, second) if first.link.added else (second, first)
+    fleet.unregister(gone.info)
+    await eventually(lambda: other.link.added and gone.closed)
+    await fleet.read()
+    assert len(fleet.pool.members) == 1
+    assert isinstance(fleet.changes[-1], ReplicaLeft)
+    assert len(fleet.attachments) == 2
+
+
+async def test_a_freed_id_is_given_to_the_next_replica(fleet: Fleet) -> None:
+    await fleet.joined(row(1), row(2))
+    fleet.unregister(row(1))
+    fleet.register(row(3))
+    await fleet.all_heard()
+    await fleet.serving(2)
+    assert {member.replica_id: member.input_addr for member in fleet.pool.members} == {
+        0: row(3).input_addr,
+        1: row(2).input_addr,
+    }
+
+
+async def test_an_unlisted_replica_that_nobody_knows_is_no_error(fleet: Fleet) -> None:
+    fleet.unregister(row(1))
+    await fleet.joined(row(2))
+
+
+async def test_a_suspect_gets_no_new_requests_and_keeps_those_it_has(fleet: Fleet) -> None:
+    (replica,) = await fleet.joined(row(1))
+    await fleet.submit("a")
+    fleet.register(row(1), accepts=False)
+    await fleet.serving(0)
+    await fleet.submit("b")
+    assert len(replica.link.added) == 1
+    replica.link.output(replica.link.added[0], 5, finish_reason="stop")
+    assert ("a", "stop") in await fleet.read()
+    fleet.register(row(1))
+    await eventually(lambda: len(replica.link.added) == 2)
+    assert not replica.closed
+
+
+@pytest.mark.parametrize("by_list", [True, False], ids=["said by the list", "said by its server"])
+async def test_a_draining_replica_finishes_what_it_has_and_is_let_go(fleet: Fleet, by_list: bool) -> None:
+    (replica,) = await fleet.joined(row(1))
+    await fleet.submit("a")
+    if by_list:
+        fleet.register(row(1, status=ReplicaStatus.DRAINING), accepts=False)
+    else:
+        replica.listeners.status(ReplicaStatus.DRAINING)
+    await fleet.serving(0)
+    await fleet.all_heard()
+    assert not replica.closed
+    fleet.register(row(1, status=ReplicaStatus.DRAINING), accepts=False)
+    replica.link.output(replica.link.added[0], 5, finish_reason="stop")
+    await eventually(lambda: replica.closed)
+    assert ("a", "stop") in await fleet.read()
+    await fleet.all_heard()
+    assert len(fleet.attachments) == 1
+
+
+async def test_a_list_that_lags_behind_does_not_undo_what_the_server_said(fleet: Fleet) -> None:
+    (replica,) = await fleet.joined(row(1))
+    await fleet.submit("a")
+    replica.listeners.status(ReplicaStatus.DRAINING)
+    fleet.register(row(1, control_addr="tcp://n:7"))
+    await fleet.all_heard()
+    assert fleet.pool.serving == ()
+    replica.listeners.status(ReplicaStatus.UP)
+    assert len(fleet.pool.serving) == 1
+    assert not replica.closed
+
+
+async def test_a_replica_that_is_draining_when_it_is_first_listed_is_not_attached_to(fleet: Fleet) -> None:
+    fleet.register(row(1, status=ReplicaStatus.DRAINING), accepts=False)
+    await fleet.all_heard()
+    assert fleet.attachments == []
+    fleet.register(row(1, incarnation=2))
+    await fleet.serving(1)
+
+
+async def test_failures_are_tried_again_with_growing_pauses_and_logged_once(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet.failures.extend([ReplicaError("nobody there")] * 8)
+    fleet.register(row(1))
+    await fleet.serving(1)
+    assert fleet.pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, LONGEST_PAUSE_S, LONGEST_PAUSE_S]
+    warnings = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert [record.getMessage() for record in warnings] == ["Replica 0 of stage 0 cannot be attached to: nobody there"]
+
+
+async def test_a_lasting_refusal_is_tried_again_late_or_when_the_replica_has_changed(fleet: Fleet) -> None:
+    fleet.pause_over.clear()
+    fleet.failures.append(AttachRefusedError("model: head has a, replica b", lasting=True))
+    fleet.register(row(1))
+    await eventually(lambda: fleet.pauses)
+    assert fleet.pauses == [LASTING_REFUSAL_PAUSE_S]
+    fleet.register(row(1, incarnation=2))
+    await fleet.serving(1)
+    assert fleet.attachments[0].info.incarnation == 2
+
+
+async def test_whatever_goes_wrong_a_listed_replica_is_tried_again(fleet: Fleet) -> None:
+    fleet.failures.append(KeyError("a fault of ours"))
+    fleet.register(row(1))
+    await fleet.serving(1)
+
+
+async def test_a_restarted_replica_is_attached_to_anew(fleet: Fleet) -> None:
+    (replica,) = await fleet.joined(row(1))
+    fleet.register(row(1, incarnation=2))
+    await eventually(lambda: len(fleet.attachments) == 2)
+    await fleet.serving(1)
+    assert replica.closed
+    assert fleet.attachments[1].info.incarnation == 2
+
+
+async def test_a_replica_that_fails_what_others_took_is_attached_to_anew(fleet: Fleet) -> None:
+    first, _ = await fleet.joined(row(1), row(2))
+    first.link.on_call = lambda link, call_id, method, args: link.refuse(call_id)
+    reply: Future[list[Any]] = Future()
+    fleet.orchestrator.rpc_async_queue.force_put(CallReplicas("pin_lora", (3,), reply))
+    await asyncio.wrap_future(reply)
+    await eventually(lambda: first.closed)
+    await fleet.serving(2)
+
+
+async def test_a_replica_that_is_told_to_leave_does_not_come_back_in_that_incarnation(fleet: Fleet) -> None:
+    (replica,) = await fleet.joined(row(1))
+    await fleet.submit("a")
+    fleet.remote.leave(fleet.pool.members[0])
+    assert replica.told_to_leave
+    assert fleet.pool.members == ()
+    await eventually(lambda: replica.closed)
+    fleet.register(row(1, status=ReplicaStatus.DRAINING), accepts=False)
+    fleet.register(row(1))
+    await fleet.all_heard()
+    assert fleet.pool.members == ()
+    await fleet.joined(row(1, incarnation=2))
+    assert len(fleet.attachments[1].link.added) == 1
+
+
+async def test_a_replica_that_is_not_attached_cannot_be_told_to_leave(fleet: Fleet) -> None:
+    fleet.pause_over.clear()
+    fleet.failures.append(ReplicaError("nobody there"))
+    fleet.register(row(1))
+    await eventually(lambda: fleet.pauses)
+    with pytest.raises(ReplicaError, match="replica 0 is not attached"):
+        fleet.remote.leave(fleet.pool.members[0])
+
+
+async def test_a_stage_that_the_head_does_not_have_is_reported(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
+    fleet.register(row(1, stage_id=4))
+    await fleet.all_heard()
+    assert "serves stage 4; the last stage of this head is 0" in caplog.text
+    assert fleet.pool.members == ()
+
+
+async def test_closing_detaches_from_all_and_moves_nothing(fleet: Fleet) -> None:
+    replicas = await fleet.joined(row(1), row(2))
+    await fleet.submit("a")
+    await fleet.remote.close()
+    await fleet.remote.close()
+    assert all(replica.closed for replica in replicas)
+    assert await fleet.read() == []
+
+
+async def test_two_hundred_joins_and_leaves_leave_nothing_behind(fleet: Fleet) -> None:
+    await fleet.joined(row(0))
+    tasks = len(asyncio.all_tasks())
+    for number in range(1, 201):
+        fleet.register(row(number))
+        await fleet.serving(2)
+        fleet.unregister(row(number))
+        await eventually(lambda: fleet.attachments[-1].closed)
+    await eventually(lambda: len(asyncio.all_tasks()) == tasks)
+    assert [member.replica_id for member in fleet.pool.members] == [0]
+    await fleet.read()
+    assert fleet.changes[1:] == [ReplicaJoined(0, 1, b"ready"), ReplicaLeft(0, 1)] * 200

@@ -1,0 +1,1 @@
+"""The replica server, over real sockets and with engines that are played."""

@@ -1,0 +1,121 @@
+"""A replica server that runs, with the coordinator it announces itself to."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fakes.conditions import eventually
+from tests.replicas.server.engines import ServedFakeEngine, ServedFakeLauncher, SlotCodec
+from tests.replicas.server.heads import Head
+from vllm_omni_plugin.coordinator import OmniCoordinator, ReplicaInfo
+from vllm_omni_plugin.curve import Secrets
+from vllm_omni_plugin.replicas.server import ReplicaServer, ServerSettings
+
+FINGERPRINT = {"model": "tiny", "dtype": "float32"}
+
+
+class Node:
+    """One replica server under test.
+
+    Attributes:
+        server: it.
+        running: its `run`.
+        launcher: starts its engines.
+        coordinator: what it announces itself to.
+    """
+
+    def __init__(self, settings: ServerSettings, launcher: ServedFakeLauncher, coordinator: OmniCoordinator) -> None:
+        self.settings = settings
+        self.launcher = launcher
+        self.coordinator = coordinator
+        self.executor = ThreadPoolExecutor(2)
+        self.delays: list[float] = []
+        self.server = ReplicaServer(settings, launcher, 0, SlotCodec(), self.executor, delay=self._delay)
+        self.running = asyncio.create_task(self.server.run())
+
+    async def _delay(self, seconds: float) -> None:
+        self.delays.append(seconds)
+
+    @property
+    def engine(self) -> ServedFakeEngine:
+        """The engine started last."""
+        return self.launcher.engines[-1]
+
+    @property
+    def info(self) -> ReplicaInfo | None:
+        """The replica as heads see it, or None while they see none that takes work."""
+        replicas = self.coordinator.get_active_replicas().replicas
+        return replicas[0] if replicas else None
+
+    async def up(self, *, after: int = 0) -> ReplicaInfo:
+        """The replica once it is announced as UP, under a later incarnation than `after`."""
+        found: list[ReplicaInfo] = []
+
+        def is_up() -> bool:
+            assert not self.running.done(), self.running
+            info = self.info
+            if info is not None and info.incarnation > after:
+                found.append(info)
+            return bool(found)
+
+        await eventually(is_up, "an announced replica")
+        return found[0]
+
+    @asynccontextmanager
+    async def attached(self) -> AsyncIterator[Head]:
+        """A head with a lease."""
+        info = await self.up()
+        async with self.head() as head:
+            await head.attach(info.incarnation)
+            yield head
+
+    def head(self, **other: Any) -> Head:
+        """A head that means this replica."""
+        return Head(self.server.control_addr, dict(FINGERPRINT), **({"secrets": self.settings.secrets} | other))
+
+
+StartNode = Callable[..., Awaitable[Node]]
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[ServedFakeLauncher]:
+    launcher = ServedFakeLauncher(tmp_path)
+    yield launcher
+    launcher.close()
+
+
+@pytest.fixture
+async def start_node(launcher: ServedFakeLauncher) -> AsyncIterator[StartNode]:
+    """Start a replica server with other settings than the usual; it is ended after the test."""
+    nodes: list[Node] = []
+
+    async def start(*, launcher_fails: int = 0, **other: Any) -> Node:
+        launcher.failing = launcher_fails
+        secrets: Secrets | None = other.get("secrets")
+        coordinator = OmniCoordinator("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", secrets=secrets)
+        settings = ServerSettings(
+            host="127.0.0.1",
+            ports=None,
+            coordinator_addr=coordinator.router_zmq_addr,
+            stage_id=0,
+            heartbeat_interval=0.05,
+            heartbeat_timeout=10.0,
+            drain_timeout=60.0,
+            secrets=secrets,
+            fingerprint=FINGERPRINT,
+        )
+        nodes.append(Node(replace(settings, **other), launcher, coordinator))
+        return nodes[-1]
+
+    yield start
+    for node in nodes:
+        node.running.cancel()
+        await asyncio.wait([node.running])
+        node.executor.shutdown()
+        node.coordinator.close()

@@ -1,0 +1,156 @@
+"""Engines behind a replica server: real ipc sockets and a thread that answers, but a life the test controls."""
+
+import itertools
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from tests.fakes.engine_api import DEAD_FRAME, FakeEngineApi, FakeOutput, FakeOutputs, FakeResult, FakeUtilityOutput
+from tests.fakes.engines import READY, FakeProcess, connect
+from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.replicas.link import Frames
+
+
+class SlotCodec(FakeEngineApi):
+    """Puts the client index on the wire, for engines with several outputs."""
+
+    def encode_utility(self, call_id: int, method: str, args: tuple[Any, ...], client_index: int = 0) -> Frames:
+        return (b"utility", msgspec.json.encode((client_index, call_id, method, args)))
+
+
+class ServedFakeEngine:
+    """Satisfies `Starting`. Answers utility calls with False; what it says of requests is the test's.
+
+    Attributes:
+        frames: all messages that reached it, in order.
+        aborted: request ids it was told to abort.
+        calls: (client index, method) of its utility calls.
+    """
+
+    def __init__(self, pid: int, identity: bytes, fails: bool = False) -> None:
+        self.process = FakeProcess(pid)
+        self.frames: list[list[bytes]] = []
+        self.aborted: list[str] = []
+        self.calls: list[tuple[int, str]] = []
+        self._identity = identity
+        self._fails = fails
+        self._hung = False
+        self._orders: deque[Callable[[], None]] = deque()
+        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC)
+        self._ended = False
+        self._thread: threading.Thread | None = None
+
+    def wait(self, input_addr: str, output_addrs: Sequence[str]) -> None:
+        if self._fails:
+            raise ReplicaError("the engine did not start")
+        self._dealer, first = connect(input_addr, output_addrs[0], self._identity)
+        self._outputs = [first, *(_push(address) for address in output_addrs[1:])]
+        self._dealer.send(READY)
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def abandon(self) -> None:
+        self.process.kill()
+
+    def hang(self) -> None:
+        """Take nothing in and answer nothing, until `recover`."""
+        self._order(lambda: setattr(self, "_hung", True))
+
+    def recover(self) -> None:
+        self._order(lambda: setattr(self, "_hung", False))
+
+    def say(self, slot: int, *request_ids: str) -> None:
+        """Send a token of each request, a message each, on one output."""
+        frames = [msgspec.json.encode(FakeOutputs(outputs=[FakeOutput(request_id)])) for request_id in request_ids]
+        self._order(lambda: [self._outputs[slot].send(frame) for frame in frames] and None)
+
+    def announce_death(self) -> None:
+        self._order(lambda: [output.send(DEAD_FRAME) for output in self._outputs] and None)
+
+    def close(self) -> None:
+        """End it and free what the test holds of it."""
+        self.process.die()
+        os.close(self.process.sentinel)
+        if self._thread is not None:
+            self._order(lambda: setattr(self, "_ended", True))
+            self._thread.join()
+        os.close(self._wakeup)
+
+    def _order(self, order: Callable[[], None]) -> None:
+        self._orders.append(order)
+        os.eventfd_write(self._wakeup, 1)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wakeup, zmq.POLLIN)
+        while not self._ended:
+            poller.register(self._dealer, 0 if self._hung else zmq.POLLIN)
+            for source, _ in poller.poll():
+                if source is self._dealer:
+                    self._take(self._dealer.recv_multipart())
+                else:
+                    os.eventfd_read(self._wakeup)
+                    while self._orders:
+                        self._orders.popleft()()
+        for socket in (self._dealer, *self._outputs):
+            socket.close()
+
+    def _take(self, frames: list[bytes]) -> None:
+        self.frames.append(frames)
+        body = msgspec.json.decode(frames[1])
+        if frames[0] == b"abort":
+            self.aborted += body
+        elif frames[0] == b"utility":
+            client_index, call_id, method, _ = body
+            self.calls.append((client_index, method))
+            reply = FakeOutputs(utility_output=FakeUtilityOutput(call_id, None, FakeResult(False)))
+            self._outputs[client_index].send(msgspec.json.encode(reply))
+
+
+@dataclass
+class ServedFakeLauncher:
+    """Satisfies `Launcher`.
+
+    Attributes:
+        folder: where ipc sockets go.
+        failing: how many of the next starts fail.
+        engines: all that were spawned, in order.
+    """
+
+    folder: Path
+    failing: int = 0
+    engines: list[ServedFakeEngine] = field(default_factory=list)
+    ready_timeout: float = 10.0
+    _numbers: Any = field(default_factory=itertools.count)
+
+    def new_ipc_address(self) -> str:
+        return f"ipc://{self.folder}/{next(self._numbers)}"
+
+    def identity(self, replica_id: int) -> bytes:
+        return replica_id.to_bytes(2, "little")
+
+    def start(self, replica_id: int) -> ServedFakeEngine:
+        engine = ServedFakeEngine(1000 + len(self.engines), self.identity(replica_id), self.failing > 0)
+        self.failing -= 1
+        self.engines.append(engine)
+        return engine
+
+    def close(self) -> None:
+        """End all engines."""
+        for engine in self.engines:
+            engine.close()
+
+
+def _push(address: str) -> "zmq.Socket[bytes]":
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.connect(address)
+    return socket

@@ -1,0 +1,154 @@
+"""Heads that attach to a replica server, played by the test over real sockets."""
+
+import asyncio
+import itertools
+import secrets as random_words
+from types import TracebackType
+from typing import Any, TypeVar
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from tests.fakes.engine_api import FakeOutputs
+from vllm_omni_plugin.curve import PLAIN_USERNAME, Secrets, secure_client
+from vllm_omni_plugin.replicas.control import (
+    PROTOCOL_VERSION,
+    Attach,
+    Attached,
+    Beat,
+    Detach,
+    Leave,
+    Refused,
+    Status,
+    ToHead,
+    ToServer,
+    decode_to_head,
+    encode,
+)
+
+_T = TypeVar("_T")
+_numbers = itertools.count()
+
+
+class Head:
+    """One head process. Use it as an asynchronous context manager.
+
+    Attributes:
+        attached: the last lease.
+    """
+
+    def __init__(self, control_addr: str, fingerprint: dict[str, str], secrets: Secrets | None = None) -> None:
+        self.attached: Attached | None = None
+        self.head_id = f"head-{next(_numbers)}"
+        self._fingerprint = fingerprint
+        self._secrets = secrets
+        self._context = zmq.asyncio.Context()
+        self._control = self._context.socket(zmq.DEALER)
+        secure_client(self._control, secrets, "replica")
+        self._control.connect(control_addr)
+        self._data_sockets: list[Any] = []
+        self._public, self._secret = zmq.curve_keypair()
+        self.credential = self._public.decode() if secrets else random_words.token_hex(20)
+
+    async def __aenter__(self) -> "Head":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._context.destroy(linger=0)
+
+    async def ask_to_attach(self, means: int, **other: Any) -> Attached | Refused:
+        """One try, with fields of `Attach` other than the right ones."""
+        said: dict[str, Any] = {
+            "protocol": PROTOCOL_VERSION,
+            "incarnation": means,
+            "head_id": self.head_id,
+            "credential": self.credential,
+            "fingerprint": self._fingerprint,
+        }
+        await self.say(Attach(**(said | other)))
+        answer = await self.hear()
+        while not isinstance(answer, Attached | Refused):
+            answer = await self.hear()
+        return answer
+
+    async def attach(self, incarnation: int) -> Attached:
+        """Attach, trying again while the replica says that this may help, and connect."""
+        for _ in range(1000):
+            answer = await self.ask_to_attach(incarnation)
+            if isinstance(answer, Attached):
+                for socket in self._data_sockets:
+                    socket.close(linger=0)
+                self.attached = answer
+                self.inputs, self.outputs = await self.connect(answer, self.credential)
+                return answer
+            assert not answer.lasting, answer
+            await asyncio.sleep(0.002)
+        raise AssertionError(f"refused again and again: {answer}")
+
+    async def connect(self, attached: Attached, credential: str, **options: int) -> tuple[Any, Any]:
+        """Data sockets with a credential and ZMQ options of the caller's choice."""
+        inputs, outputs = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
+        for socket, address in ((inputs, attached.input_addr), (outputs, attached.output_addr)):
+            if attached.data_key:
+                socket.curve_publickey, socket.curve_secretkey = self._public, self._secret
+                socket.curve_serverkey = attached.data_key.encode()
+            else:
+                socket.plain_username, socket.plain_password = PLAIN_USERNAME.encode(), credential.encode()
+            for name, value in options.items():
+                setattr(socket, name, value)
+            socket.connect(address)
+        self._data_sockets += [inputs, outputs]
+        return inputs, outputs
+
+    async def say(self, message: ToServer) -> None:
+        await self._control.send(encode(message))
+
+    async def say_frames(self, frames: list[bytes]) -> None:
+        await self._control.send_multipart(frames)
+
+    async def hear(self) -> ToHead:
+        return decode_to_head(await within(self._control.recv()))
+
+    async def hear_status(self) -> Status:
+        """The next message, which must be a status."""
+        status = await self.hear()
+        assert isinstance(status, Status), status
+        return status
+
+    async def beat(self) -> ToHead:
+        assert self.attached is not None
+        await self.say(Beat(self.attached.lease))
+        return await self.hear()
+
+    async def detach(self) -> None:
+        assert self.attached is not None
+        await self.say(Detach(self.attached.lease))
+
+    async def leave(self) -> None:
+        assert self.attached is not None
+        await self.say(Leave(self.attached.lease))
+
+    async def send(self, *frames: bytes) -> None:
+        """A message to the engine."""
+        assert self.attached is not None
+        await within(self.inputs.send_multipart([self.attached.identity, *frames]))
+
+    async def add(self, request_id: str) -> None:
+        await self.send(b"add", msgspec.json.encode({"request_id": request_id}))
+
+    async def read(self) -> FakeOutputs:
+        """The next message of the engine."""
+        return msgspec.json.decode(await within(self.outputs.recv()), type=FakeOutputs)
+
+    async def read_ids(self, count: int) -> list[str]:
+        """The request ids of the next outputs."""
+        return [(await self.read()).outputs[0].request_id for _ in range(count)]
+
+
+async def within(awaitable: Any) -> Any:
+    """The result, or a failure after ten seconds."""
+    async with asyncio.timeout(10):
+        return await awaitable

@@ -1,0 +1,124 @@
+"""Heads attach, exchange messages with the engine, and go."""
+
+import msgspec
+import pytest
+
+from tests.fakes.conditions import eventually
+from tests.replicas.server.conftest import StartNode
+from vllm_omni_plugin.coordinator import ReplicaStatus
+from vllm_omni_plugin.replicas.control import Expired, Refused, Status
+
+
+async def test_requests_and_outputs_pass_between_head_and_engine(start_node: StartNode) -> None:
+    node = await start_node()
+    async with node.attached() as head:
+        await head.add("a")
+        await eventually(lambda: [b"add", msgspec.json.encode({"request_id": "a"})] in node.engine.frames)
+        node.engine.say(0, "a", "b", "c")
+        assert await head.read_ids(3) == ["a", "b", "c"]
+        assert head.attached is not None
+        assert head.attached.ready_response == b'"ready"'
+        assert head.attached.client_index == 0
+        assert await head.beat() == Status(head.attached.lease, ReplicaStatus.UP)
+
+
+async def test_two_heads_have_slots_of_their_own(start_node: StartNode) -> None:
+    node = await start_node()
+    async with node.attached() as first, node.attached() as second:
+        assert second.attached is not None
+        slot = second.attached.client_index
+        assert slot != 0
+        node.engine.say(0, *["first"] * 100)
+        node.engine.say(slot, *["second"] * 100)
+        assert await second.read_ids(100) == ["second"] * 100
+        assert await first.read_ids(100) == ["first"] * 100
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "lasting", "reason"),
+    [
+        ("protocol", 99, True, "protocol: head has 99, replica 1"),
+        ("incarnation", 3, False, "incarnation: head means 3"),
+        ("fingerprint", {"model": "tiny", "dtype": "bf16"}, True, "dtype: head has bf16, replica float32"),
+        ("fingerprint", {}, True, "model: head has nothing, replica tiny"),
+    ],
+)
+async def test_a_head_that_differs_is_refused_with_both_values(
+    start_node: StartNode, field: str, value: object, lasting: bool, reason: str
+) -> None:
+    node = await start_node()
+    info = await node.up()
+    async with node.head() as head:
+        answer = await head.ask_to_attach(info.incarnation, **{field: value})
+    assert isinstance(answer, Refused)
+    assert answer.lasting is lasting
+    assert reason in answer.reason
+
+
+async def test_a_head_too_many_is_refused_for_now(start_node: StartNode) -> None:
+    node = await start_node()
+    async with node.attached(), node.attached(), node.attached(), node.attached() as fourth, node.head() as fifth:
+        info = await node.up()
+        answer = await fifth.ask_to_attach(info.incarnation)
+        assert isinstance(answer, Refused)
+        assert not answer.lasting
+        await fourth.detach()
+        await fifth.attach(info.incarnation)
+
+
+async def test_a_silent_head_loses_its_lease_and_its_requests(start_node: StartNode) -> None:
+    node = await start_node(heartbeat_timeout=0.3)
+    async with node.attached() as head:
+        lease = head.attached.lease if head.attached else 0
+        message = await head.hear()
+        assert message == Expired(lease)
+        node.engine.say(0, "orphan")
+        await eventually(lambda: node.engine.aborted == ["orphan"])
+        await eventually(lambda: (4, "abort_requests") in node.engine.calls)
+        assert await head.beat() == Expired(lease)
+
+
+async def test_a_lease_is_good_on_its_own_connection_only(start_node: StartNode) -> None:
+    node = await start_node()
+    async with node.attached() as head, node.head() as other:
+        other.attached = head.attached
+        assert head.attached is not None
+        assert await other.beat() == Expired(head.attached.lease)
+        await other.detach()
+        await other.leave()
+        assert await head.beat() == Status(head.attached.lease, ReplicaStatus.UP)
+
+
+async def test_outputs_for_a_former_head_never_reach_the_next(start_node: StartNode) -> None:
+    node = await start_node()
+    for turn in range(5):
+        async with node.attached() as head:
+            assert head.attached is not None
+            slot = head.attached.client_index
+            node.engine.say(slot, *[f"of turn {turn}"] * 3000)
+            assert await head.read_ids(1) == [f"of turn {turn}"]
+            await head.detach()
+    async with node.attached() as last:
+        assert last.attached is not None
+        node.engine.say(last.attached.client_index, "mine")
+        assert await last.read_ids(1) == ["mine"]
+
+
+async def test_a_head_that_attaches_anew_gives_up_what_it_had(start_node: StartNode) -> None:
+    node = await start_node()
+    async with node.attached() as head:
+        info = await node.up()
+        former = head.attached
+        await head.attach(info.incarnation)
+        assert former is not None
+        head.attached, current = former, head.attached
+        assert await head.beat() == Expired(former.lease)
+        head.attached = current
+        assert isinstance(await head.beat(), Status)
+
+
+async def test_outputs_of_an_unleased_slot_are_taken_and_their_requests_aborted(start_node: StartNode) -> None:
+    node = await start_node()
+    await node.up()
+    node.engine.say(2, *[f"r{number}" for number in range(5000)])
+    await eventually(lambda: len(node.engine.aborted) == 5000)

@@ -1,0 +1,82 @@
+"""The engine dies, hangs or does not start: heads are told at once, and it comes back under a new incarnation."""
+
+import asyncio
+
+import pytest
+
+from tests.fakes.conditions import eventually
+from tests.replicas.server.conftest import Node, StartNode
+from vllm_omni_plugin.coordinator import ReplicaStatus
+from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.replicas.control import Refused, Status
+
+
+async def test_an_engine_that_exits_is_reported_and_replaced_on_the_same_ports(start_node: StartNode) -> None:
+    node = await start_node()
+    async with node.attached() as head:
+        before = await node.up()
+        node.engine.process.die()
+        status = await head.hear_status()
+        assert status.status is ReplicaStatus.ERROR
+        assert "process 1000 exited" in status.reason
+        after = await node.up(after=before.incarnation)
+        addresses = (before.input_addr, before.output_addr, before.control_addr)
+        assert (after.input_addr, after.output_addr, after.control_addr) == addresses
+        await head.attach(after.incarnation)
+        node.engine.say(0, "of the new engine")
+        assert await head.read_ids(1) == ["of the new engine"]
+
+
+async def test_an_engine_that_announces_its_death_is_replaced(start_node: StartNode) -> None:
+    node = await start_node()
+    before = await node.up()
+    node.engine.announce_death()
+    await node.up(after=before.incarnation)
+    assert node.launcher.engines[0].process.ended
+
+
+async def test_an_engine_that_hangs_is_reported_kept_and_taken_back(start_node: StartNode) -> None:
+    node = await start_node(heartbeat_timeout=0.3)
+    before = await node.up()
+    async with node.head() as head:
+        await head.attach(before.incarnation)
+        node.engine.hang()
+        status = await head.beat()
+        while isinstance(status, Status) and status.status is ReplicaStatus.UP:
+            status = await head.beat()
+        assert isinstance(status, Status)
+        assert status.status is ReplicaStatus.ERROR
+        assert "has not answered for" in status.reason
+        refusal = await head.ask_to_attach(before.incarnation)
+        assert isinstance(refusal, Refused)
+        assert not refusal.lasting
+        node.engine.recover()
+        after = await node.up(after=before.incarnation)
+        assert len(node.launcher.engines) == 1
+        await head.attach(after.incarnation)
+        node.engine.say(0, "alive")
+        assert await head.read_ids(1) == ["alive"]
+
+
+async def test_restarts_that_fail_are_repeated_with_growing_delays(start_node: StartNode) -> None:
+    node = await start_node()
+    before = await node.up()
+    node.launcher.failing = 3
+    node.engine.process.die()
+    await node.up(after=before.incarnation)
+    assert node.delays == [1.0, 2.0, 4.0, 8.0]
+
+
+async def test_a_first_start_that_fails_ends_the_server(start_node: StartNode) -> None:
+    node: Node = await start_node(launcher_fails=1)
+    with pytest.raises(ReplicaError, match="did not start"):
+        await node.running
+
+
+async def test_a_server_that_is_cancelled_ends_its_engine(start_node: StartNode) -> None:
+    node = await start_node()
+    await node.up()
+    node.running.cancel()
+    await asyncio.wait([node.running])
+    assert node.engine.process.ended
+    await eventually(lambda: node.info is None)

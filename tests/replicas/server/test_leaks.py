@@ -1,0 +1,40 @@
+"""What heads that come and go leave behind: nothing."""
+
+import os
+import threading
+
+from tests.fakes.conditions import eventually
+from tests.replicas.server.conftest import Node, StartNode
+
+
+def held() -> tuple[int, int]:
+    """Descriptors and threads of this process."""
+    return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+
+async def come_and_go(node: Node) -> None:
+    async with node.attached() as first, node.attached() as second:
+        await first.detach()
+        await second.detach()
+
+
+async def test_two_hundred_heads_leave_threads_descriptors_and_ports_as_they_were(start_node: StartNode) -> None:
+    node = await start_node()
+    await come_and_go(node)
+    await node.up()
+    await eventually(lambda: node.engine.calls[-1] == (4, "is_sleeping"))
+    before = held()
+    for _ in range(100):
+        await come_and_go(node)
+    await eventually(lambda: held() <= before, f"{before} descriptors and threads")
+
+
+async def test_a_server_that_has_ended_leaves_nothing(start_node: StartNode) -> None:
+    before = held()
+    node = await start_node()
+    await come_and_go(node)
+    node.server.drain()
+    await node.running
+    folder = node.launcher.folder
+    assert list(folder.iterdir()) == []
+    assert before

@@ -1,0 +1,94 @@
+"""Draining: heads finish in time, or are told when time is over."""
+
+import asyncio
+
+from tests.fakes.conditions import eventually
+from tests.replicas.server.conftest import StartNode
+from vllm_omni_plugin.coordinator import ReplicaStatus
+from vllm_omni_plugin.replicas.control import Refused
+
+
+async def test_a_drained_replica_waits_for_its_head_and_takes_no_other(start_node: StartNode) -> None:
+    node = await start_node()
+    async with node.attached() as head, node.head() as late:
+        info = await node.up()
+        node.server.drain()
+        assert (await head.hear_status()).status is ReplicaStatus.DRAINING
+        await eventually(lambda: node.info is None)
+        assert [row.status for row in node.coordinator.get_active_replicas().no_new_work] == [ReplicaStatus.DRAINING]
+        answer = await late.ask_to_attach(info.incarnation)
+        assert isinstance(answer, Refused)
+        assert "draining" in answer.reason
+        node.engine.say(0, "the last one")
+        assert await head.read_ids(1) == ["the last one"]
+        await head.detach()
+        await node.running
+    assert node.engine.process.ended
+    assert node.coordinator.get_active_replicas().no_new_work == []
+
+
+async def test_a_drain_out_of_time_tells_the_heads_and_ends(start_node: StartNode) -> None:
+    node = await start_node(drain_timeout=0.1)
+    async with node.attached() as head:
+        node.server.drain()
+        assert (await head.hear_status()).status is ReplicaStatus.DRAINING
+        status = await head.hear_status()
+        assert status.status is ReplicaStatus.DOWN
+        assert status.reason == "its drain timeout of 0.1 s passed"
+        await head.detach()
+        await node.running
+    assert node.engine.process.ended
+
+
+async def test_a_head_that_does_not_detach_cannot_keep_a_replica(start_node: StartNode) -> None:
+    node = await start_node()
+    async with node.attached() as head:
+        node.server.leave_now("it was told twice")
+        assert (await head.hear_status()).reason == "it was told twice"
+        await node.running
+
+
+async def test_an_idle_replica_leaves_at_once(start_node: StartNode) -> None:
+    node = await start_node()
+    await node.up()
+    node.server.drain()
+    await node.running
+    assert node.engine.process.ended
+
+
+async def test_a_head_may_ask_a_replica_to_leave(start_node: StartNode) -> None:
+    node = await start_node()
+    async with node.attached() as head:
+        await head.leave()
+        assert (await head.hear_status()).status is ReplicaStatus.DRAINING
+        await head.detach()
+        await node.running
+
+
+async def test_draining_while_the_engine_is_down_ends_at_once(start_node: StartNode) -> None:
+    node = await start_node(heartbeat_timeout=0.2)
+    info = await node.up()
+    node.engine.hang()
+    await eventually(lambda: node.info is None)
+    assert info.incarnation
+    node.server.drain()
+    await node.running
+
+
+async def test_draining_before_the_engine_is_ready_gives_up_its_start(start_node: StartNode) -> None:
+    node = await start_node()
+    node.server.drain()
+    await node.running
+    assert all(engine.process.ended for engine in node.launcher.engines)
+    assert not node.server.ready.is_set()
+
+
+async def test_the_engine_dying_in_a_drain_ends_the_server(start_node: StartNode) -> None:
+    node = await start_node()
+    async with node.attached() as head:
+        node.server.drain()
+        await head.hear_status()
+        node.engine.process.die()
+        assert (await head.hear_status()).status is ReplicaStatus.ERROR
+        await asyncio.wait_for(node.running, 10)
+    assert len(node.launcher.engines) == 1

@@ -1,0 +1,116 @@
+"""Ports: ranges, what cannot be bound, and a port that is kept between two ZMQ sockets."""
+
+import socket
+
+import pytest
+import zmq
+
+from tests.replicas.server.conftest import StartNode
+from vllm_omni_plugin.errors import ConfigError
+from vllm_omni_plugin.replicas.control import Refused
+from vllm_omni_plugin.replicas.ports import PortRange, close_all, listen, listen_on_many
+
+LOOPBACK = "127.0.0.1"
+
+
+def free_ports(count: int) -> PortRange:
+    """A range of ports that nobody uses now."""
+    for first in range(21000, 30000, count):
+        ports = PortRange(first, first + count - 1)
+        try:
+            close_all(listen_on_many(LOOPBACK, ports, count))
+        except ConfigError:
+            continue
+        return ports
+    raise AssertionError("no free ports")
+
+
+def test_a_range_is_read() -> None:
+    assert PortRange.parse(" 20000-20100 ") == PortRange(20000, 20100)
+    assert PortRange.parse("7000-7000") == PortRange(7000, 7000)
+
+
+@pytest.mark.parametrize("text", ["", "20000", "20100-20000", "0-5", "1-65536", "a-b", "1-2-3", "-1-5", "1--5", "٣-٥"])
+def test_what_is_no_range_is_refused_by_the_flags_name(text: str) -> None:
+    with pytest.raises(ConfigError, match="--omni-replica-ports"):
+        PortRange.parse(text)
+
+
+def test_ports_of_a_range_are_taken_in_order_and_run_out() -> None:
+    ports = free_ports(3)
+    listeners = listen_on_many(LOOPBACK, ports, 3)
+    try:
+        assert [listener.address for listener in listeners] == [
+            f"tcp://127.0.0.1:{port}" for port in range(ports.first, ports.last + 1)
+        ]
+        with pytest.raises(ConfigError, match=f"--omni-replica-ports: no port of {ports} is free"):
+            listen(LOOPBACK, ports)
+    finally:
+        close_all(listeners)
+
+
+def test_all_ports_or_none() -> None:
+    ports = free_ports(2)
+    with pytest.raises(ConfigError):
+        listen_on_many(LOOPBACK, ports, 3)
+    close_all(listen_on_many(LOOPBACK, ports, 2))
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "0.0.0.0", "::", "no.such.host.invalid"])
+def test_an_address_that_cannot_be_bound_is_refused_by_the_flags_name(host: str) -> None:
+    with pytest.raises(ConfigError, match="--omni-replica-address"):
+        listen(host, None)
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_an_ipv6_address_is_announced_in_brackets(host: str) -> None:
+    try:
+        listener = listen(host, None)
+    except ConfigError:
+        pytest.skip("no IPv6 loopback here")
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    pull, push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    try:
+        assert listener.address.startswith("tcp://[::1]:")
+        listener.bind(pull)
+        push.ipv6 = True
+        push.connect(listener.address)
+        push.send(b"x")
+        assert pull.poll(10_000)
+    finally:
+        context.destroy(linger=0)
+        listener.close()
+
+
+def test_a_port_stays_taken_between_the_sockets_that_answer_on_it() -> None:
+    listener = listen(LOOPBACK, None)
+    port = int(listener.address.rpartition(":")[2])
+    for _ in range(3):
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        with context.socket(zmq.PULL) as pull:
+            listener.bind(pull)
+        context.term()
+        with pytest.raises(ConfigError):
+            listen(LOOPBACK, PortRange(port, port))
+    listener.close()
+    listen(LOOPBACK, PortRange(port, port)).close()
+
+
+async def test_a_server_without_ports_says_so_before_it_starts_an_engine(start_node: StartNode) -> None:
+    node = await start_node(ports=free_ports(2))
+    with pytest.raises(ConfigError, match="--omni-replica-ports"):
+        await node.running
+    assert node.launcher.engines == []
+
+
+async def test_a_head_for_whom_no_port_is_left_is_refused_for_now(start_node: StartNode) -> None:
+    node = await start_node(ports=free_ports(4))
+    async with node.attached() as first, node.head() as second:
+        info = await node.up()
+        answer = await second.ask_to_attach(info.incarnation)
+        assert isinstance(answer, Refused)
+        assert not answer.lasting
+        assert "--omni-replica-ports" in answer.reason
+        await first.detach()
+        await second.attach(info.incarnation)

@@ -1,0 +1,86 @@
+"""Engines do not outlive the process that started them, however it ends."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from vllm_omni_plugin.replicas.reaper import Reaper
+
+SLEEPER = [sys.executable, "-c", "import time; time.sleep(600)"]
+PARENT_OF_A_SLEEPER = [
+    sys.executable,
+    "-c",
+    "import subprocess, sys, time\n"
+    "print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).pid, flush=True)\n"
+    "time.sleep(600)",
+]
+OWNER = [
+    sys.executable,
+    "-c",
+    "import subprocess, sys, time\n"
+    "from vllm_omni_plugin.replicas.reaper import Reaper\n"
+    f"engine = subprocess.Popen({PARENT_OF_A_SLEEPER!r}, stdout=subprocess.PIPE)\n"
+    "reaper = Reaper()\n"
+    "reaper.watch(engine.pid)\n"
+    "print(engine.pid, int(engine.stdout.readline()), flush=True)\n"
+    "time.sleep(600)",
+]
+
+
+def ends(fd: int) -> bool:
+    """Whether the process behind a pidfd ends."""
+    return bool(select.select([fd], [], [], 10)[0])
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_killed_owner_takes_its_engines_and_their_workers_with_it(stopped: bool) -> None:
+    with subprocess.Popen(OWNER, stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None
+        fds = [os.pidfd_open(int(pid)) for pid in owner.stdout.readline().split()]
+        assert len(fds) == 2
+        if stopped:
+            signal.pidfd_send_signal(fds[0], signal.SIGSTOP)
+        owner.kill()
+        assert [ends(fd) for fd in fds] == [True, True]
+        for fd in fds:
+            os.close(fd)
+
+
+def test_an_engine_is_killed_when_the_reaper_closes() -> None:
+    with subprocess.Popen(SLEEPER) as engine:
+        with Reaper() as reaper:
+            reaper.watch(engine.pid)
+        assert engine.wait(10) == -signal.SIGKILL
+
+
+def test_a_process_of_another_parent_is_left_alone() -> None:
+    with subprocess.Popen(PARENT_OF_A_SLEEPER, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        grandchild = os.pidfd_open(pid)
+        with Reaper() as reaper:
+            reaper.watch(pid)
+        assert not select.select([grandchild], [], [], 0)[0]
+        signal.pidfd_send_signal(grandchild, signal.SIGKILL)
+        os.close(grandchild)
+        parent.kill()
+
+
+def test_engines_that_have_ended_are_forgotten() -> None:
+    with Reaper() as reaper:
+        for _ in range(3):
+            with subprocess.Popen([sys.executable, "-c", ""]) as engine:
+                reaper.watch(engine.pid)
+                assert engine.wait(10) == 0
+
+
+def test_a_reaper_without_engines_starts_no_process_and_closes_twice() -> None:
+    reaper = Reaper()
+    reaper.close()
+    reaper.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        reaper.watch(1)

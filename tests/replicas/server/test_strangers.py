@@ -1,0 +1,147 @@
+"""Nobody but a lease's holder reaches the engine, and nothing on the wire ends or disturbs the service."""
+
+import asyncio
+import random
+
+import msgspec
+import pytest
+import zmq
+
+from tests.fakes.conditions import eventually
+from tests.fakes.hostile_frames import hostile_message, hostile_stream
+from tests.replicas.server.conftest import Node, StartNode
+from tests.replicas.server.heads import Head
+from vllm_omni_plugin.coordinator import ReplicaStatus
+from vllm_omni_plugin.curve import Secrets
+from vllm_omni_plugin.replicas.control import PROTOCOL_VERSION, Attach, Beat, Detach, Status, encode
+
+SECRETS = Secrets(["correct horse battery staple"])
+OTHERS = Secrets(["another secret of enough length"])
+MODES = pytest.mark.parametrize("secrets", [None, SECRETS], ids=["open", "secret"])
+
+SAMPLES = [
+    encode(Attach(PROTOCOL_VERSION, 1, "h", "c" * 40, {"model": "tiny"})),
+    encode(Beat(1)),
+    encode(Detach(1)),
+    b'{"type":"attach"}',
+    b"[" * 5000,
+]
+
+
+async def works(node: Node, head: Head) -> None:
+    """The lease stands and both directions pass, and only what this head sent has reached the engine."""
+    assert head.attached is not None
+    assert await head.beat() == Status(head.attached.lease, ReplicaStatus.UP)
+    await head.add("mine")
+    await eventually(lambda: any(b"mine" in frames[-1] for frames in node.engine.frames))
+    node.engine.say(head.attached.client_index, "mine")
+    assert await head.read_ids(1) == ["mine"]
+    expected = ([b"add", msgspec.json.encode({"request_id": "mine"})],)
+    assert all(frames in expected for frames in node.engine.frames if frames[0] != b"utility")
+
+
+@MODES
+async def test_random_and_mutated_frames_change_nothing(start_node: StartNode, secrets: Secrets | None) -> None:
+    node = await start_node(secrets=secrets)
+    rng = random.Random(7)
+    async with node.attached() as head, node.head() as stranger:
+        assert head.attached is not None
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        for address in (head.attached.input_addr, head.attached.output_addr, node.server.control_addr):
+            for kind in (zmq.DEALER, zmq.PUSH, zmq.PUB):
+                socket = context.socket(kind)
+                socket.sndhwm = 0
+                socket.connect(address)
+                for _ in range(300):
+                    # Where a port lets nobody in, they never leave.
+                    socket.send_multipart(hostile_message(rng, SAMPLES))
+        for _ in range(3000):
+            await stranger.say_frames(hostile_message(rng, SAMPLES))
+        await stranger.say(Beat(1))
+        await stranger.hear()
+        await works(node, head)
+        context.destroy(linger=0)
+
+
+@MODES
+async def test_peers_that_speak_no_zmtp_change_nothing(start_node: StartNode, secrets: Secrets | None) -> None:
+    node = await start_node(secrets=secrets)
+    rng = random.Random(8)
+    async with node.attached() as head:
+        assert head.attached is not None
+        half_open = []
+        for address in (head.attached.input_addr, head.attached.output_addr, node.server.control_addr):
+            host, port = address.removeprefix("tcp://").split(":")
+            for turn in range(30):
+                _, writer = await asyncio.open_connection(host, int(port))
+                writer.write(hostile_stream(rng, 20))
+                if turn % 2:
+                    writer.close()
+                else:
+                    half_open.append(writer)
+        await works(node, head)
+        for writer in half_open:
+            writer.close()
+
+
+@pytest.mark.parametrize("stranger_secrets", [None, OTHERS], ids=["no secret", "another secret"])
+async def test_without_the_secret_nobody_attaches(start_node: StartNode, stranger_secrets: Secrets | None) -> None:
+    node = await start_node(secrets=SECRETS)
+    info = await node.up()
+    async with node.head(secrets=stranger_secrets) as stranger, node.attached() as head:
+        asking = asyncio.create_task(stranger.ask_to_attach(info.incarnation))
+        await works(node, head)
+        assert not asking.done()
+        asking.cancel()
+
+
+@MODES
+async def test_another_heads_credential_opens_no_data_port(start_node: StartNode, secrets: Secrets | None) -> None:
+    node = await start_node(secrets=secrets)
+    async with node.attached() as head, node.attached() as other:
+        assert head.attached is not None
+        inputs, outputs = await other.connect(head.attached, other.credential)
+        await inputs.send_multipart([head.attached.identity, b"add", b'{"request_id": "smuggled"}'])
+        await works(node, head)
+        assert not await outputs.poll(0)
+        await works_for_second(node, other)
+
+
+async def works_for_second(node: Node, other: Head) -> None:
+    """The other head's own slot passes messages, too."""
+    assert other.attached is not None
+    node.engine.say(other.attached.client_index, "theirs")
+    assert await other.read_ids(1) == ["theirs"]
+
+
+@MODES
+async def test_a_head_whose_lease_is_over_cannot_write_any_more(start_node: StartNode, secrets: Secrets | None) -> None:
+    node = await start_node(secrets=secrets)
+    async with node.attached() as head:
+        await head.add("before")
+        await eventually(lambda: any(b"before" in frames[-1] for frames in node.engine.frames))
+        former = head.inputs, head.attached
+        await head.detach()
+        async with node.attached() as next_head:
+            assert former[1] is not None
+            assert next_head.attached is not None
+            assert next_head.attached.input_addr == former[1].input_addr
+            await former[0].send_multipart([former[1].identity, b"add", b'{"request_id": "after"}'])
+            await next_head.add("next")
+            await eventually(lambda: any(b"next" in frames[-1] for frames in node.engine.frames))
+            assert not any(b"after" in frames[-1] for frames in node.engine.frames)
+
+
+async def test_a_head_that_takes_nothing_loses_its_lease(start_node: StartNode) -> None:
+    node = await start_node(heartbeat_timeout=1.0)
+    async with node.attached() as head:
+        assert head.attached is not None
+        head.outputs.close()
+        _, head.outputs = await head.connect(head.attached, head.credential, rcvhwm=1, rcvbuf=4096)
+        node.engine.say(0, *["x" * 10_000] * 3000)
+        answer = await head.beat()
+        while isinstance(answer, Status) and answer.status is ReplicaStatus.UP:
+            answer = await head.beat()
+        assert isinstance(answer, Status)
+        assert "took nothing for too long" in answer.reason
+        await eventually(lambda: node.engine.aborted)

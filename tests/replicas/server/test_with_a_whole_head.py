@@ -1,0 +1,113 @@
+"""Replica servers, the coordinator and a head's orchestrator together: replicas come, serve, die, drain and go."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.conditions import eventually
+from tests.fakes.fleet import FakeFleet
+from tests.replicas.server.conftest import FINGERPRINT, StartNode
+from tests.replicas.server.test_with_a_real_head import TimedSlotCodec, added
+from vllm_omni_plugin.coordinator import OmniCoordClientForHub, OmniCoordinator
+from vllm_omni_plugin.curve import Secrets
+from vllm_omni_plugin.orchestrator.messages import ReplicaJoined, ReplicaLeft
+from vllm_omni_plugin.orchestrator.remote_replicas import RemoteReplicas
+from vllm_omni_plugin.orchestrator.replica_list import ReplicaListWatcher
+
+SECRET = Secrets(["a secret that both ends know"])
+
+
+@asynccontextmanager
+async def whole_head(coordinator: OmniCoordinator, secrets: Secrets | None = None) -> AsyncIterator[FakeFleet]:
+    """A head that follows a coordinator."""
+    async with FakeFleet(replicas=0, replica_wait=60.0) as fleet:
+        remote = fleet.orchestrator.remote_replicas = RemoteReplicas(
+            fleet.orchestrator,
+            TimedSlotCodec(),
+            {0: FINGERPRINT},
+            heartbeat_interval=0.05,
+            heartbeat_timeout=10.0,
+            secrets=secrets,
+        )
+        watcher = ReplicaListWatcher(fleet.orchestrator.rpc_async_queue)
+        hub = OmniCoordClientForHub(coordinator.pub_zmq_addr, watcher.update, secrets=secrets)
+        try:
+            yield fleet
+        finally:
+            hub.close()
+            await remote.close()
+
+
+async def serving(fleet: FakeFleet, count: int) -> None:
+    await eventually(lambda: len(fleet.pool.serving) == count, f"{count} replicas that serve")
+
+
+@pytest.mark.parametrize("secrets", [None, SECRET], ids=["open", "encrypted"])
+async def test_a_replica_joins_a_head_that_has_none_and_takes_what_waits(
+    start_node: StartNode, secrets: Secrets | None
+) -> None:
+    node = await start_node(secrets=secrets)
+    async with whole_head(node.coordinator, secrets) as fleet:
+        await fleet.submit("a")
+        await serving(fleet, 1)
+        await eventually(lambda: added(node))
+        node.engine.say(0, *added(node))
+        await eventually(
+            lambda: len(fleet.orchestrator.output_async_queue) == 2, "the news of the replica and an output"
+        )
+        assert await fleet.read() == [("a", None)]
+
+
+async def test_a_killed_engine_serves_again_under_the_next_incarnation(start_node: StartNode) -> None:
+    node = await start_node()
+    async with whole_head(node.coordinator) as fleet:
+        await serving(fleet, 1)
+        await fleet.submit("a")
+        await eventually(lambda: added(node))
+        engine = node.engine
+        engine.process.kill()
+        await eventually(lambda: node.engine is not engine and added(node), "the request on the new engine")
+
+
+async def test_a_drained_replica_is_gone_without_a_loss(
+    start_node: StartNode, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = await start_node()
+    async with whole_head(node.coordinator) as fleet:
+        await serving(fleet, 1)
+        node.server.drain()
+        await asyncio.wait_for(node.running, 10)
+        await eventually(lambda: not fleet.pool.members)
+        await fleet.read()
+        assert fleet.changes == [ReplicaJoined(0, 0, b'"ready"'), ReplicaLeft(0, 0)]
+    assert "is lost" not in caplog.text
+
+
+async def test_a_replica_that_is_removed_leaves_and_ends(start_node: StartNode) -> None:
+    node = await start_node()
+    async with whole_head(node.coordinator) as fleet:
+        await serving(fleet, 1)
+        assert fleet.orchestrator.remote_replicas is not None
+        fleet.orchestrator.remote_replicas.leave(fleet.pool.members[0])
+        await asyncio.wait_for(node.running, 10)
+        assert fleet.pool.members == ()
+
+
+async def test_heads_come_and_go_and_leave_a_serving_replica_and_no_descriptors(start_node: StartNode) -> None:
+    node = await start_node()
+
+    def descriptors() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    async def one_head() -> None:
+        async with whole_head(node.coordinator) as fleet:
+            await serving(fleet, 1)
+
+    await one_head()
+    before, tasks = descriptors(), len(asyncio.all_tasks())
+    for _ in range(20):
+        await one_head()
+    await eventually(lambda: descriptors() <= before + 3 and len(asyncio.all_tasks()) <= tasks)

@@ -1,0 +1,30 @@
+"""Times of another clock, told in ours."""
+
+from tests.replicas.remote_server import FakeEvent, TimedOutput, TimedOutputs
+from vllm_omni_plugin.replicas.clock_offset import ClockOffset, rebase
+
+
+def test_the_message_that_was_fastest_on_its_way_says_how_far_apart_the_clocks_are() -> None:
+    offset = ClockOffset()
+    assert offset.observe(timestamp=10.0, now=110.5) == 100.5
+    assert offset.observe(timestamp=11.0, now=111.125) == 100.125
+    assert offset.observe(timestamp=12.0, now=119.0) == 100.125
+
+
+def test_clocks_that_drift_apart_are_followed() -> None:
+    offset = ClockOffset()
+    assert offset.observe(timestamp=0.0, now=100.0) == 100.0
+    assert offset.observe(timestamp=70.0, now=171.0) == 100.0
+    assert offset.observe(timestamp=140.0, now=241.0) == 101.0
+
+
+def test_a_clock_ahead_of_ours_gives_a_negative_offset() -> None:
+    assert ClockOffset().observe(timestamp=50.0, now=20.0) == -30.0
+
+
+def test_intervals_within_a_message_stay_as_they_are() -> None:
+    outputs = TimedOutputs(timestamp=9.0, outputs=[TimedOutput("a", events=[FakeEvent(7.0)]), TimedOutput("b")])
+    rebase(outputs, ClockOffset(), now=100.0)
+    assert outputs.timestamp == 100.0
+    assert outputs.outputs[0].events == [FakeEvent(98.0)]
+    assert outputs.outputs[1].events is None

@@ -1,0 +1,101 @@
+"""A headless process: its replicas run together and leave together."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from vllm_omni_plugin.errors import OmniError
+from vllm_omni_plugin.replicas.node import run_node
+
+HEAD = "tcp://192.0.2.1:5000"
+
+
+class FakeServer:
+    """A replica that does what the test says, and notes what it is told."""
+
+    def __init__(self) -> None:
+        self.ready = asyncio.Event()
+        self.joined = asyncio.Event()
+        self.told: asyncio.Queue[str] = asyncio.Queue()
+        self.end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.cancelled = False
+
+    async def run(self) -> None:
+        try:
+            await self.end
+        except asyncio.CancelledError:
+            self.cancelled = True
+            raise
+
+    def drain(self) -> None:
+        self.told.put_nowait("drain")
+
+    def leave_now(self, reason: str) -> None:
+        self.told.put_nowait(reason)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+async def test_the_first_signal_drains_and_the_second_ends(signum: signal.Signals) -> None:
+    servers = [FakeServer(), FakeServer()]
+    node = asyncio.create_task(run_node(servers, 0, HEAD))
+    await asyncio.sleep(0)
+    os.kill(os.getpid(), signum)
+    assert [await server.told.get() for server in servers] == ["drain", "drain"]
+    os.kill(os.getpid(), signum)
+    told = [await server.told.get() for server in servers]
+    assert told == [f"its node was told twice to leave ({signum.name})"] * 2
+    for server in servers:
+        server.end.set_result(None)
+    await node
+
+
+async def test_a_node_ends_when_its_last_replica_has_left() -> None:
+    servers = [FakeServer(), FakeServer()]
+    node = asyncio.create_task(run_node(servers, 0, HEAD))
+    servers[0].end.set_result(None)
+    await asyncio.sleep(0)
+    assert not node.done()
+    servers[1].end.set_result(None)
+    await node
+
+
+async def test_a_replica_that_fails_ends_the_others() -> None:
+    servers = [FakeServer(), FakeServer()]
+    node = asyncio.create_task(run_node(servers, 0, HEAD))
+    await asyncio.sleep(0)
+    servers[0].end.set_exception(OmniError("the port is taken"))
+    with pytest.raises(OmniError, match="the port is taken"):
+        await node
+    assert servers[1].cancelled
+
+
+async def test_a_head_that_is_never_found_ends_the_node_with_its_address_and_the_way_to_wait() -> None:
+    server = FakeServer()
+    server.ready.set()
+    with pytest.raises(OmniError, match=rf"no head answered at {HEAD} within 0\.01 s.*--omni-join-timeout 0"):
+        await run_node([server], 0.01, HEAD)
+    assert server.cancelled
+
+
+async def test_the_time_to_join_begins_when_the_engine_is_ready() -> None:
+    server = FakeServer()
+    node = asyncio.create_task(run_node([server], 0.01, HEAD))
+    await asyncio.wait({node}, timeout=0.05)
+    assert not node.done()
+    server.joined.set()
+    server.ready.set()
+    server.end.set_result(None)
+    await node
+
+
+async def test_a_node_that_has_joined_waits_for_ever() -> None:
+    server = FakeServer()
+    server.ready.set()
+    server.joined.set()
+    node = asyncio.create_task(run_node([server], 0.01, HEAD))
+    await asyncio.wait({node}, timeout=0.05)
+    assert not node.done()
+    server.end.set_result(None)
+    await node

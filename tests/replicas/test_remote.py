@@ -1,0 +1,385 @@
+"""Attaching to a replica server, staying attached, and every way to lose it. Real sockets, engines in name only."""
+
+import asyncio
+import re
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import zmq
+from msgspec.structs import replace as with_changes
+
+from tests.fakes.conditions import eventually
+from tests.fakes.engine_api import FakeRequest
+from tests.replicas.remote_server import (
+    CLIENT_INDEX,
+    IDENTITY,
+    LEASE,
+    FakeEvent,
+    FakeServer,
+    RemoteApi,
+    TimedOutput,
+    TimedOutputs,
+)
+from vllm_omni_plugin.coordinator import ReplicaStatus
+from vllm_omni_plugin.curve import Secrets
+from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.replicas.control import PROTOCOL_VERSION, Attach, Detach, Expired, Leave, Refused, Status
+from vllm_omni_plugin.replicas.remote import (
+    AttachRefusedError,
+    AttachSettings,
+    Listeners,
+    RemoteReplica,
+    attach_remote,
+)
+
+OLD, NEW, FOREIGN = "an old secret of ours", "the new secret of ours", "a secret of others"
+
+
+class Head:
+    """What one head hears of a replica."""
+
+    def __init__(self) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.outputs: list[Any] = []
+        self.deaths: list[str] = []
+        self.statuses: list[ReplicaStatus] = []
+        self.now = 1000.0
+        self.settings = AttachSettings(
+            context=self.context,
+            codec=RemoteApi(),
+            head_id="head",
+            fingerprints={0: {"dtype": "bfloat16"}},
+            heartbeat_interval=0.02,
+            heartbeat_timeout=5.0,
+            clock=lambda: self.now,
+        )
+
+    def set(self, **changes: Any) -> None:
+        self.settings = replace(self.settings, **changes)
+
+    async def attach(self, server: FakeServer) -> RemoteReplica:
+        listeners = Listeners(self.outputs.append, self.deaths.append, self.statuses.append)
+        return await attach_remote(server.info, 7, self.settings, listeners)
+
+    @asynccontextmanager
+    async def attached(self, server: FakeServer) -> AsyncIterator[RemoteReplica]:
+        replica = await self.attach(server)
+        try:
+            yield replica
+        finally:
+            replica.close()
+
+
+class Wire:
+    """A tcp connection that can be cut so that neither end is told."""
+
+    def __init__(self, address: str) -> None:
+        self._port = int(address.rpartition(":")[2])
+        self._ends: list[asyncio.StreamWriter] = []
+        self.cut = False
+
+    async def open(self) -> str:
+        """The address to connect to instead."""
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def close(self) -> None:
+        self._server.close()
+        for end in self._ends:
+            end.close()
+
+    async def _serve(self, near_in: asyncio.StreamReader, near_out: asyncio.StreamWriter) -> None:
+        far_in, far_out = await asyncio.open_connection("127.0.0.1", self._port)
+        self._ends += [near_out, far_out]
+        await asyncio.gather(self._carry(near_in, far_out), self._carry(far_in, near_out))
+
+    async def _carry(self, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        while data := await source.read(65536):
+            if not self.cut:
+                target.write(data)
+
+
+def stand_still() -> None:
+    """Hold the loop up for longer than a short heartbeat timeout."""
+    time.sleep(0.3)
+
+
+@pytest.fixture
+def head() -> Iterator[Head]:
+    head = Head()
+    yield head
+    head.context.term()
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[FakeServer]:
+    server = FakeServer()
+    yield server
+    server.close()
+
+
+async def test_attaching_says_who_asks_for_what_and_ends_with_an_answer_of_the_engine(
+    head: Head, server: FakeServer
+) -> None:
+    async with head.attached(server) as replica:
+        attach = server.heard[0]
+        assert isinstance(attach, Attach)
+        assert (attach.protocol, attach.incarnation, attach.head_id) == (PROTOCOL_VERSION, 1, "head")
+        assert attach.fingerprint == {"dtype": "bfloat16"}
+        assert replica.ready_response == b"ready"
+        assert server.received[0][:2] == [IDENTITY, b"utility"]
+        assert b"is_sleeping" in server.received[0][2]
+
+
+async def test_requests_and_calls_carry_the_engines_identity_and_the_leases_client_index(
+    head: Head, server: FakeServer
+) -> None:
+    async with head.attached(server) as replica:
+        replica.client.add_request(FakeRequest("a"), "a-1")
+        await eventually(lambda: len(server.received) == 2)
+        call, add = server.received
+        assert (add[0], add[1], add[-1]) == (IDENTITY, b"add", b"%d" % CLIENT_INDEX)
+        assert call[-1] == b"%d" % CLIENT_INDEX
+
+
+async def test_the_senders_times_are_told_in_our_clock(head: Head, server: FakeServer) -> None:
+    async with head.attached(server):
+        server.say(TimedOutputs(timestamp=50.0, outputs=[TimedOutput("a-1", events=[FakeEvent(49.0)])]))
+        await eventually(lambda: head.outputs)
+        assert head.outputs[0].timestamp == 1000.0
+        assert head.outputs[0].outputs[0].events[0].timestamp == 999.0
+
+
+async def test_closing_gives_the_lease_back(head: Head, server: FakeServer) -> None:
+    replica = await head.attach(server)
+    replica.close()
+    replica.close()
+    await eventually(lambda: Detach(LEASE) in server.heard)
+    assert head.deaths == ["closed"]
+
+
+async def test_leaving_is_told_to_the_server(head: Head, server: FakeServer) -> None:
+    async with head.attached(server) as replica:
+        replica.leave()
+        await eventually(lambda: Leave(LEASE) in server.heard)
+
+
+@pytest.mark.parametrize("lasting", [True, False])
+async def test_a_refusal_is_an_error_with_the_servers_reason(head: Head, server: FakeServer, lasting: bool) -> None:
+    server.refusal = Refused("dtype: head has bfloat16, replica float16", lasting)
+    with pytest.raises(AttachRefusedError, match="dtype: head has bfloat16, replica float16") as caught:
+        await head.attach(server)
+    assert caught.value.lasting is lasting
+    assert not server.said(Detach)
+
+
+async def test_draining_and_its_end_are_reported(head: Head, server: FakeServer) -> None:
+    async with head.attached(server):
+        server.tell(Status(LEASE, ReplicaStatus.DRAINING))
+        await eventually(lambda: ReplicaStatus.DRAINING in head.statuses)
+        server.tell(Status(LEASE, ReplicaStatus.UP))
+        await eventually(lambda: head.statuses[-1] is ReplicaStatus.UP)
+        assert head.deaths == []
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (Status(LEASE, ReplicaStatus.ERROR, "its engine died"), "its engine died"),
+        (Status(LEASE, ReplicaStatus.DOWN), "its server says down"),
+        (Expired(LEASE), "its server has ended this head's lease"),
+    ],
+)
+async def test_a_server_that_ends_the_lease_is_a_loss(
+    head: Head, server: FakeServer, message: Status | Expired, reason: str
+) -> None:
+    async with head.attached(server) as replica:
+        server.tell(message)
+        await eventually(lambda: head.deaths)
+        assert head.deaths == [reason]
+        with pytest.raises(ReplicaError, match=reason):
+            replica.client.add_request(FakeRequest("a"), "a-1")
+
+
+async def test_messages_about_another_lease_and_garbage_change_nothing(
+    head: Head, server: FakeServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with head.attached(server):
+        server.tell(Expired(LEASE + 1))
+        server.tell(Status(LEASE + 1, ReplicaStatus.DOWN))
+        server.tell_raw(b"\xff{")
+        server.tell_raw(b"one", b"two")
+        server.tell(Status(LEASE, ReplicaStatus.DRAINING))
+        await eventually(lambda: ReplicaStatus.DRAINING in head.statuses)
+        assert head.deaths == []
+    assert caplog.text.count("Dropped a frame") == 1
+
+
+async def test_what_the_engine_said_before_its_loss_is_still_delivered(head: Head, server: FakeServer) -> None:
+    async with head.attached(server) as replica:
+        replica.client.pause_reading()
+        server.say(TimedOutputs(timestamp=1.0, outputs=[TimedOutput("a-1")]))
+        server.say(TimedOutputs(timestamp=2.0, outputs=[TimedOutput("a-2")]))
+        # Later messages of the same sender have been answered, so these have arrived, too.
+        beats = len(server.heard)
+        await eventually(lambda: len(server.heard) > beats + 2)
+        server.tell(Status(LEASE, ReplicaStatus.ERROR, "its engine died"))
+        await eventually(lambda: head.deaths)
+        assert [output.request_id for outputs in head.outputs for output in outputs.outputs] == ["a-1", "a-2"]
+
+
+async def test_a_server_that_dies_is_a_loss(head: Head) -> None:
+    server = FakeServer()
+    async with head.attached(server):
+        server.close()
+        await eventually(lambda: head.deaths)
+        assert re.fullmatch("the (data )?connection to its server broke", head.deaths[0])
+
+
+async def test_broken_data_connections_are_a_loss(head: Head, server: FakeServer) -> None:
+    async with head.attached(server):
+        server.cut()
+        await eventually(lambda: head.deaths)
+        assert head.deaths == ["the data connection to its server broke"]
+
+
+async def test_a_server_that_gives_no_sign_of_life_is_a_loss(head: Head, server: FakeServer) -> None:
+    head.set(heartbeat_timeout=0.2)
+    async with head.attached(server):
+        server.answers_beats = False
+        await eventually(lambda: head.deaths)
+        assert head.deaths == ["its server has not answered for 0.2 s"]
+
+
+async def test_a_head_that_was_stopped_itself_blames_nobody(head: Head, server: FakeServer) -> None:
+    head.set(heartbeat_timeout=0.1)
+    async with head.attached(server):
+        heard = len(server.heard)
+        # Both stand still, since they share the loop: the next beat is late by more than the timeout.
+        stand_still()
+        await eventually(lambda: len(server.heard) > heard + 5)
+        assert head.deaths == []
+
+
+async def test_a_link_that_is_cut_without_a_word_is_a_loss(head: Head, server: FakeServer) -> None:
+    wire = Wire(server.info.control_addr)
+    server.info = with_changes(server.info, control_addr=await wire.open())
+    try:
+        async with head.attached(server):
+            wire.cut = True
+            await eventually(lambda: head.deaths)
+            assert head.deaths == ["the connection to its server broke"]
+    finally:
+        await wire.close()
+
+
+async def test_an_engine_that_hangs_is_not_attached_to(head: Head, server: FakeServer) -> None:
+    head.set(heartbeat_timeout=0.3)
+    server.answers_calls = False
+    with pytest.raises(ReplicaError, match=r"its engine did not answer within 0\.3 s"):
+        await head.attach(server)
+    await eventually(lambda: server.said(Detach))
+
+
+async def test_a_server_that_does_not_answer_is_named(head: Head, server: FakeServer) -> None:
+    head.set(heartbeat_timeout=0.2)
+    server.answers_attach = False
+    with pytest.raises(ReplicaError, match=r"its server at tcp://127\.0\.0\.1:\d+ did not answer within 0\.2 s"):
+        await head.attach(server)
+
+
+async def test_an_engine_lost_while_attaching_is_an_error_at_once(head: Head, server: FakeServer) -> None:
+    server.answers_calls = False
+    attaching = asyncio.ensure_future(head.attach(server))
+    await eventually(lambda: server.received)
+    server.tell(Status(LEASE, ReplicaStatus.ERROR, "its engine died"))
+    with pytest.raises(ReplicaError, match="its engine died"):
+        await attaching
+
+
+async def test_an_address_that_nobody_answers_is_named_with_ours_and_the_systems_reason(
+    head: Head, server: FakeServer
+) -> None:
+    head.set(heartbeat_timeout=0.2)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server.info = with_changes(server.info, control_addr=f"tcp://127.0.0.1:{port}")
+    told = f"announced tcp://127.0.0.1:{port}, which this head cannot reach from 127.0.0.1: Connection refused"
+    with pytest.raises(ReplicaError, match=re.escape(told)):
+        await head.attach(server)
+
+
+async def test_a_data_address_that_nobody_answers_is_named(head: Head, server: FakeServer) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server.info = with_changes(server.info, output_addr=f"tcp://127.0.0.1:{port}")
+    told = f"announced tcp://127.0.0.1:{port}, which this head cannot reach from 127.0.0.1: Connection refused"
+    with pytest.raises(ReplicaError, match=re.escape(told)):
+        await head.attach(server)
+
+
+@pytest.mark.parametrize("address", ["tcp://nowhere", "nonsense"])
+async def test_an_address_that_is_none_is_an_error(head: Head, server: FakeServer, address: str) -> None:
+    server.info = with_changes(server.info, control_addr=address)
+    with pytest.raises(ReplicaError, match=f"cannot connect to '{address}'"):
+        await head.attach(server)
+
+
+async def test_a_port_that_is_none_is_named(head: Head, server: FakeServer) -> None:
+    head.set(heartbeat_timeout=0.1)
+    server.info = with_changes(server.info, control_addr="tcp://127.0.0.1:99999")
+    with pytest.raises(ReplicaError, match=r"announced tcp://127\.0\.0\.1:99999, which is no tcp address"):
+        await head.attach(server)
+
+
+async def test_data_sockets_that_do_not_admit_us_are_named(head: Head, server: FakeServer) -> None:
+    server.admits = False
+    with pytest.raises(ReplicaError, match=r"tcp://127\.0\.0\.1:\d+ refused the data connection"):
+        await head.attach(server)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [((NEW,), (NEW,)), ((NEW, OLD), (OLD,)), ((OLD,), (OLD, NEW)), ((OLD, NEW), (NEW, OLD))],
+    ids=["same", "head knows the new one first", "server knows the new one too", "both turned around"],
+)
+async def test_ends_that_share_a_secret_work_together_encrypted(
+    head: Head, ours: tuple[str, ...], theirs: tuple[str, ...]
+) -> None:
+    server = FakeServer(Secrets(theirs))
+    head.set(secrets=Secrets(ours))
+    try:
+        async with head.attached(server) as replica:
+            replica.client.add_request(FakeRequest("a"), "a-1")
+            await eventually(lambda: len(server.received) == 2)
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "told"),
+    [
+        ((FOREIGN,), (NEW,), "--omni-secret-file"),
+        ((), (NEW,), "--omni-secret-file|before the handshake was done"),
+        ((NEW,), (), "--omni-secret-file"),
+    ],
+    ids=["another secret", "no secret", "a secret too many"],
+)
+async def test_ends_that_share_no_secret_are_told_why(
+    head: Head, ours: tuple[str, ...], theirs: tuple[str, ...], told: str
+) -> None:
+    server = FakeServer(Secrets(theirs) if theirs else None)
+    head.set(secrets=Secrets(ours) if ours else None)
+    try:
+        with pytest.raises(ReplicaError, match=f"{server.info.control_addr}: .*({told})"):
+            await head.attach(server)
+        assert server.heard == []
+    finally:
+        server.close()

@@ -1,0 +1,20 @@
+"""A head for each test. Imports vLLM before any test does: importing it warns, and warnings are errors here."""
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import vllm.v1.engine.core  # noqa: F401
+
+from tests.sim.protocol.heads import Head, open_head
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> Iterator[Head]:
+    """A head without an engine yet; closed with all its engines."""
+    with open_head(tmp_path) as opened:
+        yield opened

@@ -1,0 +1,54 @@
+"""Simulated engines on real sockets, behind the link and the client that real ones have."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tests.sim.drive import SETTINGS
+from vllm_omni_plugin.replicas.local import LocalReplica, start_local_replica
+from vllm_omni_plugin.sim.host import EngineHost
+from vllm_omni_plugin.sim.launcher import SimLauncher
+from vllm_omni_plugin.vllm_api.engine_api import EngineApi
+
+FAST = replace(SETTINGS, step_s=0.001, prefill_token_s=0.0, sequence_s=0.0, max_model_len=64)
+
+
+@dataclass
+class Head:
+    """What a head has of one simulated engine.
+
+    Attributes:
+        outputs: each `EngineCoreOutput` of the engine, in order.
+        stats: each `SchedulerStats`.
+        deaths: reasons.
+    """
+
+    launcher: SimLauncher
+    executor: ThreadPoolExecutor
+    outputs: list[Any] = field(default_factory=list)
+    stats: list[Any] = field(default_factory=list)
+    deaths: list[str] = field(default_factory=list)
+
+    async def start(self, codec: EngineApi | None = None) -> LocalReplica:
+        """Start the engine and attach to it."""
+        return await start_local_replica(
+            self.launcher, codec or EngineApi(), self.executor, 0, self._on_outputs, self.deaths.append
+        )
+
+    def _on_outputs(self, outputs: Any) -> None:
+        self.outputs += outputs.outputs
+        if outputs.scheduler_stats is not None:
+            self.stats.append(outputs.scheduler_stats)
+
+
+@contextmanager
+def open_head(folder: Path) -> Iterator[Head]:
+    """A head without an engine yet; ends with all its engines."""
+    with EngineHost() as host, ThreadPoolExecutor(4) as executor:
+        launcher = SimLauncher(host, FAST, lambda replica_id: b"ready %d" % replica_id, folder)
+        yield Head(launcher, executor)
+        for process in launcher.processes.values():
+            process.kill()

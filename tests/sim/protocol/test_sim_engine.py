@@ -1,0 +1,236 @@
+"""Simulated engines speak vLLM's protocol over real sockets, through the client that real engines have."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from vllm.lora.request import LoRARequest
+from vllm.v1.engine import FinishReason
+
+from tests.fakes.conditions import eventually
+from tests.sim.drive import answer
+from tests.sim.drive import request as sim_request
+from tests.sim.protocol.heads import FAST, Head
+from tests.sim.protocol.requests import LONG, request
+from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.vllm_api.engine_api import EngineApi
+
+
+def ended(head: Head) -> dict[str, FinishReason]:
+    return {output.request_id: output.finish_reason for output in head.outputs if output.finished}
+
+
+def tokens(head: Head, request_id: str) -> list[int]:
+    return [token for output in head.outputs if output.request_id == request_id for token in output.new_token_ids]
+
+
+async def test_requests_are_answered_with_the_models_tokens(head: Head) -> None:
+    replica = await head.start()
+    assert replica.ready_response == b"ready 0"
+    for request_id in ("a", "b"):
+        replica.client.add_request(request(request_id), request_id)
+    await eventually(lambda: len(ended(head)) == 2)
+    assert ended(head) == {"a": FinishReason.LENGTH, "b": FinishReason.LENGTH}
+    assert tokens(head, "a") == tokens(head, "b") == answer(sim_request("a"), FAST)
+    await replica.close(head.executor)
+    assert head.deaths == ["closed"]
+
+
+async def test_the_first_output_tells_what_came_before_and_stats_come_with_steps(head: Head) -> None:
+    replica = await head.start()
+    for request_id in ("a", "b"):
+        replica.client.add_request(request(request_id, 17), request_id)
+        await eventually(lambda request_id=request_id: request_id in ended(head))
+    first, *rest = [output for output in head.outputs if output.request_id == "b"]
+    assert first.prefill_stats.num_cached_tokens == 16
+    assert [event.type.name for event in first.events] == ["QUEUED", "SCHEDULED"]
+    assert all(output.prefill_stats is None for output in rest)
+    assert max(stats.num_running_reqs for stats in head.stats) == 1
+    assert sum(stats.prefix_cache_stats.hits for stats in head.stats) == 16
+    await replica.close(head.executor)
+
+
+async def test_stop_tokens_are_honoured_and_named(head: Head) -> None:
+    replica = await head.start()
+    stop = answer(sim_request("a"), FAST)[1]
+    replica.client.add_request(request("a", stop_token_ids=[stop]), "a")
+    await eventually(lambda: "a" in ended(head))
+    assert (head.outputs[-1].finish_reason, head.outputs[-1].stop_reason) == (FinishReason.STOP, stop)
+    await replica.close(head.executor)
+
+
+async def test_an_aborted_request_says_nothing_more(head: Head) -> None:
+    replica = await head.start()
+    head.launcher.processes[0].slow_down(50)
+    replica.client.add_request(request("a", max_tokens=LONG), "a")
+    await eventually(lambda: tokens(head, "a"))
+    replica.client.abort_requests(["a", "unknown"])
+    assert await replica.client.call("is_sleeping") is False
+    heard = len(head.outputs)
+    replica.client.add_request(request("b", max_tokens=2), "b")
+    await eventually(lambda: "b" in ended(head))
+    assert {output.request_id for output in head.outputs[heard:]} == {"b"}
+    await replica.close(head.executor)
+
+
+async def test_all_requests_are_aborted_by_one_call_without_a_word(head: Head) -> None:
+    replica = await head.start()
+    head.launcher.processes[0].slow_down(50)
+    for request_id in ("a", "b"):
+        replica.client.add_request(request(request_id, max_tokens=LONG), request_id)
+    await replica.client.call("abort_requests", None)
+    heard = len(head.outputs)
+    replica.client.add_request(request("a", max_tokens=1), "a")
+    await eventually(lambda: ended(head))
+    assert [output.finish_reason for output in head.outputs[heard:]] == [FinishReason.LENGTH]
+    await replica.close(head.executor)
+
+
+async def test_what_is_not_simulated_is_refused_request_by_request(head: Head) -> None:
+    replica = await head.start()
+    embeddings = request("a")
+    embeddings.prompt_token_ids = None
+    streaming = request("b")
+    streaming.resumable = True
+    for asked in (embeddings, streaming, request("c", prompt=64)):
+        replica.client.add_request(asked, asked.request_id)
+    await eventually(lambda: len(ended(head)) == 3)
+    assert set(ended(head).values()) == {FinishReason.ERROR}
+    assert head.deaths == []
+    await replica.close(head.executor)
+
+
+async def test_a_duplicate_id_kills_the_engine_with_notice_as_in_vllm(head: Head) -> None:
+    replica = await head.start()
+    for _ in range(2):
+        replica.client.add_request(request("a", max_tokens=LONG), "a")
+    await eventually(lambda: head.deaths)
+    assert head.deaths == ["the engine reported its own death"]
+    assert head.launcher.processes[0].ended
+    await replica.close(head.executor)
+
+
+async def test_a_frame_that_is_no_request_kills_the_engine(head: Head) -> None:
+    class Garbling(EngineApi):
+        def encode_add(self, *args: Any, **kwargs: Any) -> Any:
+            return (b"\x00", b"garbage")
+
+    replica = await head.start(Garbling())
+    replica.client.add_request(request(), "a")
+    await eventually(lambda: head.deaths)
+    assert head.deaths == ["the engine reported its own death"]
+    await replica.close(head.executor)
+
+
+async def test_a_killed_engine_is_seen_by_its_sentinel_and_can_be_started_again(head: Head) -> None:
+    replica = await head.start()
+    replica.client.add_request(request("a", max_tokens=LONG), "a")
+    head.launcher.processes[0].kill()
+    await eventually(lambda: head.deaths)
+    assert "exited" in head.deaths[0]
+    await replica.close(head.executor)
+    again = await head.start()
+    again.client.add_request(request("b"), "b")
+    await eventually(lambda: "b" in ended(head))
+    await again.close(head.executor)
+
+
+async def test_a_hung_engine_answers_nothing_until_it_goes_on(head: Head) -> None:
+    replica = await head.start()
+    process = head.launcher.processes[0]
+    replica.client.add_request(request("a", max_tokens=LONG), "a")
+    await eventually(lambda: tokens(head, "a"))
+    process.hang()
+    replica.client.drain()
+    heard = len(tokens(head, "a"))
+    call = asyncio.create_task(replica.client.call("is_sleeping"))
+    process.hang()
+    assert (call.done(), len(tokens(head, "a"))) == (False, heard)
+    process.unhang()
+    assert await call is False
+    await eventually(lambda: "a" in ended(head))
+    assert tokens(head, "a") == answer(sim_request("a", max_tokens=LONG), FAST)
+    await replica.close(head.executor)
+
+
+async def test_a_pause_aborts_keeps_or_awaits_what_runs(head: Head) -> None:
+    replica = await head.start()
+    call = replica.client.call
+    replica.client.add_request(request("aborted", max_tokens=LONG), "aborted")
+    await call("pause_scheduler", "abort", True)
+    await eventually(lambda: ended(head) == {"aborted": FinishReason.ABORT})
+    assert (await call("is_scheduler_paused"), await call("is_sleeping")) == (True, True)
+    await call("resume_scheduler")
+
+    replica.client.add_request(request("awaited", max_tokens=LONG), "awaited")
+    await eventually(lambda: tokens(head, "awaited"))
+    await call("pause_scheduler", "wait", False)
+    assert ended(head)["awaited"] is FinishReason.LENGTH
+    replica.client.add_request(request("later"), "later")
+    await call("resume_scheduler")
+    await eventually(lambda: "later" in ended(head))
+
+    replica.client.add_request(request("kept", max_tokens=LONG), "kept")
+    await call("pause_scheduler", "keep", False)
+    assert "kept" not in ended(head)
+    await call("resume_scheduler")
+    await eventually(lambda: "kept" in ended(head))
+    await replica.close(head.executor)
+
+
+async def test_calls_are_answered_as_vllms_engine_answers_them(head: Head) -> None:
+    replica = await head.start()
+    call = replica.client.call
+    adapter = LoRARequest("adapter", 7, "somewhere")
+    assert await call("get_supported_tasks") == ["generate"]
+    assert await call("add_lora", adapter) is True
+    assert await call("list_loras") == [7]
+    assert await call("pin_lora", 7) is True
+    assert [await call("remove_lora", 7), await call("remove_lora", 7)] == [True, False]
+    await call("sleep", 1, "abort")
+    assert [await call("wake_up", ["weights"]), await call("is_sleeping")] == [False, True]
+    assert [await call("wake_up", None), await call("is_sleeping")] == [True, False]
+    await call("set_weight_version", "two")
+    assert await call("get_weight_version") == "two"
+    assert await call("reset_prefix_cache", False, False) is True
+    assert await call("collective_rpc", "anything", None, [], None) == [None]
+    for method in ("reset_mm_cache", "reset_encoder_cache", "profile"):
+        assert await call(method, *([True, None, None, None] if method == "profile" else [])) is None
+    await replica.close(head.executor)
+
+
+@pytest.mark.parametrize(
+    ("method", "args", "complaint"),
+    [
+        ("no_such_method", (), "a simulated engine has no method 'no_such_method'"),
+        ("pin_lora", (9,), "adapter 9 is not loaded"),
+        ("is_sleeping", (1, 2), "takes 0 positional arguments"),
+        ("release_kv_cache_memory", (), "it must be paused first"),
+        ("add_lora", ("not an adapter",), "Expected"),
+    ],
+)
+async def test_a_call_that_fails_says_why_and_harms_nothing(
+    head: Head, method: str, args: tuple[Any, ...], complaint: str
+) -> None:
+    replica = await head.start()
+    with pytest.raises(ReplicaError, match=f"Call to {method} method failed: .*{complaint}"):
+        await replica.client.call(method, *args)
+    assert await replica.client.call("is_sleeping") is False
+    await replica.close(head.executor)
+
+
+async def test_an_adapter_changes_the_answer(head: Head) -> None:
+    replica = await head.start()
+    asked = request()
+    asked.lora_request = LoRARequest("adapter", 7, "somewhere")
+    replica.client.add_request(asked, "a")
+    await eventually(lambda: "a" in ended(head))
+    assert tokens(head, "a") == answer(sim_request("a", lora_id=7), FAST) != answer(sim_request("a"), FAST)
+    await replica.close(head.executor)
+
+
+async def test_an_engine_killed_before_it_is_ready_never_is(head: Head) -> None:
+    starting = head.launcher.start(0)
+    starting.abandon()
+    with pytest.raises(ReplicaError, match="ended before it was ready"):
+        starting.wait(head.launcher.new_ipc_address(), [head.launcher.new_ipc_address()])

@@ -1,0 +1,73 @@
+"""The arguments of the simulation, without vLLM's parser that reads them in service."""
+
+import argparse
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_omni_plugin.errors import ConfigError
+from vllm_omni_plugin.sim.command import add_flags, add_parser, settings_of
+
+
+def flags(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    return parser.parse_args(arguments)
+
+
+def vllm_config(**cache: Any) -> Any:
+    return SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=1000, seed=3, get_vocab_size=lambda: 512),
+        cache_config=SimpleNamespace(**({"block_size": 16, "enable_prefix_caching": True} | cache)),
+        scheduler_config=SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=256),
+    )
+
+
+def test_everything_behind_the_sub_command_is_left_to_vllms_parser() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config")
+    add_parser(parser.add_subparsers())
+    given = ["M", "--replicas", "3", "--help", "-omp", "1", "--config", "f", "--", "x"]
+    args = parser.parse_args(["sim", *given])
+    assert [argument for argument in args.arguments if argument != "--"] == [x for x in given if x != "--"]
+    assert callable(args.run)
+
+
+def test_capacities_are_vllms_and_speeds_are_ours() -> None:
+    settings = settings_of(vllm_config(), flags("--tokens-per-second", "50", "--prefill-tokens-per-second", "2000"))
+    assert settings.step_s + settings.sequence_s == pytest.approx(0.02)
+    assert settings.prefill_token_s == pytest.approx(0.0005)
+    assert (settings.max_num_seqs, settings.max_num_batched_tokens, settings.block_size) == (8, 256, 16)
+    assert (settings.max_model_len, settings.vocabulary_size, settings.seed) == (1000, 512, 3)
+
+
+def test_the_kv_memory_holds_32_long_requests_unless_told_otherwise() -> None:
+    assert settings_of(vllm_config(), flags()).kv_blocks == 32 * 63
+    assert settings_of(vllm_config(), flags("--kv-blocks", "100")).kv_blocks == 100
+    assert settings_of(vllm_config(block_size=128), flags()).kv_blocks == 32 * 8
+
+
+def test_kv_memory_for_less_than_one_long_request_is_refused() -> None:
+    with pytest.raises(ConfigError, match="give at least 63"):
+        settings_of(vllm_config(), flags("--kv-blocks", "62"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--replicas", "0"), "argument --replicas: 0 is not above 0"),
+        (("--replicas", "1.5"), "argument --replicas: '1.5' is not a number"),
+        (("--tokens-per-second", "-3"), "argument --tokens-per-second: -3 is not above 0"),
+        (("--prefill-tokens-per-second", "fast"), "argument --prefill-tokens-per-second: 'fast' is not a number"),
+        (("--tokens-per-second", "nan"), "argument --tokens-per-second: nan is not above 0"),
+        (("--kv-blocks", "-1"), "argument --kv-blocks: -1 is not above 0"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(
+    arguments: tuple[str, ...], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        flags(*arguments)
+    assert exit_info.value.code == 2
+    assert complaint in capsys.readouterr().err

@@ -1,0 +1,118 @@
+"""KV memory: nothing is lost, nothing is promised twice, the least recently used goes first."""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from vllm_omni_plugin.sim.kv_cache import BlockKey, Holding, KVCache
+
+BLOCKS = 8
+
+
+def key(number: int) -> BlockKey:
+    return ("", number)
+
+
+def hold(cache: KVCache, *numbers: int) -> Holding:
+    """Let a sequence in that makes these blocks."""
+    holding = cache.admit((), len(numbers))
+    assert holding is not None
+    cache.allocate(holding, len(numbers))
+    for number in numbers:
+        cache.share(holding, key(number))
+    return holding
+
+
+def test_blocks_of_the_departed_stay_cached() -> None:
+    cache = KVCache(BLOCKS)
+    cache.release(hold(cache, 1, 2, 3))
+    assert (cache.usage, cache.idle) == (0.0, 3)
+    assert cache.cached_prefix([key(1), key(2), key(9), key(3)]) == 2
+
+
+def test_shared_blocks_count_once_and_stay_until_their_last_user_leaves() -> None:
+    cache = KVCache(BLOCKS)
+    first = hold(cache, 1, 2)
+    second = cache.admit([key(1), key(2)], 3)
+    assert second is not None
+    assert cache.usage == 2 / BLOCKS
+    cache.release(first)
+    assert (cache.usage, cache.idle) == (2 / BLOCKS, 0)
+    cache.release(second)
+    assert (cache.usage, cache.idle) == (0.0, 2)
+
+
+def test_the_same_block_made_twice_is_kept_once() -> None:
+    cache = KVCache(BLOCKS)
+    first, second = hold(cache, 1), hold(cache, 1)
+    assert cache.usage == 1 / BLOCKS
+    cache.release(first)
+    assert cache.idle == 0
+    cache.release(second)
+    assert cache.idle == 1
+
+
+def test_what_is_promised_is_not_promised_again() -> None:
+    cache = KVCache(BLOCKS)
+    holding = cache.admit((), BLOCKS - 1)
+    assert holding is not None
+    assert cache.admit((), 2) is None
+    assert cache.usage == 0.0
+    cache.release(holding)
+    assert cache.admit((), BLOCKS) is not None
+
+
+def test_the_least_recently_used_goes_first_and_of_one_prompt_its_end() -> None:
+    cache = KVCache(BLOCKS)
+    cache.release(hold(cache, 1, 2, 3))
+    cache.release(hold(cache, 4, 5, 6))
+    hold(cache, 7, 8, 9)
+    assert [cache.cached_prefix([key(number)]) for number in range(1, 7)] == [1, 1, 0, 1, 1, 1]
+
+
+class Histories(RuleBasedStateMachine):
+    """Any order of calls that the model may make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = KVCache(BLOCKS)
+        self.holdings: list[tuple[Holding, int]] = []
+
+    @rule(stem=st.integers(0, 2), blocks=st.integers(1, 5))
+    def admit(self, stem: int, blocks: int) -> None:
+        keys = [key(stem * 10 + position) for position in range(blocks - 1)]
+        cached = keys[: self.cache.cached_prefix(keys)]
+        holding = self.cache.admit(cached, blocks)
+        if holding is not None:
+            self.holdings.append((holding, stem))
+
+    @precondition(lambda self: self.holdings)
+    @rule(data=st.data())
+    def grow(self, data: st.DataObject) -> None:
+        holding, stem = data.draw(st.sampled_from(self.holdings))
+        if holding.promised:
+            self.cache.allocate(holding, 1)
+            self.cache.share(holding, key(stem * 10 + len(holding.keys)))
+
+    @precondition(lambda self: self.holdings)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        index = data.draw(st.integers(0, len(self.holdings) - 1))
+        self.cache.release(self.holdings.pop(index)[0])
+
+    @invariant()
+    def usage_is_that_of_the_holdings(self) -> None:
+        shared = {shared for holding, _ in self.holdings for shared in holding.keys}
+        private = sum(holding.private for holding, _ in self.holdings)
+        assert self.cache.usage == (len(shared) + private) / BLOCKS
+        assert len(shared) + private + self.cache.idle <= BLOCKS
+
+    @invariant()
+    def promises_can_be_kept(self) -> None:
+        shared = {shared for holding, _ in self.holdings for shared in holding.keys}
+        open_promises = sum(holding.promised + holding.private for holding, _ in self.holdings)
+        assert len(shared) + open_promises <= BLOCKS
+
+
+TestHistories = Histories.TestCase
+TestHistories.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

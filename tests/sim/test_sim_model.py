@@ -1,0 +1,201 @@
+"""The model of an engine, in simulated time: how long iterations take, who gets into them, what the cache saves."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.sim.drive import SETTINGS, request, run, tokens_of
+from vllm_omni_plugin.errors import ConfigError
+from vllm_omni_plugin.sim import EngineModel, EngineSettings, Prefill
+
+
+def submitted(*requests: object, settings: EngineSettings = SETTINGS) -> EngineModel:
+    model = EngineModel(settings)
+    for asked in requests:
+        model.submit(asked, 0.0)  # type: ignore[arg-type]
+    return model
+
+
+def times(model: EngineModel, request_id: str) -> list[float]:
+    return [round(now, 6) for now, output in run(model) if output.request_id == request_id]
+
+
+def test_an_idle_engine_has_nothing_to_do() -> None:
+    step = EngineModel(SETTINGS).step(5.0)
+    assert (step.outputs, step.next_time, step.report) == ([], None, None)
+
+
+def test_a_prompt_takes_time_by_its_tokens_and_each_further_token_one_iteration() -> None:
+    assert times(submitted(request("a", 8, 3)), "a") == [1.08, 2.18, 3.28]
+
+
+def test_sequences_decode_together_and_each_costs_a_little() -> None:
+    model = submitted(request("a", 8, 3), request("b", 9, 3))
+    assert times(model, "a") == [1.17, 2.37, 3.57]
+
+
+def test_a_long_prompt_is_computed_in_chunks_and_gives_one_token_at_its_end() -> None:
+    model = submitted(request("a", 40, 2), settings=replace(SETTINGS, max_num_batched_tokens=16))
+    assert times(model, "a") == [3.40, 4.50]
+
+
+def test_running_sequences_come_before_the_prompts_of_others() -> None:
+    model = submitted(request("a", 8, 4), settings=replace(SETTINGS, max_num_batched_tokens=8))
+    first = model.step(0.0)
+    assert first.next_time == pytest.approx(1.08)
+    model.submit(request("b", 9, 1), 0.5)
+    timeline = run(model, now=1.08)
+    assert [round(now, 6) for now, output in timeline if output.request_id == "a"] == [1.08, 2.25, 3.37, 4.47]
+    assert [round(now, 6) for now, output in timeline if output.request_id == "b"] == [3.37]
+
+
+def test_an_iteration_that_has_begun_takes_nobody_in() -> None:
+    model = submitted(request("a", 8, 1))
+    model.step(0.0)
+    model.submit(request("b", 9, 1), 0.1)
+    assert model.step(0.1).next_time == pytest.approx(1.08)
+    assert times(model, "b") == [2.17]
+
+
+def test_requests_beyond_the_number_of_sequences_wait_in_order() -> None:
+    model = submitted(*(request(str(number), 4, 2) for number in range(6)))
+    timeline = run(model)
+    ends = [output.request_id for _, output in timeline if output.finish]
+    assert ends == ["0", "1", "2", "3", "4", "5"]
+    assert {output.request_id for now, output in timeline if now < 2} == {"0", "1", "2", "3"}
+
+
+def test_requests_wait_for_kv_memory_and_none_overtakes() -> None:
+    # Of 16 blocks the first takes 12, the second needs 10, the third would fit beside the first.
+    model = submitted(
+        request("a", 40, 8), request("b", 30, 8), request("c", 4, 1), settings=replace(SETTINGS, kv_blocks=16)
+    )
+    timeline = run(model)
+    ended = {output.request_id: now for now, output in timeline if output.finish}
+    scheduled = {output.request_id: output.prefill.scheduled_at for _, output in timeline if output.prefill}
+    assert scheduled == {"a": 0.0, "b": ended["a"], "c": ended["a"]}
+
+
+def test_an_abort_ends_a_running_and_a_waiting_request_without_an_output() -> None:
+    model = submitted(*(request(str(number), 4, 50) for number in range(5)))
+    model.step(0.0)
+    model.abort(["0", "4", "unknown"])
+    timeline = run(model)
+    assert {output.request_id for _, output in timeline} == {"1", "2", "3"}
+    assert repr(model).startswith("<EngineModel 0 running, 0 waiting, KV 0% used")
+
+
+def test_an_id_may_come_again_once_it_has_ended() -> None:
+    model = submitted(request("a", 8, 9))
+    with pytest.raises(KeyError):
+        model.submit(request("a"), 0.0)
+    model.step(0.0)
+    model.abort(["a"])
+    model.submit(request("a", 8, 2), 0.5)
+    assert len(tokens_of(run(model, now=0.5), "a")) == 2
+
+
+@pytest.mark.parametrize("prompt", [0, 64, 100])
+def test_a_prompt_without_tokens_or_without_room_for_one_is_refused(prompt: int) -> None:
+    with pytest.raises(ValueError, match=f"a prompt of {prompt} tokens; it must have 1 to 63"):
+        EngineModel(SETTINGS).submit(request("a", [1] * prompt), 0.0)
+
+
+def test_a_token_that_is_none_is_refused() -> None:
+    with pytest.raises(OverflowError):
+        EngineModel(SETTINGS).submit(request("a", [-1]), 0.0)
+
+
+def test_memory_too_small_for_one_request_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"15 KV blocks of 4 tokens cannot hold .* length 64: give at least 16"):
+        replace(SETTINGS, kv_blocks=15)
+
+
+def test_a_slow_engine_takes_longer() -> None:
+    model = EngineModel(SETTINGS)
+    model.slowdown = 10.0
+    model.submit(request("a", 8, 1), 0.0)
+    assert model.step(0.0).next_time == pytest.approx(10.8)
+
+
+def test_a_paused_engine_finishes_what_runs_and_admits_nothing() -> None:
+    model = submitted(request("a", 8, 3))
+    model.step(0.0)
+    model.admitting = False
+    model.submit(request("b", 8, 1), 0.5)
+    assert {output.request_id for _, output in run(model, now=0.5)} == {"a"}
+    assert (model.busy, model.request_ids) == (False, ["b"])
+    model.admitting = True
+    assert len(tokens_of(run(model, now=9.0), "b")) == 1
+
+
+def test_a_frozen_engine_ends_its_iteration_and_begins_none() -> None:
+    model = submitted(request("a", 8, 3))
+    model.step(0.0)
+    model.scheduling = False
+    assert len(tokens_of(run(model), "a")) == 1
+    model.scheduling = True
+    assert len(tokens_of(run(model, now=9.0), "a")) == 2
+
+
+def test_a_prompt_seen_before_is_not_computed_again() -> None:
+    model = submitted(request("a", 17, 1))
+    assert run(model)[-1][0] == pytest.approx(1.17)
+    model.submit(request("b", 17, 1), 10.0)
+    now, output = run(model, now=10.0)[-1]
+    assert output.prefill == Prefill(10.0, 10.0, 17, cached_tokens=16)
+    assert now == pytest.approx(11.01)
+
+
+def test_a_prompt_seen_whole_still_computes_its_last_block() -> None:
+    model = submitted(request("a", 16, 1), request("b", 16, 1))
+    run(model)
+    model.submit(request("c", 16, 1), 10.0)
+    prefill = run(model, now=10.0)[-1][1].prefill
+    assert prefill is not None
+    assert prefill.cached_tokens == 12
+
+
+def test_answers_are_cached_for_the_next_turn_of_a_conversation() -> None:
+    first = request("a", 8, 9)
+    model = submitted(first)
+    said = tokens_of(run(model), "a")
+    model.submit(request("b", [*first.prompt, *said, 1, 2, 3], 1), 20.0)
+    prefill = run(model, now=20.0)[-1][1].prefill
+    assert prefill is not None
+    assert prefill.cached_tokens == 16
+
+
+def test_other_salts_and_adapters_share_no_blocks() -> None:
+    model = submitted(request("a", 17, 1))
+    run(model)
+    model.submit(request("salt", 17, 1, cache_salt="x"), 10.0)
+    model.submit(request("lora", 17, 1, lora_id=1), 10.0)
+    assert [output.prefill.cached_tokens for _, output in run(model, now=10.0) if output.prefill] == [0, 0]
+
+
+def test_without_prefix_caching_everything_is_computed() -> None:
+    model = submitted(request("a", 17, 1), settings=replace(SETTINGS, prefix_caching=False))
+    run(model)
+    model.submit(request("b", 17, 1), 10.0)
+    assert run(model, now=10.0)[-1][0] == pytest.approx(11.17)
+
+
+def test_a_report_comes_with_each_iteration_and_counts_since_the_last() -> None:
+    model = submitted(*(request(str(number), 4, 2) for number in range(5)))
+    assert model.step(0.0).report is None
+    first, second = model.step(1.16).report, model.step(9.0).report
+    assert first is not None
+    assert second is not None
+    assert (first.running, first.waiting, first.admitted, first.queried_tokens) == (4, 1, 4, 16)
+    assert (second.running, second.waiting, second.admitted, second.queried_tokens) == (0, 1, 0, 0)
+    assert first.kv_cache_usage > second.kv_cache_usage == 0.0
+
+
+def test_the_cache_is_cleared_only_when_nothing_is_in_use() -> None:
+    model = submitted(request("a", 17, 2))
+    model.step(0.0)
+    assert not model.reset_prefix_cache()
+    run(model)
+    assert model.reset_prefix_cache()
+    assert repr(model).endswith("0 blocks cached>")

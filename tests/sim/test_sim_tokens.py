@@ -1,0 +1,114 @@
+"""What simulated engines answer: the same tokens wherever and however they come to be."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.sim.drive import SETTINGS, answer, request, run, tokens_of
+from vllm_omni_plugin.sim import EngineModel, SimOutput
+from vllm_omni_plugin.sim.tokens import PrefixHash, choose_token
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=50), st.integers(0, 50))
+def test_the_hash_does_not_depend_on_the_portions(tokens: list[int], cut: int) -> None:
+    whole, parts = PrefixHash(b""), PrefixHash(b"")
+    whole.extend(tokens)
+    parts.extend(tokens[:cut])
+    assert parts.value == parts.value
+    parts.extend(tokens[cut:])
+    assert whole.value == parts.value
+
+
+def test_every_token_and_the_salt_change_the_hash() -> None:
+    def value(salt: bytes, *tokens: int) -> int:
+        prefix = PrefixHash(salt)
+        prefix.extend(tokens)
+        return prefix.value
+
+    values = [value(b""), value(b"", 1), value(b"", 2), value(b"", 1, 2), value(b"", 2, 1), value(b"x", 1)]
+    assert len(set(values)) == len(values)
+
+
+@given(st.integers(0, 2**64 - 1), st.sets(st.integers(0, 6), max_size=7), st.lists(st.integers(0, 6), unique=True))
+def test_avoided_tokens_are_chosen_only_where_there_is_no_other(
+    value: int, avoided: set[int], allowed: list[int]
+) -> None:
+    choices = set(allowed or range(7))
+    token = choose_token(value, 7, allowed, avoided)
+    assert token in choices
+    assert token not in avoided or choices <= avoided
+
+
+def test_an_answer_is_the_same_among_others_and_on_a_slower_engine() -> None:
+    alone = answer(request("a", max_tokens=20))
+    crowded = EngineModel(replace(SETTINGS, max_num_batched_tokens=5, step_s=7.0))
+    for number in range(3):
+        crowded.submit(request(f"other-{number}", 10 + number, 20), 0.0)
+    crowded.submit(request("a", max_tokens=20), 0.0)
+    assert tokens_of(run(crowded), "a") == alone
+    assert len(set(alone)) > 10
+
+
+@pytest.mark.parametrize("cut", [1, 3, 4, 7, 19])
+def test_an_answer_resumed_from_what_was_produced_goes_on_as_it_would_have(cut: int) -> None:
+    first = request("a", max_tokens=20)
+    whole = answer(first)
+    resumed = request("b", [*first.prompt, *whole[:cut]], max_tokens=20 - cut)
+    assert whole[:cut] + answer(resumed) == whole
+
+
+def test_weights_and_adapters_change_the_answer_and_cache_salts_do_not() -> None:
+    plain = answer(request("a"))
+    assert answer(request("a", cache_salt="private")) == plain
+    assert answer(request("a", lora_id=1)) != plain
+    assert answer(request("a"), replace(SETTINGS, seed=1)) != plain
+    assert answer(request("a"), replace(SETTINGS, prefix_caching=False)) == plain
+
+
+def outputs(asked: object) -> list[SimOutput]:
+    model = EngineModel(SETTINGS)
+    model.submit(asked, 0.0)  # type: ignore[arg-type]
+    return [output for _, output in run(model)]
+
+
+def test_an_answer_ends_at_its_maximum_length() -> None:
+    found = outputs(request("a", max_tokens=3))
+    assert [output.finish for output in found] == [None, None, "length"]
+
+
+def test_an_answer_without_a_maximum_ends_at_the_models() -> None:
+    found = outputs(request("a", 60, max_tokens=None))
+    assert (len(found), found[-1].finish) == (4, "length")
+
+
+def test_a_stop_token_ends_the_answer_and_is_named() -> None:
+    whole = answer(request("a", max_tokens=8))
+    found = outputs(request("a", max_tokens=8, stop_token_ids=frozenset({whole[2]})))
+    assert [output.token for output in found] == whole[:3]
+    assert (found[-1].finish, found[-1].stop_token) == ("stop", whole[2])
+
+
+def test_no_stop_token_comes_before_the_minimum_length() -> None:
+    whole = answer(request("a", max_tokens=8))
+    stops = frozenset({whole[0], whole[1]})
+    found = outputs(request("a", max_tokens=8, min_tokens=6, stop_token_ids=stops))
+    assert len(found) >= 6
+    assert not {output.token for output in found[:6]} & stops
+
+
+def test_the_end_of_sequence_token_never_comes_by_chance() -> None:
+    whole = answer(request("a", max_tokens=8))
+    found = outputs(request("a", max_tokens=8, eos_token_id=whole[2]))
+    assert [output.token for output in found[:3]] != whole[:3]
+    assert [output.finish for output in found] == [None] * 7 + ["length"]
+
+
+def test_the_end_of_sequence_token_comes_when_it_is_asked_for() -> None:
+    found = outputs(request("a", max_tokens=8, eos_token_id=5, allowed=[5]))
+    assert [(output.token, output.finish, output.stop_token) for output in found] == [(5, "stop", None)]
+
+
+def test_only_allowed_tokens_are_answered() -> None:
+    assert set(answer(request("a", max_tokens=40, allowed=[3, 5, 7]))) == {3, 5, 7}

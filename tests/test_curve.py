@@ -1,0 +1,398 @@
+"""Who may connect: the secret file, the keys that follow from it, and the gate, over real sockets."""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import zmq
+import zmq.utils.monitor
+
+from vllm_omni_plugin.curve import (
+    PLAIN_USERNAME,
+    Gate,
+    Secrets,
+    require_key,
+    require_password,
+    secure_client,
+    secure_server,
+    why_refused,
+)
+from vllm_omni_plugin.curve.refusals import LOG_INTERVAL, MAX_LOGGED_PEERS, RefusalLog
+from vllm_omni_plugin.errors import ConfigError
+
+OLD, NEW, OTHER = "the old secret of the fleet", "the new secret of the fleet", "somebody else's secret"
+Socket = zmq.Socket[bytes]
+
+
+@cache
+def made(*lines: str) -> Secrets:
+    """Return secrets that were derived once, because that is slow on purpose."""
+    return Secrets(lines)
+
+
+def secret_file(folder: Path, content: bytes, mode: int = 0o600) -> Path:
+    path = folder / "secret"
+    path.write_bytes(content)
+    path.chmod(mode)
+    return path
+
+
+def test_file_gives_one_secret_per_line_that_is_not_empty(tmp_path: Path) -> None:
+    secrets = Secrets.from_file(secret_file(tmp_path, f"\n  {OLD}\r\n\n{NEW}\n".encode()))
+    assert secrets.count == 2
+    assert secrets.server_keys("a") == Secrets([OLD, NEW]).server_keys("a")
+
+
+@pytest.mark.parametrize("mode", [0o400, 0o600, 0o700])
+def test_file_for_its_owner_alone_is_accepted(tmp_path: Path, mode: int) -> None:
+    assert Secrets.from_file(secret_file(tmp_path, OLD.encode(), mode)).count == 1
+
+
+@pytest.mark.parametrize("mode", [0o604, 0o640, 0o620, 0o602, 0o610, 0o644, 0o666])
+def test_file_that_others_may_touch_is_refused(tmp_path: Path, mode: int) -> None:
+    with pytest.raises(ConfigError, match=f"--omni-secret-file .*mode {mode:04o}.*chmod 600"):
+        Secrets.from_file(secret_file(tmp_path, OLD.encode(), mode))
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        pytest.param(b"", "it is empty", id="empty"),
+        pytest.param(b" \n\n\t\n", "it is empty", id="blank"),
+        pytest.param(b"too short", "at least 16 characters", id="short"),
+        pytest.param(f"{OLD}\nshort".encode(), "at least 16 characters", id="second short"),
+        pytest.param(f"{OLD}\n{NEW}\n{OTHER}".encode(), "one or two secrets.*not 3", id="three"),
+        pytest.param(b"\xff" * 32, "not UTF-8", id="binary"),
+        pytest.param(b"x" * 5000, "larger than 4096 bytes", id="large"),
+    ],
+)
+def test_file_with_other_content_is_refused(tmp_path: Path, content: bytes, problem: str) -> None:
+    path = secret_file(tmp_path, content)
+    with pytest.raises(ConfigError, match=f"--omni-secret-file {path}: .*{problem}") as caught:
+        Secrets.from_file(path)
+    assert OLD not in str(caught.value)
+
+
+def test_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--omni-secret-file .*No such file"):
+        Secrets.from_file(tmp_path / "absent")
+
+
+def test_what_is_no_regular_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    for path in (tmp_path, tmp_path / "pipe", Path("/dev/null")):
+        with pytest.raises(ConfigError, match=r"not a regular file|Is a directory"):
+            Secrets.from_file(path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a file away")
+def test_file_of_another_user_is_refused(tmp_path: Path) -> None:
+    path = secret_file(tmp_path, OLD.encode())
+    os.chown(path, 1, 1)
+    with pytest.raises(ConfigError, match="belongs to user 1"):
+        Secrets.from_file(path)
+
+
+def test_neither_text_shows_the_secret() -> None:
+    assert repr(Secrets([OLD])) == "<Secrets [1]>"
+    assert OLD not in str(vars(Secrets([OLD])))
+
+
+def test_keys_differ_by_secret_role_and_end() -> None:
+    first, second = Secrets([OLD]), Secrets([NEW])
+    pairs = [
+        keys
+        for secrets in (first, second)
+        for role in ("coordinator", "replica")
+        for keys in (secrets.server_keys(role), secrets.client_keys(role, 0))
+    ]
+    assert len({pair.public for pair in pairs}) == len({pair.secret for pair in pairs}) == 8
+    assert all(zmq.curve_public(pair.secret) == pair.public for pair in pairs)
+
+
+def test_same_secret_gives_the_same_keys_on_every_machine() -> None:
+    # Changing how they are derived would split a fleet in the middle of an upgrade.
+    assert Secrets([OLD]).server_keys("coordinator").public == b"YJKb2TrOF%>y?=gw2yklJ*>mr^%haTb$28$O%)2W"
+
+
+class Site:
+    """A context with a gate, and clients of a context of their own, all of which are closed at the end."""
+
+    def __init__(self, secrets: Secrets | None) -> None:
+        self.context: zmq.Context[Socket] = zmq.Context()
+        self.outside: zmq.Context[Socket] = zmq.Context()
+        self.now = 0.0
+        self.gate = Gate(self.context, secrets, clock=lambda: self.now)
+        self.secrets = secrets
+        self.opened: list[Socket] = []
+
+    def serve(self, secure: Callable[[Socket], None] | None = None) -> Socket:
+        server = self.context.socket(zmq.ROUTER)
+        self.opened.append(server)
+        if secure is None:
+            secure_server(server, self.secrets, "test")
+        else:
+            secure(server)
+        self.gate.watch(server, "test")
+        server.bind("tcp://127.0.0.1:*")
+        return server
+
+    def connect(self, server: Socket, secure: Callable[[Socket], None]) -> tuple[int, int]:
+        """Return the first event of a client's handshake and its value."""
+        client = self.outside.socket(zmq.DEALER)
+        client.linger = 0
+        client.reconnect_ivl = -1
+        secure(client)
+        failed = (
+            zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        )
+        monitor = client.get_monitor_socket(failed | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        monitor.rcvtimeo = 20_000
+        client.connect(server.get_string(zmq.LAST_ENDPOINT))
+        event = zmq.utils.monitor.recv_monitor_message(monitor)
+        client.disable_monitor()
+        monitor.close()
+        client.close()
+        return int(event["event"]), int(event["value"])
+
+    def lets_in(self, server: Socket, secure: Callable[[Socket], None]) -> bool:
+        return self.connect(server, secure)[0] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+
+    def close(self) -> None:
+        for server in self.opened:
+            server.close(linger=0)
+        self.gate.close()
+        self.context.term()
+        self.outside.term()
+
+
+@pytest.fixture
+def sites() -> Iterator[Callable[[Secrets | None], Site]]:
+    before = threading.active_count()
+    opened: list[Site] = []
+
+    def open_site(secrets: Secrets | None) -> Site:
+        opened.append(Site(secrets))
+        return opened[-1]
+
+    yield open_site
+    for site in opened:
+        site.close()
+    assert threading.active_count() == before
+
+
+OpenSite = Callable[[Secrets | None], Site]
+
+
+def holder(secrets: Secrets | None, role: str = "test", attempt: int = 0) -> Callable[[Socket], None]:
+    return lambda socket: secure_client(socket, secrets, role, attempt)
+
+
+def with_password(password: str, username: str = PLAIN_USERNAME) -> Callable[[Socket], None]:
+    def secure(socket: Socket) -> None:
+        socket.plain_username, socket.plain_password = username.encode(), password.encode()
+
+    return secure
+
+
+def with_keys(server_key: bytes, public: bytes, secret: bytes) -> Callable[[Socket], None]:
+    def secure(socket: Socket) -> None:
+        socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = server_key, public, secret
+
+    return secure
+
+
+def eventually(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.005)
+
+
+def test_holder_of_the_secret_is_let_in(sites: OpenSite) -> None:
+    site = sites(made(OLD))
+    site.gate.admit_secret_holders("test")
+    assert site.lets_in(site.serve(), holder(made(OLD)))
+    assert site.gate.refused == 0
+
+
+STRANGERS = {
+    "another secret": holder(made(OTHER)),
+    "no secret": lambda socket: None,
+    "another mechanism": with_password("x" * 40),
+    "the keys of another role": holder(made(OLD), "replica"),
+}
+
+
+@pytest.mark.parametrize("stranger", STRANGERS.values(), ids=STRANGERS.keys())
+def test_stranger_is_refused_counted_and_logged_with_its_address(
+    sites: OpenSite, stranger: Callable[[Socket], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    site = sites(made(OLD))
+    site.gate.admit_secret_holders("test")
+    server = site.serve()
+    refusals = 0
+    # A connection that is cut at once may be gone before its address was read.
+    while "Refused 127.0.0.1:" not in caplog.text:
+        refusals += 1
+        assert refusals < 100
+        site.now += 2 * LOG_INTERVAL
+        assert not site.lets_in(server, stranger)
+        eventually(lambda: site.gate.refused == refusals)  # noqa: B023
+    assert "at the test socket" in caplog.text
+    assert site.lets_in(server, holder(made(OLD)))
+
+
+def test_who_knows_the_server_but_holds_no_key_of_it_is_refused(
+    sites: OpenSite, caplog: pytest.LogCaptureFixture
+) -> None:
+    secrets = made(OLD)
+    site = sites(secrets)
+    site.gate.admit_secret_holders("test")
+    own = zmq.curve_keypair()
+    event, _ = site.connect(site.serve(), with_keys(secrets.server_keys("test").public, *own))
+    assert event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    assert site.gate.refused == 1
+    assert "Refused 127.0.0.1 at the test socket" in caplog.text
+
+
+@pytest.mark.parametrize(("served", "held"), [([OLD, NEW], [NEW, OLD]), ([NEW, OLD], [OLD, NEW]), ([OLD], [NEW, OLD])])
+def test_in_a_rotation_one_of_both_secrets_is_enough(sites: OpenSite, served: list[str], held: list[str]) -> None:
+    site = sites(made(*served))
+    site.gate.admit_secret_holders("test")
+    server = site.serve()
+    assert [site.lets_in(server, holder(made(*held), attempt=attempt)) for attempt in range(2)] == [False, True]
+
+
+def test_secured_socket_admits_nobody_without_a_gate(sites: OpenSite) -> None:
+    secrets = made(OLD)
+    site = sites(secrets)
+    context: zmq.Context[Socket] = zmq.Context()
+    server = context.socket(zmq.ROUTER)
+    secure_server(server, secrets, "test")
+    server.bind("tcp://127.0.0.1:*")
+    assert not site.lets_in(server, holder(secrets))
+    server.close(linger=0)
+    context.term()
+
+
+def test_leased_key_is_admitted_to_its_own_domain_until_it_is_dismissed(sites: OpenSite) -> None:
+    site = sites(made(OLD))
+    own_public, own_secret = zmq.curve_keypair()
+    lease = zmq.curve_keypair()
+    mine, theirs = (site.serve(lambda socket, name=name: require_key(socket, own_secret, name)) for name in "ab")  # type: ignore[misc]
+    client = with_keys(own_public, *lease)
+    assert not site.lets_in(mine, client)
+    site.gate.admit("a", lease[0].decode())
+    assert site.lets_in(mine, client)
+    assert not site.lets_in(theirs, client)
+    site.gate.dismiss("a", lease[0].decode())
+    assert not site.lets_in(mine, client)
+    site.gate.dismiss("a", "never admitted")
+
+
+def test_leased_password_is_admitted_without_a_secret(sites: OpenSite) -> None:
+    site = sites(None)
+    server = site.serve(lambda socket: require_password(socket, "a"))
+    site.gate.admit("a", "x" * 40)
+    assert site.lets_in(server, with_password("x" * 40))
+    assert not site.lets_in(server, with_password("y" * 40))
+    assert not site.lets_in(server, with_password("x" * 40, "another user"))
+    assert not site.lets_in(server, holder(None))
+    eventually(lambda: site.gate.refused == 3)
+
+
+def test_admissions_may_change_in_any_thread_while_peers_connect(sites: OpenSite) -> None:
+    site = sites(None)
+    server = site.serve(lambda socket: require_password(socket, "a"))
+    site.gate.admit("a", "x" * 40)
+    over = threading.Event()
+
+    def change(name: str) -> None:
+        while not over.is_set():
+            site.gate.admit("a", name)
+            site.gate.dismiss("a", name)
+
+    changers = [threading.Thread(target=change, args=(name,)) for name in "bc"]
+    for changer in changers:
+        changer.start()
+    let_in = [site.lets_in(server, with_password("x" * 40)) for _ in range(50)]
+    over.set()
+    for changer in changers:
+        changer.join()
+    assert all(let_in)
+
+
+def test_without_a_secret_whoever_shows_one_is_refused(sites: OpenSite) -> None:
+    site = sites(None)
+    server = site.serve()
+    assert site.lets_in(server, holder(None))
+    assert not site.lets_in(server, holder(made(OLD)))
+    eventually(lambda: site.gate.refused == 1)
+
+
+@pytest.mark.parametrize(
+    ("served", "held", "why"),
+    [
+        (made(OLD), made(OTHER), "serves without one, or with one that is not in the file"),
+        (made(OLD), None, "seems to demand one, and none was given here with --omni-secret-file"),
+        (None, made(OLD), "serves without one, or with one that is not in the file"),
+    ],
+)
+def test_refused_end_can_say_why(sites: OpenSite, served: Secrets | None, held: Secrets | None, why: str) -> None:
+    site = sites(served)
+    site.gate.admit_secret_holders("test")
+    event, value = site.connect(site.serve(), holder(held))
+    assert f"refused secret: it {why}" in why_refused(event, value, held)
+
+
+def test_socket_may_come_and_go_while_the_gate_stands(sites: OpenSite) -> None:
+    site = sites(made(OLD))
+    site.gate.admit_secret_holders("test")
+    descriptors = []
+    for _ in range(10):
+        server = site.serve()
+        assert site.lets_in(server, holder(made(OLD)))
+        server.close(linger=0)
+        site.opened.remove(server)
+        descriptors.append(len(os.listdir("/proc/self/fd")))
+    eventually(lambda: len(os.listdir("/proc/self/fd")) <= descriptors[2])
+
+
+def test_context_has_one_gate_and_a_closed_one_watches_nothing(sites: OpenSite) -> None:
+    site = sites(None)
+    with pytest.raises(zmq.ZMQError):
+        Gate(site.context, None)
+    site.gate.close()
+    site.gate.close()
+    with pytest.raises(RuntimeError):
+        site.serve()
+
+
+def test_refusals_of_one_peer_are_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    now = 0.0
+    log = RefusalLog(lambda: now)
+
+    def refuse(host: str) -> None:
+        log.record(host, f"{host}:1", "test", "why not")
+
+    for host in ("a", "a", "b"):
+        refuse(host)
+    now = LOG_INTERVAL
+    refuse("a")
+    assert [record.args[0] for record in caplog.records if isinstance(record.args, tuple)] == ["a:1", "b:1", "a:1"]
+    assert log.count == 4
+
+
+def test_log_of_refusals_is_bounded_however_many_peers_there_are(caplog: pytest.LogCaptureFixture) -> None:
+    log = RefusalLog(lambda: 0.0)
+    with caplog.at_level(logging.WARNING):
+        for number in range(2 * MAX_LOGGED_PEERS):
+            log.record(f"host{number}", f"host{number}", "test", "why not")
+    assert len(caplog.records) == MAX_LOGGED_PEERS
+    assert log.count == 2 * MAX_LOGGED_PEERS

@@ -1,0 +1,68 @@
+"""Where requests wait while the fleet cannot serve: bounded in number and time."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from vllm_omni_plugin.errors import NoReplicaError
+from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+
+MAX_WAITING = 1024
+"""Requests that may wait at once; each keeps a connection and its body. More are refused at once."""
+
+
+class WaitingRoom:
+    """Lives on the HTTP server's event loop.
+
+    Args:
+        orchestrator: whose `can_serve` is waited for.
+        until_serving: returns once that holds, woken by the orchestrator.
+        replica_wait: seconds that one request may wait; 0 refuses at once.
+    """
+
+    def __init__(
+        self, orchestrator: Orchestrator, until_serving: Callable[[], Coroutine[Any, Any, None]], replica_wait: float
+    ) -> None:
+        self._orchestrator = orchestrator
+        self._until_serving = until_serving
+        self._replica_wait = replica_wait
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether a request that comes now has to wait."""
+        return not self._orchestrator.can_serve
+
+    async def wait(self, disconnected: Callable[[], Coroutine[Any, Any, None]]) -> bool:
+        """Wait until the fleet can serve or the client is gone.
+
+        Args:
+            disconnected: returns when the client is gone; cancelled when that no longer matters.
+
+        Returns:
+            Whether the client is still there.
+
+        Raises:
+            NoReplicaError: the time is over, or the room is full.
+        """
+        metrics = self._orchestrator.metrics
+        if metrics.waiting >= MAX_WAITING:
+            raise self._refusal(f"{MAX_WAITING} requests wait already")
+        gone = asyncio.create_task(disconnected(), name="omni-disconnect")
+        served = asyncio.create_task(self._until_serving(), name="omni-waiting")
+        metrics.waiting += 1
+        try:
+            await asyncio.wait({gone, served}, timeout=self._replica_wait, return_when=asyncio.FIRST_COMPLETED)
+            if not gone.done() and not served.done():
+                raise self._refusal(f"waited {self._replica_wait:g} s")
+            return not gone.done()
+        finally:
+            metrics.waiting -= 1
+            gone.cancel()
+            served.cancel()
+            await asyncio.gather(gone, served, return_exceptions=True)
+
+    def _refusal(self, reason: str) -> NoReplicaError:
+        self._orchestrator.metrics.turned_away += 1
+        pools = self._orchestrator.stage_pools
+        closed = next((pool for pool in pools if not pool.serving), pools[0])
+        return NoReplicaError(f"{closed.unavailable()} ({reason})")

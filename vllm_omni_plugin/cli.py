@@ -1,0 +1,148 @@
+"""The command `vllm-omni-plugin`: operate a running fleet, or start simulated replicas.
+
+Needs only the standard library, so that a look at the fleet takes no longer than the answer.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from http import HTTPStatus
+from http.client import HTTPException
+from typing import Any
+from urllib.error import HTTPError
+from urllib.parse import quote
+from urllib.request import Request, urlopen
+
+from vllm_omni_plugin.errors import OmniError
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+_TIMEOUT_S = 30.0
+_COLUMNS = ("ID", "STATUS", "WHERE", "IN FLIGHT", "DISPATCHED", "RESTARTS", "SINCE", "HELD BACK", "ADDRESS")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command. Returns 0, or 1 if the server refused or is not there; wrong usage exits with argparse's 2."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    args = _parser(simulate=arguments[:1] == ["sim"]).parse_args(arguments)
+    try:
+        code: int = args.run(args)
+    except OmniError as error:
+        sys.stderr.write(f"vllm-omni-plugin: error: {error}\n")
+        return 1
+    return code
+
+
+def _parser(simulate: bool) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="vllm-omni-plugin", description="Operate a fleet of vLLM replicas.")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_replicas(commands)
+    if simulate:
+        from vllm_omni_plugin.sim.command import add_parser
+
+        add_parser(commands)
+    else:
+        commands.add_parser("sim", help="start simulated replicas that join a head")
+    return parser
+
+
+def _add_replicas(commands: Any) -> None:
+    replicas = commands.add_parser("replicas", help="see and change the replicas of a running server")
+    actions = replicas.add_subparsers(metavar="ACTION", required=True)
+    ls = actions.add_parser("ls", help="list all replicas")
+    ls.set_defaults(run=_list)
+    ls.add_argument("--json", action="store_true", help="print the server's answer as JSON instead of a table")
+    drain = actions.add_parser("drain", help="give a replica no new requests; those in flight go on")
+    resume = actions.add_parser("resume", help="undo drain")
+    for action, parser in (("drain", drain), ("resume", resume)):
+        parser.set_defaults(run=_change, action=action)
+        parser.add_argument("id", metavar="ID", help="<stage>.<replica>, as listed")
+        parser.add_argument("--json", action="store_true", help="print the replica afterwards as JSON")
+    for parser in (ls, drain, resume):
+        parser.add_argument(
+            "--url", type=_http_url, default=DEFAULT_URL, help="the server's address (default: %(default)s)"
+        )
+        parser.add_argument(
+            "--api-key",
+            default=os.environ.get("VLLM_API_KEY"),
+            metavar="KEY",
+            help="the server's API key (default: the environment variable VLLM_API_KEY)",
+        )
+
+
+def _list(args: argparse.Namespace) -> int:
+    _print(_replicas(args), args.json)
+    return 0
+
+
+def _change(args: argparse.Namespace) -> int:
+    _call(args, "POST", f"/{quote(args.id, safe='')}/{args.action}")
+    _print([replica for replica in _replicas(args) if replica["id"] == args.id], args.json)
+    return 0
+
+
+def _http_url(text: str) -> str:
+    if not text.startswith(("http://", "https://")):
+        raise argparse.ArgumentTypeError(f"{text!r} does not begin with http:// or https://")
+    return text.rstrip("/")
+
+
+def _replicas(args: argparse.Namespace) -> list[dict[str, Any]]:
+    answer = _call(args, "GET", "")
+    try:
+        return [dict(replica) for replica in json.loads(answer)["replicas"]]
+    except (ValueError, LookupError, TypeError) as error:
+        raise OmniError(f"{args.url} answers, but not as the server of a fleet does") from error
+
+
+def _call(args: argparse.Namespace, method: str, path: str) -> bytes:
+    """The body of the server's answer. Raises OmniError, worded for the operator."""
+    headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
+    try:
+        request = Request(f"{args.url}/omni/replicas{path}", method=method, headers=headers)
+        with urlopen(request, timeout=_TIMEOUT_S) as response:
+            body: bytes = response.read()
+    except HTTPError as error:
+        with error:
+            raise OmniError(_refusal(args, error)) from error
+    except (OSError, HTTPException, ValueError) as error:
+        raise OmniError(f"no answer from {args.url}: {getattr(error, 'reason', error)}") from error
+    return body
+
+
+def _refusal(args: argparse.Namespace, error: HTTPError) -> str:
+    if error.code == HTTPStatus.UNAUTHORIZED:
+        fault = "does not accept this API key" if args.api_key else "wants an API key"
+        return f"{args.url} {fault}: give it with --api-key or in VLLM_API_KEY"
+    try:
+        message = json.loads(error.read())["error"]["message"]
+    except (OSError, ValueError, LookupError, TypeError):
+        message = error.reason
+    return f"{args.url} answers {error.code}: {message}"
+
+
+def _print(replicas: list[dict[str, Any]], as_json: bool) -> None:
+    if as_json:
+        sys.stdout.write(json.dumps({"replicas": replicas}, indent=2) + "\n")
+        return
+    rows = [_COLUMNS, *map(_row, replicas)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        sys.stdout.write("  ".join(cells).rstrip() + "\n")
+
+
+def _row(replica: dict[str, Any]) -> tuple[str, ...]:
+    since = replica["since_seconds"]
+    return (
+        replica["id"],
+        replica["status"],
+        "remote" if replica["remote"] else "local",
+        str(replica["in_flight"]),
+        str(replica["dispatched"]),
+        str(replica["restarts"]),
+        "-" if since is None else f"{since:.0f} s",
+        ", ".join(replica["held_back"]) or "-",
+        replica["input_addr"] or "-",
+    )

@@ -1,0 +1,24 @@
+"""Who may connect: keys from a secret file, sockets that demand them, and the gate that admits their holders."""
+
+from vllm_omni_plugin.curve.gate import Gate
+from vllm_omni_plugin.curve.secrets import KeyPair, Secrets
+from vllm_omni_plugin.curve.securing import (
+    PLAIN_USERNAME,
+    require_key,
+    require_password,
+    secure_client,
+    secure_server,
+    why_refused,
+)
+
+__all__ = [
+    "PLAIN_USERNAME",
+    "Gate",
+    "KeyPair",
+    "Secrets",
+    "require_key",
+    "require_password",
+    "secure_client",
+    "secure_server",
+    "why_refused",
+]

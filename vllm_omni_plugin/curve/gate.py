@@ -1,0 +1,140 @@
+"""Who may connect to the secured sockets of a context: its ZAP handler (RFC 27 of ZeroMQ)."""
+
+import os
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+from zmq.utils import z85
+
+from vllm_omni_plugin.curve.refusals import WATCHED_EVENTS, HandshakeWatch, RefusalLog
+from vllm_omni_plugin.curve.secrets import Secrets
+from vllm_omni_plugin.curve.securing import PLAIN_USERNAME, Socket
+
+_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+
+
+class Gate:
+    """Decides who may connect to the secured sockets of one context (its ZAP handler), in a thread of its own.
+
+    It must be there before the first of them is bound; while it is not, they admit nobody. Refusals are logged with the
+    peer's address and counted. All methods are thread-safe.
+
+    Args:
+        context: Of the sockets it guards.
+        secrets: Whose holders `admit_secret_holders` admits.
+        clock: Monotonic seconds, for the log's rate.
+
+    Raises:
+        zmq.ZMQError: The context has a gate already.
+    """
+
+    def __init__(
+        self, context: zmq.Context[Any], secrets: Secrets | None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._context = context
+        self._secrets = secrets
+        self._refusals = RefusalLog(clock)
+        self._lock = threading.Lock()
+        self._admitted: dict[str, set[bytes]] = {}
+        self._arriving: deque[HandshakeWatch] = deque()
+        self._closed = False
+        self._zap: Socket = context.socket(zmq.REP, socket_class=zmq.Socket)
+        try:
+            self._zap.bind(_ZAP_ENDPOINT)
+        except BaseException:
+            self._zap.close(linger=0)
+            raise
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._serve, name="omni-gate", daemon=True)
+        self._thread.start()
+
+    @property
+    def refused(self) -> int:
+        """How many connections were refused so far."""
+        return self._refusals.count
+
+    def admit_secret_holders(self, domain: str) -> None:
+        """Admit to sockets of ``domain`` the clients of `secure_client` with that role and any of the secrets."""
+        if self._secrets is not None:
+            for attempt in range(self._secrets.count):
+                self.admit(domain, self._secrets.client_keys(domain, attempt).public.decode())
+
+    def admit(self, domain: str, credential: str) -> None:
+        """Admit to sockets of ``domain`` who shows this public CURVE key (Z85) or password, until it is dismissed."""
+        with self._lock:
+            self._admitted.setdefault(domain, set()).add(credential.encode())
+
+    def dismiss(self, domain: str, credential: str) -> None:
+        """Take an admission back, if there is one. Connections that stand are not cut."""
+        with self._lock:
+            credentials = self._admitted.get(domain, set())
+            credentials.discard(credential.encode())
+            if not credentials:
+                self._admitted.pop(domain, None)
+
+    def watch(self, socket: Socket, name: str) -> None:
+        """Log and count also those who fail before they have shown a key: another secret, none, another mechanism.
+
+        Call before bind, in the thread that owns ``socket``; the log calls it ``name``. Close it before the gate:
+        libzmq blocks a monitored socket when nobody reads its events.
+        """
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the gate is closed")
+            endpoint = f"inproc://omni-handshakes-{uuid.uuid4()}"
+            socket.monitor(endpoint, WATCHED_EVENTS)
+            reader: Socket = self._context.socket(zmq.PAIR, socket_class=zmq.Socket)
+            reader.connect(endpoint)
+            self._arriving.append(HandshakeWatch(reader, name, self._refusals))
+            os.eventfd_write(self._wakeup, 1)
+
+    def close(self) -> None:
+        """Stop, after the sockets it guards were closed and before their context is. May be called again."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            os.eventfd_write(self._wakeup, 1)
+        self._thread.join()
+        os.close(self._wakeup)
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._zap, zmq.POLLIN)
+        poller.register(self._wakeup, zmq.POLLIN)
+        watches: dict[Socket, HandshakeWatch] = {}
+        while not self._closed:
+            for source, _ in poller.poll():
+                if source is self._zap:
+                    self._answer()
+                elif source == self._wakeup:
+                    os.eventfd_read(self._wakeup)
+                    while self._arriving:
+                        watch = self._arriving.popleft()
+                        watches[watch.reader] = watch
+                        poller.register(watch.reader, zmq.POLLIN)
+                elif not watches[source].take_event():
+                    poller.unregister(source)
+                    watches.pop(source).reader.close(linger=0)
+        for reader in (self._zap, *watches, *(watch.reader for watch in self._arriving)):
+            reader.close(linger=0)
+
+    def _answer(self) -> None:
+        version, request_id, domain, address, _, mechanism, *shown = self._zap.recv_multipart()
+        if mechanism == b"CURVE":
+            credential = z85.encode(shown[0])
+        elif mechanism == b"PLAIN" and shown[0] == PLAIN_USERNAME.encode():
+            credential = shown[1]
+        else:
+            credential = b""
+        with self._lock:
+            admitted = credential in self._admitted.get(domain.decode(), ())
+        if not admitted:
+            host = address.decode()
+            self._refusals.record(host, host, domain.decode(), "what it shows is not admitted there (any more)")
+        self._zap.send_multipart([version, request_id, b"200" if admitted else b"400", b"", b"", b""])

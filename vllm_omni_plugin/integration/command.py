@@ -1,0 +1,46 @@
+"""`vllm serve` itself, once one of our flags was given: early checks, and the replica server behind `--headless`."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from vllm_omni_plugin.config import OmniConfig
+
+_SERVE = "vllm.entrypoints.cli.serve"
+_TAKEN_OVER = "_vllm_omni_plugin_command"
+
+
+def take_over_command(parse_or_exit: Callable[[argparse.Namespace], OmniConfig | None]) -> None:
+    """Make `vllm serve` check our flags first, and run our replica server for `--headless`. Idempotent.
+
+    Done when the first flag of ours is parsed, hence never for a command line without one.
+
+    Args:
+        parse_or_exit: reads our options from parsed arguments, and ends the process if they cannot be honoured.
+    """
+    serve: Any = sys.modules.get(_SERVE)
+    if serve is None or hasattr(serve.run_headless, _TAKEN_OVER):
+        return
+    own_run_headless = serve.run_headless
+    own_validate = serve.validate_parsed_serve_args
+
+    @wraps(own_run_headless)
+    def run_headless(args: argparse.Namespace) -> None:
+        options = parse_or_exit(args)
+        if options is None:
+            own_run_headless(args)
+            return
+        from vllm_omni_plugin.integration.headless import serve_replicas
+
+        raise SystemExit(serve_replicas(args, options))
+
+    @wraps(own_validate)
+    def validate(args: argparse.Namespace) -> None:
+        parse_or_exit(args)
+        own_validate(args)
+
+    setattr(run_headless, _TAKEN_OVER, True)
+    serve.run_headless = run_headless
+    serve.validate_parsed_serve_args = validate

@@ -1,0 +1,113 @@
+"""`vllm serve MODEL --headless` with our flags: a node whose replicas join the head named by them."""
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import uvloop
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.cli_args import propagate_flash_late_interaction
+from vllm.reasoning import ReasoningParserManager
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.executor import Executor
+
+from vllm_omni_plugin.config import OmniConfig
+from vllm_omni_plugin.curve import Secrets
+from vllm_omni_plugin.errors import ConfigError, OmniError
+from vllm_omni_plugin.integration.rules import bind_address, check_exposure
+from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.replicas.local import Launcher
+from vllm_omni_plugin.replicas.node import run_node
+from vllm_omni_plugin.replicas.ports import PortRange
+from vllm_omni_plugin.replicas.reaper import Reaper
+from vllm_omni_plugin.replicas.server import ReplicaServer, ServerSettings
+from vllm_omni_plugin.vllm_api.engine_api import EngineApi
+from vllm_omni_plugin.vllm_api.fingerprint import fingerprint
+from vllm_omni_plugin.vllm_api.launch import EngineLauncher, share_cores, spawn_only
+
+logger = init_logger(__name__)
+
+_EXIT_OK = 0
+_EXIT_FAILED = 1
+_RETRY_S = 1.0
+_NOTICE_EVERY = 10
+
+
+LauncherFor = Callable[[Any, bool, Callable[[int], None]], Launcher]
+"""What starts engines, made from vLLM's configuration, whether engines report scheduler statistics, and what is told
+the id of every process it starts."""
+
+
+def engine_launcher(vllm_config: Any, log_stats: bool, on_spawn: Callable[[int], None]) -> Launcher:
+    """Starts vLLM's engines."""
+    return EngineLauncher(vllm_config, Executor.get_class(vllm_config), log_stats, on_spawn)
+
+
+def serve_replicas(args: argparse.Namespace, options: OmniConfig, launcher_for: LauncherFor = engine_launcher) -> int:
+    """Run this node's replicas until they have left the fleet; returns the exit code of the process.
+
+    Args:
+        args: the parsed command line, as vLLM's own headless command gets it.
+        options: ours among them.
+        launcher_for: see `LauncherFor`.
+    """
+    if args.reasoning_parser_plugin:
+        ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    propagate_flash_late_interaction(args, engine_args)
+    vllm_config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+    spawn_only()
+    share_cores(vllm_config, options.dp_size_local)
+    with Reaper() as reaper, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        launcher = launcher_for(vllm_config, not engine_args.disable_log_stats, reaper.watch)
+        try:
+            runner.run(_serve(options, launcher, fingerprint(vllm_config, options.stage_id)))
+        except OmniError as error:
+            sys.stderr.write(f"vllm serve: error: {error}\n")
+            return _EXIT_FAILED
+    return _EXIT_OK
+
+
+async def _serve(options: OmniConfig, launcher: Launcher, own_fingerprint: dict[str, str]) -> None:
+    address = await _find_own_address(options)
+    check_exposure(options, address, headless=True)
+    master = f"[{options.master_address}]" if ":" in str(options.master_address) else options.master_address
+    settings = ServerSettings(
+        host=address,
+        ports=None if options.replica_ports is None else PortRange.parse(options.replica_ports),
+        coordinator_addr=f"tcp://{master}:{options.master_port}",
+        stage_id=options.stage_id,
+        heartbeat_interval=options.heartbeat_interval,
+        heartbeat_timeout=options.heartbeat_timeout,
+        drain_timeout=options.drain_timeout,
+        secrets=Secrets.from_file(options.secret_file) if options.secret_file else None,
+        fingerprint=own_fingerprint,
+    )
+    # Two blocking steps per replica may run at once: the old engine's end and the new one's start.
+    with ThreadPoolExecutor(2 * options.dp_size_local, thread_name_prefix="omni-engine") as executor:
+        servers = [
+            ReplicaServer(settings, launcher, index, EngineApi(), executor) for index in range(options.dp_size_local)
+        ]
+        await run_node(servers, options.join_timeout, settings.coordinator_addr)
+
+
+async def _find_own_address(options: OmniConfig) -> str:
+    """The address to bind; waits for the head's name to resolve, since the name may come with the head."""
+    loop = asyncio.get_running_loop()
+    deadline = time.monotonic() + options.join_timeout if options.join_timeout else float("inf")
+    attempt = 0
+    while True:
+        try:
+            # Looking up a name blocks.
+            return await loop.run_in_executor(None, lambda: bind_address(options, headless=True))
+        except ConfigError as error:
+            if time.monotonic() >= deadline:
+                raise
+            if attempt % _NOTICE_EVERY == 0:
+                logger.warning("The head cannot be found yet: %s", error)
+        attempt += 1
+        await asyncio.sleep(_RETRY_S)

@@ -1,0 +1,155 @@
+"""Which of our flags go together, and what each needs of this machine. Checked before anything starts."""
+
+import ipaddress
+import socket
+from collections.abc import Collection
+
+from vllm_omni_plugin.config import OmniConfig
+from vllm_omni_plugin.curve import Secrets
+from vllm_omni_plugin.errors import ConfigError
+from vllm_omni_plugin.integration.flag_table import FLAGS, Side
+from vllm_omni_plugin.replicas.ports import PortRange
+
+_OF_THE_LINKS = ("heartbeat_interval", "heartbeat_timeout", "secret_file", "insecure")
+_BEATS_PER_TIMEOUT = 3
+
+
+def check(options: OmniConfig, given: Collection[str], headless: bool) -> None:
+    """Check the options against each other and against this machine.
+
+    Args:
+        options: what the flags say.
+        given: fields of `OmniConfig` whose flags were given.
+        headless: whether `--headless` was given.
+
+    Raises:
+        ConfigError: naming the flag, the reason and what to do.
+    """
+    _check_side(given, headless)
+    _check_master(options, headless)
+    _check_heartbeats(options)
+    if not options.is_open:
+        _refuse_without_master(given)
+        return
+    if options.secret_file is not None:
+        if options.insecure:
+            raise ConfigError("argument --omni-insecure: not allowed with --omni-secret-file: choose one of them")
+        Secrets.from_file(options.secret_file)
+    if options.replica_ports is not None:
+        PortRange.parse(options.replica_ports)
+    if not headless:
+        address = bind_address(options, headless)
+        _check_bindable(address, options.master_port or 0, "--omni-master-address")
+    elif options.replica_address is not None:
+        address = bind_address(options, headless)
+        _check_bindable(address, 0, "--omni-replica-address")
+    else:
+        try:
+            address = bind_address(options, headless)
+        except ConfigError:
+            # The head's name may come with the head; the node looks for it again when it starts.
+            return
+    check_exposure(options, address, headless)
+
+
+def bind_address(options: OmniConfig, headless: bool) -> str:
+    """The numeric address that this process binds for the fleet.
+
+    Raises:
+        ConfigError: a name does not resolve, or there is no way to the head.
+    """
+    assert options.master_address is not None
+    if not headless:
+        return _resolve(options.master_address, "--omni-master-address")
+    if options.replica_address is not None:
+        return _resolve(options.replica_address, "--omni-replica-address")
+    master = _resolve(options.master_address, "--omni-master-address")
+    family = socket.AF_INET6 if ":" in master else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            # Connecting a datagram socket sends nothing; it makes the system choose the way and our end of it.
+            probe.connect((master, options.master_port))
+        except OSError as error:
+            raise ConfigError(
+                f"argument --omni-master-address: there is no way to {master} from here ({error.strerror}); give the "
+                "address to announce with --omni-replica-address if the network is still to come"
+            ) from error
+        address: str = probe.getsockname()[0]
+        return address
+
+
+def _check_side(given: Collection[str], headless: bool) -> None:
+    other = Side.HEAD if headless else Side.HEADLESS
+    for flag in FLAGS:
+        if flag.side is other and flag.field in given:
+            where = "not allowed with --headless: it is the head's" if headless else "needs --headless"
+            raise ConfigError(f"argument {flag.name}: {where}")
+
+
+def _check_master(options: OmniConfig, headless: bool) -> None:
+    if (options.master_address is None) != (options.master_port is None):
+        there, missing = "--omni-master-address", "--omni-master-port"
+        if options.master_address is None:
+            there, missing = missing, there
+        raise ConfigError(f"argument {there}: needs {missing} too")
+    if headless and not options.is_open:
+        raise ConfigError(
+            "argument --headless: with --omni-* flags it needs --omni-master-address and --omni-master-port, the head "
+            "to join"
+        )
+    if options.dp_size_local == 0 and (headless or not options.is_open):
+        need = "at least one with --headless" if headless else "or else --omni-master-address, so that others can join"
+        raise ConfigError(f"argument --omni-dp-size-local: 0 replicas: there must be {need}")
+
+
+def _check_heartbeats(options: OmniConfig) -> None:
+    interval, timeout = options.heartbeat_interval, options.heartbeat_timeout
+    if not 0 < interval * _BEATS_PER_TIMEOUT < timeout:
+        raise ConfigError(
+            f"argument --omni-heartbeat-interval: {interval} s must be positive and under a third of "
+            f"--omni-heartbeat-timeout, {timeout} s, so that a lost heartbeat is not taken for a death"
+        )
+
+
+def _refuse_without_master(given: Collection[str]) -> None:
+    for flag in FLAGS:
+        if flag.field in _OF_THE_LINKS and flag.field in given:
+            raise ConfigError(
+                f"argument {flag.name}: needs --omni-master-address and --omni-master-port: without them there is no "
+                "link between nodes"
+            )
+
+
+def check_exposure(options: OmniConfig, address: str, headless: bool) -> None:
+    """Refuse to listen where other machines reach, without a secret and without the user's word that this is wanted.
+
+    Raises:
+        ConfigError: naming the flag, the address, and what to do.
+    """
+    if options.secret_file is not None or options.insecure or ipaddress.ip_address(address).is_loopback:
+        return
+    flag = "--omni-replica-address" if headless else "--omni-master-address"
+    raise ConfigError(
+        f"argument {flag}: {address} can be reached from other machines, and without a secret everybody there could "
+        "use and harm the fleet. Give all nodes the same --omni-secret-file, or accept that with --omni-insecure"
+    )
+
+
+def _check_bindable(address: str, port: int, flag: str) -> None:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        # As ZMQ binds, so that connections of a predecessor that are winding down do not count.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, port))
+        except OSError as error:
+            where = f"{address} port {port}" if port else address
+            raise ConfigError(f"argument {flag}: {where} cannot be bound on this machine: {error.strerror}") from error
+
+
+def _resolve(host: str, flag: str) -> str:
+    try:
+        address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError as error:
+        raise ConfigError(f"argument {flag}: {host!r} is no address and no known name: {error.strerror}") from error
+    return str(address)

@@ -1,0 +1,137 @@
+"""Metric labels of replicas that come and go: vLLM's loggers know only the engines of their construction."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
+from typing import Any
+
+from prometheus_client import REGISTRY
+from prometheus_client.metrics import MetricWrapperBase
+from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerBase, StatLoggerManager
+from vllm.v1.metrics.stats import SchedulerStats
+
+_ENGINE = "engine"
+_PREFIX = "vllm:"
+_STATE_GAUGES = ("vllm:cache_config_info", "vllm:engine_sleep_state")
+"""Set when an engine starts or sleeps, and not by its reports: a replica that joins has the state of the others."""
+
+Make = Callable[[int], Any]
+Slot = tuple[dict[int, Any], Make]
+"""A dictionary by engine index, and what makes its entry for an index."""
+
+
+class StatLabels:
+    """Adds engines to the loggers of a `StatLoggerManager` and takes them away. Lives on AsyncLLM's loop.
+
+    Everything that the loggers keep by engine index is found once, from the entry of the first engine, so that neither
+    the loggers' nor the metrics' names need to be known here.
+
+    Args:
+        manager: just constructed, so that its first engine is there. Its list of engine indexes, which its loggers and
+            its engine client share, is changed in place.
+    """
+
+    def __init__(self, manager: StatLoggerManager) -> None:
+        self._template = manager.engine_indexes[0]
+        self._known = manager.engine_indexes
+        self._metrics = list(_metrics_by_engine())
+        self._children = {
+            id(child): (metric, values)
+            for metric in self._metrics
+            for values, child in metric._metrics.items()
+            if values[_position(metric)] == str(self._template)
+        }
+        self._config = next(
+            logger.vllm_config for logger in manager.stat_loggers if isinstance(logger, PrometheusStatLogger)
+        )
+        self._states = [entry for entry in self._children.values() if entry[0]._name in _STATE_GAUGES]
+        self._kept: int | None = None
+        self._slots = [slot for logger in manager.stat_loggers for slot in self._find(logger, set())]
+
+    def add(self, index: int) -> None:
+        """Know the engine with this index. Nothing to do if it is known."""
+        kept, self._kept = self._kept, None
+        if index in self._known:
+            return
+        for by_engine, make in self._slots:
+            by_engine[index] = make(index)
+        for metric, values in self._children.values():
+            # Some are held nowhere by engine; their samples shall be there all the same.
+            metric.labels(*_for_engine(metric, values, index))
+        for metric, values in self._states:
+            state = metric.labels(*_for_engine(metric, values, self._known[0]))._value.get()
+            metric.labels(*_for_engine(metric, values, index)).set(state)
+        self._known.append(index)
+        if kept is not None:
+            self.remove(kept)
+
+    def remove(self, index: int) -> None:
+        """Forget the engine with this index and all its samples. Nothing to do if it is not known.
+
+        The last one is kept until another is added, because vLLM's loggers cannot do with none.
+        """
+        if index not in self._known:
+            return
+        if self._known == [index]:
+            self._kept = index
+            return
+        self._known.remove(index)
+        for by_engine, _ in self._slots:
+            by_engine.pop(index, None)
+        for metric in self._metrics:
+            position = _position(metric)
+            for values in [values for values in metric._metrics if values[position] == str(index)]:
+                metric.remove(*values)
+
+    def _find(self, holder: Any, seen: set[int]) -> Iterator[Slot]:
+        """Everything that an object, and the objects it holds, keep by engine index."""
+        if id(holder) in seen:
+            return
+        seen.add(id(holder))
+        values = holder.values() if isinstance(holder, dict) else vars(holder).values()
+        if isinstance(holder, dict) and (make := self._maker(holder.get(self._template))) is not None:
+            yield holder, make
+            return
+        for value in list(values):
+            # Configurations are dataclasses; metrics and plain values hold nothing by engine.
+            if isinstance(value, dict) or (
+                hasattr(value, "__dict__")
+                and not isinstance(value, type | MetricWrapperBase)
+                and not callable(value)
+                and not is_dataclass(value)
+            ):
+                yield from self._find(value, seen)
+
+    def _maker(self, entry: Any) -> Make | None:
+        """What makes entries like that of the first engine, or None if it is none."""
+        if id(entry) in self._children:
+            return lambda index: self._child(entry, index)
+        if isinstance(entry, StatLoggerBase):
+            return lambda index: type(entry)(self._config, index)
+        if isinstance(entry, SchedulerStats):
+            return lambda index: SchedulerStats()
+        if isinstance(entry, list) and entry:
+            if all(id(item) in self._children for item in entry):
+                return lambda index: [self._child(item, index) for item in entry]
+            if entry[1:] == [str(self._template)]:
+                return lambda index: [entry[0], str(index)]
+        return None
+
+    def _child(self, template: Any, index: int) -> Any:
+        metric, values = self._children[id(template)]
+        return metric.labels(*_for_engine(metric, values, index))
+
+
+def _metrics_by_engine() -> Iterator[Any]:
+    for metric in REGISTRY._collector_to_names:
+        if isinstance(metric, MetricWrapperBase) and metric._name.startswith(_PREFIX) and _ENGINE in metric._labelnames:
+            yield metric
+
+
+def _position(metric: Any) -> int:
+    position: int = metric._labelnames.index(_ENGINE)
+    return position
+
+
+def _for_engine(metric: Any, values: tuple[str, ...], index: int) -> tuple[str, ...]:
+    position = _position(metric)
+    return (*values[:position], str(index), *values[position + 1 :])

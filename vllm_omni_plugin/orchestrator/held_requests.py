@@ -1,0 +1,76 @@
+"""Requests that wait, in order, for a replica that serves."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+
+from vllm_omni_plugin.orchestrator.request_state import OrchestratorRequestState
+
+MAX_HELD_REQUESTS = 4096
+"""Requests that may wait at once. Those beyond are refused at once: after a gap they would only be late."""
+
+
+class HeldRequests:
+    """A bounded waiting line. All wait equally long at most, so one timer, for the first, does for all of them.
+
+    Args:
+        wait: seconds a request may wait; with 0, none does.
+        clock: monotonic seconds.
+        on_expired: called on the loop with each request that has waited in vain and has left the line.
+    """
+
+    def __init__(
+        self, wait: float, clock: Callable[[], float], on_expired: Callable[[OrchestratorRequestState], None]
+    ) -> None:
+        self.wait = wait
+        self._clock = clock
+        self._on_expired = on_expired
+        # In order of arrival and so of their deadlines.
+        self._line: dict[str, OrchestratorRequestState] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return len(self._line)
+
+    def hold(self, state: OrchestratorRequestState) -> bool:
+        """Put a request at the end of the line. Returns False if it may not wait."""
+        if self.wait <= 0 or len(self._line) >= MAX_HELD_REQUESTS:
+            return False
+        state.waits_since = self._clock()
+        self._line[state.request_id] = state
+        self._set_timer()
+        return True
+
+    def remove(self, state: OrchestratorRequestState) -> None:
+        """A request no longer waits; nothing to do if it did not."""
+        self._line.pop(state.request_id, None)
+
+    def take(self) -> OrchestratorRequestState | None:
+        """Remove and return the first in the line, None if there is nobody."""
+        first = next(iter(self._line), None)
+        return None if first is None else self._line.pop(first)
+
+    def close(self) -> None:
+        """Stop the timer. Idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _set_timer(self) -> None:
+        first = next(iter(self._line.values()), None)
+        if self._timer is None and first is not None:
+            rest = max(0.0, first.waits_since + self.wait - self._clock())
+            self._timer = asyncio.get_running_loop().call_later(rest, self._expire)
+
+    def _expire(self) -> None:
+        self._timer = None
+        for state in list(self._overdue()):
+            self.remove(state)
+            self._on_expired(state)
+        self._set_timer()
+
+    def _overdue(self) -> Iterator[OrchestratorRequestState]:
+        now = self._clock()
+        for state in self._line.values():
+            if state.waits_since + self.wait > now:
+                return
+            yield state

@@ -1,0 +1,57 @@
+"""The way to AsyncLLM, and what happens to it when AsyncLLM falls behind."""
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from vllm_omni_plugin.orchestrator.handover import HandoverClosedError, HandoverQueue
+from vllm_omni_plugin.orchestrator.stage_pool import StagePool
+from vllm_omni_plugin.replicas.stage_client import StageClient
+
+
+class OutputGate:
+    """Puts items into the output queue; while that is full, the replicas' outputs stay in their sockets.
+
+    Args:
+        queue: read by AsyncLLM's side.
+        stage_pools: whose replicas are left unread.
+    """
+
+    def __init__(self, queue: HandoverQueue[Any], stage_pools: Sequence[StagePool]) -> None:
+        self._queue = queue
+        self._pools = stage_pools
+        self._throttle: asyncio.Task[None] | None = None
+
+    def put(self, item: Any) -> None:
+        """Hand one item over, whatever the length of the queue. Lost once the queue is closed."""
+        try:
+            self._queue.force_put(item)
+        except HandoverClosedError:
+            return
+        if self._queue.full and self._throttle is None:
+            self._throttle = asyncio.get_running_loop().create_task(self._wait_for_reader(), name="omni-throttle")
+
+    def close(self) -> None:
+        """Stop waiting for the reader. Idempotent."""
+        if self._throttle is not None:
+            self._throttle.cancel()
+
+    async def _wait_for_reader(self) -> None:
+        try:
+            self._for_all(StageClient.pause_reading)
+            await self._queue.wait_for_room()
+        except HandoverClosedError:
+            return
+        finally:
+            self._throttle = None
+        self._for_all(StageClient.resume_reading)
+
+    def _for_all(self, do: Callable[[StageClient], None]) -> None:
+        for client in list(self._clients()):
+            do(client)
+
+    def _clients(self) -> Iterator[StageClient]:
+        for pool in self._pools:
+            for member in pool.members:
+                if member.client is not None:
+                    yield member.client

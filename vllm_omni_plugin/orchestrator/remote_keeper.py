@@ -1,0 +1,187 @@
+"""Keeps the head attached to one replica of another process, for as long as the coordinator lists it."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+from vllm_omni_plugin.coordinator import ReplicaInfo, ReplicaStatus
+from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator.stage_pool import PoolMember
+from vllm_omni_plugin.replicas.remote import AttachRefusedError, RemoteReplica
+
+logger = init_logger(__name__)
+
+DRAIN_HOLD = "drain"
+"""The hold of a replica whose server drains."""
+SUSPECT_HOLD = "suspect"
+"""The hold of a replica that the coordinator has not heard of for long."""
+
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 5.0
+LASTING_REFUSAL_PAUSE_S = 30.0
+
+RemoteReplicaFactory = Callable[[int, int], Awaitable[Any]]
+"""Attaches to a replica, given its stage and the id it has here, and returns a `RemoteReplica`."""
+
+
+class RemoteReplicaKeeper:
+    """One listed replica and its member of the pool. Lives on the orchestrator's loop.
+
+    Args:
+        orchestrator: learns when the replica serves and when it is lost.
+        member: stands for the replica in its pool.
+        info: as the coordinator published it.
+        accepts: see `RegisterRemoteReplica`.
+        delay: waits between attempts.
+    """
+
+    def __init__(
+        self,
+        orchestrator: Orchestrator,
+        member: PoolMember,
+        info: ReplicaInfo,
+        accepts: bool,
+        delay: Callable[[float], Awaitable[None]],
+    ) -> None:
+        self.member = member
+        self.info = info
+        self._orchestrator = orchestrator
+        self._pool = orchestrator.stage_pools[member.stage_id]
+        self._accepts = accepts
+        self._delay = delay
+        self._news = asyncio.Event()
+        self._gone = asyncio.Event()
+        self._server_drains = False
+        self._joined = False
+        self._replica: RemoteReplica | None = None
+        self._last_failure = ""
+
+    @property
+    def attached(self) -> RemoteReplica | None:
+        """The current attachment, if there is one that serves."""
+        return self._replica if self.member.client is not None else None
+
+    def update(self, info: ReplicaInfo, accepts: bool) -> None:
+        """The coordinator says something new of the replica."""
+        restarted = info.incarnation > self.info.incarnation
+        self.info, self._accepts = info, accepts
+        self._news.set()
+        self._place_holds()
+        if restarted and self._replica is not None:
+            self._replica.client.mark_dead("its server has started it again")
+
+    def on_outputs(self, outputs: Any) -> None:
+        """The replica's engine has said something. Before it serves, that is of no request of ours."""
+        if self.member.client is not None:
+            self._orchestrator.outputs_received(self.member, outputs)
+
+    def on_status(self, status: ReplicaStatus) -> None:
+        """The replica's server says whether it drains."""
+        drains = status is ReplicaStatus.DRAINING
+        if drains is not self._server_drains:
+            self._server_drains = drains
+            self._place_holds()
+
+    def on_dead(self, reason: str) -> None:
+        """The attachment is void: a loss, unless it has not come into service or we end it ourselves."""
+        self._gone.set()
+        if self.attached is not None:
+            self._orchestrator.replica_lost(self.member, reason)
+
+    async def run(self, attach: RemoteReplicaFactory) -> None:
+        """Attach, serve, and attach again after a loss, until cancelled."""
+        pause = FIRST_PAUSE_S
+        while True:
+            await self._listed_as_up()
+            self._news.clear()
+            self._gone.clear()
+            self._server_drains = False
+            try:
+                await self._serve(attach)
+                pause = FIRST_PAUSE_S
+            except Exception as error:
+                # Whatever went wrong, a replica that is given up here would not be tried again while it is listed.
+                lasting = isinstance(error, AttachRefusedError) and error.lasting
+                self._report(error, logging.ERROR if lasting else logging.WARNING)
+                await self._pause(LASTING_REFUSAL_PAUSE_S if lasting else pause)
+                pause = min(2 * pause, LONGEST_PAUSE_S)
+
+    async def _serve(self, attach: RemoteReplicaFactory) -> None:
+        """One attachment, from the handshake to its end; raises if it never came into service."""
+        member = self.member
+        replica: RemoteReplica = await attach(member.stage_id, member.replica_id)
+        self._replica = replica
+        try:
+            await self._orchestrator.fan_out.bring_up_to_date(replica.client)
+            if self._gone.is_set():
+                raise ReplicaError("it was lost as soon as it was attached")
+            self._join(replica)
+            self._place_holds()
+            self._orchestrator.replica_serves(member, replica.client, self.info.input_addr, self.info.output_addr)
+            self._place_holds()
+            self._last_failure = ""
+            logger.info(
+                "Replica %d of stage %d serves (attached to %s).",
+                member.replica_id,
+                member.stage_id,
+                self.info.control_addr,
+            )
+            await self._gone.wait()
+        finally:
+            self._replica = None
+            replica.close()
+
+    def _join(self, replica: RemoteReplica) -> None:
+        if not self._joined:
+            self._joined = True
+            self._orchestrator.replica_joined(self.member, replica.ready_response)
+
+    def _place_holds(self) -> None:
+        drains = self._server_drains or (not self._accepts and self.info.status is ReplicaStatus.DRAINING)
+        suspected = not self._accepts and not drains
+        for reason, held in ((DRAIN_HOLD, drains), (SUSPECT_HOLD, suspected)):
+            if held:
+                self._pool.hold_back(self.member, reason)
+            else:
+                self._pool.release_hold(self.member, reason)
+        if drains and self.member.client is not None:
+            self._pool.when_idle(self.member).add_done_callback(self._let_go_if_drained)
+
+    def _let_go_if_drained(self, idle: "asyncio.Future[None]") -> None:
+        member = self.member
+        if idle.cancelled() or member.client is None or member.in_flight or DRAIN_HOLD not in member.held_back:
+            return
+        logger.info("Replica %d of stage %d has drained.", member.replica_id, member.stage_id)
+        self._pool.lose(member, ReplicaStatus.DRAINING)
+        self._gone.set()
+
+    async def _listed_as_up(self) -> None:
+        while not self._accepts:
+            self._news.clear()
+            await self._news.wait()
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait before the next attempt, but not longer than for news of the replica."""
+        waits = [asyncio.ensure_future(self._delay(seconds)), asyncio.ensure_future(self._news.wait())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+            with suppress(asyncio.CancelledError):
+                await asyncio.gather(*waits, return_exceptions=True)
+
+    def _report(self, error: Exception, level: int) -> None:
+        text = str(error) or repr(error)
+        repeated, self._last_failure = text == self._last_failure, text
+        logger.log(
+            logging.DEBUG if repeated else level,
+            "Replica %d of stage %d cannot be attached to: %s",
+            self.member.replica_id,
+            self.member.stage_id,
+            text,
+        )

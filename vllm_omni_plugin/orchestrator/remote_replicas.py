@@ -1,0 +1,154 @@
+"""The replicas of other processes: attached to as the coordinator lists them, let go as it does not."""
+
+import asyncio
+import socket
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+
+import zmq
+
+from vllm_omni_plugin.curve import Secrets
+from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.orchestrator.messages import RegisterRemoteReplica, UnregisterRemoteReplica
+from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator.remote_keeper import RemoteReplicaFactory, RemoteReplicaKeeper
+from vllm_omni_plugin.orchestrator.replica_list import ReplicaKey, key_of
+from vllm_omni_plugin.orchestrator.stage_pool import PoolMember
+from vllm_omni_plugin.replicas.connection import Context
+from vllm_omni_plugin.replicas.remote import AttachRemote, AttachSettings, Listeners, RemoteReplica, attach_remote
+from vllm_omni_plugin.replicas.stage_client import Codec
+
+logger = init_logger(__name__)
+
+_MAX_SOCKETS = 16384
+"""Nine for each replica, with those that watch the others; ZMQ's own limit would end at 113 replicas."""
+
+
+class RemoteReplicas:
+    """All listed replicas. Lives on the orchestrator's loop.
+
+    Args:
+        orchestrator: gets their outputs and learns of their losses.
+        codec: see `StageClient`.
+        fingerprints: this head's configuration by stage, see `vllm_api.fingerprint`.
+        heartbeat_interval: seconds between signs of life to each replica's server.
+        heartbeat_timeout: seconds without one of the server's after which it is lost.
+        secrets: what servers and heads of this fleet know, None where links are open.
+        attach: opens one.
+        delay: waits between attempts.
+    """
+
+    def __init__(
+        self,
+        orchestrator: Orchestrator,
+        codec: Codec,
+        fingerprints: Mapping[int, Mapping[str, str]],
+        *,
+        heartbeat_interval: float,
+        heartbeat_timeout: float,
+        secrets: Secrets | None = None,
+        attach: AttachRemote = attach_remote,
+        delay: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._orchestrator = orchestrator
+        self._context: Context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
+        self._settings = AttachSettings(
+            context=self._context,
+            codec=codec,
+            head_id=f"{socket.gethostname()}-{uuid.uuid4().hex}",
+            fingerprints=fingerprints,
+            heartbeat_interval=heartbeat_interval,
+            heartbeat_timeout=heartbeat_timeout,
+            secrets=secrets,
+        )
+        self._attach = attach
+        self._delay = delay
+        self._keepers: dict[ReplicaKey, RemoteReplicaKeeper] = {}
+        self._tasks: dict[RemoteReplicaKeeper, asyncio.Task[None]] = {}
+        # Replicas that were told to leave for good, and the incarnation that was; they are listed until they have.
+        self._dismissed: dict[ReplicaKey, int] = {}
+
+    def register(self, message: RegisterRemoteReplica) -> None:
+        """A replica is listed, or listed otherwise than before."""
+        info, key = message.info, key_of(message.info)
+        if info.incarnation <= self._dismissed.get(key, -1):
+            return
+        self._dismissed.pop(key, None)
+        keeper = self._keepers.get(key)
+        if keeper is not None:
+            keeper.update(info, message.accepts)
+        elif info.stage_id < self._orchestrator.num_stages:
+            self._add(key, message)
+        else:
+            logger.error(
+                "The replica at %s serves stage %d; the last stage of this head is %d.",
+                info.control_addr,
+                info.stage_id,
+                self._orchestrator.num_stages - 1,
+            )
+
+    def unregister(self, message: UnregisterRemoteReplica) -> None:
+        """A replica is no longer listed: its requests move, and its id, sockets and labels are free again."""
+        self._dismissed.pop(key_of(message), None)
+        keeper = self._keepers.pop(key_of(message), None)
+        if keeper is not None:
+            self._remove(keeper, message.reason)
+
+    def leave(self, member: PoolMember) -> None:
+        """The replica's engine ends and does not come back; its requests move. Returns at once.
+
+        Raises:
+            ReplicaError: it is not attached, so there is nobody to tell.
+        """
+        key, keeper = next((key, keeper) for key, keeper in self._keepers.items() if keeper.member is member)
+        replica = keeper.attached
+        if replica is None:
+            raise ReplicaError(
+                f"replica {member.replica_id} is not attached at this moment and cannot be told to leave"
+            )
+        replica.leave()
+        self._dismissed[key] = keeper.info.incarnation
+        del self._keepers[key]
+        self._remove(keeper, "it was told to leave")
+
+    async def close(self) -> None:
+        """Detach from all. Idempotent."""
+        self._keepers.clear()
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        # Waits until the servers have been told, or half a second.
+        await asyncio.to_thread(self._context.term)
+
+    def _add(self, key: ReplicaKey, message: RegisterRemoteReplica) -> None:
+        info = message.info
+        member = self._orchestrator.stage_pools[info.stage_id].add()
+        member.remote = True
+        member.input_addr, member.output_addr = info.input_addr, info.output_addr
+        keeper = self._keepers[key] = RemoteReplicaKeeper(
+            self._orchestrator, member, info, message.accepts, self._delay
+        )
+        task = asyncio.get_running_loop().create_task(
+            keeper.run(self._factory(keeper)), name=f"omni-replica-{member.stage_id}.{member.replica_id}"
+        )
+        self._tasks[keeper] = task
+        task.add_done_callback(lambda _: self._tasks.pop(keeper))
+
+    def _remove(self, keeper: RemoteReplicaKeeper, reason: str) -> None:
+        member = keeper.member
+        if member.client is not None:
+            self._orchestrator.replica_lost(member, reason)
+        # It closes the attachment on its way out.
+        self._tasks[keeper].cancel()
+        self._orchestrator.replica_left(member)
+        logger.info("Replica %d of stage %d has left: %s.", member.replica_id, member.stage_id, reason)
+
+    def _factory(self, keeper: RemoteReplicaKeeper) -> RemoteReplicaFactory:
+        async def open_replica(stage_id: int, replica_id: int) -> RemoteReplica:
+            listeners = Listeners(keeper.on_outputs, keeper.on_dead, keeper.on_status)
+            return await self._attach(keeper.info, replica_id, self._settings, listeners)
+
+        return open_replica

@@ -1,0 +1,31 @@
+"""What the orchestrator asks about requests and outputs, whose structs are vLLM's."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from vllm_omni_plugin.vllm_api.move import Move
+
+
+class RequestApi(Protocol):
+    """Reads and rebuilds requests and outputs; `vllm_api.engine_api.EngineApi` in service."""
+
+    def affinity_key(self, request: Any) -> int | None: ...
+
+    def cut_short(self, output: Any) -> bool: ...
+
+    def idle_report(self, engine_index: int) -> Any: ...
+
+    def movable(self, request: Any) -> Any:
+        """The request, or a copy with a seed where only that makes its answer repeatable."""
+
+    def how_to_move(self, request: Any) -> Move:
+        """How the request goes on elsewhere once part of its answer has been delivered."""
+
+    def moved(self, request: Any, move: Move, produced: Sequence[int]) -> Any:
+        """What to send to the next replica, given the tokens delivered so far. The request itself is not changed."""
+
+    def fit(self, output: Any, swallow: int) -> None:
+        """Make a moved request's first output one in the middle: without its first tokens and what is told once."""
+
+    def missing_end(self, request: Any, produced: Sequence[int], engine_index: int) -> Any | None:
+        """Outputs that end a request whose tokens have all been delivered; None while some are to come."""

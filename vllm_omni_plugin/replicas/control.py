@@ -1,0 +1,150 @@
+"""What a head and a replica server say to each other beside the data path: attaching, staying attached, leaving.
+
+UTF-8 JSON, one message per frame, as on the coordinator's wire. The head's socket is a DEALER, the server's a ROUTER.
+"""
+
+from typing import Annotated, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from vllm_omni_plugin.coordinator import ReplicaStatus
+from vllm_omni_plugin.errors import WireError
+
+PROTOCOL_VERSION = 1
+"""Of the messages below and of the data path. Ends that differ do not work together."""
+
+MAX_CONTROL_BYTES = 256 * 1024
+_MAX_DETAIL_CHARS = 200
+
+Text = Annotated[str, Meta(max_length=4096)]
+Credential = Annotated[str, Meta(min_length=40, max_length=40)]
+Fingerprint = Annotated[dict[Text, Text], Meta(max_length=64)]
+
+
+class Attach(Struct, frozen=True, tag="attach"):
+    """Head to server: may I send requests to this replica?
+
+    Attributes:
+        protocol: `PROTOCOL_VERSION` of the head.
+        incarnation: the incarnation of the replica that the head means, from the replica list.
+        head_id: names the head process in the server's log.
+        credential: what the head will show on the data sockets, made for this attachment only: the public half of a
+            CURVE key pair (Z85) where links are encrypted, else a random word of the same length.
+        fingerprint: the head's configuration, see `vllm_api.fingerprint`.
+    """
+
+    protocol: int
+    incarnation: Annotated[int, Meta(ge=0)]
+    head_id: Text
+    credential: Credential
+    fingerprint: Fingerprint
+
+
+class Beat(Struct, frozen=True, tag="beat"):
+    """Head to server, every heartbeat interval: I am here and hold this lease."""
+
+    lease: int
+
+
+class Detach(Struct, frozen=True, tag="detach"):
+    """Head to server: I am done with this replica. What still runs for me may be aborted."""
+
+    lease: int
+
+
+class Leave(Struct, frozen=True, tag="leave"):
+    """Head to server, on behalf of its administrator: drain, end the engine, do not come back."""
+
+    lease: int
+
+
+class Attached(Struct, frozen=True, tag="attached"):
+    """Server to head: you hold a lease.
+
+    Attributes:
+        lease: names it from here on.
+        input_addr: where to connect a PUSH for requests: frames are (identity, request type, payload...).
+        output_addr: where to connect a PULL for outputs of requests sent with `client_index`; yours alone.
+        client_index: to put into every request and utility call.
+        identity: ZMQ identity of the engine, the first frame of every message to it.
+        ready_response: what the engine said of itself when it was ready, as vLLM encoded it.
+        data_key: public CURVE key (Z85) of the data sockets, or "" where links are not encrypted.
+        fingerprint: the server's configuration.
+    """
+
+    lease: int
+    input_addr: Text
+    output_addr: Text
+    client_index: int
+    identity: bytes
+    ready_response: bytes
+    data_key: Text
+    fingerprint: Fingerprint
+
+
+class Refused(Struct, frozen=True, tag="refused"):
+    """Server to head: no, and why.
+
+    Attributes:
+        reason: for both ends' logs; names what differs and both values.
+        lasting: asking again is of no use until one end is started anew.
+    """
+
+    reason: Text
+    lasting: bool
+
+
+class Status(Struct, frozen=True, tag="status"):
+    """Server to head: answers each `Beat`, and comes unasked on every change.
+
+    Attributes:
+        lease: the head's.
+        status: UP; DRAINING: send nothing new and detach when done; ERROR or DOWN: the engine is lost or not trusted,
+            and the lease with it.
+        reason: why, unless UP.
+    """
+
+    lease: int
+    status: ReplicaStatus
+    reason: Text = ""
+
+
+class Expired(Struct, frozen=True, tag="expired"):
+    """Server to head: I know of no such lease (any more). Attach again."""
+
+    lease: int
+
+
+ToServer = Attach | Beat | Detach | Leave
+ToHead = Attached | Refused | Status | Expired
+
+_T = TypeVar("_T")
+_encoder = msgspec.json.Encoder()
+_to_server: msgspec.json.Decoder[ToServer] = msgspec.json.Decoder(ToServer)
+_to_head: msgspec.json.Decoder[ToHead] = msgspec.json.Decoder(ToHead)
+
+
+def encode(message: ToServer | ToHead) -> bytes:
+    """The message as one frame."""
+    return _encoder.encode(message)
+
+
+def decode_to_server(frame: bytes) -> ToServer:
+    """The head's message in a frame; raises `WireError` naming the field and what is wrong with it."""
+    return _decode(_to_server, frame)
+
+
+def decode_to_head(frame: bytes) -> ToHead:
+    """The server's message in a frame; raises `WireError` naming the field and what is wrong with it."""
+    return _decode(_to_head, frame)
+
+
+def _decode(decoder: "msgspec.json.Decoder[_T]", frame: bytes) -> _T:
+    if len(frame) > MAX_CONTROL_BYTES:
+        raise WireError(f"control message: {len(frame)} bytes, at most {MAX_CONTROL_BYTES} allowed")
+    try:
+        return decoder.decode(frame)
+    # RecursionError: msgspec descends into the value of an unknown key to skip it.
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise WireError(f"control message: {str(error)[:_MAX_DETAIL_CHARS]}") from error

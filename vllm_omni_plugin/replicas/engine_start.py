@@ -1,0 +1,61 @@
+"""Starting an engine of this node without losing track of it, whenever the start is given up."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+
+from vllm_omni_plugin.replicas.local import Launcher, Process, Starting
+
+
+async def start_engine(
+    launcher: Launcher,
+    executor: Executor,
+    replica_id: int,
+    input_addr: str,
+    output_addrs: Sequence[str],
+    receive_ready: Callable[[float], bytes],
+) -> tuple[Process, bytes]:
+    """Spawn an engine and wait until it is ready; return its process and its ready response.
+
+    Args:
+        launcher: starts the process.
+        executor: where the blocking parts run: spawning, and waiting for the model to load.
+        replica_id: index of the engine among those of this node.
+        input_addr: bound ipc address to which the engine connects for requests.
+        output_addrs: bound ipc addresses to which it connects for outputs, by client index.
+        receive_ready: blocks up to so many seconds for the ready response on `input_addr`.
+
+    Raises:
+        ReplicaError: the engine ended before it was ready. It is killed on this and on every other error.
+    """
+    starting = await _spawn(launcher, executor, replica_id)
+
+    def wait_until_ready() -> bytes:
+        starting.wait(input_addr, output_addrs)
+        return receive_ready(launcher.ready_timeout)
+
+    waiting = asyncio.get_running_loop().run_in_executor(executor, wait_until_ready)
+    try:
+        return starting.process, await asyncio.shield(waiting)
+    except asyncio.CancelledError:
+        # The thread ends as soon as it sees its engine gone; the sockets are in its hands until then.
+        starting.process.kill()
+        await asyncio.wait([waiting])
+        # Its failure is the expected one; unread, it would be reported whenever the future is collected.
+        waiting.exception()
+        raise
+    except BaseException:
+        starting.process.kill()
+        raise
+
+
+async def _spawn(launcher: Launcher, executor: Executor, replica_id: int) -> Starting:
+    spawning = asyncio.get_running_loop().run_in_executor(executor, launcher.start, replica_id)
+    try:
+        return await asyncio.shield(spawning)
+    except asyncio.CancelledError:
+        # The thread goes on, and nobody else would ever know of the engine that it spawns.
+        await asyncio.wait([spawning])
+        if spawning.exception() is None:
+            spawning.result().abandon()
+        raise

@@ -1,0 +1,243 @@
+"""The heads of one replica: who may attach, what they hold, and what is put in order when they have gone."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import zmq
+
+from vllm_omni_plugin.coordinator import ReplicaStatus
+from vllm_omni_plugin.errors import ConfigError, ReplicaError
+from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.replicas.agreement import differences
+from vllm_omni_plugin.replicas.control import (
+    PROTOCOL_VERSION,
+    Attach,
+    Attached,
+    Beat,
+    Detach,
+    Expired,
+    Leave,
+    Refused,
+    Status,
+    ToHead,
+    ToServer,
+)
+from vllm_omni_plugin.replicas.leases import Lease, Leases
+from vllm_omni_plugin.replicas.ports import Listener, close_all, listen_on_many
+from vllm_omni_plugin.replicas.served_engine import HEAD_SLOTS, ServedEngine
+from vllm_omni_plugin.replicas.settings import ServerSettings
+
+logger = init_logger(__name__)
+
+_MAX_LOGGED_REFUSALS = 1024
+
+
+class Heads:
+    """Answers the control link on behalf of whichever engine the replica has. Lives on one event loop.
+
+    Args:
+        settings: the node's.
+        first_ports: the ports of slot 0 (inputs, outputs), which are the announced ones and stay bound. Other slots
+            have ports while they are leased.
+        send: sends a message to a routing id of the control link.
+        incarnation: the one announced now.
+        on_leave: called when a head asks, for its operator, that the replica leaves.
+        on_alone: called whenever the last lease has ended.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        first_ports: list[Listener],
+        send: Callable[[bytes, ToHead], None],
+        incarnation: Callable[[], int],
+        on_leave: Callable[[], None],
+        on_alone: Callable[[], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._settings = settings
+        self._ports: dict[int, list[Listener]] = {0: first_ports}
+        self._send = send
+        self._incarnation = incarnation
+        self._on_leave = on_leave
+        self._on_alone = on_alone
+        self._clock = clock
+        self._engine: ServedEngine | None = None
+        self._status = ReplicaStatus.DOWN
+        self._reason = "its engine is not ready"
+        self._leases = Leases(HEAD_SLOTS, settings.heartbeat_timeout)
+        self._cleaning: set[asyncio.Task[None]] = set()
+        self._resetting = False
+        self._logged_refusals: set[tuple[str, str]] = set()
+
+    def __len__(self) -> int:
+        """How many leases there are."""
+        return len(self._leases)
+
+    def admit(self, engine: ServedEngine) -> None:
+        """Let heads attach to an engine: a new one, or the one they were turned away from."""
+        if engine is not self._engine:
+            self._engine = engine
+            self._leases.all_clean()
+        self._status, self._reason = ReplicaStatus.UP, ""
+
+    def tell(self, status: ReplicaStatus, reason: str) -> None:
+        """Tell all heads, who keep their leases; nobody new may attach unless it is UP."""
+        self._status, self._reason = status, reason
+        for lease in self._leases.current:
+            self._send(lease.peer, Status(lease.lease_id, status, reason))
+
+    def turn_away(self, status: ReplicaStatus, reason: str) -> None:
+        """Tell all heads and end their leases; nobody may attach until `admit`."""
+        self.tell(status, reason)
+        for lease in self._leases.current:
+            self._end(lease, reason)
+
+    async def forget_engine(self) -> None:
+        """Stop dealing with an engine that is about to be closed. Heads must have been turned away."""
+        self._engine = None
+        for task in self._cleaning:
+            task.cancel()
+        await asyncio.gather(*self._cleaning, return_exceptions=True)
+        self._resetting = False
+
+    async def watch(self) -> None:
+        """End leases without beats, until cancelled."""
+        interval = self._settings.heartbeat_interval
+        while True:
+            due_at = self._clock() + interval
+            await asyncio.sleep(interval)
+            now = self._clock()
+            late_by = now - due_at
+            for lease in self._leases.expired(now, late_by if late_by > interval else 0.0):
+                self._send(lease.peer, Expired(lease.lease_id))
+                self._end(lease, f"it was silent for {self._settings.heartbeat_timeout:g} s")
+
+    def handle(self, peer: bytes, message: ToServer) -> None:
+        """Answer one message of the control link."""
+        if isinstance(message, Attach):
+            answer = self._attach(peer, message)
+            if isinstance(answer, Refused):
+                self._log_refusal(message.head_id, answer)
+            self._send(peer, answer)
+            return
+        lease = self._leases.find(message.lease, peer)
+        if lease is None:
+            if not isinstance(message, Detach):
+                self._send(peer, Expired(message.lease))
+            return
+        match message:
+            case Beat():
+                self._leases.beat(lease, self._clock())
+                self._send(peer, Status(lease.lease_id, self._status, self._reason))
+            case Detach():
+                self._end(lease, "it detached")
+            case Leave():
+                logger.info("Head %s asks this replica to leave.", lease.head_id)
+                self._on_leave()
+
+    def _attach(self, peer: bytes, message: Attach) -> Attached | Refused:
+        refusal = self._why_not(message)
+        if refusal is not None:
+            return refusal
+        for former in self._leases.superseded(peer, message.head_id):
+            self._end(former, "it attached anew")
+        if self._engine is None or self._resetting:
+            return Refused("the engine is still dealing with what a former head left", lasting=False)
+        lease = self._leases.grant(peer, message.head_id, self._clock())
+        if lease is None:
+            return Refused(f"all {HEAD_SLOTS} heads it can serve are attached", lasting=False)
+        try:
+            return self._attached(self._engine, lease, message.credential)
+        except (ConfigError, zmq.ZMQError) as error:
+            self._leases.end(lease)
+            self._leases.cleaned(lease.slot)
+            return Refused(str(error), lasting=False)
+
+    def _why_not(self, message: Attach) -> Refused | None:
+        if message.protocol != PROTOCOL_VERSION:
+            return Refused(f"protocol: head has {message.protocol}, replica {PROTOCOL_VERSION}", lasting=True)
+        if differing := differences(message.fingerprint, self._settings.fingerprint):
+            return Refused("; ".join(differing), lasting=True)
+        if self._status is not ReplicaStatus.UP:
+            return Refused(f"it is {self._status}: {self._reason}", lasting=False)
+        if message.incarnation != self._incarnation():
+            return Refused(
+                f"incarnation: head means {message.incarnation}, replica is {self._incarnation()}", lasting=False
+            )
+        return None
+
+    def _attached(self, engine: ServedEngine, lease: Lease, credential: str) -> Attached:
+        if lease.slot not in self._ports:
+            self._ports[lease.slot] = listen_on_many(self._settings.host, self._settings.ports, 2)
+        inputs, outputs = self._ports[lease.slot]
+        relay = engine.slots[lease.slot].lease(
+            inputs,
+            outputs,
+            credential,
+            self._settings.secrets,
+            self._settings.heartbeat_timeout,
+            lambda: self._connection_lost(lease),
+        )
+        logger.info("Head %s is attached, on slot %d.", lease.head_id, lease.slot)
+        return Attached(
+            lease=lease.lease_id,
+            input_addr=inputs.address,
+            output_addr=outputs.address,
+            client_index=lease.slot,
+            identity=engine.identity,
+            ready_response=engine.ready_response,
+            data_key=relay.data_key,
+            fingerprint=dict(self._settings.fingerprint),
+        )
+
+    def _connection_lost(self, lease: Lease) -> None:
+        if self._leases.find(lease.lease_id, lease.peer) is not None:
+            reason = "its connection for outputs is gone, or took nothing for too long"
+            self._send(lease.peer, Status(lease.lease_id, ReplicaStatus.ERROR, reason))
+            self._end(lease, reason)
+
+    def _end(self, lease: Lease, reason: str) -> None:
+        assert self._engine is not None
+        self._leases.end(lease)
+        self._engine.slots[lease.slot].release()
+        if lease.slot:
+            close_all(self._ports.pop(lease.slot))
+        logger.info("Head %s is no longer attached: %s.", lease.head_id, reason)
+        cleaning = self._start(self._clean(self._engine, lease.slot))
+        if not self._leases:
+            self._resetting = True
+            self._start(self._reset(self._engine, [*self._cleaning, cleaning]))
+            self._on_alone()
+
+    async def _clean(self, engine: ServedEngine, slot: int) -> None:
+        try:
+            await engine.slots[slot].clean()
+        except ReplicaError as error:
+            engine.give_up(f"an output could not be put in order: {error}")
+        else:
+            self._leases.cleaned(slot)
+
+    async def _reset(self, engine: ServedEngine, cleaning: list["asyncio.Task[None]"]) -> None:
+        await asyncio.wait(cleaning)
+        try:
+            await engine.reset()
+        except ReplicaError as error:
+            engine.give_up(f"what its heads left could not be put in order: {error}")
+        else:
+            self._resetting = False
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        task = asyncio.create_task(work)
+        self._cleaning.add(task)
+        task.add_done_callback(self._cleaning.discard)
+        return task
+
+    def _log_refusal(self, head_id: str, refusal: Refused) -> None:
+        refused = (head_id, refusal.reason)
+        if refused not in self._logged_refusals and len(self._logged_refusals) < _MAX_LOGGED_REFUSALS:
+            self._logged_refusals.add(refused)
+            log = logger.warning if refusal.lasting else logger.info
+            log("Head %s may not attach: %s.", head_id, refusal.reason)

@@ -1,0 +1,265 @@
+"""A replica behind a replica server: attaching to it, staying attached, noticing its loss."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_omni_plugin.coordinator import ReplicaInfo, ReplicaStatus
+from vllm_omni_plugin.curve import Secrets
+from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.replicas.clock_offset import ClockOffset, rebase
+from vllm_omni_plugin.replicas.connection import Context
+from vllm_omni_plugin.replicas.control import (
+    PROTOCOL_VERSION,
+    Attach,
+    Attached,
+    Beat,
+    Detach,
+    Expired,
+    Leave,
+    Refused,
+    Status,
+    ToHead,
+)
+from vllm_omni_plugin.replicas.control_link import ControlLink, open_control_link
+from vllm_omni_plugin.replicas.reach import why_unreachable
+from vllm_omni_plugin.replicas.remote_link import DataCredential, RemoteLink
+from vllm_omni_plugin.replicas.stage_client import Codec, StageClient
+
+
+class AttachRefusedError(ReplicaError):
+    """The replica's server said no.
+
+    Attributes:
+        lasting: asking again is of no use until one end is started anew.
+    """
+
+    def __init__(self, reason: str, lasting: bool) -> None:
+        super().__init__(reason)
+        self.lasting = lasting
+
+
+@dataclass(frozen=True)
+class AttachSettings:
+    """What all attachments of one head have in common.
+
+    Attributes:
+        context: makes the sockets, nine for each replica.
+        codec: see `StageClient`.
+        head_id: names this process in the servers' logs.
+        fingerprints: this head's configuration by stage, see `vllm_api.fingerprint`.
+        heartbeat_interval: seconds between signs of life.
+        heartbeat_timeout: seconds without one after which a server is lost; also how long attaching may take.
+        secrets: what servers and heads of this fleet know, None where links are open.
+        clock: monotonic seconds.
+    """
+
+    context: Context
+    codec: Codec
+    head_id: str
+    fingerprints: Mapping[int, Mapping[str, str]]
+    heartbeat_interval: float
+    heartbeat_timeout: float
+    secrets: Secrets | None = None
+    clock: Callable[[], float] = time.monotonic
+
+
+@dataclass(frozen=True, slots=True)
+class Listeners:
+    """Whom a `RemoteReplica` tells what.
+
+    Attributes:
+        outputs: see `StageClient`; the times in them are in our clock.
+        dead: see `StageClient`.
+        status: called with UP or DRAINING when the server says so.
+    """
+
+    outputs: Callable[[Any], None]
+    dead: Callable[[str], None]
+    status: Callable[[ReplicaStatus], None]
+
+
+class RemoteReplica:
+    """A lease of one replica. Made by `attach_remote`; lives on the loop that made it.
+
+    Attributes:
+        client: speaks to the engine.
+        ready_response: what the engine said of itself when it was ready, as vLLM encoded it.
+    """
+
+    client: StageClient
+    ready_response: bytes
+
+    def __init__(self, info: ReplicaInfo, replica_id: int, settings: AttachSettings, listeners: Listeners) -> None:
+        self._info = info
+        self._replica_id = replica_id
+        self._settings = settings
+        self._listeners = listeners
+        self._offset = ClockOffset()
+        self._answer: asyncio.Future[Attached | Refused] = asyncio.get_running_loop().create_future()
+        self._control: ControlLink | None = None
+        self._lease: int | None = None
+        self._link: RemoteLink | None = None
+        self._lost_reason = ""
+        self._beats_unanswered = 0
+        self._next_beat: asyncio.TimerHandle | None = None
+
+    async def attach(self) -> None:
+        """Get a lease, open the data connections, see the engine answer. Not limited in time.
+
+        Raises:
+            AttachRefusedError: the server said no.
+            ReplicaError: the server or its engine is lost, or the handshake was refused.
+        """
+        settings = self._settings
+        self._control = await open_control_link(
+            settings.context,
+            self._info.control_addr,
+            settings.secrets,
+            self._on_message,
+            lambda: self._lose("the connection to its server broke"),
+        )
+        credential = DataCredential.new(encrypted=settings.secrets is not None)
+        self._control.send(
+            Attach(
+                PROTOCOL_VERSION,
+                self._info.incarnation,
+                settings.head_id,
+                credential.public,
+                dict(settings.fingerprints[self._info.stage_id]),
+            )
+        )
+        lease = await self._answer
+        if isinstance(lease, Refused):
+            raise AttachRefusedError(lease.reason, lease.lasting)
+        await self._open(lease, credential)
+
+    async def _open(self, lease: Attached, credential: DataCredential) -> None:
+        self._link = RemoteLink(
+            self._settings.context, lease, credential, lambda: self._lose("the data connection to its server broke")
+        )
+        self.ready_response = lease.ready_response
+        self.client = StageClient(
+            self._link,
+            self._settings.codec,
+            self._replica_id,
+            self._on_outputs,
+            self._listeners.dead,
+            lease.client_index,
+        )
+        self._beat()
+        await self._link.established()
+        self.client.start()
+        if self._lost_reason:
+            raise ReplicaError(self._lost_reason)
+        # Connections that are open prove nothing of the engine behind them.
+        await self.client.call("is_sleeping")
+
+    async def why_late(self) -> str:
+        """What attaching was waiting for, for the log of a head that gave up."""
+        address = self._info.control_addr
+        seconds = f"within {self._settings.heartbeat_timeout:g} s"
+        if self._control is None:
+            return f"announced {address}, which {await why_unreachable(address)}"
+        if self._link is None:
+            return f"its server at {address} did not answer {seconds}"
+        return f"its engine did not answer {seconds}"
+
+    def leave(self) -> None:
+        """Tell the server to end the engine, for good, once its heads are done with it."""
+        if self._control is not None and self._lease is not None:
+            self._control.send(Leave(self._lease))
+
+    def close(self) -> None:
+        """Give the lease back and free everything. What still runs is aborted by the server. Idempotent."""
+        if self._next_beat is not None:
+            self._next_beat.cancel()
+        self._answer.cancel()
+        if self._link is not None:
+            self.client.close()
+        if self._control is not None:
+            if self._lease is not None:
+                self._control.send(Detach(self._lease))
+                self._lease = None
+            self._control.close()
+
+    def _on_message(self, message: ToHead) -> None:
+        match message:
+            case Attached() | Refused():
+                if not self._answer.done():
+                    self._lease = message.lease if isinstance(message, Attached) else None
+                    self._answer.set_result(message)
+            case Status(lease=lease) if lease == self._lease:
+                self._beats_unanswered = 0
+                if message.status in (ReplicaStatus.UP, ReplicaStatus.DRAINING):
+                    self._listeners.status(message.status)
+                else:
+                    self._lose(message.reason or f"its server says {message.status.value}")
+            case Expired(lease=lease) if lease == self._lease:
+                self._lose("its server has ended this head's lease")
+
+    def _on_outputs(self, outputs: Any) -> None:
+        rebase(outputs, self._offset, self._settings.clock())
+        self._listeners.outputs(outputs)
+
+    def _beat(self) -> None:
+        """Ask for a sign of life. Beats without answer are counted, so a head that was itself late blames nobody."""
+        assert self._control is not None
+        assert self._lease is not None
+        self._control.drain()
+        if self._lost_reason:
+            return
+        settings = self._settings
+        if self._beats_unanswered * settings.heartbeat_interval >= settings.heartbeat_timeout:
+            self._lose(f"its server has not answered for {settings.heartbeat_timeout:g} s")
+            return
+        self._beats_unanswered += 1
+        self._control.send(Beat(self._lease))
+        self._next_beat = asyncio.get_running_loop().call_later(settings.heartbeat_interval, self._beat)
+
+    def _lose(self, reason: str) -> None:
+        if self._lost_reason:
+            return
+        self._lost_reason = reason
+        if self._link is not None:
+            # What the engine has still said is good, and need not be computed again elsewhere.
+            self.client.drain()
+            self.client.mark_dead(reason)
+        elif not self._answer.done():
+            self._answer.set_exception(ReplicaError(reason))
+
+
+async def attach_remote(
+    info: ReplicaInfo, replica_id: int, settings: AttachSettings, listeners: Listeners
+) -> RemoteReplica:
+    """Attach to a replica; returns when its engine has answered.
+
+    Args:
+        info: as the coordinator published it.
+        replica_id: see `StageClient`.
+        settings: of this head.
+        listeners: told of outputs, status and death, of the latter during attaching too.
+
+    Raises:
+        AttachRefusedError: the server said no.
+        ReplicaError: it cannot be reached, did not answer in time, refused the handshake, or was lost meanwhile.
+    """
+    replica = RemoteReplica(info, replica_id, settings, listeners)
+    try:
+        async with asyncio.timeout(settings.heartbeat_timeout):
+            await replica.attach()
+    except TimeoutError:
+        try:
+            raise ReplicaError(await replica.why_late()) from None
+        finally:
+            replica.close()
+    except BaseException:
+        replica.close()
+        raise
+    return replica
+
+
+AttachRemote = Callable[[ReplicaInfo, int, AttachSettings, Listeners], Awaitable[RemoteReplica]]
+"""What `attach_remote` is."""

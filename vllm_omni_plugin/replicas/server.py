@@ -1,0 +1,251 @@
+"""A replica as the fleet sees it: an engine that is kept running, announced, and shared by the heads that attach."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import TypeVar
+
+from vllm_omni_plugin.coordinator import ReplicaStatus
+from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.replicas.announcer import Announcer
+from vllm_omni_plugin.replicas.backoff import RestartBackoff
+from vllm_omni_plugin.replicas.control_socket import ControlSocket
+from vllm_omni_plugin.replicas.heads import Heads
+from vllm_omni_plugin.replicas.local import Launcher
+from vllm_omni_plugin.replicas.ports import Listener, close_all, listen_on_many
+from vllm_omni_plugin.replicas.probe import Probe
+from vllm_omni_plugin.replicas.served_engine import ServedEngine, start_served_engine
+from vllm_omni_plugin.replicas.settings import ServerSettings
+from vllm_omni_plugin.replicas.stage_client import Codec
+
+__all__ = ["ReplicaServer", "ServerSettings"]
+
+logger = init_logger(__name__)
+
+_DETACH_GRACE_S = 2.0
+_LAST_WORDS_S = 0.2
+
+_T = TypeVar("_T")
+
+
+class ReplicaServer:
+    """One replica of a node. Lives on the event loop on which it was made.
+
+    Args:
+        settings: the node's.
+        launcher: starts the engine's process.
+        index: which of the node's replicas.
+        codec: see `StageClient`; for this server only.
+        executor: where blocking steps run; two may at once.
+        clock: monotonic seconds.
+        delay: sleeps between restarts of the engine.
+
+    Attributes:
+        ready: set once the engine is ready for the first time.
+        joined: set once the coordinator was reached for the first time.
+    """
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        launcher: Launcher,
+        index: int,
+        codec: Codec,
+        executor: Executor,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        delay: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._settings = settings
+        self._launcher = launcher
+        self._index = index
+        self._codec = codec
+        self._executor = executor
+        self._clock = clock
+        self._delay = delay
+        self.ready = asyncio.Event()
+        self.joined = asyncio.Event()
+        self._leaving = False
+        self._gone = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._addresses: list[str] = []
+        self._announcer: Announcer | None = None
+        self._heads: Heads | None = None
+        self._control: ControlSocket | None = None
+        self._serving = False
+
+    @property
+    def control_addr(self) -> str:
+        """Where heads attach; "" before `run`."""
+        return self._addresses[0] if self._addresses else ""
+
+    async def run(self) -> None:
+        """Serve until drained or told to leave; everything is given back then, or when cancelled.
+
+        Raises:
+            ConfigError: an address or port cannot be bound.
+            ReplicaError: the engine did not start the first time. Later it is started again and again.
+        """
+        async with AsyncExitStack() as stack:
+            listeners = listen_on_many(self._settings.host, self._settings.ports, 3)
+            stack.callback(close_all, listeners)
+            self._addresses = [listener.address for listener in listeners]
+            stack.push_async_callback(self._close_announcer)
+            heads = self._open(stack, listeners)
+            watching = asyncio.create_task(heads.watch())
+            stack.callback(watching.cancel)
+            await self._keep_engine(heads)
+
+    def drain(self) -> None:
+        """Take no new heads, let those attached finish, and leave; at the latest when the drain timeout has passed."""
+        if self._leaving:
+            return
+        self._leaving = True
+        if not self._serving or not self._heads:
+            self._gone.set()
+            return
+        logger.info("Replica %d leaves when its %d heads have finished.", self._index, len(self._heads))
+        self._say(ReplicaStatus.DRAINING)
+        self._heads.tell(ReplicaStatus.DRAINING, "it is leaving")
+        timeout = self._settings.drain_timeout
+        self._set_timer(timeout, partial(self.leave_now, f"its drain timeout of {timeout:g} s passed"))
+
+    def leave_now(self, reason: str) -> None:
+        """Leave without waiting for requests; heads get a moment to move them. Idempotent."""
+        self._leaving = True
+        if not self._serving or not self._heads:
+            self._gone.set()
+            return
+        self._heads.tell(ReplicaStatus.DOWN, reason)
+        self._set_timer(_DETACH_GRACE_S, self._gone.set)
+
+    def _open(self, stack: AsyncExitStack, listeners: list[Listener]) -> Heads:
+        control_listener, *first_ports = listeners
+        control = ControlSocket(control_listener, self._settings.secrets, lambda peer, said: heads.handle(peer, said))
+        stack.callback(control.close, _LAST_WORDS_S)
+        heads = Heads(
+            self._settings,
+            first_ports,
+            control.send,
+            lambda: 0 if self._announcer is None else self._announcer.incarnation,
+            self.drain,
+            self._alone,
+            self._clock,
+        )
+        self._control, self._heads = control, heads
+        return heads
+
+    async def _keep_engine(self, heads: Heads) -> None:
+        backoff = RestartBackoff()
+        while not self._gone.is_set():
+            lived = 0.0
+            try:
+                engine = await self._unless_gone(
+                    start_served_engine(self._launcher, self._codec, self._executor, self._index)
+                )
+                if engine is not None:
+                    lived = await self._serve(engine, heads)
+            except ReplicaError as error:
+                if not self.ready.is_set():
+                    raise
+                logger.warning("Replica %d was not started again: %s", self._index, error)
+            await self._unless_gone(self._delay(backoff.after(lived)))
+
+    async def _serve(self, engine: ServedEngine, heads: Heads) -> float:
+        """Serve with an engine until it is lost or the replica leaves; return for how many seconds."""
+        up_at = self._clock()
+        probe = Probe(
+            partial(engine.client.call, "is_sleeping"),
+            self._settings.heartbeat_interval,
+            self._settings.heartbeat_timeout,
+            self._suspend,
+            partial(self._up, engine, heads),
+            self._clock,
+        )
+        probing = asyncio.create_task(probe.run())
+        try:
+            self._up(engine, heads)
+            lost = await self._unless_gone(engine.lost)
+            if lost is not None:
+                logger.warning("Replica %d (process %d) is lost: %s", self._index, engine.pid, lost)
+                self._suspend(lost)
+        finally:
+            self._serving = False
+            if heads:
+                heads.turn_away(ReplicaStatus.DOWN, "it has left")
+            probing.cancel()
+            await asyncio.gather(probing, heads.forget_engine(), return_exceptions=True)
+            await engine.close(self._executor)
+        return self._clock() - up_at
+
+    def _up(self, engine: ServedEngine, heads: Heads) -> None:
+        """A new engine is ready, or one that hung answers again: heads attach anew in either case."""
+        if self._leaving:
+            return
+        if self._announcer is None:
+            self._announcer = self._announce()
+        else:
+            self._announcer.say(ReplicaStatus.UP, new_incarnation=True)
+        heads.admit(engine)
+        self._serving = True
+        self.ready.set()
+        logger.info("Replica %d (process %d) serves at %s.", self._index, engine.pid, self.control_addr)
+
+    def _suspend(self, reason: str) -> None:
+        """The engine is lost or not to be trusted: every head must move its requests now."""
+        self._serving = False
+        logger.warning("Replica %d serves no more for now: %s", self._index, reason)
+        self._say(ReplicaStatus.ERROR)
+        if self._heads is not None:
+            self._heads.turn_away(ReplicaStatus.ERROR, reason)
+        if self._leaving:
+            self._gone.set()
+
+    def _alone(self) -> None:
+        if self._leaving:
+            self._gone.set()
+
+    def _announce(self) -> Announcer:
+        control_addr, input_addr, output_addr = self._addresses
+        return Announcer(
+            self._settings.coordinator_addr,
+            input_addr,
+            output_addr,
+            control_addr,
+            self._settings.stage_id,
+            self._settings.heartbeat_interval,
+            self._settings.secrets,
+            self.joined,
+        )
+
+    def _say(self, status: ReplicaStatus) -> None:
+        if self._announcer is not None:
+            self._announcer.say(status)
+
+    async def _close_announcer(self) -> None:
+        self._gone.set()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._announcer is not None:
+            await self._announcer.close(self._executor)
+
+    def _set_timer(self, seconds: float, then: Callable[[], None]) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(seconds, then)
+
+    async def _unless_gone(self, awaitable: Awaitable[_T]) -> _T | None:
+        """The result of something that takes long, or None if the replica is to leave; then it is cancelled."""
+        work = asyncio.ensure_future(awaitable)
+        gone = asyncio.ensure_future(self._gone.wait())
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            return work.result() if work.done() else None
+        finally:
+            gone.cancel()
+            work.cancel()
+            await asyncio.wait({work, gone})

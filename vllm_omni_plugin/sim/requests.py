@@ -1,0 +1,71 @@
+"""What a simulated engine is asked and what it answers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+"""As in vLLM."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimRequest:
+    """A request for tokens.
+
+    Attributes:
+        request_id: new to the engine.
+        prompt: token ids, at least one.
+        max_tokens: length of the answer at most, or None for as long as the model allows.
+        min_tokens: length of the answer before which nothing but the maximum length ends it.
+        stop_token_ids: tokens that end the answer.
+        eos_token_id: token that ends the answer, and is never chosen unless `allowed` asks for it.
+        allowed: if not empty, the only tokens to answer with.
+        lora_id: the adapter, 0 for none; changes the answer.
+        cache_salt: shares cached blocks only with requests of the same salt; does not change the answer.
+    """
+
+    request_id: str
+    prompt: Sequence[int]
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    eos_token_id: int | None = None
+    allowed: Sequence[int] = ()
+    lora_id: int = 0
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """How a request came to its first token. Times in seconds on the clock of whoever drives the engine.
+
+    Attributes:
+        queued_at: when it was submitted.
+        scheduled_at: when its first iteration began.
+        prompt_tokens: length of the prompt.
+        cached_tokens: how many of them did not have to be computed.
+    """
+
+    queued_at: float
+    scheduled_at: float
+    prompt_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SimOutput:
+    """One step of an answer.
+
+    Attributes:
+        request_id: of the request.
+        token: the next token, or None in an output that only ends the request.
+        finish: why the answer ends here, or None if it goes on.
+        stop_token: the stop token that ended it.
+        prefill: with the first token only.
+    """
+
+    request_id: str
+    token: int | None = None
+    finish: FinishReason | None = None
+    stop_token: int | None = None
+    prefill: Prefill | None = None

@@ -1,0 +1,31 @@
+"""vLLM's own parser for the arguments of `vllm serve`, for commands that take the same ones."""
+
+import argparse
+from collections.abc import Callable, Sequence
+
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+
+def parse_headless_args(
+    arguments: Sequence[str],
+    prog: str,
+    description: str,
+    epilog: str,
+    add_flags: Callable[[argparse.ArgumentParser], None],
+) -> argparse.Namespace:
+    """Parse arguments as `vllm serve --headless` gets them, plugins' flags included.
+
+    Args:
+        arguments: without the command's name.
+        prog: the command, for messages.
+        description: shown by `--help`.
+        epilog: the last lines of `--help`.
+        add_flags: adds what the command takes beyond that.
+    """
+    parser = make_arg_parser(FlexibleArgumentParser(prog=prog, description=description, epilog=epilog))
+    add_flags(parser)
+    args: argparse.Namespace = parser.parse_args(list(arguments))
+    args.model = args.model_tag or args.model
+    args.headless = True
+    return args
