@@ -1,14 +1,16 @@
-"""Serves a tiny model with two replicas on the CPU, talks to it, and shows which replica did how much.
+"""Serves a tiny model with two replicas on the CPU, one in the head and one in a headless node that joins it.
 
-    python examples/demo.py          leaves the server running until Ctrl-C
+    python examples/demo.py          leaves the fleet running until Ctrl-C
     python examples/demo.py --once   exits after the requests
 
-The model and the server's log are kept in build/demo, which git ignores.
+Talks to it, shows which replica did how much, and kills the node in the middle of a stream, which goes on as if nothing
+had happened. The model and the logs are kept in build/demo, which git ignores.
 """
 
 import argparse
 import asyncio
 import contextlib
+import json
 import os
 import re
 import signal
@@ -32,9 +34,11 @@ sys.path.insert(0, str(HERE / "cpu"))
 from tiny_model import make_tiny_model  # noqa: E402 (found through the line above)
 
 WORK_FOLDER = HERE.parent / "build" / "demo"
-LOG = WORK_FOLDER / "server.log"
+HEAD_LOG = WORK_FOLDER / "head.log"
+NODE_LOG = WORK_FOLDER / "node.log"
 MODEL_NAME = "tiny"
 REPLICAS = 2
+STREAM_TOKENS = 600
 CONCURRENT_REQUESTS = 32
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 20.0
@@ -48,11 +52,11 @@ class DemoError(Exception):
 
 @dataclass(frozen=True)
 class Server:
-    """A `vllm serve` process, alone in its process group."""
+    """A `vllm serve` process, alone in its process group; without a URL if it is a headless node."""
 
     process: subprocess.Popen[bytes]
-    url: str
     log: Path
+    url: str = ""
 
     def last_line(self) -> str:
         """The last thing it logged, without vLLM's process name, time and place."""
@@ -82,7 +86,7 @@ def main() -> int:
         print("\ninterrupted")
         return 128 + signal.SIGINT
     except (DemoError, OpenAIError, OSError) as error:
-        print(f"\ndemo failed: {error}\nThe server's log: {LOG}", file=sys.stderr)
+        print(f"\ndemo failed: {error}\nThe logs: {HEAD_LOG}, {NODE_LOG}", file=sys.stderr)
         return 1
     return 0
 
@@ -90,30 +94,47 @@ def main() -> int:
 def run_demo(*, once: bool) -> None:
     print("making a tiny model with random weights: expect word salad")
     model = make_tiny_model(WORK_FOLDER / "model")
-    with running_server(model, LOG) as server:
+    master_port = free_port()
+    with head(model, master_port) as server, node(model, master_port) as joining:
         wait_until_healthy(server)
+        wait_until_joined(server, joining)
         direct = DefaultHttpxClient(trust_env=False)
         with OpenAI(base_url=f"{server.url}/v1", api_key="unused", http_client=direct) as client:
             send_completions(client)
             stream_chat(client)
         asyncio.run(send_concurrently(server))
         print_counts(dispatches_by_replica(server))
+        asyncio.run(kill_mid_stream(server, joining))
         if not once:
-            leave_running(server)
+            with node(model, master_port):
+                leave_running(server)
+
+
+def head(model: Path, master_port: int) -> contextlib.AbstractContextManager[Server]:
+    """The head: the API server with one replica of its own, open to others."""
+    port = free_port()
+    where = ("--host", "127.0.0.1", "--port", str(port))
+    return running(model, HEAD_LOG, master_port, "0", where, url=f"http://127.0.0.1:{port}")
+
+
+def node(model: Path, master_port: int) -> contextlib.AbstractContextManager[Server]:
+    """A headless node; on a machine of its own it would name the head's address instead of loopback."""
+    return running(model, NODE_LOG, master_port, "1", ("--headless",))
 
 
 @contextlib.contextmanager
-def running_server(model: Path, log: Path) -> Iterator[Server]:
-    """Start the server, and stop it with all its processes however the block ends."""
-    port = free_port()
+def running(
+    model: Path, log: Path, master_port: int, core: str, args: tuple[str, ...], url: str = ""
+) -> Iterator[Server]:
+    """Start a server, and stop it with all its processes however the block ends."""
     command = [
         str(Path(sys.executable).with_name("vllm")),
-        *("serve", str(model), "--served-model-name", MODEL_NAME),
-        *("--omni-lb-policy", "least-queue-length", "--omni-dp-size-local", str(REPLICAS)),
-        *("--enforce-eager", "--max-model-len", "1024"),
-        *("--host", "127.0.0.1", "--port", str(port)),
+        *("serve", str(model), "--served-model-name", MODEL_NAME, "--enforce-eager", "--max-model-len", "1024"),
+        *("--omni-master-address", "127.0.0.1", "--omni-master-port", str(master_port)),
+        *args,
     ]
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment["VLLM_CPU_OMP_THREADS_BIND"] = core
     print(f"$ {' '.join(f'{name}={value}' for name, value in environment.items())} {' '.join(command)}")
     print(f"  log: {log}")
     with log.open("wb") as log_file:
@@ -126,7 +147,7 @@ def running_server(model: Path, log: Path) -> Iterator[Server]:
             start_new_session=True,  # Ctrl-C must reach the server once, from us, and not its workers
         )
     try:
-        yield Server(process, f"http://127.0.0.1:{port}", log)
+        yield Server(process, log, url)
     finally:
         stop(process)
 
@@ -142,7 +163,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     """Ask the server to leave, wait a little, then kill what is left of its process group. Ctrl-C skips the wait."""
     try:
         if process.poll() is None:
-            print("stopping the server")
+            print("stopping", "the node" if "--headless" in process.args else "the head")
             process.send_signal(signal.SIGINT)
             process.wait(STOP_TIMEOUT_S)
     except (subprocess.TimeoutExpired, KeyboardInterrupt):
@@ -172,6 +193,28 @@ def wait_until_healthy(server: Server) -> None:
             print(f"  {elapsed:3d} s  {server.last_line()}", flush=True)
         time.sleep(0.25)
     print(f"ready after {time.monotonic() - started:.0f} s")
+
+
+def wait_until_joined(server: Server, joining: Server) -> None:
+    """Return when the node's replica serves too.
+
+    Raises:
+        DemoError: the node died, or needs longer than START_TIMEOUT_S.
+    """
+    started = time.monotonic()
+    while replicas_up(server) < REPLICAS:
+        if joining.process.poll() is not None:
+            raise DemoError(f"the node died with status {joining.process.returncode}:\n{joining.tail()}")
+        if time.monotonic() - started > START_TIMEOUT_S:
+            raise DemoError(f"the node does not join:\n{joining.tail()}")
+        time.sleep(0.1)
+    print(f"the node joined {time.monotonic() - started:.0f} s after the head was ready")
+
+
+def replicas_up(server: Server) -> int:
+    """How many replicas take requests, as `vllm-omni-plugin replicas ls` shows them."""
+    with DIRECT.open(f"{server.url}/omni/replicas", timeout=10) as response:
+        return sum(replica["status"] == "up" for replica in json.load(response)["replicas"])
 
 
 def send_completions(client: OpenAI) -> None:
@@ -207,6 +250,43 @@ async def send_concurrently(server: Server) -> None:
     tokens = sum(answer.usage.completion_tokens for answer in answers if answer.usage)
     elapsed = time.monotonic() - started
     print(f"{len(answers)} concurrent requests: {tokens} tokens in {elapsed:.1f} s")
+
+
+async def kill_mid_stream(server: Server, victim: Server) -> None:
+    """Start a stream on each replica, kill the node under one of them, and compare both with undisturbed answers.
+
+    Raises:
+        DemoError: a stream ended early, or its text is not that of the undisturbed run.
+    """
+    direct = DefaultAsyncHttpxClient(trust_env=False)
+    async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused", http_client=direct) as client:
+        prompts = ("First stream", "Second stream")
+        undisturbed = [await stream_to_end(client, prompt, asyncio.Event()) for prompt in prompts]
+        under_way = [asyncio.Event() for _ in prompts]
+        streams = [
+            asyncio.create_task(stream_to_end(client, prompt, begun))
+            for prompt, begun in zip(prompts, under_way, strict=True)
+        ]
+        for begun in under_way:
+            await begun.wait()
+        print("two streams are under way, one on each replica: killing the node's processes")
+        os.killpg(victim.process.pid, signal.SIGKILL)
+        texts = [await stream for stream in streams]
+    if texts != undisturbed:
+        raise DemoError("a stream ended early or with another text")
+    print(f"both streams finished, {STREAM_TOKENS} tokens each, with the text of an undisturbed run")
+
+
+async def stream_to_end(client: AsyncOpenAI, prompt: str, begun: asyncio.Event) -> str:
+    """The whole text of one stream; `begun` is set at its first piece."""
+    stream = await client.completions.create(
+        model=MODEL_NAME, prompt=prompt, max_tokens=STREAM_TOKENS, temperature=0, stream=True
+    )
+    text = ""
+    async for chunk in stream:
+        text += chunk.choices[0].text
+        begun.set()
+    return text
 
 
 def dispatches_by_replica(server: Server) -> Counter[int]:

@@ -41,6 +41,20 @@ def test_other_content_is_another_model(model: Path, tmp_path: Path, file: str, 
     assert between(vllm_config(model), vllm_config(other)) == [field]
 
 
+def test_other_weights_of_the_same_size_are_another_model(model: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(model, tmp_path / "other")
+    weights = (other / "model.safetensors").read_bytes()
+    (other / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
+    assert between(vllm_config(model), vllm_config(other)) == ["model"]
+
+
+def test_builds_of_one_version_are_the_same(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = fingerprint(vllm_config(model), 0)
+    monkeypatch.setattr("vllm.__version__", "0.32.0+cu129")
+    assert cpu["vLLM version"] == "0.32.0"
+    assert fingerprint(vllm_config(model), 0) == cpu
+
+
 def test_another_configuration_is_another_model(model: Path, tmp_path: Path) -> None:
     other = write_model(tmp_path / "other", rope_theta=5.0)
     assert between(vllm_config(model), vllm_config(other)) == ["model"]

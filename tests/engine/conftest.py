@@ -3,6 +3,7 @@
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -26,14 +27,20 @@ def _needs_servers_of_its_own(item: pytest.Item) -> bool:
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model of `make demo`."""
+def tiny_model_maker() -> ModuleType:
+    """The script that makes the model of `make demo`."""
     spec = importlib.util.spec_from_file_location("tiny_model", _TINY_MODEL)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    directory: Path = module.make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+    return module
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory, tiny_model_maker: ModuleType) -> Path:
+    """The model of `make demo`."""
+    directory: Path = tiny_model_maker.make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
     return directory
 
 
@@ -48,6 +55,12 @@ def servers(logs: Path) -> Iterator[Servers]:
     """Every server that more than one test talks to."""
     with Servers(logs) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def make_room(servers: Servers) -> None:
+    """Ends the shared servers, for a module with engines of its own."""
+    servers.stop_all()
 
 
 @pytest.fixture

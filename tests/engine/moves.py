@@ -1,11 +1,25 @@
 """Requests that move in the middle of their answers, one for each row of the table in docs/behaviour.md."""
 
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from .server import MODEL
+from .answers import ask, differences
+from .server import MODEL, Server, until
+from .suspended import Engine, engines_of
 
-ADAPTER = "storyteller"
+COPIES = 2
+"""One for each replica: equal requests that come in turn go to replicas in turn."""
+BEGUN_TOKENS = 8
+"""Tokens that each answer has on average when the engine dies."""
+IN_FLIGHT = "vllm_omni:requests_in_flight"
+MOVES = "vllm_omni:request_moves_total"
+GENERATED = "vllm:generation_tokens_total"
+
 TOKENS = 600
 PROMPT = "A head takes every request"
 STREAM: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
@@ -14,7 +28,7 @@ SEEDED: dict[str, Any] = {"temperature": 0.9, "seed": 1234}
 EACH_LETTER = {f"{letter}": 1.5 for letter in range(70, 90)}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Row:
     """One request and how it moves.
 
@@ -54,20 +68,86 @@ ROWS = (
     Row("prompt-logprobs", "resume", {"prompt_logprobs": 2}),
     Row("echo-logprobs", "resume", {"echo": True, "logprobs": 1}),
     Row("min-tokens", "resume", {"min_tokens": 450, "stop_token_ids": list(range(3, 512))}),
-    Row("stop-strings", "resume", {"min_tokens": 450, "stop": [chr(code) for code in range(97, 123)], **STREAM}),
+    Row("stop-strings", "resume", {"min_tokens": 450, "stop": ["a", "e", "s", "t"], **STREAM}),
     Row("repetition-penalty", "resume", {"repetition_penalty": 1.3}),
     Row("one-token-bad-word", "resume", {"bad_words": ["e"]}),
     Row("logit-bias", "resume", {"logit_bias": EACH_LETTER}),
     Row("allowed-tokens", "resume", {"allowed_token_ids": list(range(60, 120))}),
     Row("token-ids", "resume", {"return_token_ids": True, **STREAM}),
-    Row("lora", "resume", {"model": ADAPTER}),
     Row("seed", "replay", SEEDED),
     Row("seed-stream-logprobs", "replay", SEEDED | {"logprobs": 2, **STREAM}),
     Row("seeded-n", "replay", SEEDED | {"n": 2}),
     Row("penalties", "replay", {"presence_penalty": 1.5, "frequency_penalty": 0.2, **STREAM}),
     Row("sampled-penalties", "replay", SAMPLED | {"presence_penalty": 1.5}, exact=False),
     Row("bad-words", "replay", {"bad_words": ["every request", "engines are"]}),
-    Row("regex", "replay", {"structured_outputs": {"regex": "([ab]{3}-[0-9]{4} ){90}"}, **STREAM}),
-    Row("sampled-regex", "replay", SAMPLED | {"structured_outputs": {"regex": "([ab]{3}-[0-9]{4} ){90}"}}, exact=False),
+    Row("regex", "replay", {"structured_outputs": {"regex": "([ab]{3}-[0-9]{4} ){200}"}, **STREAM}),
+    Row(
+        "sampled-regex", "replay", SAMPLED | {"structured_outputs": {"regex": "([ab]{3}-[0-9]{4} ){200}"}}, exact=False
+    ),
     Row("repetition-detection", "replay", {"repetition_detection": {"max_pattern_size": 2, "min_count": 400}}),
 )
+
+
+def send(server: Server, row: Row) -> Any:
+    return ask(server, row.path, row.body)
+
+
+def tokens_of(answer: Any) -> int:
+    """Tokens of an answer, over all samples; 0 if there was none."""
+    body = answer.get("body") or next(iter(answer["stream"]["joined"].values()))
+    return int(body.get("usage", {}).get("completion_tokens", 0))
+
+
+def total(server: Server, name: str) -> float:
+    return sum(server.metrics(name).values())
+
+
+def moves(server: Server) -> Counter[str]:
+    return Counter({dict(labels)["way"]: int(value) for labels, value in server.metrics(MOVES).items()})
+
+
+@contextmanager
+def all_begun(
+    server: Server, rows: tuple[Row, ...]
+) -> Iterator[tuple[list[tuple[Row, Future[Any]]], dict[str, Engine]]]:
+    """Each replica has begun its copy of every row when both stand still; what is not killed then goes on."""
+    engines = engines_of(server)
+    for engine in engines.values():
+        engine.suspend()
+    before = server.by_engine(GENERATED)
+    with ThreadPoolExecutor(COPIES * len(rows)) as threads:
+        try:
+            answers = [(row, dispatch(server, threads, row)) for row in rows for _ in range(COPIES)]
+            for replica, engine in engines.items():
+                until(partial(has_begun, server, replica, engine, before), f"replica {replica} has begun all answers")
+            yield answers, engines
+        finally:
+            for engine in engines.values():
+                engine.resume()
+
+
+def dispatch(server: Server, threads: ThreadPoolExecutor, row: Row) -> Future[Any]:
+    """Send a request and wait until replicas are charged with it, all samples of its `n`."""
+    expected = total(server, IN_FLIGHT) + row.body.get("n", 1)
+    answer = threads.submit(send, server, row)
+    until(lambda: total(server, IN_FLIGHT) == expected, f"{row} is dispatched")
+    return answer
+
+
+def has_begun(server: Server, replica: str, engine: Engine, before: dict[str, float]) -> bool:
+    engine.run_for_a_moment()
+    tokens = server.by_engine(GENERATED)[replica] - before.get(replica, 0.0)
+    return tokens >= BEGUN_TOKENS * server.by_replica(IN_FLIGHT)[replica]
+
+
+def wrong(row: Row, answer: Any, whole: Any) -> list[str]:
+    """How an answer differs from the one of an engine that lives."""
+    if row.exact:
+        return differences(answer, whole, str(row))
+    (got, expected) = (shape(value) for value in (answer, whole))
+    return [] if got == expected else [f"{row}: {got} != {expected}"]
+
+
+def shape(answer: Any) -> Any:
+    body = answer["body"]
+    return answer["status"], [choice["finish_reason"] for choice in body["choices"]], body["usage"]

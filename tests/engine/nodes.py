@@ -2,6 +2,7 @@
 
 import re
 import secrets
+import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -65,7 +66,7 @@ class NodeFleet:
         self._flags = flags
         self._head_flags = ("--omni-dp-size-local", str(local), *head_flags)
         self._local = local
-        self._heads = 0
+        self._starts = 0
         self.nodes: list[Node] = []
         self.head = self._start_head()
         try:
@@ -82,14 +83,25 @@ class NodeFleet:
         for process in (*self.nodes, self.head):
             process.stop()
 
-    def add_node(self, *flags: str, model: Path | None = None, **environment: str) -> Node:
+    def add_node(self, *flags: str, **environment: str) -> Node:
         """Start one more node; it joins on its own time."""
-        command = serve_command(model or self._model, "--headless", *self._join, *self._flags, *flags)
+        command = serve_command(self._model, "--headless", *self.join, *self._flags, *flags)
         prefix = () if self._cable is None else self._cable.at_node
-        log = self._log.with_name(f"{self._log.stem}-node-{len(self.nodes)}.log")
-        node = Node([*prefix, *command], log, **{"VLLM_CPU_OMP_THREADS_BIND": str(len(self.nodes) % 2), **environment})
+        cores = {"VLLM_CPU_OMP_THREADS_BIND": str(len(self.nodes) % 2)}
+        node = Node([*prefix, *command], self._new_log("node"), **{**cores, **environment})
         self.nodes.append(node)
         return node
+
+    def replace_node(self, node: Node) -> Node:
+        """Start a node in the place of one that has ended or is to end."""
+        self.nodes.remove(node)
+        return self.add_node()
+
+    def start_sim(self, *flags: str, model: Path | None = None, join: tuple[str, ...] | None = None) -> Node:
+        """Start a node with simulated engines, which the caller must stop: fast, for what needs no real ones."""
+        sim = [str(Path(sys.executable).with_name("vllm-omni-plugin")), "sim"]
+        command = [*sim, *serve_command(model or self._model)[2:], *(join or self.join), *self._flags, *flags]
+        return Node(command, self._new_log("sim"))
 
     def restart_head(self) -> None:
         """Start the head again, on the same ports, after it has ended."""
@@ -110,16 +122,16 @@ class NodeFleet:
         raise AssertionError("the head runs no coordinator")
 
     @property
-    def _join(self) -> tuple[str, ...]:
+    def join(self) -> tuple[str, ...]:
+        """The flags that name the head and the secret."""
         address, port = self.master
         return ("-oma", address, "-omp", str(port), "--omni-secret-file", str(self.secret))
 
     def _start_head(self, port: int | None = None) -> Server:
-        self._heads += 1
         return Server(
             self._model,
-            self._log.with_name(f"{self._log.stem}-head-{self._heads}.log"),
-            *self._join,
+            self._new_log("head"),
+            *self.join,
             *self._flags,
             *self._head_flags,
             prefix=() if self._cable is None else self._cable.at_head,
@@ -127,3 +139,7 @@ class NodeFleet:
             # Short, because the path of a unix socket has 107 characters at most.
             uds=None if self._cable is None else Path(tempfile.mkdtemp(prefix="omni-"), "http"),
         )
+
+    def _new_log(self, what: str) -> Path:
+        self._starts += 1
+        return self._log.with_name(f"{self._log.stem}-{self._starts}-{what}.log")

@@ -69,6 +69,12 @@ def serve_environment(**changes: str) -> dict[str, str]:
     }
 
 
+def _listens(path: str) -> bool:
+    """Whether a unix socket takes connections. HTTPX leaves its own socket open when one does not."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(path) == 0
+
+
 class ServeProcess:
     """One `vllm serve` process with everything it starts, in a session of its own.
 
@@ -160,6 +166,8 @@ class Server(ServeProcess):
 
     def health(self) -> int | None:
         """Status of /health, or None while nothing listens."""
+        if self._uds is not None and not _listens(self._uds):
+            return None
         try:
             with self.http() as http:
                 return http.get("/health").status_code

@@ -36,6 +36,10 @@ class Servers:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.stop_all()
+
+    def stop_all(self) -> None:
+        """End all of them; who asks again gets a new one."""
         self._leave_room_for(MAX_ENGINES)
 
     def get(self, name: str, model: Path, *args: str, engines: int, **environment: str) -> Server:

@@ -18,6 +18,7 @@ TOKENS = 900
 TIMEOUT_S = 4.0
 TIMING = ("--omni-heartbeat-timeout", str(TIMEOUT_S), "--omni-heartbeat-interval", "1")
 IN_FLIGHT = "vllm_omni:requests_in_flight"
+MOVES = "vllm_omni:request_moves_total"
 RUNNING = "vllm:num_requests_running"
 
 
@@ -58,9 +59,8 @@ def streams(head: Server, expected: dict[str, str]) -> Iterator[list[Outcome]]:
     assert [outcome.text for outcome in sent] == [expected[prompt] for prompt in prompts]
 
 
-def busy_node(fleet: NodeFleet) -> int:
-    """Index of a node whose replica has requests in flight."""
-    return 0
+def total(head: Server, name: str) -> float:
+    return sum(head.metrics(name).values())
 
 
 def test_a_killed_engine_is_replaced_and_its_streams_go_on(fleet: NodeFleet, expected: dict[str, str]) -> None:
@@ -79,8 +79,7 @@ def test_a_killed_server_leaves_no_engine_behind(fleet: NodeFleet, expected: dic
     with streams(fleet.head, expected):
         node.kill()
     until(lambda: not any(process.is_running() for process in processes), "its engine has ended with it")
-    fleet.nodes.remove(node)
-    fleet.add_node()
+    fleet.replace_node(node)
 
 
 def test_a_stopped_engine_is_left_and_taken_back(fleet: NodeFleet, expected: dict[str, str]) -> None:
@@ -138,19 +137,22 @@ def test_a_killed_head_finds_its_replicas_again_with_nothing_left_running(
 
 
 def test_a_node_that_drains_in_time_disturbs_nobody(fleet: NodeFleet, expected: dict[str, str]) -> None:
-    node = fleet.nodes.pop()
+    node = fleet.nodes[0]
+    moves = total(fleet.head, MOVES)
     with streams(fleet.head, expected):
         node.process.terminate()
     assert node.process.wait(60) == 0
-    assert sum(fleet.head.metrics("vllm_omni:requests_failed_total").values()) == 0
-    fleet.add_node()
+    assert total(fleet.head, MOVES) == moves
+    fleet.replace_node(node)
 
 
 def test_what_a_drain_has_no_time_for_moves(fleet: NodeFleet, expected: dict[str, str]) -> None:
-    node = fleet.nodes.pop()
+    node = fleet.nodes[0]
+    moves = total(fleet.head, MOVES)
     with streams(fleet.head, expected):
         node.process.terminate()
-        until(lambda: node.says("drain"), "it drains")
+        until(lambda: node.says("leaves when"), "it drains")
         node.process.terminate()
         assert node.process.wait(60) == 0
-    fleet.add_node()
+    assert total(fleet.head, MOVES) > moves
+    fleet.replace_node(node)

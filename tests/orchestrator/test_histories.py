@@ -5,6 +5,7 @@ import random
 from collections.abc import Coroutine
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -30,7 +31,7 @@ class Histories(RuleBasedStateMachine):
         self.made: dict[str, int] = {}
         """Tokens that an engine has made of each attempt. The tokens of every answer are 0, 1, 2 ..."""
 
-    @initialize(limit=st.integers(0, 2), seed=st.integers(0, 3), wait=st.sampled_from([0.0, 600.0]))
+    @initialize(limit=st.integers(0, 3), seed=st.integers(0, 3), wait=st.sampled_from([0.0, 600.0]))
     def begin(self, limit: int, seed: int, wait: float) -> None:
         self.fleet = FakeFleet(REPLICAS, LeastQueueLengthBalancer(random.Random(seed)), limit, wait)
         self.run(self.fleet.__aenter__())
@@ -54,29 +55,35 @@ class Histories(RuleBasedStateMachine):
         link.output(*tokens, finish_reason=finish)
 
     @rule(
-        name=st.sampled_from(NAMES),
+        names=st.sets(st.sampled_from(NAMES), min_size=1),
         affinity=st.sampled_from([None, None, 0, 1]),
-        move=st.sampled_from(["resume", "replay", "never"]),
+        move=st.sampled_from(["resume", "replay", "replay", "never"]),
     )
-    def submit(self, name: str, affinity: int | None, move: str) -> None:
+    def submit(self, names: set[str], affinity: int | None, move: str) -> None:
         self.remember_attempts()
-        self.open.add(name)
-        self.fleet.tokens.pop(name, None)
-        if name in self.fleet.told_first:
-            self.fleet.told_first.remove(name)
-        self.run(self.fleet.submit(name, affinity=affinity, move=move))
+        for name in sorted(names):
+            self.open.add(name)
+            self.fleet.tokens.pop(name, None)
+            if name in self.fleet.told_first:
+                self.fleet.told_first.remove(name)
+            self.run(self.fleet.submit(name, affinity=affinity, move=move))
 
     @rule()
     def submit_for_the_abort_only(self) -> None:
         self.run(self.fleet.submit(ABORT_ONLY, abort_immediately=True))
 
     @precondition(lambda self: self.dispatched())
-    @rule(
-        data=st.data(), count=st.integers(1, 3), finish=st.sampled_from([None, None, None, "stop", "length", "abort"])
-    )
-    def output(self, data: st.DataObject, count: int, finish: str | None) -> None:
+    @rule(seed=st.integers(0, 1000))
+    def advance(self, seed: int) -> None:
+        """Engines make some tokens of all they have, and finish some."""
         self.remember_attempts()
-        name = data.draw(st.sampled_from(self.dispatched()))
+        draw = random.Random(seed)
+        for name in self.dispatched():
+            count, finish = draw.randint(0, 3), draw.choice([None] * 9 + ["stop", "length", "abort"])
+            if count and name in self.dispatched():
+                self.output(name, count, finish)
+
+    def output(self, name: str, count: int, finish: str | None) -> None:
         link, attempt = self.fleet.attempt(name)
         begin = self.made.get(attempt, len(link.prompts[attempt]))
         self.made[attempt] = begin + count
@@ -105,6 +112,11 @@ class Histories(RuleBasedStateMachine):
             self.run(self.announce(replica_id))
         else:
             self.fleet.links[replica_id].broken = True
+
+    @rule()
+    def lose_all(self) -> None:
+        for replica_id in range(REPLICAS):
+            self.lose(replica_id, announced=True)
 
     async def announce(self, replica_id: int) -> None:
         self.fleet.lose(replica_id)
@@ -161,3 +173,27 @@ class Histories(RuleBasedStateMachine):
 
 TestHistories = Histories.TestCase
 TestHistories.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_long_histories_with_many_moves(seed: int) -> None:
+    """Hypothesis finds short histories that fail; long ones, where requests move again and again, are drawn here."""
+    draw = random.Random(seed)
+    history = Histories()
+    history.begin(limit=3, seed=seed, wait=draw.choice([0.0, 600.0]))
+    for _ in range(80):
+        step = draw.choices(("submit", "advance", "lose", "join", "abort"), (3, 8, 2, 3, 1))[0]
+        names, replica_id = draw.sample(NAMES, 2), draw.randrange(REPLICAS)
+        if step == "submit":
+            history.submit(set(names) - history.open, None, draw.choice(["resume", "replay"]))
+        elif step == "advance":
+            history.advance(draw.randrange(1000))
+        elif step == "lose":
+            history.lose(replica_id, announced=draw.random() < 0.5)
+        elif step == "join":
+            history.join(replica_id)
+        else:
+            history.abort(names[:1])
+        history.the_charges_are_the_open_requests()
+        history.no_engine_sees_an_id_twice()
+    history.teardown()

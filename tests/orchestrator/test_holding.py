@@ -83,6 +83,7 @@ async def test_an_aborted_request_is_held_no_longer() -> None:
         await fleet.submit("a")
         await fleet.submit("b")
         await fleet.abort("a")
+        assert fleet.orchestrator.metrics.held == 1
         link = fleet.join(fleet.pool.member(0))
         assert link.added == [fleet.attempt("b")[1]]
         assert fleet.in_flight == [1]

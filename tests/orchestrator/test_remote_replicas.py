@@ -73,6 +73,7 @@ class Fleet(FakeFleet):
             heartbeat_interval=1.0,
             heartbeat_timeout=10.0,
             attach=self.attach,
+            clock=lambda: self.now,
             delay=self.delay,
         )
         self.orchestrator.remote_replicas = self.remote
@@ -254,6 +255,16 @@ async def test_failures_are_tried_again_with_growing_pauses_and_logged_once(
     assert fleet.pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, LONGEST_PAUSE_S, LONGEST_PAUSE_S]
     warnings = [record for record in caplog.records if record.levelname == "WARNING"]
     assert [record.getMessage() for record in warnings] == ["Replica 0 of stage 0 cannot be attached to: nobody there"]
+
+
+async def test_a_replica_that_is_lost_again_and_again_is_attached_to_less_and_less_often(fleet: Fleet) -> None:
+    await fleet.joined(row(1))
+    for count, lived in enumerate((0.0, 1.0, 1.0, 60.0, 1.0), 1):
+        fleet.now += lived
+        fleet.attachments[-1].link.say_dead()
+        await eventually(lambda count=count: len(fleet.attachments) == count + 1)  # type: ignore[misc]
+        await fleet.serving(1)
+    assert fleet.pauses == [0.1, 0.2, 0.4, 0.1, 0.2]
 
 
 async def test_a_lasting_refusal_is_tried_again_late_or_when_the_replica_has_changed(fleet: Fleet) -> None:

@@ -56,6 +56,7 @@ class Head:
             fingerprints={0: {"dtype": "bfloat16"}},
             heartbeat_interval=0.02,
             heartbeat_timeout=5.0,
+            secrets=None,
             clock=lambda: self.now,
         )
 

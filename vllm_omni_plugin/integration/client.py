@@ -14,7 +14,6 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_omni_plugin.admin.metrics import FleetCollector
-from vllm_omni_plugin.errors import NoReplicaError
 from vllm_omni_plugin.integration.failures import RequestFailures
 from vllm_omni_plugin.integration.serving import ServingSignal
 from vllm_omni_plugin.integration.stat_labels import StatLabels
@@ -179,13 +178,6 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
             # The orchestrator was closed with the call open; to the caller that is a dead engine, not a cancellation.
             raise EngineDeadError from None
 
-    async def _clear(self, method: str, *args: Any) -> list[Any]:
-        """Call all replicas to empty a cache. Where there is no replica there is nothing to empty."""
-        try:
-            return await self._call(method, *args)
-        except NoReplicaError:
-            return []
-
     async def _consensus(self, method: str) -> Any:
         results = await self._call(method)
         if any(result != results[0] for result in results):
@@ -222,15 +214,15 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         await self._call("profile", is_start, profile_prefix, delay_iterations, max_iterations)
 
     async def reset_mm_cache_async(self) -> None:
-        await self._clear("reset_mm_cache")
+        await self._call("reset_mm_cache")
 
     async def reset_prefix_cache_async(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        return all(await self._clear("reset_prefix_cache", reset_running_requests, reset_connector))
+        return all(await self._call("reset_prefix_cache", reset_running_requests, reset_connector))
 
     async def reset_encoder_cache_async(self) -> None:
-        await self._clear("reset_encoder_cache")
+        await self._call("reset_encoder_cache")
 
     async def sleep_async(self, level: int = 1, mode: str = "abort") -> None:
         await self._call("sleep", level, mode)

@@ -19,6 +19,7 @@ from vllm_omni_plugin.replicas.reaper import Reaper
 from vllm_omni_plugin.vllm_api.engine_api import EngineApi
 from vllm_omni_plugin.vllm_api.fingerprint import fingerprint
 from vllm_omni_plugin.vllm_api.launch import EngineLauncher, share_cores, spawn_only
+from vllm_omni_plugin.vllm_api.moving import has_custom_logits_processors
 
 logger = init_logger(__name__)
 
@@ -45,7 +46,7 @@ class Fleet:
     def __init__(self, options: OmniConfig, vllm_config: Any, executor_class: Any, log_stats: bool) -> None:
         self._options = options
         self._secrets = Secrets.from_file(options.secret_file) if options.secret_file else None
-        self._api = EngineApi()
+        self._api = EngineApi(custom_processors=has_custom_logits_processors(vllm_config.model_config))
         # Engines are started from a process with threads, at first and after every death; a fork of one may deadlock.
         spawn_only()
         share_cores(vllm_config, options.dp_size_local)

@@ -1,6 +1,8 @@
 """The head's core: requests as state machines, pools of replicas, one event loop that joins them."""
 
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator.remote_keeper import RemoteReplicaFactory
+from vllm_omni_plugin.orchestrator.replica_list import ReplicaListWatcher
 from vllm_omni_plugin.orchestrator.request_state import OrchestratorRequestState, RequestPhase, StreamingInputState
 from vllm_omni_plugin.orchestrator.stage_pool import PoolMember, StagePool
 from vllm_omni_plugin.orchestrator.thread import OrchestratorThread
@@ -11,6 +13,8 @@ __all__ = [
     "OrchestratorRequestState",
     "OrchestratorThread",
     "PoolMember",
+    "RemoteReplicaFactory",
+    "ReplicaListWatcher",
     "RequestPhase",
     "StagePool",
     "StreamingInputState",

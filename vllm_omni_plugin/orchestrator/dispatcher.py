@@ -238,7 +238,8 @@ class Dispatcher:
 
     def _end(self, state: OrchestratorRequestState) -> None:
         self._pool.release(state)
-        self._held.remove(state)
+        if self._held.remove(state) and False:
+            self._metrics.held = len(self._held)
         self.states.pop(state.request_id, None)
 
     def _fail(self, state: OrchestratorRequestState, error: OmniError) -> None:

@@ -40,9 +40,9 @@ class HeldRequests:
         self._set_timer()
         return True
 
-    def remove(self, state: OrchestratorRequestState) -> None:
-        """A request no longer waits; nothing to do if it did not."""
-        self._line.pop(state.request_id, None)
+    def remove(self, state: OrchestratorRequestState) -> bool:
+        """A request no longer waits. Returns whether it did."""
+        return self._line.pop(state.request_id, None) is not None
 
     def take(self) -> OrchestratorRequestState | None:
         """Remove and return the first in the line, None if there is nobody."""

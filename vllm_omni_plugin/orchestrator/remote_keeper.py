@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from typing import Any
 
 from vllm_omni_plugin.coordinator import ReplicaInfo, ReplicaStatus
@@ -36,6 +35,7 @@ class RemoteReplicaKeeper:
         member: stands for the replica in its pool.
         info: as the coordinator published it.
         accepts: see `RegisterRemoteReplica`.
+        clock: monotonic seconds.
         delay: waits between attempts.
     """
 
@@ -45,6 +45,7 @@ class RemoteReplicaKeeper:
         member: PoolMember,
         info: ReplicaInfo,
         accepts: bool,
+        clock: Callable[[], float],
         delay: Callable[[float], Awaitable[None]],
     ) -> None:
         self.member = member
@@ -52,6 +53,7 @@ class RemoteReplicaKeeper:
         self._orchestrator = orchestrator
         self._pool = orchestrator.stage_pools[member.stage_id]
         self._accepts = accepts
+        self._clock = clock
         self._delay = delay
         self._news = asyncio.Event()
         self._gone = asyncio.Event()
@@ -99,16 +101,18 @@ class RemoteReplicaKeeper:
             await self._listed_as_up()
             self._news.clear()
             self._gone.clear()
-            self._server_drains = False
+            self._server_drains = lasting = False
+            began_at = self._clock()
             try:
                 await self._serve(attach)
-                pause = FIRST_PAUSE_S
+                if self._clock() - began_at > LONGEST_PAUSE_S:
+                    pause = FIRST_PAUSE_S
             except Exception as error:
                 # Whatever went wrong, a replica that is given up here would not be tried again while it is listed.
                 lasting = isinstance(error, AttachRefusedError) and error.lasting
                 self._report(error, logging.ERROR if lasting else logging.WARNING)
-                await self._pause(LASTING_REFUSAL_PAUSE_S if lasting else pause)
-                pause = min(2 * pause, LONGEST_PAUSE_S)
+            await self._pause(LASTING_REFUSAL_PAUSE_S if lasting else pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
 
     async def _serve(self, attach: RemoteReplicaFactory) -> None:
         """One attachment, from the handshake to its end; raises if it never came into service."""
@@ -122,7 +126,7 @@ class RemoteReplicaKeeper:
             self._join(replica)
             self._place_holds()
             self._orchestrator.replica_serves(member, replica.client, self.info.input_addr, self.info.output_addr)
-            self._place_holds()
+            self._await_drain()
             self._last_failure = ""
             logger.info(
                 "Replica %d of stage %d serves (attached to %s).",
@@ -148,7 +152,10 @@ class RemoteReplicaKeeper:
                 self._pool.hold_back(self.member, reason)
             else:
                 self._pool.release_hold(self.member, reason)
-        if drains and self.member.client is not None:
+        self._await_drain()
+
+    def _await_drain(self) -> None:
+        if DRAIN_HOLD in self.member.held_back and self.member.client is not None:
             self._pool.when_idle(self.member).add_done_callback(self._let_go_if_drained)
 
     def _let_go_if_drained(self, idle: "asyncio.Future[None]") -> None:
@@ -172,8 +179,6 @@ class RemoteReplicaKeeper:
         finally:
             for wait in waits:
                 wait.cancel()
-            with suppress(asyncio.CancelledError):
-                await asyncio.gather(*waits, return_exceptions=True)
 
     def _report(self, error: Exception, level: int) -> None:
         text = str(error) or repr(error)

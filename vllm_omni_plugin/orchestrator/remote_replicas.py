@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 
@@ -36,6 +37,7 @@ class RemoteReplicas:
         heartbeat_timeout: seconds without one of the server's after which it is lost.
         secrets: what servers and heads of this fleet know, None where links are open.
         attach: opens one.
+        clock: monotonic seconds.
         delay: waits between attempts.
     """
 
@@ -49,6 +51,7 @@ class RemoteReplicas:
         heartbeat_timeout: float,
         secrets: Secrets | None = None,
         attach: AttachRemote = attach_remote,
+        clock: Callable[[], float] = time.monotonic,
         delay: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._orchestrator = orchestrator
@@ -62,7 +65,9 @@ class RemoteReplicas:
             heartbeat_interval=heartbeat_interval,
             heartbeat_timeout=heartbeat_timeout,
             secrets=secrets,
+            clock=clock,
         )
+        self._clock = clock
         self._attach = attach
         self._delay = delay
         self._keepers: dict[ReplicaKey, RemoteReplicaKeeper] = {}
@@ -129,7 +134,7 @@ class RemoteReplicas:
         member.remote = True
         member.input_addr, member.output_addr = info.input_addr, info.output_addr
         keeper = self._keepers[key] = RemoteReplicaKeeper(
-            self._orchestrator, member, info, message.accepts, self._delay
+            self._orchestrator, member, info, message.accepts, self._clock, self._delay
         )
         task = asyncio.get_running_loop().create_task(
             keeper.run(self._factory(keeper)), name=f"omni-replica-{member.stage_id}.{member.replica_id}"

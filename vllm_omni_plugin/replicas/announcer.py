@@ -1,6 +1,7 @@
 """What one replica server tells the coordinator, and what it tells its operator when nobody listens there."""
 
 import asyncio
+import math
 from concurrent.futures import Executor
 
 from vllm_omni_plugin.coordinator import OmniCoordClientForStage, ReplicaStatus
@@ -10,6 +11,9 @@ from vllm_omni_plugin.logger import init_logger
 logger = init_logger(__name__)
 
 _REMIND_AFTER_S = 10.0
+
+_complained_at: dict[tuple[str, str], float] = {}
+"""When the operator was last told of an address and a reason, for all replicas of this process: they have one head."""
 
 
 class Announcer:
@@ -80,7 +84,11 @@ class Announcer:
             self._complain(reason)
 
     def _complain(self, reason: str) -> None:
-        logger.warning("The head at %s cannot be reached: %s. Trying on.", self._coordinator_addr, reason)
+        now, complaint = self._loop.time(), (self._coordinator_addr, reason)
+        # With some slack, since timers may come a little early.
+        if now - _complained_at.get(complaint, -math.inf) > 0.9 * _REMIND_AFTER_S:
+            _complained_at[complaint] = now
+            logger.warning("The head at %s cannot be reached: %s. Trying on.", self._coordinator_addr, reason)
         self._reminder = self._loop.call_later(_REMIND_AFTER_S, self._complain, reason)
 
     def _stop_reminding(self) -> None:

@@ -15,9 +15,10 @@ PROTOCOL_VERSION = 1
 """Of the messages below and of the data path. Ends that differ do not work together."""
 
 MAX_CONTROL_BYTES = 256 * 1024
+MAX_TEXT_CHARS = 4096
 _MAX_DETAIL_CHARS = 200
 
-Text = Annotated[str, Meta(max_length=4096)]
+Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
 Credential = Annotated[str, Meta(min_length=40, max_length=40)]
 Fingerprint = Annotated[dict[Text, Text], Meta(max_length=64)]
 

@@ -11,6 +11,7 @@ from vllm_omni_plugin.errors import ConfigError, ReplicaError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.agreement import differences
 from vllm_omni_plugin.replicas.control import (
+    MAX_TEXT_CHARS,
     PROTOCOL_VERSION,
     Attach,
     Attached,
@@ -85,9 +86,9 @@ class Heads:
 
     def tell(self, status: ReplicaStatus, reason: str) -> None:
         """Tell all heads, who keep their leases; nobody new may attach unless it is UP."""
-        self._status, self._reason = status, reason
+        self._status, self._reason = status, reason[:MAX_TEXT_CHARS]
         for lease in self._leases.current:
-            self._send(lease.peer, Status(lease.lease_id, status, reason))
+            self._send(lease.peer, Status(lease.lease_id, status, self._reason))
 
     def turn_away(self, status: ReplicaStatus, reason: str) -> None:
         """Tell all heads and end their leases; nobody may attach until `admit`."""
@@ -160,7 +161,7 @@ class Heads:
         if message.protocol != PROTOCOL_VERSION:
             return Refused(f"protocol: head has {message.protocol}, replica {PROTOCOL_VERSION}", lasting=True)
         if differing := differences(message.fingerprint, self._settings.fingerprint):
-            return Refused("; ".join(differing), lasting=True)
+            return Refused("; ".join(differing)[:MAX_TEXT_CHARS], lasting=True)
         if self._status is not ReplicaStatus.UP:
             return Refused(f"it is {self._status}: {self._reason}", lasting=False)
         if message.incarnation != self._incarnation():

@@ -36,8 +36,8 @@ async def run_node(servers: Sequence[Server], join_timeout: float, head: str) ->
 
     Args:
         servers: the replicas, not started.
-        join_timeout: seconds after the start of its engine in which each replica must reach the head for the first time;
-            0: no limit.
+        join_timeout: seconds, after the start of its engine, in which each replica must reach the head for the first
+            time; 0: no limit.
         head: the head's address, for messages.
 
     Raises:

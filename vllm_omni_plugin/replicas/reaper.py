@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -71,18 +72,22 @@ class Reaper:
 class _Watched:
     """The child's end: processes by descriptor."""
 
-    def __init__(self) -> None:
+    def __init__(self, owner: int, owner_has_gone: Callable[[], bool]) -> None:
+        self._owner = owner
+        self._owner_has_gone = owner_has_gone
         self._pids: dict[int, int] = {}
 
-    def add(self, pid: int, parent: int | None) -> None:
-        """Watch a process, if it is there and, unless that is None, has this parent."""
+    def add(self, pid: int) -> None:
+        """Watch a process, if it is there and the owner's child. Of an owner that has gone nobody is the child."""
         for fd in [fd for fd in self._pids if _has_exited(fd)]:
             del self._pids[fd]
             os.close(fd)
         with contextlib.suppress(ProcessLookupError):
             fd = os.pidfd_open(pid)
-            if parent is None or pid in _children(parent):
+            if pid in _children(self._owner) or self._owner_has_gone():
                 self._pids[fd] = pid
+            else:
+                os.close(fd)
 
     def kill(self) -> None:
         """Kill all with their descendants and wait until they have ended."""
@@ -96,9 +101,9 @@ class _Watched:
 def main() -> None:
     """Kill the processes named on standard input, a line each, when it ends or when the owner (first argument) does."""
     owner = int(sys.argv[1])
-    watched = _Watched()
     stdin = sys.stdin.fileno()
     owner_fd = _open_parent(owner)
+    watched = _Watched(owner, lambda: owner_fd is None or _has_exited(owner_fd))
     unfinished = b""
     while True:
         # Beside the end of standard input, because another child of the owner may hold a copy of its other end.
@@ -112,7 +117,7 @@ def main() -> None:
             break
         *lines, unfinished = (unfinished + chunk).split(b"\n")
         for line in lines:
-            watched.add(int(line), None if owner_fd is None or owner_fd in readable else owner)
+            watched.add(int(line))
     watched.kill()
 
 

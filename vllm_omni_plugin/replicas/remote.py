@@ -1,7 +1,6 @@
 """A replica behind a replica server: attaching to it, staying attached, noticing its loss."""
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -62,8 +61,8 @@ class AttachSettings:
     fingerprints: Mapping[int, Mapping[str, str]]
     heartbeat_interval: float
     heartbeat_timeout: float
-    secrets: Secrets | None = None
-    clock: Callable[[], float] = time.monotonic
+    secrets: Secrets | None
+    clock: Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)

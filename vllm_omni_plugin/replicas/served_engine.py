@@ -9,7 +9,6 @@ from typing import Any
 import zmq
 
 from vllm_omni_plugin.replicas.engine_start import start_engine
-from vllm_omni_plugin.replicas.forwarding import QUEUE_MESSAGES
 from vllm_omni_plugin.replicas.input_hub import InputHub
 from vllm_omni_plugin.replicas.local import Launcher, Process
 from vllm_omni_plugin.replicas.output_slot import OutputSlot, SlotLink
@@ -124,7 +123,8 @@ async def start_served_engine(launcher: Launcher, codec: Codec, executor: Execut
         hub = InputHub(launcher.new_ipc_address(), launcher.new_ipc_address())
         sockets.callback(hub.close)
         to_hub: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
-        to_hub.sndhwm = QUEUE_MESSAGES
+        # Unbounded, because these sends may not wait; what is sent is small, and the hub always takes it.
+        to_hub.sndhwm = 0
         sockets.callback(to_hub.close, linger=0)
         to_hub.connect(hub.local_addr)
         links: list[SlotLink] = []

@@ -2,11 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import ReplicaError
@@ -70,12 +70,12 @@ class ReplicaServer:
         self.ready = asyncio.Event()
         self.joined = asyncio.Event()
         self._leaving = False
+        self._hurrying = False
         self._gone = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._addresses: list[str] = []
         self._announcer: Announcer | None = None
         self._heads: Heads | None = None
-        self._control: ControlSocket | None = None
         self._serving = False
 
     @property
@@ -102,21 +102,23 @@ class ReplicaServer:
 
     def drain(self) -> None:
         """Take no new heads, let those attached finish, and leave; at the latest when the drain timeout has passed."""
-        if self._leaving:
+        if self._leaving or self._gone.is_set():
             return
         self._leaving = True
+        self._say(ReplicaStatus.DRAINING)
         if not self._serving or not self._heads:
             self._gone.set()
             return
         logger.info("Replica %d leaves when its %d heads have finished.", self._index, len(self._heads))
-        self._say(ReplicaStatus.DRAINING)
         self._heads.tell(ReplicaStatus.DRAINING, "it is leaving")
         timeout = self._settings.drain_timeout
         self._set_timer(timeout, partial(self.leave_now, f"its drain timeout of {timeout:g} s passed"))
 
     def leave_now(self, reason: str) -> None:
         """Leave without waiting for requests; heads get a moment to move them. Idempotent."""
-        self._leaving = True
+        if self._hurrying or self._gone.is_set():
+            return
+        self._leaving = self._hurrying = True
         if not self._serving or not self._heads:
             self._gone.set()
             return
@@ -136,7 +138,7 @@ class ReplicaServer:
             self._alone,
             self._clock,
         )
-        self._control, self._heads = control, heads
+        self._heads = heads
         return heads
 
     async def _keep_engine(self, heads: Heads) -> None:
@@ -171,16 +173,18 @@ class ReplicaServer:
             self._up(engine, heads)
             lost = await self._unless_gone(engine.lost)
             if lost is not None:
-                logger.warning("Replica %d (process %d) is lost: %s", self._index, engine.pid, lost)
                 self._suspend(lost)
         finally:
             self._serving = False
             if heads:
                 heads.turn_away(ReplicaStatus.DOWN, "it has left")
             probing.cancel()
-            await asyncio.gather(probing, heads.forget_engine(), return_exceptions=True)
-            await engine.close(self._executor)
+            await _finish(self._end(engine, heads, probing))
         return self._clock() - up_at
+
+    async def _end(self, engine: ServedEngine, heads: Heads, probing: "asyncio.Task[None]") -> None:
+        await asyncio.gather(probing, heads.forget_engine(), return_exceptions=True)
+        await engine.close(self._executor)
 
     def _up(self, engine: ServedEngine, heads: Heads) -> None:
         """A new engine is ready, or one that hung answers again: heads attach anew in either case."""
@@ -249,3 +253,16 @@ class ReplicaServer:
             gone.cancel()
             work.cancel()
             await asyncio.wait({work, gone})
+
+
+async def _finish(work: Coroutine[Any, Any, None]) -> None:
+    """Wait for what may not be left half done, however often the caller is cancelled meanwhile."""
+    task = asyncio.create_task(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled

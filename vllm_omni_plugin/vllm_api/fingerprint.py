@@ -1,7 +1,7 @@
 """What of a configuration must be the same on a head and a replica for their answers to be the same."""
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ _HUB_CACHE_PREFIX = "models--"
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 _VOCABULARY = ("tokenizer.json", "*.model", "vocab*", "merges.txt", "tekken.json", "*.tiktoken")
 _DIGEST_BYTES = 8
+_SAMPLE_BYTES = 64 * 1024
 
 
 def fingerprint(vllm_config: Any, stage_id: int) -> dict[str, str]:
@@ -21,7 +22,8 @@ def fingerprint(vllm_config: Any, stage_id: int) -> dict[str, str]:
     model = vllm_config.model_config
     return {
         "stage": str(stage_id),
-        "vLLM version": vllm.__version__,
+        # Without the part that names the build: a head on a CPU may serve engines on GPUs.
+        "vLLM version": vllm.__version__.partition("+")[0],
         "model": _identity(model.model, _model_digest),
         "revision": str(model.revision),
         "tokenizer": _identity(model.tokenizer, _tokenizer_digest),
@@ -53,11 +55,21 @@ def _identity(name: str, digest: Callable[[Path], str]) -> str:
 
 
 def _model_digest(path: Path) -> str:
-    """Of the configuration's content, and of the names and sizes of the weights: to read them all takes minutes."""
+    """Of the configuration's content, and of names, sizes and samples of the weights: to read them all takes minutes."""
     config = path / "config.json"
     content = config.read_bytes() if config.is_file() else b""
-    weights = [f"{file.name} {file.stat().st_size}" for file in _files(path, _WEIGHTS)]
-    return _digest([content, *(line.encode() for line in weights)])
+    weights = (part for file in _files(path, _WEIGHTS) for part in (file.name.encode(), *_samples(file)))
+    return _digest([content, *weights])
+
+
+def _samples(file: Path) -> Iterator[bytes]:
+    """The size and three places of a file. Two fine-tunes of one model have equal names, sizes and headers."""
+    size = file.stat().st_size
+    yield str(size).encode()
+    with file.open("rb") as stream:
+        for start in (0, size // 2, max(0, size - _SAMPLE_BYTES)):
+            stream.seek(start)
+            yield stream.read(_SAMPLE_BYTES)
 
 
 def _tokenizer_digest(path: Path) -> str:

@@ -69,10 +69,10 @@ class ServedFakeEngine:
     def say(self, slot: int, *request_ids: str) -> None:
         """Send a token of each request, a message each, on one output."""
         frames = [msgspec.json.encode(FakeOutputs(outputs=[FakeOutput(request_id)])) for request_id in request_ids]
-        self._order(lambda: [self._outputs[slot].send(frame) for frame in frames] and None)
+        self._order(lambda: self._send(self._outputs[slot : slot + 1], frames))
 
     def announce_death(self) -> None:
-        self._order(lambda: [output.send(DEAD_FRAME) for output in self._outputs] and None)
+        self._order(lambda: self._send(self._outputs, [DEAD_FRAME]))
 
     def close(self) -> None:
         """End it and free what the test holds of it."""
@@ -82,6 +82,11 @@ class ServedFakeEngine:
             self._order(lambda: setattr(self, "_ended", True))
             self._thread.join()
         os.close(self._wakeup)
+
+    def _send(self, outputs: "list[zmq.Socket[bytes]]", frames: list[bytes]) -> None:
+        for output in outputs:
+            for frame in frames:
+                output.send(frame)
 
     def _order(self, order: Callable[[], None]) -> None:
         self._orders.append(order)

@@ -122,3 +122,30 @@ async def test_outputs_of_an_unleased_slot_are_taken_and_their_requests_aborted(
     await node.up()
     node.engine.say(2, *[f"r{number}" for number in range(5000)])
     await eventually(lambda: len(node.engine.aborted) == 5000)
+
+
+async def test_bursts_longer_than_every_queue_arrive_whole_and_in_order(start_node: StartNode) -> None:
+    node = await start_node()
+    ids = [f"r{number}" for number in range(5000)]
+    async with node.attached() as head:
+        for request_id in ids:
+            await head.add(request_id)
+        node.engine.say(0, *ids)
+        assert await head.read_ids(len(ids)) == ids
+        await eventually(lambda: len([frames for frames in node.engine.frames if frames[0] == b"add"]) == len(ids))
+        added = [msgspec.json.decode(frames[1])["request_id"] for frames in node.engine.frames if frames[0] == b"add"]
+        assert added == ids
+
+
+async def test_messages_of_several_parts_stay_whole_while_leases_come_and_go(start_node: StartNode) -> None:
+    node = await start_node()
+    parts = [b"add", b'{"request_id": "r"}', b"second part", b"third part"]
+    for _ in range(20):
+        async with node.attached() as head:
+            for _ in range(200):
+                await head.send(*parts)
+            await head.detach()
+    await node.up()
+    arrived = [frames for frames in node.engine.frames if frames[0] not in (b"utility", b"abort")]
+    assert arrived
+    assert all(frames == parts for frames in arrived)

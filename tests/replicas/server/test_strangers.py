@@ -1,6 +1,7 @@
 """Nobody but a lease's holder reaches the engine, and nothing on the wire ends or disturbs the service."""
 
 import asyncio
+import contextlib
 import random
 
 import msgspec
@@ -13,7 +14,7 @@ from tests.replicas.server.conftest import Node, StartNode
 from tests.replicas.server.heads import Head
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.curve import Secrets
-from vllm_omni_plugin.replicas.control import PROTOCOL_VERSION, Attach, Beat, Detach, Status, encode
+from vllm_omni_plugin.replicas.control import PROTOCOL_VERSION, Attach, Beat, Detach, Expired, Status, encode
 
 SECRETS = Secrets(["correct horse battery staple"])
 OTHERS = Secrets(["another secret of enough length"])
@@ -47,14 +48,17 @@ async def test_random_and_mutated_frames_change_nothing(start_node: StartNode, s
     async with node.attached() as head, node.head() as stranger:
         assert head.attached is not None
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        sockets: list[zmq.Socket[bytes]] = []
         for address in (head.attached.input_addr, head.attached.output_addr, node.server.control_addr):
             for kind in (zmq.DEALER, zmq.PUSH, zmq.PUB):
                 socket = context.socket(kind)
+                sockets.append(socket)
                 socket.sndhwm = 0
                 socket.connect(address)
                 for _ in range(300):
-                    # Where a port lets nobody in, they never leave.
-                    socket.send_multipart(hostile_message(rng, SAMPLES))
+                    # Where a port lets nobody in, nothing can be sent any more.
+                    with contextlib.suppress(zmq.Again):
+                        socket.send_multipart(hostile_message(rng, SAMPLES), zmq.NOBLOCK)
         for _ in range(3000):
             await stranger.say_frames(hostile_message(rng, SAMPLES))
         await stranger.say(Beat(1))
@@ -122,6 +126,7 @@ async def test_a_head_whose_lease_is_over_cannot_write_any_more(start_node: Star
         await eventually(lambda: any(b"before" in frames[-1] for frames in node.engine.frames))
         former = head.inputs, head.attached
         await head.detach()
+        assert isinstance(await head.beat(), Expired)
         async with node.attached() as next_head:
             assert former[1] is not None
             assert next_head.attached is not None

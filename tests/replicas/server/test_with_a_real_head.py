@@ -1,6 +1,7 @@
 """The head's own side against the real replica server: what both promise each other holds."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -52,6 +53,7 @@ class RealHead:
             heartbeat_interval=0.05,
             heartbeat_timeout=10.0,
             secrets=secrets,
+            clock=time.monotonic,
         )
 
     @asynccontextmanager

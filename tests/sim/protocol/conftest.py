@@ -1,7 +1,7 @@
 """A head for each test. Imports vLLM before any test does: importing it warns, and warnings are errors here."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from tests.sim.protocol.heads import Head, open_head
 
 
 @pytest.fixture
-def head(tmp_path: Path) -> Iterator[Head]:
+async def head(tmp_path: Path) -> AsyncIterator[Head]:
     """A head without an engine yet; closed with all its engines."""
-    with open_head(tmp_path) as opened:
+    async with open_head(tmp_path) as opened:
         yield opened

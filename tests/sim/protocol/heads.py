@@ -1,8 +1,8 @@
 """Simulated engines on real sockets, behind the link and the client that real ones have."""
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ class Head:
         outputs: each `EngineCoreOutput` of the engine, in order.
         stats: each `SchedulerStats`.
         deaths: reasons.
+        replicas: what it has attached to.
     """
 
     launcher: SimLauncher
@@ -31,12 +32,15 @@ class Head:
     outputs: list[Any] = field(default_factory=list)
     stats: list[Any] = field(default_factory=list)
     deaths: list[str] = field(default_factory=list)
+    replicas: list[LocalReplica] = field(default_factory=list)
 
     async def start(self, codec: EngineApi | None = None) -> LocalReplica:
         """Start the engine and attach to it."""
-        return await start_local_replica(
+        replica = await start_local_replica(
             self.launcher, codec or EngineApi(), self.executor, 0, self._on_outputs, self.deaths.append
         )
+        self.replicas.append(replica)
+        return replica
 
     def _on_outputs(self, outputs: Any) -> None:
         self.outputs += outputs.outputs
@@ -44,11 +48,12 @@ class Head:
             self.stats.append(outputs.scheduler_stats)
 
 
-@contextmanager
-def open_head(folder: Path) -> Iterator[Head]:
+@asynccontextmanager
+async def open_head(folder: Path) -> AsyncIterator[Head]:
     """A head without an engine yet; ends with all its engines."""
     with EngineHost() as host, ThreadPoolExecutor(4) as executor:
         launcher = SimLauncher(host, FAST, lambda replica_id: b"ready %d" % replica_id, folder)
-        yield Head(launcher, executor)
-        for process in launcher.processes.values():
-            process.kill()
+        head = Head(launcher, executor)
+        yield head
+        for replica in head.replicas:
+            await replica.close(executor)

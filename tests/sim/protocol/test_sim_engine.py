@@ -47,7 +47,6 @@ async def test_the_first_output_tells_what_came_before_and_stats_come_with_steps
     assert all(output.prefill_stats is None for output in rest)
     assert max(stats.num_running_reqs for stats in head.stats) == 1
     assert sum(stats.prefix_cache_stats.hits for stats in head.stats) == 16
-    await replica.close(head.executor)
 
 
 async def test_stop_tokens_are_honoured_and_named(head: Head) -> None:
@@ -56,7 +55,6 @@ async def test_stop_tokens_are_honoured_and_named(head: Head) -> None:
     replica.client.add_request(request("a", stop_token_ids=[stop]), "a")
     await eventually(lambda: "a" in ended(head))
     assert (head.outputs[-1].finish_reason, head.outputs[-1].stop_reason) == (FinishReason.STOP, stop)
-    await replica.close(head.executor)
 
 
 async def test_an_aborted_request_says_nothing_more(head: Head) -> None:
@@ -70,7 +68,6 @@ async def test_an_aborted_request_says_nothing_more(head: Head) -> None:
     replica.client.add_request(request("b", max_tokens=2), "b")
     await eventually(lambda: "b" in ended(head))
     assert {output.request_id for output in head.outputs[heard:]} == {"b"}
-    await replica.close(head.executor)
 
 
 async def test_all_requests_are_aborted_by_one_call_without_a_word(head: Head) -> None:
@@ -83,7 +80,6 @@ async def test_all_requests_are_aborted_by_one_call_without_a_word(head: Head) -
     replica.client.add_request(request("a", max_tokens=1), "a")
     await eventually(lambda: ended(head))
     assert [output.finish_reason for output in head.outputs[heard:]] == [FinishReason.LENGTH]
-    await replica.close(head.executor)
 
 
 async def test_what_is_not_simulated_is_refused_request_by_request(head: Head) -> None:
@@ -97,7 +93,6 @@ async def test_what_is_not_simulated_is_refused_request_by_request(head: Head) -
     await eventually(lambda: len(ended(head)) == 3)
     assert set(ended(head).values()) == {FinishReason.ERROR}
     assert head.deaths == []
-    await replica.close(head.executor)
 
 
 async def test_a_duplicate_id_kills_the_engine_with_notice_as_in_vllm(head: Head) -> None:
@@ -105,9 +100,7 @@ async def test_a_duplicate_id_kills_the_engine_with_notice_as_in_vllm(head: Head
     for _ in range(2):
         replica.client.add_request(request("a", max_tokens=LONG), "a")
     await eventually(lambda: head.deaths)
-    assert head.deaths == ["the engine reported its own death"]
-    assert head.launcher.processes[0].ended
-    await replica.close(head.executor)
+    await eventually(lambda: head.launcher.processes[0].ended)
 
 
 async def test_a_frame_that_is_no_request_kills_the_engine(head: Head) -> None:
@@ -118,8 +111,7 @@ async def test_a_frame_that_is_no_request_kills_the_engine(head: Head) -> None:
     replica = await head.start(Garbling())
     replica.client.add_request(request(), "a")
     await eventually(lambda: head.deaths)
-    assert head.deaths == ["the engine reported its own death"]
-    await replica.close(head.executor)
+    await eventually(lambda: head.launcher.processes[0].ended)
 
 
 async def test_a_killed_engine_is_seen_by_its_sentinel_and_can_be_started_again(head: Head) -> None:
@@ -132,7 +124,6 @@ async def test_a_killed_engine_is_seen_by_its_sentinel_and_can_be_started_again(
     again = await head.start()
     again.client.add_request(request("b"), "b")
     await eventually(lambda: "b" in ended(head))
-    await again.close(head.executor)
 
 
 async def test_a_hung_engine_answers_nothing_until_it_goes_on(head: Head) -> None:
@@ -150,7 +141,6 @@ async def test_a_hung_engine_answers_nothing_until_it_goes_on(head: Head) -> Non
     assert await call is False
     await eventually(lambda: "a" in ended(head))
     assert tokens(head, "a") == answer(sim_request("a", max_tokens=LONG), FAST)
-    await replica.close(head.executor)
 
 
 async def test_a_pause_aborts_keeps_or_awaits_what_runs(head: Head) -> None:
@@ -175,7 +165,6 @@ async def test_a_pause_aborts_keeps_or_awaits_what_runs(head: Head) -> None:
     assert "kept" not in ended(head)
     await call("resume_scheduler")
     await eventually(lambda: "kept" in ended(head))
-    await replica.close(head.executor)
 
 
 async def test_calls_are_answered_as_vllms_engine_answers_them(head: Head) -> None:
@@ -196,7 +185,6 @@ async def test_calls_are_answered_as_vllms_engine_answers_them(head: Head) -> No
     assert await call("collective_rpc", "anything", None, [], None) == [None]
     for method in ("reset_mm_cache", "reset_encoder_cache", "profile"):
         assert await call(method, *([True, None, None, None] if method == "profile" else [])) is None
-    await replica.close(head.executor)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +204,6 @@ async def test_a_call_that_fails_says_why_and_harms_nothing(
     with pytest.raises(ReplicaError, match=f"Call to {method} method failed: .*{complaint}"):
         await replica.client.call(method, *args)
     assert await replica.client.call("is_sleeping") is False
-    await replica.close(head.executor)
 
 
 async def test_an_adapter_changes_the_answer(head: Head) -> None:
@@ -226,7 +213,6 @@ async def test_an_adapter_changes_the_answer(head: Head) -> None:
     replica.client.add_request(asked, "a")
     await eventually(lambda: "a" in ended(head))
     assert tokens(head, "a") == answer(sim_request("a", lora_id=7), FAST) != answer(sim_request("a"), FAST)
-    await replica.close(head.executor)
 
 
 async def test_an_engine_killed_before_it_is_ready_never_is(head: Head) -> None:

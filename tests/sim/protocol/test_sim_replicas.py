@@ -1,6 +1,7 @@
 """Simulated engines behind real replica servers: the faults that heads must survive, in seconds."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -58,7 +59,9 @@ class Fleet:
         await eventually(ready, f"replica {index} is up")
         info = self.info(index)
         assert info is not None
-        settings = AttachSettings(zmq.Context.instance(), EngineApi(), "test", {0: FINGERPRINT}, INTERVAL, TIMEOUT)
+        settings = AttachSettings(
+            zmq.Context.instance(), EngineApi(), "test", {0: FINGERPRINT}, INTERVAL, TIMEOUT, None, time.monotonic
+        )
         listeners = Listeners(
             lambda outputs: self.outputs.extend(outputs.outputs), self.deaths.append, lambda status: None
         )

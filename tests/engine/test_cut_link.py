@@ -1,0 +1,86 @@
+"""A node whose cable is cut: its streams go on elsewhere, and it is back when the cable is mended."""
+
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .load import Load, Outcome
+from .namespaces import Cable
+from .nodes import NodeFleet
+from .server import until
+
+TOKENS = 900
+STREAMS = 4
+TIMEOUT_S = 4.0
+TIMING = ("--omni-heartbeat-timeout", str(TIMEOUT_S), "--omni-heartbeat-interval", "1")
+
+pytestmark = pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("ip") is None, reason="making network namespaces takes root and iproute2"
+)
+
+
+@pytest.fixture(scope="module")
+def cable() -> Iterator[Cable]:
+    with Cable() as cable:
+        yield cable
+
+
+@pytest.fixture(scope="module")
+def fleet(tiny_model: Path, logs: Path, cable: Cable, make_room: None) -> Iterator[NodeFleet]:
+    """A head with one local replica at one end of the cable, a node at the other."""
+    running = NodeFleet(tiny_model, logs / "cable.log", nodes=1, local=1, cable=cable, flags=TIMING)
+    try:
+        yield running
+    finally:
+        running.stop()
+
+
+def send(load: Load) -> list[Outcome]:
+    return [load.send(TOKENS, stream=True, prompt=f"number {n}", temperature=0) for n in range(STREAMS)]
+
+
+@pytest.fixture(scope="module")
+def expected(fleet: NodeFleet) -> list[str]:
+    with Load(fleet.head) as load:
+        sent = send(load)
+    assert [outcome for outcome in sent if not outcome.finished_whole] == []
+    return [outcome.text for outcome in sent]
+
+
+@pytest.mark.parametrize("seconds", [2.0, 3 * TIMEOUT_S], ids=["shorter than the timeout", "three timeouts"])
+def test_streams_survive_a_cut(fleet: NodeFleet, cable: Cable, expected: list[str], seconds: float) -> None:
+    fleet.wait_for_replicas(2)
+    engine = fleet.nodes[0].engine.pid
+    with Load(fleet.head) as load:
+        sent = send(load)
+        assert all(outcome.started.wait(60) for outcome in sent)
+        cable.cut()
+        mend_at = time.monotonic() + seconds
+        try:
+            until(lambda: fleet.head.replicas_up() == 1, "the cut is noticed")
+            load.wait()
+            # The fault itself: the cable stays cut for so long.
+            time.sleep(max(0.0, mend_at - time.monotonic()))
+        finally:
+            cable.mend()
+    assert [outcome for outcome in sent if not outcome.finished_whole] == []
+    assert [outcome.text for outcome in sent] == expected
+    fleet.wait_for_replicas(2)
+    assert fleet.nodes[0].engine.pid == engine
+    assert set(fleet.head.by_replica("vllm_omni:requests_in_flight").values()) == {0}
+
+
+def test_a_slow_cable_costs_time_only(fleet: NodeFleet, cable: Cable, expected: list[str]) -> None:
+    fleet.wait_for_replicas(2)
+    cable.slow_down(kbit_per_s=256)
+    try:
+        with Load(fleet.head) as load:
+            sent = send(load)
+    finally:
+        cable.mend()
+    assert [outcome for outcome in sent if not outcome.finished_whole] == []
+    assert [outcome.text for outcome in sent] == expected

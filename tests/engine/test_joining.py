@@ -1,0 +1,148 @@
+"""Nodes that may not join, or cannot: both ends say why, and nobody else notices.
+
+The head and its node are real; those that are turned away have simulated engines behind the same server, which start in
+seconds.
+"""
+
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from vllm_omni_plugin.coordinator import OmniCoordClientForStage
+from vllm_omni_plugin.curve import Secrets
+
+from .load import Load
+from .nodes import Node, NodeFleet
+from .server import START_S, free_port, until
+from .servers import Servers
+
+TIMING = ("--omni-heartbeat-timeout", "4", "--omni-heartbeat-interval", "1")
+NEVER = "tcp://127.0.0.1:9"
+"""The discard port of this machine, where nobody listens."""
+
+StartSim = Callable[..., Node]
+
+
+@pytest.fixture
+def fleet(servers: Servers, tiny_model: Path) -> Iterator[NodeFleet]:
+    """A head and one node; whoever else tried to join, they serve on."""
+
+    def start(log: Path) -> NodeFleet:
+        return NodeFleet(tiny_model, log, nodes=1, flags=TIMING)
+
+    running: NodeFleet = servers.keep("joining", start, engines=1)
+    yield running
+    with Load(running.head) as load:
+        answer = load.send(20, stream=True)
+    assert answer.finished_whole
+    running.wait_for_replicas(1)
+
+
+@pytest.fixture
+def start_sim(fleet: NodeFleet) -> Iterator[StartSim]:
+    """Starts simulated nodes that end with the test."""
+    started: list[Node] = []
+
+    def start(*flags: str, model: Path | None = None, join: tuple[str, ...] | None = None) -> Node:
+        started.append(fleet.start_sim(*flags, model=model, join=join))
+        return started[-1]
+
+    yield start
+    for node in started:
+        node.stop()
+
+
+@pytest.fixture
+def other_model(tmp_path: Path, tiny_model_maker: ModuleType) -> Path:
+    """A model of the same shape with other weights."""
+    directory: Path = tiny_model_maker.make_tiny_model(tmp_path / "other", seed=1)
+    return directory
+
+
+def test_a_simulated_node_with_the_same_model_joins_and_leaves(fleet: NodeFleet, start_sim: StartSim) -> None:
+    node = start_sim()
+    fleet.wait_for_replicas(2)
+    node.stop()
+    assert node.process.returncode == 0
+    fleet.wait_for_replicas(1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "field"),
+    [
+        (("--max-model-len", "512"), "max model length: head has 1024, replica 512"),
+        (("--dtype", "float32"), "dtype: head has bfloat16, replica float32"),
+        (("--omni-stage-id", "1"), "stage"),
+    ],
+)
+def test_another_configuration_is_refused_with_both_values_at_both_ends(
+    fleet: NodeFleet, start_sim: StartSim, flags: tuple[str, ...], field: str
+) -> None:
+    node = start_sim(*flags)
+    until(lambda: node.says(field), "the node says why", START_S)
+    until(lambda: field in fleet.head.log.read_text(), "the head says why")
+
+
+def test_another_model_is_refused(fleet: NodeFleet, start_sim: StartSim, other_model: Path) -> None:
+    node = start_sim(model=other_model)
+    until(lambda: node.says("model: head has"), "the node says why", START_S)
+
+
+def test_another_secret_is_refused_and_both_ends_say_so(fleet: NodeFleet, start_sim: StartSim, tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong"
+    wrong.touch(mode=0o600)
+    wrong.write_text(secrets.token_hex(32))
+    node = start_sim(join=(*fleet.join[:-1], str(wrong)))
+    until(lambda: node.says("refused secret") and node.says("--omni-secret-file"), "the node says why", START_S)
+    until(lambda: "Refused " in fleet.head.log.read_text(), "the head's coordinator says whom it refused")
+
+
+def test_a_node_without_a_head_ends_with_one_clear_line(start_sim: StartSim) -> None:
+    port = str(free_port())
+    node = start_sim("--omni-join-timeout", "1", join=("-oma", "127.0.0.1", "-omp", port))
+    assert node.process.wait(START_S) == 1
+    (line,) = [line for line in node.log.read_text().splitlines() if line.startswith("vllm serve: error: ")]
+    assert f"no head answered at tcp://127.0.0.1:{port} within 1 s" in line
+
+
+def test_an_exhausted_port_range_ends_the_node_with_the_flags_name(start_sim: StartSim) -> None:
+    first = free_port()
+    node = start_sim("--omni-replica-ports", f"{first}-{first}")
+    assert node.process.wait(START_S) == 1
+    (line,) = [line for line in node.log.read_text().splitlines() if line.startswith("vllm serve: error: ")]
+    assert "--omni-replica-ports" in line
+
+
+def test_a_replica_that_cannot_be_reached_is_named_and_forgotten(fleet: NodeFleet) -> None:
+    ghost = OmniCoordClientForStage(
+        f"tcp://127.0.0.1:{fleet.master[1]}",
+        NEVER,
+        NEVER,
+        0,
+        control_addr=NEVER,
+        secrets=Secrets.from_file(fleet.secret),
+    )
+    try:
+        until(lambda: NEVER in fleet.head.log.read_text(), "the head says whom it cannot reach", START_S)
+    finally:
+        ghost.close()
+    assert fleet.head.replicas_up() == 1
+
+
+def test_who_claims_the_addresses_of_another_takes_nothing_down_for_good(fleet: NodeFleet) -> None:
+    with fleet.head.http() as http:
+        (real,) = http.get("/omni/replicas").json()["replicas"]
+    claimant = OmniCoordClientForStage(
+        f"tcp://127.0.0.1:{fleet.master[1]}",
+        real["input_addr"],
+        real["output_addr"],
+        0,
+        control_addr=NEVER,
+        secrets=Secrets.from_file(fleet.secret),
+    )
+    until(lambda: claimant.connected, "the claim is heard")
+    claimant.close()
+    fleet.wait_for_replicas(1)

@@ -1,0 +1,40 @@
+"""An answer of an adapter goes on with the same adapter at another replica."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from .conftest import TWO_ENGINES, TWO_REPLICAS
+from .lora import make_lora
+from .moves import Row, all_begun, moves, send, wrong
+from .server import START_S, Server, until
+from .servers import Servers
+
+ADAPTERS = ("storyteller", "poet")
+ROWS = (*(Row(name, "resume", {"model": name}) for name in ADAPTERS), Row("no adapter", "resume", {}))
+
+
+@pytest.fixture
+def adapted(servers: Servers, tiny_model: Path, tmp_path: Path) -> Iterator[Server]:
+    """A fleet of two with two adapters."""
+    paths = [f"{name}={make_lora(tmp_path / name, seed)}" for seed, name in enumerate(ADAPTERS)]
+    lora = ("--enable-lora", "--max-loras", "2", "--lora-modules", *paths)
+    server = servers.get("moving-lora", tiny_model, *TWO_REPLICAS, *lora, engines=2, **TWO_ENGINES)
+    until(lambda: server.replicas_up() == 2, "both replicas serve", START_S)
+    yield server
+    until(lambda: server.replicas_up() == 2, "both replicas serve again", START_S)
+
+
+def test_a_moved_answer_keeps_its_adapter(adapted: Server) -> None:
+    with ThreadPoolExecutor(len(ROWS)) as threads:
+        whole = dict(zip(ROWS, threads.map(partial(send, adapted), ROWS), strict=True))
+    assert len({answer["body"]["choices"][0]["text"] for answer in whole.values()}) == len(ROWS)
+    before = moves(adapted)
+    with all_begun(adapted, ROWS) as (answers, engines):
+        engines["1"].core.kill()
+        until(lambda: adapted.replicas_up() == 1, "the loss is noticed")
+    assert [line for row, answer in answers for line in wrong(row, answer.result(), whole[row])] == []
+    assert moves(adapted) - before == {"resume": len(ROWS)}

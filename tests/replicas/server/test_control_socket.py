@@ -1,0 +1,83 @@
+"""The control link takes whatever comes, counts what is no message, and logs it once per peer."""
+
+import logging
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import zmq
+
+from tests.fakes.conditions import eventually
+from vllm_omni_plugin.coordinator import ReplicaStatus
+from vllm_omni_plugin.replicas.control import Beat, Status, ToServer, encode
+from vllm_omni_plugin.replicas.control_socket import ControlSocket
+from vllm_omni_plugin.replicas.ports import Listener, listen
+
+
+def has(items: list[bytes], count: int) -> bool:
+    return len(items) == count
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    listener = listen("127.0.0.1", None)
+    yield listener
+    listener.close()
+
+
+@pytest.fixture
+def dealer(listener: Listener) -> Iterator["zmq.Socket[bytes]"]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        dealer.connect(listener.address)
+        yield dealer
+    context.term()
+
+
+async def test_garbage_is_counted_and_logged_once(
+    listener: Listener, dealer: "zmq.Socket[bytes]", caplog: pytest.LogCaptureFixture
+) -> None:
+    heard: list[ToServer] = []
+    control = ControlSocket(listener, None, lambda peer, message: heard.append(message))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(50):
+            dealer.send(b"no message")
+            dealer.send_multipart([b"one", b"too many"])
+        dealer.send(encode(Beat(1)))
+        await eventually(lambda: heard == [Beat(1)])
+    assert (control.dropped["malformed"], control.dropped["multipart"]) == (50, 50)
+    assert len([record for record in caplog.records if "Dropped a frame" in record.message]) == 2
+    control.close(0.0)
+
+
+async def test_a_fault_in_handling_a_message_does_not_end_the_service(
+    listener: Listener, dealer: "zmq.Socket[bytes]", caplog: pytest.LogCaptureFixture
+) -> None:
+    heard: list[ToServer] = []
+
+    def fail_first(peer: bytes, message: ToServer) -> None:
+        heard.append(message)
+        if len(heard) == 1:
+            raise RuntimeError("a bug")
+
+    control = ControlSocket(listener, None, fail_first)
+    dealer.send(encode(Beat(1)))
+    dealer.send(encode(Beat(2)))
+    await eventually(lambda: heard == [Beat(1), Beat(2)])
+    assert "could not be handled" in caplog.text
+    control.close(0.0)
+
+
+async def test_a_message_that_comes_while_one_is_sent_is_heard(listener: Listener, dealer: "zmq.Socket[bytes]") -> None:
+    heard: list[bytes] = []
+    control = ControlSocket(listener, None, lambda peer, message: heard.append(peer))
+    dealer.send(encode(Beat(0)))
+    await eventually(lambda: heard)
+    for turn in range(300):
+        dealer.send(encode(Beat(turn)))
+        # The event of the message that is on its way may be taken in by the send.
+        for _ in range(3):
+            control.send(heard[0], Status(1, ReplicaStatus.UP))
+        await eventually(partial(has, heard, turn + 2))
+    control.close(0.0)
