@@ -1,4 +1,4 @@
-"""Peers with bad intentions, for `hostile_frames.py`. Each function runs in a process of its own and imports no vLLM."""
+"""Peers with bad intentions, for `hostile_frames.py`. They run in a process of their own, without vLLM."""
 
 import contextlib
 import random
@@ -283,10 +283,11 @@ def _send_messages(context: Any, port: Port, frames: int, secrets: Secrets | Non
     # Messages are taken only by a connection whose handshake succeeded.
     sender.immediate = True
     sender.sndtimeo = HANDSHAKE_MS
-    secure_client(sender, secrets, port.role) if port.role else None
+    if port.role:
+        secure_client(sender, secrets, port.role)
     sender.connect(port.address)
     sent = 0
-    with contextlib.suppress(zmq.Again, zmq.ZMQError):
+    with contextlib.suppress(zmq.ZMQError):
         while sent < frames:
             message = hostile_message(rng, port.samples)
             sender.send_multipart(message)

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 import httpx
@@ -48,14 +49,23 @@ async def run_stream(client: httpx.AsyncClient, prompt: str, tokens: int, **opti
             if response.status_code != httpx.codes.OK:
                 stream.error = f"{response.status_code} {(await response.aread()).decode()[:300]}"
                 return stream
-            async for line in response.aiter_lines():
-                if line.startswith("data: {"):
-                    _take(stream, json.loads(line.removeprefix("data: ")))
+            async for line in _lines(response):
+                if line.startswith(b"data: {"):
+                    _take(stream, json.loads(line.removeprefix(b"data: ")))
     except httpx.HTTPError as error:
         stream.error = repr(error)
     if not stream.finished and not stream.error:
         stream.error = "the stream ended without a finish reason"
     return stream
+
+
+async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
+    """Lines of server-sent events, which end at a line feed only; HTTPX's also end at other breaks inside a text."""
+    rest = b""
+    async for piece in response.aiter_bytes():
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            yield line
 
 
 def _take(stream: Stream, event: dict[str, object]) -> None:

@@ -43,6 +43,7 @@ class NodeFleet:
         cable: the head and the nodes are at its two ends, if given, else all on loopback.
         flags: more for the head and the nodes alike.
         head_flags: more for the head.
+        environment: changes for the head and the nodes.
     """
 
     def __init__(
@@ -55,8 +56,10 @@ class NodeFleet:
         cable: Cable | None = None,
         flags: tuple[str, ...] = (),
         head_flags: tuple[str, ...] = (),
+        environment: dict[str, str] | None = None,
     ) -> None:
         self._model = model
+        self._environment = environment or {}
         self._log = log
         self._cable = cable
         self.secret = log.with_suffix(".secret")
@@ -88,7 +91,7 @@ class NodeFleet:
         command = serve_command(self._model, "--headless", *self.join, *self._flags, *flags)
         prefix = () if self._cable is None else self._cable.at_node
         cores = {"VLLM_CPU_OMP_THREADS_BIND": str(len(self.nodes) % 2)}
-        node = Node([*prefix, *command], self._new_log("node"), **{**cores, **environment})
+        node = Node([*prefix, *command], self._new_log("node"), **{**cores, **self._environment, **environment})
         self.nodes.append(node)
         return node
 
@@ -138,6 +141,7 @@ class NodeFleet:
             port=port,
             # Short, because the path of a unix socket has 107 characters at most.
             uds=None if self._cable is None else Path(tempfile.mkdtemp(prefix="omni-"), "http"),
+            **self._environment,
         )
 
     def _new_log(self, what: str) -> Path:

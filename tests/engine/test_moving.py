@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from .conftest import TWO_ENGINES, TWO_REPLICAS
-from .moves import COPIES, ROWS, Row, all_begun, moves, send, tokens_of, total, wrong
+from .moves import COPIES, EXACT, ROWS, Row, all_begun, moves, send, tokens_of, total, wrong
 from .server import START_S, Server, until
 from .servers import Servers
 
@@ -24,7 +24,7 @@ FAILED = "vllm_omni:requests_failed_total"
 @pytest.fixture
 def movers(servers: Servers, tiny_model: Path) -> Iterator[Server]:
     """A fleet of two that both serve, before each test and after it."""
-    server = servers.get("movers", tiny_model, *TWO_REPLICAS, engines=2, **TWO_ENGINES)
+    server = servers.get("movers", tiny_model, *TWO_REPLICAS, *EXACT, engines=2, **TWO_ENGINES)
     until(lambda: server.replicas_up() == 2, "both replicas serve", START_S)
     yield server
     until(lambda: server.replicas_up() == 2, "both replicas serve again", START_S)
@@ -52,7 +52,7 @@ def test_a_killed_engine_costs_no_answer_a_token(movers: Server, whole: dict[Row
 
 
 def test_answers_outlive_every_engine_there_was(movers: Server, whole: dict[Row, Any]) -> None:
-    before = moves(movers)
+    before, failed = moves(movers), total(movers, FAILED)
     rows = tuple(row for row in ROWS if row.exact)
     with all_begun(movers, rows) as (answers, engines):
         for engine in engines.values():
@@ -64,4 +64,6 @@ def test_answers_outlive_every_engine_there_was(movers: Server, whole: dict[Row,
             until(lambda: movers.replicas_up() > 0, "a replica is back", START_S)
             assert wrong(late, held.result(), whole[late]) == []
     assert [line for row, answer in answers for line in wrong(row, answer.result(), whole[row])] == []
-    assert sum((moves(movers) - before).values()) == sum(COPIES * row.body.get("n", 1) for row in rows)
+    # Some move twice: to a replica whose loss has not been noticed yet.
+    assert sum((moves(movers) - before).values()) >= sum(COPIES * row.body.get("n", 1) for row in rows)
+    assert total(movers, FAILED) == failed

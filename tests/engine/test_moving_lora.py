@@ -9,7 +9,7 @@ import pytest
 
 from .conftest import TWO_ENGINES, TWO_REPLICAS
 from .lora import make_lora
-from .moves import Row, all_begun, moves, send, wrong
+from .moves import EXACT, Row, all_begun, moves, send, wrong
 from .server import START_S, Server, until
 from .servers import Servers
 
@@ -22,7 +22,7 @@ def adapted(servers: Servers, tiny_model: Path, tmp_path: Path) -> Iterator[Serv
     """A fleet of two with two adapters."""
     paths = [f"{name}={make_lora(tmp_path / name, seed)}" for seed, name in enumerate(ADAPTERS)]
     lora = ("--enable-lora", "--max-loras", "2", "--lora-modules", *paths)
-    server = servers.get("moving-lora", tiny_model, *TWO_REPLICAS, *lora, engines=2, **TWO_ENGINES)
+    server = servers.get("moving-lora", tiny_model, *TWO_REPLICAS, *EXACT, *lora, engines=2, **TWO_ENGINES)
     until(lambda: server.replicas_up() == 2, "both replicas serve", START_S)
     yield server
     until(lambda: server.replicas_up() == 2, "both replicas serve again", START_S)

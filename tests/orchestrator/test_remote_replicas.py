@@ -328,9 +328,16 @@ async def test_a_replica_that_is_not_attached_cannot_be_told_to_leave(fleet: Fle
 
 
 async def test_a_stage_that_the_head_does_not_have_is_reported(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
+    fleet.failures.append(AttachRefusedError("stage: head has 0, replica 4", lasting=True))
     fleet.register(row(1, stage_id=4))
-    await fleet.all_heard()
-    assert "serves stage 4; the last stage of this head is 0" in caplog.text
+    await eventually(lambda: "A replica of stage 4 cannot serve here: stage: head has 0, replica 4" in caplog.text)
+    assert fleet.pool.members == ()
+
+
+async def test_a_replica_of_another_stage_is_let_go_even_if_it_refuses_nothing(fleet: Fleet) -> None:
+    fleet.register(row(1, stage_id=4))
+    await eventually(lambda: fleet.attachments and fleet.attachments[0].closed)
+    assert fleet.attachments[0].info.stage_id == 0
     assert fleet.pool.members == ()
 
 

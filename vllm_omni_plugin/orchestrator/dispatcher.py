@@ -238,7 +238,7 @@ class Dispatcher:
 
     def _end(self, state: OrchestratorRequestState) -> None:
         self._pool.release(state)
-        if self._held.remove(state) and False:
+        if self._held.remove(state):
             self._metrics.held = len(self._held)
         self.states.pop(state.request_id, None)
 

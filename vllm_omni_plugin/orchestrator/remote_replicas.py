@@ -7,7 +7,9 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping
 
 import zmq
+from msgspec.structs import replace
 
+from vllm_omni_plugin.coordinator import ReplicaInfo
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.logger import init_logger
@@ -72,6 +74,7 @@ class RemoteReplicas:
         self._delay = delay
         self._keepers: dict[ReplicaKey, RemoteReplicaKeeper] = {}
         self._tasks: dict[RemoteReplicaKeeper, asyncio.Task[None]] = {}
+        self._turning_away: set[asyncio.Task[None]] = set()
         # Replicas that were told to leave for good, and the incarnation that was; they are listed until they have.
         self._dismissed: dict[ReplicaKey, int] = {}
 
@@ -87,12 +90,9 @@ class RemoteReplicas:
         elif info.stage_id < self._orchestrator.num_stages:
             self._add(key, message)
         else:
-            logger.error(
-                "The replica at %s serves stage %d; the last stage of this head is %d.",
-                info.control_addr,
-                info.stage_id,
-                self._orchestrator.num_stages - 1,
-            )
+            task = asyncio.get_running_loop().create_task(self._turn_away(info), name="omni-turn-away")
+            self._turning_away.add(task)
+            task.add_done_callback(self._turning_away.discard)
 
     def unregister(self, message: UnregisterRemoteReplica) -> None:
         """A replica is no longer listed: its requests move, and its id, sockets and labels are free again."""
@@ -121,12 +121,21 @@ class RemoteReplicas:
     async def close(self) -> None:
         """Detach from all. Idempotent."""
         self._keepers.clear()
-        tasks = list(self._tasks.values())
+        tasks = [*self._tasks.values(), *self._turning_away]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         # Waits until the servers have been told, or half a second.
         await asyncio.to_thread(self._context.term)
+
+    async def _turn_away(self, info: ReplicaInfo) -> None:
+        """Let a replica of a stage that is not ours refuse this head, so that both ends say why."""
+        ours = replace(info, stage_id=self._orchestrator.num_stages - 1)
+        listeners = Listeners(lambda _: None, lambda _: None, lambda _: None)
+        try:
+            (await self._attach(ours, -1, self._settings, listeners)).close()
+        except ReplicaError as error:
+            logger.error("A replica of stage %d cannot serve here: %s", info.stage_id, error)
 
     def _add(self, key: ReplicaKey, message: RegisterRemoteReplica) -> None:
         info = message.info

@@ -55,7 +55,7 @@ def _identity(name: str, digest: Callable[[Path], str]) -> str:
 
 
 def _model_digest(path: Path) -> str:
-    """Of the configuration's content, and of names, sizes and samples of the weights: to read them all takes minutes."""
+    """Of the configuration's content, and of names, sizes and samples of the weights; to read all takes minutes."""
     config = path / "config.json"
     content = config.read_bytes() if config.is_file() else b""
     weights = (part for file in _files(path, _WEIGHTS) for part in (file.name.encode(), *_samples(file)))

@@ -1,0 +1,79 @@
+"""Every node is restarted in turn under load: no request fails, and those that come later know what the others know."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from threading import Event
+
+import pytest
+
+from .both_replicas import answers_of_both
+from .load import Load, Outcome
+from .lora import make_lora
+from .nodes import NodeFleet
+from .server import MODEL, Server
+from .servers import Servers
+
+ADAPTER = "storyteller"
+CLIENTS = 4
+TOKENS = 60
+FLAGS = ("--enable-lora", "--omni-heartbeat-timeout", "4", "--omni-heartbeat-interval", "1")
+LORA = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+
+
+@pytest.fixture
+def fleet(servers: Servers, tiny_model: Path) -> NodeFleet:
+    """A head without engines and two nodes that can take adapters."""
+
+    def start(log: Path) -> NodeFleet:
+        return NodeFleet(tiny_model, log, nodes=2, flags=FLAGS, environment=LORA)
+
+    running: NodeFleet = servers.keep("rolling", start, engines=2)
+    running.wait_for_replicas(2)
+    return running
+
+
+@contextmanager
+def constant_load(server: Server) -> Iterator[list[Outcome]]:
+    """Clients that send one request after the other, half of them streams, as long as the block runs."""
+    over = Event()
+    outcomes: list[Outcome] = []
+
+    def send(stream: bool) -> None:
+        while not over.is_set():
+            with Load(server) as load:
+                outcomes.append(load.send(TOKENS, stream=stream))
+
+    with ThreadPoolExecutor(CLIENTS) as clients:
+        sending = [clients.submit(send, client % 2 == 0) for client in range(CLIENTS)]
+        try:
+            yield outcomes
+        finally:
+            over.set()
+        for client in sending:
+            client.result()
+
+
+def answer(server: Server, model: str) -> str:
+    with server.http(60.0) as http:
+        body = {"model": model, "prompt": "Once upon a time", "max_tokens": 24, "temperature": 0}
+        return str(http.post("/v1/completions", json=body).raise_for_status().json()["choices"][0]["text"])
+
+
+def test_restarting_every_node_in_turn_loses_no_request_and_no_adapter(fleet: NodeFleet, tmp_path: Path) -> None:
+    with fleet.head.http(60.0) as http:
+        path = str(make_lora(tmp_path / "lora", seed=1))
+        http.post("/v1/load_lora_adapter", json={"lora_name": ADAPTER, "lora_path": path}).raise_for_status()
+    before = answer(fleet.head, ADAPTER)
+    assert before != answer(fleet.head, MODEL)
+    with constant_load(fleet.head) as outcomes:
+        for node in list(fleet.nodes):
+            node.process.terminate()
+            assert node.process.wait(120) == 0
+            fleet.replace_node(node)
+            fleet.wait_for_replicas(2)
+    assert len(outcomes) > CLIENTS
+    assert [outcome for outcome in outcomes if not outcome.finished_whole] == []
+    assert set(answers_of_both(fleet.head, partial(answer, fleet.head, ADAPTER))) == {before}
