@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from vllm_omni_plugin.coordinator import (
     encode_event,
 )
 from vllm_omni_plugin.coordinator import stage_client as stage_client_module
+from vllm_omni_plugin.coordinator.link import CoordinatorLink
+from vllm_omni_plugin.coordinator.sockets import open_dealer
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError
 
@@ -144,6 +147,30 @@ def test_refused_replica_joins_once_the_coordinator_serves_with_its_secret(
     second = serve(NEW, address)
     eventually(lambda: names(second.get_active_replicas()) == ["a"])
     assert said[-1] == ""
+
+
+@pytest.mark.parametrize(
+    ("served", "held"),
+    [
+        pytest.param(OLD, NEW, id="another"),
+        pytest.param(OLD, None, id="missing"),
+        pytest.param(None, OLD, id="needless"),
+    ],
+)
+def test_refused_link_sleeps_until_its_next_attempt(
+    serve: OpenCoordinator, served: Secrets | None, held: Secrets | None
+) -> None:
+    coordinator = serve(served)
+    said: list[str] = []
+    link = CoordinatorLink(coordinator.router_zmq_addr, open_dealer, held, said.append)
+    wakeups = 0
+    deadline = time.monotonic() + 3.0
+    while time.monotonic() < deadline:
+        link.wait(deadline, 0)
+        wakeups += 1
+    link.close()
+    assert len(said) == 1
+    assert wakeups < 100
 
 
 def test_replica_whose_coordinator_does_not_exist_says_so_and_joins_when_it_comes(

@@ -153,3 +153,17 @@ def test_registration_storm_is_bounded_and_displaces_nobody(fleet: Fleet, open_s
     eventually(lambda: fleet.heard() is None)
     fleet.neighbour.update_info(new_incarnation=True)
     fleet.check()
+
+
+def test_topics_of_a_subscriber_are_bounded_and_heads_follow_on(fleet: Fleet, open_socket: OpenSocket) -> None:
+    greedy = insider(open_socket, zmq.XSUB, fleet.coordinator.pub_zmq_addr)
+    greedy.immediate = True
+    forgets = open_socket(zmq.PAIR)
+    monitor = greedy.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    forgets.close()
+    for number in range(MAX_TOPICS + 1):
+        greedy.send(b"\x01topic %d" % number)
+    assert monitor.poll(20_000)
+    greedy.disable_monitor()
+    monitor.close()
+    fleet.check()

@@ -98,12 +98,14 @@ class CoordinatorLink:
         self.socket.close(linger=poll_ms(linger))
 
     def _take_events(self) -> None:
-        while self._reopen_at is None:
+        while True:
             try:
                 event, value = struct.unpack("=Hi", self._monitor.recv_multipart(zmq.NOBLOCK)[0])
             except zmq.Again:
                 return
-            self._take_event(event, value)
+            # What comes of a socket that will be replaced tells nothing new; left unread it would keep `wait` awake.
+            if self._reopen_at is None:
+                self._take_event(event, value)
 
     def _take_event(self, event: int, value: int) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:

@@ -1,5 +1,6 @@
 """The coordinator: replicas report to its ROUTER, heads read its PUB, one table in between."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -13,11 +14,13 @@ from vllm_omni_plugin.coordinator.messages import ReplicaEvent, ReplicaList, Rep
 from vllm_omni_plugin.coordinator.ports import Ports
 from vllm_omni_plugin.coordinator.publishing import PublishSchedule
 from vllm_omni_plugin.coordinator.snapshot import replica_list
-from vllm_omni_plugin.coordinator.sockets import Socket, poll_ms
+from vllm_omni_plugin.coordinator.sockets import MAX_TOPICS, Socket, poll_ms
 from vllm_omni_plugin.coordinator.wakeup import Wakeup
 from vllm_omni_plugin.coordinator.wire import decode_event, encode_event, encode_replica_list
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError, WireError
+
+logger = logging.getLogger(__name__)
 
 # Frames taken in before deadlines and publishing get their turn.
 BATCH_FRAMES = 256
@@ -77,7 +80,8 @@ class OmniCoordinator:
         self._schedule = PublishSchedule(self._ticked_at, quiet_until=self._ticked_at + settle_time)
         self._ports = Ports(router_zmq_addr, pub_zmq_addr, secrets)
         self._router = self._ports.router
-        self._pub = self._ports.pub
+        self._topics = 0
+        self._topics_forgotten = False
         self.router_zmq_addr = self._ports.router_address
         self.pub_zmq_addr = self._ports.pub_address
         self._wakeup = Wakeup()
@@ -169,20 +173,27 @@ class OmniCoordinator:
         return replica_list(self._table, self._clock(), self._wall_clock())
 
     def _serve(self) -> None:
-        poller = zmq.Poller()
-        for source in (self._router, self._pub, self._wakeup.fileno()):
-            poller.register(source, zmq.POLLIN)
+        poller = self._poller()
         try:
             while not self._closing:
                 wake_at = self._next_wake()
                 poller.poll(poll_ms(wake_at - self._clock()))
                 self._wakeup.clear()
                 self._take_subscriptions()
+                if self._topics > MAX_TOPICS:
+                    self._forget_topics()
+                    poller = self._poller()
                 self._take_frames()
                 self._tick(wake_at)
         finally:
             self._ports.close()
             self._stopped.set()
+
+    def _poller(self) -> zmq.Poller:
+        poller = zmq.Poller()
+        for source in (self._router, self._ports.pub, self._wakeup.fileno()):
+            poller.register(source, zmq.POLLIN)
+        return poller
 
     def _next_wake(self) -> float:
         with self._lock:
@@ -218,12 +229,25 @@ class OmniCoordinator:
     def _take_subscriptions(self) -> None:
         for _ in range(BATCH_FRAMES):
             try:
-                message = self._pub.recv(zmq.NOBLOCK)
+                message = self._ports.pub.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
             if message.startswith(b"\x01"):
+                self._topics += len(message) > 1
                 with self._lock:
                     self._schedule.request(self._clock())
+
+    def _forget_topics(self) -> None:
+        """Free what subscribers asked for beyond everything; libzmq does not tell whose it is, so all connect anew."""
+        if not self._topics_forgotten:
+            self._topics_forgotten = True
+            logger.warning(
+                "Subscribers asked for more than %d topics, where heads ask for everything; all were made to connect "
+                "again, and will be without a word whenever it happens again",
+                MAX_TOPICS,
+            )
+        self._ports.reopen_pub()
+        self._topics = 0
 
     def _tick(self, wake_at: float) -> None:
         with self._lock:
@@ -236,7 +260,7 @@ class OmniCoordinator:
                 return
             self._schedule.published(now)
             replicas = self._snapshot()
-        self._pub.send(encode_replica_list(replicas))
+        self._ports.pub.send(encode_replica_list(replicas))
 
 
 def _skip_rest(socket: Socket, frame: zmq.Frame) -> bool:

@@ -22,6 +22,10 @@ RECONNECT_MS = 100
 RECONNECT_MAX_MS = 1000
 # Frames queued per peer before TCP pushes back on it: bounds what one peer can make the coordinator hold to 8 MiB.
 RECEIVE_QUEUE_FRAMES = 128
+# libzmq keeps a node of about 50 bytes for every byte of a topic that somebody subscribes to. Heads subscribe to all, in
+# one byte; so what others may make the coordinator keep is small, but for the handshake's sake no smaller than this.
+MAX_SUBSCRIPTION_BYTES = 512
+MAX_TOPICS = 1000
 # Each list replaces those before it, so there is no use in keeping many; but dropping the last one would cost 5 s.
 LIST_QUEUE_FRAMES = 16
 # Each announcement replaces those before it, too; what is queued here while the coordinator is away comes out stale.
@@ -44,7 +48,7 @@ def bind_router(context: Context, address: str, secrets: Secrets | None, gate: G
 def bind_pub(context: Context, address: str, secrets: Secrets | None, gate: Gate) -> Socket:
     """Return an XPUB for lists bound to ``address``; it also reads each new subscription. Raises `ConfigError`."""
     pub = context.socket(zmq.XPUB)
-    pub.maxmsgsize = MAX_EVENT_BYTES
+    pub.maxmsgsize = MAX_SUBSCRIPTION_BYTES
     pub.rcvhwm = RECEIVE_QUEUE_FRAMES
     pub.sndhwm = LIST_QUEUE_FRAMES
     # Without it only the first of several subscribers is heard of.

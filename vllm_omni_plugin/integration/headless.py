@@ -20,7 +20,7 @@ from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError, OmniError
 from vllm_omni_plugin.integration.rules import bind_address, check_exposure
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.replicas.local import Launcher
+from vllm_omni_plugin.replicas.engine_start import Launcher
 from vllm_omni_plugin.replicas.node import run_node
 from vllm_omni_plugin.replicas.ports import PortRange
 from vllm_omni_plugin.replicas.reaper import Reaper

@@ -10,7 +10,8 @@ from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.stage_pool import PoolMember
 from vllm_omni_plugin.replicas.backoff import RestartBackoff
-from vllm_omni_plugin.replicas.local import Launcher, LocalReplica, start_local_replica
+from vllm_omni_plugin.replicas.engine_start import Launcher
+from vllm_omni_plugin.replicas.local import LocalReplica, start_local_replica
 from vllm_omni_plugin.replicas.stage_client import Codec
 
 logger = init_logger(__name__)

@@ -3,8 +3,44 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from typing import Protocol
 
-from vllm_omni_plugin.replicas.local import Launcher, Process, Starting
+
+class Process(Protocol):
+    """A running engine; `vllm_api.launch.EngineProcess` in service."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def sentinel(self) -> int: ...
+
+    def shutdown(self, timeout: float | None = None) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+class Starting(Protocol):
+    """An engine that has been spawned and is not ready; `vllm_api.launch.StartingEngine` in service."""
+
+    @property
+    def process(self) -> Process: ...
+
+    def wait(self, input_addr: str, output_addrs: Sequence[str]) -> None: ...
+
+    def abandon(self) -> None: ...
+
+
+class Launcher(Protocol):
+    """How engines are started; `vllm_api.launch.EngineLauncher` in service."""
+
+    ready_timeout: float
+
+    def new_ipc_address(self) -> str: ...
+
+    def identity(self, replica_id: int) -> bytes: ...
+
+    def start(self, replica_id: int) -> Starting: ...
 
 
 async def start_engine(

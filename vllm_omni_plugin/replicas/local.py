@@ -1,50 +1,14 @@
 """A replica whose engine runs on this node: its process, link and client under one owner."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Executor
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
+from vllm_omni_plugin.replicas.engine_start import Launcher, Process, start_engine
 from vllm_omni_plugin.replicas.link import IpcLink
 from vllm_omni_plugin.replicas.stage_client import Codec, StageClient
-
-
-class Process(Protocol):
-    """A running engine; `vllm_api.launch.EngineProcess` in service."""
-
-    @property
-    def pid(self) -> int: ...
-
-    @property
-    def sentinel(self) -> int: ...
-
-    def shutdown(self, timeout: float | None = None) -> None: ...
-
-    def kill(self) -> None: ...
-
-
-class Starting(Protocol):
-    """An engine that has been spawned and is not ready; `vllm_api.launch.StartingEngine` in service."""
-
-    @property
-    def process(self) -> Process: ...
-
-    def wait(self, input_addr: str, output_addrs: Sequence[str]) -> None: ...
-
-    def abandon(self) -> None: ...
-
-
-class Launcher(Protocol):
-    """How engines are started; `vllm_api.launch.EngineLauncher` in service."""
-
-    ready_timeout: float
-
-    def new_ipc_address(self) -> str: ...
-
-    def identity(self, replica_id: int) -> bytes: ...
-
-    def start(self, replica_id: int) -> Starting: ...
 
 
 class LocalReplica:
@@ -117,42 +81,13 @@ async def start_local_replica(
     Raises:
         ReplicaError: the engine ended before it was ready.
     """
-    loop = asyncio.get_running_loop()
     link = IpcLink(launcher.new_ipc_address(), launcher.new_ipc_address(), launcher.identity(replica_id))
-    starting: Starting | None = None
     try:
-        starting = await _spawn(launcher, executor, replica_id)
-        waiting = loop.run_in_executor(executor, _wait_until_ready, starting, link, launcher.ready_timeout)
-        try:
-            ready_response = await asyncio.shield(waiting)
-        except asyncio.CancelledError:
-            # The thread ends as soon as it sees its engine gone; the link is in its hands until then.
-            starting.process.kill()
-            await asyncio.wait([waiting])
-            # Its failure is the expected one; unread, it would be reported whenever the future is collected.
-            waiting.exception()
-            raise
+        process, ready_response = await start_engine(
+            launcher, executor, replica_id, link.input_addr, [link.output_addr], link.receive_ready
+        )
         client = StageClient(link, codec, replica_id, on_outputs, on_dead)
-        return LocalReplica(starting.process, link, client, ready_response)
+        return LocalReplica(process, link, client, ready_response)
     except BaseException:
-        if starting is not None:
-            starting.process.kill()
         link.close()
         raise
-
-
-async def _spawn(launcher: Launcher, executor: Executor, replica_id: int) -> Starting:
-    spawning = asyncio.get_running_loop().run_in_executor(executor, launcher.start, replica_id)
-    try:
-        return await asyncio.shield(spawning)
-    except asyncio.CancelledError:
-        # The thread goes on, and nobody else would ever know of the engine that it spawns.
-        await asyncio.wait([spawning])
-        if spawning.exception() is None:
-            spawning.result().abandon()
-        raise
-
-
-def _wait_until_ready(starting: Starting, link: IpcLink, timeout: float) -> bytes:
-    starting.wait(link.input_addr, [link.output_addr])
-    return link.receive_ready(timeout)

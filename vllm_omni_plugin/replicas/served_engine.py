@@ -8,9 +8,8 @@ from typing import Any
 
 import zmq
 
-from vllm_omni_plugin.replicas.engine_start import start_engine
+from vllm_omni_plugin.replicas.engine_start import Launcher, Process, start_engine
 from vllm_omni_plugin.replicas.input_hub import InputHub
-from vllm_omni_plugin.replicas.local import Launcher, Process
 from vllm_omni_plugin.replicas.output_slot import OutputSlot, SlotLink
 from vllm_omni_plugin.replicas.stage_client import Codec, StageClient
 

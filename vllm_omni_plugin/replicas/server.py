@@ -14,8 +14,8 @@ from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.announcer import Announcer
 from vllm_omni_plugin.replicas.backoff import RestartBackoff
 from vllm_omni_plugin.replicas.control_socket import ControlSocket
+from vllm_omni_plugin.replicas.engine_start import Launcher
 from vllm_omni_plugin.replicas.heads import Heads
-from vllm_omni_plugin.replicas.local import Launcher
 from vllm_omni_plugin.replicas.ports import Listener, close_all, listen_on_many
 from vllm_omni_plugin.replicas.probe import Probe
 from vllm_omni_plugin.replicas.served_engine import ServedEngine, start_served_engine
