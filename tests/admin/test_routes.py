@@ -87,6 +87,15 @@ async def test_a_replica_that_has_not_served_has_no_time(fleet: FakeFleet, clien
     assert (third["status"], third["input_addr"], third["since_seconds"]) == ("down", "", None)
 
 
+async def test_a_replica_that_is_listed_and_has_not_been_attached_to_has_no_time(
+    fleet: FakeFleet, client: httpx.AsyncClient
+) -> None:
+    member = fleet.pool.add()
+    member.remote, member.input_addr = True, "tcp://n:1"
+    third = (await replicas(client))[2]
+    assert (third["status"], third["since_seconds"]) == ("down", None)
+
+
 async def test_a_drained_replica_gets_no_new_requests_until_it_is_resumed(
     fleet: FakeFleet, client: httpx.AsyncClient
 ) -> None:

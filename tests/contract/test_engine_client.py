@@ -9,7 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_omni_plugin.balancing import RandomBalancer
+from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.integration.client import FleetClient
+from vllm_omni_plugin.orchestrator.messages import CallReplicas
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.stage_pool import StagePool
 from vllm_omni_plugin.vllm_api.engine_api import EngineApi
@@ -85,3 +87,34 @@ async def test_a_backlog_of_outputs_does_not_keep_the_loop_from_other_work(
     _, taken_before_other_work = await asyncio.gather(take_all(), other_work())
     assert taken_before_other_work < 10
     assert taken == list(range(10))
+
+
+async def test_a_head_whose_first_replica_is_lost_at_once_waits_for_the_next(
+    orchestrator: Orchestrator, client: FleetClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Orchestrator, "can_serve", True)
+    asking = asyncio.create_task(client.get_supported_tasks_async())
+    (lost,) = await orchestrator.rpc_async_queue.get_batch()
+    monkeypatch.setattr(Orchestrator, "can_serve", False)
+    assert isinstance(lost, CallReplicas)
+    lost.reply.set_exception(ReplicaError("replica 0 is gone"))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(asyncio.shield(asking), 0.05)
+    monkeypatch.setattr(Orchestrator, "can_serve", True)
+    orchestrator.on_serving()
+    (taken,) = await orchestrator.rpc_async_queue.get_batch()
+    assert isinstance(taken, CallReplicas)
+    taken.reply.set_result([("generate",)])
+    assert await asking == ("generate",)
+
+
+async def test_a_replica_that_serves_and_cannot_say_what_it_does_is_an_error(
+    orchestrator: Orchestrator, client: FleetClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Orchestrator, "can_serve", True)
+    asking = asyncio.create_task(client.get_supported_tasks_async())
+    (failing,) = await orchestrator.rpc_async_queue.get_batch()
+    assert isinstance(failing, CallReplicas)
+    failing.reply.set_exception(ReplicaError("it does not know"))
+    with pytest.raises(ReplicaError, match="does not know"):
+        await asking

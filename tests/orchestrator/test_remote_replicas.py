@@ -350,6 +350,14 @@ async def test_closing_detaches_from_all_and_moves_nothing(fleet: Fleet) -> None
     assert await fleet.read() == []
 
 
+async def test_a_replica_that_is_listed_while_the_head_closes_is_not_attached_to(fleet: Fleet) -> None:
+    await fleet.remote.close()
+    fleet.register(row(1))
+    await fleet.all_heard()
+    assert fleet.pool.members == ()
+    assert fleet.attachments == []
+
+
 async def test_two_hundred_joins_and_leaves_leave_nothing_behind(fleet: Fleet) -> None:
     await fleet.joined(row(0))
     tasks = len(asyncio.all_tasks())

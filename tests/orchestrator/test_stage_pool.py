@@ -1,9 +1,13 @@
 """The replicas of one stage and who gets the next request."""
 
+import itertools
 import logging
 from collections.abc import Sequence
+from random import Random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.fakes.engine_api import FakeEngineApi, FakeRequest
 from tests.fakes.links import FakeLink
@@ -186,6 +190,30 @@ def test_the_lowest_free_id_is_given_and_a_removed_one_is_free() -> None:
     assert again.replica_id == 1
     pool.remove(second)
     assert pool.members == (first, again, third)
+
+
+@given(st.lists(st.one_of(st.none(), st.integers(0, 12)), max_size=60), st.randoms(use_true_random=False))
+def test_ids_are_given_lowest_first_and_members_stay_in_order_through_any_history(
+    steps: list[int | None], random: Random
+) -> None:
+    pool, there = make_pool(0)[0], dict[int, PoolMember]()
+    for named in steps:
+        if there and random.random() < 0.4:
+            pool.remove(there.pop(random.choice(sorted(there))))
+        elif named is None:
+            lowest = next(free for free in itertools.count() if free not in there)
+            there[lowest] = pool.add()
+            assert there[lowest].replica_id == lowest
+        elif named not in there:
+            there[named] = pool.add(named)
+        assert [member.replica_id for member in pool.members] == sorted(there)
+
+
+def test_of_many_replicas_an_error_says_how_many_are_in_which_state() -> None:
+    pool, members = make_pool(12)
+    for member in members:
+        pool.lose(member, ReplicaStatus.ERROR if member.replica_id < 3 else ReplicaStatus.DOWN)
+    assert "(of its replicas 9 are down, 3 are error)" in str(pool.unavailable())
 
 
 def test_a_replica_that_serves_cannot_be_removed() -> None:

@@ -95,6 +95,21 @@ async def test_a_burst_lets_other_work_have_its_turn(ends: Ends) -> None:
     assert seen_between[0] < 1000
 
 
+async def test_a_message_that_cannot_be_handled_does_not_keep_those_behind_it_unread(ends: Ends) -> None:
+    reported: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: reported.append(context))
+
+    def on_message(frames: list[Any]) -> None:
+        ends.on_message(frames)
+        if len(ends.read) == 999:
+            raise KeyError("a fault of ours")
+
+    ends.say(0, 1000)
+    ends.link.start_reading(on_message)
+    await eventually(lambda: len(ends.read) == 1000)
+    assert len(reported) == 1
+
+
 async def test_a_pause_from_within_a_burst_stops_at_once_and_loses_nothing(ends: Ends) -> None:
     def on_message(frames: list[Any]) -> None:
         ends.on_message(frames)

@@ -32,8 +32,8 @@ class ReplicaReport:
         held_back: why it gets no new requests: `admin`: an operator drains it; `drain`: its own server is told to end;
             `suspect`: its heartbeats are late.
         remote: whether its engine belongs to another process.
-        input_addr: ZMQ address it takes requests on; empty before it has served.
-        output_addr: ZMQ address it gives outputs on; empty before it has served.
+        input_addr: ZMQ address it takes requests on; empty before it has served, unless it is remote.
+        output_addr: ZMQ address it gives outputs on; likewise.
         in_flight: requests it is charged with.
         dispatched: requests ever sent to it.
         restarts: how often its engine was started again.
@@ -132,5 +132,5 @@ def _report(member: PoolMember, now: float) -> ReplicaReport:
         in_flight=member.queue_length,
         dispatched=member.dispatched,
         restarts=member.restarts,
-        since_seconds=now - member.changed_at if member.input_addr else None,
+        since_seconds=now - member.changed_at if member.changed_at else None,
     )

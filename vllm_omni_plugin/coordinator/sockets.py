@@ -22,8 +22,8 @@ RECONNECT_MS = 100
 RECONNECT_MAX_MS = 1000
 # Frames queued per peer before TCP pushes back on it: bounds what one peer can make the coordinator hold to 8 MiB.
 RECEIVE_QUEUE_FRAMES = 128
-# libzmq keeps a node of about 50 bytes for every byte of a topic that somebody subscribes to. Heads subscribe to all, in
-# one byte; so what others may make the coordinator keep is small, but for the handshake's sake no smaller than this.
+# libzmq keeps about 50 bytes for every byte of a topic that somebody subscribes to. Heads subscribe to everything, which
+# takes one byte; the handshake takes more, and no topic may be longer than that.
 MAX_SUBSCRIPTION_BYTES = 512
 MAX_TOPICS = 1000
 # Each list replaces those before it, so there is no use in keeping many; but dropping the last one would cost 5 s.

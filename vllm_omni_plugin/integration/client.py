@@ -14,6 +14,7 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_omni_plugin.admin.metrics import FleetCollector
+from vllm_omni_plugin.errors import NoReplicaError, ReplicaError
 from vllm_omni_plugin.integration.failures import RequestFailures
 from vllm_omni_plugin.integration.serving import ServingSignal
 from vllm_omni_plugin.integration.stat_labels import StatLabels
@@ -193,7 +194,12 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
             except TimeoutError:
                 logger.info("Waiting for a first replica to join; the server answers as soon as there is one.")
                 continue
-            return (await self._call("get_supported_tasks"))[0]
+            try:
+                return (await self._call("get_supported_tasks"))[0]
+            except (NoReplicaError, ReplicaError):
+                # A first replica that is lost at once is waited for again; one that serves on means what it says.
+                if self.can_serve:
+                    raise
 
     async def pause_scheduler_async(self, mode: str = "abort", clear_cache: bool = True) -> None:
         await self._call("pause_scheduler", mode, clear_cache)

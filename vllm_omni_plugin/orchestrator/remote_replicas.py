@@ -77,11 +77,12 @@ class RemoteReplicas:
         self._turning_away: set[asyncio.Task[None]] = set()
         # Replicas that were told to leave for good, and the incarnation that was; they are listed until they have.
         self._dismissed: dict[ReplicaKey, int] = {}
+        self._closed = False
 
     def register(self, message: RegisterRemoteReplica) -> None:
         """A replica is listed, or listed otherwise than before."""
         info, key = message.info, key_of(message.info)
-        if info.incarnation <= self._dismissed.get(key, -1):
+        if self._closed or info.incarnation <= self._dismissed.get(key, -1):
             return
         self._dismissed.pop(key, None)
         keeper = self._keepers.get(key)
@@ -120,6 +121,8 @@ class RemoteReplicas:
 
     async def close(self) -> None:
         """Detach from all. Idempotent."""
+        # What is attached to from here on would never be closed, and the context waits for its sockets.
+        self._closed = True
         self._keepers.clear()
         tasks = [*self._tasks.values(), *self._turning_away]
         for task in tasks:

@@ -1,9 +1,11 @@
 """The replicas of one stage: who serves, what each has in flight, and who gets the next request."""
 
 import asyncio
-import itertools
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 from vllm_omni_plugin.balancing import LoadBalancer, Task
 from vllm_omni_plugin.coordinator import ReplicaStatus
@@ -13,6 +15,9 @@ from vllm_omni_plugin.orchestrator.request_state import OrchestratorRequestState
 from vllm_omni_plugin.replicas.stage_client import StageClient
 
 logger = init_logger(__name__)
+
+_MAX_DESCRIBED = 8
+"""Replicas that an error names one by one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +72,9 @@ class StagePool:
         self.on_serving: Callable[[], None] = lambda: None
         self._balancer = balancer
         self._members: dict[int, PoolMember] = {}
+        # All free ids are in the heap or not below the number. Some may have been taken by name since.
+        self._freed: list[int] = []
+        self._next_id = 0
         # Tuples that are replaced, never changed, so that other threads may read them.
         self._all: tuple[PoolMember, ...] = ()
         self._serving: tuple[PoolMember, ...] = ()
@@ -94,12 +102,12 @@ class StagePool:
             ValueError: the id is taken.
         """
         if replica_id is None:
-            replica_id = next(free for free in itertools.count() if free not in self._members)
+            replica_id = self._lowest_free_id()
         if replica_id in self._members:
             raise ValueError(f"stage {self.stage_id} has a replica {replica_id} already")
         member = PoolMember(replica_id, self.stage_id)
         self._members[replica_id] = member
-        self._list_members()
+        self._all = _with(self._all, member)
         return member
 
     def remove(self, member: PoolMember) -> None:
@@ -112,7 +120,9 @@ class StagePool:
             raise ValueError(f"replica {member.replica_id} of stage {self.stage_id} still serves")
         if self._members.get(member.replica_id) is member:
             del self._members[member.replica_id]
-            self._list_members()
+            if member.replica_id < self._next_id:
+                heappush(self._freed, member.replica_id)
+            self._all = _without(self._all, member)
 
     def member(self, replica_id: int) -> PoolMember:
         """The replica with this id. Raises KeyError if there is none."""
@@ -228,17 +238,40 @@ class StagePool:
                 waiter.set_result(None)
 
     def _set_status(self, member: PoolMember, status: ReplicaStatus) -> None:
+        served, serves = member.status is ReplicaStatus.UP, status is ReplicaStatus.UP
         member.status = status
-        self._list_serving()
+        if served and not serves:
+            self._serving = _without(self._serving, member)
+        elif serves and not served:
+            self._serving = _with(self._serving, member)
 
-    def _list_members(self) -> None:
-        self._all = tuple(sorted(self._members.values(), key=lambda m: m.replica_id))
-        self._list_serving()
-
-    def _list_serving(self) -> None:
-        self._serving = tuple(m for m in self._all if m.status is ReplicaStatus.UP)
+    def _lowest_free_id(self) -> int:
+        while self._freed:
+            replica_id = heappop(self._freed)
+            if replica_id not in self._members:
+                return replica_id
+        while self._next_id in self._members:
+            self._next_id += 1
+        return self._next_id
 
     def _describe(self) -> str:
         if not self._all:
             return "it has none"
+        if len(self._all) > _MAX_DESCRIBED:
+            counts = Counter(m.status.value for m in self._all)
+            return "of its replicas " + ", ".join(f"{count} are {status}" for status, count in sorted(counts.items()))
         return ", ".join(f"replica {m.replica_id} is {m.status.value}" for m in self._all)
+
+
+def _place(members: tuple[PoolMember, ...], member: PoolMember) -> int:
+    return bisect_left(members, member.replica_id, key=lambda m: m.replica_id)
+
+
+def _with(members: tuple[PoolMember, ...], member: PoolMember) -> tuple[PoolMember, ...]:
+    place = _place(members, member)
+    return (*members[:place], member, *members[place:])
+
+
+def _without(members: tuple[PoolMember, ...], member: PoolMember) -> tuple[PoolMember, ...]:
+    place = _place(members, member)
+    return (*members[:place], *members[place + 1 :])

@@ -176,7 +176,12 @@ class SocketReader:
             frames = self._receive()
             if frames is None:
                 return
-            self._on_message(frames)
+            try:
+                self._on_message(frames)
+            except BaseException:
+                # The loop reports it; what is left in the socket raises no event.
+                self._schedule()
+                raise
         self._schedule()
 
     def _receive(self) -> list[Any] | None:
