@@ -17,7 +17,7 @@ from vllm_omni_plugin.coordinator import (
     encode_event,
 )
 from vllm_omni_plugin.coordinator import sockets as sockets_module
-from vllm_omni_plugin.coordinator.sockets import MAX_TOPICS, ROLE
+from vllm_omni_plugin.coordinator.sockets import MAX_TOPICS_PER_PEER, ROLE
 from vllm_omni_plugin.curve import Secrets, secure_client
 
 SECRETS = Secrets(["a secret that the hostile may hold"])
@@ -155,12 +155,15 @@ def test_registration_storm_is_bounded_and_displaces_nobody(fleet: Fleet, open_s
     fleet.check()
 
 
-def test_topics_of_a_subscriber_are_bounded_and_heads_follow_on(fleet: Fleet, open_socket: OpenSocket) -> None:
+def test_subscriber_to_many_topics_is_cut_off_and_no_other(fleet: Fleet, open_socket: OpenSocket) -> None:
+    modest = insider(open_socket, zmq.XSUB, fleet.coordinator.pub_zmq_addr)
+    modest.send(b"\x01")
     greedy = insider(open_socket, zmq.XSUB, fleet.coordinator.pub_zmq_addr)
-    monitor = greedy.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-    for number in range(MAX_TOPICS + 1):
-        greedy.send(b"\x01topic %d" % number)
-    assert monitor.poll(20_000)
-    greedy.disable_monitor()
-    monitor.close()
+    for connected in (modest, greedy):
+        for number in range(MAX_TOPICS_PER_PEER):
+            connected.send(b"\x01topic %d" % number)
+    fleet.check()
+    assert fleet.coordinator.invalid_frames["topics"] == 0
+    greedy.send(b"\x01one more")
+    eventually(lambda: fleet.coordinator.invalid_frames["topics"])
     fleet.check()

@@ -7,6 +7,7 @@ from types import ModuleType
 
 import pytest
 
+from .nodes import NodeFleet
 from .server import Server
 from .servers import Servers
 
@@ -18,12 +19,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.engine)
-    items.sort(key=_needs_servers_of_its_own)
+    items.sort(key=_turn)
 
 
-def _needs_servers_of_its_own(item: pytest.Item) -> bool:
+def _turn(item: pytest.Item) -> int:
     fixtures = set(getattr(item, "fixturenames", ()))
-    return item.get_closest_marker("engine") is not None and not fixtures & {"fleet", "plain"}
+    if "nodes" in fixtures:
+        return 1
+    return 0 if item.get_closest_marker("engine") is None or fixtures & {"fleet", "plain"} else 2
 
 
 @pytest.fixture(scope="session")
@@ -75,6 +78,20 @@ def plain(servers: Servers, tiny_model: Path) -> Server:
     return servers.get("plain", tiny_model, *FEATURES, engines=1, **DEV_MODE)
 
 
+@pytest.fixture
+def nodes(servers: Servers, tiny_model: Path) -> Iterator[NodeFleet]:
+    """A head without engines and two headless nodes, all of them in service before each test and after it."""
+
+    def start(log: Path) -> NodeFleet:
+        return NodeFleet(tiny_model, log, nodes=2, flags=(*QUICK_HEARTBEATS, "--enable-lora"), environment=RUNTIME_LORA)
+
+    running: NodeFleet = servers.keep("nodes", start, engines=2)
+    running.wait_for_replicas(2)
+    yield running
+    running.wait_for_replicas(2)
+    assert set(running.head.by_replica("vllm_omni:requests_in_flight").values()) == {0}
+
+
 FEATURES = (
     "--enable-auto-tool-choice",
     "--tool-call-parser",
@@ -83,5 +100,8 @@ FEATURES = (
 )
 DEV_MODE = {"VLLM_SERVER_DEV_MODE": "1"}
 """Serves the routes that pause engines, put them to sleep, and the like."""
+RUNTIME_LORA = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+HEARTBEAT_TIMEOUT_S = 4.0
+QUICK_HEARTBEATS = ("--omni-heartbeat-timeout", str(HEARTBEAT_TIMEOUT_S), "--omni-heartbeat-interval", "1")
 TWO_ENGINES = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 TWO_REPLICAS = ("--omni-lb-policy", "least-queue-length", "--omni-dp-size-local", "2")

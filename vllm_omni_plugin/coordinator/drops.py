@@ -16,6 +16,7 @@ class DropReason(StrEnum):
     MALFORMED = "malformed"
     STALE = "stale"
     TABLE_FULL = "table-full"
+    TOPICS = "topics"
 
 
 class DropLog:

@@ -1,16 +1,9 @@
 """The coordinator's two bound sockets, and the gate in front of them."""
 
-import time
-
 import zmq
 
 from vllm_omni_plugin.coordinator.sockets import ROLE, Context, bind_pub, bind_router, bound_address
 from vllm_omni_plugin.curve import Gate, Secrets
-from vllm_omni_plugin.errors import ConfigError
-
-# libzmq gives a port back in another thread, after the socket was closed.
-_REBIND_S = 5.0
-_REBIND_PAUSE_S = 0.001
 
 
 class Ports:
@@ -26,7 +19,6 @@ class Ports:
 
     def __init__(self, router_address: str, pub_address: str, secrets: Secrets | None) -> None:
         """Bind both. Raises `ConfigError`."""
-        self._secrets = secrets
         self._context: Context = zmq.Context()
         self.gate = Gate(self._context, secrets)
         self.gate.admit_secret_holders(ROLE)
@@ -42,24 +34,6 @@ class Ports:
             raise
         self.router_address = bound_address(self.router)
         self.pub_address = bound_address(self.pub)
-
-    def reopen_pub(self) -> None:
-        """Put a new socket in the place of `pub`, on its address; subscribers connect again by themselves.
-
-        Raises:
-            ConfigError: another process has taken the address meanwhile.
-        """
-        self.pub.close(linger=0)
-        deadline = time.monotonic() + _REBIND_S
-        while True:
-            try:
-                self.pub = bind_pub(self._context, self.pub_address, self._secrets, self.gate)
-            except ConfigError:
-                if time.monotonic() >= deadline:
-                    raise
-                time.sleep(_REBIND_PAUSE_S)
-            else:
-                return
 
     def close(self) -> None:
         """Give everything back; what was not sent yet is dropped."""

@@ -1,8 +1,8 @@
 """The coordinator: replicas report to its ROUTER, heads read its PUB, one table in between."""
 
-import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 
 import zmq
@@ -14,13 +14,11 @@ from vllm_omni_plugin.coordinator.messages import ReplicaEvent, ReplicaList, Rep
 from vllm_omni_plugin.coordinator.ports import Ports
 from vllm_omni_plugin.coordinator.publishing import PublishSchedule
 from vllm_omni_plugin.coordinator.snapshot import replica_list
-from vllm_omni_plugin.coordinator.sockets import MAX_TOPICS, Socket, poll_ms
+from vllm_omni_plugin.coordinator.sockets import MAX_TOPICS_PER_PEER, Socket, cut_connection, poll_ms
 from vllm_omni_plugin.coordinator.wakeup import Wakeup
 from vllm_omni_plugin.coordinator.wire import decode_event, encode_event, encode_replica_list
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError, WireError
-
-logger = logging.getLogger(__name__)
 
 # Frames taken in before deadlines and publishing get their turn.
 BATCH_FRAMES = 256
@@ -80,8 +78,8 @@ class OmniCoordinator:
         self._schedule = PublishSchedule(self._ticked_at, quiet_until=self._ticked_at + settle_time)
         self._ports = Ports(router_zmq_addr, pub_zmq_addr, secrets)
         self._router = self._ports.router
-        self._topics = 0
-        self._topics_forgotten = False
+        self._pub = self._ports.pub
+        self._topics: Counter[int] = Counter()
         self.router_zmq_addr = self._ports.router_address
         self.pub_zmq_addr = self._ports.pub_address
         self._wakeup = Wakeup()
@@ -173,27 +171,20 @@ class OmniCoordinator:
         return replica_list(self._table, self._clock(), self._wall_clock())
 
     def _serve(self) -> None:
-        poller = self._poller()
+        poller = zmq.Poller()
+        for source in (self._router, self._pub, self._wakeup.fileno()):
+            poller.register(source, zmq.POLLIN)
         try:
             while not self._closing:
                 wake_at = self._next_wake()
                 poller.poll(poll_ms(wake_at - self._clock()))
                 self._wakeup.clear()
                 self._take_subscriptions()
-                if self._topics > MAX_TOPICS:
-                    self._forget_topics()
-                    poller = self._poller()
                 self._take_frames()
                 self._tick(wake_at)
         finally:
             self._ports.close()
             self._stopped.set()
-
-    def _poller(self) -> zmq.Poller:
-        poller = zmq.Poller()
-        for source in (self._router, self._ports.pub, self._wakeup.fileno()):
-            poller.register(source, zmq.POLLIN)
-        return poller
 
     def _next_wake(self) -> float:
         with self._lock:
@@ -229,25 +220,24 @@ class OmniCoordinator:
     def _take_subscriptions(self) -> None:
         for _ in range(BATCH_FRAMES):
             try:
-                message = self._ports.pub.recv(zmq.NOBLOCK)
+                message = self._pub.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            if message.startswith(b"\x01"):
-                self._topics += len(message) > 1
+            if message.bytes.startswith(b"\x01"):
+                self._count_topic(message)
                 with self._lock:
                     self._schedule.request(self._clock())
 
-    def _forget_topics(self) -> None:
-        """Free what subscribers asked for beyond everything; libzmq does not tell whose it is, so all connect anew."""
-        if not self._topics_forgotten:
-            self._topics_forgotten = True
-            logger.warning(
-                "Subscribers asked for more than %d topics, where heads ask for everything; all were made to connect "
-                "again, and will be without a word whenever it happens again",
-                MAX_TOPICS,
-            )
-        self._ports.reopen_pub()
-        self._topics = 0
+    def _count_topic(self, subscription: zmq.Frame) -> None:
+        if len(subscription.bytes) == 1:
+            return
+        connection = int(subscription.get(zmq.SRCFD))
+        self._topics[connection] += 1
+        if self._topics[connection] > MAX_TOPICS_PER_PEER:
+            del self._topics[connection]
+            cut_connection(connection)
+            with self._lock:
+                self._drops.record(DropReason.TOPICS, _peer(subscription), f"over {MAX_TOPICS_PER_PEER} topics")
 
     def _tick(self, wake_at: float) -> None:
         with self._lock:
@@ -260,7 +250,7 @@ class OmniCoordinator:
                 return
             self._schedule.published(now)
             replicas = self._snapshot()
-        self._ports.pub.send(encode_replica_list(replicas))
+        self._pub.send(encode_replica_list(replicas))
 
 
 def _skip_rest(socket: Socket, frame: zmq.Frame) -> bool:

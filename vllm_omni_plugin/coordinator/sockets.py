@@ -1,6 +1,8 @@
 """The coordinator's four kinds of sockets and their limits, all in one place."""
 
+import contextlib
 import math
+import socket as tcp
 
 import zmq
 
@@ -22,10 +24,10 @@ RECONNECT_MS = 100
 RECONNECT_MAX_MS = 1000
 # Frames queued per peer before TCP pushes back on it: bounds what one peer can make the coordinator hold to 8 MiB.
 RECEIVE_QUEUE_FRAMES = 128
-# libzmq keeps about 50 bytes for every byte of a topic that somebody subscribes to. Heads subscribe to everything, which
-# takes one byte; the handshake takes more, and no topic may be longer than that.
+# libzmq keeps about 50 bytes for every byte of a topic that somebody subscribes to, without a limit. Heads subscribe to
+# everything, which is no topic; the handshake needs frames of this size.
 MAX_SUBSCRIPTION_BYTES = 512
-MAX_TOPICS = 1000
+MAX_TOPICS_PER_PEER = 8
 # Each list replaces those before it, so there is no use in keeping many; but dropping the last one would cost 5 s.
 LIST_QUEUE_FRAMES = 16
 # Each announcement replaces those before it, too; what is queued here while the coordinator is away comes out stale.
@@ -97,6 +99,20 @@ def connect_watched(socket: Socket, address: str, secrets: Secrets | None, attem
 def bound_address(socket: Socket) -> str:
     """Return the address ``socket`` is bound to, its port resolved."""
     return socket.get_string(zmq.LAST_ENDPOINT)
+
+
+def cut_connection(descriptor: int) -> None:
+    """End a connection of libzmq's, which then forgets its peer.
+
+    Should the peer have gone and another one have got its descriptor meanwhile, that one connects again.
+    """
+    with contextlib.suppress(OSError):
+        connection = tcp.socket(fileno=descriptor)
+        try:
+            connection.shutdown(tcp.SHUT_RDWR)
+        finally:
+            # Closing it is for libzmq, whose it is.
+            connection.detach()
 
 
 def poll_ms(seconds: float) -> int:

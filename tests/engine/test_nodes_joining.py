@@ -17,9 +17,7 @@ from vllm_omni_plugin.curve import Secrets
 from .load import Load
 from .nodes import Node, NodeFleet
 from .server import START_S, free_port, until
-from .servers import Servers
 
-TIMING = ("--omni-heartbeat-timeout", "4", "--omni-heartbeat-interval", "1")
 NEVER = "tcp://127.0.0.1:9"
 """The discard port of this machine, where nobody listens."""
 
@@ -27,18 +25,12 @@ StartSim = Callable[..., Node]
 
 
 @pytest.fixture
-def fleet(servers: Servers, tiny_model: Path) -> Iterator[NodeFleet]:
-    """A head and one node; whoever else tried to join, they serve on."""
-
-    def start(log: Path) -> NodeFleet:
-        return NodeFleet(tiny_model, log, nodes=1, flags=TIMING)
-
-    running: NodeFleet = servers.keep("joining", start, engines=1)
-    yield running
-    with Load(running.head) as load:
+def fleet(nodes: NodeFleet) -> Iterator[NodeFleet]:
+    """A head and its nodes; whoever else tried to join, they serve on."""
+    yield nodes
+    with Load(nodes.head) as load:
         answer = load.send(20, stream=True)
     assert answer.finished_whole
-    running.wait_for_replicas(1)
 
 
 @pytest.fixture
@@ -64,10 +56,10 @@ def other_model(tmp_path: Path, tiny_model_maker: ModuleType) -> Path:
 
 def test_a_simulated_node_with_the_same_model_joins_and_leaves(fleet: NodeFleet, start_sim: StartSim) -> None:
     node = start_sim()
-    fleet.wait_for_replicas(2)
+    fleet.wait_for_replicas(3)
     node.stop()
     assert node.process.returncode == 0
-    fleet.wait_for_replicas(1)
+    fleet.wait_for_replicas(2)
 
 
 @pytest.mark.parametrize(
@@ -129,12 +121,12 @@ def test_a_replica_that_cannot_be_reached_is_named_and_forgotten(fleet: NodeFlee
         until(lambda: NEVER in fleet.head.log.read_text(), "the head says whom it cannot reach", START_S)
     finally:
         ghost.close()
-    assert fleet.head.replicas_up() == 1
+    assert fleet.head.replicas_up() == 2
 
 
 def test_who_claims_the_addresses_of_another_takes_nothing_down_for_good(fleet: NodeFleet) -> None:
     with fleet.head.http() as http:
-        (real,) = http.get("/omni/replicas").json()["replicas"]
+        real = http.get("/omni/replicas").json()["replicas"][0]
     claimant = OmniCoordClientForStage(
         f"tcp://127.0.0.1:{fleet.master[1]}",
         real["input_addr"],
@@ -145,4 +137,4 @@ def test_who_claims_the_addresses_of_another_takes_nothing_down_for_good(fleet: 
     )
     until(lambda: claimant.connected, "the claim is heard")
     claimant.close()
-    fleet.wait_for_replicas(1)
+    fleet.wait_for_replicas(2)

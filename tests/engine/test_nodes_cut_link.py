@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from .conftest import HEARTBEAT_TIMEOUT_S, QUICK_HEARTBEATS
 from .load import Load, Outcome
 from .namespaces import Cable
 from .nodes import NodeFleet
@@ -15,8 +16,6 @@ from .server import until
 
 TOKENS = 900
 STREAMS = 4
-TIMEOUT_S = 4.0
-TIMING = ("--omni-heartbeat-timeout", str(TIMEOUT_S), "--omni-heartbeat-interval", "1")
 
 pytestmark = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("ip") is None, reason="making network namespaces takes root and iproute2"
@@ -30,9 +29,9 @@ def cable() -> Iterator[Cable]:
 
 
 @pytest.fixture(scope="module")
-def fleet(tiny_model: Path, logs: Path, cable: Cable, make_room: None) -> Iterator[NodeFleet]:
+def pair(tiny_model: Path, logs: Path, cable: Cable, make_room: None) -> Iterator[NodeFleet]:
     """A head with one local replica at one end of the cable, a node at the other."""
-    running = NodeFleet(tiny_model, logs / "cable.log", nodes=1, local=1, cable=cable, flags=TIMING)
+    running = NodeFleet(tiny_model, logs / "cable.log", nodes=1, local=1, cable=cable, flags=QUICK_HEARTBEATS)
     try:
         yield running
     finally:
@@ -44,24 +43,24 @@ def send(load: Load) -> list[Outcome]:
 
 
 @pytest.fixture(scope="module")
-def expected(fleet: NodeFleet) -> list[str]:
-    with Load(fleet.head) as load:
+def expected(pair: NodeFleet) -> list[str]:
+    with Load(pair.head) as load:
         sent = send(load)
     assert [outcome for outcome in sent if not outcome.finished_whole] == []
     return [outcome.text for outcome in sent]
 
 
-@pytest.mark.parametrize("seconds", [2.0, 3 * TIMEOUT_S], ids=["shorter than the timeout", "three timeouts"])
-def test_streams_survive_a_cut(fleet: NodeFleet, cable: Cable, expected: list[str], seconds: float) -> None:
-    fleet.wait_for_replicas(2)
-    engine = fleet.nodes[0].engine.pid
-    with Load(fleet.head) as load:
+@pytest.mark.parametrize("seconds", [2.0, 3 * HEARTBEAT_TIMEOUT_S], ids=["shorter than the timeout", "three timeouts"])
+def test_streams_survive_a_cut(pair: NodeFleet, cable: Cable, expected: list[str], seconds: float) -> None:
+    pair.wait_for_replicas(2)
+    engine = pair.nodes[0].engine.pid
+    with Load(pair.head) as load:
         sent = send(load)
         assert all(outcome.started.wait(60) for outcome in sent)
         cable.cut()
         mend_at = time.monotonic() + seconds
         try:
-            until(lambda: fleet.head.replicas_up() == 1, "the cut is noticed")
+            until(lambda: pair.head.replicas_up() == 1, "the cut is noticed")
             load.wait()
             # The fault itself: the cable stays cut for so long.
             time.sleep(max(0.0, mend_at - time.monotonic()))
@@ -69,16 +68,16 @@ def test_streams_survive_a_cut(fleet: NodeFleet, cable: Cable, expected: list[st
             cable.mend()
     assert [outcome for outcome in sent if not outcome.finished_whole] == []
     assert [outcome.text for outcome in sent] == expected
-    fleet.wait_for_replicas(2)
-    assert fleet.nodes[0].engine.pid == engine
-    assert set(fleet.head.by_replica("vllm_omni:requests_in_flight").values()) == {0}
+    pair.wait_for_replicas(2)
+    assert pair.nodes[0].engine.pid == engine
+    assert set(pair.head.by_replica("vllm_omni:requests_in_flight").values()) == {0}
 
 
-def test_a_slow_cable_costs_time_only(fleet: NodeFleet, cable: Cable, expected: list[str]) -> None:
-    fleet.wait_for_replicas(2)
+def test_a_slow_cable_costs_time_only(pair: NodeFleet, cable: Cable, expected: list[str]) -> None:
+    pair.wait_for_replicas(2)
     cable.slow_down(kbit_per_s=256)
     try:
-        with Load(fleet.head) as load:
+        with Load(pair.head) as load:
             sent = send(load)
     finally:
         cable.mend()

@@ -6,15 +6,16 @@ from pathlib import Path
 import psutil
 import pytest
 
+from .conftest import QUICK_HEARTBEATS
 from .load import Load
 from .nodes import NodeFleet
 from .server import until
 
-FLAGS = ("--tensor-parallel-size", "2", "--omni-heartbeat-timeout", "4", "--omni-heartbeat-interval", "1")
+FLAGS = ("--tensor-parallel-size", "2", *QUICK_HEARTBEATS)
 
 
 @pytest.fixture
-def fleet(tiny_model: Path, logs: Path, make_room: None) -> Iterator[NodeFleet]:
+def pair(tiny_model: Path, logs: Path, make_room: None) -> Iterator[NodeFleet]:
     """A head without engines and one node whose engine has two workers."""
     cores = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
     running = NodeFleet(tiny_model, logs / "tensor-parallel.log", nodes=1, flags=FLAGS, environment=cores)
@@ -24,12 +25,12 @@ def fleet(tiny_model: Path, logs: Path, make_room: None) -> Iterator[NodeFleet]:
         running.stop()
 
 
-def test_a_tensor_parallel_replica_serves_dies_with_all_its_workers_and_comes_back(fleet: NodeFleet) -> None:
-    node = fleet.nodes[0]
+def test_a_tensor_parallel_replica_serves_dies_with_all_its_workers_and_comes_back(pair: NodeFleet) -> None:
+    node = pair.nodes[0]
     workers = node.engine.children(recursive=True)
-    with Load(fleet.head) as load:
+    with Load(pair.head) as load:
         first = load.send(30, stream=True, temperature=0)
-    with Load(fleet.head) as load:
+    with Load(pair.head) as load:
         held = load.send(900, stream=True, temperature=0)
         assert held.started.wait(60)
         node.engine.kill()

@@ -7,32 +7,15 @@ from functools import partial
 from pathlib import Path
 from threading import Event
 
-import pytest
-
 from .both_replicas import answers_of_both
 from .load import Load, Outcome
 from .lora import make_lora
 from .nodes import NodeFleet
 from .server import MODEL, Server
-from .servers import Servers
 
 ADAPTER = "storyteller"
 CLIENTS = 4
 TOKENS = 60
-FLAGS = ("--enable-lora", "--omni-heartbeat-timeout", "4", "--omni-heartbeat-interval", "1")
-LORA = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-
-
-@pytest.fixture
-def fleet(servers: Servers, tiny_model: Path) -> NodeFleet:
-    """A head without engines and two nodes that can take adapters."""
-
-    def start(log: Path) -> NodeFleet:
-        return NodeFleet(tiny_model, log, nodes=2, flags=FLAGS, environment=LORA)
-
-    running: NodeFleet = servers.keep("rolling", start, engines=2)
-    running.wait_for_replicas(2)
-    return running
 
 
 @contextmanager
@@ -62,18 +45,18 @@ def answer(server: Server, model: str) -> str:
         return str(http.post("/v1/completions", json=body).raise_for_status().json()["choices"][0]["text"])
 
 
-def test_restarting_every_node_in_turn_loses_no_request_and_no_adapter(fleet: NodeFleet, tmp_path: Path) -> None:
-    with fleet.head.http(60.0) as http:
+def test_restarting_every_node_in_turn_loses_no_request_and_no_adapter(nodes: NodeFleet, tmp_path: Path) -> None:
+    with nodes.head.http(60.0) as http:
         path = str(make_lora(tmp_path / "lora", seed=1))
         http.post("/v1/load_lora_adapter", json={"lora_name": ADAPTER, "lora_path": path}).raise_for_status()
-    before = answer(fleet.head, ADAPTER)
-    assert before != answer(fleet.head, MODEL)
-    with constant_load(fleet.head) as outcomes:
-        for node in list(fleet.nodes):
+    before = answer(nodes.head, ADAPTER)
+    assert before != answer(nodes.head, MODEL)
+    with constant_load(nodes.head) as outcomes:
+        for node in list(nodes.nodes):
             node.process.terminate()
             assert node.process.wait(120) == 0
-            fleet.replace_node(node)
-            fleet.wait_for_replicas(2)
+            nodes.replace_node(node)
+            nodes.wait_for_replicas(2)
     assert len(outcomes) > CLIENTS
     assert [outcome for outcome in outcomes if not outcome.finished_whole] == []
-    assert set(answers_of_both(fleet.head, partial(answer, fleet.head, ADAPTER))) == {before}
+    assert set(answers_of_both(nodes.head, partial(answer, nodes.head, ADAPTER))) == {before}
