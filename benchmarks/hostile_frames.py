@@ -257,7 +257,7 @@ class Siege:
         announcements = hostile_peers.coordinator_samples()
         ports = [
             Port("coordinator ROUTER", self._router, zmq.DEALER, COORDINATOR_ROLE, announcements),
-            Port("coordinator PUB", self._publisher, zmq.XSUB, COORDINATOR_ROLE),
+            Port("coordinator PUB", self._publisher, zmq.XSUB, COORDINATOR_ROLE, hostile_peers.SUBSCRIPTIONS),
         ]
         for number, row in enumerate(self._rows):
             samples = hostile_peers.control_samples(self._attach.fingerprint, row.incarnation)

@@ -43,6 +43,10 @@ NOWHERE = "tcp://127.0.0.1:1"
 """Port 1 of this machine, where nobody listens."""
 
 
+SUBSCRIPTIONS = (b"\x01", b"\x00", b"\x01" + bytes(range(256)), b"\x00" + bytes(range(256)))
+"""To everything and to a long topic, and the end of both."""
+
+
 @dataclass(frozen=True)
 class Port:
     """One tcp port of a fleet.
@@ -59,7 +63,7 @@ class Port:
     address: str
     kind: int
     role: str = ""
-    samples: tuple[bytes, ...] = (b"\x00" * 16, b"\x01subscribe", b"\x80" * 40)
+    samples: tuple[bytes, ...] = (b"\x00" * 16, b"\x80" * 40)
 
     @property
     def endpoint(self) -> tuple[str, int]:

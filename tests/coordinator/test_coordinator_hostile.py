@@ -46,7 +46,7 @@ def test_malformed_frame_is_counted_and_dropped(coordinator: OmniCoordinator, de
     peer.send(frame)
     peer.send(encode_event(make_event("after")))
     eventually(lambda: names(coordinator.get_active_replicas()) == ["after", "neighbour"])
-    assert coordinator.invalid_frames == {"malformed": 1, "multipart": 0, "stale": 0, "table-full": 0}
+    assert coordinator.invalid_frames == {"malformed": 1, "multipart": 0, "stale": 0, "table-full": 0, "topics": 0}
 
 
 @pytest.mark.usefixtures("neighbour")

@@ -1,5 +1,6 @@
 """Hostile peers on both ports, with and without the secret: the service goes on and the neighbour notices nothing."""
 
+import contextlib
 import random
 import socket
 from collections.abc import Iterator
@@ -26,6 +27,9 @@ FRAMES = 5000
 # Much less than libzmq's 30 s, which a test would not wait for.
 HANDSHAKE_MS = 1500
 FRAMES_PER_STREAM = 50
+# ZMTP 2.0 (RFC 15): signature, revision, a DEALER without an identity; and a message.
+OLD_GREETING = b"\xff" + bytes(8) + b"\x7f\x01\x05" + bytes(2)
+OLD_MESSAGE = b"\x00\x03bad"
 HALF_A_GREETING = b"\xff" + bytes(8) + b"\x7f\x03"
 
 
@@ -119,6 +123,23 @@ def test_hostile_bytes_of_a_peer_without_the_secret(fleet: Fleet, port: str) -> 
     assert [info.input_addr for info in fleet.coordinator.get_active_replicas().replicas] == ["tcp://neighbour:1"]
 
 
+def test_peer_with_the_protocol_of_an_old_libzmq_changes_nothing(open_socket: OpenSocket) -> None:
+    coordinator = OmniCoordinator(ANY, ANY, heartbeat_timeout=1000.0)
+    try:
+        with tcp_connection(coordinator.router_zmq_addr) as connection:
+            connection.sendall(OLD_GREETING + OLD_MESSAGE)
+            with contextlib.suppress(ConnectionResetError):
+                while connection.recv(4096):
+                    pass
+        stranger = open_socket(zmq.DEALER)
+        stranger.connect(coordinator.router_zmq_addr)
+        stranger.send(encode_event(make_event("after")))
+        eventually(lambda: names(coordinator.get_active_replicas()) == ["after"])
+        assert coordinator.invalid_frames["malformed"] == 0
+    finally:
+        coordinator.close()
+
+
 def test_half_open_connections_are_ended_and_disturb_nobody(fleet: Fleet) -> None:
     ports = (fleet.coordinator.router_zmq_addr, fleet.coordinator.pub_zmq_addr)
     connections = [tcp_connection(address) for address in ports for _ in range(20)]
@@ -156,14 +177,18 @@ def test_registration_storm_is_bounded_and_displaces_nobody(fleet: Fleet, open_s
 
 
 def test_subscriber_to_many_topics_is_cut_off_and_no_other(fleet: Fleet, open_socket: OpenSocket) -> None:
-    modest = insider(open_socket, zmq.XSUB, fleet.coordinator.pub_zmq_addr)
-    modest.send(b"\x01")
-    greedy = insider(open_socket, zmq.XSUB, fleet.coordinator.pub_zmq_addr)
-    for connected in (modest, greedy):
-        for number in range(MAX_TOPICS_PER_PEER):
-            connected.send(b"\x01topic %d" % number)
-    fleet.check()
-    assert fleet.coordinator.invalid_frames["topics"] == 0
-    greedy.send(b"\x01one more")
-    eventually(lambda: fleet.coordinator.invalid_frames["topics"])
-    fleet.check()
+    modest, greedy = (insider(open_socket, zmq.XSUB, fleet.coordinator.pub_zmq_addr) for _ in range(2))
+    monitors = [peer.get_monitor_socket(zmq.EVENT_DISCONNECTED) for peer in (modest, greedy)]
+    try:
+        for peer in (modest, greedy):
+            for number in range(MAX_TOPICS_PER_PEER):
+                peer.send(b"\x01topic %d" % number)
+        greedy.send(b"\x01one more")
+        assert monitors[1].poll(20_000)
+        assert fleet.coordinator.invalid_frames["topics"]
+        fleet.check()
+        assert not monitors[0].poll(0)
+    finally:
+        for peer, monitor in zip((modest, greedy), monitors, strict=True):
+            peer.disable_monitor()
+            monitor.close()

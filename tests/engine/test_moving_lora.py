@@ -1,5 +1,6 @@
 """An answer of an adapter goes on with the same adapter at another replica."""
 
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,8 @@ from .server import START_S, Server, until
 from .servers import Servers
 
 ADAPTERS = ("storyteller", "poet")
-ROWS = (*(Row(name, "resume", {"model": name}) for name in ADAPTERS), Row("no adapter", "resume", {}))
+# Not without an adapter beside them: in such a batch vLLM's CPU kernels do not repeat its answer, moved or not.
+ROWS = tuple(Row(name, "resume", {"model": name}) for name in ADAPTERS)
 
 
 @pytest.fixture
@@ -35,4 +37,4 @@ def test_a_moved_answer_keeps_its_adapter(adapted: Server) -> None:
         engines["1"].core.kill()
         until(lambda: adapted.replicas_up() == 1, "the loss is noticed")
     assert [line for row, answer in answers for line in wrong(row, answer.result(), whole[row])] == []
-    assert moves(adapted) - before == {"resume": len(ROWS)}
+    assert moves(adapted) - before == Counter(resume=len(ROWS))

@@ -15,6 +15,7 @@ from tests.fakes.links import FakeLink, answer_calls
 from tests.orchestrator.test_replica_list import row
 from vllm_omni_plugin.coordinator import ReplicaInfo, ReplicaStatus
 from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.orchestrator.membership import ADMIN_HOLD
 from vllm_omni_plugin.orchestrator.messages import (
     CallReplicas,
     RegisterRemoteReplica,
@@ -316,6 +317,19 @@ async def test_a_replica_that_is_told_to_leave_does_not_come_back_in_that_incarn
     assert fleet.pool.members == ()
     await fleet.joined(row(1, incarnation=2))
     assert len(fleet.attachments[1].link.added) == 1
+
+
+async def test_a_replica_that_an_operator_drained_is_held_back_when_it_is_listed_again(fleet: Fleet) -> None:
+    await fleet.joined(row(1))
+    fleet.pool.hold_back(fleet.pool.members[0], ADMIN_HOLD)
+    for incarnation in (2, 3):
+        fleet.unregister(row(1))
+        fleet.register(row(1, incarnation=incarnation))
+        await eventually(lambda incarnation=incarnation: len(fleet.attachments) == incarnation)  # type: ignore[misc]
+        assert fleet.pool.members[0].held_back == {ADMIN_HOLD}
+    fleet.pool.release_hold(fleet.pool.members[0], ADMIN_HOLD)
+    fleet.unregister(row(1))
+    await fleet.joined(row(1, incarnation=4))
 
 
 async def test_a_replica_that_is_not_attached_cannot_be_told_to_leave(fleet: Fleet) -> None:

@@ -4,6 +4,8 @@ import logging
 from collections import Counter
 from enum import StrEnum
 
+import zmq
+
 logger = logging.getLogger(__name__)
 
 MAX_LOGGED_PEERS = 1024
@@ -17,6 +19,15 @@ class DropReason(StrEnum):
     STALE = "stale"
     TABLE_FULL = "table-full"
     TOPICS = "topics"
+
+
+def peer_of(frame: zmq.Frame) -> str:
+    """The network address of a frame's sender, as far as it is known."""
+    try:
+        return str(frame.get("Peer-Address")) or "on this machine"
+    except zmq.ZMQError:
+        # libzmq knows none of a peer that speaks the protocol of its version 3 or older.
+        return "without an address"
 
 
 class DropLog:

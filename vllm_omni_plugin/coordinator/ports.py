@@ -3,7 +3,7 @@
 import zmq
 
 from vllm_omni_plugin.coordinator.sockets import ROLE, Context, bind_pub, bind_router, bound_address
-from vllm_omni_plugin.curve import Gate, Secrets
+from vllm_omni_plugin.curve import NOTHING_SHOWN, Gate, Secrets
 
 
 class Ports:
@@ -22,6 +22,8 @@ class Ports:
         self._context: Context = zmq.Context()
         self.gate = Gate(self._context, secrets)
         self.gate.admit_secret_holders(ROLE)
+        if secrets is None:
+            self.gate.admit(ROLE, NOTHING_SHOWN)
         try:
             self.router = bind_router(self._context, router_address, secrets, self.gate)
             try:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import zmq
 from msgspec.structs import replace
 
-from vllm_omni_plugin.coordinator.drops import DropLog, DropReason
+from vllm_omni_plugin.coordinator.drops import DropLog, DropReason, peer_of
 from vllm_omni_plugin.coordinator.membership import MembershipTable, TableFullError
 from vllm_omni_plugin.coordinator.messages import ReplicaEvent, ReplicaList, ReplicaStatus
 from vllm_omni_plugin.coordinator.ports import Ports
@@ -207,15 +207,15 @@ class OmniCoordinator:
 
     def _take_frame(self, frame: zmq.Frame, is_single: bool) -> None:
         if not is_single:
-            self._drops.record(DropReason.MULTIPART, _peer(frame), "more than one frame")
+            self._drops.record(DropReason.MULTIPART, peer_of(frame), "more than one frame")
             return
         try:
             if not self._apply(decode_event(frame.bytes), authoritative=False):
-                self._drops.record(DropReason.STALE, _peer(frame), _STALE)
+                self._drops.record(DropReason.STALE, peer_of(frame), _STALE)
         except WireError as error:
-            self._drops.record(DropReason.MALFORMED, _peer(frame), str(error))
+            self._drops.record(DropReason.MALFORMED, peer_of(frame), str(error))
         except TableFullError as error:
-            self._drops.record(DropReason.TABLE_FULL, _peer(frame), str(error))
+            self._drops.record(DropReason.TABLE_FULL, peer_of(frame), str(error))
 
     def _take_subscriptions(self) -> None:
         for _ in range(BATCH_FRAMES):
@@ -237,7 +237,7 @@ class OmniCoordinator:
             del self._topics[connection]
             cut_connection(connection)
             with self._lock:
-                self._drops.record(DropReason.TOPICS, _peer(subscription), f"over {MAX_TOPICS_PER_PEER} topics")
+                self._drops.record(DropReason.TOPICS, peer_of(subscription), f"over {MAX_TOPICS_PER_PEER} topics")
 
     def _tick(self, wake_at: float) -> None:
         with self._lock:
@@ -259,7 +259,3 @@ def _skip_rest(socket: Socket, frame: zmq.Frame) -> bool:
     while more:
         more = bool(socket.recv(copy=False).more)
     return is_first_of_many
-
-
-def _peer(frame: zmq.Frame) -> str:
-    return str(frame.get("Peer-Address")) or "on this machine"

@@ -124,6 +124,9 @@ def _bind(socket: Socket, address: str, secrets: Secrets | None, gate: Gate) -> 
     socket.ipv6 = "[" in address
     socket.handshake_ivl = LINK_CHECK_MS
     secure_server(socket, secrets, ROLE)
+    # Where the gate admits everybody it still makes libzmq refuse peers of its version 3 or older, of which it knows
+    # neither address nor connection.
+    socket.zap_domain = ROLE.encode()
     gate.watch(socket, ROLE)
     try:
         socket.bind(address)

@@ -1,6 +1,6 @@
 """Who may connect: keys from a secret file, sockets that demand them, and the gate that admits their holders."""
 
-from vllm_omni_plugin.curve.gate import Gate
+from vllm_omni_plugin.curve.gate import NOTHING_SHOWN, Gate
 from vllm_omni_plugin.curve.secrets import KeyPair, Secrets
 from vllm_omni_plugin.curve.securing import (
     PLAIN_USERNAME,
@@ -12,6 +12,7 @@ from vllm_omni_plugin.curve.securing import (
 )
 
 __all__ = [
+    "NOTHING_SHOWN",
     "PLAIN_USERNAME",
     "Gate",
     "KeyPair",

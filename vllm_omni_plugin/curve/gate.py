@@ -17,6 +17,9 @@ from vllm_omni_plugin.curve.securing import PLAIN_USERNAME, Socket
 
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 
+NOTHING_SHOWN = ""
+"""The credential of a peer without authentication (mechanism NULL)."""
+
 
 class Gate:
     """Decides who may connect to the secured sockets of one context (its ZAP handler), in a thread of its own.

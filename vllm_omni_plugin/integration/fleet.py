@@ -1,5 +1,6 @@
 """Everything a head runs beside AsyncLLM, under one owner."""
 
+import ipaddress
 import time
 from typing import Any
 
@@ -107,7 +108,9 @@ class Fleet:
         coordinator = OmniCoordinatorRuntime(
             address, options.master_port, options.heartbeat_timeout, secret_file=options.secret_file
         )
-        logger.info("Replicas join with: --headless -oma %s -omp %d", options.master_address, options.master_port)
+        every = ipaddress.ip_address(address).is_unspecified
+        found_at = "<an address of this machine>" if every else options.master_address
+        logger.info("Replicas join with: --headless -oma %s -omp %d", found_at, options.master_port)
         return coordinator
 
     def _local_replicas(self) -> LocalReplicas:

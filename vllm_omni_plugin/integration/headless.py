@@ -18,7 +18,7 @@ from vllm.v1.executor import Executor
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError, OmniError
-from vllm_omni_plugin.integration.rules import bind_address, check_exposure
+from vllm_omni_plugin.integration.rules import bind_address, check_exposure, coordinator_address
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.engine_start import Launcher
 from vllm_omni_plugin.replicas.node import run_node
@@ -75,11 +75,10 @@ def serve_replicas(args: argparse.Namespace, options: OmniConfig, launcher_for: 
 async def _serve(options: OmniConfig, launcher: Launcher, own_fingerprint: dict[str, str]) -> None:
     address = await _find_own_address(options)
     check_exposure(options, address, headless=True)
-    master = f"[{options.master_address}]" if ":" in str(options.master_address) else options.master_address
     settings = ServerSettings(
         host=address,
         ports=None if options.replica_ports is None else PortRange.parse(options.replica_ports),
-        coordinator_addr=f"tcp://{master}:{options.master_port}",
+        coordinator_addr=await asyncio.get_running_loop().run_in_executor(None, coordinator_address, options),
         stage_id=options.stage_id,
         heartbeat_interval=options.heartbeat_interval,
         heartbeat_timeout=options.heartbeat_timeout,

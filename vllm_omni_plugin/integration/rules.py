@@ -3,6 +3,7 @@
 import ipaddress
 import socket
 from collections.abc import Collection
+from contextlib import suppress
 
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.curve import Secrets
@@ -78,6 +79,20 @@ def bind_address(options: OmniConfig, headless: bool) -> str:
         return address
 
 
+def coordinator_address(options: OmniConfig) -> str:
+    """The ZMQ address on which a headless node finds the head; looking it up may block.
+
+    A name stays one, since the head may come later and elsewhere, unless it is one of IPv6 alone: ZMQ looks names up as
+    IPv4.
+    """
+    assert options.master_address is not None
+    host = options.master_address
+    with suppress(ConfigError):
+        address = _resolve(host, "--omni-master-address")
+        host = f"[{address}]" if ":" in address else host
+    return f"tcp://{host}:{options.master_port}"
+
+
 def _check_side(given: Collection[str], headless: bool) -> None:
     other = Side.HEAD if headless else Side.HEADLESS
     for flag in FLAGS:
@@ -149,7 +164,9 @@ def _check_bindable(address: str, port: int, flag: str) -> None:
 
 def _resolve(host: str, flag: str) -> str:
     try:
-        address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
+        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise ConfigError(f"argument {flag}: {host!r} is no address and no known name: {error.strerror}") from error
-    return str(address)
+    # Of a name with both, every node must take the same family, and ZMQ takes this one.
+    ipv4 = [entry for entry in found if entry[0] == socket.AF_INET]
+    return str((ipv4 or found)[0][4][0])

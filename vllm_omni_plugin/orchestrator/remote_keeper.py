@@ -37,6 +37,9 @@ class RemoteReplicaKeeper:
         accepts: see `RegisterRemoteReplica`.
         clock: monotonic seconds.
         delay: waits between attempts.
+
+    Attributes:
+        joined: whether it has ever served.
     """
 
     def __init__(
@@ -58,7 +61,7 @@ class RemoteReplicaKeeper:
         self._news = asyncio.Event()
         self._gone = asyncio.Event()
         self._server_drains = False
-        self._joined = False
+        self.joined = False
         self._replica: RemoteReplica | None = None
         self._last_failure = ""
 
@@ -140,8 +143,8 @@ class RemoteReplicaKeeper:
             replica.close()
 
     def _join(self, replica: RemoteReplica) -> None:
-        if not self._joined:
-            self._joined = True
+        if not self.joined:
+            self.joined = True
             self._orchestrator.replica_joined(self.member, replica.ready_response)
 
     def _place_holds(self) -> None:

@@ -13,6 +13,7 @@ from vllm_omni_plugin.coordinator import ReplicaInfo
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.orchestrator.membership import ADMIN_HOLD
 from vllm_omni_plugin.orchestrator.messages import RegisterRemoteReplica, UnregisterRemoteReplica
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.remote_keeper import RemoteReplicaFactory, RemoteReplicaKeeper
@@ -77,6 +78,8 @@ class RemoteReplicas:
         self._turning_away: set[asyncio.Task[None]] = set()
         # Replicas that were told to leave for good, and the incarnation that was; they are listed until they have.
         self._dismissed: dict[ReplicaKey, int] = {}
+        # Replicas that an operator drained and the list has lost: they are held back when they return.
+        self._drained: set[ReplicaKey] = set()
         self._closed = False
 
     def register(self, message: RegisterRemoteReplica) -> None:
@@ -100,6 +103,8 @@ class RemoteReplicas:
         self._dismissed.pop(key_of(message), None)
         keeper = self._keepers.pop(key_of(message), None)
         if keeper is not None:
+            if ADMIN_HOLD in keeper.member.held_back:
+                self._drained.add(key_of(message))
             self._remove(keeper, message.reason)
 
     def leave(self, member: PoolMember) -> None:
@@ -145,6 +150,9 @@ class RemoteReplicas:
         member = self._orchestrator.stage_pools[info.stage_id].add()
         member.remote = True
         member.input_addr, member.output_addr = info.input_addr, info.output_addr
+        if key in self._drained:
+            self._drained.discard(key)
+            self._orchestrator.stage_pools[info.stage_id].hold_back(member, ADMIN_HOLD)
         keeper = self._keepers[key] = RemoteReplicaKeeper(
             self._orchestrator, member, info, message.accepts, self._clock, self._delay
         )
@@ -161,7 +169,8 @@ class RemoteReplicas:
         # It closes the attachment on its way out.
         self._tasks[keeper].cancel()
         self._orchestrator.replica_left(member)
-        logger.info("Replica %d of stage %d has left: %s.", member.replica_id, member.stage_id, reason)
+        if keeper.joined:
+            logger.info("Replica %d of stage %d has left: %s.", member.replica_id, member.stage_id, reason)
 
     def _factory(self, keeper: RemoteReplicaKeeper) -> RemoteReplicaFactory:
         async def open_replica(stage_id: int, replica_id: int) -> RemoteReplica:

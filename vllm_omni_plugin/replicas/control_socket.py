@@ -5,7 +5,7 @@ from typing import Any
 
 import zmq
 
-from vllm_omni_plugin.coordinator.drops import DropLog, DropReason
+from vllm_omni_plugin.coordinator.drops import DropLog, DropReason, peer_of
 from vllm_omni_plugin.curve import Gate, Secrets, secure_server
 from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.logger import init_logger
@@ -49,7 +49,7 @@ class ControlSocket:
         if secrets is not None:
             self._gate = Gate(self._context, secrets)
             self._gate.admit_secret_holders(CONTROL_ROLE)
-            self._gate.watch(self._router, f"the control socket {listener.address}")
+            self._gate.watch(self._router, f"control {listener.address}")
             secure_server(self._router, secrets, CONTROL_ROLE)
         listener.bind(self._router)
         self._reader = SocketReader(self._router, self._take)
@@ -74,7 +74,7 @@ class ControlSocket:
         self._context.term()
 
     def _take(self, frames: list[Any]) -> None:
-        address = str(frames[-1].get("Peer-Address") or "on this machine")
+        address = peer_of(frames[-1])
         if len(frames) != 2:
             self._drops.record(DropReason.MULTIPART, address, f"{len(frames) - 1} frames instead of one")
             return

@@ -152,9 +152,10 @@ class Heads:
             return Refused(f"all {HEAD_SLOTS} heads it can serve are attached", lasting=False)
         try:
             return self._attached(self._engine, lease, message.credential)
-        except (ConfigError, zmq.ZMQError) as error:
+        except (ConfigError, OSError, zmq.ZMQError) as error:
             self._leases.end(lease)
             self._leases.cleaned(lease.slot)
+            self._close_ports(lease.slot)
             return Refused(str(error), lasting=False)
 
     def _why_not(self, message: Attach) -> Refused | None:
@@ -204,14 +205,17 @@ class Heads:
         assert self._engine is not None
         self._leases.end(lease)
         self._engine.slots[lease.slot].release()
-        if lease.slot:
-            close_all(self._ports.pop(lease.slot))
+        self._close_ports(lease.slot)
         logger.info("Head %s is no longer attached: %s.", lease.head_id, reason)
         cleaning = self._start(self._clean(self._engine, lease.slot))
         if not self._leases:
             self._resetting = True
             self._start(self._reset(self._engine, [*self._cleaning, cleaning]))
             self._on_alone()
+
+    def _close_ports(self, slot: int) -> None:
+        if slot:
+            close_all(self._ports.pop(slot, ()))
 
     async def _clean(self, engine: ServedEngine, slot: int) -> None:
         try:

@@ -40,7 +40,43 @@ class Link(Protocol):
         """Close both directions at once and drop what is queued. Idempotent."""
 
 
-class IpcLink:
+class ReadingEnd:
+    """The half of a `Link` that reads.
+
+    Attributes:
+        output_socket: what is read, from `start_reading` to `stop_reading`.
+    """
+
+    output_socket: "zmq.Socket[bytes]"
+    _reader: "SocketReader | None" = None
+
+    def start_reading(self, on_message: Callable[[list[Any]], None]) -> None:
+        """See `Link.start_reading`."""
+        self._reader = SocketReader(self.output_socket, on_message)
+        self._reader.resume()
+
+    def pause_reading(self) -> None:
+        """See `Link.pause_reading`."""
+        if self._reader is not None:
+            self._reader.pause()
+
+    def resume_reading(self) -> None:
+        """See `Link.resume_reading`."""
+        if self._reader is not None:
+            self._reader.resume()
+
+    def drain(self) -> None:
+        """See `Link.drain`."""
+        if self._reader is not None:
+            self._reader.drain()
+
+    def stop_reading(self) -> None:
+        """Read no more, before the socket is closed. Idempotent."""
+        self.pause_reading()
+        self._reader = None
+
+
+class IpcLink(ReadingEnd):
     """The link to an engine on this node, which connects to the two sockets we bind.
 
     Args:
@@ -55,10 +91,9 @@ class IpcLink:
         self._identity = identity
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._input = context.socket(zmq.ROUTER)
-        self._output = context.socket(zmq.PULL)
-        self._reader: SocketReader | None = None
+        self.output_socket = context.socket(zmq.PULL)
         try:
-            for socket, address in ((self._input, input_addr), (self._output, output_addr)):
+            for socket, address in ((self._input, input_addr), (self.output_socket, output_addr)):
                 socket.setsockopt(zmq.LINGER, 0)
                 socket.setsockopt(zmq.SNDHWM, 0)
                 socket.setsockopt(zmq.RCVHWM, 0)
@@ -91,32 +126,11 @@ class IpcLink:
         except zmq.ZMQError as error:
             raise ReplicaError(f"cannot send on {self.input_addr}: {error}") from error
 
-    def start_reading(self, on_message: Callable[[list[Any]], None]) -> None:
-        """See `Link.start_reading`."""
-        self._reader = SocketReader(self._output, on_message)
-        self._reader.resume()
-
-    def pause_reading(self) -> None:
-        """See `Link.pause_reading`."""
-        if self._reader is not None:
-            self._reader.pause()
-
-    def resume_reading(self) -> None:
-        """See `Link.resume_reading`."""
-        if self._reader is not None:
-            self._reader.resume()
-
-    def drain(self) -> None:
-        """See `Link.drain`."""
-        if self._reader is not None:
-            self._reader.drain()
-
     def close(self) -> None:
         """See `Link.close`."""
-        self.pause_reading()
-        self._reader = None
+        self.stop_reading()
         self._input.close()
-        self._output.close()
+        self.output_socket.close()
         for address in (self.input_addr, self.output_addr):
             # libzmq leaves the file of an ipc address behind.
             Path(address.removeprefix("ipc://")).unlink(missing_ok=True)

@@ -9,13 +9,13 @@ import zmq
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.replicas.forwarding import QUEUE_MESSAGES, Socket
-from vllm_omni_plugin.replicas.link import Frames, SocketReader
+from vllm_omni_plugin.replicas.link import Frames, ReadingEnd
 from vllm_omni_plugin.replicas.ports import Listener
 from vllm_omni_plugin.replicas.relay import Relay
 from vllm_omni_plugin.replicas.stage_client import Codec, StageClient
 
 
-class SlotLink:
+class SlotLink(ReadingEnd):
     """The server's own way to its engine: into the hub, out of one slot. Satisfies `Link`.
 
     Args:
@@ -29,7 +29,6 @@ class SlotLink:
         self.output_addr = output_addr
         self._to_hub = to_hub
         self._identity = identity
-        self._reader: SocketReader | None = None
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self.output_socket = context.socket(zmq.PULL)
         self.output_socket.rcvhwm = QUEUE_MESSAGES
@@ -46,30 +45,9 @@ class SlotLink:
         except zmq.ZMQError as error:
             raise ReplicaError(f"cannot send on {self.input_addr}: {error}") from error
 
-    def start_reading(self, on_message: Callable[[list[Any]], None]) -> None:
-        """See `Link.start_reading`."""
-        self._reader = SocketReader(self.output_socket, on_message)
-        self._reader.resume()
-
-    def pause_reading(self) -> None:
-        """See `Link.pause_reading`."""
-        if self._reader is not None:
-            self._reader.pause()
-
-    def resume_reading(self) -> None:
-        """See `Link.resume_reading`."""
-        if self._reader is not None:
-            self._reader.resume()
-
-    def drain(self) -> None:
-        """See `Link.drain`."""
-        if self._reader is not None:
-            self._reader.drain()
-
     def close(self) -> None:
         """See `Link.close`."""
-        self.pause_reading()
-        self._reader = None
+        self.stop_reading()
         self.output_socket.close(linger=0)
         Path(self.output_addr.removeprefix("ipc://")).unlink(missing_ok=True)
 

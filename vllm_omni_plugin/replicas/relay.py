@@ -4,6 +4,7 @@ import asyncio
 import math
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import zmq
@@ -38,7 +39,7 @@ class Relay:
         data_key: public CURVE key (Z85) of both ports, or "" where links are not encrypted.
 
     Raises:
-        zmq.ZMQError: the system has no descriptors or threads left.
+        zmq.ZMQError: the system has no descriptors left; likewise `OSError`.
     """
 
     def __init__(
@@ -56,18 +57,18 @@ class Relay:
         if secrets is not None:
             public, self._secret_key = zmq.curve_keypair()
             self.data_key = public.decode()
-        self._context: Context = zmq.Context()
-        self._gate = Gate(self._context, secrets)
-        self._gate.admit(DATA_ROLE, credential)
-        try:
-            self._threads = self._open(inputs, outputs, hub_addr, slot_socket, stall_timeout, on_lost)
-        except BaseException:
-            self._gate.close()
-            self._context.destroy(linger=0)
-            raise
+        with ExitStack() as undo:
+            self._context: Context = zmq.Context()
+            undo.callback(self._context.destroy, linger=0)
+            self._gate = Gate(self._context, secrets)
+            undo.callback(self._gate.close)
+            self._gate.admit(DATA_ROLE, credential)
+            self._threads = self._open(undo, inputs, outputs, hub_addr, slot_socket, stall_timeout, on_lost)
+            undo.pop_all()
 
     def _open(
         self,
+        undo: ExitStack,
         inputs: Listener,
         outputs: Listener,
         hub_addr: str,
@@ -85,6 +86,7 @@ class Relay:
         to_hub.sndhwm = QUEUE_MESSAGES
         to_hub.connect(hub_addr)
         self._connections = _Connections(push, on_lost)
+        undo.callback(self._connections.close)
         inputs.bind(pull)
         outputs.bind(push)
         return (

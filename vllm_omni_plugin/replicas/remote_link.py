@@ -11,7 +11,7 @@ from vllm_omni_plugin.curve import PLAIN_USERNAME
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.replicas.connection import Connection, Context, HandshakeRefusedError, Socket, never_reconnect
 from vllm_omni_plugin.replicas.control import Attached
-from vllm_omni_plugin.replicas.link import Frames, SocketReader
+from vllm_omni_plugin.replicas.link import Frames, ReadingEnd
 from vllm_omni_plugin.replicas.reach import why_unreachable
 
 _CONNECT_TIMEOUT_MS = 3000
@@ -48,7 +48,7 @@ class DataCredential:
             socket.plain_password = self.public.encode()
 
 
-class RemoteLink:
+class RemoteLink(ReadingEnd):
     """A `Link` over tcp, for the time of one lease. Lives on the running event loop.
 
     Args:
@@ -67,9 +67,8 @@ class RemoteLink:
         self.input_addr = lease.input_addr
         self.output_addr = lease.output_addr
         self._identity = lease.identity
-        self._reader: SocketReader | None = None
         self._sockets = (context.socket(zmq.PUSH), context.socket(zmq.PULL))
-        self._input, self._output = self._sockets
+        self._input, self.output_socket = self._sockets
         self._connections: list[Connection] = []
         try:
             for socket, address in zip(self._sockets, (self.input_addr, self.output_addr), strict=True):
@@ -105,30 +104,9 @@ class RemoteLink:
         except zmq.ZMQError as error:
             raise ReplicaError(f"cannot send to {self.input_addr}: {error}") from error
 
-    def start_reading(self, on_message: Callable[[list[Any]], None]) -> None:
-        """See `Link.start_reading`."""
-        self._reader = SocketReader(self._output, on_message)
-        self._reader.resume()
-
-    def pause_reading(self) -> None:
-        """See `Link.pause_reading`."""
-        if self._reader is not None:
-            self._reader.pause()
-
-    def resume_reading(self) -> None:
-        """See `Link.resume_reading`."""
-        if self._reader is not None:
-            self._reader.resume()
-
-    def drain(self) -> None:
-        """See `Link.drain`."""
-        if self._reader is not None:
-            self._reader.drain()
-
     def close(self) -> None:
         """See `Link.close`."""
-        self.pause_reading()
-        self._reader = None
+        self.stop_reading()
         for connection in self._connections:
             connection.close()
         for socket in self._sockets:

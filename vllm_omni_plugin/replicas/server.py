@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 from vllm_omni_plugin.coordinator import ReplicaStatus
-from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.announcer import Announcer
 from vllm_omni_plugin.replicas.backoff import RestartBackoff
@@ -151,7 +150,8 @@ class ReplicaServer:
                 )
                 if engine is not None:
                     lived = await self._serve(engine, heads)
-            except ReplicaError as error:
+            except Exception as error:
+                # Whatever went wrong, a replica that is given up here would never be started again.
                 if not self.ready.is_set():
                     raise
                 logger.warning("Replica %d was not started again: %s", self._index, error)
@@ -169,6 +169,7 @@ class ReplicaServer:
             self._clock,
         )
         probing = asyncio.create_task(probe.run())
+        probing.add_done_callback(partial(_give_up_without_probe, engine))
         try:
             self._up(engine, heads)
             lost = await self._unless_gone(engine.lost)
@@ -253,6 +254,11 @@ class ReplicaServer:
             gone.cancel()
             work.cancel()
             await asyncio.wait({work, gone})
+
+
+def _give_up_without_probe(engine: ServedEngine, probing: "asyncio.Task[None]") -> None:
+    if not probing.cancelled():
+        engine.give_up(f"its engine cannot be probed: {probing.exception()}")
 
 
 async def _finish(work: Coroutine[Any, Any, None]) -> None:

@@ -32,6 +32,7 @@ class ServedFakeEngine:
         frames: all messages that reached it, in order.
         aborted: request ids it was told to abort.
         calls: (client index, method) of its utility calls.
+        failure: what it says instead of a result, if anything.
     """
 
     def __init__(self, pid: int, identity: bytes, fails: bool = False) -> None:
@@ -39,6 +40,7 @@ class ServedFakeEngine:
         self.frames: list[list[bytes]] = []
         self.aborted: list[str] = []
         self.calls: list[tuple[int, str]] = []
+        self.failure: str | None = None
         self._identity = identity
         self._fails = fails
         self._hung = False
@@ -115,7 +117,7 @@ class ServedFakeEngine:
         elif frames[0] == b"utility":
             client_index, call_id, method, _ = body
             self.calls.append((client_index, method))
-            reply = FakeOutputs(utility_output=FakeUtilityOutput(call_id, None, FakeResult(False)))
+            reply = FakeOutputs(utility_output=FakeUtilityOutput(call_id, self.failure, FakeResult(False)))
             self._outputs[client_index].send(msgspec.json.encode(reply))
 
 
@@ -127,11 +129,13 @@ class ServedFakeLauncher:
         folder: where ipc sockets go.
         failing: how many of the next starts fail.
         engines: all that were spawned, in order.
+        trouble: what the next starts raise.
     """
 
     folder: Path
     failing: int = 0
     engines: list[ServedFakeEngine] = field(default_factory=list)
+    trouble: list[Exception] = field(default_factory=list)
     ready_timeout: float = 10.0
     _numbers: Any = field(default_factory=itertools.count)
 
@@ -142,6 +146,8 @@ class ServedFakeLauncher:
         return replica_id.to_bytes(2, "little")
 
     def start(self, replica_id: int) -> ServedFakeEngine:
+        if self.trouble:
+            raise self.trouble.pop()
         engine = ServedFakeEngine(1000 + len(self.engines), self.identity(replica_id), self.failing > 0)
         self.failing -= 1
         self.engines.append(engine)

@@ -1,6 +1,7 @@
 """The control link takes whatever comes, counts what is no message, and logs it once per peer."""
 
 import logging
+import socket
 from collections.abc import Iterator
 from functools import partial
 
@@ -48,6 +49,16 @@ async def test_garbage_is_counted_and_logged_once(
         await eventually(lambda: heard == [Beat(1)])
     assert (control.dropped["malformed"], control.dropped["multipart"]) == (50, 50)
     assert len([record for record in caplog.records if "Dropped a frame" in record.message]) == 2
+    control.close(0.0)
+
+
+async def test_a_peer_of_an_older_protocol_is_counted_like_any_other(listener: Listener) -> None:
+    control = ControlSocket(listener, None, lambda peer, message: None)
+    host, port = listener.address.removeprefix("tcp://").split(":")
+    signature, revision, dealer, anonymous = b"\xff" + bytes(8) + b"\x7f", b"\x01", b"\x05", b"\x00\x00"
+    with socket.create_connection((host, int(port))) as peer:
+        peer.sendall(signature + revision + dealer + anonymous + b"\x00\x03bad")
+        await eventually(lambda: control.dropped["malformed"] == 1)
     control.close(0.0)
 
 

@@ -1,6 +1,7 @@
 """The engine dies, hangs or does not start: heads are told at once, and it comes back under a new incarnation."""
 
 import asyncio
+import errno
 
 import pytest
 
@@ -65,6 +66,22 @@ async def test_restarts_that_fail_are_repeated_with_growing_delays(start_node: S
     node.engine.process.die()
     await node.up(after=before.incarnation)
     assert node.delays == [1.0, 2.0, 4.0, 8.0]
+
+
+async def test_whatever_goes_wrong_a_lost_engine_is_started_again(start_node: StartNode) -> None:
+    node = await start_node()
+    before = await node.up()
+    node.launcher.trouble.append(OSError(errno.ENOMEM, "Cannot allocate memory"))
+    node.engine.process.die()
+    await node.up(after=before.incarnation)
+
+
+async def test_an_engine_that_fails_its_probe_is_replaced(start_node: StartNode) -> None:
+    node = await start_node()
+    before = await node.up()
+    node.engine.failure = "the executor is gone"
+    await node.up(after=before.incarnation)
+    assert node.launcher.engines[0].process.ended
 
 
 async def test_a_first_start_that_fails_ends_the_server(start_node: StartNode) -> None:

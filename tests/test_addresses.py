@@ -1,0 +1,64 @@
+"""Names of head and nodes: both ends take the same address of a name that has several."""
+
+import socket
+from typing import Any
+
+import pytest
+
+from vllm_omni_plugin.config import OmniConfig
+from vllm_omni_plugin.errors import ConfigError
+from vllm_omni_plugin.integration.rules import bind_address, coordinator_address
+
+V4 = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))
+V6 = (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", 0, 0, 0))
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
+    """What names resolve to."""
+    known: dict[str, list[Any]] = {}
+
+    def getaddrinfo(host: str, *_: Any, **__: Any) -> list[Any]:
+        if host not in known:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return known[host]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    return known
+
+
+def options(address: str, **other: Any) -> OmniConfig:
+    return OmniConfig(master_address=address, master_port=7000, **other)
+
+
+@pytest.mark.parametrize(
+    ("found", "bound", "coordinator"),
+    [
+        pytest.param([V4], "127.0.0.1", "tcp://head:7000", id="IPv4"),
+        pytest.param([V6, V4], "127.0.0.1", "tcp://head:7000", id="both"),
+        pytest.param([V6], "::1", "tcp://[::1]:7000", id="IPv6"),
+    ],
+)
+def test_head_binds_the_address_that_nodes_connect_to(
+    names: dict[str, list[Any]], found: list[Any], bound: str, coordinator: str
+) -> None:
+    names["head"] = found
+    assert bind_address(options("head"), headless=False) == bound
+    assert coordinator_address(options("head")) == coordinator
+
+
+def test_address_in_brackets_is_one(names: dict[str, list[Any]]) -> None:
+    names["::1"] = [V6]
+    assert bind_address(options("[::1]"), headless=False) == "::1"
+    assert coordinator_address(options("[::1]")) == "tcp://[::1]:7000"
+
+
+def test_name_that_comes_with_the_head_stays_a_name(names: dict[str, list[Any]]) -> None:
+    assert coordinator_address(options("head")) == "tcp://head:7000"
+    with pytest.raises(ConfigError, match="--omni-master-address: 'head' is no address and no known name"):
+        bind_address(options("head"), headless=False)
+
+
+def test_node_is_reached_at_the_address_of_its_name(names: dict[str, list[Any]]) -> None:
+    names["node"] = [V6, V4]
+    assert bind_address(options("head", replica_address="node"), headless=True) == "127.0.0.1"
