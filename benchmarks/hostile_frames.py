@@ -125,7 +125,7 @@ class Siege:
         """All attacks, one after the other; so many frames per kind of peer."""
         limits = httpx.Limits(max_connections=STREAMS + 4)
         spawn = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(1, spawn) as peers:
+        with ProcessPoolExecutor(2, spawn) as peers:
             async with httpx.AsyncClient(base_url=self._cluster.url, limits=limits, trust_env=False) as client:
                 self._client, self._peers = client, peers
                 for prompt in PROMPTS:
@@ -190,8 +190,6 @@ class Siege:
             ports = self._ports()
             ended = await self._by_peer(hostile_peers.stay_half_open, ports, HALF_OPEN, HALF_OPEN_S)
             phase.note = f"{ended} of {HALF_OPEN * len(ports)} ended within {HALF_OPEN_S:g} s"
-        async with self._phase(f"{SUBSCRIBERS} subscribers that read nothing"):
-            await self._by_peer(hostile_peers.subscribe_and_sleep, self._publisher, SUBSCRIBERS, QUIET_S, self._secret)
         control = self._rows[1].control_addr
         async with self._phase(f"{QUESTIONS} questions, no answer read"):
             await self._by_peer(hostile_peers.ask_and_sleep, control, QUESTIONS, self._secret)
@@ -199,13 +197,18 @@ class Siege:
             attach = Attach(PROTOCOL_VERSION, self._rows[1].incarnation, "slow", "c" * 40, self._attach.fingerprint)
             after, why = await self._by_peer(hostile_peers.attach_and_sleep, control, attach, self._secret, CALLS)
             phase.note = f"cut off after {after:.1f} s: {why}"
-        async with self._phase(f"{STORM} registrations") as phase:
+        async with self._phase(f"{STORM} registrations, {SUBSCRIBERS} subscribers that read nothing") as phase:
             most = 0
+            # The storm makes the lists long enough to fill what lies between the coordinator and a slow reader.
+            sleepers = asyncio.ensure_future(
+                self._by_peer(hostile_peers.subscribe_and_sleep, self._publisher, SUBSCRIBERS, STORM_S, self._secret)
+            )
             await self._by_peer(hostile_peers.register_many, self._router, STORM, self._secret)
             deadline = time.monotonic() + STORM_S
             while time.monotonic() < deadline:
                 most = max(most, len(await self._replicas()))
                 await asyncio.sleep(2)
+            await sleepers
             phase.note = f"at most {most} in the head's list, {len(await self._replicas())} after {STORM_S:g} s"
 
     async def _by_peer(self, attack: Callable[..., Any], *args: object) -> Any:

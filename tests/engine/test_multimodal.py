@@ -2,20 +2,25 @@
 
 import base64
 import io
+import json
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
+import psutil
 import pytest
 from PIL import Image
 
 from .both_replicas import answers_of_both
 from .conftest import DEV_MODE, TWO_ENGINES, TWO_REPLICAS
-from .server import MODEL, Server
+from .server import MODEL, Server, until
 from .servers import Servers
 from .vision_model import TOKENS_PER_IMAGE, make_vision_model
 
 SIDE = 56
+LONG = 700
+"""Tokens of an answer that is not over when its engine is killed after the first of them."""
 
 
 @pytest.fixture(scope="session")
@@ -25,7 +30,9 @@ def vision_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture
 def vision_fleet(servers: Servers, vision_model: Path) -> Server:
-    return servers.get("vision-fleet", vision_model, *TWO_REPLICAS, engines=2, **TWO_ENGINES, **DEV_MODE)
+    # In float32 an answer does not depend on how many of its tokens are computed at once, as they are after a move.
+    exact = ("--dtype", "float32")
+    return servers.get("vision-fleet", vision_model, *TWO_REPLICAS, *exact, engines=2, **TWO_ENGINES, **DEV_MODE)
 
 
 def gradient(phase: int) -> str:
@@ -37,11 +44,17 @@ def gradient(phase: int) -> str:
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
-def describe(server: Server, *images: str) -> tuple[str, int]:
-    """What the model says of the images, and how many tokens went in."""
+def question(*images: str, tokens: int) -> dict[str, Any]:
+    """A chat request about images."""
     parts = [{"type": "image_url", "image_url": {"url": image}} for image in images]
     content = [*parts, {"type": "text", "text": "What is this?"}]
-    body = {"model": MODEL, "messages": [{"role": "user", "content": content}], "max_tokens": 16, "temperature": 0}
+    messages = [{"role": "user", "content": content}]
+    return {"model": MODEL, "messages": messages, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+
+
+def describe(server: Server, *images: str, tokens: int = 16) -> tuple[str, int]:
+    """What the model says of the images, and how many tokens went in."""
+    body = question(*images, tokens=tokens)
     answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60.0).raise_for_status().json()
     return answer["choices"][0]["message"]["content"], answer["usage"]["prompt_tokens"]
 
@@ -75,3 +88,21 @@ def test_an_image_is_seen_again_after_the_caches_were_cleared(vision_fleet: Serv
     for cache in ("mm", "encoder", "prefix"):
         assert httpx.post(f"{vision_fleet.url}/reset_{cache}_cache", timeout=60.0).status_code == 200
     assert set(answers_of_both(vision_fleet, partial(describe, vision_fleet, image))) == before
+
+
+def test_a_stream_about_an_image_goes_on_elsewhere_when_its_engine_is_killed(vision_fleet: Server) -> None:
+    image = gradient(50)
+    whole, _ = describe(vision_fleet, image, tokens=LONG)
+    body = question(image, tokens=LONG) | {"stream": True}
+    text = ""
+    with httpx.stream("POST", f"{vision_fleet.url}/v1/chat/completions", json=body, timeout=120.0) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                text += json.loads(line.removeprefix("data: "))["choices"][0]["delta"].get("content") or ""
+            if text and vision_fleet.replicas_up() == 2:
+                in_flight = vision_fleet.by_replica("vllm_omni:requests_in_flight")
+                (busy,) = (replica for replica, count in in_flight.items() if count)
+                psutil.Process(vision_fleet.engine_pids()[int(busy)]).kill()
+                until(lambda: vision_fleet.replicas_up() == 1, "the loss is noticed")
+    assert text == whole
+    assert sum(vision_fleet.metrics("vllm_omni:request_moves_total").values()) == 1

@@ -14,8 +14,10 @@ from .nodes import NodeFleet
 from .server import MODEL, Server
 
 ADAPTER = "storyteller"
-CLIENTS = 4
+CLIENTS = 2
 TOKENS = 60
+PAUSE_S = 0.25
+"""Between a client's requests: on two cores a node that starts gets none while engines never rest."""
 
 
 @contextmanager
@@ -25,7 +27,7 @@ def constant_load(server: Server) -> Iterator[list[Outcome]]:
     outcomes: list[Outcome] = []
 
     def send(stream: bool) -> None:
-        while not over.is_set():
+        while not over.wait(PAUSE_S):
             with Load(server) as load:
                 outcomes.append(load.send(TOKENS, stream=stream))
 
@@ -51,6 +53,7 @@ def test_restarting_every_node_in_turn_loses_no_request_and_no_adapter(nodes: No
         http.post("/v1/load_lora_adapter", json={"lora_name": ADAPTER, "lora_path": path}).raise_for_status()
     before = answer(nodes.head, ADAPTER)
     assert before != answer(nodes.head, MODEL)
+    moves = sum(nodes.head.metrics("vllm_omni:request_moves_total").values())
     with constant_load(nodes.head) as outcomes:
         for node in list(nodes.nodes):
             node.process.terminate()
@@ -59,4 +62,5 @@ def test_restarting_every_node_in_turn_loses_no_request_and_no_adapter(nodes: No
             nodes.wait_for_replicas(2)
     assert len(outcomes) > CLIENTS
     assert [outcome for outcome in outcomes if not outcome.finished_whole] == []
+    assert sum(nodes.head.metrics("vllm_omni:request_moves_total").values()) == moves, "nodes had time to drain"
     assert set(answers_of_both(nodes.head, partial(answer, nodes.head, ADAPTER))) == {before}

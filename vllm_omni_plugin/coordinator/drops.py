@@ -1,12 +1,13 @@
 """Frames that were dropped: counted always, logged once per peer and reason."""
 
-import logging
 from collections import Counter
 from enum import StrEnum
 
 import zmq
 
-logger = logging.getLogger(__name__)
+from vllm_omni_plugin.logger import init_logger
+
+logger = init_logger(__name__)
 
 MAX_LOGGED_PEERS = 1024
 

@@ -1,6 +1,5 @@
 """What a head knows of the fleet: the last list its coordinator published."""
 
-import logging
 import threading
 from collections.abc import Callable
 
@@ -12,8 +11,9 @@ from vllm_omni_plugin.coordinator.sockets import open_sub
 from vllm_omni_plugin.coordinator.wire import decode_replica_list
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import WireError
+from vllm_omni_plugin.logger import init_logger
 
-logger = logging.getLogger(__name__)
+logger = init_logger(__name__)
 
 
 class OmniCoordClientForHub:

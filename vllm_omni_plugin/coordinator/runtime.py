@@ -1,6 +1,5 @@
 """Keeps one coordinator running in its own process, on the same addresses, for as long as its owner lives."""
 
-import logging
 import threading
 import time
 from concurrent.futures import Future
@@ -9,8 +8,9 @@ from vllm_omni_plugin.coordinator.process import ChildArguments, CoordinatorProc
 from vllm_omni_plugin.coordinator.publishing import KEEP_ALIVE_INTERVAL
 from vllm_omni_plugin.coordinator.sockets import RECONNECT_MAX_MS
 from vllm_omni_plugin.errors import OmniError
+from vllm_omni_plugin.logger import init_logger
 
-logger = logging.getLogger(__name__)
+logger = init_logger(__name__)
 
 # Heads that follow this coordinator run in the process that owns it.
 LIST_HOST = "127.0.0.1"

@@ -1,6 +1,5 @@
 """How a replica tells the coordinator that it is there."""
 
-import logging
 import threading
 import time
 from collections import deque
@@ -15,8 +14,9 @@ from vllm_omni_plugin.coordinator.sockets import open_dealer
 from vllm_omni_plugin.coordinator.wire import encode_event
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError
+from vllm_omni_plugin.logger import init_logger
 
-logger = logging.getLogger(__name__)
+logger = init_logger(__name__)
 
 # Every frame carries the whole registration, so while the coordinator is away only the newest few are worth keeping.
 OUTBOX_FRAMES = 64

@@ -1,6 +1,5 @@
 """Connections that were refused: counted always, logged with the peer's address at a bounded rate."""
 
-import logging
 import socket
 import struct
 from collections.abc import Callable
@@ -9,8 +8,9 @@ from typing import Any
 import zmq
 
 from vllm_omni_plugin.curve.secrets import FLAG
+from vllm_omni_plugin.logger import init_logger
 
-logger = logging.getLogger(__name__)
+logger = init_logger(__name__)
 
 LOG_INTERVAL = 60.0
 MAX_LOGGED_PEERS = 1024
