@@ -7,6 +7,7 @@ from threading import Thread
 from types import SimpleNamespace
 
 import pytest
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_omni_plugin.balancing import RandomBalancer
 from vllm_omni_plugin.errors import ReplicaError
@@ -49,6 +50,25 @@ def test_a_fleet_is_closed_once_with_the_time_its_requests_have(fleet: FakeFleet
     client.shutdown(3.0)
     client.shutdown()
     assert fleet.closed_after == [3.0]
+    assert client.resources.engine_dead
+
+
+async def test_the_reader_of_a_fleet_that_is_shut_down_is_told_of_no_fault(
+    orchestrator: Orchestrator, client: FleetClient
+) -> None:
+    reader = asyncio.create_task(client.get_output_async())
+    await asyncio.sleep(0)
+    client.shutdown()
+    orchestrator.close_queues()
+    done, _ = await asyncio.wait({reader}, timeout=0.05)
+    assert not done
+    reader.cancel()
+
+
+async def test_the_reader_of_a_fleet_that_failed_is_told_so(orchestrator: Orchestrator, client: FleetClient) -> None:
+    orchestrator.close_queues()
+    with pytest.raises(EngineDeadError):
+        await client.get_output_async()
     assert client.resources.engine_dead
 
 

@@ -24,7 +24,7 @@ from vllm_omni_plugin.orchestrator.messages import (
     UnregisterRemoteReplica,
 )
 from vllm_omni_plugin.orchestrator.remote_keeper import LASTING_REFUSAL_PAUSE_S, LONGEST_PAUSE_S
-from vllm_omni_plugin.orchestrator.remote_replicas import RemoteReplicas
+from vllm_omni_plugin.orchestrator.remote_replicas import MAX_ATTACHING, RemoteReplicas
 from vllm_omni_plugin.replicas.remote import AttachRefusedError, AttachSettings, Listeners
 from vllm_omni_plugin.replicas.stage_client import StageClient
 
@@ -58,6 +58,8 @@ class Fleet(FakeFleet):
         attachments: all ever made, in order.
         failures: what the next attempts to attach come to instead.
         pauses: how long it meant to wait between attempts.
+        may_attach: attempts wait for it.
+        most_attaching: how many have waited at once.
     """
 
     def __init__(self) -> None:
@@ -65,6 +67,9 @@ class Fleet(FakeFleet):
         self.attachments: list[Attachment] = []
         self.failures: deque[Exception] = deque()
         self.pauses: list[float] = []
+        self.attaching = self.most_attaching = 0
+        self.may_attach = asyncio.Event()
+        self.may_attach.set()
         self.pause_over = asyncio.Event()
         self.pause_over.set()
         self.remote = RemoteReplicas(
@@ -80,6 +85,10 @@ class Fleet(FakeFleet):
         self.orchestrator.remote_replicas = self.remote
 
     async def attach(self, info: ReplicaInfo, replica_id: int, settings: AttachSettings, listeners: Listeners) -> Any:
+        self.attaching += 1
+        self.most_attaching = max(self.most_attaching, self.attaching)
+        await self.may_attach.wait()
+        self.attaching -= 1
         if self.failures:
             raise self.failures.popleft()
         self.attachments.append(Attachment(info, replica_id, listeners))
@@ -353,6 +362,17 @@ async def test_a_replica_of_another_stage_is_let_go_even_if_it_refuses_nothing(f
     await eventually(lambda: fleet.attachments and fleet.attachments[0].closed)
     assert fleet.attachments[0].info.stage_id == 0
     assert fleet.pool.members == ()
+
+
+async def test_of_a_storm_of_registrations_only_so_many_are_attached_to_at_once(fleet: Fleet) -> None:
+    fleet.may_attach.clear()
+    for number in range(MAX_ATTACHING + 20):
+        fleet.register(row(number))
+    await fleet.all_heard()
+    await eventually(lambda: fleet.attaching == MAX_ATTACHING)
+    fleet.may_attach.set()
+    await fleet.serving(MAX_ATTACHING + 20)
+    assert fleet.most_attaching == MAX_ATTACHING
 
 
 async def test_closing_detaches_from_all_and_moves_nothing(fleet: Fleet) -> None:

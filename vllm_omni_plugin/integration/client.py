@@ -74,6 +74,7 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         self.resources = SimpleNamespace(engine_dead=False)
         self._failures = RequestFailures()
         self._labels: StatLabels | None = None
+        self._shutting_down = False
         self._serving = ServingSignal(self._orchestrator)
         self._collector = FleetCollector(self._orchestrator)
         REGISTRY.register(self._collector)
@@ -105,6 +106,7 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         if self._finalizer.detach() is None:
             return
         REGISTRY.unregister(self._collector)
+        self._shutting_down = True
         self._fleet.close(timeout)
         self.resources.engine_dead = True
 
@@ -127,6 +129,9 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
             try:
                 self._received.extend(await queue.get_batch())
             except HandoverClosedError:
+                if self._shutting_down:
+                    # AsyncLLM ends the task that asks; an error would be logged as a fault of the engine.
+                    await asyncio.get_running_loop().create_future()
                 self.resources.engine_dead = True
                 raise EngineDeadError from None
 
