@@ -3,12 +3,13 @@
 import base64
 import io
 import json
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 from PIL import Image
 
@@ -16,6 +17,7 @@ from .both_replicas import answers_of_both
 from .conftest import DEV_MODE, TWO_ENGINES, TWO_REPLICAS
 from .server import MODEL, Server, until
 from .servers import Servers
+from .suspended import engines_of
 from .vision_model import TOKENS_PER_IMAGE, make_vision_model
 
 SIDE = 56
@@ -90,19 +92,38 @@ def test_an_image_is_seen_again_after_the_caches_were_cleared(vision_fleet: Serv
     assert set(answers_of_both(vision_fleet, partial(describe, vision_fleet, image))) == before
 
 
-def test_a_stream_about_an_image_goes_on_elsewhere_when_its_engine_is_killed(vision_fleet: Server) -> None:
-    image = gradient(50)
-    whole, _ = describe(vision_fleet, image, tokens=LONG)
+def stream(server: Server, image: str, begun: Event) -> str:
+    """The whole text of a long stream about an image."""
     body = question(image, tokens=LONG) | {"stream": True}
     text = ""
-    with httpx.stream("POST", f"{vision_fleet.url}/v1/chat/completions", json=body, timeout=120.0) as response:
+    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=120.0) as response:
         for line in response.iter_lines():
             if line.startswith("data: {"):
                 text += json.loads(line.removeprefix("data: "))["choices"][0]["delta"].get("content") or ""
-            if text and vision_fleet.replicas_up() == 2:
-                in_flight = vision_fleet.by_replica("vllm_omni:requests_in_flight")
-                (busy,) = (replica for replica, count in in_flight.items() if count)
-                psutil.Process(vision_fleet.engine_pids()[int(busy)]).kill()
-                until(lambda: vision_fleet.replicas_up() == 1, "the loss is noticed")
-    assert text == whole
+            if text:
+                begun.set()
+    return text
+
+
+def test_a_stream_about_an_image_goes_on_elsewhere_when_its_engine_is_killed(vision_fleet: Server) -> None:
+    image, begun = gradient(50), Event()
+    whole, _ = describe(vision_fleet, image, tokens=LONG)
+    engines = engines_of(vision_fleet)
+    for engine in engines.values():
+        engine.suspend()
+    with ThreadPoolExecutor(1) as thread:
+        text = thread.submit(stream, vision_fleet, image, begun)
+        busy = until(partial(busy_replica, vision_fleet), "the request is dispatched")
+        while not begun.wait(1.0):
+            engines[busy].run_for_a_moment()
+        engines[busy].core.kill()
+        for engine in engines.values():
+            engine.resume()
+        assert text.result() == whole
     assert sum(vision_fleet.metrics("vllm_omni:request_moves_total").values()) == 1
+
+
+def busy_replica(server: Server) -> str | None:
+    """The replica that has a request in flight."""
+    in_flight = server.by_replica("vllm_omni:requests_in_flight")
+    return next((replica for replica, count in in_flight.items() if count), None)

@@ -114,7 +114,11 @@ class EngineLauncher:
         """Spawn the engine process of a replica. Blocks while the configuration is passed to the new process."""
         config = replica_config(self._vllm_config, replica_id)
         starting = _spawn(config, self._executor_class, self._log_stats, replica_id)
-        self._on_spawn(starting.process.pid)
+        try:
+            self._on_spawn(starting.process.pid)
+        except BaseException:
+            starting.abandon()
+            raise
         return starting
 
 
