@@ -149,7 +149,7 @@ def running(
     try:
         yield Server(process, log, url)
     finally:
-        stop(process)
+        stop(process, "node" if "--headless" in args else "head")
 
 
 def free_port() -> int:
@@ -159,11 +159,11 @@ def free_port() -> int:
     return port
 
 
-def stop(process: subprocess.Popen[bytes]) -> None:
+def stop(process: subprocess.Popen[bytes], name: str) -> None:
     """Ask the server to leave, wait a little, then kill what is left of its process group. Ctrl-C skips the wait."""
     try:
         if process.poll() is None:
-            print("stopping", "the node" if "--headless" in process.args else "the head")
+            print(f"stopping the {name}")
             process.send_signal(signal.SIGINT)
             process.wait(STOP_TIMEOUT_S)
     except (subprocess.TimeoutExpired, KeyboardInterrupt):
