@@ -115,15 +115,3 @@ def test_a_killed_head_finds_its_replicas_again_with_nothing_left_running(
     with streams(nodes.head, expected):
         pass
     until(lambda: set(nodes.head.by_engine(RUNNING).values()) == {0}, "orphaned requests have ended", START_S)
-
-
-def test_what_a_drain_has_no_time_for_moves(nodes: NodeFleet, expected: dict[str, str]) -> None:
-    node = nodes.nodes[0]
-    moves = total(nodes.head, MOVES)
-    with streams(nodes.head, expected):
-        node.process.terminate()
-        until(lambda: node.says("leaves when"), "it drains")
-        node.process.terminate()
-        assert node.process.wait(60) == 0
-    assert total(nodes.head, MOVES) > moves
-    nodes.replace_node(node)

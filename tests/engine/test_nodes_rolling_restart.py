@@ -11,11 +11,12 @@ from .both_replicas import answers_of_both
 from .load import Load, Outcome
 from .lora import make_lora
 from .nodes import NodeFleet
-from .server import MODEL, Server
+from .server import MODEL, Server, until
 
 ADAPTER = "storyteller"
 CLIENTS = 2
 TOKENS = 60
+LONG = 900
 PAUSE_S = 0.25
 """Between a client's requests: on two cores a node that starts gets none while engines never rest."""
 
@@ -47,20 +48,45 @@ def answer(server: Server, model: str) -> str:
         return str(http.post("/v1/completions", json=body).raise_for_status().json()["choices"][0]["text"])
 
 
+def moves(server: Server) -> float:
+    return sum(server.metrics("vllm_omni:request_moves_total").values())
+
+
+def end_in_time(nodes: NodeFleet) -> None:
+    """Restart the first node, with all the time that its requests need: they end where they are."""
+    node, before = nodes.nodes[0], moves(nodes.head)
+    node.process.terminate()
+    assert node.process.wait(120) == 0
+    assert moves(nodes.head) == before
+    nodes.replace_node(node)
+
+
+def end_at_once(nodes: NodeFleet) -> list[Outcome]:
+    """Restart the node that is now first, by two signals in the middle of long streams: they move."""
+    node, before = nodes.nodes[0], moves(nodes.head)
+    with Load(nodes.head) as load:
+        long = [load.send(LONG, stream=True) for _ in range(2 * CLIENTS)]
+        assert all(outcome.started.wait(60) for outcome in long)
+        node.process.terminate()
+        until(lambda: node.says("leaves when"), "it drains")
+        node.process.terminate()
+    assert node.process.wait(60) == 0
+    assert moves(nodes.head) > before
+    nodes.replace_node(node)
+    return long
+
+
 def test_restarting_every_node_in_turn_loses_no_request_and_no_adapter(nodes: NodeFleet, tmp_path: Path) -> None:
     with nodes.head.http(60.0) as http:
         path = str(make_lora(tmp_path / "lora", seed=1))
         http.post("/v1/load_lora_adapter", json={"lora_name": ADAPTER, "lora_path": path}).raise_for_status()
-    before = answer(nodes.head, ADAPTER)
-    assert before != answer(nodes.head, MODEL)
-    moves = sum(nodes.head.metrics("vllm_omni:request_moves_total").values())
+    told = answer(nodes.head, ADAPTER)
+    assert told != answer(nodes.head, MODEL)
     with constant_load(nodes.head) as outcomes:
-        for node in list(nodes.nodes):
-            node.process.terminate()
-            assert node.process.wait(120) == 0
-            nodes.replace_node(node)
-            nodes.wait_for_replicas(2)
+        end_in_time(nodes)
+        nodes.wait_for_replicas(2)
+        long = end_at_once(nodes)
+        nodes.wait_for_replicas(2)
     assert len(outcomes) > CLIENTS
-    assert [outcome for outcome in outcomes if not outcome.finished_whole] == []
-    assert sum(nodes.head.metrics("vllm_omni:request_moves_total").values()) == moves, "nodes had time to drain"
-    assert set(answers_of_both(nodes.head, partial(answer, nodes.head, ADAPTER))) == {before}
+    assert [outcome for outcome in (*outcomes, *long) if not outcome.finished_whole] == []
+    assert set(answers_of_both(nodes.head, partial(answer, nodes.head, ADAPTER))) == {told}

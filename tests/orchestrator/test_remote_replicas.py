@@ -1,7 +1,6 @@
 """Replicas of other processes: attached to while listed, held back, moved away from, let go. Links in memory."""
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from typing import Any
@@ -9,116 +8,19 @@ from typing import Any
 import pytest
 
 from tests.fakes.conditions import eventually
-from tests.fakes.engine_api import FakeEngineApi
-from tests.fakes.fleet import FakeFleet
-from tests.fakes.links import FakeLink, answer_calls
+from tests.orchestrator.remote_fleet import Fleet
 from tests.orchestrator.test_replica_list import row
-from vllm_omni_plugin.coordinator import ReplicaInfo, ReplicaStatus
+from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.orchestrator.membership import ADMIN_HOLD
 from vllm_omni_plugin.orchestrator.messages import (
     CallReplicas,
-    RegisterRemoteReplica,
     ReplicaJoined,
     ReplicaLeft,
-    UnregisterRemoteReplica,
 )
 from vllm_omni_plugin.orchestrator.remote_keeper import LASTING_REFUSAL_PAUSE_S, LONGEST_PAUSE_S
-from vllm_omni_plugin.orchestrator.remote_replicas import MAX_ATTACHING, RemoteReplicas
-from vllm_omni_plugin.replicas.remote import AttachRefusedError, AttachSettings, Listeners
-from vllm_omni_plugin.replicas.stage_client import StageClient
-
-
-class Attachment:
-    """Satisfies `RemoteReplica` over a link in memory."""
-
-    ready_response = b"ready"
-
-    def __init__(self, info: ReplicaInfo, replica_id: int, listeners: Listeners) -> None:
-        self.info = info
-        self.link = FakeLink(info.control_addr)
-        self.link.on_call = answer_calls
-        self.listeners = listeners
-        self.client = StageClient(self.link, FakeEngineApi(), replica_id, listeners.outputs, listeners.dead)
-        self.client.start()
-        self.told_to_leave = self.closed = False
-
-    def leave(self) -> None:
-        self.told_to_leave = True
-
-    def close(self) -> None:
-        self.closed = True
-        self.client.close()
-
-
-class Fleet(FakeFleet):
-    """A head without replicas of its own, and those that it has attached to.
-
-    Attributes:
-        attachments: all ever made, in order.
-        failures: what the next attempts to attach come to instead.
-        pauses: how long it meant to wait between attempts.
-        may_attach: attempts wait for it.
-        most_attaching: how many have waited at once.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(replicas=0, replica_wait=60.0)
-        self.attachments: list[Attachment] = []
-        self.failures: deque[Exception] = deque()
-        self.pauses: list[float] = []
-        self.attaching = self.most_attaching = 0
-        self.may_attach = asyncio.Event()
-        self.may_attach.set()
-        self.pause_over = asyncio.Event()
-        self.pause_over.set()
-        self.remote = RemoteReplicas(
-            self.orchestrator,
-            FakeEngineApi(),
-            {0: {}},
-            heartbeat_interval=1.0,
-            heartbeat_timeout=10.0,
-            attach=self.attach,
-            clock=lambda: self.now,
-            delay=self.delay,
-        )
-        self.orchestrator.remote_replicas = self.remote
-
-    async def attach(self, info: ReplicaInfo, replica_id: int, settings: AttachSettings, listeners: Listeners) -> Any:
-        self.attaching += 1
-        self.most_attaching = max(self.most_attaching, self.attaching)
-        await self.may_attach.wait()
-        self.attaching -= 1
-        if self.failures:
-            raise self.failures.popleft()
-        self.attachments.append(Attachment(info, replica_id, listeners))
-        return self.attachments[-1]
-
-    async def delay(self, seconds: float) -> None:
-        self.pauses.append(seconds)
-        await self.pause_over.wait()
-
-    def register(self, info: ReplicaInfo, accepts: bool = True) -> None:
-        self.orchestrator.rpc_async_queue.force_put(RegisterRemoteReplica(info, accepts))
-
-    def unregister(self, info: ReplicaInfo) -> None:
-        message = UnregisterRemoteReplica(info.stage_id, info.input_addr, info.output_addr, "it is not listed")
-        self.orchestrator.rpc_async_queue.force_put(message)
-
-    async def joined(self, *infos: ReplicaInfo) -> list[Attachment]:
-        """Register replicas and wait until they serve."""
-        for info in infos:
-            self.register(info)
-        await self.serving(len(infos))
-        return self.attachments[-len(infos) :]
-
-    async def serving(self, count: int) -> None:
-        await eventually(lambda: len(self.pool.serving) == count, f"{count} replicas that serve")
-
-    async def all_heard(self) -> None:
-        """Return when every message so far has been dealt with."""
-        await eventually(lambda: len(self.orchestrator.rpc_async_queue) == 0)
-        await asyncio.sleep(0)
+from vllm_omni_plugin.orchestrator.remote_replicas import MAX_ATTACHING
+from vllm_omni_plugin.replicas.remote import AttachRefusedError
 
 
 @pytest.fixture
