@@ -39,7 +39,7 @@ def main() -> None:
             cluster = Cluster(options.model, logs, secret if "CURVE" in setup else None)
             clusters[setup] = stack.enter_context(cluster)
             start(cluster, local=setup == "local")
-        for cluster in clusters.values():
+            # One after the other: engines that start together on one core starve each other.
             cluster.wait_until_healthy()
         report(asyncio.run(measure(clusters, options.requests)))
 
