@@ -18,7 +18,8 @@ from processes import Cluster, percentile
 from streams import Stream, run_stream
 
 TOKENS = 64
-WARM_UP = 10
+WARM_UP = 3
+REST_S = 1.2
 SETUPS = ("local", "remote", "remote, CURVE")
 
 
@@ -60,6 +61,8 @@ async def measure(clusters: dict[str, Cluster], requests: int) -> dict[str, list
         for setup, cluster in clusters.items():
             async with httpx.AsyncClient(base_url=cluster.url, trust_env=False) as client:
                 stream = await run_stream(client, f"Count from {number}", TOKENS)
+            # vLLM's workers spin for a second after their last step, and the next engine shares their core.
+            await asyncio.sleep(REST_S)
             if stream.error:
                 raise RuntimeError(f"{setup}: {stream.error}")
             if number >= WARM_UP:
