@@ -17,8 +17,8 @@ ADAPTER = "storyteller"
 CLIENTS = 2
 TOKENS = 60
 LONG = 900
-PAUSE_S = 0.25
-"""Between a client's requests: on two cores a node that starts gets none while engines never rest."""
+PAUSE_S = 3.0
+"""Between a client's requests. Engines spin for a second after each, and on two cores a node needs one to start."""
 
 
 @contextmanager
