@@ -8,7 +8,7 @@ ARGS ?=
 PY := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint types test test-fast demo clean
+.PHONY: help setup lint types test test-fast test-long demo clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -28,6 +28,9 @@ test: lint types ## lint, types and the whole test suite
 
 test-fast: lint types ## the same without the tests that start an engine
 	$(PY) -m pytest -m "not engine" $(PYTEST_ARGS)
+
+test-long: setup ## tests that take minutes each and are not part of the gate
+	$(PY) -m pytest -m long $(PYTEST_ARGS)
 
 demo: setup ## serve a tiny model with two replicas and talk to it
 	@$(PY) -u examples/demo.py $(ARGS)

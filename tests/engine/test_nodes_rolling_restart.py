@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from threading import Event
 
+import pytest
+
 from .both_replicas import answers_of_both
 from .load import Load, Outcome
 from .lora import make_lora
@@ -76,6 +78,7 @@ def end_at_once(nodes: NodeFleet) -> list[Outcome]:
     return long
 
 
+@pytest.mark.long
 def test_restarting_every_node_in_turn_loses_no_request_and_no_adapter(nodes: NodeFleet, tmp_path: Path) -> None:
     with nodes.head.http(60.0) as http:
         path = str(make_lora(tmp_path / "lora", seed=1))

@@ -25,6 +25,7 @@ def pair(tiny_model: Path, logs: Path, make_room: None) -> Iterator[NodeFleet]:
         running.stop()
 
 
+@pytest.mark.long
 def test_a_tensor_parallel_replica_serves_dies_with_all_its_workers_and_comes_back(pair: NodeFleet) -> None:
     node = pair.nodes[0]
     workers = node.engine.children(recursive=True)
