@@ -69,6 +69,8 @@ def end_at_once(nodes: NodeFleet) -> list[Outcome]:
     with Load(nodes.head) as load:
         long = [load.send(LONG, stream=True) for _ in range(2 * CLIENTS)]
         assert all(outcome.started.wait(60) for outcome in long)
+        # Its streams may else be over before the second signal.
+        node.engine.suspend()
         node.process.terminate()
         until(lambda: node.says("leaves when"), "it drains")
         node.process.terminate()
