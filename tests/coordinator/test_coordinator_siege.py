@@ -192,3 +192,16 @@ def test_subscriber_to_many_topics_is_cut_off_and_no_other(fleet: Fleet, open_so
         for peer, monitor in zip((modest, greedy), monitors, strict=True):
             peer.disable_monitor()
             monitor.close()
+
+
+def test_topics_of_a_peer_that_left_are_not_charged_to_the_next_one(fleet: Fleet, open_socket: OpenSocket) -> None:
+    for _ in range(3):
+        peer = insider(open_socket, zmq.XSUB, fleet.coordinator.pub_zmq_addr)
+        for number in range(MAX_TOPICS_PER_PEER - 1):
+            peer.send(b"\x01topic %d" % number)
+        # Lists begin so: when one comes, all before has been heard.
+        peer.send(b"\x01{")
+        assert peer.poll(20_000)
+        peer.close(linger=0)
+        fleet.check()
+    assert not fleet.coordinator.invalid_frames["topics"]

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 
 import zmq
@@ -15,6 +14,7 @@ from vllm_omni_plugin.coordinator.ports import Ports
 from vllm_omni_plugin.coordinator.publishing import PublishSchedule
 from vllm_omni_plugin.coordinator.snapshot import replica_list
 from vllm_omni_plugin.coordinator.sockets import MAX_TOPICS_PER_PEER, Socket, cut_connection, poll_ms
+from vllm_omni_plugin.coordinator.topics import TopicCounts
 from vllm_omni_plugin.coordinator.wakeup import Wakeup
 from vllm_omni_plugin.coordinator.wire import decode_event, encode_event, encode_replica_list
 from vllm_omni_plugin.curve import Secrets
@@ -79,7 +79,7 @@ class OmniCoordinator:
         self._ports = Ports(router_zmq_addr, pub_zmq_addr, secrets)
         self._router = self._ports.router
         self._pub = self._ports.pub
-        self._topics: Counter[int] = Counter()
+        self._topics = TopicCounts()
         self.router_zmq_addr = self._ports.router_address
         self.pub_zmq_addr = self._ports.pub_address
         self._wakeup = Wakeup()
@@ -232,12 +232,10 @@ class OmniCoordinator:
         if len(subscription.bytes) == 1:
             return
         connection = int(subscription.get(zmq.SRCFD))
-        self._topics[connection] += 1
-        if self._topics[connection] > MAX_TOPICS_PER_PEER:
-            del self._topics[connection]
-            cut_connection(connection)
+        if self._topics.add(connection, subscription.get("User-Id")) > MAX_TOPICS_PER_PEER:
             with self._lock:
                 self._drops.record(DropReason.TOPICS, peer_of(subscription), f"over {MAX_TOPICS_PER_PEER} topics")
+            cut_connection(connection)
 
     def _tick(self, wake_at: float) -> None:
         with self._lock:

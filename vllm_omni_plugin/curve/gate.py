@@ -1,5 +1,6 @@
 """Who may connect to the secured sockets of a context: its ZAP handler (RFC 27 of ZeroMQ)."""
 
+import itertools
 import os
 import threading
 import time
@@ -25,7 +26,8 @@ class Gate:
     """Decides who may connect to the secured sockets of one context (its ZAP handler), in a thread of its own.
 
     It must be there before the first of them is bound; while it is not, they admit nobody. Refusals are logged with the
-    peer's address and counted. All methods are thread-safe.
+    peer's address and counted. Messages of a connection it admits carry a `User-Id` that no other connection's do. All
+    methods are thread-safe.
 
     Args:
         context: Of the sockets it guards.
@@ -45,6 +47,7 @@ class Gate:
         self._lock = threading.Lock()
         self._admitted: dict[str, set[bytes]] = {}
         self._arriving: deque[HandshakeWatch] = deque()
+        self._admissions = itertools.count()
         self._closed = False
         self._zap: Socket = context.socket(zmq.REP, socket_class=zmq.Socket)
         try:
@@ -140,4 +143,6 @@ class Gate:
         if not admitted:
             host = address.decode()
             self._refusals.record(host, host, domain.decode(), "what it shows is not admitted there (any more)")
-        self._zap.send_multipart([version, request_id, b"200" if admitted else b"400", b"", b"", b""])
+        # The fifth frame becomes "User-Id" of every message of this connection.
+        admission = b"%d" % next(self._admissions)
+        self._zap.send_multipart([version, request_id, b"200" if admitted else b"400", b"", admission, b""])
