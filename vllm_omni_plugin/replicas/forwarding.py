@@ -14,11 +14,23 @@ QUEUE_MESSAGES = 1000
 """Messages that a socket of the data path may hold for a peer before it leaves the rest to the sockets before it."""
 
 
+def forwarding_context() -> Context:
+    """A context for sockets that `forward` closes.
+
+    Once it is being terminated their linger period can no longer be set, and with libzmq's default, for ever, the
+    termination would wait for a peer that takes nothing.
+    """
+    context: Context = zmq.Context()
+    context.setsockopt(zmq.LINGER, 0)
+    return context
+
+
 def forward(name: str, source: Socket, sink: Socket, closes: Sequence[Socket]) -> threading.Thread:
     """Start to pass messages from `source` to `sink` until a context of theirs is terminated.
 
     The thread owns both sockets until it ends, and closes `closes` then: exactly those of the terminated context, since
-    the termination waits for them. Sockets of another context are the caller's again once the thread has been joined.
+    the termination waits for them; that context must be a `forwarding_context`. Sockets of another context are the
+    caller's again once the thread has been joined.
 
     A message of several parts may be cut by the end. libzmq takes back what was written of it to a socket that closes,
     so a `sink` in `closes` never gives its peer half a message. A `source` that is not closed may keep the other half.
@@ -34,4 +46,4 @@ def _run(source: Socket, sink: Socket, closes: Sequence[Socket]) -> None:
             zmq.proxy(source, sink)
     finally:
         for socket in closes:
-            socket.close(linger=0)
+            socket.close()

@@ -6,7 +6,7 @@ from pathlib import Path
 import zmq
 
 from vllm_omni_plugin.errors import ReplicaError
-from vllm_omni_plugin.replicas.forwarding import QUEUE_MESSAGES, Context, forward
+from vllm_omni_plugin.replicas.forwarding import QUEUE_MESSAGES, forward, forwarding_context
 
 
 class InputHub:
@@ -22,7 +22,7 @@ class InputHub:
     def __init__(self, engine_addr: str, local_addr: str) -> None:
         self.engine_addr = engine_addr
         self.local_addr = local_addr
-        self._context: Context = zmq.Context()
+        self._context = forwarding_context()
         self._thread: threading.Thread | None = None
         try:
             self._router = self._context.socket(zmq.ROUTER)

@@ -11,7 +11,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from vllm_omni_plugin.curve import Gate, Secrets, require_key, require_password
-from vllm_omni_plugin.replicas.forwarding import QUEUE_MESSAGES, Context, Socket, forward
+from vllm_omni_plugin.replicas.forwarding import QUEUE_MESSAGES, Socket, forward, forwarding_context
 from vllm_omni_plugin.replicas.link import SocketReader
 from vllm_omni_plugin.replicas.ports import Listener
 
@@ -58,7 +58,7 @@ class Relay:
             public, self._secret_key = zmq.curve_keypair()
             self.data_key = public.decode()
         with ExitStack() as undo:
-            self._context: Context = zmq.Context()
+            self._context = forwarding_context()
             undo.callback(self._context.destroy, linger=0)
             self._gate = Gate(self._context, secrets)
             undo.callback(self._gate.close)

@@ -1,13 +1,16 @@
-"""The data path of one lease gives everything back, also when it cannot be opened."""
+"""The data path of one lease gives everything back, whatever its peers do, and also when it cannot be opened."""
 
 import asyncio
+import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import zmq
 
+from vllm_omni_plugin.curve import PLAIN_USERNAME
+from vllm_omni_plugin.replicas.input_hub import InputHub
 from vllm_omni_plugin.replicas.ports import close_all, listen_on_many
 from vllm_omni_plugin.replicas.relay import Relay
 
@@ -18,6 +21,18 @@ def slot(tmp_path: Path) -> Iterator["zmq.Socket[bytes]"]:
     socket.bind(f"ipc://{tmp_path}/slot")
     yield socket
     socket.close(linger=0)
+
+
+@pytest.fixture
+def open_socket() -> Iterator[Callable[[int], "zmq.Socket[bytes]"]]:
+    with contextlib.ExitStack() as sockets:
+
+        def open_one(kind: int) -> "zmq.Socket[bytes]":
+            socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+            sockets.callback(socket.close, linger=0)
+            return socket
+
+        yield open_one
 
 
 async def test_a_relay_that_cannot_be_opened_leaves_nothing_on_the_loop(
@@ -43,3 +58,45 @@ async def test_a_relay_that_cannot_be_opened_leaves_nothing_on_the_loop(
             loop.remove_reader(descriptor)
             os.close(descriptor)
         close_all([inputs])
+
+
+def fill(writer: "zmq.Socket[bytes]", message: list[bytes], times: int) -> None:
+    """Send until nobody on the way takes any more, or so many times."""
+    writer.sndtimeo = 500
+    with contextlib.suppress(zmq.Again):
+        for _ in range(times):
+            writer.send_multipart(message)
+
+
+async def test_a_relay_to_a_head_that_reads_nothing_is_closed_at_once(
+    tmp_path: Path, slot: "zmq.Socket[bytes]", open_socket: Callable[[int], "zmq.Socket[bytes]"]
+) -> None:
+    inputs, outputs = listen_on_many("127.0.0.1", None, 2)
+    relay = Relay(inputs, outputs, f"ipc://{tmp_path}/hub", slot, "c" * 40, None, 1000.0, lambda: None)
+    head, engine = open_socket(zmq.PULL), open_socket(zmq.PUSH)
+    head.rcvhwm = 1
+    head.plain_username, head.plain_password = PLAIN_USERNAME.encode(), b"c" * 40
+    head.connect(outputs.address)
+    engine.connect(f"ipc://{tmp_path}/slot")
+    engine.send(b"first")
+    assert await asyncio.to_thread(head.poll, 20_000)
+    await asyncio.to_thread(fill, engine, [bytes(20_000)], 100_000)
+    relay.close()
+    close_all([inputs, outputs])
+
+
+def test_the_hub_of_an_engine_that_reads_nothing_is_closed_at_once(
+    tmp_path: Path, open_socket: Callable[[int], "zmq.Socket[bytes]"]
+) -> None:
+    hub = InputHub(f"ipc://{tmp_path}/engine", f"ipc://{tmp_path}/local")
+    engine, writer = open_socket(zmq.DEALER), open_socket(zmq.PUSH)
+    engine.rcvhwm = 1
+    engine.identity = b"engine"
+    engine.connect(hub.engine_addr)
+    engine.send(b"ready")
+    assert hub.receive_ready(20.0) == b"ready"
+    hub.start()
+    writer.connect(hub.local_addr)
+    fill(writer, [b"engine", bytes(20_000)], 2000)
+    assert engine.poll(20_000)
+    hub.close()
