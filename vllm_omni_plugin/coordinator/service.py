@@ -232,7 +232,7 @@ class OmniCoordinator:
         if len(subscription.bytes) == 1:
             return
         connection = int(subscription.get(zmq.SRCFD))
-        if self._topics.add(connection, subscription.get("User-Id")) > MAX_TOPICS_PER_PEER:
+        if self._topics.add(connection, str(subscription.get("User-Id"))) > MAX_TOPICS_PER_PEER:
             with self._lock:
                 self._drops.record(DropReason.TOPICS, peer_of(subscription), f"over {MAX_TOPICS_PER_PEER} topics")
             cut_connection(connection)
