@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 import zmq
 from msgspec.structs import replace
 
-from vllm_omni_plugin.coordinator import ReplicaInfo
+from vllm_omni_plugin.coordinator import ReplicaInfo, ReplicaKey
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.logger import init_logger
@@ -17,7 +17,7 @@ from vllm_omni_plugin.orchestrator.membership import ADMIN_HOLD
 from vllm_omni_plugin.orchestrator.messages import RegisterRemoteReplica, UnregisterRemoteReplica
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.remote_keeper import RemoteReplicaFactory, RemoteReplicaKeeper
-from vllm_omni_plugin.orchestrator.replica_list import ReplicaKey, key_of
+from vllm_omni_plugin.orchestrator.replica_list import key_of
 from vllm_omni_plugin.orchestrator.stage_pool import PoolMember
 from vllm_omni_plugin.replicas.connection import Context
 from vllm_omni_plugin.replicas.remote import AttachRemote, AttachSettings, Listeners, RemoteReplica, attach_remote

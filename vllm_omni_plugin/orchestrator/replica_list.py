@@ -2,17 +2,14 @@
 
 from contextlib import suppress
 
-from vllm_omni_plugin.coordinator import ReplicaInfo, ReplicaList, ReplicaStatus
+from vllm_omni_plugin.coordinator import ReplicaInfo, ReplicaKey, ReplicaList, ReplicaStatus
 from vllm_omni_plugin.orchestrator.handover import HandoverClosedError, HandoverQueue
 from vllm_omni_plugin.orchestrator.messages import RegisterRemoteReplica, RpcMessage, UnregisterRemoteReplica
-
-ReplicaKey = tuple[int, str, str]
-"""Stage, input address and output address: what makes two rows be about the same replica."""
 
 
 def key_of(row: ReplicaInfo | UnregisterRemoteReplica) -> ReplicaKey:
     """The key of the replica that a row or message is about."""
-    return row.stage_id, row.input_addr, row.output_addr
+    return ReplicaKey(row.stage_id, row.input_addr, row.output_addr)
 
 
 def changes(before: ReplicaList, now: ReplicaList) -> list[RegisterRemoteReplica | UnregisterRemoteReplica]:

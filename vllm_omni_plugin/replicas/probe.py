@@ -6,6 +6,8 @@ from typing import Any
 
 _LONG_STEPS = 4.0
 """How many times the longest answer seen an engine may take: it answers between steps only, and steps differ."""
+_FADE = 0.99
+"""What is left of the longest answer with each later one, or one compilation would hide every hang from then on."""
 
 
 class Probe:
@@ -51,7 +53,7 @@ class Probe:
                 answered, _ = await asyncio.wait({answer}, timeout=self.limit)
                 if answered:
                     await answer
-                    self._longest = max(self._longest, self._clock() - asked_at)
+                    self._longest = max(_FADE * self._longest, self._clock() - asked_at)
                 else:
                     self._on_hang(f"its engine has not answered for {self.limit:.1f} s")
                     await answer

@@ -58,6 +58,17 @@ async def test_an_engine_with_long_steps_is_given_more_time() -> None:
     running.cancel()
 
 
+async def test_one_long_step_does_not_hide_every_later_hang() -> None:
+    engine = Engine(timeout=10.0)
+    running = asyncio.create_task(engine.probe.run())
+    await eventually(lambda: engine.calls)
+    await engine.answer_after(9.0)
+    for _ in range(150):
+        await engine.answer_after(0.001)
+    assert engine.probe.limit == 10.0
+    running.cancel()
+
+
 async def test_a_dead_engine_ends_the_probe() -> None:
     engine = Engine(timeout=10.0)
     running = asyncio.create_task(engine.probe.run())
