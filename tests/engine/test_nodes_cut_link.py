@@ -50,7 +50,14 @@ def expected(pair: NodeFleet) -> list[str]:
     return [outcome.text for outcome in sent]
 
 
-@pytest.mark.parametrize("seconds", [2.0, 3 * HEARTBEAT_TIMEOUT_S], ids=["shorter than the timeout", "three timeouts"])
+@pytest.mark.parametrize(
+    "seconds",
+    [
+        pytest.param(2.0, id="shorter than the timeout"),
+        pytest.param(3 * HEARTBEAT_TIMEOUT_S, id="three timeouts"),
+        pytest.param(60.0, id="a minute", marks=pytest.mark.long),
+    ],
+)
 def test_streams_survive_a_cut(pair: NodeFleet, cable: Cable, expected: list[str], seconds: float) -> None:
     pair.wait_for_replicas(2)
     engine = pair.nodes[0].engine.pid
