@@ -23,3 +23,7 @@ class NoReplicaError(OmniError):
 
 class RequestLostError(OmniError):
     """The replica serving a request died and the request could not be moved exactly. Its output so far stands."""
+
+
+class UnexplainedError(OmniError):
+    """A load-balancing policy cannot say why it would choose a replica."""

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from vllm_omni_plugin.balancing import ReplicaLoad
+
 
 @dataclass(frozen=True)
 class FakeReplica:
@@ -11,8 +13,16 @@ class FakeReplica:
     output_addr: str = "tcp://head:1"
     stage_id: int = 0
     queue_length: int = 0
+    load: ReplicaLoad | None = None
 
 
 def with_queues(*queue_lengths: int) -> list[FakeReplica]:
     """Return one replica for each length."""
     return [FakeReplica(f"tcp://replica:{port}", queue_length=length) for port, length in enumerate(queue_lengths)]
+
+
+def with_loads(*loads: ReplicaLoad) -> list[FakeReplica]:
+    """Return one replica for each load, as the fleet's are."""
+    return [
+        FakeReplica(f"tcp://replica:{port}", queue_length=load.requests, load=load) for port, load in enumerate(loads)
+    ]

@@ -8,10 +8,16 @@ from pathlib import Path
 import pytest
 
 from vllm_omni_plugin.balancing import (
+    CostAwareBalancer,
+    KvAwareBalancer,
     LeastQueueLengthBalancer,
+    LeastTokensBalancer,
     LoadBalancingPolicy,
+    PowerOfTwoBalancer,
+    PrefixBalancer,
     RandomBalancer,
     RoundRobinBalancer,
+    SessionBalancer,
     build_load_balancer_factory,
     known_policies,
 )
@@ -43,7 +49,17 @@ class Failing(Last):
 def last():
     return Last()
 """
-BUILT_IN = ["random", "round-robin", "least-queue-length"]
+BUILT_IN = [
+    "random",
+    "round-robin",
+    "least-queue-length",
+    "power-of-two",
+    "least-tokens",
+    "session",
+    "prefix",
+    "kv-aware",
+    "cost-aware",
+]
 
 Install = Callable[..., None]
 
@@ -78,6 +94,12 @@ def install(plugin_dir: Path) -> Install:
         (LoadBalancingPolicy.RANDOM, RandomBalancer),
         (LoadBalancingPolicy.ROUND_ROBIN, RoundRobinBalancer),
         (LoadBalancingPolicy.LEAST_QUEUE_LENGTH, LeastQueueLengthBalancer),
+        (LoadBalancingPolicy.POWER_OF_TWO, PowerOfTwoBalancer),
+        (LoadBalancingPolicy.LEAST_TOKENS, LeastTokensBalancer),
+        (LoadBalancingPolicy.SESSION, SessionBalancer),
+        (LoadBalancingPolicy.PREFIX, PrefixBalancer),
+        (LoadBalancingPolicy.KV_AWARE, KvAwareBalancer),
+        (LoadBalancingPolicy.COST_AWARE, CostAwareBalancer),
     ],
 )
 def test_a_built_in_policy_is_found_by_member_and_by_name(policy: LoadBalancingPolicy, balancer: type) -> None:
@@ -117,7 +139,7 @@ def test_an_unknown_name_lists_the_known_and_suggests_the_closest(install: Insta
         build_load_balancer_factory("round_robbin")
     assert str(caught.value) == (
         "unknown load balancing policy 'round_robbin' (did you mean 'round-robin'?): "
-        "use one of random, round-robin, least-queue-length, acme-last, or package.module:Class"
+        f"use one of {', '.join(BUILT_IN)}, acme-last, or package.module:Class"
     )
 
 

@@ -145,3 +145,25 @@ def test_threads_share_the_turns_evenly() -> None:
         futures = [pool.submit(pick_repeatedly) for _ in range(threads)]
         total = sum((future.result() for future in futures), Counter[int]())
     assert total == dict.fromkeys(range(5), threads * turns // 5)
+
+
+def test_a_decision_is_no_turn_until_it_is_dispatched() -> None:
+    balancer, replicas = RoundRobinBalancer(), with_queues(0, 0, 0)
+    first = balancer.decide({}, replicas)
+    assert [balancer.decide({}, replicas) for _ in range(3)] == [first] * 3
+    assert (first.position, first.reason) == (0, "turn")
+    balancer.dispatched({}, replicas[0], first)
+    assert balancer.decide({}, replicas).position == 1
+
+
+def test_a_request_bound_to_a_replica_is_its_turn() -> None:
+    balancer, replicas = RoundRobinBalancer(), with_queues(0, 0, 0)
+    balancer.dispatched({}, replicas[1], balancer.decide({}, replicas))
+    assert [balancer.select({}, replicas) for _ in range(4)] == [0, 2, 1, 0]
+
+
+def test_a_dispatch_to_a_replica_never_seen_changes_nothing() -> None:
+    balancer, replicas = RoundRobinBalancer(), with_queues(0, 0)
+    decision = balancer.decide({}, replicas)
+    balancer.dispatched({}, FakeReplica("tcp://stranger:1"), decision)
+    assert balancer.decide({}, replicas) == decision

@@ -17,8 +17,8 @@ from .resolution import check
 from .usage import attributes_of, called_by_name, names_of, vllm_names
 
 PACKAGE = Path(vllm_omni_plugin.__file__).parent
-THE_LIST = PACKAGE / "vllm_api" / "symbols.py"
-SOURCES = {path: path.read_text() for path in sorted(PACKAGE.rglob("*.py")) if path != THE_LIST}
+THE_LIST = frozenset((PACKAGE / "vllm_api").glob("*symbol*.py"))
+SOURCES = {path: path.read_text() for path in sorted(PACKAGE.rglob("*.py")) if path not in THE_LIST}
 TOUCH_VLLM = {path: text for path, text in SOURCES.items() if path.parent.name in {"vllm_api", "integration"}}
 CALLERS = frozenset({"_call", "_consensus"})
 INSTANCE_ATTRIBUTES = {"engine_ranks_managed", "resources"}

@@ -7,6 +7,7 @@ import msgspec
 
 from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.replicas.link import Frames
+from vllm_omni_plugin.vllm_api.facts import CacheSize, LoadReport, RequestFacts
 from vllm_omni_plugin.vllm_api.move import Move
 
 DEAD_FRAME = b"DEAD"
@@ -20,6 +21,7 @@ class FakeRequest(msgspec.Struct, frozen=True):
         prompt: its tokens.
         move: how it goes on elsewhere, a value of `Move`.
         length: tokens it shall produce, 0 for as many as the engine likes.
+        session: the session it belongs to.
     """
 
     request_id: str
@@ -30,15 +32,22 @@ class FakeRequest(msgspec.Struct, frozen=True):
     prompt: list[int] = []
     move: str = "resume"
     length: int = 0
+    session: str | None = None
 
 
 class FakeOutput(msgspec.Struct):
-    """An `EngineCoreOutput`. `first` stands for all that an engine tells once, with its first output of a request."""
+    """An `EngineCoreOutput`.
+
+    Attributes:
+        first: stands for all that an engine tells once, with its first output of a request.
+        cached: prompt tokens it had cached; None where it does not say.
+    """
 
     request_id: str
     new_token_ids: list[int] = []
     finish_reason: str | None = None
     first: bool = False
+    cached: int | None = None
 
 
 class FakeResult(msgspec.Struct):
@@ -56,7 +65,7 @@ class FakeUtilityOutput(msgspec.Struct):
 
 
 class FakeOutputs(msgspec.Struct):
-    """An `EngineCoreOutputs`; the statistics are the number of running requests."""
+    """An `EngineCoreOutputs`; the statistics are the number of running requests. None of them wait, or are known to."""
 
     engine_index: int = 0
     outputs: list[FakeOutput] = []
@@ -84,6 +93,20 @@ class FakeEngineApi:
 
     def is_engine_dead(self, frames: Frames) -> bool:
         return bytes(frames[0]) == DEAD_FRAME
+
+    def describe(self, request: Any) -> RequestFacts:
+        return RequestFacts(request.prompt, session=request.session, max_tokens=request.length or None)
+
+    def cached_tokens(self, output: Any) -> int | None:
+        cached: int | None = output.cached
+        return cached
+
+    def load_report(self, outputs: Any) -> LoadReport | None:
+        running = outputs.scheduler_stats
+        return None if running is None else LoadReport(0, running, running / 100)
+
+    def cache_size(self, ready_response: bytes) -> CacheSize:
+        return CacheSize(*msgspec.json.decode(ready_response)) if ready_response.startswith(b"[") else CacheSize()
 
     def affinity_key(self, request: Any) -> int | None:
         affinity: int | None = request.affinity

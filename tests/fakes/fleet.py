@@ -10,6 +10,7 @@ from tests.fakes.links import FakeLink
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer, LoadBalancer
 from vllm_omni_plugin.orchestrator.messages import (
     AbortRequests,
+    Receipt,
     ReplicaJoined,
     ReplicaLeft,
     RequestFailed,
@@ -25,6 +26,7 @@ class FakeFleet:
 
     Attributes:
         now: what the orchestrator's clock shows.
+        ready_response: what the engines of replicas that join said when they were ready.
         links: the current link of each replica.
         events: what the client was given, as (request id, finish reason, error, or None for an output in the middle).
         tokens: tokens the client was given, by request id.
@@ -41,8 +43,9 @@ class FakeFleet:
         replica_wait: float = 0.0,
     ) -> None:
         self.now = 0.0
-        self.pool = StagePool(0, balancer or LeastQueueLengthBalancer())
+        self.pool = StagePool(0, balancer or LeastQueueLengthBalancer(), clock=lambda: self.now)
         self.orchestrator = Orchestrator([self.pool], FakeEngineApi(), migration_limit, lambda: self.now, replica_wait)
+        self.ready_response = b""
         self.links: dict[int, FakeLink] = {}
         self.events: list[tuple[str, Any]] = []
         self.tokens: dict[str, list[int]] = {}
@@ -74,16 +77,16 @@ class FakeFleet:
             partial(self._on_dead, member),
         )
         client.start()
-        self.orchestrator.replica_serves(member, client, link.input_addr, link.output_addr)
+        self.orchestrator.replica_serves(member, client, link.input_addr, link.output_addr, self.ready_response)
         return link
 
     def lose(self, replica_id: int) -> None:
         """The replica dies."""
         self.links[replica_id].say_dead()
 
-    async def submit(self, request_id: str, **fields: Any) -> None:
+    async def submit(self, request_id: str, receipt: Receipt | None = None, **fields: Any) -> None:
         """The client hands a request over; returns when the orchestrator has dealt with it."""
-        await self._hand_over(SubmitRequest(FakeRequest(request_id, **fields), self.now))
+        await self._hand_over(SubmitRequest(FakeRequest(request_id, **fields), self.now, receipt))
 
     async def abort(self, *request_ids: str) -> None:
         """The client gives requests up; returns when the orchestrator has dealt with it."""

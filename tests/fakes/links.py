@@ -81,15 +81,30 @@ class FakeLink:
         self.say(DEAD_FRAME)
 
     def report(self, running: int) -> None:
-        """The engine sends statistics only."""
+        """The engine sends statistics only; so many requests run, none wait, and each takes 1% of the KV memory."""
         self.say(msgspec.json.encode(FakeOutputs(scheduler_stats=running)))
 
-    def output(self, engine_request_id: str, *tokens: int, finish_reason: str | None = None) -> None:
-        """The engine sends one output of a request, with one token of no meaning unless told otherwise."""
+    def output(
+        self,
+        engine_request_id: str,
+        *tokens: int,
+        finish_reason: str | None = None,
+        cached: int | None = None,
+        running: int | None = None,
+    ) -> None:
+        """The engine sends one output of a request, with one token of no meaning unless told otherwise.
+
+        Args:
+            engine_request_id: the attempt's.
+            *tokens: the new ones.
+            finish_reason: ends the attempt.
+            cached: prompt tokens that were cached, as it says with the first output.
+            running: makes it report, with the same message, that so many requests run.
+        """
         first = engine_request_id not in self._answered
         self._answered.add(engine_request_id)
-        output = FakeOutput(engine_request_id, list(tokens or (0,)), finish_reason, first)
-        self.say(msgspec.json.encode(FakeOutputs(outputs=[output])))
+        output = FakeOutput(engine_request_id, list(tokens or (0,)), finish_reason, first, cached)
+        self.say(msgspec.json.encode(FakeOutputs(outputs=[output], scheduler_stats=running)))
 
     def answer(self, call_id: int, result: Any = None) -> None:
         """The engine answers a utility call."""

@@ -81,6 +81,15 @@ async def test_a_request_that_another_head_left_behind_is_aborted(fleet: FakeFle
     assert len(fleet.pool.serving) == 1
 
 
+async def test_the_memory_of_a_replica_is_known_from_its_ready_response() -> None:
+    async with FakeFleet(replicas=0) as fleet:
+        fleet.ready_response = b"[500, 16]"
+        fleet.join(fleet.pool.add())
+        await fleet.submit("a")
+        load = fleet.pool.member(0).load
+        assert (load.kv_blocks, load.block_size, load.requests) == (500, 16, 1)
+
+
 async def test_statistics_carry_the_replicas_id(fleet: FakeFleet) -> None:
     fleet.links[1].report(running=4)
     fleet.links[0].report(running=2)

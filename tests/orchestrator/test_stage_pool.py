@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.fakes.engine_api import FakeEngineApi, FakeRequest
 from tests.fakes.links import FakeLink
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer, LoadBalancer, ReplicaView, RoundRobinBalancer, Task
+from vllm_omni_plugin.balancing.decision import Decision
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import NoReplicaError
 from vllm_omni_plugin.orchestrator.request_state import OrchestratorRequestState
@@ -36,8 +37,16 @@ def make_pool(size: int, balancer: LoadBalancer | None = None) -> tuple[StagePoo
 def charge(pool: StagePool, member: PoolMember, name: str) -> OrchestratorRequestState:
     state = OrchestratorRequestState(FakeRequest(name), 0.0)
     state.dispatch(member.replica_id, f"{name}-1")
-    pool.charge(member, state)
+    pool.charge(member, state, {}, Decision(0, "test"))
     return state
+
+
+def dispatch(pool: StagePool) -> PoolMember:
+    member, decision = pool.decide({})
+    state = OrchestratorRequestState(FakeRequest("r"), 0.0)
+    state.dispatch(member.replica_id, f"r-{member.dispatched}")
+    pool.charge(member, state, {}, decision)
+    return member
 
 
 class FixedBalancer:
@@ -116,6 +125,35 @@ def test_a_tuple_that_was_read_before_a_change_stays_as_it_was() -> None:
     assert serving == tuple(members)
 
 
+def test_the_serving_replicas_are_the_same_object_while_membership_stands() -> None:
+    pool, members = make_pool(12)
+    serving = pool.serving
+    state = charge(pool, members[0], "a")
+    pool.release(state)
+    pool.hold_back(members[3], "admin")
+    assert serving is not pool.serving
+    assert len(serving) == 12
+    serving = pool.serving
+    pool.lose(members[3], ReplicaStatus.DOWN)
+    assert pool.serving is serving
+
+
+def test_the_lengths_of_all_queues_are_known_through_charges_releases_and_holds() -> None:
+    pool, members = make_pool(12)
+    states = [charge(pool, member, f"r{index}") for index in range(3) for member in members[:11]]
+    assert pool.pick({}) is members[11]
+    assert pool.serving.total_queue_length == 33
+    for state in states[:11:5]:
+        pool.release(state)
+    pool.hold_back(members[11], "admin")
+    assert pool.serving.total_queue_length == 30
+    assert {pool.pick({}).replica_id for _ in range(100)} == {0, 5, 10}
+    pool.release(states[11])
+    assert pool.pick({}) is members[0]
+    pool.release_hold(members[11], "admin")
+    assert pool.pick({}) is members[11]
+
+
 def test_a_pick_passes_over_replicas_that_do_not_serve() -> None:
     pool, (first, second, third) = make_pool(3)
     pool.lose(first, ReplicaStatus.DOWN)
@@ -134,9 +172,9 @@ def test_the_policy_sees_charges_at_once() -> None:
 def test_a_replica_that_comes_back_is_picked_again() -> None:
     pool, (first, second) = make_pool(2, RoundRobinBalancer())
     pool.lose(first, ReplicaStatus.DOWN)
-    assert {pool.pick({}).replica_id for _ in range(4)} == {1}
+    assert {dispatch(pool).replica_id for _ in range(4)} == {1}
     serve(pool, first)
-    assert {pool.pick({}) for _ in range(4)} == {first, second}
+    assert {dispatch(pool) for _ in range(4)} == {first, second}
 
 
 def test_equal_affinity_keys_share_a_replica_whatever_its_load() -> None:

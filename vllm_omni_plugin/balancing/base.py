@@ -5,6 +5,10 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any, Protocol, TypedDict, runtime_checkable
 
+from vllm_omni_plugin.balancing.cache_change import CacheChange
+from vllm_omni_plugin.balancing.decision import Decision
+from vllm_omni_plugin.balancing.prompt import Prompt
+
 
 class LoadBalancingPolicy(StrEnum):
     """The built-in policies, by the name a user gives them."""
@@ -12,6 +16,12 @@ class LoadBalancingPolicy(StrEnum):
     RANDOM = "random"
     ROUND_ROBIN = "round-robin"
     LEAST_QUEUE_LENGTH = "least-queue-length"
+    POWER_OF_TWO = "power-of-two"
+    LEAST_TOKENS = "least-tokens"
+    SESSION = "session"
+    PREFIX = "prefix"
+    KV_AWARE = "kv-aware"
+    COST_AWARE = "cost-aware"
 
 
 class Task(TypedDict, total=False):
@@ -21,10 +31,21 @@ class Task(TypedDict, total=False):
     # Typed by the engine that will run the request, which this layer does not know.
     engine_inputs: Any
     sampling_params: Any
+    prompt: Prompt
+    # Requests of one session share a growing prompt.
+    session: str | None
+    # Tokens that the answer may have at most.
+    max_tokens: int | None
+    # Tokens of the answer, as far as the client got them; there when the attempt has `ended` and not before.
+    answer_ids: Sequence[int]
 
 
 class ReplicaView(Protocol):
-    """What a policy may know of a replica. Stage and addresses identify it and never change during its life."""
+    """What a policy may know of a replica. Stage and addresses identify it and never change during its life.
+
+    The fleet's replicas have two more attributes: `replica_id`, which is the same after a restart, and `load`, a
+    `ReplicaLoad`; ask for the latter by `load_of`, which takes any replica.
+    """
 
     @property
     def input_addr(self) -> str:
@@ -57,6 +78,43 @@ class LoadBalancer(Protocol):
         Raises:
             ValueError: `replicas` is empty.
         """
+
+
+@runtime_checkable
+class DecidingBalancer(LoadBalancer, Protocol):
+    """A policy that can say why. `select` is `decide(...).position` then, and the pool asks `decide` alone."""
+
+    @abstractmethod
+    def decide(self, task: Task, replicas: Sequence[ReplicaView]) -> Decision:
+        """Choose as `select` does, and change nothing but the state of a random generator: what is to be remembered of
+        a choice is remembered in `dispatched`, so that a choice can be explained without being made.
+
+        Raises:
+            ValueError: `replicas` is empty.
+        """
+
+
+class Observer(Protocol):
+    """What a policy may be told, each method if it has it. All are called on the loop that calls `select`.
+
+    For one attempt of a request come `dispatched`, `began` and `ended`, in this order; without `began` if the attempt
+    ended before its first output. `forgotten` ends all attempts of a replica at once, without `ended` for each.
+    """
+
+    def dispatched(self, task: Task, replica: ReplicaView, decision: Decision) -> None:
+        """A request goes to a replica; not always the one chosen, since some requests are bound to one."""
+
+    def began(self, task: Task, replica: ReplicaView, cached_tokens: int | None) -> None:
+        """Its first output came; the engine took so many prompt tokens from its cache, None if it did not say."""
+
+    def ended(self, task: Task, replica: ReplicaView, seconds: float, output_tokens: int) -> None:
+        """It is over, for whatever reason, after so many seconds on this replica and tokens from it."""
+
+    def forgotten(self, replica: ReplicaView) -> None:
+        """The replica is lost: its engine's cache and all that ran there are gone."""
+
+    def cache_changed(self, replica: ReplicaView, change: CacheChange) -> None:
+        """The engine reported what it has cached; comes only for a class with the attribute `wants_cache_events`."""
 
 
 def require_replicas(replicas: Sequence[ReplicaView]) -> None:

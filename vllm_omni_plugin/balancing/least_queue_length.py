@@ -3,13 +3,20 @@
 import random
 from collections.abc import Sequence
 
-from vllm_omni_plugin.balancing.base import LoadBalancer, ReplicaView, Task, require_replicas
+from vllm_omni_plugin.balancing.base import DecidingBalancer, ReplicaView, Task, require_replicas
+from vllm_omni_plugin.balancing.decision import Candidate, Decision
+from vllm_omni_plugin.balancing.serving import ServingReplicas
+
+_MAX_LISTED = 8
+"""Replicas of which a decision lists all; to list more would take longer than to decide."""
+_REASON = "least-load"
 
 
-class LeastQueueLengthBalancer(LoadBalancer):
+class LeastQueueLengthBalancer(DecidingBalancer):
     """Picks the replica with the fewest unfinished requests, ties uniformly at random.
 
-    A fixed choice among ties would send every request of an idle fleet to the same replica.
+    A fixed choice among ties would send every request of an idle fleet to the same replica. Exact in a fleet of any
+    size: the pool's `ServingReplicas` know their shortest queue, any other sequence is searched.
 
     Args:
         rng: source of randomness; a freshly seeded one of its own by default.
@@ -19,27 +26,25 @@ class LeastQueueLengthBalancer(LoadBalancer):
         self._rng = rng or random.Random()
 
     def select(self, task: Task, replicas: Sequence[ReplicaView]) -> int:
-        """Return the index of a shortest queue, reading each length once.
+        """Return the index of a shortest queue, reading each length at most once.
 
         Raises:
             ValueError: `replicas` is empty, or one of them reports a negative length.
         """
+        return self.decide(task, replicas).position
+
+    def decide(self, task: Task, replicas: Sequence[ReplicaView]) -> Decision:
+        """Choose as `select` does. The score is the queue length."""
         require_replicas(replicas)
-        ties = _shortest_queues(replicas)
-        return ties[0] if len(ties) == 1 else self._rng.choice(ties)
-
-
-def _shortest_queues(replicas: Sequence[ReplicaView]) -> list[int]:
-    shortest = replicas[0].queue_length
-    ties: list[int] = []
-    for index, replica in enumerate(replicas):
-        length = replica.queue_length
-        if length > shortest:
-            continue
-        if length < shortest:
-            shortest = length
-            ties.clear()
-        ties.append(index)
-    if shortest < 0:
-        raise ValueError("queue_length must be non-negative")
-    return ties
+        if len(replicas) > _MAX_LISTED and isinstance(replicas, ServingReplicas):
+            position = replicas.shortest(self._rng)
+            chosen = Candidate(position, float(replicas[position].queue_length))
+            return Decision(position, _REASON, (chosen,))
+        lengths = [replica.queue_length for replica in replicas]
+        shortest = min(lengths)
+        if shortest < 0:
+            raise ValueError("queue_length must be non-negative")
+        ties = [place for place, length in enumerate(lengths) if length == shortest]
+        position = ties[0] if len(ties) == 1 else self._rng.choice(ties)
+        listed = range(len(lengths)) if len(lengths) <= _MAX_LISTED else (position,)
+        return Decision(position, _REASON, tuple(Candidate(place, float(lengths[place])) for place in listed))

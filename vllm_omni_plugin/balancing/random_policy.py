@@ -3,11 +3,12 @@
 import random
 from collections.abc import Sequence
 
-from vllm_omni_plugin.balancing.base import LoadBalancer, ReplicaView, Task, require_replicas
+from vllm_omni_plugin.balancing.base import DecidingBalancer, ReplicaView, Task, require_replicas
+from vllm_omni_plugin.balancing.decision import Decision
 
 
-class RandomBalancer(LoadBalancer):
-    """Picks every replica with the same probability, whatever its load.
+class RandomBalancer(DecidingBalancer):
+    """Picks every replica with the same probability, whatever its load. The reason is `random`; there is no fallback.
 
     Args:
         rng: source of randomness; a freshly seeded one of its own by default.
@@ -17,6 +18,10 @@ class RandomBalancer(LoadBalancer):
         self._rng = rng or random.Random()
 
     def select(self, task: Task, replicas: Sequence[ReplicaView]) -> int:
-        """Return a uniformly random index. Raises ValueError when `replicas` is empty."""
+        """See `decide`."""
+        return self.decide(task, replicas).position
+
+    def decide(self, task: Task, replicas: Sequence[ReplicaView]) -> Decision:
+        """Choose uniformly at random. Raises ValueError when `replicas` is empty."""
         require_replicas(replicas)
-        return self._rng.randrange(len(replicas))
+        return Decision(self._rng.randrange(len(replicas)), "random")

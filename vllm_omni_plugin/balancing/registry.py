@@ -6,20 +6,34 @@ from difflib import get_close_matches
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
+from typing import Any
 
 from vllm_omni_plugin.balancing.base import LoadBalancer, LoadBalancingPolicy
+from vllm_omni_plugin.balancing.construction import checked_factory
+from vllm_omni_plugin.balancing.cost_aware import CostAwareBalancer
+from vllm_omni_plugin.balancing.kv_aware import KvAwareBalancer
 from vllm_omni_plugin.balancing.least_queue_length import LeastQueueLengthBalancer
+from vllm_omni_plugin.balancing.least_tokens import LeastTokensBalancer
+from vllm_omni_plugin.balancing.power_of_two import PowerOfTwoBalancer
+from vllm_omni_plugin.balancing.prefix import PrefixBalancer
 from vllm_omni_plugin.balancing.random_policy import RandomBalancer
 from vllm_omni_plugin.balancing.round_robin import RoundRobinBalancer
+from vllm_omni_plugin.balancing.session import SessionBalancer
 from vllm_omni_plugin.errors import ConfigError
 
 ENTRY_POINT_GROUP = "vllm_omni_plugin.lb_policies"
 
-_BUILT_IN: Mapping[str, Callable[[], LoadBalancer]] = MappingProxyType(
+_BUILT_IN: Mapping[str, type[LoadBalancer]] = MappingProxyType(
     {
         LoadBalancingPolicy.RANDOM: RandomBalancer,
         LoadBalancingPolicy.ROUND_ROBIN: RoundRobinBalancer,
         LoadBalancingPolicy.LEAST_QUEUE_LENGTH: LeastQueueLengthBalancer,
+        LoadBalancingPolicy.POWER_OF_TWO: PowerOfTwoBalancer,
+        LoadBalancingPolicy.LEAST_TOKENS: LeastTokensBalancer,
+        LoadBalancingPolicy.SESSION: SessionBalancer,
+        LoadBalancingPolicy.PREFIX: PrefixBalancer,
+        LoadBalancingPolicy.KV_AWARE: KvAwareBalancer,
+        LoadBalancingPolicy.COST_AWARE: CostAwareBalancer,
     }
 )
 
@@ -30,26 +44,32 @@ def known_policies() -> list[str]:
     return [*map(str, _BUILT_IN), *sorted(installed - _BUILT_IN.keys())]
 
 
-def build_load_balancer_factory(policy: str | LoadBalancingPolicy) -> Callable[[], LoadBalancer]:
+def build_load_balancer_factory(
+    policy: str | LoadBalancingPolicy, options: Mapping[str, Any] | None = None
+) -> Callable[[], LoadBalancer]:
     """Return what builds a new balancer of `policy`; balancers keep state, so every stage pool needs its own.
 
     Args:
         policy: a built-in policy, the name of an entry point of the group `vllm_omni_plugin.lb_policies`, or
-            `package.module:Class`. A third-party class is built once here, to see that it can be.
+            `package.module:Class`. It is built once here, to see that it can be.
+        options: arguments of its constructor, by name.
 
     Raises:
-        ConfigError: nothing, or more than one thing, has this name, or what has it is no policy.
+        ConfigError: nothing, or more than one thing, has this name, what has it is no policy, or it does not take
+            these options.
     """
     name = str(policy)
+    offender = f"load balancing policy {name!r}"
     if ":" in name:
-        return _load_policy(f"load balancing policy {name!r}", partial(pkgutil.resolve_name, name))
-    entry_point = _installed(name)
-    if entry_point is not None:
-        offender = f"load balancing policy {name!r} ({entry_point.value}, installed by {_distribution(entry_point)})"
-        return _load_policy(offender, entry_point.load)
-    if name in _BUILT_IN:
-        return _BUILT_IN[name]
-    raise ConfigError(_unknown(name))
+        policy_class = _load_policy(offender, partial(pkgutil.resolve_name, name))
+    elif entry_point := _installed(name):
+        offender = f"{offender} ({entry_point.value}, installed by {_distribution(entry_point)})"
+        policy_class = _load_policy(offender, entry_point.load)
+    elif name in _BUILT_IN:
+        policy_class = _BUILT_IN[name]
+    else:
+        raise ConfigError(_unknown(name))
+    return checked_factory(offender, policy_class, options or {})
 
 
 def _installed(name: str) -> EntryPoint | None:
@@ -69,7 +89,7 @@ def _distribution(entry_point: EntryPoint) -> str:
     return entry_point.dist.name if entry_point.dist else "an unnamed distribution"
 
 
-def _load_policy(offender: str, load: Callable[[], object]) -> Callable[[], LoadBalancer]:
+def _load_policy(offender: str, load: Callable[[], object]) -> type[LoadBalancer]:
     # Third-party code may raise anything; whatever it is, it means that this policy cannot be used.
     try:
         target = load()
@@ -81,10 +101,6 @@ def _load_policy(offender: str, load: Callable[[], object]) -> Callable[[], Load
         raise ConfigError(f"{offender} is not a class: name a class with a method select(task, replicas)")
     if not callable(getattr(target, "select", None)):
         raise ConfigError(f"{offender} has no method select(task, replicas): add it or name another class")
-    try:
-        target()
-    except Exception as error:
-        raise ConfigError(f"{offender} cannot be built without arguments ({error!r}): give them defaults") from error
     return target
 
 

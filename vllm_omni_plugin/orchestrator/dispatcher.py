@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from vllm_omni_plugin.balancing import Task
 from vllm_omni_plugin.errors import OmniError, ReplicaError, RequestLostError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.held_requests import HeldRequests
@@ -15,6 +14,7 @@ from vllm_omni_plugin.orchestrator.metrics import OrchestratorMetrics
 from vllm_omni_plugin.orchestrator.request_api import RequestApi
 from vllm_omni_plugin.orchestrator.request_state import Fail, OrchestratorRequestState, StreamingInputState
 from vllm_omni_plugin.orchestrator.stage_pool import PoolMember, StagePool
+from vllm_omni_plugin.orchestrator.tasks import make_task
 from vllm_omni_plugin.vllm_api.move import Move
 
 logger = init_logger(__name__)
@@ -69,7 +69,7 @@ class Dispatcher:
             self.abort((state.request_id,))
         streaming = StreamingInputState() if message.request.resumable else None
         request = self._api.movable(message.request)
-        state = OrchestratorRequestState(request, message.submitted_at, streaming=streaming)
+        state = OrchestratorRequestState(request, message.submitted_at, streaming=streaming, receipt=message.receipt)
         self.states[state.request_id] = state
         self._dispatch(state)
 
@@ -103,6 +103,7 @@ class Dispatcher:
         output.request_id = state.request_id
         finished = output.finish_reason is not None
         cut_short = finished and self._api.cut_short(output)
+        self._count(member, state, output, cut_short)
         if state.joining and not self._fit(state, output, cut_short):
             return False
         state.deliver(output.new_token_ids, finished, cut_short)
@@ -140,14 +141,7 @@ class Dispatcher:
         request = state.request
         if state.move is not Move.RESTART:
             request = self._api.moved(request, state.move, state.produced)
-        task: Task = {
-            "request_id": state.request_id,
-            "engine_inputs": request,
-            "sampling_params": request.sampling_params,
-        }
-        member = self._pool.pick(task, self._api.affinity_key(request))
-        state.dispatch(member.replica_id, f"{state.request_id}-{self._head_tag}-{next(self._attempts):x}")
-        self._pool.charge(member, state)
+        member = self._choose(state, request)
         if state.attempts == 1:
             self._metrics.queue_time.observe(self._clock() - state.submitted_at)
         self._send(member, state, request)
@@ -157,6 +151,28 @@ class Dispatcher:
         if request.abort_immediately:
             # vLLM submits such a request only for the clean-up it causes in the engine, which never answers it.
             self._end(state)
+
+    def _choose(self, state: OrchestratorRequestState, request: Any) -> PoolMember:
+        """The replica of the next attempt, which is charged with it from here on."""
+        if state.task is None or state.move is not Move.RESTART:
+            state.task = make_task(request, self._api.describe(request))
+        member, state.decision = self._pool.decide(state.task, self._api.affinity_key(request))
+        state.dispatch(member.replica_id, f"{state.request_id}-{self._head_tag}-{next(self._attempts):x}")
+        self._pool.charge(member, state, state.task, state.decision)
+        self._metrics.decided(self._pool.stage_id, self._pool.policy, state.decision)
+        if state.receipt is not None and not state.produced:
+            state.receipt.append((member.name, state.decision))
+        return member
+
+    def _count(self, member: PoolMember, state: OrchestratorRequestState, output: Any, cut_short: bool) -> None:
+        """Count what the engine has done for a request, whether the client gets it or not."""
+        charge = state.charge
+        assert charge is not None
+        if not (charge.began or cut_short):
+            cached_tokens = self._api.cached_tokens(output)
+            self._pool.begin(member, charge, cached_tokens)
+            self._metrics.began(charge.decision, cached_tokens)
+        member.account.produce(charge, len(output.new_token_ids))
 
     def _send(self, member: PoolMember, state: OrchestratorRequestState, request: Any) -> None:
         if state.replica_id != member.replica_id or member.client is None:

@@ -9,7 +9,7 @@ from typing import Any
 from vllm_omni_plugin.errors import NoReplicaError, ReplicaError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.handover import HandoverClosedError, HandoverQueue
-from vllm_omni_plugin.orchestrator.messages import CallReplicas, Membership, RpcMessage
+from vllm_omni_plugin.orchestrator.messages import CallReplicas, Explain, Membership, RpcMessage
 from vllm_omni_plugin.orchestrator.rest_state import Call
 from vllm_omni_plugin.orchestrator.shared_state import SharedState
 from vllm_omni_plugin.orchestrator.stage_pool import PoolMember, StagePool
@@ -36,11 +36,13 @@ class FanOut:
         # What each replica that is attaching has yet to be told.
         self._joiners: dict[StageClient, deque[Call]] = {}
 
-    async def serve(self, queue: HandoverQueue[RpcMessage], on_membership: Callable[[Membership], None]) -> None:
+    async def serve(
+        self, queue: HandoverQueue[RpcMessage], on_membership: Callable[[Membership | Explain], None]
+    ) -> None:
         """Run each call of the queue as a task of its own, until the queue is closed; then cancel what still runs.
 
         Args:
-            queue: calls, and changes of membership in order with them.
+            queue: calls, and changes of and questions on membership in order with them.
             on_membership: called with each of the latter.
         """
         replies: dict[asyncio.Task[None], Future[list[Any]]] = {}

@@ -108,7 +108,11 @@ class LocalReplicas:
         await self._orchestrator.fan_out.bring_up_to_date(replica.client)
         if died.is_set():
             raise ReplicaError(f"replica {member.replica_id} died as soon as it was ready")
-        self._orchestrator.replica_serves(member, replica.client, replica.input_addr, replica.output_addr)
+        self._orchestrator.replica_serves(
+            member, replica.client, replica.input_addr, replica.output_addr, replica.ready_response
+        )
+        if self._pool.wants_cache_events:
+            replica.follow_cache(partial(self._pool.cache_changed, member))
         logger.info(
             "Replica %d of stage %d serves (engine process %d).", member.replica_id, member.stage_id, replica.pid
         )

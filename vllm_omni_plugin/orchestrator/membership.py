@@ -1,4 +1,4 @@
-"""Changes of who serves: replicas of other processes that come and go, and the administrator's wishes."""
+"""Changes of who serves: replicas of other processes that come and go, and the administrator's wishes and questions."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -6,6 +6,7 @@ from typing import Protocol
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.messages import (
+    Explain,
     ManageReplica,
     Membership,
     RegisterRemoteReplica,
@@ -60,6 +61,16 @@ def change_membership(
             remote_replicas.unregister(message)
     except Exception:
         logger.exception("A change of membership could not be made: %r", message)
+
+
+def explain(message: Explain, stage_pools: Sequence[StagePool]) -> None:
+    """Answer where a request would go."""
+    if not message.reply.set_running_or_notify_cancel():
+        return
+    try:
+        message.reply.set_result(stage_pools[message.stage_id].explain(message.task))
+    except Exception as error:
+        message.reply.set_exception(error)
 
 
 def _manage(

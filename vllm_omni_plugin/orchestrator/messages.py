@@ -4,7 +4,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from vllm_omni_plugin.balancing import Task
+from vllm_omni_plugin.balancing.decision import Decision
+from vllm_omni_plugin.balancing.load import ReplicaLoad
 from vllm_omni_plugin.coordinator import ReplicaInfo
+
+Receipt = list[tuple[str, Decision]]
+"""Where a request went, as `<stage>.<replica>`, and why: one entry for each dispatch until an answer begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,10 +20,12 @@ class SubmitRequest:
     Attributes:
         request: vLLM's `EngineCoreRequest`; the orchestrator reads it and never changes it.
         submitted_at: monotonic seconds at which the client handed it over.
+        receipt: the orchestrator's thread appends to it; None if nobody asks.
     """
 
     request: Any
     submitted_at: float
+    receipt: Receipt | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +124,37 @@ class ManageReplica:
     reply: "Future[None]"
 
 
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """A decision that was not carried out.
+
+    Attributes:
+        policy: the policy's name.
+        decision: what it would decide.
+        replicas: those it could choose from, as `<stage>.<replica>`, and their loads, at the positions that the
+            decision speaks of.
+    """
+
+    policy: str
+    decision: Decision
+    replicas: tuple[tuple[str, ReplicaLoad], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Explain:
+    """The question where a request would go now. Nothing is run or remembered.
+
+    Attributes:
+        stage_id: the stage that is asked.
+        task: what its policy may know of the request.
+        reply: the explanation, or the `NoReplicaError` or `UnexplainedError` why there is none.
+    """
+
+    stage_id: int
+    task: Task
+    reply: "Future[Explanation]"
+
+
 Membership = RegisterRemoteReplica | UnregisterRemoteReplica | ManageReplica
 """What changes who serves."""
-RpcMessage = CallReplicas | Membership
+RpcMessage = CallReplicas | Membership | Explain

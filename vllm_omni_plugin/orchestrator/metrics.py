@@ -2,8 +2,12 @@
 
 from bisect import bisect_left
 
+from vllm_omni_plugin.balancing.decision import Decision
 from vllm_omni_plugin.vllm_api.move import Move
 
+_MAX_REASONS = 64
+"""Reasons and fallbacks that are told apart. They label metrics, and a third party's policy may invent any number."""
+_OTHER_REASON = "other"
 QUEUE_TIME_BUCKETS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0)
 
 
@@ -34,6 +38,11 @@ class OrchestratorMetrics:
         lost: requests that ended with an error because their replica was lost.
         refused: requests refused because no replica could serve, after they had been accepted.
         turned_away: requests refused for the same reason before that.
+        decisions: dispatches by stage, policy and reason.
+        fallbacks: those among them that a policy decided by something less than its rule, by stage, policy and what.
+        matched_tokens: prompt tokens that policies expected to be cached where they sent them, of the attempts whose
+            engine said how many were.
+        cached_tokens: prompt tokens that these engines said they had cached.
         waiting: requests that wait at the HTTP door for that reason now. It and `turned_away` are written by AsyncLLM's
             thread, all else by ours.
     """
@@ -48,9 +57,31 @@ class OrchestratorMetrics:
         self.lost = 0
         self.refused = 0
         self.turned_away = 0
+        self.decisions: dict[tuple[int, str, str], int] = {}
+        self.fallbacks: dict[tuple[int, str, str], int] = {}
+        self.matched_tokens = 0
+        self.cached_tokens = 0
         self.waiting = 0
+
+    def decided(self, stage_id: int, policy: str, decision: Decision) -> None:
+        """Count a decision that is carried out."""
+        _count(self.decisions, (stage_id, policy, decision.reason))
+        if decision.fallback:
+            _count(self.fallbacks, (stage_id, policy, decision.fallback))
+
+    def began(self, decision: Decision, cached_tokens: int | None) -> None:
+        """Count what a first output says of a decision."""
+        if cached_tokens is not None:
+            self.matched_tokens += decision.matched_tokens
+            self.cached_tokens += cached_tokens
 
     @property
     def moves(self) -> int:
         """All moves, whatever their way."""
         return sum(self.moves_by_way.values())
+
+
+def _count(counts: dict[tuple[int, str, str], int], key: tuple[int, str, str]) -> None:
+    if key not in counts and len(counts) >= _MAX_REASONS:
+        key = (*key[:2], _OTHER_REASON)
+    counts[key] = counts.get(key, 0) + 1

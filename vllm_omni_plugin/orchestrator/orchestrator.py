@@ -9,10 +9,11 @@ from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.dispatcher import Dispatcher
 from vllm_omni_plugin.orchestrator.fan_out import FanOut
 from vllm_omni_plugin.orchestrator.handover import HandoverClosedError, HandoverQueue
-from vllm_omni_plugin.orchestrator.membership import RemoteKeeper, ReplicaKeeper, change_membership
+from vllm_omni_plugin.orchestrator.membership import RemoteKeeper, ReplicaKeeper, change_membership, explain
 from vllm_omni_plugin.orchestrator.messages import (
     AbortRequests,
     CallReplicas,
+    Explain,
     ManageReplica,
     Membership,
     ReplicaJoined,
@@ -48,7 +49,7 @@ class Orchestrator:
     Attributes:
         request_async_queue: `SubmitRequest` and `AbortRequests`, in order.
         output_async_queue: vLLM's `EngineCoreOutputs`, `RequestFailed`, `ReplicaJoined` and `ReplicaLeft`.
-        rpc_async_queue: `CallReplicas`, `RegisterRemoteReplica`, `UnregisterRemoteReplica` and `ManageReplica`.
+        rpc_async_queue: `CallReplicas`, changes of membership, `ManageReplica` among them, and `Explain`.
         local_replicas: keeps the replicas of this node; None without any.
         remote_replicas: keeps those of other processes; None in a head that nobody can join.
         on_serving: called on the loop after every step that lets a replica take requests.
@@ -113,22 +114,34 @@ class Orchestrator:
         """End `run` and release everybody who waits on a queue. Idempotent, from any thread."""
         self.request_async_queue.close()
         for message in self.rpc_async_queue.close():
-            if isinstance(message, CallReplicas | ManageReplica):
+            if isinstance(message, CallReplicas | ManageReplica | Explain):
                 message.reply.cancel()
         self.output_async_queue.close()
 
     def outputs_received(self, member: PoolMember, outputs: Any) -> None:
         """Outputs came from a replica: release what finished, restore the client's ids, hand them over."""
         kept = [output for output in outputs.outputs if self._dispatcher.accept(member, output)]
+        self.stage_pools[member.stage_id].settle(member, self._api.load_report(outputs))
         outputs.outputs = kept
         outputs.engine_index = member.replica_id
         if kept or outputs.scheduler_stats is not None:
             self._gate.put(outputs)
 
-    def replica_serves(self, member: PoolMember, client: StageClient, input_addr: str, output_addr: str) -> None:
-        """A replica takes requests from now on, over this client, unless it is held back."""
+    def replica_serves(
+        self, member: PoolMember, client: StageClient, input_addr: str, output_addr: str, ready_response: bytes
+    ) -> None:
+        """A replica takes requests from now on, over this client, unless it is held back.
+
+        Args:
+            member: the replica.
+            client: speaks to its engine.
+            input_addr: where its requests go.
+            output_addr: where its outputs come from.
+            ready_response: what its engine said of itself when it was ready.
+        """
         member.changed_at = self._clock()
-        self.stage_pools[member.stage_id].serve(member, client, input_addr, output_addr)
+        cache = self._api.cache_size(ready_response)
+        self.stage_pools[member.stage_id].serve(member, client, input_addr, output_addr, cache)
 
     def replica_lost(self, member: PoolMember, reason: str, status: ReplicaStatus = ReplicaStatus.DOWN) -> None:
         """A replica is gone: its requests move or fail, each exactly once."""
@@ -165,8 +178,11 @@ class Orchestrator:
         self._dispatcher.replica_serves()
         self.on_serving()
 
-    def _change_membership(self, message: Membership) -> None:
-        change_membership(message, self.stage_pools, self.local_replicas, self.remote_replicas)
+    def _change_membership(self, message: Membership | Explain) -> None:
+        if isinstance(message, Explain):
+            explain(message, self.stage_pools)
+        else:
+            change_membership(message, self.stage_pools, self.local_replicas, self.remote_replicas)
 
     async def _serve_requests(self) -> None:
         while True:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from vllm_omni_plugin.coordinator import ReplicaInfo, ReplicaStatus
@@ -128,7 +129,11 @@ class RemoteReplicaKeeper:
                 raise ReplicaError("it was lost as soon as it was attached")
             self._join(replica)
             self._place_holds()
-            self._orchestrator.replica_serves(member, replica.client, self.info.input_addr, self.info.output_addr)
+            self._orchestrator.replica_serves(
+                member, replica.client, self.info.input_addr, self.info.output_addr, replica.ready_response
+            )
+            if self._pool.wants_cache_events:
+                replica.follow_cache(partial(self._pool.cache_changed, member))
             self._await_drain()
             self._last_failure = ""
             logger.info(

@@ -3,11 +3,24 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from vllm_omni_plugin.vllm_api.facts import CacheSize, LoadReport, RequestFacts
 from vllm_omni_plugin.vllm_api.move import Move
 
 
 class RequestApi(Protocol):
     """Reads and rebuilds requests and outputs; `vllm_api.engine_api.EngineApi` in service."""
+
+    def describe(self, request: Any) -> RequestFacts:
+        """What policies may know of a request, or of an attempt to go on with it."""
+
+    def cached_tokens(self, output: Any) -> int | None:
+        """Prompt tokens that the engine took from its cache, told with the first output; None if it does not say."""
+
+    def load_report(self, outputs: Any) -> LoadReport | None:
+        """What the engine reports of its load with a message, None if it does not."""
+
+    def cache_size(self, ready_response: bytes) -> CacheSize:
+        """What an engine said of its KV memory when it was ready; zeros if that cannot be read."""
 
     def affinity_key(self, request: Any) -> int | None: ...
 

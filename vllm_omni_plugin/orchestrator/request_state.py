@@ -6,7 +6,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final
 
+from vllm_omni_plugin.balancing import Task
+from vllm_omni_plugin.balancing.decision import Decision
 from vllm_omni_plugin.errors import NoReplicaError, OmniError, RequestLostError
+from vllm_omni_plugin.orchestrator.charges import Charge
+from vllm_omni_plugin.orchestrator.messages import Receipt
 from vllm_omni_plugin.vllm_api.move import Move
 
 
@@ -89,6 +93,10 @@ class OrchestratorRequestState:
         move: how the current attempt continues the ones before it.
         joining: whether the current attempt has yet to reach the end of what was delivered.
         waits_since: monotonic seconds at which the request began to wait for a replica that serves.
+        task: what the policy was told of the last attempt, None before there was one.
+        decision: why it went where it went.
+        charge: what the current attempt weighs on its replica, None while there is none.
+        receipt: see `SubmitRequest`.
     """
 
     request: Any
@@ -102,6 +110,10 @@ class OrchestratorRequestState:
     move: Move = Move.RESTART
     joining: bool = False
     waits_since: float = 0.0
+    task: Task | None = None
+    decision: Decision | None = None
+    charge: Charge | None = None
+    receipt: Receipt | None = None
     _to_swallow: int = field(default=0, init=False)
     _loss: str = field(default="", init=False)
 

@@ -1,57 +1,32 @@
-"""The replicas of one stage: who serves, what each has in flight, and who gets the next request."""
+"""The replicas of one stage: who serves, what each has to do, and who gets the next request."""
 
 import asyncio
-from bisect import bisect_left
-from collections import Counter
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from heapq import heappop, heappush
 
 from vllm_omni_plugin.balancing import LoadBalancer, Task
+from vllm_omni_plugin.balancing.cache_change import CacheChange
+from vllm_omni_plugin.balancing.decision import Decision
+from vllm_omni_plugin.balancing.load import ReplicaLoad
+from vllm_omni_plugin.balancing.serving import ServingReplicas
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import NoReplicaError
-from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.orchestrator.charges import UNKNOWN_CACHE, Account, Charge
+from vllm_omni_plugin.orchestrator.decision_log import DecisionLog
+from vllm_omni_plugin.orchestrator.idle import IdleWaits
+from vllm_omni_plugin.orchestrator.messages import Explanation
+from vllm_omni_plugin.orchestrator.policy_guard import PolicyGuard
+from vllm_omni_plugin.orchestrator.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.request_state import OrchestratorRequestState
+from vllm_omni_plugin.orchestrator.roster import Roster, with_member, without_member
 from vllm_omni_plugin.replicas.stage_client import StageClient
+from vllm_omni_plugin.vllm_api.facts import CacheSize, LoadReport
+from vllm_omni_plugin.vllm_api.move import Move
 
-logger = init_logger(__name__)
+__all__ = ["BOUND", "PoolMember", "StagePool"]
 
-_MAX_DESCRIBED = 8
-"""Replicas that an error names one by one."""
-
-
-@dataclass(slots=True, eq=False)
-class PoolMember:
-    """One replica in a pool; a policy sees it as a `balancing.ReplicaView`.
-
-    Attributes:
-        in_flight: requests charged to the replica, by engine-side id. The charge *is* the entry: inserted before the
-            send and removed at the request's end, it makes the count exact and a second release impossible.
-        dispatched: requests ever sent to it.
-        restarts: how often its engine was started again.
-        remote: whether its engine belongs to another process, which this head attaches to.
-        held_back: why it gets no new requests although it could serve them; empty for one that serves. Replaced, never
-            changed, so that other threads may read it.
-        changed_at: monotonic seconds at which it last began to serve or was lost.
-    """
-
-    replica_id: int
-    stage_id: int
-    input_addr: str = ""
-    output_addr: str = ""
-    status: ReplicaStatus = ReplicaStatus.DOWN
-    client: StageClient | None = None
-    in_flight: dict[str, OrchestratorRequestState] = field(default_factory=dict)
-    dispatched: int = 0
-    restarts: int = 0
-    remote: bool = False
-    held_back: frozenset[str] = frozenset()
-    changed_at: float = 0.0
-
-    @property
-    def queue_length(self) -> int:
-        """Requests in flight, exact at this moment."""
-        return len(self.in_flight)
+BOUND = "bound"
+"""The reason where a request may go to one replica only, and no policy is asked."""
 
 
 class StagePool:
@@ -61,25 +36,30 @@ class StagePool:
 
     Args:
         stage_id: stage of the pipeline.
-        balancer: the policy; its `select` runs on the orchestrator's loop and must not block.
+        balancer: the policy; it runs on the orchestrator's loop and must not block.
+        policy: the policy's name, that of its class by default.
+        clock: monotonic seconds.
 
     Attributes:
         on_serving: called after every step that lets a replica take new requests.
     """
 
-    def __init__(self, stage_id: int, balancer: LoadBalancer) -> None:
+    def __init__(
+        self,
+        stage_id: int,
+        balancer: LoadBalancer,
+        policy: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.stage_id = stage_id
         self.on_serving: Callable[[], None] = lambda: None
-        self._balancer = balancer
-        self._members: dict[int, PoolMember] = {}
-        # All free ids are in the heap or not below the number. Some may have been taken by name since.
-        self._freed: list[int] = []
-        self._next_id = 0
-        # Tuples that are replaced, never changed, so that other threads may read them.
-        self._all: tuple[PoolMember, ...] = ()
-        self._serving: tuple[PoolMember, ...] = ()
-        self._policy_faults = 0
-        self._awaiting_idle: dict[PoolMember, asyncio.Future[None]] = {}
+        self._policy = PolicyGuard(balancer, policy)
+        self._log = DecisionLog(self._policy.name)
+        self._clock = clock
+        self._roster = Roster(stage_id)
+        # Replaced when membership changes, so that other threads may read it.
+        self._serving: ServingReplicas[PoolMember] = ServingReplicas(())
+        self._idle_waits = IdleWaits()
 
     def __repr__(self) -> str:
         replicas = ", ".join(f"{m.replica_id}: {m.status.value} {m.queue_length}" for m in self.members)
@@ -88,12 +68,22 @@ class StagePool:
     @property
     def members(self) -> tuple[PoolMember, ...]:
         """All replicas, in order of their ids. Safe to read from any thread."""
-        return self._all
+        return self._roster.members
 
     @property
-    def serving(self) -> tuple[PoolMember, ...]:
-        """The replicas that take new requests. Safe to read from any thread."""
+    def serving(self) -> ServingReplicas[PoolMember]:
+        """The replicas that take new requests, in order of their ids. Safe to read from any thread."""
         return self._serving
+
+    @property
+    def policy(self) -> str:
+        """The policy's name."""
+        return self._policy.name
+
+    @property
+    def wants_cache_events(self) -> bool:
+        """Whether the policy shall be told what engines have cached."""
+        return self._policy.wants_cache_events
 
     def add(self, replica_id: int | None = None) -> PoolMember:
         """A new member, not serving yet, with this id or the lowest free one.
@@ -101,14 +91,7 @@ class StagePool:
         Raises:
             ValueError: the id is taken.
         """
-        if replica_id is None:
-            replica_id = self._lowest_free_id()
-        if replica_id in self._members:
-            raise ValueError(f"stage {self.stage_id} has a replica {replica_id} already")
-        member = PoolMember(replica_id, self.stage_id)
-        self._members[replica_id] = member
-        self._all = _with(self._all, member)
-        return member
+        return self._roster.add(replica_id)
 
     def remove(self, member: PoolMember) -> None:
         """Forget a member and free its id. Nothing to do if it was removed before.
@@ -118,28 +101,41 @@ class StagePool:
         """
         if member.client is not None:
             raise ValueError(f"replica {member.replica_id} of stage {self.stage_id} still serves")
-        if self._members.get(member.replica_id) is member:
-            del self._members[member.replica_id]
-            if member.replica_id < self._next_id:
-                heappush(self._freed, member.replica_id)
-            self._all = _without(self._all, member)
+        self._roster.remove(member)
 
     def member(self, replica_id: int) -> PoolMember:
         """The replica with this id. Raises KeyError if there is none."""
-        return self._members[replica_id]
+        member = self._roster.get(replica_id)
+        if member is None:
+            raise KeyError(replica_id)
+        return member
 
-    def serve(self, member: PoolMember, client: StageClient, input_addr: str, output_addr: str) -> None:
+    def serve(
+        self,
+        member: PoolMember,
+        client: StageClient,
+        input_addr: str,
+        output_addr: str,
+        cache: CacheSize = UNKNOWN_CACHE,
+    ) -> None:
         """The replica takes requests from now on, over this client, unless it is held back."""
         member.client, member.input_addr, member.output_addr = client, input_addr, output_addr
+        member.account = Account(cache)
+        self._refresh(member)
         self._enter_service(member)
 
     def lose(self, member: PoolMember, status: ReplicaStatus) -> list[OrchestratorRequestState]:
         """The replica is gone or no longer trusted. Returns the requests that it was charged with, now released."""
         orphans = list(member.in_flight.values())
+        for state in orphans:
+            state.charge = None
         member.in_flight.clear()
-        member.client = None
+        served, member.client = member.client is not None, None
         self._set_status(member, status)
-        self._tell_if_idle(member)
+        member.account, member.load = Account(), ReplicaLoad()
+        if served:
+            self._policy.forgotten(member)
+        self._idle_waits.tell_if_idle(member)
         return orphans
 
     def hold_back(self, member: PoolMember, reason: str) -> None:
@@ -155,14 +151,14 @@ class StagePool:
 
     def when_idle(self, member: PoolMember) -> "asyncio.Future[None]":
         """Done as soon as nothing is in flight on a replica; it may get more unless it is held back."""
-        waiter = self._awaiting_idle.get(member)
-        if waiter is None or waiter.done():
-            waiter = self._awaiting_idle[member] = asyncio.get_running_loop().create_future()
-        self._tell_if_idle(member)
-        return waiter
+        return self._idle_waits.wait_for(member)
 
     def pick(self, task: Task, affinity_key: int | None = None) -> PoolMember:
-        """The replica that shall run a request.
+        """The replica that shall run a request; see `decide`."""
+        return self.decide(task, affinity_key)[0]
+
+    def decide(self, task: Task, affinity_key: int | None = None) -> tuple[PoolMember, Decision]:
+        """The replica that shall run a request, and why.
 
         Args:
             task: what the policy may know of the request.
@@ -175,8 +171,23 @@ class StagePool:
         if not serving:
             raise self.unavailable()
         if affinity_key is not None:
-            return serving[affinity_key % len(serving)]
-        return self._select(task, serving)
+            decision = Decision(affinity_key % len(serving), BOUND)
+        else:
+            decision = self._policy.decide(task, serving)
+        self._log.note(decision, serving, task.get("request_id", ""))
+        return serving[decision.position], decision
+
+    def explain(self, task: Task) -> Explanation:
+        """What `decide` would say now; nothing is run or remembered.
+
+        Raises:
+            NoReplicaError: no replica serves.
+            UnexplainedError: the policy cannot say.
+        """
+        if not self._serving:
+            raise self.unavailable()
+        decision = self._policy.explain(task, self._serving)
+        return Explanation(self.policy, decision, tuple((member.name, member.load) for member in self._serving))
 
     def unavailable(self, waited: float = 0.0) -> NoReplicaError:
         """The error of a request that finds no replica serving. Safe to call from any thread.
@@ -186,38 +197,56 @@ class StagePool:
         """
         wait = f"; the request waited {waited:.0f} s for one" if waited else ""
         return NoReplicaError(
-            f"No replica of stage {self.stage_id} can serve right now ({self._describe()}){wait}. "
+            f"No replica of stage {self.stage_id} can serve right now ({self._roster.describe()}){wait}. "
             "Please try again later."
         )
 
-    def charge(self, member: PoolMember, state: OrchestratorRequestState) -> None:
-        """Count a request as in flight on a replica, before it is sent there."""
+    def charge(self, member: PoolMember, state: OrchestratorRequestState, task: Task, decision: Decision) -> None:
+        """Count an attempt of a request as in flight on a replica, before it is sent there."""
+        resumed = len(state.produced) if state.move is Move.RESUME else 0
+        charge = state.charge = Charge(task, decision, self._clock(), resumed)
         member.in_flight[state.engine_request_id] = state
         member.dispatched += 1
+        member.account.charge(charge)
+        self._refresh(member)
+        self._policy.dispatched(task, member, decision)
+
+    def begin(self, member: PoolMember, charge: Charge, cached_tokens: int | None) -> None:
+        """The first output of an attempt came; the engine had so many prompt tokens cached, None if it did not say."""
+        member.account.begin(charge, self._clock())
+        self._policy.began(charge.task, member, cached_tokens)
+
+    def settle(self, member: PoolMember, report: LoadReport | None) -> None:
+        """A message of the engine has been dealt with, all outputs in it and the report, if it has one."""
+        if report is not None:
+            member.account.report(report)
+        self._refresh(member)
 
     def release(self, state: OrchestratorRequestState) -> None:
         """The request is no longer in flight; nothing to do if it was released before."""
-        member = self._members.get(state.replica_id) if state.replica_id is not None else None
-        if member is not None and member.in_flight.pop(state.engine_request_id, None) is not None:
-            self._tell_if_idle(member)
+        charge, state.charge = state.charge, None
+        member = self._roster.get(state.replica_id) if state.replica_id is not None else None
+        if charge is None or member is None or member.in_flight.pop(state.engine_request_id, None) is None:
+            return
+        now = self._clock()
+        member.account.release(charge, now)
+        self._refresh(member)
+        answer_ends = charge.answer_begins + charge.output_tokens
+        charge.task["answer_ids"] = state.produced[charge.answer_begins : answer_ends]
+        self._policy.ended(charge.task, member, now - charge.dispatched_at, charge.output_tokens)
+        self._idle_waits.tell_if_idle(member)
 
-    def _select(self, task: Task, serving: tuple[PoolMember, ...]) -> PoolMember:
-        """Ask the policy. A third party's may be wrong; that must not cost a request."""
-        try:
-            index = self._balancer.select(task, serving)
-            if 0 <= index < len(serving):
-                return serving[index]
-            fault = f"returned {index} for {len(serving)} replicas"
-        except Exception as error:
-            fault = f"raised {error!r}"
-        self._policy_faults += 1
-        if self._policy_faults == 1:
-            logger.error(
-                "Load-balancing policy %s %s; such requests go to the shortest queue instead.",
-                type(self._balancer).__name__,
-                fault,
-            )
-        return min(serving, key=lambda m: m.queue_length)
+    def cache_changed(self, member: PoolMember, change: CacheChange) -> None:
+        """The replica's engine reported what it has cached; of no interest once the replica is lost."""
+        if member.client is not None:
+            self._policy.cache_changed(member, change)
+
+    def _refresh(self, member: PoolMember) -> None:
+        load = member.account.load
+        lengthened = load.requests != member.load.requests
+        member.load = load
+        if lengthened and member.status is ReplicaStatus.UP:
+            self._serving.changed(member)
 
     def _hold(self, member: PoolMember, reasons: frozenset[str]) -> None:
         member.held_back = reasons
@@ -231,47 +260,10 @@ class StagePool:
         self._set_status(member, ReplicaStatus.UP)
         self.on_serving()
 
-    def _tell_if_idle(self, member: PoolMember) -> None:
-        if self._awaiting_idle and not member.in_flight:
-            waiter = self._awaiting_idle.pop(member, None)
-            if waiter is not None and not waiter.done():
-                waiter.set_result(None)
-
     def _set_status(self, member: PoolMember, status: ReplicaStatus) -> None:
         served, serves = member.status is ReplicaStatus.UP, status is ReplicaStatus.UP
         member.status = status
         if served and not serves:
-            self._serving = _without(self._serving, member)
+            self._serving = ServingReplicas(without_member(self._serving, member))
         elif serves and not served:
-            self._serving = _with(self._serving, member)
-
-    def _lowest_free_id(self) -> int:
-        while self._freed:
-            replica_id = heappop(self._freed)
-            if replica_id not in self._members:
-                return replica_id
-        while self._next_id in self._members:
-            self._next_id += 1
-        return self._next_id
-
-    def _describe(self) -> str:
-        if not self._all:
-            return "it has none"
-        if len(self._all) > _MAX_DESCRIBED:
-            counts = Counter(m.status.value for m in self._all)
-            return "of its replicas " + ", ".join(f"{count} are {status}" for status, count in sorted(counts.items()))
-        return ", ".join(f"replica {m.replica_id} is {m.status.value}" for m in self._all)
-
-
-def _place(members: tuple[PoolMember, ...], member: PoolMember) -> int:
-    return bisect_left(members, member.replica_id, key=lambda m: m.replica_id)
-
-
-def _with(members: tuple[PoolMember, ...], member: PoolMember) -> tuple[PoolMember, ...]:
-    place = _place(members, member)
-    return (*members[:place], member, *members[place:])
-
-
-def _without(members: tuple[PoolMember, ...], member: PoolMember) -> tuple[PoolMember, ...]:
-    place = _place(members, member)
-    return (*members[:place], *members[place + 1 :])
+            self._serving = ServingReplicas(with_member(self._serving, member))

@@ -12,7 +12,8 @@ from vllm.v1.pool.late_interaction import get_late_interaction_engine_index
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from vllm_omni_plugin.errors import WireError
-from vllm_omni_plugin.vllm_api import moving
+from vllm_omni_plugin.vllm_api import moving, ready, requests
+from vllm_omni_plugin.vllm_api.facts import CacheSize, LoadReport, RequestFacts
 from vllm_omni_plugin.vllm_api.move import Move
 
 Frames = Sequence[Any]
@@ -71,6 +72,28 @@ class EngineApi:
     def is_engine_dead(self, frames: Frames) -> bool:
         """Whether an engine announces its own death, the one output that is not an `EngineCoreOutputs`."""
         return len(frames) == 1 and memoryview(frames[0]) == EngineCoreProc.ENGINE_CORE_DEAD
+
+    def describe(self, request: Any) -> RequestFacts:
+        """See `requests.describe`."""
+        return requests.describe(request)
+
+    def cached_tokens(self, output: Any) -> int | None:
+        """Prompt tokens that the engine took from caches, told with a request's first output; else None."""
+        stats = output.prefill_stats
+        cached: int | None = None if stats is None else stats.num_cached_tokens
+        return cached
+
+    def load_report(self, outputs: Any) -> LoadReport | None:
+        """What the engine says of its load, None if the message does not say."""
+        stats = outputs.scheduler_stats
+        if stats is None:
+            return None
+        waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
+        return LoadReport(waiting, stats.num_running_reqs, stats.kv_cache_usage)
+
+    def cache_size(self, ready_response: bytes) -> CacheSize:
+        """See `ready.cache_size`."""
+        return ready.cache_size(ready_response)
 
     def affinity_key(self, request: Any) -> int | None:
         """A stable hash of what binds a request to one replica, or None if any replica will do.

@@ -4,7 +4,11 @@ from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+from vllm.v1.engine import EngineCoreReadyResponse
 from vllm.v1.engine.core_client import MPClient
+
+from vllm_omni_plugin.vllm_api.facts import CacheSize
 
 
 def apply_ready_responses(vllm_config: Any, payloads: Iterable[bytes]) -> dict[int, Any]:
@@ -26,3 +30,15 @@ def apply_ready_responses(vllm_config: Any, payloads: Iterable[bytes]) -> dict[i
         MPClient._apply_ready_response(front_end, payload)
     sources: dict[int, Any] = front_end._kv_event_sources
     return sources
+
+
+def cache_size(payload: bytes) -> CacheSize:
+    """What a ready response says of the engine's KV memory; zeros if it cannot be read.
+
+    Blocks are those of full attention, whose size may differ from the configured one: the others are not shared.
+    """
+    try:
+        ready = msgspec.msgpack.decode(payload, type=EngineCoreReadyResponse)
+    except msgspec.MsgspecError:
+        return CacheSize()
+    return CacheSize(ready.num_gpu_blocks, ready.effective_attention_block_size or ready.block_size)

@@ -1,8 +1,10 @@
-"""Building requests for engines without vLLM's input processing. Importing this module imports nothing of vLLM."""
+"""Reading requests, and building them without vLLM's input processing. Importing this imports nothing of vLLM."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from vllm_omni_plugin.vllm_api.facts import RequestFacts
 
 
 def build_engine_core_request_from_tokens(
@@ -52,3 +54,29 @@ def build_engine_core_request_from_tokens(
         resumable=resumable,
         external_req_id=request_id,
     )
+
+
+def describe(request: Any) -> RequestFacts:
+    """What of an `EngineCoreRequest` makes its work and names its cached blocks.
+
+    A prompt of embeddings has no tokens to name blocks by: it counts by its length only.
+    """
+    params = request.sampling_params
+    skips_cache = (params or request.pooling_params).skip_reading_prefix_cache
+    features = request.mm_features or ()
+    return RequestFacts(
+        token_ids=_token_ids(request),
+        cacheable=request.prompt_embeds is None and not skips_cache,
+        lora_name=request.lora_request.lora_name if request.lora_request else "",
+        cache_salt=request.cache_salt or "",
+        media=tuple((media.identifier, media.mm_position.offset, media.mm_position.length) for media in features),
+        session=request.session_id,
+        max_tokens=params.max_tokens if params else None,
+    )
+
+
+def _token_ids(request: Any) -> Sequence[int]:
+    if request.prompt_token_ids is not None:
+        token_ids: Sequence[int] = request.prompt_token_ids
+        return token_ids
+    return range(len(request.prompt_embeds))

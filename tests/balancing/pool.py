@@ -1,0 +1,75 @@
+"""A pool in miniature: what the fleet's stage pool does for a policy, without requests or engines."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_omni_plugin.balancing import ReplicaLoad
+from vllm_omni_plugin.balancing.base import Task
+from vllm_omni_plugin.balancing.decision import Decision
+from vllm_omni_plugin.balancing.prompt import Prompt
+
+BLOCK = 16
+
+
+@dataclass(eq=False)
+class PooledReplica:
+    """A replica whose load changes."""
+
+    replica_id: int
+    load: ReplicaLoad
+    input_addr: str = ""
+    output_addr: str = ""
+    stage_id: int = 0
+
+    def __post_init__(self) -> None:
+        self.input_addr = self.input_addr or f"tcp://replica:{self.replica_id}"
+
+    @property
+    def queue_length(self) -> int:
+        """Unfinished requests."""
+        return self.load.requests
+
+    def charge(self, requests: int, prefill_tokens: int = 0) -> None:
+        """Add to the load; negative numbers take away."""
+        load = self.load
+        self.load = load._replace(
+            requests=load.requests + requests, prefill_tokens=load.prefill_tokens + prefill_tokens
+        )
+
+
+@dataclass
+class Pool:
+    """Sends tasks where the policy says, and tells it so."""
+
+    policy: Any
+    replicas: tuple[PooledReplica, ...]
+    dispatched: list[PooledReplica] = field(default_factory=list)
+
+    def send(self, task: Task, finish: bool = False) -> Decision:
+        """Dispatch a request. It stays in flight, its prefill unfinished, unless it is to finish at once."""
+        decision: Decision = self.policy.decide(task, self.replicas)
+        replica = self.replicas[decision.position]
+        self.dispatched.append(replica)
+        if hasattr(self.policy, "dispatched"):
+            self.policy.dispatched(task, replica, decision)
+        if not finish:
+            prompt = task.get("prompt")
+            replica.charge(1, len(prompt.token_ids) - decision.matched_tokens if prompt else 0)
+        return decision
+
+    def compute(self) -> None:
+        """All prompts in flight get their first output, and go on."""
+        for replica in self.replicas:
+            replica.charge(0, -replica.load.prefill_tokens)
+
+
+def pool_of(policy: Any, count: int, **load: Any) -> Pool:
+    """A pool of idle replicas, or of ones with this load."""
+    start = ReplicaLoad(**{"kv_blocks": 1000, "block_size": BLOCK, **load})
+    return Pool(policy, tuple(PooledReplica(number, start) for number in range(count)))
+
+
+def prompt_task(token_ids: Sequence[int], **prompt: Any) -> Task:
+    """A request with this prompt."""
+    return {"prompt": Prompt(token_ids, **prompt)}

@@ -1,0 +1,83 @@
+"""The example of a third party's policy: built and installed by pip, then used as a user would."""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import invalidate_caches
+from pathlib import Path
+
+import pytest
+
+from vllm_omni_plugin.balancing import LoadBalancer, ReplicaLoad, build_load_balancer_factory, known_policies
+from vllm_omni_plugin.errors import ConfigError
+
+from .fakes import with_loads, with_queues
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_policy"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that the package was installed into, without a network."""
+    folder = tmp_path_factory.mktemp("custom_policy")
+    # Building leaves files beside the sources.
+    source = shutil.copytree(EXAMPLE, folder / "source", ignore=shutil.ignore_patterns("build", "*.egg-info"))
+    install = ["install", "--quiet", "--no-build-isolation", "--no-deps", "--no-index", "--target"]
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *install, str(folder / "site"), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "site"
+
+
+@pytest.fixture(autouse=True)
+def installed(site: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The package can be imported, as if it had been installed where vLLM is."""
+    monkeypatch.syspath_prepend(site)
+    invalidate_caches()
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "acme_policies"]:
+        del sys.modules[name]
+
+
+BOTH_NAMES = pytest.mark.parametrize("policy", ["warm-up", "acme_policies.warm_up:WarmUpBalancer"])
+
+
+def test_it_is_known_by_its_name() -> None:
+    assert "warm-up" in known_policies()
+
+
+@BOTH_NAMES
+def test_it_is_built_with_options_and_spares_the_cold(policy: str) -> None:
+    balancer = build_load_balancer_factory(policy, {"requests": 1, "weight": 3})()
+    assert isinstance(balancer, LoadBalancer)
+    replicas = with_loads(ReplicaLoad(requests=2), ReplicaLoad(requests=1))
+    assert balancer.select({}, replicas) == 1
+    balancer.ended({}, replicas[0], 1.0, 5)  # type: ignore[attr-defined]
+    decision = balancer.decide({}, replicas)  # type: ignore[attr-defined]
+    assert (decision.position, decision.reason) == (0, "warm")
+    assert [candidate.score for candidate in decision.candidates] == [3.0, 6.0]
+    balancer.forgotten(replicas[0])  # type: ignore[attr-defined]
+    assert balancer.select({}, replicas) == 1
+
+
+@BOTH_NAMES
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"request": 1}, r"unknown option 'request' \(did you mean 'requests'\?\): use requests, weight$"),
+        ({"weight": 0}, "option weight: 0 is below 1$"),
+    ],
+)
+def test_its_options_are_checked(policy: str, options: dict[str, int], reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"^load balancing policy '{policy}'.*: {reason}"):
+        build_load_balancer_factory(policy, options)
+
+
+def test_it_works_on_replicas_that_say_nothing_but_their_queue_length() -> None:
+    assert build_load_balancer_factory("warm-up")().select({}, with_queues(2, 0, 1)) == 1
+
+
+def test_no_replica_is_a_value_error() -> None:
+    with pytest.raises(ValueError, match=r"^replicas must not be empty$"):
+        build_load_balancer_factory("warm-up")().select({}, [])

@@ -1,0 +1,270 @@
+"""What users of other routers report of cache and session affinity: each complaint is a scenario.
+
+Our policy has to do well in it, and a model of the rule that was complained about has to do badly, or the scenario
+proves nothing. Abbreviations: ps is vllm-project/production-stack, smg is lightseekorg/smg.
+"""
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from vllm_omni_plugin.balancing.block_keys import prompt_keys
+from vllm_omni_plugin.balancing.decision import Decision
+from vllm_omni_plugin.balancing.prefix import PrefixBalancer
+from vllm_omni_plugin.balancing.prompt import MediaSpan, Prompt
+from vllm_omni_plugin.balancing.session import SessionBalancer
+
+from .pool import BLOCK, Pool, pool_of, prompt_task
+
+
+class PeerRule:
+    """Shared by the peers' rules: blocks sent to each replica, by tokens alone and remembered for ever."""
+
+    def __init__(self) -> None:
+        self.sent: dict[int, set[int]] = {}
+        self.rng = random.Random(0)
+
+    def dispatched(self, task: Any, replica: Any, decision: Decision) -> None:
+        """Remember the prompt."""
+        self.sent.setdefault(replica.replica_id, set()).update(self._keys(task))
+
+    def matched(self, task: Any, replica: Any) -> int:
+        """Tokens of a prompt that were sent to a replica before."""
+        return BLOCK * sum(key in self.sent.get(replica.replica_id, ()) for key in self._keys(task))
+
+    def _keys(self, task: Any) -> list[int]:
+        return prompt_keys(Prompt(task["prompt"].token_ids), BLOCK)
+
+
+class LongestPrefix(PeerRule):
+    """The longest match wins, whatever the load."""
+
+    def decide(self, task: Any, replicas: Any) -> Decision:
+        """Ties at random."""
+        matches = [self.matched(task, replica) for replica in replicas]
+        ties = [position for position, matched in enumerate(matches) if matched == max(matches)]
+        return Decision(self.rng.choice(ties), "", matched_tokens=max(matches))
+
+
+class CacheAware(PeerRule):
+    """The longest match if it is over a share of the prompt, but the shortest queue once loads are imbalanced."""
+
+    def __init__(self, absolute: int = 64, relative: float = 1.5) -> None:
+        super().__init__()
+        self._absolute, self._relative = absolute, relative
+
+    def decide(self, task: Any, replicas: Any) -> Decision:
+        """Imbalanced means both: by more than an absolute margin, and by more than a relative one."""
+        loads = [replica.queue_length for replica in replicas]
+        matches = [self.matched(task, replica) for replica in replicas]
+        imbalanced = max(loads) - min(loads) > self._absolute and max(loads) > self._relative * min(loads)
+        follow = not imbalanced and max(matches) > 0.3 * len(task["prompt"].token_ids)
+        position = matches.index(max(matches)) if follow else loads.index(min(loads))
+        return Decision(position, "", matched_tokens=matches[position])
+
+
+def prefix() -> PrefixBalancer:
+    return PrefixBalancer(rng=random.Random(0))
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(32_000) for _ in range(count)]
+
+
+def busiest_share(pool: Pool) -> float:
+    counts = Counter(replica.replica_id for replica in pool.dispatched)
+    return max(counts.values()) / len(pool.dispatched)
+
+
+def warm(pool: Pool, position: int, *prompts: list[int]) -> None:
+    """Let a replica have run these prompts before."""
+    for prompt in prompts:
+        pool.policy.dispatched(prompt_task(prompt), pool.replicas[position], Decision(position, ""))
+
+
+def test_a_shared_system_prompt_does_not_send_all_traffic_to_one_engine() -> None:
+    """ps#957: every prompt begins alike, so the first engine that saw one attracted all."""
+    system = tokens(0, 512)
+
+    def share(policy: Any) -> float:
+        pool = pool_of(policy, 4)
+        for question in range(1, 41):
+            pool.send(prompt_task(system + tokens(question, 100)))
+        return busiest_share(pool)
+
+    assert share(LongestPrefix()) == 1
+    assert share(prefix()) <= 0.3
+
+
+def test_an_idle_fleet_does_not_spread_a_shared_prompt_without_need() -> None:
+    """The other side of ps#957: one request at a time stays where its beginning is."""
+    pool, system = pool_of(prefix(), 4), tokens(0, 512)
+    for question in range(1, 41):
+        pool.send(prompt_task(system + tokens(question, 100)), finish=True)
+    assert busiest_share(pool) == 1
+
+
+def cold_share(policy: Any, in_flight: int) -> float:
+    """What the fourth replica gets of 600 prompts that the three others have cached, so many in flight at a time."""
+    contexts, rng = [tokens(seed, 2000) for seed in range(12)], random.Random(0)
+    pool = pool_of(policy, 4, kv_blocks=10_000)
+    for position in range(3):
+        warm(pool, position, *contexts)
+    for request in range(600):
+        pool.send(prompt_task(rng.choice(contexts)))
+        pool.compute()
+        if request >= in_flight:
+            rng.choice([replica for replica in pool.replicas if replica.queue_length]).charge(-1)
+    return sum(replica.replica_id == 3 for replica in pool.dispatched) / len(pool.dispatched)
+
+
+def test_a_cold_replica_gets_work_though_all_prompts_are_cached_elsewhere() -> None:
+    """sglang#14305: the warm engines win every prompt, so the one that joined never warms up."""
+    assert cold_share(CacheAware(), in_flight=60) == 0
+    assert cold_share(prefix(), in_flight=60) >= 0.05
+
+
+def test_a_cold_replica_is_not_warmed_while_the_others_have_time() -> None:
+    """The limit of the above: computing 2,000 tokens again is worth it from 16 requests more elsewhere on."""
+    assert cold_share(prefix(), in_flight=40) == 0
+    assert cold_share(PrefixBalancer(answer_tokens=512, rng=random.Random(0)), in_flight=40) >= 0.05
+
+
+def test_rebalancing_takes_the_longest_prefix_among_the_less_busy() -> None:
+    """sglang#32195: once loads were imbalanced the shortest queue won, and its empty cache made it slower yet."""
+    context = tokens(0, 4000)
+
+    def spilled_to(policy: Any) -> int:
+        pool = pool_of(policy, 3)
+        warm(pool, 0, context)
+        warm(pool, 1, context[:3600])
+        pool.replicas[0].charge(100)
+        pool.replicas[1].charge(1)
+        position: int = policy.decide(prompt_task(context), pool.replicas).position
+        return position
+
+    assert spilled_to(CacheAware()) == 2
+    assert spilled_to(prefix()) == 1
+
+
+def test_affinity_comes_back_when_the_rush_is_over() -> None:
+    """sglang#32195: what was sent elsewhere meanwhile must not make the first replica's cache forgotten."""
+    pool, context = pool_of(prefix(), 3), tokens(0, 4000)
+    warm(pool, 0, context)
+    pool.replicas[0].charge(100)
+    other = pool.policy.decide(prompt_task(context[:2000] + tokens(1, 2000)), pool.replicas)
+    warm(pool, other.position, context[:2000] + tokens(1, 2000))
+    pool.replicas[0].charge(-100)
+    assert other.position != 0
+    assert pool.policy.select(prompt_task(context), pool.replicas) == 0
+
+
+@pytest.mark.parametrize("queued", [(1, 0, 0, 0), (2, 1, 0, 0), (3, 1, 3, 3)])
+def test_one_request_more_or_less_is_no_reason_to_leave_a_cached_context(queued: tuple[int, ...]) -> None:
+    """smg#2150: at low load a ratio of queue lengths is noise, and 18% of requests left their cache for nothing."""
+    context = tokens(0, 4000)
+
+    def follows(policy: Any) -> bool:
+        pool = pool_of(policy, 4)
+        warm(pool, 0, context)
+        for replica, requests in zip(pool.replicas, queued, strict=True):
+            replica.charge(requests)
+        return bool(policy.decide(prompt_task([*context, *tokens(1, 50)]), pool.replicas).position == 0)
+
+    assert not follows(CacheAware(absolute=0))
+    assert follows(prefix())
+
+
+def test_sessions_do_not_spill_at_low_load() -> None:
+    """smg#2150, of sessions: ten requests in flight over four replicas are never spread evenly."""
+
+    def spilled(policy: SessionBalancer) -> float:
+        rng, reasons = random.Random(0), list[str]()
+        for _ in range(300):
+            pool = pool_of(policy, 4)
+            for _ in range(10):
+                reasons.append(pool.send({"session": f"s{rng.randrange(10_000)}"}).reason)
+        return reasons.count("session-spilled") / len(reasons)
+
+    assert spilled(SessionBalancer(load_factor=1.25, slack=0)) > 0.15
+    assert spilled(SessionBalancer()) < 0.02
+
+
+def test_what_is_remembered_of_a_replica_is_bounded_by_its_memory() -> None:
+    """ps#687, ps#711: the trie of all prompts ever seen took all memory, and predicted hits long evicted."""
+    prompts = [tokens(seed, 800) for seed in range(200)]
+
+    def predicted(policy: Any) -> list[int]:
+        pool = pool_of(policy, 1, kv_blocks=500)
+        for prompt in prompts:
+            pool.send(prompt_task(prompt), finish=True)
+        return [policy.decide(prompt_task(prompt), pool.replicas).matched_tokens for prompt in prompts]
+
+    assert sum(predicted(LongestPrefix())) == 200 * 49 * BLOCK
+    ours = predicted(prefix())
+    assert sum(ours) == 500 * BLOCK
+    assert ours[:189] == [0] * 189
+    assert ours[190:] == [49 * BLOCK] * 10
+
+
+def test_a_context_that_is_being_computed_is_not_computed_again_elsewhere() -> None:
+    """Those who share a context came to its holder while it computed; charged for that, it looked too busy for all.
+
+    Seen in our own simulator, with tenants of 6,000 tokens each on a fleet that is busy anyway.
+    """
+    pool, context = pool_of(prefix(), 8, requests=8), tokens(0, 6000)
+    for question in range(1, 13):
+        pool.send(prompt_task(context + tokens(question, 150)))
+    assert len(set(pool.dispatched)) == 1
+
+
+def test_a_hot_session_does_not_thrash_one_replica() -> None:
+    """prime-rl#3255: consistent hashing without a bound on load."""
+
+    def busiest(policy: SessionBalancer) -> int:
+        pool = pool_of(policy, 4)
+        for request in range(100):
+            pool.send({"session": "hot" if request % 10 else f"cold-{request}"})
+        return max(replica.queue_length for replica in pool.replicas)
+
+    assert busiest(SessionBalancer(load_factor=100)) >= 90
+    assert busiest(SessionBalancer()) <= 1.25 * 100 / 4 + 5
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"lora_name": "sql"},
+        {"cache_salt": "tenant-2"},
+        {"media": (MediaSpan("a-dog", 0, 64),)},
+    ],
+    ids=["lora", "salt", "image"],
+)
+def test_blocks_of_another_adapter_salt_or_image_are_no_match(other: dict[str, Any]) -> None:
+    """ps#1045, ps#1052: routing by tokens alone predicts hits that the engine cannot have, and misses those it has."""
+    context = tokens(0, 2000)
+
+    def predicted(policy: Any, **asked: Any) -> int:
+        pool = pool_of(policy, 1)
+        pool.send(prompt_task(context, **other), finish=True)
+        matched: int = policy.decide(prompt_task(context, **asked), pool.replicas).matched_tokens
+        return matched
+
+    assert predicted(LongestPrefix()) > 0
+    assert predicted(prefix()) == 0
+    assert predicted(prefix(), **other) == 124 * BLOCK
+
+
+def test_turns_of_a_conversation_stay_together_where_loads_are_equal() -> None:
+    """vllm#52463: ties that rotate send every turn to another engine."""
+    pool, rng = pool_of(prefix(), 4), random.Random(1)
+    talks = {talk: tokens(talk, 300) for talk in range(8)}
+    homes: dict[int, set[int]] = {talk: set() for talk in talks}
+    for _ in range(10):
+        for talk in rng.sample(sorted(talks), 8):
+            homes[talk].add(pool.send(prompt_task(talks[talk]), finish=True).position)
+            talks[talk] += [rng.randrange(32_000) for _ in range(200)]
+    assert {len(home) for home in homes.values()} == {1}

@@ -1,0 +1,164 @@
+"""What users of other balancers report about load and its policies, each a test that fails on what they had.
+
+The scenarios are small models without a clock: a replica computes the prompts it was given one after the other.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from vllm_omni_plugin.balancing import (
+    CostAwareBalancer,
+    DecidingBalancer,
+    Decision,
+    KvAwareBalancer,
+    LeastQueueLengthBalancer,
+    LeastTokensBalancer,
+    PrefixBalancer,
+    Prompt,
+    ReplicaLoad,
+    ReplicaView,
+    RoundRobinBalancer,
+    SessionBalancer,
+    Task,
+)
+
+from .fakes import FakeReplica, with_queues
+
+RATE = 1000.0
+"""Prompt tokens per second of a replica in these scenarios."""
+
+
+@dataclass(eq=False)
+class QueueingReplica:
+    """A replica whose load is what it was given; nothing ends in these scenarios."""
+
+    input_addr: str
+    output_addr: str = "tcp://head:1"
+    stage_id: int = 0
+    prompts: list[int] = field(default_factory=list)
+
+    @property
+    def queue_length(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def load(self) -> ReplicaLoad:
+        return ReplicaLoad(requests=len(self.prompts), prefill_tokens=sum(self.prompts), prefill_rate=RATE)
+
+
+def prompt_task(number: int, tokens: int) -> Task:
+    # Every prompt begins differently: nothing here is about caches.
+    return {"request_id": str(number), "prompt": Prompt(range(number << 16, (number << 16) + tokens)), "max_tokens": 1}
+
+
+def dispatch(balancer: DecidingBalancer, task: Task, replicas: Sequence[ReplicaView]) -> int:
+    """Choose as the pool does, and tell the policy if it wants to know."""
+    decision = balancer.decide(task, replicas)
+    told: Callable[[Task, ReplicaView, Decision], None] | None = getattr(balancer, "dispatched", None)
+    if told is not None:
+        told(task, replicas[decision.position], decision)
+    return decision.position
+
+
+def makespan(balancer: DecidingBalancer, prompts: Iterable[int], count: int) -> float:
+    """Seconds until the last of `count` replicas has computed what it got, all prompts arriving at once."""
+    replicas = [QueueingReplica(f"tcp://replica:{port}") for port in range(count)]
+    for number, tokens in enumerate(prompts):
+        replicas[dispatch(balancer, prompt_task(number, tokens), replicas)].prompts.append(tokens)
+    return max(sum(replica.prompts) for replica in replicas) / RATE
+
+
+def mixed_prompts(seed: int) -> list[int]:
+    """A fifth are long contexts of 8,000 tokens, the others have 200."""
+    rng = random.Random(seed)
+    return [8000 if rng.random() < 0.2 else 200 for _ in range(60)]
+
+
+@pytest.mark.parametrize("policy", [LeastTokensBalancer, CostAwareBalancer])
+def test_long_contexts_are_work_and_not_one_request_each(
+    policy: type[LeastTokensBalancer] | type[CostAwareBalancer],
+) -> None:
+    """vllm#48808, dynamo#14174, vllm-omni#5135: counting requests lost 18-34% of the makespan."""
+    by_work = by_requests = 0.0
+    for seed in range(20):
+        prompts = mixed_prompts(seed)
+        by_work += makespan(policy(rng=random.Random(seed)), prompts, count=4)
+        by_requests += makespan(LeastQueueLengthBalancer(random.Random(seed)), prompts, count=4)
+    assert by_work < 0.82 * by_requests
+
+
+def test_a_long_context_keeps_short_requests_away_though_it_is_a_single_request() -> None:
+    """vllm#48808: a replica with one long prompt looks less loaded than one with two short ones."""
+    replicas = [QueueingReplica("tcp://replica:0", prompts=[30_000]), QueueingReplica("tcp://replica:1")]
+    replicas[1].prompts += [100, 100]
+    assert LeastTokensBalancer().select(prompt_task(1, 100), replicas) == 1
+    assert LeastQueueLengthBalancer().select(prompt_task(1, 100), replicas) == 0
+
+
+def conversation(balancer: DecidingBalancer, turns: int) -> list[int]:
+    """Where the turns of one conversation go while all replicas are equally idle."""
+    replicas = [FakeReplica(f"tcp://replica:{port}", load=ReplicaLoad(block_size=16)) for port in range(4)]
+    turn = {"session": "conversation"}
+    return [
+        dispatch(balancer, {**turn, "request_id": str(number), "prompt": Prompt(range(64 * number))}, replicas)  # type: ignore[typeddict-item]
+        for number in range(1, turns + 1)
+    ]
+
+
+@pytest.mark.parametrize("policy", [SessionBalancer, PrefixBalancer, KvAwareBalancer])
+@pytest.mark.parametrize("seed", range(5))
+def test_ties_do_not_destroy_the_locality_of_a_conversation(policy: Callable[..., DecidingBalancer], seed: int) -> None:
+    """vllm#52463: rotating ties sent every turn to another replica, where nothing of it was cached."""
+    assert len(set(conversation(policy(rng=random.Random(seed)), turns=8))) == 1
+
+
+def test_rotation_does_destroy_it() -> None:
+    """The same conversation, to see that the test above can fail."""
+    assert len(set(conversation(RoundRobinBalancer(), turns=8))) == 4
+
+
+def served(balancer: RoundRobinBalancer, *memberships: str) -> str:
+    """Whose turn it was, for replicas named by letters, at each pick."""
+    return "".join(
+        members[dispatch(balancer, {}, [FakeReplica(member) for member in members])] for members in memberships
+    )
+
+
+@pytest.mark.parametrize(
+    ("history", "expected"),
+    [
+        pytest.param(["abcd"] * 2 + ["abcde"] * 3, "abecd", id="a joiner does not restart the turns"),
+        pytest.param(["abcd"] * 2 + ["bcd"] * 3, "abcdb", id="a departure does not skip the next"),
+        pytest.param(["abcd"] * 2 + ["acd"] * 3, "abcda", id="nor does that of the one just served"),
+        pytest.param(["abcd", "dcba", "badc", "cdab"], "abcd", id="nor does another order"),
+    ],
+)
+def test_round_robin_neither_restarts_nor_skips_when_replicas_change(history: list[str], expected: str) -> None:
+    """gpustack#5709 and vllm-omni: an index modulo the number of replicas means another replica after any change."""
+    assert served(RoundRobinBalancer(), *history) == expected
+
+
+def test_round_robin_stays_even_under_constant_churn() -> None:
+    """With an index that restarts at every change, `a` would get nearly all."""
+    counts = Counter(served(RoundRobinBalancer(), *["abc", "abcx"] * 60))
+    assert max(counts[name] for name in "abc") - min(counts[name] for name in "abc") <= 1
+
+
+def test_small_differences_at_low_load_are_no_reason_to_leave_home() -> None:
+    """smg#2150: a margin that is only a ratio took 18% of the requests from their replica at a load of ten."""
+    rng = random.Random(1)
+    replicas = 4
+    spilled = over_ratio = 0
+    for number in range(1000):
+        loads = Counter(rng.randrange(replicas) for _ in range(10))
+        fleet = with_queues(*(loads[place] for place in range(replicas)))
+        decision = SessionBalancer().decide({"session": str(number)}, fleet)
+        home = decision.candidates[0].position
+        over_ratio += loads[home] > 1.25 * 11 / replicas
+        spilled += decision.reason != "session"
+    assert over_ratio > 180
+    assert spilled < 10

@@ -1,0 +1,120 @@
+"""The least-tokens policy: expected waits computed by hand."""
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from vllm_omni_plugin.balancing import LeastTokensBalancer, Prompt, ReplicaLoad, Task
+from vllm_omni_plugin.errors import ConfigError
+
+from .fakes import with_loads, with_queues
+
+TASK: Task = {"prompt": Prompt(range(1000))}
+
+
+def waits(*loads: ReplicaLoad, task: Task = TASK, **options: Any) -> list[float]:
+    decision = LeastTokensBalancer(**options).decide(task, with_loads(*loads))
+    return [candidate.score for candidate in decision.candidates]
+
+
+@pytest.mark.parametrize(
+    ("load", "seconds"),
+    [
+        pytest.param(ReplicaLoad(prefill_rate=1000), 1.0, id="idle: 1,000 tokens at 1,000 per second"),
+        pytest.param(ReplicaLoad(prefill_tokens=3000, prefill_rate=1000), 4.0, id="3,000 tokens before it"),
+        pytest.param(ReplicaLoad(decode_tokens=5000, prefill_rate=1000), 1.5, id="a tenth of what is decoded"),
+        pytest.param(ReplicaLoad(others=2, waiting=5, prefill_rate=1000), 3.0, id="two of others wait"),
+        pytest.param(ReplicaLoad(others=2, running=2, prefill_rate=1000), 1.2, id="two of others run"),
+        pytest.param(ReplicaLoad(others=3, waiting=1, prefill_rate=1000), 2.2, id="one waits, two run"),
+        pytest.param(ReplicaLoad(kv_usage=0.5, prefill_rate=1000), 1.15, id="half full"),
+        pytest.param(ReplicaLoad(kv_usage=0.75, prefill_rate=1000), 1.45, id="three quarters full"),
+        pytest.param(ReplicaLoad(kv_usage=1.0, prefill_rate=1000), 1 + 0.15 * 99, id="full counts as 99%"),
+    ],
+)
+def test_expected_wait(load: ReplicaLoad, seconds: float) -> None:
+    assert waits(load) == [pytest.approx(seconds)]
+
+
+@pytest.mark.parametrize(
+    ("rates", "seconds"),
+    [
+        pytest.param([1000, 500], [1.0, 2.0], id="half as fast, twice the wait"),
+        pytest.param([1000, 0, 2000], [1.0, 0.5, 0.5], id="unmeasured: the median (the upper one of two)"),
+        pytest.param([0, 0], [0.1, 0.1], id="none measured: 10,000 per second"),
+        pytest.param([1000, 1000, 1], [1.0, 1.0, 8.0], id="at most eight times slower"),
+        pytest.param([1000, 1000, 99999], [1.0, 1.0, 0.125], id="at most eight times faster"),
+    ],
+)
+def test_rate_of_a_replica(rates: list[float], seconds: list[float]) -> None:
+    assert waits(*(ReplicaLoad(prefill_rate=rate) for rate in rates)) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("options", "seconds"),
+    [
+        ({"decode_weight": 0.0}, 2.15),
+        ({"decode_weight": 1.0}, 3.15),
+        ({"kv_seconds": 0.0}, 2.1),
+        ({"kv_seconds": 2}, 4.1),
+    ],
+)
+def test_options_are_weights(options: dict[str, Any], seconds: float) -> None:
+    load = ReplicaLoad(prefill_tokens=1000, decode_tokens=1000, kv_usage=0.5, prefill_rate=1000)
+    assert waits(load, **options) == [pytest.approx(seconds)]
+
+
+def test_the_shortest_wait_wins_and_is_explained() -> None:
+    loads = [ReplicaLoad(prefill_tokens=tokens, prefill_rate=1000) for tokens in (900, 100, 500)]
+    decision = LeastTokensBalancer().decide(TASK, with_loads(*loads))
+    assert (decision.position, decision.reason, decision.fallback) == (1, "expected-wait", "")
+    assert [candidate.position for candidate in decision.candidates] == [0, 1, 2]
+
+
+def test_a_slow_replica_gets_what_it_can_do() -> None:
+    loads = [ReplicaLoad(prefill_rate=250), ReplicaLoad(prefill_tokens=2000, prefill_rate=1000)]
+    assert LeastTokensBalancer().select(TASK, with_loads(*loads)) == 1
+    loads[1] = ReplicaLoad(prefill_tokens=4000, prefill_rate=1000)
+    assert LeastTokensBalancer().select(TASK, with_loads(*loads)) == 0
+
+
+def test_without_any_rate_the_decision_says_so_and_tokens_still_count() -> None:
+    loads = [ReplicaLoad(prefill_tokens=2), ReplicaLoad(prefill_tokens=1)]
+    decision = LeastTokensBalancer().decide(TASK, with_loads(*loads))
+    assert (decision.position, decision.fallback) == (1, "no-rate")
+
+
+def test_without_a_prompt_it_counts_as_512_tokens() -> None:
+    assert waits(ReplicaLoad(prefill_rate=1024), task={}) == [pytest.approx(0.5)]
+
+
+def test_replicas_with_nothing_but_a_queue_length_are_compared_by_that() -> None:
+    assert LeastTokensBalancer().select({}, with_queues(3, 1, 2)) == 1
+
+
+def test_ties_are_broken_at_random() -> None:
+    balancer, replicas = LeastTokensBalancer(rng=random.Random(1)), with_loads(*[ReplicaLoad()] * 3)
+    picks = Counter(balancer.select(TASK, replicas) for _ in range(3000))
+    assert all(900 <= picks[index] <= 1100 for index in range(3)), picks
+
+
+def test_of_a_large_fleet_eight_are_compared() -> None:
+    decision = LeastTokensBalancer().decide(TASK, with_loads(*[ReplicaLoad()] * 1000))
+    assert len({candidate.position for candidate in decision.candidates}) == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"decode_weight": -0.1}, "option decode_weight: -0.1 is out of range: give a number from 0 to 10"),
+        ({"decode_weight": 11}, "option decode_weight: 11 is out of range: give a number from 0 to 10"),
+        ({"kv_seconds": "much"}, "option kv_seconds: 'much' is not a number"),
+        ({"kv_seconds": True}, "option kv_seconds: True is not a number"),
+        ({"kv_seconds": float("nan")}, "option kv_seconds: nan is not a number"),
+    ],
+)
+def test_a_bad_option_is_refused_with_its_name_and_range(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        LeastTokensBalancer(**options)
+    assert str(caught.value) == message

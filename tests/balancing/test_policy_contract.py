@@ -1,0 +1,84 @@
+"""What holds for every built-in policy."""
+
+import random
+from pickle import dumps
+
+import pytest
+
+from vllm_omni_plugin.balancing import (
+    DecidingBalancer,
+    LoadBalancingPolicy,
+    Prompt,
+    ReplicaLoad,
+    Task,
+    build_load_balancer_factory,
+)
+
+from .fakes import with_loads, with_queues
+
+SEEDED = [policy for policy in LoadBalancingPolicy if policy is not LoadBalancingPolicy.ROUND_ROBIN]
+
+
+def build(policy: LoadBalancingPolicy, seed: int = 0) -> DecidingBalancer:
+    options = {} if policy is LoadBalancingPolicy.ROUND_ROBIN else {"rng": random.Random(seed)}
+    balancer = type(build_load_balancer_factory(policy)())(**options)
+    assert isinstance(balancer, DecidingBalancer)
+    return balancer
+
+
+def full_task(request_id: str = "a") -> Task:
+    return {"request_id": request_id, "prompt": Prompt(range(100)), "session": "s", "max_tokens": 10}
+
+
+every_policy = pytest.mark.parametrize("policy", list(LoadBalancingPolicy))
+
+
+@every_policy
+def test_no_replica_is_a_value_error(policy: LoadBalancingPolicy) -> None:
+    with pytest.raises(ValueError, match=r"^replicas must not be empty$"):
+        build(policy).select({}, [])
+    with pytest.raises(ValueError, match=r"^replicas must not be empty$"):
+        build(policy).decide(full_task(), ())
+
+
+@every_policy
+@pytest.mark.parametrize("task", [{}, full_task()], ids=["empty task", "full task"])
+@pytest.mark.parametrize("total", [1, 2, 65])
+def test_a_decision_names_a_replica_that_was_given(policy: LoadBalancingPolicy, task: Task, total: int) -> None:
+    replicas = with_loads(*(ReplicaLoad(requests=index % 5, block_size=16) for index in range(total)))
+    decision = build(policy).decide(task, replicas)
+    assert 0 <= decision.position < total
+    assert decision.reason
+    if decision.candidates:
+        assert decision.position in {candidate.position for candidate in decision.candidates}
+        assert len({candidate.position for candidate in decision.candidates}) == len(decision.candidates)
+
+
+@every_policy
+def test_works_on_replicas_that_say_nothing_but_their_queue_length(policy: LoadBalancingPolicy) -> None:
+    balancer, replicas = build(policy), with_queues(3, 0, 5)
+    decision = balancer.decide(full_task(), replicas)
+    for hook in ("dispatched", "began", "ended"):
+        arguments = {"dispatched": (decision,), "began": (None,), "ended": (1.0, 5)}[hook]
+        getattr(balancer, hook, lambda *_: None)(full_task(), replicas[decision.position], *arguments)
+    assert 0 <= balancer.select({}, replicas) < 3
+
+
+@pytest.mark.parametrize("policy", SEEDED)
+def test_equal_seeds_give_equal_decisions(policy: LoadBalancingPolicy) -> None:
+    replicas = with_loads(*(ReplicaLoad(requests=index % 3) for index in range(100)))
+    left, right = build(policy, 7), build(policy, 7)
+    assert [left.decide({}, replicas) for _ in range(20)] == [right.decide({}, replicas) for _ in range(20)]
+
+
+@pytest.mark.parametrize("policy", list(LoadBalancingPolicy))
+def test_deciding_changes_no_later_decision_beyond_chance(policy: LoadBalancingPolicy) -> None:
+    replicas = with_queues(1, 0, 2)
+    balancer = build(policy)
+    reasons = {balancer.decide(full_task(), replicas)._replace(position=0, candidates=()) for _ in range(20)}
+    assert len(reasons) == 1
+
+
+@every_policy
+def test_a_decision_is_plain_data(policy: LoadBalancingPolicy) -> None:
+    assert dumps(build(policy).decide(full_task(), with_queues(1, 0)))

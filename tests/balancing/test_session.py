@@ -1,0 +1,138 @@
+"""The policy `session`: where requests with and without a session go, and why."""
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from vllm_omni_plugin.balancing.serving import ServingReplicas
+from vllm_omni_plugin.balancing.session import SessionBalancer
+from vllm_omni_plugin.errors import ConfigError
+
+from .fakes import with_queues
+from .pool import PooledReplica, pool_of
+
+SESSIONS = [f"session-{number}" for number in range(10_000)]
+
+
+def policy(**options: Any) -> SessionBalancer:
+    return SessionBalancer(rng=random.Random(0), **options)
+
+
+def home(balancer: SessionBalancer, replicas: Any, session: str) -> str:
+    return str(replicas[balancer.select({"session": session}, replicas)].input_addr)
+
+
+def homes(balancer: SessionBalancer, replicas: tuple[PooledReplica, ...]) -> list[int]:
+    return [replicas[balancer.select({"session": session}, replicas)].replica_id for session in SESSIONS]
+
+
+def test_a_session_stays_and_sessions_differ() -> None:
+    balancer, pool = policy(), pool_of(None, 8)
+    for session in SESSIONS[:50]:
+        decisions = {balancer.decide({"session": session}, pool.replicas) for _ in range(3)}
+        assert [decision.reason for decision in decisions] == ["session"]
+    assert len({home(balancer, pool.replicas, session) for session in SESSIONS[:50]}) == 8
+
+
+@pytest.mark.parametrize("task", [{}, {"session": None}, {"session": ""}])
+def test_without_a_session_the_shortest_queue_wins(task: Any) -> None:
+    decision = policy().decide(task, with_queues(2, 1, 3))
+    assert (decision.position, decision.reason, decision.fallback) == (1, "least-load", "no-session")
+
+
+def test_a_session_spills_at_the_bound_and_not_before() -> None:
+    balancer, pool = policy(load_factor=1.5, slack=2), pool_of(None, 4)
+    at = balancer.select({"session": "s"}, pool.replicas)
+    # With n requests, all at home, the bound is 1.5 * (n + 1) / 4 + 2: 3.875 for four of them, 3.5 for three.
+    pool.replicas[at].charge(3)
+    assert balancer.decide({"session": "s"}, pool.replicas)[:2] == (at, "session")
+    pool.replicas[at].charge(1)
+    decision = balancer.decide({"session": "s"}, pool.replicas)
+    assert decision.position != at
+    assert decision.reason == "session-spilled"
+    assert decision.candidates[-1].score == 0
+    assert {balancer.select({"session": "s"}, pool.replicas) for _ in range(10)} == {decision.position}
+
+
+def test_a_session_comes_home_when_its_replica_has_time_again() -> None:
+    balancer, pool = policy(), pool_of(None, 4)
+    at = balancer.select({"session": "s"}, pool.replicas)
+    pool.replicas[at].charge(50)
+    assert balancer.select({"session": "s"}, pool.replicas) != at
+    pool.replicas[at].charge(-50)
+    assert balancer.select({"session": "s"}, pool.replicas) == at
+
+
+def test_where_all_but_one_of_many_are_too_busy_that_one_is_found() -> None:
+    pool = pool_of(None, 400)
+    for position, replica in enumerate(pool.replicas):
+        replica.charge(0 if position == 77 else 1000)
+    decision = policy(load_factor=1, slack=0).decide({"session": "s"}, pool.replicas)
+    assert decision[:2] == (77, "session-spilled")
+
+
+def test_no_session_has_more_than_the_bound_however_hot_it_is() -> None:
+    pool = pool_of(policy(), 4)
+    for _ in range(200):
+        pool.send({"session": "hot"})
+    assert max(replica.queue_length for replica in pool.replicas) <= 1.25 * 200 / 4 + 4 + 1
+
+
+def test_a_join_and_a_leave_move_the_least_and_a_restart_nothing() -> None:
+    balancer, replicas = policy(), pool_of(None, 9).replicas
+    before = homes(balancer, replicas[:8])
+    joined = homes(balancer, replicas)
+    assert sum(map(int.__ne__, before, joined)) / len(SESSIONS) < 1 / 9 + 0.02
+    left = homes(balancer, replicas[1:])
+    assert sum(map(int.__ne__, joined, left)) / len(SESSIONS) < 1 / 9 + 0.02
+    restarted = PooledReplica(4, replicas[4].load, "tcp://elsewhere:1")
+    assert homes(balancer, (*replicas[1:4], restarted, *replicas[5:])) == left
+
+
+def test_replicas_without_an_id_are_known_by_address() -> None:
+    replicas = with_queues(0, 0, 0, 0)
+    balancer = policy()
+    before = [home(balancer, replicas, session) for session in SESSIONS[:100]]
+    replicas.reverse()
+    assert [home(balancer, replicas, session) for session in SESSIONS[:100]] == before
+
+
+def test_the_pool_and_plain_replicas_give_the_same_answer() -> None:
+    pool = pool_of(None, 5)
+    for position, replica in enumerate(pool.replicas):
+        replica.charge(4 * position)
+    plain, indexed = policy(), policy()
+    serving = ServingReplicas(pool.replicas)
+    tasks: list[Any] = [{"session": session} for session in SESSIONS[:200]]
+    assert [plain.decide(task, pool.replicas) for task in tasks] == [indexed.decide(task, serving) for task in tasks]
+
+
+def test_a_session_of_any_text_is_one() -> None:
+    replicas = with_queues(0, 0)
+    assert {policy().decide({"session": text}, replicas).reason for text in ("ü", "\ud800", "x" * 100_000)} == {
+        "session"
+    }
+
+
+def test_sessions_use_the_whole_fleet() -> None:
+    pool = pool_of(policy(), 8)
+    for session in SESSIONS[:800]:
+        pool.send({"session": session})
+    loads = Counter({replica.replica_id: replica.queue_length for replica in pool.replicas})
+    assert max(loads.values()) <= 1.25 * 100 + 5
+    assert min(loads.values()) > 50
+
+
+@pytest.mark.parametrize(
+    "options", [{"load_factor": 0.9}, {"load_factor": 101}, {"slack": -1}, {"slack": "few"}, {"load_factor": True}]
+)
+def test_an_option_out_of_range_is_refused_by_name(options: Any) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        SessionBalancer(**options)
+
+
+def test_no_replica_is_an_error() -> None:
+    with pytest.raises(ValueError, match="replicas must not be empty"):
+        policy().select({"session": "s"}, ())

@@ -1,0 +1,112 @@
+"""What policies are told of requests and engines, read from vLLM's own structs."""
+
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequest
+from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
+
+from vllm_omni_plugin.vllm_api.engine_api import EngineApi
+from vllm_omni_plugin.vllm_api.facts import CacheSize, LoadReport, RequestFacts
+from vllm_omni_plugin.vllm_api.move import Move
+from vllm_omni_plugin.vllm_api.requests import build_engine_core_request_from_tokens
+
+PROMPT = [5, 6, 7]
+READY: dict[str, Any] = {
+    "max_model_len": 1024,
+    "num_gpu_blocks": 500,
+    "block_size": 16,
+    "dp_stats_address": None,
+    "dtype": "float32",
+    "vllm_version": "0",
+    "world_size": 1,
+    "data_parallel_size": 1,
+    "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+    "decode_context_parallel_size": 1,
+    "data_parallel_rank": 0,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "instance_id": "i",
+    "supports_lora": False,
+    "max_loras": 0,
+}
+
+
+def request(params: Any = None, **fields: Any) -> EngineCoreRequest:
+    made = build_engine_core_request_from_tokens(
+        "r", {"prompt_token_ids": list(PROMPT)}, params or SamplingParams(max_tokens=9)
+    )
+    return msgspec.structs.replace(made, **fields)
+
+
+def ready(**fields: Any) -> bytes:
+    return msgspec.msgpack.encode(EngineCoreReadyResponse(**(READY | fields)))
+
+
+def test_a_plain_request() -> None:
+    assert EngineApi().describe(request()) == RequestFacts(PROMPT, max_tokens=9)
+
+
+def test_what_names_the_cached_blocks_of_a_request() -> None:
+    features = [
+        MultiModalFeatureSpec(None, "image", f"hash {offset}", PlaceholderRange(offset=offset, length=1))
+        for offset in (0, 2)
+    ]
+    facts = EngineApi().describe(
+        request(lora_request=LoRARequest("adapter", 3, "path"), cache_salt="salt", session_id="s", mm_features=features)
+    )
+    assert facts == RequestFacts(PROMPT, True, "adapter", "salt", (("hash 0", 0, 1), ("hash 2", 2, 1)), "s", 9)
+
+
+def test_a_moved_request_is_described_by_the_prompt_that_is_sent() -> None:
+    facts = EngineApi().describe(EngineApi().moved(request(), Move.RESUME, [8, 9]))
+    assert (facts.token_ids, facts.max_tokens) == ([*PROMPT, 8, 9], 7)
+
+
+@pytest.mark.parametrize(
+    ("made", "cacheable"),
+    [
+        pytest.param(request(SamplingParams(max_tokens=9, prompt_logprobs=1)), False, id="prompt log-probabilities"),
+        pytest.param(request(PoolingParams(task="embed")), True, id="pooling"),
+        pytest.param(request(PoolingParams(skip_reading_prefix_cache=True)), False, id="pooling without a cache"),
+        pytest.param(request(prompt_embeds=torch.zeros(3, 2)), False, id="tokens and embeddings"),
+    ],
+)
+def test_whether_a_prompt_can_be_cached(made: EngineCoreRequest, cacheable: bool) -> None:
+    facts = EngineApi().describe(made)
+    assert (facts.token_ids, facts.cacheable) == (PROMPT, cacheable)
+
+
+def test_a_prompt_of_embeddings_counts_by_its_length() -> None:
+    facts = EngineApi().describe(request(prompt_token_ids=None, prompt_embeds=torch.zeros(40, 2)))
+    assert (len(facts.token_ids), facts.cacheable) == (40, False)
+
+
+def test_cached_tokens_are_those_of_all_caches() -> None:
+    stats = PrefillStats()
+    stats.set(10, 4, 3)
+    assert EngineApi().cached_tokens(EngineCoreOutput("r", [1], prefill_stats=stats)) == 7
+    assert EngineApi().cached_tokens(EngineCoreOutput("r", [1])) is None
+
+
+def test_requests_that_cannot_be_scheduled_yet_wait_too() -> None:
+    stats = SchedulerStats(num_running_reqs=4, num_waiting_reqs=2, num_skipped_waiting_reqs=1, kv_cache_usage=0.5)
+    assert EngineApi().load_report(EngineCoreOutputs(scheduler_stats=stats)) == LoadReport(3, 4, 0.5)
+    assert EngineApi().load_report(EngineCoreOutputs()) is None
+
+
+def test_the_size_of_a_cache_is_read_from_the_ready_response() -> None:
+    assert EngineApi().cache_size(ready()) == CacheSize(500, 16)
+    assert EngineApi().cache_size(ready(effective_attention_block_size=64)) == CacheSize(500, 64)
+
+
+@pytest.mark.parametrize("payload", [b"", b"\xc1", msgspec.msgpack.encode({"block_size": "x"})])
+def test_a_ready_response_that_cannot_be_read_says_nothing_of_the_cache(payload: bytes) -> None:
+    assert EngineApi().cache_size(payload) == CacheSize()

@@ -1,0 +1,58 @@
+"""A policy that writes down what it is told."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm_omni_plugin.balancing import ReplicaView, Task
+from vllm_omni_plugin.balancing.cache_change import CacheChange
+from vllm_omni_plugin.balancing.decision import Candidate, Decision
+
+
+class NotingPolicy:
+    """Satisfies `DecidingBalancer` and `Observer`.
+
+    Attributes:
+        position: which replica it chooses.
+        matched_tokens: what it expects to be cached there.
+        tasks: what it was asked, in order.
+        notes: what it was told, as (method, replica id, what else).
+        fault: raised by every method that tells it something, if set.
+    """
+
+    wants_cache_events = True
+
+    def __init__(self, position: int = 0, matched_tokens: int = 0) -> None:
+        self.position = position
+        self.matched_tokens = matched_tokens
+        self.tasks: list[Task] = []
+        self.notes: list[tuple[Any, ...]] = []
+        self.fault: Exception | None = None
+
+    def select(self, task: Task, replicas: Sequence[ReplicaView]) -> int:
+        raise AssertionError("a policy that can decide is not asked to select")
+
+    def decide(self, task: Task, replicas: Sequence[ReplicaView]) -> Decision:
+        self.tasks.append(task)
+        position = self.position % len(replicas)
+        candidates = (Candidate(position, 1.0, self.matched_tokens),)
+        return Decision(position, "noted", candidates, matched_tokens=self.matched_tokens)
+
+    def dispatched(self, task: Task, replica: Any, decision: Decision) -> None:
+        self._note("dispatched", replica, task["request_id"], decision.reason)
+
+    def began(self, task: Task, replica: Any, cached_tokens: int | None) -> None:
+        self._note("began", replica, task["request_id"], cached_tokens)
+
+    def ended(self, task: Task, replica: Any, seconds: float, output_tokens: int) -> None:
+        self._note("ended", replica, task["request_id"], seconds, output_tokens, list(task["answer_ids"]))
+
+    def forgotten(self, replica: Any) -> None:
+        self._note("forgotten", replica)
+
+    def cache_changed(self, replica: Any, change: CacheChange) -> None:
+        self._note("cache_changed", replica, change)
+
+    def _note(self, what: str, replica: Any, *more: object) -> None:
+        self.notes.append((what, replica.replica_id, *more))
+        if self.fault is not None:
+            raise self.fault

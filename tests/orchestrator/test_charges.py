@@ -1,0 +1,138 @@
+"""What requests weigh on a replica, as plain arithmetic."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_omni_plugin.balancing.decision import Decision
+from vllm_omni_plugin.balancing.load import ReplicaLoad
+from vllm_omni_plugin.balancing.prompt import Prompt
+from vllm_omni_plugin.orchestrator.charges import Account, Charge
+from vllm_omni_plugin.vllm_api.facts import CacheSize, LoadReport
+
+
+def make(prompt: int, matched: int = 0, now: float = 0.0) -> Charge:
+    return Charge({"prompt": Prompt(range(prompt))}, Decision(0, "test", matched_tokens=matched), now)
+
+
+def charged(account: Account, prompt: int, matched: int = 0, now: float = 0.0) -> Charge:
+    charge = make(prompt, matched, now)
+    account.charge(charge)
+    return charge
+
+
+def test_a_prompt_is_to_be_computed_until_its_first_output_and_held_from_then_on() -> None:
+    account = Account()
+    charge = charged(account, prompt=100, matched=64)
+    assert account.load == ReplicaLoad(requests=1, prefill_tokens=36)
+    account.begin(charge, 2.0)
+    account.produce(charge, 1)
+    assert (account.load.prefill_tokens, account.load.decode_tokens) == (0, 101)
+    account.produce(charge, 4)
+    assert account.load.decode_tokens == 105
+    account.release(charge, 3.0)
+    assert account.load == ReplicaLoad(prefill_rate=18.0)
+
+
+def test_a_request_that_ends_before_its_first_output_leaves_nothing() -> None:
+    account = Account()
+    account.release(charged(account, prompt=100), 1.0)
+    assert account.load == ReplicaLoad()
+
+
+def test_more_matched_tokens_than_the_prompt_has_are_no_negative_work() -> None:
+    account = Account()
+    charged(account, prompt=10, matched=64)
+    assert account.load.prefill_tokens == 0
+
+
+def test_a_request_of_an_unknown_prompt_still_counts() -> None:
+    account = Account()
+    account.charge(Charge({}, Decision(0, "test"), 0.0))
+    assert account.load == ReplicaLoad(requests=1)
+
+
+def test_what_others_sent_is_what_a_report_has_beyond_our_own() -> None:
+    account = Account(CacheSize(1000, 16))
+    charged(account, 10)
+    account.report(LoadReport(waiting=2, running=3, kv_usage=0.5))
+    assert account.load == ReplicaLoad(5, 4, 10, 0, 2, 3, 0.5, 0.0, 1000, 16)
+
+
+def test_a_report_taken_before_a_dispatch_does_not_hide_it() -> None:
+    account = Account()
+    for _ in range(3):
+        charged(account, 10)
+    account.report(LoadReport(waiting=0, running=1, kv_usage=0.1))
+    assert (account.load.requests, account.load.others) == (3, 0)
+
+
+def test_nothing_reported_outlives_our_own_requests() -> None:
+    account = Account()
+    charge = charged(account, 10)
+    account.report(LoadReport(waiting=7, running=8, kv_usage=0.9))
+    account.release(charge, 1.0)
+    assert account.load == ReplicaLoad()
+    account.report(LoadReport(waiting=7, running=8, kv_usage=0.9))
+    assert account.load == ReplicaLoad()
+
+
+def test_the_rate_counts_only_time_in_which_there_were_prompts_to_compute() -> None:
+    account = Account()
+    account.begin(charged(account, prompt=1000, now=0.0), 2.0)
+    assert account.load.prefill_rate == 500.0
+    account.begin(charged(account, prompt=1000, now=1000.0), 1002.0)
+    assert account.load.prefill_rate == pytest.approx(500.0)
+
+
+def test_prompts_computed_together_share_their_time() -> None:
+    account = Account()
+    both = [charged(account, prompt=1000, now=0.0) for _ in range(2)]
+    for charge in both:
+        account.begin(charge, 4.0)
+    assert account.load.prefill_rate == 500.0
+
+
+def test_the_rate_follows_a_replica_that_has_become_slow() -> None:
+    account = Account()
+    now = 0.0
+    for seconds in [1.0] * 20 + [10.0] * 20:
+        account.begin(charged(account, prompt=1000, now=now), now + seconds)
+        now += seconds
+    assert account.load.prefill_rate == pytest.approx(100.0, rel=0.1)
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("charge"), st.integers(0, 500), st.integers(0, 500)),
+        st.tuples(st.just("begin"), st.integers(0, 50), st.integers(0, 5)),
+        st.tuples(st.just("release"), st.integers(0, 50), st.just(0)),
+        st.tuples(st.just("report"), st.integers(0, 20), st.integers(0, 20)),
+    ),
+    max_size=80,
+)
+
+
+@given(STEPS)
+def test_the_sums_are_those_of_what_is_in_flight_through_any_history(steps: list[tuple[str, int, int]]) -> None:
+    account, there = Account(), list[Charge]()
+    for now, (step, first, second) in enumerate(steps):
+        if step == "charge":
+            there.append(charged(account, first, second, float(now)))
+        elif step == "report":
+            account.report(LoadReport(first, second, 0.5))
+        elif there:
+            charge = there[first % len(there)]
+            if step == "release":
+                account.release(charge, float(now))
+                there.remove(charge)
+            else:
+                if not charge.began:
+                    account.begin(charge, float(now))
+                account.produce(charge, second)
+        load = account.load
+        assert load.requests - load.others == len(there)
+        assert load.prefill_tokens == sum(c.prefill_tokens for c in there if not c.began)
+        assert load.decode_tokens == sum(c.prompt_tokens + c.output_tokens for c in there if c.began)
+        assert load.others >= 0
+        assert load.prefill_rate >= 0.0

@@ -1,0 +1,92 @@
+"""Names of KV blocks that every process computes alike, whichever engine holds the blocks."""
+
+import json
+import sys
+from array import array
+from collections.abc import Sequence
+from dataclasses import replace
+
+from xxhash import xxh3_64_intdigest
+
+from vllm_omni_plugin.balancing.prompt import MediaSpan, Prompt
+
+ROOT = 0
+"""The key before the first block."""
+
+ExtraKeys = Sequence[object]
+"""What tells a block from others with the same tokens, as vLLM publishes it: strings and pairs (string, number)."""
+
+
+def pack_tokens(token_ids: Sequence[int]) -> bytes:
+    """Token ids as `block_key` takes them: four bytes each, little endian."""
+    packed = array("I", token_ids)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def block_key(parent: int, tokens: "bytes | memoryview", extra: ExtraKeys = ()) -> int:
+    """The key of a block, 64 bits, chained as in vLLM's prefix cache but without a seed of each process.
+
+    Source: XXH3 (Collet), seeded with the key of the block before.
+
+    Args:
+        parent: that block's key, or `ROOT`.
+        tokens: the block's, see `pack_tokens`.
+        extra: the name of a LoRA, multimodal inputs with their offsets in the block, a cache salt. Names and salts are
+            heeded in the first block; the chain carries them on.
+    """
+    if extra and parent != ROOT:
+        extra = [item for item in extra if not isinstance(item, str)]
+    if extra:
+        tokens = bytes(tokens) + json.dumps(extra).encode()
+    return xxh3_64_intdigest(tokens, seed=parent)
+
+
+def prompt_keys(prompt: Prompt, block_size: int) -> list[int]:
+    """Keys of the blocks that a prompt fills, in order. Computed once for each prompt; not to be changed.
+
+    The last token is left out, as vLLM does: it is always computed, or there would be nothing to sample from.
+    """
+    keys = prompt.known_keys.get(block_size)
+    if keys is None:
+        keys = prompt.known_keys[block_size] = _continue_keys([], prompt, block_size)
+    return keys
+
+
+def answered_keys(prompt: Prompt, answer_ids: Sequence[int], block_size: int) -> list[int]:
+    """Keys of the blocks that a prompt and its answer fill, but for the last token, which nothing was computed from."""
+    answered = replace(prompt, token_ids=[*prompt.token_ids, *answer_ids])
+    return _continue_keys(prompt_keys(prompt, block_size), answered, block_size)
+
+
+def _continue_keys(known: list[int], prompt: Prompt, block_size: int) -> list[int]:
+    if not prompt.cacheable:
+        return []
+    keys = known.copy()
+    parent = keys[-1] if keys else ROOT
+    begin, end = len(keys), (len(prompt.token_ids) - 1) // block_size
+    data = memoryview(pack_tokens(prompt.token_ids[begin * block_size : end * block_size]))
+    width = 4 * block_size
+    for block in range(begin, end):
+        tokens = data[(block - begin) * width : (block - begin + 1) * width]
+        if block == 0 or prompt.media:
+            parent = block_key(parent, tokens, _extra_keys(prompt, block * block_size, block_size))
+        else:
+            parent = xxh3_64_intdigest(tokens, seed=parent)
+        keys.append(parent)
+    return keys
+
+
+def _extra_keys(prompt: Prompt, begin: int, block_size: int) -> ExtraKeys:
+    """In the order of vLLM's `generate_block_hash_extra_keys`: adapter, media, and in the first block the salt."""
+    extra: list[object] = [prompt.lora_name] if prompt.lora_name else []
+    end = begin + block_size
+    extra += [[media.identifier, media.offset - begin] for media in prompt.media if _overlap(media, begin, end)]
+    if begin == 0 and prompt.cache_salt:
+        extra.append(prompt.cache_salt)
+    return extra
+
+
+def _overlap(media: MediaSpan, begin: int, end: int) -> bool:
+    return media.offset < end and begin < media.offset + media.length

@@ -1,0 +1,155 @@
+"""The least work ahead, in seconds that are corrected by what requests really took."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from vllm_omni_plugin.balancing.base import DecidingBalancer, ReplicaView, Task, require_replicas
+from vllm_omni_plugin.balancing.decayed_ratio import DecayedRatio
+from vllm_omni_plugin.balancing.decision import Candidate, Decision
+from vllm_omni_plugin.balancing.load import load_of
+from vllm_omni_plugin.balancing.options import number
+from vllm_omni_plugin.balancing.request_size import OutputLengths, prompt_tokens
+from vllm_omni_plugin.balancing.sampling import few, least
+
+_HALF_LIFE = 16
+"""Requests per replica after which what was observed counts half. Counted over the fleet: a replica that gets none for
+its slowness is taken for an ordinary one again, by and by, and so is tried again."""
+
+_PRIOR_REQUESTS = 4
+"""Requests that must have been observed on a replica to count as much as what is usual in the fleet."""
+
+
+@dataclass(slots=True)
+class _Cost:
+    """Estimated seconds of one request: of its prompt, what of that is still ahead, and of its answer."""
+
+    prompt: float
+    prompt_ahead: float
+    output: float
+    began: bool = False
+
+
+@dataclass(slots=True)
+class _Account:
+    """What this policy knows of a replica; `ahead` is the sum over `costs`, kept so that nothing is summed per pick."""
+
+    ahead: float = 0.0
+    costs: dict[str, _Cost] = field(default_factory=dict)
+    speed: DecayedRatio = field(default_factory=DecayedRatio)
+
+
+class CostAwareBalancer(DecidingBalancer):
+    """Sends a request where the work ahead of it and its own take the fewest seconds.
+
+        cost  = prompt_token_s * uncached prompt tokens + output_token_s * expected output tokens
+        score = (costs of the requests there + cost) * correction
+
+    The expected output is the mean of the answers seen whose `max_tokens` had the same magnitude, at most `max_tokens`.
+    The prompt's part of a cost is over at the first output; how much of the prompt was cached is known by then.
+    `correction` is observed / estimated seconds of the requests that ended on the replica, the estimate being made with
+    the tokens they really had. What was observed counts half after 16 more requests per replica, and the ratio is drawn
+    towards the fleet's with the weight of four requests like this one. Requests of other heads count as this one. Up to
+    eight replicas are all compared; of more, see `few`. What is known of a replica is forgotten with it.
+
+    Source: least work left (Harchol-Balter, "Performance Modeling and Design of Computer Systems", 2013, ch. 24) with
+    sizes estimated; the correction is ours. The reason is `least-cost`, the fallback `no-history` as long as no request
+    has ended.
+
+    Args:
+        prompt_token_s: seconds for a prompt token that is not cached; 0.000001 to 10.
+        output_token_s: seconds for a token of the answer; 0.000001 to 10.
+        rng: source of randomness; a freshly seeded one of its own by default.
+
+    Raises:
+        ConfigError: an option is out of range.
+    """
+
+    def __init__(
+        self, *, prompt_token_s: float = 0.0001, output_token_s: float = 0.0002, rng: random.Random | None = None
+    ) -> None:
+        self._prompt_token_s = number("prompt_token_s", prompt_token_s, 1e-6, 10)
+        self._output_token_s = number("output_token_s", output_token_s, 1e-6, 10)
+        self._rng = rng or random.Random()
+        self._lengths = OutputLengths()
+        self._accounts: dict[str, _Account] = {}
+        self._fleet_speed = DecayedRatio()
+        self._ended = 0
+
+    def __repr__(self) -> str:
+        costs = sum(len(account.costs) for account in self._accounts.values())
+        return f"<CostAwareBalancer [{len(self._accounts)} replicas, {costs} requests]>"
+
+    def select(self, task: Task, replicas: Sequence[ReplicaView]) -> int:
+        """See `decide`."""
+        return self.decide(task, replicas).position
+
+    def decide(self, task: Task, replicas: Sequence[ReplicaView]) -> Decision:
+        """Compare the corrected seconds. Raises ValueError when `replicas` is empty."""
+        require_replicas(replicas)
+        cost = sum(self._estimate(task))
+        positions = few(replicas, self._rng)
+        scores = self._scores([replicas[position] for position in positions], cost)
+        candidates = tuple(map(Candidate, positions, scores))
+        fallback = "" if self._ended else "no-history"
+        return Decision(least(candidates, self._rng).position, "least-cost", candidates, fallback)
+
+    def dispatched(self, task: Task, replica: ReplicaView, decision: Decision) -> None:
+        """Charge a request's cost to the replica it goes to."""
+        if "request_id" in task:
+            account = self._accounts.setdefault(replica.input_addr, _Account())
+            prompt, output = self._estimate(task)
+            account.costs[task["request_id"]] = _Cost(prompt, prompt, output)
+            account.ahead += prompt + output
+
+    def began(self, task: Task, replica: ReplicaView, cached_tokens: int | None) -> None:
+        """Its prompt is computed, and cost as much as was not cached."""
+        account = self._accounts.get(replica.input_addr)
+        cost = account.costs.get(task.get("request_id", "")) if account else None
+        if account and cost:
+            account.ahead -= cost.prompt_ahead
+            cost.prompt = self._prompt_token_s * max(prompt_tokens(task) - (cached_tokens or 0), 1)
+            cost.prompt_ahead, cost.began = 0.0, True
+
+    def ended(self, task: Task, replica: ReplicaView, seconds: float, output_tokens: int) -> None:
+        """Release a request's cost, and learn from it if it had its first output."""
+        account = self._accounts.get(replica.input_addr)
+        cost = account.costs.pop(task.get("request_id", ""), None) if account else None
+        if not account or not cost:
+            return
+        # Exactly zero when nothing is left, or rounding errors would add up for ever.
+        account.ahead = account.ahead - cost.prompt_ahead - cost.output if account.costs else 0.0
+        if cost.began:
+            self._learn(account, seconds, cost.prompt + self._output_token_s * output_tokens)
+            self._lengths.saw(task.get("max_tokens"), output_tokens)
+
+    def forgotten(self, replica: ReplicaView) -> None:
+        """Forget the replica and what was charged to it."""
+        self._accounts.pop(replica.input_addr, None)
+
+    def _estimate(self, task: Task) -> tuple[float, float]:
+        """Seconds of the prompt and of the answer."""
+        expected = self._lengths.expected(task.get("max_tokens"))
+        return self._prompt_token_s * prompt_tokens(task), self._output_token_s * expected
+
+    def _learn(self, account: _Account, observed: float, estimated: float) -> None:
+        self._ended += 1
+        for speed in (account.speed, self._fleet_speed):
+            speed.add(observed, estimated, self._ended, self._half_life)
+
+    @property
+    def _half_life(self) -> float:
+        return _HALF_LIFE * max(len(self._accounts), 1)
+
+    def _scores(self, replicas: Sequence[ReplicaView], cost: float) -> list[float]:
+        now, half_life, prior_weight = self._ended, self._half_life, _PRIOR_REQUESTS * cost
+        usual = self._fleet_speed.value(now, half_life, 1.0, prior_weight)
+        scores = []
+        for replica in replicas:
+            account = self._accounts.get(replica.input_addr)
+            ahead = cost * (1 + load_of(replica).others)
+            if account is None:
+                scores.append(ahead * usual)
+            else:
+                scores.append((ahead + account.ahead) * account.speed.value(now, half_life, usual, prior_weight))
+        return scores

@@ -1,0 +1,87 @@
+"""The shortest expected wait, from tokens instead of requests."""
+
+import random
+from collections.abc import Iterable, Sequence
+
+from vllm_omni_plugin.balancing.base import DecidingBalancer, ReplicaView, Task, require_replicas
+from vllm_omni_plugin.balancing.decision import Candidate, Decision
+from vllm_omni_plugin.balancing.load import ReplicaLoad, load_of
+from vllm_omni_plugin.balancing.options import number
+from vllm_omni_plugin.balancing.request_size import prompt_tokens
+from vllm_omni_plugin.balancing.sampling import few, least
+
+_UNMEASURED_RATE = 10_000.0
+"""Prompt tokens per second of a replica while no rate is known: an 8B model on one accelerator."""
+
+_TRUSTED_FACTOR = 8.0
+"""How far a measured rate may be from the usual. A replica measured while it warmed up would else get no request, and
+so no measurement, ever again."""
+
+_FULLEST = 0.99
+"""KV usage from which on more makes no difference, or a full replica would be infinitely bad."""
+
+
+class LeastTokensBalancer(DecidingBalancer):
+    """Sends a request where it is expected to wait least for its first token.
+
+        seconds = (prefill + prompt + decode_weight * decode) / rate + kv_seconds * k / (1 - k)
+
+    `prefill` and `decode` are the replica's tokens still to be computed and being decoded, `prompt` those of the
+    request, `rate` the prompt tokens per second the replica was measured at, `k` its KV usage. Requests of other heads
+    count as long as this one: to be computed if the engine says that they wait, being decoded if not. Without a
+    measurement the rate is the median of the replicas compared (10,000 if none has any), and none is taken to be more
+    than eight times faster or slower than that. Up to eight replicas are all compared; of more, see `few`.
+
+    Source: queued tokens over the measured rate, and a penalty for a filling KV cache that grows as the queue of an
+    M/M/1 server of that utilisation; the weight of decoding is ours. The reason is `expected-wait`, with the fallback
+    `no-rate` while no rate is known.
+
+    Args:
+        decode_weight: what a token being decoded costs, in prompt tokens; 0 to 10.
+        kv_seconds: wait that a half-full KV cache stands for; 0 to 60.
+        rng: source of randomness; a freshly seeded one of its own by default.
+
+    Raises:
+        ConfigError: an option is out of range.
+    """
+
+    def __init__(
+        self, *, decode_weight: float = 0.1, kv_seconds: float = 0.15, rng: random.Random | None = None
+    ) -> None:
+        self._decode_weight = number("decode_weight", decode_weight, 0, 10)
+        self._kv_seconds = number("kv_seconds", kv_seconds, 0, 60)
+        self._rng = rng or random.Random()
+
+    def select(self, task: Task, replicas: Sequence[ReplicaView]) -> int:
+        """See `decide`."""
+        return self.decide(task, replicas).position
+
+    def decide(self, task: Task, replicas: Sequence[ReplicaView]) -> Decision:
+        """Compare the expected waits. Raises ValueError when `replicas` is empty."""
+        require_replicas(replicas)
+        prompt = prompt_tokens(task)
+        positions = few(replicas, self._rng)
+        loads = [load_of(replicas[position]) for position in positions]
+        rates = sorted([load.prefill_rate for load in loads if load.prefill_rate > 0])
+        usual_rate = rates[len(rates) // 2] if rates else _UNMEASURED_RATE
+        candidates = tuple(map(Candidate, positions, self._expected_waits(loads, prompt, usual_rate)))
+        fallback = "" if rates else "no-rate"
+        return Decision(least(candidates, self._rng).position, "expected-wait", candidates, fallback)
+
+    def _expected_waits(self, loads: Iterable[ReplicaLoad], prompt: int, usual_rate: float) -> list[float]:
+        decode_weight, kv_seconds = self._decode_weight, self._kv_seconds
+        slowest, fastest = usual_rate / _TRUSTED_FACTOR, usual_rate * _TRUSTED_FACTOR
+        waits = []
+        for load in loads:
+            tokens = load.prefill_tokens + prompt + decode_weight * load.decode_tokens
+            if load.others:
+                waiting = min(load.others, load.waiting)
+                tokens += prompt * (waiting + decode_weight * (load.others - waiting))
+            rate = load.prefill_rate or usual_rate
+            if not slowest <= rate <= fastest:
+                rate = slowest if rate < slowest else fastest
+            usage = load.kv_usage
+            if usage > _FULLEST:
+                usage = _FULLEST
+            waits.append(tokens / rate + kv_seconds * usage / (1 - usage))
+        return waits

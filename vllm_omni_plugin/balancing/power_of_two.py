@@ -1,0 +1,38 @@
+"""The less loaded of two replicas drawn at random."""
+
+import random
+from collections.abc import Sequence
+
+from vllm_omni_plugin.balancing.base import DecidingBalancer, ReplicaView, Task, require_replicas
+from vllm_omni_plugin.balancing.decision import Candidate, Decision
+from vllm_omni_plugin.balancing.sampling import MOST_COMPARED, least, sample
+
+_CHOICES = 2
+_LARGE_FLEET = 64
+"""Replicas above which two choices are too few: the idle ones among many would be found too rarely."""
+
+
+class PowerOfTwoBalancer(DecidingBalancer):
+    """Draws two different replicas, eight in a fleet of more than 64, and takes the one with fewer unfinished requests.
+
+    Source: power of d choices (Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", 2001). Ties are
+    broken at random. The reason of its decisions is `least-load`; it has no options and no fallback.
+
+    Args:
+        rng: source of randomness; a freshly seeded one of its own by default.
+    """
+
+    def __init__(self, rng: random.Random | None = None) -> None:
+        self._rng = rng or random.Random()
+
+    def select(self, task: Task, replicas: Sequence[ReplicaView]) -> int:
+        """See `decide`."""
+        return self.decide(task, replicas).position
+
+    def decide(self, task: Task, replicas: Sequence[ReplicaView]) -> Decision:
+        """Compare the queue lengths of this moment. Raises ValueError when `replicas` is empty."""
+        require_replicas(replicas)
+        total = len(replicas)
+        positions = sample(MOST_COMPARED if total > _LARGE_FLEET else _CHOICES, total, self._rng)
+        candidates = tuple([Candidate(position, replicas[position].queue_length) for position in positions])
+        return Decision(least(candidates, self._rng).position, "least-load", candidates)

@@ -1,0 +1,102 @@
+"""Where a prompt's beginning is cached, blended with load."""
+
+import random
+from collections.abc import Sequence
+
+from vllm_omni_plugin.balancing.approximate_cache import ApproximateCaches
+from vllm_omni_plugin.balancing.base import DecidingBalancer, ReplicaView, Task, require_replicas
+from vllm_omni_plugin.balancing.block_keys import answered_keys, prompt_keys
+from vllm_omni_plugin.balancing.decision import Decision
+from vllm_omni_plugin.balancing.load import load_of
+from vllm_omni_plugin.balancing.matching import (
+    TokenLevels,
+    candidates_by_latency,
+    cheapest,
+    positions_to_compare,
+    reason_of,
+)
+from vllm_omni_plugin.balancing.options import number
+from vllm_omni_plugin.balancing.prompt import Prompt
+from vllm_omni_plugin.balancing.slots import Membership, ReplicaSlots, block_size_of
+
+_DEFAULT_KV_BLOCKS = 8192
+_NO_PROMPT = Prompt((), cacheable=False)
+
+
+class PrefixBalancer(DecidingBalancer):
+    """Sends a prompt where most of it is cached, unless the work that waits there outweighs the saving.
+
+    The lowest `(prompt - matched) * min(4, requests + 1) + prefill_tokens + answer_tokens * requests` wins, the latency
+    that the choice adds to all requests, in prompt tokens: what it computes delays everybody on the replica, what waits
+    there delays it alone, and its answer and those of the others delay each other. No thresholds, hence nothing that is
+    noise at low load. A replica with an empty cache and nothing to do gets a prompt that is cached elsewhere once all
+    who have it have `prompt / answer_tokens` requests. Equal scores go to the longest match, then at random.
+
+    Source: LMetric, `(prompt - matched) * (load + 1)`, with a price of answers, without which a prompt that is cached
+    as a whole would cost nothing and draw any number of its like to one replica; and the prefill that waits, as in
+    Dynamo's cost. It is added and not multiplied, or the one replica that is just computing a context would be
+    avoided by all who need it, and each of them would compute it elsewhere. What a replica has cached is inferred from
+    what was sent to it, see `ApproximateCaches`.
+
+    Compared are those that `positions_to_compare` names. Reasons: see `reason_of`. Fallbacks: `no-prompt`,
+    `uncacheable`, both decided by load.
+
+    Args:
+        answer_tokens: what an answer costs each other one on the same replica, in prompt tokens; 0 or more.
+        rng: source of randomness; a freshly seeded one of its own by default.
+
+    Raises:
+        ConfigError: an option is out of range.
+    """
+
+    def __init__(self, *, answer_tokens: float = 128, rng: random.Random | None = None) -> None:
+        self._answer_tokens = number("answer_tokens", answer_tokens, 0)
+        self._rng = rng or random.Random()
+        self._slots = ReplicaSlots()
+        self._caches = ApproximateCaches()
+
+    def select(self, task: Task, replicas: Sequence[ReplicaView]) -> int:
+        """See `decide`."""
+        return self.decide(task, replicas).position
+
+    def decide(self, task: Task, replicas: Sequence[ReplicaView]) -> Decision:
+        """Compare cost. Raises ValueError when `replicas` is empty."""
+        require_replicas(replicas)
+        members = self._slots.membership(replicas)
+        prompt = task.get("prompt", _NO_PROMPT)
+        levels = self._levels(prompt, members)
+        positions = positions_to_compare(replicas, members, levels, self._rng)
+        candidates = candidates_by_latency(
+            replicas, positions, members.slots, levels, len(prompt.token_ids), self._answer_tokens
+        )
+        chosen = cheapest(candidates, self._rng)
+        fallback = "" if prompt.cacheable else "uncacheable" if "prompt" in task else "no-prompt"
+        return Decision(chosen.position, reason_of(chosen, candidates), candidates, fallback, chosen.matched_tokens)
+
+    def dispatched(self, task: Task, replica: ReplicaView, decision: Decision) -> None:
+        """From here on the replica has the prompt cached."""
+        self._use(replica, prompt_keys(task.get("prompt", _NO_PROMPT), block_size_of(replica)))
+
+    def ended(self, task: Task, replica: ReplicaView, seconds: float, output_tokens: int) -> None:
+        """It has the answer cached, too; all but the last token, which was never computed on."""
+        prompt, answer = task.get("prompt", _NO_PROMPT), task.get("answer_ids", ())
+        if answer:
+            self._use(replica, answered_keys(prompt, answer, block_size_of(replica)))
+
+    def forgotten(self, replica: ReplicaView) -> None:
+        """Nothing is cached there."""
+        slot = self._slots.free(replica)
+        if slot is not None:
+            self._caches.clear(slot)
+
+    def _use(self, replica: ReplicaView, keys: Sequence[int]) -> None:
+        self._caches.use(self._slots.slot(replica), keys, load_of(replica).kv_blocks or _DEFAULT_KV_BLOCKS)
+
+    def _levels(self, prompt: Prompt, members: Membership) -> TokenLevels:
+        levels = [
+            (blocks * size, holders & members.mask)
+            for size in members.block_sizes
+            for blocks, holders in self._caches.levels(prompt_keys(prompt, size))
+        ]
+        levels.sort(reverse=True)
+        return levels

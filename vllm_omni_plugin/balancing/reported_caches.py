@@ -1,0 +1,97 @@
+"""What the engines of a fleet say they have cached, and what stands in for it where they do not."""
+
+from collections.abc import Sequence
+
+from vllm_omni_plugin.balancing.approximate_cache import ApproximateCaches
+from vllm_omni_plugin.balancing.cache_change import CacheChange
+from vllm_omni_plugin.balancing.prefix_index import PrefixIndex
+
+NO_EVENTS = "no-events"
+"""The fallback where a replica never said what it has cached."""
+STALE_EVENTS = "stale-events"
+"""The fallback where some of what a replica said is lost."""
+
+
+class ReportedCaches:
+    """The prefix caches of all replicas; a slot stands for a replica, see `BlockHolders`.
+
+    What an engine reports is exact but late: what is in flight to it counts as cached already. Where reports are
+    missing or incomplete, what was sent to the replica counts, as an engine of its size would keep it.
+    """
+
+    def __init__(self) -> None:
+        self._known = PrefixIndex()
+        # By slot, the known blocks that are in flight and not reported, and how many prompts have each.
+        self._expected: dict[int, dict[int, int]] = {}
+        self._estimated = ApproximateCaches()
+        # Bit masks of slots.
+        self._heard_of = 0
+        self._complete = 0
+
+    def levels(self, keys: Sequence[int], slots: int) -> list[tuple[int, int]]:
+        """How many of the leading blocks of `keys` somebody has, and who of a mask of slots; a slot may come twice."""
+        # A search suffices, since vLLM never evicts a block before those behind it.
+        found = [(blocks, holders & slots) for blocks, holders in self._known.closed_levels(keys)]
+        if estimated := slots & ~self._complete:
+            found += [(blocks, holders & estimated) for blocks, holders in self._estimated.levels(keys)]
+        return found
+
+    def shortcoming(self, slots: int) -> str:
+        """What is missing to know the caches of a mask of slots: `NO_EVENTS`, `STALE_EVENTS` or ""."""
+        if not slots & ~self._complete:
+            return ""
+        return NO_EVENTS if slots & ~self._heard_of else STALE_EVENTS
+
+    def send(self, slot: int, keys: Sequence[int], capacity: int) -> None:
+        """A prompt with these blocks goes to a replica with so many blocks of memory."""
+        expected = self._expected.setdefault(slot, {})
+        known = max((blocks for blocks, holders in self._known.closed_levels(keys) if holders >> slot & 1), default=0)
+        for key in keys[:known]:
+            if key in expected:
+                expected[key] += 1
+        expected.update(dict.fromkeys(keys[known:], 1))
+        self._known.store(slot, keys[known:])
+        self._estimated.use(slot, keys, capacity)
+
+    def end(self, slot: int, keys: Sequence[int]) -> None:
+        """It is no longer in flight."""
+        expected = self._expected.get(slot)
+        if not expected:
+            return
+        gone: list[int] = []
+        for key in keys:
+            prompts = expected.get(key, 0)
+            if prompts > 1:
+                expected[key] = prompts - 1
+            elif prompts:
+                del expected[key]
+                gone.append(key)
+        self._known.remove(slot, gone)
+
+    def estimate(self, slot: int, keys: Sequence[int], capacity: int) -> None:
+        """A replica must have these blocks, which nobody reports."""
+        self._estimated.use(slot, keys, capacity)
+
+    def change(self, slot: int, change: CacheChange) -> None:
+        """An engine has reported."""
+        bit = 1 << slot
+        if change.restart:
+            self._known.clear(slot)
+            self._expected.pop(slot, None)
+            if change.complete:
+                self._estimated.clear(slot)
+        self._known.remove(slot, change.removed)
+        self._known.store(slot, change.stored)
+        if expected := self._expected.get(slot):
+            for key in (*change.removed, *change.stored):
+                expected.pop(key, None)
+        self._heard_of |= bit
+        self._complete = self._complete | bit if change.complete else self._complete & ~bit
+
+    def clear(self, slot: int) -> None:
+        """Nothing is cached or in flight, and nothing was ever reported. The slot may be given to another replica."""
+        self._known.clear(slot)
+        self._expected.pop(slot, None)
+        self._estimated.clear(slot)
+        self._heard_of &= ~(1 << slot)
+        self._complete &= ~(1 << slot)

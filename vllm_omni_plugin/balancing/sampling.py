@@ -1,0 +1,57 @@
+"""Comparing a few replicas instead of all, so that the cost of a decision does not grow with the fleet."""
+
+import random
+from collections.abc import Sequence
+
+from vllm_omni_plugin.balancing.base import ReplicaView
+from vllm_omni_plugin.balancing.decision import Candidate
+from vllm_omni_plugin.balancing.serving import ServingReplicas
+
+MOST_COMPARED = 8
+"""Replicas that a policy compares at most where each comparison takes a computation.
+
+Source: the supermarket model (Mitzenmacher, 2001): with d sampled, the share of queues of k requests or more
+falls as load^((d^k - 1)/(d - 1)); eight of many are nearly as good as all.
+"""
+
+_BESIDE_THE_SHORTEST = 3
+"""Replicas that are drawn where the shortest queue is known and compared as well. More gain nothing then, in
+simulations of 16 and 64 replicas."""
+
+
+def sample(count: int, total: int, rng: random.Random) -> Sequence[int]:
+    """Distinct positions below `total`, uniformly at random; all of them, in order, if there are no more than `count`.
+
+    Made for few of many: it draws again what it has drawn before, and is then faster than `random.sample`.
+    """
+    if count >= total:
+        return range(total)
+    chosen: dict[int, None] = {}
+    draw = rng.random
+    while len(chosen) < count:
+        chosen[int(draw() * total)] = None
+    return list(chosen)
+
+
+def few(replicas: Sequence[ReplicaView], rng: random.Random) -> Sequence[int]:
+    """Distinct positions of replicas worth a computation: all of up to eight; of more, eight at random.
+
+    Where the fleet knows its shortest queue, that and three at random: an idle replica is never overlooked then.
+    """
+    total = len(replicas)
+    if total <= MOST_COMPARED or not isinstance(replicas, ServingReplicas):
+        return sample(MOST_COMPARED, total, rng)
+    return list(dict.fromkeys((replicas.shortest(rng), *sample(_BESIDE_THE_SHORTEST, total, rng))))
+
+
+def least(candidates: Sequence[Candidate], rng: random.Random) -> Candidate:
+    """The candidate with the lowest score, ties uniformly at random.
+
+    Raises:
+        ValueError: there is none.
+    """
+    scores = [candidate.score for candidate in candidates]
+    lowest = min(scores)
+    if scores.count(lowest) == 1:
+        return candidates[scores.index(lowest)]
+    return rng.choice([candidate for candidate in candidates if candidate.score == lowest])

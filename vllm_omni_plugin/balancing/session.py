@@ -1,0 +1,84 @@
+"""Requests of one session go to one replica, as long as it is not much busier than the others."""
+
+import random
+from collections.abc import Sequence
+
+from vllm_omni_plugin.balancing.base import DecidingBalancer, ReplicaView, Task, require_replicas
+from vllm_omni_plugin.balancing.decision import Candidate, Decision
+from vllm_omni_plugin.balancing.least_queue_length import LeastQueueLengthBalancer
+from vllm_omni_plugin.balancing.options import number
+from vllm_omni_plugin.balancing.rendezvous import RendezvousTable
+from vllm_omni_plugin.balancing.serving import ServingReplicas
+
+_ATTEMPTS = 16
+
+
+class SessionBalancer(DecidingBalancer):
+    """Consistent hashing with bounded loads.
+
+    A session belongs to one replica, see `RendezvousTable`. If that one has more unfinished requests than
+    `load_factor * (total + 1) / replicas + slack`, the request goes to the next in an order of the session's own that
+    has not more; so a session that spills, spills to the same replica again. Without a session, or if the first
+    sixteen in that order are too busy, the shortest queue wins.
+
+    A replica is known by its id, so that a restart moves nothing; one without an id by its address.
+
+    Source: Mirrokni, Thorup and Zadimoghaddam, "Consistent Hashing with Bounded Loads" (2018); the order of replicas
+    is drawn anew for each session instead of clockwise, after Chen, Coleman and Shrivastava, "Revisiting Consistent
+    Hashing with Bounded Loads" (2021): the neighbour of a busy replica would get all that this one cannot take.
+
+    Reasons: `session`, `session-spilled`, `least-load`. Fallback: `no-session`.
+
+    Args:
+        load_factor: how much busier than the mean a replica may get; 1 to 100.
+        slack: requests that it may have beyond that, for fleets with few requests; 0 or more.
+        rng: source of randomness; a freshly seeded one of its own by default.
+
+    Raises:
+        ConfigError: an option is out of range.
+    """
+
+    def __init__(self, *, load_factor: float = 1.25, slack: float = 4, rng: random.Random | None = None) -> None:
+        self._load_factor = number("load_factor", load_factor, 1, 100)
+        self._slack = number("slack", slack, 0)
+        self._least_load = LeastQueueLengthBalancer(rng)
+        self._table = RendezvousTable()
+        self._seen: tuple[ReplicaView, ...] = ()
+
+    def select(self, task: Task, replicas: Sequence[ReplicaView]) -> int:
+        """See `decide`."""
+        return self.decide(task, replicas).position
+
+    def decide(self, task: Task, replicas: Sequence[ReplicaView]) -> Decision:
+        """Follow the session's order. Raises ValueError when `replicas` is empty."""
+        require_replicas(replicas)
+        session = task.get("session")
+        if not session:
+            return self._least_load.decide(task, replicas)._replace(fallback="no-session")
+        self._update_membership(replicas)
+        key = session.encode(errors="surrogatepass")
+        bound = self._load_factor * (_total_load(replicas) + 1) / len(replicas) + self._slack
+        candidates: list[Candidate] = []
+        for attempt in range(_ATTEMPTS):
+            position = self._table.position(key, attempt)
+            candidates.append(Candidate(position, replicas[position].queue_length))
+            if candidates[-1].score <= bound:
+                return Decision(position, "session-spilled" if attempt else "session", tuple(candidates))
+        return self._least_load.decide(task, replicas)._replace(reason="session-spilled")
+
+    def _update_membership(self, replicas: Sequence[ReplicaView]) -> None:
+        # A list may change in place, hence a copy; `tuple` would copy the pool's subclass of tuple, too.
+        snapshot = replicas if isinstance(replicas, tuple) else tuple(replicas)
+        if snapshot is not self._seen:
+            self._table.update([_name(replica) for replica in snapshot])
+            self._seen = snapshot
+
+
+def _name(replica: ReplicaView) -> bytes:
+    return str(getattr(replica, "replica_id", replica.input_addr)).encode()
+
+
+def _total_load(replicas: Sequence[ReplicaView]) -> int:
+    if isinstance(replicas, ServingReplicas):
+        return replicas.total_queue_length
+    return sum(replica.queue_length for replica in replicas)

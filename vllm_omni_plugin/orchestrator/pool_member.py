@@ -1,0 +1,52 @@
+"""One replica as its pool knows it."""
+
+from dataclasses import dataclass, field
+
+from vllm_omni_plugin.balancing.load import ReplicaLoad
+from vllm_omni_plugin.coordinator import ReplicaStatus
+from vllm_omni_plugin.orchestrator.charges import Account
+from vllm_omni_plugin.orchestrator.request_state import OrchestratorRequestState
+from vllm_omni_plugin.replicas.stage_client import StageClient
+
+
+@dataclass(slots=True, eq=False)
+class PoolMember:
+    """One replica in a pool; a policy sees it as a `balancing.ReplicaView`.
+
+    Attributes:
+        in_flight: requests charged to the replica, by engine-side id. The charge *is* the entry: inserted before the
+            send and removed at the request's end, it makes the count exact and a second release impossible.
+        account: what they weigh, and what the engine reports.
+        load: the account's outcome. Replaced with every change, so that other threads may read it.
+        dispatched: requests ever sent to it.
+        restarts: how often its engine was started again.
+        remote: whether its engine belongs to another process, which this head attaches to.
+        held_back: why it gets no new requests although it could serve them; empty for one that serves. Replaced, never
+            changed, so that other threads may read it.
+        changed_at: monotonic seconds at which it last began to serve or was lost.
+    """
+
+    replica_id: int
+    stage_id: int
+    input_addr: str = ""
+    output_addr: str = ""
+    status: ReplicaStatus = ReplicaStatus.DOWN
+    client: StageClient | None = None
+    in_flight: dict[str, OrchestratorRequestState] = field(default_factory=dict)
+    account: Account = field(default_factory=Account)
+    load: ReplicaLoad = field(default_factory=ReplicaLoad)
+    dispatched: int = 0
+    restarts: int = 0
+    remote: bool = False
+    held_back: frozenset[str] = frozenset()
+    changed_at: float = 0.0
+
+    @property
+    def queue_length(self) -> int:
+        """Unfinished requests: this head's, exact at this moment, and those of others that the engine reported."""
+        return self.load.requests
+
+    @property
+    def name(self) -> str:
+        """What users call it, `<stage>.<replica>`."""
+        return f"{self.stage_id}.{self.replica_id}"
