@@ -17,6 +17,7 @@ from vllm_omni_plugin.orchestrator.replica_list import ReplicaListWatcher
 from vllm_omni_plugin.orchestrator.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.thread import OrchestratorThread
 from vllm_omni_plugin.replicas.reaper import Reaper
+from vllm_omni_plugin.vllm_api.cache_events import why_no_cache_events
 from vllm_omni_plugin.vllm_api.engine_api import EngineApi
 from vllm_omni_plugin.vllm_api.fingerprint import fingerprint
 from vllm_omni_plugin.vllm_api.launch import EngineLauncher, share_cores, spawn_only
@@ -53,8 +54,13 @@ class Fleet:
         share_cores(vllm_config, options.dp_size_local)
         self._fingerprint = fingerprint(vllm_config, _STAGE)
         self._reaper = Reaper()
-        self._launcher = EngineLauncher(vllm_config, executor_class, log_stats, self._reaper.watch)
-        pool = StagePool(_STAGE, build_load_balancer_factory(options.lb_policy)())
+        balancer = build_load_balancer_factory(options.lb_policy, options.lb_config)()
+        pool = StagePool(_STAGE, balancer, policy=options.lb_policy)
+        self._launcher = EngineLauncher(
+            vllm_config, executor_class, log_stats, self._reaper.watch, report_cache=pool.wants_cache_events
+        )
+        if pool.wants_cache_events and (reason := why_no_cache_events(vllm_config)):
+            logger.warning("Policy %s estimates what engines have cached: %s.", options.lb_policy, reason)
         self.orchestrator = Orchestrator(
             [pool], self._api, options.migration_limit, time.monotonic, replica_wait=options.replica_wait
         )

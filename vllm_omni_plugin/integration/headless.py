@@ -43,8 +43,8 @@ the id of every process it starts."""
 
 
 def engine_launcher(vllm_config: Any, log_stats: bool, on_spawn: Callable[[int], None]) -> Launcher:
-    """Starts vLLM's engines."""
-    return EngineLauncher(vllm_config, Executor.get_class(vllm_config), log_stats, on_spawn)
+    """Starts vLLM's engines. They report what they have cached, since any head that comes may want to know."""
+    return EngineLauncher(vllm_config, Executor.get_class(vllm_config), log_stats, on_spawn, report_cache=True)
 
 
 def serve_replicas(args: argparse.Namespace, options: OmniConfig, launcher_for: LauncherFor = engine_launcher) -> int:

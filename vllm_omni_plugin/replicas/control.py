@@ -10,8 +10,9 @@ from msgspec import Meta, Struct
 
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import WireError
+from vllm_omni_plugin.replicas.cache_journal import MAX_PART, Cursor
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Of the messages below and of the data path. Ends that differ do not work together."""
 
 MAX_CONTROL_BYTES = 256 * 1024
@@ -21,6 +22,7 @@ _MAX_DETAIL_CHARS = 200
 Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
 Credential = Annotated[str, Meta(min_length=40, max_length=40)]
 Fingerprint = Annotated[dict[Text, Text], Meta(max_length=64)]
+Keys = Annotated[bytes, Meta(max_length=8 * MAX_PART)]
 
 
 class Attach(Struct, frozen=True, tag="attach"):
@@ -58,6 +60,20 @@ class Leave(Struct, frozen=True, tag="leave"):
     """Head to server, on behalf of its administrator: drain, end the engine, do not come back."""
 
     lease: int
+
+
+class Follow(Struct, frozen=True, tag="follow"):
+    """Head to server: tell me what the engine has cached, from here on, as soon as there is something to tell.
+
+    Answered by one `CacheChanges`. A head sends the next one then, or the same again if the answer may be lost.
+
+    Attributes:
+        lease: the head's.
+        cursor: that of the last answer, or `cache_journal.BEGINNING`.
+    """
+
+    lease: int
+    cursor: Cursor
 
 
 class Attached(Struct, frozen=True, tag="attached"):
@@ -117,8 +133,30 @@ class Expired(Struct, frozen=True, tag="expired"):
     lease: int
 
 
-ToServer = Attach | Beat | Detach | Leave
-ToHead = Attached | Refused | Status | Expired
+class CacheChanges(Struct, frozen=True, tag="cache_changes"):
+    """Server to head: what changed in the engine's prefix cache.
+
+    Attributes:
+        lease: the head's.
+        since: the cursor that this answers.
+        cursor: where to follow on.
+        stored: see `CacheChange`; keys of eight bytes each, little endian.
+        removed: likewise.
+        restart: see `CacheChange`.
+        complete: see `CacheChange`.
+    """
+
+    lease: int
+    since: Cursor
+    cursor: Cursor
+    stored: Keys
+    removed: Keys
+    restart: bool
+    complete: bool
+
+
+ToServer = Attach | Beat | Detach | Leave | Follow
+ToHead = Attached | Refused | Status | Expired | CacheChanges
 
 _T = TypeVar("_T")
 _encoder = msgspec.json.Encoder()

@@ -10,6 +10,7 @@ from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import ConfigError, ReplicaError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.agreement import differences
+from vllm_omni_plugin.replicas.cache_following import CacheFollowers
 from vllm_omni_plugin.replicas.control import (
     MAX_TEXT_CHARS,
     PROTOCOL_VERSION,
@@ -18,6 +19,7 @@ from vllm_omni_plugin.replicas.control import (
     Beat,
     Detach,
     Expired,
+    Follow,
     Leave,
     Refused,
     Status,
@@ -69,6 +71,7 @@ class Heads:
         self._status = ReplicaStatus.DOWN
         self._reason = "its engine is not ready"
         self._leases = Leases(HEAD_SLOTS, settings.heartbeat_timeout)
+        self._followers = CacheFollowers(send)
         self._cleaning: set[asyncio.Task[None]] = set()
         self._resetting = False
         self._logged_refusals: set[tuple[str, str]] = set()
@@ -82,6 +85,7 @@ class Heads:
         if engine is not self._engine:
             self._engine = engine
             self._leases.all_clean()
+            self._followers.read(engine.journal)
         self._status, self._reason = ReplicaStatus.UP, ""
 
     def tell(self, status: ReplicaStatus, reason: str) -> None:
@@ -133,6 +137,8 @@ class Heads:
             case Beat():
                 self._leases.beat(lease, self._clock())
                 self._send(peer, Status(lease.lease_id, self._status, self._reason))
+            case Follow():
+                self._followers.follow(lease, message.cursor)
             case Detach():
                 self._end(lease, "it detached")
             case Leave():
@@ -204,6 +210,7 @@ class Heads:
     def _end(self, lease: Lease, reason: str) -> None:
         assert self._engine is not None
         self._leases.end(lease)
+        self._followers.forget(lease)
         self._engine.slots[lease.slot].release()
         self._close_ports(lease.slot)
         logger.info("Head %s is no longer attached: %s.", lease.head_id, reason)

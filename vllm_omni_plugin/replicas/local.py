@@ -6,6 +6,7 @@ from concurrent.futures import Executor
 from functools import partial
 from typing import Any
 
+from vllm_omni_plugin.replicas.cache_tap import CacheTap, OnCacheChange, open_cache_tap
 from vllm_omni_plugin.replicas.engine_start import Launcher, Process, start_engine
 from vllm_omni_plugin.replicas.link import IpcLink
 from vllm_omni_plugin.replicas.stage_client import Codec, StageClient
@@ -25,6 +26,7 @@ class LocalReplica:
         self.input_addr = link.input_addr
         self.output_addr = link.output_addr
         self._process = process
+        self._tap: CacheTap | None = None
         self._watching = True
         client.start()
         asyncio.get_running_loop().add_reader(process.sentinel, self._exited)
@@ -33,6 +35,10 @@ class LocalReplica:
     def pid(self) -> int:
         """Process id of the engine core."""
         return self._process.pid
+
+    def follow_cache(self, on_change: OnCacheChange) -> None:
+        """Tell what the engine has cached, from its start on, if it reports that. To be called once."""
+        self._tap = open_cache_tap(self.ready_response, on_change, f"local engine {self.pid}")
 
     async def close(self, executor: Executor, timeout: float | None = None) -> None:
         """End the engine, close the link, reap the process. Outputs are still read while the engine ends.
@@ -48,6 +54,8 @@ class LocalReplica:
         finally:
             self._process.kill()
             self.client.close()
+            if self._tap is not None:
+                self._tap.close()
 
     def _exited(self) -> None:
         self._stop_watching()

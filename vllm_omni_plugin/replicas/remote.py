@@ -8,6 +8,10 @@ from typing import Any
 from vllm_omni_plugin.coordinator import ReplicaInfo, ReplicaStatus
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.replicas.cache_following import CacheFollower
+from vllm_omni_plugin.replicas.cache_source import publishes_cache_events
+from vllm_omni_plugin.replicas.cache_tap import OnCacheChange
 from vllm_omni_plugin.replicas.clock_offset import ClockOffset, rebase
 from vllm_omni_plugin.replicas.connection import Context
 from vllm_omni_plugin.replicas.control import (
@@ -15,6 +19,7 @@ from vllm_omni_plugin.replicas.control import (
     Attach,
     Attached,
     Beat,
+    CacheChanges,
     Detach,
     Expired,
     Leave,
@@ -26,6 +31,8 @@ from vllm_omni_plugin.replicas.control_link import ControlLink, open_control_lin
 from vllm_omni_plugin.replicas.reach import why_unreachable
 from vllm_omni_plugin.replicas.remote_link import DataCredential, RemoteLink
 from vllm_omni_plugin.replicas.stage_client import Codec, StageClient
+
+logger = init_logger(__name__)
 
 
 class AttachRefusedError(ReplicaError):
@@ -104,6 +111,7 @@ class RemoteReplica:
         self._lost_reason = ""
         self._beats_unanswered = 0
         self._next_beat: asyncio.TimerHandle | None = None
+        self._follower: CacheFollower | None = None
 
     async def attach(self) -> None:
         """Get a lease, open the data connections, see the engine answer. Not limited in time.
@@ -156,6 +164,13 @@ class RemoteReplica:
         # Connections that are open prove nothing of the engine behind them.
         await self.client.call("is_sleeping")
 
+    def follow_cache(self, on_change: OnCacheChange) -> None:
+        """Tell what the engine has cached, all of it and then what changes, if it reports that. Once, when attached."""
+        if not publishes_cache_events(self.ready_response):
+            logger.warning("Replica %d does not report what its prefix cache holds.", self._replica_id)
+        elif self._control is not None and self._lease is not None:
+            self._follower = CacheFollower(self._lease, self._control.send, on_change)
+
     async def why_late(self) -> str:
         """What attaching was waiting for, for the log of a head that gave up."""
         address = self._info.control_addr
@@ -196,6 +211,8 @@ class RemoteReplica:
                     self._listeners.status(message.status)
                 else:
                     self._lose(message.reason or f"its server says {message.status.value}")
+            case CacheChanges(lease=lease) if lease == self._lease and self._follower is not None:
+                self._follower.take(message)
             case Expired(lease=lease) if lease == self._lease:
                 self._lose("its server has ended this head's lease")
 
@@ -216,12 +233,15 @@ class RemoteReplica:
             return
         self._beats_unanswered += 1
         self._control.send(Beat(self._lease))
+        if self._follower is not None:
+            self._follower.ask_again()
         self._next_beat = asyncio.get_running_loop().call_later(settings.heartbeat_interval, self._beat)
 
     def _lose(self, reason: str) -> None:
         if self._lost_reason:
             return
         self._lost_reason = reason
+        self._follower = None
         if self._link is not None:
             # What the engine has still said is good, and need not be computed again elsewhere.
             self.client.drain()

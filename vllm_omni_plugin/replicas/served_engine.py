@@ -8,6 +8,8 @@ from typing import Any
 
 import zmq
 
+from vllm_omni_plugin.replicas.cache_journal import CacheJournal
+from vllm_omni_plugin.replicas.cache_tap import open_cache_tap
 from vllm_omni_plugin.replicas.engine_start import Launcher, Process, start_engine
 from vllm_omni_plugin.replicas.input_hub import InputHub
 from vllm_omni_plugin.replicas.output_slot import OutputSlot, SlotLink
@@ -25,6 +27,7 @@ class ServedEngine:
         ready_response: what the engine said of itself when it was ready, as vLLM encoded it.
         hub: the way into the engine.
         slots: the outputs for heads, by client index.
+        journal: what it has cached; stays empty if it does not report that.
         client: the server's own client, on an output that heads do not get.
         lost: done with the reason once the engine has exited or announced its death.
     """
@@ -45,6 +48,8 @@ class ServedEngine:
         self.identity = identity
         self.ready_response = ready_response
         self.hub = hub
+        self.journal = CacheJournal()
+        self._tap = open_cache_tap(ready_response, self.journal.append, f"replica {replica_id}")
         loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[str] = loop.create_future()
         *head_links, own_link = links
@@ -94,6 +99,8 @@ class ServedEngine:
             for slot in self.slots:
                 slot.close()
             self.client.close()
+            if self._tap is not None:
+                self._tap.close()
             self._sockets.close()
 
     def _exited(self) -> None:

@@ -19,6 +19,7 @@ from vllm.v1.engine.utils import (
 )
 
 from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.vllm_api.cache_events import remove_event_sockets, turn_on_cache_events
 
 
 def replica_config(vllm_config: Any, replica_id: int) -> Any:
@@ -55,8 +56,9 @@ def share_cores(vllm_config: Any, replicas: int) -> None:
 class EngineProcess:
     """One engine core with its workers, as vLLM's process manager owns it."""
 
-    def __init__(self, manager: CoreEngineProcManager) -> None:
+    def __init__(self, manager: CoreEngineProcManager, config: Any) -> None:
         self._manager = manager
+        self._config = config
 
     @property
     def pid(self) -> int:
@@ -73,12 +75,14 @@ class EngineProcess:
     def shutdown(self, timeout: float | None = None) -> None:
         """Ask the engine to end, wait `timeout` seconds (None: vLLM's default), then kill it. Blocks; idempotent."""
         self._manager.shutdown(timeout=timeout)
+        remove_event_sockets(self._config)
 
     def kill(self) -> None:
         """End an engine that is no longer trusted, with everything it started. Does not block."""
         for process in self._manager.processes:
             if process.is_alive():
                 process.kill()
+        remove_event_sockets(self._config)
 
 
 class EngineLauncher:
@@ -89,16 +93,25 @@ class EngineLauncher:
         executor_class: vLLM's executor for it.
         log_stats: whether engines report scheduler statistics.
         on_spawn: told the process id of every engine core, from the thread that starts it.
+        report_cache: whether engines report what their prefix caches hold, if they can.
     """
 
     ready_timeout: float = envs.VLLM_ENGINE_READY_TIMEOUT_S
     """Seconds an engine may take to send its ready response once vLLM's handshake is through."""
 
-    def __init__(self, vllm_config: Any, executor_class: Any, log_stats: bool, on_spawn: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        vllm_config: Any,
+        executor_class: Any,
+        log_stats: bool,
+        on_spawn: Callable[[int], None],
+        report_cache: bool = False,
+    ) -> None:
         self._vllm_config = vllm_config
         self._executor_class = executor_class
         self._log_stats = log_stats
         self._on_spawn = on_spawn
+        self._report_cache = report_cache
 
     def new_ipc_address(self) -> str:
         """A fresh ipc address where vLLM puts its own."""
@@ -113,6 +126,8 @@ class EngineLauncher:
     def start(self, replica_id: int) -> "StartingEngine":
         """Spawn the engine process of a replica. Blocks while the configuration is passed to the new process."""
         config = replica_config(self._vllm_config, replica_id)
+        if self._report_cache:
+            turn_on_cache_events(config)
         starting = _spawn(config, self._executor_class, self._log_stats, replica_id)
         try:
             self._on_spawn(starting.process.pid)
@@ -141,7 +156,7 @@ def _spawn(config: Any, executor_class: Any, log_stats: bool, replica_id: int) -
     except BaseException:
         handshake.close()
         raise
-    return StartingEngine(EngineProcess(manager), manager, handshake, config, replica_id)
+    return StartingEngine(EngineProcess(manager, config), manager, handshake, config, replica_id)
 
 
 class StartingEngine:

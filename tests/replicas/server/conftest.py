@@ -13,6 +13,7 @@ import pytest
 from tests.fakes.conditions import eventually
 from tests.replicas.server.engines import ServedFakeEngine, ServedFakeLauncher, SlotCodec
 from tests.replicas.server.heads import Head
+from tests.replicas.server.real_head import RealHead
 from vllm_omni_plugin.coordinator import OmniCoordinator, ReplicaInfo
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.replicas.server import ReplicaServer, ServerSettings
@@ -119,3 +120,20 @@ async def start_node(launcher: ServedFakeLauncher) -> AsyncIterator[StartNode]:
         await asyncio.wait([node.running])
         node.executor.shutdown()
         node.coordinator.close()
+
+
+MakeHead = Callable[..., RealHead]
+
+
+@pytest.fixture
+def make_head() -> Iterator[MakeHead]:
+    """Heads that attach as ours do; they are closed after the test."""
+    heads: list[RealHead] = []
+
+    def make(secrets: Secrets | None = None, **fingerprint: str) -> RealHead:
+        heads.append(RealHead(FINGERPRINT | fingerprint, secrets))
+        return heads[-1]
+
+    yield make
+    for head in heads:
+        head.close()

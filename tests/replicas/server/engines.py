@@ -35,7 +35,7 @@ class ServedFakeEngine:
         failure: what it says instead of a result, if anything.
     """
 
-    def __init__(self, pid: int, identity: bytes, fails: bool = False) -> None:
+    def __init__(self, pid: int, identity: bytes, fails: bool = False, ready: bytes = READY) -> None:
         self.process = FakeProcess(pid)
         self.frames: list[list[bytes]] = []
         self.aborted: list[str] = []
@@ -43,6 +43,7 @@ class ServedFakeEngine:
         self.failure: str | None = None
         self._identity = identity
         self._fails = fails
+        self._ready = ready
         self._hung = False
         self._orders: deque[Callable[[], None]] = deque()
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC)
@@ -54,7 +55,7 @@ class ServedFakeEngine:
             raise ReplicaError("the engine did not start")
         self._dealer, first = connect(input_addr, output_addrs[0], self._identity)
         self._outputs = [first, *(_push(address) for address in output_addrs[1:])]
-        self._dealer.send(READY)
+        self._dealer.send(self._ready)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
@@ -130,12 +131,14 @@ class ServedFakeLauncher:
         failing: how many of the next starts fail.
         engines: all that were spawned, in order.
         trouble: what the next starts raise.
+        ready: what the next engines say of themselves.
     """
 
     folder: Path
     failing: int = 0
     engines: list[ServedFakeEngine] = field(default_factory=list)
     trouble: list[Exception] = field(default_factory=list)
+    ready: bytes = READY
     ready_timeout: float = 10.0
     _numbers: Any = field(default_factory=itertools.count)
 
@@ -148,7 +151,8 @@ class ServedFakeLauncher:
     def start(self, replica_id: int) -> ServedFakeEngine:
         if self.trouble:
             raise self.trouble.pop()
-        engine = ServedFakeEngine(1000 + len(self.engines), self.identity(replica_id), self.failing > 0)
+        number = 1000 + len(self.engines)
+        engine = ServedFakeEngine(number, self.identity(replica_id), self.failing > 0, self.ready)
         self.failing -= 1
         self.engines.append(engine)
         return engine

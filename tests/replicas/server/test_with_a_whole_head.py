@@ -10,7 +10,8 @@ import pytest
 from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
 from tests.replicas.server.conftest import FINGERPRINT, StartNode
-from tests.replicas.server.test_with_a_real_head import TimedSlotCodec, added
+from tests.replicas.server.real_head import TimedSlotCodec
+from tests.replicas.server.test_with_a_real_head import added
 from vllm_omni_plugin.coordinator import OmniCoordClientForHub, OmniCoordinator
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.orchestrator.messages import ReplicaJoined, ReplicaLeft

@@ -1,0 +1,208 @@
+"""What vLLM's own block pool and publisher report is what policies look prompts up by; no engine is needed for that."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from vllm.config import KVEventsConfig
+from vllm.distributed.kv_events import BlockRemoved, EventPublisherFactory, KVEventBatch, ZmqEventPublisher
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request
+
+from tests.fakes.conditions import eventually
+from tests.replicas.cache_publisher import Mirror
+from vllm_omni_plugin.balancing.block_keys import prompt_keys
+from vllm_omni_plugin.orchestrator.tasks import make_task
+from vllm_omni_plugin.replicas import cache_tap
+from vllm_omni_plugin.replicas.block_names import BlockNames
+from vllm_omni_plugin.replicas.cache_events import decode_events
+from vllm_omni_plugin.replicas.cache_source import find_cache_source
+from vllm_omni_plugin.replicas.cache_tap import CacheTap
+from vllm_omni_plugin.vllm_api.cache_events import remove_event_sockets, turn_on_cache_events, why_no_cache_events
+from vllm_omni_plugin.vllm_api.requests import describe
+
+from .configs import vllm_config, write_model
+
+SIZE = 4
+TOKENS = list(range(50, 63))
+BLOCKS = 3
+
+
+def request(**other: Any) -> Request:
+    return Request("r", TOKENS, SamplingParams(), None, block_hasher=get_request_block_hasher(SIZE, sha256), **other)
+
+
+def image(offset: int, length: int) -> MultiModalFeatureSpec:
+    return MultiModalFeatureSpec(
+        data=None, modality="image", identifier="digest", mm_position=PlaceholderRange(offset=offset, length=length)
+    )
+
+
+class Pool:
+    """vLLM's pool of blocks, of which those of one request are cached."""
+
+    def __init__(self, cached: Request) -> None:
+        self.pool = BlockPool(16, True, SIZE, enable_kv_cache_events=True)
+        self.blocks = self.pool.get_new_blocks(BLOCKS)
+        self.pool.cache_full_blocks(cached, self.blocks, 0, 1, SIZE, 0)
+        self.pool.cache_full_blocks(cached, self.blocks, 1, BLOCKS, SIZE, 0)
+
+    def take(self) -> bytes:
+        """What it has reported since the last time, as the publisher sends it."""
+        return msgspec.msgpack.encode(KVEventBatch(ts=time.time(), events=self.pool.take_events()))
+
+
+@pytest.fixture(autouse=True)
+def hash_seed() -> None:
+    init_none_hash(sha256)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param({}, id="tokens"),
+        pytest.param({"cache_salt": "salt"}, id="salt"),
+        pytest.param({"lora_request": LoRARequest("adapter", 1, "/a")}, id="adapter"),
+        pytest.param({"mm_features": [image(2, 7)]}, id="media"),
+        pytest.param(
+            {
+                "lora_request": LoRARequest("adapter", 1, "/a"),
+                "mm_features": [image(0, 3), image(3, 6)],
+                "cache_salt": "salt",
+            },
+            id="all",
+        ),
+    ],
+)
+def test_reported_blocks_are_found_by_the_prompt_of_their_request(other: dict[str, Any]) -> None:
+    cached = request(**other)
+    task = make_task(cached, describe(cached))
+    change = BlockNames().apply(decode_events(Pool(cached).take()))
+    assert list(change.stored) == prompt_keys(task["prompt"], SIZE)
+    assert len(change.stored) == BLOCKS
+
+
+def test_evicted_blocks_and_a_cleared_cache_are_reported() -> None:
+    pool, names = Pool(request()), BlockNames()
+    keys = names.apply(decode_events(pool.take())).stored
+    pool.pool.free_blocks(reversed(pool.blocks))
+    pool.pool.get_new_blocks(13)
+    assert names.apply(decode_events(pool.take())).removed == (keys[2],)
+    fresh = Pool(request())
+    fresh.take()
+    fresh.pool.free_blocks(reversed(fresh.blocks))
+    assert fresh.pool.reset_prefix_cache()
+    assert names.apply(decode_events(fresh.take())).restart
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Any:
+    return vllm_config(write_model(tmp_path / "model"), enforce_eager=True)
+
+
+@pytest.fixture
+def published(config: Any) -> Iterator[ZmqEventPublisher]:
+    """vLLM's publisher for an engine that is not the first one, configured by us."""
+    turn_on_cache_events(config)
+    publisher = EventPublisherFactory.create(config.kv_events_config, 3)
+    assert isinstance(publisher, ZmqEventPublisher)
+    yield publisher
+    publisher.shutdown()
+    remove_event_sockets(config)
+
+
+async def test_vllms_publisher_is_followed_at_the_addresses_that_it_says(published: ZmqEventPublisher) -> None:
+    ready = msgspec.msgpack.encode({"num_gpu_blocks": 16, "kv_events_config": published.get_publisher_config()})
+    pool, mirror = Pool(request()), Mirror()
+    published.publish(KVEventBatch(ts=0.0, events=pool.pool.take_events()))
+    tap = CacheTap(find_cache_source(ready), mirror.take, "replica 3")
+    cached = request()
+    keys = prompt_keys(make_task(cached, describe(cached))["prompt"], SIZE)
+    await eventually(lambda: mirror.keys == set(keys))
+    pool.pool.free_blocks(reversed(pool.blocks))
+    pool.pool.reset_prefix_cache()
+    published.publish(KVEventBatch(ts=0.0, events=pool.pool.take_events()))
+    await eventually(lambda: mirror.restarts == 2)
+    assert (mirror.keys, mirror.complete) == (set(), True)
+    tap.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1, 7])
+def test_vllm_leaves_our_addresses_as_they_are_for_every_rank(config: Any, rank: int) -> None:
+    turn_on_cache_events(config)
+    events = config.kv_events_config
+    for address in (events.endpoint, events.replay_endpoint):
+        assert ZmqEventPublisher.offset_endpoint_port(address, rank) == address
+    assert events.endpoint != events.replay_endpoint
+
+
+def test_the_sockets_of_an_engine_that_has_ended_are_removed(config: Any) -> None:
+    turn_on_cache_events(config)
+    paths = [
+        Path(address.removeprefix("ipc://"))
+        for address in (config.kv_events_config.endpoint, config.kv_events_config.replay_endpoint)
+    ]
+    for path in paths:
+        path.touch()
+    remove_event_sockets(config)
+    remove_event_sockets(config)
+    assert not any(path.exists() for path in paths)
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_a_publisher_of_the_users_stays_as_it_is(config: Any, on: bool, tmp_path: Path) -> None:
+    mine = tmp_path / "socket"
+    mine.touch()
+    config.kv_events_config = KVEventsConfig(enable_kv_cache_events=on, endpoint=f"ipc://{mine}")
+    before = repr(config.kv_events_config)
+    turn_on_cache_events(config)
+    remove_event_sockets(config)
+    assert repr(config.kv_events_config) == before
+    assert mine.exists()
+    assert bool(why_no_cache_events(config)) is not on
+
+
+def test_without_prefix_caching_nothing_is_turned_on_and_the_reason_is_told(config: Any) -> None:
+    config.cache_config.enable_prefix_caching = False
+    turn_on_cache_events(config)
+    remove_event_sockets(config)
+    assert config.kv_events_config is None
+    assert "prefix caching is off" in why_no_cache_events(config)
+
+
+async def test_a_publisher_that_outran_us_is_followed_again(
+    config: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turn_on_cache_events(config)
+    config.kv_events_config.hwm = config.kv_events_config.buffer_steps = 10
+    publisher = EventPublisherFactory.create(config.kv_events_config, 0)
+    assert isinstance(publisher, ZmqEventPublisher)
+    monkeypatch.setattr(cache_tap, "MAX_WAITING", 10)
+    ready = msgspec.msgpack.encode({"num_gpu_blocks": 16, "kv_events_config": publisher.get_publisher_config()})
+    pool, mirror = Pool(request()), Mirror()
+    tap = CacheTap(find_cache_source(ready), mirror.take, "replica 0")
+    await eventually(lambda: mirror.complete)
+    # More than sockets hold. Nothing is read until the publisher's thread has sent them all.
+    padding = [BlockRemoved(block_hashes=[number], medium="GPU") for number in range(10_000)]
+    for _ in range(300):
+        publisher.publish(KVEventBatch(ts=0.0, events=padding))
+    publisher._event_queue.join()
+    publisher.publish(KVEventBatch(ts=0.0, events=pool.pool.take_events()))
+    await eventually(lambda: mirror.complete is False and mirror.keys)
+    assert "some were lost" in caplog.text
+    pool.pool.free_blocks(reversed(pool.blocks))
+    pool.pool.reset_prefix_cache()
+    publisher.publish(KVEventBatch(ts=0.0, events=pool.pool.take_events()))
+    await eventually(lambda: mirror.complete)
+    assert mirror.keys == set()
+    tap.close()
+    publisher.shutdown()
+    remove_event_sockets(config)

@@ -1,0 +1,240 @@
+"""`--omni-lb-policy kv-aware` knows what real engines have cached: what it predicts is what they report."""
+
+import itertools
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+
+from .conftest import DEV_MODE, QUICK_HEARTBEATS, RUNTIME_LORA
+from .lora import make_lora
+from .nodes import NodeFleet
+from .server import MODEL, START_S, Server, free_port, until
+from .servers import Servers
+
+BLOCK = 32
+SMALL_CACHE = ("--block-size", str(BLOCK), "--num-gpu-blocks-override", "60")
+KV_AWARE = ("--omni-lb-policy", "kv-aware", "--enable-prompt-tokens-details")
+ADAPTER = "storyteller"
+STORY = (
+    "When a replica goes quiet, the others carry on with its unfinished answers and nobody waits twice. "
+    "Nothing was lost, nothing came twice, and every stream ended exactly once with a reason for finishing. "
+)
+_numbers = itertools.count()
+
+
+class Hit(NamedTuple):
+    """Prompt tokens taken from a cache: as the policy predicted, and as the engine said."""
+
+    predicted: int
+    reported: int
+
+
+class Fleet:
+    """Asks a head, one request after the other, and compares what it predicts with what happens.
+
+    Attributes:
+        hits: of every request that counts, in order.
+    """
+
+    def __init__(self, head: Server) -> None:
+        self.head = head
+        self.hits: list[Hit] = []
+        self._http = head.http(60.0)
+
+    def close(self) -> None:
+        self._http.close()
+
+    def ask(self, path: str = "/v1/completions", **body: Any) -> dict[str, Any]:
+        """One request that counts; returns once all that the engine reported because of it is known."""
+        before = self._counter("matched")
+        replica, answer = self._post(path, {"model": MODEL, "max_tokens": 4, "ignore_eos": True, **body})
+        predicted = self._counter("matched") - before
+        details = answer["usage"]["prompt_tokens_details"] or {}
+        self.hits.append(Hit(predicted, details.get("cached_tokens") or 0))
+        self.settle(replica)
+        return answer
+
+    def settle(self, replica: str) -> None:
+        """Return once everything is known that this replica has reported until now: its reports come in order."""
+        marker, asked = "", ""
+        while asked != replica:
+            marker = f"{next(_numbers)} is a number that nobody has asked about. " + STORY
+            asked, _ = self._post("/v1/completions", {"model": MODEL, "prompt": marker, "max_tokens": 1})
+        until(lambda: self.matched(marker)[replica], "the marker is reported")
+
+    def matched(self, prompt: str) -> dict[str, int]:
+        """Tokens of a prompt that each replica is known to have cached."""
+        found = self.explain(prompt)["candidates"]
+        return {candidate["replica"]: candidate["matched_tokens"] for candidate in found}
+
+    def explain(self, prompt: str) -> dict[str, Any]:
+        explained: dict[str, Any] = self._http.get("/omni/explain", params={"prompt": prompt}).json()
+        return explained
+
+    def fallbacks(self) -> dict[str, int]:
+        """How often the policy decided by less than its rule, by why."""
+        samples = self.head.metrics("vllm_omni:decision_fallbacks_total")
+        return {dict(labels)["fallback"]: int(value) for labels, value in samples.items() if value}
+
+    def tokens(self, text: str) -> list[int]:
+        found: list[int] = self._http.post("/tokenize", json={"model": MODEL, "prompt": text}).json()["tokens"]
+        return found
+
+    def _counter(self, name: str) -> int:
+        return int(sum(self.head.metrics(f"vllm_omni:{name}_tokens_total").values()))
+
+    def _post(self, path: str, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        response = self._http.post(path, json={"temperature": 0, **body})
+        assert response.status_code == 200, response.text
+        return response.headers["X-Omni-Replica"], response.json()
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_lora(tmp_path_factory.mktemp("adapter") / "lora", seed=1)
+
+
+@pytest.fixture
+def nodes_of_both_kinds(servers: Servers, tiny_model: Path, adapter: Path) -> NodeFleet:
+    """One replica of the head's own, one behind a replica server, both with little memory."""
+
+    def start(log: Path) -> NodeFleet:
+        return NodeFleet(
+            tiny_model,
+            log,
+            nodes=1,
+            local=1,
+            flags=(*QUICK_HEARTBEATS, *SMALL_CACHE, "--enable-lora"),
+            head_flags=(*KV_AWARE, "--lora-modules", f"{ADAPTER}={adapter}"),
+            environment={**RUNTIME_LORA, **DEV_MODE},
+        )
+
+    nodes: NodeFleet = servers.keep("kv-aware", start, engines=2)
+    nodes.wait_for_replicas(2)
+    return nodes
+
+
+@pytest.fixture
+def fleet(nodes_of_both_kinds: NodeFleet) -> Iterator[Fleet]:
+    fleet = Fleet(nodes_of_both_kinds.head)
+    until(lambda: not fleet.explain(STORY)["fallback"], "both replicas have reported")
+    yield fleet
+    fleet.close()
+
+
+def assert_predicted(fleet: Fleet, *, at_least: int) -> None:
+    """Every prediction was right, and so many tokens were hit at all."""
+    assert [hit.predicted for hit in fleet.hits] == [hit.reported for hit in fleet.hits]
+    assert sum(hit.reported for hit in fleet.hits) >= at_least
+
+
+def mixed_work(fleet: Fleet) -> None:
+    """Requests of every kind, most of which begin as others did, and more than fit into the caches."""
+    for turn in range(4):
+        topic = f"Topic {turn}. " + STORY * 4
+        for _ in range(2):
+            fleet.ask(prompt=topic)
+            fleet.ask("/v1/chat/completions", messages=[{"role": "user", "content": topic}])
+            fleet.ask(prompt=fleet.tokens(topic))
+            fleet.ask(prompt=topic, cache_salt=f"salt {turn % 2}")
+            fleet.ask(prompt=topic, model=ADAPTER)
+        fleet.ask(prompt="Topic 0. " + STORY * 6)
+    conversation = fleet.tokens(STORY)
+    for _ in range(5):
+        answer = fleet.ask(prompt=conversation, max_tokens=40, return_token_ids=True)
+        conversation += answer["choices"][0]["token_ids"] + fleet.tokens("And then? ")
+
+
+def test_predicted_hits_are_those_that_engines_report(fleet: Fleet) -> None:
+    before = fleet.fallbacks()
+    mixed_work(fleet)
+    assert_predicted(fleet, at_least=1000)
+    assert fleet.fallbacks() == before
+
+
+def test_after_many_evictions_predictions_are_right(fleet: Fleet) -> None:
+    first = "The first of many. " + STORY * 8
+    fleet.ask(prompt=first)
+    assert max(fleet.matched(first).values()) >= 5 * BLOCK
+    for number in range(16):
+        fleet.ask(prompt=f"{number}. " + STORY * 10)
+    assert max(fleet.matched(first).values()) == 0
+    fleet.ask(prompt=first)
+    fleet.ask(prompt=first)
+    assert_predicted(fleet, at_least=5 * BLOCK)
+    assert fleet.hits[-2].reported == 0
+
+
+def test_after_caches_are_reset_nothing_is_predicted(fleet: Fleet) -> None:
+    fleet.ask(prompt=STORY * 8)
+    assert max(fleet.matched(STORY * 8).values()) > 0
+    assert httpx.post(f"{fleet.head.url}/reset_prefix_cache").status_code == 200
+    until(lambda: max(fleet.matched(STORY * 8).values()) == 0, "the reset is reported")
+    assert fleet.explain(STORY * 8)["fallback"] == ""
+    fleet.ask(prompt=STORY * 8)
+    fleet.ask(prompt=STORY * 8)
+    assert_predicted(fleet, at_least=5 * BLOCK)
+    assert fleet.hits[-2].reported == 0
+
+
+@pytest.mark.parametrize("kind", ["local", "headless"])
+def test_after_a_replica_was_restarted_predictions_are_right(
+    fleet: Fleet, nodes_of_both_kinds: NodeFleet, kind: str
+) -> None:
+    prompts = [f"{number}. " + STORY * 3 for number in range(6)]
+    for prompt in prompts:
+        fleet.ask(prompt=prompt)
+    nodes = nodes_of_both_kinds
+    engine, replica = (nodes.head.engine_pids()[0], "0.0") if kind == "local" else (nodes.nodes[0].engine.pid, "0.1")
+    assert any(fleet.matched(prompt)[replica] for prompt in prompts)
+    os.kill(engine, signal.SIGKILL)
+    until(lambda: fleet.head.replicas_up() == 1, "the loss is noticed")
+    nodes.wait_for_replicas(2)
+    until(lambda: not fleet.explain(STORY)["fallback"], "the new engine has reported", START_S)
+    assert not any(fleet.matched(prompt)[replica] for prompt in prompts)
+    for prompt in prompts + prompts:
+        fleet.ask(prompt=prompt)
+    assert_predicted(fleet, at_least=6 * 2 * BLOCK)
+
+
+def start_alone(servers: Servers, name: str, model: Path, *flags: str) -> Server:
+    """A head with one replica, whose engine is one that may not report."""
+    return servers.get(name, model, *KV_AWARE, "--omni-dp-size-local", "1", *SMALL_CACHE, *flags, engines=1)
+
+
+def test_without_a_prefix_cache_requests_are_served_and_the_receipt_says_why(
+    servers: Servers, tiny_model: Path
+) -> None:
+    head = start_alone(servers, "kv-aware-uncached", tiny_model, "--no-enable-prefix-caching")
+    fleet = Fleet(head)
+    assert fleet.explain(STORY)["fallback"] == "no-events"
+    with head.http(60.0) as http:
+        body = {"model": MODEL, "prompt": STORY, "max_tokens": 4}
+        assert [http.post("/v1/completions", json=body).status_code for _ in range(3)] == [200] * 3
+    assert fleet.fallbacks() == {"no-events": 3}
+    assert head.log.read_text().count("prefix caching is off") == 1
+    fleet.close()
+
+
+def test_a_users_own_publisher_is_left_alone_and_followed(servers: Servers, tiny_model: Path) -> None:
+    port, replay = free_port(), free_port()
+    own = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"tcp://*:{port}",
+        "replay_endpoint": f"tcp://*:{replay}",
+        "topic": "mine",
+    }
+    head = start_alone(servers, "kv-aware-own", tiny_model, "--kv-events-config", json.dumps(own))
+    fleet = Fleet(head)
+    until(lambda: not fleet.explain(STORY)["fallback"], "the engine has reported")
+    for _ in range(3):
+        fleet.ask(prompt=STORY * 4)
+    assert_predicted(fleet, at_least=2 * 3 * BLOCK)
+    fleet.close()

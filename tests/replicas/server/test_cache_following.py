@@ -1,0 +1,194 @@
+"""Heads know what the engine behind a replica server has cached, over the control link that they have anyway."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.conditions import eventually
+from tests.replicas.cache_publisher import BLOCK_SIZE, CLEARED, FakePublisher, Mirror, removed, stored
+from tests.replicas.server.conftest import MakeHead, StartNode
+from tests.replicas.server.engines import ServedFakeLauncher
+from tests.replicas.server.heads import Head
+from vllm_omni_plugin.balancing.block_keys import prompt_keys
+from vllm_omni_plugin.balancing.prompt import Prompt
+from vllm_omni_plugin.curve import Secrets
+from vllm_omni_plugin.replicas.cache_following import unpack_keys
+from vllm_omni_plugin.replicas.cache_journal import BEGINNING, MAX_PART, Cursor
+from vllm_omni_plugin.replicas.control import CacheChanges, Expired, Follow
+
+SECRET = Secrets(["a secret that both ends know"])
+TOKENS = list(range(8))
+KEYS = prompt_keys(Prompt([*TOKENS, 0]), BLOCK_SIZE)
+
+
+@pytest.fixture
+async def publisher(tmp_path: Path, launcher: ServedFakeLauncher) -> AsyncIterator[FakePublisher]:
+    """That of the engine that will be started."""
+    publisher = FakePublisher(tmp_path)
+    launcher.ready = publisher.ready_response()
+    yield publisher
+    publisher.close()
+
+
+async def changes(head: Head) -> CacheChanges:
+    """The next message, which must be about the cache."""
+    message = await head.hear()
+    assert isinstance(message, CacheChanges), message
+    return message
+
+
+async def follow(head: Head, cursor: Cursor) -> None:
+    assert head.attached is not None
+    await head.say(Follow(head.attached.lease, cursor))
+
+
+@pytest.mark.parametrize("secrets", [None, SECRET], ids=["open", "encrypted"])
+async def test_a_head_knows_all_that_is_cached_and_what_changes(
+    start_node: StartNode, make_head: MakeHead, publisher: FakePublisher, secrets: Secrets | None
+) -> None:
+    node = await start_node(secrets=secrets)
+    publisher.publish(stored(TOKENS, 1, 2))
+    mirror = Mirror()
+    async with make_head(secrets).attached(await node.up()) as replica:
+        replica.follow_cache(mirror.take)
+        await eventually(lambda: mirror.keys == set(KEYS))
+        assert (mirror.complete, mirror.restarts) == (True, 1)
+        publisher.publish(removed(2))
+        await eventually(lambda: mirror.keys == {KEYS[0]})
+        publisher.publish(CLEARED)
+        await eventually(lambda: mirror.restarts == 2)
+        assert (mirror.keys, mirror.complete) == (set(), True)
+
+
+async def test_two_heads_follow_each_at_its_own_pace(
+    start_node: StartNode, make_head: MakeHead, publisher: FakePublisher
+) -> None:
+    node = await start_node()
+    info = await node.up()
+    first, second = Mirror(), Mirror()
+    async with make_head().attached(info) as one:
+        one.follow_cache(first.take)
+        publisher.publish(stored(TOKENS, 1, 2))
+        await eventually(lambda: first.keys == set(KEYS))
+        async with make_head().attached(info) as other:
+            other.follow_cache(second.take)
+            await eventually(lambda: second.keys == set(KEYS))
+            publisher.publish(removed(1, 2))
+            await eventually(lambda: not first.keys and not second.keys)
+
+
+async def test_a_large_cache_comes_in_parts_and_is_complete_with_the_last(
+    start_node: StartNode, make_head: MakeHead, publisher: FakePublisher, launcher: ServedFakeLauncher
+) -> None:
+    blocks = 2 * MAX_PART + 10
+    launcher.ready = publisher.ready_response(blocks)
+    node = await start_node()
+    publisher.publish(stored(list(range(blocks * BLOCK_SIZE)), *range(blocks)))
+    said: list[tuple[int, bool]] = []
+    async with make_head().attached(await node.up()) as replica:
+        await eventually(lambda: publisher.asked)
+        replica.follow_cache(lambda change: said.append((len(change.stored), change.complete)))
+        await eventually(lambda: said and said[-1][1] and sum(count for count, _ in said) == blocks)
+    parts = [(count, complete) for count, complete in said if count]
+    assert parts == [(MAX_PART, False), (MAX_PART, False), (10, True)]
+
+
+async def test_a_head_that_comes_back_learns_everything_again(
+    start_node: StartNode, make_head: MakeHead, publisher: FakePublisher
+) -> None:
+    node = await start_node()
+    head, mirror = make_head(), Mirror()
+    publisher.publish(stored(TOKENS, 1, 2))
+    for attachments in (1, 2):
+        async with head.attached(await node.up()) as replica:
+            replica.follow_cache(mirror.take)
+            await eventually(lambda: mirror.keys == set(KEYS) and mirror.complete)
+            assert mirror.restarts == attachments
+        mirror.keys.clear()
+
+
+async def test_of_an_engine_that_was_restarted_nothing_is_known(
+    start_node: StartNode, make_head: MakeHead, publisher: FakePublisher, launcher: ServedFakeLauncher, tmp_path: Path
+) -> None:
+    node = await start_node()
+    head, mirror = make_head(), Mirror()
+    info = await node.up()
+    publisher.publish(stored(TOKENS, 1, 2))
+    async with head.attached(info) as replica:
+        replica.follow_cache(mirror.take)
+        await eventually(lambda: mirror.keys)
+        successor = FakePublisher(tmp_path, "successor")
+        launcher.ready = successor.ready_response()
+        node.engine.process.kill()
+        await eventually(lambda: head.deaths)
+    async with head.attached(await node.up(after=info.incarnation)) as replica:
+        replica.follow_cache(mirror.take)
+        await eventually(lambda: mirror.restarts == 2)
+        assert (mirror.keys, mirror.complete) == (set(), True)
+    successor.close()
+
+
+async def test_an_engine_that_reports_nothing_is_said_and_attached_to_all_the_same(
+    start_node: StartNode, make_head: MakeHead, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = await start_node()
+    mirror = Mirror()
+    async with make_head().attached(await node.up()) as replica:
+        replica.follow_cache(mirror.take)
+        assert await replica.client.call("is_sleeping") is False
+    assert mirror.restarts == 0
+    assert "Replica 0 does not report what its prefix cache holds." in caplog.text
+
+
+async def test_a_question_is_answered_when_there_is_something_to_say(
+    start_node: StartNode, publisher: FakePublisher
+) -> None:
+    node = await start_node()
+    async with node.attached() as head:
+        await follow(head, BEGINNING)
+        beginning = await changes(head)
+        assert (beginning.since, beginning.restart, beginning.stored) == (BEGINNING, True, b"")
+        await follow(head, beginning.cursor)
+        # Answered at once, so the question before it is not.
+        await head.beat()
+        publisher.publish(stored(TOKENS, 1, 2))
+        change = await changes(head)
+        assert (change.since, change.restart, unpack_keys(change.stored)) == (beginning.cursor, False, tuple(KEYS))
+
+
+async def test_a_question_asked_again_is_answered_again(start_node: StartNode, publisher: FakePublisher) -> None:
+    node = await start_node()
+    publisher.publish(stored(TOKENS, 1, 2))
+    async with node.attached() as head:
+        await follow(head, BEGINNING)
+        await changes(head)
+        await follow(head, BEGINNING)
+        answer = await changes(head)
+        assert answer.restart
+        while unpack_keys(answer.stored) != tuple(KEYS):
+            await follow(head, answer.cursor)
+            answer = await changes(head)
+
+
+async def test_who_holds_no_lease_is_told_nothing(start_node: StartNode, publisher: FakePublisher) -> None:
+    node = await start_node()
+    async with node.attached() as head, node.head() as stranger:
+        assert head.attached is not None
+        await stranger.say(Follow(head.attached.lease, BEGINNING))
+        assert await stranger.hear() == Expired(head.attached.lease)
+
+
+async def test_after_its_lease_a_head_is_told_nothing_more(start_node: StartNode, publisher: FakePublisher) -> None:
+    node = await start_node()
+    async with node.attached() as head:
+        await follow(head, BEGINNING)
+        await follow(head, (await changes(head)).cursor)
+        assert head.attached is not None
+        lease = head.attached.lease
+        await head.detach()
+        assert await head.beat() == Expired(lease)
+        publisher.publish(stored(TOKENS, 1, 2))
+        await asyncio.sleep(0)
+        assert await head.beat() == Expired(lease)

@@ -1,0 +1,145 @@
+"""Blocks as engines name them become the keys under which policies look prompts up."""
+
+import msgspec
+import pytest
+
+from vllm_omni_plugin.balancing.block_keys import prompt_keys
+from vllm_omni_plugin.balancing.cache_change import CacheChange
+from vllm_omni_plugin.balancing.prompt import MediaSpan, Prompt
+from vllm_omni_plugin.errors import WireError
+from vllm_omni_plugin.replicas.block_names import BlockNames
+from vllm_omni_plugin.replicas.cache_events import AllBlocksCleared, BlockRemoved, BlockStored, decode_events
+
+SIZE = 4
+TOKENS = list(range(100, 112))
+# One token more than the blocks hold: the last token of a prompt is never looked up.
+KEYS = tuple(prompt_keys(Prompt([*TOKENS, 0]), SIZE))
+
+
+def stored(*hashes: int, parent: int | None = None, first: int = 0, **other: object) -> BlockStored:
+    """The blocks of `TOKENS` from the given one on, under these names."""
+    tokens = TOKENS[first * SIZE : (first + len(hashes)) * SIZE]
+    return msgspec.convert(
+        {
+            "type": "BlockStored",
+            "block_hashes": hashes,
+            "parent_block_hash": parent,
+            "token_ids": tokens,
+            "block_size": SIZE,
+            **other,
+        },
+        BlockStored,
+    )
+
+
+def removed(*hashes: int, **other: object) -> BlockRemoved:
+    return msgspec.convert({"type": "BlockRemoved", "block_hashes": hashes, **other}, BlockRemoved)
+
+
+def test_blocks_stored_at_once_or_one_after_another_have_the_keys_of_their_prompt() -> None:
+    assert BlockNames().apply([stored(1, 2, 3)]).stored == KEYS
+    names = BlockNames()
+    assert names.apply([stored(1)]).stored == KEYS[:1]
+    assert names.apply([stored(2, 3, parent=1, first=1)]).stored == KEYS[1:]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "extra_keys"),
+    [
+        pytest.param(Prompt([*TOKENS, 0], lora_name="a"), [["a"]] * 3, id="adapter"),
+        pytest.param(Prompt([*TOKENS, 0], cache_salt="s"), [["s"], None, None], id="salt"),
+        pytest.param(
+            Prompt([*TOKENS, 0], lora_name="a", cache_salt="s"), [["a", "s"], ["a"], ["a"]], id="adapter and salt"
+        ),
+        pytest.param(
+            Prompt([*TOKENS, 0], media=(MediaSpan("m", 2, 5),)),
+            [[["m", 2]], [["m", -2]], None],
+            id="two blocks of media",
+        ),
+    ],
+)
+def test_what_else_tells_blocks_apart_is_heeded_as_for_prompts(prompt: Prompt, extra_keys: object) -> None:
+    keys = tuple(prompt_keys(prompt, SIZE))
+    assert keys != KEYS
+    assert BlockNames().apply([stored(1, 2, 3, extra_keys=extra_keys)]).stored == keys
+
+
+def test_a_block_is_reusable_until_the_last_of_its_copies_is_removed() -> None:
+    names = BlockNames()
+    names.apply([stored(1, 2)])
+    names.apply([stored(1, 2), stored(1)])
+    assert names.copies == 5
+    assert names.apply([removed(1, 2)]) == CacheChange()
+    assert names.apply([removed(1, 2)]).removed == KEYS[1:2]
+    assert names.apply([removed(1)]).removed == KEYS[:1]
+    assert names.copies == 0
+
+
+def test_of_what_happens_to_a_block_in_one_batch_the_last_counts() -> None:
+    names = BlockNames()
+    assert names.apply([stored(1), removed(1), stored(1)]) == CacheChange(stored=KEYS[:1])
+    assert names.apply([removed(1), stored(1), removed(1)]) == CacheChange(removed=KEYS[:1])
+
+
+def test_what_comes_after_a_clearing_is_all_there_is() -> None:
+    names = BlockNames()
+    names.apply([stored(1, 2, 3)])
+    assert names.apply([removed(3), AllBlocksCleared(), stored(1)]) == CacheChange(stored=KEYS[:1], restart=True)
+    assert names.copies == 1
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        pytest.param(stored(7, parent=6, first=1), id="its chain began before we listened"),
+        pytest.param(stored(7, medium="CPU"), id="in other memory"),
+        pytest.param(stored(7, group_idx=1), id="of another group"),
+        pytest.param(stored(7, kv_cache_spec_kind="sliding_window"), id="of a sliding window"),
+        pytest.param(stored(7, extra_keys=[[b"digest"]]), id="of embeddings"),
+        pytest.param(stored(7, extra_keys=[None, None]), id="more extra keys than blocks"),
+        pytest.param(msgspec.structs.replace(stored(7), token_ids=TOKENS), id="more tokens than blocks"),
+        pytest.param(removed(7), id="removed and never seen"),
+    ],
+)
+def test_what_cannot_be_reused_by_a_prompt_or_not_be_named_changes_nothing(event: BlockStored | BlockRemoved) -> None:
+    names = BlockNames()
+    assert names.apply([event]) == CacheChange()
+    assert names.copies == 0
+
+
+def test_a_removal_from_other_memory_leaves_the_block() -> None:
+    names = BlockNames()
+    names.apply([stored(1)])
+    assert names.apply([removed(1, medium="CPU"), removed(1, group_idx=1)]) == CacheChange()
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        pytest.param(b"\xc1", id="no msgpack"),
+        pytest.param(msgspec.msgpack.encode([1.0]), id="no events"),
+        pytest.param(msgspec.msgpack.encode([1.0, [{"type": "Nonsense"}]]), id="unknown event"),
+        pytest.param(msgspec.msgpack.encode([1.0, [{"type": "BlockRemoved", "block_hashes": 1}]]), id="wrong type"),
+        pytest.param(
+            msgspec.msgpack.encode(
+                [1.0, [msgspec.structs.asdict(stored(1)) | {"type": "BlockStored", "token_ids": [-1]}]]
+            ),
+            id="token below zero",
+        ),
+        pytest.param(
+            msgspec.msgpack.encode(
+                [1.0, [msgspec.structs.asdict(stored(1)) | {"type": "BlockStored", "block_size": 0}]]
+            ),
+            id="blocks of no size",
+        ),
+    ],
+)
+def test_a_malformed_batch_is_refused(batch: bytes) -> None:
+    with pytest.raises(WireError, match="batch of cache events"):
+        decode_events(batch)
+
+
+def test_a_batch_with_more_than_we_read_is_read() -> None:
+    event = msgspec.structs.asdict(stored(1)) | {"type": "BlockStored", "lora_id": None, "session_id": "s", "new": [1]}
+    (decoded,) = decode_events(msgspec.msgpack.encode([1.0, [event], 3]))
+    assert BlockNames().apply([decoded]).stored == KEYS[:1]

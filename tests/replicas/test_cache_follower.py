@@ -1,0 +1,60 @@
+"""The head's end of following a remote cache: it asks on, and takes each answer once."""
+
+import pytest
+
+from tests.replicas.cache_publisher import Mirror
+from vllm_omni_plugin.errors import WireError
+from vllm_omni_plugin.replicas.cache_following import CacheFollower, pack_keys, unpack_keys
+from vllm_omni_plugin.replicas.cache_journal import BEGINNING, MAX_PART, Cursor
+from vllm_omni_plugin.replicas.control import CacheChanges, Follow, ToServer, decode_to_head, decode_to_server, encode
+
+LEASE = 5
+
+
+def changes(since: Cursor, cursor: Cursor, *keys: int, restart: bool = False) -> CacheChanges:
+    return CacheChanges(LEASE, since, cursor, pack_keys(keys), b"", restart, complete=True)
+
+
+def test_each_answer_is_followed_by_the_next_question() -> None:
+    sent: list[ToServer] = []
+    mirror = Mirror()
+    follower = CacheFollower(LEASE, sent.append, mirror.take)
+    follower.take(changes(BEGINNING, Cursor(3, 3), 1, restart=True))
+    follower.take(changes(Cursor(3, 3), Cursor(3, 9), 2))
+    assert sent == [Follow(LEASE, BEGINNING), Follow(LEASE, Cursor(3, 3)), Follow(LEASE, Cursor(3, 9))]
+    assert mirror.keys == {1, 2}
+
+
+def test_the_second_answer_to_a_question_asked_twice_is_ignored() -> None:
+    sent: list[ToServer] = []
+    mirror = Mirror()
+    follower = CacheFollower(LEASE, sent.append, mirror.take)
+    follower.ask_again()
+    assert sent == [Follow(LEASE, BEGINNING)] * 2
+    answer = changes(BEGINNING, Cursor(3, 3), 1, restart=True)
+    follower.take(answer)
+    follower.take(answer)
+    assert mirror.restarts == 1
+    assert sent[2:] == [Follow(LEASE, Cursor(3, 3))]
+
+
+def test_keys_that_are_cut_off_are_no_change(caplog: pytest.LogCaptureFixture) -> None:
+    mirror = Mirror()
+    follower = CacheFollower(LEASE, lambda _: None, mirror.take)
+    follower.take(CacheChanges(LEASE, BEGINNING, Cursor(3, 3), b"1234567", b"", True, complete=True))
+    assert mirror.restarts == 0
+    assert "about cached blocks was dropped" in caplog.text
+
+
+def test_messages_arrive_as_they_were_sent() -> None:
+    keys = (0, 1, 2**64 - 1)
+    assert tuple(unpack_keys(pack_keys(keys))) == keys
+    answer = changes(BEGINNING, Cursor(2**40, 1), *keys)
+    assert decode_to_head(encode(answer)) == answer
+    question = Follow(LEASE, Cursor(2**40, 1))
+    assert decode_to_server(encode(question)) == question
+
+
+def test_a_message_with_more_keys_than_a_part_has_is_refused() -> None:
+    with pytest.raises(WireError):
+        decode_to_head(encode(changes(BEGINNING, Cursor(1, 1), *range(MAX_PART + 1))))

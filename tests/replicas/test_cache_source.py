@@ -1,0 +1,66 @@
+"""Where an engine reports what it has cached, from its own words."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.replicas.cache_source import CacheSource, find_cache_source, publishes_cache_events
+from vllm_omni_plugin.replicas.cache_tap import open_cache_tap
+
+
+def ready(**publisher: Any) -> bytes:
+    return msgspec.msgpack.encode({"num_gpu_blocks": 9, "kv_events_config": publisher or None, "dtype": "float32"})
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        pytest.param(
+            {"endpoint": "ipc:///run/a", "replay_endpoint": "ipc:///run/b", "publisher": "zmq"},
+            CacheSource("ipc:///run/a", "ipc:///run/b", "", 9),
+            id="ours",
+        ),
+        pytest.param(
+            {"endpoint": "tcp://*:5557", "replay_endpoint": None, "topic": "kv"},
+            CacheSource("tcp://127.0.0.1:5557", None, "kv", 9),
+            id="the user's, without replay",
+        ),
+        pytest.param(
+            {"endpoint": "tcp://[::]:5557", "replay_endpoint": "tcp://127.0.0.1:5558"},
+            CacheSource("tcp://[::1]:5557", "tcp://127.0.0.1:5558", "", 9),
+            id="the user's, on every address",
+        ),
+    ],
+)
+def test_a_publisher_on_this_machine_is_found(said: dict[str, Any], found: CacheSource) -> None:
+    assert publishes_cache_events(ready(**said))
+    assert find_cache_source(ready(**said)) == found
+
+
+@pytest.mark.parametrize("response", [ready(), b"", b'"ready"', msgspec.msgpack.encode([1])])
+def test_an_engine_that_reports_nothing_is_left_alone(response: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    assert not publishes_cache_events(response)
+    assert open_cache_tap(response, lambda _: None, "replica 0") is None
+    assert caplog.records == []
+    with pytest.raises(ReplicaError, match="reports no KV cache events"):
+        find_cache_source(response)
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://collector:5557", "inproc://events", "ipx://nonsense"])
+async def test_a_publisher_that_we_cannot_listen_to_is_said_with_its_address(
+    endpoint: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    response = ready(endpoint=endpoint)
+    assert publishes_cache_events(response)
+    assert open_cache_tap(response, lambda _: None, "replica 0") is None
+    (record,) = caplog.records
+    assert "replica 0" in record.getMessage()
+    assert endpoint in record.getMessage()
+
+
+async def test_an_address_that_is_none_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    assert open_cache_tap(ready(endpoint="tcp://*:nonsense"), lambda _: None, "replica 0") is None
+    (record,) = caplog.records
+    assert "tcp://127.0.0.1:nonsense" in record.getMessage()

@@ -1,0 +1,53 @@
+"""A local replica tells what its engine has cached, as long as it lives."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.conditions import eventually
+from tests.fakes.engine_api import FakeEngineApi
+from tests.replicas.cache_publisher import FakePublisher, Mirror, stored
+from tests.replicas.server.engines import ServedFakeLauncher
+from vllm_omni_plugin.replicas.local import LocalReplica, start_local_replica
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[ServedFakeLauncher]:
+    launcher = ServedFakeLauncher(tmp_path)
+    yield launcher
+    launcher.close()
+
+
+@pytest.fixture
+def executor() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(2) as executor:
+        yield executor
+
+
+async def start(launcher: ServedFakeLauncher, executor: ThreadPoolExecutor) -> LocalReplica:
+    return await start_local_replica(launcher, FakeEngineApi(), executor, 0, lambda _: None, lambda _: None)
+
+
+async def test_a_local_engine_is_followed_until_its_replica_is_closed(
+    launcher: ServedFakeLauncher, executor: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    publisher, mirror = FakePublisher(tmp_path), Mirror()
+    launcher.ready = publisher.ready_response()
+    publisher.publish(stored([1, 2, 3, 4], 1))
+    replica = await start(launcher, executor)
+    replica.follow_cache(mirror.take)
+    await eventually(lambda: len(mirror.keys) == 1 and mirror.complete)
+    await replica.close(executor, 0.0)
+    publisher.close()
+
+
+async def test_a_local_engine_that_reports_nothing_is_none_to_follow(
+    launcher: ServedFakeLauncher, executor: ThreadPoolExecutor
+) -> None:
+    mirror = Mirror()
+    replica = await start(launcher, executor)
+    replica.follow_cache(mirror.take)
+    await replica.close(executor, 0.0)
+    assert mirror.restarts == 0

@@ -1,0 +1,107 @@
+"""How a head follows what a remote replica has cached: long polling over the control link, from both ends."""
+
+import struct
+from collections.abc import Callable, Sequence
+
+from vllm_omni_plugin.balancing.cache_change import CacheChange
+from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.replicas.cache_journal import BEGINNING, CacheJournal, Cursor
+from vllm_omni_plugin.replicas.control import CacheChanges, Follow, ToHead, ToServer
+from vllm_omni_plugin.replicas.leases import Lease
+
+logger = init_logger(__name__)
+
+_KEY_BYTES = 8
+
+
+class CacheFollowers:
+    """The server's end: answers each `Follow` when there is something to tell. One may be open for each lease.
+
+    Args:
+        send: sends a message to a routing id of the control link.
+    """
+
+    def __init__(self, send: Callable[[bytes, ToHead], None]) -> None:
+        self._send = send
+        self._journal = CacheJournal()
+        self._waiting: dict[int, tuple[Lease, Cursor]] = {}
+
+    def read(self, journal: CacheJournal) -> None:
+        """Tell of this engine from now on."""
+        self._journal.on_change = lambda: None
+        self._journal = journal
+        journal.on_change = self._answer_all
+
+    def follow(self, lease: Lease, cursor: Cursor) -> None:
+        """A head asks for what comes after its cursor."""
+        self._waiting[lease.lease_id] = (lease, cursor)
+        self._answer(lease, cursor)
+
+    def forget(self, lease: Lease) -> None:
+        """The lease has ended."""
+        self._waiting.pop(lease.lease_id, None)
+
+    def _answer_all(self) -> None:
+        for lease, cursor in list(self._waiting.values()):
+            self._answer(lease, cursor)
+
+    def _answer(self, lease: Lease, since: Cursor) -> None:
+        part = self._journal.since(since)
+        if part is None:
+            return
+        del self._waiting[lease.lease_id]
+        change = part.change
+        stored, removed = pack_keys(change.stored), pack_keys(change.removed)
+        self._send(
+            lease.peer,
+            CacheChanges(lease.lease_id, since, part.cursor, stored, removed, change.restart, change.complete),
+        )
+
+
+class CacheFollower:
+    """The head's end, for one lease.
+
+    Args:
+        lease: its number.
+        send: sends a message on the control link.
+        on_change: told of every change, in order.
+    """
+
+    def __init__(self, lease: int, send: Callable[[ToServer], None], on_change: Callable[[CacheChange], None]) -> None:
+        self._lease = lease
+        self._send = send
+        self._on_change = on_change
+        self._cursor = BEGINNING
+        self._ask()
+
+    def take(self, message: CacheChanges) -> None:
+        """An answer has come. One that came before, because it was asked for twice, is ignored."""
+        if message.since != self._cursor:
+            return
+        try:
+            change = CacheChange(
+                unpack_keys(message.stored), unpack_keys(message.removed), message.restart, message.complete
+            )
+        except struct.error as error:
+            logger.warning("A message about cached blocks was dropped: %s.", error)
+            return
+        self._cursor = message.cursor
+        self._on_change(change)
+        self._ask()
+
+    def ask_again(self) -> None:
+        """The question or its answer may have been lost."""
+        self._ask()
+
+    def _ask(self) -> None:
+        self._send(Follow(self._lease, self._cursor))
+
+
+def pack_keys(keys: Sequence[int]) -> bytes:
+    """Block keys as the control link carries them."""
+    return struct.pack(f"<{len(keys)}Q", *keys)
+
+
+def unpack_keys(packed: bytes) -> Sequence[int]:
+    """The keys in `packed`. Raises `struct.error` unless it has eight bytes for each."""
+    return struct.unpack(f"<{len(packed) // _KEY_BYTES}Q", packed)
