@@ -11,7 +11,11 @@ from vllm_omni_plugin.errors import ConfigError
 
 @pytest.mark.parametrize(
     "config",
-    [OmniConfig(), OmniConfig(lb_policy="random", dp_size_local=4, migration_limit=0)],
+    [
+        OmniConfig(),
+        OmniConfig(lb_policy="random", dp_size_local=4, migration_limit=0),
+        OmniConfig(lb_policy="least-tokens", lb_config={"decode_weight": 0.5}),
+    ],
 )
 def test_options_survive_the_journey_as_json(config: OmniConfig) -> None:
     assert OmniConfig.from_plain(json.loads(json.dumps(config.to_plain()))) == config

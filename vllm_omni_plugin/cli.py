@@ -12,13 +12,14 @@ from http import HTTPStatus
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 from urllib.request import Request, urlopen
 
 from vllm_omni_plugin.errors import OmniError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 _TIMEOUT_S = 30.0
+_LOADS = ("requests", "prefill_tokens", "decode_tokens", "kv_usage")
 _COLUMNS = ("ID", "STATUS", "WHERE", "IN FLIGHT", "DISPATCHED", "RESTARTS", "SINCE", "HELD BACK", "ADDRESS")
 
 
@@ -38,6 +39,7 @@ def _parser(simulate: bool) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="vllm-omni-plugin", description="Operate a fleet of vLLM replicas.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_replicas(commands)
+    _add_explain(commands)
     if simulate:
         from vllm_omni_plugin.sim.command import add_parser
 
@@ -60,15 +62,29 @@ def _add_replicas(commands: Any) -> None:
         parser.add_argument("id", metavar="ID", help="<stage>.<replica>, as listed")
         parser.add_argument("--json", action="store_true", help="print the replica afterwards as JSON")
     for parser in (ls, drain, resume):
-        parser.add_argument(
-            "--url", type=_http_url, default=DEFAULT_URL, help="the server's address (default: %(default)s)"
-        )
-        parser.add_argument(
-            "--api-key",
-            default=os.environ.get("VLLM_API_KEY"),
-            metavar="KEY",
-            help="the server's API key (default: the environment variable VLLM_API_KEY)",
-        )
+        _add_server(parser)
+
+
+def _add_explain(commands: Any) -> None:
+    explain = commands.add_parser("explain", help="show where a prompt would go, and why, without running it")
+    explain.set_defaults(run=_explain)
+    explain.add_argument("prompt", metavar="PROMPT", help="text of a completion")
+    explain.add_argument("--session", help="the session it belongs to")
+    explain.add_argument("--model", help="the model's name, or an adapter's (default: the model)")
+    explain.add_argument("--json", action="store_true", help="print the server's answer as JSON instead of a table")
+    _add_server(explain)
+
+
+def _add_server(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--url", type=_http_url, default=DEFAULT_URL, help="the server's address (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--api-key",
+        default=os.environ.get("VLLM_API_KEY"),
+        metavar="KEY",
+        help="the server's API key (default: the environment variable VLLM_API_KEY)",
+    )
 
 
 def _list(args: argparse.Namespace) -> int:
@@ -77,9 +93,40 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _change(args: argparse.Namespace) -> int:
-    _call(args, "POST", f"/{quote(args.id, safe='')}/{args.action}")
+    _call(args, "POST", f"replicas/{quote(args.id, safe='')}/{args.action}")
     _print([replica for replica in _replicas(args) if replica["id"] == args.id], args.json)
     return 0
+
+
+def _explain(args: argparse.Namespace) -> int:
+    query = {name: value for name in ("prompt", "session", "model") if (value := getattr(args, name)) is not None}
+    answer = _call(args, "GET", f"explain?{urlencode(query)}")
+    try:
+        decision = dict(json.loads(answer))
+        told = json.dumps(decision, indent=2) + "\n" if args.json else _told(decision)
+    except (ValueError, LookupError, TypeError) as error:
+        raise _not_a_fleet(args) from error
+    sys.stdout.write(told)
+    return 0
+
+
+def _told(decision: dict[str, Any]) -> str:
+    fallback = f", fallback {decision['fallback']}" if decision["fallback"] else ""
+    why = f"{decision['policy']}: {decision['reason']}{fallback}"
+    head = f"{decision['prompt_tokens']} tokens would go to replica {decision['chosen']} ({why})\n"
+    columns = ("REPLICA", "SCORE", "MATCHED", *(name.upper().replace("_", " ") for name in _LOADS))
+    rows = [_candidate_row(candidate) for candidate in decision["candidates"]]
+    return head + _table([columns, *rows]) if rows else head
+
+
+def _candidate_row(candidate: dict[str, Any]) -> tuple[str, ...]:
+    score = candidate["score"]
+    return (
+        candidate["replica"],
+        "inf" if score is None else f"{score:.6g}",
+        str(candidate["matched_tokens"]),
+        *(f"{candidate[name]:.6g}" for name in _LOADS),
+    )
 
 
 def _http_url(text: str) -> str:
@@ -89,18 +136,22 @@ def _http_url(text: str) -> str:
 
 
 def _replicas(args: argparse.Namespace) -> list[dict[str, Any]]:
-    answer = _call(args, "GET", "")
+    answer = _call(args, "GET", "replicas")
     try:
         return [dict(replica) for replica in json.loads(answer)["replicas"]]
     except (ValueError, LookupError, TypeError) as error:
-        raise OmniError(f"{args.url} answers, but not as the server of a fleet does") from error
+        raise _not_a_fleet(args) from error
+
+
+def _not_a_fleet(args: argparse.Namespace) -> OmniError:
+    return OmniError(f"{args.url} answers, but not as the server of a fleet does")
 
 
 def _call(args: argparse.Namespace, method: str, path: str) -> bytes:
     """The body of the server's answer. Raises OmniError, worded for the operator."""
     headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
     try:
-        request = Request(f"{args.url}/omni/replicas{path}", method=method, headers=headers)
+        request = Request(f"{args.url}/omni/{path}", method=method, headers=headers)
         with urlopen(request, timeout=_TIMEOUT_S) as response:
             body: bytes = response.read()
     except HTTPError as error:
@@ -126,11 +177,13 @@ def _print(replicas: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
         sys.stdout.write(json.dumps({"replicas": replicas}, indent=2) + "\n")
         return
-    rows = [_COLUMNS, *map(_row, replicas)]
+    sys.stdout.write(_table([_COLUMNS, *map(_row, replicas)]))
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        sys.stdout.write("  ".join(cells).rstrip() + "\n")
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _row(replica: dict[str, Any]) -> tuple[str, ...]:

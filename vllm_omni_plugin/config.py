@@ -16,6 +16,7 @@ class OmniConfig:
 
     Attributes:
         lb_policy: name of a load-balancing policy, or `package.module:Class` of a third party's.
+        lb_config: options of that policy, arguments of its constructor; None: all as they are by default.
         dp_size_local: replicas of the model that this process runs itself.
         migration_limit: how often one request may move to another replica before it fails.
         replica_wait: seconds that requests wait while no replica can serve.
@@ -32,7 +33,8 @@ class OmniConfig:
         join_timeout: seconds in which a headless node must find the head for the first time; 0: no limit.
     """
 
-    lb_policy: str = "least-queue-length"
+    lb_policy: str = "prefix"
+    lb_config: dict[str, Any] | None = None
     dp_size_local: int = 1
     migration_limit: int = 3
     replica_wait: float = 60.0

@@ -2,7 +2,8 @@
 
 import asyncio
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
 from types import SimpleNamespace
 
 import httpx
@@ -16,12 +17,19 @@ with warnings.catch_warnings():
     from vllm import plugins
     from vllm.entrypoints.launchers.app import build_app
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.exceptions import GracefulHTTPError
     from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.fakes.fleet import FakeFleet
+from vllm_omni_plugin.admin.explain import BadPromptError, Explainer
 from vllm_omni_plugin.admin.fleet import FleetAdmin
+from vllm_omni_plugin.admin.receipt import new_receipt
 from vllm_omni_plugin.admin.waiting_room import WaitingRoom
+from vllm_omni_plugin.balancing import Task
+from vllm_omni_plugin.balancing.base import ReplicaView
+from vllm_omni_plugin.balancing.decision import Decision
+from vllm_omni_plugin.balancing.prompt import Prompt
 from vllm_omni_plugin.integration.app import INFERENCE_PATHS, FleetEndpoints, open_app
 
 NEED_NO_ENGINE = {
@@ -60,6 +68,23 @@ def build(monkeypatch: pytest.MonkeyPatch) -> BuildApp:
         return app
 
     return build
+
+
+class AlwaysFirst:
+    """The simplest policy with a reason."""
+
+    def select(self, task: Task, replicas: Sequence[ReplicaView]) -> int:
+        return self.decide(task, replicas).position
+
+    def decide(self, task: Task, replicas: Sequence[ReplicaView]) -> Decision:
+        return Decision(0, "first")
+
+
+async def read_prompt(text: str, model: str | None) -> Prompt:
+    """A token for each character."""
+    if not text:
+        raise BadPromptError("The prompt has no tokens.")
+    return Prompt(list(text.encode()))
 
 
 def client_of(app: FastAPI, **headers: str) -> httpx.AsyncClient:
@@ -151,6 +176,39 @@ async def test_a_request_that_cannot_be_served_is_refused_after_its_key_was_chec
         known = await client.post("/v1/completions", json={}, headers={"Authorization": "Bearer right"})
     assert (stranger.status_code, known.status_code) == (401, 503)
     assert int(known.headers["Retry-After"]) > 0
+
+
+async def test_a_prompt_is_explained_behind_the_key_and_in_the_shape_of_openai(build: BuildApp) -> None:
+    app = build("--api-key", "right")
+    async with FakeFleet(replicas=1, balancer=AlwaysFirst()) as fleet:
+        app.state.omni_explainer = Explainer(fleet.orchestrator, read_prompt)
+        async with client_of(app) as client:
+            stranger = await client.get("/omni/explain?prompt=x")
+            client.headers["Authorization"] = "Bearer right"
+            known = await client.get("/omni/explain?prompt=x")
+            bad = [await client.get(f"/omni/explain{query}") for query in ("", "?session=s", "?prompt=&model=m")]
+    assert (stranger.status_code, known.status_code, known.json()["chosen"]) == (401, 200, "0.0")
+    assert [answer.status_code for answer in bad] == [400, 400, 400]
+    assert "prompt" in bad[0].json()["error"]["message"]
+    assert bad[2].json()["error"]["message"] == "The prompt has no tokens."
+
+
+async def test_answers_of_engines_name_their_replica_within_our_middleware(build: BuildApp) -> None:
+    app = build()
+
+    @app.post("/v1/moved")
+    async def moved() -> None:
+        receipt = new_receipt()
+        assert receipt is not None
+        receipt.append(("0.1", Decision(0, "least-load")))
+        raise GracefulHTTPError("Replica 1 was lost.", HTTPStatus.INTERNAL_SERVER_ERROR)
+
+    async with client_of(app) as client:
+        failed = await client.post("/v1/moved")
+        other = await client.get("/version")
+    assert (failed.status_code, failed.headers["X-Omni-Replica"]) == (500, "0.1")
+    assert failed.json()["error"]["message"] == "Replica 1 was lost."
+    assert "X-Omni-Replica" not in other.headers
 
 
 async def test_a_server_without_a_fleet_answers_as_vllm_does(build: BuildApp) -> None:

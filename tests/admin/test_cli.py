@@ -41,6 +41,39 @@ ID    STATUS    WHERE   IN FLIGHT  DISPATCHED  RESTARTS  SINCE  HELD BACK       
 0.0   up        local   12         100         0         61 s   -               ipc:///a
 0.10  draining  remote  0          0           3         -      admin, suspect  -
 """
+DECISION = {
+    "policy": "kv-aware",
+    "reason": "match",
+    "fallback": "",
+    "chosen": "0.10",
+    "prompt_tokens": 480,
+    "candidates": [
+        {
+            "replica": "0.0",
+            "score": None,
+            "matched_tokens": 0,
+            "requests": 12,
+            "prefill_tokens": 2048,
+            "decode_tokens": 100,
+            "kv_usage": 0.875,
+        },
+        {
+            "replica": "0.10",
+            "score": 12.345678901,
+            "matched_tokens": 464,
+            "requests": 0,
+            "prefill_tokens": 0,
+            "decode_tokens": 0,
+            "kv_usage": 0.0,
+        },
+    ],
+}
+EXPLAINED = """\
+480 tokens would go to replica 0.10 (kv-aware: match)
+REPLICA  SCORE    MATCHED  REQUESTS  PREFILL TOKENS  DECODE TOKENS  KV USAGE
+0.0      inf      0        12        2048            100            0.875
+0.10     12.3457  464      0         0               0              0
+"""
 
 
 class Head(HTTPServer):
@@ -107,6 +140,34 @@ def test_a_change_is_made_and_shown(head: Head, capsys: pytest.CaptureFixture[st
     assert head.asked[0] == ("POST", f"/omni/replicas/0.10/{action}", None)
 
 
+def test_a_decision_is_explained_with_its_candidates(head: Head, capsys: pytest.CaptureFixture[str]) -> None:
+    head.answers["GET", "/omni/explain?prompt=a+%26+b%3F&session=s"] = (200, DECISION)
+    assert main(["explain", "a & b?", "--session", "s", "--url", head.url, "--api-key", "k"]) == 0
+    assert capsys.readouterr().out == EXPLAINED
+    assert head.asked == [("GET", "/omni/explain?prompt=a+%26+b%3F&session=s", "Bearer k")]
+
+
+def test_a_decision_is_printed_as_json_when_asked(head: Head, capsys: pytest.CaptureFixture[str]) -> None:
+    head.answers["GET", "/omni/explain?prompt=&model=lora"] = (200, DECISION)
+    assert main(["explain", "", "--model", "lora", "--json", "--url", head.url]) == 0
+    assert json.loads(capsys.readouterr().out) == DECISION
+
+
+def test_a_decision_without_a_comparison_is_one_line(head: Head, capsys: pytest.CaptureFixture[str]) -> None:
+    alone = DECISION | {"candidates": [], "fallback": "no-session"}
+    head.answers["GET", "/omni/explain?prompt=x"] = (200, alone)
+    assert main(["explain", "x", "--url", head.url]) == 0
+    assert capsys.readouterr().out == ("480 tokens would go to replica 0.10 (kv-aware: match, fallback no-session)\n")
+
+
+def test_a_policy_that_cannot_explain_is_told_in_the_servers_words(
+    head: Head, capsys: pytest.CaptureFixture[str]
+) -> None:
+    head.answers["GET", "/omni/explain?prompt=x"] = (409, {"error": {"message": "Policy P cannot explain."}})
+    assert main(["explain", "x", "--url", head.url]) == 1
+    assert "answers 409: Policy P cannot explain." in capsys.readouterr().err
+
+
 def test_an_id_cannot_become_another_path(head: Head) -> None:
     main(["replicas", "drain", "../x?y", "--url", head.url])
     assert head.asked[0][1] == "/omni/replicas/..%2Fx%3Fy/drain"
@@ -146,9 +207,10 @@ def test_a_refusal_is_told_in_the_servers_words(
 
 @pytest.mark.parametrize("body", [b"<html>", b"\xff", [], {"replicas": 1}, {}])
 def test_an_answer_of_another_server_is_told_as_such(head: Head, capsys: pytest.CaptureFixture[str], body: Any) -> None:
-    head.answers["GET", "/omni/replicas"] = (200, body)
-    assert main(["replicas", "ls", "--url", head.url]) == 1
-    assert f"{head.url} answers, but not as the server of a fleet does" in capsys.readouterr().err
+    head.answers["GET", "/omni/replicas"] = head.answers["GET", "/omni/explain?prompt=x"] = (200, body)
+    for command in (["replicas", "ls"], ["explain", "x"]):
+        assert main([*command, "--url", head.url]) == 1
+        assert f"{head.url} answers, but not as the server of a fleet does" in capsys.readouterr().err
 
 
 def test_a_server_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,6 +233,7 @@ def test_a_key_that_no_header_can_carry_is_an_error_of_one_line(head: Head, caps
         ([], "COMMAND"),
         (["replicas"], "ACTION"),
         (["replicas", "drain"], "ID"),
+        (["explain"], "PROMPT"),
         (["replicas", "ls", "--url", "localhost:8000"], "argument --url"),
         (["replicas", "ls", "--url", "file:///etc/passwd"], "argument --url"),
     ],
@@ -185,7 +248,7 @@ def test_wrong_usage_exits_with_2(capsys: pytest.CaptureFixture[str], arguments:
 def test_the_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
-    assert {"replicas", "sim"} <= set(capsys.readouterr().out.split())
+    assert {"replicas", "explain", "sim"} <= set(capsys.readouterr().out.split())
 
 
 def test_operating_a_fleet_loads_neither_vllm_nor_torch_nor_a_web_framework() -> None:

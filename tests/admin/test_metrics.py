@@ -48,6 +48,13 @@ def test_the_families_are_these() -> None:
         "vllm_omni:tokens_swallowed": "counter",
         "vllm_omni:replays_diverged": "counter",
         "vllm_omni:requests_failed": "counter",
+        "vllm_omni:prefill_tokens": "gauge",
+        "vllm_omni:decode_tokens": "gauge",
+        "vllm_omni:kv_cache_usage_ratio": "gauge",
+        "vllm_omni:decisions": "counter",
+        "vllm_omni:decision_fallbacks": "counter",
+        "vllm_omni:matched_tokens": "counter",
+        "vllm_omni:cached_tokens": "counter",
     }
 
 
@@ -100,6 +107,61 @@ async def test_what_replays_repeat_and_do_not_repeat_is_counted() -> None:
     assert registry.get_sample_value("vllm_omni:tokens_swallowed_total") == 3
     assert registry.get_sample_value("vllm_omni:replays_diverged_total") == 1
     assert values(registry, "vllm_omni:requests_failed_total", "reason")["replica_lost"] == 1
+
+
+async def test_the_work_of_each_replica_is_shown_as_policies_see_it() -> None:
+    async with FakeFleet(replicas=2) as fleet:
+        await fleet.submit("a", prompt=[1] * 30, affinity=0)
+        await fleet.submit("b", prompt=[1] * 50, affinity=1)
+        link, attempt = fleet.attempt("b")
+        link.output(attempt, 1, 2)
+        link.report(running=25)
+        registry = registry_of(fleet.orchestrator)
+        assert values(registry, "vllm_omni:prefill_tokens", "replica") == {"0": 30, "1": 0}
+        assert values(registry, "vllm_omni:decode_tokens", "replica") == {"0": 0, "1": 52}
+        assert values(registry, "vllm_omni:kv_cache_usage_ratio", "replica") == {"0": 0, "1": 0.25}
+
+
+async def test_requests_of_other_heads_are_not_counted_as_ours() -> None:
+    async with FakeFleet(replicas=1) as fleet:
+        await fleet.submit("a")
+        fleet.links[0].report(running=25)
+        registry = registry_of(fleet.orchestrator)
+        assert values(registry, "vllm_omni:requests_in_flight", "replica") == {"0": 1}
+
+
+async def test_every_dispatch_is_counted_once_by_what_decided() -> None:
+    async with FakeFleet(replicas=2) as fleet:
+        for name in "abc":
+            await fleet.submit(name)
+        await fleet.submit("bound", affinity=1)
+        fleet.lose(0)
+        registry = registry_of(fleet.orchestrator)
+        reasons = values(registry, "vllm_omni:decisions_total", "reason")
+        assert reasons["bound"] == 1
+        assert sum(reasons.values()) == sum(values(registry, "vllm_omni:dispatches_total", "replica").values())
+        assert set(values(registry, "vllm_omni:decisions_total", "policy")) == {"LeastQueueLengthBalancer"}
+        assert values(registry, "vllm_omni:decision_fallbacks_total", "fallback") == {}
+
+
+async def test_what_a_policy_fell_back_to_is_counted() -> None:
+    class Broken:
+        def select(self, task: object, replicas: object) -> int:
+            raise RuntimeError("broken")
+
+    async with FakeFleet(balancer=Broken()) as fleet:
+        await fleet.submit("a")
+        registry = registry_of(fleet.orchestrator)
+        assert values(registry, "vllm_omni:decision_fallbacks_total", "fallback") == {"policy-fault": 1}
+        assert values(registry, "vllm_omni:decision_fallbacks_total", "stage") == {"0": 1}
+
+
+def test_tokens_that_were_expected_to_be_cached_stand_beside_those_that_were() -> None:
+    orchestrator = empty_orchestrator()
+    orchestrator.metrics.matched_tokens, orchestrator.metrics.cached_tokens = 96, 80
+    registry = registry_of(orchestrator)
+    assert registry.get_sample_value("vllm_omni:matched_tokens_total") == 96
+    assert registry.get_sample_value("vllm_omni:cached_tokens_total") == 80
 
 
 async def test_requests_that_wait_and_those_refused_are_counted_wherever_they_do() -> None:

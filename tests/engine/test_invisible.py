@@ -9,6 +9,7 @@ from .cli_probe import probe
 
 FLAGS = (
     "--omni-lb-policy",
+    "--omni-lb-config",
     "--omni-dp-size-local",
     "--omni-master-address",
     "--omni-master-port",

@@ -1,13 +1,12 @@
 """What an operator sees of the fleet and may do to it."""
 
-import asyncio
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Literal
 
+from vllm_omni_plugin.admin.replies import result_of
 from vllm_omni_plugin.errors import OmniError, ReplicaError
-from vllm_omni_plugin.orchestrator.handover import HandoverClosedError
 from vllm_omni_plugin.orchestrator.membership import ADMIN_HOLD
 from vllm_omni_plugin.orchestrator.messages import ManageReplica
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
@@ -90,27 +89,17 @@ class FleetAdmin:
             raise ReplicaError(f"Replica {replica} is not drained by an operator ({_condition(member)}).")
         reply: Future[None] = Future()
         self._orchestrator.rpc_async_queue.force_put(ManageReplica(action, member.stage_id, member.replica_id, reply))
-        try:
-            await asyncio.wrap_future(reply)
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            raise HandoverClosedError("The server is about to end.") from None
+        await result_of(reply)
 
     def _members(self) -> Iterator[PoolMember]:
         for pool in self._orchestrator.stage_pools:
             yield from pool.members
 
     def _find(self, replica: str) -> PoolMember:
-        members = {_id(member): member for member in self._members()}
+        members = {member.name: member for member in self._members()}
         if replica not in members:
             raise UnknownReplicaError(f"There is no replica {replica}. There are: {', '.join(members) or 'none'}.")
         return members[replica]
-
-
-def _id(member: PoolMember) -> str:
-    return f"{member.stage_id}.{member.replica_id}"
 
 
 def _condition(member: PoolMember) -> str:
@@ -121,7 +110,7 @@ def _condition(member: PoolMember) -> str:
 
 def _report(member: PoolMember, now: float) -> ReplicaReport:
     return ReplicaReport(
-        id=_id(member),
+        id=member.name,
         stage=member.stage_id,
         replica=member.replica_id,
         status=member.status.value,
@@ -129,7 +118,7 @@ def _report(member: PoolMember, now: float) -> ReplicaReport:
         remote=member.remote,
         input_addr=member.input_addr,
         output_addr=member.output_addr,
-        in_flight=member.queue_length,
+        in_flight=len(member.in_flight),
         dispatched=member.dispatched,
         restarts=member.restarts,
         since_seconds=now - member.changed_at if member.changed_at else None,

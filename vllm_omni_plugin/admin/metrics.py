@@ -31,6 +31,7 @@ class FleetCollector(Collector):
         metrics = self._orchestrator.metrics
         yield self._replicas_by_state()
         yield from self._per_replica()
+        yield from self._loads()
         yield _histogram(
             "vllm_omni:queue_time_seconds",
             "Seconds between the arrival of a request at the orchestrator and its first dispatch.",
@@ -44,6 +45,7 @@ class FleetCollector(Collector):
         yield _held(metrics)
         yield from _moves(metrics)
         yield _failed(metrics)
+        yield from _decisions(metrics)
 
     def _replicas_by_state(self) -> Metric:
         family = GaugeMetricFamily("vllm_omni:replicas", "Replicas by state.", labels=("stage", "state"))
@@ -66,9 +68,28 @@ class FleetCollector(Collector):
             for member in pool.members:
                 names = (str(member.stage_id), str(member.replica_id))
                 dispatches.add_metric(names, member.dispatched)
-                in_flight.add_metric(names, member.queue_length)
+                in_flight.add_metric(names, len(member.in_flight))
                 restarts.add_metric(names, member.restarts)
         return dispatches, in_flight, restarts
+
+    def _loads(self) -> Iterable[Metric]:
+        labels = ("stage", "replica")
+        prefill = GaugeMetricFamily(
+            "vllm_omni:prefill_tokens", "Prompt tokens that a replica still has to compute.", labels=labels
+        )
+        decode = GaugeMetricFamily(
+            "vllm_omni:decode_tokens", "Tokens of requests that a replica is producing output for.", labels=labels
+        )
+        kv_usage = GaugeMetricFamily(
+            "vllm_omni:kv_cache_usage_ratio", "Share of KV memory in use, as a replica reported.", labels=labels
+        )
+        for pool in self._orchestrator.stage_pools:
+            for member in pool.members:
+                names, load = (str(member.stage_id), str(member.replica_id)), member.load
+                prefill.add_metric(names, load.prefill_tokens)
+                decode.add_metric(names, load.decode_tokens)
+                kv_usage.add_metric(names, load.kv_usage)
+        return prefill, decode, kv_usage
 
 
 def _held(metrics: OrchestratorMetrics) -> Metric:
@@ -105,6 +126,30 @@ def _failed(metrics: OrchestratorMetrics) -> Metric:
     )
     family.add_metric(("replica_lost",), metrics.lost)
     family.add_metric(("no_replica",), metrics.refused + metrics.turned_away)
+    return family
+
+
+def _decisions(metrics: OrchestratorMetrics) -> Iterator[Metric]:
+    yield _by_policy("vllm_omni:decisions", "Dispatches by what decided on the replica.", "reason", metrics.decisions)
+    yield _by_policy(
+        "vllm_omni:decision_fallbacks",
+        "Dispatches by why the policy decided by something less than its rule.",
+        "fallback",
+        metrics.fallbacks,
+    )
+    yield CounterMetricFamily(
+        "vllm_omni:matched_tokens", "Prompt tokens that the policy expected to be cached.", metrics.matched_tokens
+    )
+    yield CounterMetricFamily(
+        "vllm_omni:cached_tokens", "Prompt tokens that engines took from their caches.", metrics.cached_tokens
+    )
+
+
+def _by_policy(name: str, documentation: str, why: str, counts: dict[tuple[int, str, str], int]) -> Metric:
+    family = CounterMetricFamily(name, documentation, labels=("stage", "policy", why))
+    # The orchestrator's thread may add a key meanwhile.
+    for (stage_id, policy, reason), count in counts.copy().items():
+        family.add_metric((str(stage_id), policy, reason), count)
     return family
 
 

@@ -1,13 +1,15 @@
-"""HTTP routes of the operator: see the replicas, drain one, take it back, or make it leave."""
+"""HTTP routes of the operator: see, drain, resume and remove replicas, and ask where a request would go."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 
 from fastapi import APIRouter, Depends, HTTPException, Request, Response
 
+from vllm_omni_plugin.admin.explain import BadPromptError, DecisionReport, Explainer, UnknownModelError
 from vllm_omni_plugin.admin.fleet import Action, FleetAdmin, ReplicaReport, UnknownReplicaError
-from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.errors import NoReplicaError, OmniError, ReplicaError, UnexplainedError
 from vllm_omni_plugin.orchestrator.handover import HandoverClosedError
 
 
@@ -18,32 +20,51 @@ class FleetReport:
     replicas: list[ReplicaReport]
 
 
-def build_router(guard: Callable[[Request], Awaitable[None]]) -> APIRouter:
-    """The routes under `/omni`. They answer for `app.state.omni_fleet`, a `FleetAdmin`.
+_STATUS: tuple[tuple[type[OmniError], HTTPStatus], ...] = (
+    (BadPromptError, HTTPStatus.BAD_REQUEST),
+    (UnknownModelError, HTTPStatus.NOT_FOUND),
+    (UnknownReplicaError, HTTPStatus.NOT_FOUND),
+    (ReplicaError, HTTPStatus.CONFLICT),
+    (UnexplainedError, HTTPStatus.CONFLICT),
+    (NoReplicaError, HTTPStatus.SERVICE_UNAVAILABLE),
+    (HandoverClosedError, HTTPStatus.SERVICE_UNAVAILABLE),
+)
 
-    Errors are `HTTPException`s, which vLLM's server answers in the shape of OpenAI's errors: 404 for an unknown id,
-    409 for a replica in the wrong state, 503 while the server ends.
+
+def build_router(guard: Callable[[Request], Awaitable[None]]) -> APIRouter:
+    """The routes under `/omni`. They answer for `app.state.omni_fleet`, a `FleetAdmin`, and `omni_explainer`.
+
+    Errors are `HTTPException`s, which vLLM's server answers in the shape of OpenAI's errors: 400 for a prompt that
+    could not be completed, 404 for an unknown id or model, 409 for a replica in the wrong state or a policy that cannot
+    explain itself, 503 while no replica serves or the server ends.
 
     Args:
         guard: lets a request pass, or raises an `HTTPException`; called for every route.
     """
-    router = APIRouter(prefix="/omni/replicas", tags=["fleet"], dependencies=[Depends(guard)])
+    router = APIRouter(prefix="/omni", tags=["fleet"], dependencies=[Depends(guard)])
 
-    @router.get("")
+    @router.get("/replicas")
     async def list_replicas(request: Request) -> FleetReport:
         return FleetReport(_fleet(request).replicas())
 
-    @router.post("/{replica}/drain", status_code=HTTPStatus.NO_CONTENT)
+    @router.post("/replicas/{replica}/drain", status_code=HTTPStatus.NO_CONTENT)
     async def drain_replica(replica: str, request: Request) -> Response:
         return await _manage(request, replica, "drain")
 
-    @router.post("/{replica}/resume", status_code=HTTPStatus.NO_CONTENT)
+    @router.post("/replicas/{replica}/resume", status_code=HTTPStatus.NO_CONTENT)
     async def resume_replica(replica: str, request: Request) -> Response:
         return await _manage(request, replica, "resume")
 
-    @router.delete("/{replica}", status_code=HTTPStatus.NO_CONTENT)
+    @router.delete("/replicas/{replica}", status_code=HTTPStatus.NO_CONTENT)
     async def remove_replica(replica: str, request: Request) -> Response:
         return await _manage(request, replica, "remove")
+
+    @router.get("/explain")
+    async def explain(
+        request: Request, prompt: str, session: str | None = None, model: str | None = None
+    ) -> DecisionReport:
+        with _told_in_http():
+            return await _explainer(request).explain(prompt, session, model)
 
     return router
 
@@ -51,17 +72,33 @@ def build_router(guard: Callable[[Request], Awaitable[None]]) -> APIRouter:
 def _fleet(request: Request) -> FleetAdmin:
     fleet: FleetAdmin | None = getattr(request.app.state, "omni_fleet", None)
     if fleet is None:
-        raise HTTPException(HTTPStatus.NOT_FOUND, "This server has no fleet of replicas.")
+        raise _no_fleet()
     return fleet
 
 
+def _explainer(request: Request) -> Explainer:
+    explainer: Explainer | None = getattr(request.app.state, "omni_explainer", None)
+    if explainer is None:
+        raise _no_fleet()
+    return explainer
+
+
+def _no_fleet() -> HTTPException:
+    return HTTPException(HTTPStatus.NOT_FOUND, "This server has no fleet of replicas.")
+
+
 async def _manage(request: Request, replica: str, action: Action) -> Response:
-    try:
+    with _told_in_http():
         await _fleet(request).manage(replica, action)
-    except UnknownReplicaError as error:
-        raise HTTPException(HTTPStatus.NOT_FOUND, str(error)) from error
-    except ReplicaError as error:
-        raise HTTPException(HTTPStatus.CONFLICT, str(error)) from error
-    except HandoverClosedError as error:
-        raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
     return Response(status_code=HTTPStatus.NO_CONTENT)
+
+
+@contextmanager
+def _told_in_http() -> Iterator[None]:
+    try:
+        yield
+    except OmniError as error:
+        for kind, status in _STATUS:
+            if isinstance(error, kind):
+                raise HTTPException(status, str(error)) from error
+        raise

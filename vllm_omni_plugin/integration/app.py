@@ -12,8 +12,10 @@ from typing import Any
 from fastapi import FastAPI, HTTPException, Request
 from starlette.middleware import Middleware
 
+from vllm_omni_plugin.admin.explain import Explainer
 from vllm_omni_plugin.admin.fleet import FleetAdmin
 from vllm_omni_plugin.admin.hold import HoldMiddleware
+from vllm_omni_plugin.admin.receipt import ReceiptMiddleware
 from vllm_omni_plugin.admin.routes import build_router
 from vllm_omni_plugin.admin.waiting_room import WaitingRoom
 from vllm_omni_plugin.integration.client import FleetClient
@@ -78,6 +80,7 @@ class FleetEndpoints:
         app.include_router(build_router(_api_key_guard(app)))
         # Innermost, so that only requests with a valid key wait, and the wait counts in vLLM's HTTP metrics.
         app.user_middleware.append(Middleware(HoldMiddleware, paths=INFERENCE_PATHS))
+        app.user_middleware.append(Middleware(ReceiptMiddleware))
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Tell routes and middleware which fleet they stand before, if the server has one."""
@@ -86,6 +89,9 @@ class FleetEndpoints:
             return
         options = options_of(engine_client.vllm_config)
         assert options is not None
+        from vllm_omni_plugin.integration.prompts import CompletionPrompts
+
+        state.omni_explainer = Explainer(fleet.orchestrator, CompletionPrompts(state))
         state.omni_fleet = FleetAdmin(fleet.orchestrator, time.monotonic)
         state.omni_waiting_room = WaitingRoom(fleet.orchestrator, fleet.until_serving, options.replica_wait)
 

@@ -14,10 +14,13 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_omni_plugin.admin.metrics import FleetCollector
+from vllm_omni_plugin.admin.receipt import new_receipt
+from vllm_omni_plugin.admin.replies import result_of
 from vllm_omni_plugin.errors import NoReplicaError, ReplicaError
 from vllm_omni_plugin.integration.failures import RequestFailures
 from vllm_omni_plugin.integration.serving import ServingSignal
 from vllm_omni_plugin.integration.stat_labels import StatLabels
+from vllm_omni_plugin.integration.tracing import RequestSpans
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.handover import HandoverClosedError
 from vllm_omni_plugin.orchestrator.messages import (
@@ -74,6 +77,7 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         self.resources = SimpleNamespace(engine_dead=False)
         self._failures = RequestFailures()
         self._labels: StatLabels | None = None
+        self._spans: RequestSpans | None = None
         self._shutting_down = False
         self._serving = ServingSignal(self._orchestrator)
         self._collector = FleetCollector(self._orchestrator)
@@ -82,8 +86,10 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         self._finalizer = weakref.finalize(self, fleet.close)
 
     def bind(self, output_processor: Any, logger_manager: Any) -> None:
-        """Tell the client of AsyncLLM's parts that exist by now: what ends requests, and what counts by engine."""
+        """Tell the client of AsyncLLM's parts that exist by now: what ends and traces requests, what counts them."""
         self._failures.bind(output_processor)
+        if output_processor.tracing_enabled:
+            self._spans = RequestSpans(output_processor, self._orchestrator.stage_pools[0].policy)
         if logger_manager is not None:
             self._labels = StatLabels(logger_manager)
 
@@ -146,7 +152,10 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
     async def add_request_async(self, request: Any) -> None:
         """Hand a request over. Waits only while the orchestrator is far behind."""
         queue = self._orchestrator.request_async_queue
-        message = SubmitRequest(request, time.monotonic())
+        receipt = new_receipt()
+        if self._spans is not None:
+            receipt = self._spans.expect(request.request_id, receipt)
+        message = SubmitRequest(request, time.monotonic(), receipt)
         try:
             if queue.full:
                 await queue.put(message)
@@ -176,12 +185,8 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         except HandoverClosedError:
             raise EngineDeadError from None
         try:
-            return await asyncio.wrap_future(reply)
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            # The orchestrator was closed with the call open; to the caller that is a dead engine, not a cancellation.
+            return await result_of(reply)
+        except HandoverClosedError:
             raise EngineDeadError from None
 
     async def _consensus(self, method: str) -> Any:

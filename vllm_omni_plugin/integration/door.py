@@ -12,6 +12,7 @@ from vllm_omni_plugin.integration.app import open_app
 from vllm_omni_plugin.integration.client import FleetClient
 from vllm_omni_plugin.integration.fleet import Fleet
 from vllm_omni_plugin.integration.options import options_of
+from vllm_omni_plugin.integration.sessions import open_sessions
 
 _OPEN = "_vllm_omni_plugin_door"
 
@@ -50,6 +51,7 @@ def open_door() -> None:
             raise EngineDeadError
 
     open_app()
+    open_sessions()
     setattr(make_async_mp_client, _OPEN, True)
     EngineCoreClient.make_async_mp_client = staticmethod(make_async_mp_client)
     AsyncLLM.__init__ = init

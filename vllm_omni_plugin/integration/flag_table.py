@@ -1,6 +1,7 @@
 """Our flags as data: names, types, texts, and on which kind of node each has a meaning."""
 
 import argparse
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -80,6 +81,17 @@ def seconds(text: str) -> float:
     return value
 
 
+def json_object(text: str) -> dict[str, Any]:
+    """A type for objects in JSON."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f'{text!r} is not an object in JSON, such as {{"option": 1}}')
+    return value
+
+
 def _require_range(value: float, minimum: float, maximum: float, reason: str) -> None:
     if value < minimum:
         raise argparse.ArgumentTypeError(f"{value} is below {minimum}{reason and ': ' + reason}")
@@ -91,9 +103,17 @@ FLAGS = (
     Flag(
         "--omni-lb-policy",
         Side.HEAD,
-        "How requests are balanced over the replicas: random, round-robin, least-queue-length, the name of an "
-        "installed policy, or package.module:Class.",
+        "How requests are balanced over the replicas: random, round-robin, least-queue-length, power-of-two, "
+        "least-tokens, session, prefix, kv-aware, cost-aware, the name of an installed policy, or "
+        "package.module:Class.",
         "POLICY",
+    ),
+    Flag(
+        "--omni-lb-config",
+        Side.HEAD,
+        'Options of the policy as an object in JSON, such as {"decode_weight": 0.2} for least-tokens. Default: none.',
+        "JSON",
+        json_object,
     ),
     Flag(
         "--omni-dp-size-local",

@@ -118,6 +118,10 @@ def parse_options(args: argparse.Namespace) -> OmniConfig | None:
         build_load_balancer_factory(options.lb_policy)
     except ConfigError as error:
         raise ConfigError(f"argument --omni-lb-policy: {error}") from error
+    try:
+        build_load_balancer_factory(options.lb_policy, options.lb_config)
+    except ConfigError as error:
+        raise ConfigError(f"argument --omni-lb-config: {error}") from error
     refuse_unsupported(args)
     check(options, given, headless=bool(getattr(args, "headless", False)))
     return options

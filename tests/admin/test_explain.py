@@ -1,0 +1,207 @@
+"""`GET /omni/explain` over a fleet whose replicas the test plays."""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from tests.fakes.conditions import eventually
+from tests.fakes.fleet import FakeFleet
+from vllm_omni_plugin.admin.explain import BadPromptError, Explainer, UnknownModelError
+from vllm_omni_plugin.admin.routes import build_router
+from vllm_omni_plugin.balancing import Task
+from vllm_omni_plugin.balancing.base import ReplicaView
+from vllm_omni_plugin.balancing.decision import Candidate, Decision
+from vllm_omni_plugin.balancing.prompt import Prompt
+
+
+class Scripted:
+    """A policy that answers what it is told to, and notes what it was asked and told.
+
+    Attributes:
+        decision: its answer.
+        asked: the tasks it was asked about.
+        told: the ids of the requests that it was told were dispatched.
+    """
+
+    def __init__(self) -> None:
+        self.decision: Any = Decision(1, "match", (Candidate(0, 2.5), Candidate(1, 0.5, 16)), matched_tokens=16)
+        self.asked: list[Task] = []
+        self.told: list[str] = []
+
+    def select(self, task: Task, replicas: Sequence[ReplicaView]) -> int:
+        return self.decide(task, replicas).position
+
+    def decide(self, task: Task, replicas: Sequence[ReplicaView]) -> Decision:
+        self.asked.append(task)
+        decision: Decision = self.decision
+        return decision
+
+    def dispatched(self, task: Task, replica: ReplicaView, decision: Decision) -> None:
+        self.told.append(task["request_id"])
+
+
+class SelectsOnly:
+    """A policy without reasons."""
+
+    def select(self, task: Task, replicas: Sequence[ReplicaView]) -> int:
+        return 0
+
+
+async def read_prompt(text: str, model: str | None) -> Prompt:
+    """A token for each character."""
+    if model not in (None, "adapter"):
+        raise UnknownModelError(f"The model `{model}` does not exist.")
+    if not 0 < len(text) <= 100:
+        raise BadPromptError("The prompt is too long or empty.")
+    return Prompt(list(text.encode()), lora_name=model or "")
+
+
+def client_of(fleet: FakeFleet) -> httpx.AsyncClient:
+    async def let_all_pass() -> None:
+        return None
+
+    app = FastAPI()
+    app.include_router(build_router(let_all_pass))  # type: ignore[arg-type]
+    app.state.omni_explainer = Explainer(fleet.orchestrator, read_prompt)
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://head")
+
+
+@pytest.fixture
+def policy() -> Scripted:
+    return Scripted()
+
+
+@pytest.fixture
+async def fleet(policy: Scripted) -> AsyncIterator[FakeFleet]:
+    async with FakeFleet(replicas=2, balancer=policy) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+async def client(fleet: FakeFleet) -> AsyncIterator[httpx.AsyncClient]:
+    async with client_of(fleet) as client:
+        yield client
+
+
+async def test_the_answer_says_where_and_why_with_every_candidate_and_its_load(
+    fleet: FakeFleet, client: httpx.AsyncClient
+) -> None:
+    await fleet.submit("a", prompt=[1] * 40)
+    answer = await client.get("/omni/explain", params={"prompt": "Hello"})
+    assert answer.status_code == 200
+    explained = answer.json()
+    first, second = explained.pop("candidates")
+    assert explained == {
+        "policy": "Scripted",
+        "reason": "match",
+        "fallback": "",
+        "chosen": "0.1",
+        "prompt_tokens": 5,
+    }
+    idle = fleet.pool.member(0).load._asdict()
+    assert first == {"replica": "0.0", "score": 2.5, "matched_tokens": 0, **idle}
+    assert (second["replica"], second["score"], second["matched_tokens"]) == ("0.1", 0.5, 16)
+    assert (second["requests"], second["prefill_tokens"]) == (1, 24)
+
+
+async def test_the_policy_sees_the_prompt_the_adapter_and_the_session(
+    policy: Scripted, client: httpx.AsyncClient
+) -> None:
+    await client.get("/omni/explain", params={"prompt": "Hi", "session": "s", "model": "adapter"})
+    (task,) = policy.asked
+    assert (task["session"], task["prompt"].lora_name) == ("s", "adapter")
+    assert list(task["prompt"].token_ids) == [72, 105]
+
+
+async def test_nothing_is_run_counted_or_remembered(
+    policy: Scripted, fleet: FakeFleet, client: httpx.AsyncClient
+) -> None:
+    assert (await client.get("/omni/explain", params={"prompt": "Hello"})).status_code == 200
+    assert [link.added for link in fleet.links.values()] == [[], []]
+    assert [member.dispatched for member in fleet.pool.members] == [0, 0]
+    assert fleet.orchestrator.metrics.decisions == {}
+    assert policy.told == []
+
+
+async def test_a_score_that_json_cannot_hold_is_null(policy: Scripted, client: httpx.AsyncClient) -> None:
+    policy.decision = Decision(0, "match", (Candidate(0, math.inf), Candidate(1, math.nan)), fallback="no-session")
+    explained = (await client.get("/omni/explain", params={"prompt": "Hello"})).json()
+    assert [candidate["score"] for candidate in explained["candidates"]] == [None, None]
+    assert explained["fallback"] == "no-session"
+
+
+@pytest.mark.parametrize(
+    ("query", "status", "fault"),
+    [
+        ({"prompt": ""}, 400, "too long or empty"),
+        ({"prompt": "x" * 101}, 400, "too long or empty"),
+        ({"prompt": "x", "model": "other"}, 404, "The model `other` does not exist."),
+    ],
+)
+async def test_what_cannot_be_completed_cannot_be_explained(
+    policy: Scripted, client: httpx.AsyncClient, query: dict[str, str], status: int, fault: str
+) -> None:
+    answer = await client.get("/omni/explain", params=query)
+    assert answer.status_code == status
+    assert fault in answer.json()["detail"]
+    assert policy.asked == []
+
+
+async def test_without_a_replica_there_is_nothing_to_explain(fleet: FakeFleet, client: httpx.AsyncClient) -> None:
+    fleet.lose(0)
+    fleet.lose(1)
+    answer = await client.get("/omni/explain", params={"prompt": "Hello"})
+    assert answer.status_code == 503
+    assert answer.json()["detail"].startswith("No replica of stage 0 can serve right now")
+
+
+async def test_a_policy_without_reasons_is_named() -> None:
+    async with FakeFleet(balancer=SelectsOnly()) as fleet, client_of(fleet) as client:
+        answer = await client.get("/omni/explain", params={"prompt": "Hello"})
+    assert answer.status_code == 409
+    assert "SelectsOnly" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    "decision",
+    [
+        Decision(7, "nowhere"),
+        Decision(0, "match", (Candidate(7, 1.0),)),
+        Decision(0, "match", (Candidate(0, "low"),)),  # type: ignore[arg-type]
+        Decision(0, "match", (3,)),  # type: ignore[arg-type]
+        Decision(0, "match", None),  # type: ignore[arg-type]
+        "0",
+    ],
+    ids=repr,
+)
+async def test_an_explanation_that_makes_no_sense_is_not_passed_on(
+    policy: Scripted, client: httpx.AsyncClient, decision: Any
+) -> None:
+    policy.decision = decision
+    answer = await client.get("/omni/explain", params={"prompt": "Hello"})
+    assert answer.status_code == 409
+    assert "Scripted" in answer.json()["detail"]
+
+
+async def test_a_question_that_the_end_of_the_server_overtakes_is_answered() -> None:
+    fleet = FakeFleet(balancer=Scripted())
+    async with client_of(fleet) as client:
+        question = asyncio.ensure_future(client.get("/omni/explain", params={"prompt": "Hello"}))
+        await eventually(lambda: len(fleet.orchestrator.rpc_async_queue), "the question")
+        fleet.orchestrator.close_queues()
+        assert (await question).status_code == 503
+
+
+async def test_a_server_without_a_fleet_says_so() -> None:
+    async def let_all_pass() -> None:
+        return None
+
+    app = FastAPI()
+    app.include_router(build_router(let_all_pass))  # type: ignore[arg-type]
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://head") as client:
+        assert (await client.get("/omni/explain?prompt=x")).status_code == 404

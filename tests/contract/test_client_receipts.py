@@ -1,0 +1,67 @@
+"""Requests that AsyncLLM hands over carry a receipt where somebody will read it, and none elsewhere."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from starlette.types import Receive, Scope, Send
+from vllm.utils.async_utils import merge_async_iterators
+from vllm.v1.engine.output_processor import OutputProcessor
+
+from tests.admin.asgi import Client
+from tests.fakes.engine_api import FakeRequest
+from vllm_omni_plugin.admin.receipt import ReceiptMiddleware
+from vllm_omni_plugin.balancing import RandomBalancer
+from vllm_omni_plugin.balancing.decision import Decision
+from vllm_omni_plugin.integration.client import FleetClient
+from vllm_omni_plugin.orchestrator.messages import SubmitRequest
+from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator.stage_pool import StagePool
+from vllm_omni_plugin.vllm_api.engine_api import EngineApi
+
+
+@pytest.fixture
+def client() -> Iterator[FleetClient]:
+    orchestrator = Orchestrator([StagePool(0, RandomBalancer())], EngineApi(), 0, time.monotonic)
+    client = FleetClient(SimpleNamespace(orchestrator=orchestrator, close=lambda timeout=None: None), None, [])
+    yield client
+    client.shutdown()
+
+
+async def submitted(client: FleetClient) -> list[SubmitRequest]:
+    batch = await client.orchestrator.request_async_queue.get_batch()
+    return [message for message in batch if isinstance(message, SubmitRequest)]
+
+
+async def test_a_request_outside_of_http_has_none(client: FleetClient) -> None:
+    await client.add_request_async(FakeRequest("a"))
+    assert [message.receipt for message in await submitted(client)] == [None]
+
+
+async def test_a_traced_request_has_one_wherever_it_comes_from(client: FleetClient) -> None:
+    client.bind(OutputProcessor(None, log_stats=True, tracing_enabled=True), None)
+    await client.add_request_async(FakeRequest("a"))
+    assert [message.receipt for message in await submitted(client)] == [[]]
+
+
+async def test_all_prompts_of_an_answer_are_in_its_header_as_vllm_merges_them(client: FleetClient) -> None:
+    async def generate(request_id: str) -> Any:
+        await client.add_request_async(FakeRequest(request_id))
+        yield request_id
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        merged = merge_async_iterators(generate("a"), generate("b"))
+        assert {item async for _, item in merged} == {"a", "b"}
+        for message in await submitted(client):
+            assert message.receipt is not None
+            message.receipt.append((f"0.{message.request.request_id}", Decision(0, "least-load")))
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body"})
+
+    answer = Client(ReceiptMiddleware(app), {"type": "http", "method": "POST", "path": "/v1/completions"})
+    async with asyncio.timeout(10):
+        await answer.request
+    assert answer.headers == {"x-omni-replica": "0.a, 0.b"}

@@ -1,0 +1,130 @@
+"""vLLM's own spans of requests tell where the requests went."""
+
+import time
+from typing import Any
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine import output_processor as vllm_output_processor
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+from vllm.v1.metrics.stats import IterationStats
+
+from vllm_omni_plugin.balancing.decision import Decision
+from vllm_omni_plugin.integration.tracing import RequestSpans
+from vllm_omni_plugin.orchestrator.messages import Receipt
+
+TRACE_ID = 0x0AF7651916CD43DD8448EB211C80319C
+TRACE_HEADERS = {"traceparent": f"00-{TRACE_ID:032x}-b7ad6b7169203331-01"}
+MATCH = Decision(1, "match", fallback="no-events", matched_tokens=32)
+
+
+@pytest.fixture(scope="module")
+def exporter() -> InMemorySpanExporter:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    trace.set_tracer_provider(provider)
+    return exporter
+
+
+@pytest.fixture
+def output_processor(exporter: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch) -> OutputProcessor:
+    # Undone at the end: the wrapper would stay in the module otherwise.
+    monkeypatch.setattr(vllm_output_processor, "instrument_manual", vllm_output_processor.instrument_manual)
+    exporter.clear()
+    return OutputProcessor(None, log_stats=True, tracing_enabled=True)
+
+
+def add(output_processor: OutputProcessor, request_id: str) -> None:
+    params = SamplingParams(detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+    request = EngineCoreRequest(
+        request_id=request_id,
+        prompt_token_ids=[1, 2, 3],
+        mm_features=None,
+        sampling_params=params,
+        pooling_params=None,
+        arrival_time=time.time(),
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+        external_req_id="client's",
+    )
+    queue = RequestOutputCollector(params.output_kind, request_id)
+    output_processor.add_request(request, None, None, 0, queue)
+
+
+def finish(output_processor: OutputProcessor, *request_ids: str) -> None:
+    outputs = [
+        EngineCoreOutput(request_id, [7], finish_reason=FinishReason.STOP, trace_headers=TRACE_HEADERS)
+        for request_id in request_ids
+    ]
+    output_processor.process_outputs(outputs, time.monotonic(), IterationStats())
+
+
+def attributes(span: ReadableSpan) -> dict[str, Any]:
+    """Return our attributes of a span."""
+    return {name: value for name, value in (span.attributes or {}).items() if name.startswith("omni.")}
+
+
+def test_the_span_of_a_request_tells_where_it_went_and_why(
+    exporter: InMemorySpanExporter, output_processor: OutputProcessor
+) -> None:
+    spans = RequestSpans(output_processor, "kv-aware")
+    add(output_processor, "a")
+    receipt = spans.expect("a", None)
+    receipt += [("0.0", Decision(0, "least-load")), ("0.1", MATCH)]
+    finish(output_processor, "a")
+    (span,) = exporter.get_finished_spans()
+    assert attributes(span) == {
+        "omni.replica": "0.1",
+        "omni.policy": "kv-aware",
+        "omni.reason": "match",
+        "omni.fallback": "no-events",
+        "omni.matched_tokens": 32,
+    }
+    assert (span.name, (span.attributes or {})["gen_ai.request.id"]) == ("llm_request", "client's")
+    assert span.context is not None
+    assert span.context.trace_id == TRACE_ID
+
+
+def test_the_samples_of_one_request_are_told_apart(
+    exporter: InMemorySpanExporter, output_processor: OutputProcessor
+) -> None:
+    spans = RequestSpans(output_processor, "p")
+    for request_id, replica in (("0_a", "0.0"), ("1_a", "0.1")):
+        add(output_processor, request_id)
+        spans.expect(request_id, [(replica, MATCH)])
+    finish(output_processor, "1_a", "0_a")
+    assert [attributes(span)["omni.replica"] for span in exporter.get_finished_spans()] == ["0.1", "0.0"]
+
+
+def test_a_later_chunk_of_a_session_does_not_hide_where_the_session_went(
+    exporter: InMemorySpanExporter, output_processor: OutputProcessor
+) -> None:
+    spans = RequestSpans(output_processor, "p")
+    add(output_processor, "a")
+    spans.expect("a", [("0.1", MATCH)])
+    spans.expect("a", [])
+    finish(output_processor, "a")
+    (span,) = exporter.get_finished_spans()
+    assert attributes(span)["omni.replica"] == "0.1"
+
+
+@pytest.mark.parametrize("receipt", [None, []], ids=["unknown", "not dispatched"])
+def test_a_request_that_went_nowhere_has_its_span_as_ever(
+    exporter: InMemorySpanExporter, output_processor: OutputProcessor, receipt: Receipt | None
+) -> None:
+    spans = RequestSpans(output_processor, "p")
+    add(output_processor, "a")
+    if receipt is not None:
+        spans.expect("a", receipt)
+    spans.expect("gone", None)
+    finish(output_processor, "a")
+    (span,) = exporter.get_finished_spans()
+    assert attributes(span) == {}
+    assert (span.attributes or {})["gen_ai.usage.prompt_tokens"] == 3

@@ -1,0 +1,230 @@
+"""Receipts of real requests: header, explanation, counters and trace agree with what the engines did."""
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from .conftest import FEATURES, TWO_ENGINES
+from .server import MODEL, Server, until
+from .servers import Servers
+
+HEADER = "X-Omni-Replica"
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+MESSAGES: Any = [{"role": "user", "content": "How many engines are running?"}]
+STREAMED = (
+    ("/v1/completions", {"prompt": "Once upon a time"}),
+    ("/v1/chat/completions", {"messages": MESSAGES}),
+    ("/v1/responses", {"input": "How many engines are running?"}),
+    ("/v1/messages", {"messages": MESSAGES, "max_tokens": 4}),
+)
+
+
+def text(topic: int) -> str:
+    """A prompt of several blocks that no other test asks for."""
+    return f"{topic} " * 500
+
+
+class Collector(ThreadingHTTPServer):
+    """Takes traces as an OpenTelemetry collector does, over HTTP.
+
+    Attributes:
+        spans: attributes of the spans of requests, by trace id.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Taker)
+        self.spans: dict[str, dict[str, str]] = {}
+
+    def take(self, body: bytes) -> None:
+        for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+            for scope in resource.scope_spans:
+                for span in scope.spans:
+                    attributes = {item.key: item.value.string_value for item in span.attributes}
+                    if span.name == "llm_request":
+                        self.spans[span.trace_id.hex()] = attributes
+
+
+class _Taker(BaseHTTPRequestHandler):
+    server: Collector
+
+    def do_POST(self) -> None:
+        self.server.take(self.rfile.read(int(self.headers["Content-Length"])))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        return None
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    with Collector() as collector:
+        thread = threading.Thread(target=collector.serve_forever, args=(0.05,))
+        thread.start()
+        yield collector
+        collector.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def head(servers: Servers, tiny_model: Path, collector: Collector) -> Server:
+    """A head with two local replicas and a policy that knows prefixes, whose requests are traced."""
+    traces = f"http://127.0.0.1:{collector.server_port}/v1/traces"
+    return servers.get(
+        "receipt",
+        tiny_model,
+        "--omni-lb-policy",
+        "prefix",
+        "--omni-dp-size-local",
+        "2",
+        "--otlp-traces-endpoint",
+        traces,
+        *FEATURES,
+        engines=2,
+        OTEL_EXPORTER_OTLP_TRACES_PROTOCOL="http/protobuf",
+        OTEL_BSP_SCHEDULE_DELAY="100",
+        **TWO_ENGINES,
+    )
+
+
+@pytest.fixture
+def client(head: Server) -> Iterator[openai.OpenAI]:
+    with head.client() as client:
+        yield client
+
+
+def dispatched(head: Server) -> dict[str, float]:
+    """Return the requests that each replica ever got, by its name."""
+    return {f"0.{replica}": count for replica, count in head.by_replica("vllm_omni:dispatches_total").items()}
+
+
+def total(head: Server, name: str) -> float:
+    return sum(head.metrics(name).values())
+
+
+def explain(head: Server, **query: str) -> Any:
+    with head.http() as http:
+        answer = http.get("/omni/explain", params=query)
+    assert answer.status_code == 200
+    return answer.json()
+
+
+def test_an_answer_and_a_stream_name_the_replica_that_gave_them(head: Server, client: openai.OpenAI) -> None:
+    completions = client.completions.with_raw_response
+    for streamed in (False, True):
+        before = dispatched(head)
+        answer = completions.create(model=MODEL, prompt="Once", max_tokens=4, stream=streamed)
+        list(answer.parse()) if streamed else answer.parse()  # type: ignore[call-overload]
+        after = dispatched(head)
+        assert [replica for replica in after if after[replica] > before[replica]] == [answer.headers[HEADER]]
+
+
+@pytest.mark.parametrize(("path", "body"), STREAMED, ids=[path for path, _ in STREAMED])
+def test_streams_of_every_kind_name_it(head: Server, path: str, body: Mapping[str, Any]) -> None:
+    with (
+        head.http(60.0) as http,
+        http.stream("POST", path, json={"model": MODEL, "stream": True, **body}) as answer,
+    ):
+        assert answer.headers[HEADER] in dispatched(head)
+        assert "error" not in "".join(answer.iter_text())
+
+
+def test_requests_of_one_answer_name_all_of_theirs(head: Server, client: openai.OpenAI) -> None:
+    before = dispatched(head)
+    answer = client.completions.with_raw_response.create(
+        model=MODEL, prompt=[text(1), text(2), text(3)], n=2, max_tokens=4
+    )
+    assert len(answer.parse().choices) == 6
+    after = dispatched(head)
+    assert sum(after.values()) - sum(before.values()) == 6
+    assert set(answer.headers[HEADER].split(", ")) == {replica for replica in after if after[replica] > before[replica]}
+
+
+def test_what_was_refused_before_it_was_dispatched_names_none(head: Server) -> None:
+    with head.http() as http:
+        answer = http.post("/v1/completions", json={"model": MODEL, "prompt": "x", "max_tokens": -1})
+    assert answer.status_code == 400
+    assert HEADER not in answer.headers
+
+
+def test_an_explanation_foresees_where_a_request_goes_and_runs_nothing(head: Server, client: openai.OpenAI) -> None:
+    fresh = explain(head, prompt=text(4))
+    assert {candidate["matched_tokens"] for candidate in fresh["candidates"]} <= {0}
+    answer = client.completions.with_raw_response.create(model=MODEL, prompt=text(4), max_tokens=4)
+    counts = dispatched(head), total(head, "vllm_omni:decisions_total")
+    known = explain(head, prompt=text(4), model=MODEL, session="s")
+    assert (dispatched(head), total(head, "vllm_omni:decisions_total")) == counts
+    assert (known["policy"], known["chosen"]) == ("prefix", answer.headers[HEADER])
+    usage = answer.parse().usage
+    assert usage is not None
+    assert known["prompt_tokens"] == usage.prompt_tokens
+    matched = {candidate["replica"]: candidate["matched_tokens"] for candidate in known["candidates"]}
+    assert 0 < matched[known["chosen"]] < known["prompt_tokens"]
+
+
+def test_tokens_that_were_expected_to_be_cached_are_those_that_were(head: Server, client: openai.OpenAI) -> None:
+    counters = ("vllm_omni:matched_tokens_total", "vllm_omni:cached_tokens_total")
+    before = [total(head, name) for name in counters]
+    cached = 0
+    for _ in range(3):
+        usage = client.completions.create(model=MODEL, prompt=text(5), max_tokens=4).usage
+        assert usage is not None
+        assert usage.prompt_tokens_details is not None
+        cached += usage.prompt_tokens_details.cached_tokens or 0
+    assert cached > 0
+    assert [total(head, name) - count for name, count in zip(counters, before, strict=True)] == [cached, cached]
+
+
+def test_every_dispatch_is_one_decision(head: Server, client: openai.OpenAI) -> None:
+    client.completions.create(model=MODEL, prompt="Once", max_tokens=1)
+    assert total(head, "vllm_omni:decisions_total") == total(head, "vllm_omni:dispatches_total")
+    policies = {dict(labels)["policy"] for labels in head.metrics("vllm_omni:decisions_total")}
+    assert policies == {"prefix"}
+
+
+def test_the_span_of_a_request_names_its_replica(client: openai.OpenAI, collector: Collector) -> None:
+    answer = client.completions.with_raw_response.create(
+        model=MODEL,
+        prompt="Once",
+        max_tokens=1,
+        extra_headers={"traceparent": f"00-{TRACE_ID}-b7ad6b7169203331-01"},
+    )
+    span = until(lambda: collector.spans.get(TRACE_ID), "the span of the request")
+    assert (span["omni.replica"], span["omni.policy"]) == (answer.headers[HEADER], "prefix")
+    assert span["omni.reason"]
+
+
+@pytest.mark.parametrize(
+    ("query", "status", "fault"),
+    [
+        ({}, 400, "prompt"),
+        ({"prompt": ""}, 400, ""),
+        ({"prompt": "0 1 2 3 " * 1024}, 400, "1024"),
+        ({"prompt": "x", "model": "other"}, 404, "`other`"),
+    ],
+    ids=["none", "empty", "too long", "unknown model"],
+)
+def test_what_cannot_be_completed_cannot_be_explained(
+    head: Server, query: dict[str, str], status: int, fault: str
+) -> None:
+    with head.http() as http:
+        answer = http.get("/omni/explain", params=query)
+    assert answer.status_code == status
+    assert fault in answer.json()["error"]["message"]
+
+
+def test_the_command_shows_what_the_route_says(head: Server) -> None:
+    command = [str(Path(sys.executable).with_name("vllm-omni-plugin")), "explain", text(4), "--url", head.url]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    explained = json.loads(subprocess.run([*command, "--json"], capture_output=True, text=True, check=True).stdout)
+    assert f"would go to replica {explained['chosen']} (prefix: " in told
+    assert all(candidate["replica"] in told for candidate in explained["candidates"])

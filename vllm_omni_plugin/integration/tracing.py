@@ -1,0 +1,86 @@
+"""Where requests went, as attributes of the spans that vLLM makes of them."""
+
+from collections.abc import Mapping
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from vllm.v1.engine import output_processor as vllm_output_processor
+
+from vllm_omni_plugin.orchestrator.messages import Receipt
+
+_OPEN = "_vllm_omni_plugin_tracing"
+
+_attributes: ContextVar[Mapping[str, str | int]] = ContextVar("omni_attributes", default={})  # noqa: B039 (read only)
+
+
+def open_tracing() -> None:
+    """Make vLLM's `OutputProcessor` add our attributes to its spans from now on. Idempotent.
+
+    It makes a span in one go when the request ends, and tells nobody of it before.
+    """
+    own = vllm_output_processor.instrument_manual
+    if hasattr(own, _OPEN):
+        return
+
+    @wraps(own)
+    def instrument_manual(*args: Any, attributes: Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
+        return own(*args, attributes={**(attributes or {}), **_attributes.get()}, **kwargs)
+
+    setattr(instrument_manual, _OPEN, True)
+    vllm_output_processor.instrument_manual = instrument_manual
+
+
+class RequestSpans:
+    """Keeps the receipts of traced requests for as long as vLLM keeps the requests.
+
+    Args:
+        output_processor: AsyncLLM's; its spans get the attributes `omni.replica`, `omni.policy`, `omni.reason`,
+            `omni.fallback` and `omni.matched_tokens`.
+        policy: what decides, by its name.
+    """
+
+    def __init__(self, output_processor: Any, policy: str) -> None:
+        self._output_processor = output_processor
+        self._policy = policy
+        self._receipts: WeakKeyDictionary[Any, Receipt] = WeakKeyDictionary()
+        self._own_do_tracing = output_processor.do_tracing
+        open_tracing()
+        output_processor.do_tracing = self._do_tracing
+
+    def expect(self, request_id: str, receipt: Receipt | None) -> Receipt:
+        """The span of this request, which AsyncLLM has registered, shall tell what is in its receipt by then.
+
+        Args:
+            request_id: AsyncLLM's id.
+            receipt: one that others read, too; None for a new one.
+
+        Returns:
+            The receipt to fill.
+        """
+        receipt = [] if receipt is None else receipt
+        state = self._output_processor.request_states.get(request_id)
+        if state is not None:
+            # Further chunks of a session belong to the dispatch of the first one.
+            self._receipts.setdefault(state, receipt)
+        return receipt
+
+    def _do_tracing(self, output: Any, state: Any, stats: Any) -> None:
+        token = _attributes.set(self._attributes_of(self._receipts.get(state)))
+        try:
+            self._own_do_tracing(output, state, stats)
+        finally:
+            _attributes.reset(token)
+
+    def _attributes_of(self, receipt: Receipt | None) -> Mapping[str, str | int]:
+        if not receipt:
+            return {}
+        replica, decision = receipt[-1]
+        return {
+            "omni.replica": replica,
+            "omni.policy": self._policy,
+            "omni.reason": decision.reason,
+            "omni.fallback": decision.fallback,
+            "omni.matched_tokens": decision.matched_tokens,
+        }
