@@ -60,7 +60,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         logs = options.logs or Path(folder)
-        secret = Path(folder, "secret")
+        secret = Path(folder, "fleet.secret")
         secret.touch(mode=0o600)
         secret.write_text(secrets.token_hex(32))
         fingerprint = fingerprint_of(options.model)

@@ -1,20 +1,23 @@
 """What the way to another node costs: a local replica, a remote one, and a remote one behind CURVE, in turns.
 
-    python benchmarks/remote.py --model DIR --requests 100
+    python benchmarks/remote.py --model DIR --requests 100 --sleep 0.01
 
 Three heads with one engine each stay up together and get one request at a time, in turns, so that all of them see the
-same machine. Everything is on loopback: the wire itself costs nothing here.
+same machine. Everything is on loopback: the wire itself costs nothing here. With --sleep the engines are vLLM's own but
+sleep so many seconds for each step, so that what differs is the link and not which engine had a core to itself.
 """
 
 import argparse
 import asyncio
 import secrets
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
 from processes import Cluster, percentile
+from setups import sleeping
 from streams import Stream, run_stream
 
 TOKENS = 64
@@ -28,7 +31,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--requests", type=int, default=100)
+    parser.add_argument("--sleep", type=float, help="seconds per step of engines that run no model")
     options = parser.parse_args()
+    engine_args = () if options.sleep is None else sleeping({"step_s": options.sleep})
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         secret = Path(folder, "secret")
         secret.touch(mode=0o600)
@@ -39,30 +44,31 @@ def main() -> None:
             logs.mkdir()
             cluster = Cluster(options.model, logs, secret if "CURVE" in setup else None)
             clusters[setup] = stack.enter_context(cluster)
-            start(cluster, local=setup == "local")
+            start(cluster, setup == "local", engine_args)
             # One after the other: engines that start together on one core starve each other.
             cluster.wait_until_healthy()
-        report(asyncio.run(measure(clusters, options.requests)))
+        rest_s = REST_S if options.sleep is None else 0.0
+        report(asyncio.run(measure(clusters, options.requests, rest_s)))
 
 
-def start(cluster: Cluster, local: bool) -> None:
+def start(cluster: Cluster, local: bool, engine_args: Sequence[str]) -> None:
     """One engine, in the head or in a node beside it."""
     if local:
-        cluster.head("--omni-dp-size-local", "1", VLLM_CPU_OMP_THREADS_BIND="0")
+        cluster.head("--omni-dp-size-local", "1", *engine_args, VLLM_CPU_OMP_THREADS_BIND="0")
     else:
-        cluster.head("--omni-dp-size-local", "0")
-        cluster.node(VLLM_CPU_OMP_THREADS_BIND="0")
+        cluster.head("--omni-dp-size-local", "0", *engine_args)
+        cluster.node(*engine_args, VLLM_CPU_OMP_THREADS_BIND="0")
 
 
-async def measure(clusters: dict[str, Cluster], requests: int) -> dict[str, list[Stream]]:
-    """One request at a time, in turns over the set-ups."""
+async def measure(clusters: dict[str, Cluster], requests: int, rest_s: float) -> dict[str, list[Stream]]:
+    """One request at a time, in turns over the set-ups, each followed by a rest."""
     streams: dict[str, list[Stream]] = {setup: [] for setup in clusters}
     for number in range(WARM_UP + requests):
         for setup, cluster in clusters.items():
             async with httpx.AsyncClient(base_url=cluster.url, trust_env=False) as client:
                 stream = await run_stream(client, f"Count from {number}", TOKENS)
             # vLLM's workers spin for a second after their last step, and the next engine shares their core.
-            await asyncio.sleep(REST_S)
+            await asyncio.sleep(rest_s)
             if stream.error:
                 raise RuntimeError(f"{setup}: {stream.error}")
             if number >= WARM_UP:

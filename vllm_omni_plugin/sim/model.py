@@ -144,9 +144,7 @@ class EngineModel:
             if budget == 0:
                 break
         if self._batch:
-            settings = self.settings
-            duration = settings.step_s + prefill_tokens * settings.prefill_token_s + decoding * settings.sequence_s
-            self._batch_ends = now + duration * self.slowdown
+            self._batch_ends = now + self.settings.duration(prefill_tokens, decoding) * self.slowdown
 
     def _scheduled(self, now: float) -> Iterable[Sequence]:
         """Running sequences, then as many waiting ones as are asked for and fit, each admitted as it is taken."""

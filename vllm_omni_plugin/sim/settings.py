@@ -47,3 +47,7 @@ class EngineSettings:
                 f"{self.kv_blocks} KV blocks of {self.block_size} tokens cannot hold one request of the maximum model "
                 f"length {self.max_model_len}: give at least {-(-self.max_model_len // self.block_size)}"
             )
+
+    def duration(self, prefill_tokens: int, decoding: int) -> float:
+        """Seconds of an iteration that computes so many prompt tokens and decodes so many sequences."""
+        return self.step_s + prefill_tokens * self.prefill_token_s + decoding * self.sequence_s

@@ -14,11 +14,20 @@ def to_request(request: Any) -> SimRequest:
     Raises:
         ValueError: it asks for what is not simulated.
     """
-    params = request.sampling_params
-    if params is None or request.prompt_token_ids is None or request.resumable:
+    if request.sampling_params is None or request.prompt_token_ids is None or request.resumable:
         raise ValueError("simulated engines generate from token ids only: no pooling, embeddings or streaming input")
+    return _sim_request(request.request_id, request, request.cache_salt or "")
+
+
+def from_scheduler(new: Any) -> SimRequest:
+    """What a scheduler's `NewRequestData` asks of the model."""
+    return _sim_request(new.req_id, new)
+
+
+def _sim_request(request_id: str, request: Any, cache_salt: str = "") -> SimRequest:
+    params = request.sampling_params
     return SimRequest(
-        request.request_id,
+        request_id,
         request.prompt_token_ids,
         params.max_tokens,
         params.min_tokens,
@@ -26,7 +35,7 @@ def to_request(request: Any) -> SimRequest:
         params.eos_token_id,
         params.allowed_token_ids or (),
         request.lora_request.lora_int_id if request.lora_request else 0,
-        request.cache_salt or "",
+        cache_salt,
     )
 
 

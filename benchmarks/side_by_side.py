@@ -1,0 +1,185 @@
+"""Running one load against several set-ups in turn, and the table of what came of it."""
+
+import argparse
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from processes import MODEL_NAME, tool
+from setups import Engines, Front, Group, served, sleeping
+
+SERVICE_TIMES = {"step_s": 0.04, "prefill_token_s": 0.0002, "sequence_s": 0.0004}
+"""Of engines that sleep, in seconds: 25 iterations per second at most, 5,000 prompt tokens per second."""
+DEFAULT_SETUPS = (
+    "fleet:round-robin",
+    "fleet:least-queue-length",
+    "fleet:least-tokens",
+    "fleet:cost-aware",
+    "fleet:prefix",
+    "fleet:kv-aware",
+    "vllm-dp",
+    "router:round_robin,power_of_two,cache_aware",
+)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What `vllm bench serve` sends.
+
+    Attributes:
+        requests: how many.
+        flags: where they come from, how long they are and when they come; names without their dashes.
+    """
+
+    requests: int
+    flags: Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One load against one set-up. Times in milliseconds.
+
+    Attributes:
+        setup: name of the set-up.
+        throughput: requests per second.
+        ttft_p50, ttft_p99: time to first token.
+        latency_p50, latency_p99: time to the last one.
+        hit_rate: share of the prompt tokens that engines had in their prefix caches.
+        failed: share of the requests that were refused or failed.
+    """
+
+    setup: str
+    throughput: float
+    ttft_p50: float
+    ttft_p99: float
+    latency_p50: float
+    latency_p99: float
+    hit_rate: float
+    failed: float
+
+
+def arguments(description: str | None, engines: int) -> argparse.ArgumentParser:
+    """What the benchmarks take; so many engines unless told otherwise."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="directory of the model to serve")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--engines", type=int, default=engines, help="engines of every set-up")
+    parser.add_argument("--setups", nargs="*", metavar="KIND:POLICY,...", default=list(DEFAULT_SETUPS))
+    parser.add_argument("--router", type=Path, default=None, help="command vllm-router, in an environment of its own")
+    parser.add_argument("--real", action="store_true", help="run the model instead of sleeping, an engine to a core")
+    parser.add_argument("--runs", type=Path, default=None, help="JSON lines to add the runs to; the table is of all")
+    parser.add_argument("--out", type=Path, default=None, help="Markdown file to write beside printing")
+    return parser
+
+
+def compare(options: argparse.Namespace, title: str, load: Load, engine_args: Sequence[str]) -> None:
+    """Run the load against every set-up in every round and write the table.
+
+    Every round begins with another set-up, so that a drift of the machine hits all of them.
+
+    Args:
+        options: made by `arguments`.
+        title: of the table.
+        load: what every set-up gets.
+        engine_args: of `vllm serve` in every set-up.
+    """
+    # An end by SIGTERM ends what was started, too.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    cores = tuple(str(core) for core in range(options.engines)) if options.real else ()
+    args = (*engine_args, *(() if options.real else sleeping(SERVICE_TIMES)))
+    engines = Engines(options.model, options.engines, args, cores)
+    compared = [Group.parse(text) for text in options.setups]
+    with tempfile.TemporaryDirectory() as folder:
+        store = options.runs or Path(folder, "runs.jsonl")
+        for number in range(options.rounds):
+            turn = number % len(compared)
+            for group in compared[turn:] + compared[:turn]:
+                for run in _runs(group, engines, options.router, load, Path(folder), seed=number):
+                    print(f"round {number + 1}/{options.rounds}: {run}", flush=True)
+                    with store.open("a") as lines:
+                        lines.write(json.dumps(vars(run)) + "\n")
+        runs = [Run(**json.loads(line)) for line in store.read_text().splitlines()]
+    table = f"## {title}\n\n{_machine(engines, options.real)}\n\n{_table(runs)}\n"
+    print(table)
+    if options.out is not None:
+        options.out.write_text(table)
+
+
+def _runs(group: Group, engines: Engines, router: Path | None, load: Load, folder: Path, seed: int) -> Iterable[Run]:
+    with closing(served(group, engines, router, folder)) as fronts:
+        for front in fronts:
+            yield _run(front, engines.model, load, seed)
+
+
+def _run(front: Front, model: Path, load: Load, seed: int) -> Run:
+    hits, queries = front.total("vllm:prefix_cache_hits_total"), front.total("vllm:prefix_cache_queries_total")
+    result = _bench(front.url, model, load, seed)
+    hits = front.total("vllm:prefix_cache_hits_total") - hits
+    queries = front.total("vllm:prefix_cache_queries_total") - queries
+    return Run(
+        front.name,
+        result["request_throughput"],
+        result["median_ttft_ms"],
+        result["p99_ttft_ms"],
+        result["median_e2el_ms"],
+        result["p99_e2el_ms"],
+        hits / queries if queries else 0.0,
+        1 - result["completed"] / load.requests,
+    )
+
+
+def _bench(url: str, model: Path, load: Load, seed: int) -> dict[str, float]:
+    """One run of `vllm bench serve`, which counts failed requests but does not fail for them."""
+    with tempfile.TemporaryDirectory() as directory:
+        command = [tool("vllm"), "bench", "serve", "--backend", "vllm", "--base-url", url]
+        command += [f"--{name}={value}" for name, value in load.flags.items()]
+        command += ["--model", str(model), "--served-model-name", MODEL_NAME, "--num-prompts", str(load.requests)]
+        command += ["--ignore-eos", "--seed", str(seed), "--disable-tqdm"]
+        command += ["--percentile-metrics", "ttft,e2el", "--metric-percentiles", "99"]
+        command += ["--save-result", "--result-dir", directory, "--result-filename", "result.json"]
+        environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        if done.returncode != 0:
+            raise RuntimeError(f"vllm bench serve failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        result: dict[str, float] = json.loads(Path(directory, "result.json").read_text())
+    return result
+
+
+def _table(runs: Sequence[Run]) -> str:
+    lines = [
+        "| set-up | rounds | req/s | hit rate | TTFT p50 | TTFT p99 | latency p50 | latency p99 | refused or failed |",
+        "|---|" + "---:|" * 8,
+    ]
+    known = [name for text in DEFAULT_SETUPS for name in Group.parse(text).names]
+    for name in sorted(
+        {run.setup for run in runs}, key=lambda name: known.index(name) if name in known else len(known)
+    ):
+        own = [run for run in runs if run.setup == name]
+
+        cells = [str(len(own)), f"{_median(own, 'throughput'):.1f}", f"{_median(own, 'hit_rate'):.1%}"]
+        cells += [f"{_median(own, time):,.0f}" for time in ("ttft_p50", "ttft_p99", "latency_p50", "latency_p99")]
+        lines.append(f"| {name} | " + " | ".join([*cells, f"{max(run.failed for run in own):.1%}"]) + " |")
+    return "\n".join(lines)
+
+
+def _median(runs: Sequence[Run], attribute: str) -> float:
+    return statistics.median(float(getattr(run, attribute)) for run in runs)
+
+
+def _machine(engines: Engines, real: bool) -> str:
+    what = "which run the model, each on a core of its own" if real else f"which sleep {json.dumps(SERVICE_TIMES)}"
+    return (
+        f"{engines.count} engines in every set-up, {what}. {os.cpu_count()} cores ({platform.machine()}), Python "
+        f"{platform.python_version()}, vLLM {version('vllm')}. Times in milliseconds, medians over the rounds; the "
+        "share of refused or failed requests is the highest."
+    )
