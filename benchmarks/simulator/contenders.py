@@ -1,0 +1,42 @@
+"""The policies that are compared, by name."""
+
+import inspect
+import random
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from simulator.head import Policy
+from simulator.omniscient import Omniscient
+from simulator.peers import LMetric, PlainRoundRobin, SglangCacheAware, StaleLeastQueue, VllmDataParallel
+from vllm_omni_plugin.balancing import build_load_balancer_factory
+from vllm_omni_plugin.balancing.base import LoadBalancingPolicy
+
+OMNISCIENT = "omniscient"
+
+PEERS: Mapping[str, Callable[[random.Random], Policy]] = MappingProxyType(
+    {
+        "peer: round robin": PlainRoundRobin,
+        "peer: stale least queue": StaleLeastQueue,
+        "peer: vLLM DP": VllmDataParallel,
+        "peer: LMetric": LMetric,
+        "peer: SGLang": SglangCacheAware,
+        OMNISCIENT: Omniscient,
+    }
+)
+OURS = tuple(map(str, LoadBalancingPolicy))
+
+
+def build(name: str, seed: int) -> Policy:
+    """A new policy: a peer's, or whatever `--omni-lb-policy` takes, seeded if it can be.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    rng = random.Random(seed)
+    if name in PEERS:
+        return PEERS[name](rng)
+    balancer = build_load_balancer_factory(name)()
+    kind: Any = type(balancer)
+    seeded: Policy = kind(rng=rng) if "rng" in inspect.signature(kind).parameters else balancer
+    return seeded

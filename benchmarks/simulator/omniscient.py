@@ -1,0 +1,72 @@
+"""A policy that knows what nobody can know: how long every answer will be, and what every engine has cached."""
+
+import random
+from collections.abc import Sequence
+
+from simulator.replica import SimReplica
+from simulator.requests import Request
+from vllm_omni_plugin.balancing.base import Task
+from vllm_omni_plugin.balancing.block_keys import prompt_keys
+from vllm_omni_plugin.balancing.decision import Candidate, Decision
+from vllm_omni_plugin.balancing.sampling import least
+
+
+class Omniscient:
+    """Adds the least to the sum of all latencies, as far as that can be said without knowing the requests to come.
+
+        prefill * (1 + requests there) + prefill waiting there + wait for KV memory
+        + answer * iteration with one sequence more + sequence_s * (tokens that the others decode meanwhile)
+
+    all in seconds of the replica's engine. A reference for others rather than a strict bound: it is greedy.
+
+    Args:
+        rng: breaks ties.
+    """
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+
+    def select(self, task: Task, replicas: Sequence[SimReplica]) -> int:
+        """See `LoadBalancer`."""
+        return self.decide(task, replicas).position
+
+    def decide(self, task: Task, replicas: Sequence[SimReplica]) -> Decision:
+        """See `DecidingBalancer`."""
+        request: Request = task["engine_inputs"]
+        prompt = task["prompt"]
+        keys = prompt_keys(prompt, replicas[0].engine.settings.block_size)
+        candidates = []
+        for place, replica in enumerate(replicas):
+            matched = replica.matched_tokens(keys, len(prompt.token_ids))
+            uncached, answer = len(prompt.token_ids) - matched, request.output_tokens - request.produced
+            candidates.append(Candidate(place, _added_seconds(replica, uncached, answer), matched))
+        best = least(candidates, self._rng)
+        return Decision(best.position, "least-added-latency", matched_tokens=best.matched_tokens)
+
+
+def _added_seconds(replica: SimReplica, uncached: int, answer: int) -> float:
+    engine, settings = replica.engine, replica.engine.settings
+    pending, left = 0, []
+    for job, produced in replica.progress():
+        left.append((job.output_tokens - produced, job.shared + job.reserved))
+        if not produced:
+            pending += job.prompt_tokens - max(job.computed, job.cached_tokens)
+    iteration_s = settings.step_s + min(len(left) + 1, settings.max_num_seqs) * settings.sequence_s
+    added = uncached * settings.prefill_token_s * (1 + len(left)) + pending * settings.prefill_token_s
+    added += iteration_s * (answer + _iterations_until_room(replica, left, uncached + answer))
+    added += settings.sequence_s * sum(min(answer, tokens) for tokens, _ in left)
+    return added * engine.slowdown
+
+
+def _iterations_until_room(replica: SimReplica, left: list[tuple[int, int]], tokens: int) -> int:
+    """Until so many answers have ended that the KV memory suffices for those that wait and this one."""
+    settings = replica.engine.settings
+    needed = -(-tokens // settings.block_size) - replica.engine.cache.free
+    needed += sum(-(-(job.prompt_tokens + job.output_tokens) // settings.block_size) for job in replica.unadmitted())
+    if needed <= 0:
+        return 0
+    for iterations, blocks in sorted(left):
+        needed -= blocks
+        if needed <= 0:
+            return iterations
+    return max(iterations for iterations, _ in left) if left else 0

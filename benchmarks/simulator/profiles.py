@@ -1,0 +1,32 @@
+"""What the simulated engines are like."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from vllm_omni_plugin.sim import EngineSettings
+
+CALIBRATION = Path(__file__).resolve().parents[1] / "calibration" / "cpu.json"
+"""Fitted to a real engine by benchmarks/calibrate.py."""
+
+_KV_TOKENS = 65_536
+_MAX_MODEL_LEN = 16_384
+
+
+def accelerator() -> EngineSettings:
+    """An 8B model on one accelerator, as an assumption: the defaults of `EngineSettings`, with longer prompts."""
+    return EngineSettings(max_model_len=_MAX_MODEL_LEN)
+
+
+def calibrated(path: Path) -> EngineSettings:
+    """Service times and block size of a real engine; as much KV memory as the accelerator, since that is a choice."""
+    fitted = json.loads(path.read_text())["settings"]
+    settings = EngineSettings(**fitted)
+    return replace(settings, kv_blocks=_KV_TOKENS // settings.block_size, max_model_len=_MAX_MODEL_LEN)
+
+
+def profile(name: str) -> EngineSettings:
+    """The profile `accelerator`, `cpu`, or that of a file that benchmarks/calibrate.py wrote."""
+    if name == "accelerator":
+        return accelerator()
+    return calibrated(CALIBRATION if name == "cpu" else Path(name))

@@ -1,0 +1,117 @@
+"""Each workload has the shape it is named after."""
+
+import random
+from collections import Counter
+from itertools import islice, pairwise, takewhile
+
+import pytest
+from simulator.profiles import accelerator
+from simulator.requests import Session
+from simulator.traffic import bursts, daily, length, poisson
+from simulator.workload import Scale, Workload
+from simulator.workloads import WORKLOADS
+
+SCALE = Scale(replicas=8, requests=600, settings=accelerator(), seed=1)
+
+
+def sessions_of(name: str) -> list[Session]:
+    return list(WORKLOADS[name](SCALE).sessions)
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_sessions_come_in_order_and_about_as_many_requests_as_asked_for(name: str) -> None:
+    sessions = sessions_of(name)
+    starts = [session.starts for session in sessions]
+    assert starts == sorted(starts)
+    assert sum(len(session.turns) for session in sessions) == pytest.approx(SCALE.requests, rel=0.15)
+    numbers = [request.number for session in sessions for request in session.turns]
+    assert len(set(numbers)) == len(numbers)
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_answers_are_within_what_the_client_allows(name: str) -> None:
+    requests = [request for session in sessions_of(name) for request in session.turns]
+    assert all(1 <= request.output_tokens <= request.max_tokens for request in requests)
+    assert all(request.prompt_tokens + request.max_tokens < SCALE.settings.max_model_len for request in requests)
+
+
+def test_steady_arrives_at_the_rate_that_keeps_the_fleet_busy() -> None:
+    starts = [session.starts for session in sessions_of("steady")]
+    assert len(starts) / starts[-1] == pytest.approx(SCALE.rate(0.75, 512, 128), rel=0.1)
+
+
+def test_bursts_hold_most_of_the_requests() -> None:
+    arrivals = list(takewhile(lambda time: time < 1000, bursts(random.Random(0), 10.0, 10, 0.2, 4)))
+    assert len(arrivals) / 1000 == pytest.approx(10.0, rel=0.05)
+    assert sum(time % 10 < 2 for time in arrivals) / len(arrivals) == pytest.approx(0.8, abs=0.02)
+
+
+def test_days_have_more_requests_than_nights() -> None:
+    hours = Counter(int(time / 3600) % 24 for time in islice(daily(random.Random(0), 0.1), 50_000))
+    assert hours[6] > 5 * hours[18]
+
+
+def test_heavy_tailed_lengths_differ_by_orders_of_magnitude() -> None:
+    prompts = sorted(session.turns[0].prompt_tokens for session in sessions_of("heavy-tailed"))
+    assert prompts[-1] > 100 * prompts[len(prompts) // 20]
+
+
+def test_the_shared_system_prompt_begins_every_prompt() -> None:
+    turns = [session.turns[0] for session in sessions_of("shared-system-prompt")]
+    assert len({bytes(turn.tokens[:2000]) for turn in turns}) == 1
+    assert len({bytes(turn.tokens[:2100]) for turn in turns}) == len(turns)
+
+
+def test_turns_begin_with_all_that_was_said_before() -> None:
+    sessions = sessions_of("multi-turn")
+    assert max(len(session.turns) for session in sessions) > 10
+    for session in sessions:
+        assert len(session.pauses) == len(session.turns)
+        for before, after in pairwise(session.turns):
+            assert after.tokens[: len(before.tokens)] == before.tokens
+            assert after.session == before.session
+
+
+def test_150_tenants_have_a_context_each() -> None:
+    turns = [session.turns[0] for session in sessions_of("tenants")]
+    contexts = {(turn.session, bytes(turn.tokens[:6000])) for turn in turns}
+    assert len(contexts) == len({turn.session for turn in turns}) > 140
+    assert min(turn.prompt_tokens for turn in turns) > 6000
+
+
+def test_churn_has_replicas_die_and_leave_one_at_a_time() -> None:
+    incidents = WORKLOADS["churn"](SCALE).incidents
+    assert {incident.kind for incident in incidents} == {"die", "leave"}
+    assert all(before.until <= after.at for before, after in pairwise(incidents))
+
+
+def test_a_quarter_of_the_replicas_joins_after_a_third_of_the_time() -> None:
+    workload = WORKLOADS["cold-joiners"](SCALE)
+    lasts = list(workload.sessions)[-1].starts
+    assert [(incident.kind, incident.at, incident.replica) for incident in workload.incidents] == [
+        ("leave", 0.0, 6),
+        ("leave", 0.0, 7),
+    ]
+    assert all(incident.until == pytest.approx(lasts / 3, rel=0.1) for incident in workload.incidents)
+
+
+def test_one_replica_is_slow() -> None:
+    (incident,) = WORKLOADS["slow-replica"](SCALE).incidents
+    assert (incident.kind, incident.at, incident.factor) == ("slow", 0.0, 3.0)
+
+
+def test_lengths_have_the_mean_asked_for() -> None:
+    rng = random.Random(0)
+    drawn = [length(rng, 500, 0.5, 100_000) for _ in range(20_000)]
+    assert sum(drawn) / len(drawn) == pytest.approx(500, rel=0.02)
+
+
+def test_arrivals_know_nothing_of_each_other() -> None:
+    gaps = [after - before for before, after in pairwise(islice(poisson(random.Random(0), 5.0), 20_000))]
+    mean = sum(gaps) / len(gaps)
+    assert mean == pytest.approx(0.2, rel=0.03)
+    assert sum((gap - mean) ** 2 for gap in gaps) / len(gaps) == pytest.approx(mean**2, rel=0.05)
+
+
+def test_a_workload_is_made_of_sessions_and_incidents() -> None:
+    assert Workload([]).incidents == ()
