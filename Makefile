@@ -21,7 +21,7 @@ lint: setup ## check style and format
 	$(PY) -m ruff format --check
 
 types: setup ## check types
-	$(PY) -m mypy vllm_omni_plugin $(wildcard entrypoints/*.py examples/*.py examples/*/*.py benchmarks/*.py)
+	$(PY) -m mypy vllm_omni_plugin $(wildcard entrypoints/*.py examples/*.py examples/*/*.py examples/*/*/*.py benchmarks/*.py benchmarks/*/*.py)
 
 test: lint types ## lint, types and the whole test suite
 	$(PY) -m pytest $(PYTEST_ARGS)
