@@ -124,6 +124,13 @@ def test_a_lost_replica_has_nothing_when_it_comes_back() -> None:
     assert pool.policy.decide(task, pool.replicas).matched_tokens == 0
 
 
+def test_a_replica_whose_cache_was_cleared_has_nothing() -> None:
+    pool, task = pool_of(policy(), 2), prompt_task(PROMPT)
+    holder = pool.replicas[pool.send(task, finish=True).position]
+    pool.policy.cleared(holder)
+    assert pool.policy.decide(task, pool.replicas).matched_tokens == 0
+
+
 def test_a_replica_that_takes_no_new_work_is_not_chosen_for_its_cache() -> None:
     pool, task = pool_of(policy(), 20), prompt_task(PROMPT)
     holder = pool.send(task, finish=True).position

@@ -49,6 +49,9 @@ class NotingPolicy:
     def forgotten(self, replica: Any) -> None:
         self._note("forgotten", replica)
 
+    def cleared(self, replica: Any) -> None:
+        self._note("cleared", replica)
+
     def cache_changed(self, replica: Any, change: CacheChange) -> None:
         self._note("cache_changed", replica, change)
 

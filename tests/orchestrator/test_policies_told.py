@@ -12,7 +12,7 @@ from vllm_omni_plugin.balancing import LeastQueueLengthBalancer, LoadBalancer, R
 from vllm_omni_plugin.balancing.cache_change import CacheChange
 from vllm_omni_plugin.balancing.decision import Decision
 from vllm_omni_plugin.errors import NoReplicaError, OmniError, UnexplainedError
-from vllm_omni_plugin.orchestrator.messages import Explain, Explanation, Receipt
+from vllm_omni_plugin.orchestrator.messages import CallReplicas, Explain, Explanation, Receipt
 from vllm_omni_plugin.orchestrator.metrics import OrchestratorMetrics
 from vllm_omni_plugin.orchestrator.policy_guard import POLICY_FAULT, UNEXPLAINED, PolicyGuard
 from vllm_omni_plugin.orchestrator.stage_pool import BOUND
@@ -262,3 +262,28 @@ async def test_a_question_that_is_open_when_the_queues_close_is_cancelled() -> N
 async def test_the_policy_goes_by_the_name_it_was_configured_under() -> None:
     assert PolicyGuard(RandomBalancer(), "random").name == "random"
     assert PolicyGuard(RandomBalancer()).name == "RandomBalancer"
+
+
+@pytest.mark.parametrize(
+    ("method", "args", "result", "clears"),
+    [
+        ("reset_prefix_cache", (False, False), True, True),
+        ("reset_prefix_cache", (False, False), False, False),
+        ("pause_scheduler", ("abort", True), None, True),
+        ("pause_scheduler", ("keep", False), None, False),
+        ("sleep", (1, "abort"), None, True),
+        ("sleep", (0, "abort"), None, False),
+        ("reset_mm_cache", (), None, False),
+    ],
+)
+async def test_a_policy_is_told_of_a_cache_that_a_call_clears(
+    method: str, args: tuple[object, ...], result: object, clears: bool
+) -> None:
+    policy = NotingPolicy()
+    async with FakeFleet(balancer=policy, replicas=1) as fleet:
+        fleet.links[0].on_call = lambda link, call_id, method, args: link.answer(call_id, result)
+        reply: Future[list[object]] = Future()
+        fleet.orchestrator.rpc_async_queue.force_put(CallReplicas(method, args, reply))
+        async with asyncio.timeout(5):
+            await asyncio.wrap_future(reply)
+    assert policy.notes == ([("cleared", 0)] if clears else [])

@@ -113,6 +113,9 @@ class Observer(Protocol):
     def forgotten(self, replica: ReplicaView) -> None:
         """The replica is lost: its engine's cache and all that ran there are gone."""
 
+    def cleared(self, replica: ReplicaView) -> None:
+        """Its engine has dropped all it had cached, because it was told to. Comes before the engine reports it."""
+
     def cache_changed(self, replica: ReplicaView, change: CacheChange) -> None:
         """The engine reported what it has cached; comes only for a class with the attribute `wants_cache_events`."""
 

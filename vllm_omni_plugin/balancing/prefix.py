@@ -89,6 +89,10 @@ class PrefixBalancer(DecidingBalancer):
         if slot is not None:
             self._caches.clear(slot)
 
+    def cleared(self, replica: ReplicaView) -> None:
+        """Nothing is cached there any more."""
+        self._caches.clear(self._slots.slot(replica))
+
     def _use(self, replica: ReplicaView, keys: Sequence[int]) -> None:
         self._caches.use(self._slots.slot(replica), keys, load_of(replica).kv_blocks or _DEFAULT_KV_BLOCKS)
 

@@ -127,10 +127,27 @@ class FanOut:
                 backlog.append((method, args))
         return self._shared.record(method, args)
 
-    @staticmethod
-    async def _call_one(member: PoolMember, method: str, args: tuple[Any, ...]) -> Any:
+    async def _call_one(self, member: PoolMember, method: str, args: tuple[Any, ...]) -> Any:
         try:
             assert member.client is not None
-            return await member.client.call(method, *args)
+            result = await member.client.call(method, *args)
         except ReplicaError as error:
             return error
+        if _clears_prefix_cache(method, args, result):
+            self._pools[member.stage_id].cache_cleared(member)
+        return result
+
+
+def _clears_prefix_cache(method: str, args: tuple[Any, ...], result: Any) -> bool:
+    """Whether an engine that took a call has dropped its prefix cache. Its own report of that waits for its next step.
+
+    What is not given is vLLM's default: the cache is cleared.
+    """
+    match method:
+        case "reset_prefix_cache":
+            return bool(result)
+        case "pause_scheduler":
+            return len(args) < 2 or bool(args[1])
+        case "sleep":
+            return not args or bool(args[0] >= 1)
+    return False

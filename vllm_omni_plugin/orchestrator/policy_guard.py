@@ -18,7 +18,7 @@ UNEXPLAINED = "unexplained"
 """The reason of all decisions of a policy that only selects."""
 POLICY_FAULT = "policy-fault"
 """The fallback where a policy raised or answered nonsense."""
-_HOOKS = ("dispatched", "began", "ended", "forgotten", "cache_changed")
+_HOOKS = ("dispatched", "began", "ended", "forgotten", "cleared", "cache_changed")
 
 
 class PolicyGuard:
@@ -86,6 +86,10 @@ class PolicyGuard:
     def forgotten(self, replica: ReplicaView) -> None:
         """See `Observer`."""
         self._tell("forgotten", replica)
+
+    def cleared(self, replica: ReplicaView) -> None:
+        """See `Observer`."""
+        self._tell("cleared", replica)
 
     def cache_changed(self, replica: ReplicaView, change: CacheChange) -> None:
         """See `Observer`."""

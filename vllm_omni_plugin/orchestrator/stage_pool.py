@@ -241,6 +241,11 @@ class StagePool:
         if member.client is not None:
             self._policy.cache_changed(member, change)
 
+    def cache_cleared(self, member: PoolMember) -> None:
+        """The replica's engine has dropped what it had cached, because it was told to."""
+        if member.client is not None:
+            self._policy.cleared(member)
+
     def _refresh(self, member: PoolMember) -> None:
         load = member.account.load
         lengthened = load.requests != member.load.requests
