@@ -73,6 +73,9 @@ def arguments(description: str | None, engines: int) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="directory of the model to serve")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the first round's load; each further round takes the next"
+    )
     parser.add_argument("--engines", type=int, default=engines, help="engines of every set-up")
     parser.add_argument("--setups", nargs="*", metavar="KIND:POLICY,...", default=list(DEFAULT_SETUPS))
     parser.add_argument("--router", type=Path, default=None, help="command vllm-router, in an environment of its own")
@@ -104,7 +107,7 @@ def compare(options: argparse.Namespace, title: str, load: Load, engine_args: Se
         for number in range(options.rounds):
             turn = number % len(compared)
             for group in compared[turn:] + compared[:turn]:
-                for run in _runs(group, engines, options.router, load, Path(folder), seed=number):
+                for run in _runs(group, engines, options.router, load, Path(folder), seed=options.seed + number):
                     print(f"round {number + 1}/{options.rounds}: {run}", flush=True)
                     with store.open("a") as lines:
                         lines.write(json.dumps(vars(run)) + "\n")

@@ -192,6 +192,27 @@ def test_a_lost_replica_has_nothing_cached_or_in_flight_and_its_place_is_clean_f
     assert fallback(newcomer) == ""
 
 
+def test_a_cleared_cache_is_empty_before_its_engine_says_so() -> None:
+    pool = reporting(2)
+    pool.policy.cache_changed(pool.replicas[0], CacheChange(KEYS))
+    pool.policy.dispatched(TASK, pool.replicas[1], Decision(1, "test"))
+    for replica in pool.replicas:
+        pool.policy.cleared(replica)
+    assert matched(pool) == [0, 0]
+    assert fallback(pool) == ""
+    pool.policy.ended(TASK, pool.replicas[1], 1.0, 1)
+    pool.policy.cache_changed(pool.replicas[0], CacheChange(KEYS[:2], restart=True))
+    assert matched(pool) == [32, 0]
+
+
+def test_what_a_replica_without_reports_had_is_void_once_its_cache_is_cleared() -> None:
+    pool = pool_of(policy(), 1)
+    pool.policy.dispatched(TASK, pool.replicas[0], Decision(0, "test"))
+    pool.policy.cleared(pool.replicas[0])
+    assert matched(pool) == [0]
+    assert fallback(pool) == "no-events"
+
+
 @pytest.mark.parametrize(
     ("task", "why"),
     [

@@ -175,9 +175,6 @@ def test_after_caches_are_reset_nothing_is_predicted(fleet: Fleet) -> None:
     fleet.ask(prompt=STORY * 8)
     assert max(fleet.matched(STORY * 8).values()) > 0
     assert httpx.post(f"{fleet.head.url}/reset_prefix_cache").status_code == 200
-    # vLLM reports with the steps of an engine, and an idle one makes none.
-    for replica in fleet.matched(STORY):
-        fleet.settle(replica)
     assert max(fleet.matched(STORY * 8).values()) == 0
     assert fleet.explain(STORY * 8)["fallback"] == ""
     fleet.ask(prompt=STORY * 8)

@@ -82,7 +82,11 @@ class LoadBalancer(Protocol):
 
 @runtime_checkable
 class DecidingBalancer(LoadBalancer, Protocol):
-    """A policy that can say why. `select` is `decide(...).position` then, and the pool asks `decide` alone."""
+    """A policy that can say why. The pool asks `decide` alone."""
+
+    def select(self, task: Task, replicas: Sequence[ReplicaView]) -> int:
+        """The position that `decide` names."""
+        return self.decide(task, replicas).position
 
     @abstractmethod
     def decide(self, task: Task, replicas: Sequence[ReplicaView]) -> Decision:

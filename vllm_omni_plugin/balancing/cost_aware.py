@@ -80,10 +80,6 @@ class CostAwareBalancer(DecidingBalancer):
         costs = sum(len(account.costs) for account in self._accounts.values())
         return f"<CostAwareBalancer [{len(self._accounts)} replicas, {costs} requests]>"
 
-    def select(self, task: Task, replicas: Sequence[ReplicaView]) -> int:
-        """See `decide`."""
-        return self.decide(task, replicas).position
-
     def decide(self, task: Task, replicas: Sequence[ReplicaView]) -> Decision:
         """Compare the corrected seconds. Raises ValueError when `replicas` is empty."""
         require_replicas(replicas)

@@ -63,10 +63,6 @@ class KvAwareBalancer(DecidingBalancer):
         self._slots = ReplicaSlots()
         self._caches = ReportedCaches()
 
-    def select(self, task: Task, replicas: Sequence[ReplicaView]) -> int:
-        """See `decide`."""
-        return self.decide(task, replicas).position
-
     def decide(self, task: Task, replicas: Sequence[ReplicaView]) -> Decision:
         """Compare cost. Raises ValueError when `replicas` is empty."""
         require_replicas(replicas)
@@ -99,6 +95,10 @@ class KvAwareBalancer(DecidingBalancer):
         slot = self._slots.free(replica)
         if slot is not None:
             self._caches.clear(slot)
+
+    def cleared(self, replica: ReplicaView) -> None:
+        """Nothing is cached there, which its engine reports with its next step only."""
+        self._caches.empty(self._slots.slot(replica))
 
     def cache_changed(self, replica: ReplicaView, change: CacheChange) -> None:
         """Its engine has reported."""

@@ -52,10 +52,6 @@ class LeastTokensBalancer(DecidingBalancer):
         self._kv_seconds = number("kv_seconds", kv_seconds, 0, 60)
         self._rng = rng or random.Random()
 
-    def select(self, task: Task, replicas: Sequence[ReplicaView]) -> int:
-        """See `decide`."""
-        return self.decide(task, replicas).position
-
     def decide(self, task: Task, replicas: Sequence[ReplicaView]) -> Decision:
         """Compare the expected waits. Raises ValueError when `replicas` is empty."""
         require_replicas(replicas)

@@ -25,10 +25,6 @@ class PowerOfTwoBalancer(DecidingBalancer):
     def __init__(self, rng: random.Random | None = None) -> None:
         self._rng = rng or random.Random()
 
-    def select(self, task: Task, replicas: Sequence[ReplicaView]) -> int:
-        """See `decide`."""
-        return self.decide(task, replicas).position
-
     def decide(self, task: Task, replicas: Sequence[ReplicaView]) -> Decision:
         """Compare the queue lengths of this moment. Raises ValueError when `replicas` is empty."""
         require_replicas(replicas)

@@ -55,10 +55,6 @@ class PrefixBalancer(DecidingBalancer):
         self._slots = ReplicaSlots()
         self._caches = ApproximateCaches()
 
-    def select(self, task: Task, replicas: Sequence[ReplicaView]) -> int:
-        """See `decide`."""
-        return self.decide(task, replicas).position
-
     def decide(self, task: Task, replicas: Sequence[ReplicaView]) -> Decision:
         """Compare cost. Raises ValueError when `replicas` is empty."""
         require_replicas(replicas)

@@ -17,10 +17,6 @@ class RandomBalancer(DecidingBalancer):
     def __init__(self, rng: random.Random | None = None) -> None:
         self._rng = rng or random.Random()
 
-    def select(self, task: Task, replicas: Sequence[ReplicaView]) -> int:
-        """See `decide`."""
-        return self.decide(task, replicas).position
-
     def decide(self, task: Task, replicas: Sequence[ReplicaView]) -> Decision:
         """Choose uniformly at random. Raises ValueError when `replicas` is empty."""
         require_replicas(replicas)

@@ -88,10 +88,14 @@ class ReportedCaches:
         self._heard_of |= bit
         self._complete = self._complete | bit if change.complete else self._complete & ~bit
 
-    def clear(self, slot: int) -> None:
-        """Nothing is cached or in flight, and nothing was ever reported. The slot may be given to another replica."""
+    def empty(self, slot: int) -> None:
+        """Nothing is cached any more; its engine has yet to report that."""
         self._known.clear(slot)
         self._expected.pop(slot, None)
         self._estimated.clear(slot)
+
+    def clear(self, slot: int) -> None:
+        """Nothing is cached or in flight, and nothing was ever reported. The slot may be given to another replica."""
+        self.empty(slot)
         self._heard_of &= ~(1 << slot)
         self._complete &= ~(1 << slot)

@@ -45,10 +45,6 @@ class SessionBalancer(DecidingBalancer):
         self._table = RendezvousTable()
         self._seen: tuple[ReplicaView, ...] = ()
 
-    def select(self, task: Task, replicas: Sequence[ReplicaView]) -> int:
-        """See `decide`."""
-        return self.decide(task, replicas).position
-
     def decide(self, task: Task, replicas: Sequence[ReplicaView]) -> Decision:
         """Follow the session's order. Raises ValueError when `replicas` is empty."""
         require_replicas(replicas)
