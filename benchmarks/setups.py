@@ -103,7 +103,9 @@ def _routed(group: Group, engines: Engines, router: Path, logs: Path) -> Generat
         servers = []
         # All of them start at once, as the engines of the other set-ups do.
         for i in range(engines.count):
-            servers.append(_start(engines, engines.cores[i : i + 1], logs, f"server{i}"))
+            cores = engines.cores[i : i + 1]
+            # Without that flag the router cannot ask for the tokens of a prompt, and its cache_aware knows no prefixes.
+            servers.append(_start(engines, cores, logs, f"server{i}", ("--enable-scale-out",)))
             stack.callback(servers[-1][0].stop)
         for process, url in servers:
             _wait(process, url)
