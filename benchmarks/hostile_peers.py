@@ -199,6 +199,7 @@ def attach_and_sleep(control_addr: str, attach: Attach, secret: Path | None, cal
     """
     guest = Guest(control_addr, attach, secret, rcvhwm=1, rcvbuf=4096)
     began = time.monotonic()
+    guest.wait_until_connected()
     # What does not exist is answered with an error that repeats its name.
     for number in range(calls):
         with contextlib.suppress(zmq.Again):
@@ -231,6 +232,11 @@ class Guest:
         self._inputs = self._data_socket(zmq.PUSH, self.lease.input_addr)
         self._outputs = self._data_socket(zmq.PULL, self.lease.output_addr, **options)
         self.answers = 0
+
+    def wait_until_connected(self) -> None:
+        """Return once calls can be sent, after up to ten seconds. Raises RuntimeError if they cannot."""
+        if not self._inputs.poll(10_000, zmq.POLLOUT):
+            raise RuntimeError("the input port does not take this head's connection")
 
     def call(self, number: int, method: str) -> None:
         """Call a method of the engine. Raises `zmq.Again` when it cannot be sent now."""
