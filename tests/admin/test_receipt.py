@@ -7,6 +7,7 @@ import pytest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tests.admin.asgi import Client
+from tests.fakes.conditions import eventually
 from vllm_omni_plugin.admin.receipt import ReceiptMiddleware, new_receipt
 from vllm_omni_plugin.balancing.decision import Decision
 from vllm_omni_plugin.orchestrator.messages import Receipt
@@ -27,7 +28,8 @@ def dispatch(*replicas: str) -> Receipt:
     """A request to the engines that goes to these replicas, one after the other, before its answer begins."""
     receipt = new_receipt()
     assert receipt is not None
-    receipt.extend((replica, DECISION) for replica in replicas)
+    for replica in replicas:
+        receipt.append((replica, DECISION))
     return receipt
 
 
@@ -108,12 +110,13 @@ async def test_answers_at_the_same_time_do_not_mix() -> None:
     assert [answer.headers["x-omni-replica"] for answer in answers] == ["0.0", "0.1"]
 
 
-async def test_a_stream_begins_with_its_first_part_and_every_part_goes_out_at_once() -> None:
+async def test_a_stream_begins_when_it_is_dispatched_and_every_part_goes_out_at_once() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await send(start())
         receipt = dispatch()
         assert client.sent == []
-        receipt.append(("0.1", DECISION))
+        await asyncio.to_thread(receipt.append, ("0.1", DECISION))
+        await eventually(lambda: len(client.sent) == 1)
         await send(part(b"one"))
         assert len(client.sent) == 2
         await send(part(b"two"))
@@ -126,21 +129,55 @@ async def test_a_stream_begins_with_its_first_part_and_every_part_goes_out_at_on
     assert client.body == b"onetwo"
 
 
-async def test_events_before_any_request_to_the_engines_wait_for_the_replica() -> None:
+async def test_a_stream_of_several_requests_begins_when_all_are_dispatched() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(start())
+        first, second = dispatch(), dispatch()
+        first.append(("0.1", DECISION))
+        await send(part(b"one"))
+        assert client.sent == []
+        second.append(("0.0", DECISION))
+        await eventually(lambda: len(client.sent) == 2)
+        await send(part(b"", more=False))
+
+    client = Client(ReceiptMiddleware(app), SCOPE)
+    await client.request
+    assert client.headers == {"x-omni-replica": "0.1, 0.0"}
+
+
+async def test_events_before_any_request_to_the_engines_wait_for_the_replica_and_keep_their_order() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await send(start())
         await send(part(b"created,"))
         await send(part(b"in progress,"))
         assert client.sent == []
         dispatch("0.1")
+        await eventually(lambda: len(client.sent) == 3)
         await send(part(b"text,"))
-        assert len(client.sent) == 4
         await send(part(b"end", more=False))
 
     client = Client(ReceiptMiddleware(app), SCOPE)
     await client.request
     assert client.headers == {"x-omni-replica": "0.1"}
     assert client.body == b"created,in progress,text,end"
+
+
+async def test_a_dispatch_on_a_loop_that_has_ended_is_no_error() -> None:
+    receipts: list[Receipt] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        receipts.append(dispatch())
+
+    await asyncio.to_thread(asyncio.run, ReceiptMiddleware(app)(SCOPE, never_receive, ignore))
+    receipts[0].append(("0.1", DECISION))
+
+
+async def never_receive() -> Message:
+    raise AssertionError("nobody reads the request")
+
+
+async def ignore(message: Message) -> None:
+    """A server that drops what it is told to send."""
 
 
 async def test_a_stream_that_waits_for_a_replica_is_kept_alive() -> None:

@@ -1,11 +1,15 @@
-"""The receipt of a request: a header of its answer that names the replica which gave it."""
+"""The receipt of a request: a header of its answer that names the replica which it went to."""
 
-from collections.abc import Sequence
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
 from contextvars import ContextVar
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from vllm_omni_plugin.balancing.decision import Decision
 from vllm_omni_plugin.orchestrator.messages import Receipt
 
 HEADER = "X-Omni-Replica"
@@ -14,7 +18,7 @@ _EARLY_PARTS = 2
 """Parts of a body that wait for a dispatch: as many as `/v1/responses` streams before it asks an engine. What comes
 after them is something else, such as comments that keep a connection alive while no replica serves."""
 
-_receipts: ContextVar[list[Receipt] | None] = ContextVar("omni_receipts", default=None)
+_answer: ContextVar["_Answer | None"] = ContextVar("omni_answer", default=None)
 
 
 def new_receipt() -> Receipt | None:
@@ -22,20 +26,16 @@ def new_receipt() -> Receipt | None:
 
     One HTTP request may make several, each in an asyncio task of its own: tasks inherit the context.
     """
-    receipts = _receipts.get()
-    if receipts is None:
-        return None
-    receipt: Receipt = []
-    receipts.append(receipt)
-    return receipt
+    answer = _answer.get()
+    return None if answer is None else answer.new_receipt()
 
 
 class ReceiptMiddleware:
-    """Sets `X-Omni-Replica` on every answer that engines had a part in: `<stage>.<replica>`, as in the routes' ids.
+    """Sets `X-Omni-Replica` on every answer that engines have a part in: `<stage>.<replica>`, as in the routes' ids.
 
-    An answer of several requests (`n`, several prompts) names every replica once, in the order of the requests. An
-    answer's start goes out with the first part of its body instead of before: only then is known who gives it, after
-    whatever moves. Events that a stream sends before it asks an engine for anything wait as well.
+    An answer of several requests (`n`, several prompts) names every replica once, in the order of the requests. vLLM
+    begins a stream before it asks an engine for anything, so its start waits until the requests have been dispatched,
+    which takes a moment, and not for any output. What is dispatched anew after that keeps the name.
 
     Args:
         app: the next application.
@@ -48,37 +48,81 @@ class ReceiptMiddleware:
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
-        receipts: list[Receipt] = []
-        token = _receipts.set(receipts)
+        answer = _Answer(send)
+        token = _answer.set(answer)
         try:
-            await self._app(scope, receive, _with_header(send, receipts))
+            await self._app(scope, receive, answer.send)
         finally:
-            _receipts.reset(token)
+            _answer.reset(token)
+            await answer.close()
 
 
-def _with_header(send: Send, receipts: Sequence[Receipt]) -> Send:
-    held: list[Message] = []
-    begun = False
+class _TellingReceipt(list[tuple[str, Decision]]):
+    """A receipt that says when something is written on it, which the orchestrator's thread does."""
 
-    async def forward(message: Message) -> None:
-        nonlocal begun
-        if begun:
-            await send(message)
-            return
-        held.append(message)
-        # The last dispatch before any output is the one that the first output came from.
-        replicas = dict.fromkeys(receipt[-1][0] for receipt in receipts if receipt)
-        if _may_begin(held, bool(replicas)):
-            begun = True
-            if replicas:
-                MutableHeaders(scope=held[0])[HEADER] = ", ".join(replicas)
-            for message in held:
-                await send(message)
+    def __init__(self, on_dispatch: Callable[[], None]) -> None:
+        super().__init__()
+        self._on_dispatch = on_dispatch
 
-    return forward
+    def append(self, dispatch: tuple[str, Decision]) -> None:
+        super().append(dispatch)
+        self._on_dispatch()
 
 
-def _may_begin(held: Sequence[Message], dispatched: bool) -> bool:
-    parts = len(held) - 1
-    whole = not held[-1].get("more_body", False)
-    return parts > 0 and (dispatched or whole or parts > _EARLY_PARTS)
+class _Answer:
+    """One answer on its way: holds its start until it is known who gives it. Lives on the running loop."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._loop = asyncio.get_running_loop()
+        self._receipts: list[Receipt] = []
+        self._held: deque[Message] = deque()
+        self._begun = False
+        self._sending = asyncio.Lock()
+        self._beginning: asyncio.Task[None] | None = None
+
+    def new_receipt(self) -> Receipt:
+        """One more request is made for this answer."""
+        self._receipts.append(_TellingReceipt(self._dispatched_elsewhere))
+        return self._receipts[-1]
+
+    async def send(self, message: Message) -> None:
+        """The application says something: pass it on, or hold it."""
+        self._held.append(message)
+        if self._begun or self._may_begin():
+            self._begun = True
+            await self._flush()
+
+    async def close(self) -> None:
+        """The application has ended; what it has begun is sent, what it has not is not."""
+        if self._beginning is not None:
+            await self._beginning
+
+    def _dispatched_elsewhere(self) -> None:
+        # A loop that has ended answers nobody any more, and the caller must not notice.
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._dispatched)
+
+    def _dispatched(self) -> None:
+        if not self._begun and self._held and all(self._receipts):
+            self._begun = True
+            self._beginning = self._loop.create_task(self._flush(), name="omni-begin-answer")
+
+    def _may_begin(self) -> bool:
+        parts = len(self._held) - 1
+        dispatched = bool(self._receipts) and all(self._receipts)
+        whole = parts > 0 and not self._held[-1].get("more_body", False)
+        return dispatched or whole or parts > _EARLY_PARTS
+
+    async def _flush(self) -> None:
+        async with self._sending:
+            while self._held:
+                message = self._held.popleft()
+                if message["type"] == "http.response.start":
+                    self._name_replicas(message)
+                await self._send(message)
+
+    def _name_replicas(self, start: Message) -> None:
+        replicas = dict.fromkeys(receipt[-1][0] for receipt in self._receipts if receipt)
+        if replicas:
+            MutableHeaders(scope=start)[HEADER] = ", ".join(replicas)
