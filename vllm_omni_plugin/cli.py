@@ -1,6 +1,6 @@
-"""The command `vllm-omni-plugin`: operate a running fleet, or start simulated replicas.
+"""The command `vllm-omni-plugin`: operate a running fleet, check a pipeline's file, or start simulated replicas.
 
-Needs only the standard library, so that a look at the fleet takes no longer than the answer.
+Operating needs only the standard library, so that a look at the fleet takes no longer than the answer.
 """
 
 import argparse
@@ -40,6 +40,7 @@ def _parser(simulate: bool) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_replicas(commands)
     _add_explain(commands)
+    _add_pipeline(commands)
     if simulate:
         from vllm_omni_plugin.sim.command import add_parser
 
@@ -73,6 +74,15 @@ def _add_explain(commands: Any) -> None:
     explain.add_argument("--model", help="the model's name, or an adapter's (default: the model)")
     explain.add_argument("--json", action="store_true", help="print the server's answer as JSON instead of a table")
     _add_server(explain)
+
+
+def _add_pipeline(commands: Any) -> None:
+    pipeline = commands.add_parser("pipeline", help="look at the file of a pipeline")
+    actions = pipeline.add_subparsers(metavar="ACTION", required=True)
+    check = actions.add_parser("check", help="check the file and list its stages in the order of their work")
+    check.set_defaults(run=_check_pipeline)
+    check.add_argument("file", metavar="FILE", help="the YAML file of stages")
+    check.add_argument("--mermaid", action="store_true", help="print the graph as a Mermaid flow chart instead")
 
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
@@ -127,6 +137,14 @@ def _candidate_row(candidate: dict[str, Any]) -> tuple[str, ...]:
         str(candidate["matched_tokens"]),
         *(f"{candidate[name]:.6g}" for name in _LOADS),
     )
+
+
+def _check_pipeline(args: argparse.Namespace) -> int:
+    from vllm_omni_plugin.pipeline import load_pipeline, mermaid, summary
+
+    pipeline = load_pipeline(args.file)
+    sys.stdout.write(mermaid(pipeline) if args.mermaid else _table(summary(pipeline)))
+    return 0
 
 
 def _http_url(text: str) -> str:

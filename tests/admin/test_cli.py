@@ -248,11 +248,11 @@ def test_wrong_usage_exits_with_2(capsys: pytest.CaptureFixture[str], arguments:
 def test_the_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
-    assert {"replicas", "explain", "sim"} <= set(capsys.readouterr().out.split())
+    assert {"replicas", "explain", "pipeline", "sim"} <= set(capsys.readouterr().out.split())
 
 
 def test_operating_a_fleet_loads_neither_vllm_nor_torch_nor_a_web_framework() -> None:
-    heavy = ("vllm", "torch", "fastapi", "zmq", "msgspec", "vllm_omni_plugin.sim")
+    heavy = ("vllm", "torch", "fastapi", "zmq", "msgspec", "yaml", "jsonschema", "vllm_omni_plugin.sim")
     script = (
         "import sys; from vllm_omni_plugin.cli import main; code = main(sys.argv[1:]); "
         f"print(code, [name for name in {heavy!r} if name in sys.modules])"

@@ -1,0 +1,1 @@
+"""Tests of pipelines: their graph, their files, and how both are shown."""

@@ -1,0 +1,38 @@
+"""Pipelines in YAML."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+from vllm_omni_plugin.errors import ConfigError
+from vllm_omni_plugin.pipeline import load_pipeline
+
+repeatable = settings(derandomize=True, deadline=None, database=None)
+"""The same examples in every run, on a machine of any speed."""
+
+SPEECH = Path(__file__).with_name("speech.yaml")
+DIAMOND = Path(__file__).with_name("diamond.yaml")
+SINGLE = """\
+stages:
+  - id: 0
+    name: writer
+    engine: vllm
+    model: example/writer
+    output: text
+    final: true
+"""
+"""The smallest: one stage, lines 2 to 7."""
+
+
+def chain(*second: str) -> str:
+    """The text of a pipeline of two stages; `second` are further lines of the latter, from line 12 on."""
+    lines = ["- id: 1", "  name: refiner", "  engine: vllm", "  model: example/refiner"]
+    return SINGLE + "".join(f"  {line}\n" for line in [*lines, *(f"  {line}" for line in second)])
+
+
+def complaint(file: Path) -> str:
+    """What loading the file complains of, without the folder."""
+    with pytest.raises(ConfigError) as raised:
+        load_pipeline(file)
+    return str(raised.value).replace(f"{file.parent}/", "")

@@ -1,0 +1,47 @@
+"""docs/pipelines.md against the code: its example loads, its table has every key and default."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from vllm_omni_plugin.errors import ConfigError
+from vllm_omni_plugin.pipeline import BuiltInTransform, Modality, Stage, load_pipeline
+from vllm_omni_plugin.pipeline.validation import schema
+
+PAGE = (Path(__file__).parents[2] / "docs" / "pipelines.md").read_text()
+
+
+def example() -> str:
+    found = re.search(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    assert found
+    return found[1]
+
+
+def test_the_example_loads(tmp_path: Path) -> None:
+    file = tmp_path / "pipeline.yaml"
+    file.write_text(example())
+    assert [stage.name for stage in load_pipeline(file).needed_for(["text"])] == ["thinker"]
+
+
+def test_the_error_shown_is_the_one_of_a_slip_in_the_example(tmp_path: Path) -> None:
+    file = tmp_path / "pipeline.yaml"
+    file.write_text(example().replace("[thinker]", "[thinkr]"))
+    with pytest.raises(ConfigError) as raised:
+        load_pipeline(file)
+    assert f"\n{str(raised.value).replace(f'{tmp_path}/', '')}\n" in PAGE
+
+
+def test_the_table_has_every_key_with_its_default() -> None:
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", PAGE, re.MULTILINE))
+    for field in fields(Stage):
+        default = schema()["$defs"]["stage"]["properties"][field.name].get("default")
+        if default in (None, [], {}):
+            assert rows[field.name].split(",")[0] in {"required", "required with `vllm`", "none", "what fits"}
+        else:
+            assert rows[field.name].strip("`") == str(default).lower()
+
+
+def test_the_page_names_every_modality_and_built_in_transform() -> None:
+    assert [name for name in [*Modality, *BuiltInTransform] if f"`{name}`" not in PAGE] == []

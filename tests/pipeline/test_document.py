@@ -1,0 +1,125 @@
+"""What files hold: the one line said of whatever cannot be read or is no YAML that can be used."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_omni_plugin.errors import ConfigError
+from vllm_omni_plugin.pipeline import load_pipeline
+
+from .files import DIAMOND, SINGLE, SPEECH, complaint, repeatable
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        pytest.param("", "pipeline.yaml: the file is empty", id="empty"),
+        pytest.param("# nothing\n", "pipeline.yaml: the file is empty", id="comments only"),
+        pytest.param(
+            "stages:\n  a: b: c\n", "pipeline.yaml:2: not YAML: mapping values are not allowed here", id="no YAML"
+        ),
+        pytest.param(
+            "stages: [", "pipeline.yaml:1: not YAML: expected the node content, but found '<stream end>'", id="cut"
+        ),
+        pytest.param("a: 1\n---\nb: 1\n", "pipeline.yaml:2: not YAML: but found another document", id="two documents"),
+        pytest.param("a: 1\nb: \0\n", "pipeline.yaml:2: not YAML: the character U+0000 is not allowed", id="NUL"),
+        pytest.param("a: *b\n", "pipeline.yaml:1: not YAML: found undefined alias 'b'", id="undefined alias"),
+        pytest.param("[" * 5000, "pipeline.yaml: nested too deeply", id="deep"),
+        pytest.param("stages: &a\n  - *a\n", "pipeline.yaml:1: stages[0]: an alias of what it is in", id="endless"),
+        pytest.param(
+            "a: &a [0,0,0,0,0,0,0,0,0]\n"
+            + "".join(f"{b}: &{b} [{','.join(9 * [f'*{a}'])}]\n" for a, b in zip("abcde", "bcdef", strict=True)),
+            "pipeline.yaml:1: e[5][5][7][5][0]: more than 50,000 values, those of aliases counted again",
+            id="bomb",
+        ),
+        pytest.param(
+            "stages:\n  - id: 0\n    name: a\n    id: 1\n",
+            "pipeline.yaml:4: stages[0].id: the key is there twice",
+            id="repeated key",
+        ),
+        pytest.param(
+            "stages:\n  - no: a\n", "pipeline.yaml:2: stages[0]: the key 'no' is no text: quote it", id="boolean key"
+        ),
+        pytest.param(
+            "a: 1\n? !!str [b]\n: 1\n", "pipeline.yaml:2: a list or mapping cannot be a key", id="list as key"
+        ),
+        pytest.param(
+            "a: !!seq b\n",
+            "pipeline.yaml:1: a: a value of type 'seq' cannot be used: quote it if it is text",
+            id="wrong tag",
+        ),
+        pytest.param("a: 1\n<<: 1\n", "pipeline.yaml:2: '<<' takes mappings only", id="merged number"),
+        pytest.param(
+            "a: !!python/object/apply:os.system [ls]\n",
+            "pipeline.yaml:1: a: a value of type 'python/object/apply:os.system' cannot be used: "
+            "quote it if it is text",
+            id="Python object",
+        ),
+        pytest.param(
+            f"{SINGLE}    sampling:\n      day: 2026-01-31\n",
+            "pipeline.yaml:9: stages[0].sampling.day: a value of type 'timestamp' cannot be used: "
+            "quote it if it is text",
+            id="date",
+        ),
+        pytest.param("a: !!int x\n", "pipeline.yaml:1: a: 'x' is no value of type 'int'", id="no number"),
+        pytest.param("a: !!bool x\n", "pipeline.yaml:1: a: 'x' is no value of type 'bool'", id="no boolean"),
+    ],
+)
+def test_what_is_no_usable_yaml_is_refused(file: Path, text: str, message: str) -> None:
+    file.write_text(text)
+    assert complaint(file) == message
+
+
+@repeatable
+@given(st.data())
+def test_whatever_a_file_holds_it_loads_or_one_line_says_why_not(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    content = data.draw(st.sampled_from([SPEECH, DIAMOND])).read_bytes()
+    start = data.draw(st.integers(0, len(content)))
+    end = data.draw(st.integers(start, min(len(content), start + 20)))
+    splinters = [
+        b"- ",
+        b": ",
+        b"{",
+        b"[",
+        b"*small",
+        b"&a ",
+        b"<<: ",
+        b"!!int ",
+        b"\n",
+        b"\n    ",
+        b"'",
+        b"null",
+        b"? ",
+    ]
+    inserted = data.draw(st.lists(st.sampled_from(splinters), max_size=3).map(b"".join) | st.binary(max_size=3))
+    file = tmp_path_factory.getbasetemp() / "changed.yaml"
+    file.write_bytes(content[:start] + inserted + content[end:])
+    said = f"{file}: nothing"
+    try:
+        load_pipeline(file)
+    except ConfigError as error:
+        said = str(error)
+    assert said.startswith(f"{file}:")
+    assert "\n" not in said
+
+
+def test_a_file_that_cannot_be_read_is_refused(file: Path) -> None:
+    assert complaint(file) == "pipeline.yaml: cannot be read: No such file or directory"
+    file.mkdir()
+    assert complaint(file) == "pipeline.yaml: cannot be read: Is a directory"
+
+
+def test_a_file_that_is_not_utf_8_is_refused(file: Path) -> None:
+    file.write_bytes(b"stages:\n- name: caf\xe9\n")
+    assert complaint(file) == "pipeline.yaml:2: not UTF-8: byte 0xe9"
+
+
+def test_a_file_of_more_than_a_mebibyte_is_refused(file: Path) -> None:
+    file.write_text(SINGLE + "#" * (1024 * 1024 + 1 - len(SINGLE)))
+    assert complaint(file) == "pipeline.yaml: larger than 1 MiB, so hardly a pipeline"
+    file.write_text(SINGLE + "#" * (1024 * 1024 - len(SINGLE)))
+    assert len(load_pipeline(file).stages) == 1

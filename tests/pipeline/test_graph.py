@@ -1,0 +1,175 @@
+"""The graph of stages: order, reach, and which stages a request needs."""
+
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_omni_plugin.pipeline import Modality, Pipeline, PipelineError, Stage, load_pipeline
+
+from .files import DIAMOND, SPEECH, repeatable
+
+
+def stage(id_: int, *inputs: int, **more: Any) -> Stage:
+    """A stage whose transform fits whatever it gets."""
+    given: dict[str, Any] = {
+        "engine": "vllm",
+        "model": "m",
+        "output": Modality.TEXT,
+        "transform": "a.b:c",
+        "final": True,
+    }
+    return Stage(id=id_, name=f"s{id_}", inputs=tuple(f"s{up}" for up in inputs), **given | more)
+
+
+def ids(stages: tuple[Stage, ...]) -> list[int]:
+    return [stage.id for stage in stages]
+
+
+@st.composite
+def edges(draw: st.DrawFn) -> list[set[int]]:
+    """The inputs of each stage of a graph without cycles, whose ids are in no order."""
+    count = draw(st.integers(1, 8))
+    order = draw(st.permutations(range(count)))
+    inputs: list[set[int]] = [set() for _ in range(count)]
+    for position, id_ in enumerate(order):
+        inputs[id_] = set(draw(st.lists(st.sampled_from(order[:position])))) if position else set()
+    return inputs
+
+
+def build(inputs: list[set[int]], seed: int, **more: Any) -> Pipeline:
+    stages = [stage(id_, *sorted(ups), **more) for id_, ups in enumerate(inputs)]
+    Random(seed).shuffle(stages)
+    return Pipeline(tuple(stages))
+
+
+@repeatable
+@given(edges(), st.integers())
+def test_every_stage_is_in_the_order_once_and_behind_its_inputs(inputs: list[set[int]], seed: int) -> None:
+    pipeline = build(inputs, seed)
+    order = ids(pipeline.order)
+    assert sorted(order) == list(range(len(inputs))) == ids(pipeline.stages)
+    assert all(order.index(up) < order.index(id_) for id_, ups in enumerate(inputs) for up in ups)
+    assert order == ids(build(inputs, seed + 1).order)
+
+
+@repeatable
+@given(edges(), st.integers())
+def test_upstream_and_downstream_are_each_others_opposite(inputs: list[set[int]], seed: int) -> None:
+    pipeline = build(inputs, seed)
+    assert [set(ids(pipeline.upstream(each))) for each in pipeline.stages] == inputs
+    down = {(each.id, other) for each in pipeline.stages for other in ids(pipeline.downstream(each))}
+    assert down == {(up, id_) for id_, ups in enumerate(inputs) for up in ups}
+
+
+@repeatable
+@given(edges(), st.data())
+def test_one_edge_back_makes_a_cycle_whose_way_is_named(inputs: list[set[int]], data: st.DataObject) -> None:
+    start = data.draw(st.integers(0, len(inputs) - 1))
+    # Go downstream at random; the edge from wherever that ends back to the start closes a cycle.
+    end = start
+    while downstream := [id_ for id_, ups in enumerate(inputs) if end in ups]:
+        end = data.draw(st.sampled_from([*downstream]))
+        if data.draw(st.booleans()):
+            break
+    inputs[start].add(end)
+    with pytest.raises(PipelineError) as raised:
+        build(inputs, seed=0)
+    way = [int(name.removeprefix("s")) for name in raised.value.message.rpartition(": ")[2].split(" -> ")]
+    assert way[0] == way[-1]
+    assert len(set(way)) == len(way) - 1
+    assert all(before in inputs[after] for before, after in pairwise(way))
+
+
+@repeatable
+@given(edges(), st.data())
+def test_a_request_needs_exactly_what_leads_to_its_modalities(inputs: list[set[int]], data: st.DataObject) -> None:
+    sinks = set(range(len(inputs))) - set().union(*inputs)
+    finals = sinks | data.draw(st.sets(st.sampled_from(range(len(inputs)))))
+    audio = data.draw(st.sets(st.sampled_from(sorted(finals))))
+    stages = [
+        stage(id_, *ups, final=id_ in finals, output=Modality.AUDIO if id_ in audio else Modality.TEXT)
+        for id_, ups in enumerate(inputs)
+    ]
+    pipeline = Pipeline(tuple(stages))
+    if not audio:
+        return
+    needed = ids(pipeline.needed_for(["audio"]))
+    leads: set[int] = set(audio)
+    for id_ in reversed(ids(pipeline.order)):
+        if id_ in leads:
+            leads |= inputs[id_]
+    assert needed == [id_ for id_ in ids(pipeline.order) if id_ in leads]
+
+
+def test_text_alone_skips_the_stages_that_speak() -> None:
+    pipeline = load_pipeline(SPEECH)
+    assert pipeline.modalities == ("text", "audio")
+    assert ids(pipeline.needed_for(["text"])) == [0]
+    assert ids(pipeline.needed_for(["audio"])) == [0, 1, 2]
+    assert ids(pipeline.needed_for({"text", "audio"})) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("modalities", "message"),
+    [
+        (["image"], "'image' asked for, but this pipeline puts out text, audio"),
+        (["text", "video", "tokens"], "'video', 'tokens' asked for, but this pipeline puts out text, audio"),
+        ([], "nothing asked for, but this pipeline puts out text, audio"),
+    ],
+)
+def test_asking_for_what_no_final_stage_puts_out_is_an_error(modalities: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match="asked for") as raised:
+        load_pipeline(SPEECH).needed_for(modalities)
+    assert str(raised.value) == message
+
+
+def test_a_diamond_fans_out_and_joins_in_the_order_of_its_inputs() -> None:
+    pipeline = load_pipeline(DIAMOND)
+    assert [each.name for each in pipeline.upstream(pipeline.stage("verdict"))] == ["writer", "critic", "classifier"]
+    assert [each.name for each in pipeline.downstream(pipeline.stage("writer"))] == ["critic", "classifier", "verdict"]
+    assert ids(pipeline.order) == [0, 1, 2, 3]
+
+
+def test_a_pipeline_may_begin_with_several_stages() -> None:
+    pipeline = Pipeline((stage(0, 1, 2), stage(1, final=False), stage(2, final=False)))
+    assert ids(pipeline.order) == [1, 2, 0]
+
+
+def test_a_longer_way_puts_a_stage_further_down() -> None:
+    assert ids(Pipeline((stage(0, 3), stage(1), stage(2, 0), stage(3), stage(4, 1))).order) == [1, 3, 0, 4, 2]
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [("text", "text"), ("tokens", "tokens"), ("embedding", "prompt_embeds"), ("latent", "prompt_embeds")],
+)
+def test_a_stage_without_a_transform_gets_the_one_that_fits(output: str, expected: str) -> None:
+    pipeline = Pipeline((stage(0, output=Modality(output)), stage(1, 0, transform=None)))
+    assert pipeline.transform_of(pipeline.stages[1]) == expected
+
+
+@pytest.mark.parametrize("output", ["audio", "image", "scores"])
+def test_no_built_in_transform_takes_sound_pictures_or_scores(output: str) -> None:
+    with pytest.raises(PipelineError, match=rf"^stages\[1\]: no built-in transform takes {output} of the stage 's0'"):
+        Pipeline((stage(0, output=Modality(output)), stage(1, 0, transform=None)))
+
+
+def test_the_request_itself_needs_no_transform_but_may_have_one() -> None:
+    pipeline = Pipeline((stage(0, transform=None), stage(1)))
+    assert [pipeline.transform_of(each) for each in pipeline.stages] == [None, "a.b:c"]
+
+
+def test_an_error_says_where_among_the_stages_as_they_were_given() -> None:
+    with pytest.raises(PipelineError) as raised:
+        Pipeline((stage(1), stage(0, 1, 7)))
+    assert raised.value.place == ("stages", 1, "inputs", 1)
+    assert str(raised.value) == "stages[1].inputs[1]: there is no stage 's7': use one of s1, s0"
+
+
+def test_no_stages_are_no_pipeline() -> None:
+    with pytest.raises(PipelineError, match="no stage is final"):
+        Pipeline(())

@@ -1,0 +1,276 @@
+"""Files of pipelines: what is read from good ones, and the one line said of each bad one."""
+
+from pathlib import Path
+
+import pytest
+
+from vllm_omni_plugin.pipeline import Modality, Stage, load_pipeline
+
+from .files import DIAMOND, SINGLE, SPEECH, chain, complaint
+
+STAGE_KEYS = (
+    "id, name, engine, model, engine_args, options, inputs, transform, replicas, policy, policy_config, sampling, "
+    "output, final, async_chunk"
+)
+
+
+def test_every_key_of_a_stage_is_read() -> None:
+    thinker, talker, vocoder = load_pipeline(SPEECH).stages
+    assert thinker == Stage(
+        id=0,
+        name="thinker",
+        engine="vllm",
+        model="example/thinker",
+        engine_args={"max_model_len": 4096, "enforce_eager": True},
+        replicas=2,
+        output=Modality.TEXT,
+        final=True,
+    )
+    assert talker == Stage(
+        id=1,
+        name="talker",
+        engine="vllm",
+        model="example/talker",
+        engine_args={"max_model_len": 8192, "enforce_eager": True},
+        inputs=("thinker",),
+        transform="tokens",
+        async_chunk=True,
+        policy="least-tokens",
+        policy_config={"decode_weight": 0.2},
+        sampling={"temperature": 0.8, "max_tokens": 2048},
+        output=Modality.TOKENS,
+    )
+    assert vocoder == Stage(
+        id=2,
+        name="vocoder",
+        engine="example.vocoder:Vocoder",
+        options={"sample_rate": 24000},
+        inputs=("talker",),
+        async_chunk=True,
+        replicas=0,
+        policy="round-robin",
+        output=Modality.AUDIO,
+        final=True,
+    )
+
+
+def test_stages_may_stand_in_any_order() -> None:
+    assert [stage.name for stage in load_pipeline(DIAMOND).stages] == ["writer", "critic", "classifier", "verdict"]
+
+
+def test_names_of_engine_arguments_get_underscores_up_to_a_dot(file: Path) -> None:
+    file.write_text(
+        chain("engine_args: {a-b: 1, c_d: 2, e-f.g-h: 3}", "inputs: [writer]", "output: text", "final: true")
+    )
+    assert load_pipeline(file).stages[1].engine_args == {"a_b": 1, "c_d": 2, "e_f.g-h": 3}
+
+
+def test_of_merged_mappings_the_first_wins_and_own_keys_win_over_all(file: Path) -> None:
+    file.write_text(
+        chain(
+            "policy_config: &a {x: 1, y: 1, z: 1}",
+            "options_of_nobody: &b {x: 2, w: 2}",
+            "engine_args: {<<: [*a, *b], z: 3}",
+            "inputs: [writer]",
+            "output: text",
+            "final: true",
+        ).replace("options_of_nobody", "sampling")
+    )
+    assert load_pipeline(file).stages[1].engine_args == {"x": 1, "y": 1, "z": 3, "w": 2}
+
+
+def test_a_whole_number_may_be_written_as_a_decimal(file: Path) -> None:
+    file.write_text(f"\ufeff{SINGLE}    replicas: 2.0\n")
+    assert repr(load_pipeline(file).stages[0].replicas) == "2"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        pytest.param("a", '1: must be a mapping, not "a"', id="no mapping"),
+        pytest.param("{}", "1: needs 'stages'", id="no stages"),
+        pytest.param("stages: []", "1: stages: must not be empty", id="empty list"),
+        pytest.param("stages: {}", "1: stages: must be a list, not {}", id="no list"),
+        pytest.param("stages:\n- 1", "2: stages[0]: must be a mapping, not 1", id="no stage"),
+        pytest.param(
+            "stages:\n- {id: 0}", "2: stages[0]: needs 'name' and 'engine' and 'output'", id="several keys missing"
+        ),
+        pytest.param(f"{SINGLE}stage: 1", "8: stage: unknown key (did you mean 'stages'?): use stages", id="top key"),
+        pytest.param(
+            SINGLE.replace("model", "modle"),
+            f"5: stages[0].modle: unknown key (did you mean 'model'?): use {STAGE_KEYS}",
+            id="misspelt key",
+        ),
+        pytest.param(
+            f'{SINGLE}    "a\\n b": 1',
+            f"8: stages[0]['a\\n b']: unknown key: use {STAGE_KEYS}",
+            id="key of two lines",
+        ),
+        pytest.param(SINGLE.replace("    model: example/writer\n", ""), "2: stages[0]: needs 'model'", id="no model"),
+        pytest.param(SINGLE.replace("0", '"0"'), '2: stages[0].id: must be a whole number, not "0"', id="quoted id"),
+        pytest.param(SINGLE.replace("0", "true"), "2: stages[0].id: must be a whole number, not true", id="boolean id"),
+        pytest.param(SINGLE.replace("0", "-1"), "2: stages[0].id: must be at least 0, not -1", id="negative id"),
+        pytest.param(
+            SINGLE.replace("name: writer", "name: a b"),
+            '3: stages[0].name: must be an identifier of letters, digits and underscores, not "a b"',
+            id="name with a space",
+        ),
+        pytest.param(
+            SINGLE.replace("name: writer", 'name: "a\\n"'),
+            '3: stages[0].name: must be an identifier of letters, digits and underscores, not "a\\n"',
+            id="name with a line's end",
+        ),
+        pytest.param(
+            SINGLE.replace("vllm", "vlm"),
+            '4: stages[0].engine: must be vllm or package.module:Class, not "vlm"',
+            id="unknown engine",
+        ),
+        pytest.param(
+            SINGLE.replace("vllm", "a.b:C"),
+            "5: stages[0].model: only for engine: vllm; a Python engine has 'options'",
+            id="Python engine with a model",
+        ),
+        pytest.param(
+            f"{SINGLE}    options: {{}}",
+            "8: stages[0].options: only a Python engine has options; vLLM's has 'engine_args'",
+            id="vLLM with options",
+        ),
+        pytest.param(SINGLE.replace("example/writer", '""'), "5: stages[0].model: must not be empty", id="empty model"),
+        pytest.param(
+            SINGLE.replace("output: text", "output: txt"),
+            "6: stages[0].output: must be one of text, tokens, audio, image, embedding, scores, latent, "
+            "not \"txt\" (did you mean 'text'?)",
+            id="unknown modality",
+        ),
+        pytest.param(
+            SINGLE.replace("final: true", f"final: {'x' * 100}"),
+            f'7: stages[0].final: must be true or false, not "{"x" * 59}...',
+            id="long value",
+        ),
+        pytest.param(
+            f"{SINGLE}    engine_args:\n      --seed: 1",
+            "9: stages[0].engine_args.--seed: must be a flag's name without '--' (the model has its own key), "
+            'not "--seed"',
+            id="flag with dashes",
+        ),
+        pytest.param(
+            f"{SINGLE}    engine_args: {{model: m}}",
+            "8: stages[0].engine_args.model: must be a flag's name without '--' (the model has its own key), "
+            'not "model"',
+            id="two models",
+        ),
+        pytest.param(
+            f"{SINGLE}    engine_args:\n      max-model-len: 1\n      max_model_len: 2",
+            "10: stages[0].engine_args.max_model_len: the same argument as 'max-model-len'",
+            id="argument in both spellings",
+        ),
+        pytest.param(
+            chain("inputs: [writer, writer]", "output: text", "final: true"),
+            "12: stages[1].inputs: must name each only once",
+            id="repeated input",
+        ),
+        pytest.param(
+            f"{SINGLE}    transform: join",
+            '8: stages[0].transform: must be tokens, text, prompt_embeds or package.module:function, not "join"',
+            id="unknown transform",
+        ),
+        pytest.param(
+            chain("outputs: text"),
+            f"12: stages[1].outputs: unknown key (did you mean 'output'?): use {STAGE_KEYS}",
+            id="misspelt key that must be there",
+        ),
+        pytest.param(
+            chain("replicas: -1", "outputs: text"),
+            "12: stages[1].replicas: must be at least 0, not -1",
+            id="first fault",
+        ),
+    ],
+)
+def test_what_is_not_of_the_shape_is_refused(file: Path, text: str, message: str) -> None:
+    file.write_text(text)
+    assert complaint(file) == f"pipeline.yaml:{message}"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        pytest.param(
+            chain("output: text", "final: true").replace("id: 1", "id: 0"),
+            "8: stages[1].id: 0 is the id of the stage 'writer' already",
+            id="repeated id",
+        ),
+        pytest.param(
+            chain("output: text", "final: true").replace("id: 1", "id: 2"),
+            "8: stages[1].id: 2 leaves a gap: the ids of 2 stages count up from 0",
+            id="gap",
+        ),
+        pytest.param(
+            chain("output: text", "final: true").replace("refiner", "writer"),
+            "9: stages[1].name: 'writer' is the name of the stage with id 0 already",
+            id="repeated name",
+        ),
+        pytest.param(
+            chain("inputs:", "  - writter", "output: text", "final: true"),
+            "13: stages[1].inputs[0]: there is no stage 'writter' (did you mean 'writer'?): use one of writer, refiner",
+            id="unknown input",
+        ),
+        pytest.param(
+            chain("output: text", "final: true", "async_chunk: true"),
+            "14: stages[1].async_chunk: no stage's chunks reach a stage without inputs",
+            id="chunks of the request",
+        ),
+        pytest.param(
+            chain("inputs: [refiner]", "output: text"),
+            "12: stages[1].inputs: a stage would wait for its own output: refiner -> refiner",
+            id="own input",
+        ),
+        pytest.param(
+            chain("inputs: [writer]", "output: text").replace(
+                "    name: writer\n", "    name: writer\n    inputs: [refiner]\n"
+            ),
+            "4: stages[0].inputs: a stage would wait for its own output: writer -> refiner -> writer",
+            id="cycle",
+        ),
+        pytest.param(
+            SINGLE.replace("true", "false"),
+            "1: stages: no stage is final: set 'final: true' where output leaves the pipeline",
+            id="nothing final",
+        ),
+        pytest.param(
+            chain("inputs: [writer]", "output: text"),
+            "8: stages[1]: the stage 'refiner' reaches no final output: make it final or an input, or leave it out",
+            id="useless stage",
+        ),
+        pytest.param(
+            f"{SINGLE}    transform: text\n",
+            "8: stages[0].transform: 'text' needs the output of a stage, and this one has no inputs",
+            id="built-in transform of the request",
+        ),
+        pytest.param(
+            chain("inputs: [writer]", "transform: prompt_embeds", "output: text", "final: true"),
+            "13: stages[1].transform: 'prompt_embeds' does not take text of the stage 'writer': set 'transform' to "
+            "'text' or 'tokens' or package.module:function",
+            id="transform that does not fit",
+        ),
+        pytest.param(
+            chain("inputs: [writer]", "output: text", "final: true").replace("output: text", "output: audio", 1),
+            "8: stages[1]: no built-in transform takes audio of the stage 'writer': set 'transform' to "
+            "package.module:function",
+            id="no transform fits",
+        ),
+        pytest.param(
+            DIAMOND.read_text().replace(', transform: "example.verdict:join"', ""),
+            "3: stages[0]: no built-in transform takes the outputs of 3 stages: set 'transform' to "
+            "package.module:function",
+            id="join without a transform",
+        ),
+    ],
+)
+def test_stages_that_do_not_fit_together_are_refused(file: Path, text: str, message: str) -> None:
+    file.write_text(text)
+    assert complaint(file) == f"pipeline.yaml:{message}"
+
+
+def test_a_fault_in_what_an_alias_stands_for_is_shown_where_it_is_written(file: Path) -> None:
+    file.write_text(chain("<<: {final: true,", "     replicas: many}", "output: text"))
+    assert complaint(file) == 'pipeline.yaml:13: stages[1].replicas: must be a whole number, not "many"'

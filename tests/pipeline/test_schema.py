@@ -1,0 +1,59 @@
+"""The schema that editors and other tools read, against the classes that the plugin reads files into."""
+
+from dataclasses import MISSING, fields
+from typing import Any
+
+import pytest
+import yaml
+from jsonschema import Draft202012Validator
+
+from vllm_omni_plugin.pipeline import BuiltInTransform, Modality, Stage
+from vllm_omni_plugin.pipeline.validation import schema
+
+from .files import DIAMOND, SPEECH
+
+STAGE: Any = schema()["$defs"]["stage"]
+PROPERTIES: Any = STAGE["properties"]
+
+
+def plain(default: Any) -> Any:
+    return list(default) if isinstance(default, tuple) else default
+
+
+def test_the_schema_is_one() -> None:
+    Draft202012Validator.check_schema(dict(schema()))
+
+
+def test_the_schema_has_the_keys_that_a_stage_has() -> None:
+    assert set(PROPERTIES) == {field.name for field in fields(Stage)}
+
+
+def test_the_schema_requires_what_has_no_default() -> None:
+    required = {field.name for field in fields(Stage) if field.default is MISSING and field.default_factory is MISSING}
+    assert set(STAGE["required"]) == required
+
+
+def test_the_schema_names_the_defaults() -> None:
+    stage = Stage(id=0, name="a", engine="vllm", output=Modality.TEXT)
+    named = {key: value["default"] for key, value in PROPERTIES.items() if "default" in value}
+    assert named == {key: plain(getattr(stage, key)) for key in named}
+    assert set(PROPERTIES) - set(named) - set(STAGE["required"]) == {"model", "engine_args", "options", "transform"}
+
+
+def test_the_schema_lists_every_modality() -> None:
+    assert PROPERTIES["output"]["enum"] == list(Modality)
+
+
+@pytest.mark.parametrize("transform", BuiltInTransform)
+def test_the_schema_allows_and_names_every_built_in_transform(transform: str) -> None:
+    assert Draft202012Validator(PROPERTIES["transform"]).is_valid(str(transform))
+    assert transform in PROPERTIES["transform"]["description"]
+
+
+def test_every_key_says_what_it_is_for() -> None:
+    assert [key for key, value in PROPERTIES.items() if not value.get("description")] == []
+
+
+@pytest.mark.parametrize("file", [SPEECH, DIAMOND], ids=lambda file: file.stem)
+def test_the_examples_fit_the_schema_as_any_tool_reads_them(file: Any) -> None:
+    Draft202012Validator(dict(schema())).validate(yaml.safe_load(file.read_text()))

@@ -1,0 +1,21 @@
+"""Pipelines: several stages with a pool of replicas each, and what follows from their graph."""
+
+from vllm_omni_plugin.pipeline.drawing import mermaid
+from vllm_omni_plugin.pipeline.fitting import BuiltInTransform
+from vllm_omni_plugin.pipeline.graph import Pipeline
+from vllm_omni_plugin.pipeline.loading import load_pipeline
+from vllm_omni_plugin.pipeline.places import PipelineError
+from vllm_omni_plugin.pipeline.stage import VLLM_ENGINE, Modality, Stage
+from vllm_omni_plugin.pipeline.summary import summary
+
+__all__ = [
+    "VLLM_ENGINE",
+    "BuiltInTransform",
+    "Modality",
+    "Pipeline",
+    "PipelineError",
+    "Stage",
+    "load_pipeline",
+    "mermaid",
+    "summary",
+]

@@ -1,0 +1,75 @@
+"""What stages must be to make a pipeline. Each check raises PipelineError with the place of the first fault."""
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from graphlib import CycleError, TopologicalSorter
+
+from vllm_omni_plugin.pipeline.places import PipelineError
+from vllm_omni_plugin.pipeline.reach import ancestors
+from vllm_omni_plugin.pipeline.stage import Stage
+
+
+def check_stages(stages: Sequence[Stage]) -> None:
+    """Check everything but the transforms, in the order in which one check relies on another."""
+    _check_ids(stages)
+    _check_names(stages)
+    _check_inputs(stages)
+    _check_acyclic(stages)
+    _check_outputs(stages)
+
+
+def _check_ids(stages: Sequence[Stage]) -> None:
+    taken: dict[int, str] = {}
+    for index, stage in enumerate(stages):
+        place = ("stages", index, "id")
+        if stage.id in taken:
+            raise PipelineError(f"{stage.id} is the id of the stage {taken[stage.id]!r} already", place)
+        if not 0 <= stage.id < len(stages):
+            raise PipelineError(f"{stage.id} leaves a gap: the ids of {len(stages)} stages count up from 0", place)
+        taken[stage.id] = stage.name
+
+
+def _check_names(stages: Sequence[Stage]) -> None:
+    taken: dict[str, int] = {}
+    for index, stage in enumerate(stages):
+        if stage.name in taken:
+            message = f"{stage.name!r} is the name of the stage with id {taken[stage.name]} already"
+            raise PipelineError(message, ("stages", index, "name"))
+        taken[stage.name] = stage.id
+
+
+def _check_inputs(stages: Sequence[Stage]) -> None:
+    names = [stage.name for stage in stages]
+    for index, stage in enumerate(stages):
+        for position, name in enumerate(stage.inputs):
+            if name not in names:
+                close = get_close_matches(name, names, n=1)
+                suggestion = f" (did you mean {close[0]!r}?)" if close else ""
+                message = f"there is no stage {name!r}{suggestion}: use one of {', '.join(names)}"
+                raise PipelineError(message, ("stages", index, "inputs", position))
+        if stage.async_chunk and not stage.inputs:
+            message = "no stage's chunks reach a stage without inputs"
+            raise PipelineError(message, ("stages", index, "async_chunk"))
+
+
+def _check_acyclic(stages: Sequence[Stage]) -> None:
+    try:
+        TopologicalSorter({stage.name: stage.inputs for stage in stages}).prepare()
+    except CycleError as error:
+        names = [stage.name for stage in stages]
+        cycle: list[str] = error.args[1][:-1]
+        start = min(range(len(cycle)), key=lambda position: names.index(cycle[position]))
+        cycle = [*cycle[start:], *cycle[:start], cycle[start]]
+        place = ("stages", names.index(cycle[0]), "inputs")
+        raise PipelineError(f"a stage would wait for its own output: {' -> '.join(cycle)}", place) from None
+
+
+def _check_outputs(stages: Sequence[Stage]) -> None:
+    if not any(stage.final for stage in stages):
+        raise PipelineError("no stage is final: set 'final: true' where output leaves the pipeline", ("stages",))
+    inputs = {stage.name: stage.inputs for stage in stages}
+    useful = ancestors(inputs, [stage.name for stage in stages if stage.final])
+    for index, stage in enumerate(stages):
+        if stage.name not in useful:
+            message = f"the stage {stage.name!r} reaches no final output: make it final or an input, or leave it out"
+            raise PipelineError(message, ("stages", index))

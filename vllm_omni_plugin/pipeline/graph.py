@@ -1,0 +1,95 @@
+"""The graph of stages that a request travels."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
+from graphlib import TopologicalSorter
+from operator import attrgetter
+
+from vllm_omni_plugin.pipeline.checks import check_stages
+from vllm_omni_plugin.pipeline.fitting import fitting_transform
+from vllm_omni_plugin.pipeline.places import Place
+from vllm_omni_plugin.pipeline.reach import ancestors
+from vllm_omni_plugin.pipeline.stage import Modality, Stage
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Stages that hand outputs on, without cycles: each can be computed, and each counts for some final output.
+
+    Attributes:
+        stages: in the order of their ids, so that a stage's id is its index, whatever order they were given in.
+
+    Raises:
+        PipelineError: an id, name or input is wrong, there is a cycle, no stage is final, a stage reaches no final
+            one, or a transform does not fit. Its place counts stages as they were given.
+    """
+
+    stages: tuple[Stage, ...]
+
+    def __post_init__(self) -> None:
+        check_stages(self.stages)
+        for index, stage in enumerate(self.stages):
+            fitting_transform(stage, self.upstream(stage), ("stages", index))
+        object.__setattr__(self, "stages", tuple(sorted(self.stages, key=attrgetter("id"))))
+
+    @cached_property
+    def order(self) -> tuple[Stage, ...]:
+        """The stages with each behind all its inputs; of those equally far down, lower ids come first."""
+        sorter = TopologicalSorter({stage.id: [up.id for up in self.upstream(stage)] for stage in self.stages})
+        sorter.prepare()
+        ids: list[int] = []
+        while sorter.is_active():
+            ready = sorted(sorter.get_ready())
+            sorter.done(*ready)
+            ids += ready
+        return tuple(self.stages[stage_id] for stage_id in ids)
+
+    @cached_property
+    def modalities(self) -> tuple[Modality, ...]:
+        """What a request can ask for: the modalities of the final outputs, in topological order."""
+        return tuple(dict.fromkeys(stage.output for stage in self.order if stage.final))
+
+    def needed_for(self, modalities: Collection[str]) -> tuple[Stage, ...]:
+        """Return the stages that a request runs through: all final ones of these modalities and what leads to them.
+
+        Args:
+            modalities: those asked for, at least one.
+
+        Returns:
+            The stages in topological order.
+
+        Raises:
+            ValueError: none is asked for, or one that no final stage puts out.
+        """
+        missing = [modality for modality in modalities if modality not in self.modalities]
+        if missing or not modalities:
+            asked = ", ".join(map(repr, missing)) or "nothing"
+            raise ValueError(f"{asked} asked for, but this pipeline puts out {', '.join(self.modalities)}")
+        inputs = {stage.name: stage.inputs for stage in self.stages}
+        names = ancestors(inputs, [stage.name for stage in self.stages if stage.final and stage.output in modalities])
+        return tuple(stage for stage in self.order if stage.name in names)
+
+    def stage(self, name: str) -> Stage:
+        """Return the stage of this name. Raises KeyError without one."""
+        return self._by_name[name]
+
+    def upstream(self, stage: Stage) -> tuple[Stage, ...]:
+        """Return the stages whose outputs it gets, in the order of its inputs."""
+        return tuple(map(self.stage, stage.inputs))
+
+    def downstream(self, stage: Stage) -> tuple[Stage, ...]:
+        """Return the stages that get its output, in the order of their ids."""
+        return tuple(other for other in self.stages if stage.name in other.inputs)
+
+    def transform_of(self, stage: Stage) -> str | None:
+        """Return what turns the outputs of `upstream(stage)` into its input; None: it gets the request as it is.
+
+        A `BuiltInTransform` or `package.module:function`: the stage's own, else the built-in one that fits.
+        """
+        place: Place = ("stages", stage.id)
+        return fitting_transform(stage, self.upstream(stage), place)
+
+    @cached_property
+    def _by_name(self) -> dict[str, Stage]:
+        return {stage.name: stage for stage in self.stages}

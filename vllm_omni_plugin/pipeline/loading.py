@@ -1,0 +1,68 @@
+"""From a YAML file to a pipeline. Everything that can be wrong with the file is found out here."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from vllm_omni_plugin.errors import ConfigError
+from vllm_omni_plugin.pipeline.document import Document, parse
+from vllm_omni_plugin.pipeline.graph import Pipeline
+from vllm_omni_plugin.pipeline.places import PipelineError, Place
+from vllm_omni_plugin.pipeline.stage import Modality, Stage
+from vllm_omni_plugin.pipeline.validation import validate
+
+_MAX_BYTES = 1024 * 1024
+
+
+def load_pipeline(path: str | os.PathLike[str]) -> Pipeline:
+    """Read and check a pipeline's file, which `schema.json` and docs/pipelines.md describe.
+
+    Raises:
+        ConfigError: one line that names the file, and where there is one the line and the key.
+    """
+    document = parse(_read(Path(path)), str(path))
+    validate(document)
+    stages = tuple(_stage(document, index, given) for index, given in enumerate(document.data["stages"]))
+    try:
+        return Pipeline(stages)
+    except PipelineError as error:
+        raise document.error(error.message, error.place) from None
+
+
+def _read(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    if len(content) > _MAX_BYTES:
+        raise ConfigError(f"{path}: larger than {_MAX_BYTES // 1024**2} MiB, so hardly a pipeline")
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{path}:{line}: not UTF-8: byte {content[error.start]:#04x}") from None
+
+
+def _stage(document: Document, index: int, given: dict[str, Any]) -> Stage:
+    engine_args = _engine_args(document, ("stages", index, "engine_args"), given.get("engine_args", {}))
+    typed: dict[str, Any] = {
+        "engine_args": engine_args,
+        "inputs": tuple(given.get("inputs", ())),
+        "output": Modality(given["output"]),
+    }
+    # JSON Schema counts 1.0 among the integers.
+    numbers: dict[str, Any] = {key: int(given[key]) for key in ("id", "replicas") if key in given}
+    return Stage(**given | typed | numbers)
+
+
+def _engine_args(document: Document, place: Place, given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with underscores in their names; what follows a dot names a part of the value and stays."""
+    named: dict[str, str] = {}
+    for key in given:
+        flag, dot, part = key.partition(".")
+        name = flag.replace("-", "_") + dot + part
+        if name in named:
+            raise document.error(f"the same argument as {named[name]!r}", (*place, key))
+        named[name] = key
+    return {name: given[key] for name, key in named.items()}

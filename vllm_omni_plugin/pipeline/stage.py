@@ -1,0 +1,68 @@
+"""A stage of a pipeline, as its file describes it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+VLLM_ENGINE = "vllm"
+"""The value of `engine` that names vLLM's engine; any other names a Python class."""
+
+
+class Modality(StrEnum):
+    """What a stage puts out."""
+
+    TEXT = "text"
+    TOKENS = "tokens"
+    AUDIO = "audio"
+    IMAGE = "image"
+    EMBEDDING = "embedding"
+    SCORES = "scores"
+    LATENT = "latent"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One model of a pipeline, served by a pool of replicas.
+
+    `schema.json` says which values are allowed; `Pipeline` checks how stages fit together.
+
+    Attributes:
+        id: number of the stage; those of a pipeline are 0, 1, 2, ...
+        name: identifier, unique in the pipeline.
+        engine: `VLLM_ENGINE`, or `package.module:Class` of a Python engine.
+        output: what it puts out.
+        model: vLLM's model; None for a Python engine.
+        engine_args: vLLM's engine arguments by the names of their long flags, with underscores.
+        options: what the Python engine's class is constructed with.
+        inputs: names of the stages whose outputs it gets; none: it gets the request itself.
+        transform: what turns those outputs into its input: a `BuiltInTransform` or `package.module:function`; None:
+            whatever fits, see `Pipeline.transform_of`.
+        replicas: how many the head runs itself; with 0 the stage waits for headless nodes.
+        policy: load-balancing policy of its pool.
+        policy_config: options of that policy.
+        sampling: sampling parameters, unless the request has its own.
+        final: whether its output is one of the pipeline's.
+        async_chunk: whether it starts on chunks of its inputs while they still run.
+    """
+
+    id: int
+    name: str
+    engine: str
+    output: Modality
+    model: str | None = None
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    inputs: tuple[str, ...] = ()
+    transform: str | None = None
+    replicas: int = 1
+    policy: str = "prefix"
+    policy_config: Mapping[str, Any] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    final: bool = False
+    async_chunk: bool = False
+
+    @property
+    def is_vllm(self) -> bool:
+        """Whether vLLM runs it."""
+        return self.engine == VLLM_ENGINE

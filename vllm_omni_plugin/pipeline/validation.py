@@ -1,0 +1,122 @@
+"""Whether a pipeline's file has the shape that `schema.json` describes."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from functools import cache
+from importlib.resources import files
+from types import MappingProxyType
+from typing import Any
+
+from vllm_omni_plugin.pipeline.document import Document
+from vllm_omni_plugin.pipeline.places import Place
+
+_MAX_SHOWN = 60
+"""Characters of a value in a message."""
+_TYPES = {
+    "array": "a list",
+    "boolean": "true or false",
+    "integer": "a whole number",
+    "object": "a mapping",
+    "string": "text",
+}
+
+
+@cache
+def schema() -> Mapping[str, Any]:
+    """The JSON Schema (2020-12) of a pipeline's file."""
+    text = files(__package__).joinpath("schema.json").read_text(encoding="utf-8")
+    return MappingProxyType(json.loads(text))
+
+
+def validate(document: Document) -> None:
+    """Check a file's shape.
+
+    Raises:
+        ConfigError: for the first fault in the file.
+    """
+    # jsonschema takes as long to import as everything else here together, and most processes load no pipeline.
+    from jsonschema import Draft202012Validator
+
+    faults = sorted(
+        (error.validator == "required", document.line(place), str(place), place, message)
+        for error in Draft202012Validator(dict(schema())).iter_errors(document.data)
+        for place, message in [_told(error)]
+    )
+    if faults:
+        # A key that is missing may be one that is misspelt, and then that is the better message.
+        *_, place, message = faults[0]
+        raise document.error(message, place)
+
+
+def _told(error: Any) -> tuple[Place, str]:
+    """Where a jsonschema error is and what it says, in words for who wrote the file."""
+    place: Place = tuple(error.absolute_path)
+    if error.validator == "additionalProperties":
+        known = error.schema["properties"]
+        unknown = next(key for key in error.instance if key not in known)
+        return (*place, unknown), f"unknown key{_suggestion(unknown, known)}: use {', '.join(known)}"
+    if "propertyNames" in error.absolute_schema_path:
+        place = (*place, error.instance)
+    return place, _WORDING[error.validator](error)
+
+
+def _type(error: Any) -> str:
+    return f"must be {_TYPES[error.validator_value]}, not {_shown(error.instance)}"
+
+
+def _enum(error: Any) -> str:
+    allowed = error.validator_value
+    suggestion = _suggestion(str(error.instance), allowed)
+    return f"must be one of {', '.join(allowed)}, not {_shown(error.instance)}{suggestion}"
+
+
+def _pattern(error: Any) -> str:
+    return f"must be {error.schema['description']}, not {_shown(error.instance)}"
+
+
+def _required(error: Any) -> str:
+    return f"needs {' and '.join(repr(key) for key in error.validator_value if key not in error.instance)}"
+
+
+def _not(error: Any) -> str:
+    if error.absolute_path[-1] == "options":
+        return "only a Python engine has options; vLLM's has 'engine_args'"
+    return "only for engine: vllm; a Python engine has 'options'"
+
+
+def _minimum(error: Any) -> str:
+    return f"must be at least {error.validator_value}, not {_shown(error.instance)}"
+
+
+def _empty(error: Any) -> str:
+    return "must not be empty"
+
+
+def _repeated(error: Any) -> str:
+    return "must name each only once"
+
+
+_WORDING: Mapping[str, Callable[[Any], str]] = MappingProxyType(
+    {
+        "enum": _enum,
+        "minItems": _empty,
+        "minLength": _empty,
+        "minimum": _minimum,
+        "not": _not,
+        "pattern": _pattern,
+        "required": _required,
+        "type": _type,
+        "uniqueItems": _repeated,
+    }
+)
+
+
+def _suggestion(word: str, known: Iterable[str]) -> str:
+    close = get_close_matches(word, list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
