@@ -13,7 +13,7 @@ REFUSED = {
     "nothing": (["--omni-lb-config", ""], "'' is not JSON: "),
     "no object": (["--omni-lb-config", "[1]"], "'[1]' is not an object in JSON"),
     "policy without options": (
-        ["--omni-lb-config", '{"weight": 1}'],
+        ["--omni-lb-policy", "least-queue-length", "--omni-lb-config", '{"weight": 1}'],
         "load balancing policy 'least-queue-length': unknown option 'weight': it has no options",
     ),
     "unknown option": (
