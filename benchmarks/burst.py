@@ -44,7 +44,7 @@ def main() -> None:
             },
         )
         title = f"{requests} requests of mixed lengths, {rate:g} a second offered, in bursts (shape {BURSTINESS:g})"
-        compare(options, title, load, ("--max-model-len", "4096", "--block-size", "16"))
+        compare(options, title, load, ("--max-model-len", "4096"))
 
 
 def write_requests(path: Path, count: int, rng: random.Random) -> None:

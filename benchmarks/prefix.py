@@ -8,7 +8,7 @@ time instead of running a model (`vllm_omni_plugin/sim/executor.py`), so that se
 cores; `--real` runs the model on two.
 """
 
-from side_by_side import Load, arguments, compare
+from side_by_side import Load, arguments, block_size, compare
 
 PREFIX_TOKENS = 2048
 SUFFIX_TOKENS = 64
@@ -16,7 +16,6 @@ OUTPUT_TOKENS = 16
 PREFIXES_PER_ENGINE = 16
 REQUESTS_PER_PREFIX = 8
 AT_A_TIME_PER_ENGINE = 4
-BLOCK_SIZE = 16
 ROOM = 1.5
 """The KV memory of an engine, as a multiple of what its share of the prefixes takes: the rest is for what runs."""
 
@@ -37,8 +36,8 @@ def main() -> None:
             "max-concurrency": at_a_time,
         },
     )
-    blocks = int(ROOM * PREFIXES_PER_ENGINE * PREFIX_TOKENS / BLOCK_SIZE)
-    engine_args = ("--max-model-len", "4096", "--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(blocks))
+    blocks = int(ROOM * PREFIXES_PER_ENGINE * PREFIX_TOKENS / block_size(options))
+    engine_args = ("--max-model-len", "4096", "--num-gpu-blocks-override", str(blocks))
     title = (
         f"{prefixes} prefixes of {PREFIX_TOKENS} tokens, {REQUESTS_PER_PREFIX} requests each, with {SUFFIX_TOKENS} "
         f"tokens more and {OUTPUT_TOKENS} of output; {at_a_time} at a time"

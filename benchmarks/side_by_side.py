@@ -85,6 +85,11 @@ def arguments(description: str | None, engines: int) -> argparse.ArgumentParser:
     return parser
 
 
+def block_size(options: argparse.Namespace) -> int:
+    """Tokens in a block of every engine. vLLM's attention on the CPU takes multiples of 32 only."""
+    return 32 if options.real else 16
+
+
 def compare(options: argparse.Namespace, title: str, load: Load, engine_args: Sequence[str]) -> None:
     """Run the load against every set-up in every round and write the table.
 
@@ -99,7 +104,7 @@ def compare(options: argparse.Namespace, title: str, load: Load, engine_args: Se
     # An end by SIGTERM ends what was started, too.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     cores = tuple(str(core) for core in range(options.engines)) if options.real else ()
-    args = (*engine_args, *(() if options.real else sleeping(SERVICE_TIMES)))
+    args = (*engine_args, "--block-size", str(block_size(options)), *(() if options.real else sleeping(SERVICE_TIMES)))
     engines = Engines(options.model, options.engines, args, cores)
     compared = [Group.parse(text) for text in options.setups]
     with tempfile.TemporaryDirectory() as folder:
