@@ -166,6 +166,7 @@ async def test_a_dispatch_on_a_loop_that_has_ended_is_no_error() -> None:
     receipts: list[Receipt] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(start())
         receipts.append(dispatch())
 
     await asyncio.to_thread(asyncio.run, ReceiptMiddleware(app)(SCOPE, never_receive, ignore))

@@ -99,6 +99,9 @@ class _Answer:
             await self._beginning
 
     def _dispatched_elsewhere(self) -> None:
+        # Nothing waits in an answer that is no stream; what is held after this look finds the dispatch written.
+        if not self._held:
+            return
         # A loop that has ended answers nobody any more, and the caller must not notice.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._dispatched)

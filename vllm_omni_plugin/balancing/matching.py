@@ -7,15 +7,11 @@ from vllm_omni_plugin.balancing.base import ReplicaView
 from vllm_omni_plugin.balancing.decision import Candidate
 from vllm_omni_plugin.balancing.load import load_of
 from vllm_omni_plugin.balancing.prefix_index import some_slots_of
-from vllm_omni_plugin.balancing.sampling import MOST_COMPARED, sample
-from vllm_omni_plugin.balancing.serving import ServingReplicas
+from vllm_omni_plugin.balancing.sampling import MOST_COMPARED, few
 from vllm_omni_plugin.balancing.slots import Membership
 
 _MOST_HOLDERS = 3
 """Replicas compared in a large fleet because they have the longest matches."""
-_MOST_SAMPLED = 3
-"""Replicas compared because they were drawn, where the one with the shortest queue is compared as well."""
-
 _MOST_DELAYED = 4
 """Requests that a token to compute is charged for at most: a cold replica is worth warming while it is idle, and not
 for ever too expensive once it is busy. Chosen with benchmarks/simulate.py; 2 and 8 were worse, no bound was worst."""
@@ -77,13 +73,10 @@ def positions_to_compare(
     replicas: Sequence[ReplicaView], members: Membership, levels: TokenLevels, rng: random.Random
 ) -> Sequence[int]:
     """All of a few replicas; of many, those with the longest matches, a shortest queue, and some at random."""
-    total = len(replicas)
-    if total <= MOST_COMPARED:
-        return range(total)
-    if isinstance(replicas, ServingReplicas):
-        positions = {replicas.shortest(rng), *sample(_MOST_SAMPLED, total, rng)}
-    else:
-        positions = set(sample(MOST_COMPARED, total, rng))
+    sampled = few(replicas, rng)
+    if len(replicas) <= MOST_COMPARED:
+        return sampled
+    positions = set(sampled)
     wanted, seen = _MOST_HOLDERS, 0
     for _, holders in levels:
         found = some_slots_of(holders & ~seen, wanted, rng)
