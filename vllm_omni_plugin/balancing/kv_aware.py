@@ -8,7 +8,6 @@ from vllm_omni_plugin.balancing.base import DecidingBalancer, ReplicaView, Task,
 from vllm_omni_plugin.balancing.block_keys import answered_keys, prompt_keys
 from vllm_omni_plugin.balancing.cache_change import CacheChange
 from vllm_omni_plugin.balancing.decision import Candidate, Decision
-from vllm_omni_plugin.balancing.load import load_of
 from vllm_omni_plugin.balancing.matching import (
     TokenLevels,
     candidates_by_latency,
@@ -17,13 +16,11 @@ from vllm_omni_plugin.balancing.matching import (
     reason_of,
 )
 from vllm_omni_plugin.balancing.options import number
-from vllm_omni_plugin.balancing.prompt import Prompt
+from vllm_omni_plugin.balancing.prompt import NO_PROMPT, Prompt
 from vllm_omni_plugin.balancing.reported_caches import ReportedCaches
-from vllm_omni_plugin.balancing.slots import Membership, ReplicaSlots, block_size_of
+from vllm_omni_plugin.balancing.slots import Membership, ReplicaSlots, block_size_of, capacity_of
 
 _ANSWER_TOKENS = 128
-_DEFAULT_KV_BLOCKS = 8192
-_NO_PROMPT = Prompt((), cacheable=False)
 
 
 class KvAwareBalancer(DecidingBalancer):
@@ -67,7 +64,7 @@ class KvAwareBalancer(DecidingBalancer):
         """Compare cost. Raises ValueError when `replicas` is empty."""
         require_replicas(replicas)
         members = self._slots.membership(replicas)
-        prompt = task.get("prompt", _NO_PROMPT)
+        prompt = task.get("prompt", NO_PROMPT)
         levels = self._levels(prompt, members)
         positions = positions_to_compare(replicas, members, levels, self._rng)
         candidates = candidates_by_latency(
@@ -79,16 +76,16 @@ class KvAwareBalancer(DecidingBalancer):
 
     def dispatched(self, task: Task, replica: ReplicaView, decision: Decision) -> None:
         """The replica is about to have the prompt cached."""
-        keys = prompt_keys(task.get("prompt", _NO_PROMPT), block_size_of(replica))
-        self._caches.send(self._slots.slot(replica), keys, _capacity(replica))
+        keys = prompt_keys(task.get("prompt", NO_PROMPT), block_size_of(replica))
+        self._caches.send(self._slots.slot(replica), keys, capacity_of(replica))
 
     def ended(self, task: Task, replica: ReplicaView, seconds: float, output_tokens: int) -> None:
         """From here on only what its engine reports of it counts, or an estimate."""
-        prompt, size, slot = task.get("prompt", _NO_PROMPT), block_size_of(replica), self._slots.slot(replica)
+        prompt, size, slot = task.get("prompt", NO_PROMPT), block_size_of(replica), self._slots.slot(replica)
         self._caches.end(slot, prompt_keys(prompt, size))
         answer = task.get("answer_ids", ())
         if answer and self._caches.shortcoming(1 << slot):
-            self._caches.estimate(slot, answered_keys(prompt, answer, size), _capacity(replica))
+            self._caches.estimate(slot, answered_keys(prompt, answer, size), capacity_of(replica))
 
     def forgotten(self, replica: ReplicaView) -> None:
         """Nothing is cached there."""
@@ -114,7 +111,7 @@ class KvAwareBalancer(DecidingBalancer):
         return levels
 
     def _fallback(self, task: Task, members: Membership, candidates: Sequence[Candidate]) -> str:
-        if not task.get("prompt", _NO_PROMPT).cacheable:
+        if not task.get("prompt", NO_PROMPT).cacheable:
             return "uncacheable" if "prompt" in task else "no-prompt"
         if not self._caches.shortcoming(members.mask):
             return ""
@@ -129,7 +126,3 @@ class KvAwareBalancer(DecidingBalancer):
             return cheapest(candidates, self._rng)
         weights = [math.exp((lowest - cost) / (spread * self._temperature)) for cost in costs]
         return self._rng.choices(candidates, weights)[0]
-
-
-def _capacity(replica: ReplicaView) -> int:
-    return load_of(replica).kv_blocks or _DEFAULT_KV_BLOCKS

@@ -7,7 +7,6 @@ from vllm_omni_plugin.balancing.approximate_cache import ApproximateCaches
 from vllm_omni_plugin.balancing.base import DecidingBalancer, ReplicaView, Task, require_replicas
 from vllm_omni_plugin.balancing.block_keys import answered_keys, prompt_keys
 from vllm_omni_plugin.balancing.decision import Decision
-from vllm_omni_plugin.balancing.load import load_of
 from vllm_omni_plugin.balancing.matching import (
     TokenLevels,
     candidates_by_latency,
@@ -16,11 +15,8 @@ from vllm_omni_plugin.balancing.matching import (
     reason_of,
 )
 from vllm_omni_plugin.balancing.options import number
-from vllm_omni_plugin.balancing.prompt import Prompt
-from vllm_omni_plugin.balancing.slots import Membership, ReplicaSlots, block_size_of
-
-_DEFAULT_KV_BLOCKS = 8192
-_NO_PROMPT = Prompt((), cacheable=False)
+from vllm_omni_plugin.balancing.prompt import NO_PROMPT, Prompt
+from vllm_omni_plugin.balancing.slots import Membership, ReplicaSlots, block_size_of, capacity_of
 
 
 class PrefixBalancer(DecidingBalancer):
@@ -59,7 +55,7 @@ class PrefixBalancer(DecidingBalancer):
         """Compare cost. Raises ValueError when `replicas` is empty."""
         require_replicas(replicas)
         members = self._slots.membership(replicas)
-        prompt = task.get("prompt", _NO_PROMPT)
+        prompt = task.get("prompt", NO_PROMPT)
         levels = self._levels(prompt, members)
         positions = positions_to_compare(replicas, members, levels, self._rng)
         candidates = candidates_by_latency(
@@ -71,11 +67,11 @@ class PrefixBalancer(DecidingBalancer):
 
     def dispatched(self, task: Task, replica: ReplicaView, decision: Decision) -> None:
         """From here on the replica has the prompt cached."""
-        self._use(replica, prompt_keys(task.get("prompt", _NO_PROMPT), block_size_of(replica)))
+        self._use(replica, prompt_keys(task.get("prompt", NO_PROMPT), block_size_of(replica)))
 
     def ended(self, task: Task, replica: ReplicaView, seconds: float, output_tokens: int) -> None:
         """It has the answer cached, too; all but the last token, which was never computed on."""
-        prompt, answer = task.get("prompt", _NO_PROMPT), task.get("answer_ids", ())
+        prompt, answer = task.get("prompt", NO_PROMPT), task.get("answer_ids", ())
         if answer:
             self._use(replica, answered_keys(prompt, answer, block_size_of(replica)))
 
@@ -90,7 +86,7 @@ class PrefixBalancer(DecidingBalancer):
         self._caches.clear(self._slots.slot(replica))
 
     def _use(self, replica: ReplicaView, keys: Sequence[int]) -> None:
-        self._caches.use(self._slots.slot(replica), keys, load_of(replica).kv_blocks or _DEFAULT_KV_BLOCKS)
+        self._caches.use(self._slots.slot(replica), keys, capacity_of(replica))
 
     def _levels(self, prompt: Prompt, members: Membership) -> TokenLevels:
         levels = [

@@ -38,3 +38,7 @@ class Prompt:
     cacheable: bool = True
     # By block size, once they were asked for: a request is hashed once, whoever asks how often.
     known_keys: dict[int, list[int]] = field(default_factory=dict, init=False, repr=False)
+
+
+NO_PROMPT = Prompt((), cacheable=False)
+"""Of a request whose prompt is not known."""

@@ -9,12 +9,18 @@ from vllm_omni_plugin.balancing.base import ReplicaView
 from vllm_omni_plugin.balancing.load import load_of
 
 _DEFAULT_BLOCK_SIZE = 16
+_DEFAULT_KV_BLOCKS = 8192
 _identity_of = attrgetter("stage_id", "input_addr", "output_addr")
 
 
 def block_size_of(replica: ReplicaView) -> int:
     """Tokens in a block of a replica's KV memory; vLLM's default for one that has not said."""
     return load_of(replica).block_size or _DEFAULT_BLOCK_SIZE
+
+
+def capacity_of(replica: ReplicaView) -> int:
+    """Blocks of a replica's KV memory; a guess for one that has not said."""
+    return load_of(replica).kv_blocks or _DEFAULT_KV_BLOCKS
 
 
 class Membership(NamedTuple):
