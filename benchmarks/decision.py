@@ -23,8 +23,8 @@ from vllm_omni_plugin.balancing.block_keys import prompt_keys
 from vllm_omni_plugin.balancing.cache_change import CacheChange
 from vllm_omni_plugin.balancing.prompt import Prompt
 from vllm_omni_plugin.orchestrator.pool_member import PoolMember
-from vllm_omni_plugin.orchestrator.request_state import OrchestratorRequestState
 from vllm_omni_plugin.orchestrator.stage_pool import StagePool
+from vllm_omni_plugin.orchestrator.stage_run import StageRun
 from vllm_omni_plugin.replicas.stage_client import StageClient
 from vllm_omni_plugin.vllm_api.facts import CacheSize, LoadReport
 
@@ -86,14 +86,14 @@ class Service:
             address = f"tcp://10.0.0.1:{replica_id}"
             self._pool.serve(self._pool.add(replica_id), client, address, address, CacheSize(50_000, BLOCK_SIZE))
         self._limit = replicas * REQUESTS_PER_REPLICA
-        self._prefilling: deque[tuple[PoolMember, OrchestratorRequestState]] = deque()
-        self._decoding: deque[tuple[PoolMember, OrchestratorRequestState]] = deque()
+        self._prefilling: deque[tuple[PoolMember, StageRun]] = deque()
+        self._decoding: deque[tuple[PoolMember, StageRun]] = deque()
 
     def place(self, task: Task) -> None:
         """Place one request, and let the service go on by one."""
         keys = prompt_keys(task["prompt"], BLOCK_SIZE)
         request: Any = SimpleNamespace(request_id=task["request_id"])
-        state = OrchestratorRequestState(request, 0.0)
+        state = StageRun(request, 0.0)
         begin = perf_counter_ns()
         member, decision = self._pool.decide(task)
         picked = perf_counter_ns()

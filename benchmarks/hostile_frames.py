@@ -21,7 +21,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import hostile_peers
 import httpx
@@ -56,6 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--frames", type=int, default=1_000_000)
+    parser.add_argument("--only", choices=sorted(Siege.ATTACKS), help="this attack instead of frames and all others")
     parser.add_argument("--logs", type=Path, help="keep the logs of the processes here")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -68,7 +69,7 @@ def main() -> None:
             (logs / name).mkdir(parents=True, exist_ok=True)
             with Cluster(options.model, logs / name, file) as cluster:
                 siege = Siege(name, cluster, file, fingerprint)
-                asyncio.run(siege.run(options.frames // 3))
+                asyncio.run(siege.run(0 if options.only else options.frames // 3, options.only))
             siege.report(logs / name)
 
 
@@ -121,8 +122,8 @@ class Siege:
         self._sent: dict[str, dict[str, Sent]] = {}
         self._phases: list[Phase] = []
 
-    async def run(self, frames: int) -> None:
-        """All attacks, one after the other; so many frames per kind of peer."""
+    async def run(self, frames: int, only: str | None = None) -> None:
+        """So many frames per kind of peer, then all other attacks, or one of them."""
         limits = httpx.Limits(max_connections=STREAMS + 4)
         spawn = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(2, spawn) as peers:
@@ -132,9 +133,11 @@ class Siege:
                     self._reference[prompt] = (await run_stream(client, prompt, TOKENS)).text
                 async with self._phase("quiet, before"):
                     await asyncio.sleep(QUIET_S)
-                for holder in (False, True) if self._secret else (True,):
+                for holder in ((False, True) if self._secret else (True,)) if frames else ():
                     await self._send_frames(frames, self._secret if holder else None, holder)
-                await self._other_attacks()
+                for name, attack in self.ATTACKS.items():
+                    if only in (None, name):
+                        await attack(self)
                 async with self._phase("quiet, after"):
                     await asyncio.sleep(QUIET_S)
         self._guest.close()
@@ -185,18 +188,24 @@ class Siege:
                     hostile_peers.send_frames, port, frames // len(ports) + 1, secret, seed
                 )
 
-    async def _other_attacks(self) -> None:
+    async def _half_open(self) -> None:
         async with self._phase(f"{HALF_OPEN} half-open connections per port") as phase:
             ports = self._ports()
             ended = await self._by_peer(hostile_peers.stay_half_open, ports, HALF_OPEN, HALF_OPEN_S)
             phase.note = f"{ended} of {HALF_OPEN * len(ports)} ended within {HALF_OPEN_S:g} s"
-        control = self._rows[1].control_addr
+
+    async def _unread_answers(self) -> None:
         async with self._phase(f"{QUESTIONS} questions, no answer read"):
-            await self._by_peer(hostile_peers.ask_and_sleep, control, QUESTIONS, self._secret)
+            await self._by_peer(hostile_peers.ask_and_sleep, self._rows[1].control_addr, QUESTIONS, self._secret)
+
+    async def _unread_outputs(self) -> None:
+        control = self._rows[1].control_addr
         async with self._phase("attached head that reads nothing") as phase:
             attach = Attach(PROTOCOL_VERSION, self._rows[1].incarnation, "slow", "c" * 40, self._attach.fingerprint)
             after, why = await self._by_peer(hostile_peers.attach_and_sleep, control, attach, self._secret, CALLS)
             phase.note = f"cut off after {after:.1f} s: {why}"
+
+    async def _registrations(self) -> None:
         async with self._phase(f"{STORM} registrations, {SUBSCRIBERS} subscribers that read nothing") as phase:
             most = 0
             # The storm makes the lists long enough to fill what lies between the coordinator and a slow reader.
@@ -210,6 +219,13 @@ class Siege:
                 await asyncio.sleep(2)
             await sleepers
             phase.note = f"at most {most} in the head's list, {len(await self._replicas())} after {STORM_S:g} s"
+
+    ATTACKS: ClassVar = {
+        "half-open": _half_open,
+        "unread-answers": _unread_answers,
+        "unread-outputs": _unread_outputs,
+        "registrations": _registrations,
+    }
 
     async def _by_peer(self, attack: Callable[..., Any], *args: object) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._peers, attack, *args)

@@ -2,9 +2,10 @@
 
 import json
 import urllib.request
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from processes import MODEL_NAME, Process, free_port, tool, wait_for
@@ -34,12 +35,10 @@ class Front:
     """Where a set-up is asked, and where its engines report.
 
     Attributes:
-        name: of the set-up.
         url: what the load goes to.
         metrics: base URLs whose `/metrics` together tell of all engines.
     """
 
-    name: str
     url: str
     metrics: tuple[str, ...]
 
@@ -47,10 +46,28 @@ class Front:
         """Sum over all engines of the samples of this name."""
         return sum(_total(url, name) for url in self.metrics)
 
+    def empty_caches(self) -> None:
+        """Have all engines forget the prefixes that they know."""
+        for url in self.metrics:
+            _post(f"{url}/reset_prefix_cache")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One of the ways, its engines being up.
+
+    Attributes:
+        name: of the set-up.
+        open: makes it take requests for as long as the context lasts.
+    """
+
+    name: str
+    open: Callable[[], AbstractContextManager[Front]]
+
 
 @dataclass(frozen=True)
 class Group:
-    """Set-ups that are served by the same processes, one after the other with empty caches.
+    """Set-ups that are served by the same engines, one after the other.
 
     Attributes:
         kind: `fleet`, `vllm-dp` or `router`.
@@ -75,8 +92,9 @@ class Group:
 _NAMES = {"fleet": "fleet, {}", "vllm-dp": "vLLM --data-parallel-size", "router": "vllm-router, {}"}
 
 
-def served(group: Group, engines: Engines, router: Path | None, logs: Path) -> Generator[Front, None, None]:
-    """Serve each set-up of a group in turn; what was yielded ends when the next one is asked for.
+@contextmanager
+def served(group: Group, engines: Engines, router: Path | None, logs: Path) -> Iterator[list[Setup]]:
+    """Run the engines of a group, for its set-ups to be opened in turn.
 
     Args:
         group: set-ups.
@@ -84,21 +102,27 @@ def served(group: Group, engines: Engines, router: Path | None, logs: Path) -> G
         router: command `vllm-router`, needed for that kind only.
         logs: folder for one log per process.
     """
+    name, variant = group.names[0], group.variants[0]
     match group.kind:
         case "fleet":
-            args = ("--omni-dp-size-local", str(engines.count), "--omni-lb-policy", group.variants[0])
-            with _server(engines, engines.cores, logs, "fleet", args) as url:
-                yield Front(group.names[0], url, (url,))
+            args = ("--omni-dp-size-local", str(engines.count), "--omni-lb-policy", variant)
+            with _server(engines, engines.cores, logs, f"fleet-{variant}", args) as url:
+                yield [Setup(name, lambda: nullcontext(Front(url, (url,))))]
         case "vllm-dp":
             args = ("--data-parallel-size", str(engines.count), "--api-server-count", "1")
             with _server(engines, engines.cores, logs, "dp", args) as url:
-                yield Front(group.names[0], url, (url,))
+                yield [Setup(name, lambda: nullcontext(Front(url, (url,))))]
         case _:
             assert router is not None, "vllm-router is not among the arguments"
-            yield from _routed(group, engines, router, logs)
+            with _servers(engines, logs) as urls:
+                yield [
+                    Setup(name, partial(_router, router, variant, urls, logs))
+                    for variant, name in zip(group.variants, group.names, strict=True)
+                ]
 
 
-def _routed(group: Group, engines: Engines, router: Path, logs: Path) -> Generator[Front, None, None]:
+@contextmanager
+def _servers(engines: Engines, logs: Path) -> Iterator[tuple[str, ...]]:
     with ExitStack() as stack:
         servers = []
         # All of them start at once, as the engines of the other set-ups do.
@@ -109,16 +133,11 @@ def _routed(group: Group, engines: Engines, router: Path, logs: Path) -> Generat
             stack.callback(servers[-1][0].stop)
         for process, url in servers:
             _wait(process, url)
-        urls = tuple(url for _, url in servers)
-        for variant, name in zip(group.variants, group.names, strict=True):
-            for url in urls:
-                _post(f"{url}/reset_prefix_cache")
-            with _router(router, variant, urls, logs) as url:
-                yield Front(name, url, urls)
+        yield tuple(url for _, url in servers)
 
 
 @contextmanager
-def _router(router: Path, policy: str, urls: Sequence[str], logs: Path) -> Iterator[str]:
+def _router(router: Path, policy: str, urls: tuple[str, ...], logs: Path) -> Iterator[Front]:
     port, prometheus = free_port(), free_port()
     command = [str(router), "--policy", policy, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--prometheus-port", str(prometheus), "--worker-urls", *urls]
@@ -126,7 +145,7 @@ def _router(router: Path, policy: str, urls: Sequence[str], logs: Path) -> Itera
     try:
         url = f"http://127.0.0.1:{port}"
         _wait(process, url)
-        yield url
+        yield Front(url, urls)
     finally:
         process.stop()
 

@@ -9,14 +9,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 from processes import MODEL_NAME, tool
-from setups import Engines, Front, Group, served, sleeping
+from setups import Engines, Front, Group, Setup, served, sleeping
 
 SERVICE_TIMES = {"step_s": 0.04, "prefill_token_s": 0.0002, "sequence_s": 0.0004}
 """Of engines that sleep, in seconds: 25 iterations per second at most, 5,000 prompt tokens per second."""
@@ -51,6 +51,7 @@ class Run:
 
     Attributes:
         setup: name of the set-up.
+        seed: of the load. Runs of one seed had the same.
         throughput: requests per second.
         ttft_p50, ttft_p99: time to first token.
         latency_p50, latency_p99: time to the last one.
@@ -59,6 +60,7 @@ class Run:
     """
 
     setup: str
+    seed: int
     throughput: float
     ttft_p50: float
     ttft_p99: float
@@ -80,6 +82,9 @@ def arguments(description: str | None, engines: int) -> argparse.ArgumentParser:
     parser.add_argument("--setups", nargs="*", metavar="KIND:POLICY,...", default=list(DEFAULT_SETUPS))
     parser.add_argument("--router", type=Path, default=None, help="command vllm-router, in an environment of its own")
     parser.add_argument("--real", action="store_true", help="run the model instead of sleeping, an engine to a core")
+    parser.add_argument(
+        "--together", action="store_true", help="start every set-up once and load them in turn: 0.4 GB an engine"
+    )
     parser.add_argument("--runs", type=Path, default=None, help="JSON lines to add the runs to; the table is of all")
     parser.add_argument("--out", type=Path, default=None, help="Markdown file to write beside printing")
     return parser
@@ -93,8 +98,6 @@ def block_size(options: argparse.Namespace) -> int:
 def compare(options: argparse.Namespace, title: str, load: Load, engine_args: Sequence[str]) -> None:
     """Run the load against every set-up in every round and write the table.
 
-    Every round begins with another set-up, so that a drift of the machine hits all of them.
-
     Args:
         options: made by `arguments`.
         title: of the table.
@@ -107,13 +110,18 @@ def compare(options: argparse.Namespace, title: str, load: Load, engine_args: Se
     args = (*engine_args, "--block-size", str(block_size(options)), *(() if options.real else sleeping(SERVICE_TIMES)))
     engines = Engines(options.model, options.engines, args, cores)
     compared = [Group.parse(text) for text in options.setups]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         store = options.runs or Path(folder, "runs.jsonl")
-        for number in range(options.rounds):
-            turn = number % len(compared)
-            for group in compared[turn:] + compared[:turn]:
-                for run in _runs(group, engines, options.router, load, Path(folder), seed=options.seed + number):
-                    print(f"round {number + 1}/{options.rounds}: {run}", flush=True)
+
+        def serve(group: Group) -> AbstractContextManager[list[Setup]]:
+            return served(group, engines, options.router, Path(folder))
+
+        up = {group: stack.enter_context(serve(group)) for group in compared if options.together}
+        for seed, group in _turns(compared, options.rounds, options.seed):
+            with nullcontext(up[group]) if options.together else serve(group) as setups:
+                for setup in setups:
+                    run = _run(setup, engines.model, load, seed)
+                    print(run, flush=True)
                     with store.open("a") as lines:
                         lines.write(json.dumps(vars(run)) + "\n")
         runs = [Run(**json.loads(line)) for line in store.read_text().splitlines()]
@@ -123,19 +131,23 @@ def compare(options: argparse.Namespace, title: str, load: Load, engine_args: Se
         options.out.write_text(table)
 
 
-def _runs(group: Group, engines: Engines, router: Path | None, load: Load, folder: Path, seed: int) -> Iterable[Run]:
-    with closing(served(group, engines, router, folder)) as fronts:
-        for front in fronts:
-            yield _run(front, engines.model, load, seed)
+def _turns(groups: Sequence[Group], rounds: int, seed: int) -> Iterator[tuple[int, Group]]:
+    """Every round begins with another group, so that a drift of the machine hits all of them."""
+    for number in range(rounds):
+        turn = number % len(groups)
+        for group in (*groups[turn:], *groups[:turn]):
+            yield seed + number, group
 
 
-def _run(front: Front, model: Path, load: Load, seed: int) -> Run:
-    hits, queries = front.total("vllm:prefix_cache_hits_total"), front.total("vllm:prefix_cache_queries_total")
-    result = _bench(front.url, model, load, seed)
-    hits = front.total("vllm:prefix_cache_hits_total") - hits
-    queries = front.total("vllm:prefix_cache_queries_total") - queries
+def _run(setup: Setup, model: Path, load: Load, seed: int) -> Run:
+    with setup.open() as front:
+        front.empty_caches()
+        before = _cached_and_asked(front)
+        result = _bench(front.url, model, load, seed)
+        hits, queries = (now - then for now, then in zip(_cached_and_asked(front), before, strict=True))
     return Run(
-        front.name,
+        setup.name,
+        seed,
         result["request_throughput"],
         result["median_ttft_ms"],
         result["p99_ttft_ms"],
@@ -144,6 +156,10 @@ def _run(front: Front, model: Path, load: Load, seed: int) -> Run:
         hits / queries if queries else 0.0,
         1 - result["completed"] / load.requests,
     )
+
+
+def _cached_and_asked(front: Front) -> tuple[float, float]:
+    return front.total("vllm:prefix_cache_hits_total"), front.total("vllm:prefix_cache_queries_total")
 
 
 def _bench(url: str, model: Path, load: Load, seed: int) -> dict[str, float]:
@@ -173,21 +189,23 @@ def _table(runs: Sequence[Run]) -> str:
         {run.setup for run in runs}, key=lambda name: known.index(name) if name in known else len(known)
     ):
         own = [run for run in runs if run.setup == name]
-
-        cells = [str(len(own)), f"{_median(own, 'throughput'):.1f}", f"{_median(own, 'hit_rate'):.1%}"]
-        cells += [f"{_median(own, time):,.0f}" for time in ("ttft_p50", "ttft_p99", "latency_p50", "latency_p99")]
+        cells = [str(len(own)), _cell(own, "throughput", ".1f"), _cell(own, "hit_rate", ".1%")]
+        cells += [_cell(own, time, ",.0f") for time in ("ttft_p50", "ttft_p99", "latency_p50", "latency_p99")]
         lines.append(f"| {name} | " + " | ".join([*cells, f"{max(run.failed for run in own):.1%}"]) + " |")
     return "\n".join(lines)
 
 
-def _median(runs: Sequence[Run], attribute: str) -> float:
-    return statistics.median(float(getattr(run, attribute)) for run in runs)
+def _cell(runs: Sequence[Run], attribute: str, form: str) -> str:
+    """The median, and of several rounds the least and the most."""
+    values = sorted(float(getattr(run, attribute)) for run in runs)
+    least, most = f"{values[0]:{form}}", f"{values[-1]:{form}}"
+    return f"{statistics.median(values):{form}}" + (f" ({least} to {most})" if least != most else "")
 
 
 def _machine(engines: Engines, real: bool) -> str:
     what = "which run the model, each on a core of its own" if real else f"which sleep {json.dumps(SERVICE_TIMES)}"
     return (
-        f"{engines.count} engines in every set-up, {what}. {os.cpu_count()} cores ({platform.machine()}), Python "
-        f"{platform.python_version()}, vLLM {version('vllm')}. Times in milliseconds, medians over the rounds; the "
-        "share of refused or failed requests is the highest."
+        f"Engines in every set-up: {engines.count}, {what}. {os.cpu_count()} cores ({platform.machine()}), Python "
+        f"{platform.python_version()}, vLLM {version('vllm')}. Times in milliseconds, medians of rounds (least to "
+        "most); the share of refused or failed requests is the highest."
     )

@@ -142,8 +142,12 @@ def _candidate_row(candidate: dict[str, Any]) -> tuple[str, ...]:
 def _check_pipeline(args: argparse.Namespace) -> int:
     from vllm_omni_plugin.pipeline import load_pipeline, mermaid, summary
 
-    pipeline = load_pipeline(args.file)
-    sys.stdout.write(mermaid(pipeline) if args.mermaid else _table(summary(pipeline)))
+    if args.mermaid:
+        sys.stdout.write(mermaid(load_pipeline(args.file)))
+        return 0
+    from vllm_omni_plugin.integration.stage_checks import STAGE_CHECKS
+
+    sys.stdout.write(_table(summary(load_pipeline(args.file, STAGE_CHECKS))))
     return 0
 
 

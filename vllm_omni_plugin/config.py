@@ -15,6 +15,7 @@ class OmniConfig:
     process: hence no secret may ever be a field of it, only the path of one.
 
     Attributes:
+        pipeline: path of the file of a pipeline's stages; None: the replicas of one model.
         lb_policy: name of a load-balancing policy, or `package.module:Class` of a third party's.
         lb_config: options of that policy, arguments of its constructor; None: all as they are by default.
         dp_size_local: replicas of the model that this process runs itself.
@@ -33,6 +34,7 @@ class OmniConfig:
         join_timeout: seconds in which a headless node must find the head for the first time; 0: no limit.
     """
 
+    pipeline: str | None = None
     lb_policy: str = "prefix"
     lb_config: dict[str, Any] | None = None
     dp_size_local: int = 1

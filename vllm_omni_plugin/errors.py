@@ -27,3 +27,11 @@ class RequestLostError(OmniError):
 
 class UnexplainedError(OmniError):
     """A load-balancing policy cannot say why it would choose a replica."""
+
+
+class StageError(OmniError):
+    """A stage of a pipeline, or the transform in front of it, failed a request. The message names the stage."""
+
+
+class StageInputError(StageError):
+    """A stage cannot take what it would have to compute on, such as a prompt that is too long for its model."""

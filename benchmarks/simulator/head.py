@@ -108,7 +108,7 @@ class Head:
             charge.task["answer_ids"] = job.answer
             self._tell("ended", charge.task, replica, now - charge.dispatched_at, job.output_tokens)
         replica.settle(report)
-        if outcome.ended and replica in self.serving:
+        if (outcome.began or outcome.ended) and replica in self.serving:
             self.serving.changed(replica)
         return [job.request for job in outcome.ended]
 

@@ -84,6 +84,15 @@ async def test_a_moved_request_names_the_replica_of_its_first_output() -> None:
     assert (await answer_of(app)).headers == {"x-omni-replica": "0.1"}
 
 
+async def test_a_pipelines_answer_names_a_replica_of_each_stage() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        dispatch("0.1", "1.0", "1.2", "2.0")
+        dispatch("0.1", "1.3")
+        await answering()(scope, receive, send)
+
+    assert (await answer_of(app)).headers == {"x-omni-replica": "0.1, 1.2, 2.0, 1.3"}
+
+
 async def test_requests_made_in_tasks_of_the_answer_are_seen() -> None:
     async def request() -> None:
         await asyncio.create_task(asyncio.to_thread(dispatch, "0.1"))

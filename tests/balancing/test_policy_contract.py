@@ -4,6 +4,7 @@ import random
 from pickle import dumps
 
 import pytest
+from msgspec.structs import replace
 
 from vllm_omni_plugin.balancing import (
     DecidingBalancer,
@@ -75,7 +76,7 @@ def test_equal_seeds_give_equal_decisions(policy: LoadBalancingPolicy) -> None:
 def test_deciding_changes_no_later_decision_beyond_chance(policy: LoadBalancingPolicy) -> None:
     replicas = with_queues(1, 0, 2)
     balancer = build(policy)
-    reasons = {balancer.decide(full_task(), replicas)._replace(position=0, candidates=()) for _ in range(20)}
+    reasons = {replace(balancer.decide(full_task(), replicas), position=0, candidates=()) for _ in range(20)}
     assert len(reasons) == 1
 
 

@@ -152,7 +152,8 @@ def test_without_blocks_load_decides(task: Any, fallback: str) -> None:
     pool = pool_of(policy(), 3)
     pool.replicas[0].charge(1)
     pool.replicas[2].charge(2)
-    assert pool.send(task)[:2] == (1, "least-load")
+    decision = pool.send(task)
+    assert (decision.position, decision.reason) == (1, "least-load")
     assert pool.policy.decide(task, pool.replicas).fallback == fallback
 
 

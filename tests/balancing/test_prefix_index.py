@@ -5,7 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_omni_plugin.balancing.prefix_index import Level, PrefixIndex, slots_of, some_slots_of
+from vllm_omni_plugin.balancing.prefix_index import BlockHolders, PrefixIndex, slots_of, some_slots_of
 
 SLOTS = st.sampled_from([0, 1, 5, 63, 64, 1023])
 KEYS = st.lists(st.integers(1, 12), max_size=8)
@@ -41,7 +41,7 @@ def test_levels_name_all_holders_of_each_length_shortest_first() -> None:
     index.store(0, [1, 2, 3])
     index.store(3, [1, 2])
     index.store(2, [1, 2])
-    assert index.levels([1, 2, 3, 4]) == [Level(2, 0b1101), Level(3, 0b1)]
+    assert index.levels([1, 2, 3, 4]) == [(2, 0b1101), (3, 0b1)]
 
 
 def test_a_hole_ends_the_match_of_who_has_it_and_of_nobody_else() -> None:
@@ -83,9 +83,28 @@ def test_the_holders_of_a_prefix_are_found_by_walk_and_by_search_alike() -> None
         assert index.closed_levels(prompt[:length]) == index.levels(prompt[:length])
 
 
+def test_the_holders_are_found_by_search_however_they_changed_since_the_last_one() -> None:
+    rng = random.Random(1)
+    # Branches of one tree: each prompt shares some beginning with another, and every slot holds beginnings.
+    prompts = [[*range(1, 41)], [*range(1, 21), *range(100, 130)], [*range(1, 21), *range(100, 105), *range(200, 220)]]
+    index, held = BlockHolders(), dict[tuple[int, int], int]()
+    for _ in range(2000):
+        slot, branch = rng.randrange(4), rng.randrange(3)
+        # A slot has blocks of one branch only, so that what it gives up is no beginning of what it keeps.
+        slot += 4 * branch
+        prompt, before = prompts[branch], held.get((slot, branch), 0)
+        after = rng.randrange(len(prompt) + 1)
+        index.store(slot, prompt[before:after])
+        index.remove(slot, prompt[after:before])
+        held[slot, branch] = after
+        for asked in prompts:
+            asked = asked[: rng.randrange(len(asked) + 1)]
+            assert index.closed_levels(asked) == index.levels(asked)
+
+
 def test_slots_are_the_bits_of_a_mask() -> None:
-    assert list(slots_of(1 << 1023 | 0b101)) == [0, 2, 1023]
-    assert list(slots_of(0)) == []
+    assert slots_of(1 << 1023 | 0b101) == [0, 2, 1023]
+    assert slots_of(0) == []
 
 
 def test_some_slots_are_distinct_holders_and_all_of_them_in_time() -> None:

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.balancing.serving import ServingReplicas
 
+from .pool import pool_of
+
 
 @dataclass
 class Changing:
@@ -75,6 +77,15 @@ def test_a_decision_in_a_small_fleet_lists_all() -> None:
     decision = LeastQueueLengthBalancer().decide({}, serving(3, 1, 2))
     assert (decision.position, decision.reason, decision.fallback) == (1, "least-load", "")
     assert [(c.position, c.score) for c in decision.candidates] == [(0, 3.0), (1, 1.0), (2, 2.0)]
+
+
+def test_the_work_of_all_is_known_as_it_changes() -> None:
+    replicas = ServingReplicas(pool_of(None, 2).replicas)
+    replicas[0].charge(2, prefill_tokens=70)
+    assert [list(each) for each in replicas.work] == [[2, 0], [70, 0]]
+    replicas[1].charge(1, prefill_tokens=9)
+    replicas.changed(replicas[1])
+    assert [list(each) for each in replicas.work] == [[2, 1], [70, 9]]
 
 
 def test_it_is_a_tuple_of_its_replicas() -> None:

@@ -47,7 +47,8 @@ def test_a_session_spills_at_the_bound_and_not_before() -> None:
     at = balancer.select({"session": "s"}, pool.replicas)
     # With n requests, all at home, the bound is 1.5 * (n + 1) / 4 + 2: 3.875 for four of them, 3.5 for three.
     pool.replicas[at].charge(3)
-    assert balancer.decide({"session": "s"}, pool.replicas)[:2] == (at, "session")
+    decision = balancer.decide({"session": "s"}, pool.replicas)
+    assert (decision.position, decision.reason) == (at, "session")
     pool.replicas[at].charge(1)
     decision = balancer.decide({"session": "s"}, pool.replicas)
     assert decision.position != at
@@ -70,7 +71,7 @@ def test_where_all_but_one_of_many_are_too_busy_that_one_is_found() -> None:
     for position, replica in enumerate(pool.replicas):
         replica.charge(0 if position == 77 else 1000)
     decision = policy(load_factor=1, slack=0).decide({"session": "s"}, pool.replicas)
-    assert decision[:2] == (77, "session-spilled")
+    assert (decision.position, decision.reason) == (77, "session-spilled")
 
 
 def test_no_session_has_more_than_the_bound_however_hot_it_is() -> None:

@@ -17,6 +17,7 @@ from vllm_omni_plugin.admin.receipt import ReceiptMiddleware
 from vllm_omni_plugin.balancing import RandomBalancer
 from vllm_omni_plugin.balancing.decision import Decision
 from vllm_omni_plugin.integration.client import FleetClient
+from vllm_omni_plugin.integration.fleet_stages import FleetStages
 from vllm_omni_plugin.orchestrator.messages import SubmitRequest
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.stage_pool import StagePool
@@ -26,7 +27,10 @@ from vllm_omni_plugin.vllm_api.engine_api import EngineApi
 @pytest.fixture
 def client() -> Iterator[FleetClient]:
     orchestrator = Orchestrator([StagePool(0, RandomBalancer())], EngineApi(), 0, time.monotonic)
-    client = FleetClient(SimpleNamespace(orchestrator=orchestrator, close=lambda timeout=None: None), None, [])
+    fleet = SimpleNamespace(
+        orchestrator=orchestrator, stages=FleetStages(None, [None]), close=lambda timeout=None: None
+    )
+    client = FleetClient(fleet, None, [])
     yield client
     client.shutdown()
 

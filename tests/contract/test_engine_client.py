@@ -12,6 +12,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm_omni_plugin.balancing import RandomBalancer
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.integration.client import FleetClient
+from vllm_omni_plugin.integration.fleet_stages import FleetStages
 from vllm_omni_plugin.orchestrator.messages import CallReplicas
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.stage_pool import StagePool
@@ -28,6 +29,7 @@ class FakeFleet:
 
     def __init__(self, orchestrator: Orchestrator) -> None:
         self.orchestrator = orchestrator
+        self.stages = FleetStages(None, [None])
         self.closed_after: list[float | None] = []
 
     def close(self, timeout: float | None = None) -> None:

@@ -74,7 +74,7 @@ def attributes(span: ReadableSpan) -> dict[str, Any]:
 def test_the_span_of_a_request_tells_where_it_went_and_why(
     exporter: InMemorySpanExporter, output_processor: OutputProcessor
 ) -> None:
-    spans = RequestSpans(output_processor, "kv-aware")
+    spans = RequestSpans(output_processor, ["kv-aware"])
     add(output_processor, "a")
     receipt = spans.expect("a", None)
     receipt += [("0.0", Decision(0, "least-load")), ("0.1", MATCH)]
@@ -92,10 +92,27 @@ def test_the_span_of_a_request_tells_where_it_went_and_why(
     assert span.context.trace_id == TRACE_ID
 
 
+def test_the_span_of_a_request_through_a_pipeline_tells_the_last_dispatch_in_each_stage(
+    exporter: InMemorySpanExporter, output_processor: OutputProcessor
+) -> None:
+    spans = RequestSpans(output_processor, ["prefix", "session"])
+    add(output_processor, "a")
+    spans.expect("a", [("0.0", MATCH), ("1.0", Decision(0, "least-load")), ("0.1", MATCH), ("1.3", MATCH)])
+    finish(output_processor, "a")
+    (span,) = exporter.get_finished_spans()
+    assert attributes(span) == {
+        "omni.replica": "0.1, 1.3",
+        "omni.policy": "prefix, session",
+        "omni.reason": "match, match",
+        "omni.fallback": "no-events, no-events",
+        "omni.matched_tokens": 64,
+    }
+
+
 def test_the_samples_of_one_request_are_told_apart(
     exporter: InMemorySpanExporter, output_processor: OutputProcessor
 ) -> None:
-    spans = RequestSpans(output_processor, "p")
+    spans = RequestSpans(output_processor, ["p"])
     for request_id, replica in (("0_a", "0.0"), ("1_a", "0.1")):
         add(output_processor, request_id)
         spans.expect(request_id, [(replica, MATCH)])
@@ -106,7 +123,7 @@ def test_the_samples_of_one_request_are_told_apart(
 def test_a_later_chunk_of_a_session_does_not_hide_where_the_session_went(
     exporter: InMemorySpanExporter, output_processor: OutputProcessor
 ) -> None:
-    spans = RequestSpans(output_processor, "p")
+    spans = RequestSpans(output_processor, ["p"])
     add(output_processor, "a")
     spans.expect("a", [("0.1", MATCH)])
     spans.expect("a", [])
@@ -119,7 +136,7 @@ def test_a_later_chunk_of_a_session_does_not_hide_where_the_session_went(
 def test_a_request_that_went_nowhere_has_its_span_as_ever(
     exporter: InMemorySpanExporter, output_processor: OutputProcessor, receipt: Receipt | None
 ) -> None:
-    spans = RequestSpans(output_processor, "p")
+    spans = RequestSpans(output_processor, ["p"])
     add(output_processor, "a")
     if receipt is not None:
         spans.expect("a", receipt)

@@ -14,6 +14,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from tests.contract.configs import vllm_config, write_model
 from vllm_omni_plugin.integration.stat_labels import StatLabels
+from vllm_omni_plugin.orchestrator.engine_index import engine_index
 
 Sample = tuple[str, frozenset[tuple[str, str]]]
 
@@ -77,6 +78,20 @@ def test_its_reports_are_recorded_under_its_own_label_and_logged(
     with caplog.at_level(logging.DEBUG, "vllm"):
         manager.log()
     assert "Unexpected engine_idx" not in caplog.text
+
+
+def test_a_fleet_whose_first_replica_is_of_a_later_stage_takes_the_others(config: Any) -> None:
+    manager = StatLoggerManager(config, [engine_index(1, 0)])
+    manager.log_engine_initialized()
+    try:
+        labels = StatLabels(manager)
+        for index in (engine_index(0, 0), engine_index(2, 1)):
+            labels.add(index)
+            record(manager, index)
+        assert manager.engine_indexes == [10_000, 0, 20_001]
+        assert samples(20_001) == samples(0) != set()
+    finally:
+        unregister_vllm_metrics()
 
 
 def test_a_replica_that_joins_a_sleeping_fleet_sleeps(manager: StatLoggerManager) -> None:

@@ -33,6 +33,7 @@ class FakeRequest(msgspec.Struct, frozen=True):
     move: str = "resume"
     length: int = 0
     session: str | None = None
+    mm_features: Any = None
 
 
 class FakeOutput(msgspec.Struct):

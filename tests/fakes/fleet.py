@@ -102,9 +102,9 @@ class FakeFleet:
 
     def attempt(self, request_id: str) -> tuple[FakeLink, str]:
         """Link and engine-side id of the current attempt of a request."""
-        state = self.orchestrator.request_states[request_id]
-        assert state.replica_id is not None
-        return self.links[state.replica_id], state.engine_request_id
+        run = self.orchestrator.request_states[request_id].runs[0]
+        assert run.replica_id is not None
+        return self.links[run.replica_id], run.engine_request_id
 
     @property
     def in_flight(self) -> list[int]:

@@ -60,7 +60,7 @@ class Fleet(FakeFleet):
         self.pause_over.set()
         self.remote = RemoteReplicas(
             self.orchestrator,
-            FakeEngineApi(),
+            {0: FakeEngineApi()},
             {0: {}},
             heartbeat_interval=1.0,
             heartbeat_timeout=10.0,

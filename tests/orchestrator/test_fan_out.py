@@ -49,7 +49,7 @@ async def join(fleet: FakeFleet, link: FakeLink) -> list[tuple[str, list[Any]]]:
     client = StageClient(link, FakeEngineApi(), 9, lambda outputs: None, lambda reason: None)
     client.start()
     async with asyncio.timeout(5):
-        await fleet.orchestrator.fan_out.bring_up_to_date(client)
+        await fleet.orchestrator.fan_out.bring_up_to_date(0, client)
     return [(method, args) for _, method, args in link.calls]
 
 

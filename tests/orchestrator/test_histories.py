@@ -135,7 +135,7 @@ class Histories(RuleBasedStateMachine):
 
     def dispatched(self) -> list[str]:
         states = self.fleet.orchestrator.request_states if hasattr(self, "fleet") else {}
-        return sorted(name for name, state in states.items() if state.replica_id is not None)
+        return sorted(name for name, state in states.items() if state.runs[0].replica_id is not None)
 
     def remember_attempts(self) -> None:
         self.stale += [attempt for attempt in self.current_attempts() if attempt not in self.stale]

@@ -23,7 +23,7 @@ def loads(fleet: FakeFleet) -> list[ReplicaLoad]:
 
 
 def home_of(fleet: FakeFleet, request_id: str) -> PoolMember:
-    replica_id = fleet.orchestrator.request_states[request_id].replica_id
+    replica_id = fleet.orchestrator.request_states[request_id].runs[0].replica_id
     assert replica_id is not None
     return fleet.pool.member(replica_id)
 

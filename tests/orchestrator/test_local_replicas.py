@@ -94,7 +94,7 @@ async def test_a_request_goes_to_an_engine_and_its_output_comes_back(node: Node)
     await node.replicas.start()
     node.orchestrator.request_async_queue.force_put(SubmitRequest(FakeRequest("a"), 0.0))
     await eventually(lambda: node.orchestrator.request_states)
-    state = node.orchestrator.request_states["a"]
+    state = node.orchestrator.request_states["a"].runs[0]
     assert state.replica_id is not None
     engine = node.engine_of(state.replica_id)
     kind, body = await asyncio.to_thread(engine.receive)
@@ -178,7 +178,7 @@ async def test_what_an_engine_said_before_it_died_is_delivered(node: Node) -> No
     await node.replicas.start()
     node.orchestrator.request_async_queue.force_put(SubmitRequest(FakeRequest("a"), 0.0))
     await eventually(lambda: node.orchestrator.request_states)
-    state = node.orchestrator.request_states["a"]
+    state = node.orchestrator.request_states["a"].runs[0]
     assert state.replica_id is not None
     engine = node.engine_of(state.replica_id)
     engine.say(msgspec.json.encode(FakeOutputs(outputs=[FakeOutput(state.engine_request_id, [1], "stop")])))

@@ -178,7 +178,7 @@ async def test_every_dispatch_is_one_counted_decision() -> None:
         metrics = fleet.orchestrator.metrics
         assert metrics.decisions == {(0, "NotingPolicy", "noted"): 2, (0, "NotingPolicy", BOUND): 1}
         assert sum(metrics.decisions.values()) == sum(member.dispatched for member in fleet.pool.members)
-        state = fleet.orchestrator.request_states["b"]
+        state = fleet.orchestrator.request_states["b"].runs[0]
         assert state.decision == Decision(0, BOUND)
 
 
@@ -218,7 +218,7 @@ async def test_a_receipt_lists_the_dispatches_until_an_answer_begins() -> None:
         link, attempt = fleet.attempt("a")
         link.output(attempt, 7)
         link.say_dead()
-        assert fleet.orchestrator.request_states["a"].attempts == 3
+        assert fleet.orchestrator.request_states["a"].runs[0].attempts == 3
     assert [(replica, decision.reason) for replica, decision in receipt] == [("0.0", "noted"), ("0.1", "noted")]
 
 

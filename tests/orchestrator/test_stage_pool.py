@@ -15,8 +15,8 @@ from vllm_omni_plugin.balancing import LeastQueueLengthBalancer, LoadBalancer, R
 from vllm_omni_plugin.balancing.decision import Decision
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import NoReplicaError
-from vllm_omni_plugin.orchestrator.request_state import OrchestratorRequestState
 from vllm_omni_plugin.orchestrator.stage_pool import PoolMember, StagePool
+from vllm_omni_plugin.orchestrator.stage_run import StageRun
 from vllm_omni_plugin.replicas.stage_client import StageClient
 
 
@@ -34,8 +34,8 @@ def make_pool(size: int, balancer: LoadBalancer | None = None) -> tuple[StagePoo
     return pool, members
 
 
-def charge(pool: StagePool, member: PoolMember, name: str) -> OrchestratorRequestState:
-    state = OrchestratorRequestState(FakeRequest(name), 0.0)
+def charge(pool: StagePool, member: PoolMember, name: str) -> StageRun:
+    state = StageRun(FakeRequest(name), 0.0)
     state.dispatch(member.replica_id, f"{name}-1")
     pool.charge(member, state, {}, Decision(0, "test"))
     return state
@@ -43,7 +43,7 @@ def charge(pool: StagePool, member: PoolMember, name: str) -> OrchestratorReques
 
 def dispatch(pool: StagePool) -> PoolMember:
     member, decision = pool.decide({})
-    state = OrchestratorRequestState(FakeRequest("r"), 0.0)
+    state = StageRun(FakeRequest("r"), 0.0)
     state.dispatch(member.replica_id, f"r-{member.dispatched}")
     pool.charge(member, state, {}, decision)
     return member
@@ -103,7 +103,7 @@ def test_a_charge_counts_at_once_and_a_release_exactly_once() -> None:
 
 def test_releasing_a_request_without_a_replica_is_nothing() -> None:
     pool, (member,) = make_pool(1)
-    pool.release(OrchestratorRequestState(FakeRequest("a"), 0.0))
+    pool.release(StageRun(FakeRequest("a"), 0.0))
     assert member.queue_length == 0
 
 

@@ -13,6 +13,7 @@ from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.orchestrator.handover import HandoverClosedError
 from vllm_omni_plugin.orchestrator.local_replicas import LocalReplicas
+from vllm_omni_plugin.orchestrator.local_stages import LocalStages
 from vllm_omni_plugin.orchestrator.messages import SubmitRequest
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.stage_pool import StagePool
@@ -28,7 +29,9 @@ class Head:
         self.orchestrator = Orchestrator([pool], FakeEngineApi(), 3, lambda: 0.0)
         self.thread = OrchestratorThread(
             self.orchestrator,
-            lambda: LocalReplicas(self.orchestrator, 0, 2, self.launcher, FakeEngineApi(), lambda: 0.0),
+            lambda: LocalStages(
+                [LocalReplicas(self.orchestrator, 0, 2, self.launcher, FakeEngineApi(), lambda: 0.0)]
+            ),
         )
 
     def is_closed(self) -> bool:
@@ -51,7 +54,7 @@ def head(tmp_path: Path) -> Iterator[Head]:
 
 
 def test_start_returns_when_all_serve_and_close_ends_everything(head: Head) -> None:
-    assert head.thread.start() == [READY, READY]
+    assert head.thread.start() == [[READY, READY]]
     assert head.orchestrator.can_serve
     head.thread.close(3.0)
     assert [engine.process.shutdowns for engine in head.launcher.engines] == [[3.0], [3.0]]

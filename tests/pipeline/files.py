@@ -25,6 +25,14 @@ stages:
 """The smallest: one stage, lines 2 to 7."""
 
 
+PREFILL = """\
+stages:
+  - {id: 0, name: prefill, engine: vllm, model: m, output: kv_cache, min_prompt_tokens: 64}
+  - {id: 1, name: decode, engine: vllm, model: m, inputs: [prefill], output: text, final: true}
+"""
+"""Prompts computed by one stage, answers by the next; in flow style, lines 2 and 3."""
+
+
 def chain(*second: str) -> str:
     """The text of a pipeline of two stages; `second` are further lines of the latter, from line 12 on."""
     lines = ["- id: 1", "  name: refiner", "  engine: vllm", "  model: example/refiner"]

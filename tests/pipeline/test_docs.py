@@ -1,8 +1,10 @@
 """docs/pipelines.md against the code: its example loads, its table has every key and default."""
 
+import doctest
 import re
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,10 +15,15 @@ from vllm_omni_plugin.pipeline.validation import schema
 PAGE = (Path(__file__).parents[2] / "docs" / "pipelines.md").read_text()
 
 
-def example() -> str:
-    found = re.search(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+def block(language: str) -> str:
+    """The first block of this language on the page."""
+    found = re.search(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
     assert found
     return found[1]
+
+
+def example() -> str:
+    return block("yaml")
 
 
 def test_the_example_loads(tmp_path: Path) -> None:
@@ -41,6 +48,14 @@ def test_the_table_has_every_key_with_its_default() -> None:
             assert rows[field.name].split(",")[0] in {"required", "required with `vllm`", "none", "what fits"}
         else:
             assert rows[field.name].strip("`") == str(default).lower()
+
+
+def test_the_transforms_on_the_page_do_what_it_says() -> None:
+    names: dict[str, Any] = {}
+    exec(block("python"), names)
+    examples = doctest.DocTestParser().get_doctest(block("pycon"), names, "page", None, None)
+    assert len(examples.examples) > 3
+    assert doctest.DocTestRunner().run(examples).failed == 0
 
 
 def test_the_page_names_every_modality_and_built_in_transform() -> None:

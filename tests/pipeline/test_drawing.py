@@ -24,10 +24,10 @@ flowchart LR
   s2 ==> o2
 """
 SPEECH_TABLE = """\
-ID  NAME     ENGINE                   INPUTS            TRANSFORM  REPLICAS  POLICY        OUTPUT
-0   thinker  vLLM: example/thinker    request           -          2         prefix        text (final)
-1   talker   vLLM: example/talker     thinker (chunks)  tokens     1         least-tokens  tokens
-2   vocoder  example.vocoder:Vocoder  talker (chunks)   tokens     headless  round-robin   audio (final)
+ID  NAME     ENGINE                   INPUTS                  TRANSFORM  REPLICAS  POLICY        OUTPUT
+0   thinker  vLLM: example/thinker    request                 -          2         prefix        text (final)
+1   talker   vLLM: example/talker     thinker (chunks of 16)  tokens     1         least-tokens  tokens
+2   vocoder  example.vocoder:Vocoder  talker (chunks of 16)   tokens     headless  round-robin   audio (final)
 """
 
 
@@ -61,6 +61,7 @@ def test_what_means_something_to_mermaid_is_escaped() -> None:
     assert 'request -- "a:#34;b" --> s0' in drawing
 
 
+@pytest.mark.usefixtures("vocoder")
 @pytest.mark.parametrize(
     ("arguments", "expected"), [((), SPEECH_TABLE), (("--mermaid",), SPEECH_DRAWING)], ids=["table", "drawing"]
 )

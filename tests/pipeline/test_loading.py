@@ -6,11 +6,11 @@ import pytest
 
 from vllm_omni_plugin.pipeline import Modality, Stage, load_pipeline
 
-from .files import DIAMOND, SINGLE, SPEECH, chain, complaint
+from .files import DIAMOND, PREFILL, SINGLE, SPEECH, chain, complaint
 
 STAGE_KEYS = (
     "id, name, engine, model, engine_args, options, inputs, transform, replicas, policy, policy_config, sampling, "
-    "output, final, async_chunk"
+    "output, final, async_chunk, chunk_size, min_prompt_tokens"
 )
 
 
@@ -79,6 +79,16 @@ def test_of_merged_mappings_the_first_wins_and_own_keys_win_over_all(file: Path)
     assert load_pipeline(file).stages[1].engine_args == {"x": 1, "y": 1, "z": 3, "w": 2}
 
 
+def test_the_size_of_chunks_and_the_prompts_that_skip_a_prefill_are_read(file: Path) -> None:
+    file.write_text(
+        PREFILL
+        + "  - {id: 2, name: voice, engine: 'a.b:C', inputs: [decode], async_chunk: true, chunk_size: 4.0,\n"
+        + "     output: audio, final: true}\n"
+    )
+    prefill, decode, voice = load_pipeline(file).stages
+    assert (prefill.min_prompt_tokens, decode.chunk_size, repr(voice.chunk_size)) == (64, 16, "4")
+
+
 def test_a_whole_number_may_be_written_as_a_decimal(file: Path) -> None:
     file.write_text(f"\ufeff{SINGLE}    replicas: 2.0\n")
     assert repr(load_pipeline(file).stages[0].replicas) == "2"
@@ -138,7 +148,7 @@ def test_a_whole_number_may_be_written_as_a_decimal(file: Path) -> None:
         pytest.param(SINGLE.replace("example/writer", '""'), "5: stages[0].model: must not be empty", id="empty model"),
         pytest.param(
             SINGLE.replace("output: text", "output: txt"),
-            "6: stages[0].output: must be one of text, tokens, audio, image, embedding, scores, latent, "
+            "6: stages[0].output: must be one of text, tokens, audio, image, embedding, scores, latent, kv_cache, "
             "not \"txt\" (did you mean 'text'?)",
             id="unknown modality",
         ),
@@ -171,7 +181,8 @@ def test_a_whole_number_may_be_written_as_a_decimal(file: Path) -> None:
         ),
         pytest.param(
             f"{SINGLE}    transform: join",
-            '8: stages[0].transform: must be tokens, text, prompt_embeds or package.module:function, not "join"',
+            "8: stages[0].transform: must be tokens, text, prompt_embeds, kv_transfer or "
+            'package.module:function, not "join"',
             id="unknown transform",
         ),
         pytest.param(
@@ -183,6 +194,26 @@ def test_a_whole_number_may_be_written_as_a_decimal(file: Path) -> None:
             chain("replicas: -1", "outputs: text"),
             "12: stages[1].replicas: must be at least 0, not -1",
             id="first fault",
+        ),
+        pytest.param(
+            chain("inputs: [writer]", "chunk_size: 8", "output: text"),
+            "13: stages[1].chunk_size: only with async_chunk: true",
+            id="chunks of a size without chunks",
+        ),
+        pytest.param(
+            chain("async_chunk: false", "chunk_size: 8", "output: text"),
+            "13: stages[1].chunk_size: only with async_chunk: true",
+            id="chunks of a size and no chunks",
+        ),
+        pytest.param(
+            chain("async_chunk: true", "chunk_size: 0", "output: text"),
+            "13: stages[1].chunk_size: must be at least 1, not 0",
+            id="empty chunks",
+        ),
+        pytest.param(
+            f"{SINGLE}    min_prompt_tokens: 64",
+            "8: stages[0].min_prompt_tokens: only with output: kv_cache",
+            id="short prompts skip the only stage",
         ),
     ],
 )
@@ -213,11 +244,6 @@ def test_what_is_not_of_the_shape_is_refused(file: Path, text: str, message: str
             chain("inputs:", "  - writter", "output: text", "final: true"),
             "13: stages[1].inputs[0]: there is no stage 'writter' (did you mean 'writer'?): use one of writer, refiner",
             id="unknown input",
-        ),
-        pytest.param(
-            chain("output: text", "final: true", "async_chunk: true"),
-            "14: stages[1].async_chunk: no stage's chunks reach a stage without inputs",
-            id="chunks of the request",
         ),
         pytest.param(
             chain("inputs: [refiner]", "output: text"),

@@ -15,12 +15,13 @@ LAYERS = (
     "sim",
     "integration",
     "admin",
+    "stages",
     "orchestrator",
     "replicas",
     "coordinator",
     "balancing",
-    "pipeline",
     "vllm_api",
+    "pipeline",
 )
 """From top to bottom."""
 

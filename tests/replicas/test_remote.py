@@ -51,7 +51,7 @@ class Head:
         self.now = 1000.0
         self.settings = AttachSettings(
             context=self.context,
-            codec=RemoteApi(),
+            codecs={0: RemoteApi()},
             head_id="head",
             fingerprints={0: {"dtype": "bfloat16"}},
             heartbeat_interval=0.02,

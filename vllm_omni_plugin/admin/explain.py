@@ -17,8 +17,6 @@ from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 PromptReader = Callable[[str, str | None], Awaitable[Prompt]]
 """Tokenises a text for a model's name, None for the base model. Raises `BadPromptError` and `UnknownModelError`."""
 
-_STAGE = 0
-
 
 class BadPromptError(OmniError, ValueError):
     """The server could complete no such prompt. The message says why."""
@@ -57,10 +55,12 @@ class Explainer:
     Args:
         orchestrator: whose policy; asked on its own loop.
         read_prompt: see `PromptReader`.
+        stage_id: the stage that prompts come to.
     """
 
-    def __init__(self, orchestrator: Orchestrator, read_prompt: PromptReader) -> None:
+    def __init__(self, orchestrator: Orchestrator, read_prompt: PromptReader, stage_id: int = 0) -> None:
         self._orchestrator = orchestrator
+        self._stage_id = stage_id
         self._read_prompt = read_prompt
 
     async def explain(self, text: str, session: str | None, model: str | None) -> DecisionReport:
@@ -76,7 +76,7 @@ class Explainer:
         prompt = await self._read_prompt(text, model)
         task: Task = {"request_id": "explain", "prompt": prompt, "session": session, "max_tokens": None}
         reply: Future[Explanation] = Future()
-        self._orchestrator.rpc_async_queue.force_put(Explain(_STAGE, task, reply))
+        self._orchestrator.rpc_async_queue.force_put(Explain(self._stage_id, task, reply))
         return _report(await result_of(reply), len(prompt.token_ids))
 
 

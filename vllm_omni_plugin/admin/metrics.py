@@ -42,6 +42,7 @@ class FleetCollector(Collector):
             "Seconds that accepted requests waited because no replica could serve.",
             metrics.hold_time,
         )
+        yield _stage_seconds(metrics)
         yield _held(metrics)
         yield from _moves(metrics)
         yield _failed(metrics)
@@ -153,8 +154,20 @@ def _by_policy(name: str, documentation: str, why: str, counts: dict[tuple[int, 
     return family
 
 
+def _stage_seconds(metrics: OrchestratorMetrics) -> Metric:
+    family = HistogramMetricFamily(
+        "vllm_omni:stage_seconds", "Seconds that requests spent in the stages of a pipeline.", labels=("stage", "part")
+    )
+    for names, histogram in metrics.stage_seconds.items():
+        family.add_metric(names, _buckets(histogram), histogram.sum)
+    return family
+
+
 def _histogram(name: str, documentation: str, histogram: Histogram) -> Metric:
+    return HistogramMetricFamily(name, documentation, buckets=_buckets(histogram), sum_value=histogram.sum)
+
+
+def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
     counts = list(histogram.counts)
     bounds = [*map(str, histogram.upper_bounds), "+Inf"]
-    cumulative = [(bound, float(sum(counts[: index + 1]))) for index, bound in enumerate(bounds)]
-    return HistogramMetricFamily(name, documentation, buckets=cumulative, sum_value=histogram.sum)
+    return [(bound, float(sum(counts[: index + 1]))) for index, bound in enumerate(bounds)]

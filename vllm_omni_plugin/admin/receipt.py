@@ -1,8 +1,8 @@
-"""The receipt of a request: a header of its answer that names the replica which it went to."""
+"""The receipt of a request: a header of its answer that names the replicas which it went to."""
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from contextvars import ContextVar
 
@@ -35,7 +35,8 @@ class ReceiptMiddleware:
 
     An answer of several requests (`n`, several prompts) names every replica once, in the order of the requests. vLLM
     begins a stream before it asks an engine for anything, so its start waits until the requests have been dispatched,
-    which takes a moment, and not for any output. What is dispatched anew after that keeps the name.
+    which takes a moment, and not for any output. What is dispatched anew after that keeps the name. Of a pipeline, the
+    answer names a replica of each stage that has been given work by then: a stream those of the first stages only.
 
     Args:
         app: the next application.
@@ -126,6 +127,10 @@ class _Answer:
                 await self._send(message)
 
     def _name_replicas(self, start: Message) -> None:
-        replicas = dict.fromkeys(receipt[-1][0] for receipt in self._receipts if receipt)
+        replicas = dict.fromkeys(name for receipt in self._receipts for name in _last_of_each_stage(receipt))
         if replicas:
             MutableHeaders(scope=start)[HEADER] = ", ".join(replicas)
+
+
+def _last_of_each_stage(receipt: Receipt) -> Iterable[str]:
+    return {name.partition(".")[0]: name for name, _ in receipt}.values()

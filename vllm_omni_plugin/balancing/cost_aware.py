@@ -10,7 +10,7 @@ from vllm_omni_plugin.balancing.decision import Candidate, Decision
 from vllm_omni_plugin.balancing.load import load_of
 from vllm_omni_plugin.balancing.options import number
 from vllm_omni_plugin.balancing.request_size import OutputLengths, prompt_tokens
-from vllm_omni_plugin.balancing.sampling import few, least
+from vllm_omni_plugin.balancing.sampling import few, lowest
 
 _HALF_LIFE = 16
 """Requests per replica after which what was observed counts half. Counted over the fleet: a replica that gets none for
@@ -83,12 +83,12 @@ class CostAwareBalancer(DecidingBalancer):
     def decide(self, task: Task, replicas: Sequence[ReplicaView]) -> Decision:
         """Compare the corrected seconds. Raises ValueError when `replicas` is empty."""
         require_replicas(replicas)
-        cost = sum(self._estimate(task))
+        prompt, output = self._estimate(task)
         positions = few(replicas, self._rng)
-        scores = self._scores([replicas[position] for position in positions], cost)
-        candidates = tuple(map(Candidate, positions, scores))
+        scores = self._scores(replicas, positions, prompt + output)
+        position = positions[lowest(scores, self._rng)]
         fallback = "" if self._ended else "no-history"
-        return Decision(least(candidates, self._rng).position, "least-cost", candidates, fallback)
+        return Decision(position, "least-cost", tuple(map(Candidate, positions, scores)), fallback)
 
     def dispatched(self, task: Task, replica: ReplicaView, decision: Decision) -> None:
         """Charge a request's cost to the replica it goes to."""
@@ -137,11 +137,12 @@ class CostAwareBalancer(DecidingBalancer):
     def _half_life(self) -> float:
         return _HALF_LIFE * max(len(self._accounts), 1)
 
-    def _scores(self, replicas: Sequence[ReplicaView], cost: float) -> list[float]:
+    def _scores(self, replicas: Sequence[ReplicaView], positions: Sequence[int], cost: float) -> list[float]:
         now, half_life, prior_weight = self._ended, self._half_life, _PRIOR_REQUESTS * cost
         usual = self._fleet_speed.value(now, half_life, 1.0, prior_weight)
         scores = []
-        for replica in replicas:
+        for position in positions:
+            replica = replicas[position]
             account = self._accounts.get(replica.input_addr)
             ahead = cost * (1 + load_of(replica).others)
             if account is None:

@@ -1,9 +1,10 @@
 """Why a request goes where it goes."""
 
-from typing import NamedTuple
+from msgspec import Struct
 
 
-class Candidate(NamedTuple):
+# Structs, since a named tuple takes four times as long to make, and a decision has up to eight candidates.
+class Candidate(Struct, frozen=True, order=True, gc=False):
     """A replica that a policy looked at.
 
     Attributes:
@@ -17,7 +18,7 @@ class Candidate(NamedTuple):
     matched_tokens: int = 0
 
 
-class Decision(NamedTuple):
+class Decision(Struct, frozen=True, gc=False):
     """A policy's choice.
 
     Attributes:

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from vllm_omni_plugin.balancing.base import DecidingBalancer, ReplicaView, Task, require_replicas
 from vllm_omni_plugin.balancing.block_keys import answered_keys, prompt_keys
 from vllm_omni_plugin.balancing.cache_change import CacheChange
-from vllm_omni_plugin.balancing.decision import Candidate, Decision
+from vllm_omni_plugin.balancing.decision import Decision
 from vllm_omni_plugin.balancing.matching import (
     TokenLevels,
-    candidates_by_latency,
     cheapest,
+    compare,
+    decision_for,
     positions_to_compare,
-    reason_of,
 )
 from vllm_omni_plugin.balancing.options import number
 from vllm_omni_plugin.balancing.prompt import NO_PROMPT, Prompt
@@ -35,7 +35,7 @@ class KvAwareBalancer(DecidingBalancer):
     What was sent to an engine and not reported yet counts as cached. Where an engine reports nothing, or some of its
     reports were lost, what was sent to it counts, see `ReportedCaches`.
 
-    Compared are those that `positions_to_compare` names. Reasons: see `reason_of`. Fallbacks: `no-prompt` and
+    Compared are those that `positions_to_compare` names. Reasons: see `decision_for`. Fallbacks: `no-prompt` and
     `uncacheable`, decided by load; `no-events` and `stale-events`, when the cache of one of those compared was
     estimated since its engine never reported it, or reports were lost.
 
@@ -67,12 +67,11 @@ class KvAwareBalancer(DecidingBalancer):
         prompt = task.get("prompt", NO_PROMPT)
         levels = self._levels(prompt, members)
         positions = positions_to_compare(replicas, members, levels, self._rng)
-        candidates = candidates_by_latency(
+        scores, matches = compare(
             replicas, positions, members.slots, levels, len(prompt.token_ids), _ANSWER_TOKENS, self._overlap_weight
         )
-        chosen = self._choose(candidates)
-        fallback = self._fallback(task, members, candidates)
-        return Decision(chosen.position, reason_of(chosen, candidates), candidates, fallback, chosen.matched_tokens)
+        fallback = self._fallback(task, members, positions)
+        return decision_for(self._choose(scores, matches), positions, scores, matches, fallback)
 
     def dispatched(self, task: Task, replica: ReplicaView, decision: Decision) -> None:
         """The replica is about to have the prompt cached."""
@@ -102,27 +101,26 @@ class KvAwareBalancer(DecidingBalancer):
         self._caches.change(self._slots.slot(replica), change)
 
     def _levels(self, prompt: Prompt, members: Membership) -> TokenLevels:
-        levels = [
-            (blocks * size, holders)
-            for size in members.block_sizes
-            for blocks, holders in self._caches.levels(prompt_keys(prompt, size), members.mask)
-        ]
+        levels: list[tuple[int, int]] = []
+        for size in members.block_sizes:
+            for blocks, holders in self._caches.levels(prompt_keys(prompt, size), members.mask):
+                levels.append((blocks * size, holders))
         levels.sort(reverse=True)
         return levels
 
-    def _fallback(self, task: Task, members: Membership, candidates: Sequence[Candidate]) -> str:
+    def _fallback(self, task: Task, members: Membership, positions: Sequence[int]) -> str:
         if not task.get("prompt", NO_PROMPT).cacheable:
             return "uncacheable" if "prompt" in task else "no-prompt"
         if not self._caches.shortcoming(members.mask):
             return ""
-        return self._caches.shortcoming(sum(1 << members.slots[candidate.position] for candidate in candidates))
+        return self._caches.shortcoming(sum(1 << members.slots[position] for position in positions))
 
-    def _choose(self, candidates: Sequence[Candidate]) -> Candidate:
+    def _choose(self, costs: Sequence[float], matches: Sequence[int]) -> int:
+        """The place of the replica that gets the request."""
         if not self._temperature:
-            return cheapest(candidates, self._rng)
-        costs = [candidate.score for candidate in candidates]
+            return cheapest(costs, matches, self._rng)
         lowest, spread = min(costs), max(costs) - min(costs)
         if not spread:
-            return cheapest(candidates, self._rng)
+            return cheapest(costs, matches, self._rng)
         weights = [math.exp((lowest - cost) / (spread * self._temperature)) for cost in costs]
-        return self._rng.choices(candidates, weights)[0]
+        return self._rng.choices(range(len(costs)), weights)[0]

@@ -8,7 +8,7 @@ from vllm_omni_plugin.balancing.decision import Candidate, Decision
 from vllm_omni_plugin.balancing.load import ReplicaLoad, load_of
 from vllm_omni_plugin.balancing.options import number
 from vllm_omni_plugin.balancing.request_size import prompt_tokens
-from vllm_omni_plugin.balancing.sampling import few, least
+from vllm_omni_plugin.balancing.sampling import few, lowest
 
 _UNMEASURED_RATE = 10_000.0
 """Prompt tokens per second of a replica while no rate is known: an 8B model on one accelerator."""
@@ -60,9 +60,10 @@ class LeastTokensBalancer(DecidingBalancer):
         loads = [load_of(replicas[position]) for position in positions]
         rates = sorted([load.prefill_rate for load in loads if load.prefill_rate > 0])
         usual_rate = rates[len(rates) // 2] if rates else _UNMEASURED_RATE
-        candidates = tuple(map(Candidate, positions, self._expected_waits(loads, prompt, usual_rate)))
+        waits = self._expected_waits(loads, prompt, usual_rate)
+        position = positions[lowest(waits, self._rng)]
         fallback = "" if rates else "no-rate"
-        return Decision(least(candidates, self._rng).position, "expected-wait", candidates, fallback)
+        return Decision(position, "expected-wait", tuple(map(Candidate, positions, waits)), fallback)
 
     def _expected_waits(self, loads: Iterable[ReplicaLoad], prompt: int, usual_rate: float) -> list[float]:
         decode_weight, kv_seconds = self._decode_weight, self._kv_seconds

@@ -39,7 +39,10 @@ class ReplicaLoad(NamedTuple):
 
 def load_of(replica: object) -> ReplicaLoad:
     """The load of a replica. All requests of one that says nothing but its queue length count as others'."""
-    load = getattr(replica, "load", None)
+    try:
+        load = replica.load  # type: ignore[attr-defined]
+    except AttributeError:
+        load = None
     if isinstance(load, ReplicaLoad):
         return load
     length = replica.queue_length  # type: ignore[attr-defined]

@@ -1,13 +1,14 @@
 """What the policies that look at caches have in common: whom to compare, and what to call the outcome."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from vllm_omni_plugin.balancing.base import ReplicaView
-from vllm_omni_plugin.balancing.decision import Candidate
+from vllm_omni_plugin.balancing.decision import Candidate, Decision
 from vllm_omni_plugin.balancing.load import load_of
 from vllm_omni_plugin.balancing.prefix_index import some_slots_of
 from vllm_omni_plugin.balancing.sampling import MOST_COMPARED, few
+from vllm_omni_plugin.balancing.serving import ServingReplicas
 from vllm_omni_plugin.balancing.slots import Membership
 
 _MOST_HOLDERS = 3
@@ -19,8 +20,10 @@ for ever too expensive once it is busy. Chosen with benchmarks/simulate.py; 2 an
 TokenLevels = Sequence[tuple[int, int]]
 """Tokens of a prompt, and the holders of at least so many as a mask of slots, longest match first."""
 
+_ByPosition = Sequence[int] | Mapping[int, int]
 
-def candidates_by_latency(
+
+def compare(
     replicas: Sequence[ReplicaView],
     positions: Sequence[int],
     slots: Sequence[int],
@@ -28,11 +31,11 @@ def candidates_by_latency(
     tokens: float,
     answer_tokens: float,
     overlap_weight: float = 1.0,
-) -> tuple[Candidate, ...]:
+) -> tuple[list[float], list[int]]:
     """What each replica would add to the latency of all requests, in the time that one prompt token takes.
 
     That is `overlap_weight * (tokens - matched) * min(4, requests + 1) + prefill_tokens + answer_tokens * requests`.
-    One loop for all, without a call per replica but for its load: this is most of what a decision costs.
+    One loop for all, without a call per replica: this is much of what a decision costs.
 
     Args:
         replicas: of the fleet.
@@ -42,63 +45,75 @@ def candidates_by_latency(
         tokens: of the prompt.
         answer_tokens: what an answer costs each other one on the same replica.
         overlap_weight: what a token to compute costs.
+
+    Returns:
+        The latencies, and how many tokens matched.
     """
-    scores: list[float] = []
+    latencies: list[float] = []
     matches: list[int] = []
+    lengths, prefill_tokens = _work(replicas, positions)
     for position in positions:
         slot, matched = slots[position], 0
         for level_tokens, holders in levels:
             if holders >> slot & 1:
                 matched = level_tokens
                 break
-        load = load_of(replicas[position])
-        requests = load.requests
+        requests = lengths[position]
         delayed = requests + 1 if requests < _MOST_DELAYED else _MOST_DELAYED
         to_compute = overlap_weight * (tokens - matched)
-        scores.append(to_compute * delayed + load.prefill_tokens + answer_tokens * requests)
+        latencies.append(to_compute * delayed + prefill_tokens[position] + answer_tokens * requests)
         matches.append(matched)
-    return tuple(map(Candidate, positions, scores, matches))
+    return latencies, matches
 
 
-def cheapest(candidates: Sequence[Candidate], rng: random.Random) -> Candidate:
-    """The lowest score; of equal ones the longest match, ties of that uniformly at random."""
-    scores = [candidate.score for candidate in candidates]
+def _work(replicas: Sequence[ReplicaView], positions: Sequence[int]) -> tuple[_ByPosition, _ByPosition]:
+    """Requests and prefill tokens."""
+    if isinstance(replicas, ServingReplicas):
+        return replicas.work
+    loads = {position: load_of(replicas[position]) for position in positions}
+    requests = {position: load.requests for position, load in loads.items()}
+    return requests, {position: load.prefill_tokens for position, load in loads.items()}
+
+
+def cheapest(scores: Sequence[float], matches: Sequence[int], rng: random.Random) -> int:
+    """The place of the lowest score; of equal ones the longest match, ties of that uniformly at random."""
     lowest = min(scores)
     if scores.count(lowest) == 1:
-        return candidates[scores.index(lowest)]
-    return longest_match([candidate for candidate in candidates if candidate.score == lowest], rng)
+        return scores.index(lowest)
+    places = [place for place, score in enumerate(scores) if score == lowest]
+    longest = max([matches[place] for place in places])
+    return rng.choice([place for place in places if matches[place] == longest])
+
+
+def decision_for(
+    place: int, positions: Sequence[int], scores: Sequence[float], matches: Sequence[int], fallback: str
+) -> Decision:
+    """The decision for the replica at a place of those compared.
+
+    Its reason is `prefix`: nobody compared has more of the prompt; `prefix-spilled`: one has; `least-load`: nobody has
+    any.
+    """
+    matched, longest = matches[place], max(matches)
+    reason = "least-load" if not longest else "prefix" if matched == longest else "prefix-spilled"
+    return Decision(positions[place], reason, tuple(map(Candidate, positions, scores, matches)), fallback, matched)
 
 
 def positions_to_compare(
     replicas: Sequence[ReplicaView], members: Membership, levels: TokenLevels, rng: random.Random
 ) -> Sequence[int]:
     """All of a few replicas; of many, those with the longest matches, a shortest queue, and some at random."""
-    sampled = few(replicas, rng)
+    positions = few(replicas, rng)
     if len(replicas) <= MOST_COMPARED:
-        return sampled
-    positions = set(sampled)
-    wanted, seen = _MOST_HOLDERS, 0
+        return positions
+    wanted, unseen = _MOST_HOLDERS, members.mask
     for _, holders in levels:
-        found = some_slots_of(holders & ~seen, wanted, rng)
-        positions.update([members.positions[slot] for slot in found])
+        found = some_slots_of(holders & unseen, wanted, rng)
+        for slot in found:
+            position = members.positions[slot]
+            if position not in positions:
+                positions.append(position)
         wanted -= len(found)
         if not wanted:
             break
-        seen |= holders
-    return list(positions)
-
-
-def longest_match(candidates: Sequence[Candidate], rng: random.Random) -> Candidate:
-    """Of equal candidates one that has most of the prompt, ties uniformly at random."""
-    if len(candidates) == 1:
-        return candidates[0]
-    longest = max([candidate.matched_tokens for candidate in candidates])
-    return rng.choice([candidate for candidate in candidates if candidate.matched_tokens == longest])
-
-
-def reason_of(chosen: Candidate, candidates: Sequence[Candidate]) -> str:
-    """`prefix`: nobody compared has more of the prompt; `prefix-spilled`: one has; `least-load`: nobody has any."""
-    longest = max([candidate.matched_tokens for candidate in candidates])
-    if not longest:
-        return "least-load"
-    return "prefix" if chosen.matched_tokens == longest else "prefix-spilled"
+        unseen &= ~holders
+    return positions

@@ -9,10 +9,10 @@ from vllm_omni_plugin.balancing.block_keys import answered_keys, prompt_keys
 from vllm_omni_plugin.balancing.decision import Decision
 from vllm_omni_plugin.balancing.matching import (
     TokenLevels,
-    candidates_by_latency,
     cheapest,
+    compare,
+    decision_for,
     positions_to_compare,
-    reason_of,
 )
 from vllm_omni_plugin.balancing.options import number
 from vllm_omni_plugin.balancing.prompt import NO_PROMPT, Prompt
@@ -34,7 +34,7 @@ class PrefixBalancer(DecidingBalancer):
     avoided by all who need it, and each of them would compute it elsewhere. What a replica has cached is inferred from
     what was sent to it, see `ApproximateCaches`.
 
-    Compared are those that `positions_to_compare` names. Reasons: see `reason_of`. Fallbacks: `no-prompt`,
+    Compared are those that `positions_to_compare` names. Reasons: see `decision_for`. Fallbacks: `no-prompt`,
     `uncacheable`, both decided by load.
 
     Args:
@@ -58,12 +58,10 @@ class PrefixBalancer(DecidingBalancer):
         prompt = task.get("prompt", NO_PROMPT)
         levels = self._levels(prompt, members)
         positions = positions_to_compare(replicas, members, levels, self._rng)
-        candidates = candidates_by_latency(
-            replicas, positions, members.slots, levels, len(prompt.token_ids), self._answer_tokens
-        )
-        chosen = cheapest(candidates, self._rng)
+        tokens = len(prompt.token_ids)
+        scores, matches = compare(replicas, positions, members.slots, levels, tokens, self._answer_tokens)
         fallback = "" if prompt.cacheable else "uncacheable" if "prompt" in task else "no-prompt"
-        return Decision(chosen.position, reason_of(chosen, candidates), candidates, fallback, chosen.matched_tokens)
+        return decision_for(cheapest(scores, matches, self._rng), positions, scores, matches, fallback)
 
     def dispatched(self, task: Task, replica: ReplicaView, decision: Decision) -> None:
         """From here on the replica has the prompt cached."""
@@ -89,10 +87,9 @@ class PrefixBalancer(DecidingBalancer):
         self._caches.use(self._slots.slot(replica), keys, capacity_of(replica))
 
     def _levels(self, prompt: Prompt, members: Membership) -> TokenLevels:
-        levels = [
-            (blocks * size, holders & members.mask)
-            for size in members.block_sizes
-            for blocks, holders in self._caches.levels(prompt_keys(prompt, size))
-        ]
+        levels: list[tuple[int, int]] = []
+        for size in members.block_sizes:
+            for blocks, holders in self._caches.levels(prompt_keys(prompt, size)):
+                levels.append((blocks * size, holders))
         levels.sort(reverse=True)
         return levels

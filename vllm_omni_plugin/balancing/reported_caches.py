@@ -29,9 +29,14 @@ class ReportedCaches:
         self._complete = 0
 
     def levels(self, keys: Sequence[int], slots: int) -> list[tuple[int, int]]:
-        """How many of the leading blocks of `keys` somebody has, and who of a mask of slots; a slot may come twice."""
+        """How many of the leading blocks of `keys` somebody has, and who; a slot may come twice.
+
+        Args:
+            keys: all blocks of a prompt from its beginning.
+            slots: a mask of those that matter; others may be among the holders.
+        """
         # A search suffices, since vLLM never evicts a block before those behind it.
-        found = [(blocks, holders & slots) for blocks, holders in self._known.closed_levels(keys)]
+        found = self._known.closed_levels(keys)
         if estimated := slots & ~self._complete:
             found += [(blocks, holders & estimated) for blocks, holders in self._estimated.levels(keys)]
         return found

@@ -33,15 +33,32 @@ def sample(count: int, total: int, rng: random.Random) -> Sequence[int]:
     return list(chosen)
 
 
-def few(replicas: Sequence[ReplicaView], rng: random.Random) -> Sequence[int]:
+def few(replicas: Sequence[ReplicaView], rng: random.Random) -> list[int]:
     """Distinct positions of replicas worth a computation: all of up to eight; of more, eight at random.
 
-    Where the fleet knows its shortest queue, that and three at random: an idle replica is never overlooked then.
+    Where the fleet knows its shortest queue, that and three others at random: an idle replica is never overlooked then.
     """
     total = len(replicas)
     if total <= MOST_COMPARED or not isinstance(replicas, ServingReplicas):
-        return sample(MOST_COMPARED, total, rng)
-    return list(dict.fromkeys((replicas.shortest(rng), *sample(_BESIDE_THE_SHORTEST, total, rng))))
+        return list(sample(MOST_COMPARED, total, rng))
+    chosen, draw = [replicas.shortest(rng)], rng.random
+    while len(chosen) <= _BESIDE_THE_SHORTEST:
+        position = int(draw() * total)
+        if position not in chosen:
+            chosen.append(position)
+    return chosen
+
+
+def lowest(scores: Sequence[float], rng: random.Random) -> int:
+    """The place of the lowest score, ties uniformly at random.
+
+    Raises:
+        ValueError: there is none.
+    """
+    best = min(scores)
+    if scores.count(best) == 1:
+        return scores.index(best)
+    return rng.choice([place for place, score in enumerate(scores) if score == best])
 
 
 def least(candidates: Sequence[Candidate], rng: random.Random) -> Candidate:
@@ -50,8 +67,4 @@ def least(candidates: Sequence[Candidate], rng: random.Random) -> Candidate:
     Raises:
         ValueError: there is none.
     """
-    scores = [candidate.score for candidate in candidates]
-    lowest = min(scores)
-    if scores.count(lowest) == 1:
-        return candidates[scores.index(lowest)]
-    return rng.choice([candidate for candidate in candidates if candidate.score == lowest])
+    return candidates[lowest([candidate.score for candidate in candidates], rng)]

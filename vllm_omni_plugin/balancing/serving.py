@@ -1,26 +1,29 @@
 """The replicas that take requests, with what is known of all of them at once."""
 
 import random
-from collections.abc import Iterable
+from array import array
+from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from typing import TypeVar
 
 from vllm_omni_plugin.balancing.base import ReplicaView
+from vllm_omni_plugin.balancing.load import load_of
 
 R = TypeVar("R", bound=ReplicaView)
 
 
 class ServingReplicas(tuple[R, ...]):
-    """Replicas in a fixed order, and an index of their queue lengths that their owner keeps up to date.
+    """Replicas in a fixed order, with their queue lengths and prefill tokens, which their owner keeps up to date.
 
-    Another object means another membership. The index is made when it is first asked for, in O(n); from then on a
-    change of one length and a question are O(1), but for a heap of the different lengths there are.
+    Another object means another membership. What is known of all is gathered when it is first asked for, in O(n); from
+    then on a change of one replica and a question are O(1), but for a heap of the different lengths there are.
     """
 
     def __init__(self, replicas: Iterable[R]) -> None:
         # A tuple's content comes to it before this, by __new__.
         self._index: _QueueIndex | None = None
         self._places: dict[int, int] = {}
+        self._prefill_tokens = array("q")
 
     @property
     def total_queue_length(self) -> int:
@@ -29,16 +32,29 @@ class ServingReplicas(tuple[R, ...]):
 
     def shortest(self, rng: random.Random) -> int:
         """The place of a replica with the shortest queue, ties uniformly at random. There must be one at least."""
-        return self._indexed().shortest(rng)
+        index = self._index or self._indexed()
+        return index.shortest(rng)
+
+    @property
+    def work(self) -> tuple[Sequence[int], Sequence[int]]:
+        """The queue lengths and the prefill tokens, by place; as they are now, and not to be changed.
+
+        They stand side by side: the loads of a large fleet are all over the memory, most in no cache of a processor.
+        """
+        index = self._index or self._indexed()
+        return index.lengths, self._prefill_tokens
 
     def changed(self, replica: R) -> None:
-        """The queue length of one of the replicas may have changed."""
+        """The queue length of one of the replicas or its prefill tokens may have changed."""
         if self._index is not None:
-            self._index.change(self._places[id(replica)], replica.queue_length)
+            place = self._places[id(replica)]
+            self._index.change(place, replica.queue_length)
+            self._prefill_tokens[place] = load_of(replica).prefill_tokens
 
     def _indexed(self) -> "_QueueIndex":
         if self._index is None:
             self._places = {id(replica): place for place, replica in enumerate(self)}
+            self._prefill_tokens = array("q", [load_of(replica).prefill_tokens for replica in self])
             self._index = _QueueIndex([replica.queue_length for replica in self])
         return self._index
 
@@ -48,11 +64,15 @@ class _QueueIndex:
 
     Args:
         lengths: the length at each place.
+
+    Attributes:
+        total: the sum of all lengths.
+        lengths: as they are now.
     """
 
     def __init__(self, lengths: list[int]) -> None:
         self.total = sum(lengths)
-        self._lengths = lengths
+        self.lengths = lengths
         self._buckets: dict[int, list[int]] = {}
         # Where each place stands in the bucket of its length.
         self._ranks = [0] * len(lengths)
@@ -64,7 +84,7 @@ class _QueueIndex:
 
     def change(self, place: int, length: int) -> None:
         """Give a place another length."""
-        before = self._lengths[place]
+        before = self.lengths[place]
         if length == before:
             return
         self._take(place, self._buckets[before])
@@ -73,7 +93,7 @@ class _QueueIndex:
             bucket = self._buckets[length] = []
             heappush(self._heap, length)
         self._put(place, bucket)
-        self._lengths[place] = length
+        self.lengths[place] = length
         self.total += length - before
 
     def shortest(self, rng: random.Random) -> int:

@@ -3,6 +3,8 @@
 import random
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from vllm_omni_plugin.balancing.base import DecidingBalancer, ReplicaView, Task, require_replicas
 from vllm_omni_plugin.balancing.decision import Candidate, Decision
 from vllm_omni_plugin.balancing.least_queue_length import LeastQueueLengthBalancer
@@ -50,7 +52,7 @@ class SessionBalancer(DecidingBalancer):
         require_replicas(replicas)
         session = task.get("session")
         if not session:
-            return self._least_load.decide(task, replicas)._replace(fallback="no-session")
+            return replace(self._least_load.decide(task, replicas), fallback="no-session")
         self._update_membership(replicas)
         key = session.encode(errors="surrogatepass")
         bound = self._load_factor * (_total_load(replicas) + 1) / len(replicas) + self._slack
@@ -60,7 +62,7 @@ class SessionBalancer(DecidingBalancer):
             candidates.append(Candidate(position, replicas[position].queue_length))
             if candidates[-1].score <= bound:
                 return Decision(position, "session-spilled" if attempt else "session", tuple(candidates))
-        return self._least_load.decide(task, replicas)._replace(reason="session-spilled")
+        return replace(self._least_load.decide(task, replicas), reason="session-spilled")
 
     def _update_membership(self, replicas: Sequence[ReplicaView]) -> None:
         # A list may change in place, hence a copy; `tuple` would copy the pool's subclass of tuple, too.

@@ -31,6 +31,7 @@ INFERENCE_PATHS = frozenset(
         "/pooling",
         "/rerank",
         "/score",
+        "/v1/audio/speech",
         "/v1/audio/transcriptions",
         "/v1/audio/translations",
         "/v1/chat/completions",
@@ -77,7 +78,10 @@ class FleetEndpoints:
 
     def attach_router(self, app: FastAPI) -> None:
         """Add routes and middleware. vLLM calls it before it adds its own middleware for all routes."""
+        from vllm_omni_plugin.integration.pipeline_speech import build_speech_router
+
         app.include_router(build_router(_api_key_guard(app)))
+        app.include_router(build_speech_router())
         # Innermost, so that only requests with a valid key wait, and the wait counts in vLLM's HTTP metrics.
         app.user_middleware.append(Middleware(HoldMiddleware, paths=INFERENCE_PATHS))
         app.user_middleware.append(Middleware(ReceiptMiddleware))
@@ -89,11 +93,14 @@ class FleetEndpoints:
             return
         options = options_of(engine_client.vllm_config)
         assert options is not None
+        from vllm_omni_plugin.integration.pipeline_http import serve_pipeline
         from vllm_omni_plugin.integration.prompts import CompletionPrompts
 
-        state.omni_explainer = Explainer(fleet.orchestrator, CompletionPrompts(state))
+        state.omni_explainer = Explainer(fleet.orchestrator, CompletionPrompts(state), fleet.stages.entry)
         state.omni_fleet = FleetAdmin(fleet.orchestrator, time.monotonic)
         state.omni_waiting_room = WaitingRoom(fleet.orchestrator, fleet.until_serving, options.replica_wait)
+        if fleet.stages.pipeline is not None:
+            serve_pipeline(state, fleet.stages.pipeline, fleet.abort_call)
 
 
 def _api_key_guard(app: FastAPI) -> Callable[[Request], Awaitable[None]]:

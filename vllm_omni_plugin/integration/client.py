@@ -4,7 +4,7 @@ import asyncio
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -18,10 +18,14 @@ from vllm_omni_plugin.admin.receipt import new_receipt
 from vllm_omni_plugin.admin.replies import result_of
 from vllm_omni_plugin.errors import NoReplicaError, ReplicaError
 from vllm_omni_plugin.integration.failures import RequestFailures
+from vllm_omni_plugin.integration.fleet_stages import FleetStages
+from vllm_omni_plugin.integration.front_text import answer_with
+from vllm_omni_plugin.integration.pipeline_calls import submitted
 from vllm_omni_plugin.integration.serving import ServingSignal
 from vllm_omni_plugin.integration.stat_labels import StatLabels
 from vllm_omni_plugin.integration.tracing import RequestSpans
 from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.orchestrator.engine_index import engine_index
 from vllm_omni_plugin.orchestrator.handover import HandoverClosedError
 from vllm_omni_plugin.orchestrator.messages import (
     AbortRequests,
@@ -43,6 +47,7 @@ class FleetOwner(Protocol):
     """What the client closes; `integration.fleet.Fleet` in service."""
 
     orchestrator: Orchestrator
+    stages: FleetStages
 
     def close(self, timeout: float | None = None) -> None: ...
 
@@ -55,25 +60,31 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
     Args:
         fleet: the started fleet; the client owns it from here on.
         vllm_config: AsyncLLM's configuration, brought in line with what the engines found at their start.
-        ready_responses: what the local engines said of themselves, in the order of their ids.
+        ready_responses: what the local engines said of themselves, by stage and in the order of their ids.
 
     Attributes:
-        engine_ranks_managed: engine indexes that vLLM's metrics are labelled with from the start: the ids of the local
+        engine_ranks_managed: engine indexes that vLLM's metrics are labelled with from the start: those of the local
             replicas. Those of others are labelled when they join.
         resources: `resources.engine_dead` tells AsyncLLM that nothing will ever be served again. Dead replicas,
             even all of them, are not that: they come back.
     """
 
-    def __init__(self, fleet: FleetOwner, vllm_config: Any, ready_responses: list[bytes]) -> None:
+    def __init__(self, fleet: FleetOwner, vllm_config: Any, ready_responses: list[list[bytes]]) -> None:
         self._fleet = fleet
         self._orchestrator = fleet.orchestrator
+        self._stages = fleet.stages
         self._vllm_config = vllm_config
-        # Replicas have one configuration, which must not be counted twice: those that come later add nothing to it.
-        self._configured = bool(ready_responses)
-        self._kv_event_sources = apply_ready_responses(vllm_config, ready_responses)
+        self._configured: set[int] = set()
+        self._kv_event_sources: dict[int, Any] = {}
+        for stage_id, responses in enumerate(ready_responses):
+            self._configure(stage_id, responses)
         self._received: deque[Any] = deque()
         # vLLM labels engine 0 in any case.
-        self.engine_ranks_managed = list(range(len(ready_responses))) or [0]
+        self.engine_ranks_managed = [
+            engine_index(stage_id, replica_id)
+            for stage_id, responses in enumerate(ready_responses)
+            for replica_id in range(len(responses))
+        ] or [0]
         self.resources = SimpleNamespace(engine_dead=False)
         self._failures = RequestFailures()
         self._labels: StatLabels | None = None
@@ -88,8 +99,10 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
     def bind(self, output_processor: Any, logger_manager: Any) -> None:
         """Tell the client of AsyncLLM's parts that exist by now: what ends and traces requests, what counts them."""
         self._failures.bind(output_processor)
+        if self._stages.front_tokenizer is not None:
+            answer_with(output_processor, self._stages.front_tokenizer())
         if output_processor.tracing_enabled:
-            self._spans = RequestSpans(output_processor, self._orchestrator.stage_pools[0].policy)
+            self._spans = RequestSpans(output_processor, [pool.policy for pool in self._orchestrator.stage_pools])
         if logger_manager is not None:
             self._labels = StatLabels(logger_manager)
 
@@ -99,12 +112,17 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         return self._orchestrator
 
     @property
+    def stages(self) -> FleetStages:
+        """The stages behind it."""
+        return self._stages
+
+    @property
     def can_serve(self) -> bool:
-        """Whether every stage has a replica that takes requests."""
+        """Whether every stage that an ordinary request needs has a replica that takes requests."""
         return self._orchestrator.can_serve
 
     async def until_serving(self) -> None:
-        """Return once every stage has a replica that takes requests."""
+        """Return once `can_serve` holds."""
         await self._serving.wait()
 
     def shutdown(self, timeout: float | None = None) -> None:
@@ -127,7 +145,7 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
             while self._received:
                 item = self._received.popleft()
                 if isinstance(item, RequestFailed):
-                    self._abort(self._failures.fail(item))
+                    self.abort_call(self._failures.fail(item))
                 elif isinstance(item, ReplicaJoined | ReplicaLeft):
                     self._replica_changed(item)
                 else:
@@ -142,12 +160,25 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
                 raise EngineDeadError from None
 
     def _replica_changed(self, change: ReplicaJoined | ReplicaLeft) -> None:
-        if isinstance(change, ReplicaJoined) and not self._configured:
-            self._configured = True
-            self._kv_event_sources = apply_ready_responses(self._vllm_config, [change.ready_response])
+        if isinstance(change, ReplicaJoined):
+            self._configure(change.stage_id, [change.ready_response])
         if self._labels is not None:
             label = self._labels.add if isinstance(change, ReplicaJoined) else self._labels.remove
-            label(change.replica_id)
+            label(engine_index(change.stage_id, change.replica_id))
+
+    def _configure(self, stage_id: int, ready_responses: list[bytes]) -> None:
+        """Complete the configurations of a stage with what its first engines found at their start.
+
+        Its replicas have one configuration, which must not be counted twice: those that come later add nothing to it.
+        """
+        if not ready_responses or stage_id in self._configured:
+            return
+        self._configured.add(stage_id)
+        own = self._stages.configs[stage_id]
+        if stage_id == self._stages.entry:
+            self._kv_event_sources = apply_ready_responses(self._vllm_config, ready_responses)
+        if own is not None and own is not self._vllm_config:
+            apply_ready_responses(own, ready_responses)
 
     async def add_request_async(self, request: Any) -> None:
         """Hand a request over. Waits only while the orchestrator is far behind."""
@@ -155,7 +186,7 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         receipt = new_receipt()
         if self._spans is not None:
             receipt = self._spans.expect(request.request_id, receipt)
-        message = SubmitRequest(request, time.monotonic(), receipt)
+        message = SubmitRequest(request, time.monotonic(), receipt, submitted(request.request_id))
         try:
             if queue.full:
                 await queue.put(message)
@@ -165,23 +196,34 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
             raise EngineDeadError from None
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
-        """Abort requests wherever they run."""
+        """Abort requests wherever they run; of those with a call of a pipeline, what answers through vLLM's server."""
         self._abort(request_ids)
 
-    def _abort(self, request_ids: list[str]) -> None:
+    def abort_call(self, request_ids: Sequence[str]) -> None:
+        """Abort everything that is done in any stage for these requests, by AsyncLLM's ids. Never blocks."""
+        self._abort(request_ids, whole=True)
+
+    def _abort(self, request_ids: Sequence[str], whole: bool = False) -> None:
         if not request_ids:
             return
         try:
             # Not bounded by the queue's length, since an abort must never wait; there are no more than requests.
-            self._orchestrator.request_async_queue.force_put(AbortRequests(tuple(request_ids)))
+            self._orchestrator.request_async_queue.force_put(AbortRequests(tuple(request_ids), whole))
         except HandoverClosedError:
             return
 
     async def _call(self, method: str, *args: Any) -> list[Any]:
-        """Call all replicas; one result for each that took the call."""
+        """Call all replicas of all stages; one result for each that took the call."""
+        return await self._call_stages(method, None, *args)
+
+    async def _call_model(self, method: str, *args: Any) -> list[Any]:
+        """Call all replicas of the stages that run the served model."""
+        return await self._call_stages(method, self._stages.of_the_model, *args)
+
+    async def _call_stages(self, method: str, stages: tuple[int, ...] | None, *args: Any) -> list[Any]:
         reply: Future[list[Any]] = Future()
         try:
-            self._orchestrator.rpc_async_queue.force_put(CallReplicas(method, args, reply))
+            self._orchestrator.rpc_async_queue.force_put(CallReplicas(method, args, reply, stages))
         except HandoverClosedError:
             raise EngineDeadError from None
         try:
@@ -190,7 +232,7 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
             raise EngineDeadError from None
 
     async def _consensus(self, method: str) -> Any:
-        results = await self._call(method)
+        results = await self._call_model(method)
         if any(result != results[0] for result in results):
             raise RuntimeError(f"Replicas returned different {method} results: {results}")
         return results[0]
@@ -205,7 +247,8 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
                 logger.info("Waiting for a first replica to join; the server answers as soon as there is one.")
                 continue
             try:
-                return (await self._call("get_supported_tasks"))[0]
+                tasks = (await self._call_stages("get_supported_tasks", (self._stages.entry,)))[0]
+                return self._stages.supported(tasks)
             except (NoReplicaError, ReplicaError):
                 # A first replica that is lost at once is waited for again; one that serves on means what it says.
                 if self.can_serve:
@@ -253,28 +296,28 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         return await self._consensus("is_sleeping")
 
     async def set_weight_version_async(self, weight_version: str) -> None:
-        await self._call("set_weight_version", weight_version)
+        await self._call_model("set_weight_version", weight_version)
 
     async def get_weight_version_async(self) -> Any:
         return await self._consensus("get_weight_version")
 
     async def add_lora_async(self, lora_request: Any) -> bool:
-        return all(await self._call("add_lora", lora_request))
+        return all(await self._call_model("add_lora", lora_request))
 
     async def remove_lora_async(self, lora_id: int) -> bool:
-        return any(await self._call("remove_lora", lora_id))
+        return any(await self._call_model("remove_lora", lora_id))
 
     async def list_loras_async(self) -> set[int]:
         """The adapters that every replica has."""
-        return set.intersection(*map(set, await self._call("list_loras")))
+        return set.intersection(*map(set, await self._call_model("list_loras")))
 
     async def pin_lora_async(self, lora_id: int) -> bool:
-        return all(await self._call("pin_lora", lora_id))
+        return all(await self._call_model("pin_lora", lora_id))
 
     async def save_sharded_state_async(
         self, path: str, pattern: str | None = None, max_size: int | None = None
     ) -> None:
-        await self._call("save_sharded_state", path, pattern, max_size)
+        await self._call_model("save_sharded_state", path, pattern, max_size)
 
     async def collective_rpc_async(
         self,
@@ -284,16 +327,22 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
         """Results of the first replica's workers, as vLLM's data-parallel client returns them; all replicas run it."""
-        results: list[Any] = (await self._call("collective_rpc", method, timeout, args, kwargs))[0]
+        results: list[Any] = (await self._call_model("collective_rpc", method, timeout, args, kwargs))[0]
         return results
 
     async def compute_weight_checksums_async(self) -> list[dict[str, str]]:
-        return [worker for workers in await self._call("compute_weight_checksums") for worker in workers]
+        return [worker for workers in await self._call_model("compute_weight_checksums") for worker in workers]
 
     async def get_status(self) -> dict[str, Any]:
         """Status of every replica, in the shape of vLLM's fault-tolerance report."""
         members = [member for pool in self._orchestrator.stage_pools for member in pool.members]
-        engines = [{"id": member.replica_id, "status": _fault_status(member.client is not None)} for member in members]
+        engines = [
+            {
+                "id": engine_index(member.stage_id, member.replica_id),
+                "status": _fault_status(member.client is not None),
+            }
+            for member in members
+        ]
         return {"schema_version": 1, "total_engines": len(engines), "engines": engines}
 
     async def prepare_elastic_ep(self, new_data_parallel_size: int) -> None:

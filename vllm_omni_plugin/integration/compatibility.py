@@ -6,7 +6,6 @@ from typing import Any
 
 from vllm import envs
 
-from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.errors import ConfigError
 
 _OWN_BALANCING = "the fleet balances over replicas itself; run more of them with --omni-dp-size-local"
@@ -44,10 +43,14 @@ def refuse_unsupported(args: argparse.Namespace) -> None:
         raise ConfigError("VLLM_USE_RUST_FRONTEND: not allowed with --omni-* flags: they need vLLM's Python front end")
 
 
-def prepare_engine_args(engine_args: Any, options: OmniConfig) -> None:
+def prepare_engine_args(engine_args: Any, engines: int) -> None:
     """Tell vLLM that several engines will stand behind this front end.
 
     vLLM knows one number for that. With it, vLLM keeps processed multimodal inputs on the front end's side instead of
     assuming that the one engine has seen them, and divides the cores of a CPU between the engines.
+
+    Args:
+        engine_args: vLLM's.
+        engines: how many this process runs itself, of all stages.
     """
-    engine_args._api_process_count = max(options.dp_size_local, 2)
+    engine_args._api_process_count = max(engines, 2)

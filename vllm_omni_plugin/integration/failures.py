@@ -5,7 +5,7 @@ from typing import Any
 
 from vllm.exceptions import GracefulHTTPError
 
-from vllm_omni_plugin.errors import NoReplicaError
+from vllm_omni_plugin.errors import NoReplicaError, StageInputError
 from vllm_omni_plugin.orchestrator.messages import RequestFailed
 
 
@@ -41,6 +41,11 @@ class RequestFailures:
 
 def to_http(error: Exception) -> Exception:
     """The error in the form that vLLM's server answers with its status and message."""
-    retryable = isinstance(error, NoReplicaError)
-    status = HTTPStatus.SERVICE_UNAVAILABLE if retryable else HTTPStatus.INTERNAL_SERVER_ERROR
+    match error:
+        case NoReplicaError():
+            status = HTTPStatus.SERVICE_UNAVAILABLE
+        case StageInputError():
+            status = HTTPStatus.BAD_REQUEST
+        case _:
+            status = HTTPStatus.INTERNAL_SERVER_ERROR
     return GracefulHTTPError(str(error), status)  # type: ignore[no-any-return]

@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -100,6 +101,14 @@ def _require_range(value: float, minimum: float, maximum: float, reason: str) ->
 
 
 FLAGS = (
+    Flag(
+        "--omni-pipeline",
+        Side.BOTH,
+        "YAML file of stages that requests run through, each with replicas of its own; it says what MODEL and the "
+        "arguments of engines, replicas and policies are elsewhere. With --headless: the file of --omni-stage-id.",
+        "FILE",
+        os.path.abspath,
+    ),
     Flag(
         "--omni-lb-policy",
         Side.HEAD,

@@ -12,6 +12,7 @@ from typing import Any
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.flag_table import FLAGS
+from vllm_omni_plugin.integration.no_model import allow_no_model
 
 GROUP = "OmniConfig"
 _WRAPPED = "_vllm_omni_plugin_flags"
@@ -29,6 +30,8 @@ def add_omni_flags(arg_utils: Any) -> None:
     if hasattr(own_add_cli_args, _WRAPPED):
         return
 
+    allow_no_model(arg_utils.FlexibleArgumentParser)
+
     @wraps(own_add_cli_args)
     def add_cli_args(parser: Any) -> Any:
         parser = own_add_cli_args(parser)
@@ -37,8 +40,8 @@ def add_omni_flags(arg_utils: Any) -> None:
 
     @wraps(own_from_cli_args)
     def from_cli_args(cls: Any, args: argparse.Namespace) -> Any:
-        engine_args = own_from_cli_args(cls, args)
         options = parse_or_exit(args)
+        engine_args = own_from_cli_args(cls, args)
         if options is not None:
             _switch_fleet_on(engine_args, options, headless=bool(getattr(args, "headless", False)))
         return engine_args
@@ -98,6 +101,8 @@ def parse_or_exit(args: argparse.Namespace) -> OmniConfig | None:
 def parse_options(args: argparse.Namespace) -> OmniConfig | None:
     """The options in parsed arguments, or None if no flag of ours was given.
 
+    With a pipeline, what its file says of the model and engine of this process is set in the arguments.
+
     Raises:
         ConfigError: a value or a combination cannot be honoured.
     """
@@ -123,7 +128,12 @@ def parse_options(args: argparse.Namespace) -> OmniConfig | None:
     except ConfigError as error:
         raise ConfigError(f"argument --omni-lb-config: {error}") from error
     refuse_unsupported(args)
-    check(options, given, headless=bool(getattr(args, "headless", False)))
+    headless = bool(getattr(args, "headless", False))
+    check(options, given, headless)
+    if options.pipeline is not None:
+        from vllm_omni_plugin.integration.pipeline_command import lay_pipeline
+
+        lay_pipeline(args, options, headless)
     return options
 
 
@@ -131,8 +141,9 @@ def _switch_fleet_on(engine_args: Any, options: OmniConfig, headless: bool) -> N
     from vllm_omni_plugin.integration.compatibility import prepare_engine_args
     from vllm_omni_plugin.integration.door import open_door
     from vllm_omni_plugin.integration.options import carry_options
+    from vllm_omni_plugin.integration.pipeline_command import local_engines
 
     carry_options(engine_args, options)
-    prepare_engine_args(engine_args, options)
+    prepare_engine_args(engine_args, local_engines(options, headless))
     if not headless:
         open_door()

@@ -2,30 +2,30 @@
 
 import ipaddress
 import time
-from typing import Any
+from typing import Any, cast
 
 from vllm_omni_plugin.balancing import build_load_balancer_factory
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.coordinator import OmniCoordClientForHub, OmniCoordinatorRuntime
 from vllm_omni_plugin.curve import Secrets
+from vllm_omni_plugin.integration.fleet_stages import FleetStages
+from vllm_omni_plugin.integration.pipeline_config import stage_plans
 from vllm_omni_plugin.integration.rules import bind_address
+from vllm_omni_plugin.integration.stage_plan import StagePlan, TextApi
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.local_replicas import LocalReplicas
+from vllm_omni_plugin.orchestrator.local_stages import LocalStages
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.remote_replicas import RemoteReplicas
 from vllm_omni_plugin.orchestrator.replica_list import ReplicaListWatcher
+from vllm_omni_plugin.orchestrator.stage_api import StageApi
 from vllm_omni_plugin.orchestrator.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.thread import OrchestratorThread
 from vllm_omni_plugin.replicas.reaper import Reaper
 from vllm_omni_plugin.vllm_api.cache_events import why_no_cache_events
-from vllm_omni_plugin.vllm_api.engine_api import EngineApi
-from vllm_omni_plugin.vllm_api.fingerprint import fingerprint
-from vllm_omni_plugin.vllm_api.launch import EngineLauncher, share_cores, spawn_only
-from vllm_omni_plugin.vllm_api.moving import has_custom_logits_processors
+from vllm_omni_plugin.vllm_api.launch import spawn_only
 
 logger = init_logger(__name__)
-
-_STAGE = 0
 
 
 class Fleet:
@@ -33,45 +33,37 @@ class Fleet:
 
     Args:
         options: the head's.
-        vllm_config: vLLM's configuration, the same for every replica.
+        vllm_config: vLLM's configuration of AsyncLLM, and of every replica unless there is a pipeline.
         executor_class: vLLM's executor for local replicas.
         log_stats: whether engines report scheduler statistics.
 
     Attributes:
         orchestrator: balances over the replicas.
+        stages: what it has replicas of.
         coordinator: where replicas of other processes join, None in a fleet that nobody can join.
 
     Raises:
-        ConfigError: the coordinator cannot listen where it is told to.
+        ConfigError: a stage cannot be served as it is described, or the coordinator cannot listen where it is told to.
     """
 
     def __init__(self, options: OmniConfig, vllm_config: Any, executor_class: Any, log_stats: bool) -> None:
         self._options = options
         self._secrets = Secrets.from_file(options.secret_file) if options.secret_file else None
-        self._api = EngineApi(custom_processors=has_custom_logits_processors(vllm_config.model_config))
         # Engines are started from a process with threads, at first and after every death; a fork of one may deadlock.
         spawn_only()
-        share_cores(vllm_config, options.dp_size_local)
-        self._fingerprint = fingerprint(vllm_config, _STAGE)
+        self._plans = stage_plans(options, vllm_config, executor_class, log_stats)
+        self.stages = FleetStages.of(self._plans)
         self._reaper = Reaper()
-        balancer = build_load_balancer_factory(options.lb_policy, options.lb_config)()
-        pool = StagePool(_STAGE, balancer, policy=options.lb_policy)
-        self._launcher = EngineLauncher(
-            vllm_config, executor_class, log_stats, self._reaper.watch, report_cache=pool.wants_cache_events
-        )
-        if pool.wants_cache_events and (reason := why_no_cache_events(vllm_config)):
-            logger.warning("Policy %s estimates what engines have cached: %s.", options.lb_policy, reason)
-        self.orchestrator = Orchestrator(
-            [pool], self._api, options.migration_limit, time.monotonic, replica_wait=options.replica_wait
-        )
+        self._pools = [_pool(plan) for plan in self._plans]
+        self.orchestrator = self._make_orchestrator()
         self._thread = OrchestratorThread(
-            self.orchestrator, self._local_replicas, self._remote_replicas if options.is_open else None
+            self.orchestrator, self._local_stages, self._remote_replicas if options.is_open else None
         )
         self.coordinator = self._start_coordinator() if options.is_open else None
         self._follower: OmniCoordClientForHub | None = None
 
-    def start(self) -> list[bytes]:
-        """Start the local replicas and begin to take others in. Blocks; returns the local ones' ready responses.
+    def start(self) -> list[list[bytes]]:
+        """Start the local replicas and begin to take others in. Blocks; returns their ready responses, by stage.
 
         Raises:
             ReplicaError: a local replica did not start. Nothing is left running.
@@ -101,6 +93,22 @@ class Fleet:
             self.coordinator.close()
         self._reaper.close()
 
+    def _make_orchestrator(self) -> Orchestrator:
+        options, apis = self._options, [plan.api for plan in self._plans]
+        if self.stages.pipeline is None:
+            (api,) = apis
+            return Orchestrator(self._pools, api, options.migration_limit, time.monotonic, options.replica_wait)
+        entry = cast(TextApi, apis[self.stages.entry])
+        return Orchestrator(
+            self._pools,
+            cast(list[StageApi], apis),
+            options.migration_limit,
+            time.monotonic,
+            options.replica_wait,
+            self.stages.pipeline,
+            prompt_text=entry.prompt_text,
+        )
+
     def _start_coordinator(self) -> OmniCoordinatorRuntime:
         options = self._options
         assert options.master_port is not None
@@ -119,17 +127,36 @@ class Fleet:
         logger.info("Replicas join with: --headless -oma %s -omp %d", found_at, options.master_port)
         return coordinator
 
-    def _local_replicas(self) -> LocalReplicas:
-        return LocalReplicas(
-            self.orchestrator, _STAGE, self._options.dp_size_local, self._launcher, self._api, time.monotonic
+    def _local_stages(self) -> LocalStages:
+        return LocalStages(
+            [
+                LocalReplicas(
+                    self.orchestrator,
+                    plan.stage_id,
+                    plan.replicas,
+                    plan.launcher_for(self._reaper.watch, pool.wants_cache_events),
+                    plan.api,
+                    time.monotonic,
+                )
+                for plan, pool in zip(self._plans, self._pools, strict=True)
+            ]
         )
 
     def _remote_replicas(self) -> RemoteReplicas:
         return RemoteReplicas(
             self.orchestrator,
-            self._api,
-            {_STAGE: self._fingerprint},
+            {plan.stage_id: plan.api for plan in self._plans},
+            {plan.stage_id: plan.fingerprint for plan in self._plans},
             heartbeat_interval=self._options.heartbeat_interval,
             heartbeat_timeout=self._options.heartbeat_timeout,
             secrets=self._secrets,
         )
+
+
+def _pool(plan: StagePlan) -> StagePool:
+    balancer = build_load_balancer_factory(plan.policy, plan.policy_config)()
+    pool = StagePool(plan.stage_id, balancer, policy=plan.policy)
+    reports = plan.vllm_config is not None and pool.wants_cache_events
+    if reports and (reason := why_no_cache_events(plan.vllm_config)):
+        logger.warning("Policy %s of stage %s estimates what engines have cached: %s.", plan.policy, plan.name, reason)
+    return pool

@@ -1,4 +1,4 @@
-"""`vllm serve MODEL --headless` with our flags: a node whose replicas join the head named by them."""
+"""`vllm serve --headless` with our flags: a node whose replicas, of a model or a stage, join the head named by them."""
 
 import argparse
 import asyncio
@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import uvloop
@@ -18,6 +19,8 @@ from vllm.v1.executor import Executor
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError, OmniError
+from vllm_omni_plugin.integration.options import without_options
+from vllm_omni_plugin.integration.pipeline_command import pipeline_of
 from vllm_omni_plugin.integration.rules import bind_address, check_exposure, coordinator_address
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.engine_start import Launcher
@@ -25,6 +28,8 @@ from vllm_omni_plugin.replicas.node import run_node
 from vllm_omni_plugin.replicas.ports import PortRange
 from vllm_omni_plugin.replicas.reaper import Reaper
 from vllm_omni_plugin.replicas.server import ReplicaServer, ServerSettings
+from vllm_omni_plugin.stages.fingerprint import python_fingerprint
+from vllm_omni_plugin.stages.launcher import PythonStageLauncher
 from vllm_omni_plugin.vllm_api.engine_api import EngineApi
 from vllm_omni_plugin.vllm_api.fingerprint import fingerprint
 from vllm_omni_plugin.vllm_api.launch import EngineLauncher, share_cores, spawn_only
@@ -40,6 +45,7 @@ _NOTICE_EVERY = 10
 LauncherFor = Callable[[Any, bool, Callable[[int], None]], Launcher]
 """What starts engines, made from vLLM's configuration, whether engines report scheduler statistics, and what is told
 the id of every process it starts."""
+MakeLauncher = Callable[[Callable[[int], None]], Launcher]
 
 
 def engine_launcher(vllm_config: Any, log_stats: bool, on_spawn: Callable[[int], None]) -> Launcher:
@@ -53,23 +59,34 @@ def serve_replicas(args: argparse.Namespace, options: OmniConfig, launcher_for: 
     Args:
         args: the parsed command line, as vLLM's own headless command gets it.
         options: ours among them.
-        launcher_for: see `LauncherFor`.
+        launcher_for: see `LauncherFor`; not for a Python stage.
     """
+    pipeline = pipeline_of(options)
+    stage = None if pipeline is None else pipeline.stages[options.stage_id]
+    spawn_only()
+    if stage is None or stage.is_vllm:
+        make_launcher, own_fingerprint = _vllm_node(args, options, launcher_for)
+    else:
+        make_launcher, own_fingerprint = partial(PythonStageLauncher, stage), python_fingerprint(stage)
+    with Reaper() as reaper, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        try:
+            runner.run(_serve(options, make_launcher(reaper.watch), own_fingerprint))
+        except OmniError as error:
+            sys.stderr.write(f"vllm serve: error: {error}\n")
+            return _EXIT_FAILED
+    return _EXIT_OK
+
+
+def _vllm_node(args: argparse.Namespace, options: OmniConfig, launcher_for: LauncherFor) -> tuple[MakeLauncher, Any]:
+    """What starts the engines of this node, once there is something to tell of them, and their fingerprint."""
     if args.reasoning_parser_plugin:
         ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
     engine_args = AsyncEngineArgs.from_cli_args(args)
     propagate_flash_late_interaction(args, engine_args)
     vllm_config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
-    spawn_only()
-    share_cores(vllm_config, options.dp_size_local)
-    with Reaper() as reaper, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        launcher = launcher_for(vllm_config, not engine_args.disable_log_stats, reaper.watch)
-        try:
-            runner.run(_serve(options, launcher, fingerprint(vllm_config, options.stage_id)))
-        except OmniError as error:
-            sys.stderr.write(f"vllm serve: error: {error}\n")
-            return _EXIT_FAILED
-    return _EXIT_OK
+    share_cores([vllm_config], options.dp_size_local)
+    make_launcher = partial(launcher_for, without_options(vllm_config), not engine_args.disable_log_stats)
+    return make_launcher, fingerprint(vllm_config, options.stage_id)
 
 
 async def _serve(options: OmniConfig, launcher: Launcher, own_fingerprint: dict[str, str]) -> None:

@@ -1,5 +1,6 @@
 """How our options travel through vLLM: as plain data under one key of `additional_config`."""
 
+import copy
 from typing import Any
 
 from vllm_omni_plugin.config import OmniConfig
@@ -17,3 +18,11 @@ def options_of(vllm_config: Any) -> OmniConfig | None:
     additional = vllm_config.additional_config
     plain = additional.get(_KEY) if isinstance(additional, dict) else None
     return None if plain is None else OmniConfig.from_plain(plain)
+
+
+def without_options(vllm_config: Any) -> Any:
+    """The configuration for engines, which take nothing from our options; vLLM's compile cache depends on them."""
+    config = copy.copy(vllm_config)
+    if isinstance(config.additional_config, dict):
+        config.additional_config = {key: value for key, value in config.additional_config.items() if key != _KEY}
+    return config

@@ -13,6 +13,8 @@ from vllm_omni_plugin.replicas.ports import PortRange
 
 _OF_THE_LINKS = ("heartbeat_interval", "heartbeat_timeout", "secret_file", "insecure")
 _BEATS_PER_TIMEOUT = 3
+_IN_THE_FILE = {"lb_policy": "policy", "lb_config": "policy_config", "dp_size_local": "replicas"}
+"""What a pipeline's file says by stage, and the key there."""
 
 
 def check(options: OmniConfig, given: Collection[str], headless: bool) -> None:
@@ -27,6 +29,7 @@ def check(options: OmniConfig, given: Collection[str], headless: bool) -> None:
         ConfigError: naming the flag, the reason and what to do.
     """
     _check_side(given, headless)
+    _refuse_beside_pipeline(given, headless)
     _check_master(options, headless)
     _check_heartbeats(options)
     if not options.is_open:
@@ -99,6 +102,17 @@ def _check_side(given: Collection[str], headless: bool) -> None:
         if flag.side is other and flag.field in given:
             where = "not allowed with --headless: it is the head's" if headless else "needs --headless"
             raise ConfigError(f"argument {flag.name}: {where}")
+
+
+def _refuse_beside_pipeline(given: Collection[str], headless: bool) -> None:
+    if headless or "pipeline" not in given:
+        return
+    for flag in FLAGS:
+        key = _IN_THE_FILE.get(flag.field)
+        if key is not None and flag.field in given:
+            raise ConfigError(
+                f"argument {flag.name}: not allowed with --omni-pipeline: the file has {key!r} for each stage"
+            )
 
 
 def _check_master(options: OmniConfig, headless: bool) -> None:

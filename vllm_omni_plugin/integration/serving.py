@@ -7,7 +7,7 @@ from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 
 
 class ServingSignal:
-    """Wakes coroutines when every stage has a replica that takes requests. Nothing is polled.
+    """Wakes coroutines when the fleet can serve. Nothing is polled.
 
     Args:
         orchestrator: its loop, on another thread, tells of every replica that begins to take requests.

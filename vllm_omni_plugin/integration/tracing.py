@@ -1,6 +1,6 @@
 """Where requests went, as attributes of the spans that vLLM makes of them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from functools import wraps
 from typing import Any
@@ -37,13 +37,14 @@ class RequestSpans:
 
     Args:
         output_processor: AsyncLLM's; its spans get the attributes `omni.replica`, `omni.policy`, `omni.reason`,
-            `omni.fallback` and `omni.matched_tokens`.
-        policy: what decides, by its name.
+            `omni.fallback` and `omni.matched_tokens`. A request through several stages has the last replica and
+            decision of each, in the order of their first dispatch and with commas between; its matched tokens add up.
+        policies: names of the policies, by stage.
     """
 
-    def __init__(self, output_processor: Any, policy: str) -> None:
+    def __init__(self, output_processor: Any, policies: Sequence[str]) -> None:
         self._output_processor = output_processor
-        self._policy = policy
+        self._policies = policies
         self._receipts: WeakKeyDictionary[Any, Receipt] = WeakKeyDictionary()
         self._own_do_tracing = output_processor.do_tracing
         open_tracing()
@@ -76,11 +77,11 @@ class RequestSpans:
     def _attributes_of(self, receipt: Receipt | None) -> Mapping[str, str | int]:
         if not receipt:
             return {}
-        replica, decision = receipt[-1]
+        last = {replica.partition(".")[0]: (replica, decision) for replica, decision in receipt}
         return {
-            "omni.replica": replica,
-            "omni.policy": self._policy,
-            "omni.reason": decision.reason,
-            "omni.fallback": decision.fallback,
-            "omni.matched_tokens": decision.matched_tokens,
+            "omni.replica": ", ".join(replica for replica, _ in last.values()),
+            "omni.policy": ", ".join(self._policies[int(stage_id)] for stage_id in last),
+            "omni.reason": ", ".join(decision.reason for _, decision in last.values()),
+            "omni.fallback": ", ".join(decision.fallback for _, decision in last.values() if decision.fallback),
+            "omni.matched_tokens": sum(decision.matched_tokens for _, decision in last.values()),
         }

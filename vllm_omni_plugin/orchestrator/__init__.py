@@ -3,8 +3,9 @@
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.remote_keeper import RemoteReplicaFactory
 from vllm_omni_plugin.orchestrator.replica_list import ReplicaListWatcher
-from vllm_omni_plugin.orchestrator.request_state import OrchestratorRequestState, RequestPhase, StreamingInputState
+from vllm_omni_plugin.orchestrator.request_state import OrchestratorRequestState
 from vllm_omni_plugin.orchestrator.stage_pool import PoolMember, StagePool
+from vllm_omni_plugin.orchestrator.stage_run import RequestPhase, StageRun, StreamingInputState
 from vllm_omni_plugin.orchestrator.thread import OrchestratorThread
 from vllm_omni_plugin.vllm_api.requests import build_engine_core_request_from_tokens
 
@@ -17,6 +18,7 @@ __all__ = [
     "ReplicaListWatcher",
     "RequestPhase",
     "StagePool",
+    "StageRun",
     "StreamingInputState",
     "build_engine_core_request_from_tokens",
 ]

@@ -1,39 +1,52 @@
-"""The requests: each goes to a replica, its outputs come back, and it moves when its replica is lost."""
+"""The requests of one stage: each goes to a replica, its outputs come back, and it moves when its replica is lost."""
 
 import itertools
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 from vllm_omni_plugin.errors import OmniError, ReplicaError, RequestLostError
 from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.orchestrator.engine_index import engine_index
 from vllm_omni_plugin.orchestrator.held_requests import HeldRequests
-from vllm_omni_plugin.orchestrator.messages import RequestFailed, SubmitRequest
 from vllm_omni_plugin.orchestrator.metrics import OrchestratorMetrics
 from vllm_omni_plugin.orchestrator.request_api import RequestApi
-from vllm_omni_plugin.orchestrator.request_state import Fail, OrchestratorRequestState, StreamingInputState
 from vllm_omni_plugin.orchestrator.stage_pool import PoolMember, StagePool
+from vllm_omni_plugin.orchestrator.stage_run import Fail, StageRun
 from vllm_omni_plugin.orchestrator.tasks import make_task
 from vllm_omni_plugin.vllm_api.move import Move
 
 logger = init_logger(__name__)
 
 
+class RunListener(Protocol):
+    """Told of what happens to runs other than by an output of theirs; `conductor.Conductor` in service."""
+
+    def run_dispatched(self, stage_id: int, run: StageRun) -> None:
+        """Its first attempt is about to be sent."""
+
+    def run_failed(self, stage_id: int, run: StageRun, error: OmniError) -> None:
+        """It has ended with this error."""
+
+    def run_ended(self, stage_id: int, run: StageRun, outputs: Any | None) -> None:
+        """It has ended, with these `EngineCoreOutputs` in place of its engine's last, or without any."""
+
+
 class Dispatcher:
-    """Owns the requests. Lives on the orchestrator's loop; nothing in it waits for anything.
+    """Owns the runs of one stage. Lives on the orchestrator's loop; nothing in it waits for anything.
 
     Args:
-        pool: the replicas.
+        pool: the stage's replicas.
         api: see `RequestApi`.
         migration_limit: moves a request may make.
         replica_wait: seconds that a request waits while no replica serves.
         clock: monotonic seconds.
         metrics: what it counts.
-        put: gives an item to AsyncLLM's side.
+        listener: see `RunListener`.
 
     Attributes:
-        states: unfinished requests by the client's id.
+        runs: unfinished ones by the client's id.
     """
 
     def __init__(
@@ -44,129 +57,144 @@ class Dispatcher:
         replica_wait: float,
         clock: Callable[[], float],
         metrics: OrchestratorMetrics,
-        put: Callable[[Any], None],
+        listener: RunListener,
     ) -> None:
-        self.states: dict[str, OrchestratorRequestState] = {}
+        self.runs: dict[str, StageRun] = {}
         self._pool = pool
         self._api = api
         self._migration_limit = migration_limit
         self._clock = clock
         self._metrics = metrics
-        self._put = put
+        metrics.held_by_stage[pool.stage_id] = 0
+        self._listener = listener
         self._held = HeldRequests(replica_wait, clock, self._give_up)
         # Two heads may share an engine, and so may one head before and after its restart: ids must not meet there.
         self._head_tag = secrets.token_hex(4)
         self._attempts = itertools.count(1)
 
-    def submit(self, message: SubmitRequest) -> None:
-        """Take a new request, or a further chunk of a streaming-input session."""
-        state = self.states.get(message.request.request_id)
-        if state is not None and state.streaming is not None:
-            self._continue_session(state, state.streaming, message.request)
-            return
-        if state is not None:
-            # Two attempts under one client id could not be told apart; the newer one is the one that is waited for.
-            self.abort((state.request_id,))
-        streaming = StreamingInputState() if message.request.resumable else None
-        request = self._api.movable(message.request)
-        state = OrchestratorRequestState(request, message.submitted_at, streaming=streaming, receipt=message.receipt)
-        self.states[state.request_id] = state
-        self._dispatch(state)
+    @property
+    def can_dispatch(self) -> bool:
+        """Whether a replica takes requests now."""
+        return bool(self._pool.serving)
+
+    def submit(self, run: StageRun) -> None:
+        """Take a new run. There must be no other one of the same request."""
+        self.runs[run.request_id] = run
+        self._dispatch(run)
+
+    def add_chunk(self, run: StageRun, chunk: Any) -> None:
+        """A further chunk of a streaming-input session was submitted; one that is not resumable closes the input."""
+        session = run.streaming
+        assert session is not None
+        member = self._member_of(run)
+        run.add_chunk(chunk)
+        if run.finished:
+            self._end(run)
+        if member is not None:
+            session.note_sent(chunk)
+            self._send(member, run, chunk)
+        else:
+            session.unsent.append(chunk)
+        if run.finished:
+            self._listener.run_ended(self._pool.stage_id, run, None)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Forget these requests and tell their replicas. Unknown ids are those that have just ended."""
         by_member: dict[PoolMember, list[str]] = {}
         for request_id in request_ids:
-            state = self.states.get(request_id)
-            if state is None:
+            run = self.runs.get(request_id)
+            if run is None:
                 continue
-            member = self._member_of(state)
+            member = self._member_of(run)
             if member is not None:
-                by_member.setdefault(member, []).append(state.engine_request_id)
-            state.abort()
-            self._end(state)
+                by_member.setdefault(member, []).append(run.engine_request_id)
+            run.abort()
+            self._end(run)
         for member, engine_request_ids in by_member.items():
             # A replica that turns out to be dead has nothing left to abort.
             with suppress(ReplicaError):
                 if member.client is not None:
                     member.client.abort_requests(engine_request_ids)
 
-    def accept(self, member: PoolMember, output: Any) -> bool:
-        """Whether the output is for the client: that of a current attempt which the client does not have yet.
+    def accept(self, member: PoolMember, output: Any) -> StageRun | None:
+        """The run whose output this is: one of a current attempt which has not been delivered yet; None otherwise.
 
         Anything else is dropped. The client's id is restored, and what is finished is released.
         """
-        state = member.in_flight.get(output.request_id)
-        if state is None:
+        run = member.in_flight.get(output.request_id)
+        if run is None:
             self._abort_if_orphan(member, output)
-            return False
-        output.request_id = state.request_id
+            return None
+        output.request_id = run.request_id
         finished = output.finish_reason is not None
         cut_short = finished and self._api.cut_short(output)
-        self._count(member, state, output, cut_short)
-        if state.joining and not self._fit(state, output, cut_short):
-            return False
-        state.deliver(output.new_token_ids, finished, cut_short)
-        if state.finished:
-            self._end(state)
-        return True
+        self._count(member, run, output, cut_short)
+        if run.joining and not self._fit(run, output, cut_short):
+            return None
+        run.deliver(output.new_token_ids, finished, cut_short)
+        if run.finished:
+            self._end(run)
+        return run
 
-    def move(self, states: Sequence[OrchestratorRequestState], lost: PoolMember, reason: str) -> None:
+    def move(self, runs: Sequence[StageRun], lost: PoolMember, reason: str) -> None:
         """These requests' replica is lost, and they are no longer charged to it: each moves or fails."""
-        for state in states:
-            action = state.lose_replica(reason, self._migration_limit, self._api.how_to_move(state.request))
+        for run in runs:
+            action = run.lose_replica(reason, self._migration_limit, self._api.how_to_move(run.request))
             if isinstance(action, Fail):
                 self._metrics.lost += 1
-                self._fail(state, action.error)
-            elif not self._end_if_whole(state, lost):
+                self._fail(run, action.error)
+            elif not self._end_if_whole(run, lost):
                 self._metrics.moves_by_way[action.move] += 1
-                self._dispatch(state)
+                self._dispatch(run)
 
     def replica_serves(self) -> None:
         """A replica takes new requests: dispatch what was held, in order."""
-        while self._pool.serving and (state := self._held.take()) is not None:
-            self._metrics.hold_time.observe(self._clock() - state.waits_since)
-            self._dispatch(state)
-        self._metrics.held = len(self._held)
+        while self._pool.serving and (run := self._held.take()) is not None:
+            self._metrics.hold_time.observe(self._clock() - run.waits_since)
+            self._dispatch(run)
+        self._metrics.held_by_stage[self._pool.stage_id] = len(self._held)
 
     def close(self) -> None:
         """Stop the timer. Idempotent."""
         self._held.close()
 
-    def _dispatch(self, state: OrchestratorRequestState) -> None:
+    def _dispatch(self, run: StageRun) -> None:
         """Send a request to the replica its pool picks, or hold it; on to the next if that one turns out to be dead."""
         if not self._pool.serving:
-            self._hold(state)
+            self._hold(run)
             return
-        request = state.request
-        if state.move is not Move.RESTART:
-            request = self._api.moved(request, state.move, state.produced)
-        member = self._choose(state, request)
-        if state.attempts == 1:
-            self._metrics.queue_time.observe(self._clock() - state.submitted_at)
-        self._send(member, state, request)
-        if state.streaming is not None:
-            for chunk in state.streaming.take_unsent():
-                self._send(member, state, chunk)
+        request = run.next_request
+        if run.move is not Move.RESTART:
+            request = self._api.moved(request, run.move, run.produced)
+        member = self._choose(run, request)
+        if run.attempts == 1:
+            run.dispatched_at = self._clock()
+            self._metrics.queue_time.observe(run.dispatched_at - run.submitted_at)
+            self._listener.run_dispatched(self._pool.stage_id, run)
+        self._send(member, run, request)
+        if run.streaming is not None:
+            for chunk in run.streaming.take_unsent():
+                self._send(member, run, chunk)
         if request.abort_immediately:
             # vLLM submits such a request only for the clean-up it causes in the engine, which never answers it.
-            self._end(state)
+            self._end(run)
+            self._listener.run_ended(self._pool.stage_id, run, None)
 
-    def _choose(self, state: OrchestratorRequestState, request: Any) -> PoolMember:
+    def _choose(self, run: StageRun, request: Any) -> PoolMember:
         """The replica of the next attempt, which is charged with it from here on."""
-        if state.task is None or state.move is not Move.RESTART:
-            state.task = make_task(request, self._api.describe(request))
-        member, state.decision = self._pool.decide(state.task, self._api.affinity_key(request))
-        state.dispatch(member.replica_id, f"{state.request_id}-{self._head_tag}-{next(self._attempts):x}")
-        self._pool.charge(member, state, state.task, state.decision)
-        self._metrics.decided(self._pool.stage_id, self._pool.policy, state.decision)
-        if state.receipt is not None and not state.produced:
-            state.receipt.append((member.name, state.decision))
+        if run.task is None or run.move is not Move.RESTART:
+            run.task = make_task(request, self._api.describe(request))
+        member, run.decision = self._pool.decide(run.task, self._api.affinity_key(request))
+        run.dispatch(member.replica_id, f"{run.request_id}-{self._head_tag}-{next(self._attempts):x}")
+        self._pool.charge(member, run, run.task, run.decision)
+        self._metrics.decided(self._pool.stage_id, self._pool.policy, run.decision)
+        if run.receipt is not None and not run.produced:
+            run.receipt.append((member.name, run.decision))
         return member
 
-    def _count(self, member: PoolMember, state: OrchestratorRequestState, output: Any, cut_short: bool) -> None:
+    def _count(self, member: PoolMember, run: StageRun, output: Any, cut_short: bool) -> None:
         """Count what the engine has done for a request, whether the client gets it or not."""
-        charge = state.charge
+        charge = run.charge
         assert charge is not None
         if not (charge.began or cut_short):
             cached_tokens = self._api.cached_tokens(output)
@@ -174,72 +202,68 @@ class Dispatcher:
             self._metrics.began(charge.decision, cached_tokens)
         member.account.produce(charge, len(output.new_token_ids))
 
-    def _send(self, member: PoolMember, state: OrchestratorRequestState, request: Any) -> None:
-        if state.replica_id != member.replica_id or member.client is None:
+    def _send(self, member: PoolMember, run: StageRun, request: Any) -> None:
+        if run.replica_id != member.replica_id or member.client is None:
             # An earlier chunk of the same session was the last that could be sent.
             return
         try:
-            member.client.add_request(request, state.engine_request_id)
+            member.client.add_request(request, run.engine_request_id)
         except ReplicaError:
             # The client has reported its death meanwhile, and with it every request charged to the replica.
             return
         except Exception as error:
-            logger.exception("Request %s could not be sent.", state.request_id)
+            logger.exception("Request %s could not be sent.", run.request_id)
             # The engine may hold earlier chunks of the same session.
-            self.abort((state.request_id,))
-            self._fail(state, OmniError(f"The request could not be encoded for the engine: {error}"))
+            self.abort((run.request_id,))
+            self._fail(run, OmniError(f"The request could not be encoded for the engine: {error}"))
 
-    def _continue_session(self, state: OrchestratorRequestState, session: StreamingInputState, chunk: Any) -> None:
-        member = self._member_of(state)
-        state.add_chunk(chunk.resumable)
-        if state.finished:
-            self._end(state)
-        if member is not None:
-            self._send(member, state, chunk)
-        else:
-            session.unsent.append(chunk)
-
-    def _hold(self, state: OrchestratorRequestState) -> None:
+    def _hold(self, run: StageRun) -> None:
         # Without an engine there is nothing to clean up either.
-        if state.request.abort_immediately or not self._held.hold(state):
-            self._refuse(state, waited=0.0)
-        self._metrics.held = len(self._held)
+        if run.request.abort_immediately or not self._held.hold(run):
+            self._refuse(run, waited=0.0)
+        self._metrics.held_by_stage[self._pool.stage_id] = len(self._held)
 
-    def _give_up(self, state: OrchestratorRequestState) -> None:
+    def _give_up(self, run: StageRun) -> None:
         """A request was held in vain."""
-        self._metrics.held = len(self._held)
+        self._metrics.held_by_stage[self._pool.stage_id] = len(self._held)
         self._metrics.hold_time.observe(self._held.wait)
-        self._refuse(state, waited=self._held.wait)
+        self._refuse(run, waited=self._held.wait)
 
-    def _refuse(self, state: OrchestratorRequestState, waited: float) -> None:
+    def _refuse(self, run: StageRun, waited: float) -> None:
         self._metrics.refused += 1
-        self._fail(state, state.give_up(self._pool.unavailable(waited)).error)
+        self._fail(run, run.give_up(self._pool.unavailable(waited)).error)
 
-    def _fit(self, state: OrchestratorRequestState, output: Any, cut_short: bool) -> bool:
+    def _fit(self, run: StageRun, output: Any, cut_short: bool) -> bool:
         """Fit output of a moved request to what was delivered before. Returns whether anything of it is new."""
         tokens, finished = output.new_token_ids, output.finish_reason is not None
         try:
-            swallow = len(tokens) if cut_short else state.join(tokens, finished)
+            swallow = len(tokens) if cut_short else run.join(tokens, finished)
         except RequestLostError as error:
             self._metrics.diverged += 1
             self._metrics.lost += 1
-            self.abort((state.request_id,))
-            self._fail(state, error)
+            self.abort((run.request_id,))
+            self._fail(run, error)
             return False
         self._metrics.swallowed_tokens += swallow
-        if state.joining and not cut_short:
+        if run.finished:
+            # The last turn of a session, of which nothing was missing.
+            self._end(run)
+            self._listener.run_ended(self._pool.stage_id, run, None)
+            return False
+        if run.joining and not cut_short:
             return False
         self._api.fit(output, swallow)
         return True
 
-    def _end_if_whole(self, state: OrchestratorRequestState, lost: PoolMember) -> bool:
+    def _end_if_whole(self, run: StageRun, lost: PoolMember) -> bool:
         """End a lost request of which only the end was missing. Returns whether it was one."""
-        outputs = self._api.missing_end(state.request, state.produced, lost.replica_id)
+        index = engine_index(lost.stage_id, lost.replica_id)
+        outputs = self._api.missing_end(run.request, run.produced, index)
         if outputs is None:
             return False
-        state.abort()
-        self._end(state)
-        self._put(outputs)
+        run.abort()
+        self._end(run)
+        self._listener.run_ended(self._pool.stage_id, run, outputs)
         return True
 
     def _abort_if_orphan(self, member: PoolMember, output: Any) -> None:
@@ -249,15 +273,15 @@ class Dispatcher:
         with suppress(ReplicaError):
             member.client.abort_requests([output.request_id])
 
-    def _member_of(self, state: OrchestratorRequestState) -> PoolMember | None:
-        return self._pool.member(state.replica_id) if state.replica_id is not None else None
+    def _member_of(self, run: StageRun) -> PoolMember | None:
+        return self._pool.member(run.replica_id) if run.replica_id is not None else None
 
-    def _end(self, state: OrchestratorRequestState) -> None:
-        self._pool.release(state)
-        if self._held.remove(state):
-            self._metrics.held = len(self._held)
-        self.states.pop(state.request_id, None)
+    def _end(self, run: StageRun) -> None:
+        self._pool.release(run)
+        if self._held.remove(run):
+            self._metrics.held_by_stage[self._pool.stage_id] = len(self._held)
+        self.runs.pop(run.request_id, None)
 
-    def _fail(self, state: OrchestratorRequestState, error: OmniError) -> None:
-        self.states.pop(state.request_id, None)
-        self._put(RequestFailed(state.request_id, error))
+    def _fail(self, run: StageRun, error: OmniError) -> None:
+        self.runs.pop(run.request_id, None)
+        self._listener.run_failed(self._pool.stage_id, run, error)

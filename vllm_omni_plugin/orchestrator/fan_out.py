@@ -1,21 +1,16 @@
 """Calls that must reach every replica, now and those that attach later."""
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from vllm_omni_plugin.errors import NoReplicaError, ReplicaError
-from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.errors import NoReplicaError
 from vllm_omni_plugin.orchestrator.handover import HandoverClosedError, HandoverQueue
 from vllm_omni_plugin.orchestrator.messages import CallReplicas, Explain, Membership, RpcMessage
-from vllm_omni_plugin.orchestrator.rest_state import Call
-from vllm_omni_plugin.orchestrator.shared_state import SharedState
+from vllm_omni_plugin.orchestrator.stage_calls import StageCalls
 from vllm_omni_plugin.orchestrator.stage_pool import PoolMember, StagePool
 from vllm_omni_plugin.replicas.stage_client import StageClient
-
-logger = init_logger(__name__)
 
 _CACHE_CALLS = frozenset({"reset_mm_cache", "reset_encoder_cache", "reset_prefix_cache"})
 """Done where there is no replica: one that comes later comes with empty caches."""
@@ -26,15 +21,11 @@ class FanOut:
 
     Args:
         stage_pools: the pools whose replicas are called, those that are held back too.
-        distrust: called with a replica that failed a call which another one took, and the reason.
+        distrust: called with a replica that failed a call which another one of its stage took, and the reason.
     """
 
     def __init__(self, stage_pools: Sequence[StagePool], distrust: Callable[[PoolMember, str], None]) -> None:
-        self._pools = stage_pools
-        self._distrust = distrust
-        self._shared = SharedState()
-        # What each replica that is attaching has yet to be told.
-        self._joiners: dict[StageClient, deque[Call]] = {}
+        self._stages = tuple(StageCalls(pool, distrust) for pool in stage_pools)
 
     async def serve(
         self, queue: HandoverQueue[RpcMessage], on_membership: Callable[[Membership | Explain], None]
@@ -62,35 +53,19 @@ class FanOut:
                 task.cancel()
                 reply.cancel()
 
-    async def bring_up_to_date(self, client: StageClient) -> None:
-        """Tell a replica that attaches what the others have been told. When this returns, nothing was missed.
+    async def bring_up_to_date(self, stage_id: int, client: StageClient) -> None:
+        """Tell a replica that attaches what the others of its stage were told. When this returns, nothing was missed.
 
         The caller must let the replica serve without awaiting anything in between.
 
         Raises:
             ReplicaError: the replica refused, or no calls can give it the state of the others.
         """
-        refusals = self._shared.refusals
-        backlog = self._joiners[client] = deque(self._shared.replay())
-        try:
-            self._require_replayable()
-            while backlog:
-                method, args = backlog.popleft()
-                await client.call(method, *args)
-                self._require_replayable()
-        finally:
-            del self._joiners[client]
-        if self._shared.refusals != refusals:
-            # It may have taken what the others did not, and there is no call that undoes another.
-            raise ReplicaError("it cannot be brought up to date: a call was refused by the others meanwhile")
-
-    def _require_replayable(self) -> None:
-        if self._shared.unreplayable is not None:
-            raise ReplicaError(f"it cannot be brought up to date: {self._shared.unreplayable}")
+        await self._stages[stage_id].bring_up_to_date(client)
 
     async def _serve_call(self, message: CallReplicas) -> None:
         try:
-            results = await self._call(message.method, message.args)
+            results = await self._call(message)
         except Exception as error:
             if message.reply.set_running_or_notify_cancel():
                 message.reply.set_exception(error)
@@ -98,56 +73,26 @@ class FanOut:
             if message.reply.set_running_or_notify_cancel():
                 message.reply.set_result(results)
 
-    async def _call(self, method: str, args: tuple[Any, ...]) -> list[Any]:
-        members = [member for pool in self._pools for member in pool.members if member.client is not None]
-        if not members and method in _CACHE_CALLS:
-            return []
-        if not members:
+    async def _call(self, message: CallReplicas) -> list[Any]:
+        method, args = message.method, message.args
+        stages = self._stages if message.stages is None else [self._stages[stage_id] for stage_id in message.stages]
+        if not any(stage.members for stage in stages):
+            if method in _CACHE_CALLS:
+                return []
             raise NoReplicaError(f"No replica can take the call {method} right now. Please try again later.")
-        # Recorded in the same step as the targets are chosen: a joiner either is among them or replays the record.
-        settle = self._record(method, args)
+        calls = [(stage, stage.begin(method, args)) for stage in stages]
         try:
-            answers = await asyncio.gather(*(self._call_one(member, method, args) for member in members))
+            await asyncio.gather(*(stage.send(call) for stage, call in calls))
         except BaseException:
-            settle(False)
+            for _, call in calls:
+                call.settle(False)
             raise
-        errors = [answer for answer in answers if isinstance(answer, ReplicaError)]
-        settle(len(errors) < len(members))
-        if len(errors) == len(members):
-            raise errors[0]
-        for member, answer in zip(members, answers, strict=True):
-            if isinstance(answer, ReplicaError):
-                logger.error("Replica %d failed the call %s: %s", member.replica_id, method, answer)
-                self._distrust(member, f"it failed the call {method}, which others took")
-        return [answer for answer in answers if not isinstance(answer, ReplicaError)]
-
-    def _record(self, method: str, args: tuple[Any, ...]) -> Callable[[bool], None]:
-        if self._shared.leaves_state(method, args):
-            for backlog in self._joiners.values():
-                backlog.append((method, args))
-        return self._shared.record(method, args)
-
-    async def _call_one(self, member: PoolMember, method: str, args: tuple[Any, ...]) -> Any:
-        try:
-            assert member.client is not None
-            result = await member.client.call(method, *args)
-        except ReplicaError as error:
-            return error
-        if _clears_prefix_cache(method, args, result):
-            self._pools[member.stage_id].cache_cleared(member)
-        return result
-
-
-def _clears_prefix_cache(method: str, args: tuple[Any, ...], result: Any) -> bool:
-    """Whether an engine that took a call has dropped its prefix cache. Its own report of that waits for its next step.
-
-    What is not given is vLLM's default: the cache is cleared.
-    """
-    match method:
-        case "reset_prefix_cache":
-            return bool(result)
-        case "pause_scheduler":
-            return len(args) < 2 or bool(args[1])
-        case "sleep":
-            return not args or bool(args[0] >= 1)
-    return False
+        results = [result for _, call in calls for result in call.results]
+        for stage, call in calls:
+            # A stage without replicas goes with the others: what they have taken, its first replica is told.
+            call.settle(bool(call.results if call.members else results))
+            stage.distrust_the_failed(call)
+        for _, call in calls:
+            if call.refused:
+                raise call.answers[0]
+        return results

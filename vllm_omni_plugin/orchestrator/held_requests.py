@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Iterator
 
-from vllm_omni_plugin.orchestrator.request_state import OrchestratorRequestState
+from vllm_omni_plugin.orchestrator.stage_run import StageRun
 
 MAX_HELD_REQUESTS = 4096
 """Requests that may wait at once. Those beyond are refused at once: after a gap they would only be late."""
@@ -18,33 +18,31 @@ class HeldRequests:
         on_expired: called on the loop with each request that has waited in vain and has left the line.
     """
 
-    def __init__(
-        self, wait: float, clock: Callable[[], float], on_expired: Callable[[OrchestratorRequestState], None]
-    ) -> None:
+    def __init__(self, wait: float, clock: Callable[[], float], on_expired: Callable[[StageRun], None]) -> None:
         self.wait = wait
         self._clock = clock
         self._on_expired = on_expired
         # In order of arrival and so of their deadlines.
-        self._line: dict[str, OrchestratorRequestState] = {}
+        self._line: dict[str, StageRun] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
         return len(self._line)
 
-    def hold(self, state: OrchestratorRequestState) -> bool:
+    def hold(self, run: StageRun) -> bool:
         """Put a request at the end of the line. Returns False if it may not wait."""
         if self.wait <= 0 or len(self._line) >= MAX_HELD_REQUESTS:
             return False
-        state.waits_since = self._clock()
-        self._line[state.request_id] = state
+        run.waits_since = self._clock()
+        self._line[run.request_id] = run
         self._set_timer()
         return True
 
-    def remove(self, state: OrchestratorRequestState) -> bool:
+    def remove(self, run: StageRun) -> bool:
         """A request no longer waits. Returns whether it did."""
-        return self._line.pop(state.request_id, None) is not None
+        return self._line.pop(run.request_id, None) is not None
 
-    def take(self) -> OrchestratorRequestState | None:
+    def take(self) -> StageRun | None:
         """Remove and return the first in the line, None if there is nobody."""
         first = next(iter(self._line), None)
         return None if first is None else self._line.pop(first)
@@ -63,14 +61,14 @@ class HeldRequests:
 
     def _expire(self) -> None:
         self._timer = None
-        for state in list(self._overdue()):
-            self.remove(state)
-            self._on_expired(state)
+        for run in list(self._overdue()):
+            self.remove(run)
+            self._on_expired(run)
         self._set_timer()
 
-    def _overdue(self) -> Iterator[OrchestratorRequestState]:
+    def _overdue(self) -> Iterator[StageRun]:
         now = self._clock()
-        for state in self._line.values():
-            if state.waits_since + self.wait > now:
+        for run in self._line.values():
+            if run.waits_since + self.wait > now:
                 return
-            yield state
+            yield run

@@ -65,10 +65,9 @@ class LocalReplicas:
             async with asyncio.TaskGroup() as tasks:
                 starts = [tasks.create_task(self._bring_up(member)) for member in self._members]
         except ExceptionGroup as errors:
-            raise errors.exceptions[0] from errors
+            raise self._named(errors.exceptions[0]) from errors
         self._keepers = [
-            asyncio.create_task(self._keep(member), name=f"omni-replica-{member.replica_id}")
-            for member in self._members
+            asyncio.create_task(self._keep(member), name=f"omni-replica-{member.name}") for member in self._members
         ]
         return [start.result().ready_response for start in starts]
 
@@ -79,7 +78,7 @@ class LocalReplicas:
         if member.client is not None:
             self._orchestrator.replica_lost(member, "it was removed")
         self._orchestrator.replica_left(member)
-        leaving = asyncio.create_task(self._retire(member, keeper), name=f"omni-leave-{member.replica_id}")
+        leaving = asyncio.create_task(self._retire(member, keeper), name=f"omni-leave-{member.name}")
         self._leaving.add(leaving)
         leaving.add_done_callback(self._leaving.discard)
 
@@ -93,6 +92,12 @@ class LocalReplicas:
         await asyncio.gather(*(replica.close(self._executor, timeout) for replica in running), return_exceptions=True)
         self._executor.shutdown(wait=False)
 
+    def _named(self, error: Exception) -> Exception:
+        """The error of a start, with its stage where there are several."""
+        if self._orchestrator.num_stages == 1 or not isinstance(error, ReplicaError):
+            return error
+        return ReplicaError(f"stage {self._pool.stage_id}: {error}")
+
     async def _bring_up(self, member: PoolMember) -> LocalReplica:
         """Start a replica, tell it what the others were told, and let it serve."""
         died = self._died[member.replica_id] = asyncio.Event()
@@ -103,11 +108,12 @@ class LocalReplicas:
             member.replica_id,
             partial(self._orchestrator.outputs_received, member),
             partial(self._on_dead, member, died),
+            member.stage_id,
         )
         self._running[member.replica_id] = replica
-        await self._orchestrator.fan_out.bring_up_to_date(replica.client)
+        await self._orchestrator.fan_out.bring_up_to_date(member.stage_id, replica.client)
         if died.is_set():
-            raise ReplicaError(f"replica {member.replica_id} died as soon as it was ready")
+            raise ReplicaError(f"replica {member.name} died as soon as it was ready")
         self._orchestrator.replica_serves(
             member, replica.client, replica.input_addr, replica.output_addr, replica.ready_response
         )

@@ -8,6 +8,7 @@ from vllm_omni_plugin.balancing import Task
 from vllm_omni_plugin.balancing.decision import Decision
 from vllm_omni_plugin.balancing.load import ReplicaLoad
 from vllm_omni_plugin.coordinator import ReplicaInfo
+from vllm_omni_plugin.orchestrator.pipeline_call import PipelineCall
 
 Receipt = list[tuple[str, Decision]]
 """Where a request went, as `<stage>.<replica>`, and why: one entry for each dispatch until an answer begins."""
@@ -21,18 +22,26 @@ class SubmitRequest:
         request: vLLM's `EngineCoreRequest`; the orchestrator reads it and never changes it.
         submitted_at: monotonic seconds at which the client handed it over.
         receipt: the orchestrator's thread appends to it; None if nobody asks.
+        call: what the client wants of a pipeline; None for a request that says nothing of one.
     """
 
     request: Any
     submitted_at: float
     receipt: Receipt | None = None
+    call: PipelineCall | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class AbortRequests:
-    """The client no longer wants these requests; nothing more is delivered for them."""
+    """The client no longer wants these requests; nothing more is delivered for them.
+
+    Attributes:
+        whole: with everything that a pipeline does for them. Otherwise, of a request with a `PipelineCall`, only what
+            answers through vLLM's server, which aborts what it ends at a stop string, too.
+    """
 
     request_ids: tuple[str, ...]
+    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +79,19 @@ class ReplicaLeft:
 
 @dataclass(frozen=True, slots=True)
 class CallReplicas:
-    """A utility call for every replica of every stage.
+    """A utility call for every replica of some stages.
 
     Attributes:
         method: method of vLLM's engine core.
         args: its positional arguments, plain data or structs that vLLM's encoder knows.
-        reply: receives a list of results, one per replica that answered in replica order, or the error.
+        reply: receives a list of results, one per replica that answered, in order of stages and replicas, or the error.
+        stages: the stages, in order; None: all.
     """
 
     method: str
     args: tuple[Any, ...]
     reply: "Future[list[Any]]"
+    stages: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ class OrchestratorMetrics:
     Attributes:
         queue_time: seconds between the hand-over of a request and its first dispatch.
         hold_time: seconds that requests waited because no replica served, each time they had to.
-        held: requests that wait for that reason now.
+        held_by_stage: requests that wait for that reason now, by stage.
         moves_by_way: requests sent again to another replica because theirs was lost, by how they went on there.
         swallowed_tokens: tokens that replays repeated and nobody got a second time.
         diverged: replays that did not repeat what had been delivered; these are among `lost`.
@@ -43,6 +43,8 @@ class OrchestratorMetrics:
         matched_tokens: prompt tokens that policies expected to be cached where they sent them, of the attempts whose
             engine said how many were.
         cached_tokens: prompt tokens that these engines said they had cached.
+        stage_seconds: what requests spent in stages of a pipeline, by the stage's name and part: `transfer`, `queue`,
+            `first_output`, `run`; see `OrchestratorRequestState.pipeline_timings`.
         waiting: requests that wait at the HTTP door for that reason now. It and `turned_away` are written by AsyncLLM's
             thread, all else by ours.
     """
@@ -50,7 +52,7 @@ class OrchestratorMetrics:
     def __init__(self) -> None:
         self.queue_time = Histogram(QUEUE_TIME_BUCKETS_S)
         self.hold_time = Histogram(QUEUE_TIME_BUCKETS_S)
-        self.held = 0
+        self.held_by_stage: dict[int, int] = {}
         self.moves_by_way = dict.fromkeys((Move.RESTART, Move.RESUME, Move.REPLAY), 0)
         self.swallowed_tokens = 0
         self.diverged = 0
@@ -61,6 +63,7 @@ class OrchestratorMetrics:
         self.fallbacks: dict[tuple[int, str, str], int] = {}
         self.matched_tokens = 0
         self.cached_tokens = 0
+        self.stage_seconds: dict[tuple[str, str], Histogram] = {}
         self.waiting = 0
 
     def decided(self, stage_id: int, policy: str, decision: Decision) -> None:
@@ -69,11 +72,25 @@ class OrchestratorMetrics:
         if decision.fallback:
             _count(self.fallbacks, (stage_id, policy, decision.fallback))
 
+    def spent(self, stage: str, part: str, seconds: float) -> None:
+        """Count what a request has spent in one part of a stage."""
+        histogram = self.stage_seconds.get((stage, part))
+        if histogram is None:
+            # Replaced and not changed, so that other threads may go through it.
+            histogram = Histogram(QUEUE_TIME_BUCKETS_S)
+            self.stage_seconds = {**self.stage_seconds, (stage, part): histogram}
+        histogram.observe(seconds)
+
     def began(self, decision: Decision, cached_tokens: int | None) -> None:
         """Count what a first output says of a decision."""
         if cached_tokens is not None:
             self.matched_tokens += decision.matched_tokens
             self.cached_tokens += cached_tokens
+
+    @property
+    def held(self) -> int:
+        """Requests that wait for a replica now, whatever their stage."""
+        return sum(self.held_by_stage.values())
 
     @property
     def moves(self) -> int:

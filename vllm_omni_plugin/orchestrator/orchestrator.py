@@ -1,12 +1,15 @@
 """The orchestrator: takes requests from AsyncLLM, gives each to a replica, brings the outputs back."""
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.orchestrator.conductor import Conductor
 from vllm_omni_plugin.orchestrator.dispatcher import Dispatcher
+from vllm_omni_plugin.orchestrator.engine_index import engine_index
 from vllm_omni_plugin.orchestrator.fan_out import FanOut
 from vllm_omni_plugin.orchestrator.handover import HandoverClosedError, HandoverQueue
 from vllm_omni_plugin.orchestrator.membership import RemoteKeeper, ReplicaKeeper, change_membership, explain
@@ -23,9 +26,14 @@ from vllm_omni_plugin.orchestrator.messages import (
 )
 from vllm_omni_plugin.orchestrator.metrics import OrchestratorMetrics
 from vllm_omni_plugin.orchestrator.output_gate import OutputGate
+from vllm_omni_plugin.orchestrator.preparation import Preparation
 from vllm_omni_plugin.orchestrator.request_api import RequestApi
 from vllm_omni_plugin.orchestrator.request_state import OrchestratorRequestState
+from vllm_omni_plugin.orchestrator.requests import Requests
+from vllm_omni_plugin.orchestrator.single_stage import SingleStage
+from vllm_omni_plugin.orchestrator.stage_api import StageApi
 from vllm_omni_plugin.orchestrator.stage_pool import PoolMember, StagePool
+from vllm_omni_plugin.pipeline import Modality, Pipeline
 from vllm_omni_plugin.replicas.stage_client import StageClient
 
 logger = init_logger(__name__)
@@ -40,11 +48,13 @@ class Orchestrator:
     """Owns the requests and the pools. Everything but the queues belongs to the loop that runs `run`.
 
     Args:
-        stage_pools: one pool per stage.
-        api: see `RequestApi`.
-        migration_limit: moves a request may make.
+        stage_pools: one pool per stage, by stage id.
+        api: see `RequestApi`; with a pipeline, a `StageApi` for each stage.
+        migration_limit: moves a request may make, in each stage.
         clock: monotonic seconds.
         replica_wait: seconds that a request waits while no replica serves.
+        pipeline: the stages; None: there is one, which answers everything.
+        prompt_text: the text of a client's request, for the transforms of a pipeline.
 
     Attributes:
         request_async_queue: `SubmitRequest` and `AbortRequests`, in order.
@@ -54,20 +64,22 @@ class Orchestrator:
         remote_replicas: keeps those of other processes; None in a head that nobody can join.
         on_serving: called on the loop after every step that lets a replica take requests.
         stage_pools: the pools; their `members` and `serving` may be read from any thread.
-        async_chunk: whether a stage may start on parts of its input. With one stage there is nothing to overlap.
+        needed_pools: those that must serve for a plain request to be answered.
+        async_chunk: whether a stage may start on parts of its input.
     """
-
-    async_chunk = False
 
     def __init__(
         self,
         stage_pools: list[StagePool],
-        api: RequestApi,
+        api: RequestApi | Sequence[StageApi],
         migration_limit: int,
         clock: Callable[[], float],
         replica_wait: float = 60.0,
+        pipeline: Pipeline | None = None,
+        prompt_text: Callable[[Any], str] = lambda request: "",
     ) -> None:
         self.stage_pools = stage_pools
+        self.async_chunk = pipeline is not None and any(stage.async_chunk for stage in pipeline.stages)
         self.request_async_queue: HandoverQueue[SubmitRequest | AbortRequests] = HandoverQueue(MAX_QUEUED_REQUESTS)
         self.output_async_queue: HandoverQueue[Any] = HandoverQueue(MAX_QUEUED_OUTPUTS)
         self.rpc_async_queue: HandoverQueue[RpcMessage] = HandoverQueue(MAX_QUEUED_REQUESTS)
@@ -76,19 +88,23 @@ class Orchestrator:
         self.local_replicas: ReplicaKeeper | None = None
         self.remote_replicas: RemoteKeeper | None = None
         self.on_serving: Callable[[], None] = lambda: None
-        self._api = api
         self._clock = clock
         self._gate = OutputGate(self.output_async_queue, stage_pools)
-        self._dispatcher = Dispatcher(
-            stage_pools[0], api, migration_limit, replica_wait, clock, self.metrics, self._gate.put
-        )
-        for pool in stage_pools:
-            pool.on_serving = self._replica_began_to_serve
+        self._limits = _Limits(migration_limit, replica_wait)
+        self.needed_pools = stage_pools
+        if pipeline is None:
+            self._apis: Sequence[RequestApi] = [cast(RequestApi, api)]
+            self._requests: Requests = self._single_stage()
+        else:
+            self._apis = cast(Sequence[StageApi], api)
+            self._requests = self._conductor(pipeline, cast(Sequence[StageApi], api), prompt_text)
+        for pool, dispatcher in zip(stage_pools, self._dispatchers, strict=True):
+            pool.on_serving = partial(self._replica_began_to_serve, dispatcher)
 
     @property
-    def request_states(self) -> dict[str, OrchestratorRequestState]:
+    def request_states(self) -> Mapping[str, OrchestratorRequestState]:
         """Unfinished requests by the client's id."""
-        return self._dispatcher.states
+        return self._requests.states
 
     @property
     def num_stages(self) -> int:
@@ -97,8 +113,8 @@ class Orchestrator:
 
     @property
     def can_serve(self) -> bool:
-        """Whether every stage has a replica that takes requests. Safe to read from any thread."""
-        return all(pool.serving for pool in self.stage_pools)
+        """Whether every stage that requests need has a replica that takes them. Safe to read from any thread."""
+        return all(pool.serving for pool in self.needed_pools)
 
     async def run(self) -> None:
         """Serve the queues until they are closed. Sleeps while nothing comes."""
@@ -108,7 +124,9 @@ class Orchestrator:
                 tasks.create_task(self.fan_out.serve(self.rpc_async_queue, self._change_membership), name="omni-calls")
         finally:
             self._gate.close()
-            self._dispatcher.close()
+            self._requests.close()
+            for dispatcher in self._dispatchers:
+                dispatcher.close()
 
     def close_queues(self) -> None:
         """End `run` and release everybody who waits on a queue. Idempotent, from any thread."""
@@ -120,10 +138,17 @@ class Orchestrator:
 
     def outputs_received(self, member: PoolMember, outputs: Any) -> None:
         """Outputs came from a replica: release what finished, restore the client's ids, hand them over."""
-        kept = [output for output in outputs.outputs if self._dispatcher.accept(member, output)]
-        self.stage_pools[member.stage_id].settle(member, self._api.load_report(outputs))
+        stage_id = member.stage_id
+        dispatcher, take = self._dispatchers[stage_id], self._requests.take
+        kept = [
+            answer
+            for output in outputs.outputs
+            if (run := dispatcher.accept(member, output)) is not None
+            and (answer := take(stage_id, run, output)) is not None
+        ]
+        self.stage_pools[stage_id].settle(member, self._apis[stage_id].load_report(outputs))
         outputs.outputs = kept
-        outputs.engine_index = member.replica_id
+        outputs.engine_index = engine_index(stage_id, member.replica_id)
         if kept or outputs.scheduler_stats is not None:
             self._gate.put(outputs)
 
@@ -140,7 +165,7 @@ class Orchestrator:
             ready_response: what its engine said of itself when it was ready.
         """
         member.changed_at = self._clock()
-        cache = self._api.cache_size(ready_response)
+        cache = self._apis[member.stage_id].cache_size(ready_response)
         self.stage_pools[member.stage_id].serve(member, client, input_addr, output_addr, cache)
 
     def replica_lost(self, member: PoolMember, reason: str, status: ReplicaStatus = ReplicaStatus.DOWN) -> None:
@@ -155,8 +180,9 @@ class Orchestrator:
             reason,
             len(orphans),
         )
-        self._dispatcher.move(orphans, member, reason)
-        self._gate.put(self._api.idle_report(member.replica_id))
+        self._dispatchers[member.stage_id].move(orphans, member, reason)
+        index = engine_index(member.stage_id, member.replica_id)
+        self._gate.put(self._apis[member.stage_id].idle_report(index))
 
     def replica_joined(self, member: PoolMember, ready_response: bytes) -> None:
         """A replica that was not there at the start is about to serve: tell AsyncLLM's side."""
@@ -174,8 +200,38 @@ class Orchestrator:
             self.replica_lost(member, reason, ReplicaStatus.ERROR)
             client.mark_dead(reason)
 
-    def _replica_began_to_serve(self) -> None:
-        self._dispatcher.replica_serves()
+    def _single_stage(self) -> Requests:
+        requests = SingleStage(self._apis[0], self._gate.put)
+        requests.dispatcher = self._dispatcher(self.stage_pools[0], requests, self._limits)
+        self._dispatchers = [requests.dispatcher]
+        return requests
+
+    def _conductor(self, pipeline: Pipeline, apis: Sequence[StageApi], prompt_text: Callable[[Any], str]) -> Requests:
+        preparation = Preparation(pipeline, apis, prompt_text)
+        requests = Conductor(pipeline, apis, preparation, self._gate.put, self.metrics, self._clock)
+        prefills = {stage.id for stage in pipeline.stages if stage.output is Modality.KV_CACHE}
+        # A prefill that cannot be done at once is left to the stage behind it.
+        requests.dispatchers = self._dispatchers = [
+            self._dispatcher(pool, requests, _Limits(0, 0.0) if pool.stage_id in prefills else self._limits)
+            for pool in self.stage_pools
+        ]
+        needed = {stage.id for stage in pipeline.needed_for(pipeline.default_modalities)} - prefills
+        self.needed_pools = [pool for pool in self.stage_pools if pool.stage_id in needed]
+        return requests
+
+    def _dispatcher(self, pool: StagePool, requests: Requests, limits: "_Limits") -> Dispatcher:
+        return Dispatcher(
+            pool,
+            self._apis[pool.stage_id],
+            limits.migration_limit,
+            limits.replica_wait,
+            self._clock,
+            self.metrics,
+            requests,
+        )
+
+    def _replica_began_to_serve(self, dispatcher: Dispatcher) -> None:
+        dispatcher.replica_serves()
         self.on_serving()
 
     def _change_membership(self, message: Membership | Explain) -> None:
@@ -192,6 +248,11 @@ class Orchestrator:
                 return
             for message in batch:
                 if isinstance(message, SubmitRequest):
-                    self._dispatcher.submit(message)
+                    self._requests.submit(message)
                 else:
-                    self._dispatcher.abort(message.request_ids)
+                    self._requests.abort(message.request_ids, message.whole)
+
+
+class _Limits(NamedTuple):
+    migration_limit: int
+    replica_wait: float

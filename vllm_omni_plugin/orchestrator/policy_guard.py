@@ -118,9 +118,10 @@ def _flaw(decision: object, replicas: int) -> str:
     """What of a decision would break those who carry it out, count it or show it; "" if nothing."""
     if not isinstance(decision, Decision):
         return f"answered {decision!r}, which is no Decision"
-    position, reason, _, fallback, matched_tokens = decision
-    if not 0 <= index(position) < replicas:
-        return f"chose {position!r} of {replicas} replicas"
-    if not (isinstance(reason, str) and isinstance(fallback, str) and index(matched_tokens) >= 0):
+    if not 0 <= index(decision.position) < replicas:
+        return f"chose {decision.position!r} of {replicas} replicas"
+    if not (
+        isinstance(decision.reason, str) and isinstance(decision.fallback, str) and index(decision.matched_tokens) >= 0
+    ):
         return f"answered {decision!r}, whose fields cannot be used"
     return ""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from vllm_omni_plugin.balancing.load import ReplicaLoad
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.orchestrator.charges import Account
-from vllm_omni_plugin.orchestrator.request_state import OrchestratorRequestState
+from vllm_omni_plugin.orchestrator.stage_run import StageRun
 from vllm_omni_plugin.replicas.stage_client import StageClient
 
 
@@ -32,7 +32,7 @@ class PoolMember:
     output_addr: str = ""
     status: ReplicaStatus = ReplicaStatus.DOWN
     client: StageClient | None = None
-    in_flight: dict[str, OrchestratorRequestState] = field(default_factory=dict)
+    in_flight: dict[str, StageRun] = field(default_factory=dict)
     account: Account = field(default_factory=Account)
     load: ReplicaLoad = field(default_factory=ReplicaLoad)
     dispatched: int = 0

@@ -36,7 +36,7 @@ class RemoteReplicas:
 
     Args:
         orchestrator: gets their outputs and learns of their losses.
-        codec: see `StageClient`.
+        codecs: see `StageClient`; by stage.
         fingerprints: this head's configuration by stage, see `vllm_api.fingerprint`.
         heartbeat_interval: seconds between signs of life to each replica's server.
         heartbeat_timeout: seconds without one of the server's after which it is lost.
@@ -49,7 +49,7 @@ class RemoteReplicas:
     def __init__(
         self,
         orchestrator: Orchestrator,
-        codec: Codec,
+        codecs: Mapping[int, Codec],
         fingerprints: Mapping[int, Mapping[str, str]],
         *,
         heartbeat_interval: float,
@@ -64,7 +64,7 @@ class RemoteReplicas:
         self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         self._settings = AttachSettings(
             context=self._context,
-            codec=codec,
+            codecs=codecs,
             head_id=f"{socket.gethostname()}-{uuid.uuid4().hex}",
             fingerprints=fingerprints,
             heartbeat_interval=heartbeat_interval,
@@ -119,9 +119,7 @@ class RemoteReplicas:
         key, keeper = next((key, keeper) for key, keeper in self._keepers.items() if keeper.member is member)
         replica = keeper.attached
         if replica is None:
-            raise ReplicaError(
-                f"replica {member.replica_id} is not attached at this moment and cannot be told to leave"
-            )
+            raise ReplicaError(f"replica {member.name} is not attached at this moment and cannot be told to leave")
         replica.leave()
         self._dismissed[key] = keeper.info.incarnation
         del self._keepers[key]

@@ -40,5 +40,11 @@ class RequestApi(Protocol):
     def fit(self, output: Any, swallow: int) -> None:
         """Make a moved request's first output one in the middle: without its first tokens and what is told once."""
 
+    def end(self, request_id: str) -> Any:
+        """Outputs that end a request of which nothing is to come."""
+
+    def restate_cached(self, output: Any, cached_tokens: int) -> None:
+        """Let a first output say that so many of the prompt's tokens were cached."""
+
     def missing_end(self, request: Any, produced: Sequence[int], engine_index: int) -> Any | None:
         """Outputs that end a request whose tokens have all been delivered; None while some are to come."""

@@ -1,121 +1,47 @@
-"""The life of one request in the orchestrator, as a state machine whose transitions do no I/O."""
+"""A request on its way through the stages of a pipeline."""
 
-from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, Final
 
-from vllm_omni_plugin.balancing import Task
-from vllm_omni_plugin.balancing.decision import Decision
-from vllm_omni_plugin.errors import NoReplicaError, OmniError, RequestLostError
-from vllm_omni_plugin.orchestrator.charges import Charge
-from vllm_omni_plugin.orchestrator.messages import Receipt
-from vllm_omni_plugin.vllm_api.move import Move
-
-
-class RequestPhase(Enum):
-    """Where a request is."""
-
-    QUEUED = "queued"
-    """Accepted, with no replica yet."""
-    DISPATCHED = "dispatched"
-    """Sent to a replica that has not answered."""
-    STREAMING = "streaming"
-    """The current replica's output goes to the client."""
-    MOVING = "moving"
-    """Its replica was lost, and it has no other one yet."""
-    FINISHED = "finished"
-    """Ended in any way; nothing more may be delivered."""
-
-
-@dataclass(frozen=True, slots=True)
-class Redispatch:
-    """Action: send the request to another replica.
-
-    Attributes:
-        move: how it goes on there.
-    """
-
-    move: Move
-
-
-@dataclass(frozen=True, slots=True)
-class Fail:
-    """Action: end the request with this error."""
-
-    error: OmniError
-
-
-Action = Redispatch | Fail
-
-
-@dataclass(slots=True, eq=False)
-class StreamingInputState:
-    """A session whose prompt arrives in chunks, each answered by a turn of output.
-
-    The engine keeps the session between its turns, and ends it after the last turn once the input is closed.
-
-    Attributes:
-        open_turns: chunks submitted whose turn has not finished.
-        input_closed: the client has sent its last chunk.
-        unsent: chunks that came while the session waited for a replica.
-    """
-
-    open_turns: int = 1
-    input_closed: bool = False
-    unsent: list[Any] = field(default_factory=list)
-
-    @property
-    def over(self) -> bool:
-        """Whether the engine has nothing more to say in this session."""
-        return self.input_closed and self.open_turns == 0
-
-    def take_unsent(self) -> list[Any]:
-        """Remove and return what waits to be sent."""
-        chunks, self.unsent = self.unsent, []
-        return chunks
+from vllm_omni_plugin.orchestrator.journey import Journey
+from vllm_omni_plugin.orchestrator.pipeline_call import PipelineCall
+from vllm_omni_plugin.orchestrator.stage_run import StageRun, StreamingInputState
 
 
 @dataclass(slots=True, eq=False)
 class OrchestratorRequestState:
-    """One request from acceptance to its end.
+    """One request from acceptance until every stage that it needs has ended.
 
     Attributes:
         request: vLLM's `EngineCoreRequest` as the client submitted it.
         submitted_at: monotonic seconds of the hand-over.
-        phase: see `RequestPhase`; changed by the methods below only.
-        replica_id: the replica of the current attempt, or None.
-        engine_request_id: the id of the current attempt on its engine, new for every attempt.
-        attempts: how often the request was dispatched.
-        streaming: state of a streaming-input session, or None for an ordinary request.
-        produced: tokens delivered so far, over all attempts.
-        move: how the current attempt continues the ones before it.
-        joining: whether the current attempt has yet to reach the end of what was delivered.
-        waits_since: monotonic seconds at which the request began to wait for a replica that serves.
-        task: what the policy was told of the last attempt, None before there was one.
-        decision: why it went where it went.
-        charge: what the current attempt weighs on its replica, None while there is none.
-        receipt: see `SubmitRequest`.
+        final_stage_id: the stage that answers through vLLM's server; None if what the client wants does not come from
+            there.
+        final_output_stage_ids: stages whose output the client wants.
+        finished_final_output_stage_ids: those of them that have ended.
+        sampling_params_list: sampling parameters of the request, by stage id; {} where it has none for a stage.
+        stage_submit_ts: monotonic seconds at which each stage was given its first input, by stage id.
+        pipeline_timings: seconds by stage name: `transfer` in transforms and building inputs, `queue` until dispatch,
+            `first_output` from dispatch to the first output, `run` from dispatch to the end.
+        mm_features: processed multimodal inputs of the prompt, as vLLM leaves them.
+        call: what the client wants of a pipeline; None for a plain request.
+        runs: what stages do for it, by stage id; one for each that has begun.
+        journey: its way through a pipeline; None without one.
     """
 
     request: Any
     submitted_at: float
-    phase: RequestPhase = RequestPhase.QUEUED
-    replica_id: int | None = None
-    engine_request_id: str = ""
-    attempts: int = 0
-    streaming: StreamingInputState | None = None
-    produced: "array[int]" = field(default_factory=lambda: array("q"))
-    move: Move = Move.RESTART
-    joining: bool = False
-    waits_since: float = 0.0
-    task: Task | None = None
-    decision: Decision | None = None
-    charge: Charge | None = None
-    receipt: Receipt | None = None
-    _to_swallow: int = field(default=0, init=False)
-    _loss: str = field(default="", init=False)
+    final_stage_id: int | None = 0
+    final_output_stage_ids: frozenset[int] = frozenset((0,))
+    finished_final_output_stage_ids: set[int] = field(default_factory=set)
+    sampling_params_list: tuple[Mapping[str, Any], ...] = ()
+    stage_submit_ts: dict[int, float] = field(default_factory=dict)
+    pipeline_timings: dict[str, dict[str, float]] = field(default_factory=dict)
+    mm_features: Any = None
+    call: PipelineCall | None = None
+    runs: dict[int, StageRun] = field(default_factory=dict)
+    journey: Journey | None = None
 
     @property
     def request_id(self) -> str:
@@ -124,119 +50,12 @@ class OrchestratorRequestState:
         return request_id
 
     @property
+    def streaming(self) -> StreamingInputState | None:
+        """State of a streaming-input session, None for an ordinary request."""
+        first = next(iter(self.runs.values()), None)
+        return first.streaming if first is not None else None
+
+    @property
     def finished(self) -> bool:
-        """Whether the request has ended."""
-        return self.phase is RequestPhase.FINISHED
-
-    def dispatch(self, replica_id: int, engine_request_id: str) -> None:
-        """Bind the next attempt to a replica, before anything is sent."""
-        self._require(RequestPhase.QUEUED, RequestPhase.MOVING)
-        self.phase = RequestPhase.DISPATCHED
-        self.replica_id = replica_id
-        self.engine_request_id = engine_request_id
-        self.attempts += 1
-
-    def join(self, tokens: Sequence[int], finished: bool) -> int:
-        """Output of a moved request came: find where what was delivered ends in it.
-
-        Args:
-            tokens: the output's.
-            finished: whether it is the attempt's last.
-
-        Returns:
-            How many of its tokens the client has already; all of them may be.
-
-        Raises:
-            RequestLostError: the replay differs from what was delivered. The request has ended with this error.
-        """
-        self._require(RequestPhase.DISPATCHED)
-        swallow = min(self._to_swallow, len(tokens))
-        begin = len(self.produced) - self._to_swallow
-        self._to_swallow -= swallow
-        repeats = self.produced[begin : begin + swallow].tolist() == list(tokens[:swallow])
-        if not repeats or (finished and self._to_swallow):
-            self.phase = RequestPhase.FINISHED
-            raise RequestLostError(
-                f"{self._loss}, and the replica that took over did not repeat the part of the answer that had been "
-                "delivered. Please send it again."
-            )
-        self.joining = swallow == len(tokens) and not finished
-        return swallow
-
-    def deliver(self, tokens: Sequence[int], finished: bool, cut_short: bool = False) -> None:
-        """Output of the current attempt goes to the client.
-
-        Args:
-            tokens: the output's.
-            finished: it is the last, or the last of a streaming-input session's turn.
-            cut_short: with `finished`, no turn of the session will follow.
-        """
-        self._require(RequestPhase.DISPATCHED, RequestPhase.STREAMING)
-        self.produced.extend(tokens)
-        if finished and self.streaming is not None and not cut_short:
-            self.streaming.open_turns -= 1
-            finished = self.streaming.over
-        self.phase = RequestPhase.FINISHED if finished else RequestPhase.STREAMING
-
-    def add_chunk(self, resumable: bool) -> None:
-        """A further chunk of a streaming-input session was submitted; one that is not `resumable` closes the input."""
-        assert self.streaming is not None
-        if resumable:
-            self.streaming.open_turns += 1
-        else:
-            self.streaming.input_closed = True
-        if self.streaming.over:
-            self.phase = RequestPhase.FINISHED
-
-    def abort(self) -> None:
-        """The client gave up. Nothing to do if the request has ended."""
-        self.phase = RequestPhase.FINISHED
-
-    def lose_replica(self, reason: str, migration_limit: int, on_delivered: Move) -> Action:
-        """The replica of the current attempt is gone.
-
-        Args:
-            reason: why the replica is gone, for the error.
-            migration_limit: moves a request may make in its life.
-            on_delivered: how this request can go on if part of its answer has been delivered.
-        """
-        self._require(RequestPhase.DISPATCHED, RequestPhase.STREAMING)
-        self._loss = f"Replica {self.replica_id} was lost while it served this request ({reason})"
-        move = on_delivered if self.produced else Move.RESTART
-        error = self._why_not_movable(move, migration_limit)
-        if error is not None:
-            self.phase = RequestPhase.FINISHED
-            return Fail(error)
-        self.phase = RequestPhase.MOVING
-        self.replica_id = None
-        self.engine_request_id = ""
-        self.move = move
-        self.joining = move is not Move.RESTART
-        self._to_swallow = len(self.produced) if move is Move.REPLAY else 0
-        return Redispatch(move)
-
-    def give_up(self, error: NoReplicaError) -> Fail:
-        """No replica can take the request."""
-        self._require(RequestPhase.QUEUED, RequestPhase.MOVING)
-        self.phase = RequestPhase.FINISHED
-        if self.produced:
-            return Fail(RequestLostError(f"{self._loss}, after part of the answer had been delivered. {error}"))
-        return Fail(error)
-
-    def _why_not_movable(self, move: Move, migration_limit: int) -> RequestLostError | None:
-        if self.streaming is not None:
-            return RequestLostError(f"{self._loss}, and a streaming-input session cannot move. Please open it again.")
-        if move is Move.NEVER:
-            return RequestLostError(
-                f"{self._loss}, after part of the answer had been delivered, and its transfer parameters are spent. "
-                "Please send it again."
-            )
-        if self.attempts > migration_limit:
-            return RequestLostError(
-                f"{self._loss}; it had moved {self.attempts - 1} times, the limit of --omni-migration-limit."
-            )
-        return None
-
-    def _require(self, *phases: RequestPhase) -> None:
-        if self.phase not in phases:
-            raise AssertionError(f"request {self.request_id} is {self.phase.value}")
+        """Whether everything that the client wants has been put out."""
+        return self.finished_final_output_stage_ids >= self.final_output_stage_ids

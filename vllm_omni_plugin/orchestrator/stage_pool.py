@@ -17,8 +17,8 @@ from vllm_omni_plugin.orchestrator.idle import IdleWaits
 from vllm_omni_plugin.orchestrator.messages import Explanation
 from vllm_omni_plugin.orchestrator.policy_guard import PolicyGuard
 from vllm_omni_plugin.orchestrator.pool_member import PoolMember
-from vllm_omni_plugin.orchestrator.request_state import OrchestratorRequestState
 from vllm_omni_plugin.orchestrator.roster import Roster, with_member, without_member
+from vllm_omni_plugin.orchestrator.stage_run import StageRun
 from vllm_omni_plugin.replicas.stage_client import StageClient
 from vllm_omni_plugin.vllm_api.facts import CacheSize, LoadReport
 from vllm_omni_plugin.vllm_api.move import Move
@@ -124,7 +124,7 @@ class StagePool:
         self._refresh(member)
         self._enter_service(member)
 
-    def lose(self, member: PoolMember, status: ReplicaStatus) -> list[OrchestratorRequestState]:
+    def lose(self, member: PoolMember, status: ReplicaStatus) -> list[StageRun]:
         """The replica is gone or no longer trusted. Returns the requests that it was charged with, now released."""
         orphans = list(member.in_flight.values())
         for state in orphans:
@@ -201,7 +201,7 @@ class StagePool:
             "Please try again later."
         )
 
-    def charge(self, member: PoolMember, state: OrchestratorRequestState, task: Task, decision: Decision) -> None:
+    def charge(self, member: PoolMember, state: StageRun, task: Task, decision: Decision) -> None:
         """Count an attempt of a request as in flight on a replica, before it is sent there."""
         resumed = len(state.produced) if state.move is Move.RESUME else 0
         charge = state.charge = Charge(task, decision, self._clock(), resumed)
@@ -222,7 +222,7 @@ class StagePool:
             member.account.report(report)
         self._refresh(member)
 
-    def release(self, state: OrchestratorRequestState) -> None:
+    def release(self, state: StageRun) -> None:
         """The request is no longer in flight; nothing to do if it was released before."""
         charge, state.charge = state.charge, None
         member = self._roster.get(state.replica_id) if state.replica_id is not None else None
@@ -247,10 +247,10 @@ class StagePool:
             self._policy.cleared(member)
 
     def _refresh(self, member: PoolMember) -> None:
-        load = member.account.load
-        lengthened = load.requests != member.load.requests
+        load, before = member.account.load, member.load
         member.load = load
-        if lengthened and member.status is ReplicaStatus.UP:
+        changed = load.requests != before.requests or load.prefill_tokens != before.prefill_tokens
+        if changed and member.status is ReplicaStatus.UP:
             self._serving.changed(member)
 
     def _hold(self, member: PoolMember, reasons: frozenset[str]) -> None:

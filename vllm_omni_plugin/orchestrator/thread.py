@@ -10,7 +10,7 @@ import uvloop
 
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.orchestrator.local_replicas import LocalReplicas
+from vllm_omni_plugin.orchestrator.local_stages import LocalStages
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.remote_replicas import RemoteReplicas
 
@@ -25,28 +25,28 @@ class OrchestratorThread:
 
     Args:
         orchestrator: runs on the thread's loop; its queues are the way to it.
-        local_replicas: builds the keeper of this node's replicas, called on the thread's loop.
+        local_stages: builds the keeper of this node's replicas, called on the thread's loop.
         remote_replicas: the same for those of other processes, if there may be any.
     """
 
     def __init__(
         self,
         orchestrator: Orchestrator,
-        local_replicas: Callable[[], LocalReplicas],
+        local_stages: Callable[[], LocalStages],
         remote_replicas: Callable[[], RemoteReplicas] | None = None,
     ) -> None:
         self._orchestrator = orchestrator
-        self._build_local_replicas = local_replicas
+        self._build_local_stages = local_stages
         self._build_remote_replicas = remote_replicas
-        self._started: Future[list[bytes]] = Future()
+        self._started: Future[list[list[bytes]]] = Future()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Future[float | None] | None = None
         self._running = threading.Event()
         self._closing = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="omni-orchestrator", daemon=True)
 
-    def start(self) -> list[bytes]:
-        """Start everything; returns the ready responses of the local engines when all serve. Blocks.
+    def start(self) -> list[list[bytes]]:
+        """Start everything; returns the ready responses of the local engines, by stage, when all serve. Blocks.
 
         Raises:
             ReplicaError: a local engine did not start. Nothing is left running.
@@ -94,14 +94,14 @@ class OrchestratorThread:
         self._loop = asyncio.get_running_loop()
         self._stop = self._loop.create_future()
         self._running.set()
-        local_replicas = self._orchestrator.local_replicas = self._build_local_replicas()
+        local_stages = self._orchestrator.local_replicas = self._build_local_stages()
         remote_replicas = None
         if self._build_remote_replicas is not None:
             remote_replicas = self._orchestrator.remote_replicas = self._build_remote_replicas()
         timeout: float | None = None
         serving = asyncio.create_task(self._orchestrator.run(), name="omni-orchestrator")
         try:
-            if not await self._start(local_replicas):
+            if not await self._start(local_stages):
                 return
             awaited: list[asyncio.Future[Any]] = [self._stop, serving]
             await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
@@ -109,14 +109,14 @@ class OrchestratorThread:
         finally:
             if remote_replicas is not None:
                 await remote_replicas.close()
-            await local_replicas.close(timeout)
+            await local_stages.close(timeout)
             self._orchestrator.close_queues()
             await serving
 
-    async def _start(self, local_replicas: LocalReplicas) -> bool:
+    async def _start(self, local_stages: LocalStages) -> bool:
         """Start the local replicas unless told to stop first. Returns whether they all serve."""
         assert self._stop is not None
-        starting = asyncio.create_task(local_replicas.start(), name="omni-start")
+        starting = asyncio.create_task(local_stages.start(), name="omni-start")
         awaited: list[asyncio.Future[Any]] = [starting, self._stop]
         await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():

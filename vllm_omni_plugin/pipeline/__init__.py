@@ -7,6 +7,7 @@ from vllm_omni_plugin.pipeline.loading import load_pipeline
 from vllm_omni_plugin.pipeline.places import PipelineError
 from vllm_omni_plugin.pipeline.stage import VLLM_ENGINE, Modality, Stage
 from vllm_omni_plugin.pipeline.summary import summary
+from vllm_omni_plugin.pipeline.transfer import StageInput, StageOutput, Transfer, Transform
 
 __all__ = [
     "VLLM_ENGINE",
@@ -15,6 +16,10 @@ __all__ = [
     "Pipeline",
     "PipelineError",
     "Stage",
+    "StageInput",
+    "StageOutput",
+    "Transfer",
+    "Transform",
     "load_pipeline",
     "mermaid",
     "summary",

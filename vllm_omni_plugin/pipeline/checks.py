@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from graphlib import CycleError, TopologicalSorter
 
+from vllm_omni_plugin.pipeline.hand_over import check_hand_over
 from vllm_omni_plugin.pipeline.places import PipelineError
 from vllm_omni_plugin.pipeline.reach import ancestors
 from vllm_omni_plugin.pipeline.stage import Stage
@@ -16,6 +17,8 @@ def check_stages(stages: Sequence[Stage]) -> None:
     _check_inputs(stages)
     _check_acyclic(stages)
     _check_outputs(stages)
+    check_hand_over(stages)
+    _check_entry(stages)
 
 
 def _check_ids(stages: Sequence[Stage]) -> None:
@@ -47,9 +50,6 @@ def _check_inputs(stages: Sequence[Stage]) -> None:
                 suggestion = f" (did you mean {close[0]!r}?)" if close else ""
                 message = f"there is no stage {name!r}{suggestion}: use one of {', '.join(names)}"
                 raise PipelineError(message, ("stages", index, "inputs", position))
-        if stage.async_chunk and not stage.inputs:
-            message = "no stage's chunks reach a stage without inputs"
-            raise PipelineError(message, ("stages", index, "async_chunk"))
 
 
 def _check_acyclic(stages: Sequence[Stage]) -> None:
@@ -73,3 +73,9 @@ def _check_outputs(stages: Sequence[Stage]) -> None:
         if stage.name not in useful:
             message = f"the stage {stage.name!r} reaches no final output: make it final or an input, or leave it out"
             raise PipelineError(message, ("stages", index))
+
+
+def _check_entry(stages: Sequence[Stage]) -> None:
+    if not any(stage.is_vllm and not stage.inputs for stage in stages):
+        message = "every stage without inputs is a Python engine, but it takes vLLM's to read the request's prompt"
+        raise PipelineError(message, ("stages",))

@@ -16,6 +16,8 @@ class BuiltInTransform(StrEnum):
     """The text, tokenised anew by the next model."""
     PROMPT_EMBEDS = "prompt_embeds"
     """The vectors in place of a prompt's embeddings."""
+    KV_TRANSFER = "kv_transfer"
+    """The KV cache of the request's prompt, which engines hand over by a KV connector."""
 
 
 _FITTING = {
@@ -23,6 +25,7 @@ _FITTING = {
     Modality.TOKENS: (BuiltInTransform.TOKENS,),
     Modality.EMBEDDING: (BuiltInTransform.PROMPT_EMBEDS,),
     Modality.LATENT: (BuiltInTransform.PROMPT_EMBEDS,),
+    Modality.KV_CACHE: (BuiltInTransform.KV_TRANSFER,),
 }
 """What can take an output; the first is the default."""
 
@@ -36,10 +39,11 @@ def fitting_transform(stage: Stage, upstream: Sequence[Stage], place: Place) -> 
         place: where the stage is.
 
     Raises:
-        PipelineError: the stage names none and none fits, or it names a built-in one that does not.
+        PipelineError: the stage names none and none fits, or it names one that does not.
     """
     named = stage.transform
-    if named is not None and named not in list(BuiltInTransform):
+    gets_cache = any(up.output is Modality.KV_CACHE for up in upstream)
+    if named is not None and named not in list(BuiltInTransform) and not gets_cache:
         return named
     if not upstream:
         if named is None:
@@ -58,6 +62,8 @@ def _misfit(named: str | None, upstream: Sequence[Stage], fitting: Sequence[str]
         what = f"the outputs of {len(upstream)} stages"
     else:
         what = f"{upstream[0].output} of the stage {upstream[0].name!r}"
-    ways = [*(f"'{transform}'" for transform in fitting), "package.module:function"]
+    ways = [f"'{transform}'" for transform in fitting]
+    if BuiltInTransform.KV_TRANSFER not in fitting:
+        ways.append("package.module:function")
     who = f"{named!r} does not take" if named else "no built-in transform takes"
     return f"{who} {what}: set 'transform' to {' or '.join(ways)}"

@@ -12,6 +12,13 @@ from vllm_omni_plugin.pipeline.places import Place
 from vllm_omni_plugin.pipeline.reach import ancestors
 from vllm_omni_plugin.pipeline.stage import Modality, Stage
 
+_FRONT_OUTPUTS = (
+    frozenset({Modality.TEXT}),
+    frozenset({Modality.TOKENS}),
+    frozenset({Modality.SCORES, Modality.EMBEDDING}),
+)
+"""What can answer through vLLM's server, in the order of preference."""
+
 
 @dataclass(frozen=True)
 class Pipeline:
@@ -22,7 +29,8 @@ class Pipeline:
 
     Raises:
         PipelineError: an id, name or input is wrong, there is a cycle, no stage is final, a stage reaches no final
-            one, or a transform does not fit. Its place counts stages as they were given.
+            one, a transform, chunks or a KV cache do not fit, or no stage can read a prompt. Its place counts stages
+            as they were given.
     """
 
     stages: tuple[Stage, ...]
@@ -49,6 +57,28 @@ class Pipeline:
     def modalities(self) -> tuple[Modality, ...]:
         """What a request can ask for: the modalities of the final outputs, in topological order."""
         return tuple(dict.fromkeys(stage.output for stage in self.order if stage.final))
+
+    @cached_property
+    def default_modalities(self) -> tuple[Modality, ...]:
+        """What a request gets that does not say what it wants: text if there is any, else everything."""
+        return (Modality.TEXT,) if Modality.TEXT in self.modalities else self.modalities
+
+    @cached_property
+    def entry(self) -> Stage:
+        """The stage whose model reads the request's prompt: vLLM's without inputs, the one with the lowest id."""
+        return next(stage for stage in self.stages if stage.is_vllm and not stage.inputs)
+
+    def front_of(self, modalities: Collection[str]) -> Stage | None:
+        """Return the stage that answers through vLLM's server when these modalities are asked for.
+
+        The last final stage that puts out text; without one among what is asked for, the last of tokens, or else the
+        last of scores or embeddings, which vLLM's pooling routes return. None: what is asked for goes another way.
+        """
+        for outputs in _FRONT_OUTPUTS:
+            wanted = outputs.intersection(modalities)
+            if front := [stage for stage in self.order if stage.final and stage.output in wanted]:
+                return front[-1]
+        return None
 
     def needed_for(self, modalities: Collection[str]) -> tuple[Stage, ...]:
         """Return the stages that a request runs through: all final ones of these modalities and what leads to them.

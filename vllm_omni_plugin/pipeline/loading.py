@@ -1,6 +1,7 @@
 """From a YAML file to a pipeline. Everything that can be wrong with the file is found out here."""
 
 import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,19 @@ from vllm_omni_plugin.pipeline.stage import Modality, Stage
 from vllm_omni_plugin.pipeline.validation import validate
 
 _MAX_BYTES = 1024 * 1024
+_WHOLE_NUMBERS = ("id", "replicas", "chunk_size", "min_prompt_tokens")
 
 
-def load_pipeline(path: str | os.PathLike[str]) -> Pipeline:
+StageCheck = Callable[[Pipeline, Stage], None]
+"""Looks at one stage more closely. Raises PipelineError with the place in that stage."""
+
+
+def load_pipeline(path: str | os.PathLike[str], checks: Iterable[StageCheck] = ()) -> Pipeline:
     """Read and check a pipeline's file, which `schema.json` and docs/pipelines.md describe.
+
+    Args:
+        path: the file.
+        checks: what else must be right with each stage, in this order.
 
     Raises:
         ConfigError: one line that names the file, and where there is one the line and the key.
@@ -24,9 +34,17 @@ def load_pipeline(path: str | os.PathLike[str]) -> Pipeline:
     validate(document)
     stages = tuple(_stage(document, index, given) for index, given in enumerate(document.data["stages"]))
     try:
-        return Pipeline(stages)
+        pipeline = Pipeline(stages)
     except PipelineError as error:
         raise document.error(error.message, error.place) from None
+    checks = tuple(checks)
+    for index, stage in enumerate(stages):
+        try:
+            for check in checks:
+                check(pipeline, stage)
+        except PipelineError as error:
+            raise document.error(error.message, ("stages", index, *_as_written(document, index, error.place))) from None
+    return pipeline
 
 
 def _read(path: Path) -> str:
@@ -52,7 +70,7 @@ def _stage(document: Document, index: int, given: dict[str, Any]) -> Stage:
         "output": Modality(given["output"]),
     }
     # JSON Schema counts 1.0 among the integers.
-    numbers: dict[str, Any] = {key: int(given[key]) for key in ("id", "replicas") if key in given}
+    numbers: dict[str, Any] = {key: int(given[key]) for key in _WHOLE_NUMBERS if key in given}
     return Stage(**given | typed | numbers)
 
 
@@ -60,9 +78,22 @@ def _engine_args(document: Document, place: Place, given: dict[str, Any]) -> dic
     """The arguments with underscores in their names; what follows a dot names a part of the value and stays."""
     named: dict[str, str] = {}
     for key in given:
-        flag, dot, part = key.partition(".")
-        name = flag.replace("-", "_") + dot + part
+        name = _underscored(key)
         if name in named:
             raise document.error(f"the same argument as {named[name]!r}", (*place, key))
         named[name] = key
     return {name: given[key] for name, key in named.items()}
+
+
+def _underscored(key: str) -> str:
+    flag, dot, part = key.partition(".")
+    return flag.replace("-", "_") + dot + part
+
+
+def _as_written(document: Document, index: int, place: Place) -> Place:
+    """The place in a stage with the key as the file has it."""
+    match place:
+        case ("engine_args", str(name), *rest):
+            given = document.data["stages"][index]["engine_args"]
+            return ("engine_args", next(key for key in given if _underscored(key) == name), *rest)
+    return place

@@ -19,6 +19,8 @@ class Modality(StrEnum):
     EMBEDDING = "embedding"
     SCORES = "scores"
     LATENT = "latent"
+    KV_CACHE = "kv_cache"
+    """The KV cache of a prompt, for another engine of the same model."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,9 @@ class Stage:
         policy_config: options of that policy.
         sampling: sampling parameters, unless the request has its own.
         final: whether its output is one of the pipeline's.
-        async_chunk: whether it starts on chunks of its inputs while they still run.
+        async_chunk: whether it starts on chunks of its input while that still runs.
+        chunk_size: how many of the input's tokens, or rows of a tensor, make a chunk.
+        min_prompt_tokens: for a stage that puts out a KV cache; requests with shorter prompts skip it.
     """
 
     id: int
@@ -61,6 +65,8 @@ class Stage:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     final: bool = False
     async_chunk: bool = False
+    chunk_size: int = 16
+    min_prompt_tokens: int = 0
 
     @property
     def is_vllm(self) -> bool:

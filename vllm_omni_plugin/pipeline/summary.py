@@ -16,9 +16,17 @@ def _row(pipeline: Pipeline, stage: Stage) -> tuple[str, ...]:
         str(stage.id),
         stage.name,
         f"vLLM: {stage.model}" if stage.is_vllm else stage.engine,
-        ", ".join(stage.inputs) + " (chunks)" * stage.async_chunk or "request",
+        _inputs(stage),
         pipeline.transform_of(stage) or "-",
         str(stage.replicas) if stage.replicas else "headless",
         stage.policy,
         f"{stage.output} (final)" if stage.final else stage.output,
     )
+
+
+def _inputs(stage: Stage) -> str:
+    if stage.async_chunk:
+        return f"{', '.join(stage.inputs)} (chunks of {stage.chunk_size})"
+    if stage.min_prompt_tokens:
+        return f"request (from {stage.min_prompt_tokens} tokens)"
+    return ", ".join(stage.inputs) or "request"

@@ -11,6 +11,14 @@ from typing import Any
 from vllm_omni_plugin.pipeline.document import Document
 from vllm_omni_plugin.pipeline.places import Place
 
+_OUT_OF_PLACE = {
+    "options": "only a Python engine has options; vLLM's has 'engine_args'",
+    "model": "only for engine: vllm; a Python engine has 'options'",
+    "engine_args": "only for engine: vllm; a Python engine has 'options'",
+    "chunk_size": "only with async_chunk: true",
+    "min_prompt_tokens": "only with output: kv_cache",
+}
+"""What is said of a key that does not go with the others of its stage."""
 _MAX_SHOWN = 60
 """Characters of a value in a message."""
 _TYPES = {
@@ -80,9 +88,7 @@ def _required(error: Any) -> str:
 
 
 def _not(error: Any) -> str:
-    if error.absolute_path[-1] == "options":
-        return "only a Python engine has options; vLLM's has 'engine_args'"
-    return "only for engine: vllm; a Python engine has 'options'"
+    return _OUT_OF_PLACE[error.absolute_path[-1]]
 
 
 def _minimum(error: Any) -> str:

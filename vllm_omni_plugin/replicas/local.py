@@ -75,6 +75,7 @@ async def start_local_replica(
     replica_id: int,
     on_outputs: Callable[[Any], None],
     on_dead: Callable[[str], None],
+    stage_id: int = 0,
 ) -> LocalReplica:
     """Start an engine and open the link to it; returns when it is ready.
 
@@ -82,9 +83,10 @@ async def start_local_replica(
         launcher: starts the process.
         codec: see `StageClient`.
         executor: where the blocking parts run: spawning, and waiting for the model to load.
-        replica_id: see `StageClient`; also the index of the engine among those of this node.
+        replica_id: index of the engine among those of its stage on this node.
         on_outputs: see `StageClient`.
         on_dead: see `StageClient`.
+        stage_id: its stage.
 
     Raises:
         ReplicaError: the engine ended before it was ready.
@@ -94,7 +96,7 @@ async def start_local_replica(
         process, ready_response = await start_engine(
             launcher, executor, replica_id, link.input_addr, [link.output_addr], link.receive_ready
         )
-        client = StageClient(link, codec, replica_id, on_outputs, on_dead)
+        client = StageClient(link, codec, f"{stage_id}.{replica_id}", on_outputs, on_dead)
         return LocalReplica(process, link, client, ready_response)
     except BaseException:
         link.close()

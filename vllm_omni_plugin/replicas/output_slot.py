@@ -61,15 +61,15 @@ class OutputSlot:
     Args:
         link: the server's way to the engine, out of this slot.
         codec: see `StageClient`.
-        replica_id: see `StageClient`.
+        name: see `StageClient`.
         index: the slot's `client_index`.
         on_engine_dead: called when the engine announces its death here.
     """
 
     def __init__(
-        self, link: SlotLink, codec: Codec, replica_id: int, index: int, on_engine_dead: Callable[[str], None]
+        self, link: SlotLink, codec: Codec, name: str, index: int, on_engine_dead: Callable[[str], None]
     ) -> None:
-        self.client = StageClient(link, codec, replica_id, self._abort_orphans, on_engine_dead, index)
+        self.client = StageClient(link, codec, name, self._abort_orphans, on_engine_dead, index)
         self._link = link
         self._relay: Relay | None = None
         self.client.start()

@@ -53,7 +53,7 @@ class AttachSettings:
 
     Attributes:
         context: makes the sockets, nine for each replica.
-        codec: see `StageClient`.
+        codecs: see `StageClient`; by stage.
         head_id: names this process in the servers' logs.
         fingerprints: this head's configuration by stage, see `vllm_api.fingerprint`.
         heartbeat_interval: seconds between signs of life.
@@ -63,7 +63,7 @@ class AttachSettings:
     """
 
     context: Context
-    codec: Codec
+    codecs: Mapping[int, Codec]
     head_id: str
     fingerprints: Mapping[int, Mapping[str, str]]
     heartbeat_interval: float
@@ -100,7 +100,7 @@ class RemoteReplica:
 
     def __init__(self, info: ReplicaInfo, replica_id: int, settings: AttachSettings, listeners: Listeners) -> None:
         self._info = info
-        self._replica_id = replica_id
+        self._name = f"{info.stage_id}.{replica_id}"
         self._settings = settings
         self._listeners = listeners
         self._offset = ClockOffset()
@@ -150,8 +150,8 @@ class RemoteReplica:
         self.ready_response = lease.ready_response
         self.client = StageClient(
             self._link,
-            self._settings.codec,
-            self._replica_id,
+            self._settings.codecs[self._info.stage_id],
+            self._name,
             self._on_outputs,
             self._listeners.dead,
             lease.client_index,
@@ -167,7 +167,7 @@ class RemoteReplica:
     def follow_cache(self, on_change: OnCacheChange) -> None:
         """Tell what the engine has cached, all of it and then what changes, if it reports that. Once, when attached."""
         if not publishes_cache_events(self.ready_response):
-            logger.warning("Replica %d does not report what its prefix cache holds.", self._replica_id)
+            logger.warning("Replica %s does not report what its prefix cache holds.", self._name)
         elif self._control is not None and self._lease is not None:
             self._follower = CacheFollower(self._lease, self._control.send, on_change)
 
@@ -257,7 +257,7 @@ async def attach_remote(
 
     Args:
         info: as the coordinator published it.
-        replica_id: see `StageClient`.
+        replica_id: its id in this head.
         settings: of this head.
         listeners: told of outputs, status and death, of the latter during attaching too.
 

@@ -53,8 +53,9 @@ class ServedEngine:
         loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[str] = loop.create_future()
         *head_links, own_link = links
-        self.slots = [OutputSlot(link, codec, replica_id, index, self.give_up) for index, link in enumerate(head_links)]
-        self.client = StageClient(own_link, codec, replica_id, _ignore, self.give_up, len(head_links))
+        name = str(replica_id)
+        self.slots = [OutputSlot(link, codec, name, index, self.give_up) for index, link in enumerate(head_links)]
+        self.client = StageClient(own_link, codec, name, _ignore, self.give_up, len(head_links))
         self.client.start()
         hub.start()
         self._watching = True

@@ -33,7 +33,7 @@ class StageClient:
     Args:
         link: the open link; the client owns it from here on.
         codec: encodes and decodes; may be shared between the clients of one loop.
-        replica_id: names the replica in errors and logs.
+        name: of the replica, in errors and logs.
         on_outputs: called with every `EngineCoreOutputs` that carries request outputs or statistics.
         on_dead: called at most once, with the reason, when the replica turns out to be dead.
         client_index: which of the engine's outputs is the link's, for an engine that several clients share.
@@ -43,14 +43,14 @@ class StageClient:
         self,
         link: Link,
         codec: Codec,
-        replica_id: int,
+        name: str,
         on_outputs: Callable[[Any], None],
         on_dead: Callable[[str], None],
         client_index: int = 0,
     ) -> None:
         self._link = link
         self._codec = codec
-        self._replica_id = replica_id
+        self._name = name
         self._on_outputs = on_outputs
         self._on_dead = on_dead
         self._client_index = client_index
@@ -62,7 +62,7 @@ class StageClient:
 
     def __repr__(self) -> str:
         state = self._dead_reason or "alive"
-        return f"<StageClient replica {self._replica_id} {self._link.input_addr}: {state}, {len(self._calls)} calls>"
+        return f"<StageClient replica {self._name} {self._link.input_addr}: {state}, {len(self._calls)} calls>"
 
     def start(self) -> None:
         """Begin to read the replica's outputs on the running loop."""
@@ -129,7 +129,7 @@ class StageClient:
         self.mark_dead("closed")
 
     def _dead_error(self) -> ReplicaError:
-        return ReplicaError(f"replica {self._replica_id} is gone: {self._dead_reason}")
+        return ReplicaError(f"replica {self._name} is gone: {self._dead_reason}")
 
     def _send(self, frames: Frames) -> None:
         if self._dead_reason is not None:
@@ -153,7 +153,7 @@ class StageClient:
             self.invalid_frames += 1
             if self.invalid_frames == 1:
                 logger.warning(
-                    "Replica %d sent an invalid frame; it and all later ones are dropped: %s", self._replica_id, error
+                    "Replica %s sent an invalid frame; it and all later ones are dropped: %s", self._name, error
                 )
             return
         try:
@@ -163,7 +163,7 @@ class StageClient:
                 self._on_outputs(outputs)
         except Exception:
             # A fault in handling one message must not end the reading of those that follow.
-            logger.exception("Outputs of replica %d could not be handled.", self._replica_id)
+            logger.exception("Outputs of replica %s could not be handled.", self._name)
 
     def _resolve_call(self, reply: Any) -> None:
         future = self._calls.pop(reply.call_id, None)

@@ -5,7 +5,7 @@ from random import Random, SystemRandom
 from typing import Any
 
 import msgspec
-from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequestType, FinishReason
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequestType, FinishReason
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.pool.late_interaction import get_late_interaction_engine_index
@@ -82,6 +82,17 @@ class EngineApi:
         stats = output.prefill_stats
         cached: int | None = None if stats is None else stats.num_cached_tokens
         return cached
+
+    def restate_cached(self, output: Any, cached_tokens: int) -> None:
+        """Let a request's first output say that the engine took so many prompt tokens from caches."""
+        if output.prefill_stats is not None:
+            output.prefill_stats.num_cached_tokens = cached_tokens
+
+    def end(self, request_id: str) -> Any:
+        """The `EngineCoreOutputs` that end a request as a stop token does, without a token."""
+        return EngineCoreOutputs(
+            outputs=[EngineCoreOutput(request_id=request_id, new_token_ids=[], finish_reason=FinishReason.STOP)]
+        )
 
     def load_report(self, outputs: Any) -> LoadReport | None:
         """What the engine says of its load, None if the message does not say."""

@@ -58,6 +58,13 @@ DOOR = (
         ("internal",),
     ),
     Symbol(f"{_OUTPUT_PROCESSOR}.OutputProcessor.request_states", "finds a request that fails"),
+    Symbol(
+        f"{_OUTPUT_PROCESSOR}.OutputProcessor.add_request",
+        "wrapped: an answer in another model's tokens is read without the prompt's",
+        ("request", "prompt"),
+    ),
+    Symbol(f"{_OUTPUT_PROCESSOR}.OutputProcessor.tokenizer", "replaced by that of the model which answers"),
+    Symbol(f"{_OUTPUT_PROCESSOR}.RequestState.detokenizer", "replaced by one that knows no prompt"),
     Symbol(f"{_OUTPUT_PROCESSOR}.RequestState.parent_req", "finds the other samples of its `n`"),
     Symbol(f"{_OUTPUT_PROCESSOR}.RequestState.queue", "where `generate` waits for outputs"),
     Symbol("vllm.v1.engine.parallel_sampling.ParentRequest.request_id", "names all samples of an `n`"),

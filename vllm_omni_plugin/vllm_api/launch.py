@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import zmq
@@ -18,21 +18,21 @@ from vllm.v1.engine.utils import (
     wait_for_engine_startup,
 )
 
-from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.errors import ConfigError, ReplicaError
 from vllm_omni_plugin.vllm_api.cache_events import remove_event_sockets, turn_on_cache_events
 
 
-def replica_config(vllm_config: Any, replica_id: int) -> Any:
-    """A copy of the configuration in which replica `replica_id` takes its own share of this node's devices.
+def replica_config(vllm_config: Any, rank: int) -> Any:
+    """A copy of the configuration in which an engine takes its own share of this node's devices.
 
     Replicas share a node as vLLM's independent data-parallel ranks do: rank i takes the i-th block of devices.
     """
     config = copy.deepcopy(vllm_config)
     parallel = config.parallel_config
     user_devices = parallel.assigned_physical_gpu_ids
-    parallel.data_parallel_rank_local = replica_id
+    parallel.data_parallel_rank_local = rank
     if not (current_platform.is_cuda_alike() or current_platform.is_xpu() or current_platform.is_cpu()):
-        set_assigned_physical_gpu_ids_for_dp_rank(config, replica_id, user_devices)
+        set_assigned_physical_gpu_ids_for_dp_rank(config, rank, user_devices)
     return config
 
 
@@ -41,16 +41,53 @@ def spawn_only() -> None:
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 
 
-def share_cores(vllm_config: Any, replicas: int) -> None:
-    """Let each replica on a CPU bind its threads to cores of its own, unless the user has bound them.
+def share_cores(vllm_configs: Iterable[Any], engines: int) -> None:
+    """Let each engine on a CPU bind its threads to cores of its own, unless the user has bound them.
 
     vLLM binds the threads of each engine to the cores of a NUMA node, the same for all engines of independent ranks.
-    It has a switch that divides the cores by the number of engines instead, which is what several replicas need.
+    It has a switch that divides the cores by the number of engines instead, which is what several of them need.
+
+    Args:
+        vllm_configs: of the engines.
+        engines: how many there will be on this node.
     """
-    if not current_platform.is_cpu() or replicas < 2 or envs.VLLM_CPU_OMP_THREADS_BIND != "auto":
+    if not current_platform.is_cpu() or engines < 2 or envs.VLLM_CPU_OMP_THREADS_BIND != "auto":
         return
-    if len(os.sched_getaffinity(0)) >= replicas * vllm_config.parallel_config.local_world_size:
+    workers = max(config.parallel_config.local_world_size for config in vllm_configs)
+    if len(os.sched_getaffinity(0)) >= engines * workers:
         os.environ.setdefault("VLLM_CPU_SIM_MULTI_NUMA", "1")
+
+
+def take_devices(vllm_config: Any, first: int, replicas: int) -> int:
+    """Give the replicas of a configuration devices of their own on a node where other engines run.
+
+    Args:
+        vllm_config: its `parallel_config` is changed.
+        first: how many devices are taken already, of those that the user chose or else of all.
+        replicas: how many share the new ones.
+
+    Returns:
+        How many were taken; 0 on a CPU.
+
+    Raises:
+        ConfigError: there are not enough.
+    """
+    if current_platform.is_cpu():
+        return 0
+    parallel = vllm_config.parallel_config
+    world_size: int = parallel.world_size
+    end = first + world_size * replicas
+    chosen = parallel.assigned_physical_gpu_ids
+    try:
+        # By index, since a slice beyond the end would be shorter without a word.
+        own = [
+            current_platform.device_id_to_physical_device_id(index) if chosen is None else chosen[index]
+            for index in range(first, end)
+        ]
+    except IndexError:
+        raise ConfigError(f"devices {first} to {end - 1} are needed, and there are not so many") from None
+    parallel.assigned_physical_gpu_ids = own
+    return end - first
 
 
 class EngineProcess:
@@ -94,6 +131,7 @@ class EngineLauncher:
         log_stats: whether engines report scheduler statistics.
         on_spawn: told the process id of every engine core, from the thread that starts it.
         report_cache: whether engines report what their prefix caches hold, if they can.
+        first_engine: index of the first of these among all engines of this node, of whatever configuration.
     """
 
     ready_timeout: float = envs.VLLM_ENGINE_READY_TIMEOUT_S
@@ -106,12 +144,14 @@ class EngineLauncher:
         log_stats: bool,
         on_spawn: Callable[[int], None],
         report_cache: bool = False,
+        first_engine: int = 0,
     ) -> None:
         self._vllm_config = vllm_config
         self._executor_class = executor_class
         self._log_stats = log_stats
         self._on_spawn = on_spawn
         self._report_cache = report_cache
+        self._first_engine = first_engine
 
     def new_ipc_address(self) -> str:
         """A fresh ipc address where vLLM puts its own."""
@@ -120,15 +160,18 @@ class EngineLauncher:
 
     def identity(self, replica_id: int) -> bytes:
         """The ZMQ identity under which the engine of a replica connects to our ROUTER."""
-        identity: bytes = CoreEngine(index=replica_id).identity
+        identity: bytes = CoreEngine(index=self._first_engine + replica_id).identity
         return identity
 
     def start(self, replica_id: int) -> "StartingEngine":
         """Spawn the engine process of a replica. Blocks while the configuration is passed to the new process."""
-        config = replica_config(self._vllm_config, replica_id)
+        engine = self._first_engine + replica_id
+        # All engines share the cores; of devices these have a block of their own.
+        rank = engine if current_platform.is_cpu() else replica_id
+        config = replica_config(self._vllm_config, rank)
         if self._report_cache:
             turn_on_cache_events(config)
-        starting = _spawn(config, self._executor_class, self._log_stats, replica_id)
+        starting = _spawn(config, self._executor_class, self._log_stats, engine, rank)
         try:
             self._on_spawn(starting.process.pid)
         except BaseException:
@@ -137,7 +180,7 @@ class EngineLauncher:
         return starting
 
 
-def _spawn(config: Any, executor_class: Any, log_stats: bool, replica_id: int) -> "StartingEngine":
+def _spawn(config: Any, executor_class: Any, log_stats: bool, engine: int, rank: int) -> "StartingEngine":
     handshake_address = get_open_zmq_ipc_path()
     handshake: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
     handshake.setsockopt(zmq.LINGER, 0)
@@ -145,8 +188,8 @@ def _spawn(config: Any, executor_class: Any, log_stats: bool, replica_id: int) -
         handshake.bind(handshake_address)
         manager = CoreEngineProcManager(
             local_engine_count=1,
-            start_index=replica_id,
-            local_start_index=replica_id,
+            start_index=engine,
+            local_start_index=rank,
             vllm_config=config,
             local_client=True,
             handshake_address=handshake_address,
@@ -156,7 +199,7 @@ def _spawn(config: Any, executor_class: Any, log_stats: bool, replica_id: int) -
     except BaseException:
         handshake.close()
         raise
-    return StartingEngine(EngineProcess(manager, config), manager, handshake, config, replica_id)
+    return StartingEngine(EngineProcess(manager, config), manager, handshake, config, engine)
 
 
 class StartingEngine:
@@ -168,13 +211,13 @@ class StartingEngine:
         manager: CoreEngineProcManager,
         handshake: "zmq.Socket[bytes]",
         config: Any,
-        replica_id: int,
+        index: int,
     ) -> None:
         self.process = process
         self._manager = manager
         self._handshake = handshake
         self._config = config
-        self._replica_id = replica_id
+        self._index = index
 
     def abandon(self) -> None:
         """End an engine that nobody will wait for; not while `wait` runs, which ends with its engine."""
@@ -201,13 +244,13 @@ class StartingEngine:
         try:
             wait_for_engine_startup(
                 self._handshake,
-                [CoreEngine(index=self._replica_id, local=True)],
+                [CoreEngine(index=self._index, local=True)],
                 config.parallel_config,
                 False,
                 config.cache_config,
                 launch,
             )
         except RuntimeError as error:
-            raise ReplicaError(f"the engine of local replica {self._replica_id} did not start: {error}") from error
+            raise ReplicaError(f"engine {self._index} of this node did not start: {error}") from error
         finally:
             self._handshake.close()

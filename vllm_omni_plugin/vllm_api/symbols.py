@@ -13,7 +13,9 @@ from vllm_omni_plugin.vllm_api.engine_symbols import (
     PROTOCOL,
 )
 from vllm_omni_plugin.vllm_api.front_symbols import COMMAND, DOOR, FLAGS, LABELS, SERVER, TRACING
+from vllm_omni_plugin.vllm_api.pipeline_symbols import PIPELINES
 from vllm_omni_plugin.vllm_api.simulation_symbols import EXECUTOR, SIMULATION
+from vllm_omni_plugin.vllm_api.stage_symbols import STAGES
 from vllm_omni_plugin.vllm_api.symbol import Symbol
 
 __all__ = ["CALLS", "SYMBOLS", "Symbol"]
@@ -34,5 +36,7 @@ SYMBOLS = (
     *MOVING,
     *FINGERPRINT,
     *LABELS,
+    *STAGES,
+    *PIPELINES,
 )
 """All of them."""

@@ -40,7 +40,7 @@ class RealHead:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._settings = AttachSettings(
             context=self._context,
-            codec=TimedSlotCodec(),
+            codecs={0: TimedSlotCodec()},
             head_id=f"head-{id(self)}",
             fingerprints={0: fingerprint},
             heartbeat_interval=0.05,

@@ -139,7 +139,7 @@ async def test_an_engine_that_reports_nothing_is_said_and_attached_to_all_the_sa
         replica.follow_cache(mirror.take)
         assert await replica.client.call("is_sleeping") is False
     assert mirror.restarts == 0
-    assert "Replica 0 does not report what its prefix cache holds." in caplog.text
+    assert "Replica 0.0 does not report what its prefix cache holds." in caplog.text
 
 
 async def test_a_question_is_answered_when_there_is_something_to_say(

@@ -27,7 +27,7 @@ async def whole_head(coordinator: OmniCoordinator, secrets: Secrets | None = Non
     async with FakeFleet(replicas=0, replica_wait=60.0) as fleet:
         remote = fleet.orchestrator.remote_replicas = RemoteReplicas(
             fleet.orchestrator,
-            TimedSlotCodec(),
+            {0: TimedSlotCodec()},
             {0: FINGERPRINT},
             heartbeat_interval=0.05,
             heartbeat_timeout=10.0,

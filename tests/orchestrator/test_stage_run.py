@@ -1,4 +1,4 @@
-"""The life of one request."""
+"""The life of one request in one stage."""
 
 from collections.abc import Callable
 
@@ -6,21 +6,23 @@ import pytest
 
 from tests.fakes.engine_api import FakeRequest
 from vllm_omni_plugin.errors import NoReplicaError, RequestLostError
-from vllm_omni_plugin.orchestrator.request_state import (
+from vllm_omni_plugin.orchestrator.stage_run import (
     Fail,
-    OrchestratorRequestState,
     Redispatch,
     RequestPhase,
+    StageRun,
     StreamingInputState,
 )
 from vllm_omni_plugin.vllm_api.move import Move
 
 NO_REPLICA = NoReplicaError("none")
+CHUNK = FakeRequest("r", resumable=True)
+LAST = FakeRequest("r", resumable=False)
 
 
-def state_in(phase: RequestPhase, streaming: bool = False) -> OrchestratorRequestState:
+def state_in(phase: RequestPhase, streaming: bool = False) -> StageRun:
     """Return a request that has come to a phase by the usual way."""
-    state = OrchestratorRequestState(FakeRequest("r"), 0.0, streaming=StreamingInputState() if streaming else None)
+    state = StageRun(FakeRequest("r"), 0.0, streaming=StreamingInputState() if streaming else None)
     if phase is not RequestPhase.QUEUED:
         state.dispatch(1, "r-1")
     if phase is RequestPhase.STREAMING:
@@ -66,7 +68,7 @@ def test_a_refused_request_is_finished_with_that_error() -> None:
 
 
 WAITING = {RequestPhase.QUEUED, RequestPhase.MOVING}
-ILLEGAL: list[tuple[str, Callable[[OrchestratorRequestState], object], set[RequestPhase]]] = [
+ILLEGAL: list[tuple[str, Callable[[StageRun], object], set[RequestPhase]]] = [
     ("dispatch", lambda s: s.dispatch(2, "r-2"), set(RequestPhase) - WAITING),
     ("give up", lambda s: s.give_up(NO_REPLICA), set(RequestPhase) - WAITING),
     ("join", lambda s: s.join([1], finished=False), set(RequestPhase) - {RequestPhase.DISPATCHED}),
@@ -85,7 +87,7 @@ ILLEGAL: list[tuple[str, Callable[[OrchestratorRequestState], object], set[Reque
     ],
 )
 def test_an_illegal_transition_raises_and_changes_nothing(
-    transition: Callable[[OrchestratorRequestState], object], phase: RequestPhase
+    transition: Callable[[StageRun], object], phase: RequestPhase
 ) -> None:
     state = state_in(phase)
     with pytest.raises(AssertionError, match=f"request r is {phase.value}"):
@@ -131,7 +133,7 @@ def test_a_request_that_finds_no_other_replica_says_what_became_of_its_own() -> 
     assert str(action.error).endswith("none")
 
 
-def replaying(*produced: int) -> OrchestratorRequestState:
+def replaying(*produced: int) -> StageRun:
     """Return a request that replays on replica 2 what replica 1 had produced."""
     state = state_in(RequestPhase.DISPATCHED)
     state.deliver(list(produced), finished=False)
@@ -206,8 +208,8 @@ def test_a_session_goes_on_between_turns_and_ends_after_the_last_once_its_input_
     state = state_in(RequestPhase.DISPATCHED, streaming=True)
     state.deliver([1], finished=True)
     assert state.phase is RequestPhase.STREAMING
-    state.add_chunk(resumable=True)
-    state.add_chunk(resumable=False)
+    state.add_chunk(CHUNK)
+    state.add_chunk(LAST)
     state.deliver([1], finished=False)
     assert not state.finished
     state.deliver([1], finished=True)
@@ -217,15 +219,15 @@ def test_a_session_goes_on_between_turns_and_ends_after_the_last_once_its_input_
 def test_a_session_whose_input_closes_after_its_last_turn_ends_at_once() -> None:
     state = state_in(RequestPhase.DISPATCHED, streaming=True)
     state.deliver([1], finished=True)
-    state.add_chunk(resumable=False)
+    state.add_chunk(LAST)
     assert state.finished
 
 
 def test_a_session_with_several_open_turns_waits_for_all() -> None:
     state = state_in(RequestPhase.DISPATCHED, streaming=True)
-    state.add_chunk(resumable=True)
-    state.add_chunk(resumable=True)
-    state.add_chunk(resumable=False)
+    state.add_chunk(CHUNK)
+    state.add_chunk(CHUNK)
+    state.add_chunk(LAST)
     for _ in range(2):
         state.deliver([1], finished=True)
         assert not state.finished
@@ -235,7 +237,7 @@ def test_a_session_with_several_open_turns_waits_for_all() -> None:
 
 def test_a_session_that_is_cut_short_ends_with_turns_open() -> None:
     state = state_in(RequestPhase.DISPATCHED, streaming=True)
-    state.add_chunk(resumable=True)
+    state.add_chunk(CHUNK)
     state.deliver([1], finished=True, cut_short=True)
     assert state.finished
 

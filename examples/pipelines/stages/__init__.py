@@ -1,0 +1,1 @@
+"""Transforms and Python stages of the example pipelines."""

@@ -1,0 +1,62 @@
+"""Pipelines in YAML whose models vLLM can configure, and command lines that serve them, read as `vllm serve` would."""
+
+import argparse
+import json
+from pathlib import Path
+from textwrap import indent
+from typing import Any
+
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from vllm_omni_plugin.config import OmniConfig
+from vllm_omni_plugin.integration.flags import parse_options
+
+from .configs import write_model
+
+STAGES = "tests.contract.pipeline_stages"
+JOIN = "-oma 127.0.0.1 -omp 23900"
+
+
+def write_text_model(folder: Path, **other: Any) -> Path:
+    """A model of words: its configuration and tokenizer can be read, its weights cannot."""
+    write_model(folder, **other)
+    tokenizer = Tokenizer(WordLevel({"<unk>": 0, **{f"w{number}": number for number in range(1, 64)}}, "<unk>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>", "eos_token": "w63"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def write_pipeline(folder: Path, first: str = "", second: str = "", third: str | None = None) -> Path:
+    """A thinker and a refiner, each with further lines; with `third`, a vocoder in Python behind them.
+
+    The thinker's lines begin at line 6, the refiner's 6 lines behind their end.
+    """
+    stages = [
+        f"- id: 0\n  name: thinker\n  engine: vllm\n  model: {folder}/thinker\n{_lines(first)}  output: text\n",
+        f"- id: 1\n  name: refiner\n  engine: vllm\n  model: {folder}/refiner\n  inputs: [thinker]\n{_lines(second)}"
+        "  output: text\n  final: true\n",
+    ]
+    if third is not None:
+        stages.append(f"- id: 2\n  name: vocoder\n  inputs: [refiner]\n{_lines(third)}  output: audio\n  final: true\n")
+    file = folder / "pipeline.yaml"
+    file.write_text(f"stages:\n{indent(''.join(stages), '  ')}")
+    return file
+
+
+def _lines(text: str) -> str:
+    return indent(f"{text}\n", "  ") if text else ""
+
+
+def read(line: str) -> tuple[argparse.Namespace, OmniConfig]:
+    """The arguments of a command line, as they are once ours are known, and ours."""
+    args = make_arg_parser(FlexibleArgumentParser(prog="vllm serve")).parse_args(line.split())
+    args.model = args.model_tag or args.model
+    options = parse_options(args)
+    assert options is not None
+    return args, options

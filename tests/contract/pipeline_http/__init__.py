@@ -1,0 +1,1 @@
+"""The HTTP side of pipelines, with vLLM's own handlers and no engine."""

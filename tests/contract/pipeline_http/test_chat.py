@@ -1,0 +1,164 @@
+"""Chat completions of a pipeline through vLLM's own handler: whole answers."""
+
+import io
+import wave
+from base64 import b64decode
+from typing import Any
+
+import pytest
+import torch
+
+from tests.contract.pipeline_http.app import Model, PipelineApp, Step, classified, samples, spoken
+from tests.fakes.conditions import eventually
+from vllm_omni_plugin.errors import NoReplicaError, StageError, StageInputError
+from vllm_omni_plugin.orchestrator.pipeline_call import CallEnded, StageEvent
+from vllm_omni_plugin.pipeline.graph import Pipeline
+from vllm_omni_plugin.pipeline.transfer import StageOutput
+
+# vLLM reads a field of its own that it has deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore:max_tokens is deprecated:DeprecationWarning")
+
+SPEAKING: tuple[Step, ...] = (
+    ("Hel", None),
+    spoken("Hel"),
+    ("lo.", "stop"),
+    spoken("lo.", last=True),
+    samples(0.0, 0.5),
+    samples(-1.0, last=True),
+    CallEnded(None, {"thinker": {"run": 0.25}}),
+)
+BOTH = ["text", "audio"]
+
+
+def message(answer: dict[str, Any]) -> dict[str, Any]:
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "stop"
+    found: dict[str, Any] = choice["message"]
+    return found
+
+
+async def test_an_answer_has_text_and_audio(model: Model, speech: Pipeline) -> None:
+    app = PipelineApp(model, speech, *SPEAKING)
+    answer = await app.answer(app.chat(modalities=BOTH, audio={"voice": "ann", "format": "wav"}))
+    said = message(answer)
+    assert said["content"] == said["audio"]["transcript"] == "Hello."
+    assert said["audio"]["expires_at"] == answer["created"]
+    with wave.open(io.BytesIO(b64decode(said["audio"]["data"]))) as file:
+        assert file.getparams()[:4] == (1, 2, 24000, 3)
+        assert file.readframes(3) == b"\x00\x00" + (16384).to_bytes(2, "little") + b"\x01\x80"
+    (call,) = app.engine.calls
+    assert call is not None
+    assert (call.modalities, call.outputs, call.params) == (("text", "audio"), {"thinker"}, {"voice": "ann"})
+    assert "omni" not in answer
+    assert app.engine.aborted == []
+
+
+async def test_audio_alone_has_a_transcript_and_no_content(model: Model, speech: Pipeline) -> None:
+    app = PipelineApp(
+        model, speech, spoken("Hi."), samples(0.1, last=True, sample_rate=8000), ("", "stop"), CallEnded(None)
+    )
+    said = message(await app.answer(app.chat(modalities=["audio"])))
+    assert said["content"] is None
+    assert said["audio"]["transcript"] == "Hi."
+    with wave.open(io.BytesIO(b64decode(said["audio"]["data"]))) as file:
+        assert (file.getframerate(), file.getnframes()) == (8000, 1)
+
+
+async def test_samples_without_a_file_around_them(model: Model, speech: Pipeline) -> None:
+    app = PipelineApp(model, speech, *SPEAKING)
+    said = message(await app.answer(app.chat(modalities=BOTH, audio={"format": "pcm16"})))
+    assert len(b64decode(said["audio"]["data"])) == 3 * 2
+
+
+@pytest.mark.parametrize("asked", [{}, {"modalities": ["text"]}, {"omni": {}}, {"n": 2}])
+async def test_text_alone_is_a_plain_request(model: Model, speech: Pipeline, asked: dict[str, Any]) -> None:
+    app = PipelineApp(model, speech, ("Hello.", "stop"))
+    answer = await app.answer(app.chat(**asked))
+    assert answer["choices"][0]["message"]["content"] == "Hello."
+    assert answer["choices"][0]["message"]["audio"] is None
+    assert app.engine.calls == [None]
+
+
+async def test_outputs_of_other_stages_and_times_are_told_on_request(model: Model, speech: Pipeline) -> None:
+    talked = StageEvent("talker", StageOutput((7, 8)))
+    app = PipelineApp(model, speech, talked, *SPEAKING[:-1], talked, SPEAKING[-1])
+    omni = {
+        "outputs": ["talker", "thinker", "vocoder"],
+        "timings": True,
+        "sampling": {"talker": {"seed": 1}},
+        "params": {"a": 1},
+    }
+    answer = await app.answer(app.chat(modalities=BOTH, omni=omni))
+    told = answer["omni"]
+    assert told["timings"] == {"thinker": {"run": 0.25}}
+    assert told["outputs"]["thinker"] == {"text": "Hello."}
+    assert told["outputs"]["talker"] == {"token_ids": [7, 8, 7, 8]}
+    assert told["outputs"]["vocoder"]["audio"] == {"data": message(answer)["audio"]["data"]}
+    (call,) = app.engine.calls
+    assert call is not None
+    assert (call.sampling, call.params) == ({"talker": {"seed": 1}}, {"a": 1})
+
+
+async def test_scores_stand_beside_the_text(model: Model) -> None:
+    verdict = StageEvent("guard", StageOutput(tensor=torch.tensor([0.25, 0.75])))
+    app = PipelineApp(model, classified(), ("Hello.", "stop"), verdict, CallEnded(None))
+    answer = await app.answer(app.chat(modalities=["text", "scores"]))
+    assert message(answer)["content"] == "Hello."
+    assert answer["omni"] == {"outputs": {"guard": {"scores": [0.25, 0.75]}}}
+
+
+async def test_completions_show_outputs_too(model: Model, speech: Pipeline) -> None:
+    app = PipelineApp(model, speech, *SPEAKING)
+    answer = await app.answer(app.post("/v1/completions", prompt="Hello", omni={"outputs": ["thinker"]}))
+    assert answer["choices"][0]["text"] == "Hello."
+    assert answer["omni"] == {"outputs": {"thinker": {"text": "Hello."}}}
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (StageInputError("Stage 'talker': the input has 9 tokens"), 400),
+        (StageError("Stage 'vocoder': it broke"), 500),
+        (NoReplicaError("Stage 'talker' has no replica"), 503),
+    ],
+)
+async def test_a_stage_that_fails_after_the_text_fails_the_request(
+    model: Model, speech: Pipeline, error: Exception, status: int
+) -> None:
+    app = PipelineApp(model, speech, *SPEAKING[:5], CallEnded(error))
+    answer = await app.answer(app.chat(modalities=BOTH), status)
+    assert answer["error"]["message"] == str(error)
+    assert app.engine.aborted == []
+
+
+async def test_audio_of_a_wrong_type_names_the_stage(model: Model, speech: Pipeline) -> None:
+    wrong = StageEvent("vocoder", StageOutput(tensor=torch.tensor([1], dtype=torch.int64)))
+    app = PipelineApp(model, speech, ("Hi.", "stop"), wrong)
+    answer = await app.answer(app.chat(modalities=BOTH), 500)
+    assert answer["error"]["message"] == "Stage 'vocoder': audio is a tensor of floats or int16, not torch.int64."
+    assert len(app.engine.aborted) == 1
+
+
+async def test_what_vllm_refuses_is_refused_as_ever(model: Model, speech: Pipeline) -> None:
+    app = PipelineApp(model, speech, *SPEAKING)
+    answer = await app.answer(app.chat(modalities=BOTH, model="other"), 404)
+    assert "`other`" in answer["error"]["message"]
+    answer = await app.answer(app.chat(modalities=BOTH, max_completion_tokens=-1), 400)
+    assert app.engine.calls == []
+
+
+@pytest.mark.parametrize("text_ended", [False, True])
+async def test_a_client_that_leaves_ends_all_stages(model: Model, speech: Pipeline, text_ended: bool) -> None:
+    end: list[Step] = [("lo.", "stop")] if text_ended else []
+    app = PipelineApp(model, speech, ("Hel", None), *end)
+    client = app.chat(modalities=BOTH)
+    await eventually(lambda: bool(app.engine.finished), "the request")
+    client.disconnect()
+    await eventually(lambda: bool(app.engine.aborted) and (text_ended or bool(app.engine.given_up)), "the abort")
+    assert app.engine.aborted == [tuple(app.engine.finished)]
+
+
+async def test_a_server_without_a_pipeline_answers_as_ever(model: Model) -> None:
+    app = PipelineApp(model, None, ("Hello.", "stop"))
+    answer = await app.answer(app.chat(modalities=["smell"]))
+    assert answer["choices"][0]["message"]["content"] == "Hello."

@@ -1,0 +1,148 @@
+"""`POST /v1/audio/speech` through vLLM's own handler of completions."""
+
+import asyncio
+import io
+import json
+import wave
+from base64 import b64decode
+from typing import Any
+
+import pytest
+
+from tests.admin.asgi import Client
+from tests.contract.pipeline_http.app import Model, PipelineApp, classified, samples, spoken
+from tests.fakes.conditions import eventually
+from vllm_omni_plugin.errors import StageError, StageInputError
+from vllm_omni_plugin.orchestrator.pipeline_call import CallEnded
+from vllm_omni_plugin.pipeline.graph import Pipeline
+
+ENDED = CallEnded(None)
+UNKNOWN = 0xFFFF_FFFF
+
+
+def speak(app: PipelineApp, **body: Any) -> Client:
+    return app.post("/v1/audio/speech", **{"input": "Hello.", **body})
+
+
+async def test_a_text_is_spoken(model: Model, speech: Pipeline) -> None:
+    app = PipelineApp(
+        model, speech, spoken("Hello."), samples(0.5, 0.25, last=True, sample_rate=16000), ("", "stop"), ENDED
+    )
+    client = speak(
+        app, voice="ann", instructions="whisper", omni={"params": {"tone": "low"}, "sampling": {"talker": {"seed": 1}}}
+    )
+    assert await client.status() == 200
+    assert client.headers["content-type"] == "audio/wav"
+    with wave.open(io.BytesIO(client.body)) as file:
+        assert (file.getframerate(), file.getnframes(), file.readframes(2)) == (16000, 2, b"\x00\x40\x00\x20")
+    (call,) = app.engine.calls
+    assert call is not None
+    assert call.modalities == ("audio",)
+    assert call.params == {"voice": "ann", "instructions": "whisper", "tone": "low"}
+    assert call.sampling == {"talker": {"seed": 1}}
+    assert app.engine.prompts[0]["prompt_token_ids"] == model.renderer.tokenizer("Hello.").input_ids
+    assert app.engine.aborted == []
+
+
+async def test_a_file_that_is_still_being_made_has_as_many_samples_as_come(model: Model, speech: Pipeline) -> None:
+    rest = asyncio.Event()
+    app = PipelineApp(model, speech, samples(0.5), rest, samples(0.25, last=True), ("", "stop"), ENDED)
+    client = speak(app)
+    await eventually(lambda: len(client.body) > 44, "the first audio")
+    assert int.from_bytes(client.body[40:44], "little") == UNKNOWN
+    rest.set()
+    assert await client.status() == 200
+    with wave.open(io.BytesIO(client.body)) as file:
+        assert file.readframes(100) == b"\x00\x40\x00\x20"
+
+
+async def test_samples_alone(model: Model, speech: Pipeline) -> None:
+    app = PipelineApp(model, speech, samples(0.5), samples(0.25, last=True), ("", "stop"), ENDED)
+    client = speak(app, response_format="pcm")
+    assert await client.status() == 200
+    assert client.headers["content-type"] == "audio/pcm"
+    assert client.body == b"\x00\x40\x00\x20"
+
+
+async def test_speech_as_events(model: Model, speech: Pipeline) -> None:
+    app = PipelineApp(model, speech, samples(0.5), samples(0.25, last=True), ("", "stop"), ENDED)
+    client = speak(app, response_format="pcm", stream_format="sse")
+    assert await client.status() == 200
+    *deltas, done = [json.loads(part.removeprefix("data: ")) for part in client.body.decode().strip().split("\n\n")]
+    assert {delta["type"] for delta in deltas} == {"speech.audio.delta"}
+    assert b"".join(b64decode(delta["audio"]) for delta in deltas) == b"\x00\x40\x00\x20"
+    assert done == {"type": "speech.audio.done", "usage": {"input_tokens": 3, "output_tokens": 0, "total_tokens": 3}}
+
+
+async def test_nothing_to_hear_is_an_empty_file(model: Model, speech: Pipeline) -> None:
+    client = speak(PipelineApp(model, speech, ("", "stop"), ENDED))
+    assert await client.status() == 200
+    with wave.open(io.BytesIO(client.body)) as file:
+        assert file.getnframes() == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "complaint"),
+    [
+        ({"response_format": "mp3"}, "'wav' or 'pcm'"),
+        ({"stream_format": "file"}, "'audio' or 'sse'"),
+        ({"speed": 2}, "speed"),
+        ({"input": ""}, "input"),
+        ({"emotion": "joy"}, "emotion"),
+        ({"omni": {"outputs": ["thinker"]}}, "outputs"),
+        ({"omni": {"sampling": {"talkr": {}}}}, "'talkr' (did you mean 'talker'?)"),
+        ({"input": "one two three " * 100}, "64"),
+    ],
+)
+async def test_what_cannot_be_spoken_is_refused(
+    model: Model, speech: Pipeline, body: dict[str, Any], complaint: str
+) -> None:
+    client = speak(PipelineApp(model, speech, ENDED), **body)
+    assert await client.status() == 400
+    assert complaint in json.dumps(client.error, ensure_ascii=False)
+
+
+async def test_an_unknown_model_is_not_found(model: Model, speech: Pipeline) -> None:
+    client = speak(PipelineApp(model, speech, ENDED), model="other")
+    assert await client.status() == 404
+    assert client.error["param"] == "model"
+
+
+async def test_a_pipeline_without_audio_does_not_speak(model: Model) -> None:
+    client = speak(PipelineApp(model, classified(), ENDED), emotion="joy")
+    assert await client.status() == 404
+
+
+@pytest.mark.parametrize(("error", "status"), [(StageInputError("Stage 'talker': no"), 400), (StageError("no"), 500)])
+async def test_a_stage_that_fails_before_the_first_audio_gives_a_status(
+    model: Model, speech: Pipeline, error: Exception, status: int
+) -> None:
+    client = speak(PipelineApp(model, speech, CallEnded(error)))
+    assert await client.status() == status
+    assert client.error["message"] == str(error)
+
+
+async def test_a_stage_that_fails_later_cuts_the_file(model: Model, speech: Pipeline) -> None:
+    app = PipelineApp(model, speech, samples(0.5), CallEnded(StageError("Stage 'vocoder': it broke")))
+    client = speak(app)
+    with pytest.raises(StageError):
+        await client.status()
+    assert client.sent[-1]["more_body"]
+
+
+async def test_a_stage_that_fails_later_ends_the_events_with_its_error(model: Model, speech: Pipeline) -> None:
+    app = PipelineApp(model, speech, samples(0.5), CallEnded(StageError("Stage 'vocoder': it broke")))
+    client = speak(app, stream_format="sse")
+    assert await client.status() == 200
+    last = json.loads(client.body.decode().strip().split("\n\n")[-1].removeprefix("data: "))
+    assert last["error"]["message"] == "Stage 'vocoder': it broke"
+
+
+@pytest.mark.parametrize("heard", [False, True])
+async def test_a_client_that_leaves_ends_all_stages(model: Model, speech: Pipeline, heard: bool) -> None:
+    app = PipelineApp(model, speech, samples(0.5)) if heard else PipelineApp(model, speech)
+    client = speak(app)
+    await eventually(lambda: bool(app.engine.finished) and (not heard or len(client.sent) > 1), "the request")
+    client.disconnect()
+    await eventually(lambda: bool(app.engine.given_up), "the end of the request")
+    assert app.engine.aborted == [tuple(app.engine.given_up)]

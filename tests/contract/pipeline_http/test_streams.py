@@ -1,0 +1,135 @@
+"""Streamed answers of a pipeline: audio between vLLM's own events."""
+
+import asyncio
+import json
+from base64 import b64decode
+from typing import Any
+
+import pytest
+
+from tests.contract.pipeline_http.app import Model, PipelineApp, Step, events, samples, spoken
+from tests.fakes.conditions import eventually
+from vllm_omni_plugin.errors import StageInputError
+from vllm_omni_plugin.orchestrator.pipeline_call import CallEnded
+from vllm_omni_plugin.pipeline.graph import Pipeline
+
+# vLLM reads a field of its own that it has deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore:max_tokens is deprecated:DeprecationWarning")
+
+BOTH: dict[str, Any] = {"modalities": ["text", "audio"], "stream": True}
+ENDED = CallEnded(None, {"talker": {"run": 0.5}})
+
+
+def deltas(body: bytes) -> list[dict[str, Any]]:
+    return [event["choices"][0]["delta"] for event in events(body) if event["choices"]]
+
+
+def audio(body: bytes) -> list[dict[str, Any]]:
+    return [delta["audio"] for delta in deltas(body) if "audio" in delta]
+
+
+def finish_reasons(body: bytes) -> list[str | None]:
+    return [event["choices"][0]["finish_reason"] if event["choices"] else "" for event in events(body)]
+
+
+async def stream(app: PipelineApp, **body: Any) -> bytes:
+    client = app.chat(**body)
+    assert await client.status() == 200
+    return client.body
+
+
+async def test_audio_that_comes_after_the_text_comes_before_its_end(model: Model, speech: Pipeline) -> None:
+    steps: tuple[Step, ...] = (("Hel", None), ("lo.", "stop"), spoken("Hello."), samples(0.5), samples(0.5, last=True))
+    app = PipelineApp(model, speech, *steps, ENDED)
+    body = await stream(app, **BOTH, stream_options={"include_usage": True})
+    assert [delta["content"] for delta in deltas(body) if delta.get("content")] == ["Hel", "lo."]
+    first, *rest, last = audio(body)
+    assert first.pop("id").startswith("audio_")
+    assert [first, *rest] == [{"transcript": "Hello."}, {"data": "AEA="}, {"data": "AEA="}]
+    assert last == {"expires_at": events(body)[0]["created"]}
+    assert finish_reasons(body)[-2:] == ["stop", ""]
+    assert set(finish_reasons(body)[:-2]) == {None}
+    assert events(body)[-1]["usage"]["prompt_tokens"] == 3
+    assert len({(event["id"], event["created"], event["model"], event["object"]) for event in events(body)}) == 1
+    assert app.engine.aborted == []
+
+
+async def test_the_first_audio_leaves_while_the_text_goes_on(model: Model, speech: Pipeline) -> None:
+    heard = asyncio.Event()
+    app = PipelineApp(
+        model, speech, ("Hel", None), samples(0.5), heard, ("lo.", "stop"), samples(0.5, last=True), ENDED
+    )
+    client = app.chat(**BOTH)
+    await eventually(lambda: b'"data"' in client.body, "audio")
+    assert b"lo." not in client.body
+    heard.set()
+    assert await client.status() == 200
+    assert len(audio(client.body)) == 3
+
+
+async def test_audio_alone_has_no_content_and_ends_all_the_same(model: Model, speech: Pipeline) -> None:
+    app = PipelineApp(model, speech, spoken("Hi."), samples(0.5, last=True), ("", "stop"), ENDED)
+    body = await stream(app, modalities=["audio"], stream=True, stream_options={"include_usage": True})
+    first, *rest = deltas(body)
+    assert (first["role"], first["content"], first["audio"]["transcript"]) == ("assistant", None, "Hi.")
+    assert rest[0] == {"audio": {"data": "AEA="}}
+    assert not any(delta.get("content") for delta in rest)
+    assert finish_reasons(body)[-2:] == ["stop", ""]
+
+
+async def test_what_was_asked_of_other_stages_comes_last(model: Model, speech: Pipeline) -> None:
+    app = PipelineApp(model, speech, spoken("Hello."), ("Hello.", "stop"), ENDED)
+    body = await stream(app, stream=True, omni={"outputs": ["thinker"], "timings": True})
+    assert events(body)[-1]["omni"] == {"outputs": {"thinker": {"text": "Hello."}}, "timings": {"talker": {"run": 0.5}}}
+    assert events(body)[-2]["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_completions_stream_it_too(model: Model, speech: Pipeline) -> None:
+    app = PipelineApp(model, speech, ("Hello.", "stop"), spoken("Hello."), ENDED)
+    client = app.post("/v1/completions", prompt="Hi", stream=True, omni={"outputs": ["thinker"]})
+    assert await client.status() == 200
+    *_, last = events(client.body)
+    assert (last["object"], last["omni"]) == ("text_completion", {"outputs": {"thinker": {"text": "Hello."}}})
+
+
+async def test_n_answers_with_parameters_for_a_stage_stream_as_vllm_streams_them(
+    model: Model, speech: Pipeline
+) -> None:
+    app = PipelineApp(model, speech, ("Hello.", "stop"), CallEnded(None))
+    client = app.post("/v1/completions", prompt=["a", "b"], stream=True, omni={"params": {"tone": "low"}})
+    assert await client.status() == 200
+    assert [event["choices"][0]["text"] for event in events(client.body)] == ["Hello.", "Hello."]
+    assert [call.params for call in app.engine.calls if call is not None] == [{"tone": "low"}] * 2
+    assert app.engine.aborted == []
+
+
+async def test_a_stage_that_fails_ends_the_stream_with_its_error(model: Model, speech: Pipeline) -> None:
+    error = StageInputError("Stage 'talker': the input has 9 tokens")
+    app = PipelineApp(model, speech, ("Hel", None), CallEnded(error))
+    body = await stream(app, **BOTH)
+    assert events(body)[-1]["error"]["message"] == str(error)
+    assert events(body)[-1]["error"]["code"] == 400
+    await eventually(lambda: bool(app.engine.given_up), "the end of the text")
+
+
+async def test_an_error_of_vllms_is_told_once_and_ends_all_stages(model: Model, speech: Pipeline) -> None:
+    app = PipelineApp(model, speech, ("Hel", None), ("", "error"))
+    body = await stream(app, **BOTH)
+    assert [event["error"]["code"] for event in events(body) if "error" in event] == [500]
+    assert len(app.engine.aborted) == 1
+
+
+async def test_a_client_that_leaves_a_stream_ends_all_stages(model: Model, speech: Pipeline) -> None:
+    app = PipelineApp(model, speech, ("Hello.", "stop"), samples(0.5))
+    client = app.chat(**BOTH)
+    await eventually(lambda: b'"data"' in client.body, "audio")
+    client.disconnect()
+    await client.request
+    assert len(app.engine.aborted) == 1
+    assert json.dumps("finish_reason") + ": " + json.dumps("stop") not in client.body.decode()
+
+
+async def test_audio_of_a_stream_is_little_endian_pcm(model: Model, speech: Pipeline) -> None:
+    app = PipelineApp(model, speech, ("a", "stop"), samples(1.0, -1.0, 2.0, float("nan"), last=True), ENDED)
+    (data,) = [part["data"] for part in audio(await stream(app, **BOTH)) if "data" in part]
+    assert b64decode(data) == b"\xff\x7f\x01\x80\xff\x7f\x00\x00"

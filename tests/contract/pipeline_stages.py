@@ -1,0 +1,20 @@
+"""What the files of pipelines name: a Python stage, a transform, and what is neither."""
+
+from collections.abc import Sequence
+
+from vllm_omni_plugin.pipeline.transfer import StageOutput
+from vllm_omni_plugin.stages import PythonStage, StageJob
+
+
+class Vocoder(PythonStage):
+    """Takes one option and puts nothing out."""
+
+    def __init__(self, *, device: str, rate: int = 24000) -> None:
+        self.rate = rate
+
+    def compute(self, jobs: Sequence[StageJob]) -> Sequence[StageOutput | Exception]:
+        return [StageOutput() for _ in jobs]
+
+
+class NoStage:
+    """Not a Python stage."""

@@ -1,0 +1,81 @@
+"""Which stages are asked what, and in whose tokens answers come."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_omni_plugin.integration.fleet_stages import FleetStages
+from vllm_omni_plugin.integration.stage_plan import StagePlan
+from vllm_omni_plugin.pipeline.graph import Pipeline
+from vllm_omni_plugin.pipeline.stage import VLLM_ENGINE, Modality, Stage
+
+
+def stage(
+    stage_id: int, model: str | None, *inputs: str, output: Modality = Modality.TEXT, final: bool = False
+) -> Stage:
+    """Return a stage, Python's if it has no model."""
+    engine = VLLM_ENGINE if model else "package.module:Class"
+    name = f"stage{stage_id}"
+    transform = "package.module:function" if len(inputs) > 1 else None
+    return Stage(stage_id, name, engine, output, model, inputs=inputs, transform=transform, final=final)
+
+
+def plan(stage_id: int, stage: Stage | None, tokenizer: str = "t", config: Any = None) -> StagePlan:
+    return StagePlan(
+        stage_id=stage_id,
+        stage=stage,
+        replicas=1,
+        policy="prefix",
+        policy_config=None,
+        launcher_for=lambda on_spawn, report_cache: None,  # type: ignore[arg-type, return-value]
+        api=SimpleNamespace(tokenizer=tokenizer),  # type: ignore[arg-type]
+        fingerprint={"tokenizer": tokenizer, "tokenizer mode": "auto"} if stage is None or stage.is_vllm else {},
+        vllm_config=config,
+    )
+
+
+def plans(*stages: Stage, tokenizers: str = "") -> tuple[StagePlan, ...]:
+    tokenizers = tokenizers or "t" * len(stages)
+    return tuple(plan(index, stage, tokenizers[index]) for index, stage in enumerate(stages))
+
+
+def test_a_fleet_without_pipeline_has_one_stage() -> None:
+    stages = FleetStages.of([plan(0, None, config="config")])
+    assert (stages.pipeline, stages.entry, stages.of_the_model) == (None, 0, (0,))
+    assert (stages.configs, stages.front_tokenizer) == (["config"], None)
+
+
+def test_a_model_that_two_stages_run_is_asked_in_both() -> None:
+    prefill = stage(0, "m", output=Modality.KV_CACHE)
+    stages = FleetStages.of(plans(prefill, stage(1, "m", "stage0", final=True)))
+    assert (stages.entry, stages.of_the_model) == (0, (0, 1))
+
+
+def test_the_model_is_that_of_the_stage_which_reads_prompts() -> None:
+    first = stage(0, None, output=Modality.LATENT)
+    stages = FleetStages.of(plans(first, stage(1, "m"), stage(2, "n", "stage0", "stage1", final=True)))
+    assert (stages.entry, stages.of_the_model) == (1, (1,))
+
+
+@pytest.mark.parametrize(
+    ("second", "tokenizers", "expected"),
+    [
+        (stage(1, "n", "stage0", final=True), "tu", "u"),
+        (stage(1, "n", "stage0", final=True), "tt", None),
+        (stage(1, None, "stage0", final=True), "tu", None),
+    ],
+    ids=["another tokenizer", "the same tokenizer", "a Python stage"],
+)
+def test_answers_come_in_the_tokens_of_the_stage_in_front(second: Stage, tokenizers: str, expected: str | None) -> None:
+    stages = FleetStages.of(plans(stage(0, "m"), second, tokenizers=tokenizers))
+    assert (stages.front_tokenizer and stages.front_tokenizer()) == expected
+
+
+def test_a_text_pipeline_has_routes_for_text_whatever_reads_the_prompt() -> None:
+    reads = stage(0, "m", output=Modality.EMBEDDING)
+    pipeline = Pipeline((reads, stage(1, "n", "stage0", final=True)))
+    assert FleetStages(pipeline, []).supported(["embed"]) == ("embed", "generate")
+    assert FleetStages(pipeline, []).supported(["generate", "embed"]) == ("generate", "embed")
+    alone = Pipeline((stage(0, "m", output=Modality.EMBEDDING, final=True),))
+    assert FleetStages(alone, []).supported(["embed"]) == ("embed",)

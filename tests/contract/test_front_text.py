@@ -1,0 +1,78 @@
+"""An answer in the tokens of another model than the prompt's is read with that model's tokenizer and no prompt."""
+
+import time
+from collections.abc import Sequence
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+
+from vllm_omni_plugin.integration.front_text import answer_with
+
+HALF_A_CHARACTER = "â"
+"""How a byte-level vocabulary writes the first byte of several characters."""
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Return one whose tokens are bytes."""
+    vocabulary = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    bytewise = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytewise.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=bytewise)
+
+
+def request(prompt: Sequence[int], detokenize: bool = True, resumable: bool = False) -> EngineCoreRequest:
+    return EngineCoreRequest(
+        request_id="a",
+        prompt_token_ids=list(prompt),
+        mm_features=None,
+        sampling_params=SamplingParams(detokenize=detokenize, output_kind=RequestOutputKind.FINAL_ONLY),
+        pooling_params=None,
+        arrival_time=time.time(),
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+        external_req_id="client's",
+        resumable=resumable,
+    )
+
+
+def answer(processor: OutputProcessor, tokens: Sequence[int]) -> str:
+    """The text of an answer that ends with these tokens."""
+    queue = processor.request_states["a"].queue
+    assert queue is not None
+    output = EngineCoreOutput("a", list(tokens), finish_reason=FinishReason.LENGTH)
+    processor.process_outputs([output], time.monotonic(), None)
+    return str(queue.get_nowait().outputs[0].text)
+
+
+def add(processor: OutputProcessor, added: EngineCoreRequest) -> None:
+    processor.add_request(added, None, None, 0, RequestOutputCollector(RequestOutputKind.FINAL_ONLY, "a"))
+
+
+def test_the_prompts_tokens_of_another_model_leave_no_trace_in_the_answer(tokenizer: PreTrainedTokenizerFast) -> None:
+    processor = OutputProcessor(None, log_stats=False)
+    answer_with(processor, tokenizer)
+    add(processor, request([tokenizer.convert_tokens_to_ids(HALF_A_CHARACTER)]))
+    assert answer(processor, tokenizer.encode(" good")) == " good"
+
+
+def test_an_answer_that_nobody_reads_as_text_is_left_alone(tokenizer: PreTrainedTokenizerFast) -> None:
+    processor = OutputProcessor(None, log_stats=False)
+    answer_with(processor, tokenizer)
+    add(processor, request([1], detokenize=False))
+    assert answer(processor, [2]) == ""
+
+
+def test_a_further_chunk_of_a_session_does_not_begin_the_answer_anew(tokenizer: PreTrainedTokenizerFast) -> None:
+    processor = OutputProcessor(None, log_stats=False)
+    answer_with(processor, tokenizer)
+    add(processor, request([1], resumable=True))
+    before = processor.request_states["a"].detokenizer
+    add(processor, request([2], resumable=True))
+    assert processor.request_states["a"].detokenizer is before

@@ -1,0 +1,199 @@
+"""The client of a fleet of several stages, as AsyncLLM uses it."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.fakes.engine_api import FakeEngineApi, FakeRequest
+from vllm_omni_plugin.balancing import RandomBalancer
+from vllm_omni_plugin.errors import NoReplicaError, ReplicaError, StageError, StageInputError
+from vllm_omni_plugin.integration.client import FleetClient
+from vllm_omni_plugin.integration.failures import to_http
+from vllm_omni_plugin.integration.fleet_stages import FleetStages
+from vllm_omni_plugin.integration.pipeline_calls import RunningCall
+from vllm_omni_plugin.orchestrator.messages import AbortRequests, CallReplicas, ReplicaJoined, SubmitRequest
+from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator.pipeline_call import PipelineCall
+from vllm_omni_plugin.orchestrator.stage_pool import StagePool
+from vllm_omni_plugin.pipeline.graph import Pipeline
+from vllm_omni_plugin.pipeline.stage import VLLM_ENGINE, Modality, Stage
+from vllm_omni_plugin.vllm_api.engine_api import EngineApi
+from vllm_omni_plugin.vllm_api.sim_protocol import ready_response
+
+PIPELINE = Pipeline(
+    (
+        Stage(0, "reader", "package.module:Reader", Modality.LATENT),
+        Stage(1, "thinker", VLLM_ENGINE, Modality.TEXT, model="m"),
+        Stage(2, "joiner", VLLM_ENGINE, Modality.TEXT, "m", inputs=("reader", "thinker"), transform="operator:eq"),
+        Stage(3, "refiner", VLLM_ENGINE, Modality.TEXT, model="n", inputs=("joiner",), final=True),
+    )
+)
+"""The prompt is read by stage 1, whose model stage 2 runs, too."""
+ENTRY, ALL = 1, None
+
+
+def config(max_model_len: int) -> Any:
+    """What of a configuration ready responses are made of, and complete."""
+    return SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=max_model_len, dtype="torch.float32"),
+        cache_config=SimpleNamespace(num_gpu_blocks=None, block_size=0),
+        parallel_config=SimpleNamespace(
+            world_size=1,
+            data_parallel_size=1,
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            decode_context_parallel_size=1,
+        ),
+        scheduler_config=SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=256),
+        lora_config=None,
+        instance_id="fleet",
+    )
+
+
+def ready(max_model_len: int, replica_id: int = 0) -> bytes:
+    return ready_response(config(max_model_len), replica_id, kv_blocks=100, block_size=16)
+
+
+class Head:
+    """A client in front of stages that have no replicas; its reader of prompts has a configuration of its own.
+
+    Attributes:
+        own: AsyncLLM's configuration.
+        configs: those of the stages' engines.
+    """
+
+    def __init__(self, ready_responses: list[list[bytes]]) -> None:
+        pools = [StagePool(stage.id, RandomBalancer()) for stage in PIPELINE.stages]
+        apis = [FakeEngineApi() for _ in PIPELINE.stages]
+        self.orchestrator = Orchestrator(pools, apis, 0, time.monotonic, pipeline=PIPELINE)  # type: ignore[arg-type]
+        self.own = config(1000)
+        self.configs = [None, config(1000), config(1000), config(2000)]
+        self.stages = FleetStages(PIPELINE, self.configs)
+        self.client = FleetClient(self, self.own, ready_responses)
+
+    def close(self, timeout: float | None = None) -> None:
+        """Nothing was started."""
+
+    async def told(self) -> Any:
+        """What the client hands to the orchestrator."""
+        (message,) = await self.orchestrator.request_async_queue.get_batch()
+        return message
+
+
+@pytest.fixture
+def head() -> Iterator[Head]:
+    head = Head([[b""], [ready(500, 0), ready(500, 1)], [], [ready(700)]])
+    yield head
+    head.client.shutdown()
+
+
+def test_the_replicas_of_all_stages_have_labels_of_their_own(head: Head) -> None:
+    assert head.client.engine_ranks_managed == [0, 10_000, 10_001, 30_000]
+
+
+def test_each_configuration_learns_what_engines_of_its_own_stage_found(head: Head) -> None:
+    lengths = [config and config.model_config.max_model_len for config in (head.own, *head.configs)]
+    assert lengths == [500, None, 500, 1000, 700]
+    assert head.own.cache_config.num_gpu_blocks == 200
+
+
+async def test_the_first_replica_of_a_stage_that_had_none_completes_its_configuration_once(head: Head) -> None:
+    for replica_id in range(2):
+        head.orchestrator.output_async_queue.force_put(ReplicaJoined(2, replica_id, ready(300, replica_id)))
+    head.orchestrator.output_async_queue.force_put(EngineApi().idle_report(0))
+    await head.client.get_output_async()
+    cache, model = head.configs[2].cache_config, head.configs[2].model_config
+    assert (cache.num_gpu_blocks, model.max_model_len, head.own.model_config.max_model_len) == (100, 300, 500)
+
+
+@pytest.mark.parametrize(
+    ("method", "args", "stages"),
+    [
+        ("sleep_async", (), ALL),
+        ("wake_up_async", (), ALL),
+        ("pause_scheduler_async", (), ALL),
+        ("resume_scheduler_async", (), ALL),
+        ("profile_async", (), ALL),
+        ("reset_prefix_cache_async", (), ALL),
+        ("reset_mm_cache_async", (), ALL),
+        ("reset_encoder_cache_async", (), ALL),
+        ("release_kv_cache_memory_async", (), ALL),
+        ("add_lora_async", (None,), (1, 2)),
+        ("remove_lora_async", (1,), (1, 2)),
+        ("list_loras_async", (), (1, 2)),
+        ("pin_lora_async", (1,), (1, 2)),
+        ("set_weight_version_async", ("v",), (1, 2)),
+        ("get_weight_version_async", (), (1, 2)),
+        ("collective_rpc_async", ("m",), (1, 2)),
+        ("compute_weight_checksums_async", (), (1, 2)),
+        ("save_sharded_state_async", ("p",), (1, 2)),
+        ("is_sleeping_async", (), (1, 2)),
+        ("is_scheduler_paused_async", (), (1, 2)),
+    ],
+)
+async def test_a_call_reaches_the_stages_that_it_concerns(
+    head: Head, method: str, args: tuple[Any, ...], stages: tuple[int, ...] | None
+) -> None:
+    async def answer() -> None:
+        (message,) = await head.orchestrator.rpc_async_queue.get_batch()
+        assert isinstance(message, CallReplicas)
+        assert message.stages == stages
+        message.reply.set_result([set()])
+
+    await both(getattr(head.client, method)(*args), answer())
+
+
+async def both(one: Awaitable[Any], other: Awaitable[Any]) -> list[Any]:
+    """Wait for both, or for the first that fails."""
+    async with asyncio.timeout(10):
+        return list(await asyncio.gather(one, other))
+
+
+async def test_the_tasks_are_those_of_the_stage_that_reads_prompts(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Orchestrator, "can_serve", True)
+
+    async def answer() -> None:
+        (message,) = await head.orchestrator.rpc_async_queue.get_batch()
+        assert isinstance(message, CallReplicas)
+        assert message.stages == (ENTRY,)
+        message.reply.set_result([("embed",)])
+
+    tasks, _ = await both(head.client.get_supported_tasks_async(), answer())
+    assert tasks == ("embed", "generate")
+
+
+async def test_a_request_carries_the_call_that_it_is_made_for(head: Head) -> None:
+    running = RunningCall(lambda put: PipelineCall(("text",), put), head.client.abort_call)
+
+    async def hand_over() -> None:
+        await head.client.add_request_async(FakeRequest("a"))
+
+    await asyncio.get_running_loop().create_task(hand_over(), context=running.context)
+    message = await head.told()
+    assert isinstance(message, SubmitRequest)
+    assert (message.call, running.request_ids) == (running.call, ["a"])
+
+
+async def test_leaving_a_call_aborts_all_of_it_and_vllms_own_abort_what_answers(head: Head) -> None:
+    head.client.abort_call(["a", "b"])
+    assert await head.told() == AbortRequests(("a", "b"), whole=True)
+    await head.client.abort_requests_async(["a"])
+    assert await head.told() == AbortRequests(("a",), whole=False)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (NoReplicaError("later"), 503),
+        (StageInputError("Stage 'talker': the input is too long"), 400),
+        (StageError("Stage 'talker': its transform failed"), 500),
+        (ReplicaError("gone"), 500),
+    ],
+)
+def test_an_error_has_the_status_that_tells_whose_it_is(error: Exception, status: int) -> None:
+    told: Any = to_http(error)
+    assert (str(told), told.http_status) == (str(error), status)

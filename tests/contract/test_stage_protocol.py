@@ -1,0 +1,100 @@
+"""What Python stages say in vLLM's protocol is what vLLM reads, although they do not import it."""
+
+import subprocess
+import sys
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from vllm.v1.engine import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreReadyResponse,
+    EngineCoreRequestType,
+    FinishReason,
+)
+from vllm.v1.engine import UtilityOutput as EngineUtilityOutput
+from vllm.v1.metrics.stats import SchedulerStats as EngineSchedulerStats
+from vllm.v1.serial_utils import CUSTOM_TYPE_RAW_VIEW, MsgpackDecoder, MsgpackEncoder
+
+from vllm_omni_plugin.vllm_api import stage_protocol
+from vllm_omni_plugin.vllm_api.stage_codec import StageSide
+from vllm_omni_plugin.vllm_api.stage_protocol import Content, Output, Outputs, SchedulerStats, StageRequest
+
+
+def decoded(frames: Any) -> EngineCoreOutputs:
+    # Frames that are received can be written to, and torch warns of those that cannot.
+    return MsgpackDecoder(EngineCoreOutputs).decode([bytearray(frame) for frame in frames])
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (Output, EngineCoreOutput),
+        (Outputs, EngineCoreOutputs),
+        (stage_protocol.UtilityOutput, EngineUtilityOutput),
+    ],
+)
+def test_our_fields_are_the_first_of_vllms(ours: type[msgspec.Struct], theirs: type[msgspec.Struct]) -> None:
+    assert theirs.__struct_fields__[: len(ours.__struct_fields__)] == ours.__struct_fields__
+
+
+def test_type_bytes_reasons_and_extensions_are_vllms() -> None:
+    kinds = EngineCoreRequestType
+    assert (kinds.ADD.value, kinds.ABORT.value, kinds.UTILITY.value) == (
+        stage_protocol.ADD,
+        stage_protocol.ABORT,
+        stage_protocol.UTILITY,
+    )
+    assert (FinishReason.STOP, FinishReason.ABORT, FinishReason.ERROR) == (
+        stage_protocol.STOP,
+        stage_protocol.ABORTED,
+        stage_protocol.ERROR,
+    )
+    assert stage_protocol.RAW_VIEW == CUSTOM_TYPE_RAW_VIEW
+
+
+@pytest.mark.parametrize("size", [2, 2000])
+def test_vllm_reads_outputs_with_tensors_and_statistics(size: int) -> None:
+    tensor = torch.arange(float(size))
+    content = {stage_protocol.CONTENT_KEY: Content("text", [7], {"rate": 24000})}
+    said = Output("a", [0], pooling_output=tensor, finish_reason=stage_protocol.STOP, kv_transfer_params=content)
+    read = decoded(StageSide().encode(Outputs(0, [said], SchedulerStats(2, 3), 1.5)))
+    assert (read.timestamp, read.scheduler_stats) == (
+        1.5,
+        EngineSchedulerStats(num_running_reqs=2, num_waiting_reqs=3),
+    )
+    (output,) = read.outputs
+    assert torch.equal(output.pooling_output, tensor)
+    assert (output.request_id, output.new_token_ids, output.finish_reason) == ("a", [0], FinishReason.STOP)
+    assert output.kv_transfer_params == {"omni": {"text": "text", "token_ids": [7], "metadata": {"rate": 24000}}}
+
+
+def test_vllm_reads_answers_to_calls() -> None:
+    side = StageSide()
+    result = decoded(side.encode_result(5, ("x", 1), 1.0)).utility_output
+    assert (result.call_id, result.failure_message, result.result.result) == (5, None, ["x", 1])
+    failure = decoded(side.encode_failure(6, "no", 1.0)).utility_output
+    assert (failure.call_id, failure.failure_message, failure.result) == (6, "no", None)
+
+
+def test_vllm_reads_the_ready_response() -> None:
+    response = msgspec.msgpack.decode(stage_protocol.ready_response(3), type=EngineCoreReadyResponse)
+    assert (response.data_parallel_rank, response.num_gpu_blocks, response.kv_events_config) == (3, 0, None)
+
+
+@pytest.mark.parametrize("size", [2, 2000])
+def test_a_stage_reads_what_vllms_encoder_writes(size: int) -> None:
+    tensor = torch.arange(float(size)).view(2, -1)
+    frames = MsgpackEncoder().encode(StageRequest("a", text="x", tensor=tensor, metadata={"k": [1]}))
+    kind, request = StageSide().decode([EngineCoreRequestType.ADD.value, *frames])
+    assert (kind, request.request_id, request.text, request.metadata) == ("add", "a", "x", {"k": [1]})
+    assert torch.equal(request.tensor.to_torch(), tensor)
+    frames = MsgpackEncoder().encode((1, 2, "sleep", (1, "abort")))
+    assert StageSide().decode([EngineCoreRequestType.UTILITY.value, *frames]) == ("call", (1, 2, "sleep", [1, "abort"]))
+
+
+def test_a_stages_process_imports_neither_vllm_nor_torch() -> None:
+    found = "import vllm_omni_plugin.stages.child, sys; print({'vllm', 'torch'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", found], capture_output=True, text=True, check=True).stdout == "set()\n"

@@ -1,0 +1,110 @@
+"""The example pipelines as a user starts them, and what a test asks about their stages."""
+
+import re
+import secrets
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from .server import MODEL, START_S, ServeProcess, Server, free_port, until
+from .suspended import Engine
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "pipelines"
+_SERVES = re.compile(r"Replica (\d+) of stage (\d+) serves \(engine process (\d+)\)")
+
+
+class PipelineServer(Server):
+    """One example, started with its one command; nodes may join it.
+
+    Args:
+        kind: which example.
+        log: file for what it writes; the models and the nodes' logs lie beside it.
+        flags: more of its command line.
+    """
+
+    def __init__(self, kind: str, log: Path, *flags: str) -> None:
+        self.models = log.with_name(kind)
+        self._kind = kind
+        self._nodes = 0
+        self._uds = None
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        secret = log.with_suffix(".secret")
+        secret.touch(mode=0o600)
+        secret.write_text(secrets.token_hex(32))
+        self._join = ("-oma", "127.0.0.1", "-omp", str(free_port()), "--omni-secret-file", str(secret))
+        where = ("--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", MODEL)
+        ServeProcess.__init__(self, self._command(*where, *flags), log)
+
+    @contextmanager
+    def node(self, stage: int) -> Iterator[None]:
+        """A headless node meanwhile runs one more replica of a stage; it has joined."""
+        before = self.replicas_up()
+        self._nodes += 1
+        log = self.log.with_name(f"{self.log.stem}-node-{self._nodes}.log")
+        node = ServeProcess(self._command("--headless", "--omni-stage-id", str(stage)), log)
+        try:
+            self.wait_for_replicas(before + 1)
+            yield
+        finally:
+            node.stop()
+
+    def engine(self, stage: int, replica: int = 0) -> Engine:
+        """The engine that a local replica runs now."""
+        found = {(int(s), int(r)): int(pid) for r, s, pid in _SERVES.findall(self.log.read_text())}
+        return Engine(found[stage, replica])
+
+    def by_stage(self, name: str) -> dict[int, float]:
+        """Samples of one of our metrics, by stage; those of its replicas are summed."""
+        sums: dict[int, float] = {}
+        for labels, value in self.metrics(name).items():
+            stage = int(dict(labels)["stage"])
+            sums[stage] = sums.get(stage, 0.0) + value
+        return sums
+
+    def by_replica_of(self, stage: int, name: str) -> dict[int, float]:
+        """Samples of one of our metrics, by replica of a stage."""
+        samples = ((dict(labels), value) for labels, value in self.metrics(name).items())
+        return {int(labels["replica"]): value for labels, value in samples if int(labels["stage"]) == stage}
+
+    def in_flight(self, stage: int) -> float:
+        """Requests that the replicas of a stage are charged with."""
+        return self.by_stage("vllm_omni:requests_in_flight")[stage]
+
+    def dispatched(self) -> dict[int, float]:
+        """Requests that have been sent to replicas so far, by stage."""
+        return self.by_stage("vllm_omni:dispatches_total")
+
+    def wait_for_replicas(self, count: int) -> None:
+        """Return when exactly so many replicas of all stages take requests."""
+        until(lambda: self.replicas_up() == count, f"{count} replicas take requests", START_S)
+
+    def wait_until_idle(self) -> None:
+        """Return when neither the head nor any engine has anything left of any request."""
+        names = ("vllm_omni:requests_in_flight", "vllm:num_requests_running", "vllm:num_requests_waiting")
+        until(lambda: not any(sum(self.metrics(name).values()) for name in names), "nothing is left of any request")
+
+    @contextmanager
+    def suspended(self, stage: int) -> Iterator[Engine]:
+        """The engine of a stage's local replica stands still meanwhile."""
+        engine = self.engine(stage)
+        engine.suspend()
+        try:
+            yield engine
+        finally:
+            engine.resume()
+
+    @contextmanager
+    def drained(self, stage: int) -> Iterator[None]:
+        """The stage's local replica takes no new request meanwhile."""
+        with self.http() as http:
+            http.post(f"/omni/replicas/{stage}.0/drain").raise_for_status()
+            try:
+                yield
+            finally:
+                http.post(f"/omni/replicas/{stage}.0/resume").raise_for_status()
+
+    def _command(self, *flags: str) -> list[str]:
+        script = str(EXAMPLES / "serve.py")
+        return [sys.executable, script, self._kind, "--models", str(self.models), *self._join, *flags]

@@ -1,0 +1,123 @@
+"""Prompts computed by one replica and answered by another: the example `prefill_decode`."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+
+import pytest
+from openai.types import Completion
+
+from . import by_hand
+from .pipelines import PipelineServer
+from .server import MODEL, until
+from .servers import Servers
+
+PREFILL, DECODE = 0, 1
+BLOCK, MIN_PROMPT_TOKENS = 32, 64
+"""As the example's file says."""
+ANSWER_TOKENS = 24
+_numbers = count(1)
+
+
+@pytest.fixture
+def disaggregated(servers: Servers) -> Iterator[PipelineServer]:
+    """The example with one replica of each stage, both in service before each test and after it."""
+    server: PipelineServer = servers.keep(
+        "prefill-decode",
+        lambda log: PipelineServer("prefill_decode", log, "--enable-prompt-tokens-details").__enter__(),
+        engines=2,
+    )
+    server.wait_for_replicas(2)
+    yield server
+    server.wait_for_replicas(2)
+    server.wait_until_idle()
+
+
+def new_prompt(server: PipelineServer, tokens: int) -> list[int]:
+    """A prompt of so many tokens that shares no block with any before it."""
+    words = f"Prompt {next(_numbers)}: " + "a question comes in, an answer goes out, and a graph decides. " * 40
+    return by_hand.token_ids(server.models / "model", words)[:tokens]
+
+
+def ask(server: PipelineServer, prompt: list[int]) -> Completion:
+    with server.client() as client:
+        return client.completions.create(model=MODEL, prompt=prompt, max_tokens=ANSWER_TOKENS)
+
+
+def expected(server: PipelineServer, prompt: list[int]) -> str:
+    model = server.models / "model"
+    return by_hand.text_of(model, by_hand.greedy(model, prompt, ANSWER_TOKENS))
+
+
+def cached_tokens(answer: Completion) -> int:
+    assert answer.usage is not None
+    details = answer.usage.prompt_tokens_details
+    return 0 if details is None else details.cached_tokens or 0
+
+
+@pytest.mark.parametrize("tokens", [MIN_PROMPT_TOKENS, 200])
+def test_a_long_prompt_is_computed_by_the_first_stage(disaggregated: PipelineServer, tokens: int) -> None:
+    prompt = new_prompt(disaggregated, tokens)
+    before = disaggregated.dispatched()
+    answer = ask(disaggregated, prompt)
+    assert answer.choices[0].text == expected(disaggregated, prompt)
+    assert disaggregated.dispatched() == {stage: number + 1 for stage, number in before.items()}
+    # The connector hands over whole blocks, and leaves out the one with the last token.
+    assert cached_tokens(answer) == (tokens - 2) // BLOCK * BLOCK
+
+
+def test_a_short_prompt_skips_the_first_stage(disaggregated: PipelineServer) -> None:
+    prompt = new_prompt(disaggregated, MIN_PROMPT_TOKENS - 1)
+    before = disaggregated.dispatched()
+    answer = ask(disaggregated, prompt)
+    assert answer.choices[0].text == expected(disaggregated, prompt)
+    assert disaggregated.dispatched() == before | {DECODE: before[DECODE] + 1}
+    assert cached_tokens(answer) == 0
+
+
+def test_nothing_is_left_of_a_request_whose_client_leaves_during_the_second_stage(
+    disaggregated: PipelineServer,
+) -> None:
+    with disaggregated.suspended(DECODE), disaggregated.client() as client:
+        prompt = new_prompt(disaggregated, 200)
+        stream = client.completions.create(model=MODEL, prompt=prompt, max_tokens=400, stream=True)
+        until(lambda: disaggregated.in_flight(DECODE) == 1, "the second stage has the request")
+        stream.close()
+        until(lambda: disaggregated.in_flight(DECODE) == 0, "the second stage is rid of the request")
+    disaggregated.wait_until_idle()
+
+
+def test_the_second_stage_computes_what_a_killed_prefill_replica_leaves(disaggregated: PipelineServer) -> None:
+    prompt = new_prompt(disaggregated, 200)
+    with ThreadPoolExecutor() as threads:
+        with disaggregated.suspended(PREFILL) as engine:
+            pending = threads.submit(ask, disaggregated, prompt)
+            until(lambda: disaggregated.in_flight(PREFILL) == 1, "the first stage has the request")
+            engine.core.kill()
+        answer = pending.result()
+    assert answer.choices[0].text == expected(disaggregated, prompt)
+    assert cached_tokens(answer) == 0
+    again = ask(disaggregated, new_prompt(disaggregated, 100))
+    assert cached_tokens(again) == 0, "without a prefill replica nobody waits for one"
+
+
+@pytest.mark.long
+def test_a_killed_decode_replica_costs_no_answer(disaggregated: PipelineServer) -> None:
+    prompt = new_prompt(disaggregated, 200)
+    with ThreadPoolExecutor() as threads:
+        with disaggregated.suspended(DECODE) as engine:
+            pending = threads.submit(ask, disaggregated, prompt)
+            until(lambda: disaggregated.in_flight(DECODE) == 1, "the second stage has the request")
+            engine.core.kill()
+        assert pending.result().choices[0].text == expected(disaggregated, prompt)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [PREFILL, DECODE])
+def test_a_headless_node_adds_a_replica_to_either_stage(disaggregated: PipelineServer, stage: int) -> None:
+    prompt = new_prompt(disaggregated, 200)
+    with disaggregated.node(stage):
+        with disaggregated.drained(stage):
+            answer = ask(disaggregated, prompt)
+    assert answer.choices[0].text == expected(disaggregated, prompt)
+    assert cached_tokens(answer) == (200 - 2) // BLOCK * BLOCK

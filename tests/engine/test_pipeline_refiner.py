@@ -1,0 +1,141 @@
+"""Two models with tokenizers of their own, one after the other: the example `refiner`."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+from openai.types.chat import ChatCompletion
+
+from . import by_hand
+from .pipelines import PipelineServer
+from .server import MODEL, until
+from .servers import Servers
+
+THINKER, REFINER = 0, 1
+DRAFT_TOKENS = 32
+"""As the example's file says."""
+ANSWER_TOKENS = 24
+PROMPTS = ["How many stages are there?", "Begin."]
+BROKEN_TRANSFERS = {
+    "raises": ({"params": {"style": "rude"}}, 500, "there is no style 'rude': use one of plain, formal"),
+    "too long": ({"sampling": {"thinker": {"max_tokens": 900}}}, 400, "takes at most 1024"),
+}
+
+
+@pytest.fixture
+def refiner(servers: Servers) -> Iterator[PipelineServer]:
+    """The example with one replica of each stage, all in service before each test and after it."""
+    server: PipelineServer = servers.keep("refiner", lambda log: PipelineServer("refiner", log).__enter__(), engines=2)
+    server.wait_for_replicas(2)
+    yield server
+    server.wait_for_replicas(2)
+    server.wait_until_idle()
+
+
+def ask(server: PipelineServer, prompt: str, **omni: Any) -> ChatCompletion:
+    with server.client() as client:
+        return client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": prompt}],
+            max_tokens=ANSWER_TOKENS,
+            extra_body={"omni": omni},
+        )
+
+
+def text_of(answer: ChatCompletion) -> str:
+    return answer.choices[0].message.content or ""
+
+
+def refined(server: PipelineServer, question: str, style: str = "in plain words") -> tuple[str, str]:
+    """The draft and the answer that the two models give by hand."""
+    prompt = by_hand.chat_prompt(server.models / "thinker", question)
+    draft = by_hand.answer(server.models / "thinker", prompt, DRAFT_TOKENS)
+    request = f"{prompt}\nDraft: {draft}\nThe same {style}: "
+    return draft, by_hand.answer(server.models / "refiner", request, ANSWER_TOKENS)
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_the_answer_is_that_of_the_models_run_by_hand(refiner: PipelineServer, prompt: str) -> None:
+    draft, expected = refined(refiner, prompt)
+    answer = ask(refiner, prompt, outputs=["thinker"], timings=True)
+    assert text_of(answer) == expected
+    extra = (answer.model_extra or {})["omni"]
+    assert extra["outputs"] == {"thinker": {"text": draft}}
+    assert extra["timings"].keys() == {"thinker", "refiner"}
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == ANSWER_TOKENS
+
+
+def test_parameters_of_the_request_reach_the_transform(refiner: PipelineServer) -> None:
+    answer = ask(refiner, PROMPTS[0], params={"style": "formal"})
+    assert text_of(answer) == refined(refiner, PROMPTS[0], "in formal words")[1]
+    assert "omni" not in (answer.model_extra or {})
+
+
+def test_a_stream_says_what_the_whole_answer_says(refiner: PipelineServer) -> None:
+    with refiner.client() as client:
+        stream = client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": PROMPTS[0]}],
+            max_tokens=ANSWER_TOKENS,
+            stream=True,
+        )
+        choices = [chunk.choices[0] for chunk in stream if chunk.choices]
+    assert "".join(choice.delta.content or "" for choice in choices) == refined(refiner, PROMPTS[0])[1]
+    assert [choice.finish_reason for choice in choices if choice.finish_reason] == ["length"]
+
+
+def test_a_completion_runs_through_the_stages_too(refiner: PipelineServer) -> None:
+    prompt = by_hand.chat_prompt(refiner.models / "thinker", PROMPTS[0])
+    with refiner.client() as client:
+        answer = client.completions.create(model=MODEL, prompt=prompt, max_tokens=ANSWER_TOKENS)
+    assert answer.choices[0].text == refined(refiner, PROMPTS[0])[1]
+
+
+@pytest.mark.parametrize("case", BROKEN_TRANSFERS)
+def test_a_hand_over_that_fails_is_one_error_that_names_the_stage(refiner: PipelineServer, case: str) -> None:
+    omni, status, words = BROKEN_TRANSFERS[case]
+    with pytest.raises(openai.APIStatusError) as caught:
+        ask(refiner, PROMPTS[0], **omni)
+    assert caught.value.status_code == status
+    assert "Stage 'refiner'" in caught.value.message
+    assert words in caught.value.message
+
+
+def test_a_transform_that_gives_nothing_is_one_error_that_names_the_stage(refiner: PipelineServer) -> None:
+    draft, _ = refined(refiner, PROMPTS[0])
+    with pytest.raises(openai.APIStatusError, match="Stage 'refiner'") as caught:
+        ask(refiner, PROMPTS[0], sampling={"thinker": {"stop": [draft[0]]}})
+    assert caught.value.status_code == 500
+
+
+def test_nothing_is_left_of_a_request_whose_client_leaves_during_the_second_stage(refiner: PipelineServer) -> None:
+    with refiner.suspended(REFINER), refiner.client() as client:
+        stream = client.completions.create(model=MODEL, prompt="Leaves soon", max_tokens=400, stream=True)
+        until(lambda: refiner.in_flight(REFINER) == 1, "the second stage has the request")
+        stream.close()
+        until(lambda: refiner.in_flight(REFINER) == 0, "the second stage is rid of the request")
+    refiner.wait_until_idle()
+    assert text_of(ask(refiner, PROMPTS[0])) == refined(refiner, PROMPTS[0])[1]
+
+
+def test_a_headless_node_serves_the_second_stage(refiner: PipelineServer) -> None:
+    with refiner.node(REFINER):
+        with refiner.drained(REFINER), refiner.client() as client:
+            answer = client.chat.completions.with_raw_response.create(
+                model=MODEL, messages=[{"role": "user", "content": PROMPTS[1]}], max_tokens=ANSWER_TOKENS
+            )
+    assert answer.headers["X-Omni-Replica"].split(", ") == ["0.0", "1.1"]
+    assert text_of(answer.parse()) == refined(refiner, PROMPTS[1])[1]
+
+
+@pytest.mark.parametrize("stage", [pytest.param(THINKER, marks=pytest.mark.long), REFINER])
+def test_a_replica_killed_in_the_middle_of_a_request_costs_no_answer(refiner: PipelineServer, stage: int) -> None:
+    with ThreadPoolExecutor() as threads:
+        with refiner.suspended(stage) as engine:
+            answer = threads.submit(ask, refiner, PROMPTS[1])
+            until(lambda: refiner.in_flight(stage) == 1, "the stage has the request")
+            engine.core.kill()
+        assert text_of(answer.result()) == refined(refiner, PROMPTS[1])[1]

@@ -1,0 +1,230 @@
+"""Text, codec tokens and sound, each stage on chunks of the one in front of it: the example `speech`."""
+
+import base64
+import functools
+import importlib.util
+import io
+import wave
+from array import array
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from . import by_hand
+from .pipelines import EXAMPLES, PipelineServer
+from .server import MODEL, until
+from .servers import Servers
+
+THINKER, TALKER, VOCODER = 0, 1, 2
+SAMPLE_RATE, HOP = 24_000, 480
+CHUNK, CODES_PER_TOKEN = 8, 4
+"""Tokens of text in a chunk, and codec tokens that speak one of them."""
+ANSWER_TOKENS = 20
+"""Two chunks and a half."""
+FILE_TOKENS = 64
+"""Of an answer that the client does not bound, as the example's file says."""
+PROMPT = "Say something."
+BOTH: Any = ["text", "audio"]
+VOICE: Any = {"voice": "any", "format": "wav"}
+RAW: Any = {"voice": "any", "format": "pcm16"}
+
+
+@pytest.fixture
+def speech(servers: Servers) -> Iterator[PipelineServer]:
+    """The example, all stages in service before each test and after it."""
+    server: PipelineServer = servers.keep("speech", lambda log: PipelineServer("speech", log).__enter__(), engines=2)
+    server.wait_for_replicas(3)
+    yield server
+    server.wait_for_replicas(3)
+    server.wait_until_idle()
+
+
+def spoken(server: PipelineServer, tokens: int = ANSWER_TOKENS) -> bytes:
+    """The sound of a chat answer, from the two models and the vocoder run by hand: 16 bit samples."""
+    return sound_after(server.models, by_hand.chat_prompt(server.models / "thinker", PROMPT), tokens)
+
+
+@functools.cache
+def sound_after(models: Path, prompt: str, count: int) -> bytes:
+    """The sound of the answer to a prompt."""
+    thinker, talker = models / "thinker", models / "talker"
+    tokens = by_hand.greedy(thinker, by_hand.token_ids(thinker, prompt), count)
+    chunks = [tokens[start : start + CHUNK] for start in range(0, count, CHUNK)]
+    texts = [by_hand.token_ids(talker, by_hand.text_of(thinker, chunk)) for chunk in chunks]
+    lengths = [CODES_PER_TOKEN * len(chunk) for chunk in chunks]
+    return decoded(by_hand.session(talker, zip(texts, lengths, strict=True)))
+
+
+def decoded(codes: list[int]) -> bytes:
+    """Codec tokens as the vocoder's module sounds them, all at once."""
+    import torch
+
+    decoder = vocoder().CodecDecoder(codes=128, sample_rate=SAMPLE_RATE, hop=HOP)
+    samples, tail = decoder(torch.tensor(codes) - 257, torch.zeros(HOP))
+    return bytes((torch.cat([samples, tail]) * 32767).round().to(torch.int16).numpy().tobytes())
+
+
+@functools.cache
+def vocoder() -> Any:
+    """The example's module."""
+    spec = importlib.util.spec_from_file_location("vocoder", EXAMPLES / "stages" / "vocoder.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def text_by_hand(server: PipelineServer) -> str:
+    thinker = server.models / "thinker"
+    return by_hand.answer(thinker, by_hand.chat_prompt(thinker, PROMPT), ANSWER_TOKENS)
+
+
+def pcm_of(wav: bytes) -> bytes:
+    """The samples of a wav file, which must be what it says it is."""
+    with wave.open(io.BytesIO(wav)) as sound:
+        assert (sound.getnchannels(), sound.getsampwidth(), sound.getframerate()) == (1, 2, SAMPLE_RATE)
+        return sound.readframes(sound.getnframes())
+
+
+def assert_same_sound(pcm: bytes, expected: bytes) -> None:
+    """Up to rounding to 16 bits."""
+    heard, wanted = array("h", pcm), array("h", expected)
+    assert len(heard) == len(wanted)
+    assert max(abs(a - b) for a, b in zip(heard, wanted, strict=True)) <= 1
+    assert max(heard) > 3000, "it is no silence"
+
+
+def ask(server: PipelineServer, **more: Any) -> Any:
+    with server.client() as client:
+        return client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": PROMPT}], max_tokens=ANSWER_TOKENS, **more
+        )
+
+
+def test_a_request_for_text_skips_the_talker(speech: PipelineServer) -> None:
+    before = speech.dispatched()
+    message = ask(speech).choices[0].message
+    assert message.content == text_by_hand(speech)
+    assert message.audio is None
+    assert speech.dispatched() == before | {THINKER: before[THINKER] + 1}
+
+
+def test_an_answer_comes_as_text_and_as_a_playable_file(speech: PipelineServer) -> None:
+    message = ask(speech, modalities=BOTH, audio=VOICE).choices[0].message
+    assert message.content == text_by_hand(speech)
+    assert message.audio.transcript == message.content
+    pcm = pcm_of(base64.b64decode(message.audio.data))
+    assert len(pcm) == 2 * HOP * (CODES_PER_TOKEN * ANSWER_TOKENS + 1)
+    assert_same_sound(pcm, spoken(speech))
+
+
+def open_stream(client: openai.OpenAI, tokens: int = ANSWER_TOKENS) -> Any:
+    return client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": PROMPT}],
+        max_tokens=tokens,
+        modalities=BOTH,
+        audio=RAW,
+        stream=True,
+    )
+
+
+def text_delta(chunk: Any) -> str:
+    return "".join(choice.delta.content or "" for choice in chunk.choices)
+
+
+def audio_delta(chunk: Any) -> bytes:
+    found = [(choice.delta.model_extra or {}).get("audio") or {} for choice in chunk.choices]
+    return b"".join(base64.b64decode(audio.get("data", "")) for audio in found)
+
+
+def test_a_stream_carries_the_same_text_and_sound(speech: PipelineServer) -> None:
+    with speech.client() as client:
+        chunks = list(open_stream(client))
+    assert "".join(map(text_delta, chunks)) == text_by_hand(speech)
+    assert_same_sound(b"".join(map(audio_delta, chunks)), spoken(speech))
+
+
+def test_the_first_sound_leaves_before_the_text_ends(speech: PipelineServer) -> None:
+    with speech.client() as client, ExitStack() as standing_still, open_stream(client, tokens=800) as stream:
+        words = 0
+        for chunk in stream:
+            assert not any(choice.finish_reason for choice in chunk.choices)
+            if audio_delta(chunk):
+                break
+            words += bool(text_delta(chunk))
+            if words == 2 * CHUNK:
+                # From now on the text cannot end, however long the sound takes.
+                standing_still.enter_context(speech.suspended(THINKER))
+        else:
+            pytest.fail("there was no sound")
+
+
+@pytest.mark.parametrize("response_format", ["wav", "pcm"])
+def test_the_speech_route_speaks_the_answer_to_its_input(speech: PipelineServer, response_format: Any) -> None:
+    with speech.client() as client:
+        said = client.audio.speech.create(model=MODEL, voice="any", input=PROMPT, response_format=response_format)
+    pcm = pcm_of(said.content) if response_format == "wav" else said.content
+    assert_same_sound(pcm, sound_after(speech.models, PROMPT, FILE_TOKENS))
+
+
+def test_the_speech_route_streams(speech: PipelineServer) -> None:
+    with (
+        speech.client() as client,
+        client.audio.speech.with_streaming_response.create(
+            model=MODEL, voice="any", input=PROMPT, response_format="pcm"
+        ) as stream,
+    ):
+        parts = list(stream.iter_bytes())
+    assert len(parts) > 1
+    assert_same_sound(b"".join(parts), sound_after(speech.models, PROMPT, FILE_TOKENS))
+
+
+def test_nothing_is_left_of_a_request_whose_client_leaves_during_the_second_stage(speech: PipelineServer) -> None:
+    with speech.suspended(TALKER), speech.client() as client, open_stream(client, tokens=400):
+        until(lambda: speech.in_flight(TALKER) == 1, "the talker has the request")
+    until(lambda: speech.in_flight(TALKER) == 0, "the talker is rid of the request")
+    speech.wait_until_idle()
+
+
+def test_a_headless_node_serves_the_vocoder(speech: PipelineServer) -> None:
+    with speech.node(VOCODER):
+        with speech.drained(VOCODER):
+            sound = ask(speech, modalities=BOTH, audio=VOICE).choices[0].message.audio
+            dispatches = speech.by_replica_of(VOCODER, "vllm_omni:dispatches_total")
+    assert dispatches[1] == 1
+    assert_same_sound(pcm_of(base64.b64decode(sound.data)), spoken(speech))
+
+
+@pytest.mark.parametrize(
+    "stage", [pytest.param(THINKER, marks=pytest.mark.long), pytest.param(TALKER, marks=pytest.mark.long), VOCODER]
+)
+def test_a_replica_killed_in_the_middle_of_a_request_costs_no_sound(speech: PipelineServer, stage: int) -> None:
+    with ThreadPoolExecutor() as threads:
+        with speech.suspended(stage) as engine:
+            answer = threads.submit(ask, speech, modalities=BOTH, audio=VOICE)
+            until(lambda: speech.in_flight(stage) == 1, "the stage has the request")
+            engine.core.kill()
+        message = answer.result().choices[0].message
+    assert message.content == text_by_hand(speech)
+    assert_same_sound(pcm_of(base64.b64decode(message.audio.data)), spoken(speech))
+
+
+def test_a_vocoder_killed_in_the_middle_of_its_sound_repeats_none_of_it(speech: PipelineServer) -> None:
+    tokens = 100
+    with speech.client() as client, open_stream(client, tokens) as stream:
+        pcm = b""
+        while not pcm:
+            pcm += audio_delta(next(stream))
+        # The talker stands still, so that the vocoder has not got all of its input.
+        with speech.suspended(TALKER), speech.suspended(VOCODER) as engine:
+            assert speech.in_flight(VOCODER) == 1
+            engine.core.kill()
+        pcm += b"".join(map(audio_delta, stream))
+    assert_same_sound(pcm, spoken(speech, tokens))

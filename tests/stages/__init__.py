@@ -1,0 +1,1 @@
+"""Python stages: real processes, real sockets, small classes."""

@@ -1,0 +1,121 @@
+"""Python stages as users write them, without torch: their processes start at once."""
+
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_omni_plugin.errors import StageInputError
+from vllm_omni_plugin.pipeline.transfer import StageOutput
+from vllm_omni_plugin.stages import PythonStage, StageJob
+
+
+class Echo(PythonStage):
+    """Says what it got, and with whom."""
+
+    max_batch_size = 4
+
+    def __init__(self, *, device: str, ending: str = "!") -> None:
+        super().__init__(device=device)
+        self._ending = ending
+
+    def compute(self, jobs: Sequence[StageJob]) -> Sequence[StageOutput | Exception]:
+        """Waits first for the file that the input names, a FIFO, to be written."""
+        for job in jobs:
+            if "wait_for" in job.input.metadata:
+                Path(job.input.metadata["wait_for"]).read_bytes()
+        facts = {"batch": len(jobs), "device": self.device, "pid": os.getpid()}
+        return [
+            StageOutput(
+                job.input.token_ids or (), f"{job.input.text}{self._ending}", metadata=facts | job.input.sampling
+            )
+            for job in jobs
+        ]
+
+
+class Faulty(PythonStage):
+    """Does what the input says."""
+
+    def compute(self, jobs: Sequence[StageJob]) -> Any:
+        """Whatever must not be done."""
+        if any(job.input.text == "raise for all" for job in jobs):
+            raise RuntimeError("out of paper")
+        if any(job.input.text == "one too many" for job in jobs):
+            return [StageOutput()] * (len(jobs) + 1)
+        return [self._result(job) for job in jobs]
+
+    def _result(self, job: StageJob) -> Any:
+        match job.input.text:
+            case "fail":
+                return ValueError("no such voice")
+            case "refuse":
+                return StageInputError("speak up")
+            case "nothing":
+                return None
+            case "no tensor":
+                return StageOutput(tensor=[1.0])
+            case "metadata":
+                return StageOutput(metadata={"key": object()})
+            case "keys":
+                return StageOutput(metadata={1: 2})  # type: ignore[dict-item]
+            case "text":
+                return StageOutput(text=b"bytes")  # type: ignore[arg-type]
+            case "exit":
+                raise SystemExit(3)
+        return StageOutput(text=job.input.text or "")
+
+
+class Counting(PythonStage):
+    """Sums up its session."""
+
+    def compute(self, jobs: Sequence[StageJob]) -> Sequence[StageOutput | Exception]:
+        """The sum so far, and the end."""
+        for job in jobs:
+            if job.input.text == "fail":
+                return [ValueError("a bad chunk")]
+            job.memory["sum"] = job.memory.get("sum", 0) + sum(job.input.token_ids or ())
+        return [StageOutput(text=f"{job.memory['sum']}{' in all' if job.last else ''}") for job in jobs]
+
+
+class CannotStart(PythonStage):
+    """Fails to start in one of several ways."""
+
+    def __init__(self, *, device: str, how: str) -> None:
+        super().__init__(device=device)
+        self._how = how
+
+    def start(self) -> None:
+        """Fail."""
+        if self._how == "raise":
+            raise FileNotFoundError("there are no weights in /nowhere")
+        if self._how == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._how == "wait":
+            signal.pause()
+
+    def compute(self, jobs: Sequence[StageJob]) -> Sequence[StageOutput | Exception]:
+        """Never called."""
+        raise NotImplementedError
+
+
+class Stopping(Echo):
+    """Leaves a note when it is stopped; if that is a FIFO, waits for it to be read."""
+
+    def __init__(self, *, device: str, note: str) -> None:
+        super().__init__(device=device)
+        self._note = Path(note)
+
+    def stop(self) -> None:
+        """Leave the note."""
+        self._note.write_text("stopped")
+
+
+class NoStage:
+    """Something else."""
+
+
+class Greedy(Echo):
+    """Wants empty batches."""
+
+    max_batch_size = 0

@@ -1,0 +1,18 @@
+"""What tests of stages share. Imports vLLM before any of them does: importing it warns, and warnings are errors."""
+
+import warnings
+from pathlib import Path
+
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import vllm.v1.engine.core  # noqa: F401
+
+from tests.stages.gate import Gate
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Gate:
+    """What a computation waits at."""
+    return Gate(tmp_path)

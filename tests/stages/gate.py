@@ -1,0 +1,36 @@
+"""Makes a stage compute for as long as a test likes."""
+
+import os
+from pathlib import Path
+
+from tests.fakes.conditions import eventually
+from vllm_omni_plugin.pipeline.transfer import StageInput
+
+
+class Gate:
+    """A FIFO that the computation of `job` waits at."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "gate"
+        os.mkfifo(self._path)
+        self._end = -1
+
+    @property
+    def job(self) -> StageInput:
+        """An input whose computation waits."""
+        return StageInput(text="slow", metadata={"wait_for": str(self._path)})
+
+    async def reached(self) -> None:
+        """Return once the computation waits."""
+        await eventually(self._open, "the computation")
+
+    def release(self) -> None:
+        """Let it go on."""
+        os.close(self._end)
+
+    def _open(self) -> bool:
+        try:
+            self._end = os.open(self._path, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError:
+            return False
+        return True

@@ -1,0 +1,109 @@
+"""Replicas of Python stages behind the link and the client that all replicas have."""
+
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from tests.fakes.conditions import eventually
+from vllm_omni_plugin.pipeline.stage import Modality, Stage
+from vllm_omni_plugin.pipeline.transfer import StageInput, StageOutput
+from vllm_omni_plugin.replicas.local import LocalReplica, start_local_replica
+from vllm_omni_plugin.stages.api import PythonStageApi
+from vllm_omni_plugin.stages.launcher import PythonStageLauncher
+
+
+def stage(engine: str = "classes:Echo", **fields: Any) -> Stage:
+    """A stage of one of the classes of these tests."""
+    return Stage(1, "vocoder", f"tests.stages.{engine}", Modality.AUDIO, **fields)
+
+
+def api(described: Stage) -> PythonStageApi:
+    """An interface whose tokens are characters."""
+    return PythonStageApi(described, lambda tokens: "".join(map(chr, tokens)), lambda text: list(map(ord, text)))
+
+
+def source(request_id: str = "a", **fields: Any) -> Any:
+    """The client's request, as far as it is looked at."""
+    return SimpleNamespace(request_id=request_id, session_id=None, **fields)
+
+
+@dataclass
+class Head:
+    """What a head has of one replica.
+
+    Attributes:
+        stage: what it serves.
+        executor: where blocking parts run.
+        spawned: process ids of replicas.
+        outputs: what they have said of requests, in order.
+        stats: their reports.
+        deaths: their reasons to die.
+    """
+
+    stage: Stage
+    executor: ThreadPoolExecutor
+    spawned: list[int] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
+    stats: list[Any] = field(default_factory=list)
+    deaths: list[str] = field(default_factory=list)
+    replicas: list[LocalReplica] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.api = api(self.stage)
+        self.launcher = PythonStageLauncher(self.stage, self.spawned.append)
+
+    async def start(self) -> LocalReplica:
+        """Start a replica and attach to it."""
+        replica = await start_local_replica(
+            self.launcher, self.api, self.executor, 0, self._on_outputs, self.deaths.append
+        )
+        self.replicas.append(replica)
+        return replica
+
+    def send(self, request_id: str, given: StageInput | str, *, resumable: bool = False, last: bool = True) -> None:
+        """Submit an input to the latest replica."""
+        given = StageInput(text=given) if isinstance(given, str) else given
+        request = self.api.build(source(), given, {}, front=False, resumable=resumable, last=last)
+        self.replicas[-1].client.add_request(request, request_id)
+
+    def close_input(self, request_id: str) -> None:
+        """Close the input of a session."""
+        self.replicas[-1].client.add_request(self.api.build_end(source()), request_id)
+
+    async def answers(self, request_id: str, count: int = 1) -> list[StageOutput]:
+        """What was read of a request, once so many outputs have come."""
+        await eventually(lambda: len(self._outputs_of(request_id)) >= count, f"{count} outputs of {request_id}")
+        reader = self.api.reader(None)
+        return [reader.read(output, ended=True) for output in self._outputs_of(request_id)]
+
+    async def answer(self, request_id: str) -> StageOutput:
+        """What was read of a request's only output."""
+        (only,) = await self.answers(request_id)
+        return only
+
+    def numbers(self, request_id: str) -> list[list[int]]:
+        """The tokens of a request's outputs."""
+        return [output.new_token_ids for output in self._outputs_of(request_id)]
+
+    def _outputs_of(self, request_id: str) -> list[Any]:
+        return [output for output in self.outputs if output.request_id == request_id]
+
+    def _on_outputs(self, outputs: Any) -> None:
+        self.outputs += outputs.outputs
+        if outputs.scheduler_stats is not None:
+            self.stats.append(outputs.scheduler_stats)
+
+
+@asynccontextmanager
+async def open_head(described: Stage) -> AsyncIterator[Head]:
+    """A head without a replica yet; ends with all its replicas."""
+    with ThreadPoolExecutor(4) as executor:
+        head = Head(described, executor)
+        try:
+            yield head
+        finally:
+            for replica in head.replicas:
+                await replica.close(executor, timeout=2.0)

@@ -1,0 +1,149 @@
+"""What the orchestrator is told about Python stages."""
+
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from vllm.v1.engine import EngineCoreOutput, FinishReason
+
+from tests.stages.heads import api, source, stage
+from vllm_omni_plugin.errors import StageInputError
+from vllm_omni_plugin.pipeline.transfer import StageInput, StageOutput
+from vllm_omni_plugin.stages.fingerprint import python_fingerprint
+from vllm_omni_plugin.vllm_api.facts import RequestFacts
+from vllm_omni_plugin.vllm_api.move import Move
+from vllm_omni_plugin.vllm_api.stage_protocol import StageRequest
+
+API = api(stage(sampling={"voice": "low", "speed": 1, "pitch": 1}))
+
+
+def build(given: StageInput, sampling: dict[str, Any] | None = None, **flags: bool) -> StageRequest:
+    return API.build(source(), given, sampling or {}, **({"front": False, "resumable": False, "last": True} | flags))
+
+
+def output(**fields: Any) -> EngineCoreOutput:
+    return EngineCoreOutput("a", fields.pop("new_token_ids", [0]), **fields)
+
+
+def content(**fields: Any) -> dict[str, Any]:
+    return {"omni": fields}
+
+
+def test_the_requests_sampling_lies_over_the_transforms_and_that_over_the_stages() -> None:
+    request = build(StageInput(text="x", sampling={"speed": 2, "pitch": 2}), {"pitch": 3})
+    assert request.sampling == {"voice": "low", "speed": 2, "pitch": 3}
+
+
+def test_a_chunk_says_whether_more_may_come() -> None:
+    request = build(StageInput((1, 2)), resumable=True, last=False)
+    assert (request.token_ids, request.resumable, request.last, request.closing) == ([1, 2], True, False, False)
+    end = API.build_end(source())
+    assert (end.request_id, end.resumable, end.closing) == ("a", False, True)
+
+
+@pytest.mark.parametrize("given", [StageInput(metadata={"a": object()}), StageInput(token_ids=[2**70])])
+def test_what_cannot_be_sent_is_the_requests_error(given: StageInput) -> None:
+    with pytest.raises(StageInputError, match="Stage 'vocoder': its input cannot be sent: "):
+        build(given)
+
+
+def test_a_first_stage_gets_the_prompt_as_tokens_and_text() -> None:
+    client = source(prompt_token_ids=[104, 105], prompt_embeds=None, resumable=False)
+    request = API.build_root(client, {"speed": 3}, front=True)
+    assert (request.token_ids, request.text, request.sampling["speed"]) == ([104, 105], "hi", 3)
+
+
+def test_a_first_stage_gets_the_embeddings_of_a_prompt_without_tokens() -> None:
+    client = source(prompt_token_ids=None, prompt_embeds=torch.ones(3, 4), resumable=False)
+    request = API.build_root(client, {}, front=False)
+    assert (request.token_ids, request.text, request.tensor.shape) == (None, "", (3, 4))
+
+
+@pytest.mark.parametrize(
+    ("given", "size"),
+    [
+        (StageInput(token_ids=[1, 2, 3]), 3),
+        (StageInput(text="four"), 4),
+        (StageInput(tensor=torch.ones(5, 2)), 5),
+        (StageInput(tensor=torch.tensor(1.0)), 1),
+        (StageInput(metadata={"a": 1}), 1),
+    ],
+)
+def test_the_size_of_the_work_is_that_of_the_input(given: StageInput, size: int) -> None:
+    assert API.describe(build(given)) == RequestFacts(range(size), cacheable=False, max_tokens=1)
+
+
+def test_a_request_moves_by_being_computed_again() -> None:
+    request = build(StageInput(text="x"))
+    assert API.how_to_move(request) is Move.REPLAY
+    assert API.moved(request, Move.REPLAY, [0]) is request
+    assert API.movable(request) is request
+    assert (API.affinity_key(request), API.missing_end(request, [0], 0)) == (None, None)
+
+
+def test_an_output_that_was_delivered_before_carries_nothing_when_it_comes_again() -> None:
+    again = output(pooling_output=torch.ones(2), kv_transfer_params=content(text="x"), finish_reason=FinishReason.STOP)
+    API.fit(again, 1)
+    read = API.reader(None).read(again, ended=True)
+    assert (again.new_token_ids, read.text, read.tensor, read.finish_reason) == ([], "", None, "stop")
+    new = output(new_token_ids=[1], kv_transfer_params=content(text="x"))
+    API.fit(new, 0)
+    assert (new.new_token_ids, API.reader(None).read(new, ended=False).text) == ([1], "x")
+
+
+def test_outputs_are_read_one_by_one_and_as_a_whole() -> None:
+    reader = API.reader(None)
+    assert reader.whole == StageOutput()
+    first = output(
+        pooling_output=torch.ones(2), kv_transfer_params=content(text="a", token_ids=[7], metadata={"sample_rate": 1})
+    )
+    read = reader.read(first, ended=False)
+    assert (read.text, read.token_ids, read.tensor.tolist(), read.finish_reason) == ("a", [7], [1.0, 1.0], None)
+    reader.read(
+        output(
+            pooling_output=torch.zeros(1),
+            kv_transfer_params=content(text="b", metadata={"end": True}),
+            finish_reason=FinishReason.STOP,
+        ),
+        ended=True,
+    )
+    whole = reader.whole
+    assert (whole.text, whole.token_ids, whole.tensor.tolist()) == ("ab", [7], [1.0, 1.0, 0.0])
+    assert (whole.metadata, whole.finish_reason) == ({"sample_rate": 1, "end": True}, "stop")
+
+
+def test_an_error_is_in_the_metadata() -> None:
+    failed = output(
+        new_token_ids=[], finish_reason=FinishReason.ERROR, kv_transfer_params=content(error="no", status=400)
+    )
+    read = API.reader(None).read(failed, ended=True)
+    assert (read.finish_reason, read.metadata) == ("error", {"error": "no", "status": 400})
+    assert API.cut_short(failed)
+
+
+@pytest.mark.parametrize(
+    ("read", "tokens"),
+    [(StageOutput(text="hi"), [104, 105]), (StageOutput(text="hi", token_ids=[7]), [7]), (StageOutput(), [])],
+)
+def test_a_stage_that_answers_the_client_does_so_in_tokens(read: StageOutput, tokens: list[int]) -> None:
+    said = output(pooling_output=torch.ones(1), kv_transfer_params=content(), finish_reason=FinishReason.STOP)
+    answer = API.answer(said, read)
+    assert answer == output(new_token_ids=tokens, finish_reason=FinishReason.STOP)
+    assert said.new_token_ids == [0]
+
+
+def test_requests_survive_the_way_to_the_engine_under_another_id() -> None:
+    frames = API.encode_add(build(StageInput(text="x")), "engine-side", 3)
+    request = msgspec.msgpack.decode(frames[1], type=StageRequest)
+    assert (request.request_id, request.client_index, request.text) == ("engine-side", 3, "x")
+
+
+def test_fingerprints_differ_with_class_and_options_and_not_with_the_order_of_options() -> None:
+    one = python_fingerprint(stage(options={"a": 1, "b": {"x": 1, "y": 2}}))
+    assert one == python_fingerprint(stage(options={"b": {"y": 2, "x": 1}, "a": 1}))
+    assert {name for name, text in python_fingerprint(stage(options={"a": 2})).items() if text != one[name]} == {
+        "options"
+    }
+    assert python_fingerprint(stage("other:Class"))["stage class"] != one["stage class"]
+    assert (one["stage"], one["stage name"]) == ("1", "vocoder")

@@ -1,0 +1,149 @@
+"""How the process of a stage starts and ends."""
+
+import asyncio
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.conditions import eventually
+from tests.stages.gate import Gate
+from tests.stages.heads import open_head, stage
+from vllm_omni_plugin.errors import ReplicaError
+
+OWNER = [
+    sys.executable,
+    "-c",
+    "from vllm_omni_plugin.stages.process import StageProcess, StartingStage\n"
+    "from vllm_omni_plugin.stages.assignment import Assignment\n"
+    "import sys\n"
+    "engine, options = 'tests.stages.classes:CannotStart', {'how': 'wait'}\n"
+    "assignment = Assignment('vocoder', engine, options, 0, 0, b'00', '', [], sys.path)\n"
+    "process = StageProcess()\n"
+    "print(process.pid, flush=True)\n"
+    "StartingStage(process, assignment).wait('', [])\n",
+]
+"""A process with a stage that loads for ever."""
+
+
+def ended(fd: int) -> bool:
+    """Whether the process behind a pidfd ends."""
+    return bool(select.select([fd], [], [], 10)[0])
+
+
+@pytest.mark.parametrize(
+    ("engine", "options", "reason"),
+    [
+        ("classes:CannotStart", {"how": "raise"}, "FileNotFoundError: there are no weights in /nowhere"),
+        ("classes:CannotStart", {"how": "die"}, "its process ended with code -9"),
+        ("classes:CannotStart", {}, r"TypeError: .*missing 1 required keyword-only argument: 'how'"),
+        ("classes:Echo", {"volume": 11}, "TypeError: .*unexpected keyword argument 'volume'"),
+        ("classes:Nobody", {}, "ConfigError: module tests.stages.classes has no class Nobody"),
+        ("classes:NoStage", {}, r"ConfigError: .*:NoStage is not a subclass of .*\.PythonStage"),
+        ("classes:Greedy", {}, "ConfigError: max_batch_size of .*:Greedy is 0; it must be at least 1"),
+        ("nowhere:Echo", {}, "ModuleNotFoundError: No module named 'tests.stages.nowhere'"),
+    ],
+)
+async def test_a_stage_that_cannot_start_says_why(engine: str, options: dict[str, object], reason: str) -> None:
+    async with open_head(stage(engine, options=options)) as head:
+        with pytest.raises(ReplicaError, match=f"replica 0 of stage 'vocoder' .* did not start: {reason}"):
+            await head.start()
+        with pytest.raises(ProcessLookupError):
+            os.kill(head.spawned[0], 0)
+
+
+async def test_a_start_that_is_given_up_leaves_no_process() -> None:
+    async with open_head(stage("classes:CannotStart", options={"how": "wait"})) as head:
+        start = asyncio.create_task(head.start())
+        await eventually(lambda: head.spawned)
+        fd = os.pidfd_open(head.spawned[0])
+        start.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await start
+        assert ended(fd)
+        os.close(fd)
+
+
+async def test_a_refused_watch_leaves_no_process() -> None:
+    async with open_head(stage()) as head:
+
+        def refuse(pid: int) -> None:
+            head.spawned.append(os.pidfd_open(pid))
+            raise RuntimeError("the reaper is closed")
+
+        head.launcher._on_spawn = refuse
+        with pytest.raises(RuntimeError, match="the reaper is closed"):
+            await head.start()
+        assert ended(head.spawned[0])
+        os.close(head.spawned[0])
+
+
+async def test_a_killed_replica_is_seen_and_can_be_started_again() -> None:
+    async with open_head(stage()) as head:
+        replica = await head.start()
+        os.kill(replica.pid, signal.SIGKILL)
+        await eventually(lambda: head.deaths)
+        assert "exited" in head.deaths[0]
+        await replica.close(head.executor, timeout=0.0)
+        await head.start()
+        head.send("a", "back")
+        assert (await head.answer("a")).text == "back!"
+
+
+async def test_the_stage_is_stopped_in_order_when_it_is_told_to_end(tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    async with open_head(stage("classes:Stopping", options={"note": str(note)})) as head:
+        replica = await head.start()
+        os.kill(replica.pid, signal.SIGTERM)
+        await eventually(lambda: head.deaths)
+        assert note.read_text() == "stopped"
+
+
+async def test_what_is_computed_when_it_is_told_to_end_is_still_answered(gate: Gate, tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    os.mkfifo(note)
+    async with open_head(stage("classes:Stopping", options={"note": str(note)})) as head:
+        replica = await head.start()
+        head.send("a", gate.job)
+        await gate.reached()
+        head.send("b", "dropped")
+        assert await replica.client.call("is_sleeping") is False
+        os.kill(replica.pid, signal.SIGTERM)
+        gate.release()
+        assert (await head.answer("a")).text == "slow!"
+        assert note.read_text() == "stopped"
+        await eventually(lambda: head.deaths)
+        assert [output.request_id for output in head.outputs] == ["a"]
+
+
+async def test_a_computation_that_never_ends_is_killed_when_the_replica_closes(gate: Gate) -> None:
+    async with open_head(stage()) as head:
+        replica = await head.start()
+        head.send("a", gate.job)
+        await gate.reached()
+        fd = os.pidfd_open(replica.pid)
+        await replica.close(head.executor, timeout=0.0)
+        assert ended(fd)
+        os.close(fd)
+        gate.release()
+
+
+async def test_a_class_that_leaves_by_the_back_door_ends_the_process() -> None:
+    async with open_head(stage("classes:Faulty")) as head:
+        await head.start()
+        head.send("a", "exit")
+        await eventually(lambda: head.deaths)
+        assert "exited" in head.deaths[0]
+
+
+def test_a_stage_does_not_outlive_the_process_that_started_it() -> None:
+    with subprocess.Popen(OWNER, stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None
+        fd = os.pidfd_open(int(owner.stdout.readline()))
+        owner.kill()
+        assert ended(fd)
+        os.close(fd)

@@ -1,0 +1,179 @@
+"""A stage's process answers what comes over its sockets, whatever the class in it does."""
+
+import asyncio
+
+import pytest
+from vllm.v1.engine import FinishReason
+
+from tests.stages.gate import Gate
+from tests.stages.heads import open_head, stage
+from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.pipeline.transfer import StageInput
+from vllm_omni_plugin.vllm_api.facts import CacheSize
+
+
+async def test_a_request_is_answered_with_what_the_class_computes() -> None:
+    async with open_head(stage(options={"ending": "?"}, sampling={"voice": "low", "speed": 1})) as head:
+        replica = await head.start()
+        assert head.spawned == [replica.pid]
+        assert head.api.cache_size(replica.ready_response) == CacheSize()
+        head.send("a", StageInput([1, 2], "hello", sampling={"speed": 2}))
+        answer = await head.answer("a")
+        assert (answer.text, list(answer.token_ids), answer.finish_reason) == ("hello?", [1, 2], "stop")
+        assert answer.metadata == {"batch": 1, "device": "cpu", "pid": replica.pid, "voice": "low", "speed": 2}
+        assert head.numbers("a") == [[0]]
+    assert head.deaths == ["closed"]
+
+
+async def test_what_waits_is_one_batch_of_at_most_the_size_that_the_class_takes() -> None:
+    async with open_head(stage()) as head:
+        client = (await head.start()).client
+        await client.call("pause_scheduler", "keep", False)
+        for number in range(9):
+            head.send(f"{number}", "quick")
+        await client.call("resume_scheduler")
+        batches = [(await head.answer(f"{number}")).metadata["batch"] for number in range(9)]
+        assert batches == [4, 4, 4, 4, 4, 4, 4, 4, 1]
+        assert [(stats.num_running_reqs, stats.num_waiting_reqs) for stats in head.stats] == [(4, 1), (1, 0), (0, 0)]
+
+
+async def test_calls_are_answered_while_the_class_computes(gate: Gate) -> None:
+    async with open_head(stage()) as head:
+        client = (await head.start()).client
+        head.send("a", gate.job)
+        await gate.reached()
+        assert await client.call("is_sleeping") is False
+        assert head.outputs == []
+        gate.release()
+        await head.answer("a")
+
+
+async def test_an_aborted_request_says_nothing_whether_it_waits_or_is_computed(gate: Gate) -> None:
+    async with open_head(stage()) as head:
+        client = (await head.start()).client
+        head.send("computed", gate.job)
+        await gate.reached()
+        head.send("waits", "quick")
+        client.abort_requests(["computed", "waits", "unknown"])
+        head.send("last", "quick")
+        await client.call("is_sleeping")
+        gate.release()
+        await head.answer("last")
+        assert {output.request_id for output in head.outputs} == {"last"}
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("fail", "Faulty: ValueError: no such voice"),
+        ("nothing", "Faulty: TypeError: compute returned a NoneType where a StageOutput belongs"),
+        ("no tensor", "Faulty: TypeError: compute returned a StageOutput whose tensor is a list"),
+        ("metadata", "Faulty: TypeError: compute returned a StageOutput that cannot be sent: Encoding objects"),
+        ("keys", "Faulty: TypeError: compute returned a StageOutput that cannot be sent: Expected `str`, got `int`"),
+        ("text", "Faulty: TypeError: compute returned a StageOutput that cannot be sent: Expected `str`"),
+        ("raise for all", "Faulty: RuntimeError: out of paper"),
+        ("one too many", "Faulty: TypeError: compute returned 2 results for 1 jobs"),
+    ],
+)
+async def test_a_fault_is_the_requests_error_and_the_process_goes_on(text: str, error: str) -> None:
+    async with open_head(stage("classes:Faulty")) as head:
+        await head.start()
+        head.send("a", text)
+        answer = await head.answer("a")
+        assert answer.finish_reason == "error"
+        assert answer.metadata["error"].startswith(f"Stage 'vocoder': {error}")
+        assert answer.metadata["status"] == 500
+        assert head.api.cut_short(head.outputs[0])
+        head.send("b", "all right")
+        assert (await head.answer("b")).text == "all right"
+
+
+async def test_a_fault_of_one_job_is_not_that_of_others_in_its_batch() -> None:
+    async with open_head(stage("classes:Faulty")) as head:
+        client = (await head.start()).client
+        await client.call("pause_scheduler", "keep", False)
+        for text in ("good", "fail", "refuse"):
+            head.send(text, text)
+        await client.call("resume_scheduler")
+        assert (await head.answer("good")).text == "good"
+        assert (await head.answer("fail")).metadata["status"] == 500
+        assert (await head.answer("refuse")).metadata == {"error": "Stage 'vocoder': speak up", "status": 400}
+
+
+async def test_a_repeated_id_is_dropped_and_its_first_request_answered(gate: Gate) -> None:
+    async with open_head(stage()) as head:
+        client = (await head.start()).client
+        head.send("a", gate.job)
+        await gate.reached()
+        head.send("a", "again")
+        await client.call("is_sleeping")
+        gate.release()
+        assert (await head.answer("a")).text == "slow!"
+        head.send("a", "afterwards")
+        assert [answer.text for answer in await head.answers("a", 2)] == ["slow!", "afterwards!"]
+
+
+async def test_a_pause_holds_requests_and_one_that_waits_awaits_what_runs(gate: Gate) -> None:
+    async with open_head(stage()) as head:
+        client = (await head.start()).client
+        head.send("awaited", gate.job)
+        await gate.reached()
+        pause = asyncio.create_task(client.call("pause_scheduler", "wait", True))
+        await asyncio.sleep(0)
+        head.send("held", "later")
+        assert (await client.call("is_scheduler_paused"), pause.done()) == (True, False)
+        gate.release()
+        await pause
+        assert [output.request_id for output in head.outputs] == ["awaited"]
+        assert (await client.call("is_sleeping"), len(head.outputs)) == (True, 1)
+        await client.call("sleep", 1, "abort")
+        assert [(output.request_id, output.finish_reason) for output in head.outputs[1:]] == [
+            ("held", FinishReason.ABORT)
+        ]
+        assert (await client.call("wake_up", None), await client.call("is_sleeping")) == (True, False)
+        head.send("after", "all right")
+        assert (await head.answer("after")).text == "all right!"
+
+
+async def test_calls_that_mean_nothing_to_it_are_answered_and_those_it_cannot_do_refused() -> None:
+    async with open_head(stage()) as head:
+        client = (await head.start()).client
+        assert await client.call("get_supported_tasks") == []
+        assert await client.call("reset_prefix_cache", False, False) is True
+        await client.call("set_weight_version", "two")
+        assert await client.call("get_weight_version") == "two"
+        for method, args in (("reset_mm_cache", ()), ("reset_encoder_cache", ()), ("profile", (True, None))):
+            assert await client.call(method, *args) is None
+        for method, args in (("add_lora", ("adapter",)), ("collective_rpc", ("anything",))):
+            with pytest.raises(ReplicaError, match=f"a Python stage has no method '{method}'"):
+                await client.call(method, *args)
+        with pytest.raises(ReplicaError, match="positional argument"):
+            await client.call("is_sleeping", 1)
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        pytest.param((b"\x00",), id="one frame"),
+        pytest.param((b"\x00", b"garbage"), id="not msgpack"),
+        pytest.param((b"\x09", b"\x90"), id="unknown type"),
+        pytest.param((b"", b""), id="empty"),
+        pytest.param((b"\x00", b"\x92\xa1x\x63"), id="a client that is not there"),
+        pytest.param((b"\x03", b"\x94\x63\x01\xa1x\x90"), id="a call of a client that is not there"),
+        pytest.param(
+            (b"\x00", b"\x97\xa1x\x00\xc2\xc3\xc0\xc0\x93\xa7float32\x91\x05\x09"), id="a frame that is missing"
+        ),
+        pytest.param((b"\x01", b"\x81\x01\x02"), id="no ids"),
+    ],
+)
+async def test_frames_that_are_no_message_are_dropped(
+    frames: tuple[bytes, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_head(stage()) as head:
+        client = (await head.start()).client
+        with monkeypatch.context() as patch:
+            patch.setattr(head.api, "encode_add", lambda *_: frames)
+            head.send("garbage", "")
+        head.send("a", "still here")
+        assert (await head.answer("a")).text == "still here!"
+        assert await client.call("is_sleeping") is False

@@ -1,0 +1,30 @@
+"""Behind a replica server a Python stage is an engine like any other."""
+
+import os
+import select
+from concurrent.futures import ThreadPoolExecutor
+
+from tests.stages.heads import api, source, stage
+from vllm_omni_plugin.pipeline.transfer import StageInput
+from vllm_omni_plugin.replicas.served_engine import HEAD_SLOTS, start_served_engine
+from vllm_omni_plugin.stages.launcher import PythonStageLauncher
+
+
+async def test_the_server_resets_it_for_the_next_head_and_ends_it() -> None:
+    described = stage()
+    codec = api(described)
+    with ThreadPoolExecutor(2) as executor:
+        served = await start_served_engine(PythonStageLauncher(described, lambda pid: None), codec, executor, 0)
+        try:
+            await served.client.call("pause_scheduler", "keep", False)
+            request = codec.build(source(), StageInput(text="x"), {}, front=False, resumable=False, last=True)
+            served.client.add_request(request, "a")
+            await served.reset()
+            assert await served.client.call("is_sleeping") is False
+            assert served.identity == b"\x00\x00"
+            assert len(served.slots) == HEAD_SLOTS
+            fd = os.pidfd_open(served.pid)
+        finally:
+            await served.close(executor)
+        assert select.select([fd], [], [], 0)[0], "its process has not ended"
+        os.close(fd)

@@ -1,0 +1,78 @@
+"""Sessions: chunks of one input, answered in order, with a memory of their own."""
+
+from tests.stages.heads import Head, open_head, stage
+from vllm_omni_plugin.pipeline.transfer import StageInput
+
+
+def chunk(*tokens: int) -> StageInput:
+    return StageInput(token_ids=tokens)
+
+
+def texts(answers: list[object]) -> list[str]:
+    return [answer.text for answer in answers]  # type: ignore[attr-defined]
+
+
+def send_whole(head: Head, request_id: str) -> None:
+    """A session of three chunks and its end."""
+    head.send(request_id, chunk(1), resumable=True, last=False)
+    head.send(request_id, chunk(2), resumable=True, last=False)
+    head.send(request_id, chunk(3), resumable=True, last=True)
+    head.close_input(request_id)
+
+
+async def test_chunks_are_answered_in_order_with_one_memory_and_numbered() -> None:
+    async with open_head(stage("classes:Counting")) as head:
+        await head.start()
+        send_whole(head, "a")
+        send_whole(head, "b")
+        for request_id in ("a", "b"):
+            assert texts(await head.answers(request_id, 3)) == ["1", "3", "6 in all"]
+            assert head.numbers(request_id) == [[0], [1], [2]]
+        assert {str(output.finish_reason) for output in head.outputs} == {"stop"}
+
+
+async def test_a_session_waits_for_further_chunks_after_its_turns_have_ended() -> None:
+    async with open_head(stage("classes:Counting")) as head:
+        await head.start()
+        for number in range(3):
+            head.send("a", chunk(1), resumable=True, last=False)
+            assert texts(await head.answers("a", number + 1))[-1] == f"{number + 1}"
+        head.close_input("a")
+        head.send("a", chunk(5))
+        assert texts(await head.answers("a", 4))[-1] == "5 in all"
+        assert head.numbers("a") == [[0], [1], [2], [0]]
+
+
+async def test_the_input_may_be_closed_by_a_chunk_with_content() -> None:
+    async with open_head(stage("classes:Counting")) as head:
+        await head.start()
+        head.send("a", chunk(1), resumable=True, last=False)
+        head.send("a", chunk(2))
+        assert texts(await head.answers("a", 2)) == ["1", "3 in all"]
+
+
+async def test_a_failed_chunk_ends_its_session_and_what_follows_is_dropped() -> None:
+    async with open_head(stage("classes:Counting")) as head:
+        client = (await head.start()).client
+        head.send("a", chunk(1), resumable=True, last=False)
+        head.send("a", "fail", resumable=True, last=False)
+        head.send("a", chunk(2), resumable=True, last=False)
+        answers = await head.answers("a", 2)
+        assert (answers[0].text, answers[1].finish_reason) == ("1", "error")
+        head.send("a", chunk(3), resumable=True, last=True)
+        head.close_input("a")
+        await client.call("abort_requests", [])
+        head.send("b", chunk(4))
+        assert (await head.answer("b")).text == "4 in all"
+        assert len(await head.answers("a")) == 2
+
+
+async def test_an_aborted_session_is_forgotten() -> None:
+    async with open_head(stage("classes:Counting")) as head:
+        client = (await head.start()).client
+        head.send("a", chunk(1), resumable=True, last=False)
+        await head.answers("a")
+        client.abort_requests(["a"])
+        head.close_input("a")
+        head.send("a", chunk(7))
+        assert texts(await head.answers("a", 2)) == ["1", "7 in all"]

@@ -1,0 +1,25 @@
+"""Python stages that compute tensors."""
+
+from collections.abc import Sequence
+
+import torch
+
+from vllm_omni_plugin.pipeline.transfer import StageOutput
+from vllm_omni_plugin.stages import PythonStage, StageJob
+
+
+class Doubling(PythonStage):
+    """Gives back twice what it got, turned: neither contiguous nor free of a graph of gradients."""
+
+    def start(self) -> None:
+        """Load the weights."""
+        self._weights = torch.nn.Parameter(torch.tensor(2.0, device=self.device))
+
+    def compute(self, jobs: Sequence[StageJob]) -> Sequence[StageOutput | Exception]:
+        """With what it was computed from and by."""
+        return [self._double(job.input.tensor) for job in jobs]
+
+    def _double(self, tensor: torch.Tensor) -> StageOutput:
+        facts = {"device": self.device, "threads": torch.get_num_threads(), "dtype": str(tensor.dtype)}
+        turned = tensor.T if tensor.ndim == 2 else tensor
+        return StageOutput(tensor=self._weights.to(tensor.dtype) * turned, metadata=facts)

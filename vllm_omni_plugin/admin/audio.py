@@ -1,0 +1,75 @@
+"""Audio of a stage as bytes that a player takes: 16 bit samples of one channel, little-endian."""
+
+import struct
+from typing import Any, Final
+
+from vllm_omni_plugin.errors import StageError
+from vllm_omni_plugin.pipeline.transfer import StageOutput
+
+DEFAULT_SAMPLE_RATE: Final = 24_000
+"""Hertz; what OpenAI's `pcm16` means, and what audio has whose stage does not say otherwise."""
+
+_UNKNOWN: Final = 0xFFFF_FFFF
+_SAMPLE_BYTES: Final = 2
+_FORMAT_PCM: Final = 1
+_CHANNELS: Final = 1
+
+
+def sample_rate(output: StageOutput) -> int:
+    """Hertz of its audio: `sample_rate` of its metadata."""
+    return int(output.metadata.get("sample_rate", DEFAULT_SAMPLE_RATE))
+
+
+def pcm16(stage: str, output: StageOutput) -> bytes:
+    """The samples of its tensor; b"" without one.
+
+    Args:
+        stage: name of the stage, for the error.
+        output: with a tensor `[samples]` of floats, where -1 to 1 is the range (what is beyond it is clipped, what is
+            no number is silence), or of int16.
+
+    Raises:
+        StageError: the tensor is of another type.
+    """
+    samples: Any = output.tensor
+    if samples is None:
+        return b""
+    if samples.is_floating_point():
+        samples = (samples.float().nan_to_num(0.0).clamp(-1.0, 1.0) * 32767.0).round().short()
+    elif str(samples.dtype) != "torch.int16":
+        raise StageError(f"Stage '{stage}': audio is a tensor of floats or int16, not {samples.dtype}.")
+    encoded: bytes = samples.detach().cpu().contiguous().numpy().astype("<i2").tobytes()
+    return encoded
+
+
+def wav(samples: bytes, rate: int) -> bytes:
+    """A WAV file of these samples; `rate` in hertz."""
+    return wav_header(rate, len(samples)) + samples
+
+
+def wav_header(rate: int, size: int | None) -> bytes:
+    """What stands before the samples in a WAV file.
+
+    Args:
+        rate: hertz.
+        size: bytes of samples; None while they are still being made: then the header says as much as it can, which
+            players take for "to the end of the file".
+    """
+    data = _UNKNOWN if size is None else size
+    riff = _UNKNOWN if size is None else size + 36
+    bytes_per_second = rate * _CHANNELS * _SAMPLE_BYTES
+    return struct.pack(
+        "<4sI8sIHHIIHH4sI",
+        b"RIFF",
+        riff,
+        b"WAVEfmt ",
+        16,
+        _FORMAT_PCM,
+        _CHANNELS,
+        rate,
+        bytes_per_second,
+        _CHANNELS * _SAMPLE_BYTES,
+        8 * _SAMPLE_BYTES,
+        b"data",
+        data,
+    )

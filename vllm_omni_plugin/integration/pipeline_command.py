@@ -1,0 +1,153 @@
+"""`--omni-pipeline FILE`: the stages of the file, and the engine arguments of each, laid over the command line's.
+
+What is read here stays in this process, whose command line it is; vLLM's configuration only carries the file's name. A
+command line may hold API keys, and vLLM shows that configuration to whoever asks.
+"""
+
+import argparse
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_omni_plugin.config import OmniConfig
+from vllm_omni_plugin.errors import ConfigError
+from vllm_omni_plugin.integration.compatibility import refuse_unsupported
+from vllm_omni_plugin.integration.flag_table import FLAGS
+from vllm_omni_plugin.integration.no_model import NO_MODEL
+from vllm_omni_plugin.integration.stage_checks import check_class, check_policy, check_transform
+from vllm_omni_plugin.pipeline import Pipeline, PipelineError, Stage, load_pipeline
+from vllm_omni_plugin.vllm_api.stage_arguments import DEFAULT_MODEL, StageArgumentParser, read_engine_args
+from vllm_omni_plugin.vllm_api.stage_sampling import check_sampling
+
+_LAID = "omni_pipeline_laid"
+
+
+@dataclass(frozen=True)
+class PipelineCommand:
+    """What a command line with `--omni-pipeline` is for.
+
+    Attributes:
+        pipeline: the stages.
+        engine_args: vLLM's, by the ids of vLLM's stages; of a headless node's stage alone.
+    """
+
+    pipeline: Pipeline
+    engine_args: Mapping[int, Any]
+
+
+_commands: dict[str, PipelineCommand] = {}
+"""By the file's name."""
+
+
+def command_of(options: OmniConfig) -> PipelineCommand | None:
+    """What this process was started for; None without a pipeline."""
+    return None if options.pipeline is None else _commands[options.pipeline]
+
+
+def pipeline_of(options: OmniConfig) -> Pipeline | None:
+    """The pipeline of a command line; None without one."""
+    command = command_of(options)
+    return None if command is None else command.pipeline
+
+
+def local_engines(options: OmniConfig, headless: bool) -> int:
+    """How many of vLLM's engines this process runs itself."""
+    pipeline = None if headless else pipeline_of(options)
+    if pipeline is None:
+        return options.dp_size_local
+    return sum(stage.replicas for stage in pipeline.stages if stage.is_vllm)
+
+
+def lay_pipeline(args: argparse.Namespace, options: OmniConfig, headless: bool) -> None:
+    """Read the file, check it, and set in `args` what it says of the stage whose model this process is about.
+
+    That is the entry stage, and on a headless node the one that it serves. Idempotent.
+
+    Args:
+        args: the parsed command line.
+        options: ours in it, with a pipeline.
+        headless: whether `--headless` was given.
+
+    Raises:
+        ConfigError: something is wrong with the file, in one line with its line and key, or a model was given.
+    """
+    if getattr(args, _LAID, None) == options.pipeline:
+        return
+    assert options.pipeline is not None
+    given = {getattr(args, "model_tag", None), args.model} - {None, NO_MODEL, DEFAULT_MODEL}
+    if given:
+        raise ConfigError(f"argument --omni-pipeline: not allowed with a model ({given.pop()}): the file names them")
+    reader = _StageReader(args, options, headless)
+    pipeline = load_pipeline(options.pipeline, [reader.read])
+    stage = _own_stage(pipeline, options) if headless else pipeline.entry
+    if stage.is_vllm:
+        ours = {flag.destination for flag in FLAGS}
+        laid = vars(reader.arguments[stage.id])
+        vars(args).update({name: value for name, value in laid.items() if name not in ours})
+    else:
+        args.model_tag = None
+    _commands[options.pipeline] = PipelineCommand(pipeline, reader.engine_args)
+    setattr(args, _LAID, options.pipeline)
+
+
+def _own_stage(pipeline: Pipeline, options: OmniConfig) -> Stage:
+    if options.stage_id >= len(pipeline.stages):
+        stages = ", ".join(f"{stage.id} ({stage.name})" for stage in pipeline.stages)
+        raise ConfigError(f"argument --omni-stage-id: {options.pipeline} has no stage {options.stage_id}: use {stages}")
+    return pipeline.stages[options.stage_id]
+
+
+@dataclass
+class _StageReader:
+    """Checks the stages that this process has to do with, and reads their engine arguments."""
+
+    args: argparse.Namespace
+    options: OmniConfig
+    headless: bool
+    arguments: dict[int, argparse.Namespace] = field(default_factory=dict)
+    """The command line as it is for each of vLLM's stages, without our flags."""
+    engine_args: dict[int, Any] = field(default_factory=dict)
+    parser: StageArgumentParser = field(default_factory=StageArgumentParser)
+
+    def read(self, pipeline: Pipeline, stage: Stage) -> None:
+        """See `pipeline.loading.StageCheck`."""
+        if self.headless and stage.id != self.options.stage_id:
+            return
+        if not self.headless:
+            check_policy(pipeline, stage)
+            check_transform(pipeline, stage)
+            if stage.replicas == 0 and not self.options.is_open:
+                message = "0 replicas: there must be --omni-master-address, so that others can join"
+                raise PipelineError(message, ("replicas",))
+        if stage.is_vllm:
+            check_sampling(stage, answers=stage is pipeline.front_of(pipeline.default_modalities))
+            self._read_arguments(stage)
+        elif self.headless or stage.replicas:
+            # Elsewhere the class need not be installed.
+            check_class(pipeline, stage)
+
+    def _read_arguments(self, stage: Stage) -> None:
+        args = copy.deepcopy(self.args)
+        for flag in FLAGS:
+            # With them, reading vLLM's arguments would come back here.
+            setattr(args, flag.destination, None)
+        args.model = stage.model
+        try:
+            for place in self.parser.lay_over(args, stage.engine_args):
+                _refuse_unsupported(args, place)
+            args.model_tag = stage.model
+            self.engine_args[stage.id] = read_engine_args(args)
+        except (ValueError, TypeError) as error:
+            if isinstance(error, PipelineError):
+                raise
+            # vLLM's words for a combination of arguments, which may take several lines.
+            raise PipelineError(" ".join(str(error).split()), ("engine_args",)) from error
+        self.arguments[stage.id] = args
+
+
+def _refuse_unsupported(args: argparse.Namespace, place: tuple[str | int, ...]) -> None:
+    try:
+        refuse_unsupported(args)
+    except ConfigError as error:
+        raise PipelineError(str(error).partition(": ")[2], place) from None

@@ -1,0 +1,180 @@
+"""What a head has to run, stage by stage: from its command line, and from the file of a pipeline."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.executor import Executor
+
+from vllm_omni_plugin.config import OmniConfig
+from vllm_omni_plugin.errors import ConfigError
+from vllm_omni_plugin.integration.compatibility import prepare_engine_args
+from vllm_omni_plugin.integration.options import without_options
+from vllm_omni_plugin.integration.pipeline_command import PipelineCommand, command_of, local_engines
+from vllm_omni_plugin.integration.stage_plan import StagePlan
+from vllm_omni_plugin.pipeline import Modality, Stage
+from vllm_omni_plugin.replicas.engine_start import Launcher
+from vllm_omni_plugin.stages.api import PythonStageApi
+from vllm_omni_plugin.stages.fingerprint import python_fingerprint
+from vllm_omni_plugin.stages.launcher import PythonStageLauncher
+from vllm_omni_plugin.vllm_api.engine_api import EngineApi
+from vllm_omni_plugin.vllm_api.fingerprint import fingerprint
+from vllm_omni_plugin.vllm_api.launch import EngineLauncher, share_cores, take_devices
+from vllm_omni_plugin.vllm_api.moving import has_custom_logits_processors
+from vllm_omni_plugin.vllm_api.stage_requests import VllmStageApi
+from vllm_omni_plugin.vllm_api.stage_sampling import set_server_defaults
+
+_SAMPLED = (Modality.TEXT, Modality.TOKENS)
+
+
+def stage_plans(options: OmniConfig, vllm_config: Any, executor_class: Any, log_stats: bool) -> tuple[StagePlan, ...]:
+    """The plans of all stages, in the order of their ids; one without a pipeline. Nothing is started.
+
+    Args:
+        options: the head's.
+        vllm_config: of AsyncLLM, that is, of the entry stage. The sampling parameters of the stage that answers become
+            its defaults.
+        executor_class: vLLM's executor for it.
+        log_stats: whether engines report scheduler statistics.
+
+    Raises:
+        ConfigError: a stage's engine cannot be configured as the file says, or asks for devices that are not there.
+    """
+    command = command_of(options)
+    if command is None:
+        return (_only_stage(options, vllm_config, executor_class, log_stats),)
+    entry = command.pipeline.entry
+    engines = local_engines(options, headless=False)
+    configs = {
+        stage.id: vllm_config if stage is entry else _configured(options, stage, command.engine_args[stage.id], engines)
+        for stage in command.pipeline.stages
+        if stage.is_vllm
+    }
+    share_cores(configs.values(), engines)
+    devices = _share_devices(options, command, configs)
+    _set_default_sampling(command, configs)
+    planner = _Planner(options, command, configs, devices, log_stats)
+    return tuple(map(planner.plan, command.pipeline.stages))
+
+
+def _only_stage(options: OmniConfig, vllm_config: Any, executor_class: Any, log_stats: bool) -> StagePlan:
+    share_cores([vllm_config], options.dp_size_local)
+    return StagePlan(
+        stage_id=0,
+        stage=None,
+        replicas=options.dp_size_local,
+        policy=options.lb_policy,
+        policy_config=options.lb_config,
+        launcher_for=partial(_engine_launcher, without_options(vllm_config), executor_class, log_stats, 0),
+        api=EngineApi(custom_processors=has_custom_logits_processors(vllm_config.model_config)),
+        fingerprint=fingerprint(vllm_config, 0),
+        vllm_config=vllm_config,
+    )
+
+
+def _configured(options: OmniConfig, stage: Stage, engine_args: Any, engines: int) -> Any:
+    prepare_engine_args(engine_args, engines)
+    try:
+        return engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+    # Whatever a model's configuration makes vLLM and transformers raise.
+    except Exception as error:
+        raise _fault(options, stage, error) from error
+
+
+def _fault(options: OmniConfig, stage: Stage, error: Exception) -> ConfigError:
+    return ConfigError(f"{options.pipeline}: stage {stage.name!r}: {' '.join(str(error).split())}")
+
+
+def _share_devices(options: OmniConfig, command: PipelineCommand, configs: Mapping[int, Any]) -> int:
+    """Give each of vLLM's stages devices of its own; returns how many are taken."""
+    taken = 0
+    for stage in command.pipeline.stages:
+        if stage.is_vllm and "device_ids" not in stage.engine_args:
+            try:
+                taken += take_devices(configs[stage.id], taken, stage.replicas)
+            except ConfigError as error:
+                raise _fault(options, stage, error) from error
+    return taken
+
+
+def _set_default_sampling(command: PipelineCommand, configs: Mapping[int, Any]) -> None:
+    pipeline = command.pipeline
+    front = pipeline.front_of(pipeline.default_modalities)
+    if front is not None and front.is_vllm and front.output in _SAMPLED:
+        server = configs[pipeline.entry.id].model_config
+        set_server_defaults(server, configs[front.id].model_config, front.sampling)
+
+
+def _engine_launcher(
+    vllm_config: Any,
+    executor_class: Any,
+    log_stats: bool,
+    first_engine: int,
+    on_spawn: Callable[[int], None],
+    report_cache: bool,
+) -> Launcher:
+    return EngineLauncher(vllm_config, executor_class, log_stats, on_spawn, report_cache, first_engine)
+
+
+class _Planner:
+    """Makes the plans of a pipeline's stages, which are numbered in their order on this node."""
+
+    def __init__(
+        self,
+        options: OmniConfig,
+        command: PipelineCommand,
+        configs: Mapping[int, Any],
+        devices: int,
+        log_stats: bool,
+    ) -> None:
+        self._options = options
+        self._configs = configs
+        self._entry_config = configs[command.pipeline.entry.id]
+        self._log_stats = log_stats
+        self._engines = 0
+        # Python stages take what vLLM's have left, and begin again where there is no more.
+        self._devices = devices
+        self._entry_api = self._vllm_api(command.pipeline.entry)
+
+    def plan(self, stage: Stage) -> StagePlan:
+        launcher_for, api, own_fingerprint = (self._vllm_parts if stage.is_vllm else self._python_parts)(stage)
+        return StagePlan(
+            stage_id=stage.id,
+            stage=stage,
+            replicas=stage.replicas,
+            policy=stage.policy,
+            policy_config=dict(stage.policy_config),
+            launcher_for=launcher_for,
+            api=api,
+            fingerprint=own_fingerprint,
+            vllm_config=self._configs.get(stage.id),
+        )
+
+    def _vllm_parts(self, stage: Stage) -> tuple[Callable[..., Launcher], VllmStageApi, dict[str, str]]:
+        config = self._configs[stage.id]
+        executor_class = Executor.get_class(config)
+        launcher_for = partial(
+            _engine_launcher, without_options(config), executor_class, self._log_stats, self._engines
+        )
+        self._engines += stage.replicas
+        api = self._entry_api if config is self._entry_config else self._vllm_api(stage)
+        return launcher_for, api, fingerprint(config, stage.id)
+
+    def _vllm_api(self, stage: Stage) -> VllmStageApi:
+        config = self._configs[stage.id]
+        custom_processors = has_custom_logits_processors(config.model_config)
+        try:
+            return VllmStageApi(config, self._entry_config, stage, custom_processors)
+        except ConfigError as error:
+            raise _fault(self._options, stage, error) from error
+
+    def _python_parts(self, stage: Stage) -> tuple[Callable[..., Launcher], PythonStageApi, dict[str, str]]:
+        first_device = self._devices
+        self._devices += stage.replicas
+
+        def launcher_for(on_spawn: Callable[[int], None], report_cache: bool) -> Launcher:
+            return PythonStageLauncher(stage, on_spawn, first_device)
+
+        api = PythonStageApi(stage, self._entry_api.decode, self._entry_api.encode)
+        return launcher_for, api, python_fingerprint(stage)

@@ -1,0 +1,29 @@
+"""A pipeline behind the HTTP server of vLLM."""
+
+from typing import Any
+
+from vllm_omni_plugin.integration.pipeline_answers import PipelineAnswers
+from vllm_omni_plugin.integration.pipeline_calls import Abort
+from vllm_omni_plugin.integration.pipeline_speech import Speaker
+from vllm_omni_plugin.pipeline.graph import Pipeline
+from vllm_omni_plugin.pipeline.stage import Modality
+
+
+def serve_pipeline(state: Any, pipeline: Pipeline, abort: Abort) -> None:
+    """Let vLLM's chat and completions answer for a pipeline, and our route of speech if it has audio.
+
+    Args:
+        state: of vLLM's application, with its serving objects; None stands for what the model cannot do.
+        pipeline: what it serves.
+        abort: see `Abort`.
+    """
+    chat, completion = state.openai_serving_chat, state.openai_serving_completion
+    if completion is not None:
+        if Modality.AUDIO in pipeline.modalities:
+            state.omni_speaker = Speaker(completion, completion.create_completion, pipeline, abort)
+        answers = PipelineAnswers(completion, completion.create_completion, pipeline, abort, chat=False)
+        completion.create_completion = answers.create
+    if chat is not None:
+        chat.create_chat_completion = PipelineAnswers(
+            chat, chat.create_chat_completion, pipeline, abort, chat=True
+        ).create

@@ -1,0 +1,199 @@
+"""`POST /v1/audio/speech`: a text spoken by a pipeline that puts out audio."""
+
+import json
+from base64 import b64encode
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any, Final, Literal
+
+from fastapi import APIRouter, Depends, HTTPException, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
+
+from vllm_omni_plugin.admin.audio import wav_header
+from vllm_omni_plugin.admin.call_options import BadOptionError, CallOptions, read_call_options
+from vllm_omni_plugin.admin.stage_results import StageResults
+from vllm_omni_plugin.errors import OmniError
+from vllm_omni_plugin.integration.failures import to_http
+from vllm_omni_plugin.integration.pipeline_answers import Create, once
+from vllm_omni_plugin.integration.pipeline_calls import Abort, RunningCall, with_events
+from vllm_omni_plugin.orchestrator.pipeline_call import CallEnded, StageEvent
+from vllm_omni_plugin.pipeline.graph import Pipeline
+
+SPEECH_PATH: Final = "/v1/audio/speech"
+
+
+class SpeechStages(BaseModel):
+    """What of `omni` a request for speech may have; see `CallOptions`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    params: dict[str, Any] = Field(default_factory=dict)
+    sampling: dict[str, dict[str, Any]] = Field(default_factory=dict)
+
+
+class SpeechRequest(BaseModel):
+    """OpenAI's body, with our `omni`.
+
+    Attributes:
+        input: the prompt of the pipeline's entry stage.
+        voice: for stages to read, as `params["voice"]`; `instructions` likewise.
+        speed: 1. Stages that can speak faster read it from `omni.params`.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    input: str = Field(min_length=1)
+    model: str | None = None
+    voice: str | None = None
+    instructions: str | None = None
+    response_format: Literal["wav", "pcm"] = "wav"
+    speed: Literal[1] = 1
+    stream_format: Literal["audio", "sse"] = "audio"
+    omni: SpeechStages = Field(default_factory=SpeechStages)
+
+
+class Speaker:
+    """Answers requests for speech.
+
+    Args:
+        serving: vLLM's serving object of completions, which words errors.
+        create: its handler; the text goes the way of a completion's prompt.
+        pipeline: one that puts out audio.
+        abort: see `Abort`.
+    """
+
+    def __init__(self, serving: Any, create: Create, pipeline: Pipeline, abort: Abort) -> None:
+        self._serving = serving
+        self._create = create
+        self._pipeline = pipeline
+        self._abort = abort
+
+    async def speak(self, request: SpeechRequest, raw_request: Request) -> Response:
+        """The answer, whose status is known once the first audio is there."""
+        try:
+            options = self._options(request)
+        except BadOptionError as error:
+            return _refusal(self._serving.create_error_response(str(error), param=error.param))
+        results = StageResults(options, self._pipeline)
+        running = RunningCall(results.call, self._abort)
+        completion = CompletionRequest(model=request.model, prompt=request.input, max_tokens=1)
+        speech = _Speech(results, with_events(running, once(self._create, completion, raw_request)))
+        audio = speech.file(wav=request.response_format == "wav")
+        try:
+            first = await anext(audio)
+        except _RefusedError as refused:
+            return _refusal(refused.response)
+        except OmniError as error:
+            raise to_http(error) from error
+        if request.stream_format == "sse":
+            return StreamingResponse(self._events(speech, first, audio), media_type="text/event-stream")
+        return StreamingResponse(_joined(first, audio), media_type=f"audio/{request.response_format}")
+
+    def _options(self, request: SpeechRequest) -> CallOptions:
+        fields = {"modalities": ["audio"], "omni": request.omni.model_dump()}
+        options = read_call_options(fields, self._pipeline)
+        own = request.model_dump(include={"voice", "instructions"}, exclude_none=True)
+        return replace(options, params={**own, **options.params})
+
+    async def _events(
+        self, speech: "_Speech", first: bytes, rest: AsyncGenerator[bytes, None]
+    ) -> AsyncGenerator[str, None]:
+        try:
+            async for audio in _joined(first, rest):
+                yield _event({"type": "speech.audio.delta", "audio": b64encode(audio).decode()})
+        except OmniError as error:
+            yield f"data: {self._serving.create_streaming_error_response(to_http(error))}\n\n"
+            return
+        yield _event({"type": "speech.audio.done", "usage": speech.usage})
+
+
+class _RefusedError(Exception):
+    """vLLM's handler refused the text."""
+
+    def __init__(self, response: Any) -> None:
+        super().__init__(response.error.message)
+        self.response = response
+
+
+class _Speech:
+    """One text being spoken.
+
+    Attributes:
+        usage: tokens, as OpenAI's last event of speech tells them; known in the end.
+    """
+
+    def __init__(self, results: StageResults, items: AsyncGenerator[Any, None]) -> None:
+        self._results = results
+        self._items = items
+        self.usage: dict[str, int] = {}
+
+    async def file(self, wav: bool) -> AsyncGenerator[bytes, None]:
+        """The audio as it comes, at least once; of a WAV file, the header comes with the first."""
+        began = False
+        async with aclosing(self._items) as items:
+            async for item in items:
+                samples = self._read(item)
+                if samples:
+                    whole = item.output.finish_reason is not None
+                    header = self._header(len(samples) if whole else None) if wav and not began else b""
+                    began = True
+                    yield header + samples
+        if not began:
+            yield self._header(0) if wav else b""
+
+    def _read(self, item: Any) -> bytes:
+        match item:
+            case StageEvent():
+                return self._results.add(item).samples
+            case CallEnded():
+                self._results.end(item)
+            case ErrorResponse():
+                raise _RefusedError(item)
+            case _:
+                read, made = item.usage.prompt_tokens, item.usage.completion_tokens
+                self.usage = {"input_tokens": read, "output_tokens": made, "total_tokens": read + made}
+        return b""
+
+    def _header(self, size: int | None) -> bytes:
+        return wav_header(self._results.rate, size)
+
+
+def build_speech_router() -> APIRouter:
+    """The route, which answers for `app.state.omni_speaker`, and is none without."""
+    router = APIRouter()
+    # In vLLM's own wrapping, as its routes are: a client that leaves before the first audio ends the handler.
+    endpoint = with_cancellation(load_aware_call(_create_speech))
+    guards = [Depends(_speaker), Depends(validate_json_request)]
+    router.add_api_route(SPEECH_PATH, endpoint, methods=["POST"], dependencies=guards, response_class=Response)
+    return router
+
+
+async def _create_speech(request: SpeechRequest, raw_request: Request) -> Response:
+    return await _speaker(raw_request).speak(request, raw_request)
+
+
+def _speaker(request: Request) -> Speaker:
+    speaker: Speaker | None = getattr(request.app.state, "omni_speaker", None)
+    if speaker is None:
+        raise HTTPException(404, "Not Found")
+    return speaker
+
+
+def _refusal(response: Any) -> Response:
+    return JSONResponse(response.model_dump(), response.error.code)
+
+
+def _event(event: dict[str, Any]) -> str:
+    return f"data: {json.dumps(event)}\n\n"
+
+
+async def _joined(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    async with aclosing(rest):
+        yield first
+        async for audio in rest:
+            yield audio

@@ -1,0 +1,140 @@
+"""Streamed answers of a pipeline: vLLM's server-sent events, with what the stages put out between them."""
+
+import json
+from base64 import b64encode
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing
+from typing import Any, Final
+from uuid import uuid4
+
+from vllm_omni_plugin.admin.call_options import CallOptions
+from vllm_omni_plugin.admin.stage_results import Heard, StageResults
+from vllm_omni_plugin.integration.pipeline_calls import RunningCall, with_events
+from vllm_omni_plugin.orchestrator.pipeline_call import CallEnded, StageEvent
+
+DONE: Final = "data: [DONE]\n\n"
+
+_ENVELOPE: Final = ("id", "object", "created", "model")
+
+
+class AnswerStream:
+    """The events of one answer.
+
+    Audio leaves as soon as it is there. Whatever ends the answer waits for the stages: clients stop reading there.
+
+    Args:
+        options: what the request wants.
+        results: of its stages.
+        envelope: `id`, `object`, `created` and `model` of events before vLLM's first.
+        error_event: an error's JSON as vLLM's server says it in a stream.
+    """
+
+    def __init__(
+        self,
+        options: CallOptions,
+        results: StageResults,
+        envelope: dict[str, Any],
+        error_event: Callable[[Exception], str],
+    ) -> None:
+        self._options = options
+        self._results = results
+        self._envelope = envelope
+        self._error_event = error_event
+        self._audio_id = f"audio_{uuid4().hex}"
+        self._audio_began = False
+        self._finish: dict[str, Any] | None = None
+        self._usage: list[str] = []
+        self._failed = False
+
+    async def run(self, running: RunningCall, chunks: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+        """All events, the last one being `[DONE]`.
+
+        Args:
+            running: the call.
+            chunks: vLLM's events.
+        """
+        try:
+            async with aclosing(with_events(running, chunks)) as items:
+                async for item in items:
+                    for event in self._read(item):
+                        yield event
+                    if self._failed:
+                        break
+            if not self._failed:
+                for event in self._ending():
+                    yield event
+        except Exception as error:
+            yield _event(self._error_event(error))
+        yield DONE
+
+    def _read(self, item: str | StageEvent | CallEnded) -> Iterator[str]:
+        match item:
+            case StageEvent():
+                return self._heard(self._results.add(item))
+            case CallEnded():
+                self._results.end(item)
+                return iter(())
+            case _:
+                return self._said(item)
+
+    def _heard(self, heard: Heard) -> Iterator[str]:
+        if heard.transcript:
+            yield self._audio({"transcript": heard.transcript})
+        if heard.samples:
+            yield self._audio({"data": b64encode(heard.samples).decode()})
+
+    def _said(self, event: str) -> Iterator[str]:
+        """What of vLLM's event may go on now; what ends the answer is kept."""
+        if event == DONE:
+            return
+        said: dict[str, Any] = json.loads(event.removeprefix("data: "))
+        if "error" in said:
+            self._failed = True
+            yield event
+            return
+        self._envelope |= {key: said[key] for key in _ENVELOPE}
+        if not self._options.audio:
+            yield event
+        elif not said["choices"]:
+            self._usage.append(event)
+        elif said["choices"][0].get("finish_reason") is None:
+            if self._options.text:
+                yield event
+        else:
+            yield from self._finished(said)
+
+    def _finished(self, said: dict[str, Any]) -> Iterator[str]:
+        """The last of the text goes on, the end itself is kept."""
+        (choice,) = said["choices"]
+        end = {key: choice.pop(key) for key in ("finish_reason", "stop_reason") if key in choice}
+        self._finish = said | {"choices": [{"index": 0, "delta": {}, **end}]}
+        if self._options.text:
+            yield self._chunk([{**choice, "finish_reason": None}])
+
+    def _ending(self) -> Iterator[str]:
+        if self._options.audio:
+            # Nothing is kept: the audio cannot be referred to in a later turn.
+            yield self._audio({"expires_at": self._envelope["created"]})
+            # vLLM does not finish a choice that has no text.
+            no_text = [{"index": 0, "delta": {}, "finish_reason": "stop"}]
+            yield self._chunk(**(self._finish or {"choices": no_text}))
+        yield from self._usage
+        if omni := self._results.omni:
+            yield self._chunk([], omni=omni)
+
+    def _audio(self, fields: dict[str, Any]) -> str:
+        delta: dict[str, Any] = {"audio": fields}
+        if not self._audio_began:
+            self._audio_began = True
+            # In the first only: clients that gather deltas join equal keys.
+            fields["id"] = self._audio_id
+            if not self._options.text:
+                delta = {"role": "assistant", "content": None, **delta}
+        return self._chunk([{"index": 0, "delta": delta, "finish_reason": None}])
+
+    def _chunk(self, choices: list[dict[str, Any]], **fields: Any) -> str:
+        return _event(json.dumps({**self._envelope, **fields, "choices": choices}))
+
+
+def _event(data: str) -> str:
+    return f"data: {data}\n\n"

@@ -1,0 +1,55 @@
+"""What can be found out about a pipeline's stages without vLLM: whether all that they name can be used."""
+
+import inspect
+import pkgutil
+
+from vllm_omni_plugin.balancing import build_load_balancer_factory
+from vllm_omni_plugin.errors import ConfigError
+from vllm_omni_plugin.pipeline.graph import Pipeline
+from vllm_omni_plugin.pipeline.places import PipelineError
+from vllm_omni_plugin.pipeline.stage import Stage
+from vllm_omni_plugin.pipeline.transforms import resolve_transform
+from vllm_omni_plugin.stages import PythonStage
+
+
+def check_policy(pipeline: Pipeline, stage: Stage) -> None:
+    """Build the load-balancing policy of a stage."""
+    try:
+        build_load_balancer_factory(stage.policy)
+    except ConfigError as error:
+        raise PipelineError(str(error), ("policy",)) from error
+    try:
+        build_load_balancer_factory(stage.policy, stage.policy_config)
+    except ConfigError as error:
+        raise PipelineError(str(error), ("policy_config",)) from error
+
+
+def check_transform(pipeline: Pipeline, stage: Stage) -> None:
+    """Import the function in front of a stage."""
+    if stage.transform is None:
+        return
+    try:
+        resolve_transform(stage.transform)
+    except ConfigError as error:
+        raise PipelineError(str(error), ("transform",)) from error
+
+
+def check_class(pipeline: Pipeline, stage: Stage) -> None:
+    """Import the class of a Python stage and see whether it takes the stage's options."""
+    if stage.is_vllm:
+        return
+    # A user's module may raise anything; whatever it is, it means that this class cannot be used.
+    try:
+        found = pkgutil.resolve_name(stage.engine)
+    except Exception as error:
+        raise PipelineError(f"{stage.engine} cannot be imported ({error!r})", ("engine",)) from error
+    if not (isinstance(found, type) and issubclass(found, PythonStage)):
+        raise PipelineError(f"{stage.engine} is no subclass of vllm_omni_plugin.stages.PythonStage", ("engine",))
+    try:
+        inspect.signature(found).bind(**stage.options, device="cpu")
+    except TypeError as error:
+        raise PipelineError(f"{stage.engine} does not take these options: {error}", ("options",)) from error
+
+
+STAGE_CHECKS = (check_policy, check_transform, check_class)
+"""All of them."""

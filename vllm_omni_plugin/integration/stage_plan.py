@@ -1,0 +1,56 @@
+"""What the head has to run for one stage."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from vllm_omni_plugin.orchestrator.request_api import RequestApi
+from vllm_omni_plugin.pipeline.stage import Stage
+from vllm_omni_plugin.replicas.engine_start import Launcher
+from vllm_omni_plugin.replicas.stage_client import Codec
+
+
+class PlannedApi(RequestApi, Codec, Protocol):
+    """What a plan's api answers in any case; in a pipeline it is a `StageApi` as well."""
+
+
+class TextApi(Protocol):
+    """What the api of a vLLM stage knows of its model's text; `vllm_api.stage_requests.VllmStageApi` in service."""
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+    def prompt_text(self, source: Any) -> str: ...
+
+
+@dataclass(frozen=True, eq=False)
+class StagePlan:
+    """One stage of a fleet, checked and ready to be started.
+
+    Attributes:
+        stage_id: its place among the plans.
+        stage: its section of the pipeline's file; None in a fleet without pipeline.
+        replicas: how many this node runs itself.
+        policy: name of its load-balancing policy.
+        policy_config: options of that policy; None: all as they are by default.
+        launcher_for: makes what starts its local engines, from what is told the id of every process that is started,
+            and whether engines shall report what they have cached.
+        api: of this stage's requests; a `StageApi` in a pipeline.
+        fingerprint: what every replica of the stage must have in common.
+        vllm_config: vLLM's configuration of its engines; None for a Python stage.
+    """
+
+    stage_id: int
+    stage: Stage | None
+    replicas: int
+    policy: str
+    policy_config: dict[str, Any] | None
+    launcher_for: Callable[[Callable[[int], None], bool], Launcher]
+    api: PlannedApi
+    fingerprint: Mapping[str, str]
+    vllm_config: Any
+
+    @property
+    def name(self) -> str:
+        """How messages name the stage."""
+        return f"'{self.stage.name}'" if self.stage is not None else str(self.stage_id)

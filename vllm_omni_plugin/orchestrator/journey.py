@@ -1,0 +1,92 @@
+"""The way of one request through a pipeline: which stages it needs, and how far it has come."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_omni_plugin.orchestrator.feed import Feed
+from vllm_omni_plugin.orchestrator.messages import Receipt
+from vllm_omni_plugin.orchestrator.pipeline_call import PipelineCall
+from vllm_omni_plugin.orchestrator.stage_api import OutputReader
+from vllm_omni_plugin.pipeline import Modality, Pipeline, Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What all requests for the same outputs have in common.
+
+    Attributes:
+        roots: stages that begin with the request itself, in topological order.
+        downstream: for each stage that is needed those that get its output and are needed.
+        front: the stage that answers through vLLM's server, None if none does.
+        client_sampled: the stage that the client's sampling parameters are for: the front stage, or the entry if the
+            front is none of vLLM's; None without a front.
+        finals: stages after which the request is complete.
+        read: stages whose outputs somebody here reads.
+        shown: stages whose outputs the call is told.
+    """
+
+    roots: tuple[Stage, ...]
+    downstream: Mapping[int, tuple[Stage, ...]]
+    front: int | None
+    client_sampled: int | None
+    finals: frozenset[int]
+    read: frozenset[int]
+    shown: frozenset[int]
+
+
+def make_plan(pipeline: Pipeline, call: PipelineCall | None) -> Plan:
+    """The plan of a request.
+
+    Args:
+        pipeline: the stages.
+        call: what it asks for; None: what the pipeline puts out by default.
+
+    Raises:
+        ValueError: it asks for what the pipeline does not put out.
+    """
+    modalities = call.modalities if call is not None else pipeline.default_modalities
+    needed = pipeline.needed_for(modalities)
+    ids = {stage.id for stage in needed}
+    downstream = {stage.id: tuple(d for d in pipeline.downstream(stage) if d.id in ids) for stage in needed}
+    front_stage = pipeline.front_of(modalities)
+    front = None if front_stage is None else front_stage.id
+    wanted = {stage.id for stage in needed if stage.final and stage.output in modalities}
+    if call is None:
+        finals, shown = frozenset(wanted if front is None else {front}), frozenset[int]()
+    else:
+        finals = frozenset(wanted)
+        shown = (finals - {front}) | {stage.id for stage in needed if stage.name in call.outputs}
+    read = {
+        stage.id
+        for stage in needed
+        if stage.id in shown or not stage.is_vllm or (downstream[stage.id] and stage.output is not Modality.KV_CACHE)
+    }
+    roots = tuple(stage for stage in needed if not stage.inputs)
+    sampled = None if front_stage is None else front_stage.id if front_stage.is_vllm else pipeline.entry.id
+    return Plan(roots, downstream, front, sampled, finals, frozenset(read), frozenset(shown))
+
+
+@dataclass(slots=True, eq=False)
+class Journey:
+    """How far a request has come.
+
+    Attributes:
+        plan: see `Plan`.
+        receipt: see `SubmitRequest`.
+        readers: read the outputs of the stages in `plan.read` that have begun, by stage id.
+        feeds: inputs of stages that work on chunks, by stage id.
+        begun: stages whose input is or has been prepared.
+        ended: stages that have ended.
+        cache_params: what a prefill said of the KV cache that it left; None if nothing, or there was none.
+        cached_tokens: prompt tokens that the prefill found cached; None if there was no prefill.
+    """
+
+    plan: Plan
+    receipt: Receipt | None = None
+    readers: dict[int, OutputReader] = field(default_factory=dict)
+    feeds: dict[int, Feed] = field(default_factory=dict)
+    begun: set[int] = field(default_factory=set)
+    ended: set[int] = field(default_factory=set)
+    cache_params: Mapping[str, Any] | None = None
+    cached_tokens: int | None = None

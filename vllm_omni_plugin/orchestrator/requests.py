@@ -1,0 +1,33 @@
+"""What the orchestrator asks of those who see requests through their stages."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from vllm_omni_plugin.orchestrator.dispatcher import RunListener
+from vllm_omni_plugin.orchestrator.messages import SubmitRequest
+from vllm_omni_plugin.orchestrator.request_state import OrchestratorRequestState
+from vllm_omni_plugin.orchestrator.stage_run import StageRun
+
+
+class Requests(RunListener, Protocol):
+    """All unfinished requests; `SingleStage` and `Conductor` in service. Nothing in it blocks."""
+
+    @property
+    def states(self) -> Mapping[str, OrchestratorRequestState]:
+        """By the client's id."""
+
+    def submit(self, message: SubmitRequest) -> None:
+        """Take a new request, or a further chunk of a streaming-input session."""
+
+    def abort(self, request_ids: Sequence[str], whole: bool) -> None:
+        """The client does not want these any more; see `AbortRequests`. Unknown ids are those that have just ended."""
+
+    def take(self, stage_id: int, run: StageRun, output: Any) -> Any | None:
+        """A stage has put something out, which `Dispatcher.accept` has accepted.
+
+        Returns:
+            What of it goes to vLLM's server, None for nothing.
+        """
+
+    def close(self) -> None:
+        """Give up what still waits. Idempotent."""

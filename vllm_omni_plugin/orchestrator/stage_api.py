@@ -1,0 +1,87 @@
+"""What the orchestrator asks about one stage of a pipeline beyond `RequestApi`: its inputs built, its outputs read."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from vllm_omni_plugin.orchestrator.request_api import RequestApi
+from vllm_omni_plugin.pipeline.transfer import StageInput, StageOutput
+
+
+class OutputReader(Protocol):
+    """Reads the outputs of one run of a stage, in order."""
+
+    def read(self, output: Any, ended: bool) -> StageOutput:
+        """What an `EngineCoreOutput` adds to those before it. Cheap enough for the loop of the orchestrator.
+
+        Text is complete up to characters whose tokens are still to come. A stop string ends the text before it: then
+        `finish_reason` is set although the engine goes on, and the caller aborts it.
+
+        Args:
+            output: of the engine.
+            ended: whether the run ends with it; the end of a turn of a streaming-input session alone is none.
+        """
+
+    @property
+    def whole(self) -> StageOutput:
+        """All that has been read; tensors of several outputs are joined along their first dimension."""
+
+
+class StageApi(RequestApi, Protocol):
+    """Builds the requests of one stage and reads its outputs."""
+
+    def build(
+        self,
+        source: Any,
+        given: StageInput,
+        sampling: Mapping[str, Any],
+        *,
+        front: bool,
+        resumable: bool,
+        last: bool,
+    ) -> Any:
+        """The engine request of this stage. Runs on a thread of the stage's, and may tokenise.
+
+        Args:
+            source: vLLM's `EngineCoreRequest` as the client submitted it: its id, arrival time, priority, trace
+                headers, session and cache salt carry over.
+            given: what the transform returned.
+            sampling: what the request has for this stage by the stage's name, over the stage's own and the transform's.
+            front: whether this stage answers the client: then the client's own sampling parameters apply, read anew
+                for this stage's tokenizer, with `max_tokens` bounded by the room that the prompt leaves.
+            resumable: it is a chunk of a streaming-input session.
+            last: with `resumable`, no chunk with content will follow.
+
+        Raises:
+            StageInputError: the input is not one that the stage can take; worded for the client.
+        """
+
+    def build_root(self, source: Any, sampling: Mapping[str, Any], *, front: bool) -> Any:
+        """The engine request of a stage without inputs, made from the client's; see `build`.
+
+        For the stage whose model made the prompt it is the client's request, with the stage's sampling parameters
+        unless it is the front stage; any other stage gets the prompt's text.
+        """
+
+    def build_end(self, source: Any) -> Any:
+        """What closes the input of a streaming-input session."""
+
+    def reader(self, request: Any) -> OutputReader:
+        """A reader for the run that begins with this request."""
+
+    def answer(self, output: Any, read: StageOutput) -> Any:
+        """What of a front stage's output goes to vLLM's server: the `EngineCoreOutput`, or one made of what it says.
+
+        Args:
+            output: of the engine, under the client's id.
+            read: what the reader made of it.
+        """
+
+
+class KvStageApi(StageApi, Protocol):
+    """Of a stage of vLLM's: can fill a KV cache for another stage of the same model, or take one over."""
+
+    def build_prefill(self, source: Any) -> Any:
+        """The request that only computes the prompt and leaves its KV cache to a KV connector."""
+
+    def build_decode(self, source: Any, kv_transfer_params: Mapping[str, Any] | None) -> Any:
+        """The client's request, with what the prefill said of the cache; None where the connector finds it itself."""

@@ -1,0 +1,285 @@
+"""What one stage does for one request, as a state machine whose transitions do no I/O."""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Final
+
+from vllm_omni_plugin.balancing import Task
+from vllm_omni_plugin.balancing.decision import Decision
+from vllm_omni_plugin.errors import NoReplicaError, OmniError, RequestLostError
+from vllm_omni_plugin.orchestrator.charges import Charge
+from vllm_omni_plugin.orchestrator.messages import Receipt
+from vllm_omni_plugin.vllm_api.move import Move
+
+
+class RequestPhase(Enum):
+    """Where a request is."""
+
+    QUEUED = "queued"
+    """Accepted, with no replica yet."""
+    DISPATCHED = "dispatched"
+    """Sent to a replica that has not answered."""
+    STREAMING = "streaming"
+    """The current replica's output goes to the client."""
+    MOVING = "moving"
+    """Its replica was lost, and it has no other one yet."""
+    FINISHED = "finished"
+    """Ended in any way; nothing more may be delivered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Redispatch:
+    """Action: send the request to another replica.
+
+    Attributes:
+        move: how it goes on there.
+    """
+
+    move: Move
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """Action: end the request with this error."""
+
+    error: OmniError
+
+
+Action = Redispatch | Fail
+
+
+@dataclass(slots=True, eq=False)
+class StreamingInputState:
+    """A session whose prompt arrives in chunks, each answered by a turn of output.
+
+    The engine keeps the session between its turns, and ends it after the last turn once the input is closed.
+
+    Attributes:
+        replayable: whether chunks are kept, so that the session can move. Those of a client are not: they may have no
+            end.
+        open_turns: chunks submitted whose turn has not finished.
+        input_closed: the last chunk has come.
+        unsent: chunks after the first that wait for a replica.
+        sent: those that a replica has got, of a replayable session.
+    """
+
+    replayable: bool = False
+    open_turns: int = 1
+    input_closed: bool = False
+    unsent: list[Any] = field(default_factory=list)
+    sent: list[Any] = field(default_factory=list)
+
+    @property
+    def over(self) -> bool:
+        """Whether the engine has nothing more to say in this session."""
+        return self.input_closed and self.open_turns == 0
+
+    def take_unsent(self) -> list[Any]:
+        """What waits to be sent, which counts as sent from here on."""
+        chunks, self.unsent = self.unsent, []
+        self.note_sent(*chunks)
+        return chunks
+
+    def note_sent(self, *chunks: Any) -> None:
+        """These have gone to the replica."""
+        if self.replayable:
+            self.sent.extend(chunks)
+
+    def rewind(self) -> None:
+        """All turns are to come again."""
+        self.unsent, self.sent = [*self.sent, *self.unsent], []
+        self.open_turns = 1 + sum(chunk.resumable for chunk in self.unsent)
+
+
+@dataclass(slots=True, eq=False)
+class StageRun:
+    """A stage's work on one request, from its input to its end, over all attempts.
+
+    Attributes:
+        request: vLLM's `EngineCoreRequest`, or what stands for it in a stage of another kind.
+        submitted_at: monotonic seconds of the hand-over.
+        phase: see `RequestPhase`; changed by the methods below only.
+        replica_id: the replica of the current attempt, or None.
+        engine_request_id: the id of the current attempt on its engine, new for every attempt.
+        attempts: how often the request was dispatched.
+        streaming: state of a streaming-input session, or None for an ordinary request.
+        produced: tokens delivered so far, over all attempts.
+        move: how the current attempt continues the ones before it.
+        joining: whether the current attempt has yet to reach the end of what was delivered.
+        waits_since: monotonic seconds at which the request began to wait for a replica that serves.
+        task: what the policy was told of the last attempt, None before there was one.
+        decision: why it went where it went.
+        charge: what the current attempt weighs on its replica, None while there is none.
+        receipt: see `SubmitRequest`.
+        first_request: what the first attempt sends in place of `request`, if anything.
+        dispatched_at: monotonic seconds at which the first attempt was sent.
+    """
+
+    request: Any
+    submitted_at: float
+    phase: RequestPhase = RequestPhase.QUEUED
+    replica_id: int | None = None
+    engine_request_id: str = ""
+    attempts: int = 0
+    streaming: StreamingInputState | None = None
+    produced: "array[int]" = field(default_factory=lambda: array("q"))
+    move: Move = Move.RESTART
+    joining: bool = False
+    waits_since: float = 0.0
+    task: Task | None = None
+    decision: Decision | None = None
+    charge: Charge | None = None
+    receipt: Receipt | None = None
+    first_request: Any = None
+    dispatched_at: float = 0.0
+    _to_swallow: int = field(default=0, init=False)
+    _loss: str = field(default="", init=False)
+
+    @property
+    def request_id(self) -> str:
+        """The id under which the client knows the request."""
+        request_id: Final[str] = self.request.request_id
+        return request_id
+
+    @property
+    def finished(self) -> bool:
+        """Whether the request has ended."""
+        return self.phase is RequestPhase.FINISHED
+
+    @property
+    def next_request(self) -> Any:
+        """What the next attempt is made of."""
+        return self.first_request if self.first_request is not None and not self.attempts else self.request
+
+    def dispatch(self, replica_id: int, engine_request_id: str) -> None:
+        """Bind the next attempt to a replica, before anything is sent."""
+        self._require(RequestPhase.QUEUED, RequestPhase.MOVING)
+        self.phase = RequestPhase.DISPATCHED
+        self.replica_id = replica_id
+        self.engine_request_id = engine_request_id
+        self.attempts += 1
+
+    def join(self, tokens: Sequence[int], finished: bool) -> int:
+        """Output of a moved request came: find where what was delivered ends in it.
+
+        Args:
+            tokens: the output's.
+            finished: whether it is the attempt's last.
+
+        Returns:
+            How many of its tokens the client has already; all of them may be.
+
+        Raises:
+            RequestLostError: the replay differs from what was delivered. The request has ended with this error.
+        """
+        self._require(RequestPhase.DISPATCHED)
+        swallow = min(self._to_swallow, len(tokens))
+        begin = len(self.produced) - self._to_swallow
+        self._to_swallow -= swallow
+        repeats = self.produced[begin : begin + swallow].tolist() == list(tokens[:swallow])
+        if not repeats or (finished and self._to_swallow and self.streaming is None):
+            self.phase = RequestPhase.FINISHED
+            raise RequestLostError(
+                f"{self._loss}, and the replica that took over did not repeat the part of the answer that had been "
+                "delivered. Please send it again."
+            )
+        all_known = swallow == len(tokens)
+        if self.streaming is None:
+            self.joining = all_known and not finished
+            return swallow
+        self.joining = all_known
+        if all_known and finished:
+            # The end of a turn comes with its last token, so it has been delivered, too.
+            self._end_turn(self.streaming)
+        return swallow
+
+    def _end_turn(self, session: StreamingInputState) -> None:
+        session.open_turns -= 1
+        if session.over:
+            self.phase = RequestPhase.FINISHED
+
+    def deliver(self, tokens: Sequence[int], finished: bool, cut_short: bool = False) -> None:
+        """Output of the current attempt goes to the client.
+
+        Args:
+            tokens: the output's.
+            finished: it is the last, or the last of a streaming-input session's turn.
+            cut_short: with `finished`, no turn of the session will follow.
+        """
+        self._require(RequestPhase.DISPATCHED, RequestPhase.STREAMING)
+        self.produced.extend(tokens)
+        self.phase = RequestPhase.STREAMING
+        if not finished:
+            return
+        if self.streaming is not None and not cut_short:
+            self._end_turn(self.streaming)
+        else:
+            self.phase = RequestPhase.FINISHED
+
+    def add_chunk(self, chunk: Any) -> None:
+        """A further chunk of a streaming-input session was submitted; one that is not resumable closes the input."""
+        assert self.streaming is not None
+        if chunk.resumable:
+            self.streaming.open_turns += 1
+        else:
+            self.streaming.input_closed = True
+        if self.streaming.over:
+            self.phase = RequestPhase.FINISHED
+
+    def abort(self) -> None:
+        """The client gave up. Nothing to do if the request has ended."""
+        self.phase = RequestPhase.FINISHED
+
+    def lose_replica(self, reason: str, migration_limit: int, on_delivered: Move) -> Action:
+        """The replica of the current attempt is gone.
+
+        Args:
+            reason: why the replica is gone, for the error.
+            migration_limit: moves a request may make in its life.
+            on_delivered: how this request can go on if part of its answer has been delivered.
+        """
+        self._require(RequestPhase.DISPATCHED, RequestPhase.STREAMING)
+        self._loss = f"Replica {self.replica_id} was lost while it served this request ({reason})"
+        replayable = self.streaming is not None and self.streaming.replayable
+        move = Move.RESTART if not self.produced else Move.REPLAY if replayable else on_delivered
+        error = self._why_not_movable(move, migration_limit)
+        if error is not None:
+            self.phase = RequestPhase.FINISHED
+            return Fail(error)
+        self.phase = RequestPhase.MOVING
+        self.replica_id = None
+        self.engine_request_id = ""
+        self.move = move
+        self.joining = move is not Move.RESTART
+        self._to_swallow = len(self.produced) if move is Move.REPLAY else 0
+        if self.streaming is not None:
+            self.streaming.rewind()
+        return Redispatch(move)
+
+    def give_up(self, error: NoReplicaError) -> Fail:
+        """No replica can take the request."""
+        self._require(RequestPhase.QUEUED, RequestPhase.MOVING)
+        self.phase = RequestPhase.FINISHED
+        if self.produced:
+            return Fail(RequestLostError(f"{self._loss}, after part of the answer had been delivered. {error}"))
+        return Fail(error)
+
+    def _why_not_movable(self, move: Move, migration_limit: int) -> RequestLostError | None:
+        if self.streaming is not None and not self.streaming.replayable:
+            return RequestLostError(f"{self._loss}, and a streaming-input session cannot move. Please open it again.")
+        if move is Move.NEVER:
+            return RequestLostError(
+                f"{self._loss}, after part of the answer had been delivered, and its transfer parameters are spent. "
+                "Please send it again."
+            )
+        if self.attempts > migration_limit:
+            return RequestLostError(
+                f"{self._loss}; it had moved {self.attempts - 1} times, the limit of --omni-migration-limit."
+            )
+        return None
+
+    def _require(self, *phases: RequestPhase) -> None:
+        if self.phase not in phases:
+            raise AssertionError(f"request {self.request_id} is {self.phase.value}")

@@ -1,0 +1,5 @@
+"""Stages of a pipeline that are Python classes: what a user writes, its process, and how heads speak to it."""
+
+from vllm_omni_plugin.stages.base import PythonStage, StageJob
+
+__all__ = ["PythonStage", "StageJob"]

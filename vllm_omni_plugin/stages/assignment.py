@@ -1,0 +1,41 @@
+"""What a head or node tells the process of a Python stage, and what that answers, before they speak over sockets."""
+
+from typing import Any
+
+import msgspec
+
+
+class Assignment(msgspec.Struct, frozen=True):
+    """What a process shall do.
+
+    Attributes:
+        stage: name of the stage.
+        engine: `package.module:Class`.
+        options: what the class is constructed with.
+        device_index: which of the node's accelerators it takes, counted round.
+        replica_id: index of the replica among those of its node.
+        identity: its ZMQ identity.
+        input_addr: where requests come from.
+        output_addrs: where answers go, by client index.
+        import_path: where modules are found.
+    """
+
+    stage: str
+    engine: str
+    options: dict[str, Any]
+    device_index: int
+    replica_id: int
+    identity: bytes
+    input_addr: str
+    output_addrs: list[str]
+    import_path: list[str]
+
+
+class Started(msgspec.Struct, frozen=True, tag=True):
+    """The stage is ready."""
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The stage cannot start, and its process ends."""
+
+    reason: str

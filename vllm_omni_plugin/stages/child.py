@@ -1,0 +1,89 @@
+"""Entry of a Python stage's own process: ``python -m vllm_omni_plugin.stages.child <descriptor of a connection>``.
+
+The connection brings an `Assignment`, takes the answer, and after that stays silent: when it ends, so has the parent.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from concurrent.futures import Executor, ThreadPoolExecutor
+from multiprocessing.connection import Connection
+
+import msgspec
+import zmq
+
+from vllm_omni_plugin.stages.assignment import Assignment, Failed, Started
+from vllm_omni_plugin.stages.base import PythonStage
+from vllm_omni_plugin.stages.computing import Computation
+from vllm_omni_plugin.stages.construction import construct
+from vllm_omni_plugin.stages.engine import StageEngine
+from vllm_omni_plugin.vllm_api.stage_protocol import ready_response
+
+logger = logging.getLogger(__name__)
+
+_LINGER_MS = 4000
+"""How long last words may take, as in vLLM."""
+_ORPHAN_ENDS_WITHIN_S = 10.0
+
+
+def main() -> int:
+    """Serve until SIGTERM; return the exit code."""
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(asctime)s [%(name)s] %(message)s")
+    connection = Connection(int(sys.argv[1]))
+    assignment = msgspec.msgpack.decode(connection.recv_bytes(), type=Assignment)
+    threading.Thread(target=_end_with_parent, args=(connection,), daemon=True).start()
+    sys.path[:] = assignment.import_path
+    with ThreadPoolExecutor(1, thread_name_prefix="stage") as executor:
+        try:
+            stage = executor.submit(_start, assignment).result()
+        except Exception as error:
+            logger.error("Stage '%s' cannot start.", assignment.stage, exc_info=error)
+            connection.send_bytes(msgspec.msgpack.encode(Failed(f"{type(error).__name__}: {error}")))
+            return 1
+        connection.send_bytes(msgspec.msgpack.encode(Started()))
+        asyncio.run(_serve(assignment, stage, executor))
+        executor.submit(stage.stop).result()
+    return 0
+
+
+def _start(assignment: Assignment) -> PythonStage:
+    stage = construct(assignment)
+    stage.start()
+    return stage
+
+
+async def _serve(assignment: Assignment, stage: PythonStage, executor: Executor) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        dealer = context.socket(zmq.DEALER)
+        dealer.setsockopt(zmq.IDENTITY, assignment.identity)
+        outputs = [context.socket(zmq.PUSH) for _ in assignment.output_addrs]
+        addresses = (assignment.input_addr, *assignment.output_addrs)
+        for socket, address in zip((dealer, *outputs), addresses, strict=True):
+            socket.setsockopt(zmq.SNDHWM, 0)
+            socket.setsockopt(zmq.RCVHWM, 0)
+            socket.connect(address)
+        compute = Computation(stage, assignment.stage).compute
+        engine = StageEngine(compute, executor, stage.max_batch_size, dealer, outputs)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, engine.end)
+        dealer.send(ready_response(assignment.replica_id))
+        await engine.ended
+    finally:
+        context.destroy(linger=_LINGER_MS)
+
+
+def _end_with_parent(connection: Connection) -> None:
+    try:
+        connection.recv_bytes()
+    except (EOFError, OSError):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_ORPHAN_ENDS_WITHIN_S)
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""Calling a user's class, whatever it does, and bringing what it returns into the form that travels."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from vllm_omni_plugin.errors import StageInputError
+from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.pipeline.transfer import StageOutput
+from vllm_omni_plugin.stages.base import PythonStage, StageJob
+from vllm_omni_plugin.vllm_api.stage_codec import sendable
+from vllm_omni_plugin.vllm_api.stage_protocol import Content
+
+logger = init_logger(__name__)
+
+_CLIENT_ERROR, _SERVER_ERROR = 400, 500
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What one job has brought.
+
+    Attributes:
+        tensor: on the CPU and contiguous; None where there is none.
+        content: the rest of it, or the error.
+    """
+
+    tensor: Any
+    content: Content
+
+
+class Computation:
+    """Computes batches for one replica. All methods are called on the stage's own thread.
+
+    Args:
+        stage: what computes; `start` has been called.
+        name: of the stage, for errors.
+    """
+
+    def __init__(self, stage: PythonStage, name: str) -> None:
+        self._stage = stage
+        self._name = name
+        self._class = type(stage).__name__
+
+    def compute(self, jobs: Sequence[StageJob]) -> list[Result]:
+        """A result for each job, in order; tensors of the jobs are still as they came."""
+        received = [self._received(job) for job in jobs]
+        computed = iter(self._compute([item for item in received if isinstance(item, StageJob)]))
+        return [next(computed) if isinstance(item, StageJob) else item for item in received]
+
+    def _received(self, job: StageJob) -> StageJob | Result:
+        if job.input.tensor is None:
+            return job
+        try:
+            return replace(job, input=replace(job.input, tensor=job.input.tensor.to_torch()))
+        except Exception as error:  # what torch says of sizes and types that cannot be is of many kinds
+            return self._failure(TypeError(f"its input is no tensor: {error}"))
+
+    def _compute(self, jobs: Sequence[StageJob]) -> list[Result]:
+        if not jobs:
+            return []
+        try:
+            returned = list(self._stage.compute(jobs))
+            if len(returned) != len(jobs):
+                raise TypeError(f"compute returned {len(returned)} results for {len(jobs)} jobs")
+        except Exception as error:
+            self._log(error, len(jobs))
+            return [self._failure(error)] * len(jobs)
+        return [self._result(item) for item in returned]
+
+    def _result(self, returned: Any) -> Result:
+        try:
+            if isinstance(returned, Exception):
+                raise returned
+            return _checked(returned)
+        except Exception as error:
+            self._log(error, 1)
+            return self._failure(error)
+
+    def _failure(self, error: Exception) -> Result:
+        status = _CLIENT_ERROR if isinstance(error, StageInputError) else _SERVER_ERROR
+        reason = str(error) if status == _CLIENT_ERROR else f"{self._class}: {type(error).__name__}: {error}"
+        return Result(None, Content(error=f"Stage '{self._name}': {reason}", status=status))
+
+    def _log(self, error: Exception, requests: int) -> None:
+        if not isinstance(error, StageInputError):
+            logger.error("Stage '%s' failed %d requests.", self._name, requests, exc_info=error)
+
+
+def _checked(output: Any) -> Result:
+    """Raises TypeError, or whatever torch raises, if it is no output that can travel."""
+    if not isinstance(output, StageOutput):
+        raise TypeError(f"compute returned a {type(output).__name__} where a StageOutput belongs")
+    try:
+        content = msgspec.convert(
+            {"text": output.text, "token_ids": list(map(int, output.token_ids)), "metadata": dict(output.metadata)},
+            Content,
+        )
+        # Whatever cannot be sent would take the outputs of others in the same message with it.
+        msgspec.msgpack.encode(content)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TypeError(f"compute returned a StageOutput that cannot be sent: {error}") from error
+    return Result(_on_cpu(output.tensor), content)
+
+
+def _on_cpu(tensor: Any) -> Any:
+    if tensor is None:
+        return None
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"compute returned a StageOutput whose tensor is a {type(tensor).__name__}")
+    return sendable(tensor)

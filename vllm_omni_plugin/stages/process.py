@@ -1,0 +1,107 @@
+"""The process of a Python stage seen from its parent."""
+
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+
+import msgspec
+
+from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.stages.assignment import Assignment, Failed, Started
+
+_CHILD_MODULE = "vllm_omni_plugin.stages.child"
+_SHUTDOWN_S = 5.0
+
+
+class StageProcess:
+    """Satisfies `replicas.engine_start.Process`. Ends with this process at the latest.
+
+    Not a `multiprocessing.Process`: that runs the parent's main module again in the child, and with it imports all of
+    vLLM.
+
+    Attributes:
+        pid: its process id.
+        sentinel: file descriptor that becomes readable when it exits; closed with this object.
+        connection: to it; nothing but the start is spoken of here.
+    """
+
+    def __init__(self) -> None:
+        self.connection, theirs = Pipe()
+        with theirs:
+            # An own session: Ctrl-C is for the parent, which needs its stages until it has shut down in order.
+            self._popen = subprocess.Popen(
+                [sys.executable, "-m", _CHILD_MODULE, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        self.pid = self._popen.pid
+        self.sentinel = os.pidfd_open(self.pid)
+        weakref.finalize(self, os.close, self.sentinel)
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Ask it to end, wait `timeout` seconds (None: 5), then kill it. Blocks; idempotent."""
+        self._popen.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self._popen.wait(_SHUTDOWN_S if timeout is None else timeout)
+        self._popen.kill()
+        self._popen.wait()
+        self.connection.close()
+
+    def kill(self) -> None:
+        """End it at once. Does not block; idempotent."""
+        if self._popen.poll() is None:
+            self._popen.kill()
+            threading.Thread(target=self._popen.wait, name="stage-reaper", daemon=True).start()
+
+    def exit_code(self) -> int:
+        """Wait for its end, and return its exit code, negative for a signal."""
+        return self._popen.wait()
+
+
+class StartingStage:
+    """Satisfies `replicas.engine_start.Starting`.
+
+    Args:
+        process: told nothing yet.
+        assignment: what it will be told, but for the addresses.
+    """
+
+    def __init__(self, process: StageProcess, assignment: Assignment) -> None:
+        self.process = process
+        self._assignment = assignment
+
+    def wait(self, input_addr: str, output_addrs: Sequence[str]) -> None:
+        """Tell the process what to do, and block until it has loaded.
+
+        Raises:
+            ReplicaError: it failed, or was ended.
+        """
+        told = msgspec.structs.replace(self._assignment, input_addr=input_addr, output_addrs=list(output_addrs))
+        answer = _ask(self.process.connection, self.process.sentinel, msgspec.msgpack.encode(told))
+        if isinstance(answer, Started):
+            return
+        code = self.process.exit_code()
+        reason = answer.reason if answer is not None else f"its process ended with code {code}"
+        raise ReplicaError(f"replica {told.replica_id} of stage '{told.stage}' ({told.engine}) did not start: {reason}")
+
+    def abandon(self) -> None:
+        """End a process that nobody will wait for."""
+        self.process.kill()
+        self.process.connection.close()
+
+
+def _ask(connection: Connection, sentinel: int, message: bytes) -> Started | Failed | None:
+    """What the process answers; None if it ends without a word."""
+    try:
+        connection.send_bytes(message)
+        wait([connection, sentinel])
+        return msgspec.msgpack.decode(connection.recv_bytes(), type=Started | Failed)
+    except (EOFError, OSError):
+        return None

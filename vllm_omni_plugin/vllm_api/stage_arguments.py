@@ -1,0 +1,117 @@
+"""The engine arguments of a pipeline's stage, read by vLLM's own parser and laid over those of a command line."""
+
+import argparse
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, propagate_flash_late_interaction
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from vllm_omni_plugin.errors import ConfigError
+from vllm_omni_plugin.pipeline.places import PipelineError, Place
+
+DEFAULT_MODEL: str = AsyncEngineArgs.model
+"""vLLM's, for a command line without any."""
+_KEY = "engine_args"
+_OWN_FLAG = "--omni-"
+_NEGATION = "--no-"
+_COMMA_SEPARATED = ("--device-ids",)
+"""Flags whose lists are one word, and not JSON."""
+
+
+class StageArgumentParser:
+    """vLLM's parser for the arguments of `vllm serve`, which raises what it would end the process with."""
+
+    def __init__(self) -> None:
+        self._parser: Any = make_arg_parser(FlexibleArgumentParser(prog="vllm serve", add_help=False))
+        self._parser.error = _raise
+        of_engines = {field.name for field in fields(AsyncEngineArgs)}
+        # argparse has no other way to ask for its flags.
+        self._known: Mapping[str, argparse.Action] = self._parser._option_string_actions
+        self._engine_flags = {
+            name: action for name, action in self._known.items() if name.startswith("--") and action.dest in of_engines
+        }
+
+    def lay_over(self, args: argparse.Namespace, engine_args: Mapping[str, Any]) -> Iterator[Place]:
+        """Set in `args` what the engine arguments of a stage say, one flag after the other.
+
+        Args:
+            args: a parsed command line.
+            engine_args: values by the names of long flags with underscores; behind a dot, a part of the value.
+
+        Yields:
+            The place of each flag in its stage, once it is set.
+
+        Raises:
+            PipelineError: there is no such flag, it is not an engine's, or it does not take the value. Its place is
+                that in the stage.
+        """
+        by_flag: dict[str, dict[str, Any]] = {}
+        for key, value in engine_args.items():
+            by_flag.setdefault(f"--{key.partition('.')[0].replace('_', '-')}", {})[key] = value
+        for flag, given in by_flag.items():
+            place = (_KEY, next(iter(given)))
+            action = self._engine_flags.get(flag)
+            if action is None:
+                raise PipelineError(self._refusal(flag), place)
+            try:
+                for key, value in given.items():
+                    if "." not in key and (value is None or action.nargs == 0):
+                        setattr(args, action.dest, _switched(flag, action, value))
+                self._parser.parse_args([word for key in given for word in _words(flag, key, given[key], action)], args)
+            except (ConfigError, ValueError) as error:
+                raise PipelineError(str(error), place) from None
+            yield place
+
+    def _refusal(self, flag: str) -> str:
+        if flag in self._known or flag.startswith(_OWN_FLAG):
+            return f"{flag} is not an engine's: give it on the command line, where it holds for the whole server"
+        close = get_close_matches(flag, self._engine_flags, n=1)
+        suggestion = f" (did you mean {close[0][2:]!r}?)" if close else ""
+        return f"vLLM has no engine argument {flag}{suggestion}: see vllm serve --help=all"
+
+
+def _raise(message: str) -> NoReturn:
+    raise ConfigError(re.sub("^argument [^:]*: ", "", message))
+
+
+def _switched(flag: str, action: argparse.Action, value: Any) -> Any:
+    """What a flag without a value is set to; null stands for vLLM's default, whatever the command line says."""
+    if value is None:
+        return action.default
+    if not isinstance(value, bool):
+        raise ConfigError(f"must be true or false, not {json.dumps(value)}")
+    return value ^ flag.startswith(_NEGATION)
+
+
+def _words(flag: str, key: str, value: Any, action: argparse.Action) -> Sequence[str]:
+    """A value as words of a command line; none if it has been set."""
+    _, dot, part = key.partition(".")
+    if dot:
+        return [f"{flag}.{part}={json.dumps(value)}"]
+    if value is None or action.nargs == 0:
+        return []
+    if isinstance(value, bool):
+        raise ConfigError(f"{json.dumps(value)} is no value of {flag}")
+    if isinstance(value, list):
+        if action.nargs is not None:
+            return [flag, *map(str, value)]
+        if flag in _COMMA_SEPARATED:
+            return [f"{flag}={','.join(map(str, value))}"]
+    return [f"{flag}={json.dumps(value) if isinstance(value, list | dict) else value}"]
+
+
+def read_engine_args(args: argparse.Namespace) -> Any:
+    """vLLM's engine arguments in a parsed command line.
+
+    Raises:
+        ValueError: vLLM finds them wrong.
+    """
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    propagate_flash_late_interaction(args, engine_args)
+    return engine_args
