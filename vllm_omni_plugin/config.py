@@ -11,8 +11,8 @@ from vllm_omni_plugin.errors import ConfigError
 class OmniConfig:
     """What the `--omni-*` flags say.
 
-    It travels as plain data inside vLLM's `additional_config`, which vLLM hashes as JSON and hands to every engine
-    process: hence no secret may ever be a field of it, only the path of one.
+    It travels as plain data inside vLLM's `additional_config`, which vLLM hashes as JSON and shows to whoever asks
+    for its configuration: hence no secret may ever be a field of it, only the path of one.
 
     Attributes:
         pipeline: path of the file of a pipeline's stages; None: the replicas of one model.

@@ -178,6 +178,19 @@ async def test_a_request_that_cannot_be_served_is_refused_after_its_key_was_chec
     assert int(known.headers["Retry-After"]) > 0
 
 
+async def test_a_text_to_speak_waits_behind_the_key_too_and_only_audio_speaks_it(build: BuildApp) -> None:
+    app = build("--api-key", "right")
+    body = {"input": "Hello."}
+    give_fleet(app, FakeFleet(replicas=0))
+    async with client_of(app) as client:
+        stranger = await client.post("/v1/audio/speech", json=body)
+        client.headers["Authorization"] = "Bearer right"
+        early = await client.post("/v1/audio/speech", json=body)
+        give_fleet(app, FakeFleet(replicas=1))
+        mute = await client.post("/v1/audio/speech", json=body)
+    assert (stranger.status_code, early.status_code, mute.status_code) == (401, 503, 404)
+
+
 async def test_a_prompt_is_explained_behind_the_key_and_in_the_shape_of_openai(build: BuildApp) -> None:
     app = build("--api-key", "right")
     async with FakeFleet(replicas=1, balancer=AlwaysFirst()) as fleet:

@@ -43,6 +43,7 @@ def test_the_families_are_these() -> None:
         "vllm_omni:replica_restarts": "counter",
         "vllm_omni:queue_time_seconds": "histogram",
         "vllm_omni:hold_time_seconds": "histogram",
+        "vllm_omni:stage_seconds": "histogram",
         "vllm_omni:requests_held": "gauge",
         "vllm_omni:request_moves": "counter",
         "vllm_omni:tokens_swallowed": "counter",
@@ -215,3 +216,14 @@ def test_a_scrape_sees_replicas_that_were_added_since() -> None:
     orchestrator.stage_pools[0].add(7)
     assert before == {}
     assert values(registry, "vllm_omni:requests_in_flight", "replica") == {"7": 0}
+
+
+def test_times_in_stages_are_told_apart_by_stage_and_part() -> None:
+    orchestrator = empty_orchestrator()
+    for part, seconds in (("queue", 0.5), ("run", 0.02), ("run", 2.0)):
+        orchestrator.metrics.spent(1, "talker", part, seconds)
+    registry = registry_of(orchestrator)
+    assert values(registry, "vllm_omni:stage_seconds_count", "part") == {"queue": 1, "run": 2}
+    assert values(registry, "vllm_omni:stage_seconds_sum", "part") == {"queue": 0.5, "run": 2.02}
+    labels = {"stage": "1", "name": "talker", "part": "run", "le": "0.03"}
+    assert registry.get_sample_value("vllm_omni:stage_seconds_bucket", labels) == 1

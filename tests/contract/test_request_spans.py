@@ -16,7 +16,7 @@ from vllm.v1.metrics.stats import IterationStats
 
 from vllm_omni_plugin.balancing.decision import Decision
 from vllm_omni_plugin.integration.tracing import RequestSpans
-from vllm_omni_plugin.orchestrator.messages import Receipt
+from vllm_omni_plugin.orchestrator.messages import Receipt, RequestStages, StageTimes
 
 TRACE_ID = 0x0AF7651916CD43DD8448EB211C80319C
 TRACE_HEADERS = {"traceparent": f"00-{TRACE_ID:032x}-b7ad6b7169203331-01"}
@@ -145,3 +145,68 @@ def test_a_request_that_went_nowhere_has_its_span_as_ever(
     (span,) = exporter.get_finished_spans()
     assert attributes(span) == {}
     assert (span.attributes or {})["gen_ai.usage.prompt_tokens"] == 3
+
+
+STAGES = RequestStages(
+    "a",
+    (
+        StageTimes(0, "thinker", 10.0, 11.0, {"queue": 0.25, "run": 0.5}),
+        StageTimes(1, "vocoder", 10.5, 12.0, {"transfer": 0.125}),
+    ),
+)
+
+
+def stage_spans(exporter: InMemorySpanExporter) -> list[tuple[Any, ...]]:
+    """Return name, parent and our attributes of each span of a stage, and check their lengths."""
+    spans = [span for span in exporter.get_finished_spans() if span.name == "omni.stage"]
+    lengths = [round((span.end_time - span.start_time) / 1e9, 3) for span in spans if span.end_time and span.start_time]
+    assert lengths == [1.0, 1.5][: len(spans)]
+    return [(span.parent and span.parent.span_id, attributes(span)) for span in spans]
+
+
+@pytest.mark.parametrize("order", ["answer first", "stages first"])
+def test_each_stage_has_a_span_below_that_of_its_request_whichever_ends_first(
+    exporter: InMemorySpanExporter, output_processor: OutputProcessor, order: str
+) -> None:
+    spans = RequestSpans(output_processor, ["prefix", "prefix"])
+    add(output_processor, "a")
+    spans.expect("a", None)
+    if order == "answer first":
+        finish(output_processor, "a")
+        spans.stages_ended(STAGES)
+    else:
+        spans.stages_ended(STAGES)
+        finish(output_processor, "a")
+    (request,) = [span for span in exporter.get_finished_spans() if span.name == "llm_request"]
+    context = request.get_span_context()
+    assert context is not None
+    assert context.trace_id == TRACE_ID
+    assert stage_spans(exporter) == [
+        (
+            context.span_id,
+            {"omni.stage": "thinker", "omni.stage_id": 0, "omni.queue_seconds": 0.25, "omni.run_seconds": 0.5},
+        ),
+        (context.span_id, {"omni.stage": "vocoder", "omni.stage_id": 1, "omni.transfer_seconds": 0.125}),
+    ]
+
+
+def test_the_stages_of_a_request_that_vllm_does_not_trace_are_not_told(
+    exporter: InMemorySpanExporter, output_processor: OutputProcessor
+) -> None:
+    spans = RequestSpans(output_processor, ["prefix", "prefix"])
+    add(output_processor, "a")
+    spans.expect("a", None)
+    output_processor.abort_requests(["a"], internal=True)
+    spans.stages_ended(STAGES)
+    assert exporter.get_finished_spans() == ()
+
+
+def test_a_fleet_of_one_stage_has_no_spans_of_stages(
+    exporter: InMemorySpanExporter, output_processor: OutputProcessor
+) -> None:
+    spans = RequestSpans(output_processor, ["prefix"])
+    add(output_processor, "a")
+    spans.expect("a", None)
+    finish(output_processor, "a")
+    spans.stages_ended(STAGES)
+    assert [span.name for span in exporter.get_finished_spans()] == ["llm_request"]

@@ -43,6 +43,8 @@ OWN_FLAGS = (
     Case("--omni-dp-size-local abc", "--omni-dp-size-local", "'abc' is not a whole number"),
     Case("--omni-dp-size-local 1.5", "--omni-dp-size-local", "'1.5' is not a whole number"),
     Case("--omni-dp-size-local", "--omni-dp-size-local", "expected one argument"),
+    Case("--omni-pipeline stages.yaml", "--omni-pipeline", "not allowed with a model (some-model)"),
+    Case("--omni-pipeline", "--omni-pipeline", "expected one argument"),
     Case("--omni-migration-limit -1", "--omni-migration-limit", "-1 is below 0"),
     Case("--omni-migration-limit many", "--omni-migration-limit", "'many' is not a whole number"),
 )

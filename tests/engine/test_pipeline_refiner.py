@@ -122,11 +122,10 @@ def test_nothing_is_left_of_a_request_whose_client_leaves_during_the_second_stag
 
 
 def test_a_headless_node_serves_the_second_stage(refiner: PipelineServer) -> None:
-    with refiner.node(REFINER):
-        with refiner.drained(REFINER), refiner.client() as client:
-            answer = client.chat.completions.with_raw_response.create(
-                model=MODEL, messages=[{"role": "user", "content": PROMPTS[1]}], max_tokens=ANSWER_TOKENS
-            )
+    with refiner.node(REFINER), refiner.drained(REFINER), refiner.client() as client:
+        answer = client.chat.completions.with_raw_response.create(
+            model=MODEL, messages=[{"role": "user", "content": PROMPTS[1]}], max_tokens=ANSWER_TOKENS
+        )
     assert answer.headers["X-Omni-Replica"].split(", ") == ["0.0", "1.1"]
     assert text_of(answer.parse()) == refined(refiner, PROMPTS[1])[1]
 

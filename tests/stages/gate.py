@@ -21,7 +21,7 @@ class Gate:
         return StageInput(text="slow", metadata={"wait_for": str(self._path)})
 
     async def reached(self) -> None:
-        """Return once the computation waits."""
+        """Return once the computation waits; may be called again when another one does."""
         await eventually(self._open, "the computation")
 
     def release(self) -> None:
@@ -30,7 +30,10 @@ class Gate:
 
     def _open(self) -> bool:
         try:
-            self._end = os.open(self._path, os.O_WRONLY | os.O_NONBLOCK)
+            end = os.open(self._path, os.O_WRONLY | os.O_NONBLOCK)
         except OSError:
             return False
+        if self._end >= 0:
+            self.release()
+        self._end = end
         return True

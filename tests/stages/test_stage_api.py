@@ -42,7 +42,15 @@ def test_a_chunk_says_whether_more_may_come() -> None:
     assert (end.request_id, end.resumable, end.closing) == ("a", False, True)
 
 
-@pytest.mark.parametrize("given", [StageInput(metadata={"a": object()}), StageInput(token_ids=[2**70])])
+@pytest.mark.parametrize(
+    "given",
+    [
+        StageInput(metadata={"a": object()}),
+        StageInput(token_ids=[2**70]),
+        StageInput(tensor=[1.0]),
+        StageInput(tensor=torch.ones(3, device="meta")),
+    ],
+)
 def test_what_cannot_be_sent_is_the_requests_error(given: StageInput) -> None:
     with pytest.raises(StageInputError, match="Stage 'vocoder': its input cannot be sent: "):
         build(given)

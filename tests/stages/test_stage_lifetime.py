@@ -14,6 +14,7 @@ from tests.fakes.conditions import eventually
 from tests.stages.gate import Gate
 from tests.stages.heads import open_head, stage
 from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.stages.launcher import PythonStageLauncher
 
 OWNER = [
     sys.executable,
@@ -23,7 +24,7 @@ OWNER = [
     "import sys\n"
     "engine, options = 'tests.stages.classes:CannotStart', {'how': 'wait'}\n"
     "assignment = Assignment('vocoder', engine, options, 0, 0, b'00', '', [], sys.path)\n"
-    "process = StageProcess()\n"
+    "process = StageProcess('vocoder')\n"
     "print(process.pid, flush=True)\n"
     "StartingStage(process, assignment).wait('', [])\n",
 ]
@@ -75,7 +76,7 @@ async def test_a_refused_watch_leaves_no_process() -> None:
             head.spawned.append(os.pidfd_open(pid))
             raise RuntimeError("the reaper is closed")
 
-        head.launcher._on_spawn = refuse
+        head.launcher = PythonStageLauncher(head.stage, refuse)
         with pytest.raises(RuntimeError, match="the reaper is closed"):
             await head.start()
         assert ended(head.spawned[0])

@@ -94,3 +94,11 @@ async def test_a_tensor_that_is_none_is_its_requests_error_alone(monkeypatch: py
             .metadata["error"]
             .startswith("Stage 'vocoder': Doubling: TypeError: its input is no tensor")
         )
+
+
+async def test_a_tensor_that_cannot_be_sent_is_its_requests_error() -> None:
+    async with open_head(stage("torch_classes:Sparse")) as head:
+        await head.start()
+        for request_id in ("a", "b"):
+            head.send(request_id, "")
+            assert (await head.answer(request_id)).metadata["error"].startswith("Stage 'vocoder': Sparse: ")

@@ -23,3 +23,11 @@ class Doubling(PythonStage):
         facts = {"device": self.device, "threads": torch.get_num_threads(), "dtype": str(tensor.dtype)}
         turned = tensor.T if tensor.ndim == 2 else tensor
         return StageOutput(tensor=self._weights.to(tensor.dtype) * turned, metadata=facts)
+
+
+class Sparse(PythonStage):
+    """Gives what cannot be sent."""
+
+    def compute(self, jobs: Sequence[StageJob]) -> Sequence[StageOutput | Exception]:
+        """A tensor without a place for each element."""
+        return [StageOutput(tensor=torch.eye(3).to_sparse())] * len(jobs)

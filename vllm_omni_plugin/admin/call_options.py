@@ -16,6 +16,7 @@ _SHOWN: Final = {Modality.TEXT, Modality.TOKENS, Modality.SCORES, Modality.EMBED
 """What can be said in JSON."""
 _ANSWERS: Final = {Modality.TEXT, Modality.TOKENS, Modality.AUDIO}
 """What a request that samples can be answered with; the rest may stand beside it."""
+_NOT_RUN: Final = "no stage {} runs for this request"
 
 
 class BadOptionError(OmniError, ValueError):
@@ -77,11 +78,11 @@ def read_call_options(fields: Mapping[str, Any], pipeline: Pipeline) -> CallOpti
     """
     modalities = _modalities(fields.get("modalities"), pipeline)
     omni = _mapping(fields.get("omni"), "omni")
-    _known(omni, OMNI_KEYS, "key", "omni")
+    _known(omni, OMNI_KEYS, "there is no key {}", "omni")
     audio = _mapping(fields.get("audio"), "audio")
     if audio and Modality.AUDIO not in modalities:
         raise BadOptionError("`audio` is given, but `modalities` does not ask for audio.", "audio")
-    _known(audio, ("voice", "format"), "key", "audio")
+    _known(audio, ("voice", "format"), "there is no key {}", "audio")
     timings = omni.get("timings", False)
     if not isinstance(timings, bool):
         raise BadOptionError("`omni.timings` is true or false.", "omni.timings")
@@ -102,7 +103,7 @@ def _modalities(given: Any, pipeline: Pipeline) -> tuple[Modality, ...]:
     if given is None:
         return pipeline.default_modalities
     names = _names(given, "modalities")
-    _known(names, pipeline.modalities, "modality", "modalities")
+    _known(names, pipeline.modalities, "there is no modality {}", "modalities")
     asked = tuple(modality for modality in pipeline.modalities if modality in names)
     if _ANSWERS.isdisjoint(asked):
         raise BadOptionError("`modalities` asks for nothing that this route answers with.", "modalities")
@@ -117,7 +118,7 @@ def _outputs(given: Any, modalities: Collection[Modality], pipeline: Pipeline) -
     param = "omni.outputs"
     names = _names(given, param) if given is not None else ()
     running = {stage.name: stage for stage in pipeline.needed_for(modalities)}
-    _known(names, running, "stage that runs for this request", param)
+    _known(names, running, _NOT_RUN, param)
     for name in names:
         if running[name].output not in _SHOWN:
             raise BadOptionError(f"Stage '{name}' puts out '{running[name].output}', which cannot be sent.", param)
@@ -129,32 +130,34 @@ def _sampling(given: Any, modalities: Collection[Modality], pipeline: Pipeline) 
     param = "omni.sampling"
     sampling = {name: _mapping(value, f"{param}.{name}") for name, value in _mapping(given, param).items()}
     running = [stage.name for stage in pipeline.needed_for(modalities)]
-    _known(sampling, running, "stage that runs for this request", param)
+    _known(sampling, running, _NOT_RUN, param)
     front = pipeline.front_of(modalities)
-    if front is not None and front.name in sampling:
-        own = "give its sampling parameters as the request's own"
-        raise BadOptionError(f"Stage '{front.name}' gives the answer: {own}.", f"{param}.{front.name}")
+    clients = pipeline.entry if front is not None and not front.is_vllm else front
+    if clients is not None and clients.name in sampling:
+        own = "takes the request's own sampling parameters: give them there"
+        raise BadOptionError(f"Stage '{clients.name}' {own}.", f"{param}.{clients.name}")
     return sampling
 
 
 def _format(audio: Mapping[str, Any]) -> str:
     given = _text(audio.get("format", ""), "audio.format")
     if given:
-        _known((given,), AUDIO_FORMATS, "format", "audio.format")
+        _known((given,), AUDIO_FORMATS, "there is no format {}", "audio.format")
     return given
 
 
-def _known(names: Iterable[str], known: Iterable[str], kind: str, param: str) -> None:
+def _known(names: Iterable[str], known: Iterable[str], problem: str, param: str) -> None:
     known = list(map(str, known))
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f" (did you mean '{near[0]}'?)" if near else ""
-            raise BadOptionError(f"`{param}`: there is no {kind} '{name}'{hint}: use one of {', '.join(known)}.", param)
+            complaint = problem.format(f"'{name}'")
+            raise BadOptionError(f"`{param}`: {complaint}{hint}: use one of {', '.join(known)}.", param)
 
 
 def _names(given: Any, param: str) -> tuple[str, ...]:
-    if not isinstance(given, list) or not given or not all(isinstance(name, str) for name in given):
+    if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
         raise BadOptionError(f"`{param}` is a list of names.", param)
     return tuple(given)
 

@@ -156,10 +156,12 @@ def _by_policy(name: str, documentation: str, why: str, counts: dict[tuple[int, 
 
 def _stage_seconds(metrics: OrchestratorMetrics) -> Metric:
     family = HistogramMetricFamily(
-        "vllm_omni:stage_seconds", "Seconds that requests spent in the stages of a pipeline.", labels=("stage", "part")
+        "vllm_omni:stage_seconds",
+        "Seconds that requests spent in the stages of a pipeline.",
+        labels=("stage", "name", "part"),
     )
-    for names, histogram in metrics.stage_seconds.items():
-        family.add_metric(names, _buckets(histogram), histogram.sum)
+    for (stage_id, name, part), histogram in metrics.stage_seconds.items():
+        family.add_metric((str(stage_id), name, part), _buckets(histogram), histogram.sum)
     return family
 
 

@@ -63,6 +63,6 @@ class WaitingRoom:
 
     def _refusal(self, reason: str) -> NoReplicaError:
         self._orchestrator.metrics.turned_away += 1
-        pools = self._orchestrator.stage_pools
+        pools = self._orchestrator.needed_pools
         closed = next((pool for pool in pools if not pool.serving), pools[0])
         return NoReplicaError(f"{closed.unavailable()} ({reason})")

@@ -33,6 +33,7 @@ from vllm_omni_plugin.orchestrator.messages import (
     ReplicaJoined,
     ReplicaLeft,
     RequestFailed,
+    RequestStages,
     SubmitRequest,
 )
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
@@ -146,6 +147,9 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
                 item = self._received.popleft()
                 if isinstance(item, RequestFailed):
                     self.abort_call(self._failures.fail(item))
+                elif isinstance(item, RequestStages):
+                    if self._spans is not None:
+                        self._spans.stages_ended(item)
                 elif isinstance(item, ReplicaJoined | ReplicaLeft):
                     self._replica_changed(item)
                 else:
@@ -186,7 +190,8 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         receipt = new_receipt()
         if self._spans is not None:
             receipt = self._spans.expect(request.request_id, receipt)
-        message = SubmitRequest(request, time.monotonic(), receipt, submitted(request.request_id))
+        call = submitted(request.request_id)
+        message = SubmitRequest(request, time.monotonic(), receipt, call, traced=self._spans is not None)
         try:
             if queue.full:
                 await queue.put(message)

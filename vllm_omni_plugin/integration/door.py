@@ -8,8 +8,10 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_omni_plugin.config import OmniConfig
+from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.app import open_app
 from vllm_omni_plugin.integration.client import FleetClient
+from vllm_omni_plugin.integration.flags import exit_with
 from vllm_omni_plugin.integration.fleet import Fleet
 from vllm_omni_plugin.integration.options import options_of
 from vllm_omni_plugin.integration.sessions import open_sessions
@@ -36,7 +38,11 @@ def open_door() -> None:
         renderer = kwargs.get("renderer")
         if renderer is not None:
             renderer.start_mm_warmup_in_background()
-        return make_fleet_client(options, vllm_config, executor_class, log_stats)
+        try:
+            return make_fleet_client(options, vllm_config, executor_class, log_stats)
+        except ConfigError as error:
+            # Some faults of a command line or a pipeline show only when everything is put together.
+            exit_with(error)
 
     @wraps(own_init)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -62,7 +68,7 @@ def make_fleet_client(options: OmniConfig, vllm_config: Any, executor_class: Any
     """Start the fleet and return the client in front of it. Blocks until the local replicas serve.
 
     Raises:
-        ConfigError: the coordinator cannot listen where it is told to.
+        ConfigError: a stage cannot be served as it is described, or the coordinator cannot listen where it is told to.
         ReplicaError: a local replica did not start. Nothing is left running.
     """
     fleet = Fleet(options, vllm_config, executor_class, log_stats)

@@ -7,7 +7,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from functools import wraps
-from typing import Any
+from typing import Any, NoReturn
 
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.errors import ConfigError
@@ -15,6 +15,7 @@ from vllm_omni_plugin.integration.flag_table import FLAGS
 from vllm_omni_plugin.integration.no_model import allow_no_model
 
 GROUP = "OmniConfig"
+_EXIT_USAGE = 2
 _WRAPPED = "_vllm_omni_plugin_flags"
 
 
@@ -94,8 +95,13 @@ def parse_or_exit(args: argparse.Namespace) -> OmniConfig | None:
     try:
         return parse_options(args)
     except ConfigError as error:
-        sys.stderr.write(f"vllm serve: error: {error}\n")
-        raise SystemExit(2) from None
+        exit_with(error)
+
+
+def exit_with(error: ConfigError) -> NoReturn:
+    """End the process as argparse does."""
+    sys.stderr.write(f"vllm serve: error: {error}\n")
+    raise SystemExit(_EXIT_USAGE) from None
 
 
 def parse_options(args: argparse.Namespace) -> OmniConfig | None:

@@ -9,7 +9,7 @@ _KEY = "vllm_omni_plugin"
 
 
 def carry_options(engine_args: Any, options: OmniConfig) -> None:
-    """Put the options where vLLM hands them on to AsyncLLM and to every engine process."""
+    """Put the options where vLLM hands them on to AsyncLLM."""
     engine_args.additional_config = {**(engine_args.additional_config or {}), _KEY: options.to_plain()}
 
 

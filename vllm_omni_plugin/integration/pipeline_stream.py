@@ -14,6 +14,8 @@ from vllm_omni_plugin.orchestrator.pipeline_call import CallEnded, StageEvent
 
 DONE: Final = "data: [DONE]\n\n"
 
+_WHOLE: Final = 6
+"""Bytes: whole samples that are whole groups of Base64, so that a client may join what is encoded."""
 _ENVELOPE: Final = ("id", "object", "created", "model")
 
 
@@ -42,6 +44,7 @@ class AnswerStream:
         self._error_event = error_event
         self._audio_id = f"audio_{uuid4().hex}"
         self._audio_began = False
+        self._samples = b""
         self._finish: dict[str, Any] | None = None
         self._usage: list[str] = []
         self._failed = False
@@ -80,8 +83,10 @@ class AnswerStream:
     def _heard(self, heard: Heard) -> Iterator[str]:
         if heard.transcript:
             yield self._audio({"transcript": heard.transcript})
-        if heard.samples:
-            yield self._audio({"data": b64encode(heard.samples).decode()})
+        self._samples += heard.samples
+        whole = len(self._samples) // _WHOLE * _WHOLE
+        if whole:
+            yield self._data(whole)
 
     def _said(self, event: str) -> Iterator[str]:
         """What of vLLM's event may go on now; what ends the answer is kept."""
@@ -113,6 +118,8 @@ class AnswerStream:
 
     def _ending(self) -> Iterator[str]:
         if self._options.audio:
+            if self._samples:
+                yield self._data(len(self._samples))
             # Nothing is kept: the audio cannot be referred to in a later turn.
             yield self._audio({"expires_at": self._envelope["created"]})
             # vLLM does not finish a choice that has no text.
@@ -121,6 +128,10 @@ class AnswerStream:
         yield from self._usage
         if omni := self._results.omni:
             yield self._chunk([], omni=omni)
+
+    def _data(self, size: int) -> str:
+        samples, self._samples = self._samples[:size], self._samples[size:]
+        return self._audio({"data": b64encode(samples).decode()})
 
     def _audio(self, fields: dict[str, Any]) -> str:
         delta: dict[str, Any] = {"audio": fields}

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 from vllm.v1.engine import output_processor as vllm_output_processor
 
-from vllm_omni_plugin.orchestrator.messages import Receipt
+from vllm_omni_plugin.orchestrator.messages import Receipt, RequestStages
 
 _OPEN = "_vllm_omni_plugin_tracing"
 
@@ -43,9 +43,13 @@ class RequestSpans:
     """
 
     def __init__(self, output_processor: Any, policies: Sequence[str]) -> None:
+        from vllm_omni_plugin.integration.stage_spans import StageSpans
+
         self._output_processor = output_processor
         self._policies = policies
         self._receipts: WeakKeyDictionary[Any, Receipt] = WeakKeyDictionary()
+        # With one stage, vLLM's span says it all.
+        self._stages = StageSpans() if len(policies) > 1 else None
         self._own_do_tracing = output_processor.do_tracing
         open_tracing()
         output_processor.do_tracing = self._do_tracing
@@ -67,10 +71,20 @@ class RequestSpans:
             self._receipts.setdefault(state, receipt)
         return receipt
 
+    def stages_ended(self, stages: RequestStages) -> None:
+        """A request has ended in all stages of its pipeline, which get spans of their own below its span."""
+        if self._stages is not None:
+            self._stages.ended(stages, self._output_processor.request_states.get(stages.request_id))
+
     def _do_tracing(self, output: Any, state: Any, stats: Any) -> None:
-        token = _attributes.set(self._attributes_of(self._receipts.get(state)))
+        receipt = self._receipts.get(state)
+        token = _attributes.set(self._attributes_of(receipt))
         try:
-            self._own_do_tracing(output, state, stats)
+            if self._stages is None:
+                self._own_do_tracing(output, state, stats)
+                return
+            with self._stages.around_vllms(state.request_id, state, whole=receipt is not None):
+                self._own_do_tracing(output, state, stats)
         finally:
             _attributes.reset(token)
 

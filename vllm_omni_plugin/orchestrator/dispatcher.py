@@ -257,6 +257,9 @@ class Dispatcher:
 
     def _end_if_whole(self, run: StageRun, lost: PoolMember) -> bool:
         """End a lost request of which only the end was missing. Returns whether it was one."""
+        if run.streaming is not None:
+            # Its parameters bound a turn and not the whole.
+            return False
         index = engine_index(lost.stage_id, lost.replica_id)
         outputs = self._api.missing_end(run.request, run.produced, index)
         if outputs is None:

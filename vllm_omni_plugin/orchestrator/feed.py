@@ -5,19 +5,18 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from vllm_omni_plugin.pipeline.transfer import StageOutput
-from vllm_omni_plugin.vllm_api.joining import joined
 
 
 class Piece(NamedTuple):
     """A chunk of one stage's output.
 
     Attributes:
-        output: what is in it.
+        outputs: what is in it, in order; at least one.
         number: from 0.
         last: whether nothing follows.
     """
 
-    output: StageOutput
+    outputs: tuple[StageOutput, ...]
     number: int
     last: bool
 
@@ -27,7 +26,8 @@ class Feed:
     """Cuts one stage's output into pieces, and keeps those that the next stage's transform has not taken yet.
 
     A piece has at least `size` tokens (rows, where a tensor comes without tokens), but for the last one. Where outputs
-    come one token at a time, where it ends does not depend on time.
+    come one token at a time, where it ends does not depend on time. Text that comes without either cannot be measured:
+    it ends its piece.
 
     Attributes:
         size: see above.
@@ -35,6 +35,7 @@ class Feed:
         busy: whether it works on one.
         begun: whether the next stage has got any input.
         memory: see `Transfer`.
+        held: tokens that the next stage's session has at most, with all chunks that have been built.
     """
 
     size: int
@@ -42,6 +43,7 @@ class Feed:
     busy: bool = False
     begun: bool = False
     memory: dict[str, Any] = field(default_factory=dict)
+    held: int = 0
     _rest: list[StageOutput] = field(default_factory=list)
     _rest_size: int = 0
     _count: int = 0
@@ -57,7 +59,7 @@ class Feed:
             # Not before something follows, so that the last piece is known to be the last.
             self._cut(last=False)
         self._rest.append(output)
-        self._rest_size += size_of(output)
+        self._rest_size += _size_of(output, unmeasured=self.size)
         if last:
             self._cut(last=True)
 
@@ -69,13 +71,14 @@ class Feed:
         return self.pieces.popleft()
 
     def _cut(self, last: bool) -> None:
-        self.pieces.append(Piece(joined(self._rest), self._count, last))
+        self.pieces.append(Piece(tuple(self._rest), self._count, last))
         self._rest, self._rest_size = [], 0
         self._count += 1
 
 
-def size_of(output: StageOutput) -> int:
-    """Tokens of an output, or rows of its tensor."""
-    if output.token_ids or output.tensor is None:
+def _size_of(output: StageOutput, unmeasured: int) -> int:
+    if output.token_ids:
         return len(output.token_ids)
-    return len(output.tensor)
+    if output.tensor is not None:
+        return len(output.tensor) if output.tensor.ndim else 1
+    return unmeasured if output.text else 0

@@ -1,5 +1,6 @@
 """What crosses between AsyncLLM's event loop and the orchestrator's."""
 
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -23,12 +24,14 @@ class SubmitRequest:
         submitted_at: monotonic seconds at which the client handed it over.
         receipt: the orchestrator's thread appends to it; None if nobody asks.
         call: what the client wants of a pipeline; None for a request that says nothing of one.
+        traced: whether `RequestStages` shall tell what a pipeline's stages did for it.
     """
 
     request: Any
     submitted_at: float
     receipt: Receipt | None = None
     call: PipelineCall | None = None
+    traced: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,33 @@ class RequestFailed:
 
     request_id: str
     error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """When a stage worked for a request.
+
+    Attributes:
+        stage_id: its id.
+        stage: its name.
+        began_at: monotonic seconds at which its input began to be made.
+        ended_at: monotonic seconds at which it ended, or was no longer wanted.
+        parts: seconds, see `OrchestratorRequestState.pipeline_timings`.
+    """
+
+    stage_id: int
+    stage: str
+    began_at: float
+    ended_at: float
+    parts: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStages:
+    """A traced request has ended in all its stages. Comes once for each, around its last output."""
+
+    request_id: str
+    stages: tuple[StageTimes, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,8 +43,8 @@ class OrchestratorMetrics:
         matched_tokens: prompt tokens that policies expected to be cached where they sent them, of the attempts whose
             engine said how many were.
         cached_tokens: prompt tokens that these engines said they had cached.
-        stage_seconds: what requests spent in stages of a pipeline, by the stage's name and part: `transfer`, `queue`,
-            `first_output`, `run`; see `OrchestratorRequestState.pipeline_timings`.
+        stage_seconds: what requests spent in stages of a pipeline, by its id and name and by part: `transfer`,
+            `queue`, `first_output`, `run`; see `OrchestratorRequestState.pipeline_timings`.
         waiting: requests that wait at the HTTP door for that reason now. It and `turned_away` are written by AsyncLLM's
             thread, all else by ours.
     """
@@ -63,7 +63,7 @@ class OrchestratorMetrics:
         self.fallbacks: dict[tuple[int, str, str], int] = {}
         self.matched_tokens = 0
         self.cached_tokens = 0
-        self.stage_seconds: dict[tuple[str, str], Histogram] = {}
+        self.stage_seconds: dict[tuple[int, str, str], Histogram] = {}
         self.waiting = 0
 
     def decided(self, stage_id: int, policy: str, decision: Decision) -> None:
@@ -72,13 +72,13 @@ class OrchestratorMetrics:
         if decision.fallback:
             _count(self.fallbacks, (stage_id, policy, decision.fallback))
 
-    def spent(self, stage: str, part: str, seconds: float) -> None:
+    def spent(self, stage_id: int, name: str, part: str, seconds: float) -> None:
         """Count what a request has spent in one part of a stage."""
-        histogram = self.stage_seconds.get((stage, part))
+        histogram = self.stage_seconds.get((stage_id, name, part))
         if histogram is None:
             # Replaced and not changed, so that other threads may go through it.
             histogram = Histogram(QUEUE_TIME_BUCKETS_S)
-            self.stage_seconds = {**self.stage_seconds, (stage, part): histogram}
+            self.stage_seconds = {**self.stage_seconds, (stage_id, name, part): histogram}
         histogram.observe(seconds)
 
     def began(self, decision: Decision, cached_tokens: int | None) -> None:

@@ -4,22 +4,43 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
-from vllm_omni_plugin.errors import OmniError, StageError
+from vllm_omni_plugin.errors import StageError, StageInputError
 from vllm_omni_plugin.orchestrator.feed import Feed, Piece
-from vllm_omni_plugin.orchestrator.journey import Journey
-from vllm_omni_plugin.orchestrator.request_state import OrchestratorRequestState
+from vllm_omni_plugin.orchestrator.request_state import PipelineRequestState
 from vllm_omni_plugin.orchestrator.stage_api import KvStageApi, StageApi
 from vllm_omni_plugin.pipeline import BuiltInTransform, Modality, Pipeline, Stage
 from vllm_omni_plugin.pipeline.transfer import StageInput, StageOutput, Transfer, Transform
 from vllm_omni_plugin.pipeline.transforms import check_input, resolve_transform
+from vllm_omni_plugin.vllm_api.joining import joined
 
 _THREADS = 2
 """For each stage, so that one slow transform does not keep the other requests of its stage waiting."""
 
-Work = Callable[[], Any]
+
+class WholeInput(NamedTuple):
+    """What begins a stage's run.
+
+    Attributes:
+        request: of its engine.
+        first_request: what the first attempt sends in its place, if anything.
+    """
+
+    request: Any
+    first_request: Any = None
+
+
+class Chunk(NamedTuple):
+    """What a piece of the output in front becomes.
+
+    Attributes:
+        request: of the engine; None if the piece gives nothing yet.
+        end: what closes the input, with the last piece.
+    """
+
+    request: Any
+    end: Any
 
 
 class Preparation:
@@ -38,17 +59,31 @@ class Preparation:
         self._pipeline = pipeline
         self._apis = apis
         self._prompt_text = prompt_text
+        self._names = {stage.id: pipeline.transform_of(stage) for stage in pipeline.stages}
         self._transforms = {
             stage.id: _guarded(stage, transform)
             for stage in pipeline.stages
-            if (name := pipeline.transform_of(stage)) is not None and (transform := resolve_transform(name)) is not None
+            if (name := self._names[stage.id]) is not None and (transform := resolve_transform(name)) is not None
         }
         self._threads = {
             stage.id: ThreadPoolExecutor(_THREADS, thread_name_prefix=f"omni-{stage.name}") for stage in pipeline.stages
         }
 
-    def prepare(self, stage: Stage, work: Work, done: Callable[[Callable[[], Any]], None]) -> None:
-        """Do work for a stage, then call `done` on the running loop with what returns or raises its outcome."""
+    def prepare(
+        self,
+        stage: Stage,
+        work: Callable[[], Any],
+        wanted: Callable[[], bool],
+        done: Callable[[Callable[[], Any]], None],
+    ) -> None:
+        """Do work for a stage, then tell the running loop.
+
+        Args:
+            stage: whose threads do it.
+            work: what to do.
+            wanted: whether it still is to be done when its turn comes; called on a thread.
+            done: called on the loop with what returns or raises the outcome.
+        """
         loop = asyncio.get_running_loop()
 
         def tell(future: "Future[Any]") -> None:
@@ -56,47 +91,47 @@ class Preparation:
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(done, future.result)
 
-        self._threads[stage.id].submit(work).add_done_callback(tell)
+        self._threads[stage.id].submit(lambda: work() if wanted() else None).add_done_callback(tell)
 
-    def work(self, state: OrchestratorRequestState, journey: Journey, stage: Stage) -> Work:
-        """What makes the request of a stage whose inputs are whole."""
+    def whole(self, state: PipelineRequestState, stage: Stage) -> WholeInput:
+        """The input of a stage when all stages in front of it have ended. Runs on a thread.
+
+        Raises:
+            StageError: it cannot be made.
+        """
         api, source = self._apis[stage.id], state.request
-        sampling, front = state.sampling_params_list[stage.id], stage.id == journey.plan.client_sampled
+        sampling, front = _sampling(state, stage)
         if stage.output is Modality.KV_CACHE:
-            return partial(_kv(api).build_prefill, source)
-        if self._pipeline.transform_of(stage) == BuiltInTransform.KV_TRANSFER:
-            return partial(_kv(api).build_decode, source, journey.cache_params)
+            return WholeInput(_kv(api).build_prefill(source))
+        if self._names[stage.id] == BuiltInTransform.KV_TRANSFER:
+            return _decode_input(_kv(api), state, sampling, front)
         if stage.id not in self._transforms:
-            return partial(api.build_root, source, sampling, front=front)
-        outputs = {upstream.name: journey.readers[upstream.id].whole for upstream in self._pipeline.upstream(stage)}
+            return WholeInput(api.build_root(source, sampling, front=front))
+        readers = state.journey.readers
+        outputs = {upstream.name: readers[upstream.id].whole for upstream in self._pipeline.upstream(stage)}
+        given = self._transformed(state, stage, outputs)
+        if given is None:
+            raise StageError(f"Stage {stage.name!r}: its transform {self._names[stage.id]!r} returned nothing.")
+        return WholeInput(api.build(source, given, sampling, front=front, resumable=False, last=True))
 
-        def build() -> Any:
-            given = self._transformed(state, stage, outputs)
-            if given is None:
-                raise StageError(f"Stage {stage.name!r}: its transform {self._name(stage)!r} returned nothing.")
-            return api.build(source, given, sampling, front=front, resumable=False, last=True)
+    def chunk(self, state: PipelineRequestState, stage: Stage, feed: Feed, piece: Piece) -> Chunk:
+        """A chunk of a stage's input. Runs on a thread, one at a time for each feed.
 
-        return build
-
-    def chunk_work(
-        self, state: OrchestratorRequestState, journey: Journey, stage: Stage, feed: Feed, piece: Piece
-    ) -> Work:
-        """What makes a pair of one chunk of a stage's input, and what closes the input if it is the last; else None."""
+        Raises:
+            StageError: it cannot be made.
+        """
         api, source = self._apis[stage.id], state.request
-        sampling, front = state.sampling_params_list[stage.id], stage.id == journey.plan.client_sampled
-        (upstream,) = self._pipeline.upstream(stage)
-
-        def build() -> tuple[Any | None, Any | None]:
-            given = self._transformed(state, stage, {upstream.name: piece.output}, feed, piece)
-            chunk = None
-            if given is None and piece.last and not stage.is_vllm:
-                # It may have something to say when its input ends.
-                given = StageInput()
-            if given is not None:
-                chunk = api.build(source, given, sampling, front=front, resumable=True, last=piece.last)
-            return chunk, api.build_end(source) if piece.last else None
-
-        return build
+        sampling, front = _sampling(state, stage)
+        outputs = {stage.inputs[0]: joined(piece.outputs)}
+        given = self._transformed(state, stage, outputs, feed.memory, piece.number, piece.last)
+        request = None
+        if given is None and piece.last and not stage.is_vllm:
+            # It may have something to say when its input ends.
+            given = StageInput()
+        if given is not None:
+            request = api.build(source, given, sampling, front=front, resumable=True, last=piece.last, held=feed.held)
+            feed.held += api.session_tokens(request)
+        return Chunk(request, api.build_end(source) if piece.last else None)
 
     def close(self) -> None:
         """Wait for nothing; what runs ends by itself. Idempotent."""
@@ -105,27 +140,43 @@ class Preparation:
 
     def _transformed(
         self,
-        state: OrchestratorRequestState,
+        state: PipelineRequestState,
         stage: Stage,
         outputs: Mapping[str, StageOutput],
-        feed: Feed | None = None,
-        piece: Piece | None = None,
+        memory: dict[str, Any] | None = None,
+        number: int = 0,
+        last: bool = True,
     ) -> StageInput | None:
-        source = state.request
         transfer = Transfer(
             request_id=state.request_id,
             stage=stage.name,
-            prompt_token_ids=source.prompt_token_ids or (),
-            prompt="" if self._name(stage) in list(BuiltInTransform) else self._prompt_text(source),
+            prompt_token_ids=state.request.prompt_token_ids or (),
+            prompt="" if self._names[stage.id] in list(BuiltInTransform) else self._prompt(state),
             params=state.call.params if state.call is not None else {},
-            chunk=piece.number if piece is not None else 0,
-            last=piece is None or piece.last,
-            memory=feed.memory if feed is not None else {},
+            chunk=number,
+            last=last,
+            memory={} if memory is None else memory,
         )
         return check_input(self._transforms[stage.id](outputs, transfer), stage.name)
 
-    def _name(self, stage: Stage) -> str | None:
-        return self._pipeline.transform_of(stage)
+    def _prompt(self, state: PipelineRequestState) -> str:
+        # Two threads may both find it missing, and then both find the same.
+        journey = state.journey
+        if journey.prompt is None:
+            journey.prompt = self._prompt_text(state.request)
+        return journey.prompt
+
+
+def _sampling(state: PipelineRequestState, stage: Stage) -> tuple[Mapping[str, Any], bool]:
+    """The request's parameters for a stage, and whether the client's own are for it, too."""
+    return state.sampling_params_list[stage.id], stage.id == state.journey.plan.client_sampled
+
+
+def _decode_input(api: KvStageApi, state: PipelineRequestState, sampling: Mapping[str, Any], front: bool) -> WholeInput:
+    # What a prefill left can be fetched once, so only the first attempt is told of it; all else is the same in both.
+    request = api.movable(api.build_decode(state.request, None, sampling, front=front))
+    params = state.journey.cache_params
+    return WholeInput(request, None if params is None else api.build_decode(request, params))
 
 
 def _guarded(stage: Stage, transform: Transform) -> Transform:
@@ -134,9 +185,9 @@ def _guarded(stage: Stage, transform: Transform) -> Transform:
     def guarded(outputs: Mapping[str, StageOutput], transfer: Transfer) -> Any:
         try:
             return transform(outputs, transfer)
-        except OmniError:
-            raise
-        except Exception as error:
+        except StageInputError as error:
+            raise StageInputError(f"Stage {stage.name!r}: {error}") from error
+        except BaseException as error:  # not even SystemExit may reach the loop that is told
             raise StageError(f"Stage {stage.name!r}: its transform failed: {type(error).__name__}: {error}") from error
 
     return guarded

@@ -27,7 +27,6 @@ class OrchestratorRequestState:
         mm_features: processed multimodal inputs of the prompt, as vLLM leaves them.
         call: what the client wants of a pipeline; None for a plain request.
         runs: what stages do for it, by stage id; one for each that has begun.
-        journey: its way through a pipeline; None without one.
     """
 
     request: Any
@@ -41,7 +40,6 @@ class OrchestratorRequestState:
     mm_features: Any = None
     call: PipelineCall | None = None
     runs: dict[int, StageRun] = field(default_factory=dict)
-    journey: Journey | None = None
 
     @property
     def request_id(self) -> str:
@@ -59,3 +57,14 @@ class OrchestratorRequestState:
     def finished(self) -> bool:
         """Whether everything that the client wants has been put out."""
         return self.finished_final_output_stage_ids >= self.final_output_stage_ids
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class PipelineRequestState(OrchestratorRequestState):
+    """One that runs through the stages of a pipeline.
+
+    Attributes:
+        journey: its way.
+    """
+
+    journey: Journey

@@ -1,10 +1,13 @@
 """What the orchestrator asks about one stage of a pipeline beyond `RequestApi`: its inputs built, its outputs read."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from vllm_omni_plugin.orchestrator.request_api import RequestApi
 from vllm_omni_plugin.pipeline.transfer import StageInput, StageOutput
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class OutputReader(Protocol):
@@ -38,6 +41,7 @@ class StageApi(RequestApi, Protocol):
         front: bool,
         resumable: bool,
         last: bool,
+        held: int = 0,
     ) -> Any:
         """The engine request of this stage. Runs on a thread of the stage's, and may tokenise.
 
@@ -50,6 +54,7 @@ class StageApi(RequestApi, Protocol):
                 for this stage's tokenizer, with `max_tokens` bounded by the room that the prompt leaves.
             resumable: it is a chunk of a streaming-input session.
             last: with `resumable`, no chunk with content will follow.
+            held: with `resumable`, tokens that the session has at most before this chunk.
 
         Raises:
             StageInputError: the input is not one that the stage can take; worded for the client.
@@ -64,6 +69,9 @@ class StageApi(RequestApi, Protocol):
 
     def build_end(self, source: Any) -> Any:
         """What closes the input of a streaming-input session."""
+
+    def session_tokens(self, chunk: Any) -> int:
+        """Tokens that a chunk and the answer to it add to their session at most."""
 
     def reader(self, request: Any) -> OutputReader:
         """A reader for the run that begins with this request."""
@@ -83,5 +91,12 @@ class KvStageApi(StageApi, Protocol):
     def build_prefill(self, source: Any) -> Any:
         """The request that only computes the prompt and leaves its KV cache to a KV connector."""
 
-    def build_decode(self, source: Any, kv_transfer_params: Mapping[str, Any] | None) -> Any:
-        """The client's request, with what the prefill said of the cache; None where the connector finds it itself."""
+    def build_decode(
+        self,
+        source: Any,
+        kv_transfer_params: Mapping[str, Any] | None,
+        sampling: Mapping[str, Any] = NOTHING,
+        *,
+        front: bool = True,
+    ) -> Any:
+        """As `build_root`, with what the prefill said of the cache; None where the connector finds it itself."""

@@ -11,7 +11,7 @@ import zmq
 from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.link import SocketReader
-from vllm_omni_plugin.sim.calls import EngineCalls
+from vllm_omni_plugin.sim.calls import SimCalls
 from vllm_omni_plugin.sim.model import EngineModel, Step
 from vllm_omni_plugin.sim.requests import SimOutput
 from vllm_omni_plugin.sim.translation import to_engine_output, to_request, to_scheduler_stats
@@ -37,7 +37,7 @@ class SimulatedEngine:
         self._log_stats = log_stats
         self._on_end: Callable[[], None] | None = on_end
         self._codec = EngineSide()
-        self._calls = EngineCalls(model, self._abort)
+        self._calls = SimCalls(model, self._abort)
         self._clients: dict[str, int] = {}
         self._delayed_answers: list[tuple[int, Frames]] = []
         self._loop = asyncio.get_running_loop()
@@ -141,14 +141,15 @@ class SimulatedEngine:
             answer = self._codec.encode_result(call_id, self._calls.call(method, args))
         except Exception as error:  # whatever is wrong with a call is the caller's to know, as in vLLM
             answer = self._codec.encode_failure(call_id, f"Call to {method} method failed: {error}")
-        if method in ("pause_scheduler", "sleep") and self._calls.waits_for_requests:
+        if method in ("pause_scheduler", "sleep") and self._calls.pause_mode == "wait":
             self._delayed_answers.append((client_index, answer))
             self._send_delayed_answers()
         else:
             self._sockets[1 + client_index].send_multipart(answer)
 
-    def _abort(self, request_ids: Iterable[str], tell: bool) -> None:
-        known = [request_id for request_id in request_ids if request_id in self._model]
+    def _abort(self, request_ids: list[str] | None, tell: bool) -> None:
+        ids = self._model.request_ids if request_ids is None else request_ids
+        known = [request_id for request_id in ids if request_id in self._model]
         self._model.abort(known)
         if tell:
             self._send([SimOutput(request_id, finish="abort") for request_id in known])

@@ -53,20 +53,20 @@ class PythonStageApi(EngineApi):
         Raises:
             StageInputError: something of the input cannot be sent.
         """
-        request = StageRequest(
-            request_id=source.request_id,
-            resumable=resumable,
-            last=last,
-            token_ids=None if given.token_ids is None else list(given.token_ids),
-            text=given.text,
-            tensor=None if given.tensor is None else sendable(given.tensor),
-            metadata=dict(given.metadata),
-            sampling={**self._stage.sampling, **given.sampling, **sampling},
-            session_id=source.session_id,
-        )
         try:
+            request = StageRequest(
+                request_id=source.request_id,
+                resumable=resumable,
+                last=last,
+                token_ids=None if given.token_ids is None else list(given.token_ids),
+                text=given.text,
+                tensor=None if given.tensor is None else sendable(given.tensor),
+                metadata=dict(given.metadata),
+                sampling={**self._stage.sampling, **given.sampling, **sampling},
+                session_id=source.session_id,
+            )
             msgspec.msgpack.encode((request.token_ids, request.metadata, request.sampling))
-        except (TypeError, ValueError, OverflowError) as error:
+        except Exception as error:  # what torch says of tensors is of many kinds
             raise StageInputError(f"Stage '{self._stage.name}': its input cannot be sent: {error}") from error
         return request
 
@@ -79,6 +79,10 @@ class PythonStageApi(EngineApi):
     def build_end(self, source: Any) -> StageRequest:
         """See `StageApi.build_end`."""
         return StageRequest(request_id=source.request_id, closing=True)
+
+    def session_tokens(self, chunk: Any) -> int:
+        """What a chunk adds to the tokens that an engine holds for its session: none, there is no such limit here."""
+        return 0
 
     def reader(self, request: Any) -> PythonOutputReader:
         """See `StageApi.reader`."""

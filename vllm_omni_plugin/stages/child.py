@@ -1,6 +1,7 @@
-"""Entry of a Python stage's own process: ``python -m vllm_omni_plugin.stages.child <descriptor of a connection>``.
+"""Entry of a Python stage's own process: ``python -m vllm_omni_plugin.stages.child <descriptor> <name>``.
 
-The connection brings an `Assignment`, takes the answer, and after that stays silent: when it ends, so has the parent.
+The descriptor is that of a connection. It brings an `Assignment`, takes the answer, and after that stays silent: when it
+ends, so has the parent.
 """
 
 import asyncio
@@ -16,6 +17,7 @@ from multiprocessing.connection import Connection
 import msgspec
 import zmq
 
+from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.stages.assignment import Assignment, Failed, Started
 from vllm_omni_plugin.stages.base import PythonStage
 from vllm_omni_plugin.stages.computing import Computation
@@ -23,7 +25,7 @@ from vllm_omni_plugin.stages.construction import construct
 from vllm_omni_plugin.stages.engine import StageEngine
 from vllm_omni_plugin.vllm_api.stage_protocol import ready_response
 
-logger = logging.getLogger(__name__)
+logger = init_logger("vllm_omni_plugin.stages.child")
 
 _LINGER_MS = 4000
 """How long last words may take, as in vLLM."""
@@ -32,9 +34,12 @@ _ORPHAN_ENDS_WITHIN_S = 10.0
 
 def main() -> int:
     """Serve until SIGTERM; return the exit code."""
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(asctime)s [%(name)s] %(message)s")
     connection = Connection(int(sys.argv[1]))
     assignment = msgspec.msgpack.decode(connection.recv_bytes(), type=Assignment)
+    logging.basicConfig(
+        level=os.environ.get("VLLM_LOGGING_LEVEL", "INFO"),
+        format=f"(Stage {assignment.stage} pid={os.getpid()}) %(levelname)s %(asctime)s [%(name)s] %(message)s",
+    )
     threading.Thread(target=_end_with_parent, args=(connection,), daemon=True).start()
     sys.path[:] = assignment.import_path
     with ThreadPoolExecutor(1, thread_name_prefix="stage") as executor:

@@ -13,8 +13,8 @@ from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.link import SocketReader
 from vllm_omni_plugin.stages.base import StageJob
-from vllm_omni_plugin.stages.calls import StageCalls
 from vllm_omni_plugin.stages.computing import Result
+from vllm_omni_plugin.stages.engine_calls import EngineCalls
 from vllm_omni_plugin.stages.turns import Session, Turns
 from vllm_omni_plugin.vllm_api.stage_codec import Frames, StageSide
 from vllm_omni_plugin.vllm_api.stage_protocol import (
@@ -61,7 +61,7 @@ class StageEngine:
         self._outputs = outputs
         self._codec = StageSide()
         self._turns = Turns()
-        self._calls = StageCalls(self._abort)
+        self._calls = EngineCalls(self._abort, lambda: True, {"get_supported_tasks": lambda: ()}, "a Python stage")
         self._batch: Batch = []
         self._delayed_answers: list[tuple[int, Frames]] = []
         self._loop = asyncio.get_running_loop()
@@ -110,13 +110,13 @@ class StageEngine:
             answer = self._codec.encode_result(call_id, self._calls.call(method, args), time.monotonic())
         except Exception as error:  # whatever is wrong with a call is the caller's to know, as in vLLM
             answer = self._codec.encode_failure(call_id, f"Call to {method} method failed: {error}", time.monotonic())
-        if self._batch and method in ("pause_scheduler", "sleep") and self._calls.awaits_idleness:
+        if self._batch and method in ("pause_scheduler", "sleep") and self._calls.pause_mode == "wait":
             self._delayed_answers.append((client_index, answer))
         else:
             self._outputs[client_index].send_multipart(answer, copy=False)
 
     def _compute_next(self) -> None:
-        if self._batch or self._ending or self._calls.paused:
+        if self._batch or self._ending or self._calls.pause_mode is not None:
             return
         self._batch = self._turns.take(self._max_batch_size)
         if self._batch:
@@ -124,14 +124,16 @@ class StageEngine:
             self._loop.run_in_executor(self._executor, self._compute, jobs).add_done_callback(self._computed)
 
     def _computed(self, computing: "asyncio.Future[list[Result]]") -> None:
-        batch, self._batch = self._batch, []
-        error = computing.exception()
-        if error is not None:
+        try:
+            self._deliver(computing.result())
+        except BaseException as error:  # nobody would ever hear of these requests again
             self.ended.set_exception(error)
-            return
+
+    def _deliver(self, results: list[Result]) -> None:
+        batch, self._batch = self._batch, []
         answers = [
             (session, _output(session, result))
-            for (session, _), result in zip(batch, computing.result(), strict=True)
+            for (session, _), result in zip(batch, results, strict=True)
             if self._turns.finish(session, failed=bool(result.content.error))
         ]
         self._compute_next()

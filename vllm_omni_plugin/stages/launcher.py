@@ -50,7 +50,7 @@ class PythonStageLauncher:
             output_addrs=[],
             import_path=sys.path,
         )
-        starting = StartingStage(StageProcess(), assignment)
+        starting = StartingStage(StageProcess(f"{self._stage.name}.{replica_id}"), assignment)
         try:
             self._on_spawn(starting.process.pid)
         except BaseException:

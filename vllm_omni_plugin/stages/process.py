@@ -25,18 +25,21 @@ class StageProcess:
     Not a `multiprocessing.Process`: that runs the parent's main module again in the child, and with it imports all of
     vLLM.
 
+    Args:
+        name: what lists of processes show beside the module's name.
+
     Attributes:
         pid: its process id.
         sentinel: file descriptor that becomes readable when it exits; closed with this object.
         connection: to it; nothing but the start is spoken of here.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         self.connection, theirs = Pipe()
         with theirs:
             # An own session: Ctrl-C is for the parent, which needs its stages until it has shut down in order.
             self._popen = subprocess.Popen(
-                [sys.executable, "-m", _CHILD_MODULE, str(theirs.fileno())],
+                [sys.executable, "-m", _CHILD_MODULE, str(theirs.fileno()), name],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,

@@ -7,6 +7,9 @@ _ASYNC_LLM = "vllm.v1.engine.async_llm.AsyncLLM"
 _CLIENT = "vllm.v1.engine.core_client"
 _ENGINE = "vllm.v1.engine"
 _OUTPUT_PROCESSOR = "vllm.v1.engine.output_processor"
+_CHAT = "vllm.entrypoints.openai.chat_completion"
+_COMPLETION = "vllm.entrypoints.openai.completion"
+_SERVING = "vllm.entrypoints.generate.base.serving"
 _MODELS = "vllm.entrypoints.openai.models.serving.OpenAIServingModels"
 _AUTHENTICATION = "vllm.entrypoints.serve.middleware.authenticate.AuthenticationMiddleware"
 _LOGGERS = "vllm.v1.metrics.loggers"
@@ -117,6 +120,36 @@ SERVER = (
     Symbol(f"{_MODELS}.lora_requests", "the adapters that prompts may name"),
 )
 """What our part of the HTTP server stands on."""
+
+ANSWERS = (
+    Symbol(f"{_CHAT}.serving.OpenAIServingChat.create_chat_completion", "wrapped: answers", ("request", "raw_request")),
+    Symbol(
+        f"{_COMPLETION}.serving.OpenAIServingCompletion.create_completion",
+        "wrapped: answers, and takes the texts to be spoken",
+        ("request", "raw_request"),
+    ),
+    Symbol(f"{_CHAT}.protocol.OpenAIChatCompletionAudio", "an answer's audio"),
+    Symbol(f"{_CHAT}.protocol.ChatMessage.audio", "an answer's audio"),
+    Symbol(
+        f"{_SERVING}.GenerateBaseServing.create_error_response",
+        "words refusals",
+        ("message",),
+        ("param",),
+    ),
+    Symbol(f"{_SERVING}.GenerateBaseServing.create_streaming_error_response", "words errors of streams", ("message",)),
+    Symbol("vllm.entrypoints.serve.engine.protocol.ErrorResponse", "tells refusals from answers"),
+    Symbol("vllm.entrypoints.serve.utils.api_utils.load_aware_call", "counts requests for speech", ("func",)),
+    Symbol(
+        "vllm.entrypoints.serve.utils.api_utils.validate_json_request", "checks requests for speech", ("raw_request",)
+    ),
+    Symbol(
+        "vllm.entrypoints.serve.utils.api_utils.with_cancellation",
+        "ends requests of clients that left",
+        ("handler_func",),
+    ),
+    Symbol(f"{_MODELS}.model_name", "the model's name in streams", ("lora_request",)),
+)
+"""What the answers of a pipeline stand on."""
 
 TRACING = (
     Symbol(

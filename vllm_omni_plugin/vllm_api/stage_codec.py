@@ -77,7 +77,7 @@ class StageSide:
                 return "abort", self._ids.decode(body)
             if kind == UTILITY:
                 return "call", self._calls.decode(body)
-        except (msgspec.MsgspecError, NotImplementedError, LookupError, TypeError, ValueError) as error:
+        except (msgspec.MsgspecError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise WireError(f"not a valid message to a stage: {error}") from error
         raise WireError(f"a message of type {kind!r}")
 
@@ -99,7 +99,7 @@ class StageSide:
         return self.encode(Outputs(timestamp=timestamp, utility_output=answer))
 
     def _encode_tensor(self, tensor: Any) -> Any:
-        data = memoryview(tensor.reshape(-1).view(_torch().uint8).numpy()) if tensor.numel() else memoryview(b"")
+        data = _bytes_of(tensor)
         dtype = str(tensor.dtype).removeprefix("torch.")
         if data.nbytes < _INLINE_BYTES:
             return dtype, tuple(tensor.shape), msgspec.msgpack.Ext(RAW_VIEW, data)
@@ -108,8 +108,18 @@ class StageSide:
 
 
 def sendable(tensor: Any) -> Any:
-    """The tensor as it travels: on the CPU, contiguous, without gradients; the same memory if it is so already."""
-    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    """The tensor as it travels: on the CPU, contiguous, without gradients; the same memory if it is so already.
+
+    Raises:
+        Exception: it is no tensor whose elements lie in memory one after the other.
+    """
+    dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    _bytes_of(dense)
+    return dense
+
+
+def _bytes_of(tensor: Any) -> memoryview:
+    return memoryview(tensor.reshape(-1).view(_torch().uint8).numpy()) if tensor.numel() else memoryview(b"")
 
 
 def _received(encoded: Any, frames: Frames) -> ReceivedTensor:

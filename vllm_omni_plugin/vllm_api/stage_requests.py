@@ -168,6 +168,11 @@ class VllmStageApi(EngineApi):
         params.extra_args = {**(params.extra_args or {}), KV_TRANSFER_PARAMS: dict(kv_transfer_params)}
         return msgspec.structs.replace(request, sampling_params=params)
 
+    def session_tokens(self, chunk: Any) -> int:
+        """Tokens that a chunk and the answer to it add to their session at most."""
+        tokens: int = len(chunk.prompt_token_ids) + chunk.sampling_params.max_tokens
+        return tokens
+
     def reader(self, request: Any) -> TokenReader:
         """See `StageApi`."""
         return TextReader(request, self.tokenizer) if self._stage.output is Modality.TEXT else TokenReader(request)

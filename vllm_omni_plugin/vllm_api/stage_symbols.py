@@ -72,7 +72,6 @@ PARAMETERS = (
     Symbol(f"{_POOLING}.task", "an engine dies of one that its model does not know"),
     Symbol(f"{_POOLING}.step_tag_id", "a parameter of stages"),
     Symbol(f"{_POOLING}.returned_token_ids", "a parameter of stages"),
-    Symbol(f"{_SAMPLING}._eos_token_id", _READ_ANEW),
     Symbol(f"{_SAMPLING}._all_stop_token_ids", _READ_ANEW),
     Symbol(f"{_SAMPLING}._bad_words_token_ids", _READ_ANEW),
     Symbol(f"{_STRUCTURED}._backend", _READ_ANEW),
@@ -87,6 +86,7 @@ PARAMETERS = (
 """What stages sample and pool by."""
 
 TEXTS = (
+    Symbol(f"{_DETOKENIZER}.from_new_request", "makes text of tokens", ("tokenizer", "request")),
     Symbol(f"{_DETOKENIZER}.num_output_tokens", "makes text of tokens", ()),
     Symbol(f"{_DETOKENIZER}.output_token_ids", "the tokens up to a stop string"),
     Symbol(f"{_DETOKENIZER}.update", "makes text of tokens", ("new_token_ids", "stop_terminated")),

@@ -56,7 +56,7 @@ class Vocabulary:
         kept = set(params.stop_token_ids or ()) - self._entry_ends if self._same else set()
         params.stop_token_ids = sorted(kept)
         params._all_stop_token_ids = kept
-        params._eos_token_id = params._bad_words_token_ids = None
+        params._bad_words_token_ids = None
         if params.structured_outputs is not None:
             params.structured_outputs._backend = None
             params.structured_outputs._backend_was_auto = False

@@ -12,7 +12,7 @@ from vllm_omni_plugin.vllm_api.engine_symbols import (
     MOVING,
     PROTOCOL,
 )
-from vllm_omni_plugin.vllm_api.front_symbols import COMMAND, DOOR, FLAGS, LABELS, SERVER, TRACING
+from vllm_omni_plugin.vllm_api.front_symbols import ANSWERS, COMMAND, DOOR, FLAGS, LABELS, SERVER, TRACING
 from vllm_omni_plugin.vllm_api.pipeline_symbols import PIPELINES
 from vllm_omni_plugin.vllm_api.simulation_symbols import EXECUTOR, SIMULATION
 from vllm_omni_plugin.vllm_api.stage_symbols import STAGES
@@ -25,6 +25,7 @@ SYMBOLS = (
     *COMMAND,
     *DOOR,
     *SERVER,
+    *ANSWERS,
     *TRACING,
     *PROTOCOL,
     *LAUNCH,

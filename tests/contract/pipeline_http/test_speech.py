@@ -90,7 +90,7 @@ async def test_nothing_to_hear_is_an_empty_file(model: Model, speech: Pipeline) 
         ({"input": ""}, "input"),
         ({"emotion": "joy"}, "emotion"),
         ({"omni": {"outputs": ["thinker"]}}, "outputs"),
-        ({"omni": {"sampling": {"talkr": {}}}}, "'talkr' (did you mean 'talker'?)"),
+        ({"omni": {"sampling": {"talkr": {}}}}, "'talkr' runs for this request (did you mean 'talker'?)"),
         ({"input": "one two three " * 100}, "64"),
     ],
 )

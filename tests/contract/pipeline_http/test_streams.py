@@ -5,9 +5,11 @@ import json
 from base64 import b64decode
 from typing import Any
 
+import httpx
 import pytest
+from openai import AsyncOpenAI
 
-from tests.contract.pipeline_http.app import Model, PipelineApp, Step, events, samples, spoken
+from tests.contract.pipeline_http.app import MODEL, Model, PipelineApp, Step, events, samples, spoken
 from tests.fakes.conditions import eventually
 from vllm_omni_plugin.errors import StageInputError
 from vllm_omni_plugin.orchestrator.pipeline_call import CallEnded
@@ -17,6 +19,8 @@ from vllm_omni_plugin.pipeline.graph import Pipeline
 pytestmark = pytest.mark.filterwarnings("ignore:max_tokens is deprecated:DeprecationWarning")
 
 BOTH: dict[str, Any] = {"modalities": ["text", "audio"], "stream": True}
+HALF = (0.5, 0.5, 0.5)
+"""AEAAQABA in Base64."""
 ENDED = CallEnded(None, {"talker": {"run": 0.5}})
 
 
@@ -39,13 +43,19 @@ async def stream(app: PipelineApp, **body: Any) -> bytes:
 
 
 async def test_audio_that_comes_after_the_text_comes_before_its_end(model: Model, speech: Pipeline) -> None:
-    steps: tuple[Step, ...] = (("Hel", None), ("lo.", "stop"), spoken("Hello."), samples(0.5), samples(0.5, last=True))
+    steps: tuple[Step, ...] = (
+        ("Hel", None),
+        ("lo.", "stop"),
+        spoken("Hello."),
+        samples(*HALF),
+        samples(*HALF, last=True),
+    )
     app = PipelineApp(model, speech, *steps, ENDED)
     body = await stream(app, **BOTH, stream_options={"include_usage": True})
     assert [delta["content"] for delta in deltas(body) if delta.get("content")] == ["Hel", "lo."]
     first, *rest, last = audio(body)
     assert first.pop("id").startswith("audio_")
-    assert [first, *rest] == [{"transcript": "Hello."}, {"data": "AEA="}, {"data": "AEA="}]
+    assert [first, *rest] == [{"transcript": "Hello."}, {"data": "AEAAQABA"}, {"data": "AEAAQABA"}]
     assert last == {"expires_at": events(body)[0]["created"]}
     assert finish_reasons(body)[-2:] == ["stop", ""]
     assert set(finish_reasons(body)[:-2]) == {None}
@@ -57,7 +67,7 @@ async def test_audio_that_comes_after_the_text_comes_before_its_end(model: Model
 async def test_the_first_audio_leaves_while_the_text_goes_on(model: Model, speech: Pipeline) -> None:
     heard = asyncio.Event()
     app = PipelineApp(
-        model, speech, ("Hel", None), samples(0.5), heard, ("lo.", "stop"), samples(0.5, last=True), ENDED
+        model, speech, ("Hel", None), samples(*HALF), heard, ("lo.", "stop"), samples(0.5, last=True), ENDED
     )
     client = app.chat(**BOTH)
     await eventually(lambda: b'"data"' in client.body, "audio")
@@ -120,7 +130,7 @@ async def test_an_error_of_vllms_is_told_once_and_ends_all_stages(model: Model, 
 
 
 async def test_a_client_that_leaves_a_stream_ends_all_stages(model: Model, speech: Pipeline) -> None:
-    app = PipelineApp(model, speech, ("Hello.", "stop"), samples(0.5))
+    app = PipelineApp(model, speech, ("Hello.", "stop"), samples(*HALF))
     client = app.chat(**BOTH)
     await eventually(lambda: b'"data"' in client.body, "audio")
     client.disconnect()
@@ -131,5 +141,28 @@ async def test_a_client_that_leaves_a_stream_ends_all_stages(model: Model, speec
 
 async def test_audio_of_a_stream_is_little_endian_pcm(model: Model, speech: Pipeline) -> None:
     app = PipelineApp(model, speech, ("a", "stop"), samples(1.0, -1.0, 2.0, float("nan"), last=True), ENDED)
-    (data,) = [part["data"] for part in audio(await stream(app, **BOTH)) if "data" in part]
-    assert b64decode(data) == b"\xff\x7f\x01\x80\xff\x7f\x00\x00"
+    data = "".join(part.get("data", "") for part in audio(await stream(app, **BOTH)))
+    assert b64decode(data, validate=True) == b"\xff\x7f\x01\x80\xff\x7f\x00\x00"
+
+
+async def test_openais_own_client_gathers_all_of_it(model: Model, speech: Pipeline) -> None:
+    steps: tuple[Step, ...] = (("Hel", None), spoken("Hel"), ("lo.", "stop"), spoken("lo."))
+    app = PipelineApp(model, speech, *steps, samples(0.5), samples(0.25), samples(-0.5, 0.25, last=True), ENDED)
+    transport = httpx.ASGITransport(app.app)
+    async with (
+        AsyncOpenAI(
+            base_url="http://test/v1", api_key="none", http_client=httpx.AsyncClient(transport=transport)
+        ) as client,
+        client.chat.completions.stream(
+            model=MODEL,
+            messages=[{"role": "user", "content": "Hi"}],
+            modalities=["text", "audio"],
+            audio={"voice": "ann", "format": "pcm16"},
+        ) as answer,
+    ):
+        message = (await answer.get_final_completion()).choices[0].message
+    assert message.content == "Hello."
+    assert message.audio is not None
+    assert message.audio.transcript == "Hello."
+    assert message.audio.id.count("audio_") == 1
+    assert b64decode(message.audio.data, validate=True) == b"\x00\x40\x00\x20\x00\xc0\x00\x20"

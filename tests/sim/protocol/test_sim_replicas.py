@@ -60,7 +60,7 @@ class Fleet:
         info = self.info(index)
         assert info is not None
         settings = AttachSettings(
-            zmq.Context.instance(), EngineApi(), "test", {0: FINGERPRINT}, INTERVAL, TIMEOUT, None, time.monotonic
+            zmq.Context.instance(), {0: EngineApi()}, "test", {0: FINGERPRINT}, INTERVAL, TIMEOUT, None, time.monotonic
         )
         listeners = Listeners(
             lambda outputs: self.outputs.extend(outputs.outputs), self.deaths.append, lambda status: None

@@ -1,0 +1,161 @@
+"""What a body may say about the pipeline, and how each mistake is named."""
+
+from typing import Any
+
+import pytest
+
+from tests.pipeline.files import SPEECH
+from vllm_omni_plugin.admin.call_options import BadOptionError, CallOptions, read_call_options
+from vllm_omni_plugin.pipeline.graph import Pipeline
+from vllm_omni_plugin.pipeline.loading import load_pipeline
+from vllm_omni_plugin.pipeline.stage import Modality, Stage
+
+TEXT, AUDIO, SCORES = Modality.TEXT, Modality.AUDIO, Modality.SCORES
+
+
+@pytest.fixture(scope="module")
+def speech() -> Pipeline:
+    return load_pipeline(SPEECH)
+
+
+def pipeline(*outputs: Modality) -> Pipeline:
+    """A writer, and behind it a final stage for each of these outputs, named after it."""
+    writer = Stage(0, "writer", "vllm", TEXT, model="m", final=TEXT in outputs)
+    rest = [output for output in outputs if output is not TEXT]
+    readers = [
+        Stage(number, output.value, "a.b:C", output, inputs=("writer",), final=True)
+        for number, output in enumerate(rest, 1)
+    ]
+    return Pipeline((writer, *readers))
+
+
+def test_a_body_that_says_nothing_gets_the_default(speech: Pipeline) -> None:
+    assert read_call_options({"temperature": 1}, speech) == CallOptions((TEXT,))
+    assert read_call_options({}, pipeline(AUDIO)) == CallOptions((AUDIO,))
+
+
+def test_everything_that_can_be_said(speech: Pipeline) -> None:
+    fields = {
+        "modalities": ["audio", "text", "audio"],
+        "audio": {"voice": "ann", "format": "pcm16"},
+        "omni": {
+            "outputs": ["talker"],
+            "sampling": {"talker": {"temperature": 0}},
+            "params": {"pace": 2},
+            "timings": True,
+        },
+    }
+    assert read_call_options(fields, speech) == CallOptions(
+        modalities=(TEXT, AUDIO),
+        audio_format="pcm16",
+        outputs=frozenset({"talker"}),
+        sampling={"talker": {"temperature": 0}},
+        params={"pace": 2, "voice": "ann"},
+        timings=True,
+    )
+
+
+def test_the_voice_in_params_is_the_more_particular_one(speech: Pipeline) -> None:
+    fields = {"modalities": ["audio"], "audio": {"voice": "ann"}, "omni": {"params": {"voice": "bob"}}}
+    assert read_call_options(fields, speech).params == {"voice": "bob"}
+
+
+def test_what_is_asked_for_beside_the_text_is_shown() -> None:
+    assert read_call_options({"modalities": ["text", "scores"]}, pipeline(TEXT, SCORES)).outputs == {"scores"}
+    assert read_call_options({}, pipeline(TEXT, SCORES)).outputs == frozenset()
+
+
+def test_parameters_of_a_stage_that_only_leads_to_the_answer_may_be_given(speech: Pipeline) -> None:
+    options = read_call_options({"modalities": ["audio"], "omni": {"sampling": {"thinker": {"seed": 1}}}}, speech)
+    assert options.sampling == {"thinker": {"seed": 1}}
+
+
+STAGES = "use one of thinker, talker, vocoder."
+BAD: list[tuple[dict[str, Any], str, str]] = [
+    ({"modalities": ["smell"]}, "modalities", "`modalities`: there is no modality 'smell': use one of text, audio."),
+    (
+        {"modalities": ["txt"]},
+        "modalities",
+        "`modalities`: there is no modality 'txt' (did you mean 'text'?): use one of text, audio.",
+    ),
+    ({"modalities": []}, "modalities", "`modalities` asks for nothing that this route answers with."),
+    ({"modalities": "audio"}, "modalities", "`modalities` is a list of names."),
+    ({"modalities": [1]}, "modalities", "`modalities` is a list of names."),
+    ({"audio": {"voice": "ann"}}, "audio", "`audio` is given, but `modalities` does not ask for audio."),
+    ({"modalities": ["audio"], "audio": "ann"}, "audio", "`audio` is an object."),
+    ({"modalities": ["audio"], "audio": {"voice": {"id": 1}}}, "audio.voice", "`audio.voice` is a string."),
+    (
+        {"modalities": ["audio"], "audio": {"format": "mp3"}},
+        "audio.format",
+        "`audio.format`: there is no format 'mp3': use one of wav, pcm16.",
+    ),
+    (
+        {"modalities": ["audio"], "audio": {"pitch": 1}},
+        "audio",
+        "`audio`: there is no key 'pitch': use one of voice, format.",
+    ),
+    ({"omni": []}, "omni", "`omni` is an object."),
+    (
+        {"omni": {"output": []}},
+        "omni",
+        "`omni`: there is no key 'output' (did you mean 'outputs'?): use one of outputs, params, sampling, timings.",
+    ),
+    (
+        {"omni": {"outputs": ["talker"]}},
+        "omni.outputs",
+        "`omni.outputs`: no stage 'talker' runs for this request (did you mean 'thinker'?): use one of thinker.",
+    ),
+    ({"omni": {"outputs": "thinker"}}, "omni.outputs", "`omni.outputs` is a list of names."),
+    (
+        {"modalities": ["audio"], "omni": {"sampling": {"talkr": {}}}},
+        "omni.sampling",
+        f"`omni.sampling`: no stage 'talkr' runs for this request (did you mean 'talker'?): {STAGES}",
+    ),
+    (
+        {"omni": {"sampling": {"thinker": {"seed": 1}}}},
+        "omni.sampling.thinker",
+        "Stage 'thinker' takes the request's own sampling parameters: give them there.",
+    ),
+    ({"omni": {"sampling": {"thinker": 1}}}, "omni.sampling.thinker", "`omni.sampling.thinker` is an object."),
+    ({"omni": {"params": 1}}, "omni.params", "`omni.params` is an object."),
+    ({"omni": {"timings": "yes"}}, "omni.timings", "`omni.timings` is true or false."),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "message"), BAD, ids=[message for _, _, message in BAD])
+def test_a_mistake_is_named_with_its_place(speech: Pipeline, fields: dict[str, Any], param: str, message: str) -> None:
+    with pytest.raises(BadOptionError) as raised:
+        read_call_options(fields, speech)
+    assert (raised.value.param, str(raised.value)) == (param, message)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "asked", "message"),
+    [
+        ((TEXT, SCORES), ["scores"], "`modalities` asks for nothing that this route answers with."),
+        ((AUDIO, SCORES), ["audio", "scores"], "'scores' is put out beside 'text' only: ask for both."),
+        ((TEXT, Modality.IMAGE), ["text", "image"], "'image' cannot be sent in an answer."),
+    ],
+)
+def test_what_no_answer_can_hold_is_refused(outputs: tuple[Modality, ...], asked: list[str], message: str) -> None:
+    with pytest.raises(BadOptionError) as raised:
+        read_call_options({"modalities": asked}, pipeline(*outputs))
+    assert (raised.value.param, str(raised.value)) == ("modalities", message)
+
+
+def test_the_output_of_a_stage_that_json_cannot_hold_is_refused() -> None:
+    painter = Stage(0, "painter", "vllm", Modality.LATENT, model="m")
+    writer = Stage(1, "writer", "a.b:C", TEXT, inputs=("painter",), transform="a.b:c", final=True)
+    with pytest.raises(BadOptionError, match="Stage 'painter' puts out 'latent', which cannot be sent"):
+        read_call_options({"omni": {"outputs": ["painter"]}}, Pipeline((painter, writer)))
+
+
+def test_where_a_python_stage_answers_the_entry_stage_takes_the_requests_own_parameters() -> None:
+    writer = Stage(0, "writer", "vllm", TEXT, model="m")
+    gate = Stage(1, "gate", "a.b:C", TEXT, inputs=("writer",), final=True)
+    both = Pipeline((writer, gate))
+    assert read_call_options({"omni": {"sampling": {"gate": {"mild": True}}}}, both).sampling == {
+        "gate": {"mild": True}
+    }
+    with pytest.raises(BadOptionError, match="Stage 'writer' takes the request's own"):
+        read_call_options({"omni": {"sampling": {"writer": {"seed": 1}}}}, both)

@@ -1,0 +1,108 @@
+"""The share of a node that an engine gets: cores among all engines, devices behind those of the stages before."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_omni_plugin.errors import ConfigError
+from vllm_omni_plugin.vllm_api import launch
+from vllm_omni_plugin.vllm_api.launch import EngineLauncher, share_cores, take_devices
+
+from .configs import vllm_config, write_model
+
+SWITCH = "VLLM_CPU_SIM_MULTI_NUMA"
+
+
+def platform(kind: str, devices: int = 8) -> Any:
+    """What vLLM's platform says of a node, with physical ids that are not the logical ones."""
+    ids = list(range(100, 100 + devices))
+    return SimpleNamespace(is_cpu=lambda: kind == "cpu", device_id_to_physical_device_id=ids.__getitem__)
+
+
+def stage(world_size: int = 1, chosen: list[int] | None = None) -> Any:
+    """What counts of a configuration."""
+    parallel = SimpleNamespace(world_size=world_size, local_world_size=world_size, assigned_physical_gpu_ids=chosen)
+    return SimpleNamespace(parallel_config=parallel)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "current_platform", platform("cuda"))
+
+
+@pytest.mark.usefixtures("gpus")
+def test_stages_take_devices_one_behind_the_other() -> None:
+    first, second = stage(world_size=2), stage()
+    taken = take_devices(first, 0, 2)
+    assert taken == 4
+    assert take_devices(second, taken, 3) == 3
+    assert first.parallel_config.assigned_physical_gpu_ids == [100, 101, 102, 103]
+    assert second.parallel_config.assigned_physical_gpu_ids == [104, 105, 106]
+
+
+@pytest.mark.usefixtures("gpus")
+def test_devices_are_taken_of_those_that_the_user_chose() -> None:
+    second = stage(chosen=[7, 5, 3])
+    assert take_devices(second, 1, 2) == 2
+    assert second.parallel_config.assigned_physical_gpu_ids == [5, 3]
+
+
+@pytest.mark.usefixtures("gpus")
+@pytest.mark.parametrize("chosen", [None, [7, 5, 3]])
+def test_more_devices_than_there_are_is_an_error(chosen: list[int] | None) -> None:
+    with pytest.raises(ConfigError, match="devices 2 to 9 are needed"):
+        take_devices(stage(world_size=4, chosen=chosen), 2, 2)
+
+
+def test_a_cpu_has_no_devices_to_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "current_platform", platform("cpu"))
+    config = stage()
+    assert take_devices(config, 0, 2) == 0
+    assert config.parallel_config.assigned_physical_gpu_ids is None
+
+
+@pytest.mark.parametrize(
+    ("cores", "engines", "bound", "shares"),
+    [
+        pytest.param(6, 3, "auto", True, id="enough for the stage with the most workers"),
+        pytest.param(5, 3, "auto", False, id="too few cores"),
+        pytest.param(6, 1, "auto", False, id="one engine"),
+        pytest.param(6, 3, "0-1|2-3|4-5", False, id="bound by the user"),
+    ],
+)
+def test_engines_share_the_cores(
+    monkeypatch: pytest.MonkeyPatch, cores: int, engines: int, bound: str, shares: bool
+) -> None:
+    # Set first, so that what is set here is taken back.
+    monkeypatch.setenv(SWITCH, "")
+    monkeypatch.delenv(SWITCH)
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", bound)
+    monkeypatch.setattr(launch, "current_platform", platform("cpu"))
+    monkeypatch.setattr(launch.os, "sched_getaffinity", lambda _pid: set(range(cores)))
+    share_cores([stage(world_size=1), stage(world_size=2)], engines)
+    assert (launch.os.environ.get(SWITCH) == "1") is shares
+
+
+@pytest.mark.parametrize(("kind", "rank"), [("cpu", 4), ("cuda", 1)])
+def test_an_engine_is_numbered_among_all_of_the_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, rank: int
+) -> None:
+    spawned: list[tuple[int, int]] = []
+
+    def spawn(config: Any, executor_class: Any, log_stats: bool, engine: int, own_rank: int) -> Any:
+        assert config.parallel_config.data_parallel_rank_local == own_rank
+        spawned.append((engine, own_rank))
+        return SimpleNamespace(process=SimpleNamespace(pid=1))
+
+    config = vllm_config(write_model(tmp_path / "model"))
+    node = platform(kind)
+    node.is_cuda_alike = lambda: kind == "cuda"
+    node.is_xpu = lambda: False
+    monkeypatch.setattr(launch, "current_platform", node)
+    monkeypatch.setattr(launch, "_spawn", spawn)
+    launcher = EngineLauncher(config, object, True, lambda _pid: None, first_engine=3)
+    launcher.start(1)
+    assert spawned == [(4, rank)]
+    assert launcher.identity(1) == b"\x04\x00"

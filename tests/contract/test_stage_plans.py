@@ -1,0 +1,126 @@
+"""What a head runs for each stage of a pipeline: configurations, fingerprints, and the share of the node of each."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.executor import Executor
+
+from vllm_omni_plugin.errors import ConfigError
+from vllm_omni_plugin.integration.compatibility import prepare_engine_args
+from vllm_omni_plugin.integration.options import carry_options, options_of, without_options
+from vllm_omni_plugin.integration.pipeline_command import local_engines
+from vllm_omni_plugin.integration.pipeline_config import stage_plans
+from vllm_omni_plugin.integration.stage_plan import StagePlan
+from vllm_omni_plugin.vllm_api.fingerprint import fingerprint
+
+from .pipeline_files import JOIN, STAGES, read, write_pipeline, write_text_model
+
+ENGINE = "--dtype float32 --enforce-eager"
+VOCODER = f"engine: {STAGES}:Vocoder\ntransform: text"
+
+
+@pytest.fixture(autouse=True)
+def _models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writes the models, and takes back what planning says to engines through the environment."""
+    monkeypatch.setenv("VLLM_CPU_SIM_MULTI_NUMA", "0")
+    write_text_model(tmp_path / "thinker")
+    write_text_model(tmp_path / "refiner", max_position_embeddings=256)
+
+
+def configured(line: str) -> tuple[Any, Any]:
+    """Our options in a command line, and vLLM's configuration of its model."""
+    args, options = read(line)
+    engine_args = AsyncEngineArgs.from_cli_args(without_ours(args))
+    carry_options(engine_args, options)
+    prepare_engine_args(engine_args, local_engines(options, headless=args.headless))
+    return options, engine_args.create_engine_config()
+
+
+def without_ours(args: Any) -> Any:
+    """The arguments without our flags, with which vLLM would open the way to a fleet."""
+    for name in [name for name in vars(args) if name.startswith("omni_")]:
+        setattr(args, name, None)
+    return args
+
+
+def plans_of(line: str) -> tuple[StagePlan, ...]:
+    options, config = configured(line)
+    return stage_plans(options, config, Executor.get_class(config), True)
+
+
+def identities(plan: StagePlan) -> list[bytes]:
+    launcher = plan.launcher_for(lambda _pid: None, False)
+    return [launcher.identity(replica) for replica in range(plan.replicas)]
+
+
+def test_without_a_pipeline_there_is_one_plan_from_the_flags(tmp_path: Path) -> None:
+    line = f"{tmp_path}/thinker {ENGINE} --omni-dp-size-local 2 --omni-lb-policy session"
+    (plan,) = plans_of(line)
+    assert (plan.stage, plan.replicas, plan.policy, plan.policy_config) == (None, 2, "session", None)
+    assert plan.fingerprint == fingerprint(plan.vllm_config, 0)
+
+
+def test_each_stage_has_the_configuration_that_its_section_asks_for(tmp_path: Path) -> None:
+    file = write_pipeline(tmp_path, "replicas: 2", "engine_args: {max-model-len: 128}", f"{VOCODER}\npolicy: random")
+    thinker, refiner, vocoder = plans_of(f"--omni-pipeline {file} {ENGINE}")
+    assert [plan.replicas for plan in (thinker, refiner, vocoder)] == [2, 1, 1]
+    assert [plan.policy for plan in (thinker, refiner, vocoder)] == ["prefix", "prefix", "random"]
+    assert thinker.vllm_config.model_config.max_model_len == 512
+    assert refiner.vllm_config.model_config.max_model_len == 128
+    assert vocoder.vllm_config is None
+    assert {plan.fingerprint["stage"] for plan in (thinker, refiner, vocoder)} == {"0", "1", "2"}
+
+
+def test_engines_of_the_node_are_numbered_through_all_stages(tmp_path: Path) -> None:
+    file = write_pipeline(tmp_path, "replicas: 2", "replicas: 2")
+    thinker, refiner = plans_of(f"--omni-pipeline {file} {ENGINE}")
+    assert identities(thinker) == [b"\x00\x00", b"\x01\x00"]
+    assert identities(refiner) == [b"\x02\x00", b"\x03\x00"]
+    # What vLLM divides the cores of a CPU by.
+    assert {plan.vllm_config.parallel_config._api_process_count for plan in (thinker, refiner)} == {4}
+
+
+def test_engines_get_none_of_our_options_and_all_of_the_users(tmp_path: Path) -> None:
+    line = f"{tmp_path}/thinker {ENGINE} --omni-dp-size-local 1 --additional-config.mine 1"
+    options, config = configured(line)
+    assert options_of(config) == options
+    assert without_options(config).additional_config == {"mine": 1}
+    assert options_of(config) == options
+
+
+@pytest.mark.parametrize("flags", ["", "--max-model-len 200"], ids=["the model's", "the command line's"])
+def test_a_node_of_a_stage_has_the_heads_fingerprint_with_the_file_and_with_flags(tmp_path: Path, flags: str) -> None:
+    file = write_pipeline(tmp_path, second="engine_args: {dtype: bfloat16}")
+    expected = plans_of(f"--omni-pipeline {file} {ENGINE} {flags}")[1].fingerprint
+    node = f"--headless {JOIN} --omni-stage-id 1"
+    for line in (
+        f"--omni-pipeline {file} {node} {ENGINE} {flags}",
+        f"{tmp_path}/refiner {node} --dtype bfloat16 --enforce-eager {flags}",
+    ):
+        _, config = configured(line)
+        assert fingerprint(config, 1) == expected
+
+
+def test_sampling_of_the_stage_that_answers_is_the_servers_default(tmp_path: Path) -> None:
+    (tmp_path / "thinker" / "generation_config.json").write_text('{"top_k": 7}')
+    (tmp_path / "refiner" / "generation_config.json").write_text('{"top_p": 0.5}')
+    file = write_pipeline(tmp_path, "sampling: {temperature: 0.1}", "sampling: {temperature: 0.9, max_tokens: 8}")
+    thinker, _ = plans_of(f"--omni-pipeline {file} {ENGINE}")
+    defaults = thinker.vllm_config.model_config.get_diff_sampling_param()
+    assert defaults == {"temperature": 0.9, "max_tokens": 8, "top_p": 0.5}
+
+
+def test_generation_that_the_user_overrides_stays(tmp_path: Path) -> None:
+    file = write_pipeline(tmp_path, second="sampling: {temperature: 0.9}")
+    line = f"--omni-pipeline {file} {ENGINE} --override-generation-config.temperature 0.2"
+    thinker, _ = plans_of(line)
+    assert thinker.vllm_config.model_config.get_diff_sampling_param() == {"temperature": 0.2}
+
+
+def test_an_engine_that_cannot_be_configured_is_named_with_its_file(tmp_path: Path) -> None:
+    file = write_pipeline(tmp_path, second="engine_args: {max-model-len: 100000}")
+    with pytest.raises(ConfigError, match=r"pipeline.yaml: stage 'refiner': .*100000") as raised:
+        plans_of(f"--omni-pipeline {file} {ENGINE}")
+    assert "\n" not in str(raised.value)

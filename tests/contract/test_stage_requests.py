@@ -1,0 +1,265 @@
+"""The requests of stages, as vLLM's own input processing makes them of what other stages put out."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import SamplingParams
+
+from vllm_omni_plugin.errors import StageInputError
+from vllm_omni_plugin.orchestrator.stage_api import KvStageApi
+from vllm_omni_plugin.pipeline import Modality, StageInput
+from vllm_omni_plugin.vllm_api.stage_requests import VllmStageApi
+
+from .stage_models import CONTEXT, REVERSED, api, config, model, source
+
+WHOLE: dict[str, Any] = {"front": False, "resumable": False, "last": True}
+CHUNK = WHOLE | {"resumable": True, "last": False}
+RED_BLUE = StageInput(text="red blue")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def own(folder: Path) -> Any:
+    return config(model(folder / "own"))
+
+
+@pytest.fixture(scope="module")
+def other(folder: Path) -> Any:
+    """A model with the same words under other ids."""
+    return config(model(folder / "other", REVERSED))
+
+
+@pytest.fixture(scope="module")
+def embedding(folder: Path, own: Any) -> Any:
+    return config(folder / "own", enable_prompt_embeds=True)
+
+
+def refused(stage_api: VllmStageApi, given: StageInput, sampling: dict[str, Any] | None = None, **how: Any) -> str:
+    with pytest.raises(StageInputError) as raised:
+        stage_api.build(source(), given, sampling or {}, **WHOLE | how)
+    return str(raised.value)
+
+
+def test_it_is_what_the_orchestrator_asks_for(own: Any) -> None:
+    stage_api: KvStageApi = api(own)
+    request = source()
+    assert stage_api.answer(request, stage_api.reader(request).whole) is request
+
+
+def test_tokens_are_a_prompt_with_the_parameters_of_the_file(own: Any) -> None:
+    request = api(own, sampling={"temperature": 0.5, "max_tokens": 9}).build(
+        source(), StageInput(token_ids=(3, 4, 5)), {}, **WHOLE
+    )
+    assert request.prompt_token_ids == [3, 4, 5]
+    params = request.sampling_params
+    assert (params.temperature, params.max_tokens, params.eos_token_id, params.detokenize) == (0.5, 9, 0, True)
+
+
+def test_text_is_tokenised_as_the_model_does_it(own: Any, other: Any) -> None:
+    assert api(own).build(source(), RED_BLUE, {}, **WHOLE).prompt_token_ids == [1, 3, 5]
+    assert api(other, own).build(source(), RED_BLUE, {}, **WHOLE).prompt_token_ids == [1, 8, 6]
+
+
+def test_what_belongs_to_the_clients_request_carries_over(own: Any, other: Any) -> None:
+    fields: dict[str, Any] = {
+        "priority": 3,
+        "cache_salt": "salt",
+        "session_id": "session",
+        "trace_headers": {"traceparent": "00-1"},
+    }
+    client = source(lora_request=LoRARequest("a", 1, "/a"), mm_features=[], **fields)
+    for given in (RED_BLUE, StageInput(token_ids=[3])):
+        request = api(other, own).build(client, given, {}, **WHOLE)
+        assert {name: getattr(request, name) for name in fields} == fields
+        assert (request.request_id, request.external_req_id, request.arrival_time) == ("r-1", "r", 7.5)
+        # They are of another model.
+        assert request.lora_request is None
+        assert request.mm_features is None
+
+
+def test_without_a_limit_the_answer_may_fill_the_context(own: Any) -> None:
+    request = api(own).build(source(), StageInput(token_ids=[3] * 10), {}, **WHOLE)
+    assert request.sampling_params.max_tokens == CONTEXT - 10
+
+
+def test_a_limit_is_bounded_by_the_room_that_the_prompt_leaves(own: Any) -> None:
+    stage_api = api(own, sampling={"max_tokens": 20, "min_tokens": 15})
+    params = stage_api.build(source(), StageInput(token_ids=[3] * 30), {}, **WHOLE).sampling_params
+    assert (params.max_tokens, params.min_tokens) == (2, 2)
+    # Not for the next request.
+    params = stage_api.build(source(), StageInput(token_ids=[3]), {}, **WHOLE).sampling_params
+    assert (params.max_tokens, params.min_tokens) == (20, 15)
+    longest = stage_api.build(source(), StageInput(token_ids=[3] * 31), {}, **WHOLE)
+    assert longest.sampling_params.max_tokens == 1
+
+
+def test_a_longer_context_found_when_engines_start_is_seen(folder: Path) -> None:
+    stage_config = config(folder / "own")
+    stage_api = api(stage_config)
+    stage_config.model_config.max_model_len = 16
+    assert "at most 15" in refused(stage_api, StageInput(token_ids=[3] * 16))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (StageInput(token_ids=[3] * 32), "the input has 32 tokens and its model takes at most 31"),
+        (StageInput(text="red " * 100), "the input has 101 tokens and its model takes at most 31"),
+        (StageInput(token_ids=[3, 999]), "Token id 999 is out of vocabulary"),
+        (StageInput(), "it takes one of token_ids, text and tensor, and was given neither"),
+        (StageInput(token_ids=[3], text="red"), "it takes one of token_ids, text and tensor, and was given token_ids "),
+        (StageInput(tensor=torch.zeros(2, 32)), "its engine takes no embeddings: add 'enable-prompt-embeds: true'"),
+        (StageInput(token_ids=[3], sampling={"temprature": 1}), "unknown parameter 'temprature': did you mean 'temper"),
+        (StageInput(token_ids=[3], sampling={"top_p": 2.0}), "top_p must be in (0, 1], got 2.0"),
+        (StageInput(token_ids=[3], sampling={"max_tokens": "many"}), "Expected `int | null`, got `str`"),
+        (StageInput(token_ids=[3], sampling={"stop_token_ids": [999]}), "token_id(s) [999] in stop_token_ids contain"),
+        (StageInput(token_ids=[3], sampling={"n": 2}), "unknown parameter 'n': use presence_penalty, "),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_the_stage_cannot_take_is_refused_in_its_name(own: Any, given: StageInput, message: str) -> None:
+    assert refused(api(own), given).startswith(f"Stage 'refiner': {message}")
+
+
+def test_embeddings_take_the_place_of_a_prompt(embedding: Any) -> None:
+    rows = torch.ones(3, 32, requires_grad=True)
+    request = api(embedding).build(source(cache_salt="salt"), StageInput(tensor=rows), {}, **WHOLE)
+    assert request.prompt_token_ids is None
+    assert torch.equal(request.prompt_embeds, torch.ones(3, 32))
+    assert (request.cache_salt, request.sampling_params.max_tokens) == ("salt", CONTEXT - 3)
+
+
+@pytest.mark.parametrize("rows", [torch.zeros(3, 8), torch.zeros(32), torch.zeros(3, 32, dtype=torch.int64)], ids=str)
+def test_embeddings_of_another_shape_or_kind_are_refused(embedding: Any, rows: torch.Tensor) -> None:
+    message = "Stage 'refiner': it takes embeddings as floats of the shape [tokens, 32], not torch."
+    assert refused(api(embedding), StageInput(tensor=rows)).startswith(message)
+
+
+def test_the_request_has_the_last_word_on_sampling_and_the_file_the_first(own: Any) -> None:
+    stage_api = api(own, sampling={"temperature": 0.1, "top_k": 1, "max_tokens": 1, "seed": 1})
+    given = StageInput(token_ids=[3], sampling={"top_k": 2, "max_tokens": 2})
+    params = stage_api.build(source(), given, {"max_tokens": 3}, **WHOLE).sampling_params
+    assert (params.temperature, params.top_k, params.max_tokens, params.seed) == (0.1, 2, 3, 1)
+    # The next request is none the wiser.
+    params = stage_api.build(source(), StageInput(token_ids=[3]), {}, **WHOLE).sampling_params
+    assert (params.top_k, params.max_tokens) == (1, 1)
+
+
+def test_a_session_is_built_of_chunks_and_an_end(own: Any) -> None:
+    stage_api = api(own, sampling={"max_tokens": 6}, inputs=("thinker",), async_chunk=True)
+    first = stage_api.build(source(), StageInput(token_ids=[3, 4]), {}, **CHUNK)
+    second = stage_api.build(source(), StageInput(token_ids=[5]), {}, **CHUNK, held=8)
+    assert [(chunk.resumable, chunk.sampling_params.max_tokens) for chunk in (first, second)] == [(True, 6)] * 2
+    assert [stage_api.session_tokens(chunk) for chunk in (first, second)] == [8, 7]
+    end = stage_api.build_end(source())
+    assert (end.resumable, end.request_id, end.external_req_id) == (False, "r-1", "r")
+
+
+def test_a_chunk_has_the_room_that_its_session_leaves(own: Any) -> None:
+    stage_api = api(own, sampling={"max_tokens": 6}, inputs=("thinker",), async_chunk=True)
+    chunk = stage_api.build(source(), StageInput(token_ids=[5] * 4), {}, **CHUNK, held=26)
+    assert chunk.sampling_params.max_tokens == 2
+    message = refused(stage_api, StageInput(token_ids=[5] * 4), resumable=True, held=28)
+    assert message == (
+        "Stage 'refiner': the input has 4 tokens, after 28 of its session, and its model takes at most 3"
+    )
+
+
+def test_chunks_are_no_embeddings(embedding: Any) -> None:
+    stage_api = api(embedding, sampling={"max_tokens": 6}, inputs=("thinker",), async_chunk=True)
+    assert "takes no embeddings" in refused(stage_api, StageInput(tensor=torch.zeros(1, 32)), resumable=True)
+
+
+def test_the_entry_answers_the_clients_request_itself(own: Any) -> None:
+    client = source()
+    assert api(own, sampling={"temperature": 0.0}).build_root(client, {}, front=True) is client
+
+
+def test_an_entry_that_does_not_answer_samples_by_the_file(folder: Path) -> None:
+    with_lora = config(folder / "own", enable_lora=True)
+    adapter = LoRARequest("a", 1, "/a")
+    client = source(params=SamplingParams(max_tokens=5, temperature=0.9), lora_request=adapter, cache_salt="salt")
+    request = api(with_lora, sampling={"max_tokens": 2}).build_root(client, {"temperature": 0.3}, front=False)
+    params = request.sampling_params
+    assert (params.max_tokens, params.temperature) == (2, 0.3)
+    expected = msgspec.structs.replace(client, sampling_params=params)
+    assert request == expected
+    assert request.lora_request is adapter
+    assert client.sampling_params.max_tokens == 5
+
+
+def test_an_adapter_is_refused_by_a_stage_without_adapters(own: Any) -> None:
+    with pytest.raises(StageInputError, match="Stage 'refiner': it runs without LoRA adapters"):
+        api(own).build_root(source(lora_request=LoRARequest("a", 1, "/a")), {}, front=False)
+
+
+def test_another_model_without_inputs_gets_the_prompts_text(own: Any, other: Any) -> None:
+    request = api(other, own).build_root(source([1, 3, 5, 0]), {}, front=False)
+    assert request.prompt_token_ids == [1, 8, 6]
+
+
+def test_a_prefill_computes_one_token_for_another_engine(own: Any) -> None:
+    client = source(params=SamplingParams(max_tokens=5, stop="red", logprobs=2, seed=3), session_id="s")
+    request = api(own, output=Modality.KV_CACHE).build_prefill(client)
+    params = request.sampling_params
+    assert (params.max_tokens, params.temperature, params.ignore_eos, params.stop, params.logprobs) == (
+        1,
+        0,
+        True,
+        [],
+        None,
+    )
+    # A request that ends at such a token would not keep its cache.
+    assert (params.eos_token_id, params.stop_token_ids) == (None, [])
+    assert params.extra_args["kv_transfer_params"] == {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "remote_engine_id": None,
+        "remote_block_ids": None,
+        "remote_host": None,
+        "remote_port": None,
+    }
+    assert (request.prompt_token_ids, request.session_id) == ([1, 3, 4], "s")
+
+
+def test_a_decode_is_the_clients_request_with_what_the_prefill_said(folder: Path, own: Any) -> None:
+    decode = api(config(folder / "own"), own, inputs=("prefill",))
+    client = source(params=SamplingParams(max_tokens=5, extra_args={"a": 1}))
+    request = decode.build_decode(client, {"do_remote_prefill": True, "remote_block_ids": [1]})
+    assert request.sampling_params.extra_args == {
+        "a": 1,
+        "kv_transfer_params": {"do_remote_prefill": True, "remote_block_ids": [1]},
+    }
+    assert (request.prompt_token_ids, request.sampling_params.max_tokens) == ([1, 3, 4], 5)
+    assert client.sampling_params.extra_args == {"a": 1}
+    assert decode.build_decode(client, None).sampling_params.extra_args == {"a": 1}
+    silent = decode.build_decode(client, None, {"max_tokens": 2}, front=False)
+    assert (silent.sampling_params.max_tokens, silent.sampling_params.extra_args) == (2, None)
+
+
+def test_text_and_tokens_are_turned_into_each_other(own: Any, other: Any) -> None:
+    assert api(own).encode("red blue") == [3, 5]
+    assert api(own).decode([1, 3, 5, 0]) == "red blue"
+    # A client's prompt is in the entry's tokens, whatever stage is asked.
+    assert [api(own).prompt_text(source()), api(other, own).prompt_text(source())] == ["red green"] * 2
+    assert api(own).prompt_text(source(prompt_embeds=torch.zeros(2, 32), prompt_token_ids=None)) == ""
+
+
+def test_two_threads_build_what_one_does(own: Any, other: Any) -> None:
+    stage_api = api(other, own, sampling={"max_tokens": 3, "bad_words": ["red"]})
+    given = [StageInput(text="red blue " * (count % 7 + 1)) for count in range(60)]
+
+    def build(one: StageInput) -> Any:
+        return stage_api.build(source(), one, {}, **WHOLE)
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(build, given)) == list(map(build, given))

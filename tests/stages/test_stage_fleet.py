@@ -1,0 +1,121 @@
+"""Replicas of a Python stage under the orchestrator: balanced, moved and restarted like those of vLLM's engine."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fakes.conditions import eventually
+from tests.stages.gate import Gate
+from tests.stages.heads import source, stage
+from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
+from vllm_omni_plugin.coordinator import ReplicaStatus
+from vllm_omni_plugin.orchestrator import Orchestrator, StagePool, StageRun
+from vllm_omni_plugin.orchestrator.local_replicas import LocalReplicas
+from vllm_omni_plugin.orchestrator.messages import SubmitRequest
+from vllm_omni_plugin.pipeline.transfer import StageInput, StageOutput
+from vllm_omni_plugin.stages.api import PythonStageApi
+from vllm_omni_plugin.stages.launcher import PythonStageLauncher
+from vllm_omni_plugin.stages.process import StartingStage
+
+STAGE = stage()
+
+
+async def no_pause(seconds: float) -> None:
+    """Restarts happen at once."""
+
+
+class DirectApi(PythonStageApi):
+    """Makes the stage's request of the client's, since there is no other stage in front to make its input."""
+
+    def movable(self, request: Any) -> Any:
+        return self.build(request, request.given, {}, front=False, resumable=False, last=True)
+
+
+class Launcher(PythonStageLauncher):
+    """Remembers the process id of the last process of each replica."""
+
+    def __init__(self) -> None:
+        super().__init__(STAGE, lambda pid: None)
+        self.pids: dict[int, int] = {}
+
+    def start(self, replica_id: int) -> StartingStage:
+        starting = super().start(replica_id)
+        self.pids[replica_id] = starting.process.pid
+        return starting
+
+
+class Fleet:
+    """Two replicas under an orchestrator."""
+
+    def __init__(self) -> None:
+        self.launcher = Launcher()
+        self.api = DirectApi(STAGE, lambda tokens: "", lambda text: ())
+        self.pool = StagePool(0, LeastQueueLengthBalancer())
+        self.orchestrator = Orchestrator([self.pool], self.api, 3, time.monotonic)
+        self.replicas = LocalReplicas(self.orchestrator, 0, 2, self.launcher, self.api, time.monotonic, no_pause)
+
+    def submit(self, request_id: str, given: StageInput) -> None:
+        request = source(request_id, given=given, mm_features=None, resumable=False)
+        self.orchestrator.request_async_queue.force_put(SubmitRequest(request, time.monotonic()))
+
+    async def run_of(self, request_id: str) -> StageRun:
+        """Where a request is, once it has been dispatched."""
+        states = self.orchestrator.request_states
+        await eventually(lambda: request_id in states and states[request_id].runs[0].attempts)
+        return states[request_id].runs[0]
+
+    async def answers(self, *request_ids: str) -> list[StageOutput]:
+        """What comes of some requests, in the order of their ids."""
+        said: dict[str, Any] = {}
+        while len(said) < len(request_ids):
+            for outputs in await self.orchestrator.output_async_queue.get_batch():
+                said |= {output.request_id: output for output in getattr(outputs, "outputs", ())}
+        return [self.api.reader(None).read(said[request_id], ended=True) for request_id in request_ids]
+
+
+@pytest.fixture
+async def fleet() -> AsyncIterator[Fleet]:
+    fleet = Fleet()
+    running = asyncio.create_task(fleet.orchestrator.run())
+    await fleet.replicas.start()
+    yield fleet
+    await fleet.replicas.close(2.0)
+    fleet.orchestrator.close_queues()
+    await running
+
+
+async def test_requests_are_spread_over_the_replicas(fleet: Fleet, tmp_path: Path) -> None:
+    gates = {}
+    for request_id in ("a", "b"):
+        (tmp_path / request_id).mkdir()
+        gates[request_id] = Gate(tmp_path / request_id)
+        fleet.submit(request_id, gates[request_id].job)
+        await gates[request_id].reached()
+    for gate in gates.values():
+        gate.release()
+    answers = await fleet.answers("a", "b")
+    assert {answer.metadata["pid"] for answer in answers} == set(fleet.launcher.pids.values())
+    assert fleet.orchestrator.request_states == {}
+
+
+async def test_a_request_moves_when_its_replica_is_killed_and_the_replica_comes_back(fleet: Fleet, gate: Gate) -> None:
+    fleet.submit("a", gate.job)
+    run = await fleet.run_of("a")
+    assert run.replica_id is not None
+    lost, victim = fleet.pool.member(run.replica_id), fleet.launcher.pids[run.replica_id]
+    assert lost is not None
+    await gate.reached()
+    os.kill(victim, signal.SIGKILL)
+    await eventually(lambda: run.attempts == 2)
+    await gate.reached()
+    gate.release()
+    (answer,) = await fleet.answers("a")
+    assert (answer.text, answer.metadata["pid"] == victim) == ("slow!", False)
+    await eventually(lambda: lost.restarts == 1 and lost.status is ReplicaStatus.UP)
+    assert fleet.launcher.pids[lost.replica_id] != victim

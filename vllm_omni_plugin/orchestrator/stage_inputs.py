@@ -1,0 +1,132 @@
+"""What goes into the stages of a pipeline: made off the loop, whole or in chunks, and handed to them in order."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+from vllm_omni_plugin.errors import OmniError, StageError
+from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.orchestrator.feed import Feed, Piece
+from vllm_omni_plugin.orchestrator.preparation import Chunk, Preparation, WholeInput
+from vllm_omni_plugin.orchestrator.request_state import PipelineRequestState
+from vllm_omni_plugin.orchestrator.stage_run import StageRun, StreamingInputState
+from vllm_omni_plugin.pipeline import Stage
+from vllm_omni_plugin.pipeline.transfer import StageOutput
+
+logger = init_logger(__name__)
+
+
+class InputTaker(Protocol):
+    """Who runs stages on their inputs; `conductor.Conductor` in service."""
+
+    def wants(self, state: PipelineRequestState) -> bool:
+        """Whether a request has not ended. Safe to call from any thread."""
+
+    def start_run(
+        self, state: PipelineRequestState, stage: Stage, given: WholeInput, session: StreamingInputState | None
+    ) -> None:
+        """A stage's input, or the first chunk of it, is there."""
+
+    def add_chunk(self, stage: Stage, run: StageRun, chunk: Any) -> None:
+        """There is more of it, or its end."""
+
+    def fail(self, state: PipelineRequestState, error: OmniError) -> None:
+        """It cannot be made."""
+
+    def spend(self, state: PipelineRequestState, stage: Stage, part: str, seconds: float) -> None:
+        """A request has spent this on a part of a stage."""
+
+
+class StageInputs:
+    """Lives on the orchestrator's loop; what may take long is done by `preparation`.
+
+    Args:
+        preparation: makes inputs.
+        taker: see `InputTaker`.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, preparation: Preparation, taker: InputTaker, clock: Callable[[], float]) -> None:
+        self._preparation = preparation
+        self._taker = taker
+        self._clock = clock
+
+    def begin(self, state: PipelineRequestState, stage: Stage) -> None:
+        """All stages in front of this one have ended."""
+        self._note_begin(state, stage)
+        work = partial(self._preparation.whole, state, stage)
+        self._prepare(state, stage, work, partial(self._start, state, stage))
+
+    def feed(self, state: PipelineRequestState, stage: Stage, output: StageOutput, last: bool) -> None:
+        """The stage in front of one that works on chunks has put something out, and has ended if this is the last."""
+        feed = state.journey.feeds.get(stage.id)
+        if feed is None:
+            feed = state.journey.feeds[stage.id] = Feed(stage.chunk_size)
+            self._note_begin(state, stage)
+        feed.add(output, last)
+        self._pump(state, stage, feed)
+
+    def close(self) -> None:
+        """Make no more. Idempotent."""
+        self._preparation.close()
+
+    def _note_begin(self, state: PipelineRequestState, stage: Stage) -> None:
+        state.journey.begun.add(stage.id)
+        state.stage_submit_ts[stage.id] = self._clock()
+
+    def _start(self, state: PipelineRequestState, stage: Stage, given: WholeInput) -> None:
+        self._taker.start_run(state, stage, given, None)
+
+    def _pump(self, state: PipelineRequestState, stage: Stage, feed: Feed) -> None:
+        """Let the transform have the next piece, if there is one and it has time."""
+        piece = feed.take()
+        if piece is not None:
+            work = partial(self._preparation.chunk, state, stage, feed, piece)
+            self._prepare(state, stage, work, partial(self._fed, state, stage, feed, piece))
+
+    def _fed(self, state: PipelineRequestState, stage: Stage, feed: Feed, piece: Piece, chunk: Chunk) -> None:
+        feed.busy = False
+        if chunk.request is not None:
+            self._hand_over(state, stage, feed, chunk.request)
+        if piece.last and not feed.begun:
+            error = StageError(f"Stage {stage.name!r}: its transform returned nothing for the whole input.")
+            self._taker.fail(state, error)
+        if chunk.end is not None and self._taker.wants(state):
+            self._hand_over(state, stage, feed, chunk.end)
+        if self._taker.wants(state):
+            self._pump(state, stage, feed)
+
+    def _hand_over(self, state: PipelineRequestState, stage: Stage, feed: Feed, chunk: Any) -> None:
+        if not feed.begun:
+            feed.begun = True
+            self._taker.start_run(state, stage, WholeInput(chunk), StreamingInputState(replayable=True))
+            return
+        run = state.runs[stage.id]
+        if not run.finished:
+            self._taker.add_chunk(stage, run, chunk)
+
+    def _prepare(
+        self, state: PipelineRequestState, stage: Stage, work: Callable[[], Any], then: Callable[[Any], None]
+    ) -> None:
+        done = partial(self._prepared, state, stage, self._clock(), then)
+        self._preparation.prepare(stage, work, partial(self._taker.wants, state), done)
+
+    def _prepared(
+        self,
+        state: PipelineRequestState,
+        stage: Stage,
+        began: float,
+        then: Callable[[Any], None],
+        outcome: Callable[[], Any],
+    ) -> None:
+        """The preparation is done, for a request that may have been given up meanwhile."""
+        if not self._taker.wants(state):
+            return
+        self._taker.spend(state, stage, "transfer", self._clock() - began)
+        try:
+            then(outcome())
+        except OmniError as error:
+            self._taker.fail(state, error)
+        except Exception as error:  # of one request, which must not stop the others
+            logger.exception("Stage %r cannot go on with request %s.", stage.name, state.request_id)
+            self._taker.fail(state, StageError(f"Stage {stage.name!r}: its input could not be made: {error}"))
