@@ -1,8 +1,8 @@
 """What the files of pipelines name: a Python stage, a transform, and what is neither."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from vllm_omni_plugin.pipeline.transfer import StageOutput
+from vllm_omni_plugin.pipeline.transfer import StageOutput, Transfer
 from vllm_omni_plugin.stages import PythonStage, StageJob
 
 
@@ -14,6 +14,11 @@ class Vocoder(PythonStage):
 
     def compute(self, jobs: Sequence[StageJob]) -> Sequence[StageOutput | Exception]:
         return [StageOutput() for _ in jobs]
+
+
+def speak(outputs: Mapping[str, StageOutput], transfer: Transfer) -> str:
+    """A transform."""
+    return "w1"
 
 
 class NoStage:

@@ -33,7 +33,7 @@ PIPELINE = Pipeline(
     )
 )
 """The prompt is read by stage 1, whose model stage 2 runs, too."""
-ENTRY, ALL = 1, None
+ALL = None
 
 
 def config(max_model_len: int) -> Any:
@@ -153,13 +153,13 @@ async def both(one: Awaitable[Any], other: Awaitable[Any]) -> list[Any]:
         return list(await asyncio.gather(one, other))
 
 
-async def test_the_tasks_are_those_of_the_stage_that_reads_prompts(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_tasks_are_those_of_the_model_that_reads_prompts(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Orchestrator, "can_serve", True)
 
     async def answer() -> None:
         (message,) = await head.orchestrator.rpc_async_queue.get_batch()
         assert isinstance(message, CallReplicas)
-        assert message.stages == (ENTRY,)
+        assert message.stages == (1, 2)
         message.reply.set_result([("embed",)])
 
     tasks, _ = await both(head.client.get_supported_tasks_async(), answer())

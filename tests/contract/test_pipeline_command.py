@@ -125,7 +125,7 @@ def test_flags_that_the_file_stands_for_are_refused(tmp_path: Path, flags: str, 
         pytest.param("sampling: {temperature: -1}", "stages[1].sampling.temperature: ", id="value of sampling"),
         pytest.param(
             "sampling: {seed: 3}",
-            "pipeline.yaml:12: stages[1].sampling.seed: the server, which answers with this stage, has defaults of",
+            "pipeline.yaml:12: stages[1].sampling.seed: clients have their own for this stage",
             id="no default of the server's",
         ),
         pytest.param("replicas: 0", "stages[1].replicas: 0 replicas: there must be --omni-master-address", id="nobody"),

@@ -112,6 +112,14 @@ def test_sampling_of_the_stage_that_answers_is_the_servers_default(tmp_path: Pat
     assert defaults == {"temperature": 0.9, "max_tokens": 8, "top_p": 0.5}
 
 
+def test_sampling_of_the_entry_is_the_servers_default_where_a_python_stage_answers(tmp_path: Path) -> None:
+    answer = f"- {{id: 3, name: gate, engine: '{STAGES}:Vocoder', inputs: [vocoder], transform: '{STAGES}:speak', "
+    file = write_pipeline(tmp_path, "sampling: {temperature: 0.1}", "sampling: {seed: 3}", VOCODER)
+    file.write_text(f"{file.read_text()}  {answer}output: text, final: true}}\n")
+    thinker, *_ = plans_of(f"--omni-pipeline {file} {ENGINE}")
+    assert thinker.vllm_config.model_config.get_diff_sampling_param() == {"temperature": 0.1}
+
+
 def test_generation_that_the_user_overrides_stays(tmp_path: Path) -> None:
     file = write_pipeline(tmp_path, second="sampling: {temperature: 0.9}")
     line = f"--omni-pipeline {file} {ENGINE} --override-generation-config.temperature 0.2"

@@ -22,6 +22,7 @@ class FakeRequest(msgspec.Struct, frozen=True):
         move: how it goes on elsewhere, a value of `Move`.
         length: tokens it shall produce, 0 for as many as the engine likes.
         session: the session it belongs to.
+        stop: the token at whose text the request stops, of which its engine knows nothing.
     """
 
     request_id: str
@@ -34,6 +35,11 @@ class FakeRequest(msgspec.Struct, frozen=True):
     length: int = 0
     session: str | None = None
     mm_features: Any = None
+    stop: int | None = None
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.prompt
 
 
 class FakeOutput(msgspec.Struct):
@@ -42,6 +48,7 @@ class FakeOutput(msgspec.Struct):
     Attributes:
         first: stands for all that an engine tells once, with its first output of a request.
         cached: prompt tokens it had cached; None where it does not say.
+        kv_transfer_params: what it says of a KV cache that it leaves.
     """
 
     request_id: str
@@ -49,6 +56,7 @@ class FakeOutput(msgspec.Struct):
     finish_reason: str | None = None
     first: bool = False
     cached: int | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class FakeResult(msgspec.Struct):

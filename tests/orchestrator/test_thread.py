@@ -29,9 +29,7 @@ class Head:
         self.orchestrator = Orchestrator([pool], FakeEngineApi(), 3, lambda: 0.0)
         self.thread = OrchestratorThread(
             self.orchestrator,
-            lambda: LocalStages(
-                [LocalReplicas(self.orchestrator, 0, 2, self.launcher, FakeEngineApi(), lambda: 0.0)]
-            ),
+            lambda: LocalStages([LocalReplicas(self.orchestrator, 0, 2, self.launcher, FakeEngineApi(), lambda: 0.0)]),
         )
 
     def is_closed(self) -> bool:

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from vllm_omni_plugin.cli import main
-from vllm_omni_plugin.pipeline import Modality, Pipeline, Stage, load_pipeline, mermaid
+from vllm_omni_plugin.pipeline import Modality, Pipeline, Stage, load_pipeline, mermaid, summary
 
-from .files import DIAMOND, SPEECH
+from .files import DIAMOND, PREFILL, SPEECH
 
 SPEECH_DRAWING = """\
 flowchart LR
@@ -50,6 +50,13 @@ def test_a_diamond_is_drawn_with_all_its_edges() -> None:
 def test_the_order_in_the_file_does_not_change_the_drawing() -> None:
     pipeline = load_pipeline(DIAMOND)
     assert mermaid(Pipeline(pipeline.stages[::-1])) == mermaid(pipeline)
+
+
+def test_a_prefill_says_which_prompts_it_gets_and_how_the_cache_goes_on(file: Path) -> None:
+    file.write_text(PREFILL)
+    _, prefill, decode = summary(load_pipeline(file))
+    assert (prefill[3], prefill[-1]) == ("request (from 64 tokens)", "kv_cache")
+    assert (decode[3], decode[4]) == ("prefill", "kv_transfer")
 
 
 def test_what_means_something_to_mermaid_is_escaped() -> None:

@@ -252,7 +252,8 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
                 logger.info("Waiting for a first replica to join; the server answers as soon as there is one.")
                 continue
             try:
-                tasks = (await self._call_stages("get_supported_tasks", (self._stages.entry,)))[0]
+                # A prefill stage may be empty while decode, of the same model, serves.
+                tasks = (await self._call_model("get_supported_tasks"))[0]
                 return self._stages.supported(tasks)
             except (NoReplicaError, ReplicaError):
                 # A first replica that is lost at once is waited for again; one that serves on means what it says.

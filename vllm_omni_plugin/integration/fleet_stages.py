@@ -55,7 +55,7 @@ class FleetStages:
         return tuple(stage.id for stage in self.pipeline.stages if stage.is_vllm and stage.model == model)
 
     def supported(self, tasks: Sequence[str]) -> tuple[str, ...]:
-        """What vLLM's server shall have routes for, given what the model of the entry stage can do."""
+        """What vLLM's server shall have routes for, given what the model can do."""
         answers_in_text = self.pipeline is not None and Modality.TEXT in self.pipeline.modalities
         return (*tasks, _GENERATE) if answers_in_text and _GENERATE not in tasks else tuple(tasks)
 

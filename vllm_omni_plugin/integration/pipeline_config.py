@@ -13,6 +13,7 @@ from vllm_omni_plugin.integration.compatibility import prepare_engine_args
 from vllm_omni_plugin.integration.options import without_options
 from vllm_omni_plugin.integration.pipeline_command import PipelineCommand, command_of, local_engines
 from vllm_omni_plugin.integration.stage_plan import StagePlan
+from vllm_omni_plugin.orchestrator.journey import make_plan
 from vllm_omni_plugin.pipeline import Modality, Stage
 from vllm_omni_plugin.replicas.engine_start import Launcher
 from vllm_omni_plugin.stages.api import PythonStageApi
@@ -33,8 +34,8 @@ def stage_plans(options: OmniConfig, vllm_config: Any, executor_class: Any, log_
 
     Args:
         options: the head's.
-        vllm_config: of AsyncLLM, that is, of the entry stage. The sampling parameters of the stage that answers become
-            its defaults.
+        vllm_config: of AsyncLLM, that is, of the entry stage. The sampling parameters of the stage that the client's
+            are for become its defaults.
         executor_class: vLLM's executor for it.
         log_stats: whether engines report scheduler statistics.
 
@@ -100,10 +101,10 @@ def _share_devices(options: OmniConfig, command: PipelineCommand, configs: Mappi
 
 def _set_default_sampling(command: PipelineCommand, configs: Mapping[int, Any]) -> None:
     pipeline = command.pipeline
-    front = pipeline.front_of(pipeline.default_modalities)
-    if front is not None and front.is_vllm and front.output in _SAMPLED:
+    sampled = make_plan(pipeline, None).client_sampled
+    if sampled is not None and (stage := pipeline.stages[sampled]).output in _SAMPLED:
         server = configs[pipeline.entry.id].model_config
-        set_server_defaults(server, configs[front.id].model_config, front.sampling)
+        set_server_defaults(server, configs[sampled].model_config, stage.sampling)
 
 
 def _engine_launcher(

@@ -27,7 +27,7 @@ class StageOutput:
 
 @dataclass(frozen=True, slots=True)
 class StageInput:
-    """What a stage shall compute on. vLLM's engine takes one of tokens, text and embeddings; a Python stage any of them.
+    """What a stage shall compute on. vLLM's engine takes one of tokens, text and embeddings, a Python stage any.
 
     Attributes:
         token_ids: a prompt of tokens.

@@ -1,7 +1,7 @@
 """Entry of a Python stage's own process: ``python -m vllm_omni_plugin.stages.child <descriptor> <name>``.
 
-The descriptor is that of a connection. It brings an `Assignment`, takes the answer, and after that stays silent: when it
-ends, so has the parent.
+The descriptor is that of a connection. It brings an `Assignment` and takes the answer; after that it stays silent, and
+when it ends, so has the parent.
 """
 
 import asyncio

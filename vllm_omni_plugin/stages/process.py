@@ -51,10 +51,7 @@ class StageProcess:
     def shutdown(self, timeout: float | None = None) -> None:
         """Ask it to end, wait `timeout` seconds (None: 5), then kill it. Blocks; idempotent."""
         self._popen.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            self._popen.wait(_SHUTDOWN_S if timeout is None else timeout)
-        self._popen.kill()
-        self._popen.wait()
+        self.exit_code(_SHUTDOWN_S if timeout is None else timeout)
         self.connection.close()
 
     def kill(self) -> None:
@@ -63,8 +60,11 @@ class StageProcess:
             self._popen.kill()
             threading.Thread(target=self._popen.wait, name="stage-reaper", daemon=True).start()
 
-    def exit_code(self) -> int:
-        """Wait for its end, and return its exit code, negative for a signal."""
+    def exit_code(self, timeout: float) -> int:
+        """Wait `timeout` seconds for its end, then kill it; return its exit code, negative for a signal. Blocks."""
+        with suppress(subprocess.TimeoutExpired):
+            self._popen.wait(timeout)
+        self._popen.kill()
         return self._popen.wait()
 
 
@@ -90,7 +90,7 @@ class StartingStage:
         answer = _ask(self.process.connection, self.process.sentinel, msgspec.msgpack.encode(told))
         if isinstance(answer, Started):
             return
-        code = self.process.exit_code()
+        code = self.process.exit_code(_SHUTDOWN_S)
         reason = answer.reason if answer is not None else f"its process ended with code {code}"
         raise ReplicaError(f"replica {told.replica_id} of stage '{told.stage}' ({told.engine}) did not start: {reason}")
 

@@ -22,12 +22,13 @@ _SERVER_DEFAULTS = {
 """Sampling parameters for which vLLM's server has defaults, and what `override_generation_config` calls them."""
 
 
-def check_sampling(stage: Stage, *, answers: bool) -> None:
+def check_sampling(stage: Stage, *, by_client: bool) -> None:
     """Check the sampling parameters of a stage that vLLM runs.
 
     Args:
         stage: the stage.
-        answers: whether it answers through vLLM's server, which knows defaults of some parameters only.
+        by_client: whether a client's own parameters are for it: vLLM's server completes these, and has defaults of
+            some only.
 
     Raises:
         PipelineError: its place is that in the stage.
@@ -37,26 +38,27 @@ def check_sampling(stage: Stage, *, answers: bool) -> None:
         runner = "pooling" if stage.output in _OF_POOLING else "generate"
         StageParams(stage, SimpleNamespace(runner_type=runner, pooler_config=SimpleNamespace(task="embed")))
     for name in stage.sampling:
-        if answers and stage.output not in _OF_POOLING and name not in _SERVER_DEFAULTS:
-            message = f"the server, which answers with this stage, has defaults of {', '.join(_SERVER_DEFAULTS)} only"
+        if by_client and stage.output not in _OF_POOLING and name not in _SERVER_DEFAULTS:
+            known = ", ".join(_SERVER_DEFAULTS)
+            message = f"clients have their own for this stage, and the server takes only {known} as defaults"
             raise PipelineError(message, ("sampling", name))
 
 
-def set_server_defaults(model_config: Any, front_model_config: Any, sampling: Mapping[str, Any]) -> None:
-    """Make the sampling parameters of the stage that answers the defaults of vLLM's server.
+def set_server_defaults(model_config: Any, stage_model_config: Any, sampling: Mapping[str, Any]) -> None:
+    """Make the sampling parameters of a stage the defaults of vLLM's server.
 
     Args:
         model_config: of the server, which knows the entry stage's model; it is changed, unless the user has overridden
             its generation configuration.
-        front_model_config: of the stage that answers; what comes with its model are defaults too.
+        stage_model_config: of the stage that clients' parameters are for; what comes with its model are defaults too.
         sampling: what the file says for that stage.
     """
     if any(value is not None for value in model_config.override_generation_config.values()):
         return
     defaults = dict(sampling)
-    if front_model_config is not model_config:
+    if stage_model_config is not model_config:
         # With a None for each of the others, or those of the entry stage's model would stay.
-        of_model = dict.fromkeys(_SERVER_DEFAULTS) | front_model_config.get_diff_sampling_param()
+        of_model = dict.fromkeys(_SERVER_DEFAULTS) | stage_model_config.get_diff_sampling_param()
         # What the server is told here as a default bounds what requests ask for, which a model's own does not.
         defaults = of_model | {"max_tokens": None} | defaults
     model_config.override_generation_config |= {_SERVER_DEFAULTS[name]: value for name, value in defaults.items()}

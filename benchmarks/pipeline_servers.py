@@ -1,0 +1,90 @@
+"""Pipelines and plain servers of the same models, for the benchmark of pipelines."""
+
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+from processes import MODEL_NAME, Process, free_port, tool, wait_for
+
+EXAMPLES = Path(__file__).parents[1] / "examples" / "pipelines"
+Stages = list[dict[str, Any]]
+_QUIET = {"VLLM_LOGGING_LEVEL": "WARNING"}
+
+
+class Servers:
+    """What is compared, all up at once. A context manager; leaving it ends everything.
+
+    Args:
+        folder: for models, files and one log per server.
+        engine_args: of every vLLM engine.
+    """
+
+    def __init__(self, folder: Path, engine_args: Sequence[str]) -> None:
+        self._folder = folder
+        self._args = (*engine_args, "--host", "127.0.0.1", "--served-model-name", MODEL_NAME)
+        self._stack = ExitStack()
+        self._started: dict[str, Process] = {}
+
+    def __enter__(self) -> "Servers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def example(self, kind: str) -> Stages:
+        """Stages of an example's file, with the paths of models that have just been made."""
+        models = self._folder / kind
+        subprocess.run([sys.executable, EXAMPLES / "tiny_models.py", kind, models], check=True)
+        stages: Stages = yaml.safe_load((EXAMPLES / f"{kind}.yaml").read_text())["stages"]
+        return [{**stage, "model": str(models / stage["model"])} if "model" in stage else stage for stage in stages]
+
+    def pipeline(self, name: str, stages: Stages) -> str:
+        """Start a pipeline; returns its URL."""
+        file = self._folder / f"{name}.yaml"
+        file.write_text(yaml.safe_dump({"stages": stages}))
+        return self._start(name, ("--omni-pipeline", str(file)))
+
+    def plain(self, stage: Mapping[str, Any]) -> str:
+        """Start vLLM's own server with the model of a stage; returns its URL."""
+        flags = []
+        for name, value in stage["engine_args"].items():
+            flags += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+        return self._start(f"plain-{stage['name']}", (stage["model"], *flags))
+
+    def wait(self) -> None:
+        """Return when all answer. Raises RuntimeError if one does not."""
+        for url, process in self._started.items():
+            wait_for(partial(_answers, url, process), f"{process.name} at {url}")
+
+    def _start(self, name: str, what: Sequence[str]) -> str:
+        port = free_port()
+        command = [tool("vllm"), "serve", *what, "--port", str(port), *self._args]
+        process = Process(name, command, self._folder / f"{name}.log", PYTHONPATH=str(EXAMPLES), **_QUIET)
+        self._stack.callback(process.stop)
+        url = f"http://127.0.0.1:{port}"
+        self._started[url] = process
+        return url
+
+
+def engine_seconds(url: str) -> float:
+    """What a plain server's engine has spent on requests, from their first step to their last, by its own clock."""
+    name = "vllm:request_inference_time_seconds_sum"
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as response:
+        lines = response.read().decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+
+def _answers(url: str, process: Process) -> bool:
+    if process.popen.poll() is not None:
+        raise RuntimeError(f"{process.name} has ended: {process.log.read_text()[-3000:]}")
+    try:
+        urllib.request.urlopen(f"{url}/health", timeout=10).close()
+    except OSError:
+        return False
+    return True

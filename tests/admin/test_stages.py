@@ -1,0 +1,73 @@
+"""What an operator sees of a fleet of several stages, and which of them a request waits for."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.fakes.engine_api import FakeEngineApi
+from tests.fakes.links import FakeLink
+from vllm_omni_plugin.admin.fleet import FleetAdmin
+from vllm_omni_plugin.admin.waiting_room import WaitingRoom
+from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
+from vllm_omni_plugin.errors import NoReplicaError
+from vllm_omni_plugin.orchestrator.messages import ManageReplica
+from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator.stage_pool import StagePool
+from vllm_omni_plugin.pipeline.graph import Pipeline
+from vllm_omni_plugin.pipeline.stage import VLLM_ENGINE, Modality, Stage
+from vllm_omni_plugin.replicas.stage_client import StageClient
+
+PIPELINE = Pipeline(
+    (
+        Stage(0, "prefill", VLLM_ENGINE, Modality.KV_CACHE, model="m"),
+        Stage(1, "decode", VLLM_ENGINE, Modality.TEXT, model="m", inputs=("prefill",), final=True),
+        Stage(2, "talker", VLLM_ENGINE, Modality.AUDIO, model="n", inputs=("decode",), final=True),
+    )
+)
+
+
+@pytest.fixture
+def orchestrator() -> Orchestrator:
+    pools = [StagePool(stage.id, LeastQueueLengthBalancer()) for stage in PIPELINE.stages]
+    apis: Any = [FakeEngineApi() for _ in PIPELINE.stages]
+    orchestrator = Orchestrator(pools, apis, 0, lambda: 0.0, pipeline=PIPELINE)
+    for pool, count in zip(pools, (1, 2, 1), strict=True):
+        for _ in range(count):
+            pool.add()
+    return orchestrator
+
+
+def serve(orchestrator: Orchestrator, stage_id: int) -> None:
+    """The first replica of a stage serves."""
+    pool = orchestrator.stage_pools[stage_id]
+    client = StageClient(FakeLink(), FakeEngineApi(), "", lambda outputs: None, lambda reason: None)
+    pool.serve(pool.members[0], client, "", "")
+
+
+async def test_replicas_are_listed_in_the_order_of_their_stages(orchestrator: Orchestrator) -> None:
+    reports = FleetAdmin(orchestrator, lambda: 0.0).replicas()
+    assert [report.id for report in reports] == ["0.0", "1.0", "1.1", "2.0"]
+
+
+async def test_a_wish_reaches_the_replica_of_its_stage(orchestrator: Orchestrator) -> None:
+    managing = asyncio.create_task(FleetAdmin(orchestrator, lambda: 0.0).manage("1.1", "drain"))
+    (message,) = await orchestrator.rpc_async_queue.get_batch()
+    assert isinstance(message, ManageReplica)
+    assert (message.stage_id, message.replica_id, message.action) == (1, 1, "drain")
+    message.reply.set_result(None)
+    await managing
+
+
+async def test_a_request_waits_for_the_stages_that_answer_in_text_and_is_told_of_those(
+    orchestrator: Orchestrator,
+) -> None:
+    async def never() -> None:
+        await asyncio.Event().wait()
+
+    room = WaitingRoom(orchestrator, never, replica_wait=0.0)
+    assert room.is_needed
+    with pytest.raises(NoReplicaError, match=r"No replica of stage 1 .*replica 0 is down, replica 1 is down"):
+        await room.wait(never)
+    serve(orchestrator, 1)
+    assert not room.is_needed

@@ -1,0 +1,229 @@
+"""An orchestrator of several stages over links in memory, and what its clients see."""
+
+import asyncio
+import random
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, Self
+
+from tests.fakes.conditions import eventually
+from tests.fakes.engine_api import FakeRequest
+from tests.fakes.stage_api import FakeStageApi, PlayedLink
+from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
+from vllm_omni_plugin.orchestrator.messages import AbortRequests, Receipt, RequestFailed, SubmitRequest
+from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator.pipeline_call import CallEnded, PipelineCall, StageEvent
+from vllm_omni_plugin.orchestrator.request_state import OrchestratorRequestState, PipelineRequestState
+from vllm_omni_plugin.orchestrator.stage_pool import PoolMember, StagePool
+from vllm_omni_plugin.pipeline import Modality, Pipeline, Stage
+from vllm_omni_plugin.replicas.stage_client import StageClient
+
+TRANSFORM = "tests.fakes.transforms:obedient"
+
+
+def stage(stage_id: int, name: str, output: str, *inputs: str, engine: str = "vllm", **fields: Any) -> Stage:
+    """A stage; with inputs, its transform does what the request asks for."""
+    if engine == "vllm":
+        fields.setdefault("model", name)
+    if inputs:
+        fields.setdefault("transform", TRANSFORM)
+    if fields.get("async_chunk") and engine == "vllm":
+        fields.setdefault("sampling", {"max_tokens": 4})
+    return Stage(stage_id, name, engine, Modality(output), inputs=inputs, **fields)
+
+
+class FakePipelineFleet:
+    """Stages of replicas that the test plays. Use it as an asynchronous context manager.
+
+    Args:
+        stages: of the pipeline.
+        replicas: of each stage, or of all.
+        migration_limit: see `Orchestrator`.
+        replica_wait: see `Orchestrator`.
+
+    Attributes:
+        now: what the orchestrator's clock shows.
+        apis: of the stages.
+        links: the current link of each replica, by stage and replica.
+        tokens: what vLLM's server was given of each request.
+        cached: what it was told of cached tokens.
+        ends: how each request ended there: its finish reason or error, in order.
+        events: what each call was told.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        replicas: int | Sequence[int] = 1,
+        migration_limit: int = 3,
+        replica_wait: float = 0.0,
+    ) -> None:
+        self.now = 0.0
+        self.pipeline = Pipeline(tuple(stages))
+        self.apis = [FakeStageApi(stage) for stage in self.pipeline.stages]
+        self.pools = [
+            StagePool(stage.id, LeastQueueLengthBalancer(random.Random(0)), clock=self.clock)
+            for stage in self.pipeline.stages
+        ]
+        self.orchestrator = Orchestrator(
+            self.pools, self.apis, migration_limit, self.clock, replica_wait, self.pipeline, lambda request: "the prompt"
+        )
+        self.links: dict[tuple[int, int], PlayedLink] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.cached: dict[str, list[int]] = {}
+        self.ends: list[tuple[str, Any]] = []
+        self.events: dict[str, list[StageEvent | CallEnded]] = {}
+        counts = [replicas] * len(self.pools) if isinstance(replicas, int) else replicas
+        for pool, count in zip(self.pools, counts, strict=True):
+            for replica_id in range(count):
+                self.join(pool.add(replica_id))
+        self._running: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._running = asyncio.create_task(self.orchestrator.run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._running is not None
+        self.orchestrator.close_queues()
+        await self._running
+
+    def clock(self) -> float:
+        """The orchestrator's time."""
+        return self.now
+
+    @property
+    def states(self) -> dict[str, OrchestratorRequestState]:
+        """Unfinished requests."""
+        return dict(self.orchestrator.request_states)
+
+    @property
+    def in_flight(self) -> int:
+        """Requests charged to replicas."""
+        return sum(member.queue_length for pool in self.pools for member in pool.members)
+
+    def join(self, member: PoolMember) -> PlayedLink:
+        """The replica serves from now on, over a fresh link."""
+        key = (member.stage_id, member.replica_id)
+        python = not self.pipeline.stages[member.stage_id].is_vllm
+        link = self.links[key] = PlayedLink(f"replica-{member.name}", python)
+        client = StageClient(
+            link,
+            self.apis[member.stage_id],
+            member.name,
+            partial(self.orchestrator.outputs_received, member),
+            partial(self._on_dead, member),
+        )
+        client.start()
+        self.orchestrator.replica_serves(member, client, link.input_addr, link.output_addr, b"")
+        return link
+
+    def lose(self, stage_id: int, replica_id: int) -> None:
+        """The replica dies."""
+        self.links[stage_id, replica_id].say_dead()
+
+    async def submit(
+        self,
+        request_id: str,
+        *modalities: str,
+        outputs: Sequence[str] = (),
+        params: dict[str, Any] | None = None,
+        sampling: dict[str, Any] | None = None,
+        receipt: Receipt | None = None,
+        settle: bool = True,
+        **fields: Any,
+    ) -> None:
+        """The client hands a request over, with a call if it names modalities."""
+        call = None
+        if modalities:
+            events = self.events[request_id] = []
+            call = PipelineCall(modalities, events.append, frozenset(outputs), sampling or {}, params or {})
+        fields.setdefault("prompt", [1, 2, 3])
+        await self.hand_over(SubmitRequest(FakeRequest(request_id, **fields), self.now, receipt, call))
+        if settle:
+            await self.settle()
+
+    async def abort(self, *request_ids: str, whole: bool = False) -> None:
+        """vLLM's server needs these no more, or their clients have left."""
+        await self.hand_over(AbortRequests(request_ids, whole))
+
+    async def hand_over(self, message: SubmitRequest | AbortRequests) -> None:
+        """Give the orchestrator a message and wait until it has dealt with it."""
+        queue = self.orchestrator.request_async_queue
+        queue.force_put(message)
+        await eventually(lambda: len(queue) == 0, "the taking of a message")
+
+    async def settle(self) -> None:
+        """Wait until nothing is being prepared, and read what there is for vLLM's server."""
+        await eventually(lambda: not any(map(_is_preparing, self.states.values())), "the end of preparations")
+        await self.read()
+
+    async def read(self) -> None:
+        """Take what there is for vLLM's server."""
+        if len(self.orchestrator.output_async_queue):
+            for item in await self.orchestrator.output_async_queue.get_batch():
+                self._note(item)
+
+    def attempt(self, request_id: str, stage_id: int) -> tuple[PlayedLink, str]:
+        """Link and engine-side id of what a stage does for a request now."""
+        run = self.states[request_id].runs[stage_id]
+        assert run.replica_id is not None
+        return self.links[stage_id, run.replica_id], run.engine_request_id
+
+    async def step(self, request_id: str, stage_id: int, count: int = 1) -> None:
+        """The engine of a stage works on a request."""
+        link, attempt = self.attempt(request_id, stage_id)
+        link.step(attempt, count)
+        await self.settle()
+
+    async def finish(self, *request_ids: str) -> None:
+        """Engines work until these requests, or all, have ended."""
+        while names := [name for name in self.states if name in request_ids or not request_ids]:
+            for name, stage_id in list(self.at_work(names)):
+                if name in self.states and self.states[name].runs[stage_id].replica_id is not None:
+                    link, attempt = self.attempt(name, stage_id)
+                    if attempt in link.attempts:
+                        link.step(attempt, 2)
+            await self.settle()
+        await self.read()
+
+    def at_work(self, names: Sequence[str]) -> Iterator[tuple[str, int]]:
+        """Requests and stages whose engines have something to say."""
+        for name in names:
+            for stage_id, run in list(self.states[name].runs.items()):
+                if run.replica_id is not None and not run.finished:
+                    link = self.links[stage_id, run.replica_id]
+                    attempt = link.attempts.get(run.engine_request_id)
+                    if attempt is not None and attempt.turns:
+                        yield name, stage_id
+
+    def shown(self, request_id: str, stage: str) -> list[int]:
+        """Tokens of a stage that a call was told."""
+        events = [event for event in self.events[request_id] if isinstance(event, StageEvent) and event.stage == stage]
+        return [token for event in events for token in event.output.token_ids]
+
+    def call_ends(self, request_id: str) -> list[Exception | None]:
+        """How a call was told that it has ended; once, if all is well."""
+        return [event.error for event in self.events[request_id] if isinstance(event, CallEnded)]
+
+    def _on_dead(self, member: PoolMember, reason: str) -> None:
+        if member.client is not None:
+            self.orchestrator.replica_lost(member, reason)
+
+    def _note(self, item: Any) -> None:
+        if isinstance(item, RequestFailed):
+            self.ends.append((item.request_id, item.error))
+            return
+        for output in getattr(item, "outputs", ()):
+            self.tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+            if output.cached is not None:
+                self.cached.setdefault(output.request_id, []).append(output.cached)
+            if output.finish_reason is not None:
+                self.ends.append((output.request_id, output.finish_reason))
+
+
+def _is_preparing(state: OrchestratorRequestState) -> bool:
+    assert isinstance(state, PipelineRequestState)
+    journey = state.journey
+    whole = journey.begun - journey.ended - set(state.runs) - set(journey.feeds)
+    return bool(whole) or any(feed.busy for feed in journey.feeds.values())

@@ -1,0 +1,217 @@
+"""A pipeline's stages without vLLM: requests built, outputs read, and an engine that answers by a rule."""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from tests.fakes.engine_api import FakeEngineApi, FakeOutput, FakeOutputs, FakeRequest
+from tests.fakes.links import FakeLink
+from vllm_omni_plugin.errors import StageInputError
+from vllm_omni_plugin.pipeline import Stage
+from vllm_omni_plugin.pipeline.transfer import StageInput, StageOutput
+from vllm_omni_plugin.vllm_api.joining import joined
+
+ROOM = 1000
+"""Tokens of the longest input that a stage takes."""
+
+
+class FakeReader:
+    """Text is one letter for each token."""
+
+    def __init__(self, request: FakeRequest) -> None:
+        self._stop = request.stop
+        self._read: list[StageOutput] = []
+
+    @property
+    def whole(self) -> StageOutput:
+        return joined(self._read) if self._read else StageOutput()
+
+    def read(self, output: Any, ended: bool) -> StageOutput:
+        tokens = list(output.new_token_ids)
+        stops = self._stop in tokens
+        if stops:
+            tokens = tokens[: tokens.index(self._stop)]
+        text = "".join(chr(ord("a") + token % 26) for token in tokens)
+        told = output.kv_transfer_params or {}
+        reason = "stop" if stops else str(output.finish_reason) if ended else None
+        self._read.append(StageOutput(tokens, text, metadata=told, finish_reason=reason))
+        return self._read[-1]
+
+
+class FakeStageApi(FakeEngineApi):
+    """Satisfies `StageApi` and `KvStageApi`.
+
+    Attributes:
+        faults: errors that methods raise, by their names.
+        held: what `build` was told of each session, in order.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        self.faults: dict[str, Exception] = {}
+        self.held: list[int] = []
+        self._stage = stage
+
+    def build(
+        self,
+        source: Any,
+        given: StageInput,
+        sampling: Mapping[str, Any],
+        *,
+        front: bool,
+        resumable: bool,
+        last: bool,
+        held: int = 0,
+    ) -> Any:
+        self._stumble("build")
+        self.held.append(held)
+        tokens = list(given.token_ids or map(ord, given.text or ""))
+        if len(tokens) > ROOM:
+            raise StageInputError(f"Stage {self._stage.name!r}: the input is too long")
+        return self._made(source, sampling, front, prompt=tokens, resumable=resumable)
+
+    def build_root(self, source: Any, sampling: Mapping[str, Any], *, front: bool) -> Any:
+        self._stumble("build_root")
+        return self._made(source, sampling, front)
+
+    def build_end(self, source: Any) -> Any:
+        return FakeRequest(source.request_id)
+
+    def session_tokens(self, chunk: Any) -> int:
+        return len(chunk.prompt) + 4
+
+    def build_prefill(self, source: Any) -> Any:
+        self._stumble("build_prefill")
+        return msgspec.structs.replace(source, length=1)
+
+    def build_decode(
+        self,
+        source: Any,
+        kv_transfer_params: Mapping[str, Any] | None,
+        sampling: Mapping[str, Any] = {},
+        *,
+        front: bool = True,
+    ) -> Any:
+        if kv_transfer_params is None:
+            return self._made(source, sampling, front)
+        return msgspec.structs.replace(source, sampling_params={**source.sampling_params, "kv": kv_transfer_params})
+
+    def reader(self, request: Any) -> Any:
+        self._stumble("reader")
+        return _Stumbling(self, request) if "read" in self.faults else FakeReader(request)
+
+    def answer(self, output: Any, read: StageOutput) -> Any:
+        self._stumble("answer")
+        return output
+
+    def end(self, request_id: str) -> Any:
+        return FakeOutputs(outputs=[FakeOutput(request_id, [], "stop")])
+
+    def restate_cached(self, output: Any, cached_tokens: int) -> None:
+        if output.cached is not None:
+            output.cached = cached_tokens
+
+    def _made(self, source: Any, sampling: Mapping[str, Any], front: bool, **fields: Any) -> Any:
+        params = {**sampling, "stage": self._stage.name, "front": front}
+        return msgspec.structs.replace(source, sampling_params=params, **fields)
+
+    def _stumble(self, method: str) -> None:
+        if method in self.faults:
+            raise self.faults[method]
+
+
+class _Stumbling(FakeReader):
+    def __init__(self, api: FakeStageApi, request: Any) -> None:
+        super().__init__(request)
+        self._error = api.faults["read"]
+
+    def read(self, output: Any, ended: bool) -> StageOutput:
+        raise self._error
+
+
+@dataclass
+class Played:
+    """One attempt of a request on a played engine."""
+
+    seen: list[int] = field(default_factory=list)
+    turns: deque[int] = field(default_factory=deque)
+    open: bool = True
+    said: int = 0
+    numbered: int = 0
+
+
+class PlayedLink(FakeLink):
+    """A link whose engine answers each turn with tokens that follow from all that it was asked.
+
+    Attributes:
+        python: whether it is a Python stage's, which gives each turn one output and numbers them.
+        attempts: what it works on, by engine-side id.
+        requests: all that it was sent, in order.
+    """
+
+    def __init__(self, name: str, python: bool = False) -> None:
+        super().__init__(name)
+        self.python = python
+        self.attempts: dict[str, Played] = {}
+        self.requests: list[dict[str, Any]] = []
+
+    def send(self, frames: Sequence[Any]) -> None:
+        super().send(frames)
+        body = msgspec.json.decode(frames[1])
+        if frames[0] == b"abort":
+            for name in body:
+                self.attempts.pop(name, None)
+        elif frames[0] == b"add":
+            self.requests.append(body)
+            self._add(body)
+
+    def chunks(self, engine_request_id: str) -> list[list[int]]:
+        """The chunks of a session that were sent, without what closes it."""
+        sent = [body for body in self.requests if body["request_id"] == engine_request_id]
+        return [body["prompt"] for body in sent if body["resumable"]]
+
+    def step(self, engine_request_id: str, count: int = 1) -> None:
+        """The engine puts out so many tokens of the current turn, if there is one, or what is left of it."""
+        attempt = self.attempts[engine_request_id]
+        if not attempt.turns:
+            return
+        answer = self._answer(attempt)
+        new = answer[attempt.said : attempt.said + count]
+        attempt.said += len(new)
+        finish = attempt.said == len(answer)
+        if finish:
+            attempt.turns.popleft()
+            attempt.said = 0
+            attempt.numbered += 1
+            if not attempt.open and not attempt.turns:
+                del self.attempts[engine_request_id]
+        self.output(engine_request_id, *new, finish_reason="stop" if finish else None)
+
+    def tell(self, engine_request_id: str, *tokens: int, finish_reason: str | None = None, **fields: Any) -> None:
+        """The engine sends an output that the test has thought of."""
+        self.say(
+            msgspec.json.encode(
+                FakeOutputs(outputs=[FakeOutput(engine_request_id, list(tokens), finish_reason, **fields)])
+            )
+        )
+
+    def _add(self, body: dict[str, Any]) -> None:
+        attempt = self.attempts.get(body["request_id"])
+        if attempt is None:
+            attempt = self.attempts[body["request_id"]] = Played()
+        elif not body["resumable"]:
+            attempt.open = False
+            if not attempt.turns:
+                del self.attempts[body["request_id"]]
+            return
+        attempt.open = body["resumable"]
+        attempt.seen += body["prompt"]
+        attempt.turns.append(len(attempt.seen))
+
+    def _answer(self, attempt: Played) -> list[int]:
+        if self.python:
+            return [attempt.numbered]
+        seed = sum(attempt.seen[: attempt.turns[0]]) + 5 * attempt.numbered
+        return [(seed + 3 * place) % 25 + 1 for place in range(1 + seed % 4)]

@@ -1,0 +1,214 @@
+"""Requests through the stages of a pipeline: which run, in which order, and what is told to whom."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from tests.fakes.pipeline_fleet import FakePipelineFleet
+from tests.fakes.pipelines import CHAIN, DIAMOND, FAN_OUT, JOIN, SPEECH
+from vllm_omni_plugin.errors import StageInputError
+from vllm_omni_plugin.orchestrator.messages import Receipt
+from vllm_omni_plugin.orchestrator.pipeline_call import CallEnded, StageEvent
+from vllm_omni_plugin.pipeline import Stage
+
+
+def running(fleet: FakePipelineFleet, request_id: str) -> list[str]:
+    """Names of the stages that work on a request."""
+    runs = fleet.states[request_id].runs
+    return [fleet.pipeline.stages[stage_id].name for stage_id, run in sorted(runs.items()) if not run.finished]
+
+
+async def test_the_output_of_a_stage_becomes_the_input_of_the_next() -> None:
+    async with FakePipelineFleet(CHAIN) as fleet:
+        await fleet.submit("r", "text", outputs=["thinker", "refiner"])
+        assert running(fleet, "r") == ["thinker"]
+        await fleet.step("r", 0, count=9)
+        assert running(fleet, "r") == ["refiner"]
+        link, attempt = fleet.attempt("r", 1)
+        assert link.prompts[attempt] == fleet.shown("r", "thinker") != []
+        await fleet.finish()
+        assert fleet.ends == [("r", "stop")]
+        assert fleet.tokens["r"] == fleet.shown("r", "refiner") != []
+        assert fleet.call_ends("r") == [None]
+
+
+async def test_a_plain_request_is_complete_when_its_front_stage_has_answered() -> None:
+    async with FakePipelineFleet(FAN_OUT) as fleet:
+        await fleet.submit("r")
+        await fleet.finish()
+        assert fleet.ends == [("r", "stop")]
+        assert all(not link.requests for (stage_id, _), link in fleet.links.items() if stage_id != 0)
+
+
+@pytest.mark.parametrize(
+    ("stages", "modalities", "expected"),
+    [
+        pytest.param(SPEECH, ["text"], {"thinker"}, id="text alone skips the talker"),
+        pytest.param(SPEECH, ["text", "audio"], {"thinker", "talker", "vocoder"}, id="speech beside text"),
+        pytest.param(SPEECH, ["audio"], {"thinker", "talker", "vocoder"}, id="speech alone"),
+        pytest.param(FAN_OUT, ["text", "image"], {"thinker", "painter"}, id="one branch of two"),
+        pytest.param(FAN_OUT, ["text", "scores", "image"], {"thinker", "judge", "painter"}, id="both branches"),
+        pytest.param(JOIN, ["text"], {"thinker", "doubter", "judge"}, id="join"),
+        pytest.param(DIAMOND, ["text"], {"thinker", "left", "right", "judge"}, id="diamond"),
+    ],
+)
+async def test_the_stages_that_are_needed_run_once_each(
+    stages: Sequence[Stage], modalities: list[str], expected: set[str]
+) -> None:
+    async with FakePipelineFleet(stages) as fleet:
+        await fleet.submit("r", *modalities)
+        await fleet.finish()
+        ran = {stages[stage_id].name for (stage_id, _), link in fleet.links.items() if link.requests}
+        assert ran == expected
+        assert all(len(set(link.added)) <= 1 for link in fleet.links.values())
+        assert fleet.ends == [("r", "stop")]
+        assert fleet.call_ends("r") == [None]
+        assert isinstance(fleet.events["r"][-1], CallEnded)
+
+
+async def test_a_join_waits_for_all_its_inputs_and_gets_them_in_their_order() -> None:
+    async with FakePipelineFleet(DIAMOND) as fleet:
+        await fleet.submit("r", "text", outputs=["left", "right"])
+        await fleet.step("r", 0, count=9)
+        assert running(fleet, "r") == ["left", "right"]
+        await fleet.step("r", 2, count=9)
+        assert running(fleet, "r") == ["left"]
+        await fleet.step("r", 1, count=9)
+        link, attempt = fleet.attempt("r", 3)
+        assert link.prompts[attempt] == fleet.shown("r", "left") + fleet.shown("r", "right")
+
+
+async def test_speech_alone_ends_the_servers_request_after_the_last_event() -> None:
+    async with FakePipelineFleet(SPEECH) as fleet:
+        await fleet.submit("r", "audio")
+        await fleet.step("r", 0, count=9)
+        assert fleet.ends == []
+        await fleet.finish()
+        assert fleet.tokens["r"] == []
+        assert fleet.ends == [("r", "stop")]
+        assert {event.stage for event in fleet.events["r"][:-1] if isinstance(event, StageEvent)} == {"vocoder"}
+        last = fleet.events["r"][-2]
+        assert isinstance(last, StageEvent)
+        assert last.output.finish_reason == "stop"
+
+
+async def test_a_front_stage_in_the_middle_answers_before_the_rest_has_ended() -> None:
+    async with FakePipelineFleet(FAN_OUT) as fleet:
+        await fleet.submit("r", "text", "scores")
+        await fleet.step("r", 0, count=9)
+        assert fleet.ends == [("r", "stop")]
+        assert fleet.call_ends("r") == []
+        await fleet.finish()
+        assert fleet.ends == [("r", "stop")]
+        assert fleet.call_ends("r") == [None]
+
+
+async def test_the_clients_own_sampling_is_for_the_front_stage_and_the_rest_by_name() -> None:
+    async with FakePipelineFleet(CHAIN) as fleet:
+        await fleet.submit("r", "text", sampling={"thinker": {"top_k": 7}})
+        await fleet.finish()
+        thinker, refiner = (fleet.links[stage_id, 0].requests[0]["sampling_params"] for stage_id in (0, 1))
+        assert thinker == {"stage": "thinker", "front": False, "top_k": 7}
+        assert refiner == {"stage": "refiner", "front": True}
+
+
+async def test_events_come_as_the_stage_puts_out_and_the_last_says_so() -> None:
+    async with FakePipelineFleet(CHAIN) as fleet:
+        await fleet.submit("r", "text", prompt=[3])
+        for _ in range(4):
+            await fleet.step("r", 0)
+        events = [event for event in fleet.events["r"] if isinstance(event, StageEvent)]
+        assert [event.output.token_ids for event in events] == [[4], [7], [10], [13]]
+        assert [event.output.finish_reason for event in events] == [None, None, None, "stop"]
+        assert [event.output.text for event in events] == ["e", "h", "k", "n"]
+
+
+async def test_a_stop_string_ends_a_stage_that_is_read_here() -> None:
+    async with FakePipelineFleet(CHAIN) as fleet:
+        await fleet.submit("r", "text", prompt=[3], stop=10)
+        link, attempt = fleet.attempt("r", 0)
+        for _ in range(3):
+            await fleet.step("r", 0)
+        assert link.aborted == [attempt]
+        assert running(fleet, "r") == ["refiner"]
+        link, attempt = fleet.attempt("r", 1)
+        assert link.prompts[attempt] == [4, 7]
+
+
+async def test_a_client_id_that_comes_again_ends_the_request_that_had_it() -> None:
+    async with FakePipelineFleet(CHAIN) as fleet:
+        await fleet.submit("r", "text")
+        first, (link, attempt) = fleet.events["r"], fleet.attempt("r", 0)
+        await fleet.submit("r", "text")
+        assert link.aborted == [attempt]
+        assert [type(event) for event in first] == [CallEnded]
+        await fleet.finish()
+        assert fleet.ends == [("r", "stop")]
+        assert fleet.call_ends("r") == [None]
+
+
+async def test_streaming_input_is_refused_with_an_error_and_an_end() -> None:
+    async with FakePipelineFleet(CHAIN) as fleet:
+        await fleet.submit("r", "text", resumable=True)
+        ((request_id, error),) = fleet.ends
+        assert request_id == "r"
+        assert isinstance(error, StageInputError)
+        assert fleet.call_ends("r") == [error]
+        assert fleet.states == {}
+
+
+async def test_modalities_that_nobody_puts_out_are_refused_and_stop_nobody_else() -> None:
+    async with FakePipelineFleet(CHAIN) as fleet:
+        await fleet.submit("bad", "image")
+        await fleet.submit("good", "text")
+        await fleet.finish()
+        assert [type(end) for _, end in fleet.ends] == [StageInputError, str]
+        assert len(fleet.call_ends("bad")) == len(fleet.call_ends("good")) == 1
+
+
+async def test_a_request_that_only_cleans_up_runs_nowhere() -> None:
+    async with FakePipelineFleet(CHAIN) as fleet:
+        await fleet.submit("r", abort_immediately=True)
+        assert fleet.states == {}
+        assert fleet.ends == []
+        assert all(not link.requests for link in fleet.links.values())
+
+
+async def test_calls_are_told_when_the_orchestrator_ends() -> None:
+    async with FakePipelineFleet(CHAIN) as fleet:
+        await fleet.submit("r", "text")
+        await fleet.submit("plain")
+    (error,) = fleet.call_ends("r")
+    assert "shut down" in str(error)
+    assert fleet.states == {}
+
+
+async def test_each_stage_is_timed_and_leaves_a_receipt() -> None:
+    receipt: Receipt = []
+    async with FakePipelineFleet(CHAIN) as fleet:
+        await fleet.submit("r", "text", receipt=receipt)
+        fleet.now += 2.0
+        await fleet.step("r", 0)
+        fleet.now += 1.0
+        await fleet.finish()
+        assert [name for name, _ in receipt] == ["0.0", "1.0"]
+        ended = fleet.events["r"][-1]
+        assert isinstance(ended, CallEnded)
+        assert set(ended.timings) == {"thinker", "refiner"}
+        assert ended.timings["thinker"] == {"transfer": 0.0, "queue": 0.0, "first_output": 2.0, "run": 3.0}
+        seconds = fleet.orchestrator.metrics.stage_seconds
+        assert sum(seconds[0, "thinker", "first_output"].counts) == 1
+
+
+async def test_replicas_of_each_stage_share_its_work_whatever_their_numbers() -> None:
+    async with FakePipelineFleet(CHAIN, replicas=[1, 3]) as fleet:
+        for number in range(12):
+            await fleet.submit(f"r{number}")
+        while any(0 in state.runs and not state.runs[0].finished for state in fleet.states.values()):
+            for name, stage_id in list(fleet.at_work(list(fleet.states))):
+                if stage_id == 0:
+                    await fleet.step(name, 0, count=9)
+        assert [member.queue_length for member in fleet.pools[1].members] == [4, 4, 4]
+        assert [member.queue_length for member in fleet.pools[0].members] == [0]
+        await fleet.finish()
+        assert len(fleet.ends) == 12

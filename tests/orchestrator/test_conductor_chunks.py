@@ -1,0 +1,185 @@
+"""Stages that begin on chunks of their input: what they get, in which order, and when they end."""
+
+import threading
+from typing import Any
+
+import pytest
+
+from tests.fakes.pipeline_fleet import FakePipelineFleet, stage
+from tests.fakes.pipelines import PYTHON, SPEECH
+from vllm_omni_plugin.orchestrator.pipeline_call import StageEvent
+
+CHUNKED_FRONT = (
+    stage(0, "thinker", "text"),
+    stage(1, "refiner", "text", "thinker", async_chunk=True, chunk_size=2, final=True),
+)
+LISTENING = (
+    stage(0, "thinker", "text", final=True),
+    stage(1, "speaker", "audio", "thinker", engine=PYTHON, async_chunk=True, chunk_size=2, final=True),
+)
+
+
+def chunks(fleet: FakePipelineFleet, stage_id: int) -> list[list[int]]:
+    """Chunks with content that the only request's session of a stage has got."""
+    link = fleet.links[stage_id, 0]
+    return [body["prompt"] for body in link.requests if body["resumable"]]
+
+
+async def test_a_stage_begins_while_the_one_in_front_of_it_runs() -> None:
+    async with FakePipelineFleet(SPEECH) as fleet:
+        await fleet.submit("r", "text", "audio", prompt=[3])
+        await fleet.step("r", 0, count=1)
+        assert 1 not in fleet.states["r"].runs
+        for _ in range(2):
+            await fleet.step("r", 0)
+        assert not fleet.states["r"].runs[0].finished
+        assert chunks(fleet, 1) == [[4, 7]]
+        await fleet.step("r", 0)
+        assert chunks(fleet, 1) == [[4, 7], [10, 13]]
+        assert fleet.links[1, 0].requests[-1]["resumable"] is False
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 9])
+async def test_every_token_arrives_once_and_in_order_however_it_came(count: int) -> None:
+    async with FakePipelineFleet(SPEECH) as fleet:
+        await fleet.submit("r", "text", "audio", prompt=[3])
+        while 0 in {stage_id for _, stage_id in fleet.at_work(["r"])}:
+            await fleet.step("r", 0, count)
+        assert sum(chunks(fleet, 1), []) == [4, 7, 10, 13]
+        await fleet.finish()
+        assert fleet.call_ends("r") == [None]
+
+
+async def test_chunks_keep_their_order_though_the_transform_is_slow() -> None:
+    gate, seen = threading.Event(), list[int]()
+
+    def wish(transfer: Any) -> None:
+        seen.append(transfer.chunk)
+        if transfer.chunk == 0:
+            gate.wait(30)
+
+    try:
+        async with FakePipelineFleet(SPEECH) as fleet:
+            await fleet.submit("r", "text", "audio", prompt=[3], params={"talker": wish})
+            link, attempt = fleet.attempt("r", 0)
+            for _ in range(4):
+                link.step(attempt)
+            await fleet.read()
+            assert fleet.ends == [("r", "stop")]
+            gate.set()
+            await fleet.settle()
+            assert seen == [0, 1]
+            assert chunks(fleet, 1) == [[4, 7], [10, 13]]
+    finally:
+        gate.set()
+
+
+async def test_a_session_ends_once_its_input_is_closed_and_its_last_turn_is_over() -> None:
+    async with FakePipelineFleet(SPEECH) as fleet:
+        await fleet.submit("r", "text", "audio", prompt=[3])
+        await fleet.step("r", 0, count=2)
+        await fleet.step("r", 0, count=1)
+        await fleet.step("r", 1, count=9)
+        assert not fleet.states["r"].runs[1].finished
+        await fleet.finish()
+        assert fleet.call_ends("r") == [None]
+        assert fleet.in_flight == 0
+
+
+async def test_a_last_chunk_that_gives_nothing_still_closes_the_input() -> None:
+    def wish(transfer: Any) -> Any:
+        return "nothing" if transfer.last else None
+
+    async with FakePipelineFleet(SPEECH) as fleet:
+        await fleet.submit("r", "text", "audio", prompt=[3], params={"talker": wish})
+        for _ in range(3):
+            await fleet.step("r", 0)
+        await fleet.step("r", 1, count=9)
+        assert not fleet.states["r"].runs[1].finished
+        await fleet.step("r", 0)
+        assert chunks(fleet, 1) == [[4, 7]]
+        assert fleet.states["r"].runs[1].finished
+        await fleet.finish()
+        assert fleet.call_ends("r") == [None]
+
+
+async def test_a_python_stage_hears_of_the_end_even_if_the_last_chunk_gives_nothing() -> None:
+    async with FakePipelineFleet(LISTENING) as fleet:
+        wish = {"speaker": lambda transfer: "nothing" if transfer.last else None}
+        await fleet.submit("r", "audio", prompt=[3], params=wish)
+        await fleet.finish()
+        assert chunks(fleet, 1)[-1] == []
+        assert fleet.call_ends("r") == [None]
+
+
+async def test_the_memory_of_a_transform_is_one_requests_own() -> None:
+    counts: dict[str, list[int]] = {"a": [], "b": []}
+
+    def wish(transfer: Any) -> None:
+        transfer.memory["seen"] = transfer.memory.get("seen", 0) + 1
+        counts[transfer.request_id].append(transfer.memory["seen"])
+
+    async with FakePipelineFleet(SPEECH) as fleet:
+        for name in counts:
+            await fleet.submit(name, "audio", prompt=[3], params={"talker": wish})
+        await fleet.finish()
+        assert counts["a"] == counts["b"] == list(range(1, len(counts["a"]) + 1))
+
+
+async def test_each_chunk_is_built_knowing_what_its_session_may_hold_by_then() -> None:
+    async with FakePipelineFleet(SPEECH) as fleet:
+        await fleet.submit("r", "audio", prompt=[3])
+        await fleet.finish()
+        sizes = [len(chunk) + 4 for chunk in chunks(fleet, 1)]
+        assert fleet.apis[1].held == [sum(sizes[:number]) for number in range(len(sizes))] != []
+
+
+async def test_vllms_server_sees_one_answer_of_a_front_stage_that_works_on_chunks() -> None:
+    async with FakePipelineFleet(CHUNKED_FRONT) as fleet:
+        await fleet.submit("r", "text", outputs=["refiner"], prompt=[3])
+        for _ in range(3):
+            await fleet.step("r", 0)
+        await fleet.step("r", 1, count=9)
+        assert fleet.tokens["r"]
+        assert fleet.ends == []
+        await fleet.finish()
+        assert len(chunks(fleet, 1)) == 2
+        assert fleet.ends == [("r", "stop")]
+        assert fleet.tokens["r"] == fleet.shown("r", "refiner")
+
+
+async def test_a_front_stage_whose_input_closes_after_its_last_turn_ends_the_answer_too() -> None:
+    wish = {"refiner": lambda transfer: "nothing" if transfer.last else None}
+    async with FakePipelineFleet(CHUNKED_FRONT) as fleet:
+        await fleet.submit("r", "text", prompt=[3], params=wish)
+        for _ in range(3):
+            await fleet.step("r", 0)
+        await fleet.step("r", 1, count=9)
+        assert fleet.ends == []
+        await fleet.step("r", 0)
+        assert fleet.ends == [("r", "stop")]
+        assert fleet.call_ends("r") == [None]
+
+
+async def test_one_requests_chunks_go_to_one_replica() -> None:
+    async with FakePipelineFleet(SPEECH, replicas=[1, 3, 3]) as fleet:
+        for number in range(6):
+            await fleet.submit(f"r{number}", "audio", prompt=[number])
+        await fleet.finish()
+        for stage_id in (1, 2):
+            seen = [
+                {body["request_id"] for body in fleet.links[stage_id, replica_id].requests} for replica_id in range(3)
+            ]
+            assert all(seen)
+            assert not (seen[0] & seen[1] or seen[1] & seen[2] or seen[0] & seen[2])
+            assert sum(map(len, seen)) == 6
+
+
+async def test_audio_comes_in_events_while_the_text_is_written() -> None:
+    async with FakePipelineFleet(LISTENING) as fleet:
+        await fleet.submit("r", "text", "audio", prompt=[3])
+        for _ in range(3):
+            await fleet.step("r", 0)
+        await fleet.step("r", 1)
+        assert [event.stage for event in fleet.events["r"] if isinstance(event, StageEvent)] == ["speaker"]
+        assert fleet.ends == []

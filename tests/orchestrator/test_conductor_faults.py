@@ -1,0 +1,279 @@
+"""Transforms, engines and clients that misbehave: one clear error for the request, and nothing for any other."""
+
+import threading
+from typing import Any
+
+import pytest
+
+from tests.fakes.conditions import eventually
+from tests.fakes.pipeline_fleet import FakePipelineFleet, stage
+from tests.fakes.pipelines import CHAIN, DIAMOND, FAN_OUT, SPEECH
+from tests.fakes.transforms import leaving, raising, refusing
+from vllm_omni_plugin.errors import NoReplicaError, StageError, StageInputError
+from vllm_omni_plugin.orchestrator.pipeline_call import CallEnded
+
+JUDGED = (
+    stage(0, "thinker", "text", final=True),
+    stage(1, "judge", "scores", final=True),
+)
+"""Two stages that know nothing of each other."""
+
+WISHES = [
+    pytest.param(raising, StageError, "its transform failed: RuntimeError: no idea", id="raises"),
+    pytest.param(leaving, StageError, "its transform failed: SystemExit", id="ends the process"),
+    pytest.param(refusing, StageInputError, "no such voice", id="blames the client"),
+    pytest.param("nothing", StageError, "returned nothing", id="returns nothing"),
+    pytest.param(3.5, StageError, "returned a value of type float", id="returns rubbish"),
+    pytest.param([1, -1], StageError, "token ids", id="returns what is no token"),
+    pytest.param("x" * 1001, StageInputError, "the input is too long", id="returns too much"),
+]
+
+
+def the_error(fleet: FakePipelineFleet, request_id: str) -> Exception:
+    """What a request has ended with, which its call was told, too, and once."""
+    (error,) = (end for name, end in fleet.ends if name == request_id)
+    assert isinstance(error, Exception)
+    assert fleet.call_ends(request_id) == [error]
+    assert isinstance(fleet.events[request_id][-1], CallEnded)
+    return error
+
+
+@pytest.mark.parametrize(("wish", "kind", "text"), WISHES)
+async def test_a_transform_that_fails_is_one_error_that_names_the_stage(
+    wish: Any, kind: type[Exception], text: str
+) -> None:
+    async with FakePipelineFleet(CHAIN) as fleet:
+        await fleet.submit("r", "text", params={"refiner": wish})
+        await fleet.submit("other", "text")
+        await fleet.finish()
+        error = the_error(fleet, "r")
+        assert type(error) is kind
+        assert str(error).startswith("Stage 'refiner': ")
+        assert text in str(error)
+        assert fleet.call_ends("other") == [None]
+        assert fleet.in_flight == 0
+
+
+@pytest.mark.parametrize(("wish", "kind", "text"), WISHES)
+async def test_a_transform_of_chunks_that_fails_ends_all_stages(wish: Any, kind: type[Exception], text: str) -> None:
+    async with FakePipelineFleet(SPEECH) as fleet:
+        await fleet.submit("r", "text", "audio", params={"talker": wish})
+        await fleet.finish()
+        # The thinker may have answered before.
+        error = fleet.ends[-1][1]
+        assert type(error) is kind
+        assert str(error).startswith("Stage 'talker': ")
+        assert text in str(error)
+        assert fleet.call_ends("r") == [error]
+        assert fleet.in_flight == 0
+
+
+async def test_a_transform_that_blocks_holds_up_nobody_but_its_own_request() -> None:
+    gate = threading.Event()
+    try:
+        async with FakePipelineFleet(FAN_OUT) as fleet:
+            for number in range(4):
+                wish = {"judge": lambda transfer: gate.wait(30) and None}
+                await fleet.submit(f"slow{number}", "text", "scores", params=wish, settle=False)
+            await fleet.submit("quick", "text", "image", settle=False)
+            await eventually(lambda: len(list(fleet.at_work(list(fleet.states)))) == 5)
+            for name, stage_id in list(fleet.at_work(list(fleet.states))):
+                link, attempt = fleet.attempt(name, stage_id)
+                link.step(attempt, 9)
+            await eventually(lambda: 2 in fleet.states["quick"].runs)
+            link, attempt = fleet.attempt("quick", 2)
+            link.step(attempt)
+            await fleet.read()
+            assert fleet.call_ends("quick") == [None]
+            assert ("slow0", "stop") in fleet.ends
+            await fleet.abort("slow0", whole=True)
+            assert [str(error) for error in fleet.call_ends("slow0")] == ["The request was aborted."]
+            gate.set()
+            await fleet.finish()
+            assert [fleet.call_ends(f"slow{number}") for number in range(1, 4)] == [[None]] * 3
+            assert len(fleet.links[1, 0].requests) == 3
+    finally:
+        gate.set()
+
+
+async def test_what_waits_for_a_thread_is_not_done_for_a_request_that_was_aborted() -> None:
+    gate, done = threading.Event(), list[str]()
+
+    def wish(transfer: Any) -> None:
+        done.append(transfer.request_id)
+        gate.wait(30)
+
+    names = [f"r{number}" for number in range(4)]
+    try:
+        async with FakePipelineFleet(CHAIN) as fleet:
+            for name in names:
+                await fleet.submit(name, "text", params={"refiner": wish}, settle=False)
+            await eventually(lambda: len(list(fleet.at_work(list(fleet.states)))) == 4)
+            for name in names:
+                link, attempt = fleet.attempt(name, 0)
+                link.step(attempt, 9)
+            await eventually(lambda: len(done) == 2, "both threads at work")
+            await fleet.abort(*names[:3], whole=True)
+            gate.set()
+            await fleet.finish()
+            assert set(done) == {"r0", "r1", "r3"}
+            assert fleet.call_ends("r3") == [None]
+    finally:
+        gate.set()
+
+
+async def test_the_end_of_a_preparation_is_of_no_interest_to_an_id_that_was_given_away_meanwhile() -> None:
+    gate = threading.Event()
+    try:
+        async with FakePipelineFleet(CHAIN) as fleet:
+            await fleet.submit("r", "text", params={"refiner": lambda transfer: gate.wait(30) and [7, 7]})
+            link, attempt = fleet.attempt("r", 0)
+            link.step(attempt, 9)
+            await fleet.submit("r", "text")
+            gate.set()
+            await fleet.finish()
+            assert [body["prompt"] for body in fleet.links[1, 0].requests] != [[7, 7]]
+            assert len(fleet.links[1, 0].requests) == 1
+            assert fleet.call_ends("r") == [None]
+    finally:
+        gate.set()
+
+
+@pytest.mark.parametrize(
+    ("method", "stage_id"),
+    [("build_root", 0), ("build", 1), ("reader", 0), ("reader", 1), ("read", 0), ("read", 1), ("answer", 1)],
+)
+async def test_an_api_that_fails_ends_its_request_and_nothing_else(method: str, stage_id: int) -> None:
+    async with FakePipelineFleet(CHAIN) as fleet:
+        fleet.apis[stage_id].faults[method] = KeyError("gone")
+        await fleet.submit("r", "text", outputs=["thinker", "refiner"])
+        await fleet.finish()
+        error = the_error(fleet, "r")
+        assert isinstance(error, StageError)
+        assert str(error).startswith(f"Stage '{fleet.pipeline.stages[stage_id].name}': ")
+        assert "gone" in str(error)
+        assert fleet.in_flight == 0
+        fleet.apis[stage_id].faults.clear()
+        await fleet.submit("next", "text")
+        await fleet.finish()
+        assert fleet.call_ends("next") == [None]
+
+
+@pytest.mark.parametrize("stage_id", [0, 1, 2, 3])
+async def test_an_abort_of_everything_reaches_every_stage(stage_id: int) -> None:
+    async with FakePipelineFleet(DIAMOND) as fleet:
+        await fleet.submit("r", "text")
+        for before in range(stage_id):
+            await fleet.step("r", before, count=9)
+        at_work = [fleet.attempt("r", stage) for _, stage in fleet.at_work(["r"])]
+        await fleet.abort("r", whole=True)
+        assert at_work
+        assert all(attempt in link.aborted for link, attempt in at_work)
+        assert fleet.ends == []
+        assert [str(error) for error in fleet.call_ends("r")] == ["The request was aborted."]
+        await fleet.abort("r", whole=True)
+        assert len(fleet.call_ends("r")) == 1
+        assert fleet.in_flight == 0
+
+
+async def test_an_abort_of_a_plain_request_ends_all_of_it() -> None:
+    async with FakePipelineFleet(CHAIN) as fleet:
+        await fleet.submit("r")
+        link, attempt = fleet.attempt("r", 0)
+        await fleet.abort("r")
+        assert link.aborted == [attempt]
+        assert fleet.states == {}
+
+
+async def test_the_servers_abort_of_an_answer_that_it_cut_at_a_stop_string_leaves_the_rest_alone() -> None:
+    async with FakePipelineFleet(SPEECH) as fleet:
+        await fleet.submit("r", "text", "audio", prompt=[3], stop=10)
+        for _ in range(3):
+            await fleet.step("r", 0)
+        await fleet.abort("r")
+        assert fleet.call_ends("r") == []
+        await fleet.finish()
+        assert fleet.call_ends("r") == [None]
+
+
+async def test_the_servers_abort_of_a_front_stage_that_nobody_reads_ends_that_stage_alone() -> None:
+    async with FakePipelineFleet(JUDGED) as fleet:
+        await fleet.submit("r", "text", "scores")
+        link, attempt = fleet.attempt("r", 0)
+        await fleet.abort("r")
+        assert link.aborted == [attempt]
+        await fleet.finish()
+        assert fleet.call_ends("r") == [None]
+
+
+async def test_the_servers_abort_before_the_answer_has_begun_means_that_its_client_has_left() -> None:
+    async with FakePipelineFleet(CHAIN) as fleet:
+        await fleet.submit("r", "text")
+        await fleet.abort("r")
+        assert len(fleet.call_ends("r")) == 1
+        assert fleet.in_flight == 0
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+async def test_an_engine_that_cuts_a_stage_in_the_middle_short_is_named(reason: str) -> None:
+    async with FakePipelineFleet(CHAIN) as fleet:
+        await fleet.submit("r", "text")
+        link, attempt = fleet.attempt("r", 0)
+        link.tell(attempt, finish_reason=reason)
+        await fleet.read()
+        assert str(the_error(fleet, "r")) == "Stage 'thinker': its engine gave the request up."
+
+
+async def test_an_engine_that_cuts_the_front_stage_short_says_so_itself() -> None:
+    async with FakePipelineFleet(FAN_OUT) as fleet:
+        await fleet.submit("r", "text", "scores")
+        link, attempt = fleet.attempt("r", 0)
+        link.tell(attempt, finish_reason="abort")
+        await fleet.read()
+        assert fleet.ends == [("r", "abort")]
+        (error,) = fleet.call_ends("r")
+        assert isinstance(error, StageError)
+        assert fleet.states == {}
+
+
+@pytest.mark.parametrize(("status", "kind"), [(400, StageInputError), (500, StageError)])
+async def test_a_python_stage_says_what_is_wrong_and_whose_fault_it_is(status: int, kind: type[Exception]) -> None:
+    async with FakePipelineFleet(FAN_OUT) as fleet:
+        await fleet.submit("r", "image")
+        await fleet.step("r", 0, count=9)
+        link, attempt = fleet.attempt("r", 2)
+        told = {"error": "Stage 'painter': no canvas", "status": status}
+        link.tell(attempt, finish_reason="error", kv_transfer_params=told)
+        await fleet.read()
+        error = the_error(fleet, "r")
+        assert (type(error), str(error)) == (kind, "Stage 'painter': no canvas")
+
+
+@pytest.mark.parametrize("held", [False, True])
+async def test_a_stage_without_replicas_fails_its_requests_and_no_others(held: bool) -> None:
+    wait = 600.0 if held else 0.0
+    async with FakePipelineFleet(FAN_OUT, replicas=[1, 0, 1], replica_wait=wait) as fleet:
+        await fleet.submit("r", "text", "scores")
+        await fleet.submit("other", "text", "image")
+        await fleet.finish("other")
+        assert fleet.call_ends("other") == [None]
+        if held:
+            await fleet.step("r", 0, count=9)
+            assert fleet.orchestrator.metrics.held_by_stage == {0: 0, 1: 1, 2: 0}
+            fleet.join(fleet.pools[1].add(0))
+            await fleet.finish()
+            assert fleet.call_ends("r") == [None]
+        else:
+            await fleet.finish()
+            (error,) = fleet.call_ends("r")
+            assert isinstance(error, NoReplicaError)
+
+
+async def test_what_is_held_in_one_stage_may_be_aborted() -> None:
+    async with FakePipelineFleet(CHAIN, replicas=[1, 0], replica_wait=600.0) as fleet:
+        await fleet.submit("r", "text")
+        await fleet.step("r", 0, count=9)
+        assert fleet.orchestrator.metrics.held == 1
+        await fleet.abort("r", whole=True)
+        assert fleet.orchestrator.metrics.held == 0
+        assert len(fleet.call_ends("r")) == 1

@@ -1,0 +1,209 @@
+"""Replicas of a pipeline's stages are lost: requests go on as if nothing had happened, or end with one clear error."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests.fakes.pipeline_fleet import FakePipelineFleet
+from tests.fakes.pipelines import CHAIN, DIAMOND, SPEECH
+from vllm_omni_plugin.errors import NoReplicaError, RequestLostError
+from vllm_omni_plugin.orchestrator.pipeline_call import StageEvent
+from vllm_omni_plugin.pipeline import Stage
+
+Outcome = tuple[list[int], dict[str, list[int]]]
+
+KINDS = [
+    pytest.param(CHAIN, ["text"], id="chain"),
+    pytest.param(DIAMOND, ["text"], id="diamond"),
+    pytest.param(SPEECH, ["text", "audio"], id="speech"),
+]
+
+
+def outcome(fleet: FakePipelineFleet, request_id: str) -> Outcome:
+    """What a client has got in all."""
+    shown: dict[str, list[int]] = {}
+    for event in fleet.events[request_id]:
+        if isinstance(event, StageEvent):
+            shown.setdefault(event.stage, []).extend(event.output.token_ids)
+    return fleet.tokens[request_id], shown
+
+
+async def advance(fleet: FakePipelineFleet) -> bool:
+    """One engine with something to say says one token; the last stage first. False if all have ended."""
+    at_work = sorted(fleet.at_work(list(fleet.states)), key=lambda work: -work[1])
+    if at_work:
+        await fleet.step(*at_work[0])
+    return bool(at_work)
+
+
+async def run(stages: Sequence[Stage], modalities: Sequence[str], lose: dict[int, int]) -> tuple[Outcome, int]:
+    """Run a request; before the steps that are keys, the replica that works on it in a stage is lost.
+
+    Returns:
+        What the client got, and the number of steps.
+    """
+    outputs = [stage.name for stage in stages if stage.is_vllm]
+    async with FakePipelineFleet(stages, replicas=2, migration_limit=9) as fleet:
+        await fleet.submit("r", *modalities, outputs=outputs, prompt=[3], move="replay")
+        steps = 0
+        while fleet.states:
+            stage_id = lose.get(steps)
+            if stage_id is not None and (run := fleet.states["r"].runs.get(stage_id)) and run.replica_id is not None:
+                replica_id = run.replica_id
+                fleet.lose(stage_id, replica_id)
+                fleet.join(fleet.pools[stage_id].member(replica_id))
+            if not await advance(fleet):
+                break
+            steps += 1
+        await fleet.read()
+        assert fleet.states == {}
+        assert fleet.in_flight == 0
+        assert fleet.ends == [("r", "stop")]
+        assert fleet.call_ends("r") == [None]
+        return outcome(fleet, "r"), steps
+
+
+@pytest.mark.parametrize(("stages", "modalities"), KINDS)
+async def test_a_loss_in_any_stage_at_any_moment_changes_nothing_that_the_client_gets(
+    stages: Sequence[Stage], modalities: Sequence[str]
+) -> None:
+    undisturbed, steps = await run(stages, modalities, {})
+    assert steps > 6
+    for stage in stages:
+        for step in range(steps):
+            assert (await run(stages, modalities, {step: stage.id}))[0] == undisturbed, (stage.name, step)
+
+
+@pytest.mark.parametrize("stage_id", [0, 1, 2])
+async def test_losses_before_every_step_change_nothing_either(stage_id: int) -> None:
+    undisturbed, _ = await run(SPEECH, ["text", "audio"], {})
+    losses = {step: stage_id for step in range(9)}
+    assert (await run(SPEECH, ["text", "audio"], losses))[0] == undisturbed
+
+
+async def test_an_answer_goes_on_where_it_was_with_what_was_delivered_in_its_prompt() -> None:
+    async with FakePipelineFleet(CHAIN, replicas=2) as fleet:
+        await fleet.submit("r", "text", move="resume")
+        await fleet.step("r", 0)
+        link, attempt = fleet.attempt("r", 0)
+        link.say_dead()
+        moved_link, moved_attempt = fleet.attempt("r", 0)
+        assert moved_link is not link
+        assert moved_link.prompts[moved_attempt] == [*link.prompts[attempt], *fleet.states["r"].runs[0].produced]
+
+
+async def test_a_session_takes_all_its_chunks_along_with_those_that_came_while_nobody_served() -> None:
+    async with FakePipelineFleet(SPEECH, replicas=[1, 1, 1], replica_wait=600.0) as fleet:
+        await fleet.submit("r", "text", "audio", prompt=[3])
+        for _ in range(3):
+            await fleet.step("r", 0)
+        await fleet.step("r", 1)
+        fleet.lose(1, 0)
+        await fleet.step("r", 0)
+        assert fleet.orchestrator.metrics.held_by_stage[1] == 1
+        link = fleet.join(fleet.pools[1].member(0))
+        assert [body["prompt"] for body in link.requests] == [[4, 7], [10, 13], []]
+        assert [body["resumable"] for body in link.requests] == [True, True, False]
+        assert len({body["request_id"] for body in link.requests}) == 1
+        swallowed = fleet.orchestrator.metrics.swallowed_tokens
+        await fleet.finish()
+        assert fleet.orchestrator.metrics.swallowed_tokens == swallowed + 1
+        assert fleet.call_ends("r") == [None]
+
+
+async def test_a_session_whose_turns_had_all_been_delivered_ends_when_its_replay_has_been_swallowed() -> None:
+    wish = {"talker": lambda transfer: "nothing" if transfer.last else None}
+    async with FakePipelineFleet(SPEECH, replicas=2) as fleet:
+        await fleet.submit("r", "text", "audio", outputs=["talker"], prompt=[3], params=wish)
+        for _ in range(3):
+            await fleet.step("r", 0)
+        await fleet.step("r", 1, count=9)
+        before = fleet.shown("r", "talker")
+        fleet.attempt("r", 1)[0].say_dead()
+        await fleet.step("r", 0)
+        assert not fleet.states["r"].runs[1].finished
+        await fleet.finish()
+        assert fleet.shown("r", "talker") == before != []
+        assert fleet.call_ends("r") == [None]
+
+
+@pytest.mark.parametrize("stage_id", [0, 1, 2])
+async def test_a_stage_may_move_as_often_as_the_limit_and_then_the_request_fails(stage_id: int) -> None:
+    async with FakePipelineFleet(SPEECH, replicas=2, migration_limit=1) as fleet:
+        await fleet.submit("r", "text", "audio", prompt=[3], move="replay")
+        while stage_id not in fleet.states["r"].runs:
+            await advance_before(fleet, stage_id)
+        for left in (1, 0):
+            run = fleet.states["r"].runs[stage_id]
+            replica_id = run.replica_id
+            assert replica_id is not None
+            fleet.lose(stage_id, replica_id)
+            fleet.join(fleet.pools[stage_id].member(replica_id))
+            assert ("r" in fleet.states) == bool(left)
+        await fleet.read()
+        error = fleet.ends[-1][1]
+        assert isinstance(error, RequestLostError)
+        assert fleet.call_ends("r") == [error]
+        assert fleet.in_flight == 0
+
+
+async def advance_before(fleet: FakePipelineFleet, stage_id: int) -> None:
+    """The stages in front of one work."""
+    for name, other in list(fleet.at_work(list(fleet.states))):
+        if other < stage_id and name in fleet.states:
+            await fleet.step(name, other)
+
+
+async def test_the_moves_of_one_stage_do_not_count_for_another() -> None:
+    async with FakePipelineFleet(CHAIN, replicas=2, migration_limit=1) as fleet:
+        await fleet.submit("r", "text", move="replay")
+        for stage_id in (0, 1):
+            fleet.attempt("r", stage_id)[0].say_dead()
+            await fleet.step("r", stage_id, count=9)
+        assert fleet.call_ends("r") == [None]
+
+
+async def test_a_replay_that_says_something_else_fails_the_request() -> None:
+    async with FakePipelineFleet(SPEECH, replicas=2) as fleet:
+        await fleet.submit("r", "text", "audio", prompt=[3])
+        for _ in range(3):
+            await fleet.step("r", 0)
+        await fleet.step("r", 1)
+        fleet.attempt("r", 1)[0].say_dead()
+        link, attempt = fleet.attempt("r", 1)
+        link.tell(attempt, 99)
+        await fleet.read()
+        error = fleet.ends[-1][1]
+        assert isinstance(error, RequestLostError)
+        assert fleet.call_ends("r") == [error]
+        assert fleet.orchestrator.metrics.diverged == 1
+        assert fleet.in_flight == 0
+
+
+@pytest.mark.parametrize("delivered", [False, True])
+async def test_the_last_replica_of_a_stage_is_lost(delivered: bool) -> None:
+    async with FakePipelineFleet(CHAIN) as fleet:
+        await fleet.submit("r", "text", move="replay")
+        if delivered:
+            await fleet.step("r", 0)
+        fleet.lose(0, 0)
+        await fleet.read()
+        ((_, error),) = fleet.ends
+        assert type(error) is (RequestLostError if delivered else NoReplicaError)
+        assert fleet.call_ends("r") == [error]
+
+
+async def test_outputs_of_a_lost_replica_and_of_aborted_requests_are_dropped() -> None:
+    async with FakePipelineFleet(CHAIN, replicas=2) as fleet:
+        await fleet.submit("r", "text", move="replay")
+        link, attempt = fleet.attempt("r", 0)
+        link.say_dead()
+        link.tell(attempt, 3)
+        link, attempt = fleet.attempt("r", 0)
+        await fleet.abort("r", whole=True)
+        events: list[Any] = list(fleet.events["r"])
+        link.tell(attempt, 3, finish_reason="stop")
+        await fleet.read()
+        assert fleet.events["r"] == events
+        assert fleet.ends == []

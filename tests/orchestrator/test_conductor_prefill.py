@@ -1,0 +1,153 @@
+"""A prefill stage and the one that goes on from its KV cache."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.fakes.pipeline_fleet import FakePipelineFleet, stage
+from tests.fakes.pipelines import DISAGGREGATED
+
+LONG, SHORT = [1, 2, 3], [1, 2]
+PARAMS = {"remote": "here"}
+
+
+def sent(fleet: FakePipelineFleet, stage_id: int, replica_id: int = 0) -> list[dict[str, Any]]:
+    """What a replica was sent."""
+    return fleet.links[stage_id, replica_id].requests
+
+
+async def prefilled(
+    fleet: FakePipelineFleet, cached: int | None = 2, params: Any = PARAMS, modalities: Sequence[str] = (), **fields: Any
+) -> None:
+    """Submit a request and let its prefill be done."""
+    await fleet.submit("r", *modalities, prompt=LONG, **fields)
+    link, attempt = fleet.attempt("r", 0)
+    link.tell(attempt, 9, finish_reason="length", kv_transfer_params=params, cached=cached)
+    await fleet.settle()
+
+
+async def test_the_decode_stage_is_told_what_the_prefill_said() -> None:
+    async with FakePipelineFleet(DISAGGREGATED) as fleet:
+        await prefilled(fleet)
+        assert sent(fleet, 0)[0]["length"] == 1
+        assert sent(fleet, 1)[0]["sampling_params"]["kv"] == PARAMS
+        assert sent(fleet, 1)[0]["sampling_params"]["front"] is True
+        await fleet.finish()
+        assert fleet.ends == [("r", "stop")]
+        assert 9 not in fleet.tokens["r"]
+
+
+async def test_a_prefill_that_says_nothing_leaves_the_cache_where_the_connector_finds_it() -> None:
+    async with FakePipelineFleet(DISAGGREGATED) as fleet:
+        await prefilled(fleet, params=None)
+        assert "kv" not in sent(fleet, 1)[0]["sampling_params"]
+        link, attempt = fleet.attempt("r", 1)
+        link.tell(attempt, 5, cached=3)
+        await fleet.read()
+        assert fleet.cached["r"] == [2]
+
+
+@pytest.mark.parametrize(("cached", "told"), [(2, [2]), (0, [0]), (None, [0])])
+async def test_cached_tokens_are_those_that_the_prefill_found(cached: int | None, told: list[int]) -> None:
+    async with FakePipelineFleet(DISAGGREGATED) as fleet:
+        await prefilled(fleet, cached)
+        link, attempt = fleet.attempt("r", 1)
+        link.tell(attempt, 5, cached=3)
+        await fleet.read()
+        assert fleet.cached["r"] == told
+
+
+async def test_short_prompts_skip_the_prefill_and_the_engines_own_word_on_cached_tokens_stands() -> None:
+    async with FakePipelineFleet(DISAGGREGATED) as fleet:
+        await fleet.submit("r", prompt=SHORT)
+        assert sent(fleet, 0) == []
+        assert "kv" not in sent(fleet, 1)[0]["sampling_params"]
+        link, attempt = fleet.attempt("r", 1)
+        link.tell(attempt, 5, cached=1)
+        await fleet.read()
+        assert fleet.cached["r"] == [1]
+
+
+async def test_without_a_prefill_replica_the_decode_stage_computes() -> None:
+    async with FakePipelineFleet(DISAGGREGATED, replicas=[0, 1], replica_wait=600.0) as fleet:
+        await fleet.submit("r", prompt=LONG)
+        await fleet.finish()
+        assert fleet.ends == [("r", "stop")]
+        assert fleet.orchestrator.can_serve
+
+
+@pytest.mark.parametrize("how", ["lost", "abort", "error"])
+async def test_a_prefill_that_fails_is_made_up_for(how: str) -> None:
+    async with FakePipelineFleet(DISAGGREGATED, replicas=[2, 1]) as fleet:
+        await fleet.submit("r", "text", prompt=LONG)
+        link, attempt = fleet.attempt("r", 0)
+        if how == "lost":
+            link.say_dead()
+        else:
+            link.tell(attempt, finish_reason=how)
+        await fleet.settle()
+        assert "kv" not in sent(fleet, 1)[0]["sampling_params"]
+        await fleet.finish()
+        assert fleet.ends == [("r", "stop")]
+        assert fleet.call_ends("r") == [None]
+        assert fleet.in_flight == 0
+
+
+async def test_a_prefill_that_cannot_be_built_fails_the_request_that_asks_for_it() -> None:
+    async with FakePipelineFleet(DISAGGREGATED) as fleet:
+        fleet.apis[0].faults["build_prefill"] = KeyError("gone")
+        await fleet.submit("r", prompt=LONG)
+        ((_, error),) = fleet.ends
+        assert str(error).startswith("Stage 'prefill': ")
+
+
+@pytest.mark.parametrize("delivered", [False, True])
+async def test_a_lost_decode_goes_on_without_the_cache_that_was_fetched_already(delivered: bool) -> None:
+    async with FakePipelineFleet(DISAGGREGATED, replicas=[1, 2]) as fleet:
+        await prefilled(fleet)
+        link, attempt = fleet.attempt("r", 1)
+        if delivered:
+            link.tell(attempt, 5, cached=3)
+        link.say_dead()
+        await fleet.settle()
+        link, attempt = fleet.attempt("r", 1)
+        (request,) = link.requests
+        assert "kv" not in request["sampling_params"]
+        assert request["prompt"] == [*LONG, *([5] if delivered else [])]
+        link.tell(attempt, 6, cached=1, finish_reason="stop")
+        await fleet.read()
+        assert fleet.tokens["r"] == ([5, 6] if delivered else [6])
+        assert fleet.cached["r"][0] == (2 if delivered else 1)
+        assert fleet.ends == [("r", "stop")]
+
+
+async def test_every_attempt_has_the_seed_that_makes_its_answer_repeatable() -> None:
+    async with FakePipelineFleet(DISAGGREGATED, replicas=[1, 2]) as fleet:
+        seeds = iter(range(10))
+
+        def movable(request: Any) -> Any:
+            params = request.sampling_params
+            if "seed" in params:
+                return request
+            return msgspec.structs.replace(request, sampling_params={**params, "seed": next(seeds)})
+
+        fleet.apis[1].movable = movable  # type: ignore[method-assign]
+        await prefilled(fleet)
+        fleet.attempt("r", 1)[0].say_dead()
+        await fleet.settle()
+        first, second = (request for replica_id in range(2) for request in sent(fleet, 1, replica_id))
+        assert first["sampling_params"]["seed"] == second["sampling_params"]["seed"] == 0
+
+
+async def test_a_decode_stage_that_is_not_the_front_one_has_the_files_sampling_in_every_attempt() -> None:
+    stages = (*DISAGGREGATED[:1], stage(1, "decode", "text", "prefill", model="one", transform="kv_transfer"))
+    async with FakePipelineFleet((*stages, stage(2, "refiner", "text", "decode", final=True)), [1, 2, 1]) as fleet:
+        await prefilled(fleet, modalities=("text",), sampling={"decode": {"top_k": 3}})
+        fleet.attempt("r", 1)[0].say_dead()
+        await fleet.settle()
+        params = [request["sampling_params"] for replica_id in range(2) for request in sent(fleet, 1, replica_id)]
+        assert [(each["front"], each["top_k"]) for each in params] == [(False, 3)] * 2
+        await fleet.finish()
+        assert fleet.cached == {}
