@@ -52,7 +52,7 @@ class Transfer:
         request_id: the client's id.
         stage: name of the stage that gets the input.
         prompt_token_ids: the request's prompt, in tokens of the model that it was made for.
-        prompt: the same as text; "" where it cannot be told.
+        prompt: the same as text, without special tokens; "" where it cannot be told.
         params: what the client gave for stages to read, such as `voice`; plain data.
         chunk: number of the chunk, from 0; always 0 where the stage waits for whole outputs.
         last: whether nothing follows; always true where the stage waits for whole outputs.

@@ -43,7 +43,11 @@ def forward(name: str, source: Socket, sink: Socket, closes: Sequence[Socket]) -
 def _run(source: Socket, sink: Socket, closes: Sequence[Socket]) -> None:
     try:
         with contextlib.suppress(zmq.ContextTerminated):
-            zmq.proxy(source, sink)
+            while True:
+                # libzmq's proxy ends with EAGAIN when a socket that was said to be readable has nothing after all, as
+                # happens where messages come while a peer is still being admitted. Nothing is lost by that.
+                with contextlib.suppress(zmq.Again):
+                    zmq.proxy(source, sink)
     finally:
         for socket in closes:
             socket.close()
