@@ -3,9 +3,9 @@
     python benchmarks/kv_events.py --model DIR --together --out benchmarks/results/kv_events.md
 
 A fleet of one replica runs the model on a core of its own. Under `kv-aware` its engine reports every block that it
-stores or evicts, and the head follows; under `prefix` it does not. The prompts share nothing and the cache is full
-after the first of them, so that as much is reported as can be. With a tiny model vLLM's scheduler is a large part of
-an iteration, so this is the most that the reports can cost.
+stores or evicts, and the head follows; under `prefix` it does not. The prompts have little in common and the cache is
+soon full, so that nearly as much is reported as can be. With a tiny model vLLM's scheduler is a large part of an
+iteration, so this is about the most that the reports can cost.
 """
 
 from side_by_side import Load, arguments, block_size, compare

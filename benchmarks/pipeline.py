@@ -26,7 +26,7 @@ from processes import percentile
 from setups import sleeping
 
 WARM_UP = 8
-TOKENS = 16
+TOKENS = 8
 """Of each stage's answer in a chain of texts."""
 THOUGHT, CODES_PER_TOKEN = 32, 4
 """Of speech: tokens of the thinker's text, and codec tokens for each."""
@@ -189,6 +189,7 @@ def report_hops(answers: Answers, behind: Sequence[str], engines: Sequence[float
         rows = list(zip(piped, chained, engines, strict=True))
         print(f"| pipeline, by the client's | {_cells([(p.whole - c.calls[0] - e) / hops for p, c, e in rows])} |")
         print(f"| HTTP chain, by the client's | {_cells([(c.whole - c.calls[0] - e) / hops for _, c, e in rows])} |")
+        print(f"| pipeline, less the chain's | {_cells([(p.whole - c.whole) / hops for p, c, _ in rows])} |")
 
 
 def machine(real: bool, step: float) -> str:

@@ -27,7 +27,8 @@ class Servers:
 
     def __init__(self, folder: Path, engine_args: Sequence[str]) -> None:
         self._folder = folder
-        self._args = (*engine_args, "--host", "127.0.0.1", "--served-model-name", MODEL_NAME)
+        where = ("--host", "127.0.0.1", "--served-model-name", MODEL_NAME)
+        self._args = (*engine_args, *where, "--disable-uvicorn-access-log")
         self._stack = ExitStack()
         self._started: dict[str, Process] = {}
 

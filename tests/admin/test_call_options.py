@@ -159,3 +159,28 @@ def test_where_a_python_stage_answers_the_entry_stage_takes_the_requests_own_par
     }
     with pytest.raises(BadOptionError, match="Stage 'writer' takes the request's own"):
         read_call_options({"omni": {"sampling": {"writer": {"seed": 1}}}}, both)
+
+
+def prefilled() -> Pipeline:
+    """A writer whose prompts another stage computes, and a gate in Python behind it."""
+    prefill = Stage(0, "prefill", "vllm", Modality.KV_CACHE, model="m")
+    writer = Stage(1, "writer", "vllm", TEXT, model="m", inputs=("prefill",))
+    return Pipeline((prefill, writer, Stage(2, "gate", "a.b:C", TEXT, inputs=("writer",), final=True)))
+
+
+def test_behind_a_prefill_it_is_the_writer_that_takes_the_requests_own_parameters() -> None:
+    with pytest.raises(BadOptionError, match="Stage 'writer' takes the request's own"):
+        read_call_options({"omni": {"sampling": {"writer": {"seed": 1}}}}, prefilled())
+
+
+def test_a_stage_that_samples_nothing_takes_no_parameters() -> None:
+    with pytest.raises(BadOptionError, match="Stage 'prefill' only fills a KV cache") as raised:
+        read_call_options({"omni": {"sampling": {"prefill": {"seed": 1}}}}, prefilled())
+    assert raised.value.param == "omni.sampling.prefill"
+
+
+def test_where_a_cache_is_fetched_from_is_not_for_clients_to_say(speech: Pipeline) -> None:
+    extra = {"extra_args": {"kv_transfer_params": {"remote_host": "10.0.0.1"}}}
+    with pytest.raises(BadOptionError, match="`kv_transfer_params` are the pipeline's own") as raised:
+        read_call_options({"modalities": ["audio"], "omni": {"sampling": {"talker": extra}}}, speech)
+    assert raised.value.param == "omni.sampling.talker"

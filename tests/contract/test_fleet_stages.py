@@ -42,14 +42,14 @@ def plans(*stages: Stage, tokenizers: str = "") -> tuple[StagePlan, ...]:
 
 def test_a_fleet_without_pipeline_has_one_stage() -> None:
     stages = FleetStages.of([plan(0, None, config="config")])
-    assert (stages.pipeline, stages.entry, stages.of_the_model) == (None, 0, (0,))
+    assert (stages.pipeline, stages.entry, stages.prompt_stage, stages.of_the_model) == (None, 0, 0, (0,))
     assert (stages.configs, stages.front_tokenizer) == (["config"], None)
 
 
 def test_a_model_that_two_stages_run_is_asked_in_both() -> None:
     prefill = stage(0, "m", output=Modality.KV_CACHE)
     stages = FleetStages.of(plans(prefill, stage(1, "m", "stage0", final=True)))
-    assert (stages.entry, stages.of_the_model) == (0, (0, 1))
+    assert (stages.entry, stages.prompt_stage, stages.of_the_model) == (0, 1, (0, 1))
 
 
 def test_the_model_is_that_of_the_stage_which_reads_prompts() -> None:

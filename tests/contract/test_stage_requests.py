@@ -122,6 +122,8 @@ def test_a_longer_context_found_when_engines_start_is_seen(folder: Path) -> None
         (StageInput(token_ids=[3], sampling={"top_p": 2.0}), "top_p must be in (0, 1], got 2.0"),
         (StageInput(token_ids=[3], sampling={"max_tokens": "many"}), "Expected `int | null`, got `str`"),
         (StageInput(token_ids=[3], sampling={"stop_token_ids": [999]}), "token_id(s) [999] in stop_token_ids contain"),
+        (StageInput(token_ids=[3], sampling={"seed": 2**63}), "'seed' has more than 64 bits"),
+        (StageInput(token_ids=[3], sampling={"logprobs": 5}), "unknown parameter 'logprobs'"),
         (StageInput(token_ids=[3], sampling={"n": 2}), "unknown parameter 'n': use presence_penalty, "),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

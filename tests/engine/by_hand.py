@@ -33,6 +33,11 @@ def text_of(folder: Path, tokens: Sequence[int]) -> str:
     return str(tokenizer_of(folder).decode(tokens))
 
 
+def without_specials(folder: Path, text: str) -> str:
+    """A text without the special tokens of a model, which mean nothing to another one."""
+    return str(tokenizer_of(folder).decode(token_ids(folder, text), skip_special_tokens=True))
+
+
 def greedy(folder: Path, prompt: Sequence[int], count: int) -> list[int]:
     """The most likely tokens after a prompt."""
     import torch

@@ -83,7 +83,13 @@ class FakeOutputs(msgspec.Struct):
 
 
 class FakeEngineApi:
-    """Satisfies `Codec` and `RequestApi`."""
+    """Satisfies `Codec` and `RequestApi`.
+
+    Attributes:
+        pooling_task: see `RequestApi`.
+    """
+
+    pooling_task: str | None = None
 
     def encode_add(self, request: Any, engine_request_id: str, client_index: int = 0) -> Frames:
         return (b"add", msgspec.json.encode(msgspec.structs.replace(request, request_id=engine_request_id)))

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -10,7 +10,7 @@ from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeRequest
 from tests.fakes.stage_api import FakeStageApi, PlayedLink
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
-from vllm_omni_plugin.orchestrator.messages import AbortRequests, Receipt, RequestFailed, SubmitRequest
+from vllm_omni_plugin.orchestrator.messages import AbortRequests, Receipt, RequestFailed, RequestStages, SubmitRequest
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pipeline_call import CallEnded, PipelineCall, StageEvent
 from vllm_omni_plugin.orchestrator.request_state import OrchestratorRequestState, PipelineRequestState
@@ -49,6 +49,7 @@ class FakePipelineFleet:
         cached: what it was told of cached tokens.
         ends: how each request ended there: its finish reason or error, in order.
         events: what each call was told.
+        traces: what traced requests did in their stages.
     """
 
     def __init__(
@@ -66,13 +67,20 @@ class FakePipelineFleet:
             for stage in self.pipeline.stages
         ]
         self.orchestrator = Orchestrator(
-            self.pools, self.apis, migration_limit, self.clock, replica_wait, self.pipeline, lambda request: "the prompt"
+            self.pools,
+            self.apis,
+            migration_limit,
+            self.clock,
+            replica_wait,
+            self.pipeline,
+            lambda request: "the prompt",
         )
         self.links: dict[tuple[int, int], PlayedLink] = {}
         self.tokens: dict[str, list[int]] = {}
         self.cached: dict[str, list[int]] = {}
         self.ends: list[tuple[str, Any]] = []
         self.events: dict[str, list[StageEvent | CallEnded]] = {}
+        self.traces: list[RequestStages] = []
         counts = [replicas] * len(self.pools) if isinstance(replicas, int) else replicas
         for pool, count in zip(self.pools, counts, strict=True):
             for replica_id in range(count):
@@ -130,6 +138,7 @@ class FakePipelineFleet:
         params: dict[str, Any] | None = None,
         sampling: dict[str, Any] | None = None,
         receipt: Receipt | None = None,
+        traced: bool = False,
         settle: bool = True,
         **fields: Any,
     ) -> None:
@@ -139,7 +148,7 @@ class FakePipelineFleet:
             events = self.events[request_id] = []
             call = PipelineCall(modalities, events.append, frozenset(outputs), sampling or {}, params or {})
         fields.setdefault("prompt", [1, 2, 3])
-        await self.hand_over(SubmitRequest(FakeRequest(request_id, **fields), self.now, receipt, call))
+        await self.hand_over(SubmitRequest(FakeRequest(request_id, **fields), self.now, receipt, call, traced))
         if settle:
             await self.settle()
 
@@ -153,9 +162,16 @@ class FakePipelineFleet:
         queue.force_put(message)
         await eventually(lambda: len(queue) == 0, "the taking of a message")
 
-    async def settle(self) -> None:
-        """Wait until nothing is being prepared, and read what there is for vLLM's server."""
-        await eventually(lambda: not any(map(_is_preparing, self.states.values())), "the end of preparations")
+    async def settle(self, blocked: Container[tuple[str, int]] = ()) -> None:
+        """Wait until nothing is being prepared, and read what there is for vLLM's server.
+
+        Args:
+            blocked: requests and stages whose transform is kept from its end.
+        """
+        await eventually(
+            lambda: all(each in blocked for state in self.states.values() for each in _in_preparation(state)),
+            "the end of preparations",
+        )
         await self.read()
 
     async def read(self) -> None:
@@ -183,7 +199,7 @@ class FakePipelineFleet:
                 if name in self.states and self.states[name].runs[stage_id].replica_id is not None:
                     link, attempt = self.attempt(name, stage_id)
                     if attempt in link.attempts:
-                        link.step(attempt, 2)
+                        link.step(attempt)
             await self.settle()
         await self.read()
 
@@ -214,7 +230,10 @@ class FakePipelineFleet:
         if isinstance(item, RequestFailed):
             self.ends.append((item.request_id, item.error))
             return
-        for output in getattr(item, "outputs", ()):
+        if isinstance(item, RequestStages):
+            self.traces.append(item)
+            return
+        for output in item.outputs:
             self.tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
             if output.cached is not None:
                 self.cached.setdefault(output.request_id, []).append(output.cached)
@@ -222,8 +241,9 @@ class FakePipelineFleet:
                 self.ends.append((output.request_id, output.finish_reason))
 
 
-def _is_preparing(state: OrchestratorRequestState) -> bool:
+def _in_preparation(state: OrchestratorRequestState) -> Iterator[tuple[str, int]]:
     assert isinstance(state, PipelineRequestState)
     journey = state.journey
-    whole = journey.begun - journey.ended - set(state.runs) - set(journey.feeds)
-    return bool(whole) or any(feed.busy for feed in journey.feeds.values())
+    whole = journey.begun - journey.ended.keys() - set(state.runs) - set(journey.feeds)
+    for stage_id in (*whole, *(stage_id for stage_id, feed in journey.feeds.items() if feed.busy)):
+        yield state.request_id, stage_id

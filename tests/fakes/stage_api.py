@@ -54,6 +54,9 @@ class FakeStageApi(FakeEngineApi):
         self.held: list[int] = []
         self._stage = stage
 
+    def check_front(self, source: Any) -> None:
+        self._stumble("check_front")
+
     def build(
         self,
         source: Any,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.fakes.pipeline_fleet import FakePipelineFleet
+from tests.fakes.pipeline_fleet import FakePipelineFleet, stage
 from tests.fakes.pipelines import CHAIN, DIAMOND, FAN_OUT, JOIN, SPEECH
 from vllm_omni_plugin.errors import StageInputError
 from vllm_omni_plugin.orchestrator.messages import Receipt
@@ -38,6 +38,17 @@ async def test_a_plain_request_is_complete_when_its_front_stage_has_answered() -
         await fleet.finish()
         assert fleet.ends == [("r", "stop")]
         assert all(not link.requests for (stage_id, _), link in fleet.links.items() if stage_id != 0)
+
+
+async def test_what_a_plain_request_does_not_wait_for_ends_with_its_answer() -> None:
+    twins = (stage(0, "first", "text", final=True), stage(1, "second", "text", final=True))
+    async with FakePipelineFleet(twins) as fleet:
+        await fleet.submit("r")
+        link, attempt = fleet.attempt("r", 0)
+        await fleet.step("r", 1, count=9)
+        assert fleet.ends == [("r", "stop")]
+        assert link.aborted == [attempt]
+        assert fleet.in_flight == 0
 
 
 @pytest.mark.parametrize(
@@ -198,6 +209,37 @@ async def test_each_stage_is_timed_and_leaves_a_receipt() -> None:
         assert ended.timings["thinker"] == {"transfer": 0.0, "queue": 0.0, "first_output": 2.0, "run": 3.0}
         seconds = fleet.orchestrator.metrics.stage_seconds
         assert sum(seconds[0, "thinker", "first_output"].counts) == 1
+
+
+@pytest.mark.parametrize("end", ["completed", "aborted", "failed"])
+async def test_a_traced_request_tells_once_when_its_stages_worked(end: str) -> None:
+    async with FakePipelineFleet(CHAIN) as fleet:
+        fleet.now = 1.0
+        await fleet.submit("r", "text", traced=True)
+        fleet.now = 3.0
+        await fleet.step("r", 0, count=9)
+        fleet.now = 4.0
+        if end == "completed":
+            await fleet.finish()
+        elif end == "aborted":
+            await fleet.abort("r", whole=True)
+        else:
+            fleet.lose(1, 0)
+        await fleet.read()
+        (trace,) = fleet.traces
+        assert trace.request_id == "r"
+        thinker, refiner = trace.stages
+        assert (thinker.stage_id, thinker.stage, thinker.began_at, thinker.ended_at) == (0, "thinker", 1.0, 3.0)
+        assert (refiner.stage_id, refiner.stage, refiner.began_at, refiner.ended_at) == (1, "refiner", 3.0, 4.0)
+        assert thinker.parts["run"] == 2.0
+        assert ("run" in refiner.parts) == (end == "completed")
+
+
+async def test_a_request_that_is_not_traced_tells_nothing() -> None:
+    async with FakePipelineFleet(CHAIN) as fleet:
+        await fleet.submit("r")
+        await fleet.finish()
+        assert fleet.traces == []
 
 
 async def test_replicas_of_each_stage_share_its_work_whatever_their_numbers() -> None:

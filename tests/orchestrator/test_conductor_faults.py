@@ -1,22 +1,42 @@
 """Transforms, engines and clients that misbehave: one clear error for the request, and nothing for any other."""
 
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.fakes.conditions import eventually
+from tests.fakes.engine_api import FakeOutput, FakeRequest
 from tests.fakes.pipeline_fleet import FakePipelineFleet, stage
-from tests.fakes.pipelines import CHAIN, DIAMOND, FAN_OUT, SPEECH
+from tests.fakes.pipelines import CHAIN, DIAMOND, FAN_OUT, PYTHON, SPEECH
+from tests.fakes.stage_api import FakeStageApi
 from tests.fakes.transforms import leaving, raising, refusing
+from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.errors import NoReplicaError, StageError, StageInputError
-from vllm_omni_plugin.orchestrator.pipeline_call import CallEnded
+from vllm_omni_plugin.orchestrator.conductor import Conductor
+from vllm_omni_plugin.orchestrator.dispatcher import Dispatcher
+from vllm_omni_plugin.orchestrator.messages import RequestFailed, SubmitRequest
+from vllm_omni_plugin.orchestrator.metrics import OrchestratorMetrics
+from vllm_omni_plugin.orchestrator.pipeline_call import CallEnded, PipelineCall, StageEvent
+from vllm_omni_plugin.orchestrator.preparation import Preparation
+from vllm_omni_plugin.orchestrator.request_state import PipelineRequestState
+from vllm_omni_plugin.orchestrator.stage_pool import StagePool
+from vllm_omni_plugin.pipeline import Pipeline
 
+SHORT = 0.02
+"""Seconds."""
 JUDGED = (
     stage(0, "thinker", "text", final=True),
     stage(1, "judge", "scores", final=True),
 )
 """Two stages that know nothing of each other."""
+
+GATED = (
+    stage(0, "writer", "text"),
+    stage(1, "gate", "text", "writer", engine=PYTHON, final=True),
+    stage(2, "speaker", "audio", "writer", engine=PYTHON, final=True),
+)
 
 WISHES = [
     pytest.param(raising, StageError, "its transform failed: RuntimeError: no idea", id="raises"),
@@ -206,6 +226,20 @@ async def test_the_servers_abort_of_a_front_stage_that_nobody_reads_ends_that_st
         assert fleet.call_ends("r") == [None]
 
 
+async def test_the_servers_abort_of_a_python_stages_answer_at_a_stop_string_ends_that_stage_alone() -> None:
+    async with FakePipelineFleet(GATED) as fleet:
+        await fleet.submit("r", "text", "audio", outputs=["gate"])
+        await fleet.step("r", 0, count=9)
+        link, attempt = fleet.attempt("r", 1)
+        await fleet.abort("r")
+        assert link.aborted == [attempt]
+        assert fleet.call_ends("r") == []
+        await fleet.finish()
+        assert fleet.call_ends("r") == [None]
+        shown = [event for event in fleet.events["r"] if isinstance(event, StageEvent) and event.stage == "gate"]
+        assert [event.output.finish_reason for event in shown] == ["stop"]
+
+
 async def test_the_servers_abort_before_the_answer_has_begun_means_that_its_client_has_left() -> None:
     async with FakePipelineFleet(CHAIN) as fleet:
         await fleet.submit("r", "text")
@@ -277,3 +311,65 @@ async def test_what_is_held_in_one_stage_may_be_aborted() -> None:
         await fleet.abort("r", whole=True)
         assert fleet.orchestrator.metrics.held == 0
         assert len(fleet.call_ends("r")) == 1
+
+
+async def test_a_request_waits_for_a_stage_no_longer_than_it_may() -> None:
+    async with FakePipelineFleet(CHAIN, replicas=[1, 0], replica_wait=SHORT) as fleet:
+        await fleet.submit("r", "text")
+        await fleet.step("r", 0, count=9)
+        fleet.now = 60.0
+        await eventually(lambda: not fleet.states, "the end of the wait")
+        await fleet.read()
+        error = the_error(fleet, "r")
+        assert isinstance(error, NoReplicaError)
+        assert "stage 1" in str(error)
+
+
+@pytest.fixture
+def conductor() -> Iterator[tuple[Conductor, list[Any]]]:
+    """A conductor without replicas, and what it says to vLLM's server."""
+    pipeline, said, metrics = Pipeline(CHAIN), list[Any](), OrchestratorMetrics()
+    apis = [FakeStageApi(each) for each in CHAIN]
+    preparation = Preparation(pipeline, apis, lambda request: "")
+    conductor = Conductor(pipeline, apis, preparation, said.append, metrics, lambda: 0.0)
+    pools = [StagePool(each.id, LeastQueueLengthBalancer()) for each in CHAIN]
+    conductor.dispatchers = [
+        Dispatcher(pool, api, 3, 600.0, lambda: 0.0, metrics, conductor) for pool, api in zip(pools, apis, strict=True)
+    ]
+    yield conductor, said
+    conductor.close()
+    for dispatcher in conductor.dispatchers:
+        dispatcher.close()
+
+
+async def started(conductor: Conductor, events: list[Any]) -> PipelineRequestState:
+    """A new request whose first stage waits for a replica."""
+    call = PipelineCall(("text",), events.append)
+    conductor.submit(SubmitRequest(FakeRequest("r"), 0.0, None, call))
+    state = conductor.states["r"]
+    await eventually(lambda: state.runs, "the first run")
+    return state
+
+
+async def test_a_request_fails_once(conductor: tuple[Conductor, list[Any]]) -> None:
+    events: list[Any] = []
+    state = await started(conductor[0], events)
+    for _ in range(2):
+        conductor[0].fail(state, StageError("no"))
+    assert [type(item) for item in conductor[1]] == [RequestFailed]
+    assert [type(event) for event in events] == [CallEnded]
+
+
+async def test_what_is_said_of_a_run_of_an_earlier_request_with_the_same_id_is_ignored(
+    conductor: tuple[Conductor, list[Any]],
+) -> None:
+    earlier = (await started(conductor[0], [])).runs[0]
+    events: list[Any] = []
+    state = await started(conductor[0], events)
+    assert conductor[0].take(0, earlier, FakeOutput("r", [1], "stop")) is None
+    conductor[0].run_dispatched(0, earlier)
+    conductor[0].run_ended(0, earlier, None)
+    conductor[0].run_failed(0, earlier, StageError("no"))
+    assert conductor[0].states == {"r": state}
+    assert (conductor[1], events) == ([], [])
+    assert "queue" not in state.pipeline_timings["thinker"]

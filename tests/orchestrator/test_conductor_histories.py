@@ -48,25 +48,24 @@ class Histories(RuleBasedStateMachine):
         self.asked: dict[str, tuple[int, tuple[str, ...]]] = {}
         self.expected: dict[tuple[int, tuple[str, ...]], Got] = {}
         self.gates: dict[str, threading.Event] = {}
+        """The one that is closed, by the request whose transform waits for it. A stage has two threads."""
 
     @initialize(limit=st.integers(0, 3), wait=st.sampled_from([0.0, 600.0]))
     def begin(self, limit: int, wait: float) -> None:
         self.fleet = FakePipelineFleet(SPEECH, REPLICAS, limit, wait)
         self.run(self.fleet.__aenter__())
 
-    def run(self, step: Coroutine[Any, Any, Any]) -> Any:
-        result = self.loop.run_until_complete(step)
-        self.loop.run_until_complete(self.fleet.read())
+    def run(self, step: Coroutine[Any, Any, Any]) -> None:
+        self.loop.run_until_complete(step)
+        self.settle()
         self.check()
-        return result
+
+    def settle(self) -> None:
+        self.loop.run_until_complete(self.fleet.settle({(name, 1) for name in self.gates}))
 
     def check(self) -> None:
         for name, (prompt, modalities) in list(self.asked.items()):
-            ends = self.fleet.call_ends(name)
-            key = (prompt, modalities)
-            if key not in self.expected:
-                self.expected[key] = self.loop.run_until_complete(undisturbed(*key))
-            so_far, whole = got(self.fleet, name), self.expected[key]
+            so_far, whole, ends = got(self.fleet, name), self.expected[prompt, modalities], self.fleet.call_ends(name)
             for stage, tokens in so_far.items():
                 assert tokens == whole[stage][: len(tokens)], (name, stage, tokens, whole)
             assert bool(ends) == (name not in self.fleet.states)
@@ -76,15 +75,17 @@ class Histories(RuleBasedStateMachine):
                 assert error is None or isinstance(error, NoReplicaError | RequestLostError)
                 del self.asked[name]
 
-    @rule(
-        name=st.sampled_from(NAMES), prompt=st.integers(0, 5), modalities=st.sampled_from(ASKED), slow=st.booleans()
-    )
+    @rule(name=st.sampled_from(NAMES), prompt=st.integers(0, 5), modalities=st.sampled_from(ASKED), slow=st.booleans())
     def submit(self, name: str, prompt: int, modalities: tuple[str, ...], slow: bool) -> None:
         self.open_gate(name)
         self.forget(name)
-        gate = self.gates[name] = threading.Event()
-        if not slow:
+        gate = threading.Event()
+        if slow and not self.gates:
+            self.gates[name] = gate
+        else:
             gate.set()
+        if (prompt, modalities) not in self.expected:
+            self.expected[prompt, modalities] = self.loop.run_until_complete(undisturbed(prompt, modalities))
         self.asked[name] = (prompt, modalities)
         submission = self.fleet.submit(
             name,
@@ -101,6 +102,8 @@ class Histories(RuleBasedStateMachine):
     def open_gate(self, name: str) -> None:
         if name in self.gates:
             self.gates.pop(name).set()
+            self.settle()
+            self.check()
 
     @precondition(lambda self: self.at_work())
     @rule(data=st.data(), count=st.integers(1, 3))
@@ -109,9 +112,12 @@ class Histories(RuleBasedStateMachine):
         self.run(self.do(name, stage_id, count))
 
     async def do(self, name: str, stage_id: int, count: int) -> None:
-        link, attempt = self.fleet.attempt(name, stage_id)
-        link.step(attempt, count)
-        await asyncio.sleep(0)
+        # One token at a time: where chunks end depends on nothing else then.
+        for _ in range(count):
+            if (name, stage_id) in self.fleet.at_work(list(self.fleet.states)):
+                link, attempt = self.fleet.attempt(name, stage_id)
+                link.step(attempt)
+                await asyncio.sleep(0)
 
     @rule(name=st.sampled_from(NAMES))
     def leave(self, name: str) -> None:

@@ -10,7 +10,7 @@ from tests.fakes.pipeline_fleet import FakePipelineFleet
 from tests.fakes.pipelines import SPEECH
 from tests.fakes.transforms import raising
 from vllm_omni_plugin.orchestrator.feed import Feed
-from vllm_omni_plugin.orchestrator.request_state import OrchestratorRequestState
+from vllm_omni_plugin.orchestrator.request_state import PipelineRequestState
 from vllm_omni_plugin.orchestrator.stage_run import StageRun
 
 REQUESTS = 500
@@ -20,7 +20,8 @@ AT_ONCE = 25
 def alive() -> int:
     """States of requests that anything still holds."""
     gc.collect()
-    return sum(isinstance(each, OrchestratorRequestState | StageRun | Feed) for each in gc.get_objects())
+    # Some libraries' objects warn when they are asked for what they are an instance of.
+    return sum(type(each) in (PipelineRequestState, StageRun, Feed) for each in gc.get_objects())
 
 
 def preparing_threads() -> list[str]:
@@ -32,9 +33,9 @@ async def one_lot(fleet: FakePipelineFleet, draw: random.Random, names: list[str
     for name in names:
         modalities = draw.choice([("text",), ("audio",), ("text", "audio"), ()])
         params = {"talker": raising} if draw.random() < 0.2 else {}
-        await fleet.submit(name, *modalities, params=params, prompt=[draw.randrange(9)], move="replay", settle=False)
+        await fleet.submit(name, *modalities, params=params, prompt=[draw.randrange(9)], move="replay")
     for _ in range(40):
-        at_work = list(fleet.at_work(list(fleet.states)))
+        at_work = sorted(fleet.at_work(list(fleet.states)))
         if at_work:
             await fleet.step(*draw.choice(at_work))
         if draw.random() < 0.1:
@@ -50,7 +51,7 @@ async def one_lot(fleet: FakePipelineFleet, draw: random.Random, names: list[str
 
 async def test_five_hundred_requests_leave_nothing_behind() -> None:
     draw, tasks, before = random.Random(7), asyncio.all_tasks(), alive()
-    async with FakePipelineFleet(SPEECH, replicas=2, migration_limit=2) as fleet:
+    async with FakePipelineFleet(SPEECH, replicas=2, migration_limit=1) as fleet:
         tasks_of_the_fleet = None
         for lot in range(0, REQUESTS, AT_ONCE):
             await one_lot(fleet, draw, [f"r{number}" for number in range(lot, lot + AT_ONCE)])
@@ -70,4 +71,4 @@ async def test_five_hundred_requests_leave_nothing_behind() -> None:
         assert alive() - before <= 2 * len(SPEECH) * 3
     assert asyncio.all_tasks() == tasks
     await eventually(lambda: not preparing_threads(), "the end of all threads")
-    await eventually(lambda: alive() == before, "the freeing of what they held")
+    await eventually(lambda: alive() <= before, "the freeing of what they held")

@@ -78,7 +78,7 @@ async def test_a_loss_in_any_stage_at_any_moment_changes_nothing_that_the_client
 @pytest.mark.parametrize("stage_id", [0, 1, 2])
 async def test_losses_before_every_step_change_nothing_either(stage_id: int) -> None:
     undisturbed, _ = await run(SPEECH, ["text", "audio"], {})
-    losses = {step: stage_id for step in range(9)}
+    losses = dict.fromkeys(range(9), stage_id)
     assert (await run(SPEECH, ["text", "audio"], losses))[0] == undisturbed
 
 
@@ -126,6 +126,20 @@ async def test_a_session_whose_turns_had_all_been_delivered_ends_when_its_replay
         await fleet.finish()
         assert fleet.shown("r", "talker") == before != []
         assert fleet.call_ends("r") == [None]
+
+
+async def test_a_session_is_not_over_when_one_turn_has_all_its_tokens() -> None:
+    async with FakePipelineFleet(SPEECH, replicas=2) as fleet:
+        await fleet.submit("r", "text", "audio", outputs=["talker"], prompt=[3], length=2)
+        for _ in range(4):
+            await fleet.step("r", 0)
+        await fleet.step("r", 1, count=2)
+        fleet.attempt("r", 1)[0].say_dead()
+        assert not fleet.states["r"].runs[1].finished
+        await fleet.finish()
+        assert fleet.call_ends("r") == [None]
+    undisturbed, _ = await run(SPEECH, ["text", "audio"], {})
+    assert fleet.shown("r", "talker") == undisturbed[1]["talker"]
 
 
 @pytest.mark.parametrize("stage_id", [0, 1, 2])

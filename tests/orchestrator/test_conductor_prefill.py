@@ -1,5 +1,6 @@
 """A prefill stage and the one that goes on from its KV cache."""
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from tests.fakes.pipeline_fleet import FakePipelineFleet, stage
 from tests.fakes.pipelines import DISAGGREGATED
+from vllm_omni_plugin.orchestrator.pipeline_call import CallEnded
 
 LONG, SHORT = [1, 2, 3], [1, 2]
 PARAMS = {"remote": "here"}
@@ -19,7 +21,11 @@ def sent(fleet: FakePipelineFleet, stage_id: int, replica_id: int = 0) -> list[d
 
 
 async def prefilled(
-    fleet: FakePipelineFleet, cached: int | None = 2, params: Any = PARAMS, modalities: Sequence[str] = (), **fields: Any
+    fleet: FakePipelineFleet,
+    cached: int | None = 2,
+    params: Any = PARAMS,
+    modalities: Sequence[str] = (),
+    **fields: Any,
 ) -> None:
     """Submit a request and let its prefill be done."""
     await fleet.submit("r", *modalities, prompt=LONG, **fields)
@@ -95,6 +101,36 @@ async def test_a_prefill_that_fails_is_made_up_for(how: str) -> None:
         assert fleet.in_flight == 0
 
 
+async def test_a_prefill_whose_last_replica_is_lost_before_its_dispatch_took_no_time() -> None:
+    gate = threading.Event()
+    try:
+        async with FakePipelineFleet(DISAGGREGATED) as fleet:
+            build = fleet.apis[0].build_prefill
+            fleet.apis[0].build_prefill = lambda source: (gate.wait(30), build(source))[1]  # type: ignore[method-assign]
+            await fleet.submit("r", "text", prompt=LONG, settle=False)
+            fleet.now = 7.0
+            fleet.lose(0, 0)
+            gate.set()
+            await fleet.finish()
+            ended = fleet.events["r"][-1]
+            assert isinstance(ended, CallEnded)
+            assert ended.timings["prefill"] == {"transfer": 7.0}
+    finally:
+        gate.set()
+
+
+async def test_the_prefills_last_output_is_the_one_that_counts() -> None:
+    async with FakePipelineFleet(DISAGGREGATED) as fleet:
+        await fleet.submit("r", prompt=LONG)
+        link, attempt = fleet.attempt("r", 0)
+        link.tell(attempt)
+        await fleet.settle()
+        assert sent(fleet, 1) == []
+        link.tell(attempt, 9, finish_reason="length", kv_transfer_params=PARAMS)
+        await fleet.settle()
+        assert [request["sampling_params"]["kv"] for request in sent(fleet, 1)] == [PARAMS]
+
+
 async def test_a_prefill_that_cannot_be_built_fails_the_request_that_asks_for_it() -> None:
     async with FakePipelineFleet(DISAGGREGATED) as fleet:
         fleet.apis[0].faults["build_prefill"] = KeyError("gone")
@@ -149,5 +185,8 @@ async def test_a_decode_stage_that_is_not_the_front_one_has_the_files_sampling_i
         await fleet.settle()
         params = [request["sampling_params"] for replica_id in range(2) for request in sent(fleet, 1, replica_id)]
         assert [(each["front"], each["top_k"]) for each in params] == [(False, 3)] * 2
+        await fleet.step("r", 1, count=9)
+        link, attempt = fleet.attempt("r", 2)
+        link.tell(attempt, 5, cached=1)
         await fleet.finish()
-        assert fleet.cached == {}
+        assert fleet.cached == {"r": [1]}

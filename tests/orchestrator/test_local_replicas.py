@@ -124,6 +124,19 @@ async def test_one_that_does_not_start_is_the_error_of_all(
     await eventually(lambda: all(engine.process.killed for engine in node.launcher.engines))
 
 
+async def test_an_engine_whose_model_cannot_do_what_its_stage_is_for_does_not_start(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeEngineApi, "pooling_task", "classify")
+    starting = asyncio.create_task(node.replicas.start())
+    await eventually(lambda: len(node.launcher.engines) == 2)
+    for engine in node.launcher.engines:
+        await answer(engine, "get_supported_tasks", ["embed", "token_embed"])
+    with pytest.raises(ReplicaError, match=r"its model cannot 'classify': .* with one of embed, token_embed"):
+        await starting
+    assert node.pool.serving == ()
+
+
 async def test_an_engine_that_serves_already_ends_when_another_does_not_start(node: Node) -> None:
     gate = threading.Event()
     node.launcher.plan(1, Plan(spawn_gate=gate, refuse="no such model"))
@@ -262,13 +275,13 @@ async def test_a_replica_that_comes_back_is_told_what_the_others_know(node: Node
     await node.until_statuses(UP, UP)
 
 
-async def answer(engine: FakeEngine, method: str) -> None:
+async def answer(engine: FakeEngine, method: str, result: object = None) -> None:
     """The engine takes a utility call and answers it."""
     await eventually(lambda: engine.connected)
     _, body = await asyncio.to_thread(engine.receive)
     call_id, called, _ = msgspec.json.decode(body)
     assert called == method
-    engine.say(msgspec.json.encode(FakeOutputs(utility_output=FakeUtilityOutput(call_id, None, FakeResult()))))
+    engine.say(msgspec.json.encode(FakeOutputs(utility_output=FakeUtilityOutput(call_id, None, FakeResult(result)))))
 
 
 async def test_a_distrusted_replica_is_ended_and_started_afresh(node: Node) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.fakes.conditions import eventually
+from tests.fakes.engine_api import FakeEngineApi
 from tests.orchestrator.remote_fleet import Fleet
 from tests.orchestrator.test_replica_list import row
 from vllm_omni_plugin.coordinator import ReplicaStatus
@@ -306,3 +307,22 @@ async def test_two_hundred_joins_and_leaves_leave_nothing_behind(fleet: Fleet) -
     assert [member.replica_id for member in fleet.pool.members] == [0]
     await fleet.read()
     assert fleet.changes[1:] == [ReplicaJoined(0, 1, b"ready"), ReplicaLeft(0, 1)] * 200
+
+
+async def test_a_replica_that_cannot_do_what_its_stage_is_for_is_not_taken(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(FakeEngineApi, "pooling_task", "classify")
+    fleet.pause_over.clear()
+    fleet.register(row(1))
+    await eventually(lambda: fleet.pauses)
+    assert fleet.pool.serving == ()
+    assert fleet.attachments[0].closed
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said.startswith("Replica 0 of stage 0 cannot be attached to: its model cannot 'classify'")
+
+
+async def test_a_replica_that_can_do_it_is_taken(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    # These links answer a call with its name.
+    monkeypatch.setattr(FakeEngineApi, "pooling_task", "get_supported_tasks")
+    await fleet.joined(row(1))

@@ -29,6 +29,7 @@ def test_a_kv_cache_is_handed_over_by_its_own_transform(file: Path) -> None:
     prefill, decode = pipeline.stages
     assert pipeline.transform_of(decode) == "kv_transfer"
     assert (pipeline.entry, pipeline.front_of(["text"])) == (prefill, decode)
+    assert (pipeline.prompt_stage, pipeline.sampled_by_client(["text"])) == (decode, decode)
 
 
 @pytest.mark.parametrize(

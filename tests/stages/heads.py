@@ -14,6 +14,8 @@ from vllm_omni_plugin.replicas.local import LocalReplica, start_local_replica
 from vllm_omni_plugin.stages.api import PythonStageApi
 from vllm_omni_plugin.stages.launcher import PythonStageLauncher
 
+END_TOKEN = 2
+
 
 def stage(engine: str = "classes:Echo", **fields: Any) -> Stage:
     """A stage of one of the classes of these tests."""
@@ -22,7 +24,9 @@ def stage(engine: str = "classes:Echo", **fields: Any) -> Stage:
 
 def api(described: Stage) -> PythonStageApi:
     """An interface whose tokens are characters."""
-    return PythonStageApi(described, lambda tokens: "".join(map(chr, tokens)), lambda text: list(map(ord, text)))
+    return PythonStageApi(
+        described, lambda tokens: "".join(map(chr, tokens)), lambda text: list(map(ord, text)), END_TOKEN
+    )
 
 
 def source(request_id: str = "a", **fields: Any) -> Any:
@@ -37,6 +41,7 @@ class Head:
     Attributes:
         stage: what it serves.
         executor: where blocking parts run.
+        share_memory: whether large tensors go through memory.
         spawned: process ids of replicas.
         outputs: what they have said of requests, in order.
         stats: their reports.
@@ -45,6 +50,7 @@ class Head:
 
     stage: Stage
     executor: ThreadPoolExecutor
+    share_memory: bool = True
     spawned: list[int] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
     stats: list[Any] = field(default_factory=list)
@@ -53,7 +59,7 @@ class Head:
 
     def __post_init__(self) -> None:
         self.api = api(self.stage)
-        self.launcher = PythonStageLauncher(self.stage, self.spawned.append)
+        self.launcher = PythonStageLauncher(self.stage, self.spawned.append, share_memory=self.share_memory)
 
     async def start(self) -> LocalReplica:
         """Start a replica and attach to it."""
@@ -98,10 +104,10 @@ class Head:
 
 
 @asynccontextmanager
-async def open_head(described: Stage) -> AsyncIterator[Head]:
+async def open_head(described: Stage, share_memory: bool = True) -> AsyncIterator[Head]:
     """A head without a replica yet; ends with all its replicas."""
     with ThreadPoolExecutor(4) as executor:
-        head = Head(described, executor)
+        head = Head(described, executor, share_memory)
         try:
             yield head
         finally:

@@ -5,9 +5,10 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 
-from tests.stages.heads import api, source, stage
+from tests.stages.heads import END_TOKEN, api, source, stage
 from vllm_omni_plugin.errors import StageInputError
 from vllm_omni_plugin.pipeline.transfer import StageInput, StageOutput
 from vllm_omni_plugin.stages.fingerprint import python_fingerprint
@@ -135,10 +136,22 @@ def test_an_error_is_in_the_metadata() -> None:
     [(StageOutput(text="hi"), [104, 105]), (StageOutput(text="hi", token_ids=[7]), [7]), (StageOutput(), [])],
 )
 def test_a_stage_that_answers_the_client_does_so_in_tokens(read: StageOutput, tokens: list[int]) -> None:
-    said = output(pooling_output=torch.ones(1), kv_transfer_params=content(), finish_reason=FinishReason.STOP)
-    answer = API.answer(said, read)
-    assert answer == output(new_token_ids=tokens, finish_reason=FinishReason.STOP)
+    said = output(pooling_output=torch.ones(1), kv_transfer_params=content())
+    assert API.answer(said, read) == output(new_token_ids=tokens)
     assert said.new_token_ids == [0]
+
+
+def test_the_last_token_of_its_text_is_not_taken_for_what_ends_an_answer() -> None:
+    said = output(finish_reason=FinishReason.STOP)
+    answer = API.answer(said, StageOutput(text="hi"))
+    assert answer == output(new_token_ids=[104, 105, END_TOKEN], finish_reason=FinishReason.STOP)
+
+
+@pytest.mark.parametrize("asked", [{"logprobs": 0}, {"prompt_logprobs": 1}], ids=str)
+def test_a_stage_that_answers_the_client_has_no_probabilities(asked: dict[str, int]) -> None:
+    with pytest.raises(StageInputError, match="Stage 'vocoder': what answers is no model, and gives no logprobs"):
+        API.check_front(source(sampling_params=SamplingParams(**asked)))
+    API.check_front(source(sampling_params=SamplingParams()))
 
 
 def test_requests_survive_the_way_to_the_engine_under_another_id() -> None:

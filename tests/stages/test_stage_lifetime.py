@@ -43,10 +43,10 @@ def ended(fd: int) -> bool:
         ("classes:CannotStart", {"how": "die"}, "its process ended with code -9"),
         ("classes:CannotStart", {}, r"TypeError: .*missing 1 required keyword-only argument: 'how'"),
         ("classes:Echo", {"volume": 11}, "TypeError: .*unexpected keyword argument 'volume'"),
-        ("classes:Nobody", {}, "ConfigError: module tests.stages.classes has no class Nobody"),
-        ("classes:NoStage", {}, r"ConfigError: .*:NoStage is not a subclass of .*\.PythonStage"),
+        ("classes:Nobody", {}, r"ConfigError: .*:Nobody cannot be imported \(AttributeError"),
+        ("classes:NoStage", {}, r"ConfigError: .*:NoStage is no subclass of .*\.PythonStage"),
         ("classes:Greedy", {}, "ConfigError: max_batch_size of .*:Greedy is 0; it must be at least 1"),
-        ("nowhere:Echo", {}, "ModuleNotFoundError: No module named 'tests.stages.nowhere'"),
+        ("nowhere:Echo", {}, r"ConfigError: .*:Echo cannot be imported \(ModuleNotFoundError"),
     ],
 )
 async def test_a_stage_that_cannot_start_says_why(engine: str, options: dict[str, object], reason: str) -> None:

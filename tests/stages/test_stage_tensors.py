@@ -1,4 +1,4 @@
-"""Tensors travel both ways as frames of their own."""
+"""Tensors travel both ways as frames of their own, which no way they take is to be seen in."""
 
 import re
 from typing import Any
@@ -17,9 +17,12 @@ ROWS = 1 << 20
 ADD_OF_NO_TENSOR = msgspec.msgpack.encode(("bad", 0, False, True, None, None, ("float32", (3,), b"1234")))
 
 
-async def test_large_tensors_are_frames_of_their_own_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("share_memory", [False, True])
+async def test_large_tensors_are_frames_of_their_own_both_ways(
+    monkeypatch: pytest.MonkeyPatch, share_memory: bool
+) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    async with open_head(stage("torch_classes:Doubling")) as head:
+    async with open_head(stage("torch_classes:Doubling"), share_memory) as head:
         await head.start()
         tensor = torch.arange(2 * ROWS, dtype=torch.float32).view(ROWS, 2)
         request = head.api.build(source(), StageInput(tensor=tensor), {}, front=False, resumable=False, last=True)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from tests.fakes.mappings import is_shared
 from vllm_omni_plugin.pipeline.transfer import StageOutput
 from vllm_omni_plugin.stages import PythonStage, StageJob
 
@@ -31,3 +32,16 @@ class Sparse(PythonStage):
     def compute(self, jobs: Sequence[StageJob]) -> Sequence[StageOutput | Exception]:
         """A tensor without a place for each element."""
         return [StageOutput(tensor=torch.eye(3).to_sparse())] * len(jobs)
+
+
+class Keeping(PythonStage):
+    """Gives back what it got, and never lets go of the first input."""
+
+    def compute(self, jobs: Sequence[StageJob]) -> Sequence[StageOutput | Exception]:
+        """Says how it came."""
+        self._first = getattr(self, "_first", jobs[0])
+        return [StageOutput(tensor=job.input.tensor, metadata=_way(job.input.tensor)) for job in jobs]
+
+
+def _way(tensor: torch.Tensor) -> dict[str, bool]:
+    return {"shared": is_shared(tensor.data_ptr())}

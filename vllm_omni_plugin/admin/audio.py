@@ -13,11 +13,24 @@ _UNKNOWN: Final = 0xFFFF_FFFF
 _SAMPLE_BYTES: Final = 2
 _FORMAT_PCM: Final = 1
 _CHANNELS: Final = 1
+_GREATEST_RATE: Final = _UNKNOWN // (_CHANNELS * _SAMPLE_BYTES)
+"""A WAV file says bytes per second in 32 bits."""
 
 
-def sample_rate(output: StageOutput) -> int:
-    """Hertz of its audio: `sample_rate` of its metadata."""
-    return int(output.metadata.get("sample_rate", DEFAULT_SAMPLE_RATE))
+def sample_rate(stage: str, output: StageOutput) -> int:
+    """Hertz of its audio: `sample_rate` of its metadata.
+
+    Args:
+        stage: name of the stage, for the error.
+        output: the audio.
+
+    Raises:
+        StageError: that is none which a WAV file can have.
+    """
+    rate = output.metadata.get("sample_rate", DEFAULT_SAMPLE_RATE)
+    if not isinstance(rate, int) or not 0 < rate <= _GREATEST_RATE:
+        raise StageError(f"Stage '{stage}': its sample_rate is {rate!r}, and must be hertz as a whole number.")
+    return rate
 
 
 def pcm16(stage: str, output: StageOutput) -> bytes:

@@ -16,6 +16,8 @@ _SHOWN: Final = {Modality.TEXT, Modality.TOKENS, Modality.SCORES, Modality.EMBED
 """What can be said in JSON."""
 _ANSWERS: Final = {Modality.TEXT, Modality.TOKENS, Modality.AUDIO}
 """What a request that samples can be answered with; the rest may stand beside it."""
+_KV_TRANSFER_PARAMS: Final = "kv_transfer_params"
+"""By which an engine is told from where to fetch a cache: an address that it connects to."""
 _NOT_RUN: Final = "no stage {} runs for this request"
 
 
@@ -129,10 +131,14 @@ def _outputs(given: Any, modalities: Collection[Modality], pipeline: Pipeline) -
 def _sampling(given: Any, modalities: Collection[Modality], pipeline: Pipeline) -> dict[str, Mapping[str, Any]]:
     param = "omni.sampling"
     sampling = {name: _mapping(value, f"{param}.{name}") for name, value in _mapping(given, param).items()}
-    running = [stage.name for stage in pipeline.needed_for(modalities)]
+    running = {stage.name: stage for stage in pipeline.needed_for(modalities)}
     _known(sampling, running, _NOT_RUN, param)
-    front = pipeline.front_of(modalities)
-    clients = pipeline.entry if front is not None and not front.is_vllm else front
+    clients = pipeline.sampled_by_client(modalities)
+    for name, values in sampling.items():
+        if running[name].output is Modality.KV_CACHE:
+            raise BadOptionError(f"Stage '{name}' only fills a KV cache and samples nothing.", f"{param}.{name}")
+        if _KV_TRANSFER_PARAMS in _mapping(values.get("extra_args"), f"{param}.{name}.extra_args"):
+            raise BadOptionError(f"`{_KV_TRANSFER_PARAMS}` are the pipeline's own.", f"{param}.{name}")
     if clients is not None and clients.name in sampling:
         own = "takes the request's own sampling parameters: give them there"
         raise BadOptionError(f"Stage '{clients.name}' {own}.", f"{param}.{clients.name}")

@@ -55,7 +55,7 @@ class Explainer:
     Args:
         orchestrator: whose policy; asked on its own loop.
         read_prompt: see `PromptReader`.
-        stage_id: the stage that prompts come to.
+        stage_id: the stage that answers prompts.
     """
 
     def __init__(self, orchestrator: Orchestrator, read_prompt: PromptReader, stage_id: int = 0) -> None:

@@ -61,7 +61,7 @@ class StageResults:
             self._outputs[event.stage].append(event.output)
         if self._speaker is not None and event.stage == self._speaker.name:
             if event.output.tensor is not None:
-                self.rate = sample_rate(event.output)
+                self.rate = sample_rate(event.stage, event.output)
             return Heard(samples=pcm16(event.stage, event.output))
         if self._spoken is not None and event.stage == self._spoken.name:
             return Heard(transcript=event.output.text)
@@ -105,7 +105,7 @@ def _shown(stage: Stage, outputs: Sequence[StageOutput]) -> dict[str, Any]:
             return {"token_ids": [token for output in outputs for token in output.token_ids]}
         case Modality.AUDIO:
             samples = b"".join(pcm16(stage.name, output) for output in outputs)
-            rate = sample_rate(outputs[-1]) if outputs else DEFAULT_SAMPLE_RATE
+            rate = sample_rate(stage.name, outputs[-1]) if outputs else DEFAULT_SAMPLE_RATE
             return {"audio": {"data": b64encode(wav(samples, rate)).decode()}}
         case _:
             tensors = [output.tensor.tolist() for output in outputs if output.tensor is not None]

@@ -96,7 +96,7 @@ class FleetEndpoints:
         from vllm_omni_plugin.integration.pipeline_http import serve_pipeline
         from vllm_omni_plugin.integration.prompts import CompletionPrompts
 
-        state.omni_explainer = Explainer(fleet.orchestrator, CompletionPrompts(state), fleet.stages.entry)
+        state.omni_explainer = Explainer(fleet.orchestrator, CompletionPrompts(state), fleet.stages.prompt_stage)
         state.omni_fleet = FleetAdmin(fleet.orchestrator, time.monotonic)
         state.omni_waiting_room = WaitingRoom(fleet.orchestrator, fleet.until_serving, options.replica_wait)
         if fleet.stages.pipeline is not None:

@@ -47,6 +47,11 @@ class FleetStages:
         return 0 if self.pipeline is None else self.pipeline.entry.id
 
     @property
+    def prompt_stage(self) -> int:
+        """The stage that answers prompts, which one before it may have left in a KV cache."""
+        return 0 if self.pipeline is None else self.pipeline.prompt_stage.id
+
+    @property
     def of_the_model(self) -> tuple[int, ...]:
         """The stages that run this model: what changes its weights or adapters must reach all of them."""
         if self.pipeline is None:

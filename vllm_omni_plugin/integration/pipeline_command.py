@@ -16,7 +16,6 @@ from vllm_omni_plugin.integration.compatibility import refuse_unsupported
 from vllm_omni_plugin.integration.flag_table import FLAGS
 from vllm_omni_plugin.integration.no_model import NO_MODEL
 from vllm_omni_plugin.integration.stage_checks import check_class, check_policy, check_transform
-from vllm_omni_plugin.orchestrator.journey import make_plan
 from vllm_omni_plugin.pipeline import Pipeline, PipelineError, Stage, load_pipeline
 from vllm_omni_plugin.vllm_api.stage_arguments import DEFAULT_MODEL, StageArgumentParser, read_engine_args
 from vllm_omni_plugin.vllm_api.stage_sampling import check_sampling
@@ -122,7 +121,7 @@ class _StageReader:
                 message = "0 replicas: there must be --omni-master-address, so that others can join"
                 raise PipelineError(message, ("replicas",))
         if stage.is_vllm:
-            check_sampling(stage, by_client=stage.id == make_plan(pipeline, None).client_sampled)
+            check_sampling(stage, by_client=stage is pipeline.sampled_by_client(pipeline.default_modalities))
             self._read_arguments(stage)
         elif self.headless or stage.replicas:
             # Elsewhere the class need not be installed.

@@ -13,7 +13,6 @@ from vllm_omni_plugin.integration.compatibility import prepare_engine_args
 from vllm_omni_plugin.integration.options import without_options
 from vllm_omni_plugin.integration.pipeline_command import PipelineCommand, command_of, local_engines
 from vllm_omni_plugin.integration.stage_plan import StagePlan
-from vllm_omni_plugin.orchestrator.journey import make_plan
 from vllm_omni_plugin.pipeline import Modality, Stage
 from vllm_omni_plugin.replicas.engine_start import Launcher
 from vllm_omni_plugin.stages.api import PythonStageApi
@@ -101,10 +100,10 @@ def _share_devices(options: OmniConfig, command: PipelineCommand, configs: Mappi
 
 def _set_default_sampling(command: PipelineCommand, configs: Mapping[int, Any]) -> None:
     pipeline = command.pipeline
-    sampled = make_plan(pipeline, None).client_sampled
-    if sampled is not None and (stage := pipeline.stages[sampled]).output in _SAMPLED:
+    stage = pipeline.sampled_by_client(pipeline.default_modalities)
+    if stage is not None and stage.output in _SAMPLED:
         server = configs[pipeline.entry.id].model_config
-        set_server_defaults(server, configs[sampled].model_config, stage.sampling)
+        set_server_defaults(server, configs[stage.id].model_config, stage.sampling)
 
 
 def _engine_launcher(
@@ -175,7 +174,7 @@ class _Planner:
         self._devices += stage.replicas
 
         def launcher_for(on_spawn: Callable[[int], None], report_cache: bool) -> Launcher:
-            return PythonStageLauncher(stage, on_spawn, first_device)
+            return PythonStageLauncher(stage, on_spawn, first_device, share_memory=True)
 
-        api = PythonStageApi(stage, self._entry_api.decode, self._entry_api.encode)
+        api = PythonStageApi(stage, self._entry_api.decode, self._entry_api.encode, self._entry_api.end_token)
         return launcher_for, api, python_fingerprint(stage)

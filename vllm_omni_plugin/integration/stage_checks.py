@@ -1,7 +1,6 @@
 """What can be found out about a pipeline's stages without vLLM: whether all that they name can be used."""
 
 import inspect
-import pkgutil
 
 from vllm_omni_plugin.balancing import build_load_balancer_factory
 from vllm_omni_plugin.errors import ConfigError
@@ -9,7 +8,7 @@ from vllm_omni_plugin.pipeline.graph import Pipeline
 from vllm_omni_plugin.pipeline.places import PipelineError
 from vllm_omni_plugin.pipeline.stage import Stage
 from vllm_omni_plugin.pipeline.transforms import resolve_transform
-from vllm_omni_plugin.stages import PythonStage
+from vllm_omni_plugin.stages.construction import stage_class
 
 
 def check_policy(pipeline: Pipeline, stage: Stage) -> None:
@@ -38,13 +37,10 @@ def check_class(pipeline: Pipeline, stage: Stage) -> None:
     """Import the class of a Python stage and see whether it takes the stage's options."""
     if stage.is_vllm:
         return
-    # A user's module may raise anything; whatever it is, it means that this class cannot be used.
     try:
-        found = pkgutil.resolve_name(stage.engine)
-    except Exception as error:
-        raise PipelineError(f"{stage.engine} cannot be imported ({error!r})", ("engine",)) from error
-    if not (isinstance(found, type) and issubclass(found, PythonStage)):
-        raise PipelineError(f"{stage.engine} is no subclass of vllm_omni_plugin.stages.PythonStage", ("engine",))
+        found = stage_class(stage.engine)
+    except ConfigError as error:
+        raise PipelineError(str(error), ("engine",)) from error
     try:
         inspect.signature(found).bind(**stage.options, device="cpu")
     except TypeError as error:

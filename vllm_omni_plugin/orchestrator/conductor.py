@@ -8,7 +8,7 @@ from vllm_omni_plugin.errors import OmniError, StageError, StageInputError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.dispatcher import Dispatcher
 from vllm_omni_plugin.orchestrator.journey import Journey, make_plan
-from vllm_omni_plugin.orchestrator.messages import RequestFailed, SubmitRequest
+from vllm_omni_plugin.orchestrator.messages import RequestFailed, RequestStages, SubmitRequest
 from vllm_omni_plugin.orchestrator.metrics import OrchestratorMetrics
 from vllm_omni_plugin.orchestrator.pipeline_call import CallEnded, StageEvent
 from vllm_omni_plugin.orchestrator.preparation import Preparation, WholeInput
@@ -22,6 +22,7 @@ from vllm_omni_plugin.pipeline.transfer import StageOutput
 logger = init_logger(__name__)
 
 _NOTHING_READ = StageOutput()
+_END = StageOutput(finish_reason="stop")
 
 
 class Conductor:
@@ -72,7 +73,7 @@ class Conductor:
             return
         try:
             state = self._new_state(message)
-        except ValueError as error:
+        except (ValueError, StageInputError) as error:
             _refuse(message, str(error), self._put)
             return
         self.states[state.request_id] = state
@@ -113,7 +114,7 @@ class Conductor:
             # The next stage computes what nobody has computed for it.
             self._end(state, stage)
         else:
-            self.fail(state, error)
+            self.fail(state, type(error)(f"Stage {stage.name!r}: {error}"))
 
     def run_ended(self, stage_id: int, run: StageRun, outputs: Any | None) -> None:
         """See `RunListener`."""
@@ -124,7 +125,7 @@ class Conductor:
             # A session whose input was closed after its last turn.
             if stage_id == state.final_stage_id:
                 self._put(self._apis[stage_id].end(state.request_id))
-            self._pass_on(state, self._pipeline.stages[stage_id], StageOutput(finish_reason="stop"), ended=True)
+            self._pass_on(state, self._pipeline.stages[stage_id], _END, ended=True)
             return
         answers = [self.take(stage_id, run, output) for output in outputs.outputs]
         outputs.outputs = [answer for answer in answers if answer is not None]
@@ -135,7 +136,7 @@ class Conductor:
         """See `Requests`."""
         states, self.states = list(self.states.values()), {}
         for state in states:
-            _tell(state, StageError("The server has shut down."))
+            self._tell(state, StageError("The server has shut down."))
         self._inputs.close()
 
     def wants(self, state: PipelineRequestState) -> bool:
@@ -177,6 +178,8 @@ class Conductor:
     def _new_state(self, message: SubmitRequest) -> PipelineRequestState:
         request, call = message.request, message.call
         plan = self._default_plan if call is None else make_plan(self._pipeline, call)
+        if plan.front is not None:
+            self._apis[plan.front].check_front(request)
         return PipelineRequestState(
             request,
             message.submitted_at,
@@ -187,7 +190,7 @@ class Conductor:
             ),
             mm_features=request.mm_features,
             call=call,
-            journey=Journey(plan, message.receipt),
+            journey=Journey(plan, message.receipt, message.traced),
         )
 
     def _state_of(self, stage_id: int, run: StageRun) -> PipelineRequestState | None:
@@ -214,8 +217,9 @@ class Conductor:
         if output.finish_reason is not None and api.cut_short(output):
             return self._cut_short(state, stage, output)
         if stage.output is Modality.KV_CACHE:
-            journey.cache_params, journey.cached_tokens = output.kv_transfer_params, api.cached_tokens(output) or 0
-            self._end(state, stage)
+            if run.finished:
+                journey.cache_params, journey.cached_tokens = output.kv_transfer_params, api.cached_tokens(output) or 0
+                self._end(state, stage)
             return None
         read, answer = self._read(state, stage, run, output), None
         if stage.id == journey.plan.front:
@@ -244,11 +248,10 @@ class Conductor:
         ):
             # Any later attempt computes the prompt itself, and its own word is right.
             api.restate_cached(output, cached_tokens)
-        answer = api.answer(output, read)
         if not run.finished:
             # The end of a turn of ours; the server knows of one answer only.
-            answer.finish_reason = None
-        return answer
+            output.finish_reason = None
+        return api.answer(output, read)
 
     def _pass_on(self, state: PipelineRequestState, stage: Stage, read: StageOutput, ended: bool) -> None:
         """A stage has put something out: show it, and feed it to those that work on chunks."""
@@ -264,12 +267,10 @@ class Conductor:
     def _end(self, state: PipelineRequestState, stage: Stage) -> None:
         """A stage has ended: those that waited for it begin, or the request is complete."""
         journey = state.journey
-        if stage.id in journey.ended:
-            return
-        journey.ended.add(stage.id)
+        journey.ended[stage.id] = now = self._clock()
         run = state.runs.get(stage.id)
         if run is not None and run.attempts:
-            self.spend(state, stage, "run", self._clock() - run.dispatched_at)
+            self.spend(state, stage, "run", now - run.dispatched_at)
         if stage.id in state.final_output_stage_ids:
             state.finished_final_output_stage_ids.add(stage.id)
         if state.finished:
@@ -277,7 +278,7 @@ class Conductor:
             return
         for downstream in journey.plan.downstream[stage.id]:
             inputs = {upstream.id for upstream in self._pipeline.upstream(downstream)}
-            if downstream.id not in journey.begun and inputs <= journey.ended:
+            if downstream.id not in journey.begun and inputs <= journey.ended.keys():
                 self._begin(state, downstream)
 
     def _complete(self, state: PipelineRequestState) -> None:
@@ -285,7 +286,7 @@ class Conductor:
         self._abort_runs(state)
         if state.final_stage_id is None:
             self._put(self._apis[self._pipeline.entry.id].end(state.request_id))
-        _tell(state, None)
+        self._tell(state, None)
 
     def _cut_short(self, state: PipelineRequestState, stage: Stage, output: Any) -> Any | None:
         """An engine has given a request up."""
@@ -311,7 +312,15 @@ class Conductor:
         """Give a request up with all that stages do for it."""
         del self.states[state.request_id]
         self._abort_runs(state)
-        _tell(state, error)
+        self._tell(state, error)
+
+    def _tell(self, state: PipelineRequestState, error: Exception | None) -> None:
+        """Tell whoever wants to know that nothing more comes for a request."""
+        if state.journey.traced:
+            times = state.stage_times(self._pipeline.stages, self._clock())
+            self._put(RequestStages(state.request_id, times))
+        if state.call is not None:
+            state.call.put(CallEnded(error, state.pipeline_timings))
 
     def _abort_runs(self, state: PipelineRequestState) -> None:
         for stage_id, run in state.runs.items():
@@ -323,18 +332,13 @@ class Conductor:
         front, journey = state.final_stage_id, state.journey
         if front is None or front in journey.ended:
             return front is not None
-        if front not in state.runs or front in journey.readers:
+        stage = self._pipeline.stages[front]
+        if front not in state.runs or (stage.is_vllm and front in journey.readers):
             # A stop string would have been seen here, too: its client has left.
             return False
         self.dispatchers[front].abort((state.request_id,))
-        self._end(state, self._pipeline.stages[front])
+        self._pass_on(state, stage, _END, ended=True)
         return True
-
-
-def _tell(state: PipelineRequestState, error: Exception | None) -> None:
-    """Tell the call, if there is one, that nothing more comes for it."""
-    if state.call is not None:
-        state.call.put(CallEnded(error, state.pipeline_timings))
 
 
 def _refuse(message: SubmitRequest, reason: str, put: Callable[[Any], None]) -> None:

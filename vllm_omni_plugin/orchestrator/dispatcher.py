@@ -132,7 +132,7 @@ class Dispatcher:
         if run.joining and not self._fit(run, output, cut_short):
             return None
         run.deliver(output.new_token_ids, finished, cut_short)
-        if run.finished:
+        if finished and run.finished:
             self._end(run)
         return run
 

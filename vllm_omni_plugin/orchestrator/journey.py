@@ -19,8 +19,7 @@ class Plan:
         roots: stages that begin with the request itself, in topological order.
         downstream: for each stage that is needed those that get its output and are needed.
         front: the stage that answers through vLLM's server, None if none does.
-        client_sampled: the stage that the client's sampling parameters are for: the front stage, or the one that
-            answers the prompt if the front is none of vLLM's; None without a front.
+        client_sampled: see `Pipeline.sampled_by_client`.
         finals: stages after which the request is complete.
         read: stages whose outputs somebody here reads.
         shown: stages whose outputs the call is told.
@@ -63,14 +62,9 @@ def make_plan(pipeline: Pipeline, call: PipelineCall | None) -> Plan:
         if stage.id in shown or not stage.is_vllm or (downstream[stage.id] and stage.output is not Modality.KV_CACHE)
     }
     roots = tuple(stage for stage in needed if not stage.inputs)
-    sampled = None if front_stage is None else front_stage.id if front_stage.is_vllm else _answering(pipeline).id
-    return Plan(roots, downstream, front, sampled, finals, frozenset(read), frozenset(shown))
-
-
-def _answering(pipeline: Pipeline) -> Stage:
-    """The stage that goes on from the prompt: the entry, or the one that a prefill leaves that to."""
-    entry = pipeline.entry
-    return pipeline.downstream(entry)[0] if entry.output is Modality.KV_CACHE else entry
+    sampled = pipeline.sampled_by_client(modalities)
+    client_sampled = None if sampled is None else sampled.id
+    return Plan(roots, downstream, front, client_sampled, finals, frozenset(read), frozenset(shown))
 
 
 @dataclass(slots=True, eq=False)
@@ -80,11 +74,12 @@ class Journey:
     Attributes:
         plan: see `Plan`.
         receipt: see `SubmitRequest`.
+        traced: see `SubmitRequest`.
         readers: read the outputs of the stages in `plan.read` that have begun, by stage id.
         feeds: inputs of stages that work on chunks, by stage id.
         begun: stages whose input is or has been prepared.
         answered: stages that have put something out.
-        ended: stages that have ended.
+        ended: monotonic seconds at which stages ended, by stage id.
         cache_params: what a prefill said of the KV cache that it left; None if nothing, or there was none.
         cached_tokens: prompt tokens that the prefill found cached; None if there was no prefill.
         prompt: the request's as text; None until a transform needs it.
@@ -92,11 +87,12 @@ class Journey:
 
     plan: Plan
     receipt: Receipt | None = None
+    traced: bool = False
     readers: dict[int, OutputReader] = field(default_factory=dict)
     feeds: dict[int, Feed] = field(default_factory=dict)
     begun: set[int] = field(default_factory=set)
     answered: set[int] = field(default_factory=set)
-    ended: set[int] = field(default_factory=set)
+    ended: dict[int, float] = field(default_factory=dict)
     cache_params: Mapping[str, Any] | None = None
     cached_tokens: int | None = None
     prompt: str | None = None

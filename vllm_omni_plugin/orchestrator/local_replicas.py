@@ -111,7 +111,7 @@ class LocalReplicas:
             member.stage_id,
         )
         self._running[member.replica_id] = replica
-        await self._orchestrator.fan_out.bring_up_to_date(member.stage_id, replica.client)
+        await self._orchestrator.admit(member.stage_id, replica.client)
         if died.is_set():
             raise ReplicaError(f"replica {member.name} died as soon as it was ready")
         self._orchestrator.replica_serves(

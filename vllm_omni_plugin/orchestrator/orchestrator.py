@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 
 from vllm_omni_plugin.coordinator import ReplicaStatus
+from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.conductor import Conductor
 from vllm_omni_plugin.orchestrator.dispatcher import Dispatcher
@@ -151,6 +152,22 @@ class Orchestrator:
         outputs.engine_index = engine_index(stage_id, member.replica_id)
         if kept or outputs.scheduler_stats is not None:
             self._gate.put(outputs)
+
+    async def admit(self, stage_id: int, client: StageClient) -> None:
+        """See that a replica that attaches can do what its stage is for, and tell it what the others were told.
+
+        The caller must let the replica serve without awaiting anything in between.
+
+        Raises:
+            ReplicaError: it cannot, or it cannot be brought up to date.
+        """
+        task = self._apis[stage_id].pooling_task
+        if task is not None and task not in (tasks := await client.call("get_supported_tasks")):
+            known = ", ".join(tasks)
+            raise ReplicaError(
+                f"its model cannot {task!r}: its stage needs 'sampling: {{task: ...}}' with one of {known}"
+            )
+        await self.fan_out.bring_up_to_date(stage_id, client)
 
     def replica_serves(
         self, member: PoolMember, client: StageClient, input_addr: str, output_addr: str, ready_response: bytes

@@ -2,11 +2,12 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, NamedTuple, cast
 
 from vllm_omni_plugin.errors import StageError, StageInputError
+from vllm_omni_plugin.orchestrator.daemon_threads import DaemonThreads
 from vllm_omni_plugin.orchestrator.feed import Feed, Piece
 from vllm_omni_plugin.orchestrator.request_state import PipelineRequestState
 from vllm_omni_plugin.orchestrator.stage_api import KvStageApi, StageApi
@@ -65,9 +66,7 @@ class Preparation:
             for stage in pipeline.stages
             if (name := self._names[stage.id]) is not None and (transform := resolve_transform(name)) is not None
         }
-        self._threads = {
-            stage.id: ThreadPoolExecutor(_THREADS, thread_name_prefix=f"omni-{stage.name}") for stage in pipeline.stages
-        }
+        self._threads = {stage.id: DaemonThreads(_THREADS, f"omni-{stage.name}") for stage in pipeline.stages}
 
     def prepare(
         self,
@@ -86,12 +85,19 @@ class Preparation:
         """
         loop = asyncio.get_running_loop()
 
-        def tell(future: "Future[Any]") -> None:
+        def run() -> None:
+            outcome: Future[Any] = Future()
+            try:
+                outcome.set_result(work() if wanted() else None)
+            except BaseException as error:  # raised where the outcome is wanted
+                outcome.set_exception(error)
             # A loop that has ended serves nobody any more.
             with suppress(RuntimeError):
-                loop.call_soon_threadsafe(done, future.result)
+                loop.call_soon_threadsafe(done, outcome.result)
+            # An error refers to this frame, which must not refer to the error in turn.
+            del outcome
 
-        self._threads[stage.id].submit(lambda: work() if wanted() else None).add_done_callback(tell)
+        self._threads[stage.id].submit(run)
 
     def whole(self, state: PipelineRequestState, stage: Stage) -> WholeInput:
         """The input of a stage when all stages in front of it have ended. Runs on a thread.
@@ -136,7 +142,7 @@ class Preparation:
     def close(self) -> None:
         """Wait for nothing; what runs ends by itself. Idempotent."""
         for threads in self._threads.values():
-            threads.shutdown(wait=False, cancel_futures=True)
+            threads.close()
 
     def _transformed(
         self,

@@ -10,6 +10,11 @@ from vllm_omni_plugin.vllm_api.move import Move
 class RequestApi(Protocol):
     """Reads and rebuilds requests and outputs; `vllm_api.engine_api.EngineApi` in service."""
 
+    @property
+    def pooling_task(self) -> str | None:
+        """What all requests ask their pooling model for; an engine that does not know it dies of it. None: it varies,
+        and vLLM's server has checked it."""
+
     def describe(self, request: Any) -> RequestFacts:
         """What policies may know of a request, or of an attempt to go on with it."""
 

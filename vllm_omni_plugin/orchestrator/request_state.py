@@ -1,12 +1,14 @@
 """A request on its way through the stages of a pipeline."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from vllm_omni_plugin.orchestrator.journey import Journey
+from vllm_omni_plugin.orchestrator.messages import StageTimes
 from vllm_omni_plugin.orchestrator.pipeline_call import PipelineCall
 from vllm_omni_plugin.orchestrator.stage_run import StageRun, StreamingInputState
+from vllm_omni_plugin.pipeline import Stage
 
 
 @dataclass(slots=True, eq=False)
@@ -68,3 +70,18 @@ class PipelineRequestState(OrchestratorRequestState):
     """
 
     journey: Journey
+
+    def stage_times(self, stages: Sequence[Stage], now: float) -> tuple[StageTimes, ...]:
+        """When the stages that have begun worked for it, in the order of their beginnings.
+
+        Args:
+            stages: of the pipeline, by stage id.
+            now: monotonic seconds; the end of those that have not ended.
+        """
+        ended, timings = self.journey.ended, self.pipeline_timings
+        return tuple(
+            StageTimes(
+                stage_id, (name := stages[stage_id].name), began, ended.get(stage_id, now), timings.get(name, {})
+            )
+            for stage_id, began in self.stage_submit_ts.items()
+        )

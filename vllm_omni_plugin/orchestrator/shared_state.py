@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from vllm_omni_plugin.orchestrator.rest_state import Call, RestState
+from vllm_omni_plugin.vllm_api.rest_state import Call, RestState
 
 _WEIGHT_UPDATES = frozenset({"start_weight_update", "update_weights", "finish_weight_update", "reload_weights"})
 

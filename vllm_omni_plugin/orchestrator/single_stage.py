@@ -57,7 +57,7 @@ class SingleStage:
 
     def take(self, stage_id: int, run: StageRun, output: Any) -> Any:
         """See `Requests`."""
-        if run.finished:
+        if output.finish_reason is not None and run.finished:
             self.states.pop(run.request_id, None)
         return output
 

@@ -32,6 +32,13 @@ class OutputReader(Protocol):
 class StageApi(RequestApi, Protocol):
     """Builds the requests of one stage and reads its outputs."""
 
+    def check_front(self, source: Any) -> None:
+        """See whether the stage can answer a client's request through vLLM's server.
+
+        Raises:
+            StageInputError: answers would lack what the request asks for; worded for the client.
+        """
+
     def build(
         self,
         source: Any,

@@ -9,10 +9,10 @@ from typing import Any
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.pool_member import PoolMember
-from vllm_omni_plugin.orchestrator.rest_state import Call
 from vllm_omni_plugin.orchestrator.shared_state import SharedState
 from vllm_omni_plugin.orchestrator.stage_pool import StagePool
 from vllm_omni_plugin.replicas.stage_client import StageClient
+from vllm_omni_plugin.vllm_api.rest_state import Call
 
 logger = init_logger(__name__)
 

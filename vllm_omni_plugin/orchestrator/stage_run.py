@@ -208,9 +208,10 @@ class StageRun:
             finished: it is the last, or the last of a streaming-input session's turn.
             cut_short: with `finished`, no turn of the session will follow.
         """
-        self._require(RequestPhase.DISPATCHED, RequestPhase.STREAMING)
+        if self.phase is not RequestPhase.STREAMING:
+            self._require(RequestPhase.DISPATCHED)
+            self.phase = RequestPhase.STREAMING
         self.produced.extend(tokens)
-        self.phase = RequestPhase.STREAMING
         if not finished:
             return
         if self.streaming is not None and not cut_short:

@@ -68,6 +68,11 @@ class Pipeline:
         """The stage whose model reads the request's prompt: vLLM's without inputs, the one with the lowest id."""
         return next(stage for stage in self.stages if stage.is_vllm and not stage.inputs)
 
+    @cached_property
+    def prompt_stage(self) -> Stage:
+        """The stage that answers the request's prompt: the entry, or the one that its KV cache is handed to."""
+        return self.downstream(self.entry)[0] if self.entry.output is Modality.KV_CACHE else self.entry
+
     def front_of(self, modalities: Collection[str]) -> Stage | None:
         """Return the stage that answers through vLLM's server when these modalities are asked for.
 
@@ -79,6 +84,14 @@ class Pipeline:
             if front := [stage for stage in self.order if stage.final and stage.output in wanted]:
                 return front[-1]
         return None
+
+    def sampled_by_client(self, modalities: Collection[str]) -> Stage | None:
+        """Return the stage that a client's own sampling parameters are for when it asks for these modalities.
+
+        The one of `front_of`, or, where a Python stage is that, the one that answers the prompt. None without a front.
+        """
+        front = self.front_of(modalities)
+        return front if front is None or front.is_vllm else self.prompt_stage
 
     def needed_for(self, modalities: Collection[str]) -> tuple[Stage, ...]:
         """Return the stages that a request runs through: all final ones of these modalities and what leads to them.

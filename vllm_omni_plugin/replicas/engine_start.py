@@ -3,7 +3,9 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from typing import Protocol
+from typing import Protocol, runtime_checkable
+
+from vllm_omni_plugin.replicas.shared_memory import SharedMemory
 
 
 class Process(Protocol):
@@ -18,6 +20,14 @@ class Process(Protocol):
     def shutdown(self, timeout: float | None = None) -> None: ...
 
     def kill(self) -> None: ...
+
+
+@runtime_checkable
+class SharingProcess(Protocol):
+    """A `Process` that may have the other end of some memory."""
+
+    @property
+    def memory(self) -> SharedMemory | None: ...
 
 
 class Starting(Protocol):

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import zmq
 
 from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.replicas.shared_memory import SharedMemory
 
 Frames = Sequence[Any]
 
@@ -89,6 +90,7 @@ class IpcLink(ReadingEnd):
         self.input_addr = input_addr
         self.output_addr = output_addr
         self._identity = identity
+        self._memory: SharedMemory | None = None
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._input = context.socket(zmq.ROUTER)
         self.output_socket = context.socket(zmq.PULL)
@@ -115,12 +117,23 @@ class IpcLink(ReadingEnd):
         payload: bytes = self._input.recv_multipart()[1]
         return payload
 
+    def share(self, memory: SharedMemory) -> None:
+        """Let large frames go through memory that the engine has the other end of. Before anything is sent or read."""
+        self._memory = memory
+
+    def start_reading(self, on_message: Callable[[list[Any]], None]) -> None:
+        """See `Link.start_reading`."""
+        memory = self._memory
+        super().start_reading(on_message if memory is None else lambda frames: on_message(memory.take(frames)))
+
     def send(self, frames: Frames) -> None:
         """See `Link.send`.
 
         Raises:
             ReplicaError: the engine is not connected.
         """
+        if self._memory is not None:
+            frames = self._memory.lend(frames)
         try:
             self._input.send_multipart((self._identity, *frames), zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:
@@ -129,6 +142,7 @@ class IpcLink(ReadingEnd):
     def close(self) -> None:
         """See `Link.close`."""
         self.stop_reading()
+        self._memory = None
         self._input.close()
         self.output_socket.close()
         for address in (self.input_addr, self.output_addr):

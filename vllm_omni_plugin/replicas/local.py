@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from vllm_omni_plugin.replicas.cache_tap import CacheTap, OnCacheChange, open_cache_tap
-from vllm_omni_plugin.replicas.engine_start import Launcher, Process, start_engine
+from vllm_omni_plugin.replicas.engine_start import Launcher, Process, SharingProcess, start_engine
 from vllm_omni_plugin.replicas.link import IpcLink
 from vllm_omni_plugin.replicas.stage_client import Codec, StageClient
 
@@ -96,6 +96,8 @@ async def start_local_replica(
         process, ready_response = await start_engine(
             launcher, executor, replica_id, link.input_addr, [link.output_addr], link.receive_ready
         )
+        if isinstance(process, SharingProcess) and process.memory is not None:
+            link.share(process.memory)
         client = StageClient(link, codec, f"{stage_id}.{replica_id}", on_outputs, on_dead)
         return LocalReplica(process, link, client, ready_response)
     except BaseException:

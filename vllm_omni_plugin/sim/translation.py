@@ -28,7 +28,8 @@ def _sim_request(request_id: str, request: Any, cache_salt: str = "") -> SimRequ
     params = request.sampling_params
     return SimRequest(
         request_id,
-        request.prompt_token_ids,
+        # A copy, since the scheduler lets the prompt of a streaming-input session grow in place.
+        list(request.prompt_token_ids),
         params.max_tokens,
         params.min_tokens,
         frozenset(params.stop_token_ids or ()),

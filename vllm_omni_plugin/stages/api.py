@@ -13,7 +13,7 @@ from vllm_omni_plugin.vllm_api.engine_api import EngineApi
 from vllm_omni_plugin.vllm_api.facts import RequestFacts
 from vllm_omni_plugin.vllm_api.move import Move
 from vllm_omni_plugin.vllm_api.stage_codec import sendable
-from vllm_omni_plugin.vllm_api.stage_protocol import StageRequest
+from vllm_omni_plugin.vllm_api.stage_protocol import STOP, StageRequest
 
 
 class PythonStageApi(EngineApi):
@@ -27,15 +27,27 @@ class PythonStageApi(EngineApi):
         decode: text of tokens of the client's prompt; may be called on several threads.
         encode: tokens of text for vLLM's server to answer with, if this stage answers through it; without the special
             tokens that begin or end a prompt.
+        end_token: the token that ends an answer of theirs.
     """
 
     def __init__(
-        self, stage: Stage, decode: Callable[[Sequence[int]], str], encode: Callable[[str], Sequence[int]]
+        self,
+        stage: Stage,
+        decode: Callable[[Sequence[int]], str],
+        encode: Callable[[str], Sequence[int]],
+        end_token: int,
     ) -> None:
         super().__init__()
         self._stage = stage
         self._decode = decode
         self._encode = encode
+        self._end_token = end_token
+
+    def check_front(self, source: Any) -> None:
+        """See `StageApi.check_front`: there are no probabilities of its tokens."""
+        params = source.sampling_params
+        if params is not None and (params.logprobs is not None or params.prompt_logprobs is not None):
+            raise StageInputError(f"Stage '{self._stage.name}': what answers is no model, and gives no logprobs.")
 
     def build(
         self,
@@ -91,6 +103,9 @@ class PythonStageApi(EngineApi):
     def answer(self, output: Any, read: StageOutput) -> Any:
         """See `StageApi.answer`: the tokens that the stage gave, else those of its text."""
         tokens = list(read.token_ids or self._encode(read.text))
+        if output.finish_reason == STOP:
+            # The server takes the last token of an answer that has come to its end for that end, and does not show it.
+            tokens.append(self._end_token)
         return msgspec.structs.replace(output, new_token_ids=tokens, pooling_output=None, kv_transfer_params=None)
 
     def describe(self, request: Any) -> RequestFacts:

@@ -18,6 +18,7 @@ class Assignment(msgspec.Struct, frozen=True):
         input_addr: where requests come from.
         output_addrs: where answers go, by client index.
         import_path: where modules are found.
+        memory_fd: descriptor of memory shared with the head, which then is the only client.
     """
 
     stage: str
@@ -29,6 +30,7 @@ class Assignment(msgspec.Struct, frozen=True):
     input_addr: str
     output_addrs: list[str]
     import_path: list[str]
+    memory_fd: int | None = None
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):

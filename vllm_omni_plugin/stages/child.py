@@ -18,6 +18,7 @@ import msgspec
 import zmq
 
 from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.replicas.shared_memory import SharedMemory
 from vllm_omni_plugin.stages.assignment import Assignment, Failed, Started
 from vllm_omni_plugin.stages.base import PythonStage
 from vllm_omni_plugin.stages.computing import Computation
@@ -44,13 +45,14 @@ def main() -> int:
     sys.path[:] = assignment.import_path
     with ThreadPoolExecutor(1, thread_name_prefix="stage") as executor:
         try:
+            memory = _shared_memory(assignment)
             stage = executor.submit(_start, assignment).result()
         except Exception as error:
             logger.error("Stage '%s' cannot start.", assignment.stage, exc_info=error)
             connection.send_bytes(msgspec.msgpack.encode(Failed(f"{type(error).__name__}: {error}")))
             return 1
         connection.send_bytes(msgspec.msgpack.encode(Started()))
-        asyncio.run(_serve(assignment, stage, executor))
+        asyncio.run(_serve(assignment, stage, executor, memory))
         executor.submit(stage.stop).result()
     return 0
 
@@ -61,7 +63,16 @@ def _start(assignment: Assignment) -> PythonStage:
     return stage
 
 
-async def _serve(assignment: Assignment, stage: PythonStage, executor: Executor) -> None:
+def _shared_memory(assignment: Assignment) -> SharedMemory | None:
+    if assignment.memory_fd is None:
+        return None
+    try:
+        return SharedMemory(assignment.memory_fd, 1)
+    finally:
+        os.close(assignment.memory_fd)
+
+
+async def _serve(assignment: Assignment, stage: PythonStage, executor: Executor, memory: SharedMemory | None) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         dealer = context.socket(zmq.DEALER)
@@ -73,7 +84,7 @@ async def _serve(assignment: Assignment, stage: PythonStage, executor: Executor)
             socket.setsockopt(zmq.RCVHWM, 0)
             socket.connect(address)
         compute = Computation(stage, assignment.stage).compute
-        engine = StageEngine(compute, executor, stage.max_batch_size, dealer, outputs)
+        engine = StageEngine(compute, executor, stage.max_batch_size, dealer, outputs, memory)
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, engine.end)
         dealer.send(ready_response(assignment.replica_id))
         await engine.ended

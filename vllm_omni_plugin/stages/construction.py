@@ -1,6 +1,6 @@
-"""Making the object of a user's class in the process that it runs in."""
+"""Finding a user's class, and making its object in the process that it runs in."""
 
-import importlib
+import pkgutil
 import sys
 
 from vllm_omni_plugin.errors import ConfigError
@@ -8,21 +8,32 @@ from vllm_omni_plugin.stages.assignment import Assignment
 from vllm_omni_plugin.stages.base import PythonStage
 
 
+def stage_class(engine: str) -> type[PythonStage]:
+    """The class that a pipeline's file names as `package.module:Class`; its module is imported.
+
+    Raises:
+        ConfigError: it cannot be imported, or is no Python stage.
+    """
+    try:
+        found = pkgutil.resolve_name(engine)
+    except Exception as error:  # a user's module may raise anything
+        raise ConfigError(f"{engine} cannot be imported ({error!r})") from error
+    if not (isinstance(found, type) and issubclass(found, PythonStage)):
+        raise ConfigError(f"{engine} is no subclass of vllm_omni_plugin.stages.{PythonStage.__name__}")
+    if not isinstance(found.max_batch_size, int) or found.max_batch_size < 1:
+        raise ConfigError(f"max_batch_size of {engine} is {found.max_batch_size!r}; it must be at least 1")
+    return found
+
+
 def construct(assignment: Assignment) -> PythonStage:
     """The stage, not started.
 
     Raises:
-        ConfigError: what is named is not a Python stage.
-        Exception: its module or constructor raised it.
+        ConfigError: see `stage_class`.
+        Exception: its constructor raised it.
     """
-    module_name, _, class_name = assignment.engine.partition(":")
-    found = getattr(importlib.import_module(module_name), class_name, None)
-    if found is None:
-        raise ConfigError(f"module {module_name} has no class {class_name}")
-    if not (isinstance(found, type) and issubclass(found, PythonStage)):
-        raise ConfigError(f"{assignment.engine} is not a subclass of {PythonStage.__module__}.{PythonStage.__name__}")
-    if not isinstance(found.max_batch_size, int) or found.max_batch_size < 1:
-        raise ConfigError(f"max_batch_size of {assignment.engine} is {found.max_batch_size!r}; it must be at least 1")
+    # Before it is asked for a device: what it imports decides whether there is one.
+    found = stage_class(assignment.engine)
     return found(**assignment.options, device=_device(assignment.device_index))
 
 

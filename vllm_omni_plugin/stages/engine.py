@@ -12,6 +12,7 @@ import zmq
 from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.link import SocketReader
+from vllm_omni_plugin.replicas.shared_memory import SharedMemory
 from vllm_omni_plugin.stages.base import StageJob
 from vllm_omni_plugin.stages.computing import Result
 from vllm_omni_plugin.stages.engine_calls import EngineCalls
@@ -42,6 +43,7 @@ class StageEngine:
         max_batch_size: jobs that it gets at most.
         dealer: where requests come in; connected.
         outputs: where answers go, by client index; connected.
+        memory: what is shared with the only client.
 
     Attributes:
         ended: done once `end` was called and nothing is being computed any more; failed if the thread has.
@@ -54,11 +56,13 @@ class StageEngine:
         max_batch_size: int,
         dealer: "zmq.Socket[bytes]",
         outputs: "Sequence[zmq.Socket[bytes]]",
+        memory: SharedMemory | None = None,
     ) -> None:
         self._compute = compute
         self._executor = executor
         self._max_batch_size = max_batch_size
         self._outputs = outputs
+        self._memory = memory
         self._codec = StageSide()
         self._turns = Turns()
         self._calls = EngineCalls(self._abort, lambda: True, {"get_supported_tasks": lambda: ()}, "a Python stage")
@@ -77,6 +81,8 @@ class StageEngine:
         self._end_if_idle()
 
     def _receive(self, frames: list[Any]) -> None:
+        if self._memory is not None:
+            frames = self._memory.take(frames)
         try:
             kind, payload = self._codec.decode([memoryview(frame) for frame in frames])
         except WireError as error:
@@ -113,7 +119,7 @@ class StageEngine:
         if self._batch and method in ("pause_scheduler", "sleep") and self._calls.pause_mode == "wait":
             self._delayed_answers.append((client_index, answer))
         else:
-            self._outputs[client_index].send_multipart(answer, copy=False)
+            self._put(client_index, answer)
 
     def _compute_next(self) -> None:
         if self._batch or self._ending or self._calls.pause_mode is not None:
@@ -148,14 +154,18 @@ class StageEngine:
             by_client[session.client_index].append(output)
         for client_index, outputs in by_client.items():
             message = Outputs(outputs=outputs, scheduler_stats=stats, timestamp=time.monotonic())
-            self._outputs[client_index].send_multipart(self._codec.encode(message), copy=False)
+            self._put(client_index, self._codec.encode(message))
             # To one client, as in vLLM.
             stats = None
 
     def _send_delayed_answers(self) -> None:
         for client_index, answer in self._delayed_answers:
-            self._outputs[client_index].send_multipart(answer, copy=False)
+            self._put(client_index, answer)
         self._delayed_answers.clear()
+
+    def _put(self, client_index: int, frames: Frames) -> None:
+        frames = frames if self._memory is None else self._memory.lend(frames)
+        self._outputs[client_index].send_multipart(frames, copy=False)
 
     def _end_if_idle(self) -> None:
         if self._ending and not self._batch and not self.ended.done():

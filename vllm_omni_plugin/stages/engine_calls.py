@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from vllm_omni_plugin.orchestrator.rest_state import RestState
+from vllm_omni_plugin.vllm_api.rest_state import RestState
 
 _FIRST_WEIGHTS = "default"
 

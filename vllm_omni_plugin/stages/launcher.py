@@ -19,15 +19,19 @@ class PythonStageLauncher:
         stage: whose replicas it starts.
         on_spawn: told the process id of each, from the thread that starts it.
         first_engine: number of engines on this node that come before those of this stage.
+        share_memory: whether whoever starts them is also their only client.
     """
 
     ready_timeout: float = 30.0
     """Seconds a process may take to connect once it has loaded."""
 
-    def __init__(self, stage: Stage, on_spawn: Callable[[int], None], first_engine: int = 0) -> None:
+    def __init__(
+        self, stage: Stage, on_spawn: Callable[[int], None], first_engine: int = 0, share_memory: bool = False
+    ) -> None:
         self._stage = stage
         self._on_spawn = on_spawn
         self._first_engine = first_engine
+        self._share_memory = share_memory
 
     def new_ipc_address(self) -> str:
         """A fresh ipc address."""
@@ -39,6 +43,7 @@ class PythonStageLauncher:
 
     def start(self, replica_id: int) -> StartingStage:
         """Spawn the process of a replica."""
+        process = StageProcess(f"{self._stage.name}.{replica_id}", self._share_memory)
         assignment = Assignment(
             stage=self._stage.name,
             engine=self._stage.engine,
@@ -49,8 +54,9 @@ class PythonStageLauncher:
             input_addr="",
             output_addrs=[],
             import_path=sys.path,
+            memory_fd=process.memory_fd,
         )
-        starting = StartingStage(StageProcess(f"{self._stage.name}.{replica_id}"), assignment)
+        starting = StartingStage(process, assignment)
         try:
             self._on_spawn(starting.process.pid)
         except BaseException:

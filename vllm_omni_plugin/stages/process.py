@@ -6,14 +6,18 @@ import sys
 import threading
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 
 import msgspec
 
 from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.replicas.shared_memory import SharedMemory, new_shared_memory
 from vllm_omni_plugin.stages.assignment import Assignment, Failed, Started
+
+logger = init_logger(__name__)
 
 _CHILD_MODULE = "vllm_omni_plugin.stages.child"
 _SHUTDOWN_S = 5.0
@@ -27,20 +31,28 @@ class StageProcess:
 
     Args:
         name: what lists of processes show beside the module's name.
+        share_memory: share memory with it, if the system has some.
 
     Attributes:
         pid: its process id.
         sentinel: file descriptor that becomes readable when it exits; closed with this object.
         connection: to it; nothing but the start is spoken of here.
+        memory: our end of what is shared; None once it was told to end.
+        memory_fd: its descriptor of that.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, share_memory: bool = False) -> None:
+        self.memory: SharedMemory | None = None
+        self.memory_fd: int | None = None
         self.connection, theirs = Pipe()
-        with theirs:
+        with theirs, ExitStack() as ours:
+            if share_memory:
+                self._share_memory(ours)
+            inherited = [theirs.fileno()] if self.memory_fd is None else [theirs.fileno(), self.memory_fd]
             # An own session: Ctrl-C is for the parent, which needs its stages until it has shut down in order.
             self._popen = subprocess.Popen(
                 [sys.executable, "-m", _CHILD_MODULE, str(theirs.fileno()), name],
-                pass_fds=[theirs.fileno()],
+                pass_fds=inherited,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
@@ -48,14 +60,25 @@ class StageProcess:
         self.sentinel = os.pidfd_open(self.pid)
         weakref.finalize(self, os.close, self.sentinel)
 
+    def _share_memory(self, until_spawned: ExitStack) -> None:
+        try:
+            fd = new_shared_memory()
+            until_spawned.callback(os.close, fd)
+            self.memory = SharedMemory(fd, 0)
+            self.memory_fd = fd
+        except OSError as error:
+            logger.warning("Tensors go through sockets, since there is no memory to share: %s", error)
+
     def shutdown(self, timeout: float | None = None) -> None:
         """Ask it to end, wait `timeout` seconds (None: 5), then kill it. Blocks; idempotent."""
+        self.memory = None
         self._popen.terminate()
         self.exit_code(_SHUTDOWN_S if timeout is None else timeout)
         self.connection.close()
 
     def kill(self) -> None:
         """End it at once. Does not block; idempotent."""
+        self.memory = None
         if self._popen.poll() is None:
             self._popen.kill()
             threading.Thread(target=self._popen.wait, name="stage-reaper", daemon=True).start()

@@ -38,6 +38,11 @@ class EngineApi:
         self._encoder = MsgpackEncoder()
         self._decoder = MsgpackDecoder(EngineCoreOutputs)
 
+    @property
+    def pooling_task(self) -> str | None:
+        """None: vLLM's server checks what requests ask a pooling model for."""
+        return None
+
     def encode_add(self, request: Any, engine_request_id: str, client_index: int = 0) -> Frames:
         """Frames that submit an `EngineCoreRequest` under an id of this attempt's own. Its tensors are not copied.
 

@@ -18,11 +18,22 @@ KV_TRANSFER_PARAMS = "kv_transfer_params"
 INVALID = (ValueError, VLLMClientError)
 """What vLLM raises of parameters and prompts that it cannot take."""
 _NOT_FOR_STAGES = {"n", "detokenize", "output_kind", "output_text_buffer_length", "skip_clone", "stream_interval"}
+_SEEN_BY_NOBODY = {
+    "flat_logprobs",
+    "logprob_token_ids",
+    "logprobs",
+    "prompt_logprob_start",
+    "prompt_logprob_token_ids",
+    "prompt_logprobs",
+}
+"""Probabilities are for those who ask the stage that answers, with parameters of their own."""
 _SAMPLING_KEYS = tuple(
     field.name
     for field in msgspec.structs.fields(SamplingParams)
-    if not field.name.startswith("_") and field.name not in _NOT_FOR_STAGES
+    if not field.name.startswith("_") and field.name not in _NOT_FOR_STAGES | _SEEN_BY_NOBODY
 )
+_INT64 = range(-(2**63), 2**63)
+"""What vLLM's server takes as a number; engines have no more room."""
 _POOLING_KEYS = {
     field.name: field.type
     for field in msgspec.structs.fields(PoolingParams)
@@ -141,7 +152,9 @@ class StageParams:
     def _converted(self, values: Mapping[str, Any]) -> Any:
         """The parameters that these values are; anything else has vLLM's default, but no limit of tokens."""
         known = tuple(_POOLING_KEYS) if self._is_pooling else _SAMPLING_KEYS
-        for key in values:
+        for key, value in values.items():
+            if isinstance(value, int) and value not in _INT64:
+                raise ParameterError(f"{key!r} has more than 64 bits", key)
             if key not in known:
                 close = get_close_matches(key, known, n=1)
                 known_ones = f"did you mean {close[0]!r}?" if close else f"use {', '.join(known)}"

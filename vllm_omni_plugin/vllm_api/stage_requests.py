@@ -76,6 +76,12 @@ class VllmStageApi(EngineApi):
         """What a pooling stage's engines are asked for; one that does not know it dies. None: the stage generates."""
         return self._params.task
 
+    @property
+    def end_token(self) -> int:
+        """The token that ends an answer; where the tokenizer names none, one that no answer shows either."""
+        token: int | None = self.tokenizer.eos_token_id
+        return 0 if token is None else token
+
     def encode(self, text: str) -> list[int]:
         """Tokens of a text, without those that the model puts around a prompt."""
         return list(self.tokenizer.encode(text, add_special_tokens=False))
@@ -87,6 +93,9 @@ class VllmStageApi(EngineApi):
     def prompt_text(self, source: Any) -> str:
         """The text of a client's request, of any stage's api; "" where there is none."""
         return self._vocabulary.prompt_text(source.prompt_token_ids)
+
+    def check_front(self, source: Any) -> None:
+        """See `StageApi`: it can, or its requests cannot be built."""
 
     def build(
         self,

@@ -159,6 +159,14 @@ def new(request_id: str, prompt: int) -> Any:
     return SimpleNamespace(req_id=request_id, prompt_token_ids=tokens, sampling_params=params, lora_request=None)
 
 
+def test_each_turn_of_a_session_is_answered_although_its_prompt_grows_in_place() -> None:
+    model = SleepingModel(EngineSettings(max_model_len=512, vocabulary_size=64), lambda _: None)
+    session = new("a", 20)
+    assert "a" in model.compute(Iteration([session], {"a": 20}, {"a": 0}, ()))
+    session.prompt_token_ids += [1, 2, 3]
+    assert "a" in model.compute(Iteration([session], {"a": 3}, {"a": 20}, ()))
+
+
 def test_an_iteration_takes_what_the_linear_model_says() -> None:
     slept: list[float] = []
     model = SleepingModel(drive.SETTINGS, slept.append)

@@ -1,0 +1,62 @@
+"""What AsyncLLM gets when it asks for its engine client."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_client import EngineCoreClient
+
+from vllm_omni_plugin.config import OmniConfig
+from vllm_omni_plugin.errors import ConfigError, ReplicaError
+from vllm_omni_plugin.integration import door
+from vllm_omni_plugin.integration.options import carry_options
+
+
+@pytest.fixture
+def make_client(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's factory of clients as we change it, which the test undoes."""
+    monkeypatch.setattr(EngineCoreClient, "make_async_mp_client", staticmethod(lambda *args, **kwargs: "vLLM's own"))
+    for name in ("__init__", "check_health"):
+        monkeypatch.setattr(AsyncLLM, name, getattr(AsyncLLM, name))
+    for name in ("open_app", "open_sessions"):
+        monkeypatch.setattr(door, name, lambda: None)
+    door.open_door()
+    return EngineCoreClient.make_async_mp_client
+
+
+def config(options: OmniConfig | None) -> Any:
+    """What of a configuration the door looks at."""
+    carried = SimpleNamespace(additional_config={})
+    if options is not None:
+        carry_options(carried, options)
+    return carried
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fail(*args: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(door, "make_fleet_client", fail)
+
+
+def test_without_our_options_it_is_vllms_own(make_client: Any) -> None:
+    assert make_client(config(None), object, True) == "vLLM's own"
+
+
+def test_a_fault_of_the_command_line_that_shows_late_ends_the_server_with_one_line(
+    make_client: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing(monkeypatch, ConfigError("pipeline.yaml: stage 'talker': its model generates"))
+    with pytest.raises(SystemExit) as ended:
+        make_client(config(OmniConfig()), object, True)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "vllm serve: error: pipeline.yaml: stage 'talker': its model generates\n"
+
+
+def test_what_is_no_fault_of_the_command_line_is_raised_as_it_is(
+    make_client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing(monkeypatch, ReplicaError("the engine did not start"))
+    with pytest.raises(ReplicaError, match="the engine did not start"):
+        make_client(config(OmniConfig()), object, True)

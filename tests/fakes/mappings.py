@@ -1,0 +1,29 @@
+"""What of this process's memory is shared with another one for frames."""
+
+from pathlib import Path
+
+from vllm_omni_plugin.replicas.shared_memory import MEMORY_NAME
+
+
+def mappings() -> list[range]:
+    """Addresses of each such mapping."""
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if MEMORY_NAME in line]
+    return [range(*(int(address, 16) for address in line[0].split("-"))) for line in lines]
+
+
+def is_shared(address: int) -> bool:
+    """Whether an address is in such a mapping."""
+    return any(address in mapping for mapping in mappings())
+
+
+def descriptors() -> list[str]:
+    """Such memory that is open."""
+    return [name for link in Path("/proc/self/fd").iterdir() if MEMORY_NAME in (name := _target(link))]
+
+
+def _target(link: Path) -> str:
+    try:
+        return str(link.readlink())
+    except FileNotFoundError:
+        # That of the listing itself.
+        return ""

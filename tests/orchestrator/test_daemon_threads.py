@@ -1,0 +1,54 @@
+"""Threads for functions that may never return."""
+
+import subprocess
+import sys
+import threading
+
+from tests.fakes.conditions import eventually
+from vllm_omni_plugin.orchestrator.daemon_threads import DaemonThreads
+
+
+def named(name: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith(name)]
+
+
+async def test_calls_begin_in_order_and_at_most_so_many_run_at_once() -> None:
+    threads, gate, begun = DaemonThreads(2, "omni-test"), threading.Event(), list[int]()
+
+    def call(number: int) -> None:
+        begun.append(number)
+        gate.wait(30)
+
+    for number in range(4):
+        threads.submit(lambda number=number: call(number))  # type: ignore[misc]
+    await eventually(lambda: begun == [0, 1])
+    assert len(named("omni-test")) == 2
+    gate.set()
+    await eventually(lambda: begun == [0, 1, 2, 3])
+    threads.close()
+    await eventually(lambda: named("omni-test") == [])
+
+
+async def test_closing_drops_what_waits_and_leaves_what_runs_to_itself() -> None:
+    threads, gate, done = DaemonThreads(1, "omni-test"), threading.Event(), list[str]()
+    threads.submit(lambda: done.append("first") if gate.wait(30) else None)
+    threads.submit(lambda: done.append("second"))
+    threads.close()
+    threads.close()
+    threads.submit(lambda: done.append("third"))
+    gate.set()
+    await eventually(lambda: named("omni-test") == [])
+    assert done == ["first"]
+
+
+def test_a_call_that_never_returns_does_not_keep_the_process_from_ending() -> None:
+    script = (
+        "import threading\n"
+        "from vllm_omni_plugin.orchestrator.daemon_threads import DaemonThreads\n"
+        "threads = DaemonThreads(1, 'omni-test')\n"
+        "begun = threading.Event()\n"
+        "threads.submit(lambda: (begun.set(), threading.Event().wait()))\n"
+        "begun.wait(30)\n"
+        "threads.close()\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

@@ -1,0 +1,112 @@
+"""How the output of one stage is cut into the chunks of the next one's input."""
+
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_omni_plugin.orchestrator.feed import Feed, Piece
+from vllm_omni_plugin.pipeline.transfer import StageOutput
+from vllm_omni_plugin.vllm_api.joining import joined
+
+
+class Rows(NamedTuple):
+    """What a feed reads of a tensor."""
+
+    rows: int
+    ndim: int = 1
+
+    def __len__(self) -> int:
+        return self.rows
+
+
+def tokens(*token_ids: int) -> StageOutput:
+    return StageOutput(token_ids)
+
+
+def pieces(size: int, *outputs: StageOutput, end: bool = True) -> list[Piece]:
+    """What a feed of some size makes of these outputs, the last of which ends the stage in front."""
+    feed = Feed(size)
+    for position, output in enumerate(outputs, start=1):
+        feed.add(output, last=end and position == len(outputs))
+    return list(feed.pieces)
+
+
+def sizes(cut: list[Piece]) -> list[int]:
+    return [len(piece.outputs) for piece in cut]
+
+
+@pytest.mark.parametrize(
+    ("size", "count", "expected"),
+    [
+        (1, 1, [1]),
+        (1, 3, [1, 1, 1]),
+        (2, 4, [2, 2]),
+        (2, 5, [2, 2, 1]),
+        (3, 2, [2]),
+        (4, 4, [4]),
+        (16, 40, [16, 16, 8]),
+    ],
+)
+def test_outputs_of_one_token_each_are_cut_by_their_number(size: int, count: int, expected: list[int]) -> None:
+    assert sizes(pieces(size, *(tokens(number) for number in range(count)))) == expected
+
+
+def test_a_piece_waits_until_it_is_known_whether_it_is_the_last() -> None:
+    feed = Feed(2)
+    feed.add(tokens(1), last=False)
+    feed.add(tokens(2), last=False)
+    assert feed.take() is None
+    feed.add(tokens(3), last=False)
+    assert feed.take() == Piece((tokens(1), tokens(2)), 0, last=False)
+
+
+def test_an_end_without_tokens_closes_the_input_with_an_empty_piece() -> None:
+    first, last = pieces(2, tokens(1), tokens(2), StageOutput(finish_reason="stop"))
+    assert (first.last, last.last, last.number) == (False, True, 1)
+    assert joined(last.outputs).token_ids == ()
+
+
+def test_a_stage_that_puts_out_nothing_gives_one_empty_last_piece() -> None:
+    (piece,) = pieces(4, StageOutput(finish_reason="stop"))
+    assert piece.last
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        pytest.param(StageOutput(tensor=Rows(2)), [1, 1, 1], id="rows of a tensor"),
+        pytest.param(StageOutput(tensor=Rows(1)), [2, 1], id="one row each"),
+        pytest.param(StageOutput(tensor=Rows(0, ndim=0)), [2, 1], id="a tensor of one number"),
+        pytest.param(StageOutput((7,), tensor=Rows(99)), [2, 1], id="tokens count before rows"),
+        pytest.param(StageOutput(text="a sentence"), [1, 1, 1], id="text alone"),
+        pytest.param(StageOutput(), [3], id="nothing"),
+    ],
+)
+def test_what_counts_as_the_size_of_an_output(output: Any, expected: list[int]) -> None:
+    assert sizes(pieces(2, output, output, output)) == expected
+
+
+def test_one_piece_is_taken_at_a_time() -> None:
+    feed = Feed(1)
+    for number in range(3):
+        feed.add(tokens(number), last=number == 2)
+    first = feed.take()
+    assert first is not None
+    assert feed.take() is None
+    feed.busy = False
+    second = feed.take()
+    assert second is not None
+    assert (first.number, second.number) == (0, 1)
+
+
+@given(size=st.integers(1, 5), lengths=st.lists(st.integers(0, 7), min_size=1, max_size=30))
+def test_pieces_are_the_output_in_order_and_only_the_last_is_short(size: int, lengths: list[int]) -> None:
+    numbers = iter(range(1000))
+    outputs = [tokens(*(next(numbers) for _ in range(length))) for length in lengths]
+    cut = pieces(size, *outputs)
+    assert [output for piece in cut for output in piece.outputs] == outputs
+    assert [piece.number for piece in cut] == list(range(len(cut)))
+    assert [piece.last for piece in cut] == [False] * (len(cut) - 1) + [True]
+    assert all(len(joined(piece.outputs).token_ids) >= size for piece in cut[:-1])

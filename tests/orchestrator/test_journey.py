@@ -1,0 +1,114 @@
+"""What a request for some outputs needs of a pipeline."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from tests.fakes.pipeline_fleet import stage
+from tests.fakes.pipelines import CHAIN, DIAMOND, DISAGGREGATED, FAN_OUT, JOIN, PYTHON, SPEECH
+from vllm_omni_plugin.orchestrator.journey import Plan, make_plan
+from vllm_omni_plugin.orchestrator.pipeline_call import PipelineCall
+from vllm_omni_plugin.pipeline import Pipeline, Stage
+
+GUARDED = (
+    stage(0, "writer", "text"),
+    stage(1, "gate", "text", "writer", engine=PYTHON, final=True),
+)
+DISAGGREGATED_GUARDED = (
+    DISAGGREGATED[0],
+    stage(1, "decode", "text", "prefill", model="one", transform="kv_transfer"),
+    stage(2, "gate", "text", "decode", engine=PYTHON, final=True),
+)
+VECTORS = (stage(0, "encoder", "embedding", final=True),)
+PAINTER = (stage(0, "encoder", "embedding"), stage(1, "painter", "image", "encoder", engine=PYTHON, final=True))
+
+
+def plan_of(stages: Sequence[Stage], modalities: Sequence[str] = (), outputs: Sequence[str] = ()) -> Plan:
+    """The plan of a plain request, or of a call that asks for these modalities."""
+    call = PipelineCall(tuple(modalities), lambda event: None, frozenset(outputs)) if modalities else None
+    return make_plan(Pipeline(tuple(stages)), call)
+
+
+@pytest.mark.parametrize(
+    ("stages", "modalities", "front", "finals"),
+    [
+        pytest.param(CHAIN, [], 1, {1}, id="plain: the last text"),
+        pytest.param(CHAIN, ["text"], 1, {0, 1}, id="a call: all texts"),
+        pytest.param(SPEECH, [], 0, {0}, id="plain speech pipeline: text"),
+        pytest.param(SPEECH, ["text"], 0, {0}, id="text alone"),
+        pytest.param(SPEECH, ["text", "audio"], 0, {0, 2}, id="text and speech"),
+        pytest.param(SPEECH, ["audio"], None, {2}, id="speech alone"),
+        pytest.param(FAN_OUT, ["text", "image"], 0, {0, 2}, id="one branch"),
+        pytest.param(FAN_OUT, ["scores", "image"], 1, {1, 2}, id="scores answer, if there is no text"),
+        pytest.param(VECTORS, [], 0, {0}, id="plain: embeddings"),
+        pytest.param(PAINTER, [], None, {1}, id="plain, and nothing that vLLM's server knows"),
+        pytest.param(GUARDED, [], 1, {1}, id="a Python stage in front"),
+    ],
+)
+def test_who_answers_and_what_is_waited_for(
+    stages: Sequence[Stage], modalities: list[str], front: int | None, finals: set[int]
+) -> None:
+    plan = plan_of(stages, modalities)
+    assert plan.front == front
+    assert plan.finals == finals
+
+
+@pytest.mark.parametrize(
+    ("stages", "modalities", "sampled"),
+    [
+        (CHAIN, ["text"], 1),
+        (SPEECH, ["text", "audio"], 0),
+        (SPEECH, ["audio"], None),
+        (GUARDED, [], 0),
+        (DISAGGREGATED, [], 1),
+        (DISAGGREGATED_GUARDED, [], 1),
+    ],
+    ids=["front", "front in the middle", "no front", "entry of a Python front", "decode", "decode of a Python front"],
+)
+def test_whose_sampling_the_clients_own_is(stages: Sequence[Stage], modalities: list[str], sampled: int | None) -> None:
+    assert plan_of(stages, modalities).client_sampled == sampled
+
+
+@pytest.mark.parametrize(
+    ("stages", "modalities", "roots", "edges"),
+    [
+        (CHAIN, ["text"], [0], {0: [1], 1: []}),
+        (SPEECH, ["text"], [0], {0: []}),
+        (SPEECH, ["audio"], [0], {0: [1], 1: [2], 2: []}),
+        (FAN_OUT, ["text", "image"], [0], {0: [2], 2: []}),
+        (JOIN, ["text"], [0, 1], {0: [2], 1: [2], 2: []}),
+        (DIAMOND, ["text"], [0], {0: [1, 2], 1: [3], 2: [3], 3: []}),
+    ],
+    ids=["chain", "text alone", "speech", "one branch", "join", "diamond"],
+)
+def test_outputs_go_to_the_stages_that_are_needed(
+    stages: Sequence[Stage], modalities: list[str], roots: list[int], edges: dict[int, list[int]]
+) -> None:
+    plan = plan_of(stages, modalities)
+    assert [each.id for each in plan.roots] == roots
+    assert {stage_id: [each.id for each in others] for stage_id, others in plan.downstream.items()} == edges
+
+
+@pytest.mark.parametrize(
+    ("stages", "modalities", "outputs", "shown", "read"),
+    [
+        pytest.param(CHAIN, [], [], set(), {0}, id="plain: only what is handed on is read"),
+        pytest.param(CHAIN, ["text"], [], {0}, {0}, id="the front answers another way"),
+        pytest.param(CHAIN, ["text"], ["refiner"], {0, 1}, {0, 1}, id="unless it is asked for by name"),
+        pytest.param(SPEECH, ["audio"], [], {2}, {0, 1, 2}, id="speech alone"),
+        pytest.param(SPEECH, ["text"], ["vocoder"], set(), set(), id="a stage that does not run shows nothing"),
+        pytest.param(DISAGGREGATED, [], [], set(), set(), id="nobody reads a KV cache"),
+        pytest.param(GUARDED, [], [], set(), {0, 1}, id="a Python stage in front is read to answer"),
+    ],
+)
+def test_what_is_read_here_and_what_the_call_is_told(
+    stages: Sequence[Stage], modalities: list[str], outputs: list[str], shown: set[int], read: set[int]
+) -> None:
+    plan = plan_of(stages, modalities, outputs)
+    assert plan.shown == shown
+    assert plan.read == read
+
+
+def test_what_the_pipeline_does_not_put_out_is_refused() -> None:
+    with pytest.raises(ValueError, match="'image' asked for"):
+        plan_of(SPEECH, ["text", "image"])

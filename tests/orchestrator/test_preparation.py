@@ -1,0 +1,186 @@
+"""Inputs of stages, made on threads."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.fakes.engine_api import FakeRequest
+from tests.fakes.pipeline_fleet import stage
+from tests.fakes.pipelines import CHAIN, FAN_OUT, SPEECH
+from tests.fakes.stage_api import FakeStageApi
+from vllm_omni_plugin.errors import ConfigError
+from vllm_omni_plugin.orchestrator.feed import Feed, Piece
+from vllm_omni_plugin.orchestrator.journey import Journey, make_plan
+from vllm_omni_plugin.orchestrator.pipeline_call import PipelineCall
+from vllm_omni_plugin.orchestrator.preparation import Preparation, WholeInput
+from vllm_omni_plugin.orchestrator.request_state import PipelineRequestState
+from vllm_omni_plugin.pipeline import Pipeline, Stage
+from vllm_omni_plugin.pipeline.transfer import StageOutput
+
+
+def preparation_of(stages: tuple[Stage, ...], prompt_text: Callable[[Any], str] = lambda request: "hi") -> Preparation:
+    return Preparation(Pipeline(stages), [FakeStageApi(each) for each in stages], prompt_text)
+
+
+def state_of(stages: tuple[Stage, ...], *modalities: str, **params: Any) -> PipelineRequestState:
+    """A request that has just been accepted."""
+    call = PipelineCall(modalities, lambda event: None, params=params)
+    plan = make_plan(Pipeline(stages), call)
+    request = FakeRequest("r", prompt=[1, 2])
+    return PipelineRequestState(
+        request, 0.0, sampling_params_list=({},) * len(stages), call=call, journey=Journey(plan)
+    )
+
+
+async def outcome(
+    preparation: Preparation, stage: Stage, work: Callable[[], Any], wanted: Callable[[], bool] = lambda: True
+) -> Any:
+    """What becomes of work; raises what it raises."""
+    done: asyncio.Future[Callable[[], Any]] = asyncio.get_running_loop().create_future()
+    preparation.prepare(stage, work, wanted, done.set_result)
+    return (await done)()
+
+
+@pytest.fixture
+def preparation() -> Any:
+    preparation = preparation_of(CHAIN)
+    yield preparation
+    preparation.close()
+
+
+async def test_work_is_done_off_the_loop_on_a_thread_of_its_stage(preparation: Preparation) -> None:
+    name = await outcome(preparation, CHAIN[1], lambda: threading.current_thread().name)
+    assert name.startswith("omni-refiner")
+
+
+async def test_what_work_raises_is_raised_where_its_outcome_is_wanted(preparation: Preparation) -> None:
+    def work() -> None:
+        raise KeyError("gone")
+
+    with pytest.raises(KeyError, match="gone"):
+        await outcome(preparation, CHAIN[1], work)
+
+
+async def test_work_that_is_not_wanted_any_more_is_not_done(preparation: Preparation) -> None:
+    done = list[int]()
+    assert await outcome(preparation, CHAIN[1], lambda: done.append(1), wanted=lambda: False) is None
+    assert done == []
+
+
+async def test_a_stage_whose_threads_are_all_blocked_keeps_no_other_stage_waiting(preparation: Preparation) -> None:
+    gate = threading.Event()
+    try:
+        blocked = [asyncio.ensure_future(outcome(preparation, CHAIN[1], lambda: gate.wait(30))) for _ in range(3)]
+        assert await outcome(preparation, CHAIN[0], lambda: 5) == 5
+        assert not any(each.done() for each in blocked)
+    finally:
+        gate.set()
+    assert await asyncio.gather(*blocked) == [True] * 3
+
+
+async def test_one_blocked_request_leaves_its_stage_a_thread(preparation: Preparation) -> None:
+    gate = threading.Event()
+    try:
+        blocked = asyncio.ensure_future(outcome(preparation, CHAIN[1], lambda: gate.wait(30)))
+        assert [await outcome(preparation, CHAIN[1], lambda: 5) for _ in range(3)] == [5, 5, 5]
+        assert not blocked.done()
+    finally:
+        gate.set()
+    await blocked
+
+
+def test_a_transform_that_does_not_exist_is_found_at_the_start() -> None:
+    broken = (CHAIN[0], stage(1, "refiner", "text", "thinker", final=True, transform="tests.fakes.transforms:missing"))
+    with pytest.raises(ConfigError, match="has no missing"):
+        preparation_of(broken)
+
+
+def test_the_prompts_text_is_made_once_and_only_for_those_who_may_read_it() -> None:
+    made, seen = list[str](), list[str]()
+
+    def prompt_text(request: Any) -> str:
+        made.append(request.request_id)
+        return "hi"
+
+    built_in = (SPEECH[0], stage(1, "talker", "tokens", "thinker", transform="tokens", final=True, async_chunk=True))
+    for stages, expected in ((SPEECH, ["r"]), (built_in, [])):
+        made.clear()
+        preparation = preparation_of(stages, prompt_text)
+        state = state_of(stages, stages[-1].output, talker=lambda transfer: seen.append(transfer.prompt))
+        for number in range(3):
+            preparation.chunk(state, stages[1], Feed(1), Piece((StageOutput((1,)),), number, False))
+        preparation.close()
+        assert made == expected
+    assert seen == ["hi"] * 3
+
+
+def test_a_transform_knows_the_request_and_the_chunk() -> None:
+    seen: list[Any] = []
+    preparation, state = preparation_of(SPEECH), state_of(SPEECH, "audio", talker=seen.append, voice="alto")
+    feed = Feed(1)
+    preparation.chunk(state, SPEECH[1], feed, Piece((StageOutput((1,)), StageOutput((2,))), 3, True))
+    preparation.close()
+    (transfer,) = seen
+    assert (transfer.request_id, transfer.stage, list(transfer.prompt_token_ids)) == ("r", "talker", [1, 2])
+    assert (transfer.chunk, transfer.last, transfer.params["voice"]) == (3, True, "alto")
+    assert transfer.memory is feed.memory
+
+
+def test_a_chunk_is_built_of_all_that_is_in_its_piece() -> None:
+    preparation, state = preparation_of(SPEECH), state_of(SPEECH, "audio")
+    chunk = preparation.chunk(state, SPEECH[1], Feed(1), Piece((StageOutput((1,)), StageOutput((2,))), 0, False))
+    preparation.close()
+    assert (chunk.request.prompt, chunk.request.resumable, chunk.end) == ([1, 2], True, None)
+
+
+def test_outputs_that_cannot_be_joined_fail_where_they_are_joined() -> None:
+    """Not on the loop, where tensors of different shapes would stop every request."""
+    preparation, state = preparation_of(FAN_OUT), state_of(FAN_OUT, "text", "image")
+
+    class Broken:
+        @property
+        def whole(self) -> StageOutput:
+            raise RuntimeError("shapes differ")
+
+    state.journey.readers[0] = Broken()  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        preparation.whole(state, FAN_OUT[2])
+    preparation.close()
+
+
+def test_a_root_gets_the_request_itself() -> None:
+    preparation, state = preparation_of(CHAIN), state_of(CHAIN, "text")
+    given = preparation.whole(state, CHAIN[0])
+    preparation.close()
+    assert isinstance(given, WholeInput)
+    assert (given.request.prompt, given.first_request) == ([1, 2], None)
+
+
+async def test_closing_twice_or_with_work_at_hand_waits_for_nothing() -> None:
+    gate = threading.Event()
+    preparation = preparation_of(CHAIN)
+    told = list[Any]()
+    for _ in range(4):
+        preparation.prepare(CHAIN[1], lambda: gate.wait(30), lambda: True, told.append)
+    preparation.close()
+    preparation.close()
+    assert not gate.is_set()
+    gate.set()
+
+
+def test_the_end_of_work_after_the_end_of_the_loop_is_nobodys_concern() -> None:
+    gate, preparation = threading.Event(), preparation_of(CHAIN)
+
+    async def begin() -> None:
+        preparation.prepare(CHAIN[1], lambda: gate.wait(30), lambda: True, lambda outcome: None)
+
+    asyncio.run(begin())
+    preparation.close()
+    gate.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("omni-refiner"):
+            thread.join(10)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("omni-refiner")]

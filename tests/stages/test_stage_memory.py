@@ -1,0 +1,107 @@
+"""Large tensors go through memory that a head shares with its own stages, and with nobody else."""
+
+import errno
+import logging
+import os
+import signal
+
+import msgspec
+import pytest
+import torch
+
+from tests.fakes.conditions import eventually
+from tests.fakes.mappings import descriptors, is_shared, mappings
+from tests.stages.heads import open_head, stage
+from vllm_omni_plugin.errors import WireError
+from vllm_omni_plugin.pipeline.transfer import StageInput
+from vllm_omni_plugin.vllm_api.stage_codec import StageSide
+
+LARGE = 30 << 20
+"""Bytes; there is room for four of them."""
+
+
+@pytest.mark.parametrize("share_memory", [False, True])
+async def test_tensors_are_equal_both_ways_and_their_places_are_used_again(share_memory: bool) -> None:
+    async with open_head(stage("torch_classes:Keeping"), share_memory) as head:
+        await head.start()
+        for number in range(8):
+            tensor = torch.full((LARGE,), number, dtype=torch.uint8)
+            head.send(str(number), StageInput(tensor=tensor))
+            answer = await head.answer(str(number))
+            assert torch.equal(answer.tensor, tensor)
+            assert (answer.metadata, is_shared(answer.tensor.data_ptr())) == ({"shared": share_memory}, share_memory)
+            del answer
+            head.outputs.clear()
+
+
+async def test_small_tensors_go_through_the_socket() -> None:
+    async with open_head(stage("torch_classes:Keeping")) as head:
+        await head.start()
+        head.send("a", StageInput(tensor=torch.ones(64 << 10)))
+        assert (await head.answer("a")).metadata == {"shared": False}
+
+
+async def test_more_than_there_is_room_for_arrives_all_the_same() -> None:
+    async with open_head(stage("torch_classes:Keeping")) as head:
+        client = (await head.start()).client
+        await client.call("pause_scheduler", "keep", False)
+        tensors = {str(number): torch.full((LARGE,), number, dtype=torch.uint8) for number in range(6)}
+        for request_id, tensor in tensors.items():
+            head.send(request_id, StageInput(tensor=tensor))
+        await client.call("resume_scheduler")
+        answers = {request_id: await head.answer(request_id) for request_id in tensors}
+        assert all(torch.equal(answers[request_id].tensor, tensor) for request_id, tensor in tensors.items())
+        assert [answer.metadata["shared"] for answer in answers.values()] == [True] * 4 + [False] * 2
+
+
+async def test_the_inputs_of_aborted_requests_are_given_back() -> None:
+    async with open_head(stage("torch_classes:Keeping")) as head:
+        client = (await head.start()).client
+        tensor = torch.ones(LARGE, dtype=torch.uint8)
+        await client.call("pause_scheduler", "keep", False)
+        for number in range(4):
+            head.send(f"aborted {number}", StageInput(tensor=tensor))
+        client.abort_requests([f"aborted {number}" for number in range(4)])
+        await client.call("resume_scheduler")
+        head.send("a", StageInput(tensor=tensor))
+        assert (await head.answer("a")).metadata == {"shared": True}
+
+
+@pytest.mark.parametrize("killed", [False, True])
+async def test_an_output_outlives_its_replica_and_nothing_else_does(killed: bool) -> None:
+    before = descriptors(), mappings()
+    async with open_head(stage("torch_classes:Keeping")) as head:
+        replica = await head.start()
+        tensor = torch.arange(LARGE, dtype=torch.uint8)
+        head.send("a", StageInput(tensor=tensor))
+        answer = await head.answer("a")
+        assert is_shared(answer.tensor.data_ptr())
+        head.send("never read", StageInput(tensor=tensor))
+        if killed:
+            os.kill(replica.pid, signal.SIGKILL)
+            await eventually(lambda: head.deaths)
+    assert torch.equal(answer.tensor, tensor)
+    del answer
+    head.outputs.clear()
+    assert (descriptors(), mappings()) == before
+
+
+async def test_without_memory_to_share_tensors_go_through_the_socket(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(name: str, flags: int) -> int:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    async with open_head(stage("torch_classes:Keeping")) as head:
+        with caplog.at_level(logging.WARNING):
+            await head.start()
+        assert "there is no memory to share" in caplog.text
+        head.send("a", StageInput(tensor=torch.ones(LARGE, dtype=torch.uint8)))
+        assert (await head.answer("a")).metadata == {"shared": False}
+
+
+def test_a_loan_from_elsewhere_is_no_message() -> None:
+    loans = msgspec.msgpack.encode([(1, 0, LARGE)])
+    with pytest.raises(WireError):
+        StageSide().decode([b"", loans, b"\x00", b""])
