@@ -43,6 +43,30 @@ def test_caches_match_and_evict_as_lists_of_blocks_do(uses: list[tuple[int, str]
         assert [caches.blocks(slot) for slot in range(3)] == [len(cache.by_age) for cache in slow]
 
 
+@given(st.lists(st.one_of(WORDS, st.sampled_from(["hide", "show", "clear"])), max_size=60), st.integers(1, 12), WORDS)
+def test_a_replica_shown_again_has_what_it_would_have_had(steps: list[str], capacity: int, prompt: str) -> None:
+    caches, always_shown = ApproximateCaches(), ApproximateCaches()
+    for each in (caches, always_shown):
+        each.use(1, chain("abab"), capacity)
+    hidden = False
+    for step in steps:
+        match step:
+            case "hide" | "show":
+                hidden = step == "hide"
+                getattr(caches, step)(0)
+            case "clear":
+                caches.clear(0)
+                always_shown.clear(0)
+            case _:
+                caches.use(0, chain(step), capacity)
+                always_shown.use(0, chain(step), capacity)
+        matches = always_shown.matches(chain(prompt))
+        assert caches.matches(chain(prompt)) == {slot: blocks for slot, blocks in matches.items() if slot or not hidden}
+        assert caches.blocks(0) == always_shown.blocks(0)
+    caches.show(0)
+    assert caches.matches(chain(prompt)) == always_shown.matches(chain(prompt))
+
+
 def test_a_full_cache_loses_the_end_of_its_oldest_prompt() -> None:
     caches = ApproximateCaches()
     caches.use(0, [1, 2, 3], 5)

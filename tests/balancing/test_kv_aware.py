@@ -170,6 +170,70 @@ def test_after_lost_reports_what_was_sent_counts_again() -> None:
     assert fallback(pool) == ""
 
 
+def test_what_is_in_flight_when_reports_are_lost_counts_and_still_does_after_its_end() -> None:
+    pool = reporting(2)
+    first, second = prompt_task(PROMPT), prompt_task(PROMPT[:500])
+    for task in (first, second):
+        pool.policy.dispatched(task, pool.replicas[0], Decision(0, "test"))
+    pool.policy.ended(second, pool.replicas[0], 1.0, 1)
+    pool.policy.cache_changed(pool.replicas[0], CacheChange(restart=True, complete=False))
+    assert matched(pool) == [ALL, 0]
+    pool.policy.ended(first, pool.replicas[0], 1.0, 1)
+    assert matched(pool) == [ALL, 0]
+
+
+def test_once_reports_are_caught_up_they_alone_count_and_if_lost_again_all_that_was_sent_meanwhile() -> None:
+    pool = reporting(1)
+    replica, other = pool.replicas[0], prompt_task(list(range(5000, 6000)))
+    pool.policy.cache_changed(replica, CacheChange(restart=True, complete=False))
+    pool.policy.dispatched(TASK, replica, Decision(0, "test"))
+    pool.policy.ended(TASK, replica, 1.0, 1)
+    assert matched(pool) == [ALL]
+    pool.policy.cache_changed(replica, CacheChange(KEYS[:10]))
+    assert (matched(pool), fallback(pool)) == ([160], "")
+    pool.policy.dispatched(other, replica, Decision(0, "test"))
+    pool.policy.ended(other, replica, 1.0, 1)
+    assert (matched(pool), matched(pool, other)) == ([160], [0])
+    pool.policy.cache_changed(replica, CacheChange(complete=False))
+    assert (matched(pool), matched(pool, other)) == ([ALL], [ALL])
+
+
+def test_what_an_engine_must_have_evicted_while_it_reported_does_not_count_when_reports_are_lost() -> None:
+    pool = reporting(1, ReplicaLoad(kv_blocks=100, block_size=BLOCK))
+    for task in (TASK, prompt_task(list(range(5000, 6000)))):
+        pool.policy.dispatched(task, pool.replicas[0], Decision(0, "test"))
+        pool.policy.ended(task, pool.replicas[0], 1.0, 1)
+    pool.policy.cache_changed(pool.replicas[0], CacheChange(restart=True, complete=False))
+    assert matched(pool) == [(100 - 62) * BLOCK]
+
+
+@pytest.mark.parametrize("by_report", [True, False])
+def test_what_was_sent_before_a_cache_was_cleared_does_not_count_when_reports_are_lost(by_report: bool) -> None:
+    pool = reporting(1)
+    ended, in_flight = prompt_task(PROMPT[:500]), prompt_task(PROMPT)
+    for task in (ended, in_flight):
+        pool.policy.dispatched(task, pool.replicas[0], Decision(0, "test"))
+    pool.policy.ended(ended, pool.replicas[0], 1.0, 1)
+    if by_report:
+        pool.policy.cache_changed(pool.replicas[0], CacheChange(restart=True))
+    else:
+        pool.policy.cleared(pool.replicas[0])
+    pool.policy.cache_changed(pool.replicas[0], CacheChange(restart=True, complete=False))
+    pool.policy.ended(in_flight, pool.replicas[0], 1.0, 1)
+    assert matched(pool) == [0]
+
+
+def test_a_place_is_clean_for_another_replica_that_reports_nothing() -> None:
+    pool = reporting(2)
+    for task in (prompt_task(PROMPT[:500]), TASK):
+        pool.policy.dispatched(task, pool.replicas[0], Decision(0, "test"))
+    pool.policy.forgotten(pool.replicas[0])
+    newcomer = Pool(pool.policy, (PooledReplica(7, pool.replicas[0].load), pool.replicas[1]))
+    assert matched(newcomer) == [0, 0]
+    pool.policy.dispatched(TASK, newcomer.replicas[0], Decision(0, "test"))
+    assert (matched(newcomer), fallback(newcomer)) == ([ALL, 0], "no-events")
+
+
 def test_one_replica_without_reports_is_enough_to_say_so() -> None:
     pool = reporting(3)
     pool.policy.cache_changed(pool.replicas[1], CacheChange(complete=False))

@@ -1,5 +1,6 @@
 """The client's own sampling parameters at a stage whose model did not read the prompt."""
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -141,6 +142,16 @@ def test_everything_else_is_as_the_client_has_it(asked: Callable[..., Any], entr
     )
     assert {name: getattr(front.sampling_params, name) for name in wish} == wish
     assert front.sampling_params.max_tokens == 5
+
+
+def test_what_the_client_has_asked_for_is_left_as_it_was(
+    asked: Callable[..., Any], entry: Any, cousin: Any, stranger: Any
+) -> None:
+    request = asked(bad_words=["red"], stop_token_ids=[4], structured_outputs=StructuredOutputsParams(json="{}"))
+    before = copy.deepcopy(request.sampling_params)
+    for stage in (cousin, stranger):
+        api(stage, entry).build(request, GIVEN, {"temperature": 0.5, "stop_token_ids": [5]}, **FRONT)
+    assert request.sampling_params == before
 
 
 def test_a_transform_has_a_word_with_the_client(asked: Callable[..., Any], entry: Any, stranger: Any) -> None:

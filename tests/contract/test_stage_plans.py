@@ -13,6 +13,7 @@ from vllm_omni_plugin.integration.options import carry_options, options_of, with
 from vllm_omni_plugin.integration.pipeline_command import local_engines
 from vllm_omni_plugin.integration.pipeline_config import stage_plans
 from vllm_omni_plugin.integration.stage_plan import StagePlan
+from vllm_omni_plugin.replicas.engine_start import SharingProcess
 from vllm_omni_plugin.vllm_api.fingerprint import fingerprint
 
 from .pipeline_files import JOIN, STAGES, read, write_pipeline, write_text_model
@@ -71,6 +72,17 @@ def test_each_stage_has_the_configuration_that_its_section_asks_for(tmp_path: Pa
     assert refiner.vllm_config.model_config.max_model_len == 128
     assert vocoder.vllm_config is None
     assert {plan.fingerprint["stage"] for plan in (thinker, refiner, vocoder)} == {"0", "1", "2"}
+
+
+def test_a_head_shares_memory_with_the_python_stages_that_it_starts(tmp_path: Path) -> None:
+    file = write_pipeline(tmp_path, third=VOCODER)
+    *_, vocoder = plans_of(f"--omni-pipeline {file} {ENGINE}")
+    process = vocoder.launcher_for(lambda _pid: None, False).start(0).process
+    try:
+        assert isinstance(process, SharingProcess)
+        assert process.memory is not None
+    finally:
+        process.shutdown(0.0)
 
 
 def test_engines_of_the_node_are_numbered_through_all_stages(tmp_path: Path) -> None:

@@ -140,8 +140,7 @@ def text_delta(chunk: Any) -> str:
 
 
 def audio_delta(chunk: Any) -> bytes:
-    found = [(choice.delta.model_extra or {}).get("audio") or {} for choice in chunk.choices]
-    return b"".join(base64.b64decode(audio.get("data", "")) for audio in found)
+    return b"".join(base64.b64decode(choice.delta.audio.data or "") for choice in chunk.choices if choice.delta.audio)
 
 
 def test_a_stream_carries_the_same_text_and_sound(speech: PipelineServer) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.fakes.conditions import eventually
 from tests.stages.gate import Gate
-from tests.stages.heads import source, stage
+from tests.stages.heads import END_TOKEN, source, stage
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.orchestrator import Orchestrator, StagePool, StageRun
@@ -55,7 +55,7 @@ class Fleet:
 
     def __init__(self) -> None:
         self.launcher = Launcher()
-        self.api = DirectApi(STAGE, lambda tokens: "", lambda text: ())
+        self.api = DirectApi(STAGE, lambda tokens: "", lambda text: (), END_TOKEN)
         self.pool = StagePool(0, LeastQueueLengthBalancer())
         self.orchestrator = Orchestrator([self.pool], self.api, 3, time.monotonic)
         self.replicas = LocalReplicas(self.orchestrator, 0, 2, self.launcher, self.api, time.monotonic, no_pause)

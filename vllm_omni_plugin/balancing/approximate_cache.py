@@ -2,8 +2,8 @@
 
 from array import array
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
 
 from vllm_omni_plugin.balancing.prefix_index import BlockHolders, Level
 
@@ -17,23 +17,27 @@ class ApproximateCaches:
     every block belongs to the *run* of the prompt that used it last, and the oldest run loses its last block first.
     A block is never evicted before those behind it, hence a holder of a block has all blocks before it.
 
-    Memory is bounded by the replicas' capacities: 8 bytes in a run and an entry of the index for each block.
+    A replica may be hidden while nobody asks who has what of it: most of the work is then left undone.
+
+    Memory is bounded by the replicas' capacities: 8 bytes in a run and, unless hidden, an entry of the index for each
+    block.
     """
 
     def __init__(self) -> None:
         self._index = BlockHolders()
-        self._replicas: dict[int, _Runs] = {}
+        self._replicas: defaultdict[int, _Runs] = defaultdict(_Runs)
+        self._hidden: set[int] = set()
 
     def blocks(self, slot: int) -> int:
         """Blocks that a replica is thought to have."""
-        return self._index.blocks(slot)
+        return len(self._replicas.get(slot, ()))
 
     def levels(self, keys: Sequence[int]) -> list[Level]:
-        """See `BlockHolders.levels`. Takes O(log blocks) for each level."""
+        """See `BlockHolders.levels`; without hidden replicas. Takes O(log blocks) for each level."""
         return self._index.closed_levels(keys)
 
     def matches(self, keys: Sequence[int]) -> dict[int, int]:
-        """See `BlockHolders.matches`."""
+        """See `BlockHolders.matches`; without hidden replicas."""
         return self._index.matches(keys)
 
     def use(self, slot: int, keys: Sequence[int], capacity: int) -> None:
@@ -49,15 +53,31 @@ class ApproximateCaches:
         if not keys:
             return
         keys = keys[:capacity]
-        runs = self._replicas.setdefault(slot, _Runs())
+        runs = self._replicas[slot]
         known = runs.use(keys)
-        self._index.store(slot, keys[known:])
-        self._index.remove(slot, runs.shrink(capacity))
+        evicted = runs.shrink(capacity)
+        if slot not in self._hidden:
+            self._index.store(slot, keys[known:])
+            self._index.remove(slot, evicted)
+
+    def hide(self, slot: int) -> None:
+        """Nobody will ask for what the replica has until it is shown. Takes time for its blocks unless it is hidden."""
+        if slot not in self._hidden:
+            self._hidden.add(slot)
+            for run in self._replicas.get(slot, ()):
+                self._index.remove(slot, run)
+
+    def show(self, slot: int) -> None:
+        """The end of `hide`: what was used meanwhile counts. Takes time for the replica's blocks if it was hidden."""
+        if slot in self._hidden:
+            self._hidden.remove(slot)
+            for run in self._replicas.get(slot, ()):
+                self._index.store(slot, run)
 
     def clear(self, slot: int) -> None:
-        """The replica has nothing cached, and its slot may be given to another."""
+        """The replica has nothing cached. Its slot may be given to another, which is hidden if this one was."""
         runs = self._replicas.pop(slot, None)
-        if runs is not None:
+        if runs is not None and slot not in self._hidden:
             self._index.remove(slot, runs.shrink(0))
 
 
@@ -72,6 +92,13 @@ class _Runs:
         self._most_runs = _FEWEST_RUNS
         self._by_age: deque[array[int]] = deque()
         self._by_head: dict[int, array[int]] = {}
+
+    def __len__(self) -> int:
+        """Number of blocks."""
+        return self._size
+
+    def __iter__(self) -> "Iterator[array[int]]":
+        return iter(self._by_age)
 
     def use(self, keys: Sequence[int]) -> int:
         """Make the blocks of a prompt the latest run. Returns how many of them there were already."""

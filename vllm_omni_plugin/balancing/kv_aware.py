@@ -70,7 +70,8 @@ class KvAwareBalancer(DecidingBalancer):
         scores, matches = compare(
             replicas, positions, members.slots, levels, len(prompt.token_ids), _ANSWER_TOKENS, self._overlap_weight
         )
-        fallback = self._fallback(task, members, positions)
+        known = prompt.cacheable and not self._caches.shortcoming(members.mask)
+        fallback = "" if known else self._fallback(task, members, positions)
         return decision_for(self._choose(scores, matches), positions, scores, matches, fallback)
 
     def dispatched(self, task: Task, replica: ReplicaView, decision: Decision) -> None:
@@ -105,14 +106,13 @@ class KvAwareBalancer(DecidingBalancer):
         for size in members.block_sizes:
             for blocks, holders in self._caches.levels(prompt_keys(prompt, size), members.mask):
                 levels.append((blocks * size, holders))
-        levels.sort(reverse=True)
+        if len(levels) > 1:
+            levels.sort(reverse=True)
         return levels
 
     def _fallback(self, task: Task, members: Membership, positions: Sequence[int]) -> str:
         if not task.get("prompt", NO_PROMPT).cacheable:
             return "uncacheable" if "prompt" in task else "no-prompt"
-        if not self._caches.shortcoming(members.mask):
-            return ""
         return self._caches.shortcoming(sum(1 << members.slots[position] for position in positions))
 
     def _choose(self, costs: Sequence[float], matches: Sequence[int]) -> int:

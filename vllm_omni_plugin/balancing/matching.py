@@ -51,7 +51,7 @@ def compare(
     """
     latencies: list[float] = []
     matches: list[int] = []
-    lengths, prefill_tokens = _work(replicas, positions)
+    lengths, prefill_tokens = replicas.work if isinstance(replicas, ServingReplicas) else _work(replicas, positions)
     for position in positions:
         slot, matched = slots[position], 0
         for level_tokens, holders in levels:
@@ -68,8 +68,6 @@ def compare(
 
 def _work(replicas: Sequence[ReplicaView], positions: Sequence[int]) -> tuple[_ByPosition, _ByPosition]:
     """Requests and prefill tokens."""
-    if isinstance(replicas, ServingReplicas):
-        return replicas.work
     loads = {position: load_of(replicas[position]) for position in positions}
     requests = {position: load.requests for position, load in loads.items()}
     return requests, {position: load.prefill_tokens for position, load in loads.items()}
@@ -107,12 +105,11 @@ def positions_to_compare(
         return positions
     wanted, unseen = _MOST_HOLDERS, members.mask
     for _, holders in levels:
-        found = some_slots_of(holders & unseen, wanted, rng)
-        for slot in found:
+        for slot in some_slots_of(holders & unseen, wanted, rng):
+            wanted -= 1
             position = members.positions[slot]
             if position not in positions:
                 positions.append(position)
-        wanted -= len(found)
         if not wanted:
             break
         unseen &= ~holders

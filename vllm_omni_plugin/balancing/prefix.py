@@ -91,5 +91,6 @@ class PrefixBalancer(DecidingBalancer):
         for size in members.block_sizes:
             for blocks, holders in self._caches.levels(prompt_keys(prompt, size)):
                 levels.append((blocks * size, holders))
-        levels.sort(reverse=True)
+        if len(levels) > 1:
+            levels.sort(reverse=True)
         return levels

@@ -38,9 +38,21 @@ class BlockHolders:
         """Number of blocks the slot holds."""
         return self._blocks.get(slot, 0)
 
-    def store(self, slot: int, keys: Sequence[int]) -> None:
-        """The slot has these blocks from now on; those it had already change nothing."""
-        bit, holders, stored = 1 << slot, self._holders, 0
+    def store(self, slot: int, keys: Sequence[int]) -> Sequence[int]:
+        """The slot has these blocks from now on. Returns those that it did not have."""
+        holders, before = self._holders, len(self._holders)
+        # Most are new to everybody. Asked all at once, the look-ups wait for cold memory together.
+        if holders.keys().isdisjoint(keys):
+            alone = self._shared(1 << slot)
+            for key in keys:
+                holders[key] = alone
+            self._blocks[slot] = self.blocks(slot) + len(holders) - before
+            return keys
+        return self._join(slot, keys)
+
+    def _join(self, slot: int, keys: Sequence[int]) -> list[int]:
+        bit, holders = 1 << slot, self._holders
+        gained: list[int] = []
         last, joined = 0, self._shared(bit)
         for key in keys:
             before = holders.get(key, 0)
@@ -50,8 +62,9 @@ class BlockHolders:
             if before != last:
                 last, joined = before, self._shared(before | bit)
             holders[key] = joined
-            stored += 1
-        self._blocks[slot] = self.blocks(slot) + stored
+            gained.append(key)
+        self._blocks[slot] = self.blocks(slot) + len(gained)
+        return gained
 
     def remove(self, slot: int, keys: Sequence[int]) -> None:
         """The slot no longer has these blocks; those it did not have change nothing."""
@@ -134,14 +147,15 @@ class PrefixIndex(BlockHolders):
         super().__init__()
         self._stored: dict[int, array[int]] = {}
 
-    def store(self, slot: int, keys: Sequence[int]) -> None:
+    def store(self, slot: int, keys: Sequence[int]) -> Sequence[int]:
         """See `BlockHolders.store`."""
-        super().store(slot, keys)
+        gained = super().store(slot, keys)
         stored = self._stored.setdefault(slot, array("Q"))
-        stored.extend(keys)
+        stored.extend(gained)
         if len(stored) > 2 * self.blocks(slot) + _SHORTEST_COMPACTED:
             held = {key for key in stored if self._holders.get(key, 0) >> slot & 1}
             self._stored[slot] = array("Q", held)
+        return gained
 
     def clear(self, slot: int) -> None:
         """The slot holds nothing, and may be given to another replica."""
@@ -161,12 +175,13 @@ def slots_of(holders: int) -> list[int]:
 
 def some_slots_of(holders: int, count: int, rng: random.Random) -> list[int]:
     """At most so many slots of a mask, at random, though one after a gap is likelier than one after another."""
-    if holders.bit_count() <= count:
-        return slots_of(holders)
     chosen: list[int] = []
-    while len(chosen) < count:
-        start = int(rng.random() * holders.bit_length())
-        upper = holders >> start << start
+    too_many = holders.bit_count() > count
+    while holders and len(chosen) < count:
+        upper = holders
+        if too_many:
+            start = int(rng.random() * holders.bit_length())
+            upper = holders >> start << start
         lowest = upper & -upper
         chosen.append(lowest.bit_length() - 1)
         holders ^= lowest

@@ -17,6 +17,9 @@ class ReportedCaches:
 
     What an engine reports is exact but late: what is in flight to it counts as cached already. Where reports are
     missing or incomplete, what was sent to the replica counts, as an engine of its size would keep it.
+
+    While reports are complete, that estimate is not read. It is then kept as cheaply as can be, so that it is there once
+    they are lost: nothing of it while a request is sent, and without the index of its blocks.
     """
 
     def __init__(self) -> None:
@@ -24,6 +27,8 @@ class ReportedCaches:
         # By slot, the known blocks that are in flight and not reported, and how many prompts have each.
         self._expected: dict[int, dict[int, int]] = {}
         self._estimated = ApproximateCaches()
+        # By slot and by its keys' identity, what is in flight and not in the estimate, with the replica's capacity.
+        self._unestimated: dict[int, dict[int, tuple[Sequence[int], int]]] = {}
         # Bit masks of slots.
         self._heard_of = 0
         self._complete = 0
@@ -51,15 +56,21 @@ class ReportedCaches:
         """A prompt with these blocks goes to a replica with so many blocks of memory."""
         expected = self._expected.setdefault(slot, {})
         known = max((blocks for blocks, holders in self._known.closed_levels(keys) if holders >> slot & 1), default=0)
-        for key in keys[:known]:
-            if key in expected:
+        if expected:
+            for key in expected.keys() & keys[:known]:
                 expected[key] += 1
-        expected.update(dict.fromkeys(keys[known:], 1))
-        self._known.store(slot, keys[known:])
-        self._estimated.use(slot, keys, capacity)
+        added = keys[known:]
+        expected.update(dict.fromkeys(added, 1))
+        self._known.store(slot, added)
+        if self._complete >> slot & 1:
+            self._unestimated.setdefault(slot, {})[id(keys)] = keys, capacity
+        else:
+            self._estimated.use(slot, keys, capacity)
 
     def end(self, slot: int, keys: Sequence[int]) -> None:
-        """It is no longer in flight."""
+        """It is no longer in flight. `keys` is the very sequence that was sent."""
+        if sent := self._unestimated.get(slot, {}).pop(id(keys), None):
+            self._estimated.use(slot, *sent)
         expected = self._expected.get(slot)
         if not expected:
             return
@@ -80,27 +91,39 @@ class ReportedCaches:
     def change(self, slot: int, change: CacheChange) -> None:
         """An engine has reported."""
         bit = 1 << slot
-        if change.restart:
+        if change.restart and change.complete:
+            self.empty(slot)
+        elif change.restart:
             self._known.clear(slot)
             self._expected.pop(slot, None)
-            if change.complete:
-                self._estimated.clear(slot)
         self._known.remove(slot, change.removed)
         self._known.store(slot, change.stored)
         if expected := self._expected.get(slot):
             for key in (*change.removed, *change.stored):
                 expected.pop(key, None)
         self._heard_of |= bit
-        self._complete = self._complete | bit if change.complete else self._complete & ~bit
+        self._trust(slot, change.complete)
 
     def empty(self, slot: int) -> None:
         """Nothing is cached any more; its engine has yet to report that."""
         self._known.clear(slot)
         self._expected.pop(slot, None)
+        self._unestimated.pop(slot, None)
         self._estimated.clear(slot)
 
     def clear(self, slot: int) -> None:
         """Nothing is cached or in flight, and nothing was ever reported. The slot may be given to another replica."""
         self.empty(slot)
         self._heard_of &= ~(1 << slot)
+        self._trust(slot, False)
+
+    def _trust(self, slot: int, complete: bool) -> None:
+        """Read the estimate of a replica's cache from now on, or no longer."""
+        if complete:
+            self._complete |= 1 << slot
+            self._estimated.hide(slot)
+            return
         self._complete &= ~(1 << slot)
+        for keys, capacity in self._unestimated.pop(slot, {}).values():
+            self._estimated.use(slot, keys, capacity)
+        self._estimated.show(slot)

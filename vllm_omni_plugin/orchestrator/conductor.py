@@ -79,6 +79,7 @@ class Conductor:
         self.states[state.request_id] = state
         for stage in state.journey.plan.roots:
             self._begin(state, stage)
+        self._inputs.foresee(state)
 
     def abort(self, request_ids: Sequence[str], whole: bool) -> None:
         """See `Requests`."""

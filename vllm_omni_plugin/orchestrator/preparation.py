@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 from vllm_omni_plugin.errors import StageError, StageInputError
@@ -66,6 +67,10 @@ class Preparation:
             for stage in pipeline.stages
             if (name := self._names[stage.id]) is not None and (transform := resolve_transform(name)) is not None
         }
+        # Those whose transforms may read the prompt's text.
+        self._readers = frozenset(self._transforms) - {
+            stage_id for stage_id, name in self._names.items() if name in list(BuiltInTransform)
+        }
         self._threads = {stage.id: DaemonThreads(_THREADS, f"omni-{stage.name}") for stage in pipeline.stages}
 
     def prepare(
@@ -98,6 +103,12 @@ class Preparation:
             del outcome
 
         self._threads[stage.id].submit(run)
+
+    def foresee(self, state: PipelineRequestState) -> None:
+        """Make what a stage will need whatever comes out of those in front of it, while these work."""
+        stage_id = next((stage_id for stage_id in state.journey.plan.downstream if stage_id in self._readers), None)
+        if stage_id is not None:
+            self._threads[stage_id].submit(partial(self._foresee, state))
 
     def whole(self, state: PipelineRequestState, stage: Stage) -> WholeInput:
         """The input of a stage when all stages in front of it have ended. Runs on a thread.
@@ -157,13 +168,18 @@ class Preparation:
             request_id=state.request_id,
             stage=stage.name,
             prompt_token_ids=state.request.prompt_token_ids or (),
-            prompt="" if self._names[stage.id] in list(BuiltInTransform) else self._prompt(state),
+            prompt=self._prompt(state) if stage.id in self._readers else "",
             params=state.call.params if state.call is not None else {},
             chunk=number,
             last=last,
             memory={} if memory is None else memory,
         )
         return check_input(self._transforms[stage.id](outputs, transfer), stage.name)
+
+    def _foresee(self, state: PipelineRequestState) -> None:
+        # What is wrong with it is told where it is needed.
+        with suppress(Exception):
+            self._prompt(state)
 
     def _prompt(self, state: PipelineRequestState) -> str:
         # Two threads may both find it missing, and then both find the same.

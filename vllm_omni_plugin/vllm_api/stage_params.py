@@ -125,7 +125,7 @@ class StageParams:
         if isinstance(params, PoolingParams) is not self._is_pooling or (self._is_pooling and params.task != self.task):
             kind = "scores or embeds" if self._is_pooling else "generates"
             raise ParameterError(f"it {kind}, which is not what the request asks for")
-        own = copy.deepcopy(params)
+        own = _copied(params)
         if given:
             self._check_request(given)
             _overlay(own, given, self._converted(given))
@@ -185,6 +185,15 @@ class StageParams:
         if self._is_pooling:
             return PoolingParams(**{key: msgspec.convert(value, _POOLING_KEYS[key]) for key, value in values.items()})
         return msgspec.convert({"max_tokens": None, **values}, SamplingParams)
+
+
+def _copied(params: Any) -> Any:
+    """A copy that shares nothing that vLLM or `Vocabulary` changes in place; a deep one takes 0.1 ms of every hop."""
+    own = copy.copy(params)
+    if not isinstance(own, PoolingParams):
+        own._all_stop_token_ids = set(own._all_stop_token_ids)
+        own.structured_outputs = copy.copy(own.structured_outputs)
+    return own
 
 
 def _overlay(params: Any, given: Mapping[str, Any], values: Any) -> None:
