@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from .server import MODEL, START_S, ServeProcess, Server, free_port, until
+from .server import MODEL, ServeProcess, Server, free_port, until
 from .suspended import Engine
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "pipelines"
+START_S = 300.0
+"""Two engines and the making of their models at once, on a machine with other work."""
 _SERVES = re.compile(r"Replica (\d+) of stage (\d+) serves \(engine process (\d+)\)")
 
 
@@ -36,6 +38,10 @@ class PipelineServer(Server):
         self._join = ("-oma", "127.0.0.1", "-omp", str(free_port()), "--omni-secret-file", str(secret))
         where = ("--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", MODEL)
         ServeProcess.__init__(self, self._command(*where, *flags), log)
+
+    def wait(self, seconds: float = START_S) -> None:
+        """See `Server.wait`."""
+        super().wait(seconds)
 
     @contextmanager
     def node(self, stage: int) -> Iterator[None]:

@@ -147,10 +147,10 @@ class Server(ServeProcess):
         self.wait()
         return self
 
-    def wait(self) -> None:
+    def wait(self, seconds: float = START_S) -> None:
         """Return once it answers; it is stopped if it does not in time."""
         try:
-            until(self._answers, f"{self.url}/health answers; log: {self.log}", START_S)
+            until(self._answers, f"{self.url}/health answers; log: {self.log}", seconds)
         except BaseException:
             self.stop()
             raise

@@ -12,6 +12,8 @@ from .pipelines import PipelineServer
 from .server import MODEL, until
 from .servers import Servers
 
+pytestmark = pytest.mark.timeout(600)
+
 PREFILL, DECODE = 0, 1
 DECODE_ENGINE = "10000"
 """Its `engine` label in vLLM's metrics."""

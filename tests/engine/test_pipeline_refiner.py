@@ -13,6 +13,8 @@ from .pipelines import PipelineServer
 from .server import MODEL, until
 from .servers import Servers
 
+pytestmark = pytest.mark.timeout(600)
+
 THINKER, REFINER = 0, 1
 DRAFT_TOKENS = 32
 """As the example's file says."""
@@ -121,6 +123,7 @@ def test_nothing_is_left_of_a_request_whose_client_leaves_during_the_second_stag
     assert text_of(ask(refiner, PROMPTS[0])) == refined(refiner, PROMPTS[0])[1]
 
 
+@pytest.mark.long
 def test_a_headless_node_serves_the_second_stage(refiner: PipelineServer) -> None:
     with refiner.node(REFINER), refiner.drained(REFINER), refiner.client() as client:
         answer = client.chat.completions.with_raw_response.create(

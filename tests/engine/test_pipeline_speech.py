@@ -20,6 +20,8 @@ from .pipelines import EXAMPLES, PipelineServer
 from .server import MODEL, until
 from .servers import Servers
 
+pytestmark = pytest.mark.timeout(600)
+
 THINKER, TALKER, VOCODER = 0, 1, 2
 SAMPLE_RATE, HOP = 24_000, 480
 CHUNK, CODES_PER_TOKEN = 8, 4
@@ -27,7 +29,7 @@ CHUNK, CODES_PER_TOKEN = 8, 4
 ANSWER_TOKENS = 20
 """Two chunks and a half."""
 FILE_TOKENS = 64
-"""Of an answer that the client does not bound, as the example's file says."""
+"""Of an answer at most, as the example's file says."""
 PROMPT = "Say something."
 BOTH: Any = ["text", "audio"]
 VOICE: Any = {"voice": "any", "format": "wav"}
@@ -151,7 +153,7 @@ def test_a_stream_carries_the_same_text_and_sound(speech: PipelineServer) -> Non
 
 
 def test_the_first_sound_leaves_before_the_text_ends(speech: PipelineServer) -> None:
-    with speech.client() as client, ExitStack() as standing_still, open_stream(client, tokens=800) as stream:
+    with speech.client() as client, ExitStack() as standing_still, open_stream(client, FILE_TOKENS) as stream:
         words = 0
         for chunk in stream:
             assert not any(choice.finish_reason for choice in chunk.choices)
@@ -186,7 +188,7 @@ def test_the_speech_route_streams(speech: PipelineServer) -> None:
 
 
 def test_nothing_is_left_of_a_request_whose_client_leaves_during_the_second_stage(speech: PipelineServer) -> None:
-    with speech.suspended(TALKER), speech.client() as client, open_stream(client, tokens=400):
+    with speech.suspended(TALKER), speech.client() as client, open_stream(client, FILE_TOKENS):
         until(lambda: speech.in_flight(TALKER) == 1, "the talker has the request")
     until(lambda: speech.in_flight(TALKER) == 0, "the talker is rid of the request")
     speech.wait_until_idle()
@@ -215,8 +217,7 @@ def test_a_replica_killed_in_the_middle_of_a_request_costs_no_sound(speech: Pipe
 
 
 def test_a_vocoder_killed_in_the_middle_of_its_sound_repeats_none_of_it(speech: PipelineServer) -> None:
-    tokens = 100
-    with speech.client() as client, open_stream(client, tokens) as stream:
+    with speech.client() as client, open_stream(client, FILE_TOKENS) as stream:
         pcm = b""
         while not pcm:
             pcm += audio_delta(next(stream))
@@ -225,4 +226,4 @@ def test_a_vocoder_killed_in_the_middle_of_its_sound_repeats_none_of_it(speech: 
             assert speech.in_flight(VOCODER) == 1
             engine.core.kill()
         pcm += b"".join(map(audio_delta, stream))
-    assert_same_sound(pcm, spoken(speech, tokens))
+    assert_same_sound(pcm, spoken(speech, FILE_TOKENS))

@@ -72,7 +72,8 @@ class KvAwareBalancer(DecidingBalancer):
         )
         known = prompt.cacheable and not self._caches.shortcoming(members.mask)
         fallback = "" if known else self._fallback(task, members, positions)
-        return decision_for(self._choose(scores, matches), positions, scores, matches, fallback)
+        place = self._draw(scores, matches) if self._temperature else cheapest(scores, matches, self._rng)
+        return decision_for(place, positions, scores, matches, fallback)
 
     def dispatched(self, task: Task, replica: ReplicaView, decision: Decision) -> None:
         """The replica is about to have the prompt cached."""
@@ -115,10 +116,8 @@ class KvAwareBalancer(DecidingBalancer):
             return "uncacheable" if "prompt" in task else "no-prompt"
         return self._caches.shortcoming(sum(1 << members.slots[position] for position in positions))
 
-    def _choose(self, costs: Sequence[float], matches: Sequence[int]) -> int:
-        """The place of the replica that gets the request."""
-        if not self._temperature:
-            return cheapest(costs, matches, self._rng)
+    def _draw(self, costs: Sequence[float], matches: Sequence[int]) -> int:
+        """The place of the replica that gets the request, at a temperature above 0."""
         lowest, spread = min(costs), max(costs) - min(costs)
         if not spread:
             return cheapest(costs, matches, self._rng)

@@ -67,7 +67,7 @@ def compare(
 
 
 def _work(replicas: Sequence[ReplicaView], positions: Sequence[int]) -> tuple[_ByPosition, _ByPosition]:
-    """Requests and prefill tokens."""
+    """Requests and prefill tokens, of replicas that nobody keeps them for side by side."""
     loads = {position: load_of(replicas[position]) for position in positions}
     requests = {position: load.requests for position, load in loads.items()}
     return requests, {position: load.prefill_tokens for position, load in loads.items()}

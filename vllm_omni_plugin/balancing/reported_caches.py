@@ -18,8 +18,8 @@ class ReportedCaches:
     What an engine reports is exact but late: what is in flight to it counts as cached already. Where reports are
     missing or incomplete, what was sent to the replica counts, as an engine of its size would keep it.
 
-    While reports are complete, that estimate is not read. It is then kept as cheaply as can be, so that it is there once
-    they are lost: nothing of it while a request is sent, and without the index of its blocks.
+    While reports are complete, that estimate is not read. For the day they are lost it is kept as cheaply as can be:
+    nothing of it is done before a request is sent, and its blocks are in no index.
     """
 
     def __init__(self) -> None:
