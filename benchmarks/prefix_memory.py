@@ -61,7 +61,7 @@ class Measurement:
     """
 
     memory: ApproximateCaches | PrefixIndex
-    store: Callable[[int, list[int]], None]
+    store: Callable[[int, list[int]], object]
     replicas: int
     prompts: Prompts = field(default_factory=Prompts)
     resident_before: int = field(default_factory=lambda: psutil.Process().memory_info().rss)
