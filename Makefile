@@ -29,7 +29,7 @@ test: lint types ## lint, types and the whole test suite
 test-fast: lint types ## the same without the tests that start an engine
 	$(PY) -m pytest -m "not engine" $(PYTEST_ARGS)
 
-test-long: setup ## tests that take minutes each and are not part of the gate
+test-long: setup ## tests that take long and repeat in another way what others show; not part of the gate
 	$(PY) -m pytest -m long $(PYTEST_ARGS)
 
 demo: setup ## serve a tiny model with two replicas and talk to it

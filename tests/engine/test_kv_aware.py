@@ -183,7 +183,7 @@ def test_after_caches_are_reset_nothing_is_predicted(fleet: Fleet) -> None:
     assert fleet.hits[-2].reported == 0
 
 
-@pytest.mark.parametrize("kind", ["local", "headless"])
+@pytest.mark.parametrize("kind", [pytest.param("local", marks=pytest.mark.long), "headless"])
 def test_after_a_replica_was_restarted_predictions_are_right(
     fleet: Fleet, nodes_of_both_kinds: NodeFleet, kind: str
 ) -> None:
@@ -208,6 +208,7 @@ def start_alone(servers: Servers, name: str, model: Path, *flags: str) -> Server
     return servers.get(name, model, *KV_AWARE, "--omni-dp-size-local", "1", *SMALL_CACHE, *flags, engines=1)
 
 
+@pytest.mark.long
 def test_without_a_prefix_cache_requests_are_served_and_the_receipt_says_why(
     servers: Servers, tiny_model: Path
 ) -> None:
@@ -222,6 +223,7 @@ def test_without_a_prefix_cache_requests_are_served_and_the_receipt_says_why(
     fleet.close()
 
 
+@pytest.mark.long
 def test_a_users_own_publisher_is_left_alone_and_followed(servers: Servers, tiny_model: Path) -> None:
     port, replay = free_port(), free_port()
     own = {

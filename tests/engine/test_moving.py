@@ -51,6 +51,7 @@ def test_a_killed_engine_costs_no_answer_a_token(movers: Server, whole: dict[Row
     assert total(movers, FAILED) == failed
 
 
+@pytest.mark.long
 def test_answers_outlive_every_engine_there_was(movers: Server, whole: dict[Row, Any]) -> None:
     before, failed = moves(movers), total(movers, FAILED)
     rows = tuple(row for row in ROWS if row.exact)

@@ -28,6 +28,7 @@ def adapted(servers: Servers, tiny_model: Path, tmp_path: Path) -> Server:
     return server
 
 
+@pytest.mark.long
 def test_a_moved_answer_keeps_its_adapter(adapted: Server) -> None:
     with ThreadPoolExecutor(len(ROWS)) as threads:
         whole = dict(zip(ROWS, threads.map(partial(send, adapted), ROWS), strict=True))

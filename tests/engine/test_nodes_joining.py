@@ -124,6 +124,7 @@ def test_a_replica_that_cannot_be_reached_is_named_and_forgotten(fleet: NodeFlee
     assert fleet.head.replicas_up() == 2
 
 
+@pytest.mark.long
 def test_who_claims_the_addresses_of_another_takes_nothing_down_for_good(fleet: NodeFleet) -> None:
     with fleet.head.http() as http:
         real = http.get("/omni/replicas").json()["replicas"][0]

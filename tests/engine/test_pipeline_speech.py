@@ -4,7 +4,6 @@ import base64
 import functools
 import importlib.util
 import io
-import wave
 from array import array
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ from typing import Any
 
 import openai
 import pytest
+import soundfile
 
 from . import by_hand
 from .pipelines import EXAMPLES, PipelineServer
@@ -88,10 +88,11 @@ def text_by_hand(server: PipelineServer) -> str:
 
 
 def pcm_of(wav: bytes) -> bytes:
-    """The samples of a wav file, which must be what it says it is."""
-    with wave.open(io.BytesIO(wav)) as sound:
-        assert (sound.getnchannels(), sound.getsampwidth(), sound.getframerate()) == (1, 2, SAMPLE_RATE)
-        return sound.readframes(sound.getnframes())
+    """The samples of a wav file, as libsndfile decodes it."""
+    with soundfile.SoundFile(io.BytesIO(wav)) as sound:
+        assert (sound.format, sound.subtype) == ("WAV", "PCM_16")
+        assert (sound.channels, sound.samplerate) == (1, SAMPLE_RATE)
+        return bytes(sound.read(dtype="int16").tobytes())
 
 
 def assert_same_sound(pcm: bytes, expected: bytes) -> None:

@@ -32,6 +32,7 @@ def test_sigterm_ends_all_processes_with_the_exit_code_of_plain_vllm(
     assert terminate(doomed) == terminate(servers.get("doomed-plain", tiny_model, engines=1))
 
 
+@pytest.mark.long
 def test_sigterm_while_an_engine_starts_again_leaves_no_process_behind(doomed: Server) -> None:
     before = doomed.engine_pids()
     psutil.Process(before[1]).kill()

@@ -88,6 +88,7 @@ def test_an_adapter_that_cannot_be_loaded_is_one_error_and_costs_no_replica(lora
     assert (lora_fleet.replicas_up(), lora_fleet.engine_pids()) == (2, engines)
 
 
+@pytest.mark.long
 async def test_a_replica_that_starts_again_knows_the_adapter_and_the_pause(lora_fleet: Server, adapter: str) -> None:
     (expected,) = await asyncio.to_thread(answers, lora_fleet, adapter)
     async with httpx.AsyncClient(base_url=lora_fleet.url, timeout=60.0) as client:
