@@ -60,6 +60,10 @@ class Conductor:
         self._metrics = metrics
         self._clock = clock
         self._default_plan = make_plan(pipeline, None)
+        # Looked at with every output, so found out once.
+        self._decodes = frozenset(
+            stage.id for stage in pipeline.stages if pipeline.transform_of(stage) == BuiltInTransform.KV_TRANSFER
+        )
 
     def submit(self, message: SubmitRequest) -> None:
         """See `Requests`."""
@@ -242,11 +246,7 @@ class Conductor:
     def _answer(self, state: PipelineRequestState, stage: Stage, run: StageRun, output: Any, read: StageOutput) -> Any:
         """What of a front stage's output goes to vLLM's server."""
         api, cached_tokens = self._apis[stage.id], state.journey.cached_tokens
-        if (
-            cached_tokens is not None
-            and run.attempts == 1
-            and self._pipeline.transform_of(stage) == BuiltInTransform.KV_TRANSFER
-        ):
+        if cached_tokens is not None and run.attempts == 1 and stage.id in self._decodes:
             # Any later attempt computes the prompt itself, and its own word is right.
             api.restate_cached(output, cached_tokens)
         if not run.finished:
