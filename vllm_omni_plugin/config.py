@@ -21,10 +21,12 @@ class OmniConfig:
         dp_size_local: replicas of the model that this process runs itself.
         migration_limit: how often one request may move to another replica before it fails.
         replica_wait: seconds that requests wait while no replica can serve.
+        join: whether this head shares the replicas of a fleet that has a coordinator already, and runs none itself.
         master_address: where the head's coordinator listens; None: the fleet is this process alone.
         master_port: its port.
         stage_id: stage that a headless node's replicas serve.
-        replica_address: address that a headless node binds and announces; None: the one it reaches the head from.
+        replica_address: address that replica servers bind and announce; None: on a headless node the one it reaches the
+            head from, on a head with several API servers the coordinator's.
         replica_ports: range of ports for that, "FIRST-LAST"; None: any free ones.
         heartbeat_interval: seconds between the signs of life of a replica or head.
         heartbeat_timeout: seconds of silence after which either is taken for dead.
@@ -40,6 +42,7 @@ class OmniConfig:
     dp_size_local: int = 1
     migration_limit: int = 3
     replica_wait: float = 60.0
+    join: bool = False
     master_address: str | None = None
     master_port: int | None = None
     stage_id: int = 0

@@ -1,10 +1,12 @@
 """A command line with --omni-pipeline: what of the file applies to whom, and what is refused with which words."""
 
+import pickle
 from pathlib import Path
 
 import pytest
 
 from vllm_omni_plugin.errors import ConfigError
+from vllm_omni_plugin.integration import pipeline_command
 from vllm_omni_plugin.integration.flags import parse_options
 from vllm_omni_plugin.integration.pipeline_command import command_of, local_engines, pipeline_of
 
@@ -57,6 +59,27 @@ def test_reading_the_same_arguments_again_changes_nothing(tmp_path: Path) -> Non
     before = dict(vars(args))
     assert parse_options(args) == options
     assert vars(args) == before
+
+
+def test_an_api_server_process_reads_the_arguments_it_is_given_as_its_supervisor_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second = "engine_args: {max-num-seqs: 5}"
+    args, options = read(f"--omni-pipeline {write_pipeline(tmp_path, 'engine_args: {seed: 7}', second)} --port 9000")
+    command = command_of(options)
+    assert command is not None
+    handed_on = pickle.loads(pickle.dumps(args))
+    monkeypatch.setattr(pipeline_command, "_commands", {})
+    handed_on.omni_joined = {"master_address": "127.0.0.1", "master_port": 7500}
+
+    joined = parse_options(handed_on)
+    assert joined is not None
+    assert (joined.join, joined.master_port, local_engines(joined, headless=False)) == (True, 7500, 0)
+    own = command_of(joined)
+    assert own is not None
+    assert own.pipeline == command.pipeline
+    assert own.engine_args == command.engine_args
+    assert (handed_on.model, handed_on.port) == (f"{tmp_path}/thinker", 9000)
 
 
 def test_what_travels_to_engines_holds_the_name_of_the_file_only(tmp_path: Path) -> None:

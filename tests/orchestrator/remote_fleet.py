@@ -62,6 +62,7 @@ class Fleet(FakeFleet):
             self.orchestrator,
             {0: FakeEngineApi()},
             {0: {}},
+            head_id="head",
             heartbeat_interval=1.0,
             heartbeat_timeout=10.0,
             attach=self.attach,

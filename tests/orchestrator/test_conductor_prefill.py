@@ -7,8 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.fakes.conditions import eventually
 from tests.fakes.pipeline_fleet import FakePipelineFleet, stage
 from tests.fakes.pipelines import DISAGGREGATED
+from vllm_omni_plugin.errors import StageInputError
 from vllm_omni_plugin.orchestrator.pipeline_call import CallEnded
 
 LONG, SHORT = [1, 2, 3], [1, 2]
@@ -131,12 +133,36 @@ async def test_the_prefills_last_output_is_the_one_that_counts() -> None:
         assert [request["sampling_params"]["kv"] for request in sent(fleet, 1)] == [PARAMS]
 
 
-async def test_a_prefill_that_cannot_be_built_fails_the_request_that_asks_for_it() -> None:
+@pytest.mark.parametrize("error", [StageInputError("too long"), KeyError("gone")])
+async def test_a_prefill_that_cannot_be_built_is_skipped(error: Exception) -> None:
     async with FakePipelineFleet(DISAGGREGATED) as fleet:
-        fleet.apis[0].faults["build_prefill"] = KeyError("gone")
-        await fleet.submit("r", prompt=LONG)
-        ((_, error),) = fleet.ends
-        assert str(error).startswith("Stage 'prefill': ")
+        fleet.apis[0].faults["build_prefill"] = error
+        await fleet.submit("r", "text", prompt=LONG)
+        assert sent(fleet, 0) == []
+        assert "kv" not in sent(fleet, 1)[0]["sampling_params"]
+        await fleet.finish()
+        assert fleet.ends == [("r", "stop")]
+        assert fleet.call_ends("r") == [None]
+
+
+async def test_a_request_that_has_ended_begins_no_decode_when_its_prefill_cannot_be_built() -> None:
+    gate = threading.Event()
+
+    def build(source: Any) -> Any:
+        gate.wait(30)
+        raise StageInputError("too long")
+
+    try:
+        async with FakePipelineFleet(DISAGGREGATED) as fleet:
+            fleet.apis[0].build_prefill = build  # type: ignore[method-assign]
+            await fleet.submit("r", prompt=LONG, settle=False)
+            await eventually(lambda: fleet.states)
+            await fleet.abort("r")
+            gate.set()
+            await fleet.settle()
+            assert sent(fleet, 1) == []
+    finally:
+        gate.set()
 
 
 @pytest.mark.parametrize("delivered", [False, True])

@@ -41,6 +41,19 @@ async def test_a_listed_replica_serves_and_its_answers_come_back(fleet: Fleet) -
     assert fleet.changes == [ReplicaJoined(0, 0, b"ready")]
 
 
+async def test_replicas_have_the_numbers_of_the_list_so_that_all_heads_name_them_alike(fleet: Fleet) -> None:
+    fleet.register(row(1, replica_id=4))
+    fleet.register(row(2, replica_id=0))
+    # Of a coordinator that was started again and gave a number that one of before it still has here.
+    fleet.register(row(3, replica_id=4))
+    await fleet.serving(3)
+    assert {member.replica_id: member.input_addr for member in fleet.pool.members} == {
+        0: row(2).input_addr,
+        1: row(3).input_addr,
+        4: row(1).input_addr,
+    }
+
+
 async def test_a_request_that_waits_is_sent_as_soon_as_a_replica_serves(fleet: Fleet) -> None:
     await fleet.submit("a")
     (replica,) = await fleet.joined(row(1))

@@ -1,5 +1,6 @@
 """Who is in the fleet: replicas report to a coordinator, heads follow its list. Needs neither vLLM nor torch."""
 
+from vllm_omni_plugin.coordinator.head_messages import PeerAnswer, PeerCall, ReplicaWork
 from vllm_omni_plugin.coordinator.hub_client import OmniCoordClientForHub
 from vllm_omni_plugin.coordinator.membership import Change, ChangeKind, Liveness, Member, MembershipTable, ReplicaKey
 from vllm_omni_plugin.coordinator.messages import ReplicaEvent, ReplicaInfo, ReplicaList, ReplicaStatus
@@ -18,11 +19,14 @@ __all__ = [
     "OmniCoordClientForStage",
     "OmniCoordinator",
     "OmniCoordinatorRuntime",
+    "PeerAnswer",
+    "PeerCall",
     "ReplicaEvent",
     "ReplicaInfo",
     "ReplicaKey",
     "ReplicaList",
     "ReplicaStatus",
+    "ReplicaWork",
     "decode_event",
     "decode_replica_list",
     "encode_event",

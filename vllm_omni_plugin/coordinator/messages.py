@@ -56,7 +56,11 @@ class ReplicaEvent(Struct, frozen=True):
 
 
 class ReplicaInfo(Struct, frozen=True):
-    """One replica as the coordinator publishes it. Times are wall-clock seconds since the epoch."""
+    """One replica as the coordinator publishes it. Times are wall-clock seconds since the epoch.
+
+    Attributes:
+        replica_id: its number within its stage, the same for all heads; -1: not numbered.
+    """
 
     input_addr: Address
     output_addr: Address
@@ -67,6 +71,7 @@ class ReplicaInfo(Struct, frozen=True):
     registered_at: WallSeconds
     incarnation: Ordinal = 0
     control_addr: OptionalAddress = ""
+    replica_id: int = -1
 
 
 class ReplicaList(Struct, frozen=True):

@@ -148,6 +148,12 @@ FLAGS = (
         ("-omp",),
     ),
     Flag(
+        "--omni-join",
+        Side.HEAD,
+        "Join the fleet at --omni-master-address as one more head: an OpenAI server without engines of its own that "
+        "balances over the same replicas.",
+    ),
+    Flag(
         "--omni-stage-id",
         Side.HEADLESS,
         "Stage that the replicas of this node serve.",
@@ -156,14 +162,14 @@ FLAGS = (
     ),
     Flag(
         "--omni-replica-address",
-        Side.HEADLESS,
-        "Address on which this node's replicas listen, and under which the head finds them. Default: the address from "
-        "which this node reaches the head.",
+        Side.BOTH,
+        "Address on which this node's replicas listen, and under which heads find them. Default: the address from "
+        "which this node reaches the head; on a head with several API servers --omni-master-address.",
         "ADDRESS",
     ),
     Flag(
         "--omni-replica-ports",
-        Side.HEADLESS,
+        Side.BOTH,
         "Ports on which this node's replicas listen: three for each, and one more for each further head. Default: any "
         "free ones.",
         "FIRST-LAST",

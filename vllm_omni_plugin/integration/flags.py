@@ -6,6 +6,7 @@ Imported by every process that parses vLLM's flags: nothing of vLLM or the fleet
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import wraps
 from typing import Any, NoReturn
 
@@ -17,6 +18,10 @@ from vllm_omni_plugin.integration.no_model import allow_no_model
 GROUP = "OmniConfig"
 _EXIT_USAGE = 2
 _WRAPPED = "_vllm_omni_plugin_flags"
+
+JOINED = "omni_joined"
+"""Attribute of the parsed arguments that makes an API server process a head without engines: a supervisor, which has
+checked the rest, puts there where its fleet is, as fields of `OmniConfig` (master_address, master_port, secret_file)."""
 
 
 def add_omni_flags(arg_utils: Any) -> None:
@@ -120,6 +125,9 @@ def parse_options(args: argparse.Namespace) -> OmniConfig | None:
     if not given:
         return None
     options = OmniConfig(**given)
+    joined = getattr(args, JOINED, None)
+    if joined is not None:
+        options = replace(options, join=True, **joined)
 
     from vllm_omni_plugin.balancing import build_load_balancer_factory
     from vllm_omni_plugin.integration.compatibility import refuse_unsupported
@@ -133,14 +141,23 @@ def parse_options(args: argparse.Namespace) -> OmniConfig | None:
         build_load_balancer_factory(options.lb_policy, options.lb_config)
     except ConfigError as error:
         raise ConfigError(f"argument --omni-lb-config: {error}") from error
-    refuse_unsupported(args)
     headless = bool(getattr(args, "headless", False))
-    check(options, given, headless)
+    if joined is None:
+        refuse_unsupported(args)
+        check(options, given, headless, api_servers=_api_servers(args))
+    if options.join:
+        options = replace(options, dp_size_local=0)
     if options.pipeline is not None:
         from vllm_omni_plugin.integration.pipeline_command import lay_pipeline
 
         lay_pipeline(args, options, headless)
     return options
+
+
+def _api_servers(args: argparse.Namespace) -> int:
+    """How many API server processes `vllm serve` will start; vLLM's default is one for each data-parallel rank."""
+    count: int = getattr(args, "api_server_count", None) or getattr(args, "data_parallel_size", None) or 1
+    return count
 
 
 def _switch_fleet_on(engine_args: Any, options: OmniConfig, headless: bool) -> None:

@@ -20,7 +20,8 @@ from vllm_omni_plugin.pipeline import Pipeline, PipelineError, Stage, load_pipel
 from vllm_omni_plugin.vllm_api.stage_arguments import DEFAULT_MODEL, StageArgumentParser, read_engine_args
 from vllm_omni_plugin.vllm_api.stage_sampling import check_sampling
 
-_LAID = "omni_pipeline_laid"
+_BARE = "omni_pipeline_bare"
+"""Attribute of parsed arguments: those without what the file says, for another process that gets them."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def pipeline_of(options: OmniConfig) -> Pipeline | None:
 def local_engines(options: OmniConfig, headless: bool) -> int:
     """How many of vLLM's engines this process runs itself."""
     pipeline = None if headless else pipeline_of(options)
-    if pipeline is None:
+    if pipeline is None or options.join:
         return options.dp_size_local
     return sum(stage.replicas for stage in pipeline.stages if stage.is_vllm)
 
@@ -62,7 +63,8 @@ def local_engines(options: OmniConfig, headless: bool) -> int:
 def lay_pipeline(args: argparse.Namespace, options: OmniConfig, headless: bool) -> None:
     """Read the file, check it, and set in `args` what it says of the stage whose model this process is about.
 
-    That is the entry stage, and on a headless node the one that it serves. Idempotent.
+    That is the entry stage, and on a headless node the one that it serves. Idempotent, also for a process that gets the
+    arguments from another one.
 
     Args:
         args: the parsed command line.
@@ -72,13 +74,16 @@ def lay_pipeline(args: argparse.Namespace, options: OmniConfig, headless: bool) 
     Raises:
         ConfigError: something is wrong with the file, in one line with its line and key, or a model was given.
     """
-    if getattr(args, _LAID, None) == options.pipeline:
-        return
     assert options.pipeline is not None
-    given = {getattr(args, "model_tag", None), args.model} - {None, NO_MODEL, DEFAULT_MODEL}
+    bare = getattr(args, _BARE, None)
+    if bare is not None and options.pipeline in _commands:
+        return
+    if bare is None:
+        bare = copy.deepcopy(args)
+    given = {getattr(bare, "model_tag", None), bare.model} - {None, NO_MODEL, DEFAULT_MODEL}
     if given:
         raise ConfigError(f"argument --omni-pipeline: not allowed with a model ({given.pop()}): the file names them")
-    reader = _StageReader(args, options, headless)
+    reader = _StageReader(bare, options, headless)
     pipeline = load_pipeline(options.pipeline, [reader.read])
     stage = _own_stage(pipeline, options) if headless else pipeline.entry
     if stage.is_vllm:
@@ -88,7 +93,7 @@ def lay_pipeline(args: argparse.Namespace, options: OmniConfig, headless: bool) 
     else:
         args.model_tag = None
     _commands[options.pipeline] = PipelineCommand(pipeline, reader.engine_args)
-    setattr(args, _LAID, options.pipeline)
+    setattr(args, _BARE, bare)
 
 
 def _own_stage(pipeline: Pipeline, options: OmniConfig) -> Stage:

@@ -17,18 +17,22 @@ _IN_THE_FILE = {"lb_policy": "policy", "lb_config": "policy_config", "dp_size_lo
 """What a pipeline's file says by stage, and the key there."""
 
 
-def check(options: OmniConfig, given: Collection[str], headless: bool) -> None:
+def check(options: OmniConfig, given: Collection[str], headless: bool, api_servers: int = 1) -> None:
     """Check the options against each other and against this machine.
 
     Args:
         options: what the flags say.
         given: fields of `OmniConfig` whose flags were given.
         headless: whether `--headless` was given.
+        api_servers: how many API server processes there will be.
 
     Raises:
         ConfigError: naming the flag, the reason and what to do.
     """
     _check_side(given, headless)
+    _check_join(options, given)
+    if not headless:
+        _check_replica_servers(options, given, api_servers)
     _refuse_beside_pipeline(given, headless)
     _check_master(options, headless)
     _check_heartbeats(options)
@@ -41,6 +45,8 @@ def check(options: OmniConfig, given: Collection[str], headless: bool) -> None:
         Secrets.from_file(options.secret_file)
     if options.replica_ports is not None:
         PortRange.parse(options.replica_ports)
+    if options.join:
+        return
     if not headless:
         address = bind_address(options, headless)
         _check_bindable(address, options.master_port or 0, "--omni-master-address")
@@ -102,6 +108,30 @@ def _check_side(given: Collection[str], headless: bool) -> None:
         if flag.side is other and flag.field in given:
             where = "not allowed with --headless: it is the head's" if headless else "needs --headless"
             raise ConfigError(f"argument {flag.name}: {where}")
+
+
+def _check_join(options: OmniConfig, given: Collection[str]) -> None:
+    if not options.join:
+        return
+    if not options.is_open:
+        raise ConfigError("argument --omni-join: needs --omni-master-address and --omni-master-port, the fleet to join")
+    if "dp_size_local" in given and options.dp_size_local:
+        raise ConfigError(
+            "argument --omni-dp-size-local: not allowed with --omni-join: such a head has no engines; start replicas "
+            "beside it with --headless"
+        )
+
+
+def _check_replica_servers(options: OmniConfig, given: Collection[str], api_servers: int) -> None:
+    for flag in FLAGS:
+        if flag.field in ("replica_address", "replica_ports") and flag.field in given:
+            if options.join:
+                raise ConfigError(f"argument {flag.name}: not allowed with --omni-join: such a head has no replicas")
+            if api_servers < 2 or not options.is_open:
+                raise ConfigError(
+                    f"argument {flag.name}: on a head it needs --omni-master-address and several API servers "
+                    "(--api-server-count): one alone keeps its replicas to itself"
+                )
 
 
 def _refuse_beside_pipeline(given: Collection[str], headless: bool) -> None:

@@ -1,6 +1,6 @@
 """What crosses between AsyncLLM's event loop and the orchestrator's."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -8,7 +8,7 @@ from typing import Any, Literal
 from vllm_omni_plugin.balancing import Task
 from vllm_omni_plugin.balancing.decision import Decision
 from vllm_omni_plugin.balancing.load import ReplicaLoad
-from vllm_omni_plugin.coordinator import ReplicaInfo
+from vllm_omni_plugin.coordinator import PeerCall, ReplicaInfo, ReplicaWork
 from vllm_omni_plugin.orchestrator.pipeline_call import PipelineCall
 
 Receipt = list[tuple[str, Decision]]
@@ -196,6 +196,46 @@ class Explain:
     reply: "Future[Explanation]"
 
 
+@dataclass(frozen=True, slots=True)
+class PeerWork:
+    """What another head of this fleet has in flight.
+
+    Attributes:
+        head_id: which head.
+        work: by replica; 0 requests: nothing any more.
+        full: whether this is all of it, and what is not in it has ended; otherwise what changed.
+    """
+
+    head_id: str
+    work: Sequence[ReplicaWork]
+    full: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PeersLost:
+    """What other heads have in flight is no longer known.
+
+    Attributes:
+        head_ids: the heads that have left; None: all, since the coordinator is silent.
+    """
+
+    head_ids: tuple[str, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkWanted:
+    """The other heads shall be told of everything that this one has in flight."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerCalled:
+    """Another head asks something of this one."""
+
+    call: PeerCall
+
+
 Membership = RegisterRemoteReplica | UnregisterRemoteReplica | ManageReplica
 """What changes who serves."""
-RpcMessage = CallReplicas | Membership | Explain
+PeerMessage = PeerWork | PeersLost | WorkWanted | PeerCalled
+"""What the other heads of a fleet say."""
+RpcMessage = CallReplicas | Membership | Explain | PeerMessage

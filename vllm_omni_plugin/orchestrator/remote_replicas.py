@@ -1,9 +1,7 @@
 """The replicas of other processes: attached to as the coordinator lists them, let go as it does not."""
 
 import asyncio
-import socket
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Mapping
 
 import zmq
@@ -38,6 +36,7 @@ class RemoteReplicas:
         orchestrator: gets their outputs and learns of their losses.
         codecs: see `StageClient`; by stage.
         fingerprints: this head's configuration by stage, see `vllm_api.fingerprint`.
+        head_id: names this head to replica servers and in their logs; no other has it.
         heartbeat_interval: seconds between signs of life to each replica's server.
         heartbeat_timeout: seconds without one of the server's after which it is lost.
         secrets: what servers and heads of this fleet know, None where links are open.
@@ -52,6 +51,7 @@ class RemoteReplicas:
         codecs: Mapping[int, Codec],
         fingerprints: Mapping[int, Mapping[str, str]],
         *,
+        head_id: str,
         heartbeat_interval: float,
         heartbeat_timeout: float,
         secrets: Secrets | None = None,
@@ -65,7 +65,7 @@ class RemoteReplicas:
         self._settings = AttachSettings(
             context=self._context,
             codecs=codecs,
-            head_id=f"{socket.gethostname()}-{uuid.uuid4().hex}",
+            head_id=head_id,
             fingerprints=fingerprints,
             heartbeat_interval=heartbeat_interval,
             heartbeat_timeout=heartbeat_timeout,
@@ -148,7 +148,10 @@ class RemoteReplicas:
 
     def _add(self, key: ReplicaKey, message: RegisterRemoteReplica) -> None:
         info = message.info
-        member = self._orchestrator.stage_pools[info.stage_id].add()
+        pool = self._orchestrator.stage_pools[info.stage_id]
+        # All heads call a replica what the coordinator calls it, unless a replica of this head's own has the number.
+        taken = {member.replica_id for member in pool.members}
+        member = pool.add(info.replica_id if info.replica_id >= 0 and info.replica_id not in taken else None)
         member.remote = True
         member.input_addr, member.output_addr = info.input_addr, info.output_addr
         if key in self._drained:

@@ -29,6 +29,7 @@ async def whole_head(coordinator: OmniCoordinator, secrets: Secrets | None = Non
             fleet.orchestrator,
             {0: TimedSlotCodec()},
             {0: FINGERPRINT},
+            head_id="head",
             heartbeat_interval=0.05,
             heartbeat_timeout=10.0,
             secrets=secrets,
