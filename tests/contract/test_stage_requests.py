@@ -209,6 +209,27 @@ def test_another_model_without_inputs_gets_the_prompts_text(own: Any, other: Any
     assert request.prompt_token_ids == [1, 8, 6]
 
 
+def test_an_image_is_for_the_stages_that_run_the_model_which_reads_the_prompt(
+    folder: Path, own: Any, other: Any
+) -> None:
+    features: list[Any] = [object()]
+    client = source(mm_features=features)
+    decode = api(config(folder / "own"), own, inputs=("prefill",))
+    for request in (
+        api(own).build_root(client, {}, front=False),
+        api(own, output=Modality.KV_CACHE).build_prefill(client),
+        decode.build_decode(client, {"remote": 1}),
+    ):
+        assert request.mm_features is features
+    assert api(other, own).build_root(client, {}, front=False).mm_features is None
+
+
+def test_a_prefill_that_is_longer_than_its_context_cannot_be_built(folder: Path, own: Any) -> None:
+    short = api(config(folder / "own", max_model_len=16), own, output=Modality.KV_CACHE)
+    with pytest.raises(StageInputError, match="the input has 16 tokens and its model takes at most 15"):
+        short.build_prefill(source([3] * 16))
+
+
 def test_a_prefill_computes_one_token_for_another_engine(own: Any) -> None:
     client = source(params=SamplingParams(max_tokens=5, stop="red", logprobs=2, seed=3), session_id="s")
     request = api(own, output=Modality.KV_CACHE).build_prefill(client)

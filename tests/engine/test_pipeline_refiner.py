@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -9,6 +10,8 @@ import pytest
 from openai.types.chat import ChatCompletion
 
 from . import by_hand
+from .conftest import DEV_MODE, RUNTIME_LORA
+from .lora import make_lora
 from .pipelines import PipelineServer
 from .server import MODEL, until
 from .servers import Servers
@@ -29,17 +32,21 @@ BROKEN_TRANSFERS = {
 @pytest.fixture
 def refiner(servers: Servers) -> Iterator[PipelineServer]:
     """The example with one replica of each stage, all in service before each test and after it."""
-    server: PipelineServer = servers.keep("refiner", lambda log: PipelineServer("refiner", log).__enter__(), engines=2)
+
+    def start(log: Path) -> PipelineServer:
+        return PipelineServer("refiner", log, "--enable-lora", **DEV_MODE, **RUNTIME_LORA).__enter__()
+
+    server: PipelineServer = servers.keep("refiner", start, engines=2)
     server.wait_for_replicas(2)
     yield server
     server.wait_for_replicas(2)
     server.wait_until_idle()
 
 
-def ask(server: PipelineServer, prompt: str, **omni: Any) -> ChatCompletion:
+def ask(server: PipelineServer, prompt: str, model: str = MODEL, **omni: Any) -> ChatCompletion:
     with server.client() as client:
         return client.chat.completions.create(
-            model=MODEL,
+            model=model,
             messages=[{"role": "user", "content": prompt}],
             max_tokens=ANSWER_TOKENS,
             extra_body={"omni": omni},
@@ -54,8 +61,26 @@ def refined(server: PipelineServer, question: str, style: str = "in plain words"
     """The draft and the answer that the two models give by hand."""
     prompt = by_hand.chat_prompt(server.models / "thinker", question)
     draft = by_hand.answer(server.models / "thinker", prompt, DRAFT_TOKENS)
-    request = f"{by_hand.without_specials(server.models / 'thinker', prompt)}\nDraft: {draft}\nThe same {style}: "
-    return draft, by_hand.answer(server.models / "refiner", request, ANSWER_TOKENS)
+    return draft, refined_draft(server, question, draft, style)
+
+
+def refined_draft(server: PipelineServer, question: str, draft: str, style: str = "in plain words") -> str:
+    """The answer that the second model gives to a draft by hand."""
+    prompt = by_hand.without_specials(
+        server.models / "thinker", by_hand.chat_prompt(server.models / "thinker", question)
+    )
+    return by_hand.answer(server.models / "refiner", f"{prompt}\nDraft: {draft}\nThe same {style}: ", ANSWER_TOKENS)
+
+
+def drafted(answer: ChatCompletion) -> str:
+    """What the first stage has put out."""
+    draft: str = (answer.model_extra or {})["omni"]["outputs"]["thinker"]["text"]
+    return draft
+
+
+def is_paused(server: PipelineServer) -> bool:
+    with server.http() as http:
+        return bool(http.get("/is_paused").json()["is_paused"])
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
@@ -121,6 +146,54 @@ def test_nothing_is_left_of_a_request_whose_client_leaves_during_the_second_stag
         until(lambda: refiner.in_flight(REFINER) == 0, "the second stage is rid of the request")
     refiner.wait_until_idle()
     assert text_of(ask(refiner, PROMPTS[0])) == refined(refiner, PROMPTS[0])[1]
+
+
+def test_a_pause_that_waits_lets_what_has_begun_run_through_both_stages(refiner: PipelineServer) -> None:
+    expected = refined(refiner, PROMPTS[0])[1]
+    with ThreadPoolExecutor() as threads, refiner.http() as http:
+        with refiner.suspended(REFINER):
+            begun = threads.submit(ask, refiner, PROMPTS[0])
+            until(lambda: refiner.in_flight(REFINER) == 1, "the second stage has the request")
+            pausing = threads.submit(http.post, "/pause", params={"mode": "wait"})
+            until(lambda: is_paused(refiner), "the first stage is paused")
+            late = threads.submit(ask, refiner, PROMPTS[0])
+            until(lambda: refiner.in_flight(THINKER) == 1, "the first stage holds another request")
+        try:
+            assert text_of(begun.result()) == expected
+            assert pausing.result().status_code == 200
+            assert not late.done()
+        finally:
+            http.post("/resume").raise_for_status()
+        assert text_of(late.result()) == expected
+
+
+def test_a_pause_that_aborts_ends_an_answer_as_one_engine_does_whatever_stage_it_is_in(refiner: PipelineServer) -> None:
+    with ThreadPoolExecutor() as threads, refiner.http() as http:
+        http.post("/pause", params={"mode": "keep"}).raise_for_status()
+        try:
+            pending = threads.submit(ask, refiner, PROMPTS[0])
+            until(lambda: refiner.in_flight(THINKER) == 1, "the first stage has the request")
+            http.post("/pause", params={"mode": "abort"}).raise_for_status()
+            (choice,) = pending.result().choices
+        finally:
+            http.post("/resume").raise_for_status()
+    assert (choice.finish_reason, choice.message.content) == ("abort", "")
+
+
+def test_an_adapter_is_for_the_stage_that_reads_the_prompt(refiner: PipelineServer, tmp_path: Path) -> None:
+    adapter = {"lora_name": "poet", "lora_path": str(make_lora(tmp_path / "lora", seed=1))}
+    plain = ask(refiner, PROMPTS[0], outputs=["thinker"])
+    with refiner.http() as http:
+        http.post("/v1/load_lora_adapter", json=adapter).raise_for_status()
+        try:
+            poetic = ask(refiner, PROMPTS[0], model="poet", outputs=["thinker"])
+            assert text_of(ask(refiner, PROMPTS[0])) == text_of(plain)
+        finally:
+            http.post("/v1/unload_lora_adapter", json=adapter).raise_for_status()
+    draft = drafted(poetic)
+    assert draft != drafted(plain)
+    # The second stage answers as it does to any draft.
+    assert text_of(poetic) == refined_draft(refiner, PROMPTS[0], draft)
 
 
 @pytest.mark.long

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Self, cast
 
 from vllm_omni_plugin.integration.stage_plan import StagePlan, TextApi
+from vllm_omni_plugin.pipeline.fitting import BuiltInTransform
 from vllm_omni_plugin.pipeline.graph import Pipeline
 from vllm_omni_plugin.pipeline.stage import Modality
 
@@ -36,28 +37,32 @@ class FleetStages:
             return cls(None, configs)
         pipeline = Pipeline(stages)
         front = pipeline.front_of(pipeline.default_modalities)
-        if front is None or not front.is_vllm or _same_tokenizer(plans[front.id], plans[pipeline.entry.id]):
+        if front is None or not front.is_vllm or _same_tokenizer(plans[front.id], plans[pipeline.prompt_stage.id]):
             return cls(pipeline, configs)
         api = cast(TextApi, plans[front.id].api)
         return cls(pipeline, configs, lambda: api.tokenizer)
 
     @property
-    def entry(self) -> int:
-        """The stage whose model AsyncLLM has prompts and configuration of."""
-        return 0 if self.pipeline is None else self.pipeline.entry.id
-
-    @property
     def prompt_stage(self) -> int:
-        """The stage that answers prompts, which one before it may have left in a KV cache."""
+        """The stage that answers prompts, maybe from a KV cache of another one. AsyncLLM has its configuration."""
         return 0 if self.pipeline is None else self.pipeline.prompt_stage.id
 
     @property
     def of_the_model(self) -> tuple[int, ...]:
-        """The stages that run this model: what changes its weights or adapters must reach all of them."""
+        """The stages that run this model: what changes its weights must reach all of them."""
         if self.pipeline is None:
             return (0,)
-        model = self.pipeline.entry.model
+        model = self.pipeline.prompt_stage.model
         return tuple(stage.id for stage in self.pipeline.stages if stage.is_vllm and stage.model == model)
+
+    @property
+    def of_the_prompt(self) -> tuple[int, ...]:
+        """Those of them that are given the prompt itself: a request for an adapter has it there, and nowhere else."""
+        if self.pipeline is None:
+            return (0,)
+        stages, transform_of = self.pipeline.stages, self.pipeline.transform_of
+        given = {stage.id for stage in stages if transform_of(stage) in (None, BuiltInTransform.KV_TRANSFER)}
+        return tuple(stage_id for stage_id in self.of_the_model if stage_id in given)
 
     def supported(self, tasks: Sequence[str]) -> tuple[str, ...]:
         """What vLLM's server shall have routes for, given what the model can do."""

@@ -63,8 +63,8 @@ def local_engines(options: OmniConfig, headless: bool) -> int:
 def lay_pipeline(args: argparse.Namespace, options: OmniConfig, headless: bool) -> None:
     """Read the file, check it, and set in `args` what it says of the stage whose model this process is about.
 
-    That is the entry stage, and on a headless node the one that it serves. Idempotent, also for a process that gets the
-    arguments from another one.
+    That is the one that answers prompts, and on a headless node the one that it serves. Idempotent, also for a process
+    that gets the arguments from another one.
 
     Args:
         args: the parsed command line.
@@ -85,7 +85,7 @@ def lay_pipeline(args: argparse.Namespace, options: OmniConfig, headless: bool) 
         raise ConfigError(f"argument --omni-pipeline: not allowed with a model ({given.pop()}): the file names them")
     reader = _StageReader(bare, options, headless)
     pipeline = load_pipeline(options.pipeline, [reader.read])
-    stage = _own_stage(pipeline, options) if headless else pipeline.entry
+    stage = _own_stage(pipeline, options) if headless else pipeline.prompt_stage
     if stage.is_vllm:
         ours = {flag.destination for flag in FLAGS}
         laid = vars(reader.arguments[stage.id])

@@ -16,6 +16,7 @@ from vllm_omni_plugin.orchestrator.request_state import PipelineRequestState
 from vllm_omni_plugin.orchestrator.stage_api import NOTHING, StageApi
 from vllm_omni_plugin.orchestrator.stage_inputs import StageInputs
 from vllm_omni_plugin.orchestrator.stage_run import StageRun, StreamingInputState
+from vllm_omni_plugin.orchestrator.standstill import Standstill
 from vllm_omni_plugin.pipeline import BuiltInTransform, Modality, Pipeline, Stage
 from vllm_omni_plugin.pipeline.transfer import StageOutput
 
@@ -39,6 +40,7 @@ class Conductor:
     Attributes:
         dispatchers: of the stages, by stage id; set before the first request.
         states: unfinished requests by the client's id.
+        standstill: how the stages come to rest.
     """
 
     dispatchers: Sequence[Dispatcher]
@@ -53,6 +55,7 @@ class Conductor:
         clock: Callable[[], float],
     ) -> None:
         self.states: dict[str, PipelineRequestState] = {}
+        self.standstill = Standstill(pipeline, lambda: self.states.values())
         self._pipeline = pipeline
         self._apis = apis
         self._inputs = StageInputs(preparation, self, clock)
@@ -101,7 +104,7 @@ class Conductor:
             return self._take(state, stage, run, output)
         except Exception as error:  # of one request, which must not stop the others
             logger.exception("Stage %r cannot go on with request %s.", stage.name, state.request_id)
-            self.fail(state, StageError(f"Stage {stage.name!r}: its output could not be read: {error}"))
+            self._fail(state, StageError(f"Stage {stage.name!r}: its output could not be read: {error}"))
             return None
 
     def run_dispatched(self, stage_id: int, run: StageRun) -> None:
@@ -115,11 +118,7 @@ class Conductor:
         state, stage = self._state_of(stage_id, run), self._pipeline.stages[stage_id]
         if state is None:
             return
-        if stage.output is Modality.KV_CACHE:
-            # The next stage computes what nobody has computed for it.
-            self._end(state, stage)
-        else:
-            self.fail(state, type(error)(f"Stage {stage.name!r}: {error}"))
+        self._stage_failed(state, stage, type(error)(f"Stage {stage.name!r}: {error}"))
 
     def run_ended(self, stage_id: int, run: StageRun, outputs: Any | None) -> None:
         """See `RunListener`."""
@@ -163,12 +162,18 @@ class Conductor:
         if stage.id in journey.plan.read:
             journey.readers[stage.id] = api.reader(run.request)
         self.dispatchers[stage.id].submit(run)
+        self.standstill.note_progress()
 
     def add_chunk(self, stage: Stage, run: StageRun, chunk: Any) -> None:
         """See `InputTaker`."""
         self.dispatchers[stage.id].add_chunk(run, chunk)
 
-    def fail(self, state: PipelineRequestState, error: OmniError) -> None:
+    def input_failed(self, state: PipelineRequestState, stage: Stage, error: OmniError) -> None:
+        """See `InputTaker`."""
+        if self.wants(state):
+            self._stage_failed(state, stage, error)
+
+    def _fail(self, state: PipelineRequestState, error: OmniError) -> None:
         """End a request with an error. Nothing to do if it has ended."""
         if self.wants(state):
             self._put(RequestFailed(state.request_id, error))
@@ -269,6 +274,7 @@ class Conductor:
         """A stage has ended: those that waited for it begin, or the request is complete."""
         journey = state.journey
         journey.ended[stage.id] = now = self._clock()
+        self.standstill.note_progress()
         run = state.runs.get(stage.id)
         if run is not None and run.attempts:
             self.spend(state, stage, "run", now - run.dispatched_at)
@@ -286,8 +292,15 @@ class Conductor:
         del self.states[state.request_id]
         self._abort_runs(state)
         if state.final_stage_id is None:
-            self._put(self._apis[self._pipeline.entry.id].end(state.request_id))
+            self._put(self._apis[self._pipeline.prompt_stage.id].end(state.request_id))
         self._tell(state, None)
+
+    def _stage_failed(self, state: PipelineRequestState, stage: Stage, error: OmniError) -> None:
+        if stage.output is Modality.KV_CACHE:
+            # The next stage computes what nobody has computed for it.
+            self._end(state, stage)
+        else:
+            self._fail(state, error)
 
     def _cut_short(self, state: PipelineRequestState, stage: Stage, output: Any) -> Any | None:
         """An engine has given a request up."""
@@ -299,11 +312,13 @@ class Conductor:
         if "error" in read.metadata:
             # A Python stage has said what is wrong, and whose fault it is.
             kind = StageInputError if read.metadata.get("status") == HTTPStatus.BAD_REQUEST else StageError
-            self.fail(state, kind(read.metadata["error"]))
+            self._fail(state, kind(read.metadata["error"]))
             return None
-        error = StageError(f"Stage {stage.name!r}: its engine gave the request up.")
-        if stage.id != state.final_stage_id:
-            self.fail(state, error)
+        aborted = self._apis[stage.id].aborted(output)
+        what = "was paused or put to sleep, which aborted the request" if aborted else "gave the request up"
+        error = StageError(f"Stage {stage.name!r}: its engine {what}.")
+        if stage.id != state.final_stage_id and not (aborted and state.call is None):
+            self._fail(state, error)
             return None
         # vLLM's server words it as it does without a pipeline.
         self._drop(state, error)
@@ -312,6 +327,7 @@ class Conductor:
     def _drop(self, state: PipelineRequestState, error: Exception) -> None:
         """Give a request up with all that stages do for it."""
         del self.states[state.request_id]
+        self.standstill.note_progress()
         self._abort_runs(state)
         self._tell(state, error)
 

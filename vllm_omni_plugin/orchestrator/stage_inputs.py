@@ -30,7 +30,7 @@ class InputTaker(Protocol):
     def add_chunk(self, stage: Stage, run: StageRun, chunk: Any) -> None:
         """There is more of it, or its end."""
 
-    def fail(self, state: PipelineRequestState, error: OmniError) -> None:
+    def input_failed(self, state: PipelineRequestState, stage: Stage, error: OmniError) -> None:
         """It cannot be made."""
 
     def spend(self, state: PipelineRequestState, stage: Stage, part: str, seconds: float) -> None:
@@ -94,7 +94,7 @@ class StageInputs:
             self._hand_over(state, stage, feed, chunk.request)
         if piece.last and not feed.begun:
             error = StageError(f"Stage {stage.name!r}: its transform returned nothing for the whole input.")
-            self._taker.fail(state, error)
+            self._taker.input_failed(state, stage, error)
         if chunk.end is not None and self._taker.wants(state):
             self._hand_over(state, stage, feed, chunk.end)
         if self._taker.wants(state):
@@ -130,7 +130,8 @@ class StageInputs:
         try:
             then(outcome())
         except OmniError as error:
-            self._taker.fail(state, error)
+            self._taker.input_failed(state, stage, error)
         except Exception as error:  # of one request, which must not stop the others
             logger.exception("Stage %r cannot go on with request %s.", stage.name, state.request_id)
-            self._taker.fail(state, StageError(f"Stage {stage.name!r}: its input could not be made: {error}"))
+            failure = StageError(f"Stage {stage.name!r}: its input could not be made: {error}")
+            self._taker.input_failed(state, stage, failure)

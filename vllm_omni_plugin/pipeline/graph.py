@@ -42,16 +42,21 @@ class Pipeline:
         object.__setattr__(self, "stages", tuple(sorted(self.stages, key=attrgetter("id"))))
 
     @cached_property
-    def order(self) -> tuple[Stage, ...]:
-        """The stages with each behind all its inputs; of those equally far down, lower ids come first."""
+    def levels(self) -> tuple[tuple[Stage, ...], ...]:
+        """The stages by how far down they are: each is behind all its inputs. Lower ids come first in a level."""
         sorter = TopologicalSorter({stage.id: [up.id for up in self.upstream(stage)] for stage in self.stages})
         sorter.prepare()
-        ids: list[int] = []
+        levels: list[tuple[Stage, ...]] = []
         while sorter.is_active():
             ready = sorted(sorter.get_ready())
             sorter.done(*ready)
-            ids += ready
-        return tuple(self.stages[stage_id] for stage_id in ids)
+            levels.append(tuple(self.stages[stage_id] for stage_id in ready))
+        return tuple(levels)
+
+    @cached_property
+    def order(self) -> tuple[Stage, ...]:
+        """The stages with each behind all its inputs; of those equally far down, lower ids come first."""
+        return tuple(stage for level in self.levels for stage in level)
 
     @cached_property
     def modalities(self) -> tuple[Modality, ...]:

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from vllm.inputs import TextPrompt, embeds_input, tokens_input
+from vllm.inputs import TextPrompt, TokensPrompt, embeds_input, tokens_input
 
 from vllm_omni_plugin.pipeline.transfer import StageInput
+from vllm_omni_plugin.vllm_api.stage_encoder import plain_encoder
 
 NO_EMBEDDINGS = "its engine takes no embeddings: add 'enable-prompt-embeds: true' to its engine_args"
 
@@ -20,13 +21,15 @@ class StagePrompts:
 
     Args:
         renderer: vLLM's, of the stage.
+        fed: whether other stages feed it: what makes the tokens of their texts soon is a copy of the tokenizer.
     """
 
-    def __init__(self, renderer: Any) -> None:
+    def __init__(self, renderer: Any, fed: bool) -> None:
         self._renderer = renderer
         self._config = renderer.model_config
         # Whether the prompt is too long is found out later, and said with its length.
         self._tokenizing = replace(renderer.default_cmpl_tok_params, max_total_tokens=None)
+        self._encode = plain_encoder(renderer.tokenizer, self._tokenizing) if fed else None
 
     def make(self, given: StageInput, cache_salt: str | None) -> Mapping[str, Any]:
         """The prompt that vLLM's input processing takes.
@@ -48,8 +51,11 @@ class StagePrompts:
     def _of_text(self, text: str, cache_salt: str | None) -> Mapping[str, Any]:
         if self._renderer.tokenizer is None:
             raise PromptError("it has no tokenizer for text")
+        given = TextPrompt(prompt=text)
+        if self._encode is not None:
+            given = TokensPrompt(prompt=text, prompt_token_ids=self._encode(text))
         prompt: dict[str, Any]
-        (prompt,) = self._renderer.render_cmpl([TextPrompt(prompt=text)], self._tokenizing)
+        (prompt,) = self._renderer.render_cmpl([given], self._tokenizing)
         if cache_salt is not None:
             prompt["cache_salt"] = cache_salt
         return prompt

@@ -58,7 +58,7 @@ class VllmStageApi(EngineApi):
         self._is_pooling = self._config.runner_type == "pooling"
         self._lora = vllm_config.lora_config
         self._processor = InputProcessor(vllm_config)
-        self._prompts = StagePrompts(self._processor.renderer)
+        self._prompts = StagePrompts(self._processor.renderer, fed=bool(stage.inputs))
         self._check_stage()
         self._params = StageParams(stage, self._config)
         self._tasks: tuple[str, ...] = (self._params.task,) if self._params.task else GENERATION_TASKS

@@ -28,9 +28,11 @@ PROMPTS = (
     Symbol(f"{_PROCESSOR}.tokenizer", "of a stage"),
     Symbol(f"{_RENDERER}.model_config", "of a stage"),
     Symbol(f"{_RENDERER}.default_cmpl_tok_params", "how a model's prompts are tokenised"),
-    Symbol("vllm.renderers.params.TokenizeParams.max_total_tokens", "too long texts are refused with their length"),
+    Symbol("vllm.renderers.params.TokenizeParams", "how a model's prompts are tokenised", ("max_total_tokens",)),
+    Symbol("vllm.renderers.params.TokenizeParams.add_special_tokens", "how a model's prompts are tokenised"),
     Symbol(f"{_RENDERER}.render_cmpl", "tokenises text for a stage", ("prompts", "tok_params")),
     Symbol("vllm.inputs.TextPrompt", "text for a stage"),
+    Symbol("vllm.inputs.TokensPrompt", "text for a stage, with the tokens that it is"),
     Symbol("vllm.inputs.tokens_input", "tokens for a stage", ("prompt_token_ids",), ("cache_salt",)),
     Symbol(
         "vllm.inputs.embeds_input",
@@ -52,6 +54,9 @@ PROMPTS = (
 """What makes a stage's prompt."""
 
 TOKENIZERS = (
+    Symbol("vllm.tokenizers.hf.__name__", "where the wrappers of tokenizers come from"),
+    Symbol("vllm.tokenizers.hf.TokenizersBackend", "tokenizers whose library alone makes tokens"),
+    Symbol("vllm.tokenizers.hf.TokenizersBackend.split_special_tokens", "tokenizers whose library alone makes tokens"),
     Symbol("vllm.tokenizers.cached_tokenizer_from_config", "the tokenizer of the entry stage", ("model_config",)),
     Symbol("vllm.tokenizers.maybe_make_thread_pool", "tokenizers are used by several threads", ("tokenizer",)),
     Symbol(f"{_TOKENIZER}.get_vocab", "tells whether two stages share their tokens", ()),

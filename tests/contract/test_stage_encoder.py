@@ -1,0 +1,122 @@
+"""What makes the tokens of texts between stages makes those that vLLM's renderer does, or leaves them to it."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+from vllm.renderers.base import BaseRenderer
+from vllm.renderers.params import TokenizeParams
+from vllm.tokenizers import maybe_make_thread_pool
+from vllm.tokenizers.hf import get_cached_tokenizer
+
+from vllm_omni_plugin.pipeline import StageInput
+from vllm_omni_plugin.vllm_api.stage_encoder import plain_encoder
+
+from .stage_models import api, config, model, source
+
+PARAMS = TokenizeParams(max_total_tokens=None)
+SPECIAL = "<end>"
+TEXTS = st.lists(st.sampled_from(["a", "Ab", " ", "é", "\n", SPECIAL, "\0", "語"]) | st.text(max_size=5)).map("".join)
+
+
+def as_vllm_has_it(kind: type[PreTrainedTokenizerFast] = PreTrainedTokenizerFast, **settings: Any) -> Any:
+    """A tokenizer of bytes, whose file asks for truncation and padding, in vLLM's wrappers."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    library = Tokenizer(models.BPE({letter: index for index, letter in enumerate([SPECIAL, *alphabet])}, []))
+    library.normalizer = normalizers.NFC()
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    library.post_processor = processors.TemplateProcessing(single=f"$A {SPECIAL}", special_tokens=[(SPECIAL, 0)])
+    library.enable_truncation(max_length=3)
+    library.enable_padding(length=8)
+    made = kind(tokenizer_object=library, eos_token=SPECIAL, pad_token=SPECIAL, **settings)
+    return maybe_make_thread_pool(get_cached_tokenizer(made))
+
+
+def encoder_of(tokenizer: Any, params: TokenizeParams = PARAMS) -> Callable[[str], list[int]]:
+    encode = plain_encoder(tokenizer, params)
+    assert encode is not None
+    return encode
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("split", [True, False])
+def test_its_tokens_are_those_of_the_tokenizer_as_vllm_calls_it(special: bool, split: bool) -> None:
+    tokenizer = as_vllm_has_it(split_special_tokens=split)
+    params = replace(PARAMS, add_special_tokens=special)
+    encode = encoder_of(tokenizer, params)
+
+    @given(TEXTS)
+    def the_same(text: str) -> None:
+        assert encode(text) == tokenizer(text, **params.get_encode_kwargs())["input_ids"]
+
+    the_same()
+
+
+def test_what_others_set_in_the_tokenizer_does_not_reach_it() -> None:
+    tokenizer = as_vllm_has_it()
+    encode = encoder_of(tokenizer)
+    whole = encode("aaaaaaaa")
+    tokenizer._tokenizer.enable_truncation(max_length=2)
+    assert encode("aaaaaaaa") == whole
+    assert len(whole) == 9
+
+
+def test_several_threads_may_use_it() -> None:
+    encode = encoder_of(as_vllm_has_it())
+    texts = [f"{number} " * 50 for number in range(200)]
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(encode, texts)) == [encode(text) for text in texts]
+
+
+@pytest.mark.parametrize("hook", ["__call__", "_encode_plus", "_switch_to_input_mode", "set_truncation_and_padding"])
+def test_a_model_with_a_tokenizer_of_its_own_is_left_to_it(hook: str) -> None:
+    own = type("Own", (PreTrainedTokenizerFast,), {hook: lambda self, *args, **kwargs: None})
+    assert plain_encoder(as_vllm_has_it(own), PARAMS) is None
+    below = type("Below", (own,), {})
+    assert plain_encoder(as_vllm_has_it(below), PARAMS) is None
+
+
+def test_a_class_that_only_has_a_name_of_its_own_is_no_reason() -> None:
+    assert plain_encoder(as_vllm_has_it(type("Named", (PreTrainedTokenizerFast,), {})), PARAMS) is not None
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"do_lower_case": True}, {"truncate_prompt_tokens": 4}, {"pad_prompt_tokens": 4}, {"return_token_offsets": True}],
+)
+def test_whatever_else_vllm_would_ask_of_the_tokenizer_is_left_to_it(asked: dict[str, Any]) -> None:
+    assert plain_encoder(as_vllm_has_it(), replace(PARAMS, **asked)) is None
+
+
+def test_a_tokenizer_of_another_kind_is_left_alone() -> None:
+    assert plain_encoder(None, PARAMS) is None
+    assert plain_encoder(object(), PARAMS) is None
+
+
+def ask_nobody(*_: Any) -> Any:
+    raise NotImplementedError
+
+
+def test_a_stage_builds_the_same_requests_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = config(model(tmp_path / "own"))
+    texts = ("red", "red blue black", "unheard of")
+
+    def built(**fields: Any) -> list[Any]:
+        stage_api = api(own, **fields)
+        client = source(cache_salt="salt")
+        how: dict[str, Any] = {"front": False, "resumable": False, "last": True}
+        return [stage_api.build(client, StageInput(text=text), {}, **how) for text in texts]
+
+    by_renderer = built()
+    monkeypatch.setattr(BaseRenderer, "_tokenize_prompt", ask_nobody)
+    assert built(inputs=("thinker",)) == by_renderer
+    with pytest.raises(NotImplementedError):
+        built()

@@ -1,0 +1,163 @@
+"""Calls that bring a pipeline to rest: what is on its way between two stages is neither lost nor left there."""
+
+import asyncio
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from tests.fakes.conditions import eventually
+from tests.fakes.links import FakeLink, answer_calls
+from tests.fakes.pipeline_fleet import FakePipelineFleet
+from tests.fakes.pipelines import CHAIN, DISAGGREGATED, SPEECH
+from vllm_omni_plugin.orchestrator.messages import CallReplicas
+from vllm_omni_plugin.orchestrator.stage_pool import PoolMember
+from vllm_omni_plugin.replicas.stage_client import StageClient
+
+WAITS = [("pause_scheduler", "wait", True), ("sleep", 1, "wait")]
+ABORTS = [("pause_scheduler",), ("pause_scheduler", "abort", True), ("sleep",), ("sleep", 0), ("sleep", 1, "abort")]
+
+
+def call(fleet: FakePipelineFleet, method: str, *args: Any) -> "asyncio.Future[list[Any]]":
+    reply: Future[list[Any]] = Future()
+    fleet.orchestrator.rpc_async_queue.force_put(CallReplicas(method, args, reply))
+    return asyncio.wrap_future(reply)
+
+
+async def results(resting: "asyncio.Future[list[Any]]") -> list[Any]:
+    async with asyncio.timeout(10):
+        return await resting
+
+
+def told(fleet: FakePipelineFleet, stage_id: int, replica_id: int = 0) -> list[str]:
+    """The calls that a replica has got."""
+    return [method for _, method, _ in fleet.links[stage_id, replica_id].calls]
+
+
+def answer(link: FakeLink) -> None:
+    call_id, method, _ = link.calls[-1]
+    link.answer(call_id, method)
+
+
+async def until_told(fleet: FakePipelineFleet, *stage_ids: int) -> None:
+    await eventually(lambda: all(told(fleet, stage_id) for stage_id in stage_ids), "the call")
+
+
+@pytest.mark.parametrize("rest", WAITS)
+async def test_a_stage_rests_when_it_has_ended_what_those_in_front_have_let_go(rest: tuple[Any, ...]) -> None:
+    async with FakePipelineFleet(CHAIN) as fleet:
+        await fleet.submit("r")
+        resting = call(fleet, *rest)
+        await until_told(fleet, 0)
+        # The first stage drains, and what it has made is on its way.
+        await fleet.step("r", 0, count=9)
+        await fleet.submit("new")
+        answer(fleet.links[0, 0])
+        await fleet.settle()
+        assert told(fleet, 1) == []
+        fleet.links[1, 0].on_call = answer_calls
+        await fleet.step("r", 1, count=9)
+        assert await results(resting) == [rest[0]] * 2
+        assert fleet.ends == [("r", "stop")]
+        assert fleet.states.keys() == {"new"}
+
+
+@pytest.mark.parametrize("rest", ABORTS)
+async def test_what_is_on_its_way_is_given_to_a_stage_before_that_aborts_it(rest: tuple[Any, ...]) -> None:
+    async with FakePipelineFleet(CHAIN) as fleet:
+        fleet.links[1, 0].on_call = answer_calls
+        await fleet.submit("r")
+        resting = call(fleet, *rest)
+        await until_told(fleet, 0)
+        fleet.links[0, 0].step(fleet.attempt("r", 0)[1], 9)
+        answer(fleet.links[0, 0])
+        assert await results(resting) == [rest[0]] * 2
+        assert fleet.links[1, 0].added == [fleet.attempt("r", 1)[1]]
+
+
+@pytest.mark.parametrize("rest", [("pause_scheduler", "keep", True), ("sleep", 1, "keep"), ("resume_scheduler",)])
+async def test_what_freezes_or_wakes_the_stages_reaches_them_at_once(rest: tuple[Any, ...]) -> None:
+    async with FakePipelineFleet(CHAIN) as fleet:
+        await fleet.submit("r")
+        resting = call(fleet, *rest)
+        await until_told(fleet, 0, 1)
+        resting.cancel()
+
+
+async def test_chunks_that_are_on_their_way_reach_the_end() -> None:
+    async with FakePipelineFleet(SPEECH) as fleet:
+        for link in fleet.links.values():
+            link.on_call = answer_calls
+        await fleet.submit("r", "text", "audio")
+        fleet.links[0, 0].on_call = None
+        resting = call(fleet, "pause_scheduler", "wait", True)
+        await until_told(fleet, 0)
+        await fleet.step("r", 0, count=9)
+        answer(fleet.links[0, 0])
+        await fleet.settle()
+        assert (told(fleet, 1), told(fleet, 2)) == ([], [])
+        await fleet.finish()
+        await results(resting)
+        assert (told(fleet, 1), told(fleet, 2)) == (["pause_scheduler"], ["pause_scheduler"])
+        assert fleet.call_ends("r") == [None]
+
+
+@pytest.mark.parametrize("end", ["abort", "lost"])
+async def test_a_request_that_ends_early_is_waited_for_no_longer(end: str) -> None:
+    async with FakePipelineFleet(CHAIN, replicas=[1, 2], migration_limit=0) as fleet:
+        fleet.links[0, 0].on_call = answer_calls
+        await fleet.submit("r")
+        await fleet.step("r", 0, count=9)
+        resting = call(fleet, "pause_scheduler", "wait", True)
+        await until_told(fleet, 0)
+        for replica_id in range(2):
+            fleet.links[1, replica_id].on_call = answer_calls
+        if end == "abort":
+            await fleet.abort("r")
+        else:
+            fleet.attempt("r", 1)[0].say_dead()
+        assert len(await results(resting)) == (3 if end == "abort" else 2)
+
+
+async def test_a_pipeline_that_is_woken_while_it_comes_to_rest_rests_no_further() -> None:
+    async with FakePipelineFleet(CHAIN) as fleet:
+        for link in fleet.links.values():
+            link.on_call = answer_calls
+        await fleet.submit("r")
+        await fleet.step("r", 0, count=9)
+        resting = call(fleet, "pause_scheduler", "wait", True)
+        await until_told(fleet, 0)
+        assert await results(call(fleet, "resume_scheduler")) == ["resume_scheduler"] * 2
+        await fleet.finish()
+        assert await results(resting) == ["pause_scheduler"]
+        assert told(fleet, 1) == ["resume_scheduler"]
+
+
+async def test_a_prompt_that_skips_its_prefill_is_ended_by_the_stage_behind() -> None:
+    async with FakePipelineFleet(DISAGGREGATED) as fleet:
+        for link in fleet.links.values():
+            link.on_call = answer_calls
+        await fleet.submit("r", prompt=[1, 2])
+        resting = call(fleet, "pause_scheduler", "wait", True)
+        # Calls are begun in order: when this one has been answered, the first stage has long rested.
+        await results(call(fleet, "is_sleeping"))
+        await fleet.submit("new", prompt=[1, 2])
+        assert told(fleet, 1) == ["is_sleeping"]
+        await fleet.finish("r")
+        assert await results(resting) == ["pause_scheduler"] * 2
+        assert fleet.states.keys() == {"new"}
+
+
+async def test_a_stage_without_replicas_is_told_with_the_one_in_front_and_holds_nothing_up() -> None:
+    async with FakePipelineFleet(SPEECH, replicas=[1, 0, 1], replica_wait=600.0) as fleet:
+        for link in fleet.links.values():
+            link.on_call = answer_calls
+        await fleet.submit("r", "text", "audio")
+        await fleet.step("r", 0, count=9)
+        assert await results(call(fleet, "pause_scheduler", "wait", True)) == ["pause_scheduler"] * 2
+        joiner = FakeLink("joiner")
+        joiner.on_call = answer_calls
+        client = StageClient(joiner, fleet.apis[1], "joiner", lambda outputs: None, lambda reason: None)
+        client.start()
+        await fleet.orchestrator.fan_out.bring_up_to_date(PoolMember(9, 1), client)
+        assert [method for _, method, _ in joiner.calls] == ["pause_scheduler"]
