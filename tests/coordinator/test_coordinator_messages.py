@@ -101,6 +101,7 @@ def test_replica_list_is_one_json_map_with_replicas_and_timestamp() -> None:
             "registered_at": 6.0,
             "incarnation": 0,
             "control_addr": "",
+            "replica_id": -1,
         }
     ]
 

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import resource
 import signal
 import sys
 import threading
@@ -24,6 +25,7 @@ def main() -> int:
     """Serve until standard input ends; return the exit code."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     _die_with_parent()
+    _allow_many_connections()
     arguments = msgspec.json.decode(sys.argv[1], type=ChildArguments)
     try:
         coordinator = OmniCoordinator(
@@ -55,6 +57,12 @@ def _answer(answer: Ready | Refused) -> None:
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
         sys.stdout.buffer.flush()
+
+
+def _allow_many_connections() -> None:
+    # Each replica and each head is one, and the usual limit is 1,024 descriptors.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _die_with_parent() -> None:

@@ -1,22 +1,36 @@
-"""What the heads of a fleet say to each other through its coordinator. Field names are the wire's keys."""
+"""What heads say to the coordinator, and through it to one another.
 
-from typing import Any
+A head's frames are objects whose first key is ``type``, which no replica's announcement is. The coordinator's own words
+are in `deliveries`.
+"""
 
-from msgspec import Struct
+from typing import Annotated, Any
 
-from vllm_omni_plugin.coordinator.messages import Address, Ordinal, QueueLength, StageId
+from msgspec import Meta, Struct
+
+from vllm_omni_plugin.coordinator.messages import Address, Ordinal, QueueLength, ReplicaId, StageId
+
+MAX_HEAD_ID_CHARS = 128
+MAX_METHOD_CHARS = 128
+MAX_ERROR_CHARS = 4096
+# A frame of so many rows with addresses of the greatest length is not larger than a head's frame may be.
+ROWS_PER_FRAME = 400
+
+HeadId = Annotated[str, Meta(min_length=1, max_length=MAX_HEAD_ID_CHARS)]
+Method = Annotated[str, Meta(min_length=1, max_length=MAX_METHOD_CHARS)]
+ErrorText = Annotated[str, Meta(max_length=MAX_ERROR_CHARS)]
 
 
-class ReplicaWork(Struct, frozen=True, array_like=True):
+class ReplicaWork(Struct, frozen=True, array_like=True, gc=False):
     """What one head has in flight on one replica.
 
     Attributes:
-        stage_id: stage of the replica.
-        input_addr: address on which it takes requests.
-        output_addr: address on which it gives outputs.
-        incarnation: the one that the work is on.
-        requests: unfinished requests.
-        prefill_tokens: prompt tokens of theirs that are still to be computed.
+        stage_id: The replica's stage.
+        input_addr: Its address for requests.
+        output_addr: Its address for outputs.
+        incarnation: Which start of it the work was given to.
+        requests: How many; 0: none any more.
+        prefill_tokens: Tokens of their prompts that it has yet to compute.
     """
 
     stage_id: StageId
@@ -27,31 +41,100 @@ class ReplicaWork(Struct, frozen=True, array_like=True):
     prefill_tokens: Ordinal
 
 
-class PeerCall(Struct, frozen=True):
-    """What another head asks of this one.
+class ReplicaNumber(Struct, frozen=True, array_like=True, gc=False):
+    """The number by which a head knows a replica."""
+
+    stage_id: StageId
+    input_addr: Address
+    output_addr: Address
+    replica_id: ReplicaId
+
+
+class PeerCall(Struct, frozen=True, tag="call"):
+    """A call from another head.
 
     Attributes:
-        head_id: who asks.
-        call_id: the asker's number for it.
-        method: what is asked.
-        arguments: plain data of JSON.
+        head_id: Who asks.
+        call_id: That head's number of it.
+        method: What is asked.
+        arguments: Plain JSON.
     """
 
-    head_id: str
-    call_id: int
-    method: str
-    arguments: Any
+    head_id: HeadId
+    call_id: Ordinal
+    method: Method
+    arguments: Any = None
 
 
 class PeerAnswer(Struct, frozen=True):
-    """What one head answered.
+    """What became of a call at one other head.
 
     Attributes:
-        head_id: who answered.
-        result: plain data of JSON.
-        error: why there is no result; "" if there is one.
+        head_id: Which head.
+        result: Its answer, plain JSON.
+        error: Why it failed or did not answer; empty if it answered.
     """
 
-    head_id: str
+    head_id: HeadId
     result: Any = None
-    error: str = ""
+    error: ErrorText = ""
+
+
+class Beat(Struct, frozen=True, tag="beat"):
+    """A head is there; the first of a connection takes a seat.
+
+    Attributes:
+        head_id: Its own id.
+        seat: Grows whenever it asks for another seat, so that what is left of an older connection is recognised.
+        work_sequence: The number of its last `Work`.
+        anew: Whether it has missed something, and wants to be told everything again.
+    """
+
+    head_id: HeadId
+    seat: Ordinal
+    work_sequence: Ordinal
+    anew: bool
+
+
+class Work(Struct, frozen=True, tag="work"):
+    """What a head has in flight.
+
+    Attributes:
+        sequence: Grows by one with each of these frames of a head.
+        full: Whether replicas that are not in it have nothing; otherwise it has those that changed.
+        work: By replica.
+    """
+
+    sequence: Ordinal
+    full: bool
+    work: Annotated[list[ReplicaWork], Meta(max_length=ROWS_PER_FRAME)]
+
+
+class Numbers(Struct, frozen=True, tag="numbers"):
+    """The numbers by which a head has known replicas, for a coordinator that has just started."""
+
+    numbers: Annotated[list[ReplicaNumber], Meta(max_length=ROWS_PER_FRAME)]
+
+
+class Call(Struct, frozen=True, tag="call"):
+    """A call to all other heads; `PeerCall` where it arrives."""
+
+    call_id: Ordinal
+    method: Method
+    arguments: Any = None
+
+
+class Answer(Struct, frozen=True, tag="answer"):
+    """An answer to the call of head ``head_id``; `Answered` where it arrives."""
+
+    head_id: HeadId
+    call_id: Ordinal
+    result: Any = None
+    error: ErrorText = ""
+
+
+class Bye(Struct, frozen=True, tag="bye"):
+    """The head leaves."""
+
+
+FromHead = Beat | Work | Numbers | Call | Answer | Bye

@@ -83,10 +83,16 @@ class Member(Struct, frozen=True):
 
 
 class Change(Struct, frozen=True):
-    """One row after a change (a forgotten one: as it was last)."""
+    """One row after a change (a forgotten one: as it was last), and the one that was forgotten to make room for it."""
 
     kind: ChangeKind
     member: Member
+    displaced: Member | None = None
+
+    @property
+    def forgotten(self) -> Member | None:
+        """The row that the table holds no longer, if there is one."""
+        return self.member if self.kind is ChangeKind.FORGOTTEN else self.displaced
 
     @property
     def alters_list(self) -> bool:
@@ -172,12 +178,14 @@ class MembershipTable:
         return min(deadlines, default=None)
 
     def _admit(self, event: ReplicaEvent, now: float) -> Change:
+        displaced = None
         if len(self) >= self._max_replicas:
-            oldest_gone = next(iter(self._gone), None)
-            if oldest_gone is None:
+            displaced = _first(self._gone)
+            if displaced is None:
                 raise TableFullError(f"the table is full with {self._max_replicas} replicas")
-            del self._gone[oldest_gone]
-        return self._store(ChangeKind.JOINED, Member(event, Liveness.ALIVE, now, now, now))
+            self._remove(ReplicaKey.of(displaced.event))
+        joined = self._store(ChangeKind.JOINED, Member(event, Liveness.ALIVE, now, now, now))
+        return replace(joined, displaced=displaced)
 
     def _store(self, kind: ChangeKind, member: Member) -> Change:
         key = ReplicaKey.of(member.event)

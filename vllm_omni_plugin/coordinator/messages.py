@@ -8,12 +8,16 @@ from msgspec import Meta, Struct
 MAX_STAGE_ID = 1023
 MAX_QUEUE_LENGTH = 2**31 - 1
 MAX_ADDRESS_CHARS = 256
+# As many as a table may hold, and as many again that are kept for replicas of the coordinator before.
+MAX_REPLICA_ID = 8191
 
 StageId = Annotated[int, Meta(ge=0, le=MAX_STAGE_ID)]
 QueueLength = Annotated[int, Meta(ge=0, le=MAX_QUEUE_LENGTH)]
 Address = Annotated[str, Meta(min_length=1, max_length=MAX_ADDRESS_CHARS)]
 OptionalAddress = Annotated[str, Meta(max_length=MAX_ADDRESS_CHARS)]
 Ordinal = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+ReplicaId = Annotated[int, Meta(ge=0, le=MAX_REPLICA_ID)]
+OptionalReplicaId = Annotated[int, Meta(ge=-1, le=MAX_REPLICA_ID)]
 WallSeconds = Annotated[float, Meta(ge=0)]
 EventType = Literal["update", "heartbeat"]
 
@@ -71,7 +75,7 @@ class ReplicaInfo(Struct, frozen=True):
     registered_at: WallSeconds
     incarnation: Ordinal = 0
     control_addr: OptionalAddress = ""
-    replica_id: int = -1
+    replica_id: OptionalReplicaId = -1
 
 
 class ReplicaList(Struct, frozen=True):

@@ -1,5 +1,6 @@
 """The coordinator's process seen from its parent, and the one line the child answers with."""
 
+import os
 import subprocess
 import sys
 
@@ -8,6 +9,8 @@ import msgspec
 from vllm_omni_plugin.errors import ConfigError, OmniError
 
 _CHILD_MODULE = "vllm_omni_plugin.coordinator.child"
+# glibc raises its threshold with the first large block that is freed, and then keeps what a burst of long lists took.
+_MEMORY_SETTINGS = {"MALLOC_MMAP_THRESHOLD_": str(128 * 1024)}
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -47,7 +50,11 @@ class CoordinatorProcess:
         command = [sys.executable, "-m", _CHILD_MODULE, msgspec.json.encode(arguments).decode()]
         # An own session: Ctrl-C is for the parent, which needs the coordinator until it has shut down in order.
         self._popen: subprocess.Popen[bytes] = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+            command,
+            env=_MEMORY_SETTINGS | os.environ,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
         )
         assert self._popen.stdin is not None
         assert self._popen.stdout is not None

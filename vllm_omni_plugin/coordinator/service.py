@@ -1,5 +1,6 @@
-"""The coordinator: replicas report to its ROUTER, heads read its PUB, one table in between."""
+"""The coordinator: replicas report to its ROUTER, one table, heads are told at their seats or read its PUB."""
 
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -8,8 +9,13 @@ import zmq
 from msgspec.structs import replace
 
 from vllm_omni_plugin.coordinator.drops import DropLog, DropReason, peer_of
+from vllm_omni_plugin.coordinator.editions import ListEditions
+from vllm_omni_plugin.coordinator.head_desk import HeadDesk
+from vllm_omni_plugin.coordinator.head_table import HeadTable
+from vllm_omni_plugin.coordinator.head_wire import is_of_head
 from vllm_omni_plugin.coordinator.membership import MembershipTable, TableFullError
 from vllm_omni_plugin.coordinator.messages import ReplicaEvent, ReplicaList, ReplicaStatus
+from vllm_omni_plugin.coordinator.numbering import Numbering
 from vllm_omni_plugin.coordinator.ports import Ports
 from vllm_omni_plugin.coordinator.publishing import PublishSchedule
 from vllm_omni_plugin.coordinator.snapshot import replica_list
@@ -24,18 +30,18 @@ from vllm_omni_plugin.errors import ConfigError, WireError
 BATCH_FRAMES = 256
 # Being late by less than this part of the heartbeat timeout is scheduling noise.
 LATENESS_TOLERANCE_FRACTION = 0.1
-_STALE = "older than what the table holds, or leaving while unknown"
+_STALE = "older than what the table holds, leaving while unknown, or from a head without a seat"
 
 
 class OmniCoordinator:
     """Keeps the table of replicas and publishes it. One thread owns the sockets; all public methods are thread-safe.
 
     The thread sleeps until a frame comes or the next deadline of a replica or of publishing is reached. Whatever comes
-    over the network, it goes on: a frame that is no valid announcement is counted in `invalid_frames` and dropped.
+    over the network, it goes on: a frame that is not valid is counted in `invalid_frames` and dropped.
 
     Attributes:
-        router_zmq_addr: Address bound for replicas.
-        pub_zmq_addr: Address bound for heads; each new subscriber is sent the list at once.
+        router_zmq_addr: Address bound for replicas, and for heads that take a seat (`OmniCoordClientForHead`).
+        pub_zmq_addr: Address bound for subscribers; each new one is sent the list at once.
     """
 
     def __init__(
@@ -52,8 +58,8 @@ class OmniCoordinator:
         """Bind both addresses (port 0 or ``*``: any free one) and start serving.
 
         Args:
-            router_zmq_addr: Address to bind for replicas.
-            pub_zmq_addr: Address to bind for heads.
+            router_zmq_addr: Address to bind for replicas and heads.
+            pub_zmq_addr: Address to bind for subscribers.
             heartbeat_timeout: Seconds of silence after which a replica is dead; after half of them it is suspected.
             settle_time: Seconds to publish nothing, so that a restarted coordinator does not tell heads of an empty
                 fleet before the replicas had time to report again.
@@ -73,13 +79,18 @@ class OmniCoordinator:
         self._closing = False
         self._stopped = threading.Event()
         self._table = MembershipTable(heartbeat_timeout)
+        self._numbering = Numbering()
+        self._editions = ListEditions(self._table, self._numbering)
+        self._heads = HeadTable(random.getrandbits(62) + 1, self._editions)
         self._drops = DropLog()
         self._ticked_at = clock()
         self._schedule = PublishSchedule(self._ticked_at, quiet_until=self._ticked_at + settle_time)
         self._ports = Ports(router_zmq_addr, pub_zmq_addr, secrets)
         self._router = self._ports.router
         self._pub = self._ports.pub
+        self._desk = HeadDesk(self._heads, self._editions, self._router)
         self._topics = TopicCounts()
+        self._has_subscribers = False
         self.router_zmq_addr = self._ports.router_address
         self.pub_zmq_addr = self._ports.pub_address
         self._wakeup = Wakeup()
@@ -163,12 +174,12 @@ class OmniCoordinator:
     def _apply(self, event: ReplicaEvent, *, authoritative: bool) -> bool:
         now = self._clock()
         change = self._table.apply(event, now, authoritative=authoritative)
-        if change is not None and change.alters_list:
+        if change is not None and self._editions.note([change]):
             self._schedule.request(now)
         return change is not None
 
     def _snapshot(self) -> ReplicaList:
-        return replica_list(self._table, self._clock(), self._wall_clock())
+        return replica_list(self._table, self._numbering, self._clock(), self._wall_clock())
 
     def _serve(self) -> None:
         poller = zmq.Poller()
@@ -188,34 +199,42 @@ class OmniCoordinator:
 
     def _next_wake(self) -> float:
         with self._lock:
-            deadline = self._table.next_deadline()
-            due_at = self._schedule.due_at
-            wake_at = due_at if deadline is None else min(due_at, deadline)
+            deadlines = (self._schedule.due_at, self._table.next_deadline(), self._heads.next_deadline())
+            wake_at = min(deadline for deadline in deadlines if deadline is not None)
             # A request that came since the last tick may have been due long before it: that is no lateness of ours.
             return max(wake_at, self._ticked_at)
 
     def _take_frames(self) -> None:
         for _ in range(BATCH_FRAMES):
             try:
-                self._router.recv(zmq.NOBLOCK)
+                peer = self._router.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
             frame = self._router.recv(copy=False)
             is_single = not _skip_rest(self._router, frame)
             with self._lock:
-                self._take_frame(frame, is_single)
+                self._take_frame(peer, frame, is_single)
 
-    def _take_frame(self, frame: zmq.Frame, is_single: bool) -> None:
+    def _take_frame(self, peer: bytes, frame: zmq.Frame, is_single: bool) -> None:
         if not is_single:
             self._drops.record(DropReason.MULTIPART, peer_of(frame), "more than one frame")
             return
         try:
-            if not self._apply(decode_event(frame.bytes), authoritative=False):
+            if not self._take_message(peer, frame.bytes):
                 self._drops.record(DropReason.STALE, peer_of(frame), _STALE)
         except WireError as error:
             self._drops.record(DropReason.MALFORMED, peer_of(frame), str(error))
         except TableFullError as error:
             self._drops.record(DropReason.TABLE_FULL, peer_of(frame), str(error))
+
+    def _take_message(self, peer: bytes, frame: bytes) -> bool:
+        if not is_of_head(frame):
+            return self._apply(decode_event(frame), authoritative=False)
+        now = self._clock()
+        if self._editions.full() is None:
+            # The head shall not wait for a change to have its first list.
+            self._schedule.request(now)
+        return self._desk.take(peer, frame, now)
 
     def _take_subscriptions(self) -> None:
         for _ in range(BATCH_FRAMES):
@@ -224,6 +243,7 @@ class OmniCoordinator:
             except zmq.Again:
                 return
             if message.bytes.startswith(b"\x01"):
+                self._has_subscribers = True
                 self._count_topic(message)
                 with self._lock:
                     self._schedule.request(self._clock())
@@ -241,14 +261,21 @@ class OmniCoordinator:
         with self._lock:
             now = self._ticked_at = self._clock()
             late_by = now - wake_at
-            changes = self._table.expire(now, late_by if late_by > self._late_tolerance else 0.0)
-            if any(change.alters_list for change in changes):
+            late_by = late_by if late_by > self._late_tolerance else 0.0
+            if self._editions.note(self._table.expire(now, late_by)):
                 self._schedule.request(now)
+            self._desk.send(self._heads.expire(now, late_by))
+            self._desk.send(self._heads.relay(now))
             if now < self._schedule.due_at:
                 return
             self._schedule.published(now)
-            replicas = self._snapshot()
-        self._pub.send(encode_replica_list(replicas))
+            edition = self._editions.revise(now, self._wall_clock())
+            if edition is not None:
+                self._desk.send(self._heads.announce(edition))
+            # Our own heads do not subscribe, and the whole list is dear.
+            replicas = self._snapshot() if self._has_subscribers else None
+        if replicas is not None:
+            self._pub.send(encode_replica_list(replicas))
 
 
 def _skip_rest(socket: Socket, frame: zmq.Frame) -> bool:

@@ -4,9 +4,10 @@ from collections.abc import Iterable
 
 from vllm_omni_plugin.coordinator.membership import Member, ReplicaKey
 from vllm_omni_plugin.coordinator.messages import ReplicaInfo, ReplicaList
+from vllm_omni_plugin.coordinator.numbering import Numbering
 
 
-def replica_list(members: Iterable[Member], now: float, wall_now: float) -> ReplicaList:
+def replica_list(members: Iterable[Member], numbering: Numbering, now: float, wall_now: float) -> ReplicaList:
     """Return the list to publish, sorted by `ReplicaKey` so that it keeps its order from one time to the next.
 
     ``now`` and ``wall_now`` are one moment in monotonic and in wall-clock seconds.
@@ -15,13 +16,14 @@ def replica_list(members: Iterable[Member], now: float, wall_now: float) -> Repl
     no_new_work: list[ReplicaInfo] = []
     for member in sorted(members, key=lambda member: ReplicaKey.of(member.event)):
         if member.takes_new_work:
-            replicas.append(_info(member, wall_now - now))
+            replicas.append(row_of(member, numbering, wall_now - now))
         elif member.may_finish_work:
-            no_new_work.append(_info(member, wall_now - now))
+            no_new_work.append(row_of(member, numbering, wall_now - now))
     return ReplicaList(replicas=replicas, timestamp=wall_now, no_new_work=no_new_work)
 
 
-def _info(member: Member, wall_offset: float) -> ReplicaInfo:
+def row_of(member: Member, numbering: Numbering, wall_offset: float) -> ReplicaInfo:
+    """Return a member's row. ``wall_offset``: what makes monotonic seconds into seconds since the epoch."""
     event = member.event
     return ReplicaInfo(
         input_addr=event.input_addr,
@@ -33,4 +35,5 @@ def _info(member: Member, wall_offset: float) -> ReplicaInfo:
         registered_at=max(0.0, member.registered_at + wall_offset),
         incarnation=event.incarnation,
         control_addr=event.control_addr,
+        replica_id=numbering.number_of(ReplicaKey.of(event)),
     )

@@ -1,4 +1,4 @@
-"""The coordinator's four kinds of sockets and their limits, all in one place."""
+"""The coordinator's five kinds of sockets and their limits, all in one place."""
 
 import contextlib
 import math
@@ -6,7 +6,8 @@ import socket as tcp
 
 import zmq
 
-from vllm_omni_plugin.coordinator.wire import MAX_EVENT_BYTES, MAX_REPLICA_LIST_BYTES
+from vllm_omni_plugin.coordinator.head_wire import MAX_DELIVERY_BYTES, MAX_HEAD_FRAME_BYTES
+from vllm_omni_plugin.coordinator.wire import MAX_REPLICA_LIST_BYTES
 from vllm_omni_plugin.curve import Gate, Secrets, secure_client, secure_server
 from vllm_omni_plugin.errors import ConfigError
 
@@ -23,7 +24,7 @@ LINK_TTL_MS = 15000
 RECONNECT_MS = 100
 RECONNECT_MAX_MS = 1000
 # Frames queued per peer before TCP pushes back on it: bounds what one peer can make the coordinator hold to 8 MiB.
-RECEIVE_QUEUE_FRAMES = 128
+RECEIVE_QUEUE_FRAMES = 32
 # libzmq keeps about 50 bytes for every byte of a topic that somebody subscribes to, without a limit. Heads subscribe to
 # everything, which is no topic; the handshake needs frames of this size.
 MAX_SUBSCRIPTION_BYTES = 512
@@ -32,6 +33,9 @@ MAX_TOPICS_PER_PEER = 8
 LIST_QUEUE_FRAMES = 16
 # Each announcement replaces those before it, too; what is queued here while the coordinator is away comes out stale.
 EVENT_QUEUE_FRAMES = 4
+# What a head may be behind by, each way, before frames are dropped and it is told, or asked for, everything again. Some
+# 25 of them go each way in a second.
+HEAD_QUEUE_FRAMES = 128
 LINK_FAILURES = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
@@ -39,10 +43,17 @@ _LINK_EVENTS = LINK_FAILURES | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONN
 
 
 def bind_router(context: Context, address: str, secrets: Secrets | None, gate: Gate) -> Socket:
-    """Return a ROUTER for announcements bound to ``address``; see `bound_address`. Raises `ConfigError`."""
+    """Return a ROUTER for announcements and heads bound to ``address``; see `bound_address`. Raises `ConfigError`.
+
+    What it sends raises `zmq.ZMQError`: EAGAIN if the peer's queue is full, EHOSTUNREACH if it is not connected.
+    """
     router = context.socket(zmq.ROUTER)
-    router.maxmsgsize = MAX_EVENT_BYTES
+    router.maxmsgsize = MAX_HEAD_FRAME_BYTES
     router.rcvhwm = RECEIVE_QUEUE_FRAMES
+    router.sndhwm = HEAD_QUEUE_FRAMES
+    router.router_mandatory = True
+    # The connection of a head that takes nothing for so long is ended, and with it its queue.
+    router.tcp_maxrt = LINK_TTL_MS
     _bind(router, address, secrets, gate)
     return router
 
@@ -63,6 +74,14 @@ def open_dealer(context: Context) -> Socket:
     """Return a DEALER for announcements, not connected yet."""
     dealer = context.socket(zmq.DEALER)
     dealer.sndhwm = EVENT_QUEUE_FRAMES
+    return dealer
+
+
+def open_head_dealer(context: Context) -> Socket:
+    """Return a DEALER for a head's seat, not connected yet."""
+    dealer = context.socket(zmq.DEALER)
+    dealer.maxmsgsize = MAX_DELIVERY_BYTES
+    dealer.sndhwm = dealer.rcvhwm = HEAD_QUEUE_FRAMES
     return dealer
 
 

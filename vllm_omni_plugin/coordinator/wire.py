@@ -33,7 +33,7 @@ def decode_event(frame: bytes) -> ReplicaEvent:
 
     Unknown keys are ignored, so that a newer replica may say more.
     """
-    return _decode(_event_decoder, frame, "replica event", MAX_EVENT_BYTES)
+    return decode_strictly(_event_decoder, frame, "replica event", MAX_EVENT_BYTES)
 
 
 def encode_replica_list(replicas: ReplicaList) -> bytes:
@@ -43,10 +43,11 @@ def encode_replica_list(replicas: ReplicaList) -> bytes:
 
 def decode_replica_list(frame: bytes) -> ReplicaList:
     """Return the list in ``frame``; raise `WireError` naming the field and what is wrong with it."""
-    return _decode(_list_decoder, frame, "replica list", MAX_REPLICA_LIST_BYTES)
+    return decode_strictly(_list_decoder, frame, "replica list", MAX_REPLICA_LIST_BYTES)
 
 
-def _decode(decoder: msgspec.json.Decoder[_T], frame: bytes, what: str, max_bytes: int) -> _T:
+def decode_strictly(decoder: msgspec.json.Decoder[_T], frame: bytes, what: str, max_bytes: int) -> _T:
+    """Return what ``decoder`` makes of ``frame``; raise `WireError`, which calls it ``what``, if it is not valid."""
     if len(frame) > max_bytes:
         raise WireError(f"{what}: {len(frame)} bytes, at most {max_bytes} allowed")
     try:

@@ -1,0 +1,293 @@
+"""What a coordinator takes with many replicas and heads, and how fast it tells heads of each other and of replicas.
+
+    python benchmarks/coordinator.py --replicas 1000 --heads 16 [--secret]
+
+Replicas beat every second, one of them with a change that heads are told of ten times in a second. Each head reports
+what it has in flight on 50 replicas 20 times in a second. Two heads are clients as in a fleet, whose delays are
+measured; the others send the same frames and read without looking, so that the load does not take the machine's time.
+Then a storm: all replicas register at once with a fresh coordinator that so many client heads follow.
+"""
+
+import argparse
+import multiprocessing
+import os
+import resource
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import psutil
+import zmq
+from processes import percentile, wait_for
+
+from vllm_omni_plugin.coordinator import (
+    HeadListener,
+    OmniCoordClientForHead,
+    OmniCoordinatorRuntime,
+    PeerCall,
+    ReplicaEvent,
+    ReplicaList,
+    ReplicaStatus,
+    ReplicaWork,
+    encode_event,
+)
+from vllm_omni_plugin.coordinator.head_messages import Beat, Work
+from vllm_omni_plugin.coordinator.head_wire import encode_from_head
+from vllm_omni_plugin.coordinator.sockets import ROLE
+from vllm_omni_plugin.curve import Secrets, secure_client
+
+MEGABYTE = 1 << 20
+REPORTS_PER_S = 20
+ROWS_PER_REPORT = 50
+CLIENT_HEADS = 2
+# A queue length of this unit says when it was sent, since the list has no other place for it.
+UNIT_S = 1e-4
+QUEUE_LENGTHS = 2**31
+
+
+def main() -> None:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--replicas", type=int, default=1000)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--secret", action="store_true", help="authenticate and encrypt the links")
+    parser.add_argument("--silent-heads", action="store_true", help="heads report nothing")
+    options = parser.parse_args()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    with tempfile.TemporaryDirectory() as folder:
+        secret = _secret_file(Path(folder)) if options.secret else None
+        print(f"secret: {options.secret}; {os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}")
+        steady(options, secret)
+        storm(options, secret)
+
+
+def steady(options: argparse.Namespace, secret: str | None) -> None:
+    """Load of a running fleet."""
+    with ExitStack() as stack:
+        runtime = OmniCoordinatorRuntime(heartbeat_timeout=10.0, secret_file=secret)
+        stack.callback(runtime.close)
+        assert runtime.process_id is not None
+        drones = 0 if options.silent_heads else options.heads - CLIENT_HEADS
+        stack.enter_context(_generator(_generate, runtime.router_address, secret, options.replicas, drones))
+        observers = [
+            stack.enter_context(_client(runtime.router_address, f"client-{n}", secret)) for n in range(CLIENT_HEADS)
+        ]
+        wait_for(lambda: all(head.listed == options.replicas for head in observers), "the list")
+        over = threading.Event()
+        reporter = threading.Thread(target=_report, args=(observers[0], options.replicas, over))
+        if not options.silent_heads:
+            reporter.start()
+            stack.callback(reporter.join)
+        stack.callback(over.set)
+        time.sleep(3.0)
+        for head in observers:
+            head.forget()
+        _measure(runtime.process_id, options.seconds)
+        for number, head in enumerate(observers):
+            print(f"client head {number}: report of another head: {_delays(head.work_delays)}")
+            print(f"client head {number}: change of a replica: {_delays(head.list_delays)}")
+
+
+def storm(options: argparse.Namespace, secret: str | None) -> None:
+    """All replicas at once."""
+    with ExitStack() as stack:
+        runtime = OmniCoordinatorRuntime(heartbeat_timeout=30.0, secret_file=secret)
+        stack.callback(runtime.close)
+        heads = [
+            stack.enter_context(_client(runtime.router_address, f"client-{n}", secret)) for n in range(options.heads)
+        ]
+        wait_for(lambda: all(head.told_at for head in heads), "the first list")
+        began = stack.enter_context(_generator(_register, runtime.router_address, secret, options.replicas))
+        wait_for(lambda: all(head.listed == options.replicas for head in heads), "the list")
+        last = max(head.told_at for head in heads)
+        print(f"storm: {options.heads} heads list all {options.replicas} replicas after {last - began:.2f} s")
+
+
+class Observer(HeadListener):
+    """Measures how old news are when they come. Seconds, monotonic."""
+
+    def __init__(self) -> None:
+        self.client: OmniCoordClientForHead
+        self.listed = 0
+        self.told_at = 0.0
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin to measure."""
+        self.work_delays: list[float] = []
+        self.list_delays: list[float] = []
+
+    def replicas_listed(self, replicas: ReplicaList) -> None:
+        """Look at the replica that changes."""
+        now = time.monotonic()
+        self.listed = len(replicas.replicas)
+        self.told_at = now
+        said = next((row.queue_length for row in replicas.replicas if row.queue_length), None)
+        if said is not None:
+            self.list_delays.append((int(now / UNIT_S) - said) % QUEUE_LENGTHS * UNIT_S)
+
+    def work_reported(self, head_id: str, work: Sequence[ReplicaWork], full: bool) -> None:
+        """Look at when it was sent."""
+        now = time.monotonic_ns()
+        if not full:
+            self.work_delays += {(now - row.prefill_tokens) / 1e9 for row in work}
+
+    def head_left(self, head_id: str) -> None:
+        """Nothing to do."""
+
+    def called(self, call: PeerCall) -> None:
+        """Nothing to do."""
+
+    def work_wanted(self) -> None:
+        """Say that there is nothing."""
+        self.client.report_work([], full=True)
+
+    def seat_lost(self) -> None:
+        """Say so."""
+        print("a seat was lost")
+
+
+@contextmanager
+def _client(address: str, head_id: str, secret: str | None) -> Iterator[Observer]:
+    observer = Observer()
+    # The client's thread asks for work only once it is connected, which takes longer than this assignment.
+    observer.client = OmniCoordClientForHead(address, head_id, observer, secrets=_secrets(secret))
+    try:
+        yield observer
+    finally:
+        observer.client.close()
+
+
+@contextmanager
+def _generator(target: Callable[..., None], *args: object) -> Iterator[float]:
+    """A process that runs `target` until the end of its pipe; yields when it began."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=target, args=(there, *args))
+    process.start()
+    try:
+        began: float = here.recv()
+        yield began
+    finally:
+        here.send("end")
+        process.join()
+
+
+def _generate(pipe: Connection, address: str, secret: str | None, replicas: int, drones: int) -> None:
+    with _dealers(replicas + drones, secret) as sockets:
+        for socket in sockets:
+            socket.connect(address)
+        heads = [_Drone(number, socket, replicas) for number, socket in enumerate(sockets[replicas:])]
+        pipe.send(time.monotonic())
+        turn = 0
+        began = time.monotonic()
+        while not pipe.poll(max(0.0, began + turn / REPORTS_PER_S - time.monotonic())):
+            for number in range(turn % REPORTS_PER_S, replicas, REPORTS_PER_S):
+                sockets[number].send(encode_event(_event(number)))
+            if turn % 2:
+                sockets[0].send(encode_event(_event(0, int(time.monotonic() / UNIT_S) % QUEUE_LENGTHS)))
+            for head in heads:
+                head.turn(turn)
+            turn += 1
+
+
+def _register(pipe: Connection, address: str, secret: str | None, replicas: int) -> None:
+    with _dealers(replicas, secret) as sockets:
+        pipe.send(time.monotonic())
+        for number, socket in enumerate(sockets):
+            socket.connect(address)
+            socket.send(encode_event(_event(number)))
+        pipe.recv()
+
+
+@contextmanager
+def _dealers(count: int, secret: str | None) -> Iterator[list[zmq.Socket[bytes]]]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context.max_sockets = count + 10
+    sockets = [context.socket(zmq.DEALER) for _ in range(count)]
+    secrets = _secrets(secret)
+    for socket in sockets:
+        socket.linger = 0
+        secure_client(socket, secrets, ROLE)
+    yield sockets
+    context.destroy(linger=0)
+
+
+class _Drone:
+    """A head that reports and reads without looking."""
+
+    def __init__(self, number: int, socket: "zmq.Socket[bytes]", replicas: int) -> None:
+        self._head_id = f"drone-{number}"
+        self._socket = socket
+        self._replicas = replicas
+        self._sequence = 0
+
+    def turn(self, turn: int) -> None:
+        """Do what is to be done 20 times in a second."""
+        if turn % REPORTS_PER_S == 0:
+            self._socket.send(encode_from_head(Beat(self._head_id, 1, self._sequence, turn == 0)))
+        self._sequence += 1
+        work = [] if self._sequence == 1 else _rows(turn, self._replicas)
+        self._socket.send(encode_from_head(Work(self._sequence, self._sequence == 1, work)))
+        while self._socket.poll(0):
+            self._socket.recv(copy=False)
+
+
+def _report(head: Observer, replicas: int, over: threading.Event) -> None:
+    turn = 0
+    while not over.wait(1 / REPORTS_PER_S):
+        turn += 1
+        head.client.report_work(_rows(turn, replicas), full=False)
+
+
+def _rows(turn: int, replicas: int) -> list[ReplicaWork]:
+    now = time.monotonic_ns()
+    numbers = [(turn * ROWS_PER_REPORT + row) % replicas for row in range(ROWS_PER_REPORT)]
+    return [ReplicaWork(0, *_addresses(number), 1, turn % 9 + 1, now) for number in numbers]
+
+
+def _addresses(number: int) -> tuple[str, str]:
+    host = f"tcp://10.20.{number // 250}.{number % 250}"
+    return f"{host}:40001", f"{host}:40002"
+
+
+def _event(number: int, queue_length: int = 0) -> ReplicaEvent:
+    control = _addresses(number)[0] + "0"
+    return ReplicaEvent(*_addresses(number), 0, "update", ReplicaStatus.UP, queue_length, 1, time.time_ns(), control)
+
+
+def _measure(pid: int, seconds: float) -> None:
+    process = psutil.Process(pid)
+    before, began = process.cpu_times(), time.monotonic()
+    time.sleep(seconds)
+    after, elapsed = process.cpu_times(), time.monotonic() - began
+    share = (after.user + after.system - before.user - before.system) / elapsed
+    print(f"coordinator: {share:.1%} of one core, {process.memory_info().rss / MEGABYTE:.0f} MB")
+
+
+def _delays(values: list[float]) -> str:
+    if not values:
+        return "none"
+    p50, p99 = percentile(values, 0.5) * 1e3, percentile(values, 0.99) * 1e3
+    return f"p50 {p50:.1f} ms, p99 {p99:.1f} ms of {len(values)}"
+
+
+def _secret_file(folder: Path) -> str:
+    file = folder / "secret"
+    file.write_text(os.urandom(32).hex())
+    file.chmod(0o600)
+    return str(file)
+
+
+def _secrets(file: str | None) -> Secrets | None:
+    return Secrets.from_file(file) if file else None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Whatever is lost and in whatever order it comes: a head never sees a wrong list, and in the end the right one."""
+
+from coordinator_support import make_event, repeatable
+from head_world import World, rows
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from vllm_omni_plugin.coordinator import ReplicaStatus, ReplicaWork
+
+heads = st.sampled_from(["h1", "h2", "h3"])
+replicas = st.sampled_from(["a", "b", "c", "d"])
+
+
+class HeadHistories(RuleBasedStateMachine):
+    """Replicas come, change and go; heads come, are cut off and vanish; queues fill; the coordinator starts again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World()
+        self.announced: dict[str, ReplicaStatus] = {}
+
+    @initialize()
+    def begin(self) -> None:
+        for name in ("h1", "h2", "h3"):
+            self.world.connect(name)
+        self.world.settle()
+
+    @rule(name=replicas, status=st.sampled_from(ReplicaStatus), incarnation=st.integers(0, 2))
+    def announce(self, name: str, status: ReplicaStatus, incarnation: int) -> None:
+        self.announced[name] = status
+        self.world.announce(make_event(name, stage_id=len(name), status=status, incarnation=incarnation))
+
+    @rule(seconds=st.sampled_from([0.01, 0.05, 0.3, 1.0, 3.0, 6.0]))
+    def tick(self, seconds: float) -> None:
+        self.world.tick(seconds)
+
+    @rule(name=heads, how=st.sampled_from(["connect", "vanish", "leave"]))
+    def come_or_go(self, name: str, how: str) -> None:
+        if how == "connect" or name not in self.world.heads:
+            self.world.connect(name)
+            return
+        if how == "leave":
+            self.world.heads[name].session.leave()
+            self.world.exchange(name)
+        del self.world.heads[name]
+
+    @rule(name=heads, replica=replicas, requests=st.integers(0, 3), incarnation=st.integers(0, 1))
+    def work(self, name: str, replica: str, requests: int, incarnation: int) -> None:
+        if name in self.world.heads:
+            work = ReplicaWork(1, f"tcp://{replica}:1", f"tcp://{replica}:2", incarnation, requests, 7 * requests)
+            self.world.report(name, work)
+
+    @rule(name=heads)
+    def exchange(self, name: str) -> None:
+        if name in self.world.heads:
+            self.world.exchange(name)
+
+    @rule(name=heads)
+    def lose_upwards(self, name: str) -> None:
+        """What an outbox that is full drops is its oldest frame."""
+        head = self.world.heads.get(name)
+        if head and head.session.frames:
+            head.session.frames.popleft()
+
+    @rule(name=heads)
+    def lose_downwards(self, name: str) -> None:
+        """What a queue that is full does not take is the last frame."""
+        head = self.world.heads.get(name)
+        if head and head.down:
+            head.down.pop()
+
+    @rule(name=heads)
+    def beat(self, name: str) -> None:
+        if head := self.world.heads.get(name):
+            head.session.beat()
+            head.hear(head.session.watch(self.world.now, 10**6 + int(self.world.now * 1000)))
+
+    @rule()
+    def restart(self) -> None:
+        self.world.restart()
+        for name, status in self.announced.items():
+            self.world.announce(make_event(name, stage_id=len(name), status=status))
+
+    @rule()
+    def settle(self) -> None:
+        self.world.settle()
+        self.everybody_knows_everything()
+
+    def teardown(self) -> None:
+        self.settle()
+
+    def everybody_knows_everything(self) -> None:
+        for name, head in self.world.heads.items():
+            others = {other.name: other.in_flight for other in self.world.heads.values() if other.name != name}
+            assert {head_id: work for head_id, work in head.others.items() if work} == {
+                head_id: work for head_id, work in others.items() if work
+            }
+            assert rows(head.lists[-1]) == rows(self.world.listed())
+
+    @invariant()
+    def every_list_is_one_that_was_published(self) -> None:
+        for head in self.world.heads.values():
+            assert all(rows(replicas) == self.world.published[replicas.timestamp] for replicas in head.lists)
+
+    @invariant()
+    def no_list_is_older_than_the_one_before(self) -> None:
+        for head in self.world.heads.values():
+            times = [replicas.timestamp for replicas in head.lists]
+            assert times == sorted(times)
+
+    @invariant()
+    def replicas_of_a_stage_have_different_numbers(self) -> None:
+        for published in self.world.published.values():
+            numbers = [(stage_id, number) for _, stage_id, _, _, _, number in published]
+            assert len(set(numbers)) == len(numbers)
+
+    @invariant()
+    def everything_said_is_valid(self) -> None:
+        assert not any(head.dropped for head in self.world.heads.values())
+
+
+TestHeadHistories = HeadHistories.TestCase
+TestHeadHistories.settings = repeatable
