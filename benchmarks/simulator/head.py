@@ -10,6 +10,7 @@ from vllm_omni_plugin.balancing.base import Task
 from vllm_omni_plugin.balancing.cache_change import CacheChange
 from vllm_omni_plugin.balancing.decision import Decision
 from vllm_omni_plugin.balancing.serving import ServingReplicas
+from vllm_omni_plugin.balancing.unseen import UnseenRequests
 from vllm_omni_plugin.orchestrator.charges import Charge
 from vllm_omni_plugin.vllm_api.facts import LoadReport
 
@@ -46,7 +47,8 @@ class Head:
     """
 
     def __init__(self, policy: Policy, clock: Clock) -> None:
-        self.serving: ServingReplicas[SimReplica] = ServingReplicas(())
+        self.unseen = UnseenRequests()
+        self.serving: ServingReplicas[SimReplica] = ServingReplicas((), self.unseen)
         self.wants_cache_events = bool(getattr(policy, "wants_cache_events", False))
         self._policy = policy
         self._clock = clock
@@ -57,7 +59,9 @@ class Head:
         if replica in self.serving:
             return
         replica.serves(True)
-        self.serving = ServingReplicas(sorted((*self.serving, replica), key=lambda member: member.replica_id))
+        self.serving = ServingReplicas(
+            sorted((*self.serving, replica), key=lambda member: member.replica_id), self.unseen
+        )
         if self.wants_cache_events:
             replica.engine.cache.record_changes()
             self._tell("cache_changed", replica, CacheChange(restart=True))
@@ -66,7 +70,7 @@ class Head:
         """It gets no new requests."""
         if replica in self.serving:
             replica.serves(False)
-            self.serving = ServingReplicas([member for member in self.serving if member is not replica])
+            self.serving = ServingReplicas([member for member in self.serving if member is not replica], self.unseen)
 
     def lose(self, replica: SimReplica) -> list[Job]:
         """Its engine is gone; returns what ran there."""
@@ -90,7 +94,7 @@ class Head:
         return replica, job
 
     def receive(
-        self, replica: SimReplica, outcome: Outcome, report: LoadReport, change: CacheChange | None
+        self, replica: SimReplica, outcome: Outcome, report: LoadReport | None, change: CacheChange | None
     ) -> list[Request]:
         """A message of an engine has arrived; returns the requests it ends."""
         now = self._clock.now

@@ -129,9 +129,10 @@ class SimReplica:
         self._account.release(charge, self._clock.now)
         return charge
 
-    def settle(self, report: LoadReport) -> None:
-        """A message has been dealt with, the report in it last."""
-        self._account.report(report)
+    def settle(self, report: LoadReport | None) -> None:
+        """A message has been dealt with, the report in it last, if it has one."""
+        if report is not None:
+            self._account.report(report)
         self._load = self._account.load
 
     def report(self) -> LoadReport:

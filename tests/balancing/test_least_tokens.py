@@ -28,6 +28,11 @@ def waits(*loads: ReplicaLoad, task: Task = TASK, **options: Any) -> list[float]
         pytest.param(ReplicaLoad(others=2, waiting=5, prefill_rate=1000), 3.0, id="two of others wait"),
         pytest.param(ReplicaLoad(others=2, running=2, prefill_rate=1000), 1.2, id="two of others run"),
         pytest.param(ReplicaLoad(others=3, waiting=1, prefill_rate=1000), 2.2, id="one waits, two run"),
+        pytest.param(
+            ReplicaLoad(others=3, waiting=1, prefill_tokens=500, prefill_rate=1000, heads_report=True),
+            1.8,
+            id="what others have to compute is known",
+        ),
         pytest.param(ReplicaLoad(kv_usage=0.5, prefill_rate=1000), 1.15, id="half full"),
         pytest.param(ReplicaLoad(kv_usage=0.75, prefill_rate=1000), 1.45, id="three quarters full"),
         pytest.param(ReplicaLoad(kv_usage=1.0, prefill_rate=1000), 1 + 0.15 * 99, id="full counts as 99%"),

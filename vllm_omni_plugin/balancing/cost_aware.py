@@ -10,7 +10,7 @@ from vllm_omni_plugin.balancing.decision import Candidate, Decision
 from vllm_omni_plugin.balancing.load import load_of
 from vllm_omni_plugin.balancing.options import number
 from vllm_omni_plugin.balancing.request_size import OutputLengths, prompt_tokens
-from vllm_omni_plugin.balancing.sampling import few, lowest
+from vllm_omni_plugin.balancing.sampling import coming_to, few, lowest
 
 _HALF_LIFE = 16
 """Requests per replica after which what was observed counts half. Counted over the fleet: a replica that gets none for
@@ -86,7 +86,8 @@ class CostAwareBalancer(DecidingBalancer):
         prompt, output = self._estimate(task)
         positions = few(replicas, self._rng)
         scores = self._scores(replicas, positions, prompt + output)
-        position = positions[lowest(scores, self._rng)]
+        coming = coming_to(replicas, len(positions)) * (prompt + output)
+        position = positions[lowest(scores, self._rng, coming)]
         fallback = "" if self._ended else "no-history"
         return Decision(position, "least-cost", tuple(map(Candidate, positions, scores)), fallback)
 

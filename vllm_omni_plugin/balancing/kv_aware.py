@@ -8,9 +8,11 @@ from vllm_omni_plugin.balancing.base import DecidingBalancer, ReplicaView, Task,
 from vllm_omni_plugin.balancing.block_keys import answered_keys, prompt_keys
 from vllm_omni_plugin.balancing.cache_change import CacheChange
 from vllm_omni_plugin.balancing.decision import Decision
+from vllm_omni_plugin.balancing.homes import PromptHomes
 from vllm_omni_plugin.balancing.matching import (
     TokenLevels,
     cheapest,
+    coming_cost,
     compare,
     decision_for,
     positions_to_compare,
@@ -18,6 +20,7 @@ from vllm_omni_plugin.balancing.matching import (
 from vllm_omni_plugin.balancing.options import number
 from vllm_omni_plugin.balancing.prompt import NO_PROMPT, Prompt
 from vllm_omni_plugin.balancing.reported_caches import ReportedCaches
+from vllm_omni_plugin.balancing.sampling import are_shared
 from vllm_omni_plugin.balancing.slots import Membership, ReplicaSlots, block_size_of, capacity_of
 
 _ANSWER_TOKENS = 128
@@ -33,7 +36,8 @@ class KvAwareBalancer(DecidingBalancer):
     caches in our simulator.
 
     What was sent to an engine and not reported yet counts as cached. Where an engine reports nothing, or some of its
-    reports were lost, what was sent to it counts, see `ReportedCaches`.
+    reports were lost, what was sent to it counts, see `ReportedCaches`. What other heads have sent and no engine has
+    reported yet is expected at its home, see `PromptHomes`.
 
     Compared are those that `positions_to_compare` names. Reasons: see `decision_for`. Fallbacks: `no-prompt` and
     `uncacheable`, decided by load; `no-events` and `stale-events`, when the cache of one of those compared was
@@ -57,6 +61,7 @@ class KvAwareBalancer(DecidingBalancer):
         self._overlap_weight = number("overlap_weight", overlap_weight, 0)
         self._temperature = number("temperature", temperature, 0)
         self._rng = rng or random.Random()
+        self._homes = PromptHomes()
         self._slots = ReplicaSlots()
         self._caches = ReportedCaches()
 
@@ -66,14 +71,21 @@ class KvAwareBalancer(DecidingBalancer):
         members = self._slots.membership(replicas)
         prompt = task.get("prompt", NO_PROMPT)
         levels = self._levels(prompt, members)
-        positions = positions_to_compare(replicas, members, levels, self._rng)
+        shared = are_shared(replicas)
+        home = self._homes.find(replicas, prompt, levels, members.block_sizes) if shared else None
+        positions = positions_to_compare(replicas, members, levels, self._rng, home)
+        tokens = len(prompt.token_ids)
         scores, matches = compare(
-            replicas, positions, members.slots, levels, len(prompt.token_ids), _ANSWER_TOKENS, self._overlap_weight
+            replicas, positions, members.slots, levels, tokens, _ANSWER_TOKENS, self._overlap_weight, home
         )
         known = prompt.cacheable and not self._caches.shortcoming(members.mask)
         fallback = "" if known else self._fallback(task, members, positions)
-        place = self._draw(scores, matches) if self._temperature else cheapest(scores, matches, self._rng)
-        return decision_for(place, positions, scores, matches, fallback)
+        if self._temperature:
+            place = self._draw(scores, matches)
+        else:
+            coming = coming_cost(replicas, matches, home, tokens, _ANSWER_TOKENS) if shared else 0.0
+            place = cheapest(scores, matches, self._rng, coming)
+        return decision_for(place, positions, scores, matches, fallback, home)
 
     def dispatched(self, task: Task, replica: ReplicaView, decision: Decision) -> None:
         """The replica is about to have the prompt cached."""

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from vllm_omni_plugin.balancing.base import DecidingBalancer, ReplicaView, Task, require_replicas
 from vllm_omni_plugin.balancing.decision import Candidate, Decision
+from vllm_omni_plugin.balancing.sampling import coming_to, lowest
 from vllm_omni_plugin.balancing.serving import ServingReplicas
 
 _MAX_LISTED = 8
@@ -41,10 +42,8 @@ class LeastQueueLengthBalancer(DecidingBalancer):
             chosen = Candidate(position, float(replicas[position].queue_length))
             return Decision(position, _REASON, (chosen,))
         lengths = [replica.queue_length for replica in replicas]
-        shortest = min(lengths)
-        if shortest < 0:
+        if min(lengths) < 0:
             raise ValueError("queue_length must be non-negative")
-        ties = [place for place, length in enumerate(lengths) if length == shortest]
-        position = ties[0] if len(ties) == 1 else self._rng.choice(ties)
+        position = lowest(lengths, self._rng, coming_to(replicas, len(lengths)))
         listed = range(len(lengths)) if len(lengths) <= _MAX_LISTED else (position,)
         return Decision(position, _REASON, tuple(Candidate(place, float(lengths[place])) for place in listed))

@@ -8,7 +8,7 @@ from vllm_omni_plugin.balancing.decision import Candidate, Decision
 from vllm_omni_plugin.balancing.load import ReplicaLoad, load_of
 from vllm_omni_plugin.balancing.options import number
 from vllm_omni_plugin.balancing.request_size import prompt_tokens
-from vllm_omni_plugin.balancing.sampling import few, lowest
+from vllm_omni_plugin.balancing.sampling import coming_to, few, lowest
 
 _UNMEASURED_RATE = 10_000.0
 """Prompt tokens per second of a replica while no rate is known: an 8B model on one accelerator."""
@@ -28,7 +28,8 @@ class LeastTokensBalancer(DecidingBalancer):
 
     `prefill` and `decode` are the replica's tokens still to be computed and being decoded, `prompt` those of the
     request, `rate` the prompt tokens per second the replica was measured at, `k` its KV usage. Requests of other heads
-    count as long as this one: to be computed if the engine says that they wait, being decoded if not. Without a
+    count as long as this one, being decoded; if those heads do not report their own prefill tokens, to be computed as
+    far as the engine says that they wait. Without a
     measurement the rate is the median of the replicas compared (10,000 if none has any), and none is taken to be more
     than eight times faster or slower than that. Up to eight replicas are all compared; of more, see `few`.
 
@@ -61,7 +62,8 @@ class LeastTokensBalancer(DecidingBalancer):
         rates = sorted([load.prefill_rate for load in loads if load.prefill_rate > 0])
         usual_rate = rates[len(rates) // 2] if rates else _UNMEASURED_RATE
         waits = self._expected_waits(loads, prompt, usual_rate)
-        position = positions[lowest(waits, self._rng)]
+        coming = coming_to(replicas, len(positions)) * prompt / usual_rate
+        position = positions[lowest(waits, self._rng, coming)]
         fallback = "" if rates else "no-rate"
         return Decision(position, "expected-wait", tuple(map(Candidate, positions, waits)), fallback)
 
@@ -72,7 +74,7 @@ class LeastTokensBalancer(DecidingBalancer):
         for load in loads:
             tokens = load.prefill_tokens + prompt + decode_weight * load.decode_tokens
             if load.others:
-                waiting = min(load.others, load.waiting)
+                waiting = 0 if load.heads_report else min(load.others, load.waiting)
                 tokens += prompt * (waiting + decode_weight * (load.others - waiting))
             rate = load.prefill_rate or usual_rate
             if not slowest <= rate <= fastest:

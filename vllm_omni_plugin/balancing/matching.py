@@ -2,12 +2,13 @@
 
 import random
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from vllm_omni_plugin.balancing.base import ReplicaView
 from vllm_omni_plugin.balancing.decision import Candidate, Decision
 from vllm_omni_plugin.balancing.load import load_of
 from vllm_omni_plugin.balancing.prefix_index import some_slots_of
-from vllm_omni_plugin.balancing.sampling import MOST_COMPARED, few
+from vllm_omni_plugin.balancing.sampling import MOST_COMPARED, coming_to, few, lowest
 from vllm_omni_plugin.balancing.serving import ServingReplicas
 from vllm_omni_plugin.balancing.slots import Membership
 
@@ -20,6 +21,19 @@ for ever too expensive once it is busy. Chosen with benchmarks/simulate.py; 2 an
 TokenLevels = Sequence[tuple[int, int]]
 """Tokens of a prompt, and the holders of at least so many as a mask of slots, longest match first."""
 
+
+class Home(NamedTuple):
+    """A replica that is expected to have something of a prompt because all heads send its like there.
+
+    Attributes:
+        position: its place in the fleet.
+        tokens: how many of those that nobody is known to have.
+    """
+
+    position: int
+    tokens: float
+
+
 _ByPosition = Sequence[int] | Mapping[int, int]
 
 
@@ -31,6 +45,7 @@ def compare(
     tokens: float,
     answer_tokens: float,
     overlap_weight: float = 1.0,
+    home: Home | None = None,
 ) -> tuple[list[float], list[int]]:
     """What each replica would add to the latency of all requests, in the time that one prompt token takes.
 
@@ -45,9 +60,10 @@ def compare(
         tokens: of the prompt.
         answer_tokens: what an answer costs each other one on the same replica.
         overlap_weight: what a token to compute costs.
+        home: the prompt's, which is then among `positions`.
 
     Returns:
-        The latencies, and how many tokens matched.
+        The latencies, and how many tokens are known to match.
     """
     latencies: list[float] = []
     matches: list[int] = []
@@ -63,6 +79,9 @@ def compare(
         to_compute = overlap_weight * (tokens - matched)
         latencies.append(to_compute * delayed + prefill_tokens[position] + answer_tokens * requests)
         matches.append(matched)
+    if home is not None:
+        delayed = min(lengths[home.position] + 1, _MOST_DELAYED)
+        latencies[positions.index(home.position)] -= overlap_weight * home.tokens * delayed
     return latencies, matches
 
 
@@ -73,36 +92,62 @@ def _work(replicas: Sequence[ReplicaView], positions: Sequence[int]) -> tuple[_B
     return requests, {position: load.prefill_tokens for position, load in loads.items()}
 
 
-def cheapest(scores: Sequence[float], matches: Sequence[int], rng: random.Random) -> int:
-    """The place of the lowest score; of equal ones the longest match, ties of that uniformly at random."""
-    lowest = min(scores)
-    if scores.count(lowest) == 1:
-        return scores.index(lowest)
-    places = [place for place, score in enumerate(scores) if score == lowest]
+def coming_cost(
+    replicas: Sequence[ReplicaView], matches: Sequence[int], home: Home | None, tokens: int, answer_tokens: float
+) -> float:
+    """What others probably add to the scores of those compared before anybody sees it, each as much as this prompt."""
+    expected = 0.0 if home is None else home.tokens
+    return coming_to(replicas, len(matches)) * (tokens - max(matches) - expected + answer_tokens)
+
+
+def cheapest(scores: Sequence[float], matches: Sequence[int], rng: random.Random, coming: float = 0.0) -> int:
+    """The place of the lowest score; of equal ones the longest match, ties of that uniformly at random.
+
+    With something coming from other heads, see `lowest`.
+    """
+    if coming > 0:
+        return lowest(scores, rng, coming)
+    least = min(scores)
+    if scores.count(least) == 1:
+        return scores.index(least)
+    places = [place for place, score in enumerate(scores) if score == least]
     longest = max([matches[place] for place in places])
     return rng.choice([place for place in places if matches[place] == longest])
 
 
 def decision_for(
-    place: int, positions: Sequence[int], scores: Sequence[float], matches: Sequence[int], fallback: str
+    place: int,
+    positions: Sequence[int],
+    scores: Sequence[float],
+    matches: Sequence[int],
+    fallback: str,
+    home: Home | None = None,
 ) -> Decision:
     """The decision for the replica at a place of those compared.
 
-    Its reason is `prefix`: nobody compared has more of the prompt; `prefix-spilled`: one has; `least-load`: nobody has
-    any.
+    Its reason is `prefix`: nobody compared is known to have more of the prompt; `home`: it is the prompt's;
+    `prefix-spilled`: one has more; `least-load`: nobody has any.
     """
-    matched, longest = matches[place], max(matches)
+    position, matched, longest = positions[place], matches[place], max(matches)
     reason = "least-load" if not longest else "prefix" if matched == longest else "prefix-spilled"
-    return Decision(positions[place], reason, tuple(map(Candidate, positions, scores, matches)), fallback, matched)
+    if home is not None and position == home.position and reason != "prefix":
+        reason = "home"
+    return Decision(position, reason, tuple(map(Candidate, positions, scores, matches)), fallback, matched)
 
 
 def positions_to_compare(
-    replicas: Sequence[ReplicaView], members: Membership, levels: TokenLevels, rng: random.Random
+    replicas: Sequence[ReplicaView],
+    members: Membership,
+    levels: TokenLevels,
+    rng: random.Random,
+    home: Home | None = None,
 ) -> Sequence[int]:
-    """All of a few replicas; of many, those with the longest matches, a shortest queue, and some at random."""
+    """All of a few replicas; of many, the home, those with the longest matches, a shortest queue, some at random."""
     positions = few(replicas, rng)
     if len(replicas) <= MOST_COMPARED:
         return positions
+    if home is not None and home.position not in positions:
+        positions.append(home.position)
     wanted, unseen = _MOST_HOLDERS, members.mask
     for _, holders in levels:
         for slot in some_slots_of(holders & unseen, wanted, rng):

@@ -7,15 +7,18 @@ from vllm_omni_plugin.balancing.approximate_cache import ApproximateCaches
 from vllm_omni_plugin.balancing.base import DecidingBalancer, ReplicaView, Task, require_replicas
 from vllm_omni_plugin.balancing.block_keys import answered_keys, prompt_keys
 from vllm_omni_plugin.balancing.decision import Decision
+from vllm_omni_plugin.balancing.homes import PromptHomes
 from vllm_omni_plugin.balancing.matching import (
     TokenLevels,
     cheapest,
+    coming_cost,
     compare,
     decision_for,
     positions_to_compare,
 )
 from vllm_omni_plugin.balancing.options import number
 from vllm_omni_plugin.balancing.prompt import NO_PROMPT, Prompt
+from vllm_omni_plugin.balancing.sampling import are_shared
 from vllm_omni_plugin.balancing.slots import Membership, ReplicaSlots, block_size_of, capacity_of
 
 
@@ -32,7 +35,8 @@ class PrefixBalancer(DecidingBalancer):
     as a whole would cost nothing and draw any number of its like to one replica; and the prefill that waits, as in
     Dynamo's cost. It is added and not multiplied, or the one replica that is just computing a context would be
     avoided by all who need it, and each of them would compute it elsewhere. What a replica has cached is inferred from
-    what was sent to it, see `ApproximateCaches`.
+    what was sent to it, see `ApproximateCaches`; where other heads balance, too, a prompt that this one hardly knows is
+    expected at its home, see `PromptHomes`.
 
     Compared are those that `positions_to_compare` names. Reasons: see `decision_for`. Fallbacks: `no-prompt`,
     `uncacheable`, both decided by load.
@@ -48,6 +52,7 @@ class PrefixBalancer(DecidingBalancer):
     def __init__(self, *, answer_tokens: float = 128, rng: random.Random | None = None) -> None:
         self._answer_tokens = number("answer_tokens", answer_tokens, 0)
         self._rng = rng or random.Random()
+        self._homes = PromptHomes()
         self._slots = ReplicaSlots()
         self._caches = ApproximateCaches()
 
@@ -57,11 +62,15 @@ class PrefixBalancer(DecidingBalancer):
         members = self._slots.membership(replicas)
         prompt = task.get("prompt", NO_PROMPT)
         levels = self._levels(prompt, members)
-        positions = positions_to_compare(replicas, members, levels, self._rng)
+        shared = are_shared(replicas)
+        home = self._homes.find(replicas, prompt, levels, members.block_sizes) if shared else None
+        positions = positions_to_compare(replicas, members, levels, self._rng, home)
         tokens = len(prompt.token_ids)
-        scores, matches = compare(replicas, positions, members.slots, levels, tokens, self._answer_tokens)
+        scores, matches = compare(replicas, positions, members.slots, levels, tokens, self._answer_tokens, home=home)
+        coming = coming_cost(replicas, matches, home, tokens, self._answer_tokens) if shared else 0.0
+        place = cheapest(scores, matches, self._rng, coming)
         fallback = "" if prompt.cacheable else "uncacheable" if "prompt" in task else "no-prompt"
-        return decision_for(cheapest(scores, matches, self._rng), positions, scores, matches, fallback)
+        return decision_for(place, positions, scores, matches, fallback, home)
 
     def dispatched(self, task: Task, replica: ReplicaView, decision: Decision) -> None:
         """From here on the replica has the prompt cached."""

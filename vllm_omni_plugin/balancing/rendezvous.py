@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 from xxhash import xxh3_64_intdigest
 
+from vllm_omni_plugin.balancing.base import ReplicaView
+
 _BUCKETS = 8192
 _FEW_JOINERS = 8
 """Above, deciding all buckets anew is left to those who ask."""
@@ -23,6 +25,18 @@ class RendezvousTable:
     def __init__(self) -> None:
         self._members: dict[bytes, int] = {}
         self._owners: dict[int, bytes] = {}
+        self._seen: tuple[ReplicaView, ...] = ()
+
+    def follow(self, replicas: Sequence[ReplicaView]) -> None:
+        """These replicas are all members; O(1) for the same tuple as the time before.
+
+        A replica is known by its id, so that a restart moves nothing; one without an id by its address.
+        """
+        # A list may change in place, hence a copy; `tuple` would copy the pool's subclass of tuple, too.
+        snapshot = replicas if isinstance(replicas, tuple) else tuple(replicas)
+        if snapshot is not self._seen:
+            self.update([str(getattr(replica, "replica_id", replica.input_addr)).encode() for replica in snapshot])
+            self._seen = snapshot
 
     def update(self, members: Sequence[bytes]) -> None:
         """These are all members; a position in what follows is one among them."""

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from vllm_omni_plugin.balancing.base import ReplicaView
 from vllm_omni_plugin.balancing.load import load_of
+from vllm_omni_plugin.balancing.unseen import UnseenRequests, draw_level
 
 R = TypeVar("R", bound=ReplicaView)
 
@@ -17,10 +18,21 @@ class ServingReplicas(tuple[R, ...]):
 
     Another object means another membership. What is known of all is gathered when it is first asked for, in O(n); from
     then on a change of one replica and a question are O(1), but for a heap of the different lengths there are.
+
+    Args:
+        replicas: in their order.
+        unseen: what other heads send to them. By default there are none.
+
+    Attributes:
+        unseen: as above.
     """
 
-    def __init__(self, replicas: Iterable[R]) -> None:
-        # A tuple's content comes to it before this, by __new__.
+    def __new__(cls, replicas: Iterable[R], unseen: UnseenRequests | None = None) -> "ServingReplicas[R]":
+        """The tuple, before `__init__`."""
+        return super().__new__(cls, replicas)
+
+    def __init__(self, replicas: Iterable[R], unseen: UnseenRequests | None = None) -> None:
+        self.unseen = unseen or UnseenRequests()
         self._index: _QueueIndex | None = None
         self._places: dict[int, int] = {}
         self._prefill_tokens = array("q")
@@ -31,9 +43,13 @@ class ServingReplicas(tuple[R, ...]):
         return self._indexed().total
 
     def shortest(self, rng: random.Random) -> int:
-        """The place of a replica with the shortest queue, ties uniformly at random. There must be one at least."""
+        """The place of a replica with the shortest queue, ties uniformly at random. There must be one at least.
+
+        Where others choose as well, one of the short queues, see `draw_level`.
+        """
         index = self._index or self._indexed()
-        return index.shortest(rng)
+        coming = self.unseen.requests
+        return index.short(rng, coming) if coming > 0 else index.shortest(rng)
 
     @property
     def work(self) -> tuple[Sequence[int], Sequence[int]]:
@@ -100,6 +116,13 @@ class _QueueIndex:
         """A place of the smallest length."""
         while not (bucket := self._buckets[self._heap[0]]):
             del self._buckets[heappop(self._heap)]
+        return bucket[int(rng.random() * len(bucket))]
+
+    def short(self, rng: random.Random, coming: float) -> int:
+        """A place drawn by `draw_level`."""
+        buckets = self._buckets
+        levels = [(length, count) for length in sorted(self._heap) if (count := len(buckets[length]))]
+        bucket = buckets[levels[draw_level(levels, coming, rng)][0]]
         return bucket[int(rng.random() * len(bucket))]
 
     def _put(self, place: int, bucket: list[int]) -> None:

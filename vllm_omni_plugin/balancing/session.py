@@ -23,8 +23,6 @@ class SessionBalancer(DecidingBalancer):
     has not more; so a session that spills, spills to the same replica again. Without a session, or if the first
     sixteen in that order are too busy, the shortest queue wins.
 
-    A replica is known by its id, so that a restart moves nothing; one without an id by its address.
-
     Source: Mirrokni, Thorup and Zadimoghaddam, "Consistent Hashing with Bounded Loads" (2018); the order of replicas
     is drawn anew for each session instead of clockwise, after Chen, Coleman and Shrivastava, "Revisiting Consistent
     Hashing with Bounded Loads" (2021): the neighbour of a busy replica would get all that this one cannot take.
@@ -45,7 +43,6 @@ class SessionBalancer(DecidingBalancer):
         self._slack = number("slack", slack, 0)
         self._least_load = LeastQueueLengthBalancer(rng)
         self._table = RendezvousTable()
-        self._seen: tuple[ReplicaView, ...] = ()
 
     def decide(self, task: Task, replicas: Sequence[ReplicaView]) -> Decision:
         """Follow the session's order. Raises ValueError when `replicas` is empty."""
@@ -53,7 +50,7 @@ class SessionBalancer(DecidingBalancer):
         session = task.get("session")
         if not session:
             return replace(self._least_load.decide(task, replicas), fallback="no-session")
-        self._update_membership(replicas)
+        self._table.follow(replicas)
         key = session.encode(errors="surrogatepass")
         bound = self._load_factor * (_total_load(replicas) + 1) / len(replicas) + self._slack
         candidates: list[Candidate] = []
@@ -63,17 +60,6 @@ class SessionBalancer(DecidingBalancer):
             if candidates[-1].score <= bound:
                 return Decision(position, "session-spilled" if attempt else "session", tuple(candidates))
         return replace(self._least_load.decide(task, replicas), reason="session-spilled")
-
-    def _update_membership(self, replicas: Sequence[ReplicaView]) -> None:
-        # A list may change in place, hence a copy; `tuple` would copy the pool's subclass of tuple, too.
-        snapshot = replicas if isinstance(replicas, tuple) else tuple(replicas)
-        if snapshot is not self._seen:
-            self._table.update([_name(replica) for replica in snapshot])
-            self._seen = snapshot
-
-
-def _name(replica: ReplicaView) -> bytes:
-    return str(getattr(replica, "replica_id", replica.input_addr)).encode()
 
 
 def _total_load(replicas: Sequence[ReplicaView]) -> int:

@@ -1,6 +1,7 @@
 """What requests weigh on the replica they are sent to: charged before the send, released once."""
 
 from math import exp
+from typing import NamedTuple
 
 from vllm_omni_plugin.balancing import Task
 from vllm_omni_plugin.balancing.decision import Decision
@@ -12,6 +13,21 @@ _RATE_MEMORY_S = 30.0
 
 
 UNKNOWN_CACHE = CacheSize()
+
+
+class Work(NamedTuple):
+    """What one head, or several, have charged to a replica.
+
+    Attributes:
+        requests: unfinished ones.
+        prefill_tokens: prompt tokens of theirs that count as still to be computed.
+    """
+
+    requests: int = 0
+    prefill_tokens: int = 0
+
+
+NO_WORK = Work()
 
 
 class Charge:
@@ -52,7 +68,7 @@ class Charge:
 
 
 class Account:
-    """Sums over the charges of one replica, and what its engine reports, joined to a `ReplicaLoad`.
+    """Sums over the charges of one replica, what its engine and other heads report, joined to a `ReplicaLoad`.
 
     Args:
         cache: its engine's.
@@ -64,21 +80,36 @@ class Account:
         self._prefill_tokens = 0
         self._decode_tokens = 0
         self._others = 0
+        self._peers: Work | None = None
         self._report = LoadReport(0, 0, 0.0)
         self._rate = _PrefillRate()
 
     @property
+    def own(self) -> Work:
+        """What this head has charged."""
+        return Work(self._requests, self._prefill_tokens)
+
+    @property
     def load(self) -> ReplicaLoad:
         """All of it at this moment."""
+        others, prefill_tokens, peers = self._others, self._prefill_tokens, self._peers
+        if peers is not None:
+            others = peers.requests
+            prefill_tokens += peers.prefill_tokens
         return ReplicaLoad(
-            self._requests + self._others,
-            self._others,
-            self._prefill_tokens,
+            self._requests + others,
+            others,
+            prefill_tokens,
             self._decode_tokens,
             *self._report,
             self._rate.value,
             *self._cache,
+            peers is not None,
         )
+
+    def heed(self, peers: Work | None) -> None:
+        """The other heads have charged so much; None: they do not say, and the engine's word counts."""
+        self._peers = peers
 
     def charge(self, charge: Charge) -> None:
         """An attempt is about to be sent."""

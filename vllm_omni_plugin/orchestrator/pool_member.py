@@ -1,10 +1,11 @@
 """One replica as its pool knows it."""
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from vllm_omni_plugin.balancing.load import ReplicaLoad
 from vllm_omni_plugin.coordinator import ReplicaStatus
-from vllm_omni_plugin.orchestrator.charges import Account
+from vllm_omni_plugin.orchestrator.charges import Account, Work
 from vllm_omni_plugin.orchestrator.stage_run import StageRun
 from vllm_omni_plugin.replicas.stage_client import StageClient
 
@@ -16,11 +17,12 @@ class PoolMember:
     Attributes:
         in_flight: requests charged to the replica, by engine-side id. The charge *is* the entry: inserted before the
             send and removed at the request's end, it makes the count exact and a second release impossible.
-        account: what they weigh, and what the engine reports.
+        account: what they weigh, and what the engine and other heads report.
         load: the account's outcome. Replaced with every change, so that other threads may read it.
         dispatched: requests ever sent to it.
         restarts: how often its engine was started again.
         remote: whether its engine belongs to another process, which this head attaches to.
+        incarnation: of a remote one, the incarnation that this head is or was attached to.
         held_back: why it gets no new requests although it could serve them; empty for one that serves. Replaced, never
             changed, so that other threads may read it.
         changed_at: monotonic seconds at which it last began to serve or was lost.
@@ -38,15 +40,29 @@ class PoolMember:
     dispatched: int = 0
     restarts: int = 0
     remote: bool = False
+    incarnation: int = 0
     held_back: frozenset[str] = frozenset()
     changed_at: float = 0.0
 
     @property
     def queue_length(self) -> int:
-        """Unfinished requests: this head's, exact at this moment, and those of others that the engine reported."""
+        """Unfinished requests: this head's, exact at this moment, and those of others as they were reported."""
         return self.load.requests
 
     @property
     def name(self) -> str:
         """What users call it, `<stage>.<replica>`."""
         return f"{self.stage_id}.{self.replica_id}"
+
+
+class Peers(Protocol):
+    """The other heads of the fleet, as a pool sees them; `work_exchange.WorkExchange` in service."""
+
+    def serves(self, member: PoolMember) -> Work | None:
+        """A replica is about to serve. Returns what the others have charged to it; None: they do not say."""
+
+    def changed(self, member: PoolMember) -> None:
+        """What this head has charged to a replica may have changed."""
+
+    def lost(self, member: PoolMember) -> None:
+        """A replica is lost, and nothing is charged to it any more."""

@@ -9,14 +9,15 @@ from vllm_omni_plugin.balancing.cache_change import CacheChange
 from vllm_omni_plugin.balancing.decision import Decision
 from vllm_omni_plugin.balancing.load import ReplicaLoad
 from vllm_omni_plugin.balancing.serving import ServingReplicas
+from vllm_omni_plugin.balancing.unseen import UnseenRequests
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import NoReplicaError
-from vllm_omni_plugin.orchestrator.charges import UNKNOWN_CACHE, Account, Charge
+from vllm_omni_plugin.orchestrator.charges import UNKNOWN_CACHE, Account, Charge, Work
 from vllm_omni_plugin.orchestrator.decision_log import DecisionLog
 from vllm_omni_plugin.orchestrator.idle import IdleWaits
 from vllm_omni_plugin.orchestrator.messages import Explanation
 from vllm_omni_plugin.orchestrator.policy_guard import PolicyGuard
-from vllm_omni_plugin.orchestrator.pool_member import PoolMember
+from vllm_omni_plugin.orchestrator.pool_member import Peers, PoolMember
 from vllm_omni_plugin.orchestrator.roster import Roster, with_member, without_member
 from vllm_omni_plugin.orchestrator.stage_run import StageRun
 from vllm_omni_plugin.replicas.stage_client import StageClient
@@ -42,6 +43,7 @@ class StagePool:
 
     Attributes:
         on_serving: called after every step that lets a replica take new requests.
+        peers: the other heads, which are told of what is charged here; None if there cannot be any.
     """
 
     def __init__(
@@ -53,12 +55,14 @@ class StagePool:
     ) -> None:
         self.stage_id = stage_id
         self.on_serving: Callable[[], None] = lambda: None
+        self.peers: Peers | None = None
         self._policy = PolicyGuard(balancer, policy)
         self._log = DecisionLog(self._policy.name)
         self._clock = clock
         self._roster = Roster(stage_id)
+        self._unseen = UnseenRequests()
         # Replaced when membership changes, so that other threads may read it.
-        self._serving: ServingReplicas[PoolMember] = ServingReplicas(())
+        self._serving: ServingReplicas[PoolMember] = ServingReplicas((), self._unseen)
         self._idle_waits = IdleWaits()
 
     def __repr__(self) -> str:
@@ -121,6 +125,8 @@ class StagePool:
         """The replica takes requests from now on, over this client, unless it is held back."""
         member.client, member.input_addr, member.output_addr = client, input_addr, output_addr
         member.account = Account(cache)
+        if self.peers is not None:
+            member.account.heed(self.peers.serves(member))
         self._refresh(member)
         self._enter_service(member)
 
@@ -130,11 +136,14 @@ class StagePool:
         for state in orphans:
             state.charge = None
         member.in_flight.clear()
+        self._unseen.ended(len(orphans))
         served, member.client = member.client is not None, None
         self._set_status(member, status)
         member.account, member.load = Account(), ReplicaLoad()
         if served:
             self._policy.forgotten(member)
+            if self.peers is not None:
+                self.peers.lost(member)
         self._idle_waits.tell_if_idle(member)
         return orphans
 
@@ -173,6 +182,8 @@ class StagePool:
         if affinity_key is not None:
             decision = Decision(affinity_key % len(serving), BOUND)
         else:
+            if self._unseen.heads > 1:
+                self._unseen.estimate(self._clock(), serving.total_queue_length)
             decision = self._policy.decide(task, serving)
         self._log.note(decision, serving, task.get("request_id", ""))
         return serving[decision.position], decision
@@ -208,6 +219,7 @@ class StagePool:
         member.in_flight[state.engine_request_id] = state
         member.dispatched += 1
         member.account.charge(charge)
+        self._unseen.dispatched()
         self._refresh(member)
         self._policy.dispatched(task, member, decision)
 
@@ -228,6 +240,7 @@ class StagePool:
         member = self._roster.get(state.replica_id) if state.replica_id is not None else None
         if charge is None or member is None or member.in_flight.pop(state.engine_request_id, None) is None:
             return
+        self._unseen.ended(1)
         now = self._clock()
         member.account.release(charge, now)
         self._refresh(member)
@@ -235,6 +248,15 @@ class StagePool:
         charge.task["answer_ids"] = state.produced[charge.answer_begins : answer_ends]
         self._policy.ended(charge.task, member, now - charge.dispatched_at, charge.output_tokens)
         self._idle_waits.tell_if_idle(member)
+
+    def share_with(self, heads: int) -> None:
+        """So many heads balance over these replicas now, this one included."""
+        self._unseen.share_with(heads)
+
+    def heed(self, member: PoolMember, others: Work | None) -> None:
+        """The other heads have charged so much to a replica; None: they do not say, and its engine's word counts."""
+        member.account.heed(others)
+        self._set_load(member)
 
     def cache_changed(self, member: PoolMember, change: CacheChange) -> None:
         """The replica's engine reported what it has cached; of no interest once the replica is lost."""
@@ -247,11 +269,17 @@ class StagePool:
             self._policy.cleared(member)
 
     def _refresh(self, member: PoolMember) -> None:
+        if self._set_load(member) and self.peers is not None:
+            self.peers.changed(member)
+
+    def _set_load(self, member: PoolMember) -> bool:
+        """Bring a replica's load up to date. Returns whether there is more or less to do."""
         load, before = member.account.load, member.load
         member.load = load
         changed = load.requests != before.requests or load.prefill_tokens != before.prefill_tokens
         if changed and member.status is ReplicaStatus.UP:
             self._serving.changed(member)
+        return changed
 
     def _hold(self, member: PoolMember, reasons: frozenset[str]) -> None:
         member.held_back = reasons
@@ -269,6 +297,6 @@ class StagePool:
         served, serves = member.status is ReplicaStatus.UP, status is ReplicaStatus.UP
         member.status = status
         if served and not serves:
-            self._serving = ServingReplicas(without_member(self._serving, member))
+            self._serving = ServingReplicas(without_member(self._serving, member), self._unseen)
         elif serves and not served:
-            self._serving = ServingReplicas(with_member(self._serving, member))
+            self._serving = ServingReplicas(with_member(self._serving, member), self._unseen)

@@ -1,0 +1,202 @@
+"""Several heads in front of the same simulated engines, each with a policy and a bookkeeping of its own."""
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
+
+from simulator.engine import Outcome
+from simulator.head import Head, Policy
+from simulator.replica import Clock, SimReplica
+from simulator.requests import Job, Request
+from vllm_omni_plugin.balancing.cache_change import CacheChange
+from vllm_omni_plugin.balancing.load import ReplicaLoad
+from vllm_omni_plugin.balancing.serving import ServingReplicas
+from vllm_omni_plugin.coordinator import ReplicaWork
+from vllm_omni_plugin.orchestrator.charges import Account, Charge, Work
+from vllm_omni_plugin.orchestrator.messages import PeerWork
+from vllm_omni_plugin.orchestrator.pool_member import Peers
+from vllm_omni_plugin.orchestrator.work_exchange import REPORT_INTERVAL_S, WorkExchange
+from vllm_omni_plugin.sim import EngineSettings
+from vllm_omni_plugin.vllm_api.facts import LoadReport
+
+After = Callable[..., Any]
+"""Runs a function after some seconds, which come first."""
+
+
+class SharedReplica(SimReplica):
+    """One head's view of an engine that several have requests on.
+
+    Args:
+        replica: the engine's.
+        settings: the engine's.
+        clock: the simulation's.
+    """
+
+    remote = True
+    incarnation = 0
+
+    def __init__(self, replica: SimReplica, settings: EngineSettings, clock: Clock) -> None:
+        super().__init__(replica.replica_id, settings, clock)
+        self.engine = replica.engine
+        self.peers: Peers | None = None
+
+    @property
+    def account(self) -> Account:
+        """What this head charged."""
+        return self._account
+
+    @property
+    def load(self) -> ReplicaLoad:
+        """What this head knows at this moment; only the tokens of its own requests come to it."""
+        tokens = sum(
+            job.prompt_tokens + self.engine.produced(job, self._clock.now)
+            for job, charge in self.in_flight.items()
+            if charge.began
+        )
+        return self._load._replace(decode_tokens=tokens)
+
+    def charge(self, job: Job, charge: Charge) -> None:
+        """See `SimReplica`."""
+        super().charge(job, charge)
+        self._tell_peers()
+
+    def settle(self, report: LoadReport | None) -> None:
+        """See `SimReplica`."""
+        super().settle(report)
+        self._tell_peers()
+
+    def heed(self, others: Work | None) -> None:
+        """See `StagePool`."""
+        self._account.heed(others)
+        self._load = self._account.load
+
+    def _tell_peers(self) -> None:
+        if self.peers is not None:
+            self.peers.changed(cast(Any, self))
+
+
+class SharingHead(Head):
+    """One of several heads; the pool of its own `WorkExchange`."""
+
+    peers: Peers | None = None
+    aware = True
+    """Whether its policy heeds that others choose as well."""
+
+    def heed(self, member: SharedReplica, others: Work | None) -> None:
+        """See `StagePool`."""
+        member.heed(others)
+        self.serving.changed(member)
+
+    def dispatch(self, request: Request) -> tuple[SimReplica, Job]:
+        """See `Head`."""
+        if self.unseen.heads > 1:
+            self.unseen.estimate(self._clock.now, self.serving.total_queue_length)
+        replica, job = super().dispatch(request)
+        self.unseen.dispatched()
+        return replica, job
+
+    def receive(
+        self, replica: SimReplica, outcome: Outcome, report: LoadReport | None, change: CacheChange | None
+    ) -> list[Request]:
+        """See `Head`."""
+        self.unseen.ended(len(outcome.ended))
+        return super().receive(replica, outcome, report, change)
+
+    def share_with(self, heads: int) -> None:
+        """See `StagePool`."""
+        if self.aware:
+            self.unseen.share_with(heads)
+
+
+class SeveralHeads(Head):
+    """Takes the place of a simulation's one head. Each request comes to one of them by chance.
+
+    Args:
+        policies: one for each head.
+        replicas: the engines'.
+        settings: theirs.
+        clock: the simulation's.
+        after: schedules an event of the simulation.
+        delay: seconds until heads know each other's work, at most; None: they do not tell each other.
+        aware: whether their policies heed that others choose as well.
+        rng: chooses heads.
+    """
+
+    def __init__(
+        self,
+        policies: Sequence[Policy],
+        replicas: Sequence[SimReplica],
+        settings: EngineSettings,
+        clock: Clock,
+        after: After,
+        delay: float | None,
+        aware: bool,
+        rng: random.Random,
+    ) -> None:
+        super().__init__(policies[0], clock)
+        self.serving = ServingReplicas(replicas)
+        self._rng = rng
+        self._replicas = replicas
+        self._owners: dict[Job, SharingHead] = {}
+        self._heads = [SharingHead(policy, clock) for policy in policies]
+        for head in self._heads:
+            head.aware = aware
+            for replica in replicas:
+                head.serve(SharedReplica(replica, settings, clock))
+        if self.wants_cache_events:
+            for replica in replicas:
+                replica.engine.cache.record_changes()
+        if delay is not None and len(policies) > 1:
+            self._exchange_work(after, delay)
+
+    def dispatch(self, request: Request) -> tuple[SimReplica, Job]:
+        """See `Head`."""
+        head = self._rng.choice(self._heads)
+        replica, job = head.dispatch(request)
+        self._owners[job] = head
+        return self._replicas[replica.replica_id], job
+
+    def receive(
+        self, replica: SimReplica, outcome: Outcome, report: LoadReport | None, change: CacheChange | None
+    ) -> list[Request]:
+        """Each head gets what is its own, one of those that get anything gets the report, all get the caches."""
+        answered: list[Request] = []
+        place = replica.replica_id
+        for head in self._heads:
+            began = [job for job in outcome.began if self._owners[job] is head]
+            ended = [job for job in outcome.ended if self._owners[job] is head]
+            if began or ended:
+                answered += head.receive(head.serving[place], Outcome(began, ended), report, change)
+                report = None
+            elif change is not None:
+                head.receive(head.serving[place], Outcome([], []), None, change)
+        for job in outcome.ended:
+            del self._owners[job]
+        return answered
+
+    def in_flight(self, place: int) -> list[Job]:
+        """What all of them have on a replica."""
+        return [job for head in self._heads for job in head.serving[place].in_flight]
+
+    def _exchange_work(self, after: After, delay: float) -> None:
+        interval = min(delay, REPORT_INTERVAL_S)
+        exchanges: list[WorkExchange] = []
+
+        def call_later(seconds: float, function: Callable[[], None]) -> asyncio.TimerHandle:
+            after(seconds, function)
+            return cast(asyncio.TimerHandle, function)
+
+        def report(number: int, work: Sequence[ReplicaWork], full: bool) -> None:
+            for other, exchange in enumerate(exchanges):
+                if other != number:
+                    after(delay - interval, exchange.peer_work, PeerWork(str(number), work, full))
+
+        for number, head in enumerate(self._heads):
+            exchange = WorkExchange([cast(Any, head)], partial(report, number), interval, call_later)
+            exchanges.append(exchange)
+            for replica in cast(Sequence[SharedReplica], head.serving):
+                replica.peers = exchange
+                replica.heed(exchange.serves(cast(Any, replica)))
+            exchange.work_wanted()

@@ -1,0 +1,153 @@
+"""What other heads have probably sent, and choosing in spite of it."""
+
+import random
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.balancing.pool import PooledReplica
+from vllm_omni_plugin.balancing import LeastQueueLengthBalancer, ReplicaLoad
+from vllm_omni_plugin.balancing.sampling import coming_to, lowest
+from vllm_omni_plugin.balancing.serving import ServingReplicas
+from vllm_omni_plugin.balancing.unseen import UnseenRequests, draw_level
+
+DRAWS = 4000
+
+
+def heads(number: int) -> UnseenRequests:
+    unseen = UnseenRequests()
+    unseen.share_with(number)
+    return unseen
+
+
+def replicas(queues: list[int], unseen: UnseenRequests) -> ServingReplicas[PooledReplica]:
+    return ServingReplicas([PooledReplica(n, ReplicaLoad(requests=q)) for n, q in enumerate(queues)], unseen)
+
+
+def drawn(levels: list[tuple[float, int]], coming: float) -> Counter[int]:
+    rng = random.Random(1)
+    return Counter(draw_level(levels, coming, rng) for _ in range(DRAWS))
+
+
+def test_the_others_are_taken_to_send_as_much_as_this_head() -> None:
+    unseen = heads(4)
+    for _ in range(3):
+        unseen.dispatched()
+    unseen.estimate(0.0, in_flight=12)
+    assert unseen.requests == pytest.approx(9.0)
+
+
+def test_the_others_are_taken_to_send_in_proportion_of_what_they_have() -> None:
+    unseen = heads(2)
+    for _ in range(99):
+        unseen.dispatched()
+    unseen.ended(50)
+    unseen.estimate(0.0, in_flight=49)
+    standing_by = unseen.requests
+    unseen.estimate(0.0, in_flight=49 + 199)
+    assert (standing_by, unseen.requests) == (pytest.approx(99 * 1 / 50), pytest.approx(99 * 200 / 50))
+
+
+def test_before_anything_is_in_flight_all_heads_count_alike() -> None:
+    unseen = heads(4)
+    unseen.dispatched()
+    unseen.ended(1)
+    unseen.estimate(0.0, in_flight=0)
+    assert unseen.requests == pytest.approx(3.0)
+
+
+def test_what_was_sent_long_ago_has_been_seen() -> None:
+    unseen = heads(4)
+    unseen.dispatched()
+    unseen.estimate(10.0, in_flight=4)
+    assert unseen.requests == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_head_that_is_alone_again_expects_nothing() -> None:
+    unseen = heads(2)
+    unseen.dispatched()
+    unseen.estimate(0.0, in_flight=2)
+    assert unseen.requests > 0
+    unseen.share_with(1)
+    assert unseen.requests == 0.0
+
+
+def test_little_that_is_coming_goes_to_the_lowest() -> None:
+    assert drawn([(1.0, 3), (2.0, 5)], 0.5) == {0: DRAWS}
+    assert drawn([(1.0, 3), (2.0, 5)], 3.0) == {0: DRAWS}
+
+
+def test_each_level_gets_what_it_lacks_to_one_height() -> None:
+    # Two of height 1 and four of height 3: 10 fill them to (2 + 12 + 10) / 6 = 4, which takes 6 and 4.
+    counts = drawn([(1.0, 2), (3.0, 4), (9.0, 7)], 10.0)
+    assert set(counts) == {0, 1}
+    # Four standard deviations; the seed makes the counts the same in every run.
+    assert counts[0] / DRAWS == pytest.approx(0.6, abs=0.03)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 1000), st.integers(1, 50)), min_size=1, max_size=10, unique_by=lambda level: level[0]
+    ),
+    st.floats(1e-6, 1e6),
+    st.integers(),
+)
+def test_no_level_is_drawn_above_one_that_suffices(levels: list[tuple[int, int]], coming: float, seed: int) -> None:
+    levels.sort()
+    index = draw_level(levels, coming, random.Random(seed))
+    room_below = sum(places * (levels[index][0] - level) for level, places in levels[:index])
+    assert room_below < coming
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=12), st.floats(0, 1e6), st.integers())
+def test_the_lowest_of_a_choice_of_many_heads_is_one_of_the_low(scores: list[float], coming: float, seed: int) -> None:
+    place = lowest(scores, random.Random(seed), coming)
+    assert scores[place] <= min(scores) + coming
+
+
+def test_heads_that_see_the_same_fill_up_the_short_queues_together() -> None:
+    """Herding: without a word of each other, all would send to the one queue that is shortest."""
+    queues = [0, *[4] * 9]
+    policies = [LeastQueueLengthBalancer(random.Random(seed)) for seed in range(8)]
+    sent: Counter[int] = Counter()
+    for policy in policies:
+        unseen = heads(8)
+        view = replicas(queues, unseen)
+        for _ in range(5):
+            unseen.estimate(0.0, in_flight=0)
+            position = policy.decide({}, view).position
+            unseen.dispatched()
+            unseen.ended(1)
+            sent[position] += 1
+            view[position].charge(1)
+            view.changed(view[position])
+    # 40 requests level all out at 7.6; each head alone, by the shortest queue, would have sent its first four to one.
+    assert sent[0] <= 20
+    assert len(sent) == 10
+
+
+@pytest.mark.parametrize("count", [3, 20], ids=["searched", "indexed"])
+def test_a_head_that_is_alone_takes_the_shortest_queue(count: int) -> None:
+    queues = [5] * count
+    queues[1] = 4
+    unseen = UnseenRequests()
+    unseen.dispatched()
+    view = replicas(queues, unseen)
+    policy = LeastQueueLengthBalancer(random.Random(1))
+    assert {policy.decide({}, view).position for _ in range(50)} == {1}
+
+
+def test_of_what_is_coming_those_compared_get_their_share() -> None:
+    unseen = heads(3)
+    unseen.dispatched()
+    unseen.estimate(0.0, in_flight=3)
+    assert coming_to(replicas([0] * 8, unseen), 2) == pytest.approx(0.5)
+    assert coming_to([PooledReplica(0, ReplicaLoad())], 1) == 0.0
+
+
+def test_the_more_is_coming_the_more_evenly_it_is_sent() -> None:
+    shares = [drawn([(0.0, 1), (1.0, 1)], coming)[0] for coming in (1.0, 2.0, 4.0, 50.0)]
+    assert all(more > less for more, less in pairwise(shares))

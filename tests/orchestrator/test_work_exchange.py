@@ -1,0 +1,257 @@
+"""What heads tell each other of their work, and what becomes of it."""
+
+import asyncio
+
+import pytest
+
+from tests.orchestrator.work_bus import PROMPT_TOKENS, WorkBus, WorkingHead
+from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
+from vllm_omni_plugin.coordinator import ReplicaStatus, ReplicaWork
+from vllm_omni_plugin.orchestrator.messages import PeersLost, PeerWork
+from vllm_omni_plugin.orchestrator.pool_member import PoolMember
+from vllm_omni_plugin.orchestrator.stage_pool import StagePool
+from vllm_omni_plugin.orchestrator.work_exchange import REPORT_INTERVAL_S, WorkExchange
+from vllm_omni_plugin.vllm_api.facts import LoadReport
+
+
+def work(requests: int, prefill_tokens: int = 0, replica: int = 0, incarnation: int = 0) -> ReplicaWork:
+    return ReplicaWork(0, f"in-{replica}", f"out-{replica}", incarnation, requests, prefill_tokens)
+
+
+def two_heads() -> tuple[WorkBus, WorkingHead, WorkingHead]:
+    bus = WorkBus()
+    first, second = bus.join("a"), bus.join("b")
+    bus.settle()
+    bus.reports.clear()
+    return bus, first, second
+
+
+def others_of(member: PoolMember) -> tuple[int, int]:
+    return member.load.requests, member.load.others
+
+
+def test_a_head_sees_what_another_has_charged() -> None:
+    bus, a, b = two_heads()
+    a.charge(a.attach(0))
+    mine = b.attach(0)
+    bus.settle()
+    assert (mine.load.requests, mine.load.others, mine.load.prefill_tokens) == (1, 1, PROMPT_TOKENS)
+    assert mine.load.heads_report
+    b.charge(mine)
+    assert (mine.load.requests, mine.load.others, mine.load.prefill_tokens) == (2, 1, 2 * PROMPT_TOKENS)
+
+
+def test_the_first_report_leaves_at_once_and_the_next_after_the_interval_with_all_that_changed() -> None:
+    bus, a, _ = two_heads()
+    member = a.attach(0)
+    began = bus.timers.now
+    a.charge(member)
+    bus.timers.advance()
+    for _ in range(3):
+        a.charge(member)
+        bus.timers.advance(REPORT_INTERVAL_S / 4)
+    assert bus.reports == [("a", began, [work(1, PROMPT_TOKENS)], False)]
+    bus.timers.advance(1.0)
+    assert bus.reports[1:] == [("a", began + REPORT_INTERVAL_S, [work(4, 4 * PROMPT_TOKENS)], False)]
+
+
+def test_what_is_as_it_was_is_not_reported() -> None:
+    bus, a, _ = two_heads()
+    first, second = a.attach(0), a.attach(1)
+    a.charge(first)
+    bus.timers.advance(1.0)
+    bus.reports.clear()
+    run = a.charge(second)
+    a.release(run)
+    bus.timers.advance(1.0)
+    assert bus.reports == []
+
+
+def test_the_end_of_a_prefill_and_of_a_request_are_reported() -> None:
+    bus, a, b = two_heads()
+    run = a.charge(a.attach(0))
+    mine = b.attach(0)
+    a.begin(run)
+    bus.settle()
+    assert (mine.load.others, mine.load.prefill_tokens) == (1, 0)
+    a.release(run)
+    bus.settle()
+    assert (mine.load.others, mine.load.prefill_tokens) == (0, 0)
+
+
+def test_a_head_that_is_alone_reports_nothing_but_the_answer_to_a_question() -> None:
+    bus = WorkBus()
+    a = bus.join("a")
+    bus.settle()
+    a.charge(a.attach(0))
+    bus.settle()
+    assert [(rows, full) for _, _, rows, full in bus.reports] == [([], True)]
+
+
+def test_a_head_that_comes_later_learns_everything() -> None:
+    bus, a, _ = two_heads()
+    a.charge(a.attach(0))
+    bus.settle()
+    c = bus.join("c")
+    mine = c.attach(0)
+    bus.settle()
+    assert mine.load.others == 1
+
+
+def test_what_changed_between_the_answer_to_a_question_and_the_first_word_of_the_other_is_reported() -> None:
+    bus = WorkBus()
+    a = bus.join("a")
+    member = a.attach(0)
+    bus.settle()
+    b = bus.join("b")
+    mine = b.attach(0)
+    bus.deliver("a")
+    bus.timers.advance(1.0)
+    a.charge(member)
+    bus.settle()
+    assert mine.load.others == 1
+
+
+def test_a_head_that_leaves_takes_its_work_with_it() -> None:
+    bus, a, b = two_heads()
+    c = bus.join("c")
+    mine = b.attach(0)
+    for head in (a, c):
+        head.charge(head.attach(0))
+    bus.settle()
+    assert mine.load.others == 2
+    bus.leave("a")
+    bus.settle()
+    assert others_of(mine) == (1, 1)
+
+
+def test_work_on_one_incarnation_never_counts_for_another() -> None:
+    bus, a, b = two_heads()
+    a.charge(a.attach(0, incarnation=1))
+    mine = b.attach(0, incarnation=2)
+    bus.settle()
+    assert mine.load.others == 0
+    b.lose(mine)
+    assert b.attach(0, incarnation=1).load.others == 1
+
+
+def test_work_on_a_replica_is_known_when_this_head_attaches_to_it() -> None:
+    bus, a, b = two_heads()
+    a.charge(a.attach(0))
+    bus.settle()
+    assert b.attach(0).load.others == 1
+
+
+def test_what_was_charged_to_a_lost_replica_is_taken_back() -> None:
+    bus, a, b = two_heads()
+    member, mine = a.attach(0, incarnation=1), b.attach(0, incarnation=1)
+    a.charge(member)
+    bus.settle()
+    # Lost and back within one interval, as another incarnation.
+    a.lose(member)
+    a.charge(a.attach(0, incarnation=2))
+    bus.settle()
+    assert mine.load.others == 0
+    b.lose(mine)
+    assert b.attach(0, incarnation=2).load.others == 1
+
+
+def test_a_report_in_full_replaces_what_was_known() -> None:
+    _, _, b = two_heads()
+    first, second = b.attach(0), b.attach(1)
+    b.exchange.peer_work(PeerWork("a", [work(3), work(2, replica=1)], False))
+    b.exchange.peer_work(PeerWork("a", [work(1, replica=1)], True))
+    assert (first.load.others, second.load.others) == (0, 1)
+
+
+def test_a_report_does_not_touch_the_replicas_of_this_head_alone() -> None:
+    bus, a, b = two_heads()
+    a.charge(a.attach(0, remote=False))
+    bus.settle()
+    assert all(not rows for _, _, rows, _ in bus.reports)
+    b.exchange.peer_work(PeerWork("a", [work(3)], False))
+    assert b.attach(0, remote=False).load.others == 0
+
+
+def test_while_heads_report_the_engines_word_is_not_heeded() -> None:
+    bus, _, b = two_heads()
+    mine = b.attach(0)
+    b.charge(mine)
+    b.pool.settle(mine, LoadReport(waiting=4, running=5, kv_usage=0.5))
+    assert others_of(mine) == (1, 0)
+    bus.leave("a")
+    bus.settle()
+    assert others_of(mine) == (9, 8)
+    assert not mine.load.heads_report
+
+
+def test_a_lost_seat_makes_the_engines_word_count_until_others_are_heard_again() -> None:
+    bus, a, b = two_heads()
+    mine = b.attach(0)
+    a.charge(a.attach(0))
+    bus.settle()
+    b.exchange.peers_lost(PeersLost(None))
+    assert (others_of(mine), mine.load.heads_report) == ((0, 0), False)
+    bus.unseat("b", noticed=False)
+    bus.settle()
+    assert others_of(mine) == (1, 1)
+
+
+def test_the_policy_finds_the_index_of_queues_as_others_have_made_them() -> None:
+    bus, a, b = two_heads()
+    for replica in range(12):
+        b.attach(replica)
+    assert b.pool.serving.total_queue_length == 0
+    for replica in range(11):
+        a.charge(a.attach(replica))
+    bus.settle()
+    assert b.pool.serving.total_queue_length == 11
+    assert b.pool.pick({}).replica_id == 11
+
+
+def test_a_draining_replica_s_work_is_still_exchanged() -> None:
+    bus, a, b = two_heads()
+    member, mine = a.attach(0), b.attach(0)
+    run = a.charge(member)
+    b.pool.hold_back(mine, "drain")
+    a.pool.hold_back(member, "drain")
+    bus.settle()
+    assert mine.status is ReplicaStatus.DRAINING
+    assert mine.load.others == 1
+    a.release(run)
+    bus.settle()
+    assert mine.load.others == 0
+
+
+def test_a_closed_exchange_says_and_heeds_nothing_more() -> None:
+    bus, a, b = two_heads()
+    mine = b.attach(0)
+    b.exchange.peer_work(PeerWork("a", [work(3)], False))
+    b.charge(mine)
+    b.exchange.close()
+    b.exchange.close()
+    bus.timers.advance(1.0)
+    assert bus.reports == []
+    assert others_of(mine) == (1, 0)
+    assert a.pool.peers is not None
+
+
+@pytest.mark.parametrize("lost", [("b",), None], ids=["it left", "seat lost"])
+def test_the_loss_of_the_last_other_head_makes_this_one_alone_again(lost: tuple[str, ...] | None) -> None:
+    bus, a, _ = two_heads()
+    a.attach(0)
+    a.attach(1)
+    assert a.pool.serving.unseen.heads == 2
+    a.exchange.peers_lost(PeersLost(lost))
+    assert a.pool.serving.unseen.heads == 1
+    a.charge(a.pool.members[0])
+    bus.timers.advance(1.0)
+    assert bus.reports == []
+
+
+async def test_it_reports_by_the_running_loop_s_timers() -> None:
+    reported = asyncio.Event()
+    exchange = WorkExchange([StagePool(0, LeastQueueLengthBalancer())], lambda work, full: reported.set())
+    exchange.work_wanted()
+    await asyncio.wait_for(reported.wait(), 5.0)
+    exchange.close()

@@ -1,0 +1,160 @@
+"""Heads in miniature, which tell each other of their work over a bus that delivers when it is told to."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from heapq import heappop, heappush
+from itertools import count
+from typing import Any, cast
+
+from tests.fakes.engine_api import FakeRequest
+from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
+from vllm_omni_plugin.balancing.decision import Decision
+from vllm_omni_plugin.balancing.prompt import Prompt
+from vllm_omni_plugin.coordinator import ReplicaStatus, ReplicaWork
+from vllm_omni_plugin.orchestrator.messages import PeersLost, PeerWork, WorkWanted
+from vllm_omni_plugin.orchestrator.stage_pool import PoolMember, StagePool
+from vllm_omni_plugin.orchestrator.stage_run import StageRun
+from vllm_omni_plugin.orchestrator.work_exchange import WorkExchange
+from vllm_omni_plugin.replicas.stage_client import StageClient
+
+PROMPT_TOKENS = 100
+
+
+class Timers:
+    """A clock that is moved by hand, and what is to be done by it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = count()
+        self._cancelled: set[int] = set()
+
+    def call_later(self, seconds: float, function: Callable[[], None]) -> asyncio.TimerHandle:
+        """As a loop's."""
+        number = next(self._order)
+        heappush(self._due, (self.now + seconds, number, function))
+        return cast(asyncio.TimerHandle, _Handle(partial(self._cancelled.add, number)))
+
+    def advance(self, seconds: float = 0.0) -> None:
+        """Let time pass, and do what is due."""
+        until = self.now + seconds
+        while self._due and self._due[0][0] <= until:
+            self.now, number, function = heappop(self._due)
+            if number not in self._cancelled:
+                function()
+        self.now = until
+
+
+class _Handle:
+    def __init__(self, cancel: Callable[[], None]) -> None:
+        self.cancel = cancel
+
+
+class WorkingHead:
+    """A pool with an exchange."""
+
+    def __init__(self, timers: Timers, report: Callable[[Sequence[ReplicaWork], bool], None]) -> None:
+        self.pool = StagePool(0, LeastQueueLengthBalancer(), clock=lambda: timers.now)
+        self.exchange = WorkExchange([self.pool], report, call_later=timers.call_later)
+        self.runs: list[StageRun] = []
+        self._number = count()
+
+    def attach(self, replica: int, incarnation: int = 0, remote: bool = True) -> PoolMember:
+        """A replica serves."""
+        known = [member for member in self.pool.members if member.replica_id == replica]
+        member = known[0] if known else self.pool.add(replica)
+        member.remote, member.incarnation = remote, incarnation
+        # Nothing is sent: the pool only asks whether there is a client.
+        self.pool.serve(member, cast(StageClient, object()), f"in-{replica}", f"out-{replica}")
+        return member
+
+    def lose(self, member: PoolMember) -> None:
+        """A replica is lost, and its requests with it."""
+        lost = self.pool.lose(member, ReplicaStatus.DOWN)
+        self.runs = [run for run in self.runs if run not in lost]
+
+    def charge(self, member: PoolMember) -> StageRun:
+        """A request goes there."""
+        run = StageRun(cast(Any, FakeRequest("r")), 0.0)
+        run.dispatch(member.replica_id, f"r-{next(self._number)}")
+        self.pool.charge(member, run, {"prompt": Prompt(range(PROMPT_TOKENS))}, Decision(0, "test"))
+        self.runs.append(run)
+        return run
+
+    def begin(self, run: StageRun) -> None:
+        """Its first output comes."""
+        assert run.replica_id is not None
+        assert run.charge is not None
+        member = self.pool.member(run.replica_id)
+        self.pool.begin(member, run.charge, None)
+        self.pool.settle(member, None)
+
+    def release(self, run: StageRun) -> None:
+        """It ends."""
+        self.runs.remove(run)
+        self.pool.release(run)
+
+    def heed(self, message: PeerWork | PeersLost | WorkWanted) -> None:
+        """As the orchestrator does."""
+        if isinstance(message, PeerWork):
+            self.exchange.peer_work(message)
+        elif isinstance(message, PeersLost):
+            self.exchange.peers_lost(message)
+        else:
+            self.exchange.work_wanted()
+
+
+class WorkBus:
+    """What the coordinator does for heads: relays reports, in order, and says who has come and gone."""
+
+    def __init__(self) -> None:
+        self.timers = Timers()
+        self.heads: dict[str, WorkingHead] = {}
+        self.reports: list[tuple[str, float, list[ReplicaWork], bool]] = []
+        self._inboxes: dict[str, deque[PeerWork | PeersLost | WorkWanted]] = {}
+
+    def join(self, head_id: str) -> WorkingHead:
+        """A head takes its seat: all are asked for everything."""
+        head = self.heads[head_id] = WorkingHead(self.timers, partial(self._report, head_id))
+        self._inboxes[head_id] = deque()
+        self._tell_all(WorkWanted())
+        return head
+
+    def leave(self, head_id: str) -> None:
+        """A head is gone."""
+        self.heads.pop(head_id).exchange.close()
+        del self._inboxes[head_id]
+        self._tell_all(PeersLost((head_id,)))
+
+    def unseat(self, head_id: str, noticed: bool) -> None:
+        """A head loses its seat and what was on its way there, and has it back; the others may have noticed."""
+        self._inboxes[head_id].clear()
+        self.heads[head_id].heed(PeersLost(None))
+        if noticed:
+            for other in self._inboxes.keys() - {head_id}:
+                self._inboxes[other].append(PeersLost((head_id,)))
+        self._tell_all(WorkWanted())
+
+    def deliver(self, head_id: str, messages: int = 1) -> None:
+        """So many messages arrive."""
+        inbox = self._inboxes[head_id]
+        for _ in range(min(messages, len(inbox))):
+            self.heads[head_id].heed(inbox.popleft())
+
+    def settle(self) -> None:
+        """Everything due is done, and everything said arrives."""
+        for _ in range(4):
+            self.timers.advance(1.0)
+            for head_id, inbox in self._inboxes.items():
+                self.deliver(head_id, len(inbox))
+
+    def _report(self, head_id: str, work: Sequence[ReplicaWork], full: bool) -> None:
+        self.reports.append((head_id, self.timers.now, list(work), full))
+        for other in self._inboxes.keys() - {head_id}:
+            self._inboxes[other].append(PeerWork(head_id, work, full))
+
+    def _tell_all(self, message: PeersLost | WorkWanted) -> None:
+        for inbox in self._inboxes.values():
+            inbox.append(message)

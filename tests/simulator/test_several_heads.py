@@ -1,0 +1,38 @@
+"""Several heads on simulated engines: nothing is lost, and they do not herd."""
+
+import pytest
+import spread
+from simulator.profiles import accelerator
+from simulator.workload import Scale
+
+SCALE = Scale(16, 600, accelerator())
+
+
+def of(policy: str, heads: int, delay: str, workload: str = "steady") -> spread.Spread:
+    return spread.simulate(SCALE, spread.Run(workload, policy, heads, delay))
+
+
+@pytest.mark.parametrize("policy", spread.POLICIES)
+def test_every_request_is_answered(policy: str) -> None:
+    summary = of(policy, 4, "100").summary
+    assert (summary.answered, summary.refused) == (600, 0)
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    assert of("prefix", 4, "100") == of("prefix", 4, "100")
+
+
+@pytest.mark.parametrize("policy", ["prefix", "least-queue-length"])
+def test_heads_that_hear_each_other_late_spread_better_than_heads_that_do_not(policy: str) -> None:
+    assert of(policy, 8, "100").in_flight < of(policy, 8, "none").in_flight
+
+
+def test_heads_that_look_in_the_same_place_find_what_others_have_sent() -> None:
+    assert of("prefix", 8, "100", "multi-turn").summary.hit_rate > 0.6
+
+
+def test_the_spread_is_that_of_what_all_heads_have_sent() -> None:
+    alone = of("least-queue-length", 1, "none")
+    chance = of("random", 1, "none")
+    assert alone.in_flight < chance.in_flight
+    assert alone.work < chance.work
