@@ -22,6 +22,7 @@ class Attachment:
 
     def __init__(self, info: ReplicaInfo, replica_id: int, listeners: Listeners) -> None:
         self.info = info
+        self.incarnation = info.incarnation
         self.link = FakeLink(info.control_addr)
         self.link.on_call = answer_calls
         self.listeners = listeners

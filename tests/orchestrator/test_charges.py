@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from vllm_omni_plugin.balancing.decision import Decision
 from vllm_omni_plugin.balancing.load import ReplicaLoad
 from vllm_omni_plugin.balancing.prompt import Prompt
-from vllm_omni_plugin.orchestrator.charges import Account, Charge
+from vllm_omni_plugin.orchestrator.charges import Account, Charge, Work
 from vllm_omni_plugin.vllm_api.facts import CacheSize, LoadReport
 
 
@@ -136,3 +136,22 @@ def test_the_sums_are_those_of_what_is_in_flight_through_any_history(steps: list
         assert load.decode_tokens == sum(c.prompt_tokens + c.output_tokens for c in there if c.began)
         assert load.others >= 0
         assert load.prefill_rate >= 0.0
+
+
+def test_what_other_heads_report_takes_the_place_of_the_engines_word() -> None:
+    account = Account()
+    charged(account, 10)
+    account.heed(Work(requests=3, prefill_tokens=200))
+    account.report(LoadReport(waiting=2, running=6, kv_usage=0.5))
+    assert account.own == Work(1, 10)
+    assert account.load == ReplicaLoad(4, 3, 210, 0, 2, 6, 0.5, heads_report=True)
+    account.heed(None)
+    assert account.load == ReplicaLoad(8, 7, 10, 0, 2, 6, 0.5)
+
+
+def test_what_other_heads_report_outlives_our_own_requests() -> None:
+    account = Account()
+    charge = charged(account, 10)
+    account.heed(Work(requests=3, prefill_tokens=200))
+    account.release(charge, 1.0)
+    assert account.load == ReplicaLoad(3, 3, 200, heads_report=True)

@@ -1,7 +1,7 @@
 """Transforms, engines and clients that misbehave: one clear error for the request, and nothing for any other."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -22,7 +22,7 @@ from vllm_omni_plugin.orchestrator.pipeline_call import CallEnded, PipelineCall,
 from vllm_omni_plugin.orchestrator.preparation import Preparation
 from vllm_omni_plugin.orchestrator.request_state import PipelineRequestState
 from vllm_omni_plugin.orchestrator.stage_pool import StagePool
-from vllm_omni_plugin.pipeline import Pipeline
+from vllm_omni_plugin.pipeline import Pipeline, Stage
 
 SHORT = 0.02
 """Seconds."""
@@ -248,14 +248,33 @@ async def test_the_servers_abort_before_the_answer_has_begun_means_that_its_clie
         assert fleet.in_flight == 0
 
 
-@pytest.mark.parametrize("reason", ["abort", "error"])
-async def test_an_engine_that_cuts_a_stage_in_the_middle_short_is_named(reason: str) -> None:
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [("abort", "was paused or put to sleep, which aborted the request."), ("error", "gave the request up.")],
+)
+async def test_an_engine_that_cuts_a_stage_in_the_middle_short_is_named(reason: str, words: str) -> None:
     async with FakePipelineFleet(CHAIN) as fleet:
         await fleet.submit("r", "text")
         link, attempt = fleet.attempt("r", 0)
         link.tell(attempt, finish_reason=reason)
         await fleet.read()
-        assert str(the_error(fleet, "r")) == "Stage 'thinker': its engine gave the request up."
+        assert str(the_error(fleet, "r")) == f"Stage 'thinker': its engine {words}"
+
+
+@pytest.mark.parametrize(("stages", "stage_id"), [(CHAIN, 0), (CHAIN, 1), (GATED, 1)])
+async def test_a_plain_request_that_an_engine_aborts_ends_as_with_one_engine(
+    stages: Sequence[Stage], stage_id: int
+) -> None:
+    async with FakePipelineFleet(stages) as fleet:
+        await fleet.submit("r")
+        for upstream in range(stage_id):
+            await fleet.step("r", upstream, count=9)
+        link, attempt = fleet.attempt("r", stage_id)
+        link.tell(attempt, finish_reason="abort")
+        await fleet.read()
+        assert fleet.ends == [("r", "abort")]
+        assert fleet.states == {}
+        assert fleet.in_flight == 0
 
 
 async def test_an_engine_that_cuts_the_front_stage_short_says_so_itself() -> None:
@@ -355,7 +374,7 @@ async def test_a_request_fails_once(conductor: tuple[Conductor, list[Any]]) -> N
     events: list[Any] = []
     state = await started(conductor[0], events)
     for _ in range(2):
-        conductor[0].fail(state, StageError("no"))
+        conductor[0].input_failed(state, CHAIN[0], StageError("no"))
     assert [type(item) for item in conductor[1]] == [RequestFailed]
     assert [type(event) for event in events] == [CallEnded]
 

@@ -13,8 +13,11 @@ from tests.fakes.fleet import FakeFleet
 from tests.fakes.links import FakeLink, answer_calls, refuse_calls
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import NoReplicaError, ReplicaError
+from vllm_omni_plugin.orchestrator.engine_calls import FORGET_LORA
 from vllm_omni_plugin.orchestrator.messages import CallReplicas
+from vllm_omni_plugin.orchestrator.pool_member import PoolMember
 from vllm_omni_plugin.replicas.stage_client import StageClient
+from vllm_omni_plugin.vllm_api.adapter import Adapter
 
 
 @pytest.fixture
@@ -49,7 +52,7 @@ async def join(fleet: FakeFleet, link: FakeLink) -> list[tuple[str, list[Any]]]:
     client = StageClient(link, FakeEngineApi(), 9, lambda outputs: None, lambda reason: None)
     client.start()
     async with asyncio.timeout(5):
-        await fleet.orchestrator.fan_out.bring_up_to_date(0, client)
+        await fleet.orchestrator.fan_out.bring_up_to_date(PoolMember(9, 0), client)
     return [(method, args) for _, method, args in link.calls]
 
 
@@ -118,7 +121,15 @@ async def test_a_joiner_is_told_what_the_others_were_told(fleet: FakeFleet) -> N
     await call(fleet, "set_weight_version", "v2")
     await call(fleet, "is_sleeping")
     await call(fleet, "pause_scheduler", "keep")
-    assert await join(fleet, willing()) == [("set_weight_version", ["v2"]), ("pause_scheduler", ["keep", True])]
+    assert await join(fleet, willing()) == [("set_weight_version", ["v2"]), ("pause_scheduler", ["keep", False])]
+
+
+async def test_an_adapter_that_is_forgotten_stays_in_engines_and_is_not_told_to_joiners(fleet: FakeFleet) -> None:
+    await call(fleet, "add_lora", Adapter("story", 7, "/loras/story"))
+    await call(fleet, "pin_lora", 7)
+    assert await call(fleet, FORGET_LORA, 7) == []
+    assert [method for _, method, _ in fleet.links[0].calls] == ["add_lora", "pin_lora"]
+    assert await join(fleet, willing()) == []
 
 
 async def test_a_joiner_during_a_call_that_runs_misses_nothing(fleet: FakeFleet) -> None:

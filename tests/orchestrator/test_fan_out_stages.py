@@ -14,11 +14,12 @@ from vllm_omni_plugin.errors import NoReplicaError, ReplicaError
 from vllm_omni_plugin.orchestrator.fan_out import FanOut
 from vllm_omni_plugin.orchestrator.handover import HandoverQueue
 from vllm_omni_plugin.orchestrator.messages import CallReplicas, RpcMessage
+from vllm_omni_plugin.orchestrator.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.stage_pool import StagePool
 from vllm_omni_plugin.replicas.stage_client import StageClient
 
 SLEEP = ("sleep", 1, "abort")
-TOLD_TO_SLEEP = [("sleep", [1, "abort"])]
+TOLD_TO_SLEEP = [("sleep", [1, "wait"])]
 
 
 class Stages:
@@ -62,7 +63,7 @@ class Stages:
         client = StageClient(link, FakeEngineApi(), "joiner", lambda outputs: None, lambda reason: None)
         client.start()
         async with asyncio.timeout(5):
-            await self.fan_out.bring_up_to_date(stage_id, client)
+            await self.fan_out.bring_up_to_date(PoolMember(9, stage_id), client)
         return [(method, args) for _, method, args in link.calls]
 
 

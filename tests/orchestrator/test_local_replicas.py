@@ -378,3 +378,13 @@ async def test_a_replica_may_be_removed_while_it_starts_again(node: Node) -> Non
     node.replicas.leave(member)
     await eventually(lambda: node.launcher.engines[2].process.ended, "the end of its engine")
     assert node.statuses == [UP]
+
+
+async def test_a_rank_that_is_removed_takes_its_group_with_it(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeLauncher, "group_of", lambda _launcher, _replica_id: range(2), raising=False)
+    await node.replicas.start()
+    engines = [node.engine_of(rank) for rank in range(2)]
+    node.replicas.leave(node.pool.member(1))
+    assert node.pool.members == ()
+    await eventually(lambda: all(engine.process.ended for engine in engines), "the end of both engines")
+    assert node.pauses == []

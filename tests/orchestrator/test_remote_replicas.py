@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -16,6 +16,7 @@ from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.orchestrator.membership import ADMIN_HOLD
 from vllm_omni_plugin.orchestrator.messages import (
     CallReplicas,
+    ManageReplica,
     ReplicaJoined,
     ReplicaLeft,
 )
@@ -246,15 +247,21 @@ async def test_a_replica_that_is_told_to_leave_does_not_come_back_in_that_incarn
 
 async def test_a_replica_that_an_operator_drained_is_held_back_when_it_is_listed_again(fleet: Fleet) -> None:
     await fleet.joined(row(1))
-    fleet.pool.hold_back(fleet.pool.members[0], ADMIN_HOLD)
+    await manage(fleet, "drain")
     for incarnation in (2, 3):
         fleet.unregister(row(1))
         fleet.register(row(1, incarnation=incarnation))
         await eventually(lambda incarnation=incarnation: len(fleet.attachments) == incarnation)  # type: ignore[misc]
         assert fleet.pool.members[0].held_back == {ADMIN_HOLD}
-    fleet.pool.release_hold(fleet.pool.members[0], ADMIN_HOLD)
+    await manage(fleet, "resume")
     fleet.unregister(row(1))
     await fleet.joined(row(1, incarnation=4))
+
+
+async def manage(fleet: Fleet, action: Literal["drain", "resume"]) -> None:
+    reply: Future[None] = Future()
+    fleet.orchestrator.rpc_async_queue.force_put(ManageReplica(action, 0, 0, reply))
+    await asyncio.wrap_future(reply)
 
 
 async def test_a_replica_that_is_not_attached_cannot_be_told_to_leave(fleet: Fleet) -> None:

@@ -33,8 +33,8 @@ class ReplicaReport:
         remote: whether its engine belongs to another process.
         input_addr: ZMQ address it takes requests on; empty before it has served, unless it is remote.
         output_addr: ZMQ address it gives outputs on; likewise.
-        in_flight: requests it is charged with.
-        dispatched: requests ever sent to it.
+        in_flight: unfinished requests it has: those of this head, and those of others as they were reported.
+        dispatched: requests that this head ever sent to it.
         restarts: how often its engine was started again.
         since_seconds: seconds since it last began to serve or was lost; None before it has served.
     """
@@ -71,7 +71,7 @@ class FleetAdmin:
         return [_report(member, now) for member in self._members()]
 
     async def manage(self, replica: str, action: Action) -> None:
-        """Drain a replica, undo that, or make it leave the fleet for good. Returns when that has begun.
+        """Drain a replica, undo that, or make it leave the fleet for good. Returns when that has begun, for all heads.
 
         A replica may be drained in any state, again and again.
 
@@ -118,7 +118,7 @@ def _report(member: PoolMember, now: float) -> ReplicaReport:
         remote=member.remote,
         input_addr=member.input_addr,
         output_addr=member.output_addr,
-        in_flight=len(member.in_flight),
+        in_flight=member.queue_length,
         dispatched=member.dispatched,
         restarts=member.restarts,
         since_seconds=now - member.changed_at if member.changed_at else None,

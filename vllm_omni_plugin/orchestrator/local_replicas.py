@@ -10,7 +10,7 @@ from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.stage_pool import PoolMember
 from vllm_omni_plugin.replicas.backoff import RestartBackoff
-from vllm_omni_plugin.replicas.engine_start import Launcher
+from vllm_omni_plugin.replicas.engine_start import GroupedLauncher, Launcher
 from vllm_omni_plugin.replicas.local import LocalReplica, start_local_replica
 from vllm_omni_plugin.replicas.stage_client import Codec
 
@@ -72,7 +72,17 @@ class LocalReplicas:
         return [start.result().ready_response for start in starts]
 
     def leave(self, member: PoolMember) -> None:
-        """End a replica for good: its requests move, its engine ends, its id becomes free. Returns at once."""
+        """End a replica for good: its requests move, its engine ends, its id becomes free. Returns at once.
+
+        The other ranks of a lockstep group end with it, since they cannot compute without it.
+        """
+        if isinstance(self._launcher, GroupedLauncher):
+            for replica_id in self._launcher.group_of(member.replica_id):
+                self._leave(self._members[replica_id])
+        else:
+            self._leave(member)
+
+    def _leave(self, member: PoolMember) -> None:
         keeper = self._keepers[member.replica_id]
         keeper.cancel()
         if member.client is not None:
@@ -111,7 +121,7 @@ class LocalReplicas:
             member.stage_id,
         )
         self._running[member.replica_id] = replica
-        await self._orchestrator.admit(member.stage_id, replica.client)
+        await self._orchestrator.admit(member, replica.client)
         if died.is_set():
             raise ReplicaError(f"replica {member.name} died as soon as it was ready")
         self._orchestrator.replica_serves(

@@ -1,8 +1,11 @@
 """Changes of who serves: replicas of other processes that come and go, and the administrator's wishes and questions."""
 
 from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from typing import Protocol
 
+from vllm_omni_plugin.coordinator import ReplicaKey
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.messages import (
@@ -12,6 +15,7 @@ from vllm_omni_plugin.orchestrator.messages import (
     RegisterRemoteReplica,
     UnregisterRemoteReplica,
 )
+from vllm_omni_plugin.orchestrator.peer_messages import Action
 from vllm_omni_plugin.orchestrator.stage_pool import PoolMember, StagePool
 
 logger = init_logger(__name__)
@@ -35,11 +39,20 @@ class RemoteKeeper(ReplicaKeeper, Protocol):
     def unregister(self, message: UnregisterRemoteReplica) -> None: ...
 
 
+class OtherHeads(Protocol):
+    """The other heads of the fleet; `PeerCalls` in service."""
+
+    def managed(self, action: Action, key: ReplicaKey, reply: "Future[None]") -> None:
+        """Let them do the same with a replica of another process, then answer the administrator."""
+
+
 def change_membership(
     message: Membership,
     stage_pools: Sequence[StagePool],
     local_replicas: ReplicaKeeper | None,
     remote_replicas: RemoteKeeper | None,
+    drained: set[ReplicaKey],
+    others: OtherHeads | None,
 ) -> None:
     """Carry out one change. What is wrong with one replica does not stop the service of the others.
 
@@ -48,11 +61,13 @@ def change_membership(
         stage_pools: the pools by stage.
         local_replicas: keeps the replicas of this node, None without any.
         remote_replicas: keeps those of other processes, None in a head that nobody can join.
+        drained: replicas of other processes that an administrator has drained, whether they are here or not.
+        others: the other heads, None in a head that nobody can join.
     """
     try:
         if isinstance(message, ManageReplica):
             if message.reply.set_running_or_notify_cancel():
-                _manage(message, stage_pools, local_replicas, remote_replicas)
+                _manage(message, stage_pools, local_replicas, remote_replicas, drained, others)
         elif remote_replicas is None:
             logger.error("A head without --omni-master-address cannot take remote replicas: %r", message)
         elif isinstance(message, RegisterRemoteReplica):
@@ -61,6 +76,36 @@ def change_membership(
             remote_replicas.unregister(message)
     except Exception:
         logger.exception("A change of membership could not be made: %r", message)
+
+
+def manage_by_key(
+    action: Action,
+    key: ReplicaKey,
+    stage_pools: Sequence[StagePool],
+    remote_replicas: RemoteKeeper | None,
+    drained: set[ReplicaKey],
+) -> None:
+    """Do with a replica of another process what an administrator wants who told another head. It need not be here."""
+    note_drained(action, key, drained)
+    for pool in stage_pools:
+        for member in pool.members:
+            if member.remote and key_of(member) == key:
+                # Who is not attached to it has nobody to tell, and another head has told it.
+                with suppress(ReplicaError):
+                    _carry_out(action, pool, member, remote_replicas)
+
+
+def note_drained(action: Action, key: ReplicaKey, drained: set[ReplicaKey]) -> None:
+    """Keep in mind which replicas are held back when they come back."""
+    if action == "drain":
+        drained.add(key)
+    else:
+        drained.discard(key)
+
+
+def key_of(member: PoolMember) -> ReplicaKey:
+    """What all heads know a replica of another process by."""
+    return ReplicaKey(member.stage_id, member.input_addr, member.output_addr)
 
 
 def explain(message: Explain, stage_pools: Sequence[StagePool]) -> None:
@@ -78,18 +123,14 @@ def _manage(
     stage_pools: Sequence[StagePool],
     local_replicas: ReplicaKeeper | None,
     remote_replicas: RemoteKeeper | None,
+    drained: set[ReplicaKey],
+    others: OtherHeads | None,
 ) -> None:
     try:
         pool = stage_pools[message.stage_id]
         member = pool.member(message.replica_id)
-        if message.action == "drain":
-            pool.hold_back(member, ADMIN_HOLD)
-        elif message.action == "resume":
-            pool.release_hold(member, ADMIN_HOLD)
-        else:
-            keeper = remote_replicas if member.remote else local_replicas
-            assert keeper is not None
-            keeper.leave(member)
+        key = key_of(member)
+        _carry_out(message.action, pool, member, remote_replicas if member.remote else local_replicas)
     except LookupError:
         message.reply.set_exception(
             ReplicaError(f"stage {message.stage_id} has no replica {message.replica_id}"),
@@ -97,4 +138,19 @@ def _manage(
     except Exception as error:
         message.reply.set_exception(error)
     else:
-        message.reply.set_result(None)
+        if member.remote:
+            note_drained(message.action, key, drained)
+        if member.remote and others is not None:
+            others.managed(message.action, key, message.reply)
+        else:
+            message.reply.set_result(None)
+
+
+def _carry_out(action: Action, pool: StagePool, member: PoolMember, keeper: ReplicaKeeper | None) -> None:
+    if action == "drain":
+        pool.hold_back(member, ADMIN_HOLD)
+    elif action == "resume":
+        pool.release_hold(member, ADMIN_HOLD)
+    else:
+        assert keeper is not None
+        keeper.leave(member)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
-from vllm_omni_plugin.coordinator import ReplicaStatus
+from vllm_omni_plugin.coordinator import ReplicaKey, ReplicaStatus
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.conductor import Conductor
@@ -20,13 +20,19 @@ from vllm_omni_plugin.orchestrator.messages import (
     Explain,
     ManageReplica,
     Membership,
+    PeerCalled,
+    PeerMessage,
+    PeersLost,
+    PeerWork,
     ReplicaJoined,
     ReplicaLeft,
     RpcMessage,
     SubmitRequest,
+    WorkWanted,
 )
 from vllm_omni_plugin.orchestrator.metrics import OrchestratorMetrics
 from vllm_omni_plugin.orchestrator.output_gate import OutputGate
+from vllm_omni_plugin.orchestrator.peer_calls import PeerCalls
 from vllm_omni_plugin.orchestrator.preparation import Preparation
 from vllm_omni_plugin.orchestrator.request_api import RequestApi
 from vllm_omni_plugin.orchestrator.request_state import OrchestratorRequestState
@@ -34,6 +40,7 @@ from vllm_omni_plugin.orchestrator.requests import Requests
 from vllm_omni_plugin.orchestrator.single_stage import SingleStage
 from vllm_omni_plugin.orchestrator.stage_api import StageApi
 from vllm_omni_plugin.orchestrator.stage_pool import PoolMember, StagePool
+from vllm_omni_plugin.orchestrator.work_exchange import WorkExchange
 from vllm_omni_plugin.pipeline import Modality, Pipeline
 from vllm_omni_plugin.replicas.stage_client import StageClient
 
@@ -60,9 +67,13 @@ class Orchestrator:
     Attributes:
         request_async_queue: `SubmitRequest` and `AbortRequests`, in order.
         output_async_queue: vLLM's `EngineCoreOutputs`, `RequestFailed`, `ReplicaJoined` and `ReplicaLeft`.
-        rpc_async_queue: `CallReplicas`, changes of membership, `ManageReplica` among them, and `Explain`.
+        rpc_async_queue: `CallReplicas`, changes of membership, `ManageReplica` among them, `Explain`, and what other
+            heads say.
         local_replicas: keeps the replicas of this node; None without any.
         remote_replicas: keeps those of other processes; None in a head that nobody can join.
+        exchange: tells other heads of this one's work and hears of theirs; None in a head that nobody can join.
+        peer_calls: tells other heads what administrators tell this one, and heeds what they are told; None likewise.
+        drained: replicas that an operator drained, whether they are here or not.
         on_serving: called on the loop after every step that lets a replica take requests.
         stage_pools: the pools; their `members` and `serving` may be read from any thread.
         needed_pools: those that must serve for a plain request to be answered.
@@ -88,6 +99,9 @@ class Orchestrator:
         self.fan_out = FanOut(stage_pools, self.distrust)
         self.local_replicas: ReplicaKeeper | None = None
         self.remote_replicas: RemoteKeeper | None = None
+        self.exchange: WorkExchange | None = None
+        self.peer_calls: PeerCalls | None = None
+        self.drained: set[ReplicaKey] = set()
         self.on_serving: Callable[[], None] = lambda: None
         self._clock = clock
         self._gate = OutputGate(self.output_async_queue, stage_pools)
@@ -122,8 +136,12 @@ class Orchestrator:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._serve_requests(), name="omni-requests")
-                tasks.create_task(self.fan_out.serve(self.rpc_async_queue, self._change_membership), name="omni-calls")
+                tasks.create_task(self.fan_out.serve(self.rpc_async_queue, self._heed), name="omni-calls")
         finally:
+            if self.exchange is not None:
+                self.exchange.close()
+            if self.peer_calls is not None:
+                await self.peer_calls.close()
             self._gate.close()
             self._requests.close()
             for dispatcher in self._dispatchers:
@@ -153,7 +171,7 @@ class Orchestrator:
         if kept or outputs.scheduler_stats is not None:
             self._gate.put(outputs)
 
-    async def admit(self, stage_id: int, client: StageClient) -> None:
+    async def admit(self, member: PoolMember, client: StageClient) -> None:
         """See that a replica that attaches can do what its stage is for, and tell it what the others were told.
 
         The caller must let the replica serve without awaiting anything in between.
@@ -161,13 +179,13 @@ class Orchestrator:
         Raises:
             ReplicaError: it cannot, or it cannot be brought up to date.
         """
-        task = self._apis[stage_id].pooling_task
+        task = self._apis[member.stage_id].pooling_task
         if task is not None and task not in (tasks := await client.call("get_supported_tasks")):
             known = ", ".join(tasks)
             raise ReplicaError(
                 f"its model cannot {task!r}: its stage needs 'sampling: {{task: ...}}' with one of {known}"
             )
-        await self.fan_out.bring_up_to_date(stage_id, client)
+        await self.fan_out.bring_up_to_date(member, client)
 
     def replica_serves(
         self, member: PoolMember, client: StageClient, input_addr: str, output_addr: str, ready_response: bytes
@@ -210,6 +228,10 @@ class Orchestrator:
         self.stage_pools[member.stage_id].remove(member)
         self._gate.put(ReplicaLeft(member.stage_id, member.replica_id))
 
+    def tell_front(self, item: Any) -> None:
+        """Hand something to AsyncLLM's side, in order with what replicas say."""
+        self._gate.put(item)
+
     def distrust(self, member: PoolMember, reason: str) -> None:
         """Take out a replica that failed a call which others took, so that it starts afresh."""
         client = member.client
@@ -226,6 +248,7 @@ class Orchestrator:
     def _conductor(self, pipeline: Pipeline, apis: Sequence[StageApi], prompt_text: Callable[[Any], str]) -> Requests:
         preparation = Preparation(pipeline, apis, prompt_text)
         requests = Conductor(pipeline, apis, preparation, self._gate.put, self.metrics, self._clock)
+        self.fan_out.standstill = requests.standstill
         prefills = {stage.id for stage in pipeline.stages if stage.output is Modality.KV_CACHE}
         # A prefill that cannot be done at once is left to the stage behind it.
         requests.dispatchers = self._dispatchers = [
@@ -251,11 +274,30 @@ class Orchestrator:
         dispatcher.replica_serves()
         self.on_serving()
 
-    def _change_membership(self, message: Membership | Explain) -> None:
+    def _heed(self, message: Membership | Explain | PeerMessage) -> None:
         if isinstance(message, Explain):
             explain(message, self.stage_pools)
+        elif isinstance(message, PeerMessage):
+            self._heed_peer(message)
         else:
-            change_membership(message, self.stage_pools, self.local_replicas, self.remote_replicas)
+            change_membership(
+                message, self.stage_pools, self.local_replicas, self.remote_replicas, self.drained, self.peer_calls
+            )
+
+    def _heed_peer(self, message: PeerMessage) -> None:
+        assert self.exchange is not None
+        assert self.peer_calls is not None
+        match message:
+            case PeerWork():
+                self.exchange.peer_work(message)
+            case PeersLost():
+                self.exchange.peers_lost(message)
+                self.peer_calls.peers_lost(message.head_ids)
+            case WorkWanted():
+                self.exchange.work_wanted()
+                self.peer_calls.synchronise()
+            case PeerCalled():
+                self.peer_calls.called(message.call)
 
     async def _serve_requests(self) -> None:
         while True:

@@ -124,7 +124,8 @@ class RemoteReplicaKeeper:
         replica: RemoteReplica = await attach(member.stage_id, member.replica_id)
         self._replica = replica
         try:
-            await self._orchestrator.admit(member.stage_id, replica.client)
+            member.incarnation = replica.incarnation
+            await self._orchestrator.admit(member, replica.client)
             if self._gone.is_set():
                 raise ReplicaError("it was lost as soon as it was attached")
             self._join(replica)

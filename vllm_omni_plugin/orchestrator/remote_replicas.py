@@ -81,8 +81,6 @@ class RemoteReplicas:
         self._turning_away: set[asyncio.Task[None]] = set()
         # Replicas that were told to leave for good, and the incarnation that was; they are listed until they have.
         self._dismissed: dict[ReplicaKey, int] = {}
-        # Replicas that an operator drained and the list has lost: they are held back when they return.
-        self._drained: set[ReplicaKey] = set()
         self._closed = False
 
     def register(self, message: RegisterRemoteReplica) -> None:
@@ -106,8 +104,6 @@ class RemoteReplicas:
         self._dismissed.pop(key_of(message), None)
         keeper = self._keepers.pop(key_of(message), None)
         if keeper is not None:
-            if ADMIN_HOLD in keeper.member.held_back:
-                self._drained.add(key_of(message))
             self._remove(keeper, message.reason)
 
     def leave(self, member: PoolMember) -> None:
@@ -154,9 +150,8 @@ class RemoteReplicas:
         member = pool.add(info.replica_id if info.replica_id >= 0 and info.replica_id not in taken else None)
         member.remote = True
         member.input_addr, member.output_addr = info.input_addr, info.output_addr
-        if key in self._drained:
-            self._drained.discard(key)
-            self._orchestrator.stage_pools[info.stage_id].hold_back(member, ADMIN_HOLD)
+        if key in self._orchestrator.drained:
+            pool.hold_back(member, ADMIN_HOLD)
         keeper = self._keepers[key] = RemoteReplicaKeeper(
             self._orchestrator, member, info, message.accepts, self._clock, self._delay
         )

@@ -31,6 +31,9 @@ class RequestApi(Protocol):
 
     def cut_short(self, output: Any) -> bool: ...
 
+    def aborted(self, output: Any) -> bool:
+        """Whether the engine has ended the request because it was paused or put to sleep."""
+
     def idle_report(self, engine_index: int) -> Any: ...
 
     def movable(self, request: Any) -> Any:

@@ -1,11 +1,15 @@
 """What the engines of a stage have been told and a replica that attaches later must be told too."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from msgspec.structs import replace
+
+from vllm_omni_plugin.orchestrator.engine_calls import FORGET_LORA
+from vllm_omni_plugin.vllm_api.adapter import Adapter
 from vllm_omni_plugin.vllm_api.rest_state import Call, RestState
 
 _WEIGHT_UPDATES = frozenset({"start_weight_update", "update_weights", "finish_weight_update", "reload_weights"})
@@ -15,7 +19,7 @@ _WEIGHT_UPDATES = frozenset({"start_weight_update", "update_weights", "finish_we
 class _Facts:
     """The state itself, apart from how it is recorded."""
 
-    loras: dict[int, Any] = field(default_factory=dict)
+    loras: dict[int, Adapter] = field(default_factory=dict)
     pinned: dict[int, None] = field(default_factory=dict)
     rest: RestState = field(default_factory=RestState)
     weight_version: str | None = None
@@ -24,10 +28,11 @@ class _Facts:
 
 @dataclass(eq=False, slots=True)
 class _Note:
-    """A recorded call, and whether its replicas have taken it yet."""
+    """A recorded call, whether this head makes it, and whether its replicas have taken it yet."""
 
     method: str
     args: tuple[Any, ...]
+    own: bool
     taken: bool = False
 
     def apply_to(self, facts: _Facts) -> None:
@@ -41,7 +46,7 @@ class SharedState:
     for good, and one that is refused leaves no trace in what the others have made.
 
     Attributes:
-        refusals: recorded calls that no replica took.
+        refusals: how often what had been recorded was taken back.
     """
 
     def __init__(self) -> None:
@@ -54,19 +59,30 @@ class SharedState:
         """Why a replica with weights from disk must not join, or None."""
         return "weights were updated at run time" if self._facts().weights_changed else None
 
+    @property
+    def adapters(self) -> tuple[Adapter, ...]:
+        """The adapters that requests can ask for."""
+        return tuple(self._facts().loras.values())
+
+    @property
+    def sleep_level(self) -> int:
+        """How the engines' weights are put away, 0 while they are not."""
+        rest = self._facts().rest
+        return rest.sleep_level if "weights" in rest.asleep else 0
+
     def leaves_state(self, method: str, args: tuple[Any, ...]) -> bool:
         """Whether a joiner must be told of this call."""
         return method in _RECORDERS and (method != "collective_rpc" or args[0] in _WEIGHT_UPDATES)
 
-    def record(self, method: str, args: tuple[Any, ...]) -> Callable[[bool], None]:
-        """Note a call that is about to go to all replicas.
+    def record(self, method: str, args: tuple[Any, ...], own: bool = True) -> Callable[[bool], None]:
+        """Note a call that is about to go to all replicas, sent by this head or another.
 
         Returns:
             A function to call once with whether any replica took it.
         """
         if not self.leaves_state(method, args):
             return lambda taken: None
-        note = _Note(method, args)
+        note = _Note(method, args, own)
         self._open.append(note)
         return partial(self._settle, note)
 
@@ -79,6 +95,24 @@ class SharedState:
             calls.append(("set_weight_version", (facts.weight_version,)))
         return calls + facts.rest.replay()
 
+    def undo(self) -> list[Call]:
+        """The calls that let an engine of this state schedule and have its memory again; adapters may stay."""
+        return self._facts().rest.undo()
+
+    def adopt(self, replay: Sequence[Call], unreplayable: bool) -> None:
+        """Take another head's state for this one's. Of what is recorded, only own calls under way still count.
+
+        Args:
+            replay: what the other head's `replay` returned.
+            unreplayable: whether that is not all of it.
+        """
+        facts = _Facts(weights_changed=unreplayable)
+        for method, args in replay:
+            _RECORDERS[method](facts, args)
+        self._settled = facts
+        self._open = [note for note in self._open if note.own and not note.taken]
+        self.refusals += 1
+
     def _facts(self) -> _Facts:
         facts = deepcopy(self._settled)
         for note in self._open:
@@ -86,6 +120,8 @@ class SharedState:
         return facts
 
     def _settle(self, note: _Note, taken: bool) -> None:
+        if note not in self._open:
+            return
         note.taken = taken
         if not taken:
             self._open.remove(note)
@@ -95,7 +131,8 @@ class SharedState:
 
 
 def _add_lora(facts: _Facts, args: tuple[Any, ...]) -> None:
-    facts.loras[args[0].lora_int_id] = args[0]
+    # Whoever has it need not load it again.
+    facts.loras[args[0].lora_int_id] = replace(args[0], load_inplace=False)
 
 
 def _remove_lora(facts: _Facts, args: tuple[Any, ...]) -> None:
@@ -118,6 +155,7 @@ def _update_weights(facts: _Facts, args: tuple[Any, ...]) -> None:
 _RECORDERS: dict[str, Callable[[_Facts, tuple[Any, ...]], None]] = {
     "add_lora": _add_lora,
     "remove_lora": _remove_lora,
+    FORGET_LORA: _remove_lora,
     "pin_lora": _pin_lora,
     "pause_scheduler": lambda facts, args: facts.rest.pause(*args),
     "resume_scheduler": lambda facts, args: facts.rest.resume(),

@@ -2,12 +2,14 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.orchestrator.engine_calls import FORGET_LORA
+from vllm_omni_plugin.orchestrator.peer_messages import Mark, mark_of
 from vllm_omni_plugin.orchestrator.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.shared_state import SharedState
 from vllm_omni_plugin.orchestrator.stage_pool import StagePool
@@ -29,6 +31,7 @@ class StageCall:
         members: the replicas that are called, in order of their ids.
         settle: to be called once with whether anybody took it.
         answers: what each of `members` said, a `ReplicaError` of those that failed.
+        cleared: those that thereby dropped their prefix caches.
     """
 
     method: str
@@ -36,6 +39,7 @@ class StageCall:
     members: list[PoolMember]
     settle: _Settle
     answers: list[Any] = field(default_factory=list)
+    cleared: list[PoolMember] = field(default_factory=list)
 
     @property
     def results(self) -> list[Any]:
@@ -46,6 +50,11 @@ class StageCall:
     def refused(self) -> bool:
         """Whether there were replicas, and all of them failed."""
         return bool(self.members) and not self.results
+
+    @property
+    def failed(self) -> list[PoolMember]:
+        """Those that failed."""
+        return [m for m, answer in zip(self.members, self.answers, strict=True) if isinstance(answer, ReplicaError)]
 
 
 class StageCalls:
@@ -62,18 +71,30 @@ class StageCalls:
         self._shared = SharedState()
         # What each replica that is attaching has yet to be told.
         self._joiners: dict[StageClient, deque[Call]] = {}
+        self._last: StageCall | None = None
 
     @property
     def members(self) -> list[PoolMember]:
         """Replicas that can be called."""
         return [member for member in self._pool.members if member.client is not None]
 
-    async def bring_up_to_date(self, client: StageClient) -> None:
-        """See `FanOut.bring_up_to_date`."""
+    @property
+    def shared(self) -> SharedState:
+        """What the replicas were told."""
+        return self._shared
+
+    async def bring_up_to_date(self, client: StageClient, told: bool = False) -> None:
+        """See `FanOut.bring_up_to_date`.
+
+        Args:
+            client: the replica's.
+            told: another head has told it everything so far.
+        """
         refusals = self._shared.refusals
-        backlog = self._joiners[client] = deque(self._shared.replay())
+        backlog = self._joiners[client] = deque([] if told else self._shared.replay())
         try:
-            self._require_replayable()
+            if not told:
+                self._require_replayable()
             while backlog:
                 method, args = backlog.popleft()
                 await client.call(method, *args)
@@ -84,12 +105,42 @@ class StageCalls:
             # It may have taken what the others did not, and there is no call that undoes another.
             raise ReplicaError("it cannot be brought up to date: a call was refused by the others meanwhile")
 
-    def begin(self, method: str, args: tuple[Any, ...]) -> StageCall:
-        """Choose who is called, and record the call in the same step: a joiner is called or replays the record."""
+    def begin(self, method: str, args: tuple[Any, ...], told: Collection[Mark] | None = None) -> StageCall:
+        """Choose who is called, and record the call in the same step: a joiner is called or replays the record.
+
+        Args:
+            method: of the engine core.
+            args: its arguments.
+            told: replicas that another head calls, whose call it is; None: it is this head's own.
+        """
+        settle = self._shared.record(method, args, own=told is None)
+        members = [member for member in self.members if told is None or mark_of(member) not in told]
+        call = StageCall(method, args, [] if method == FORGET_LORA else members, settle)
         if self._shared.leaves_state(method, args):
+            self._last = call
             for backlog in self._joiners.values():
-                backlog.append((method, args))
-        return StageCall(method, args, self.members, self._shared.record(method, args))
+                if method != FORGET_LORA:
+                    backlog.append((method, args))
+        return call
+
+    def is_last(self, call: StageCall) -> bool:
+        """Whether no other call that leaves state has begun since."""
+        return self._last is call
+
+    def adopt(self, replay: list[Call], unreplayable: bool) -> list[Call]:
+        """Take another head's record for this one's; see `SharedState.adopt`.
+
+        Returns:
+            The calls by which a replica that was told what this head knew comes to know what the other does.
+        """
+        missed = self._shared.undo() + replay
+        self._shared.adopt(replay, unreplayable)
+        return missed
+
+    async def catch_up(self, calls: list[Call], told: Collection[Mark]) -> None:
+        """Tell this head's replicas, but those that other heads have `told`, what they have missed."""
+        missing = [member for member in self.members if mark_of(member) not in told]
+        await asyncio.gather(*(self._catch_up(member, calls) for member in missing))
 
     async def send(self, call: StageCall) -> None:
         """Call all at once; returns when each has answered or failed."""
@@ -102,7 +153,20 @@ class StageCalls:
         for member, answer in zip(call.members, call.answers, strict=True):
             if isinstance(answer, ReplicaError):
                 logger.error("Replica %s failed the call %s: %s", member.name, call.method, answer)
-                self._distrust(member, f"it failed the call {call.method}, which others took")
+                self.distrust(member, call.method)
+
+    def distrust(self, member: PoolMember, method: str) -> None:
+        """Take out a replica that has another state than the others."""
+        self._distrust(member, f"it failed the call {method}, which others took")
+
+    async def _catch_up(self, member: PoolMember, calls: list[Call]) -> None:
+        for method, args in calls:
+            call = StageCall(method, args, [member], lambda taken: None)
+            await self.send(call)
+            if call.failed:
+                logger.error("Replica %s cannot be told what other heads were: %s", member.name, call.answers[0])
+                self.distrust(member, method)
+                return
 
     async def _call_one(self, member: PoolMember, call: StageCall) -> Any:
         try:
@@ -111,8 +175,17 @@ class StageCalls:
         except ReplicaError as error:
             return error
         if _clears_prefix_cache(call.method, call.args, result):
+            call.cleared.append(member)
             self._pool.cache_cleared(member)
         return result
+
+    def find(self, marks: Collection[Mark]) -> list[PoolMember]:
+        """This head's replicas among those marked."""
+        return [member for member in self.members if mark_of(member) in marks]
+
+    def cache_cleared(self, member: PoolMember) -> None:
+        """Another head's call made a replica drop its prefix cache."""
+        self._pool.cache_cleared(member)
 
     def _require_replayable(self) -> None:
         if self._shared.unreplayable is not None:

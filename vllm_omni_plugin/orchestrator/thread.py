@@ -108,10 +108,23 @@ class OrchestratorThread:
             timeout = self._stop.result() if self._stop.done() else None
         finally:
             if remote_replicas is not None:
+                timeout = await self._let_finish(timeout)
                 await remote_replicas.close()
             await local_stages.close(timeout)
             self._orchestrator.close_queues()
             await serving
+
+    async def _let_finish(self, timeout: float | None) -> float | None:
+        """Give what runs on replicas of other processes its time; returns what is left of it for local engines."""
+        if not timeout:
+            return timeout
+        pools = self._orchestrator.stage_pools
+        idle = [pool.when_idle(member) for pool in pools for member in pool.members if member.remote]
+        loop = asyncio.get_running_loop()
+        began_at = loop.time()
+        if idle:
+            await asyncio.wait(idle, timeout=timeout)
+        return max(0.0, timeout - (loop.time() - began_at))
 
     async def _start(self, local_stages: LocalStages) -> bool:
         """Start the local replicas unless told to stop first. Returns whether they all serve."""

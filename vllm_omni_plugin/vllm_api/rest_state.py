@@ -6,7 +6,17 @@ from typing import Any
 Call = tuple[str, tuple[Any, ...]]
 """A utility method of the engine core and its arguments."""
 
+REST_CALLS = frozenset({"pause_scheduler", "resume_scheduler", "sleep", "wake_up"})
 _ALL_MEMORY = frozenset({"weights", "kv_cache"})
+
+
+def pause_mode(method: str, args: tuple[Any, ...]) -> str | None:
+    """What a call does with the requests in flight, see `RestState.pause_mode`; None: it brings nothing to rest."""
+    if method not in ("pause_scheduler", "sleep"):
+        return None
+    # What is not given is vLLM's default.
+    mode: str = (*args, "abort")[0] if method == "pause_scheduler" else (*args, 1, "abort")[1]
+    return mode
 
 
 @dataclass
@@ -52,13 +62,17 @@ class RestState:
             self.pause_mode = None
 
     def replay(self) -> list[Call]:
-        """The calls that bring a fresh engine to this state."""
+        """The calls that bring a fresh engine to this state.
+
+        An engine may have been told by another head and hold requests that came since: they are not aborted, and what
+        they use of its cache stays.
+        """
+        mode = "keep" if self.pause_mode == "keep" else "wait"
         if not self.asleep:
-            return [] if self.pause_mode is None else [("pause_scheduler", (self.pause_mode, True))]
-        mode = self.pause_mode or "abort"
+            return [] if self.pause_mode is None else [("pause_scheduler", (mode, False))]
         calls: list[Call]
         if "weights" not in self.asleep:
-            calls = [("pause_scheduler", (mode, True)), ("release_kv_cache_memory", ())]
+            calls = [("pause_scheduler", (mode, False)), ("release_kv_cache_memory", ())]
         else:
             calls = [("sleep", (self.sleep_level, mode))]
             if "kv_cache" not in self.asleep:
@@ -66,3 +80,9 @@ class RestState:
         if self.pause_mode is None:
             calls.append(("resume_scheduler", ()))
         return calls
+
+    def undo(self) -> list[Call]:
+        """The calls that bring an engine from this state to that of a fresh one."""
+        if self.asleep:
+            return [("wake_up", (None,)), ("resume_scheduler", ())]
+        return [] if self.pause_mode is None else [("resume_scheduler", ())]

@@ -1,0 +1,161 @@
+"""vLLM's registry of adapters as all servers of a fleet share it."""
+
+import asyncio
+from concurrent.futures import Future
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from vllm.entrypoints.openai.models.protocol import BaseModelPath, LoRAModulePath
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
+from vllm.lora.request import LoRARequest
+
+from vllm_omni_plugin.integration.adapters import open_adapters
+from vllm_omni_plugin.integration.client import FleetClient
+from vllm_omni_plugin.integration.peer_front import AdapterIds, PeerFront
+from vllm_omni_plugin.orchestrator.told_elsewhere import ToldElsewhere
+from vllm_omni_plugin.vllm_api.adapter import Adapter, adapter_of
+
+STORY = Adapter("story", 7, "/loras/story")
+
+
+class FakeFleetClient(FleetClient):
+    """A fleet's client without a fleet, which notes what the engines would be told."""
+
+    def __init__(self) -> None:
+        self.peer_front = PeerFront()
+        self.added: list[LoRARequest] = []
+        self.forgotten: list[int] = []
+
+    async def forget_lora_async(self, lora_id: int) -> None:
+        self.forgotten.append(lora_id)
+
+
+def server(client: Any, *modules: tuple[str, str]) -> OpenAIServingModels:
+    """The registry of one server, as vLLM builds it."""
+    open_adapters()
+
+    async def add_lora(request: LoRARequest) -> bool:
+        client.added.append(request)
+        return True
+
+    engine_client = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=1),
+        renderer=None,
+        input_processor=None,
+        engine_core=client,
+        add_lora=add_lora,
+    )
+    return OpenAIServingModels(
+        engine_client,
+        [BaseModelPath("base", "/base")],
+        lora_modules=[LoRAModulePath(name=name, path=path) for name, path in modules],
+    )
+
+
+def told(loaded: tuple[Adapter, ...] = (), unloaded: tuple[int, ...] = (), level: int | None = None) -> ToldElsewhere:
+    return ToldElsewhere(loaded, unloaded, level, Future())
+
+
+async def listed(models: OpenAIServingModels) -> list[str]:
+    return [card.id for card in (await models.show_available_models()).data]
+
+
+@pytest.fixture
+def client() -> FakeFleetClient:
+    return FakeFleetClient()
+
+
+async def test_an_adapter_of_another_server_can_be_asked_for_until_it_is_unloaded_there(
+    client: FakeFleetClient,
+) -> None:
+    models = server(client)
+    await models.init_static_loras()
+    loaded, unloaded = told(loaded=(STORY,)), told(unloaded=(7,))
+    client.peer_front.heed(loaded)
+    assert await listed(models) == ["base", "story"]
+    assert models.lora_requests["story"] == LoRARequest("story", 7, "/loras/story")
+    client.peer_front.heed(unloaded)
+    assert await listed(models) == ["base"]
+    assert loaded.heeded.done()
+    assert unloaded.heeded.done()
+
+
+async def test_what_the_fleet_has_loaded_before_the_server_starts_stays(client: FakeFleetClient) -> None:
+    client.peer_front.heed(told(loaded=(STORY,)))
+    models = server(client, ("story", "/other"), ("brief", "/loras/brief"))
+    await models.init_static_loras()
+    assert await listed(models) == ["base", "story", "brief"]
+    assert [request.lora_name for request in client.added] == ["brief"]
+    assert models.lora_requests["story"].lora_path == "/loras/story"
+
+
+async def test_an_adapter_that_is_unloaded_is_forgotten_by_the_fleet(client: FakeFleetClient) -> None:
+    models = server(client)
+    await models.init_static_loras()
+    await models.load_lora_adapter(LoadLoRAAdapterRequest(lora_name="story", lora_path="/loras/story"))
+    (request,) = client.added
+    await models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name="story"))
+    await models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name="story"))
+    assert client.forgotten == [request.lora_int_id]
+
+
+async def test_servers_give_the_modules_of_the_command_line_the_same_ids_and_all_else_different_ones() -> None:
+    ids: list[list[int]] = []
+    for _ in range(2):
+        client = FakeFleetClient()
+        models = server(client, ("story", "/loras/story"), ("brief", "/loras/brief"))
+        await models.init_static_loras()
+        await models.load_lora_adapter(LoadLoRAAdapterRequest(lora_name="third", lora_path="/loras/third"))
+        ids.append([request.lora_int_id for request in client.added])
+    assert ids[0][:2] == ids[1][:2]
+    assert len({*ids[0], *ids[1]}) == 4
+
+
+def test_ids_are_positive_and_fit_into_json() -> None:
+    ids = AdapterIds([("a", "p")], Random(1))
+    assert all(0 < ids.inc() < 1 << 53 for _ in range(1000))
+
+
+async def test_a_server_without_a_fleet_keeps_its_own_registry() -> None:
+    models = server(SimpleNamespace(added=[]), ("story", "/loras/story"))
+    await models.init_static_loras()
+    assert models.lora_requests["story"].lora_int_id == 1
+    assert "removed" in str(await models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name="story")))
+
+
+def test_sleep_that_came_by_another_server_is_counted(client: FakeFleetClient) -> None:
+    recorded: list[tuple[int, int]] = []
+    client.peer_front.heed(told(level=2))
+    client.peer_front.loggers = SimpleNamespace(record_sleep_state=lambda *state: recorded.append(state))
+    for level in (2, None, 0):
+        client.peer_front.heed(told(level=level))
+    assert recorded == [(1, 2), (0, 0)]
+
+
+async def test_news_that_nobody_waits_for_any_more_are_heeded(client: FakeFleetClient) -> None:
+    news = told(loaded=(STORY,))
+    news.heeded.cancel()
+    client.peer_front.heed(news)
+    models = server(client)
+    await models.init_static_loras()
+    assert await listed(models) == ["base", "story"]
+
+
+def test_an_adapter_is_to_an_engine_what_the_request_is() -> None:
+    request = LoRARequest("story", 7, "/loras/story", base_model_name="base", load_inplace=True, is_3d_lora_weight=True)
+    adapter = adapter_of(request)
+    assert Adapter.__struct_fields__ == LoRARequest.__struct_fields__
+    assert msgspec.msgpack.encode(adapter) == msgspec.msgpack.encode(request)
+    assert msgspec.convert(msgspec.to_builtins(adapter_of(LoRARequest("a", 1, "p"))), LoRARequest).lora_path == "p"
+
+
+def test_opening_twice_wraps_once() -> None:
+    open_adapters()
+    once = OpenAIServingModels.init_static_loras
+    open_adapters()
+    assert OpenAIServingModels.init_static_loras is once
+    assert asyncio.iscoroutinefunction(once)

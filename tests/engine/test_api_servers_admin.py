@@ -1,0 +1,143 @@
+"""What an administrator tells one API server holds for the other, also for one that starts later."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from .api_servers import ApiServers
+from .lora import make_lora
+from .server import MODEL, until
+
+ADAPTER = "narrator"
+
+
+@pytest.fixture
+def both(api_servers: ApiServers) -> Iterator[tuple[httpx.Client, httpx.Client]]:
+    """A connection to each API server."""
+    with ExitStack() as stack:
+        yield stack.enter_context(api_servers.connected(0)), stack.enter_context(api_servers.connected(1))
+
+
+def post(client: httpx.Client, path: str, **payload: Any) -> httpx.Response:
+    return client.post(path, json=payload)
+
+
+def text(client: httpx.Client, model: str = MODEL) -> str:
+    body = {"model": model, "prompt": "Once upon a time", "max_tokens": 12, "temperature": 0}
+    answer = client.post("/v1/completions", json=body).raise_for_status().json()
+    return str(answer["choices"][0]["text"])
+
+
+def models(client: httpx.Client) -> list[str]:
+    return [card["id"] for card in client.get("/v1/models").raise_for_status().json()["data"]]
+
+
+def replicas(client: httpx.Client) -> dict[str, Any]:
+    listed = client.get("/omni/replicas").raise_for_status().json()["replicas"]
+    return {replica["id"]: replica for replica in listed}
+
+
+def test_a_pause_by_one_server_ends_by_the_other(both: tuple[httpx.Client, httpx.Client]) -> None:
+    first, second = both
+    for here, there in ((first, second), (second, first)):
+        assert here.post("/pause", params={"mode": "keep"}).status_code == 200
+        assert there.get("/is_paused").json() == {"is_paused": True}
+        assert there.post("/resume").status_code == 200
+        assert here.get("/is_paused").json() == {"is_paused": False}
+    assert text(first) == text(second)
+
+
+def test_sleep_by_one_server_ends_by_the_other(both: tuple[httpx.Client, httpx.Client]) -> None:
+    first, second = both
+    assert first.post("/sleep", params={"level": 0}).status_code == 200
+    assert second.get("/is_sleeping").json() == {"is_sleeping": True}
+    assert second.post("/wake_up", params={"tags": ["scheduling"]}).status_code == 200
+    assert first.get("/is_sleeping").json() == {"is_sleeping": False}
+
+
+def test_an_adapter_loaded_by_one_server_is_served_and_unloaded_by_the_other(
+    both: tuple[httpx.Client, httpx.Client], tmp_path: Path
+) -> None:
+    first, second = both
+    loaded = post(first, "/v1/load_lora_adapter", lora_name=ADAPTER, lora_path=str(make_lora(tmp_path / "a", seed=1)))
+    assert loaded.status_code == 200, loaded.text
+    assert ADAPTER in models(second)
+    assert text(first, ADAPTER) == text(second, ADAPTER) != text(second)
+    again = post(second, "/v1/load_lora_adapter", lora_name=ADAPTER, lora_path=str(tmp_path / "a"))
+    assert "has already been loaded" in again.text
+    assert post(second, "/v1/unload_lora_adapter", lora_name=ADAPTER).status_code == 200
+    assert ADAPTER not in models(first)
+    other = make_lora(tmp_path / "b", seed=2)
+    assert post(second, "/v1/load_lora_adapter", lora_name="other", lora_path=str(other)).status_code == 200
+    try:
+        assert text(first, "other") == text(second, "other") != text(first)
+    finally:
+        assert post(first, "/v1/unload_lora_adapter", lora_name="other").status_code == 200
+
+
+def test_an_adapter_that_cannot_be_loaded_is_known_to_neither(
+    both: tuple[httpx.Client, httpx.Client], tmp_path: Path
+) -> None:
+    for client in both:
+        missing = post(client, "/v1/load_lora_adapter", lora_name="missing", lora_path=str(tmp_path / "missing"))
+        assert missing.status_code == 404
+        assert [models(other) for other in both] == [[MODEL]] * 2
+
+
+def test_a_replica_drained_by_one_server_gets_nothing_from_the_other(both: tuple[httpx.Client, httpx.Client]) -> None:
+    first, second = both
+    assert first.post("/omni/replicas/0.1/drain").status_code == 204
+    try:
+        assert replicas(second)["0.1"]["held_back"] == ["admin"]
+        before = replicas(second)["0.1"]["dispatched"]
+        for _ in range(4):
+            text(second)
+        assert replicas(second)["0.1"]["dispatched"] == before
+    finally:
+        assert second.post("/omni/replicas/0.1/resume").status_code == 204
+    assert replicas(first)["0.1"]["held_back"] == []
+
+
+def test_both_servers_call_the_replicas_alike_and_see_the_work_of_both(both: tuple[httpx.Client, httpx.Client]) -> None:
+    first, second = both
+    addresses = [{name: replica["input_addr"] for name, replica in replicas(client).items()} for client in both]
+    assert addresses[0] == addresses[1]
+    body = {"model": MODEL, "prompt": "long", "max_tokens": 600, "ignore_eos": True, "stream": True}
+    with first.stream("POST", "/v1/completions", json=body) as stream:
+        next(stream.iter_lines())
+        until(lambda: sum(r["in_flight"] for r in replicas(second).values()) == 1, "the other's request is seen")
+    until(lambda: sum(r["in_flight"] for r in replicas(second).values()) == 0, "its end is seen")
+
+
+def test_caches_are_reset_by_either_server(both: tuple[httpx.Client, httpx.Client]) -> None:
+    for client in both:
+        assert client.post("/reset_prefix_cache").status_code == 200
+
+
+def test_a_server_that_starts_again_knows_what_the_other_was_told(api_servers: ApiServers, tmp_path: Path) -> None:
+    with api_servers.connected(0) as first:
+        path = str(make_lora(tmp_path / "a", seed=1))
+        assert post(first, "/v1/load_lora_adapter", lora_name=ADAPTER, lora_path=path).status_code == 200
+        assert first.post("/omni/replicas/0.1/drain").status_code == 204
+        expected = text(first, ADAPTER)
+        before = api_servers.pids[1]
+        os.kill(before, signal.SIGKILL)
+        api_servers.wait_for_restart(1, before)
+        try:
+            with api_servers.connected(1) as second:
+                assert ADAPTER in models(second)
+                assert replicas(second)["0.1"]["held_back"] == ["admin"]
+                assert text(second, ADAPTER) == expected
+                assert second.post("/omni/replicas/0.1/resume").status_code == 204
+                assert post(second, "/v1/unload_lora_adapter", lora_name=ADAPTER).status_code == 200
+            assert ADAPTER not in models(first)
+            assert replicas(first)["0.1"]["held_back"] == []
+        finally:
+            first.post("/omni/replicas/0.1/resume")
+            post(first, "/v1/unload_lora_adapter", lora_name=ADAPTER)

@@ -1,0 +1,79 @@
+"""Calls of the engine core as heads tell each other of them."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from vllm_omni_plugin.errors import WireError
+from vllm_omni_plugin.orchestrator.engine_calls import FORGET_LORA, decode, encode
+from vllm_omni_plugin.orchestrator.shared_state import SharedState
+from vllm_omni_plugin.vllm_api.adapter import Adapter
+
+CALLS: list[tuple[Any, ...]] = [
+    ("add_lora", Adapter("story", 7, "/loras/story", None, True)),
+    ("remove_lora", 7),
+    (FORGET_LORA, 2**53),
+    ("pin_lora", 7),
+    ("pause_scheduler", "abort", True),
+    ("resume_scheduler",),
+    ("sleep", 2, "wait"),
+    ("wake_up", None),
+    ("wake_up", ["weights", "kv_cache"]),
+    ("release_kv_cache_memory",),
+    ("set_weight_version", "v1"),
+    ("collective_rpc", "update_weights", None, [], {"update_info": {"names": ["w"]}}),
+    ("collective_rpc", "check_health", 1.5, [1], {}),
+    ("reset_prefix_cache", False, True),
+    ("reset_mm_cache",),
+    ("reset_encoder_cache",),
+    ("profile", True, "prefix", None, 3),
+    ("save_sharded_state", "/path", None, None),
+]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: "-".join(map(str, call[:2])))
+def test_a_call_arrives_as_it_was_made(call: tuple[Any, ...]) -> None:
+    method, *args = call
+    told = encode(method, args)
+    assert decode(method, msgspec.json.decode(msgspec.json.encode(told))) == tuple(args)
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: "-".join(map(str, call[:2])))
+@pytest.mark.parametrize("spoiled", ["one too many", "none", "no list"])
+def test_a_call_with_other_arguments_is_refused(call: tuple[Any, ...], spoiled: str) -> None:
+    told = encode(call[0], call[1:])
+    assert told is not None
+    wrong = {"one too many": [*told, 1], "none": [] if told else [None], "no list": {"args": told}}[spoiled]
+    with pytest.raises(WireError, match=f"not arguments of {call[0]}"):
+        decode(call[0], wrong)
+
+
+def test_what_leaves_state_can_be_told() -> None:
+    state = SharedState()
+    told = {call[0] for call in CALLS}
+    leaving = {call[0] for call in CALLS if state.leaves_state(call[0], call[1:])}
+    assert leaving == told - {
+        "reset_prefix_cache",
+        "reset_mm_cache",
+        "reset_encoder_cache",
+        "profile",
+        "save_sharded_state",
+    }
+
+
+@pytest.mark.parametrize(
+    ("method", "args"),
+    [
+        ("is_sleeping", ()),
+        ("collective_rpc", ("release_late_interaction_query_cache", None, [["q"]], {})),
+        ("collective_rpc", (print, None, (), {})),
+        ("collective_rpc", ("update_weights", None, [object()], {})),
+        ("collective_rpc", ("update_weights", None, ["x" * 200_000], {})),
+        ("pause_scheduler", ("nonsense", True)),
+        ("sleep", (-1, "abort")),
+        ("shutdown", ()),
+    ],
+)
+def test_what_concerns_nobody_or_cannot_be_said_is_not_told(method: str, args: tuple[Any, ...]) -> None:
+    assert encode(method, args) is None

@@ -1,0 +1,75 @@
+"""What other heads were told, in this head's server."""
+
+from collections import deque
+from collections.abc import Iterable
+from hashlib import blake2b
+from random import Random, SystemRandom
+from typing import Any
+
+from msgspec.structs import asdict
+from vllm.lora.request import LoRARequest
+
+from vllm_omni_plugin.orchestrator.told_elsewhere import ToldElsewhere
+
+_ID_BITS = 53
+"""Ids pass through JSON."""
+
+
+class PeerFront:
+    """Keeps vLLM's registry of adapters and its metrics in step with other heads. Lives on AsyncLLM's loop.
+
+    Attributes:
+        loggers: vLLM's `StatLoggerManager`; None: nobody counts.
+    """
+
+    def __init__(self) -> None:
+        self.loggers: Any = None
+        self._requests: dict[str, LoRARequest] = {}
+
+    def bind(self, models: Any) -> None:
+        """Take vLLM's `OpenAIServingModels`, before it loads adapters, for the registry from now on.
+
+        What the fleet has loaded under the name of a module of the command line stays.
+        """
+        models.lora_requests.update(self._requests)
+        self._requests = models.lora_requests
+        modules = models.static_lora_modules
+        if modules is not None:
+            models.static_lora_modules = modules = [m for m in modules if m.name not in self._requests]
+        models.lora_id_counter = AdapterIds((m.name, m.path) for m in modules or ())
+
+    def heed(self, news: ToldElsewhere) -> None:
+        """Another head was told something."""
+        gone = {name for name, request in self._requests.items() if request.lora_int_id in news.unloaded}
+        for name in gone:
+            del self._requests[name]
+        for adapter in news.loaded:
+            self._requests[adapter.lora_name] = LoRARequest(**asdict(adapter))
+        if news.sleep_level is not None and self.loggers is not None:
+            self.loggers.record_sleep_state(int(news.sleep_level > 0), news.sleep_level)
+        if news.heeded.set_running_or_notify_cancel():
+            news.heeded.set_result(None)
+
+
+class AdapterIds:
+    """Stands in for the counter of vLLM's registry, in ids that no other server gives to another adapter.
+
+    vLLM counts from 1 in each server, and an engine takes adapters of one id for the same.
+
+    Args:
+        modules: name and path of the adapters that are loaded first, which have the same ids in all servers.
+        random: ids of those that follow.
+    """
+
+    def __init__(self, modules: Iterable[tuple[str, str]] = (), random: Random | None = None) -> None:
+        self._first = deque(_id_of(name, path) for name, path in modules)
+        self._random = random or SystemRandom()
+
+    def inc(self, num: int = 1) -> int:
+        """The id of the next adapter."""
+        return self._first.popleft() if self._first else self._random.randrange(1, 1 << _ID_BITS)
+
+
+def _id_of(name: str, path: str) -> int:
+    digest = blake2b(f"{name}\0{path}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) % ((1 << _ID_BITS) - 1) + 1
