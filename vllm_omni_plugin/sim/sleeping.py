@@ -59,6 +59,10 @@ class SleepingModel:
             self._sleep(self._duration(iteration))
         return self._next_tokens(iteration)
 
+    def compute_nothing(self) -> None:
+        """Sleep as long as an iteration takes at least."""
+        self._sleep(self._settings.duration(0, 0))
+
     def _update(self, iteration: Iteration) -> None:
         for request_id in iteration.ended:
             self._sequences.pop(request_id, None)

@@ -20,6 +20,9 @@ Frames = Sequence[Any]
 """Frames of one message, each anything that supports the buffer protocol (bytes, memoryview, zmq.Frame)."""
 
 _HASH_SPACE = 1 << 32
+_STALE_WAVE = -1
+"""Before every wave of a lockstep group, so that a rank that stands still starts the next one itself and vLLM's
+coordinator wakes the others: whoever sends requests need not know of waves. Other engines take no notice."""
 
 
 class EngineApi:
@@ -51,7 +54,9 @@ class EngineApi:
             engine_request_id: the id under which the engine shall know it.
             client_index: which of the engine's output sockets shall answer.
         """
-        attempt = msgspec.structs.replace(request, request_id=engine_request_id, client_index=client_index)
+        attempt = msgspec.structs.replace(
+            request, request_id=engine_request_id, client_index=client_index, current_wave=_STALE_WAVE
+        )
         return (EngineCoreRequestType.ADD.value, *self._encoder.encode(attempt))
 
     def encode_abort(self, engine_request_ids: Sequence[str]) -> Frames:
@@ -122,6 +127,10 @@ class EngineApi:
     def cut_short(self, output: Any) -> bool:
         """Whether an `EngineCoreOutput` ends its request for good, with all turns of a streaming-input session."""
         return output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
+
+    def aborted(self, output: Any) -> bool:
+        """Whether the engine has ended the request because it was paused or put to sleep."""
+        return bool(output.finish_reason == FinishReason.ABORT)
 
     def movable(self, request: Any) -> Any:
         """See `moving.with_seed`."""

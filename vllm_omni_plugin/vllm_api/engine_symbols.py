@@ -60,6 +60,7 @@ LAUNCH = (
     Symbol("vllm.platforms.current_platform.is_xpu", "decides how replicas share a node's devices", ()),
     Symbol("vllm.utils.network_utils.get_open_zmq_ipc_path", "addresses of links and handshakes", ()),
     Symbol(f"{_PARALLEL_CONFIG}.assigned_physical_gpu_ids", "the devices of a user's choice"),
+    Symbol(f"{_PARALLEL_CONFIG}._api_process_count", "how many engines share the cores of a CPU"),
     Symbol(f"{_PARALLEL_CONFIG}.data_parallel_rank_local", "which share of the devices a replica takes"),
     Symbol("vllm.config.vllm.VllmConfig.parallel_config", "handed to the start-up handshake"),
     Symbol("vllm.config.vllm.VllmConfig.cache_config", "handed to the start-up handshake"),
@@ -94,6 +95,9 @@ LAUNCH = (
         ("engine_manager", "coordinator", "addresses", "tensor_queue"),
     ),
     Symbol(f"{_START}.EngineZmqAddresses", "the two ends of a link", (), ("inputs", "outputs")),
+    Symbol(f"{_START}.EngineZmqAddresses.coordinator_input", "where a rank hears of waves"),
+    Symbol(f"{_START}.EngineZmqAddresses.coordinator_output", "where a rank tells its load and of waves"),
+    Symbol(f"{_START}.EngineZmqAddresses.frontend_stats_publish_address", "where front ends hear of both"),
     Symbol(
         f"{_START}.wait_for_engine_startup",
         "plays the start-up handshake",

@@ -46,6 +46,10 @@ class Model(Protocol):
         """Take as long as it takes; returns the next token of each request that has one."""
         ...
 
+    def compute_nothing(self) -> None:
+        """Take as long as an iteration without requests, which a rank computes because another one has some."""
+        ...
+
 
 class ModelFreeExecutor(UniProcExecutor):  # type: ignore[misc]
     """Runs in the process of the engine core. Nothing is loaded and no KV memory is taken."""
@@ -84,6 +88,9 @@ class _Worker:
             req_id_to_index={request_id: index for index, request_id in enumerate(tokens)},
             sampled_token_ids=[[next_tokens[request_id]] if request_id in next_tokens else [] for request_id in tokens],
         )
+
+    def execute_dummy_batch(self) -> None:
+        self._model.compute_nothing()
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
         return {_LAYER: self._layer}

@@ -21,12 +21,14 @@ FLAGS = (
     Symbol(f"{_ARG_UTILS}.EngineArgs.additional_config", "carries our options"),
     Symbol(f"{_ARG_UTILS}.EngineArgs._api_process_count", "tells vLLM that several engines stand behind one front end"),
     Symbol("vllm.config.vllm.VllmConfig.additional_config", "carries our options"),
+    Symbol("vllm.envs.VLLM_DP_SIZE", "refused with our flags"),
     Symbol("vllm.envs.VLLM_USE_RUST_FRONTEND", "refused with our flags"),
 )
 """What turns command-line arguments into a configuration."""
 
 COMMAND = (
     Symbol("vllm.entrypoints.cli.serve.run_headless", "wrapped: runs our replica server", ("args",)),
+    Symbol("vllm.entrypoints.cli.serve.run_multi_api_server", "wrapped: runs our supervisor", ("args",)),
     Symbol("vllm.entrypoints.cli.serve.validate_parsed_serve_args", "wrapped: checks our flags early", ("args",)),
     Symbol(f"{_ARG_UTILS}.AsyncEngineArgs.from_cli_args", "the configuration of a headless node", ("args",)),
     Symbol(f"{_ARG_UTILS}.EngineArgs.create_engine_config", "the configuration of a node", (), ("usage_context",)),
@@ -41,6 +43,26 @@ COMMAND = (
     Symbol("vllm.v1.executor.Executor.get_class", "what runs the workers", ("vllm_config",)),
 )
 """What `vllm serve` does with `--headless`."""
+
+SEVERAL_SERVERS = (
+    Symbol(
+        "vllm.entrypoints.launchers.api_server.entry.setup_server", "binds the HTTP socket", ("args",), ("reuse_port",)
+    ),
+    Symbol(f"{_ARG_UTILS}.EngineArgs._api_process_rank", "tells the supervisor's configuration from a server's"),
+    Symbol(f"{_ARG_UTILS}.EngineArgs.shutdown_timeout", "how long API servers may take to end"),
+    Symbol("vllm.utils.network_utils.get_ip", "where replicas listen whose coordinator listens everywhere", ()),
+    Symbol("vllm.v1.engine.admission_control.SharedAdmissionStats.COUNTERS_PER_SLOT", "clears those of a dead server"),
+    Symbol(
+        "vllm.v1.engine.admission_control.SharedAdmissionStats.num_counters", "sizes their memory", ("client_count",)
+    ),
+    Symbol("vllm.v1.metrics.prometheus.setup_multiprocess_prometheus", "where API servers count", ()),
+    Symbol(
+        "vllm.v1.utils.run_api_server_worker_proc",
+        "what an API server process runs",
+        ("listen_address", "sock", "args", "client_config"),
+    ),
+)
+"""What `vllm serve` does with `--api-server-count`."""
 
 DOOR = (
     Symbol(
@@ -118,6 +140,16 @@ SERVER = (
     Symbol("vllm.entrypoints.serve.engine.protocol.ErrorResponse.error", "a prompt that cannot be completed"),
     Symbol(f"{_MODELS}.is_base_model", "tells names of the model from those of adapters", ("model_name",)),
     Symbol(f"{_MODELS}.lora_requests", "the adapters that prompts may name"),
+    Symbol(f"{_MODELS}.lora_id_counter", "replaced: ids that no other server gives"),
+    Symbol(f"{_MODELS}.static_lora_modules", "what the fleet has loaded already is taken out"),
+    Symbol(f"{_MODELS}.init_static_loras", "wrapped: the names of other heads' adapters come first", ()),
+    Symbol(f"{_MODELS}.unload_lora_adapter", "wrapped: other heads forget the adapter, too", ("request",)),
+    Symbol(
+        "vllm.lora.request.LoRARequest",
+        "an adapter in vLLM's registry",
+        (),
+        ("lora_name", "lora_int_id", "lora_path", "base_model_name", "load_inplace", "is_3d_lora_weight"),
+    ),
 )
 """What our part of the HTTP server stands on."""
 
@@ -170,6 +202,11 @@ TRACING = (
 LABELS = (
     Symbol(f"{_ASYNC_LLM}.logger_manager", "knows the engines of its construction only"),
     Symbol(f"{_LOGGERS}.StatLoggerManager.engine_indexes", "grows and shrinks with the fleet"),
+    Symbol(
+        f"{_LOGGERS}.StatLoggerManager.record_sleep_state",
+        "told of sleep that came by another server",
+        ("sleep", "level"),
+    ),
     Symbol(f"{_LOGGERS}.StatLoggerManager.stat_loggers", "what they keep by engine grows and shrinks with the fleet"),
     Symbol(f"{_LOGGERS}.PrometheusStatLogger.vllm_config", "configures the loggers of engines that join"),
     Symbol(f"{_LOGGERS}.StatLoggerBase", "a logger of one engine", ("vllm_config", "engine_index")),

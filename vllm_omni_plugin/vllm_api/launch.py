@@ -48,11 +48,15 @@ def share_cores(vllm_configs: Iterable[Any], engines: int) -> None:
     It has a switch that divides the cores by the number of engines instead, which is what several of them need.
 
     Args:
-        vllm_configs: of the engines.
+        vllm_configs: of the engines; each is told how many there will be.
         engines: how many there will be on this node.
     """
     if not current_platform.is_cpu() or engines < 2 or envs.VLLM_CPU_OMP_THREADS_BIND != "auto":
         return
+    vllm_configs = list(vllm_configs)
+    for config in vllm_configs:
+        # The number that vLLM divides by; it was set before the ranks of each stage were known.
+        config.parallel_config._api_process_count = engines
     workers = max(config.parallel_config.local_world_size for config in vllm_configs)
     if len(os.sched_getaffinity(0)) >= engines * workers:
         os.environ.setdefault("VLLM_CPU_SIM_MULTI_NUMA", "1")
@@ -98,15 +102,20 @@ class EngineProcess:
         self._config = config
 
     @property
+    def core(self) -> Any:
+        """The engine core's `multiprocessing.Process`."""
+        return self._manager.processes[0]
+
+    @property
     def pid(self) -> int:
         """Process id of the engine core."""
-        pid: int = self._manager.processes[0].pid
+        pid: int = self.core.pid
         return pid
 
     @property
     def sentinel(self) -> int:
         """A file descriptor that becomes readable when the engine core exits."""
-        sentinel: int = self._manager.processes[0].sentinel
+        sentinel: int = self.core.sentinel
         return sentinel
 
     def shutdown(self, timeout: float | None = None) -> None:
@@ -160,7 +169,7 @@ class EngineLauncher:
 
     def identity(self, replica_id: int) -> bytes:
         """The ZMQ identity under which the engine of a replica connects to our ROUTER."""
-        identity: bytes = CoreEngine(index=self._first_engine + replica_id).identity
+        identity: bytes = CoreEngine(index=self._index(replica_id)).identity
         return identity
 
     def start(self, replica_id: int) -> "StartingEngine":
@@ -169,18 +178,38 @@ class EngineLauncher:
         # All engines share the cores; of devices these have a block of their own.
         rank = engine if current_platform.is_cpu() else replica_id
         config = replica_config(self._vllm_config, rank)
+        if config.model_config.is_moe:
+            separate_transfers(config, f"replica{engine}")
         if self._report_cache:
             turn_on_cache_events(config)
-        starting = _spawn(config, self._executor_class, self._log_stats, engine, rank)
-        try:
-            self._on_spawn(starting.process.pid)
-        except BaseException:
-            starting.abandon()
-            raise
-        return starting
+        return spawn_engine(
+            config, self._executor_class, self._log_stats, self._index(replica_id), rank, self._on_spawn
+        )
+
+    def _index(self, replica_id: int) -> int:
+        # vLLM takes an engine of a mixture of experts with an index above 0 for the rank of a lockstep group.
+        return 0 if self._vllm_config.model_config.is_moe else self._first_engine + replica_id
 
 
-def _spawn(config: Any, executor_class: Any, log_stats: bool, engine: int, rank: int) -> "StartingEngine":
+def separate_transfers(config: Any, name: str) -> None:
+    """Give an engine a name of its own in KV transfers, where vLLM itself would not tell it from its siblings."""
+    if config.kv_transfer_config is not None:
+        config.kv_transfer_config.engine_id = f"{config.kv_transfer_config.engine_id}_{name}"
+
+
+def spawn_engine(
+    config: Any, executor_class: Any, log_stats: bool, engine: int, rank: int, on_spawn: Callable[[int], None]
+) -> "StartingEngine":
+    """Spawn an engine process. Blocks while the configuration is passed to it.
+
+    Args:
+        config: its configuration, which nobody else may use.
+        executor_class: vLLM's executor for it.
+        log_stats: whether it reports scheduler statistics.
+        engine: its index, on which its identity depends.
+        rank: which share of this node it takes.
+        on_spawn: told its process id.
+    """
     handshake_address = get_open_zmq_ipc_path()
     handshake: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
     handshake.setsockopt(zmq.LINGER, 0)
@@ -199,7 +228,13 @@ def _spawn(config: Any, executor_class: Any, log_stats: bool, engine: int, rank:
     except BaseException:
         handshake.close()
         raise
-    return StartingEngine(EngineProcess(manager, config), manager, handshake, config, engine)
+    starting = StartingEngine(EngineProcess(manager, config), manager, handshake, config, engine)
+    try:
+        on_spawn(starting.process.pid)
+    except BaseException:
+        starting.abandon()
+        raise
+    return starting
 
 
 class StartingEngine:
@@ -224,30 +259,34 @@ class StartingEngine:
         self.process.kill()
         self._handshake.close()
 
-    def wait(self, input_addr: str, output_addrs: Sequence[str]) -> None:
+    def wait(self, input_addr: str, output_addrs: Sequence[str], coordinator: Any = None) -> None:
         """Play vLLM's start-up handshake: tell the engine its addresses, and block until it has loaded the model.
 
         Args:
             input_addr: where the engine takes requests.
             output_addrs: where it gives outputs; a request's `client_index` says to which.
+            coordinator: vLLM's `DPCoordinator`, for a rank of a lockstep group.
 
         Raises:
             ReplicaError: the engine ended or misbehaved before it was ready.
         """
-        config = self._config
+        addresses = EngineZmqAddresses(inputs=[input_addr], outputs=list(output_addrs))
+        # Every rank has a handshake of its own, so of the local ranks of this one there is one.
+        parallel = copy.copy(self._config.parallel_config)
+        parallel.data_parallel_size_local = 1
+        if coordinator is not None:
+            addresses.coordinator_input, addresses.coordinator_output = coordinator.get_engine_socket_addresses()
+            addresses.frontend_stats_publish_address = coordinator.get_stats_publish_address()
         launch = CoreEngineLaunch(
-            engine_manager=self._manager,
-            coordinator=None,
-            addresses=EngineZmqAddresses(inputs=[input_addr], outputs=list(output_addrs)),
-            tensor_queue=None,
+            engine_manager=self._manager, coordinator=coordinator, addresses=addresses, tensor_queue=None
         )
         try:
             wait_for_engine_startup(
                 self._handshake,
                 [CoreEngine(index=self._index, local=True)],
-                config.parallel_config,
-                False,
-                config.cache_config,
+                parallel,
+                coordinator is not None,
+                self._config.cache_config,
                 launch,
             )
         except RuntimeError as error:

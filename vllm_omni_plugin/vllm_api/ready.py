@@ -22,11 +22,12 @@ def apply_ready_responses(vllm_config: Any, payloads: Iterable[bytes]) -> dict[i
     """
     front_end = SimpleNamespace(
         vllm_config=vllm_config,
-        stats_update_address=None,
         _effective_attention_block_sizes=set(),
         _kv_event_sources={},
     )
     for payload in payloads:
+        # Each lockstep group has a coordinator of its own, and vLLM expects one; here nobody subscribes to any.
+        front_end.stats_update_address = None
         MPClient._apply_ready_response(front_end, payload)
     sources: dict[int, Any] = front_end._kv_event_sources
     return sources

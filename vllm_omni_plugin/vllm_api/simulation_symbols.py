@@ -46,6 +46,7 @@ EXECUTOR = (
     Symbol(f"{_EXECUTOR}._init_executor", "replaced: there is no worker to load a model", ()),
     Symbol(f"{_EXECUTOR}.supports_async_scheduling", "replaced: iterations do not overlap", ()),
     Symbol(f"{_EXECUTOR}.driver_worker", "what calls to workers arrive at"),
+    Symbol(f"{_EXECUTOR}.execute_dummy_batch", "what a rank computes because another one has requests", ()),
     *(
         Symbol(f"vllm.v1.core.sched.output.{name}", "what an iteration computes")
         for name in (

@@ -12,7 +12,17 @@ from vllm_omni_plugin.vllm_api.engine_symbols import (
     MOVING,
     PROTOCOL,
 )
-from vllm_omni_plugin.vllm_api.front_symbols import ANSWERS, COMMAND, DOOR, FLAGS, LABELS, SERVER, TRACING
+from vllm_omni_plugin.vllm_api.front_symbols import (
+    ANSWERS,
+    COMMAND,
+    DOOR,
+    FLAGS,
+    LABELS,
+    SERVER,
+    SEVERAL_SERVERS,
+    TRACING,
+)
+from vllm_omni_plugin.vllm_api.group_symbols import GROUPS
 from vllm_omni_plugin.vllm_api.pipeline_symbols import PIPELINES
 from vllm_omni_plugin.vllm_api.simulation_symbols import EXECUTOR, SIMULATION
 from vllm_omni_plugin.vllm_api.stage_symbols import STAGES
@@ -23,12 +33,14 @@ __all__ = ["CALLS", "SYMBOLS", "Symbol"]
 SYMBOLS = (
     *FLAGS,
     *COMMAND,
+    *SEVERAL_SERVERS,
     *DOOR,
     *SERVER,
     *ANSWERS,
     *TRACING,
     *PROTOCOL,
     *LAUNCH,
+    *GROUPS,
     *CACHE_EVENTS,
     *CALLS,
     *BALANCING,

@@ -1,0 +1,169 @@
+"""What `--data-parallel-size` makes of a configuration, and how the engines of ranks are numbered."""
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from vllm.config import KVTransferConfig
+from vllm.v1.engine.utils import CoreEngine
+
+from tests.engine.experts import MIXTRAL
+from tests.sim.protocol.requests import request
+from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.vllm_api import group_launch, launch
+from vllm_omni_plugin.vllm_api.engine_api import EngineApi
+from vllm_omni_plugin.vllm_api.group_launch import GroupLauncher, new_launcher, split_ranks
+from vllm_omni_plugin.vllm_api.launch import EngineLauncher
+from vllm_omni_plugin.vllm_api.ready import apply_ready_responses
+from vllm_omni_plugin.vllm_api.sim_protocol import ready_response
+
+from .configs import vllm_config, write_model
+
+RANKS = 2
+
+
+@pytest.fixture
+def experts(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "experts", **MIXTRAL)
+
+
+@pytest.fixture
+def dense(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "dense")
+
+
+def launcher_of(model: Path, **arguments: Any) -> Any:
+    engines = split_ranks(vllm_config(model, **arguments))
+    return new_launcher(engines.config, object, True, lambda _pid: None, first_engine=3)
+
+
+def test_ranks_of_a_dense_model_are_engines_of_their_own(dense: Path) -> None:
+    config = vllm_config(dense, data_parallel_size=RANKS)
+    engines = split_ranks(config)
+    assert engines.ranks == RANKS
+    assert engines.config is config
+    assert config.parallel_config.data_parallel_size == 1
+    launcher = launcher_of(dense, data_parallel_size=RANKS)
+    assert isinstance(launcher, EngineLauncher)
+    assert [launcher.identity(replica) for replica in range(RANKS)] == [b"\x03\x00", b"\x04\x00"]
+
+
+def test_ranks_of_a_mixture_of_experts_know_of_each_other_and_the_front_end_of_one_only(experts: Path) -> None:
+    config = vllm_config(experts, data_parallel_size=RANKS)
+    engines = split_ranks(config)
+    parallel = engines.config.parallel_config
+    assert engines.ranks == RANKS
+    assert (parallel.data_parallel_size, parallel.data_parallel_size_local) == (RANKS, RANKS)
+    assert config.parallel_config.data_parallel_size == 1
+
+
+def test_the_engines_of_every_group_are_numbered_from_0(experts: Path) -> None:
+    launcher = launcher_of(experts, data_parallel_size=RANKS)
+    assert isinstance(launcher, GroupLauncher)
+    assert [launcher.identity(replica) for replica in range(4)] == [
+        CoreEngine(index=rank).identity for rank in (0, 1, 0, 1)
+    ]
+    assert [list(launcher.group_of(replica)) for replica in range(4)] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+
+
+def test_a_replica_of_experts_without_ranks_is_not_taken_for_a_rank(
+    experts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    indexes: list[tuple[int, str]] = []
+
+    def spawn(config: Any, _executor: Any, _stats: bool, engine: int, _rank: int, _on_spawn: Any) -> None:
+        indexes.append((engine, config.kv_transfer_config.engine_id))
+
+    transfers = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both", engine_id="name")
+    launcher = launcher_of(experts, kv_transfer_config=transfers)
+    monkeypatch.setattr(launch, "spawn_engine", spawn)
+    for replica in range(2):
+        launcher.start(replica)
+        assert launcher.identity(replica) == CoreEngine(index=0).identity
+    assert indexes == [(0, "name_replica3"), (0, "name_replica4")]
+
+
+def test_a_later_group_takes_devices_behind_those_before(experts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spawned: dict[int, Any] = {}
+
+    def spawn(config: Any, _executor: Any, _stats: bool, engine: int, rank: int, _on_spawn: Any) -> None:
+        assert engine == rank
+        spawned[rank] = config
+        raise ReplicaError("seen")
+
+    ids = list(range(100, 108))
+    platform = SimpleNamespace(is_cpu=lambda: False, device_id_to_physical_device_id=ids.__getitem__)
+    monkeypatch.setattr(launch, "current_platform", platform)
+    monkeypatch.setattr(group_launch, "spawn_engine", spawn)
+    launcher = launcher_of(experts, data_parallel_size=RANKS)
+    starts = [launcher.start(replica) for replica in (2, 3)]
+    together(starts, "seen")
+    assert {config.parallel_config.assigned_physical_gpu_ids[rank] for rank, config in spawned.items()} == {102, 103}
+
+
+def test_a_rank_that_is_given_up_before_its_siblings_came_is_not_spawned(experts: Path) -> None:
+    launcher = launcher_of(experts, data_parallel_size=RANKS)
+    lonely = launcher.start(0)
+    lonely.process.kill()
+    with pytest.raises(ReplicaError, match="given up"):
+        lonely.wait("ipc:///nowhere", [])
+    lonely.process.shutdown(0.0)
+
+
+def test_a_failed_start_of_one_rank_releases_the_others(experts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def spawn(_config: Any, _executor: Any, _stats: bool, engine: int, _rank: int, _on_spawn: Any) -> None:
+        if engine == 0:
+            raise ReplicaError("rank 0 cannot be spawned")
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            try:
+                generation.require()
+            except ReplicaError:
+                raise ReplicaError("released") from None
+            time.sleep(0.001)
+
+    launcher = launcher_of(experts, data_parallel_size=RANKS)
+    monkeypatch.setattr(group_launch, "spawn_engine", spawn)
+    starts = [launcher.start(replica) for replica in range(RANKS)]
+    generation: Any = None
+    own_meet = group_launch.RankProcess.meet
+
+    def meet(process: Any) -> Any:
+        nonlocal generation
+        generation = own_meet(process)
+        return generation
+
+    monkeypatch.setattr(group_launch.RankProcess, "meet", meet)
+    together(starts, "rank 0 cannot be spawned|released")
+
+
+def test_every_request_comes_of_a_wave_that_is_over(dense: Path) -> None:
+    asked = request("a")
+    _, *frames = EngineApi().encode_add(asked, "b")
+    sent = msgspec.msgpack.decode(frames[0], type=type(asked))
+    assert sent.current_wave == -1
+    assert asked.current_wave == 0
+
+
+def test_ready_responses_of_several_groups_are_applied_although_each_names_a_coordinator(experts: Path) -> None:
+    config = vllm_config(experts)
+    responses = []
+    for group in range(2):
+        ready = msgspec.msgpack.decode(ready_response(config, 0, 10, 16))
+        responses.append(msgspec.msgpack.encode(ready | {"dp_stats_address": f"ipc:///group{group}"}))
+    apply_ready_responses(config, responses)
+    assert config.cache_config.num_gpu_blocks == 20
+
+
+def together(starts: list[Any], error: str) -> None:
+    """Wait for starts in threads of their own, all of which fail."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(len(starts)) as threads:
+        waits = [threads.submit(start.wait, "ipc:///nowhere", []) for start in starts]
+        for wait in waits:
+            with pytest.raises(ReplicaError, match=error):
+                wait.result(30)

@@ -1,0 +1,192 @@
+"""Processes of a lockstep group: meeting, living and dying together."""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.vllm_api.lockstep import Generation, Meeting
+
+SOON_S = 10.0
+
+
+class FakeProcess:
+    """Satisfies `Process`; its sentinel is a pipe that closes when it ends."""
+
+    def __init__(self) -> None:
+        self.sentinel, self._alive_end = os.pipe()
+        self.exited = threading.Event()
+        self.killed = threading.Event()
+        self._lock = threading.Lock()
+
+    def exit(self) -> None:
+        with self._lock:
+            if not self.exited.is_set():
+                self.exited.set()
+                os.close(self._alive_end)
+
+    def kill(self) -> None:
+        self.killed.set()
+        self.exit()
+
+    @property
+    def runs(self) -> bool:
+        return not self.exited.is_set()
+
+
+class Undying(FakeProcess):
+    """A process that hangs in the kernel."""
+
+    def kill(self) -> None:
+        self.killed.set()
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as executor:
+        yield executor
+
+
+def group(helper_exits: Callable[[], None] = lambda: None) -> tuple[Generation, FakeProcess, FakeProcess, FakeProcess]:
+    """Two ranks and a helper."""
+    generation = Generation(2)
+    one, other, helper = FakeProcess(), FakeProcess(), FakeProcess()
+    generation.add(one)
+    generation.add(other)
+    generation.add_helper(helper, helper_exits)
+    return generation, one, other, helper
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_when_any_process_ends_all_are_killed(first: int) -> None:
+    told = threading.Event()
+    _, *processes = group(told.set)
+    processes[first].exit()
+    for process in processes:
+        assert process.killed.wait(SOON_S)
+    assert told.wait(SOON_S)
+
+
+def test_ranks_that_all_leave_end_in_order_and_the_helper_after_them(threads: ThreadPoolExecutor) -> None:
+    told = threading.Event()
+    generation, one, other, helper = group(told.set)
+    leaving = threads.submit(generation.leave, 0, None)
+    assert not leaving.done()
+    generation.leave(1, None)
+    leaving.result(SOON_S)
+    one.exit()
+    generation.close(one)
+    assert other.runs
+    assert helper.runs
+    other.exit()
+    generation.close(other)
+    assert not helper.runs
+    assert told.wait(SOON_S)
+
+
+def test_a_rank_that_leaves_alone_is_needed_until_the_group_ends(threads: ThreadPoolExecutor) -> None:
+    generation, _, other, _ = group()
+    leaving = threads.submit(generation.leave, 0, None)
+    other.exit()
+    leaving.result(SOON_S)
+    with pytest.raises(ReplicaError):
+        generation.require()
+
+
+def test_leaving_alone_takes_no_longer_than_it_may() -> None:
+    generation, one, other, helper = group()
+    generation.leave(0, 0.01)
+    assert one.runs
+    generation.end()
+    assert not other.runs
+    assert not helper.runs
+
+
+def test_who_comes_to_an_ended_generation_is_killed() -> None:
+    generation = Generation(2)
+    generation.end()
+    late = FakeProcess()
+    with pytest.raises(ReplicaError, match="another process of its group ended"):
+        generation.add(late)
+    assert late.killed.is_set()
+
+
+def test_what_cannot_be_killed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_omni_plugin.vllm_api.lockstep._DEATH_TAKES_AT_MOST_S", 0.0)
+    generation, undying = Generation(1), Undying()
+    generation.add(undying)
+    generation.end()
+    with pytest.raises(ReplicaError, match="cannot be ended"):
+        generation.join()
+    undying.exit()
+
+
+def attend(threads: ThreadPoolExecutor, meeting: Meeting[Generation], rank: int) -> "Attendance":
+    given_up = threading.Event()
+    return Attendance(threads.submit(meeting.attend, rank, given_up), given_up)
+
+
+class Attendance:
+    """One rank on its way to a generation."""
+
+    def __init__(self, future: "Future[Generation]", given_up: threading.Event) -> None:
+        self.future = future
+        self.given_up = given_up
+
+    def generation(self) -> Generation:
+        return self.future.result(SOON_S)
+
+
+def two_ranks(patience: float = SOON_S) -> Meeting[Generation]:
+    return Meeting(2, lambda: Generation(2), patience)
+
+
+def test_ranks_that_meet_begin_one_generation(threads: ThreadPoolExecutor) -> None:
+    meeting = two_ranks()
+    one = attend(threads, meeting, 1)
+    other = attend(threads, meeting, 0)
+    assert one.generation() is other.generation()
+
+
+def test_a_rank_that_is_given_up_waits_no_longer_and_may_come_again(threads: ThreadPoolExecutor) -> None:
+    meeting = two_ranks()
+    one = attend(threads, meeting, 0)
+    meeting.give_up(one.given_up)
+    with pytest.raises(ReplicaError, match="given up"):
+        one.generation()
+    again, other = attend(threads, meeting, 0), attend(threads, meeting, 1)
+    assert again.generation() is other.generation()
+
+
+def test_a_rank_whose_siblings_do_not_come_is_released(threads: ThreadPoolExecutor) -> None:
+    lonely = attend(threads, Meeting(3, lambda: Generation(3), patience=0.01), 1)
+    with pytest.raises(ReplicaError, match="the other ranks of its group do not start: 0, 2"):
+        lonely.generation()
+
+
+def test_a_rank_that_starts_anew_ends_the_generation_before(threads: ThreadPoolExecutor) -> None:
+    meeting = two_ranks()
+    first = [attend(threads, meeting, rank) for rank in (0, 1)]
+    old = FakeProcess()
+    first[0].generation().add(old)
+    again = attend(threads, meeting, 0)
+    assert old.killed.wait(SOON_S)
+    other = attend(threads, meeting, 1)
+    assert again.generation() is other.generation()
+    assert again.generation() is not first[0].generation()
+
+
+def test_no_generation_begins_beside_processes_that_do_not_end(
+    threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_omni_plugin.vllm_api.lockstep._DEATH_TAKES_AT_MOST_S", 0.0)
+    meeting = two_ranks()
+    first = [attend(threads, meeting, rank) for rank in (0, 1)]
+    undying = Undying()
+    first[1].generation().add(undying)
+    with pytest.raises(ReplicaError, match="cannot be ended"):
+        attend(threads, meeting, 0).generation()
+    undying.exit()
