@@ -49,6 +49,18 @@ def write_pipeline(folder: Path, first: str = "", second: str = "", third: str |
     return file
 
 
+def write_disaggregated(folder: Path, prefill: str, decode: str) -> Path:
+    """Two stages of one model, the thinker's, each with further lines."""
+    stages = (
+        f"- id: 0\n  name: prefill\n  engine: vllm\n  model: {folder}/thinker\n{_lines(prefill)}  output: kv_cache\n",
+        f"- id: 1\n  name: decode\n  engine: vllm\n  model: {folder}/thinker\n  inputs: [prefill]\n{_lines(decode)}"
+        "  output: text\n  final: true\n",
+    )
+    file = folder / "pipeline.yaml"
+    file.write_text(f"stages:\n{indent(''.join(stages), '  ')}")
+    return file
+
+
 def _lines(text: str) -> str:
     return indent(f"{text}\n", "  ") if text else ""
 

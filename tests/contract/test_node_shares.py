@@ -91,7 +91,7 @@ def test_an_engine_is_numbered_among_all_of_the_node(
 ) -> None:
     spawned: list[tuple[int, int]] = []
 
-    def spawn(config: Any, executor_class: Any, log_stats: bool, engine: int, own_rank: int) -> Any:
+    def spawn(config: Any, _executor: Any, _stats: bool, engine: int, own_rank: int, _on_spawn: Any) -> Any:
         assert config.parallel_config.data_parallel_rank_local == own_rank
         spawned.append((engine, own_rank))
         return SimpleNamespace(process=SimpleNamespace(pid=1))
@@ -101,7 +101,7 @@ def test_an_engine_is_numbered_among_all_of_the_node(
     node.is_cuda_alike = lambda: kind == "cuda"
     node.is_xpu = lambda: False
     monkeypatch.setattr(launch, "current_platform", node)
-    monkeypatch.setattr(launch, "_spawn", spawn)
+    monkeypatch.setattr(launch, "spawn_engine", spawn)
     launcher = EngineLauncher(config, object, True, lambda _pid: None, first_engine=3)
     launcher.start(1)
     assert spawned == [(4, rank)]

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.lora.request import LoRARequest
 
 from tests.fakes.engine_api import FakeEngineApi, FakeRequest
 from vllm_omni_plugin.balancing import RandomBalancer
@@ -122,17 +123,17 @@ async def test_the_first_replica_of_a_stage_that_had_none_completes_its_configur
         ("reset_mm_cache_async", (), ALL),
         ("reset_encoder_cache_async", (), ALL),
         ("release_kv_cache_memory_async", (), ALL),
-        ("add_lora_async", (None,), (1, 2)),
-        ("remove_lora_async", (1,), (1, 2)),
-        ("list_loras_async", (), (1, 2)),
-        ("pin_lora_async", (1,), (1, 2)),
+        ("add_lora_async", (LoRARequest("name", 1, "path"),), (1,)),
+        ("remove_lora_async", (1,), (1,)),
+        ("list_loras_async", (), (1,)),
+        ("pin_lora_async", (1,), (1,)),
         ("set_weight_version_async", ("v",), (1, 2)),
         ("get_weight_version_async", (), (1, 2)),
         ("collective_rpc_async", ("m",), (1, 2)),
         ("compute_weight_checksums_async", (), (1, 2)),
         ("save_sharded_state_async", ("p",), (1, 2)),
-        ("is_sleeping_async", (), (1, 2)),
-        ("is_scheduler_paused_async", (), (1, 2)),
+        ("is_sleeping_async", (), (1,)),
+        ("is_scheduler_paused_async", (), (1,)),
     ],
 )
 async def test_a_call_reaches_the_stages_that_it_concerns(

@@ -10,7 +10,7 @@ from vllm_omni_plugin.integration import pipeline_command
 from vllm_omni_plugin.integration.flags import parse_options
 from vllm_omni_plugin.integration.pipeline_command import command_of, local_engines, pipeline_of
 
-from .pipeline_files import JOIN, STAGES, read, write_pipeline
+from .pipeline_files import JOIN, STAGES, read, write_disaggregated, write_pipeline
 
 VOCODER = f"engine: {STAGES}:Vocoder"
 
@@ -28,6 +28,15 @@ def test_the_entry_stage_is_laid_over_the_command_line(tmp_path: Path) -> None:
     args, _ = read(f"--omni-pipeline {file} --max-model-len 64 --enforce-eager --max-num-seqs 3 --port 9000")
     assert args.model == args.model_tag == f"{tmp_path}/thinker"
     assert (args.max_model_len, args.enforce_eager, args.max_num_seqs, args.port) == (128, False, 3, 9000)
+
+
+def test_behind_a_prefill_it_is_the_stage_that_answers_which_is_laid_over_the_command_line(tmp_path: Path) -> None:
+    file = write_disaggregated(tmp_path, "engine_args: {max-model-len: 128}", "engine_args: {max-model-len: 256}")
+    args, options = read(f"--omni-pipeline {file}")
+    assert (args.model, args.max_model_len) == (f"{tmp_path}/thinker", 256)
+    command = command_of(options)
+    assert command is not None
+    assert [engine_args.max_model_len for engine_args in command.engine_args.values()] == [128, 256]
 
 
 def test_other_stages_have_the_command_line_and_their_own_arguments_but_not_those_of_the_entry(tmp_path: Path) -> None:
@@ -102,7 +111,7 @@ def test_engines_of_all_stages_are_counted(tmp_path: Path) -> None:
         pytest.param("--omni-lb-config {}", "--omni-lb-config: not allowed with --omni-pipeline", id="policy options"),
         pytest.param("--omni-dp-size-local 2", "--omni-dp-size-local: not allowed with --omni-pipeline", id="replicas"),
         pytest.param("--omni-stage-id 1", "--omni-stage-id: needs --headless", id="stage"),
-        pytest.param("--data-parallel-size 2", "--data-parallel-size: not allowed with --omni-* flags", id="vLLM's"),
+        pytest.param("--data-parallel-rank 1", "--data-parallel-rank: not allowed with --omni-* flags", id="vLLM's"),
         pytest.param(
             f"--headless {JOIN} --omni-stage-id 2",
             "--omni-stage-id: pipeline.yaml has no stage 2: use 0 (thinker), 1 (refiner)",

@@ -7,6 +7,7 @@ import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.executor import Executor
 
+from tests.engine.experts import MIXTRAL
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.compatibility import prepare_engine_args
 from vllm_omni_plugin.integration.options import carry_options, options_of, without_options
@@ -16,7 +17,7 @@ from vllm_omni_plugin.integration.stage_plan import StagePlan
 from vllm_omni_plugin.replicas.engine_start import SharingProcess
 from vllm_omni_plugin.vllm_api.fingerprint import fingerprint
 
-from .pipeline_files import JOIN, STAGES, read, write_pipeline, write_text_model
+from .pipeline_files import JOIN, STAGES, read, write_disaggregated, write_pipeline, write_text_model
 
 ENGINE = "--dtype float32 --enforce-eager"
 VOCODER = f"engine: {STAGES}:Vocoder\ntransform: text"
@@ -63,6 +64,22 @@ def test_without_a_pipeline_there_is_one_plan_from_the_flags(tmp_path: Path) -> 
     assert plan.fingerprint == fingerprint(plan.vllm_config, 0)
 
 
+def test_every_rank_of_a_replica_is_planned_for(tmp_path: Path) -> None:
+    (plan,) = plans_of(f"{tmp_path}/thinker {ENGINE} --omni-dp-size-local 2 --data-parallel-size 3")
+    assert plan.replicas == 6
+    assert plan.vllm_config.parallel_config.data_parallel_size == 1
+    assert len(set(identities(plan))) == 6
+
+
+def test_ranks_of_a_stage_of_experts_are_in_groups_of_their_own(tmp_path: Path) -> None:
+    write_text_model(tmp_path / "thinker", **MIXTRAL)
+    file = write_pipeline(tmp_path, "replicas: 2\nengine_args: {data-parallel-size: 2}", "replicas: 2", VOCODER)
+    thinker, refiner, vocoder = plans_of(f"--omni-pipeline {file} {ENGINE}")
+    assert [plan.replicas for plan in (thinker, refiner, vocoder)] == [4, 2, 1]
+    assert identities(thinker) == [b"\x00\x00", b"\x01\x00"] * 2
+    assert identities(refiner) == [b"\x04\x00", b"\x05\x00"]
+
+
 def test_each_stage_has_the_configuration_that_its_section_asks_for(tmp_path: Path) -> None:
     file = write_pipeline(tmp_path, "replicas: 2", "engine_args: {max-model-len: 128}", f"{VOCODER}\npolicy: random")
     thinker, refiner, vocoder = plans_of(f"--omni-pipeline {file} {ENGINE}")
@@ -74,13 +91,24 @@ def test_each_stage_has_the_configuration_that_its_section_asks_for(tmp_path: Pa
     assert {plan.fingerprint["stage"] for plan in (thinker, refiner, vocoder)} == {"0", "1", "2"}
 
 
-def test_a_head_shares_memory_with_the_python_stages_that_it_starts(tmp_path: Path) -> None:
+def test_the_server_reads_prompts_as_long_as_the_stage_takes_that_answers_them(tmp_path: Path) -> None:
+    kv = "kv-transfer-config: {kv_connector: ExampleConnector, kv_role: kv_both}"
+    lengths = [f"engine_args: {{max-model-len: {length}, {kv}}}" for length in (64, 256)]
+    options, config = configured(f"--omni-pipeline {write_disaggregated(tmp_path, *lengths)} {ENGINE}")
+    assert config.model_config.max_model_len == 256
+    prefill, decode = stage_plans(options, config, Executor.get_class(config), True)
+    assert decode.vllm_config is config
+    assert prefill.vllm_config.model_config.max_model_len == 64
+
+
+@pytest.mark.parametrize("for_others", [False, True])
+def test_a_head_shares_memory_with_the_python_stages_that_it_alone_uses(tmp_path: Path, for_others: bool) -> None:
     file = write_pipeline(tmp_path, third=VOCODER)
     *_, vocoder = plans_of(f"--omni-pipeline {file} {ENGINE}")
-    process = vocoder.launcher_for(lambda _pid: None, False).start(0).process
+    process = vocoder.launcher_for(lambda _pid: None, False, for_others).start(0).process
     try:
         assert isinstance(process, SharingProcess)
-        assert process.memory is not None
+        assert (process.memory is None) == for_others
     finally:
         process.shutdown(0.0)
 

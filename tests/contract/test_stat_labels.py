@@ -1,11 +1,13 @@
 """vLLM's own loggers get to know replicas that come, and forget those that go."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import REGISTRY
+from prometheus_client import REGISTRY, CollectorRegistry, values
+from prometheus_client.multiprocess import MultiProcessCollector
 from vllm.v1.engine import FinishReason
 from vllm.v1.metrics.loggers import StatLoggerManager
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
@@ -150,3 +152,67 @@ def test_the_last_replica_is_kept_until_another_comes(manager: StatLoggerManager
     labels.add(7)
     labels.add(8)
     assert manager.engine_indexes == [7, 8]
+
+
+@pytest.fixture
+def api_server(config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Any]]:
+    """Makes the loggers of one of several API server processes that count in the same files, by its number."""
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    used: list[Any] = []
+
+    def start(pid: int) -> StatLoggerManager:
+        unregister_vllm_metrics()
+        used.append(values.MultiProcessValue(process_identifier=lambda: pid))
+        monkeypatch.setattr(values, "ValueClass", used[-1])
+        return StatLoggerManager(config, [0], client_count=2)
+
+    yield start
+    unregister_vllm_metrics()
+    for value_class in used:
+        value_class.close_all_files()
+
+
+def scraped(name: str, engine: int) -> float | None:
+    """What a scrape of any of several API servers shows."""
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry)
+    found = [
+        sample.value
+        for family in registry.collect()
+        for sample in family.samples
+        if sample.name == name and sample.labels["engine"] == str(engine)
+    ]
+    return found[0] if found else None
+
+
+def test_of_several_api_servers_the_last_one_to_hear_of_an_engine_is_believed(
+    api_server: Callable[[int], StatLoggerManager],
+) -> None:
+    first, second = api_server(1), api_server(2)
+    record(first, 0)
+    assert scraped("vllm:num_requests_running", 0) == 3
+    second.record(SchedulerStats(num_running_reqs=1), None, None, 0)
+    assert scraped("vllm:num_requests_running", 0) == 1
+
+
+def test_an_api_server_in_place_of_one_that_died_takes_engines_for_idle_until_they_report(
+    api_server: Callable[[int], StatLoggerManager],
+) -> None:
+    record(api_server(1), 0)
+    assert scraped("vllm:num_requests_running", 0) == 3
+    StatLabels(api_server(2)).add(0)
+    assert scraped("vllm:num_requests_running", 0) == 0
+    assert scraped("vllm:generation_tokens_total", 0) is not None
+
+
+def test_replicas_come_and_go_in_several_api_servers_without_a_warning(
+    api_server: Callable[[int], StatLoggerManager],
+) -> None:
+    manager = api_server(1)
+    labels = StatLabels(manager)
+    for _ in range(2):
+        labels.add(5)
+        record(manager, 5)
+        labels.remove(5)
+    assert manager.engine_indexes == [0]
+    assert scraped("vllm:request_success_total", 5) == 2

@@ -20,7 +20,7 @@ PACKAGE = Path(vllm_omni_plugin.__file__).parent
 THE_LIST = frozenset((PACKAGE / "vllm_api").glob("*symbol*.py"))
 SOURCES = {path: path.read_text() for path in sorted(PACKAGE.rglob("*.py")) if path not in THE_LIST}
 TOUCH_VLLM = {path: text for path, text in SOURCES.items() if path.parent.name in {"vllm_api", "integration"}}
-CALLERS = frozenset({"_call", "_call_model", "_call_stages", "_consensus"})
+CALLERS = frozenset({"_call", "_call_model", "_call_prompt", "_call_stages", "_consensus"})
 INSTANCE_ATTRIBUTES = {"engine_ranks_managed", "resources"}
 """What AsyncLLM reads of its engine client that is no method of a class."""
 

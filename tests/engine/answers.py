@@ -27,7 +27,12 @@ RELATIVE_TOLERANCE = 1e-4
 def ask(server: Server, path: str, body: dict[str, Any] | None) -> Any:
     """Status and body of one request; a GET without `body`. A stream's events are joined; see `join_events`."""
     with httpx.Client(base_url=server.url, timeout=60.0, verify=False) as client:
-        response = client.get(path) if body is None else client.post(path, json=body)
+        return ask_by(client, path, body)
+
+
+def ask_by(client: httpx.Client, path: str, body: dict[str, Any] | None) -> Any:
+    """The same over a connection of the caller's."""
+    response = client.get(path) if body is None else client.post(path, json=body)
     if response.headers["content-type"].startswith("text/event-stream"):
         return {"status": response.status_code, "stream": join_events(response.text)}
     return {"status": response.status_code, "body": comparable(response.json())}

@@ -1,14 +1,17 @@
 """Models and servers that the engine tests share."""
 
 import importlib.util
+import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from .api_servers import ApiServers
 from .nodes import NodeFleet
-from .server import Server
+from .server import START_S, Server, until
 from .servers import Servers
 
 _TINY_MODEL = Path(__file__).parents[2] / "examples" / "cpu" / "tiny_model.py"
@@ -24,9 +27,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _turn(item: pytest.Item) -> int:
     fixtures = set(getattr(item, "fixturenames", ()))
-    if "nodes" in fixtures:
-        return 1
-    return 0 if item.get_closest_marker("engine") is None or fixtures & {"fleet", "plain"} else 2
+    for turn, shared in ((1, "api_servers"), (2, "nodes")):
+        if shared in fixtures:
+            return turn
+    return 0 if item.get_closest_marker("engine") is None or fixtures & {"fleet", "plain"} else 3
 
 
 @pytest.fixture(scope="session")
@@ -79,6 +83,17 @@ def plain(servers: Servers, tiny_model: Path) -> Server:
 
 
 @pytest.fixture
+def api_servers(servers: Servers, tiny_model: Path) -> Iterator[ApiServers]:
+    """Two API servers and two local replicas; both serve before each test and after it."""
+
+    running: ApiServers = servers.keep("api-servers", partial(start_api_servers, tiny_model), engines=2)
+    until(lambda: running.health() == 200 and running.replicas_up() == 2, "two replicas take requests", START_S)
+    yield running
+    if running.process.poll() is None:
+        until(lambda: set(running.by_replica("vllm_omni:requests_in_flight").values()) == {0}, "nothing is in flight")
+
+
+@pytest.fixture
 def nodes(servers: Servers, tiny_model: Path) -> Iterator[NodeFleet]:
     """A head without engines and two headless nodes, all of them in service before each test and after it."""
 
@@ -90,6 +105,17 @@ def nodes(servers: Servers, tiny_model: Path) -> Iterator[NodeFleet]:
     yield running
     running.wait_for_replicas(2)
     assert set(running.head.by_replica("vllm_omni:requests_in_flight").values()) == {0}
+
+
+def start_api_servers(model: Path, log: Path) -> ApiServers:
+    """Two API servers and two local replicas, each on a core of its own."""
+    # All that any of its processes leaves behind is in one folder. Its name is short for the sake of ipc sockets.
+    scratch = tempfile.mkdtemp(prefix="api-")
+    flags = (*TWO_REPLICAS, *FEATURES, "--api-server-count", "2", "--enable-lora")
+    # A connection that is to a certain process may wait for its turn.
+    patient = {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600"}
+    environment = {**TWO_ENGINES, **DEV_MODE, **RUNTIME_LORA, **patient}
+    return ApiServers(model, log, *flags, scratch=scratch, **environment).__enter__()
 
 
 FEATURES = (

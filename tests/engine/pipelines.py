@@ -23,9 +23,10 @@ class PipelineServer(Server):
         kind: which example.
         log: file for what it writes; the models and the nodes' logs lie beside it.
         flags: more of its command line.
+        environment: changes to `serve_environment`.
     """
 
-    def __init__(self, kind: str, log: Path, *flags: str) -> None:
+    def __init__(self, kind: str, log: Path, *flags: str, **environment: str) -> None:
         self.models = log.with_name(kind)
         self._kind = kind
         self._nodes = 0
@@ -37,7 +38,7 @@ class PipelineServer(Server):
         secret.write_text(secrets.token_hex(32))
         self._join = ("-oma", "127.0.0.1", "-omp", str(free_port()), "--omni-secret-file", str(secret))
         where = ("--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", MODEL)
-        ServeProcess.__init__(self, self._command(*where, *flags), log)
+        ServeProcess.__init__(self, self._command(*where, *flags), log, **environment)
 
     def wait(self, seconds: float = START_S) -> None:
         """See `Server.wait`."""

@@ -80,20 +80,23 @@ FLEET_FLAGS = (
     Case("--omni-secret-file /dev/null", "--omni-secret-file", "there is no link between nodes"),
     Case("--omni-heartbeat-timeout 30", "--omni-heartbeat-timeout", "there is no link between nodes"),
 )
-BALANCES = "the fleet balances over replicas itself"
+BALANCES = "every data-parallel rank is a replica of the fleet"
+ONE_NODE = "on one node and find each other"
 TOGETHER = (
     fleet_with("--grpc", "--grpc", "HTTP server only"),
     fleet_with("--grpc-port 5000", "--grpc-port", "HTTP server only"),
     fleet_with("--headless", "--headless", "needs --omni-master-address and --omni-master-port"),
-    fleet_with("--data-parallel-size 2", "--data-parallel-size", BALANCES),
-    fleet_with("-dp 2", "--data-parallel-size", BALANCES),
+    fleet_with("-dp 2 --data-parallel-size-local 1", "--data-parallel-size-local", "1 of 2 ranks"),
+    fleet_with("--data-parallel-address 127.0.0.1", "--data-parallel-address", ONE_NODE),
+    fleet_with("--data-parallel-rpc-port 23901", "--data-parallel-rpc-port", ONE_NODE),
+    fleet_with("--data-parallel-backend ray", "--data-parallel-backend", "processes of their replica's node"),
+    fleet_with("", "VLLM_DP_SIZE", "give --data-parallel-size", VLLM_DP_SIZE="2"),
     fleet_with("--data-parallel-rank 0", "--data-parallel-rank", BALANCES),
     fleet_with("--data-parallel-start-rank 0", "--data-parallel-start-rank", BALANCES),
     fleet_with("--data-parallel-external-lb", "--data-parallel-external-lb", BALANCES),
     fleet_with("--data-parallel-hybrid-lb", "--data-parallel-hybrid-lb", BALANCES),
     fleet_with("--data-parallel-multi-port-external-lb", "--data-parallel-multi-port-external-lb", BALANCES),
-    fleet_with("--api-server-count 2", "--api-server-count", "one API server"),
-    fleet_with("--enable-elastic-ep", "--enable-elastic-ep", "no common expert parallelism"),
+    fleet_with("--enable-elastic-ep", "--enable-elastic-ep", "as many as it was started with"),
     fleet_with("--enable-fault-tolerance", "--enable-fault-tolerance", "restarts lost replicas itself"),
     fleet_with("--nnodes 2", "--nnodes", "must fit into this node"),
     fleet_with("--mm-tensor-ipc torch_shm", "--mm-tensor-ipc", "a single engine only"),
@@ -104,6 +107,11 @@ HONOURED = {
     "one replica": Case("--omni-dp-size-local 1", "", ""),
     "no moves": Case("--omni-migration-limit 0", "", ""),
     "one API server": fleet_with("--api-server-count 1 --data-parallel-size 1", "", ""),
+    "several API servers": fleet_with("--api-server-count 2", "", ""),
+    "several API servers with replicas that others reach": Case(
+        f"{HEAD} --api-server-count 2 --omni-replica-address 127.0.0.1 --omni-replica-ports 23910-23990", "", ""
+    ),
+    "replicas of several ranks": fleet_with("--data-parallel-size 2 --data-parallel-size-local 2", "", ""),
     "a head that others join": Case(HEAD, "", ""),
     "a head without engines": Case(f"{HEAD} --omni-dp-size-local 0", "", ""),
     "a node": Case(f"{NODE} --omni-stage-id 0 --omni-drain-timeout 5 --omni-replica-ports 20000-20010", "", ""),

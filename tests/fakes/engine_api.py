@@ -130,6 +130,9 @@ class FakeEngineApi:
     def cut_short(self, output: Any) -> bool:
         return output.finish_reason in ("abort", "error")
 
+    def aborted(self, output: Any) -> bool:
+        return bool(output.finish_reason == "abort")
+
     def idle_report(self, engine_index: int) -> Any:
         return FakeOutputs(engine_index=engine_index, scheduler_stats=0)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import signal
 
 import pytest
@@ -99,3 +100,15 @@ async def test_a_node_that_has_joined_waits_for_ever() -> None:
     assert not node.done()
     server.end.set_result(None)
     await node
+
+
+async def test_a_node_may_open_as_many_files_as_its_replicas_need() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    try:
+        server = FakeServer()
+        server.end.set_result(None)
+        await run_node([server], 0, HEAD)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= min(before[1], 65535)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -87,7 +87,8 @@ class FleetCollector(Collector):
         for pool in self._orchestrator.stage_pools:
             for member in pool.members:
                 names, load = (str(member.stage_id), str(member.replica_id)), member.load
-                prefill.add_metric(names, load.prefill_tokens)
+                # What other heads have there is in the load, and they tell it themselves.
+                prefill.add_metric(names, member.account.own.prefill_tokens)
                 decode.add_metric(names, load.decode_tokens)
                 kv_usage.add_metric(names, load.kv_usage)
         return prefill, decode, kv_usage

@@ -18,6 +18,7 @@ from vllm_omni_plugin.admin.hold import HoldMiddleware
 from vllm_omni_plugin.admin.receipt import ReceiptMiddleware
 from vllm_omni_plugin.admin.routes import build_router
 from vllm_omni_plugin.admin.waiting_room import WaitingRoom
+from vllm_omni_plugin.integration.adapters import open_adapters
 from vllm_omni_plugin.integration.client import FleetClient
 from vllm_omni_plugin.integration.options import options_of
 
@@ -55,7 +56,7 @@ _OPEN = "_vllm_omni_plugin_app"
 
 
 def open_app() -> None:
-    """Make vLLM's server take our routes and middleware from now on. Idempotent."""
+    """Make vLLM's server take our routes, middleware and names of adapters from now on. Idempotent."""
     from vllm import plugins
 
     own_load = plugins.load_endpoint_plugins
@@ -68,6 +69,7 @@ def open_app() -> None:
 
     setattr(load_endpoint_plugins, _OPEN, True)
     plugins.load_endpoint_plugins = load_endpoint_plugins
+    open_adapters()
 
 
 class FleetEndpoints:

@@ -14,17 +14,20 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_omni_plugin.admin.metrics import FleetCollector
+from vllm_omni_plugin.admin.multiprocess_metrics import MetricFiles, in_multiprocess_mode
 from vllm_omni_plugin.admin.receipt import new_receipt
 from vllm_omni_plugin.admin.replies import result_of
 from vllm_omni_plugin.errors import NoReplicaError, ReplicaError
 from vllm_omni_plugin.integration.failures import RequestFailures
 from vllm_omni_plugin.integration.fleet_stages import FleetStages
 from vllm_omni_plugin.integration.front_text import answer_with
+from vllm_omni_plugin.integration.peer_front import PeerFront
 from vllm_omni_plugin.integration.pipeline_calls import submitted
 from vllm_omni_plugin.integration.serving import ServingSignal
 from vllm_omni_plugin.integration.stat_labels import StatLabels
 from vllm_omni_plugin.integration.tracing import RequestSpans
 from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.orchestrator.engine_calls import FORGET_LORA
 from vllm_omni_plugin.orchestrator.engine_index import engine_index
 from vllm_omni_plugin.orchestrator.handover import HandoverClosedError
 from vllm_omni_plugin.orchestrator.messages import (
@@ -37,6 +40,8 @@ from vllm_omni_plugin.orchestrator.messages import (
     SubmitRequest,
 )
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator.told_elsewhere import ToldElsewhere
+from vllm_omni_plugin.vllm_api.adapter import adapter_of
 from vllm_omni_plugin.vllm_api.ready import apply_ready_responses
 
 logger = init_logger(__name__)
@@ -68,6 +73,7 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
             replicas. Those of others are labelled when they join.
         resources: `resources.engine_dead` tells AsyncLLM that nothing will ever be served again. Dead replicas,
             even all of them, are not that: they come back.
+        peer_front: heeds what other heads were told.
     """
 
     def __init__(self, fleet: FleetOwner, vllm_config: Any, ready_responses: list[list[bytes]]) -> None:
@@ -88,12 +94,14 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         ] or [0]
         self.resources = SimpleNamespace(engine_dead=False)
         self._failures = RequestFailures()
+        self.peer_front = PeerFront()
         self._labels: StatLabels | None = None
         self._spans: RequestSpans | None = None
         self._shutting_down = False
         self._serving = ServingSignal(self._orchestrator)
         self._collector = FleetCollector(self._orchestrator)
         REGISTRY.register(self._collector)
+        self._metric_files = MetricFiles(self._collector) if in_multiprocess_mode() else None
         # The engines must not outlive this process, also if nobody calls shutdown.
         self._finalizer = weakref.finalize(self, fleet.close)
 
@@ -104,6 +112,7 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
             answer_with(output_processor, self._stages.front_tokenizer())
         if output_processor.tracing_enabled:
             self._spans = RequestSpans(output_processor, [pool.policy for pool in self._orchestrator.stage_pools])
+        self.peer_front.loggers = logger_manager
         if logger_manager is not None:
             self._labels = StatLabels(logger_manager)
 
@@ -131,6 +140,8 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         if self._finalizer.detach() is None:
             return
         REGISTRY.unregister(self._collector)
+        if self._metric_files is not None:
+            self._metric_files.close()
         self._shutting_down = True
         self._fleet.close(timeout)
         self.resources.engine_dead = True
@@ -152,6 +163,8 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
                         self._spans.stages_ended(item)
                 elif isinstance(item, ReplicaJoined | ReplicaLeft):
                     self._replica_changed(item)
+                elif isinstance(item, ToldElsewhere):
+                    self.peer_front.heed(item)
                 else:
                     return item
             try:
@@ -179,7 +192,7 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
             return
         self._configured.add(stage_id)
         own = self._stages.configs[stage_id]
-        if stage_id == self._stages.entry:
+        if stage_id == self._stages.prompt_stage:
             self._kv_event_sources = apply_ready_responses(self._vllm_config, ready_responses)
         if own is not None and own is not self._vllm_config:
             apply_ready_responses(own, ready_responses)
@@ -225,6 +238,10 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         """Call all replicas of the stages that run the served model."""
         return await self._call_stages(method, self._stages.of_the_model, *args)
 
+    async def _call_prompt(self, method: str, *args: Any) -> list[Any]:
+        """Call all replicas of the stages that are given prompts as the served model reads them."""
+        return await self._call_stages(method, self._stages.of_the_prompt, *args)
+
     async def _call_stages(self, method: str, stages: tuple[int, ...] | None, *args: Any) -> list[Any]:
         reply: Future[list[Any]] = Future()
         try:
@@ -236,8 +253,8 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         except HandoverClosedError:
             raise EngineDeadError from None
 
-    async def _consensus(self, method: str) -> Any:
-        results = await self._call_model(method)
+    async def _consensus(self, method: str, stages: tuple[int, ...]) -> Any:
+        results = await self._call_stages(method, stages)
         if any(result != results[0] for result in results):
             raise RuntimeError(f"Replicas returned different {method} results: {results}")
         return results[0]
@@ -267,7 +284,7 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         await self._call("resume_scheduler")
 
     async def is_scheduler_paused_async(self) -> Any:
-        return await self._consensus("is_scheduler_paused")
+        return await self._consensus("is_scheduler_paused", (self._stages.prompt_stage,))
 
     async def profile_async(
         self,
@@ -299,26 +316,30 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         return all(await self._call("wake_up", tags))
 
     async def is_sleeping_async(self) -> Any:
-        return await self._consensus("is_sleeping")
+        return await self._consensus("is_sleeping", (self._stages.prompt_stage,))
 
     async def set_weight_version_async(self, weight_version: str) -> None:
         await self._call_model("set_weight_version", weight_version)
 
     async def get_weight_version_async(self) -> Any:
-        return await self._consensus("get_weight_version")
+        return await self._consensus("get_weight_version", self._stages.of_the_model)
 
     async def add_lora_async(self, lora_request: Any) -> bool:
-        return all(await self._call_model("add_lora", lora_request))
+        return all(await self._call_prompt("add_lora", adapter_of(lora_request)))
 
     async def remove_lora_async(self, lora_id: int) -> bool:
-        return any(await self._call_model("remove_lora", lora_id))
+        return any(await self._call_prompt("remove_lora", lora_id))
+
+    async def forget_lora_async(self, lora_id: int) -> None:
+        """Requests can no longer ask for an adapter. Engines keep it, as vLLM's do; those that join do not get it."""
+        await self._call_prompt(FORGET_LORA, lora_id)
 
     async def list_loras_async(self) -> set[int]:
         """The adapters that every replica has."""
-        return set.intersection(*map(set, await self._call_model("list_loras")))
+        return set.intersection(*map(set, await self._call_prompt("list_loras")))
 
     async def pin_lora_async(self, lora_id: int) -> bool:
-        return all(await self._call_model("pin_lora", lora_id))
+        return all(await self._call_prompt("pin_lora", lora_id))
 
     async def save_sharded_state_async(
         self, path: str, pattern: str | None = None, max_size: int | None = None

@@ -8,19 +8,31 @@ from vllm import envs
 
 from vllm_omni_plugin.errors import ConfigError
 
-_OWN_BALANCING = "the fleet balances over replicas itself; run more of them with --omni-dp-size-local"
+_EVERY_RANK = "every data-parallel rank is a replica of the fleet, which balances over all of them itself"
+_ONE_NODE = "the ranks of a replica are on one node and find each other by themselves"
 
 _REFUSED: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
     ("grpc", "--grpc", bool, "the fleet stands behind vLLM's HTTP server only"),
     ("grpc_port", "--grpc-port", lambda value: value is not None, "the fleet stands behind vLLM's HTTP server only"),
-    ("data_parallel_size", "--data-parallel-size", lambda value: (value or 1) > 1, _OWN_BALANCING),
-    ("data_parallel_rank", "--data-parallel-rank", lambda value: value is not None, _OWN_BALANCING),
-    ("data_parallel_start_rank", "--data-parallel-start-rank", lambda value: value is not None, _OWN_BALANCING),
-    ("data_parallel_external_lb", "--data-parallel-external-lb", bool, _OWN_BALANCING),
-    ("data_parallel_hybrid_lb", "--data-parallel-hybrid-lb", bool, _OWN_BALANCING),
-    ("data_parallel_multi_port_external_lb", "--data-parallel-multi-port-external-lb", bool, _OWN_BALANCING),
-    ("api_server_count", "--api-server-count", lambda value: (value or 1) > 1, "this version has one API server"),
-    ("enable_elastic_ep", "--enable-elastic-ep", bool, "replicas have no common expert parallelism"),
+    ("data_parallel_rank", "--data-parallel-rank", lambda value: value is not None, _EVERY_RANK),
+    ("data_parallel_start_rank", "--data-parallel-start-rank", lambda value: value is not None, _EVERY_RANK),
+    ("data_parallel_external_lb", "--data-parallel-external-lb", bool, _EVERY_RANK),
+    ("data_parallel_hybrid_lb", "--data-parallel-hybrid-lb", bool, _EVERY_RANK),
+    ("data_parallel_multi_port_external_lb", "--data-parallel-multi-port-external-lb", bool, _EVERY_RANK),
+    ("data_parallel_address", "--data-parallel-address", lambda value: value is not None, _ONE_NODE),
+    ("data_parallel_rpc_port", "--data-parallel-rpc-port", lambda value: value is not None, _ONE_NODE),
+    (
+        "data_parallel_backend",
+        "--data-parallel-backend",
+        lambda value: value == "ray",
+        "ranks are processes of their replica's node",
+    ),
+    (
+        "enable_elastic_ep",
+        "--enable-elastic-ep",
+        bool,
+        "the ranks of a replica are as many as it was started with",
+    ),
     ("enable_fault_tolerance", "--enable-fault-tolerance", bool, "the fleet restarts lost replicas itself"),
     ("nnodes", "--nnodes", lambda value: (value or 1) > 1, "a replica must fit into this node in this version"),
     ("mm_tensor_ipc", "--mm-tensor-ipc", lambda value: value == "torch_shm", "it serves a single engine only"),
@@ -39,6 +51,14 @@ def refuse_unsupported(args: argparse.Namespace) -> None:
     for destination, flag, refused, reason in _REFUSED:
         if refused(getattr(args, destination, None)):
             raise ConfigError(f"argument {flag}: not allowed with --omni-* flags: {reason}")
+    local_ranks = getattr(args, "data_parallel_size_local", None)
+    if local_ranks not in (None, args.data_parallel_size):
+        raise ConfigError(
+            f"argument --data-parallel-size-local: {local_ranks} of {args.data_parallel_size} ranks: not allowed with "
+            "--omni-* flags: all ranks of a replica run on its node; --omni-dp-size-local says how many replicas do"
+        )
+    if envs.VLLM_DP_SIZE > 1:
+        raise ConfigError("VLLM_DP_SIZE: not allowed with --omni-* flags: give --data-parallel-size")
     if envs.VLLM_USE_RUST_FRONTEND:
         raise ConfigError("VLLM_USE_RUST_FRONTEND: not allowed with --omni-* flags: they need vLLM's Python front end")
 

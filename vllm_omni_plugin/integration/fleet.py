@@ -1,26 +1,32 @@
 """Everything a head runs beside AsyncLLM, under one owner."""
 
 import ipaddress
+import socket
+import threading
 import time
+import uuid
+from collections.abc import Sequence
 from typing import Any, cast
 
 from vllm_omni_plugin.balancing import build_load_balancer_factory
 from vllm_omni_plugin.config import OmniConfig
-from vllm_omni_plugin.coordinator import OmniCoordClientForHub, OmniCoordinatorRuntime
+from vllm_omni_plugin.coordinator import OmniCoordClientForHead, OmniCoordinatorRuntime, ReplicaWork
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.integration.fleet_stages import FleetStages
 from vllm_omni_plugin.integration.pipeline_config import stage_plans
-from vllm_omni_plugin.integration.rules import bind_address
+from vllm_omni_plugin.integration.rules import bind_address, coordinator_address
 from vllm_omni_plugin.integration.stage_plan import StagePlan, TextApi
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.local_replicas import LocalReplicas
 from vllm_omni_plugin.orchestrator.local_stages import LocalStages
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator.peer_calls import PeerCalls
 from vllm_omni_plugin.orchestrator.remote_replicas import RemoteReplicas
-from vllm_omni_plugin.orchestrator.replica_list import ReplicaListWatcher
+from vllm_omni_plugin.orchestrator.seat_listener import SeatListener
 from vllm_omni_plugin.orchestrator.stage_api import StageApi
 from vllm_omni_plugin.orchestrator.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.thread import OrchestratorThread
+from vllm_omni_plugin.orchestrator.work_exchange import WorkExchange
 from vllm_omni_plugin.replicas.reaper import Reaper
 from vllm_omni_plugin.vllm_api.cache_events import why_no_cache_events
 from vllm_omni_plugin.vllm_api.launch import spawn_only
@@ -29,7 +35,10 @@ logger = init_logger(__name__)
 
 
 class Fleet:
-    """The coordinator's process, the follower of its list, and the orchestrator's thread with this node's replicas.
+    """The coordinator's process, this head's seat at it, and the orchestrator's thread with this head's own replicas.
+
+    A head that joins a fleet has a seat at the coordinator of another process and no replicas of its own. An API server
+    of several is such a head.
 
     Args:
         options: the head's.
@@ -40,7 +49,8 @@ class Fleet:
     Attributes:
         orchestrator: balances over the replicas.
         stages: what it has replicas of.
-        coordinator: where replicas of other processes join, None in a fleet that nobody can join.
+        coordinator: where replicas of other processes join; None in a fleet that nobody can join, and in a head that
+            has joined one itself.
 
     Raises:
         ConfigError: a stage cannot be served as it is described, or the coordinator cannot listen where it is told to.
@@ -59,8 +69,11 @@ class Fleet:
         self._thread = OrchestratorThread(
             self.orchestrator, self._local_stages, self._remote_replicas if options.is_open else None
         )
-        self.coordinator = self._start_coordinator() if options.is_open else None
-        self._follower: OmniCoordClientForHub | None = None
+        self._head_id = f"{socket.gethostname()}-{uuid.uuid4().hex}"
+        self.coordinator = self._start_coordinator() if options.is_open and not options.join else None
+        # Held while the seat is taken: its thread may speak of what others want before it is there to answer by.
+        self._seating = threading.Lock()
+        self._seat: OmniCoordClientForHead | None = None
 
     def start(self) -> list[list[bytes]]:
         """Start the local replicas and begin to take others in. Blocks; returns their ready responses, by stage.
@@ -70,11 +83,9 @@ class Fleet:
         """
         try:
             ready_responses = self._thread.start()
-            if self.coordinator is not None:
-                watcher = ReplicaListWatcher(self.orchestrator.rpc_async_queue)
-                self._follower = OmniCoordClientForHub(
-                    self.coordinator.pub_address, watcher.update, secrets=self._secrets
-                )
+            if self._options.is_open:
+                with self._seating:
+                    self._seat = self._take_seat()
         except BaseException:
             self.close(0.0)
             raise
@@ -85,9 +96,9 @@ class Fleet:
 
         Replicas of other processes keep running, and join the next head.
         """
-        follower, self._follower = self._follower, None
-        if follower is not None:
-            follower.close()
+        seat, self._seat = self._seat, None
+        if seat is not None:
+            seat.close()
         self._thread.close(timeout)
         if self.coordinator is not None:
             self.coordinator.close()
@@ -98,7 +109,7 @@ class Fleet:
         if self.stages.pipeline is None:
             (api,) = apis
             return Orchestrator(self._pools, api, options.migration_limit, time.monotonic, options.replica_wait)
-        entry = cast(TextApi, apis[self.stages.entry])
+        reader = cast(TextApi, apis[self.stages.prompt_stage])
         return Orchestrator(
             self._pools,
             cast(list[StageApi], apis),
@@ -106,7 +117,7 @@ class Fleet:
             time.monotonic,
             options.replica_wait,
             self.stages.pipeline,
-            prompt_text=entry.prompt_text,
+            prompt_text=reader.prompt_text,
         )
 
     def _start_coordinator(self) -> OmniCoordinatorRuntime:
@@ -127,6 +138,27 @@ class Fleet:
         logger.info("Replicas join with: --headless -oma %s -omp %d", found_at, options.master_port)
         return coordinator
 
+    def _take_seat(self) -> OmniCoordClientForHead:
+        address = coordinator_address(self._options) if self.coordinator is None else self.coordinator.router_address
+        return OmniCoordClientForHead(
+            address,
+            self._head_id,
+            SeatListener(self.orchestrator.rpc_async_queue),
+            secrets=self._secrets,
+            heartbeat_interval=self._options.heartbeat_interval,
+            on_unreachable=_log_seat,
+        )
+
+    def _seat_now(self) -> OmniCoordClientForHead | None:
+        with self._seating:
+            return self._seat
+
+    def _report_work(self, work: Sequence[ReplicaWork], full: bool) -> None:
+        # Before there is a seat nobody wants to know, and whoever takes one is asked for everything.
+        seat = self._seat_now()
+        if seat is not None:
+            seat.report_work(work, full=full)
+
     def _local_stages(self) -> LocalStages:
         return LocalStages(
             [
@@ -143,14 +175,24 @@ class Fleet:
         )
 
     def _remote_replicas(self) -> RemoteReplicas:
+        self.orchestrator.exchange = WorkExchange(self._pools, self._report_work)
+        self.orchestrator.peer_calls = PeerCalls(self.orchestrator, self._head_id, self._seat_now)
         return RemoteReplicas(
             self.orchestrator,
             {plan.stage_id: plan.api for plan in self._plans},
             {plan.stage_id: plan.fingerprint for plan in self._plans},
+            head_id=self._head_id,
             heartbeat_interval=self._options.heartbeat_interval,
             heartbeat_timeout=self._options.heartbeat_timeout,
             secrets=self._secrets,
         )
+
+
+def _log_seat(trouble: str) -> None:
+    if trouble:
+        logger.warning("%s. Replicas that serve go on; trying again.", trouble)
+    else:
+        logger.info("This head has its seat at the coordinator.")
 
 
 def _pool(plan: StagePlan) -> StagePool:

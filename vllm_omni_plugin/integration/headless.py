@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,7 +33,8 @@ from vllm_omni_plugin.stages.fingerprint import python_fingerprint
 from vllm_omni_plugin.stages.launcher import PythonStageLauncher
 from vllm_omni_plugin.vllm_api.engine_api import EngineApi
 from vllm_omni_plugin.vllm_api.fingerprint import fingerprint
-from vllm_omni_plugin.vllm_api.launch import EngineLauncher, share_cores, spawn_only
+from vllm_omni_plugin.vllm_api.group_launch import new_launcher, split_ranks
+from vllm_omni_plugin.vllm_api.launch import share_cores, spawn_only
 
 logger = init_logger(__name__)
 
@@ -45,12 +47,26 @@ _NOTICE_EVERY = 10
 LauncherFor = Callable[[Any, bool, Callable[[int], None]], Launcher]
 """What starts engines, made from vLLM's configuration, whether engines report scheduler statistics, and what is told
 the id of every process it starts."""
-MakeLauncher = Callable[[Callable[[int], None]], Launcher]
+
+
+@dataclass(frozen=True)
+class _Node:
+    """What a node runs.
+
+    Attributes:
+        make_launcher: makes what starts its engines from what is told the id of every process it starts.
+        fingerprint: what all replicas of the stage must have in common.
+        replicas: how many there are; every data-parallel rank is one.
+    """
+
+    make_launcher: Callable[[Callable[[int], None]], Launcher]
+    fingerprint: dict[str, str]
+    replicas: int
 
 
 def engine_launcher(vllm_config: Any, log_stats: bool, on_spawn: Callable[[int], None]) -> Launcher:
     """Starts vLLM's engines. They report what they have cached, since any head that comes may want to know."""
-    return EngineLauncher(vllm_config, Executor.get_class(vllm_config), log_stats, on_spawn, report_cache=True)
+    return new_launcher(vllm_config, Executor.get_class(vllm_config), log_stats, on_spawn, report_cache=True)
 
 
 def serve_replicas(args: argparse.Namespace, options: OmniConfig, launcher_for: LauncherFor = engine_launcher) -> int:
@@ -65,31 +81,32 @@ def serve_replicas(args: argparse.Namespace, options: OmniConfig, launcher_for: 
     stage = None if pipeline is None else pipeline.stages[options.stage_id]
     spawn_only()
     if stage is None or stage.is_vllm:
-        make_launcher, own_fingerprint = _vllm_node(args, options, launcher_for)
+        node = _vllm_node(args, options, launcher_for)
     else:
-        make_launcher, own_fingerprint = partial(PythonStageLauncher, stage), python_fingerprint(stage)
+        node = _Node(partial(PythonStageLauncher, stage), python_fingerprint(stage), options.dp_size_local)
     with Reaper() as reaper, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
-            runner.run(_serve(options, make_launcher(reaper.watch), own_fingerprint))
+            runner.run(_serve(options, node, node.make_launcher(reaper.watch)))
         except OmniError as error:
             sys.stderr.write(f"vllm serve: error: {error}\n")
             return _EXIT_FAILED
     return _EXIT_OK
 
 
-def _vllm_node(args: argparse.Namespace, options: OmniConfig, launcher_for: LauncherFor) -> tuple[MakeLauncher, Any]:
-    """What starts the engines of this node, once there is something to tell of them, and their fingerprint."""
+def _vllm_node(args: argparse.Namespace, options: OmniConfig, launcher_for: LauncherFor) -> _Node:
     if args.reasoning_parser_plugin:
         ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
     engine_args = AsyncEngineArgs.from_cli_args(args)
     propagate_flash_late_interaction(args, engine_args)
     vllm_config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
-    share_cores([vllm_config], options.dp_size_local)
-    make_launcher = partial(launcher_for, without_options(vllm_config), not engine_args.disable_log_stats)
-    return make_launcher, fingerprint(vllm_config, options.stage_id)
+    engine_config, ranks = split_ranks(vllm_config)
+    replicas = options.dp_size_local * ranks
+    share_cores([engine_config], replicas)
+    make_launcher = partial(launcher_for, without_options(engine_config), not engine_args.disable_log_stats)
+    return _Node(make_launcher, fingerprint(vllm_config, options.stage_id), replicas)
 
 
-async def _serve(options: OmniConfig, launcher: Launcher, own_fingerprint: dict[str, str]) -> None:
+async def _serve(options: OmniConfig, node: _Node, launcher: Launcher) -> None:
     address = await _find_own_address(options)
     check_exposure(options, address, headless=True)
     settings = ServerSettings(
@@ -101,13 +118,11 @@ async def _serve(options: OmniConfig, launcher: Launcher, own_fingerprint: dict[
         heartbeat_timeout=options.heartbeat_timeout,
         drain_timeout=options.drain_timeout,
         secrets=Secrets.from_file(options.secret_file) if options.secret_file else None,
-        fingerprint=own_fingerprint,
+        fingerprint=node.fingerprint,
     )
     # Two blocking steps per replica may run at once: the old engine's end and the new one's start.
-    with ThreadPoolExecutor(2 * options.dp_size_local, thread_name_prefix="omni-engine") as executor:
-        servers = [
-            ReplicaServer(settings, launcher, index, EngineApi(), executor) for index in range(options.dp_size_local)
-        ]
+    with ThreadPoolExecutor(2 * node.replicas, thread_name_prefix="omni-engine") as executor:
+        servers = [ReplicaServer(settings, launcher, index, EngineApi(), executor) for index in range(node.replicas)]
         await run_node(servers, options.join_timeout, settings.coordinator_addr)
 
 

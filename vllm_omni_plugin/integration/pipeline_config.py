@@ -20,7 +20,8 @@ from vllm_omni_plugin.stages.fingerprint import python_fingerprint
 from vllm_omni_plugin.stages.launcher import PythonStageLauncher
 from vllm_omni_plugin.vllm_api.engine_api import EngineApi
 from vllm_omni_plugin.vllm_api.fingerprint import fingerprint
-from vllm_omni_plugin.vllm_api.launch import EngineLauncher, share_cores, take_devices
+from vllm_omni_plugin.vllm_api.group_launch import new_launcher, split_ranks
+from vllm_omni_plugin.vllm_api.launch import share_cores, take_devices
 from vllm_omni_plugin.vllm_api.moving import has_custom_logits_processors
 from vllm_omni_plugin.vllm_api.stage_requests import VllmStageApi
 from vllm_omni_plugin.vllm_api.stage_sampling import set_server_defaults
@@ -33,8 +34,8 @@ def stage_plans(options: OmniConfig, vllm_config: Any, executor_class: Any, log_
 
     Args:
         options: the head's.
-        vllm_config: of AsyncLLM, that is, of the entry stage. The sampling parameters of the stage that the client's
-            are for become its defaults.
+        vllm_config: of AsyncLLM, that is, of the stage that answers prompts. The sampling parameters of the stage that
+            the client's are for become its defaults.
         executor_class: vLLM's executor for it.
         log_stats: whether engines report scheduler statistics.
 
@@ -44,29 +45,38 @@ def stage_plans(options: OmniConfig, vllm_config: Any, executor_class: Any, log_
     command = command_of(options)
     if command is None:
         return (_only_stage(options, vllm_config, executor_class, log_stats),)
-    entry = command.pipeline.entry
+    prompt_stage = command.pipeline.prompt_stage
     engines = local_engines(options, headless=False)
+    args = command.engine_args
     configs = {
-        stage.id: vllm_config if stage is entry else _configured(options, stage, command.engine_args[stage.id], engines)
+        stage.id: vllm_config if stage is prompt_stage else _configured(options, stage, args[stage.id], engines)
         for stage in command.pipeline.stages
         if stage.is_vllm
     }
-    share_cores(configs.values(), engines)
-    devices = _share_devices(options, command, configs)
+    split = {stage_id: split_ranks(config) for stage_id, config in configs.items()}
+    replicas = {
+        stage.id: 0 if options.join else stage.replicas * (split[stage.id].ranks if stage.is_vllm else 1)
+        for stage in command.pipeline.stages
+    }
+    engine_configs = {stage_id: engines.config for stage_id, engines in split.items()}
+    share_cores(engine_configs.values(), sum(replicas[stage_id] for stage_id in configs))
+    devices = _share_devices(options, command, engine_configs, replicas)
     _set_default_sampling(command, configs)
-    planner = _Planner(options, command, configs, devices, log_stats)
+    planner = _Planner(options, command, configs, engine_configs, replicas, devices, log_stats)
     return tuple(map(planner.plan, command.pipeline.stages))
 
 
 def _only_stage(options: OmniConfig, vllm_config: Any, executor_class: Any, log_stats: bool) -> StagePlan:
-    share_cores([vllm_config], options.dp_size_local)
+    engines = split_ranks(vllm_config)
+    replicas = options.dp_size_local * engines.ranks
+    share_cores([engines.config], replicas)
     return StagePlan(
         stage_id=0,
         stage=None,
-        replicas=options.dp_size_local,
+        replicas=replicas,
         policy=options.lb_policy,
         policy_config=options.lb_config,
-        launcher_for=partial(_engine_launcher, without_options(vllm_config), executor_class, log_stats, 0),
+        launcher_for=partial(_engine_launcher, without_options(engines.config), executor_class, log_stats, 0),
         api=EngineApi(custom_processors=has_custom_logits_processors(vllm_config.model_config)),
         fingerprint=fingerprint(vllm_config, 0),
         vllm_config=vllm_config,
@@ -86,13 +96,15 @@ def _fault(options: OmniConfig, stage: Stage, error: Exception) -> ConfigError:
     return ConfigError(f"{options.pipeline}: stage {stage.name!r}: {' '.join(str(error).split())}")
 
 
-def _share_devices(options: OmniConfig, command: PipelineCommand, configs: Mapping[int, Any]) -> int:
+def _share_devices(
+    options: OmniConfig, command: PipelineCommand, configs: Mapping[int, Any], replicas: Mapping[int, int]
+) -> int:
     """Give each of vLLM's stages devices of its own; returns how many are taken."""
     taken = 0
     for stage in command.pipeline.stages:
         if stage.is_vllm and "device_ids" not in stage.engine_args:
             try:
-                taken += take_devices(configs[stage.id], taken, stage.replicas)
+                taken += take_devices(configs[stage.id], taken, replicas[stage.id])
             except ConfigError as error:
                 raise _fault(options, stage, error) from error
     return taken
@@ -102,7 +114,7 @@ def _set_default_sampling(command: PipelineCommand, configs: Mapping[int, Any]) 
     pipeline = command.pipeline
     stage = pipeline.sampled_by_client(pipeline.default_modalities)
     if stage is not None and stage.output in _SAMPLED:
-        server = configs[pipeline.entry.id].model_config
+        server = configs[pipeline.prompt_stage.id].model_config
         set_server_defaults(server, configs[stage.id].model_config, stage.sampling)
 
 
@@ -113,8 +125,9 @@ def _engine_launcher(
     first_engine: int,
     on_spawn: Callable[[int], None],
     report_cache: bool,
+    for_others: bool = False,
 ) -> Launcher:
-    return EngineLauncher(vllm_config, executor_class, log_stats, on_spawn, report_cache, first_engine)
+    return new_launcher(vllm_config, executor_class, log_stats, on_spawn, report_cache, first_engine)
 
 
 class _Planner:
@@ -125,24 +138,28 @@ class _Planner:
         options: OmniConfig,
         command: PipelineCommand,
         configs: Mapping[int, Any],
+        engine_configs: Mapping[int, Any],
+        replicas: Mapping[int, int],
         devices: int,
         log_stats: bool,
     ) -> None:
         self._options = options
         self._configs = configs
-        self._entry_config = configs[command.pipeline.entry.id]
+        self._engine_configs = engine_configs
+        self._replicas = replicas
+        self._entry_config = configs[command.pipeline.prompt_stage.id]
         self._log_stats = log_stats
         self._engines = 0
         # Python stages take what vLLM's have left, and begin again where there is no more.
         self._devices = devices
-        self._entry_api = self._vllm_api(command.pipeline.entry)
+        self._entry_api = self._vllm_api(command.pipeline.prompt_stage)
 
     def plan(self, stage: Stage) -> StagePlan:
         launcher_for, api, own_fingerprint = (self._vllm_parts if stage.is_vllm else self._python_parts)(stage)
         return StagePlan(
             stage_id=stage.id,
             stage=stage,
-            replicas=stage.replicas,
+            replicas=self._replicas[stage.id],
             policy=stage.policy,
             policy_config=dict(stage.policy_config),
             launcher_for=launcher_for,
@@ -154,10 +171,9 @@ class _Planner:
     def _vllm_parts(self, stage: Stage) -> tuple[Callable[..., Launcher], VllmStageApi, dict[str, str]]:
         config = self._configs[stage.id]
         executor_class = Executor.get_class(config)
-        launcher_for = partial(
-            _engine_launcher, without_options(config), executor_class, self._log_stats, self._engines
-        )
-        self._engines += stage.replicas
+        engine_config = without_options(self._engine_configs[stage.id])
+        launcher_for = partial(_engine_launcher, engine_config, executor_class, self._log_stats, self._engines)
+        self._engines += self._replicas[stage.id]
         api = self._entry_api if config is self._entry_config else self._vllm_api(stage)
         return launcher_for, api, fingerprint(config, stage.id)
 
@@ -171,10 +187,10 @@ class _Planner:
 
     def _python_parts(self, stage: Stage) -> tuple[Callable[..., Launcher], PythonStageApi, dict[str, str]]:
         first_device = self._devices
-        self._devices += stage.replicas
+        self._devices += self._replicas[stage.id]
 
-        def launcher_for(on_spawn: Callable[[int], None], report_cache: bool) -> Launcher:
-            return PythonStageLauncher(stage, on_spawn, first_device, share_memory=True)
+        def launcher_for(on_spawn: Callable[[int], None], report_cache: bool, for_others: bool = False) -> Launcher:
+            return PythonStageLauncher(stage, on_spawn, first_device, share_memory=not for_others)
 
         api = PythonStageApi(stage, self._entry_api.decode, self._entry_api.encode, self._entry_api.end_token)
         return launcher_for, api, python_fingerprint(stage)

@@ -10,6 +10,18 @@ from vllm_omni_plugin.replicas.engine_start import Launcher
 from vllm_omni_plugin.replicas.stage_client import Codec
 
 
+class LauncherFor(Protocol):
+    """Makes what starts the local engines of a stage.
+
+    It takes what is told the id of every process that is started, whether engines shall report what they have cached,
+    and whether heads of other processes use them, with which no memory can be shared.
+    """
+
+    def __call__(
+        self, on_spawn: Callable[[int], None], report_cache: bool, for_others: bool = False, /
+    ) -> Launcher: ...
+
+
 class PlannedApi(RequestApi, Codec, Protocol):
     """What a plan's api answers in any case; in a pipeline it is a `StageApi` as well."""
 
@@ -30,11 +42,10 @@ class StagePlan:
     Attributes:
         stage_id: its place among the plans.
         stage: its section of the pipeline's file; None in a fleet without pipeline.
-        replicas: how many this node runs itself.
+        replicas: how many this node runs itself; every data-parallel rank is one.
         policy: name of its load-balancing policy.
         policy_config: options of that policy; None: all as they are by default.
-        launcher_for: makes what starts its local engines, from what is told the id of every process that is started,
-            and whether engines shall report what they have cached.
+        launcher_for: see `LauncherFor`.
         api: of this stage's requests; a `StageApi` in a pipeline.
         fingerprint: what every replica of the stage must have in common.
         vllm_config: vLLM's configuration of its engines; None for a Python stage.
@@ -45,7 +56,7 @@ class StagePlan:
     replicas: int
     policy: str
     policy_config: dict[str, Any] | None
-    launcher_for: Callable[[Callable[[int], None], bool], Launcher]
+    launcher_for: LauncherFor
     api: PlannedApi
     fingerprint: Mapping[str, str]
     vllm_config: Any

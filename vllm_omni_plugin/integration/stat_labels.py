@@ -9,6 +9,8 @@ from prometheus_client.metrics import MetricWrapperBase
 from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerBase, StatLoggerManager
 from vllm.v1.metrics.stats import SchedulerStats
 
+from vllm_omni_plugin.admin.multiprocess_metrics import in_multiprocess_mode
+
 _ENGINE = "engine"
 _PREFIX = "vllm:"
 _STATE_GAUGES = ("vllm:cache_config_info", "vllm:engine_sleep_state")
@@ -31,6 +33,8 @@ class StatLabels:
     """
 
     def __init__(self, manager: StatLoggerManager) -> None:
+        self._manager = manager
+        self._shared = in_multiprocess_mode()
         self._template = manager.engine_indexes[0]
         self._known = manager.engine_indexes
         self._metrics = list(_metrics_by_engine())
@@ -48,10 +52,17 @@ class StatLabels:
         self._slots = [slot for logger in manager.stat_loggers for slot in self._find(logger, set())]
 
     def add(self, index: int) -> None:
-        """Know the engine with this index. Nothing to do if it is known."""
+        """Know the engine with this index, idle until it reports. Nothing to do if it is known."""
         kept, self._kept = self._kept, None
-        if index in self._known:
-            return
+        if index not in self._known:
+            self._add(index)
+        if self._shared:
+            # Of all processes that have had a report of the engine the last one is believed, and it may have died.
+            self._manager.record(SchedulerStats(), None, engine_idx=index)
+        if kept is not None and kept != index:
+            self.remove(kept)
+
+    def _add(self, index: int) -> None:
         for by_engine, make in self._slots:
             by_engine[index] = make(index)
         for metric, values in self._children.values():
@@ -61,13 +72,12 @@ class StatLabels:
             state = metric.labels(*_for_engine(metric, values, self._known[0]))._value.get()
             metric.labels(*_for_engine(metric, values, index)).set(state)
         self._known.append(index)
-        if kept is not None:
-            self.remove(kept)
 
     def remove(self, index: int) -> None:
         """Forget the engine with this index and all its samples. Nothing to do if it is not known.
 
-        The last one is kept until another is added, because vLLM's loggers cannot do with none.
+        The last one is kept until another is added, because vLLM's loggers cannot do with none. Samples stay in
+        prometheus_client's multiprocess mode, which knows no removal.
         """
         if index not in self._known:
             return
@@ -77,7 +87,7 @@ class StatLabels:
         self._known.remove(index)
         for by_engine, _ in self._slots:
             by_engine.pop(index, None)
-        for metric in self._metrics:
+        for metric in () if self._shared else self._metrics:
             position = _position(metric)
             for values in [values for values in metric._metrics if values[position] == str(index)]:
                 metric.remove(*values)

@@ -53,6 +53,13 @@ class Launcher(Protocol):
     def start(self, replica_id: int) -> Starting: ...
 
 
+@runtime_checkable
+class GroupedLauncher(Protocol):
+    """A `Launcher` whose replicas live and die in groups; `vllm_api.group_launch.GroupLauncher` in service."""
+
+    def group_of(self, replica_id: int) -> Sequence[int]: ...
+
+
 async def start_engine(
     launcher: Launcher,
     executor: Executor,

@@ -93,6 +93,7 @@ class RemoteReplica:
     Attributes:
         client: speaks to the engine.
         ready_response: what the engine said of itself when it was ready, as vLLM encoded it.
+        incarnation: the one that this is a lease of.
     """
 
     client: StageClient
@@ -100,6 +101,7 @@ class RemoteReplica:
 
     def __init__(self, info: ReplicaInfo, replica_id: int, settings: AttachSettings, listeners: Listeners) -> None:
         self._info = info
+        self.incarnation = info.incarnation
         self._name = f"{info.stage_id}.{replica_id}"
         self._settings = settings
         self._listeners = listeners

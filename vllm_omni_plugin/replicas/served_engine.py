@@ -15,8 +15,9 @@ from vllm_omni_plugin.replicas.input_hub import InputHub
 from vllm_omni_plugin.replicas.output_slot import OutputSlot, SlotLink
 from vllm_omni_plugin.replicas.stage_client import Codec, StageClient
 
-HEAD_SLOTS = 4
-"""Heads that may hold one replica at the same time. The engine learns the number of its outputs when it starts."""
+HEAD_SLOTS = 32
+"""Heads that may hold one replica at the same time, such as two with 16 API server processes each. The engine learns
+the number of its outputs when it starts. One that nobody holds costs this process three descriptors and 50 KB."""
 
 
 class ServedEngine:
@@ -65,6 +66,11 @@ class ServedEngine:
     def pid(self) -> int:
         """Process id of the engine core."""
         return self._process.pid
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it has been given up; `lost` is also done when nobody waits for that any more."""
+        return self.lost.done() and not self.lost.cancelled()
 
     def give_up(self, reason: str) -> None:
         """The engine is lost, or cannot be used any more; the first reason stands."""

@@ -185,7 +185,8 @@ class ReplicaServer:
 
     async def _end(self, engine: ServedEngine, heads: Heads, probing: "asyncio.Task[None]") -> None:
         await asyncio.gather(probing, heads.forget_engine(), return_exceptions=True)
-        await engine.close(self._executor)
+        # One that was lost has nothing to finish; nor have, in a lockstep group, those that are lost with it.
+        await engine.close(self._executor, 0.0 if engine.is_lost else None)
 
     def _up(self, engine: ServedEngine, heads: Heads) -> None:
         """A new engine is ready, or one that hung answers again: heads attach anew in either case."""

@@ -1,5 +1,7 @@
 """Heads attach, exchange messages with the engine, and go."""
 
+from contextlib import AsyncExitStack
+
 import msgspec
 import pytest
 
@@ -7,6 +9,7 @@ from tests.fakes.conditions import eventually
 from tests.replicas.server.conftest import StartNode
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.replicas.control import Expired, Refused, Status
+from vllm_omni_plugin.replicas.served_engine import HEAD_SLOTS
 
 
 async def test_requests_and_outputs_pass_between_head_and_engine(start_node: StartNode) -> None:
@@ -57,13 +60,15 @@ async def test_a_head_that_differs_is_refused_with_both_values(
 
 async def test_a_head_too_many_is_refused_for_now(start_node: StartNode) -> None:
     node = await start_node()
-    async with node.attached(), node.attached(), node.attached(), node.attached() as fourth, node.head() as fifth:
+    async with AsyncExitStack() as heads:
+        attached = [await heads.enter_async_context(node.attached()) for _ in range(HEAD_SLOTS)]
+        one_more = await heads.enter_async_context(node.head())
         info = await node.up()
-        answer = await fifth.ask_to_attach(info.incarnation)
+        answer = await one_more.ask_to_attach(info.incarnation)
         assert isinstance(answer, Refused)
         assert not answer.lasting
-        await fourth.detach()
-        await fifth.attach(info.incarnation)
+        await attached[-1].detach()
+        await one_more.attach(info.incarnation)
 
 
 async def test_a_silent_head_loses_its_lease_and_its_requests(start_node: StartNode) -> None:
@@ -74,7 +79,7 @@ async def test_a_silent_head_loses_its_lease_and_its_requests(start_node: StartN
         assert message == Expired(lease)
         node.engine.say(0, "orphan")
         await eventually(lambda: node.engine.aborted == ["orphan"])
-        await eventually(lambda: (4, "abort_requests") in node.engine.calls)
+        await eventually(lambda: (HEAD_SLOTS, "abort_requests") in node.engine.calls)
         assert await head.beat() == Expired(lease)
 
 

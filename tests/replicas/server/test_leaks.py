@@ -5,6 +5,7 @@ import threading
 
 from tests.fakes.conditions import eventually
 from tests.replicas.server.conftest import Node, StartNode
+from vllm_omni_plugin.replicas.served_engine import HEAD_SLOTS
 
 
 def held() -> tuple[int, int]:
@@ -22,7 +23,7 @@ async def test_two_hundred_heads_leave_threads_descriptors_and_ports_as_they_wer
     node = await start_node()
     await come_and_go(node)
     await node.up()
-    await eventually(lambda: node.engine.calls[-1] == (4, "is_sleeping"))
+    await eventually(lambda: node.engine.calls[-1] == (HEAD_SLOTS, "is_sleeping"))
     before = held()
     for _ in range(100):
         await come_and_go(node)

@@ -103,3 +103,20 @@ async def test_the_engine_dying_in_a_drain_ends_the_server(start_node: StartNode
         assert (await head.hear_status()).status is ReplicaStatus.ERROR
         await asyncio.wait_for(node.running, 10)
     assert len(node.launcher.engines) == 1
+
+
+async def test_an_engine_has_time_to_end_when_its_replica_leaves(start_node: StartNode) -> None:
+    node = await start_node()
+    await node.up()
+    node.server.drain()
+    await node.running
+    assert node.engine.process.shutdowns == [None]
+
+
+async def test_an_engine_that_was_lost_has_none(start_node: StartNode) -> None:
+    node = await start_node()
+    info = await node.up()
+    lost = node.engine
+    lost.announce_death()
+    await node.up(after=info.incarnation)
+    assert lost.process.shutdowns == [0.0]

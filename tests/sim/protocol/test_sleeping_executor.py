@@ -178,6 +178,12 @@ def test_an_iteration_takes_what_the_linear_model_says() -> None:
     assert slept == pytest.approx([1.08, 1.22, 1.04, 1.1])
 
 
+def test_a_step_for_the_sake_of_another_rank_takes_what_a_step_takes_at_least() -> None:
+    slept: list[float] = []
+    SleepingModel(drive.SETTINGS, slept.append).compute_nothing()
+    assert slept == [drive.SETTINGS.step_s]
+
+
 @pytest.mark.parametrize(
     ("given", "complaint"),
     [

@@ -1,0 +1,172 @@
+"""The fleet's metrics of several API server processes, as a scrape of any of them shows them."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, values
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
+from prometheus_client.registry import Collector
+
+from tests.fakes.conditions import eventually
+from tests.fakes.fleet import FakeFleet
+from vllm_omni_plugin.admin.metrics import FleetCollector
+from vllm_omni_plugin.admin.multiprocess_metrics import MetricFiles, in_multiprocess_mode
+
+NEVER_S = 1000.0
+
+
+class Told(Collector):
+    """A collector that says what it is told to."""
+
+    def __init__(self, *families: Metric) -> None:
+        self.families = families
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self.families
+
+
+Process = Callable[..., MetricFiles]
+
+
+@pytest.fixture
+def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
+    """Makes the files of one process, by its number."""
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    made: list[tuple[MetricFiles, Any]] = []
+
+    def start(pid: int, collector: Collector, interval: float = NEVER_S) -> MetricFiles:
+        value_class = values.MultiProcessValue(process_identifier=lambda: pid)
+        monkeypatch.setattr(values, "ValueClass", value_class)
+        files = MetricFiles(collector, interval)
+        files.write()
+        made.append((files, value_class))
+        return files
+
+    yield start
+    for files, value_class in made:
+        files.close()
+        value_class.close_all_files()
+
+
+def scrape() -> dict[str, dict[str, float]]:
+    """What a scrape shows: values by the sample's name and its labels, joined."""
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry)
+    shown: dict[str, dict[str, float]] = {}
+    for family in registry.collect():
+        for sample in family.samples:
+            shown.setdefault(sample.name, {})[",".join(sample.labels.values())] = sample.value
+    return shown
+
+
+def gauge(name: str, **by_replica: float) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, "Help.", labels=("replica",))
+    for replica, value in by_replica.items():
+        family.add_metric((replica,), value)
+    return family
+
+
+def counter(name: str, **by_replica: float) -> CounterMetricFamily:
+    family = CounterMetricFamily(name, "Help.", labels=("replica",))
+    for replica, value in by_replica.items():
+        family.add_metric((replica,), value)
+    return family
+
+
+def test_counters_and_work_in_flight_are_summed_and_what_all_see_is_not(process: Process) -> None:
+    for pid in (1, 2):
+        process(
+            pid,
+            Told(
+                counter("vllm_omni:dispatches", r0=pid),
+                gauge("vllm_omni:requests_in_flight", r0=10 * pid),
+                gauge("vllm_omni:replicas", up=3),
+                gauge("vllm_omni:kv_cache_usage_ratio", r0=0.1 * pid),
+            ),
+        )
+    assert scrape() == {
+        "vllm_omni:dispatches_total": {"r0": 3},
+        "vllm_omni:requests_in_flight": {"r0": 30},
+        "vllm_omni:replicas": {"up": 3},
+        "vllm_omni:kv_cache_usage_ratio": {"r0": 0.2},
+    }
+
+
+def test_histograms_are_those_of_all_observations(process: Process) -> None:
+    for pid in (1, 2):
+        family = HistogramMetricFamily("vllm_omni:seconds", "Help.", labels=("part",))
+        family.add_metric(("run",), [("0.1", 1.0), ("1.0", 3.0), ("+Inf", 4.0)], 5.0 * pid)
+        family.add_metric(("queue",), [("0.1", 0.0), ("1.0", 0.0), ("+Inf", 1.0)], 2.0)
+        process(pid, Told(family))
+    assert scrape() == {
+        "vllm_omni:seconds_bucket": {
+            "run,0.1": 2,
+            "run,1.0": 6,
+            "run,+Inf": 8,
+            "queue,0.1": 0,
+            "queue,1.0": 0,
+            "queue,+Inf": 2,
+        },
+        "vllm_omni:seconds_count": {"run": 8, "queue": 2},
+        "vllm_omni:seconds_sum": {"run": 15, "queue": 4},
+    }
+
+
+def test_work_of_a_process_that_died_is_gone_and_what_it_had_counted_stays(process: Process) -> None:
+    for pid in (1, 2):
+        process(pid, Told(counter("vllm_omni:dispatches", r0=5), gauge("vllm_omni:requests_in_flight", r0=7)))
+    mark_process_dead(2)
+    assert scrape() == {"vllm_omni:dispatches_total": {"r0": 10}, "vllm_omni:requests_in_flight": {"r0": 7}}
+
+
+def test_a_process_with_the_number_of_one_that_died_counts_on(process: Process) -> None:
+    for count in (5, 1):
+        process(1, Told(counter("vllm_omni:dispatches", r0=count)))
+    assert scrape() == {"vllm_omni:dispatches_total": {"r0": 6}}
+
+
+def test_a_replica_that_leaves_has_no_work_and_the_one_in_its_place_counts_on(process: Process) -> None:
+    collector = Told(counter("vllm_omni:dispatches", r0=5), gauge("vllm_omni:requests_in_flight", r0=7))
+    files = process(1, collector)
+    collector.families = ()
+    files.write()
+    assert scrape() == {"vllm_omni:dispatches_total": {"r0": 5}, "vllm_omni:requests_in_flight": {"r0": 0}}
+    collector.families = (counter("vllm_omni:dispatches", r0=2), gauge("vllm_omni:requests_in_flight", r0=1))
+    files.write()
+    assert scrape() == {"vllm_omni:dispatches_total": {"r0": 7}, "vllm_omni:requests_in_flight": {"r0": 1}}
+
+
+async def test_files_are_written_again_and_again_and_after_a_failure(process: Process) -> None:
+    class Failing(Told):
+        failures = 1
+
+        def collect(self) -> Iterator[Metric]:
+            if self.families and self.failures:
+                self.failures = 0
+                raise RuntimeError("a replica came meanwhile")
+            return super().collect()
+
+    collector = Failing()
+    process(1, collector, interval=0.01)
+    collector.families = (gauge("vllm_omni:requests_in_flight", r0=7),)
+    await eventually(lambda: scrape() == {"vllm_omni:requests_in_flight": {"r0": 7}})
+
+
+async def test_all_families_of_the_fleet_pass(process: Process) -> None:
+    async with FakeFleet(replicas=2) as fleet:
+        await fleet.submit("a")
+        collector = FleetCollector(fleet.orchestrator)
+        process(os.getpid(), collector)
+        expected = {sample.name for family in collector.collect() for sample in family.samples}
+        assert set(scrape()) == expected
+        assert scrape()["vllm_omni:queue_time_seconds_count"] == {"": 1}
+        assert sum(scrape()["vllm_omni:requests_in_flight"].values()) == 1
+
+
+def test_a_process_alone_is_not_in_this_mode() -> None:
+    assert not in_multiprocess_mode()

@@ -1,0 +1,146 @@
+"""Two API server processes in front of two replicas: to clients one server, of which either half may die."""
+
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from .answers import ask, ask_by, differences
+from .api_servers import ApiServers
+from .cases import CASES, Case
+from .server import MODEL, Server, until
+
+BOTH = (0, 1)
+STREAMS = 3
+TOKENS = 900
+DISPATCHES = "vllm_omni:dispatches_total"
+IN_FLIGHT = "vllm_omni:requests_in_flight"
+RUNNING = "vllm:num_requests_running"
+
+
+@dataclass
+class Stream:
+    """A streamed completion as its client saw it.
+
+    Attributes:
+        started: set with the first output.
+        text: all that came.
+        broken: why the connection ended before the answer did; None if it did not.
+    """
+
+    started: threading.Event = field(default_factory=threading.Event)
+    text: str = ""
+    broken: httpx.TransportError | None = None
+
+    def run(self, client: httpx.Client, prompt: str) -> None:
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0}
+        try:
+            with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+                for line in response.iter_lines():
+                    self.text += line
+                    self.started.set()
+        except httpx.TransportError as error:
+            self.broken = error
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(2 * STREAMS) as threads:
+        yield threads
+
+
+def complete(client: httpx.Client, prompt: str = "once", tokens: int = 8) -> Any:
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    response = client.post("/v1/completions", json=body)
+    assert response.status_code == httpx.codes.OK, response.text
+    return response.json()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_either_answers_as_one_plain_engine(plain: Server, api_servers: ApiServers, case: Case) -> None:
+    expected = ask(plain, case.path, case.body)
+    for number in BOTH if case.reaches_engine else BOTH[:1]:
+        with api_servers.connected(number) as client:
+            assert differences(expected, ask_by(client, case.path, case.body)) == []
+
+
+def test_metrics_are_those_of_both_whichever_is_asked(api_servers: ApiServers) -> None:
+    def counts() -> tuple[float, float]:
+        dispatches = sum(api_servers.by_replica(DISPATCHES).values())
+        return dispatches, sum(api_servers.metrics("vllm:request_success_total").values())
+
+    before = counts()
+    for number, requests in zip(BOTH, (2, 3), strict=True):
+        with api_servers.connected(number) as client:
+            for _ in range(requests):
+                complete(client)
+    until(lambda: counts() == (before[0] + 5, before[1] + 5), "all five are counted")
+    assert api_servers.replicas_up() == 2
+
+
+def test_work_of_one_is_seen_by_the_other(api_servers: ApiServers, threads: ThreadPoolExecutor) -> None:
+    with api_servers.connected(0) as first, api_servers.connected(1) as second:
+        stream = Stream()
+        done = threads.submit(stream.run, first, "long")
+        assert stream.started.wait(60)
+
+        def seen() -> bool:
+            listed = second.get("/omni/replicas").json()["replicas"]
+            return sum(replica["in_flight"] for replica in listed) == 1
+
+        until(seen, "the request of the first is in the list of the second", 10)
+        done.result()
+
+
+def test_one_that_is_killed_takes_only_its_own_connections_with_it(
+    api_servers: ApiServers, threads: ThreadPoolExecutor
+) -> None:
+    prompts = [f"stream {number}" for number in range(STREAMS)]
+    with api_servers.connected(1) as client:
+        expected = [answer_text(client, prompt) for prompt in prompts]
+    counted = sum(api_servers.by_replica(DISPATCHES).values())
+    pids = api_servers.pids
+    with ExitStack() as connections:
+        clients = {
+            number: [connections.enter_context(api_servers.connected(number)) for _ in prompts] for number in BOTH
+        }
+        streams: dict[int, list[Stream]] = {number: [Stream() for _ in prompts] for number in BOTH}
+        running: list[Future[None]] = [
+            threads.submit(stream.run, client, prompt)
+            for number in BOTH
+            for stream, client, prompt in zip(streams[number], clients[number], prompts, strict=True)
+        ]
+        assert all(stream.started.wait(60) for number in BOTH for stream in streams[number])
+        psutil.Process(pids[0]).kill()
+        for future in running:
+            future.result()
+    assert [stream.broken for stream in streams[1]] == [None] * STREAMS
+    assert [joined(stream.text) for stream in streams[1]] == expected
+    assert [stream.text for stream in streams[0] if stream.broken is None] == []
+    until(lambda: set(api_servers.by_replica(IN_FLIGHT).values()) == {0}, "nothing is in flight")
+    api_servers.wait_for_restart(0, pids[0])
+    assert api_servers.pids[1] == pids[1]
+    until(lambda: set(api_servers.by_engine(RUNNING).values()) == {0}, "orphaned requests have ended")
+    with api_servers.connected(0) as client:
+        assert answer_text(client, prompts[0]) == expected[0]
+    until(
+        lambda: sum(api_servers.by_replica(DISPATCHES).values()) == counted + 2 * STREAMS + 1,
+        "what the killed one had counted still counts",
+    )
+
+
+def answer_text(client: httpx.Client, prompt: str) -> str:
+    text: str = complete(client, prompt, TOKENS)["choices"][0]["text"]
+    return text
+
+
+def joined(events: str) -> str:
+    payloads = events.split("data: ")[1:]
+    return "".join(json.loads(payload)["choices"][0]["text"] for payload in payloads if payload != "[DONE]")

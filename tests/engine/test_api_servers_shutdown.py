@@ -1,0 +1,46 @@
+"""However several API servers end, nothing of theirs is left. The last tests of theirs: they end what is shared."""
+
+import os
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+
+from .api_servers import ApiServers
+from .conftest import start_api_servers
+from .server import STOP_S
+from .servers import Servers
+from .test_shutdown import terminate
+
+OF_TORCH = "torchinductor_"
+
+
+def sockets_of_engines(server: ApiServers) -> set[str]:
+    """Names of the sockets that engines and their workers listen on, which vLLM leaves behind."""
+    paths = [
+        connection.laddr
+        for engine in server.engines
+        for process in (engine, *engine.children(recursive=True))
+        for connection in process.net_connections("unix")
+    ]
+    return {Path(path).name for path in paths if path}
+
+
+def test_sigterm_leaves_no_process_and_no_file(api_servers: ApiServers) -> None:
+    shared_memory = set(os.listdir("/dev/shm"))
+    of_engines = sockets_of_engines(api_servers)
+    code, left = terminate(api_servers)
+    assert (code, left) == (0, [])
+    files = set(os.listdir(api_servers.scratch)) - of_engines
+    assert [name for name in files if not name.startswith(OF_TORCH)] == []
+    assert set(os.listdir("/dev/shm")) <= shared_memory
+
+
+@pytest.mark.long
+def test_all_processes_end_with_a_supervisor_that_is_killed(servers: Servers, tiny_model: Path) -> None:
+    server: ApiServers = servers.keep("killed-api-servers", partial(start_api_servers, tiny_model), engines=2)
+    started = psutil.Process(server.process.pid).children(recursive=True)
+    server.kill()
+    _, left = psutil.wait_procs(started, timeout=STOP_S)
+    assert left == []

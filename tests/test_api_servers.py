@@ -1,0 +1,186 @@
+"""API server processes are kept running one by one, and end together."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from tests.fakes.conditions import eventually
+from vllm_omni_plugin.errors import OmniError
+from vllm_omni_plugin.integration.api_servers import NOT_ACCEPTING, ApiServers
+
+KILLED = -9
+GRACE_S = 30.0
+
+
+class FakeProcess:
+    """A process that does what the test says."""
+
+    def __init__(self, pid: int, obedient: Callable[[], bool]) -> None:
+        self.pid = pid
+        self.sentinel = os.eventfd(0, os.EFD_CLOEXEC)
+        self.exitcode: int | None = None
+        self.told_to_end = False
+        self.joined = False
+        self._obedient = obedient
+
+    def end(self, code: int) -> None:
+        if self.exitcode is None:
+            self.exitcode = code
+            os.eventfd_write(self.sentinel, 1)
+
+    def terminate(self) -> None:
+        self.told_to_end = True
+        if self._obedient():
+            self.end(0)
+
+    def kill(self) -> None:
+        self.end(KILLED)
+
+    def join(self) -> None:
+        assert self.exitcode is not None, "this would wait"
+        self.joined = True
+
+
+class Supervised:
+    """Two API servers under test, whose restarts do not wait unless told to."""
+
+    def __init__(self) -> None:
+        self.connections = [NOT_ACCEPTING] * 2
+        self.started: list[tuple[int, FakeProcess]] = []
+        self.buried: list[tuple[int, int]] = []
+        self.delays: list[float] = []
+        self.trouble: list[OSError] = []
+        self.obedient = True
+        self.go_on = asyncio.Event()
+        self.go_on.set()
+        self.now = 0.0
+        self.servers = ApiServers(
+            self.connections,
+            self._start,
+            lambda index, pid: self.buried.append((index, pid)),
+            clock=lambda: self.now,
+            delay=self._delay,
+        )
+        self.running = asyncio.create_task(self.servers.run())
+
+    def _start(self, index: int) -> FakeProcess:
+        assert self.connections[index] == NOT_ACCEPTING
+        if self.trouble:
+            raise self.trouble.pop()
+        self.started.append((index, FakeProcess(100 + len(self.started), lambda: self.obedient)))
+        return self.started[-1][1]
+
+    async def _delay(self, seconds: float) -> None:
+        self.delays.append(seconds)
+        await self.go_on.wait()
+
+    def process(self, index: int) -> FakeProcess:
+        """The one started last."""
+        return [process for number, process in self.started if number == index][-1]
+
+    async def serve(self, index: int) -> None:
+        """Let a process begin to serve."""
+        await eventually(lambda: any(number == index for number, _ in self.started))
+        self.connections[index] = 0
+
+    async def end(self, index: int, code: int = KILLED) -> None:
+        """Let a process end, and wait for the next one to be started."""
+        before = len(self.started)
+        self.process(index).end(code)
+        await eventually(lambda: len(self.started) > before)
+
+
+@pytest.fixture
+async def supervised() -> AsyncIterator[Supervised]:
+    supervised = Supervised()
+    yield supervised
+    supervised.running.cancel()
+    await asyncio.wait([supervised.running])
+    for _, process in supervised.started:
+        assert process.joined
+        os.close(process.sentinel)
+
+
+async def test_one_that_dies_is_started_again_and_the_others_are_not_touched(supervised: Supervised) -> None:
+    await supervised.serve(0)
+    await supervised.serve(1)
+    await supervised.end(1)
+    assert [index for index, _ in supervised.started] == [0, 1, 1]
+    assert supervised.buried == [(1, 101)]
+    assert supervised.connections == [0, NOT_ACCEPTING], "its successor does not serve yet"
+    assert supervised.process(0).exitcode is None
+
+
+async def test_one_that_keeps_dying_waits_longer_and_longer(supervised: Supervised) -> None:
+    for _ in range(3):
+        await supervised.serve(0)
+        await supervised.end(0)
+    assert supervised.delays == [1.0, 2.0, 4.0]
+
+
+async def test_one_that_has_lived_long_is_started_soon_again(supervised: Supervised) -> None:
+    await supervised.serve(0)
+    await supervised.end(0)
+    await supervised.serve(0)
+    supervised.now += 3600.0
+    await supervised.end(0)
+    assert supervised.delays == [1.0, 1.0]
+
+
+async def test_one_that_ends_before_it_served_ends_all(supervised: Supervised) -> None:
+    await supervised.serve(0)
+    await eventually(lambda: len(supervised.started) == 2)
+    supervised.process(1).end(2)
+    with pytest.raises(OmniError, match=r"API server 1 \(process 101\) ended with code 2 before it served"):
+        await supervised.running
+    assert supervised.process(0).exitcode == KILLED
+
+
+async def test_one_that_served_once_may_fail_to_start_later(supervised: Supervised) -> None:
+    await supervised.serve(0)
+    await supervised.end(0)
+    await supervised.end(0, code=1)
+    assert supervised.delays == [1.0, 2.0]
+
+
+async def test_one_that_cannot_be_started_again_is_tried_again(supervised: Supervised) -> None:
+    await supervised.serve(0)
+    supervised.trouble.append(OSError("too many open files"))
+    await supervised.end(0)
+    assert supervised.delays == [1.0, 2.0]
+
+
+async def test_stopping_ends_all_and_starts_none(supervised: Supervised) -> None:
+    await supervised.serve(0)
+    await supervised.serve(1)
+    await supervised.servers.stop(GRACE_S)
+    await supervised.running
+    assert [process.exitcode for _, process in supervised.started] == [0, 0]
+
+
+async def test_one_that_does_not_end_in_time_is_killed(supervised: Supervised) -> None:
+    supervised.obedient = False
+    await supervised.serve(0)
+    await supervised.servers.stop(0.01)
+    assert [process.exitcode for _, process in supervised.started] == [KILLED, KILLED]
+    assert all(process.told_to_end for _, process in supervised.started)
+
+
+async def test_hurrying_does_not_wait_for_the_time_to_pass(supervised: Supervised) -> None:
+    supervised.obedient = False
+    await supervised.serve(0)
+    stopping = asyncio.create_task(supervised.servers.stop(GRACE_S))
+    await eventually(lambda: supervised.process(0).told_to_end)
+    supervised.servers.kill()
+    await stopping
+
+
+async def test_stopping_does_not_wait_for_a_restart(supervised: Supervised) -> None:
+    supervised.go_on.clear()
+    await supervised.serve(0)
+    supervised.process(0).end(KILLED)
+    await eventually(lambda: supervised.delays == [1.0])
+    await supervised.servers.stop(GRACE_S)
+    assert len(supervised.started) == 2

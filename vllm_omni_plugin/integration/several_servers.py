@@ -1,0 +1,173 @@
+"""`vllm serve --api-server-count N` with our flags: N heads that have joined, and what they share."""
+
+import argparse
+import asyncio
+import copy
+import ipaddress
+import secrets
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.api_server.entry import setup_server
+from vllm.entrypoints.launchers.cli_args import propagate_flash_late_interaction
+from vllm.usage.usage_lib import UsageContext
+from vllm.utils.network_utils import get_ip
+from vllm.v1.executor import Executor
+from vllm.v1.metrics.prometheus import setup_multiprocess_prometheus
+
+from vllm_omni_plugin.config import OmniConfig
+from vllm_omni_plugin.coordinator import OmniCoordinatorRuntime
+from vllm_omni_plugin.curve import Secrets
+from vllm_omni_plugin.errors import ConfigError, OmniError
+from vllm_omni_plugin.integration.api_server_process import ApiServerProcesses
+from vllm_omni_plugin.integration.api_servers import ApiServers
+from vllm_omni_plugin.integration.flags import JOINED, exit_with
+from vllm_omni_plugin.integration.pipeline_config import stage_plans
+from vllm_omni_plugin.integration.rules import bind_address, check_exposure, coordinator_address
+from vllm_omni_plugin.integration.stage_plan import StagePlan
+from vllm_omni_plugin.integration.supervisor import supervise
+from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.replicas.node import SIGNALS
+from vllm_omni_plugin.replicas.ports import PortRange
+from vllm_omni_plugin.replicas.reaper import Reaper
+from vllm_omni_plugin.replicas.server import ReplicaServer, ServerSettings
+from vllm_omni_plugin.vllm_api.launch import spawn_only
+
+logger = init_logger(__name__)
+
+_EXIT_OK = 0
+_EXIT_FAILED = 1
+_LOOPBACK = "127.0.0.1"
+
+
+def serve_api_servers(args: argparse.Namespace, options: OmniConfig) -> int:
+    """Run several API servers, with the coordinator and the replicas of this node; returns the process's exit code.
+
+    Args:
+        args: the parsed command line, as vLLM's own command for several API servers gets it.
+        options: ours among them. A head that joins has neither coordinator nor replicas.
+    """
+    _on_signals(_leave)
+    spawn_only()
+    setup_multiprocess_prometheus()
+    listen_address, listening = setup_server(args, reuse_port=True)
+    with ExitStack() as resources:
+        resources.callback(_stop_listening, listening, args.uds)
+        engine_args = AsyncEngineArgs.from_cli_args(args)
+        propagate_flash_late_interaction(args, engine_args)
+        try:
+            plans = () if options.join else _plans(engine_args, options)
+            home = options if options.join else _open_fleet(options, resources)
+            reaper = resources.enter_context(Reaper())
+            processes = ApiServerProcesses(
+                args.api_server_count, listen_address, listening, _joined(args, home), reaper.watch
+            )
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(_serve(home, plans, processes, reaper, engine_args.shutdown_timeout))
+        except ConfigError as error:
+            exit_with(error)
+        except OmniError as error:
+            sys.stderr.write(f"vllm serve: error: {error}\n")
+            return _EXIT_FAILED
+        finally:
+            # What is left to do takes moments, and must be done.
+            _on_signals(signal.SIG_IGN)
+    return _EXIT_OK
+
+
+def _on_signals(handler: Any) -> None:
+    for signum in SIGNALS:
+        signal.signal(signum, handler)
+
+
+def _leave(signum: int, frame: Any) -> None:
+    raise SystemExit(_EXIT_OK)
+
+
+def _stop_listening(listening: socket.socket, path: str | None) -> None:
+    listening.close()
+    if path:
+        # Nobody can listen there again while it exists.
+        Path(path).unlink(missing_ok=True)
+
+
+def _plans(engine_args: Any, options: OmniConfig) -> Sequence[StagePlan]:
+    engine_args._api_process_rank = -1
+    vllm_config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+    executor_class = Executor.get_class(vllm_config)
+    return stage_plans(options, vllm_config, executor_class, not engine_args.disable_log_stats)
+
+
+def _open_fleet(options: OmniConfig, resources: ExitStack) -> OmniConfig:
+    """Start the coordinator; returns the options with which processes of this node find it and listen themselves."""
+    if not options.is_open:
+        secret_file = _make_secret(resources)
+        host, port, home = _LOOPBACK, 0, replace(options, master_address=_LOOPBACK, secret_file=secret_file)
+    else:
+        assert options.master_port is not None
+        host, port, home = bind_address(options, headless=False), options.master_port, options
+        if ipaddress.ip_address(host).is_unspecified:
+            home = replace(options, master_address=_LOOPBACK, replica_address=options.replica_address or get_ip())
+    coordinator = OmniCoordinatorRuntime(host, port, options.heartbeat_timeout, secret_file=home.secret_file)
+    resources.callback(coordinator.close)
+    if options.is_open:
+        logger.info("Replicas and heads join with: -oma %s -omp %d", options.master_address, port)
+    return replace(home, master_port=int(coordinator.router_address.rpartition(":")[2]))
+
+
+def _make_secret(resources: ExitStack) -> str:
+    """A secret for a fleet of this node alone: without one, every user of the machine could reach its engines."""
+    path = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="omni-")), "secret")
+    path.touch(mode=0o600)
+    path.write_text(secrets.token_urlsafe())
+    return str(path)
+
+
+def _joined(args: argparse.Namespace, home: OmniConfig) -> argparse.Namespace:
+    """The command line of one API server."""
+    own = copy.copy(args)
+    where = ("master_address", "master_port", "secret_file")
+    setattr(own, JOINED, {field: getattr(home, field) for field in where})
+    return own
+
+
+async def _serve(
+    home: OmniConfig, plans: Sequence[StagePlan], processes: ApiServerProcesses, reaper: Reaper, timeout: float
+) -> None:
+    api_servers = ApiServers(processes.connections, processes.start, processes.bury)
+    engines = sum(plan.replicas for plan in plans)
+    # Two blocking steps per replica may run at once: the old engine's end and the new one's start.
+    with ThreadPoolExecutor(2 * max(engines, 1), thread_name_prefix="omni-engine") as executor:
+        replicas = [
+            ReplicaServer(_settings(home, plan), launcher, index, plan.api, executor)
+            for plan in plans
+            for launcher in [plan.launcher_for(reaper.watch, True, True)]
+            for index in range(plan.replicas)
+        ]
+        await supervise(api_servers, replicas, timeout)
+
+
+def _settings(home: OmniConfig, plan: StagePlan) -> ServerSettings:
+    host = bind_address(home, headless=True)
+    check_exposure(home, host, headless=True)
+    return ServerSettings(
+        host=host,
+        ports=None if home.replica_ports is None else PortRange.parse(home.replica_ports),
+        coordinator_addr=coordinator_address(home),
+        stage_id=plan.stage_id,
+        heartbeat_interval=home.heartbeat_interval,
+        heartbeat_timeout=home.heartbeat_timeout,
+        drain_timeout=home.drain_timeout,
+        secrets=Secrets.from_file(home.secret_file) if home.secret_file else None,
+        fingerprint=plan.fingerprint,
+    )

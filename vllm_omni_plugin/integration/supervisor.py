@@ -1,0 +1,73 @@
+"""What a process with several API servers does while it runs, and the order in which it ends."""
+
+import asyncio
+import signal
+from collections.abc import Sequence
+from typing import Protocol
+
+from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.replicas.node import SIGNALS
+
+logger = init_logger(__name__)
+
+_GRACE_S = 10.0
+"""Seconds beyond the time for requests that an API server may take to end."""
+
+
+class Heads(Protocol):
+    """The API servers; `ApiServers` in service."""
+
+    async def run(self) -> None: ...
+
+    async def stop(self, timeout: float) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+class Replica(Protocol):
+    """A replica of this node; `replicas.server.ReplicaServer` in service."""
+
+    async def run(self) -> None: ...
+
+    def leave_now(self, reason: str) -> None: ...
+
+
+async def supervise(heads: Heads, replicas: Sequence[Replica], shutdown_timeout: float) -> None:
+    """Run API servers and replicas until SIGTERM or SIGINT: then the former end, and after them the latter.
+
+    A second signal ends both at once. A replica that leaves the fleet ends by itself, and nothing else with it.
+
+    Args:
+        heads: the API servers, not started.
+        replicas: not started.
+        shutdown_timeout: seconds that requests in flight have to finish.
+
+    Raises:
+        OmniError: a replica or an API server could not be started the first time. Nothing is left running.
+    """
+    loop = asyncio.get_running_loop()
+    told = asyncio.Event()
+
+    def on_signal(signum: int) -> None:
+        if told.is_set():
+            logger.info("%s again: ending at once.", signal.Signals(signum).name)
+            heads.kill()
+        told.set()
+
+    for signum in SIGNALS:
+        loop.add_signal_handler(signum, on_signal, signum)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(heads.run())
+            for replica in replicas:
+                tasks.create_task(replica.run())
+            await told.wait()
+            logger.info("Ending: requests in flight have %g s.", shutdown_timeout)
+            await heads.stop(shutdown_timeout + _GRACE_S)
+            for replica in replicas:
+                replica.leave_now("its head was told to end")
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from failures
+    finally:
+        for signum in SIGNALS:
+            loop.remove_signal_handler(signum)
