@@ -182,7 +182,7 @@ class World:
             pass
 
     def settle(self) -> None:
-        """Let beats and all that is on its way arrive until whoever is silent has left and the others know everything."""
+        """Let beats and all else arrive until whoever is silent has left and the others know everything."""
         self.queue_frames = 1000
         for _ in range(7):
             for head in self.heads.values():

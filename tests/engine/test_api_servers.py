@@ -117,13 +117,14 @@ def test_one_that_is_killed_takes_only_its_own_connections_with_it(
             for number in BOTH
             for stream, client, prompt in zip(streams[number], clients[number], prompts, strict=True)
         ]
-        assert all(stream.started.wait(60) for number in BOTH for stream in streams[number])
+        # No later, or the first would be done before the last has begun, on a machine that is busy.
+        until(lambda: all(any(stream.started.is_set() for stream in streams[number]) for number in BOTH), "both stream")
         psutil.Process(pids[0]).kill()
         for future in running:
             future.result()
     assert [stream.broken for stream in streams[1]] == [None] * STREAMS
     assert [joined(stream.text) for stream in streams[1]] == expected
-    assert [stream.text for stream in streams[0] if stream.broken is None] == []
+    assert [stream for stream in streams[0] if stream.broken is None] == []
     until(lambda: set(api_servers.by_replica(IN_FLIGHT).values()) == {0}, "nothing is in flight")
     api_servers.wait_for_restart(0, pids[0])
     assert api_servers.pids[1] == pids[1]

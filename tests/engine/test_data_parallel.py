@@ -1,6 +1,7 @@
 """`--data-parallel-size` behind the OpenAI server: every rank is a replica, a lockstep group lives and dies as one."""
 
 import json
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,8 +12,8 @@ import pytest
 from .conftest import TWO_ENGINES
 from .experts import RANKS, make_experts
 from .load import Load
-from .nodes import NodeFleet
-from .server import START_S, Server, until
+from .nodes import Node
+from .server import START_S, Server, free_port, serve_command, until
 from .test_shutdown import terminate
 
 IN_FLIGHT = "vllm_omni:requests_in_flight"
@@ -26,6 +27,7 @@ EXPERTS = (
     json.dumps(SLOW),
 )
 HEAD = ("--api-server-count", "1", "--omni-lb-policy", "least-queue-length")
+NO_ENGINE = ("--omni-dp-size-local", "0")
 LONG, SHORT = 900, 20
 """Tokens: of a request that still runs when something happens to its rank, and of one that is answered soon."""
 
@@ -96,22 +98,27 @@ def test_a_rank_that_is_removed_takes_its_group_with_it(experts: Path, logs: Pat
 @pytest.mark.long
 @pytest.mark.usefixtures("make_room")
 def test_a_group_of_another_node_serves_a_head_and_comes_back(experts: Path, logs: Path) -> None:
-    fleet = NodeFleet(experts, logs / "headless-group", nodes=0, local=0, flags=EXPERTS, head_flags=HEAD)
+    join = ("-oma", "127.0.0.1", "-omp", str(free_port()))
+    node = Node(serve_command(experts, "--headless", *join, *EXPERTS), logs / "group-node.log")
     try:
-        node = fleet.add_node()
-        fleet.wait_for_replicas(RANKS)
-        with Load(fleet.head) as load:
-            answers = [load.send(LONG, stream=True) for _ in range(4)]
-            until(lambda: set(in_flight(fleet.head).values()) == {2.0}, "each rank has half of the requests")
-            node.engine.kill()
-            load.wait()
-            assert all(answer.finished_whole for answer in answers)
-        started = psutil.Process(node.process.pid).children(recursive=True)
-        node.stop()
-        _, left = psutil.wait_procs(started, timeout=START_S)
-        assert (node.process.returncode, left) == (0, [])
+        with Server(experts, logs / "group-head.log", *join, *HEAD, *NO_ENGINE) as head:
+            until(lambda: head.replicas_up() == RANKS, "both ranks serve", START_S)
+            with Load(head) as load:
+                answers = [load.send(LONG, stream=True) for _ in range(4)]
+                until(lambda: set(in_flight(head).values()) == {2.0}, "each rank has half of the requests")
+                node.engine.kill()
+                load.wait()
+                assert all(answer.finished_whole for answer in answers)
+                started = psutil.Process(node.process.pid).children(recursive=True)
+                last = load.send(LONG, stream=True)
+                assert last.started.wait(START_S)
+                node.process.send_signal(signal.SIGTERM)
+                load.wait()
+                assert last.finished_whole
+            assert node.process.wait(START_S) == 0
+            assert psutil.wait_procs(started, timeout=START_S)[1] == []
     finally:
-        fleet.stop()
+        node.stop()
 
 
 @pytest.mark.long

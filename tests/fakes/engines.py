@@ -75,7 +75,7 @@ class FakeEngine:
     def __init__(self, pid: int, identity: bytes, plan: Plan) -> None:
         self.process = FakeProcess(pid)
         self.input_addr = ""
-        self._identity = identity
+        self.identity = identity
         self._plan = plan
         self._sockets: list[zmq.Socket[bytes]] = []
 
@@ -89,7 +89,7 @@ class FakeEngine:
             raise ReplicaError(self._plan.refuse)
         if not self._plan.ready and self.process.signals.get(timeout=10) == "ended":
             raise ReplicaError("the engine ended before it was ready")
-        sockets = connect(input_addr, output_addrs[0], self._identity)
+        sockets = connect(input_addr, output_addrs[0], self.identity)
         sockets[0].send(READY)
         self.input_addr, self._sockets = input_addr, sockets
 

@@ -81,7 +81,9 @@ async def test_a_replica_that_is_removed_is_the_one_of_its_stage(node: Node) -> 
     await node.stages.start()
     node.stages.leave(node.pools[1].member(0))
     assert node.serving == ["0.0", "1.1"]
-    await eventually(lambda: node.launchers[1].engines[0].process.ended, "the end of its engine")
+    launcher = node.launchers[1]
+    (engine,) = (engine for engine in launcher.engines if engine.identity == launcher.identity(0))
+    await eventually(lambda: engine.process.ended, "the end of its engine")
 
 
 async def test_a_close_ends_the_engines_of_all_stages_with_the_grace_it_is_given(node: Node) -> None:

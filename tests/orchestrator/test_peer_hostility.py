@@ -58,7 +58,7 @@ HOSTILE: dict[str, tuple[str, Any]] = {
     "a replica without an address": ("manage", {"after": [0, ""], "action": "drain", "replica": [0, "", "x"]}),
     "an unknown action": ("manage", {"after": [0, ""], "action": "kill", "replica": [0, "a", "b"]}),
     "a question with arguments": ("state", {"all": True}),
-    "a version that is none": ("version", {"stamp": ["1", "x"]}),
+    "a version that is none": ("version", {"stamp": ["1", "x"], "under_way": []}),
 }
 
 

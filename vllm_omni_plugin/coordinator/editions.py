@@ -21,13 +21,16 @@ class ListEditions:
     Args:
         table: What is listed.
         numbering: The numbers of the rows.
+
+    Attributes:
+        version: Of the last list; 0: there was none yet.
     """
 
     def __init__(self, table: MembershipTable, numbering: Numbering) -> None:
         self._table = table
         self._numbering = numbering
         self._touched: set[ReplicaKey] = set()
-        self._version = 0
+        self.version = 0
         self._timestamp = 0.0
         self._takes_work: dict[ReplicaKey, ReplicaInfo] = {}
         self._held_back: dict[ReplicaKey, ReplicaInfo] = {}
@@ -44,14 +47,14 @@ class ListEditions:
 
     def reserve(self, numbers: Numbers) -> None:
         """Heed the numbers that replicas had before this coordinator. Once there is a first version it is too late."""
-        if not self._version:
+        if not self.version:
             self._numbering.reserve(numbers.numbers)
 
     def full(self) -> Raw | None:
         """Return the last version as a `FullList`, or None if there was none yet."""
-        if self._encoded is None and self._version:
+        if self._encoded is None and self.version:
             rows, held_back = self._takes_work.values(), self._held_back.values()
-            full = FullList(self._version, list(rows), list(held_back), self._timestamp)
+            full = FullList(self.version, list(rows), list(held_back), self._timestamp)
             self._encoded = encode_to_head(full)
         return self._encoded
 
@@ -61,15 +64,15 @@ class ListEditions:
         ``now`` and ``wall_now`` are one moment in monotonic and in wall-clock seconds.
         """
         changed = self._change(wall_now - now)
-        if self._version and not any(changed):
+        if self.version and not any(changed):
             return None
-        self._version += 1
+        self.version += 1
         self._timestamp = wall_now
         self._encoded = None
-        if self._version == 1:
+        if self.version == 1:
             self._numbering.end_reservations()
             return self.full()
-        return encode_to_head(ListDelta(self._version, *changed, wall_now))
+        return encode_to_head(ListDelta(self.version, *changed, wall_now))
 
     def _change(self, wall_offset: float) -> tuple[list[ReplicaInfo], list[ReplicaInfo], list[tuple[int, str, str]]]:
         replicas: list[ReplicaInfo] = []

@@ -66,5 +66,7 @@ class HeadDesk:
             case Bye():
                 return self._heads.leave(peer)
             case Numbers():
+                if not self._heads.has_seat(peer):
+                    return None
                 self._editions.reserve(message)
                 return []

@@ -53,6 +53,10 @@ class HeadTable:
     def __len__(self) -> int:
         return len(self._seats)
 
+    def has_seat(self, peer: bytes) -> bool:
+        """Whether a connection has a seat."""
+        return peer in self._peers
+
     def beat(self, peer: bytes, beat: Beat, now: float) -> list[Letter] | None:
         """Take a beat in; return the answer, or None if it is of a connection that has lost its seat to another.
 

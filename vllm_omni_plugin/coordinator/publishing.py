@@ -5,10 +5,11 @@ KEEP_ALIVE_INTERVAL = 5.0
 
 
 class PublishSchedule:
-    """Coalesces requests to publish: at most one list per 0.1 s, at least one per 5 s. Times are monotonic seconds."""
+    """Coalesces requests to publish: at most one list per interval, at least one per 5 s. Times are monotonic seconds."""
 
-    def __init__(self, now: float, quiet_until: float) -> None:
+    def __init__(self, now: float, quiet_until: float, min_interval: float = MIN_INTERVAL) -> None:
         """Start at ``now``, holding everything back until ``quiet_until``."""
+        self._min_interval = min_interval
         self._allowed_at = quiet_until
         self._keep_alive_at = max(quiet_until, now + KEEP_ALIVE_INTERVAL)
         self._requested = quiet_until > now
@@ -26,5 +27,5 @@ class PublishSchedule:
     def published(self, now: float) -> None:
         """Note that a list went out."""
         self._requested = False
-        self._allowed_at = now + MIN_INTERVAL
+        self._allowed_at = now + self._min_interval
         self._keep_alive_at = now + KEEP_ALIVE_INTERVAL

@@ -11,9 +11,9 @@ from msgspec.structs import replace
 from vllm_omni_plugin.coordinator.drops import DropLog, DropReason, peer_of
 from vllm_omni_plugin.coordinator.editions import ListEditions
 from vllm_omni_plugin.coordinator.head_desk import HeadDesk
-from vllm_omni_plugin.coordinator.head_table import HeadTable
+from vllm_omni_plugin.coordinator.head_table import RELAY_INTERVAL, HeadTable
 from vllm_omni_plugin.coordinator.head_wire import is_of_head
-from vllm_omni_plugin.coordinator.membership import MembershipTable, TableFullError
+from vllm_omni_plugin.coordinator.membership import Change, MembershipTable, TableFullError
 from vllm_omni_plugin.coordinator.messages import ReplicaEvent, ReplicaList, ReplicaStatus
 from vllm_omni_plugin.coordinator.numbering import Numbering
 from vllm_omni_plugin.coordinator.ports import Ports
@@ -30,7 +30,8 @@ from vllm_omni_plugin.errors import ConfigError, WireError
 BATCH_FRAMES = 256
 # Being late by less than this part of the heartbeat timeout is scheduling noise.
 LATENESS_TOLERANCE_FRACTION = 0.1
-_STALE = "older than what the table holds, leaving while unknown, or from a head without a seat"
+_STALE = "older than what the table holds, or leaving while unknown"
+_UNSEATED = "from a head without a seat on this connection"
 
 
 class OmniCoordinator:
@@ -85,6 +86,7 @@ class OmniCoordinator:
         self._drops = DropLog()
         self._ticked_at = clock()
         self._schedule = PublishSchedule(self._ticked_at, quiet_until=self._ticked_at + settle_time)
+        self._edition_schedule = PublishSchedule(self._ticked_at, self._ticked_at + settle_time, RELAY_INTERVAL)
         self._ports = Ports(router_zmq_addr, pub_zmq_addr, secrets)
         self._router = self._ports.router
         self._pub = self._ports.pub
@@ -174,9 +176,14 @@ class OmniCoordinator:
     def _apply(self, event: ReplicaEvent, *, authoritative: bool) -> bool:
         now = self._clock()
         change = self._table.apply(event, now, authoritative=authoritative)
-        if change is not None and self._editions.note([change]):
-            self._schedule.request(now)
+        if change is not None:
+            self._note([change], now)
         return change is not None
+
+    def _note(self, changes: list[Change], now: float) -> None:
+        if self._editions.note(changes):
+            self._schedule.request(now)
+            self._edition_schedule.request(now)
 
     def _snapshot(self) -> ReplicaList:
         return replica_list(self._table, self._numbering, self._clock(), self._wall_clock())
@@ -199,8 +206,9 @@ class OmniCoordinator:
 
     def _next_wake(self) -> float:
         with self._lock:
-            deadlines = (self._schedule.due_at, self._table.next_deadline(), self._heads.next_deadline())
-            wake_at = min(deadline for deadline in deadlines if deadline is not None)
+            deadlines = (self._table.next_deadline(), self._heads.next_deadline())
+            due_at = min(self._schedule.due_at, self._edition_schedule.due_at)
+            wake_at = min([due_at, *(deadline for deadline in deadlines if deadline is not None)])
             # A request that came since the last tick may have been due long before it: that is no lateness of ours.
             return max(wake_at, self._ticked_at)
 
@@ -220,20 +228,21 @@ class OmniCoordinator:
             self._drops.record(DropReason.MULTIPART, peer_of(frame), "more than one frame")
             return
         try:
-            if not self._take_message(peer, frame.bytes):
+            if is_of_head(frame.bytes):
+                if not self._take_from_head(peer, frame.bytes):
+                    self._drops.record(DropReason.STALE, peer_of(frame), _UNSEATED)
+            elif not self._apply(decode_event(frame.bytes), authoritative=False):
                 self._drops.record(DropReason.STALE, peer_of(frame), _STALE)
         except WireError as error:
             self._drops.record(DropReason.MALFORMED, peer_of(frame), str(error))
         except TableFullError as error:
             self._drops.record(DropReason.TABLE_FULL, peer_of(frame), str(error))
 
-    def _take_message(self, peer: bytes, frame: bytes) -> bool:
-        if not is_of_head(frame):
-            return self._apply(decode_event(frame), authoritative=False)
+    def _take_from_head(self, peer: bytes, frame: bytes) -> bool:
         now = self._clock()
-        if self._editions.full() is None:
+        if not self._editions.version:
             # The head shall not wait for a change to have its first list.
-            self._schedule.request(now)
+            self._edition_schedule.request(now)
         return self._desk.take(peer, frame, now)
 
     def _take_subscriptions(self) -> None:
@@ -262,20 +271,25 @@ class OmniCoordinator:
             now = self._ticked_at = self._clock()
             late_by = now - wake_at
             late_by = late_by if late_by > self._late_tolerance else 0.0
-            if self._editions.note(self._table.expire(now, late_by)):
-                self._schedule.request(now)
+            self._note(self._table.expire(now, late_by), now)
             self._desk.send(self._heads.expire(now, late_by))
-            self._desk.send(self._heads.relay(now))
+            self._tell_heads(now)
             if now < self._schedule.due_at:
                 return
             self._schedule.published(now)
-            edition = self._editions.revise(now, self._wall_clock())
-            if edition is not None:
-                self._desk.send(self._heads.announce(edition))
             # Our own heads do not subscribe, and the whole list is dear.
             replicas = self._snapshot() if self._has_subscribers else None
         if replicas is not None:
             self._pub.send(encode_replica_list(replicas))
+
+    def _tell_heads(self, now: float) -> None:
+        self._desk.send(self._heads.relay(now))
+        if now < self._edition_schedule.due_at:
+            return
+        self._edition_schedule.published(now)
+        edition = self._editions.revise(now, self._wall_clock())
+        if edition is not None:
+            self._desk.send(self._heads.announce(edition))
 
 
 def _skip_rest(socket: Socket, frame: zmq.Frame) -> bool:

@@ -170,8 +170,8 @@ FLAGS = (
     Flag(
         "--omni-replica-ports",
         Side.BOTH,
-        "Ports on which this node's replicas listen: three for each, and one more for each further head. Default: any "
-        "free ones.",
+        "Ports on which this node's replicas listen: three for each, and two more for each further head or API server. "
+        "Default: any free ones.",
         "FIRST-LAST",
     ),
     Flag(

@@ -106,6 +106,7 @@ class RecordKeeper:
             for stage, replay, part in zip(stages, replays, record.stages, strict=True)
         ]
         self.stamp, self.adopted, self.told = record.stamp, record.stamp.version, set(record.told)
+        self.contested = False
         self._adopt_drained({ReplicaKey(*key) for key in record.drained})
         news = before.difference(FrontView.of([stage.shared for stage in stages]))
         told = frozenset(self.told)

@@ -1,7 +1,7 @@
 """Calls that other heads make of the engines, as this head heeds them."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -119,11 +119,19 @@ class ForeignCalls:
         Returns:
             Whether there were any such calls.
         """
-        keys = [key for key in self._open if head_ids is None or key[0] in head_ids]
+        return await self._give_up(
+            [key for key in self._open if head_ids is None or key[0] in head_ids], head_ids is not None
+        )
+
+    async def compare(self, head_id: str, under_way: Collection[int]) -> bool:
+        """A head says which of its calls are under way; this one may have missed the end of others. As `abandon`."""
+        return await self._give_up([key for key in self._open if key[0] == head_id and key[1] not in under_way], True)
+
+    async def _give_up(self, keys: Sequence[tuple[str, int]], repeat: bool) -> bool:
         for call in [self._open.pop(key) for key in keys]:
             await call.sending
             method, last = call.told.method, all(stage.is_last(own) for stage, own in call.calls)
-            if head_ids is not None and method not in _NOT_REPEATED and (last or method in _OF_ADAPTERS):
+            if repeat and method not in _NOT_REPEATED and (last or method in _OF_ADAPTERS):
                 await self._make_again(call)
             else:
                 for _, own in call.calls:

@@ -26,7 +26,7 @@ class OwnCall:
         asking: the way to them.
         record: knows how far this head is.
         spawn: runs what nobody waits for.
-        ended: called once, when the others have been told of its end.
+        ended: called with its number, once, when it has come to its end.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class OwnCall:
         asking: PeerAsking,
         record: RecordKeeper,
         spawn: Callable[[Coroutine[Any, Any, None]], object],
-        ended: Callable[[], None],
+        ended: Callable[[int], None],
     ) -> None:
         self._message = message
         self._asking = asking
@@ -63,7 +63,5 @@ class OwnCall:
     async def _tell_end(self, taken: list[bool], failed: list[int], cleared: list[int]) -> None:
         after = self._record.advance() if self._message.after is not None else None
         message = EngineCallOver(self._message.call, after, taken, failed, cleared)
-        try:
-            await self._asking.tell(ENGINE_CALL_OVER, message, self._timeout)
-        finally:
-            self._ended()
+        self._ended(self._message.call)
+        await self._asking.tell(ENGINE_CALL_OVER, message, self._timeout)

@@ -10,7 +10,7 @@ import msgspec
 from vllm_omni_plugin.coordinator import NoSeatError, PeerAnswer, PeerCall
 from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.orchestrator.peer_messages import VERSION, Stamp, Version
+from vllm_omni_plugin.orchestrator.peer_messages import VERSION, Version
 
 logger = init_logger(__name__)
 
@@ -35,7 +35,7 @@ class PeerAsking:
 
     Args:
         seat: the way to them, None before there is one.
-        stamp: how far this head is.
+        version: how far this head is.
         delay: waits between attempts.
 
     Attributes:
@@ -43,11 +43,14 @@ class PeerAsking:
     """
 
     def __init__(
-        self, seat: Callable[[], PeerLink | None], stamp: Callable[[], Stamp], delay: Callable[[float], Awaitable[None]]
+        self,
+        seat: Callable[[], PeerLink | None],
+        version: Callable[[], Version],
+        delay: Callable[[float], Awaitable[None]],
     ) -> None:
         self.cut_off = False
         self._seat = seat
-        self._stamp = stamp
+        self._version = version
         self._delay = delay
         self._reminding: asyncio.Task[None] | None = None
 
@@ -103,7 +106,7 @@ class PeerAsking:
             behind = True
             while behind:
                 await self._delay(RETRY_S)
-                answers = await self.ask(VERSION, Version(self._stamp()))
+                answers = await self.ask(VERSION, self._version())
                 behind = any(answer.error for answer in answers)
         finally:
             self._reminding = None

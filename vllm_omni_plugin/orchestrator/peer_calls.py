@@ -68,9 +68,10 @@ class PeerCalls:
     ) -> None:
         self._head = head
         self._record = RecordKeeper(head, head_id)
-        self._asking = PeerAsking(seat, lambda: self._record.stamp, delay)
+        self._asking = PeerAsking(seat, self._version, delay)
         self._foreign = ForeignCalls(head.fan_out.stages, head.tell_front)
-        self._calls_made = self._calls_open = 0
+        self._calls_made = 0
+        self._under_way: set[int] = set()
         self._closed = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._synchronising = asyncio.Lock()
@@ -105,11 +106,13 @@ class PeerCalls:
         """Heads are gone; None: all are out of reach, since the coordinator is silent."""
         self._record.told.clear()
         self._asking.cut_off = head_ids is None
-        self._spawn(self._abandon(head_ids))
+        giving_up = self._foreign.abandon(head_ids)
+        # Heads that are only out of reach will tell of the end of their calls themselves.
+        self._spawn(self._contest_if(giving_up) if head_ids is not None else _done(giving_up))
 
     def called(self, call: PeerCall) -> None:
         """Another head tells or asks something. Whatever it says, it gets an answer and nothing is raised."""
-        if not self._synchronising.locked() or call.method in (STATE, VERSION):
+        if not self._synchronising.locked() or call.method == STATE:
             self._heed(call)
         elif len(self._deferred) < MAX_DEFERRED:
             self._deferred.append(call)
@@ -143,7 +146,7 @@ class PeerCalls:
                 logger.warning("Other heads cannot be told of this call of %s.", method)
             return None
         self._calls_made += 1
-        self._calls_open += 1
+        self._under_way.add(self._calls_made)
         after = self._record.advance() if lasting else None
         told = [mark_of(member) for call in calls for member in call.members]
         message = EngineCall(self._calls_made, after, method, arguments, stages, told)
@@ -197,8 +200,11 @@ class PeerCalls:
         self._asking.answer(call, msgspec.to_builtins(self._record.take()))
 
     def _compare(self, call: PeerCall) -> None:
-        if decoded(call.arguments, Version).stamp > self._record.stamp:
+        version = decoded(call.arguments, Version)
+        if version.stamp > self._record.stamp:
             self.synchronise()
+        else:
+            self._spawn(self._contest_if(self._foreign.compare(call.head_id, version.under_way)))
         self._asking.answer(call)
 
     def _hear(self, after: Stamp, head_id: str) -> None:
@@ -211,22 +217,25 @@ class PeerCalls:
         self._asking.answer(call)
         self._decide_if_contested()
 
-    async def _abandon(self, head_ids: Sequence[str] | None) -> None:
-        if await self._foreign.abandon(head_ids) and head_ids is not None:
-            # Not every head may have come to the same end of them; heads out of reach will tell of it themselves.
+    async def _contest_if(self, given_up: Awaitable[bool]) -> None:
+        if await given_up:
+            # Not every head may have come to the same end of a call.
             self._record.contested = True
-            self._decide_if_contested()
-
-    def _own_call_ended(self) -> None:
-        self._calls_open -= 1
         self._decide_if_contested()
+
+    def _own_call_ended(self, number: int) -> None:
+        self._under_way.discard(number)
+        self._decide_if_contested()
+
+    def _version(self) -> Version:
+        return Version(self._record.stamp, sorted(self._under_way))
 
     def _decide_if_contested(self) -> None:
         """Let this head's order of changes be everybody's, once all are over; of several such claims one prevails."""
-        if self._record.contested and not self._calls_open and not len(self._foreign):
+        if self._record.contested and not self._under_way and not len(self._foreign):
             self._record.contested = False
             self._record.advance()
-            self._spawn(self._tell(VERSION, Version(self._record.stamp)))
+            self._spawn(self._tell(VERSION, self._version()))
 
     async def _synchronise(self) -> None:
         try:
@@ -259,7 +268,7 @@ class PeerCalls:
         stamp = self._record.stamp
         self._record.told.update(*(record.told for record in records if record.stamp == stamp))
         if any(record.stamp < stamp for record in records):
-            self._spawn(self._tell(VERSION, Version(stamp)))
+            self._spawn(self._tell(VERSION, self._version()))
         return telling
 
     async def _tell(self, method: str, message: msgspec.Struct) -> None:
@@ -283,3 +292,7 @@ class PeerCalls:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("What another head was told could not be dealt with.", exc_info=error)
+
+
+async def _done(work: Awaitable[object]) -> None:
+    await work

@@ -125,9 +125,15 @@ class FleetRecord(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Version(Struct, frozen=True, forbid_unknown_fields=True):
-    """How far the sender is."""
+    """How far the sender is.
+
+    Attributes:
+        stamp: of its last change.
+        under_way: its calls that have not come to their end.
+    """
 
     stamp: Stamp
+    under_way: list[_Number]
 
 
 def mark_of(member: PoolMember) -> int:

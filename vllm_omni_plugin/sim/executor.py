@@ -21,7 +21,8 @@ class SleepingExecutor(ModelFreeExecutor):
     Capacities are vLLM's (`--num-gpu-blocks-override`, `--block-size`, `--max-num-seqs`, ...), service times those of
     `EngineSettings`, given as `--additional-config '{"sleeping_executor": {"step_s": 0.01, "prefill_token_s": 1e-4,
     "sequence_s": 1e-4}}'`. Answers are those of `vllm-omni-plugin sim`, the same from every engine of a seed.
-    Log-probabilities, structured output and multimodal contents are ignored.
+    Log-probabilities, structured output and multimodal contents are ignored. Ranks of a lockstep group keep step as
+    vLLM's engine cores make them; a step without requests of its own takes a rank `step_s`.
 
     Raises:
         ConfigError: service times that make no sense, or a model that does not generate one token at a time.

@@ -3,6 +3,7 @@
 import copy
 import os
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import zmq
@@ -210,18 +211,15 @@ def spawn_engine(
         rank: which share of this node it takes.
         on_spawn: told its process id.
     """
-    handshake_address = get_open_zmq_ipc_path()
-    handshake: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
-    handshake.setsockopt(zmq.LINGER, 0)
+    handshake = _Handshake()
     try:
-        handshake.bind(handshake_address)
         manager = CoreEngineProcManager(
             local_engine_count=1,
             start_index=engine,
             local_start_index=rank,
             vllm_config=config,
             local_client=True,
-            handshake_address=handshake_address,
+            handshake_address=handshake.address,
             executor_class=executor_class,
             log_stats=log_stats,
         )
@@ -237,6 +235,21 @@ def spawn_engine(
     return starting
 
 
+class _Handshake:
+    """Where an engine reports for duty."""
+
+    def __init__(self) -> None:
+        self.address: str = get_open_zmq_ipc_path()
+        self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.bind(self.address)
+
+    def close(self) -> None:
+        self.socket.close()
+        # libzmq leaves it behind.
+        Path(self.address.removeprefix("ipc://")).unlink(missing_ok=True)
+
+
 class StartingEngine:
     """An engine between its spawn and its readiness. `process` may be shut down at any moment from any thread."""
 
@@ -244,7 +257,7 @@ class StartingEngine:
         self,
         process: EngineProcess,
         manager: CoreEngineProcManager,
-        handshake: "zmq.Socket[bytes]",
+        handshake: _Handshake,
         config: Any,
         index: int,
     ) -> None:
@@ -282,7 +295,7 @@ class StartingEngine:
         )
         try:
             wait_for_engine_startup(
-                self._handshake,
+                self._handshake.socket,
                 [CoreEngine(index=self._index, local=True)],
                 parallel,
                 coordinator is not None,

@@ -1,0 +1,340 @@
+"""Heads at a live coordinator over real sockets."""
+
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import msgspec
+import pytest
+import zmq
+from coordinator_support import ANY, OpenDealer, Socket, eventually, free_address, make_event, names
+
+from tests.fakes.hostile_frames import hostile_message
+from vllm_omni_plugin.coordinator import (
+    HeadListener,
+    NoSeatError,
+    OmniCoordClientForHead,
+    OmniCoordClientForStage,
+    OmniCoordinator,
+    OmniCoordinatorRuntime,
+    PeerCall,
+    ReplicaList,
+    ReplicaWork,
+)
+from vllm_omni_plugin.coordinator.deliveries import FullList, ListDelta, Seated, WorkWanted
+from vllm_omni_plugin.coordinator.head_messages import Answer, Beat, Bye, Call, Numbers, ReplicaNumber, Work
+from vllm_omni_plugin.coordinator.head_wire import encode_from_head, encode_to_head
+from vllm_omni_plugin.coordinator.sockets import ROLE
+from vllm_omni_plugin.curve import Secrets, secure_client
+from vllm_omni_plugin.errors import ConfigError, WireError
+
+ROW = ReplicaWork(0, "tcp://a:1", "tcp://a:2", 7, 3, 500)
+SECRETS = Secrets(["a secret that heads share"])
+
+
+class Listener(HeadListener):
+    """Remembers what it is told, and answers calls with its own name."""
+
+    def __init__(self, address: str, head_id: str, secrets: Secrets | None = None, interval: float = 0.2) -> None:
+        self.head_id = head_id
+        self.replicas = ReplicaList([], 0.0)
+        self.work: dict[str, list[ReplicaWork]] = {}
+        self.wanted = 0
+        self.losses = 0
+        self.troubles: list[str] = []
+        self.answers = True
+        self.client = OmniCoordClientForHead(
+            address, head_id, self, secrets=secrets, heartbeat_interval=interval, on_unreachable=self.troubles.append
+        )
+
+    def replicas_listed(self, replicas: ReplicaList) -> None:
+        self.replicas = replicas
+
+    def work_reported(self, head_id: str, work: Sequence[ReplicaWork], full: bool) -> None:
+        self.work[head_id] = list(work)
+
+    def head_left(self, head_id: str) -> None:
+        self.work.pop(head_id, None)
+
+    def called(self, call: PeerCall) -> None:
+        if call.method == "fail":
+            raise RuntimeError("listeners may fail")
+        if self.answers:
+            self.client.answer(call, {"from": self.head_id, "arguments": call.arguments})
+
+    def work_wanted(self) -> None:
+        self.wanted += 1
+
+    def seat_lost(self) -> None:
+        self.losses += 1
+        self.work.clear()
+
+    def seated(self) -> bool:
+        """Whether its coordinator knows it."""
+        return self.client.call("ping", None, 0.3).exception(20) is None
+
+
+Sit = Callable[..., Listener]
+
+
+@pytest.fixture
+def sit() -> Iterator[Sit]:
+    """Let heads take seats."""
+    with ExitStack() as stack:
+
+        def sit(address: str, *head_ids: str, secrets: Secrets | None = None) -> list[Listener]:
+            heads = [Listener(address, head_id, secrets) for head_id in head_ids]
+            for head in heads:
+                stack.callback(head.client.close)
+            eventually(lambda: all(head.wanted and head.seated() for head in heads))
+            return heads
+
+        yield sit
+
+
+@pytest.fixture(params=[None, SECRETS], ids=["open", "secret"])
+def fleet(request: pytest.FixtureRequest) -> Iterator[OmniCoordinator]:
+    """A coordinator with and without a secret."""
+    coordinator = OmniCoordinator(ANY, ANY, heartbeat_timeout=1000.0, secrets=request.param)
+    coordinator.secrets = request.param  # type: ignore[attr-defined]
+    yield coordinator
+    coordinator.close()
+
+
+def test_heads_hear_of_replicas_of_work_and_of_calls(fleet: OmniCoordinator, sit: Sit) -> None:
+    secrets: Secrets | None = fleet.secrets  # type: ignore[attr-defined]
+    first, second = sit(fleet.router_zmq_addr, "first", "second", secrets=secrets)
+    fleet.add_new_replica(make_event("b"))
+    fleet.add_new_replica(make_event("a"))
+    eventually(lambda: names(first.replicas) == names(second.replicas) == ["a", "b"])
+    assert sorted(row.replica_id for row in first.replicas.replicas) == [0, 1]
+    fleet.remove_replica(make_event("a"))
+    eventually(lambda: names(first.replicas) == names(second.replicas) == ["b"])
+
+    first.client.report_work([ROW], full=True)
+    eventually(lambda: second.work.get("first") == [ROW])
+    (answer,) = first.client.call("greet", [1, "x"], timeout=20.0).result(20)
+    assert (answer.head_id, answer.result) == ("second", {"from": "second", "arguments": [1, "x"]})
+
+
+def test_report_of_thousands_of_replicas_arrives_whole(coordinator: OmniCoordinator, sit: Sit) -> None:
+    first, second = sit(coordinator.router_zmq_addr, "first", "second")
+    work = [ReplicaWork(0, f"tcp://host-{number}:1", f"tcp://host-{number}:2", 1, 1, 1) for number in range(2000)]
+    first.client.report_work(work, full=True)
+    late = sit(coordinator.router_zmq_addr, "late")[0]
+    eventually(lambda: set(late.work.get("first", [])) == set(work))
+    assert second.losses == 0
+
+
+def test_late_head_is_told_of_everything(coordinator: OmniCoordinator, sit: Sit) -> None:
+    (first,) = sit(coordinator.router_zmq_addr, "first")
+    coordinator.add_new_replica(make_event("a"))
+    first.client.report_work([ROW], full=True)
+    (late,) = sit(coordinator.router_zmq_addr, "late")
+    eventually(lambda: names(late.replicas) == ["a"] and late.work == {"first": [ROW]})
+
+
+def test_head_that_closes_has_left_at_once(coordinator: OmniCoordinator, sit: Sit) -> None:
+    (first,) = sit(coordinator.router_zmq_addr, "first")
+    leaver = Listener(coordinator.router_zmq_addr, "leaver")
+    eventually(leaver.seated)
+    leaver.client.report_work([ROW], full=True)
+    eventually(lambda: first.work.get("leaver") == [ROW])
+    leaver.client.close()
+    eventually(lambda: "leaver" not in first.work, within=3)
+    leaver.client.report_work([ROW], full=True)
+    assert isinstance(leaver.client.call("greet", None, 1.0).exception(0), NoSeatError)
+    with pytest.raises(RuntimeError, match="closed"):
+        leaver.client.close()
+
+
+def test_calls_that_nobody_answers_end_when_the_caller_closes(coordinator: OmniCoordinator, sit: Sit) -> None:
+    (mute,) = sit(coordinator.router_zmq_addr, "mute")
+    mute.answers = False
+    caller = Listener(coordinator.router_zmq_addr, "caller")
+    eventually(lambda: caller.wanted)
+    future = caller.client.call("greet", None, 1000.0)
+    caller.client.close()
+    assert isinstance(future.exception(20), NoSeatError)
+
+
+def test_call_that_is_not_answered_in_time_says_so(coordinator: OmniCoordinator, sit: Sit) -> None:
+    mute, caller = sit(coordinator.router_zmq_addr, "mute", "caller")
+    mute.answers = False
+    (answer,) = caller.client.call("greet", None, 0.3).result(20)
+    assert "in time" in answer.error
+
+
+def test_many_calls_at_once_each_get_their_own_answers(coordinator: OmniCoordinator, sit: Sit) -> None:
+    heads = sit(coordinator.router_zmq_addr, "h1", "h2", "h3")
+    with ThreadPoolExecutor(4) as pool:
+        calls = [(head, number) for number in range(20) for head in heads]
+        futures = list(pool.map(lambda call: call[0].client.call("count", call[1], 30.0), calls))
+    for (head, number), future in zip(calls, futures, strict=True):
+        answers = future.result(30)
+        assert {answer.head_id for answer in answers} == {"h1", "h2", "h3"} - {head.head_id}
+        assert {answer.result["arguments"] for answer in answers} == {number}
+
+
+def test_listener_that_fails_is_told_of_what_comes_next(coordinator: OmniCoordinator, sit: Sit) -> None:
+    first, _ = sit(coordinator.router_zmq_addr, "first", "second")
+    failed = first.client.call("fail", None, 0.3).result(20)
+    assert failed[0].error
+    assert first.client.call("greet", None, 20.0).result(20)[0].result
+
+
+def test_coordinator_that_is_not_there_yet_is_no_error() -> None:
+    address = free_address()
+    head = Listener(address, "early")
+    eventually(lambda: any("no coordinator answers" in trouble for trouble in head.troubles))
+    assert isinstance(head.client.call("greet", None, 1.0).exception(0), NoSeatError)
+    coordinator = OmniCoordinator(address, ANY)
+    eventually(lambda: head.wanted)
+    head.client.close()
+    coordinator.close()
+
+
+def test_killed_coordinator_is_followed_by_one_that_knows_the_numbers(sit: Sit) -> None:
+    runtime = OmniCoordinatorRuntime(heartbeat_timeout=3.0)
+    try:
+        first, second = sit(runtime.router_address, "first", "second")
+        replicas = []
+        for name in ("a", "b"):
+            replicas.append(
+                OmniCoordClientForStage(
+                    runtime.router_address, f"tcp://{name}:1", f"tcp://{name}:2", 0, heartbeat_interval=0.2
+                )
+            )
+            eventually(lambda: len(first.replicas.replicas) == len(second.replicas.replicas) == len(replicas))
+        numbers = {row.input_addr: row.replica_id for row in first.replicas.replicas}
+        replicas[0].close()
+        eventually(lambda: names(first.replicas) == ["b"])
+        wanted = first.wanted
+        assert runtime.process_id is not None
+        os.kill(runtime.process_id, signal.SIGKILL)
+        eventually(lambda: first.wanted > wanted)
+        replicas[0] = OmniCoordClientForStage(
+            runtime.router_address, "tcp://c:1", "tcp://c:2", 0, heartbeat_interval=0.2
+        )
+        eventually(lambda: names(first.replicas) == names(second.replicas) == ["b", "c"])
+        assert {row.input_addr: row.replica_id for row in second.replicas.replicas}["tcp://b:1"] == numbers["tcp://b:1"]
+        for replica in replicas:
+            replica.close()
+    finally:
+        runtime.close()
+
+
+def test_impossible_address_interval_and_id_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no-address"):
+        Listener("no-address", "head")
+    with pytest.raises(WireError, match="head_id"):
+        Listener(free_address(), "x" * 129)
+    with pytest.raises(ConfigError, match="heartbeat_interval"):
+        Listener(free_address(), "head", interval=0.0)
+
+
+def test_call_that_is_too_large_or_no_json_is_the_callers_error(coordinator: OmniCoordinator, sit: Sit) -> None:
+    (head,) = sit(coordinator.router_zmq_addr, "head")
+    for arguments in ("x" * 300_000, object(), {"a": {1, 2}, "b": "\ud800"}):
+        with pytest.raises(WireError):
+            head.client.call("greet", arguments, 1.0)
+
+
+FROM_HEADS = [
+    Beat("stranger", 5, 3, True),
+    Work(1, True, [ROW]),
+    Numbers([ReplicaNumber(0, "tcp://a:1", "tcp://a:2", 3)]),
+    Call(1, "greet", {"x": [1]}),
+    Answer("neighbour", 1, "result"),
+    Bye(),
+]
+BEAT, WORK, CALL = (encode_from_head(FROM_HEADS[index]) for index in (0, 1, 3))
+BAD_FRAMES = {
+    "unknown-type": BEAT.replace(b"beat", b"bite"),
+    "no-id": BEAT.replace(b"stranger", b""),
+    "long-id": BEAT.replace(b"stranger", b"x" * 129),
+    "truncated": BEAT[:-3],
+    "negative-seat": BEAT.replace(b'"seat":5', b'"seat":-5'),
+    "short-row": WORK.replace(b",500]", b"]"),
+    "negative-work": WORK.replace(b"500", b"-500"),
+    "too-many-rows": b'{"type":"work","sequence":1,"full":true,"work":[%s]}'
+    % b",".join([msgspec.json.encode(ROW)] * 401),
+    "no-utf8": CALL.replace(b"greet", b"\xff\xfe"),
+    "deep": CALL.replace(b"[1]", b"[" * 5000 + b"]" * 5000),
+    "deep-enough-to-be-read-here-only": CALL.replace(b"[1]", b"[" * 960 + b"]" * 960),
+    "type-only": b'{"type":',
+}
+
+
+@pytest.mark.parametrize("frame", BAD_FRAMES.values(), ids=BAD_FRAMES.keys())
+def test_malformed_frame_of_a_head_is_counted_and_dropped(
+    coordinator: OmniCoordinator, sit: Sit, dealer: OpenDealer, frame: bytes
+) -> None:
+    (neighbour,) = sit(coordinator.router_zmq_addr, "neighbour")
+    peer = dealer(coordinator.router_zmq_addr)
+    peer.send(BEAT)
+    peer.send(frame)
+    eventually(lambda: coordinator.invalid_frames["malformed"] == 1)
+    eventually(neighbour.seated)
+    assert neighbour.client.invalid_frames == 0
+
+
+def test_frames_without_a_seat_are_stale(coordinator: OmniCoordinator, dealer: OpenDealer) -> None:
+    peer = dealer(coordinator.router_zmq_addr)
+    for message in FROM_HEADS:
+        if not isinstance(message, Beat):
+            peer.send(encode_from_head(message))
+    eventually(lambda: coordinator.invalid_frames["stale"] == 5)
+
+
+def test_more_heads_than_seats_are_counted_and_dropped(coordinator: OmniCoordinator, dealer: OpenDealer) -> None:
+    for number in range(66):
+        dealer(coordinator.router_zmq_addr).send(encode_from_head(Beat(f"head-{number}", 1, 0, True)))
+    eventually(lambda: coordinator.invalid_frames["table-full"] == 2)
+
+
+def test_hostile_frames_of_heads_harm_neither_service_nor_neighbours(
+    fleet: OmniCoordinator, sit: Sit, dealer: OpenDealer, open_socket: Callable[[int], Socket]
+) -> None:
+    secrets: Secrets | None = fleet.secrets  # type: ignore[attr-defined]
+    first, second = sit(fleet.router_zmq_addr, "neighbour", "second", secrets=secrets)
+    fleet.add_new_replica(make_event("a"))
+    rng = random.Random(6)
+    peers = []
+    for _ in range(3):
+        peer = open_socket(zmq.DEALER)
+        secure_client(peer, secrets, ROLE)
+        peer.connect(fleet.router_zmq_addr)
+        peers.append(peer)
+    samples = [encode_from_head(message) for message in FROM_HEADS]
+    for _ in range(5000):
+        rng.choice(peers).send_multipart(hostile_message(rng, samples))
+        if rng.random() < 0.3:
+            rng.choice(peers).send(rng.choice(samples))
+    first.client.report_work([ROW], full=True)
+    eventually(lambda: second.work.get("neighbour") == [ROW])
+    eventually(lambda: names(first.replicas) == names(second.replicas) == ["a"])
+    answers = first.client.call("greet", None, 2.0).result(20)
+    assert [answer.head_id for answer in answers if not answer.error] == ["second"]
+    assert (first.losses, second.losses) == (0, 0)
+
+
+def test_hostile_coordinator_harms_no_head(open_socket: Callable[[int], Socket]) -> None:
+    router = open_socket(zmq.ROUTER)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    head = Listener(f"tcp://127.0.0.1:{port}", "head")
+    peer = router.recv_multipart()[0]
+    rng = random.Random(7)
+    samples = [
+        b'{"epoch":1,"sequence":%d,"messages":[%s]}' % (number, encode_to_head(message))
+        for number, message in enumerate(
+            [Seated(["x"]), FullList(1, [], [], 1.0), ListDelta(2, [], [], [(0, "a", "b")], 2.0), WorkWanted()]
+        )
+    ]
+    for _ in range(2000):
+        router.send_multipart([peer, *hostile_message(rng, samples)])
+    eventually(lambda: head.client.invalid_frames > 1000)
+    head.client.close()

@@ -1,0 +1,104 @@
+"""Two heads with the same replicas: alike to clients, each aware of the other's requests, and either may die."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from .load import Load
+from .nodes import NodeFleet
+from .server import MODEL, START_S, Server, until
+
+TOKENS = 900
+PROMPT = "the second head"
+
+
+@pytest.fixture(scope="module")
+def logs_of_joined(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("joined")
+
+
+@pytest.fixture(scope="module")
+def joined_heads() -> Iterator[dict[str, Server]]:
+    heads: dict[str, Server] = {}
+    yield heads
+    for head in heads.values():
+        head.stop()
+
+
+@pytest.fixture
+def second(nodes: NodeFleet, tiny_model: Path, logs_of_joined: Path, joined_heads: dict[str, Server]) -> Server:
+    """A head that has joined the fleet of `nodes`."""
+    if "second" not in joined_heads:
+        log = logs_of_joined / "second.log"
+        joined_heads["second"] = Server(tiny_model, log, *nodes.join, "--omni-join", "--enable-lora").__enter__()
+    head = joined_heads["second"]
+    until(lambda: head.replicas_up() == 2, "both replicas take requests of the second head", START_S)
+    return head
+
+
+def complete(head: Server, tokens: int = 16) -> str:
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    with head.http(120.0) as http:
+        response = http.post("/v1/completions", json=body)
+    assert response.status_code == httpx.codes.OK, response.text
+    return str(response.json()["choices"][0]["text"])
+
+
+def replicas(head: Server) -> dict[str, Any]:
+    with head.http() as http:
+        return {row["id"]: row for row in http.get("/omni/replicas").json()["replicas"]}
+
+
+def test_both_answer_alike_and_call_the_replicas_by_the_same_names(nodes: NodeFleet, second: Server) -> None:
+    assert complete(second) == complete(nodes.head)
+    addresses = [{name: row["input_addr"] for name, row in replicas(head).items()} for head in (nodes.head, second)]
+    assert addresses[0] == addresses[1]
+
+
+def test_each_sees_what_the_other_has_in_flight(nodes: NodeFleet, second: Server) -> None:
+    with Load(nodes.head) as load:
+        outcome = load.send(TOKENS, stream=True)
+        assert outcome.started.wait(60)
+        until(lambda: sum(row["in_flight"] for row in replicas(second).values()) == 1, "it is seen")
+    until(lambda: sum(row["in_flight"] for row in replicas(second).values()) == 0, "its end is seen")
+
+
+def test_a_replica_drained_at_one_takes_nothing_of_the_other(nodes: NodeFleet, second: Server) -> None:
+    with second.http() as http:
+        assert http.post("/omni/replicas/0.0/drain").status_code == httpx.codes.NO_CONTENT
+        try:
+            assert replicas(nodes.head)["0.0"]["held_back"] == ["admin"]
+            before = replicas(nodes.head)["0.0"]["dispatched"]
+            for _ in range(3):
+                complete(nodes.head)
+            assert replicas(nodes.head)["0.0"]["dispatched"] == before
+        finally:
+            assert http.post("/omni/replicas/0.0/resume").status_code == httpx.codes.NO_CONTENT
+    assert replicas(nodes.head)["0.0"]["held_back"] == []
+
+
+@pytest.mark.parametrize("killed", ["first", "second"])
+def test_the_streams_of_one_go_on_when_the_other_is_killed(
+    nodes: NodeFleet, second: Server, joined_heads: dict[str, Server], killed: str
+) -> None:
+    dying, living = (nodes.head, second) if killed == "first" else (second, nodes.head)
+    expected = complete(living, TOKENS)
+    with ThreadPoolExecutor(2) as threads, Load(dying) as load:
+        lost = [load.send(TOKENS, stream=True) for _ in range(2)]
+        kept = [threads.submit(complete, living, TOKENS) for _ in range(2)]
+        assert all(outcome.started.wait(60) for outcome in lost)
+        dying.kill()
+        assert [answer.result() for answer in kept] == [expected, expected]
+    until(lambda: sum(row["in_flight"] for row in replicas(living).values()) == 0, "nothing of the dead one is counted")
+    assert complete(living, TOKENS) == expected
+    if killed == "second":
+        del joined_heads["second"]
+        return
+    nodes.restart_head()
+    nodes.head.wait()
+    nodes.wait_for_replicas(2)
+    assert complete(nodes.head, TOKENS) == expected

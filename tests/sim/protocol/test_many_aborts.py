@@ -1,0 +1,157 @@
+"""What thousands of requests that were given up at any moment leave behind, on either side of a replica: nothing."""
+
+import asyncio
+import gc
+import os
+import random
+import threading
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from tests.fakes.conditions import eventually
+from tests.sim.protocol.requests import request
+from tests.sim.protocol.whole_heads import Site, WholeHead, open_site
+from vllm_omni_plugin.replicas.served_engine import HEAD_SLOTS
+
+REQUESTS, AT_ONCE = 10_000, 40
+HEADS = 3
+HELD = "test"
+ENDLESS = 90_000
+"""Tokens that no engine produces before somebody tells it to stop."""
+NEVER = 10**6
+
+
+def held() -> dict[str, int]:
+    """What this process holds."""
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        # Those that the loop lends to whoever blocks stay for the next one.
+        "threads": sum(not thread.name.startswith("asyncio_") for thread in threading.enumerate()),
+        "tasks": len(asyncio.all_tasks()),
+    }
+
+
+async def no_more_is_held_than(before: dict[str, int]) -> None:
+    # A simulated engine's sentinel goes with its process object.
+    gc.collect()
+    await eventually(lambda: all(number <= before[what] for what, number in held().items()), f"no more than {before}")
+
+
+def drawn(draw: random.Random, count: int, prefix: str) -> dict[str, int]:
+    """Requests, and after how many tokens each is aborted; 0 before the first, `NEVER` only behind its end."""
+    return {f"{prefix}-{number}": draw.choice((0, 0, 1, 2, 5, NEVER)) for number in range(count)}
+
+
+def submit(head: WholeHead, draw: random.Random, moments: dict[str, int]) -> None:
+    for request_id, moment in moments.items():
+        tokens = draw.choice((1, 4)) if moment == NEVER else ENDLESS
+        head.submit(request(request_id, prompt=draw.choice((2, 40)), max_tokens=tokens))
+
+
+async def abort_each_in_its_moment(head: WholeHead, moments: dict[str, int]) -> None:
+    """Return when every request has ended or been aborted; those that ended are aborted, too, as a client may."""
+    left = dict(moments)
+    while True:
+        due = [name for name, moment in left.items() if head.produced[name] >= moment or name in head.ended]
+        if due:
+            head.abort(*due)
+        for name in due:
+            del left[name]
+        if not left:
+            return
+        await head.more()
+
+
+async def one_lot(head: WholeHead, draw: random.Random, prefix: str) -> None:
+    """Some requests: aborted with their submission, before they are dispatched, before the first token, and later."""
+    moments = drawn(draw, AT_ONCE, prefix)
+    how = draw.choice(("together", "held", "sent"))
+    if how == "held":
+        head.pool.hold_back(head.member, HELD)
+    submit(head, draw, moments)
+    at_once = [name for name, moment in moments.items() if moment == 0]
+    if how != "together":
+        await eventually(lambda: head.orchestrator.request_states.keys() >= moments.keys(), "all have been taken")
+    head.abort(*at_once)
+    if how == "held":
+        await eventually(lambda: head.orchestrator.request_states.keys().isdisjoint(at_once))
+        head.pool.release_hold(head.member, HELD)
+    await abort_each_in_its_moment(head, {name: moment for name, moment in moments.items() if moment})
+    assert set(head.ended.values()) <= {"length"}
+    head.forget()
+
+
+async def leave_in_the_middle(head: WholeHead, stack: AsyncExitStack, draw: random.Random, prefix: str) -> None:
+    """A head ends with its requests in every state."""
+    submit(head, draw, drawn(draw, AT_ONCE, prefix))
+    await head.more()
+    await stack.aclose()
+
+
+async def abort_many(site: Site) -> None:
+    """All requests, through heads of which one leaves and is replaced with every round; then look at what is left."""
+    draw = random.Random(11)
+    async with AsyncExitStack() as stack:
+        heads = [await stack.enter_async_context(site.head()) for _ in range(HEADS)]
+        at_rest: dict[str, int] = {}
+        for first in range(0, REQUESTS, (HEADS + 1) * AT_ONCE):
+            own = AsyncExitStack()
+            guest = await own.enter_async_context(site.head())
+            lots = (one_lot(head, draw, f"{first}-{index}") for index, head in enumerate(heads))
+            await asyncio.gather(*lots, leave_in_the_middle(guest, own, draw, f"{first}-guest"))
+            if not at_rest:
+                await settled(heads)
+                at_rest = held()
+        await settled(heads)
+        await no_more_is_held_than(at_rest)
+        await assert_the_engine_has_nothing(heads)
+        await assert_every_slot_is_clean(site)
+
+
+async def settled(heads: list[WholeHead]) -> None:
+    """Wait until no head has anything in flight, and none of them thinks that another has."""
+    for head in heads:
+        await settles(head)
+
+
+async def settles(head: WholeHead) -> None:
+    await eventually(lambda: not head.orchestrator.request_states, "no request is left")
+    await eventually(lambda: head.member.in_flight == {}, "nothing is charged")
+    await eventually(lambda: head.member.load.others == 0, "nothing is heard of others' work")
+    assert head.member.load.requests == head.member.load.prefill_tokens == 0
+
+
+async def assert_the_engine_has_nothing(heads: list[WholeHead]) -> None:
+    assert heads[0].member.client is not None
+    # It refuses while any block is in use.
+    assert await heads[0].member.client.call("reset_prefix_cache") is True
+    heads[0].submit(request("last", max_tokens=1))
+    await eventually(lambda: heads[0].ended == {"last": "length"})
+    statistics = heads[0].statistics
+    assert (statistics.num_running_reqs, statistics.num_waiting_reqs) == (0, 0)
+
+
+async def assert_every_slot_is_clean(site: Site) -> None:
+    """Heads in all slots that are free get the answers to their own requests and nothing else."""
+    async with AsyncExitStack() as stack:
+        heads = [await stack.enter_async_context(site.head()) for _ in range(HEAD_SLOTS - HEADS)]
+        for head in heads:
+            head.submit(request("own", max_tokens=2))
+        for head in heads:
+            await gets_its_own(head)
+
+
+async def gets_its_own(head: WholeHead) -> None:
+    await eventually(lambda: head.ended == {"own": "length"})
+    assert head.produced == {"own": 2}
+
+
+async def test_ten_thousand_aborts_leave_nothing_behind(tmp_path: Path) -> None:
+    # What a process makes once is no leak.
+    async with open_site(tmp_path) as site, site.head():
+        pass
+    gc.collect()
+    before = held()
+    async with open_site(tmp_path) as site:
+        await abort_many(site)
+    await no_more_is_held_than(before)

@@ -1,0 +1,147 @@
+"""Whole heads in front of one replica server with a simulated engine: orchestrator, attachment, and a seat."""
+
+import asyncio
+import itertools
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tests.fakes.conditions import eventually
+from tests.sim.protocol.heads import FAST
+from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
+from vllm_omni_plugin.coordinator import OmniCoordClientForHead, OmniCoordinator, ReplicaWork
+from vllm_omni_plugin.orchestrator.handover import HandoverClosedError
+from vllm_omni_plugin.orchestrator.messages import AbortRequests, RequestFailed, SubmitRequest
+from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator.peer_calls import PeerCalls
+from vllm_omni_plugin.orchestrator.remote_replicas import RemoteReplicas
+from vllm_omni_plugin.orchestrator.seat_listener import SeatListener
+from vllm_omni_plugin.orchestrator.stage_pool import PoolMember, StagePool
+from vllm_omni_plugin.orchestrator.work_exchange import WorkExchange
+from vllm_omni_plugin.replicas.server import ReplicaServer, ServerSettings
+from vllm_omni_plugin.sim.host import EngineHost
+from vllm_omni_plugin.sim.launcher import SimLauncher
+from vllm_omni_plugin.vllm_api.engine_api import EngineApi
+
+FINGERPRINT = {"model": "simulated"}
+INTERVAL, TIMEOUT = 0.1, 10.0
+SETTINGS = replace(FAST, max_num_seqs=16, max_model_len=100_000, kv_blocks=1_000_000)
+
+
+class WholeHead:
+    """What a head process has below AsyncLLM. Use it as an asynchronous context manager.
+
+    Attributes:
+        produced: tokens that came of each request that has not been forgotten.
+        ended: why each of them ended.
+        statistics: the last that came of the engine.
+    """
+
+    def __init__(self, coordinator: str, head_id: str) -> None:
+        self.produced: Counter[str] = Counter()
+        self.ended: dict[str, Any] = {}
+        self.statistics: Any = None
+        self.pool = StagePool(0, LeastQueueLengthBalancer())
+        self.orchestrator = Orchestrator([self.pool], EngineApi(), 3, time.monotonic)
+        self.orchestrator.exchange = WorkExchange([self.pool], self._report)
+        self.orchestrator.peer_calls = PeerCalls(self.orchestrator, head_id, lambda: self._seat)
+        self._remote = self.orchestrator.remote_replicas = RemoteReplicas(
+            self.orchestrator,
+            {0: EngineApi()},
+            {0: FINGERPRINT},
+            head_id=head_id,
+            heartbeat_interval=INTERVAL,
+            heartbeat_timeout=TIMEOUT,
+        )
+        self._seat = OmniCoordClientForHead(coordinator, head_id, SeatListener(self.orchestrator.rpc_async_queue))
+        self._more = asyncio.Event()
+
+    async def __aenter__(self) -> "WholeHead":
+        self._tasks = [asyncio.create_task(self.orchestrator.run()), asyncio.create_task(self._read())]
+        await eventually(lambda: len(self.pool.serving) == 1, "the replica serves")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self._seat.close)
+        await self._remote.close()
+        self.orchestrator.close_queues()
+        await asyncio.gather(*self._tasks)
+
+    @property
+    def member(self) -> PoolMember:
+        """The replica."""
+        return self.pool.members[0]
+
+    def submit(self, *requests: Any) -> None:
+        """As AsyncLLM does."""
+        for request in requests:
+            self.orchestrator.request_async_queue.force_put(SubmitRequest(request, time.monotonic()))
+
+    def abort(self, *request_ids: str) -> None:
+        """As AsyncLLM does."""
+        self.orchestrator.request_async_queue.force_put(AbortRequests(request_ids))
+
+    async def more(self) -> None:
+        """Return once outputs have come since the last time."""
+        async with asyncio.timeout(10):
+            await self._more.wait()
+        self._more.clear()
+
+    def forget(self) -> None:
+        """Drop what is known of requests."""
+        self.produced.clear()
+        self.ended.clear()
+
+    def _report(self, work: Sequence[ReplicaWork], full: bool) -> None:
+        self._seat.report_work(work, full=full)
+
+    async def _read(self) -> None:
+        while True:
+            try:
+                for item in await self.orchestrator.output_async_queue.get_batch():
+                    self._note(item)
+            except HandoverClosedError:
+                return
+            self._more.set()
+
+    def _note(self, item: Any) -> None:
+        if isinstance(item, RequestFailed):
+            self.ended[item.request_id] = item.error
+        for output in getattr(item, "outputs", ()):
+            self.produced[output.request_id] += len(output.new_token_ids)
+            if output.finish_reason is not None:
+                self.ended[output.request_id] = str(output.finish_reason)
+        self.statistics = getattr(item, "scheduler_stats", None) or self.statistics
+
+
+class Site:
+    """A coordinator, and one replica server with a simulated engine."""
+
+    def __init__(self, coordinator: OmniCoordinator) -> None:
+        self._coordinator = coordinator
+        self._numbers = itertools.count()
+
+    def head(self) -> WholeHead:
+        """One more head."""
+        return WholeHead(self._coordinator.router_zmq_addr, f"head-{next(self._numbers)}")
+
+
+@asynccontextmanager
+async def open_site(folder: Path) -> AsyncIterator[Site]:
+    """All of it, until the context ends."""
+    coordinator = OmniCoordinator("tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
+    address = coordinator.router_zmq_addr
+    settings = ServerSettings("127.0.0.1", None, address, 0, INTERVAL, TIMEOUT, 5.0, None, FINGERPRINT)
+    with EngineHost() as host, ThreadPoolExecutor(2) as executor:
+        launcher = SimLauncher(host, SETTINGS, lambda index: b"ready", folder)
+        server = ReplicaServer(settings, launcher, 0, EngineApi(), executor)
+        running = asyncio.create_task(server.run())
+        yield Site(coordinator)
+        server.leave_now("the test is over")
+        await running
+    coordinator.close()
