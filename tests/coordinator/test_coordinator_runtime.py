@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from coordinator_support import ANY, OpenDealer, eventually, free_address, make_event, names, process_status
@@ -191,3 +192,9 @@ def test_import_pulls_in_neither_vllm_nor_torch_nor_other_parts_of_ours() -> Non
     assert {"vllm", "torch", "numpy"}.isdisjoint(imported)
     ours = {name for name in imported if name.startswith("vllm_omni_plugin.")}
     assert {name.split(".")[1] for name in ours} == {"coordinator", "curve", "errors", "logger"}
+
+
+def test_child_may_have_as_many_connections_as_the_system_allows(runtime: OmniCoordinatorRuntime) -> None:
+    limits = Path(f"/proc/{runtime.process_id}/limits").read_text().splitlines()
+    soft, hard = next(line.split()[3:5] for line in limits if line.startswith("Max open files"))
+    assert soft == hard

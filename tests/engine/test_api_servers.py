@@ -18,6 +18,8 @@ from .cases import CASES, Case
 from .server import MODEL, Server, until
 
 BOTH = (0, 1)
+QUICK = ("completion-greedy", "completion-stream", "completion-n", "chat-greedy", "chat-stream", "response-greedy")
+"""The server's processes are all alike, and one alone is asked everything by `test_same_answers.py`."""
 STREAMS = 3
 TOKENS = 900
 DISPATCHES = "vllm_omni:dispatches_total"
@@ -63,7 +65,9 @@ def complete(client: httpx.Client, prompt: str = "once", tokens: int = 8) -> Any
     return response.json()
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case", [case if str(case) in QUICK else pytest.param(case, marks=pytest.mark.long) for case in CASES], ids=str
+)
 def test_either_answers_as_one_plain_engine(plain: Server, api_servers: ApiServers, case: Case) -> None:
     expected = ask(plain, case.path, case.body)
     for number in BOTH if case.reaches_engine else BOTH[:1]:

@@ -90,7 +90,7 @@ class OmniCoordClientForHead:
         """Ask all other heads that have a seat now; return what will hold one answer of each, within that many seconds.
 
         A head that fails, leaves, or is too slow has an answer with an ``error``. The future holds a `NoSeatError` if
-        there is no seat, or if the coordinator does not say in time whom it asked.
+        there is no seat, or if the coordinator does not say in time whom it asked. It is done in the client's thread.
 
         Raises:
             WireError: The call is too large, or its arguments are no plain JSON.

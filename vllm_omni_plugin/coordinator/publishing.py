@@ -5,7 +5,7 @@ KEEP_ALIVE_INTERVAL = 5.0
 
 
 class PublishSchedule:
-    """Coalesces requests to publish: at most one list per interval, at least one per 5 s. Times are monotonic seconds."""
+    """Coalesces requests to publish: at most one per interval, at least one per 5 s. Times are monotonic seconds."""
 
     def __init__(self, now: float, quiet_until: float, min_interval: float = MIN_INTERVAL) -> None:
         """Start at ``now``, holding everything back until ``quiet_until``."""

@@ -20,8 +20,9 @@ _EXIT_USAGE = 2
 _WRAPPED = "_vllm_omni_plugin_flags"
 
 JOINED = "omni_joined"
-"""Attribute of the parsed arguments that makes an API server process a head without engines: a supervisor, which has
-checked the rest, puts there where its fleet is, as fields of `OmniConfig` (master_address, master_port, secret_file)."""
+"""Attribute of the parsed arguments that makes an API server process a head without engines: its supervisor, which
+has checked the rest, puts there where the fleet is: the fields master_address, master_port and secret_file of
+`OmniConfig`."""
 
 
 def add_omni_flags(arg_utils: Any) -> None:

@@ -49,6 +49,13 @@ class PythonStageApi(EngineApi):
         if params is not None and (params.logprobs is not None or params.prompt_logprobs is not None):
             raise StageInputError(f"Stage '{self._stage.name}': what answers is no model, and gives no logprobs.")
 
+    def attempt(self, request: Any, engine_request_id: str, client_index: int) -> StageRequest:
+        """See `EngineApi.attempt`; there are no waves of a Python stage."""
+        attempt: StageRequest = msgspec.structs.replace(
+            request, request_id=engine_request_id, client_index=client_index
+        )
+        return attempt
+
     def build(
         self,
         source: Any,

@@ -54,10 +54,14 @@ class EngineApi:
             engine_request_id: the id under which the engine shall know it.
             client_index: which of the engine's output sockets shall answer.
         """
-        attempt = msgspec.structs.replace(
+        attempt = self.attempt(request, engine_request_id, client_index)
+        return (EngineCoreRequestType.ADD.value, *self._encoder.encode(attempt))
+
+    def attempt(self, request: Any, engine_request_id: str, client_index: int) -> Any:
+        """The request as one attempt of it is sent; see `encode_add`."""
+        return msgspec.structs.replace(
             request, request_id=engine_request_id, client_index=client_index, current_wave=_STALE_WAVE
         )
-        return (EngineCoreRequestType.ADD.value, *self._encoder.encode(attempt))
 
     def encode_abort(self, engine_request_ids: Sequence[str]) -> Frames:
         """Frames that abort requests by the ids the engine knows them under; unknown ids are harmless to it."""

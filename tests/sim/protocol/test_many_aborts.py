@@ -83,9 +83,9 @@ async def one_lot(head: WholeHead, draw: random.Random, prefix: str) -> None:
 
 async def leave_in_the_middle(head: WholeHead, stack: AsyncExitStack, draw: random.Random, prefix: str) -> None:
     """A head ends with its requests in every state."""
-    submit(head, draw, drawn(draw, AT_ONCE, prefix))
-    await head.more()
-    await stack.aclose()
+    async with stack:
+        submit(head, draw, drawn(draw, AT_ONCE, prefix))
+        await head.more()
 
 
 async def abort_many(site: Site) -> None:

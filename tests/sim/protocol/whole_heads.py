@@ -141,7 +141,9 @@ async def open_site(folder: Path) -> AsyncIterator[Site]:
         launcher = SimLauncher(host, SETTINGS, lambda index: b"ready", folder)
         server = ReplicaServer(settings, launcher, 0, EngineApi(), executor)
         running = asyncio.create_task(server.run())
-        yield Site(coordinator)
-        server.leave_now("the test is over")
-        await running
-    coordinator.close()
+        try:
+            yield Site(coordinator)
+        finally:
+            server.leave_now("the test is over")
+            await running
+            coordinator.close()
