@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import signal
+import statistics
 import sys
 import tempfile
 import time
@@ -26,7 +27,7 @@ import psutil
 import uvloop
 from load import Answer, Load
 from processes import COMMON, Process, free_port, percentile, tool, wait_for
-from server_processes import ApiServers, Cores, cores_between
+from server_processes import API_SERVER, ApiServers, Cores, cores_between
 from setups import sleeping
 
 TOKENS = 32
@@ -71,6 +72,7 @@ class Run:
         ttft_p50, ttft_p99: time to first token with all streams.
         alone_p50, alone_p99: with one.
         failed: requests that failed, of all.
+        events: pieces in which an answer's tokens came, mean.
         cores: cores in use, by what a process is: the sum, and the busiest.
         kill: what the death of an API server came to, or "".
     """
@@ -83,6 +85,7 @@ class Run:
     alone_p50: float
     alone_p99: float
     failed: int
+    events: float
     cores: dict[str, Cores]
     kill: str
 
@@ -159,6 +162,7 @@ async def measure(setup: Setup, servers: ApiServers, streams: int, seconds: floa
         *_ttft(answers),
         *_ttft(alone.answers),
         failed=sum(bool(answer.error) for answer in load.answers + alone.answers) + load.refused + alone.refused,
+        events=statistics.mean(answer.events for answer in answers),
         cores=cores_between(before, after, ended - began),
         kill=await kill_one(servers, streams) if setup.api_servers == 2 else "",
     )
@@ -207,18 +211,20 @@ def wait_for_successor(servers: ApiServers, known: set[int], killed: float) -> s
 def report(options: argparse.Namespace, runs: Sequence[Run]) -> str:
     """The tables, in Markdown."""
     kinds = sorted({kind for run in runs for kind in run.cores})
-    names = ("req/s", "tokens/s", "TTFT p50", "TTFT p99", "alone: TTFT p50", "p99", "failed", *kinds)
+    names = ("req/s", "tokens/s", "TTFT p50", "TTFT p99", "alone: TTFT p50", "p99", "failed", "events", "CPU", *kinds)
     lines = ["| set-up | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
     for run in sorted(runs, key=lambda run: [setup.name for setup in SETUPS].index(run.setup)):
         cells = [f"{run.requests:.1f}", f"{run.tokens:,.0f}", f"{run.ttft_p50:.0f}", f"{run.ttft_p99:.0f}"]
-        cells += [f"{run.alone_p50:.1f}", f"{run.alone_p99:.1f}", str(run.failed)]
+        cells += [f"{run.alone_p50:.1f}", f"{run.alone_p99:.1f}", str(run.failed), f"{run.events:.1f}"]
+        cells.append(f"{Cores(*run.cores[API_SERVER]).total * 1e3 / run.requests:.1f}")
         cells += [str(Cores(*run.cores[kind])) if kind in run.cores else "" for kind in kinds]
         lines.append(f"| {run.setup} | " + " | ".join(cells) + " |")
     kills = [f"- {run.setup}: {run.kill}." for run in runs if run.kill]
     machine = (
         f"{options.streams} streams at a time, {TOKENS} tokens each, engines that sleep {options.step * 1e3:g} ms "
-        f"a step. {os.cpu_count()} cores ({platform.machine()}), vLLM {version('vllm')}. Times in milliseconds. Of "
-        "every kind of process: cores in use, of all its processes (of the busiest)."
+        f"a step. {os.cpu_count()} cores ({platform.machine()}), vLLM {version('vllm')}. Times in milliseconds. "
+        "Events: in which an answer's tokens came. CPU: of the API servers, for one request. Of every kind of process: "
+        "cores in use, of all its processes (of the busiest)."
     )
     return "\n".join([machine, "", *lines, "", *kills, ""])
 

@@ -24,6 +24,7 @@ class Answer:
         first: of the first token, 0.0 if there was none.
         last: of the last piece.
         ended: when nothing more was to come.
+        events: pieces in which the tokens came; a server that lags behind its engines puts several into one.
         longest_gap: seconds of the longest wait between two pieces.
         whole: whether all tokens came.
         error: what went wrong, or "".
@@ -34,6 +35,7 @@ class Answer:
     first: float = 0.0
     last: float = 0.0
     ended: float = 0.0
+    events: int = 0
     longest_gap: float = 0.0
     whole: bool = False
     error: str = ""
@@ -114,10 +116,11 @@ class _Connection(asyncio.Protocol):
         if answer is None or (not self._tail and not data.startswith(b"HTTP/1.1 200 ")):
             self.close(data[:300].decode(errors="replace"))
             return
-        if b"data: {" in data:
-            if answer.first:
+        if events := data.count(b"data: {"):
+            if answer.events:
                 answer.longest_gap = max(answer.longest_gap, now - answer.last)
             answer.first, answer.last = answer.first or now, now
+            answer.events += events
         answer.whole |= b'"finish_reason":"length"' in data
         self._tail = (self._tail + data)[-len(_END) :]
         if self._tail == _END:
@@ -134,6 +137,6 @@ class _Connection(asyncio.Protocol):
 
     def _end(self, error: str) -> None:
         answer, self._answer = self._answer, None
-        if answer is not None and self._ended is not None:
+        if answer is not None and self._ended is not None and not self._ended.done():
             answer.ended, answer.error = time.monotonic(), error
             self._ended.set_result(answer)

@@ -17,6 +17,8 @@ _KINDS = {
     "vllm_omni_plugin.coordinator": "coordinator",
 }
 """By a part of their command lines."""
+_MACHINE = -1
+"""Stands for the process id of all processes together."""
 _TRIES = 8
 """Connections that are open at once while each API server is looked for."""
 
@@ -59,9 +61,12 @@ class ApiServers:
         return sorted(children, key=psutil.Process.create_time)
 
     def cpu_times(self) -> CpuTimes:
-        """Kind and processor seconds of every process of the server, and of this one, by process id."""
-        root, load = psutil.Process(self.pid), psutil.Process()
-        times = {load.pid: ("load generator", _seconds(load))}
+        """Kind and processor seconds of every process of the server, of this one, and of the whole machine, by id."""
+        root, load, machine = psutil.Process(self.pid), psutil.Process(), psutil.cpu_times()
+        times = {
+            load.pid: ("load generator", _seconds(load)),
+            _MACHINE: ("whole machine", sum(machine) - machine.idle - machine.iowait),
+        }
         for process in (root, *root.children(recursive=True)):
             with suppress(psutil.NoSuchProcess):
                 times[process.pid] = (self._kind(process), _seconds(process))

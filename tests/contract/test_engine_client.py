@@ -93,22 +93,31 @@ async def test_a_fleet_that_serves_keeps_nobody_waiting(client: FleetClient, mon
 
 
 async def test_a_backlog_of_outputs_does_not_keep_the_loop_from_other_work(
-    orchestrator: Orchestrator, client: FleetClient
+    orchestrator: Orchestrator, fleet: FakeFleet
 ) -> None:
+    now = 0.0
+    client = FleetClient(fleet, SimpleNamespace(), [], clock=lambda: now)
     for engine_index in range(10):
         orchestrator.output_async_queue.force_put(EngineApi().idle_report(engine_index))
     taken: list[int] = []
+    seen: list[int] = []
 
     async def take_all() -> None:
+        nonlocal now
         while len(taken) < 10:
             taken.append((await client.get_output_async()).engine_index)
+            now += 0.004
 
-    async def other_work() -> int:
-        return len(taken)
+    async def other_work() -> None:
+        while len(taken) < 10:
+            seen.append(len(taken))
+            await asyncio.sleep(0)
 
-    _, taken_before_other_work = await asyncio.gather(take_all(), other_work())
-    assert taken_before_other_work < 10
+    await asyncio.gather(take_all(), other_work())
+    client.shutdown()
     assert taken == list(range(10))
+    # Between two turns outputs of 10 ms are taken, so that what they bring for one request is sent as one.
+    assert seen == [0, 3, 6, 9]
 
 
 async def test_a_head_whose_first_replica_is_lost_at_once_waits_for_the_next(

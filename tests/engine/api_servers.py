@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,16 @@ import httpx
 import psutil
 
 from .server import START_S, Server, until
+from .suspended import standing_still
 
 _LOGGED = re.compile(r"\(ApiServer_(\d+) pid=(\d+)\)")
 _SERVES = re.compile(r"Replica (\d+) \(process (\d+)\) serves")
 _MAX_CONNECTIONS = 32
 """A new connection goes to the process with the fewest, and a tie to whichever wakes first."""
+
+
+class UnreachedError(AssertionError):
+    """No connection was to the process that was meant."""
 
 
 class ApiServers(Server):
@@ -33,11 +38,21 @@ class ApiServers(Server):
         """Process id of each API server that was started last, by number."""
         return {int(number): int(pid) for number, pid in _LOGGED.findall(self.log.read_text())}
 
+    @contextmanager
+    def engines_standing_still(self) -> Iterator[None]:
+        """No engine computes anything in the block, so that what is in flight stays there."""
+        with standing_still(engine.pid for engine in self.engines):
+            yield
+
     @property
     def engines(self) -> list[psutil.Process]:
         """The engines that were started last, one for each replica."""
         pids = dict(_SERVES.findall(self.log.read_text()))
         return [psutil.Process(int(pid)) for pid in pids.values()]
+
+    def dispatched(self) -> int:
+        """Requests that the API servers that run now have sent to replicas."""
+        return sum(self._dispatched_by(number) for number in self.pids)
 
     @contextmanager
     def connected(self, number: int, timeout: float = 120.0) -> Iterator[httpx.Client]:
@@ -50,17 +65,24 @@ class ApiServers(Server):
                 if self._end_of(client, pid):
                     yield client
                     return
-            raise AssertionError(f"{_MAX_CONNECTIONS} connections, and none is to API server {number} ({pid})")
+            raise UnreachedError(f"{_MAX_CONNECTIONS} connections, and none is to API server {number} ({pid})")
 
     def wait_for_restart(self, number: int, before: int) -> None:
         """Return once the successor of a process serves."""
         until(lambda: self.pids[number] != before, f"API server {number} is started again", START_S)
 
         def serves() -> bool:
-            with self.connected(number) as client:
+            # It takes no connections until it has found the fleet.
+            with suppress(UnreachedError), self.connected(number) as client:
                 return client.get("/health").status_code == httpx.codes.OK
+            return False
 
         until(serves, f"API server {number} serves again", START_S)
+
+    def _dispatched_by(self, number: int) -> int:
+        with self.connected(number) as client:
+            replicas = client.get("/omni/replicas").json()["replicas"]
+        return sum(int(replica["dispatched"]) for replica in replicas)
 
     def _end_of(self, client: httpx.Client, pid: int) -> bool:
         """Whether the connection of a client, made by this, is to a process."""

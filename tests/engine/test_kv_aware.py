@@ -183,7 +183,8 @@ def test_after_caches_are_reset_nothing_is_predicted(fleet: Fleet) -> None:
     assert fleet.hits[-2].reported == 0
 
 
-@pytest.mark.parametrize("kind", [pytest.param("local", marks=pytest.mark.long), "headless"])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["local", "headless"])
 def test_after_a_replica_was_restarted_predictions_are_right(
     fleet: Fleet, nodes_of_both_kinds: NodeFleet, kind: str
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 from .load import Load
 from .nodes import NodeFleet
 from .server import MODEL, START_S, Server, until
+from .suspended import standing_still
 
 TOKENS = 900
 PROMPT = "the second head"
@@ -60,9 +61,8 @@ def test_both_answer_alike_and_call_the_replicas_by_the_same_names(nodes: NodeFl
 
 
 def test_each_sees_what_the_other_has_in_flight(nodes: NodeFleet, second: Server) -> None:
-    with Load(nodes.head) as load:
-        outcome = load.send(TOKENS, stream=True)
-        assert outcome.started.wait(60)
+    with Load(nodes.head) as load, standing_still(node.engine.pid for node in nodes.nodes):
+        load.send(16, stream=True)
         until(lambda: sum(row["in_flight"] for row in replicas(second).values()) == 1, "it is seen")
     until(lambda: sum(row["in_flight"] for row in replicas(second).values()) == 0, "its end is seen")
 
@@ -81,7 +81,7 @@ def test_a_replica_drained_at_one_takes_nothing_of_the_other(nodes: NodeFleet, s
     assert replicas(nodes.head)["0.0"]["held_back"] == []
 
 
-@pytest.mark.parametrize("killed", ["first", "second"])
+@pytest.mark.parametrize("killed", [pytest.param("first", marks=pytest.mark.long), "second"])
 def test_the_streams_of_one_go_on_when_the_other_is_killed(
     nodes: NodeFleet, second: Server, joined_heads: dict[str, Server], killed: str
 ) -> None:

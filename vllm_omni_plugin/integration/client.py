@@ -26,6 +26,7 @@ from vllm_omni_plugin.integration.pipeline_calls import submitted
 from vllm_omni_plugin.integration.serving import ServingSignal
 from vllm_omni_plugin.integration.stat_labels import StatLabels
 from vllm_omni_plugin.integration.tracing import RequestSpans
+from vllm_omni_plugin.integration.turns import LoopTurns
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.engine_calls import FORGET_LORA
 from vllm_omni_plugin.orchestrator.engine_index import engine_index
@@ -67,6 +68,7 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         fleet: the started fleet; the client owns it from here on.
         vllm_config: AsyncLLM's configuration, brought in line with what the engines found at their start.
         ready_responses: what the local engines said of themselves, by stage and in the order of their ids.
+        clock: monotonic seconds.
 
     Attributes:
         engine_ranks_managed: engine indexes that vLLM's metrics are labelled with from the start: those of the local
@@ -76,7 +78,13 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         peer_front: heeds what other heads were told.
     """
 
-    def __init__(self, fleet: FleetOwner, vllm_config: Any, ready_responses: list[list[bytes]]) -> None:
+    def __init__(
+        self,
+        fleet: FleetOwner,
+        vllm_config: Any,
+        ready_responses: list[list[bytes]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._fleet = fleet
         self._orchestrator = fleet.orchestrator
         self._stages = fleet.stages
@@ -86,6 +94,8 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         for stage_id, responses in enumerate(ready_responses):
             self._configure(stage_id, responses)
         self._received: deque[Any] = deque()
+        self._clock = clock
+        self._turns = LoopTurns(clock)
         # vLLM labels engine 0 in any case.
         self.engine_ranks_managed = [
             engine_index(stage_id, replica_id)
@@ -150,9 +160,7 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         """The next `EngineCoreOutputs` of any replica. Requests that fail are failed on the way."""
         queue = self._orchestrator.output_async_queue
         if self._received or len(queue):
-            # Filled from another thread: while engines are faster than AsyncLLM nothing below would wait, and all else
-            # on this loop, HTTP included, would stand still.
-            await asyncio.sleep(0)
+            await self._turns.give()
         while True:
             while self._received:
                 item = self._received.popleft()
@@ -204,7 +212,7 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         if self._spans is not None:
             receipt = self._spans.expect(request.request_id, receipt)
         call = submitted(request.request_id)
-        message = SubmitRequest(request, time.monotonic(), receipt, call, traced=self._spans is not None)
+        message = SubmitRequest(request, self._clock(), receipt, call, traced=self._spans is not None)
         try:
             if queue.full:
                 await queue.put(message)
@@ -246,9 +254,6 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         reply: Future[list[Any]] = Future()
         try:
             self._orchestrator.rpc_async_queue.force_put(CallReplicas(method, args, reply, stages))
-        except HandoverClosedError:
-            raise EngineDeadError from None
-        try:
             return await result_of(reply)
         except HandoverClosedError:
             raise EngineDeadError from None
