@@ -149,8 +149,11 @@ def test_what_can_be_honoured_is_not_refused(answers: Any, name: str) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [OWN_FLAGS[0], TOGETHER[3], TOGETHER[10]],
-    ids=["unknown policy", "data parallel", "API servers"],
+    [
+        pytest.param(OWN_FLAGS[0], id="unknown policy"),
+        pytest.param(TOGETHER[3], id="data parallel", marks=pytest.mark.long),
+        pytest.param(TOGETHER[10], id="API servers", marks=pytest.mark.long),
+    ],
 )
 def test_the_command_ends_before_any_engine_starts(tiny_model: Path, case: Case) -> None:
     code, log = serve(tiny_model, free_port(), *case.arguments.split())

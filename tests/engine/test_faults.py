@@ -141,6 +141,7 @@ def test_a_killed_engine_costs_no_answer(victim: Server) -> None:
     until(lambda: not any(worker.is_running() for worker in engines["1"].workers), "the dead engine's workers are gone")
 
 
+@pytest.mark.long
 def test_a_killed_engine_comes_back_and_gets_requests_again(victim: Server) -> None:
     pid, restarts = victim.engine_pids()[0], victim.by_replica(RESTARTS)
     psutil.Process(pid).kill()
@@ -167,6 +168,7 @@ def is_lost(outcome: Outcome) -> bool:
     )
 
 
+@pytest.mark.long
 def test_without_any_engine_requests_are_refused_until_one_is_back(victim: Server) -> None:
     with Load(victim) as load:
         with busy_and_suspended(victim, load) as (work, engines):

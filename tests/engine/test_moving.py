@@ -39,6 +39,7 @@ def whole(movers: Server) -> dict[Row, Any]:
     return answers
 
 
+@pytest.mark.long
 def test_a_killed_engine_costs_no_answer_a_token(movers: Server, whole: dict[Row, Any]) -> None:
     before, swallowed, failed = moves(movers), total(movers, SWALLOWED), total(movers, FAILED)
     with all_begun(movers, ROWS) as (answers, engines):

@@ -58,6 +58,7 @@ def expected(pair: NodeFleet) -> list[str]:
         pytest.param(60.0, id="a minute", marks=pytest.mark.long),
     ],
 )
+@pytest.mark.long
 def test_streams_survive_a_cut(pair: NodeFleet, cable: Cable, expected: list[str], seconds: float) -> None:
     pair.wait_for_replicas(2)
     engine = pair.nodes[0].engine.pid
@@ -80,6 +81,7 @@ def test_streams_survive_a_cut(pair: NodeFleet, cable: Cable, expected: list[str
     assert set(pair.head.by_replica("vllm_omni:requests_in_flight").values()) == {0}
 
 
+@pytest.mark.long
 def test_a_slow_cable_costs_time_only(pair: NodeFleet, cable: Cable, expected: list[str]) -> None:
     pair.wait_for_replicas(2)
     cable.slow_down(kbit_per_s=256)

@@ -54,6 +54,7 @@ def test_a_killed_engine_is_replaced_and_its_streams_go_on(nodes: NodeFleet, exp
     assert node.process.poll() is None
 
 
+@pytest.mark.long
 def test_a_killed_server_leaves_no_engine_behind(nodes: NodeFleet, expected: dict[str, str]) -> None:
     node = nodes.nodes[1]
     processes = psutil.Process(node.process.pid).children(recursive=True)

@@ -66,8 +66,8 @@ def test_a_simulated_node_with_the_same_model_joins_and_leaves(fleet: NodeFleet,
     ("flags", "field"),
     [
         (("--max-model-len", "512"), "max model length: head has 1024, replica 512"),
-        (("--dtype", "float32"), "dtype: head has bfloat16, replica float32"),
-        (("--omni-stage-id", "1"), "stage"),
+        pytest.param(("--dtype", "float32"), "dtype: head has bfloat16, replica float32", marks=pytest.mark.long),
+        pytest.param(("--omni-stage-id", "1"), "stage", marks=pytest.mark.long),
     ],
 )
 def test_another_configuration_is_refused_with_both_values_at_both_ends(
@@ -78,6 +78,7 @@ def test_another_configuration_is_refused_with_both_values_at_both_ends(
     until(lambda: field in fleet.head.log.read_text(), "the head says why")
 
 
+@pytest.mark.long
 def test_another_model_is_refused(fleet: NodeFleet, start_sim: StartSim, other_model: Path) -> None:
     node = start_sim(model=other_model)
     until(lambda: node.says("model: head has"), "the node says why", START_S)
@@ -100,6 +101,7 @@ def test_a_node_without_a_head_ends_with_one_clear_line(start_sim: StartSim) -> 
     assert f"no head answered at tcp://127.0.0.1:{port} within 1 s" in line
 
 
+@pytest.mark.long
 def test_an_exhausted_port_range_ends_the_node_with_the_flags_name(start_sim: StartSim) -> None:
     first = free_port()
     node = start_sim("--omni-replica-ports", f"{first}-{first}")

@@ -26,6 +26,7 @@ def terminate(server: Server) -> tuple[int, list[psutil.Process]]:
     return code, left
 
 
+@pytest.mark.long
 def test_sigterm_ends_all_processes_with_the_exit_code_of_plain_vllm(
     doomed: Server, servers: Servers, tiny_model: Path
 ) -> None:

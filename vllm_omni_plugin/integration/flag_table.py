@@ -150,7 +150,7 @@ FLAGS = (
     Flag(
         "--omni-join",
         Side.HEAD,
-        "Join the fleet at --omni-master-address as one more head: an OpenAI server without engines of its own that "
+        "Join the fleet at the master address as one more head: an OpenAI server without engines of its own that "
         "balances over the same replicas.",
     ),
     Flag(
@@ -164,7 +164,7 @@ FLAGS = (
         "--omni-replica-address",
         Side.BOTH,
         "Address on which this node's replicas listen, and under which heads find them. Default: the address from "
-        "which this node reaches the head; on a head with several API servers --omni-master-address.",
+        "which this node reaches the head; on a head with several API servers the master address.",
         "ADDRESS",
     ),
     Flag(
