@@ -26,11 +26,6 @@ PAUSED = [("pause_scheduler", ("keep", False))]
 
 
 @pytest.fixture
-def bus() -> HeadBus:
-    return HeadBus()
-
-
-@pytest.fixture
 async def heads(bus: HeadBus) -> AsyncIterator[list[FakeHead]]:
     async with AsyncExitStack() as stack:
         yield [await seated(stack, bus, head_id) for head_id in "abc"]

@@ -1,7 +1,6 @@
 """What heads say that is no valid call or record is answered with an error and changes nothing."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -10,17 +9,6 @@ import pytest
 from tests.orchestrator.head_bus import FakeHead, HeadBus
 from tests.orchestrator.test_peer_calls import PAUSED, seated
 from vllm_omni_plugin.coordinator import PeerAnswer, PeerCall
-
-
-@pytest.fixture
-def bus() -> HeadBus:
-    return HeadBus()
-
-
-@pytest.fixture
-async def stack() -> AsyncIterator[AsyncExitStack]:
-    async with AsyncExitStack() as stack:
-        yield stack
 
 
 @pytest.fixture

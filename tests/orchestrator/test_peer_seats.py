@@ -1,7 +1,6 @@
 """Heads with real seats at a real coordinator agree on what they were told, also over its death."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
 import pytest
@@ -32,12 +31,6 @@ class SeatedHead(FakeHead):
 @pytest.fixture
 def coordinator() -> OmniCoordinator:
     return OmniCoordinator("tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
-
-
-@pytest.fixture
-async def stack() -> AsyncIterator[AsyncExitStack]:
-    async with AsyncExitStack() as stack:
-        yield stack
 
 
 async def seated(stack: AsyncExitStack, head_id: str, coordinator: OmniCoordinator) -> SeatedHead:

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from typing import Any
@@ -17,17 +16,6 @@ from vllm_omni_plugin.coordinator import NoSeatError, PeerAnswer, ReplicaStatus
 from vllm_omni_plugin.errors import ReplicaError, WireError
 from vllm_omni_plugin.orchestrator.membership import ADMIN_HOLD
 from vllm_omni_plugin.orchestrator.peer_messages import mark_of
-
-
-@pytest.fixture
-def bus() -> HeadBus:
-    return HeadBus()
-
-
-@pytest.fixture
-async def stack() -> AsyncIterator[AsyncExitStack]:
-    async with AsyncExitStack() as stack:
-        yield stack
 
 
 @pytest.fixture
