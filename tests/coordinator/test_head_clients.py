@@ -198,7 +198,7 @@ def test_coordinator_that_is_not_there_yet_is_no_error() -> None:
 
 
 def test_killed_coordinator_is_followed_by_one_that_knows_the_numbers(sit: Sit) -> None:
-    runtime = OmniCoordinatorRuntime(heartbeat_timeout=3.0)
+    runtime = OmniCoordinatorRuntime(heartbeat_timeout=3.0, first_numbers={0: 2})
     try:
         first, second = sit(runtime.router_address, "first", "second")
         replicas = []
@@ -209,7 +209,7 @@ def test_killed_coordinator_is_followed_by_one_that_knows_the_numbers(sit: Sit) 
                 )
             )
             eventually(lambda: len(first.replicas.replicas) == len(second.replicas.replicas) == len(replicas))
-        numbers = {row.input_addr: row.replica_id for row in first.replicas.replicas}
+        assert {row.input_addr: row.replica_id for row in first.replicas.replicas} == {"tcp://a:1": 2, "tcp://b:1": 3}
         replicas[0].close()
         eventually(lambda: names(first.replicas) == ["b"])
         wanted = first.wanted
@@ -220,7 +220,7 @@ def test_killed_coordinator_is_followed_by_one_that_knows_the_numbers(sit: Sit) 
             runtime.router_address, "tcp://c:1", "tcp://c:2", 0, heartbeat_interval=0.2
         )
         eventually(lambda: names(first.replicas) == names(second.replicas) == ["b", "c"])
-        assert {row.input_addr: row.replica_id for row in second.replicas.replicas}["tcp://b:1"] == numbers["tcp://b:1"]
+        assert {row.input_addr: row.replica_id for row in second.replicas.replicas} == {"tcp://b:1": 3, "tcp://c:1": 2}
         for replica in replicas:
             replica.close()
     finally:

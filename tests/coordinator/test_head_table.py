@@ -56,6 +56,17 @@ def test_reserved_numbers_wait_for_their_replicas_until_the_end_of_reservations(
     assert [numbering.number_of(key(name)) for name in ("y", "late", "x")] == [2, 3, 1]
 
 
+def test_numbers_of_the_heads_own_engines_are_given_to_nobody() -> None:
+    numbering = Numbering({0: 2})
+    numbering.reserve([number("a", 1), number("b", 3)])
+    assert [numbering.number_of(key(name)) for name in "abc"] == [2, 3, 4]
+    assert numbering.number_of(key("x", stage_id=1)) == 0
+    numbering.release(key("a"))
+    numbering.reserve([number("d", 7)])
+    numbering.end_reservations()
+    assert numbering.number_of(key("e")) == 2
+
+
 def test_number_of_a_row_that_was_displaced_is_free_again() -> None:
     table = MembershipTable(10.0, max_replicas=1)
     table.apply(make_event("a"), 0.0)

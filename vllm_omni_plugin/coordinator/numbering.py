@@ -1,15 +1,20 @@
 """By which number each replica of a stage is known to all heads."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from vllm_omni_plugin.coordinator.head_messages import ReplicaNumber
 from vllm_omni_plugin.coordinator.membership import DEFAULT_MAX_REPLICAS, ReplicaKey
 
 
 class Numbering:
-    """Gives each replica the lowest free number of its stage, and keeps it until it is released."""
+    """Gives each replica the lowest free number of its stage, and keeps it until it is released.
 
-    def __init__(self) -> None:
+    Args:
+        first: the lowest of a stage, by its id, where it is not 0.
+    """
+
+    def __init__(self, first: Mapping[int, int] | None = None) -> None:
+        self._first = dict(first or {})
         self._numbers: dict[ReplicaKey, int] = {}
         self._former: dict[ReplicaKey, int] = {}
         self._taken: dict[int, set[int]] = {}
@@ -29,7 +34,8 @@ class Numbering:
             key = ReplicaKey(row.stage_id, row.input_addr, row.output_addr)
             taken = self._taken.setdefault(row.stage_id, set())
             known = key in self._numbers or key in self._former or row.replica_id in taken
-            if not known and len(self._former) < DEFAULT_MAX_REPLICAS:
+            allowed = row.replica_id >= self._first.get(row.stage_id, 0)
+            if allowed and not known and len(self._former) < DEFAULT_MAX_REPLICAS:
                 self._former[key] = row.replica_id
                 taken.add(row.replica_id)
 
@@ -47,7 +53,7 @@ class Numbering:
 
     def _take_lowest(self, stage_id: int) -> int:
         taken = self._taken.setdefault(stage_id, set())
-        number = self._lowest.get(stage_id, 0)
+        number = self._lowest_of(stage_id)
         while number in taken:
             number += 1
         taken.add(number)
@@ -56,4 +62,8 @@ class Numbering:
 
     def _free(self, stage_id: int, number: int) -> None:
         self._taken[stage_id].remove(number)
-        self._lowest[stage_id] = min(number, self._lowest.get(stage_id, 0))
+        self._lowest[stage_id] = min(number, self._lowest_of(stage_id))
+
+    def _lowest_of(self, stage_id: int) -> int:
+        """A number below which all are taken."""
+        return self._lowest.get(stage_id, self._first.get(stage_id, 0))

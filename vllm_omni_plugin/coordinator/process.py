@@ -37,6 +37,7 @@ class ChildArguments(msgspec.Struct, frozen=True):
     heartbeat_timeout: float
     settle_time: float = 0.0
     secret_file: str | None = None
+    first_numbers: dict[int, int] = {}
 
 
 class CoordinatorProcess:

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future
 
 from vllm_omni_plugin.coordinator.process import ChildArguments, CoordinatorProcess, Ready
@@ -32,6 +33,7 @@ class OmniCoordinatorRuntime:
         port: Port for replicas; 0 for any free one. Heads get a free one of 127.0.0.1 in any case: this process's own.
         heartbeat_timeout: Seconds of silence after which a replica is dead.
         secret_file: Path of the secrets of the fleet; the child reads it anew whenever it is restarted.
+        first_numbers: See `OmniCoordinator`.
 
     Attributes:
         router_address: Where replicas report.
@@ -49,6 +51,7 @@ class OmniCoordinatorRuntime:
         heartbeat_timeout: float = 30.0,
         *,
         secret_file: str | None = None,
+        first_numbers: Mapping[int, int] | None = None,
     ) -> None:
         host = f"[{host}]" if ":" in host else host
         self._lock = threading.Lock()
@@ -56,7 +59,11 @@ class OmniCoordinatorRuntime:
         self._child: CoordinatorProcess | None = None
         first_start: Future[Ready] = Future()
         first = ChildArguments(
-            f"tcp://{host}:{port}", f"tcp://{LIST_HOST}:0", heartbeat_timeout, secret_file=secret_file
+            f"tcp://{host}:{port}",
+            f"tcp://{LIST_HOST}:0",
+            heartbeat_timeout,
+            secret_file=secret_file,
+            first_numbers=dict(first_numbers or {}),
         )
         self._thread = threading.Thread(
             target=self._supervise, args=(first, first_start), name="omni-coordinator-runtime", daemon=True
@@ -105,6 +112,7 @@ class OmniCoordinatorRuntime:
             # By then every replica has connected again and sent a heartbeat, which it does at least three times per
             # timeout. No longer than that, because heads were promised a list every 5 s.
             settle_time=min(KEEP_ALIVE_INTERVAL, first.heartbeat_timeout / 3 + RECONNECT_MAX_MS / 1000),
+            first_numbers=first.first_numbers,
         )
         self._keep_running(child, again)
 

@@ -3,7 +3,7 @@
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import zmq
 from msgspec.structs import replace
@@ -52,6 +52,7 @@ class OmniCoordinator:
         heartbeat_timeout: float = 30.0,
         *,
         settle_time: float = 0.0,
+        first_numbers: Mapping[int, int] | None = None,
         secrets: Secrets | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
@@ -64,6 +65,8 @@ class OmniCoordinator:
             heartbeat_timeout: Seconds of silence after which a replica is dead; after half of them it is suspected.
             settle_time: Seconds to publish nothing, so that a restarted coordinator does not tell heads of an empty
                 fleet before the replicas had time to report again.
+            first_numbers: By stage, the lowest number that a replica gets. Those below are the head's own engines,
+                which it does not register.
             secrets: Who does not hold one of them cannot connect; None admits everybody, unencrypted.
             clock: Monotonic seconds.
             wall_clock: Seconds since the epoch.
@@ -80,7 +83,7 @@ class OmniCoordinator:
         self._closing = False
         self._stopped = threading.Event()
         self._table = MembershipTable(heartbeat_timeout)
-        self._numbering = Numbering()
+        self._numbering = Numbering(first_numbers)
         self._editions = ListEditions(self._table, self._numbering)
         self._heads = HeadTable(random.getrandbits(62) + 1, self._editions)
         self._drops = DropLog()

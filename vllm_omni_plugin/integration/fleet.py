@@ -131,7 +131,11 @@ class Fleet:
                 options.master_port,
             )
         coordinator = OmniCoordinatorRuntime(
-            address, options.master_port, options.heartbeat_timeout, secret_file=options.secret_file
+            address,
+            options.master_port,
+            options.heartbeat_timeout,
+            secret_file=options.secret_file,
+            first_numbers={plan.stage_id: plan.replicas for plan in self._plans},
         )
         every = ipaddress.ip_address(address).is_unspecified
         found_at = "<an address of this machine>" if every else options.master_address
