@@ -75,13 +75,14 @@ def make_room(servers: Servers) -> None:
 @pytest.fixture
 def fleet(servers: Servers, tiny_model: Path) -> Server:
     """A head with two local replicas, for tests that leave it as they found it."""
-    return servers.get("fleet", tiny_model, *TWO_REPLICAS, *FEATURES, engines=2, **TWO_ENGINES, **DEV_MODE)
+    environment = {**TWO_ENGINES, **DEV_MODE, **RUNTIME_LORA}
+    return servers.get("fleet", tiny_model, *TWO_REPLICAS, *FEATURES, engines=2, **environment)
 
 
 @pytest.fixture
 def plain(servers: Servers, tiny_model: Path) -> Server:
     """vLLM without any flag of ours, with the plugin installed."""
-    return servers.get("plain", tiny_model, *FEATURES, engines=1, **DEV_MODE)
+    return servers.get("plain", tiny_model, *FEATURES, engines=1, **DEV_MODE, **RUNTIME_LORA)
 
 
 @pytest.fixture
@@ -116,7 +117,7 @@ def start_api_servers(model: Path, log: Path) -> ApiServers:
     """Two API servers and two local replicas, each on a core of its own."""
     # All that any of its processes leaves behind is in one folder. Its name is short for the sake of ipc sockets.
     scratch = tempfile.mkdtemp(prefix="api-")
-    flags = (*TWO_REPLICAS, *FEATURES, "--api-server-count", "2", "--enable-lora")
+    flags = (*TWO_REPLICAS, *FEATURES, "--api-server-count", "2")
     # A connection that is to a certain process may wait for its turn.
     patient = {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600"}
     environment = {**TWO_ENGINES, **DEV_MODE, **RUNTIME_LORA, **patient}
@@ -128,6 +129,7 @@ FEATURES = (
     "--tool-call-parser",
     "hermes",
     "--enable-prompt-tokens-details",
+    "--enable-lora",
 )
 DEV_MODE = {"VLLM_SERVER_DEV_MODE": "1"}
 """Serves the routes that pause engines, put them to sleep, and the like."""

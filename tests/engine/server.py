@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 MODEL = "tiny"
 START_S = 150.0
 STOP_S = 30.0
+_STARTUP = Path(__file__).with_name("startup")
 
 T = TypeVar("T")
 
@@ -65,6 +66,7 @@ def serve_environment(**changes: str) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "INFO",
+        "PYTHONPATH": str(_STARTUP),
         **changes,
     }
 
@@ -86,6 +88,7 @@ class ServeProcess:
 
     def __init__(self, command: list[str], log: Path, **environment: str) -> None:
         self.log = log
+        self._told_to_end = False
         with log.open("w") as output:
             self.process = subprocess.Popen(
                 command,
@@ -95,10 +98,16 @@ class ServeProcess:
                 start_new_session=True,
             )
 
+    def tell_to_end(self) -> None:
+        """Ask it to end as a user would, and do not wait; once is enough."""
+        if not self._told_to_end and self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        self._told_to_end = True
+
     def stop(self) -> None:
         """End it as a user would, and by force what does not end in time."""
+        self.tell_to_end()
         if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
             try:
                 self.process.wait(STOP_S)
             except subprocess.TimeoutExpired:

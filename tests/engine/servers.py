@@ -13,6 +13,8 @@ MAX_ENGINES = 3
 class Running(Protocol):
     """Anything with engines that can be ended."""
 
+    def tell_to_end(self) -> None: ...
+
     def stop(self) -> None: ...
 
 
@@ -72,6 +74,10 @@ class Servers:
         return self._running[name][0]
 
     def _leave_room_for(self, engines: int) -> None:
+        leaving = []
         while self._running and sum(count for _, count in self._running.values()) + engines > MAX_ENGINES:
-            server, _ = self._running.pop(next(iter(self._running)))
+            leaving.append(self._running.pop(next(iter(self._running)))[0])
+        for server in leaving:
+            server.tell_to_end()
+        for server in leaving:
             server.stop()

@@ -121,87 +121,87 @@ def nodes_of_both_kinds(servers: Servers, tiny_model: Path, adapter: Path) -> No
 
 
 @pytest.fixture
-def fleet(nodes_of_both_kinds: NodeFleet) -> Iterator[Fleet]:
-    fleet = Fleet(nodes_of_both_kinds.head)
-    until(lambda: not fleet.explain(STORY)["fallback"], "both replicas have reported")
-    yield fleet
-    fleet.close()
+def aware(nodes_of_both_kinds: NodeFleet) -> Iterator[Fleet]:
+    aware = Fleet(nodes_of_both_kinds.head)
+    until(lambda: not aware.explain(STORY)["fallback"], "both replicas have reported")
+    yield aware
+    aware.close()
 
 
-def assert_predicted(fleet: Fleet, *, at_least: int) -> None:
+def assert_predicted(aware: Fleet, *, at_least: int) -> None:
     """Every prediction was right, and so many tokens were hit at all."""
-    assert [hit.predicted for hit in fleet.hits] == [hit.reported for hit in fleet.hits]
-    assert sum(hit.reported for hit in fleet.hits) >= at_least
+    assert [hit.predicted for hit in aware.hits] == [hit.reported for hit in aware.hits]
+    assert sum(hit.reported for hit in aware.hits) >= at_least
 
 
-def mixed_work(fleet: Fleet) -> None:
+def mixed_work(aware: Fleet) -> None:
     """Requests of every kind, most of which begin as others did, and more than fit into the caches."""
     for turn in range(4):
         topic = f"Topic {turn}. " + STORY * 4
         for _ in range(2):
-            fleet.ask(prompt=topic)
-            fleet.ask("/v1/chat/completions", messages=[{"role": "user", "content": topic}])
-            fleet.ask(prompt=fleet.tokens(topic))
-            fleet.ask(prompt=topic, cache_salt=f"salt {turn % 2}")
-            fleet.ask(prompt=topic, model=ADAPTER)
-        fleet.ask(prompt="Topic 0. " + STORY * 6)
-    conversation = fleet.tokens(STORY)
+            aware.ask(prompt=topic)
+            aware.ask("/v1/chat/completions", messages=[{"role": "user", "content": topic}])
+            aware.ask(prompt=aware.tokens(topic))
+            aware.ask(prompt=topic, cache_salt=f"salt {turn % 2}")
+            aware.ask(prompt=topic, model=ADAPTER)
+        aware.ask(prompt="Topic 0. " + STORY * 6)
+    conversation = aware.tokens(STORY)
     for _ in range(5):
-        answer = fleet.ask(prompt=conversation, max_tokens=40, return_token_ids=True)
-        conversation += answer["choices"][0]["token_ids"] + fleet.tokens("And then? ")
+        answer = aware.ask(prompt=conversation, max_tokens=40, return_token_ids=True)
+        conversation += answer["choices"][0]["token_ids"] + aware.tokens("And then? ")
 
 
-def test_predicted_hits_are_those_that_engines_report(fleet: Fleet) -> None:
-    before = fleet.fallbacks()
-    mixed_work(fleet)
-    assert_predicted(fleet, at_least=1000)
-    assert fleet.fallbacks() == before
+def test_predicted_hits_are_those_that_engines_report(aware: Fleet) -> None:
+    before = aware.fallbacks()
+    mixed_work(aware)
+    assert_predicted(aware, at_least=1000)
+    assert aware.fallbacks() == before
 
 
-def test_after_many_evictions_predictions_are_right(fleet: Fleet) -> None:
+def test_after_many_evictions_predictions_are_right(aware: Fleet) -> None:
     first = "The first of many. " + STORY * 8
-    fleet.ask(prompt=first)
-    assert max(fleet.matched(first).values()) >= 5 * BLOCK
+    aware.ask(prompt=first)
+    assert max(aware.matched(first).values()) >= 5 * BLOCK
     for number in range(16):
-        fleet.ask(prompt=f"{number}. " + STORY * 10)
-    assert max(fleet.matched(first).values()) == 0
-    fleet.ask(prompt=first)
-    fleet.ask(prompt=first)
-    assert_predicted(fleet, at_least=5 * BLOCK)
-    assert fleet.hits[-2].reported == 0
+        aware.ask(prompt=f"{number}. " + STORY * 10)
+    assert max(aware.matched(first).values()) == 0
+    aware.ask(prompt=first)
+    aware.ask(prompt=first)
+    assert_predicted(aware, at_least=5 * BLOCK)
+    assert aware.hits[-2].reported == 0
 
 
-def test_after_caches_are_reset_nothing_is_predicted(fleet: Fleet) -> None:
-    fleet.ask(prompt=STORY * 8)
-    assert max(fleet.matched(STORY * 8).values()) > 0
-    assert httpx.post(f"{fleet.head.url}/reset_prefix_cache").status_code == 200
-    assert max(fleet.matched(STORY * 8).values()) == 0
-    assert fleet.explain(STORY * 8)["fallback"] == ""
-    fleet.ask(prompt=STORY * 8)
-    fleet.ask(prompt=STORY * 8)
-    assert_predicted(fleet, at_least=5 * BLOCK)
-    assert fleet.hits[-2].reported == 0
+def test_after_caches_are_reset_nothing_is_predicted(aware: Fleet) -> None:
+    aware.ask(prompt=STORY * 8)
+    assert max(aware.matched(STORY * 8).values()) > 0
+    assert httpx.post(f"{aware.head.url}/reset_prefix_cache").status_code == 200
+    assert max(aware.matched(STORY * 8).values()) == 0
+    assert aware.explain(STORY * 8)["fallback"] == ""
+    aware.ask(prompt=STORY * 8)
+    aware.ask(prompt=STORY * 8)
+    assert_predicted(aware, at_least=5 * BLOCK)
+    assert aware.hits[-2].reported == 0
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["local", "headless"])
 def test_after_a_replica_was_restarted_predictions_are_right(
-    fleet: Fleet, nodes_of_both_kinds: NodeFleet, kind: str
+    aware: Fleet, nodes_of_both_kinds: NodeFleet, kind: str
 ) -> None:
     prompts = [f"{number}. " + STORY * 3 for number in range(6)]
     for prompt in prompts:
-        fleet.ask(prompt=prompt)
+        aware.ask(prompt=prompt)
     nodes = nodes_of_both_kinds
     engine, replica = (nodes.head.engine_pids()[0], "0.0") if kind == "local" else (nodes.nodes[0].engine.pid, "0.1")
-    assert any(fleet.matched(prompt)[replica] for prompt in prompts)
+    assert any(aware.matched(prompt)[replica] for prompt in prompts)
     os.kill(engine, signal.SIGKILL)
-    until(lambda: fleet.head.replicas_up() == 1, "the loss is noticed")
+    until(lambda: aware.head.replicas_up() == 1, "the loss is noticed")
     nodes.wait_for_replicas(2)
-    until(lambda: not fleet.explain(STORY)["fallback"], "the new engine has reported", START_S)
-    assert not any(fleet.matched(prompt)[replica] for prompt in prompts)
+    until(lambda: not aware.explain(STORY)["fallback"], "the new engine has reported", START_S)
+    assert not any(aware.matched(prompt)[replica] for prompt in prompts)
     for prompt in prompts + prompts:
-        fleet.ask(prompt=prompt)
-    assert_predicted(fleet, at_least=6 * 2 * BLOCK)
+        aware.ask(prompt=prompt)
+    assert_predicted(aware, at_least=6 * 2 * BLOCK)
 
 
 def start_alone(servers: Servers, name: str, model: Path, *flags: str) -> Server:
@@ -214,14 +214,14 @@ def test_without_a_prefix_cache_requests_are_served_and_the_receipt_says_why(
     servers: Servers, tiny_model: Path
 ) -> None:
     head = start_alone(servers, "kv-aware-uncached", tiny_model, "--no-enable-prefix-caching")
-    fleet = Fleet(head)
-    assert fleet.explain(STORY)["fallback"] == "no-events"
+    aware = Fleet(head)
+    assert aware.explain(STORY)["fallback"] == "no-events"
     with head.http(60.0) as http:
         body = {"model": MODEL, "prompt": STORY, "max_tokens": 4}
         assert [http.post("/v1/completions", json=body).status_code for _ in range(3)] == [200] * 3
-    assert fleet.fallbacks() == {"no-events": 3}
+    assert aware.fallbacks() == {"no-events": 3}
     assert head.log.read_text().count("prefix caching is off") == 1
-    fleet.close()
+    aware.close()
 
 
 @pytest.mark.long
@@ -235,9 +235,9 @@ def test_a_users_own_publisher_is_left_alone_and_followed(servers: Servers, tiny
         "topic": "mine",
     }
     head = start_alone(servers, "kv-aware-own", tiny_model, "--kv-events-config", json.dumps(own))
-    fleet = Fleet(head)
-    until(lambda: not fleet.explain(STORY)["fallback"], "the engine has reported")
+    aware = Fleet(head)
+    until(lambda: not aware.explain(STORY)["fallback"], "the engine has reported")
     for _ in range(3):
-        fleet.ask(prompt=STORY * 4)
-    assert_predicted(fleet, at_least=2 * 3 * BLOCK)
-    fleet.close()
+        aware.ask(prompt=STORY * 4)
+    assert_predicted(aware, at_least=2 * 3 * BLOCK)
+    aware.close()

@@ -92,11 +92,11 @@ def test_a_stopped_server_is_left_and_taken_back(nodes: NodeFleet, expected: dic
 def test_a_killed_coordinator_is_replaced_and_nobody_notices(nodes: NodeFleet, expected: dict[str, str]) -> None:
     engines = [node.engine.pid for node in nodes.nodes]
     with streams(nodes.head, expected):
-        coordinator = nodes.coordinator
+        coordinator = until(lambda: nodes.coordinator, "the head runs a coordinator")
         coordinator.kill()
         until(lambda: not coordinator.is_running(), "the coordinator is gone")
         assert nodes.head.replicas_up() == 2
-    until(lambda: nodes.coordinator.pid != coordinator.pid, "the coordinator is back")
+    until(lambda: nodes.coordinator, "the coordinator is back")
     assert [node.engine.pid for node in nodes.nodes] == engines
     assert nodes.head.health() == 200
 

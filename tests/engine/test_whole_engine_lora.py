@@ -12,29 +12,20 @@ import httpx
 import pytest
 
 from .both_replicas import answers_of_both
-from .conftest import DEV_MODE, TWO_ENGINES, TWO_REPLICAS
 from .lora import make_lora
 from .server import MODEL, Server, until
-from .servers import Servers
 
 ADAPTER = "storyteller"
 RESTART_S = 120.0
 
 
 @pytest.fixture
-def lora_fleet(servers: Servers, tiny_model: Path) -> Server:
-    runtime_lora = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-    environment = {**TWO_ENGINES, **DEV_MODE, **runtime_lora}
-    return servers.get("lora-fleet", tiny_model, *TWO_REPLICAS, "--enable-lora", engines=2, **environment)
-
-
-@pytest.fixture
-def adapter(lora_fleet: Server, tmp_path: Path) -> Iterator[str]:
+def adapter(fleet: Server, tmp_path: Path) -> Iterator[str]:
     """An adapter that is loaded while the test runs."""
-    response = load(lora_fleet, ADAPTER, make_lora(tmp_path / "lora", seed=1))
+    response = load(fleet, ADAPTER, make_lora(tmp_path / "lora", seed=1))
     assert response.status_code == 200, response.text
     yield ADAPTER
-    assert post(lora_fleet, "/v1/unload_lora_adapter", {"lora_name": ADAPTER}).status_code == 200
+    assert post(fleet, "/v1/unload_lora_adapter", {"lora_name": ADAPTER}).status_code == 200
 
 
 def post(server: Server, path: str, payload: dict[str, Any]) -> httpx.Response:
@@ -59,45 +50,45 @@ def answers(server: Server, model: str) -> set[str]:
     return set(answers_of_both(server, partial(answer, server, model)))
 
 
-def test_an_adapter_answers_the_same_from_every_replica(lora_fleet: Server, adapter: str) -> None:
-    with_adapter, without = answers(lora_fleet, adapter), answers(lora_fleet, MODEL)
+def test_an_adapter_answers_the_same_from_every_replica(fleet: Server, adapter: str) -> None:
+    with_adapter, without = answers(fleet, adapter), answers(fleet, MODEL)
     assert len(with_adapter) == len(without) == 1
     assert with_adapter != without
 
 
-def test_an_unloaded_adapter_is_unknown_and_its_name_is_free_again(lora_fleet: Server, tmp_path: Path) -> None:
+def test_an_unloaded_adapter_is_unknown_and_its_name_is_free_again(fleet: Server, tmp_path: Path) -> None:
     told = []
     for seed in (2, 3):
-        assert load(lora_fleet, "brief", make_lora(tmp_path / str(seed), seed)).status_code == 200
-        told.append(answers(lora_fleet, "brief"))
-        assert post(lora_fleet, "/v1/unload_lora_adapter", {"lora_name": "brief"}).status_code == 200
-        assert post(lora_fleet, "/v1/completions", body("brief")).status_code == 404
+        assert load(fleet, "brief", make_lora(tmp_path / str(seed), seed)).status_code == 200
+        told.append(answers(fleet, "brief"))
+        assert post(fleet, "/v1/unload_lora_adapter", {"lora_name": "brief"}).status_code == 200
+        assert post(fleet, "/v1/completions", body("brief")).status_code == 404
     assert [len(texts) for texts in told] == [1, 1]
     assert told[0] != told[1]
 
 
-def test_an_adapter_that_cannot_be_loaded_is_one_error_and_costs_no_replica(lora_fleet: Server, tmp_path: Path) -> None:
-    engines = lora_fleet.engine_pids()
-    missing = load(lora_fleet, "missing", tmp_path / "missing")
+def test_an_adapter_that_cannot_be_loaded_is_one_error_and_costs_no_replica(fleet: Server, tmp_path: Path) -> None:
+    engines = fleet.engine_pids()
+    missing = load(fleet, "missing", tmp_path / "missing")
     assert missing.status_code == 404
     assert "missing" in missing.json()["error"]["message"]
-    too_large = load(lora_fleet, "large", make_lora(tmp_path / "large", seed=4, rank=64))
+    too_large = load(fleet, "large", make_lora(tmp_path / "large", seed=4, rank=64))
     assert too_large.status_code >= 400
     assert "rank" in too_large.json()["error"]["message"]
-    assert len(answers(lora_fleet, MODEL)) == 1
-    assert (lora_fleet.replicas_up(), lora_fleet.engine_pids()) == (2, engines)
+    assert len(answers(fleet, MODEL)) == 1
+    assert (fleet.replicas_up(), fleet.engine_pids()) == (2, engines)
 
 
 @pytest.mark.long
-async def test_a_replica_that_starts_again_knows_the_adapter_and_the_pause(lora_fleet: Server, adapter: str) -> None:
-    (expected,) = await asyncio.to_thread(answers, lora_fleet, adapter)
-    async with httpx.AsyncClient(base_url=lora_fleet.url, timeout=60.0) as client:
+async def test_a_replica_that_starts_again_knows_the_adapter_and_the_pause(fleet: Server, adapter: str) -> None:
+    (expected,) = await asyncio.to_thread(answers, fleet, adapter)
+    async with httpx.AsyncClient(base_url=fleet.url, timeout=60.0) as client:
         await client.post("/pause", params={"mode": "keep"})
         try:
-            await asyncio.to_thread(replace_engine, lora_fleet, 0)
+            await asyncio.to_thread(replace_engine, fleet, 0)
             assert (await client.get("/is_paused")).json() == {"is_paused": True}
             requests = [asyncio.create_task(client.post("/v1/completions", json=body(adapter))) for _ in range(4)]
-            await asyncio.to_thread(until, lambda: held_by_each(lora_fleet) == [2, 2], "both replicas hold half")
+            await asyncio.to_thread(until, lambda: held_by_each(fleet) == [2, 2], "both replicas hold half")
             assert not any(request.done() for request in requests)
         finally:
             await client.post("/resume")

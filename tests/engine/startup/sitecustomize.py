@@ -1,0 +1,11 @@
+"""What every server that a test starts does first, by way of its `PYTHONPATH`: it lets others have the processor.
+
+vLLM's engine cores and workers wait for each other by calling `sched_yield` over and over. Linux 6.18 may let two
+threads that do so keep a core from everybody else for seconds, even if they have a core each, and then any process of a
+test looks dead to those that watch it. A sleep of no length gives the core away instead.
+"""
+
+import os
+import time
+
+os.sched_yield = lambda: time.sleep(0)
