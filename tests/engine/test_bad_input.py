@@ -38,7 +38,7 @@ OWN_FLAGS = (
     Case("--omni-lb-policy json:Nothing", "--omni-lb-policy", "'json:Nothing' cannot be imported"),
     Case("--omni-lb-policy json:dumps", "--omni-lb-policy", "is not a class"),
     Case("--omni-lb-policy json:JSONEncoder", "--omni-lb-policy", "has no method select(task, replicas)"),
-    Case("--omni-dp-size-local 0", "--omni-dp-size-local", "so that others can join"),
+    Case("--omni-dp-size-local 0", "--omni-dp-size-local", "at least one, or else --omni-master-address"),
     Case("--omni-dp-size-local -1", "--omni-dp-size-local", "-1 is below 0"),
     Case("--omni-dp-size-local abc", "--omni-dp-size-local", "'abc' is not a whole number"),
     Case("--omni-dp-size-local 1.5", "--omni-dp-size-local", "'1.5' is not a whole number"),

@@ -157,8 +157,8 @@ def _check_master(options: OmniConfig, headless: bool) -> None:
             "to join"
         )
     if options.dp_size_local == 0 and (headless or not options.is_open):
-        need = "at least one with --headless" if headless else "or else --omni-master-address, so that others can join"
-        raise ConfigError(f"argument --omni-dp-size-local: 0 replicas: there must be {need}")
+        need = " with --headless" if headless else ", or else --omni-master-address, so that others can join"
+        raise ConfigError(f"argument --omni-dp-size-local: 0 replicas: there must be at least one{need}")
 
 
 def _check_heartbeats(options: OmniConfig) -> None:
