@@ -12,6 +12,7 @@ from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.integration.supervisor import supervise
 
 TIMEOUT_S = 7.0
+TOLD = ["replica is the last", "replica is the last", "heads told"]
 
 
 class FakeHeads:
@@ -53,6 +54,9 @@ class FakeReplica:
         finally:
             self._events.append("replica ended")
 
+    def restart_no_more(self) -> None:
+        self._events.append("replica is the last")
+
     def leave_now(self, reason: str) -> None:
         if not self.end.done():
             self.end.set_result(None)
@@ -80,18 +84,18 @@ async def process() -> AsyncIterator[Process]:
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 async def test_replicas_end_after_the_api_servers_that_use_them(process: Process, signum: signal.Signals) -> None:
     os.kill(os.getpid(), signum)
-    await eventually(lambda: process.events == ["heads told"])
+    await eventually(lambda: process.events == TOLD)
     process.heads.end.set()
     await process.running
-    assert process.events == ["heads told", "heads ended", "replica ended", "replica ended"]
+    assert process.events == [*TOLD, "heads ended", "replica ended", "replica ended"]
 
 
 async def test_a_second_signal_waits_for_no_request(process: Process) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
-    await eventually(lambda: process.events == ["heads told"])
+    await eventually(lambda: process.events == TOLD)
     os.kill(os.getpid(), signal.SIGTERM)
     await process.running
-    assert process.events[:2] == ["heads told", "heads killed"]
+    assert process.events[:4] == [*TOLD, "heads killed"]
 
 
 async def test_a_replica_that_cannot_start_ends_all(process: Process) -> None:

@@ -32,6 +32,9 @@ class FakeFleet:
         self.stages = FleetStages(None, [None])
         self.closed_after: list[float | None] = []
 
+    def let_finish(self, timeout: float) -> float:
+        raise AssertionError("there is no request")
+
     def close(self, timeout: float | None = None) -> None:
         self.closed_after.append(timeout)
 

@@ -9,6 +9,7 @@ import pytest
 
 from .api_servers import ApiServers
 from .conftest import start_api_servers
+from .load import Load
 from .server import STOP_S
 from .servers import Servers
 from .test_shutdown import terminate
@@ -27,11 +28,16 @@ def sockets_of_engines(server: ApiServers) -> set[str]:
     return {Path(path).name for path in paths if path}
 
 
-def test_sigterm_leaves_no_process_and_no_file(api_servers: ApiServers) -> None:
+def test_sigterm_ends_streams_and_leaves_no_process_and_no_file(api_servers: ApiServers) -> None:
     shared_memory = set(os.listdir("/dev/shm"))
     of_engines = sockets_of_engines(api_servers)
-    code, left = terminate(api_servers)
+    with Load(api_servers) as load:
+        streams = [load.send(900, stream=True) for _ in range(4)]
+        assert all(stream.started.wait(60) for stream in streams)
+        code, left = terminate(api_servers)
     assert (code, left) == (0, [])
+    # As one engine of vLLM's ends its requests.
+    assert [(stream.finish_reasons, stream.errors) for stream in streams] == [(["abort"], [])] * 4
     files = set(os.listdir(api_servers.scratch)) - of_engines
     assert [name for name in files if not name.startswith(OF_TORCH)] == []
     assert set(os.listdir("/dev/shm")) <= shared_memory

@@ -69,6 +69,9 @@ FLEET_FLAGS = (
     Case(f"{HEAD} --omni-join --omni-dp-size-local 1", "--omni-dp-size-local", "such a head has no engines"),
     Case(f"{HEAD} --omni-join --omni-replica-ports 9-12", "--omni-replica-ports", "such a head has no replicas"),
     Case(f"{HEAD} --omni-replica-address 127.0.0.1", "--omni-replica-address", "several API servers"),
+    Case(f"{HEAD} --api-server-count 33", "--api-server-count", "33 API servers"),
+    Case(f"{HEAD} --omni-join --api-server-count 33", "--api-server-count", "a replica serves at most 32 heads"),
+    Case(f"{HEAD} --data-parallel-size 33", "--api-server-count", "one for each data-parallel rank, unless given"),
     Case(f"{HEAD} --omni-stage-id 1", "--omni-stage-id", "needs --headless"),
     Case(f"{HEAD} --omni-drain-timeout 1", "--omni-drain-timeout", "needs --headless"),
     Case(f"{HEAD} --omni-heartbeat-interval 4", "--omni-heartbeat-interval", "under a third of"),
@@ -108,6 +111,7 @@ HONOURED = {
     "no moves": Case("--omni-migration-limit 0", "", ""),
     "one API server": fleet_with("--api-server-count 1 --data-parallel-size 1", "", ""),
     "several API servers": fleet_with("--api-server-count 2", "", ""),
+    "as many API servers as a replica serves": fleet_with("--api-server-count 32 --data-parallel-size 33", "", ""),
     "several API servers with replicas that others reach": Case(
         f"{HEAD} --api-server-count 2 --omni-replica-address 127.0.0.1 --omni-replica-ports 23910-23990", "", ""
     ),

@@ -13,7 +13,8 @@ from .nodes import NodeFleet
 from .server import MODEL, START_S, Server, until
 from .suspended import standing_still
 
-TOKENS = 900
+TOKENS = 500
+SHUTDOWN_S = 60
 PROMPT = "the second head"
 
 
@@ -35,7 +36,8 @@ def second(nodes: NodeFleet, tiny_model: Path, logs_of_joined: Path, joined_head
     """A head that has joined the fleet of `nodes`."""
     if "second" not in joined_heads:
         log = logs_of_joined / "second.log"
-        joined_heads["second"] = Server(tiny_model, log, *nodes.join, "--omni-join", "--enable-lora").__enter__()
+        flags = ("--omni-join", "--enable-lora", "--shutdown-timeout", str(SHUTDOWN_S))
+        joined_heads["second"] = Server(tiny_model, log, *nodes.join, *flags).__enter__()
     head = joined_heads["second"]
     until(lambda: head.replicas_up() == 2, "both replicas take requests of the second head", START_S)
     return head
@@ -102,3 +104,17 @@ def test_the_streams_of_one_go_on_when_the_other_is_killed(
     nodes.head.wait()
     nodes.wait_for_replicas(2)
     assert complete(nodes.head, TOKENS) == expected
+
+
+def test_a_head_that_is_told_to_end_finishes_its_streams(
+    nodes: NodeFleet, second: Server, joined_heads: dict[str, Server]
+) -> None:
+    expected = complete(nodes.head, TOKENS)
+    with Load(second) as load:
+        streams = [load.send(TOKENS, stream=True, prompt=PROMPT, temperature=0) for _ in range(3)]
+        assert all(stream.started.wait(60) for stream in streams)
+        second.tell_to_end()
+        assert second.process.wait(SHUTDOWN_S) == 0
+    assert [stream.text for stream in streams] == [expected] * 3
+    assert all(stream.finished_whole for stream in streams)
+    del joined_heads["second"]

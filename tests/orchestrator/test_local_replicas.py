@@ -302,6 +302,16 @@ async def test_closing_ends_every_engine_with_the_grace_it_is_given(node: Node) 
     assert [len(engine.process.shutdowns) for engine in node.launcher.engines] == [1, 1]
 
 
+async def test_an_engine_that_ends_when_all_are_to_end_stays_away(node: Node) -> None:
+    await node.replicas.start()
+    node.replicas.restart_no_more()
+    node.engine_of(0).process.die()
+    await node.until_statuses(DOWN, UP)
+    await eventually(lambda: node.launcher.engines[0].process.shutdowns or node.launcher.engines[1].process.shutdowns)
+    assert node.pauses == []
+    await node.replicas.close(0.0)
+
+
 async def test_closing_during_a_pause_starts_nothing_more(node: Node) -> None:
     await node.replicas.start()
     node.engine_of(0).process.die()

@@ -3,12 +3,15 @@
 import asyncio
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from tests.fakes.engine_api import FakeEngineApi
-from tests.fakes.engines import READY, FakeLauncher, Plan
+from tests.fakes.conditions import eventually
+from tests.fakes.engine_api import FakeEngineApi, FakeOutput, FakeOutputs, FakeRequest
+from tests.fakes.engines import READY, FakeEngine, FakeLauncher, Plan
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.orchestrator.handover import HandoverClosedError
@@ -64,6 +67,44 @@ def test_close_is_idempotent(head: Head) -> None:
     head.thread.close(0.0)
     head.thread.close(0.0)
     assert head.is_closed()
+
+
+def submit(head: Head) -> tuple[FakeEngine, str]:
+    """Hand a request over; returns the engine that got it and its id there."""
+    head.orchestrator.request_async_queue.force_put(SubmitRequest(FakeRequest("a"), 0.0))
+    members = head.orchestrator.stage_pools[0].members
+    asyncio.run(eventually(lambda: any(member.in_flight for member in members)))
+    (address,) = (member.input_addr for member in members if member.in_flight)
+    (engine,) = (engine for engine in head.launcher.engines if engine.input_addr == address)
+    return engine, str(msgspec.json.decode(engine.receive()[1])["request_id"])
+
+
+def test_who_waits_for_requests_goes_on_when_the_last_has_finished(head: Head) -> None:
+    head.thread.start()
+    engine, request_id = submit(head)
+    with ThreadPoolExecutor() as executor:
+        waiting = executor.submit(head.thread.let_finish, 60.0)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.05)
+        engine.say(msgspec.json.encode(FakeOutputs(outputs=[FakeOutput(request_id, [1], "stop")])))
+        assert 0 < waiting.result(10) < 60
+    assert head.orchestrator.can_serve
+
+
+def test_who_waits_for_requests_that_do_not_finish_is_told_so_when_time_is_over(head: Head) -> None:
+    head.thread.start()
+    submit(head)
+    assert head.thread.let_finish(0.05) == 0
+
+
+def test_who_waits_for_requests_of_a_fleet_that_is_closed_does_not_wait(head: Head) -> None:
+    assert head.thread.let_finish(60.0) == 60
+    head.thread.start()
+    submit(head)
+    with ThreadPoolExecutor() as executor:
+        waiting = executor.submit(head.thread.let_finish, 60.0)
+        head.thread.close(0.0)
+        assert waiting.result(10) <= 60
 
 
 def test_closing_what_was_never_started_is_nothing(head: Head) -> None:

@@ -4,8 +4,10 @@ import asyncio
 import os
 import resource
 import signal
+from contextlib import ExitStack
 
 import pytest
+import zmq
 
 from vllm_omni_plugin.errors import OmniError
 from vllm_omni_plugin.replicas.node import run_node
@@ -100,6 +102,25 @@ async def test_a_node_that_has_joined_waits_for_ever() -> None:
     assert not node.done()
     server.end.set_result(None)
     await node
+
+
+class ServerWithSockets(FakeServer):
+    """A replica that opens sockets of ZMQ's shared context and leaves."""
+
+    def __init__(self, sockets: int) -> None:
+        super().__init__()
+        self._sockets = sockets
+
+    async def run(self) -> None:
+        with ExitStack() as opened:
+            for _ in range(self._sockets):
+                opened.callback(zmq.Context.instance().socket(zmq.PULL).close)
+
+
+async def test_a_node_may_open_as_many_sockets_as_its_replicas_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    with zmq.Context() as unused:
+        monkeypatch.setattr(zmq.Context, "instance", lambda: unused)
+        await run_node([ServerWithSockets(37) for _ in range(30)], 0, HEAD)
 
 
 async def test_a_node_may_open_as_many_files_as_its_replicas_need() -> None:

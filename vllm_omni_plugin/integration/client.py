@@ -19,8 +19,10 @@ from vllm_omni_plugin.admin.receipt import new_receipt
 from vllm_omni_plugin.admin.replies import result_of
 from vllm_omni_plugin.errors import NoReplicaError, ReplicaError
 from vllm_omni_plugin.integration.failures import RequestFailures
+from vllm_omni_plugin.integration.fault_status import fault_status
 from vllm_omni_plugin.integration.fleet_stages import FleetStages
 from vllm_omni_plugin.integration.front_text import answer_with
+from vllm_omni_plugin.integration.last_requests import LastRequests
 from vllm_omni_plugin.integration.peer_front import PeerFront
 from vllm_omni_plugin.integration.pipeline_calls import submitted
 from vllm_omni_plugin.integration.serving import ServingSignal
@@ -55,6 +57,8 @@ class FleetOwner(Protocol):
 
     orchestrator: Orchestrator
     stages: FleetStages
+
+    def let_finish(self, timeout: float) -> float: ...
 
     def close(self, timeout: float | None = None) -> None: ...
 
@@ -104,6 +108,7 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         ] or [0]
         self.resources = SimpleNamespace(engine_dead=False)
         self._failures = RequestFailures()
+        self._last = LastRequests()
         self.peer_front = PeerFront()
         self._labels: StatLabels | None = None
         self._spans: RequestSpans | None = None
@@ -118,6 +123,7 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
     def bind(self, output_processor: Any, logger_manager: Any) -> None:
         """Tell the client of AsyncLLM's parts that exist by now: what ends and traces requests, what counts them."""
         self._failures.bind(output_processor)
+        self._last.bind(output_processor)
         if self._stages.front_tokenizer is not None:
             answer_with(output_processor, self._stages.front_tokenizer())
         if output_processor.tracing_enabled:
@@ -146,19 +152,23 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         await self._serving.wait()
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """End the local replicas, their requests after `timeout` seconds (None: vLLM's default). Idempotent; blocks."""
+        """End all requests after `timeout` seconds (None: now), then the local replicas. Idempotent; blocks."""
         if self._finalizer.detach() is None:
             return
+        timeout = self._last.let_finish(self._fleet, timeout)
         REGISTRY.unregister(self._collector)
         if self._metric_files is not None:
             self._metric_files.close()
         self._shutting_down = True
         self._fleet.close(timeout)
+        self._last.end()
         self.resources.engine_dead = True
 
     async def get_output_async(self) -> Any:
         """The next `EngineCoreOutputs` of any replica. Requests that fail are failed on the way."""
         queue = self._orchestrator.output_async_queue
+        if not self._received:
+            self._last.answered()
         if self._received or len(queue):
             await self._turns.give()
         while True:
@@ -207,6 +217,8 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
 
     async def add_request_async(self, request: Any) -> None:
         """Hand a request over. Waits only while the orchestrator is far behind."""
+        if not self._last.submitted(request.request_id):
+            return
         queue = self._orchestrator.request_async_queue
         receipt = new_receipt()
         if self._spans is not None:
@@ -230,6 +242,7 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         self._abort(request_ids, whole=True)
 
     def _abort(self, request_ids: Sequence[str], whole: bool = False) -> None:
+        self._last.answered()
         if not request_ids:
             return
         try:
@@ -367,15 +380,7 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
 
     async def get_status(self) -> dict[str, Any]:
         """Status of every replica, in the shape of vLLM's fault-tolerance report."""
-        members = [member for pool in self._orchestrator.stage_pools for member in pool.members]
-        engines = [
-            {
-                "id": engine_index(member.stage_id, member.replica_id),
-                "status": _fault_status(member.client is not None),
-            }
-            for member in members
-        ]
-        return {"schema_version": 1, "total_engines": len(engines), "engines": engines}
+        return fault_status(self._orchestrator.stage_pools)
 
     async def prepare_elastic_ep(self, new_data_parallel_size: int) -> None:
         raise NotImplementedError("Elastic expert parallelism does not apply to a fleet of --omni-* replicas.")
@@ -392,7 +397,3 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
 
     def get_kv_event_sources(self) -> dict[int, Any]:
         return dict(self._kv_event_sources)
-
-
-def _fault_status(alive: bool) -> str:
-    return "healthy" if alive else "dead"

@@ -91,6 +91,10 @@ class Fleet:
             raise
         return ready_responses
 
+    def let_finish(self, timeout: float) -> float:
+        """See `OrchestratorThread.let_finish`."""
+        return self._thread.let_finish(timeout)
+
     def close(self, timeout: float | None = None) -> None:
         """End the local replicas, giving each `timeout` seconds (None: vLLM's default), and let others go. Idempotent.
 

@@ -29,6 +29,8 @@ class Replica(Protocol):
 
     async def run(self) -> None: ...
 
+    def restart_no_more(self) -> None: ...
+
     def leave_now(self, reason: str) -> None: ...
 
 
@@ -63,6 +65,9 @@ async def supervise(heads: Heads, replicas: Sequence[Replica], shutdown_timeout:
                 tasks.create_task(replica.run())
             await told.wait()
             logger.info("Ending: requests in flight have %g s.", shutdown_timeout)
+            # Ctrl-C and some service managers tell engines, too, which then end once they have nothing to do.
+            for replica in replicas:
+                replica.restart_no_more()
             await heads.stop(shutdown_timeout + _GRACE_S)
             for replica in replicas:
                 replica.leave_now("its head was told to end")

@@ -17,6 +17,7 @@ from vllm_omni_plugin.orchestrator.stage_api import NOTHING, StageApi
 from vllm_omni_plugin.orchestrator.stage_inputs import StageInputs
 from vllm_omni_plugin.orchestrator.stage_run import StageRun, StreamingInputState
 from vllm_omni_plugin.orchestrator.standstill import Standstill
+from vllm_omni_plugin.orchestrator.unfinished import UnfinishedRequests
 from vllm_omni_plugin.pipeline import BuiltInTransform, Modality, Pipeline, Stage
 from vllm_omni_plugin.pipeline.transfer import StageOutput
 
@@ -54,8 +55,8 @@ class Conductor:
         metrics: OrchestratorMetrics,
         clock: Callable[[], float],
     ) -> None:
-        self.states: dict[str, PipelineRequestState] = {}
-        self.standstill = Standstill(pipeline, lambda: self.states.values())
+        self.states: UnfinishedRequests[PipelineRequestState] = UnfinishedRequests()
+        self.standstill = Standstill(pipeline, self.states.values)
         self._pipeline = pipeline
         self._apis = apis
         self._inputs = StageInputs(preparation, self, clock)
@@ -138,7 +139,8 @@ class Conductor:
 
     def close(self) -> None:
         """See `Requests`."""
-        states, self.states = list(self.states.values()), {}
+        states = list(self.states.values())
+        self.states.clear()
         for state in states:
             self._tell(state, StageError("The server has shut down."))
         self._inputs.close()

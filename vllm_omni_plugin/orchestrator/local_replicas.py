@@ -54,6 +54,7 @@ class LocalReplicas:
         self._keepers: list[asyncio.Task[None]] = []
         self._leaving: set[asyncio.Task[None]] = set()
         self._closing = False
+        self._restarting = True
 
     async def start(self) -> list[bytes]:
         """Start all replicas at once and return their ready responses, in order, when all serve.
@@ -81,6 +82,10 @@ class LocalReplicas:
                 self._leave(self._members[replica_id])
         else:
             self._leave(member)
+
+    def restart_no_more(self) -> None:
+        """Engines that end from here on stay away, since all of them are about to."""
+        self._restarting = False
 
     def _leave(self, member: PoolMember) -> None:
         keeper = self._keepers[member.replica_id]
@@ -147,7 +152,7 @@ class LocalReplicas:
             await self._died[member.replica_id].wait()
             lived = self._clock() - served_since
             await self._end(member)
-            while True:
+            while self._restarting:
                 pause = backoff.after(lived)
                 logger.warning(
                     "Replica %d of stage %d starts again in %.0f s.", member.replica_id, member.stage_id, pause
@@ -164,6 +169,8 @@ class LocalReplicas:
                     )
                     await self._end(member)
                     lived = 0.0
+            else:
+                return
             served_since = self._clock()
 
     async def _retire(self, member: PoolMember, keeper: "asyncio.Task[None]") -> None:

@@ -34,6 +34,11 @@ class LocalStages:
         """See `LocalReplicas.leave`."""
         self._stages[member.stage_id].leave(member)
 
+    def restart_no_more(self) -> None:
+        """See `LocalReplicas.restart_no_more`."""
+        for stage in self._stages:
+            stage.restart_no_more()
+
     async def close(self, timeout: float | None = None) -> None:
         """End all engines in parallel, giving each `timeout` seconds (None: vLLM's default). Idempotent."""
         await asyncio.gather(*(stage.close(timeout) for stage in self._stages))

@@ -131,6 +131,13 @@ class Orchestrator:
         """Whether every stage that requests need has a replica that takes them. Safe to read from any thread."""
         return all(pool.serving for pool in self.needed_pools)
 
+    async def until_all_finished(self) -> None:
+        """Return once no request is unfinished, in any stage, nor handed over and not taken yet."""
+        while self.request_states or len(self.request_async_queue):
+            await self._requests.states.until_none()
+            # What has been handed over is taken in the loop's next turns.
+            await asyncio.sleep(0)
+
     async def run(self) -> None:
         """Serve the queues until they are closed. Sleeps while nothing comes."""
         try:

@@ -1,20 +1,20 @@
 """What the orchestrator asks of those who see requests through their stages."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from vllm_omni_plugin.orchestrator.dispatcher import RunListener
 from vllm_omni_plugin.orchestrator.messages import SubmitRequest
-from vllm_omni_plugin.orchestrator.request_state import OrchestratorRequestState
 from vllm_omni_plugin.orchestrator.stage_run import StageRun
+from vllm_omni_plugin.orchestrator.unfinished import UnfinishedRequests
 
 
 class Requests(RunListener, Protocol):
     """All unfinished requests; `SingleStage` and `Conductor` in service. Nothing in it blocks."""
 
     @property
-    def states(self) -> Mapping[str, OrchestratorRequestState]:
-        """By the client's id."""
+    def states(self) -> UnfinishedRequests[Any]:
+        """By the client's id; each an `OrchestratorRequestState`."""
 
     def submit(self, message: SubmitRequest) -> None:
         """Take a new request, or a further chunk of a streaming-input session."""

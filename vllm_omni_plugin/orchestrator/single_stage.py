@@ -9,6 +9,7 @@ from vllm_omni_plugin.orchestrator.messages import RequestFailed, SubmitRequest
 from vllm_omni_plugin.orchestrator.request_api import RequestApi
 from vllm_omni_plugin.orchestrator.request_state import OrchestratorRequestState
 from vllm_omni_plugin.orchestrator.stage_run import StageRun, StreamingInputState
+from vllm_omni_plugin.orchestrator.unfinished import UnfinishedRequests
 
 _STAGE = 0
 
@@ -28,7 +29,7 @@ class SingleStage:
     dispatcher: Dispatcher
 
     def __init__(self, api: RequestApi, put: Callable[[Any], None]) -> None:
-        self.states: dict[str, OrchestratorRequestState] = {}
+        self.states: UnfinishedRequests[OrchestratorRequestState] = UnfinishedRequests()
         self._api = api
         self._put = put
 

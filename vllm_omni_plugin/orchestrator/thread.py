@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any
 
 import uvloop
@@ -41,6 +41,7 @@ class OrchestratorThread:
         self._started: Future[list[list[bytes]]] = Future()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Future[float | None] | None = None
+        self._local_stages: LocalStages | None = None
         self._running = threading.Event()
         self._closing = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="omni-orchestrator", daemon=True)
@@ -58,6 +59,24 @@ class OrchestratorThread:
             # KeyboardInterrupt while the model loads, too.
             self.close(timeout=0.0)
             raise
+
+    def let_finish(self, timeout: float) -> float:
+        """Wait up to `timeout` seconds until no request is unfinished, and start no engine again. Blocks.
+
+        Returns:
+            The seconds that are left; 0 if requests are.
+        """
+        if not self._thread.is_alive():
+            return timeout
+        self._running.wait()
+        if self._loop is None or self._loop.is_closed():
+            return timeout
+        waiting = asyncio.run_coroutine_threadsafe(self._let_finish(timeout), self._loop)
+        try:
+            return waiting.result(timeout + _LAST_GRACE_S)
+        except (CancelledError, TimeoutError):
+            # The orchestrator has failed or hangs, and finishes nothing any more.
+            return 0.0
 
     def close(self, timeout: float | None = None) -> None:
         """End the engines, each after `timeout` seconds (None: vLLM's default), then the thread. Blocks; idempotent."""
@@ -94,7 +113,7 @@ class OrchestratorThread:
         self._loop = asyncio.get_running_loop()
         self._stop = self._loop.create_future()
         self._running.set()
-        local_stages = self._orchestrator.local_replicas = self._build_local_stages()
+        local_stages = self._local_stages = self._orchestrator.local_replicas = self._build_local_stages()
         remote_replicas = None
         if self._build_remote_replicas is not None:
             remote_replicas = self._orchestrator.remote_replicas = self._build_remote_replicas()
@@ -108,23 +127,22 @@ class OrchestratorThread:
             timeout = self._stop.result() if self._stop.done() else None
         finally:
             if remote_replicas is not None:
-                timeout = await self._let_finish(timeout)
                 await remote_replicas.close()
             await local_stages.close(timeout)
             self._orchestrator.close_queues()
             await serving
 
-    async def _let_finish(self, timeout: float | None) -> float | None:
-        """Give what runs on replicas of other processes its time; returns what is left of it for local engines."""
-        if not timeout:
-            return timeout
-        pools = self._orchestrator.stage_pools
-        idle = [pool.when_idle(member) for pool in pools for member in pool.members if member.remote]
+    async def _let_finish(self, timeout: float) -> float:
         loop = asyncio.get_running_loop()
-        began_at = loop.time()
-        if idle:
-            await asyncio.wait(idle, timeout=timeout)
-        return max(0.0, timeout - (loop.time() - began_at))
+        ends_at = loop.time() + timeout
+        if self._local_stages is not None:
+            self._local_stages.restart_no_more()
+        try:
+            async with asyncio.timeout_at(ends_at):
+                await self._orchestrator.until_all_finished()
+        except TimeoutError:
+            return 0.0
+        return max(0.0, ends_at - loop.time())
 
     async def _start(self, local_stages: LocalStages) -> bool:
         """Start the local replicas unless told to stop first. Returns whether they all serve."""

@@ -69,6 +69,7 @@ class ReplicaServer:
         self.ready = asyncio.Event()
         self.joined = asyncio.Event()
         self._leaving = False
+        self._restarting = True
         self._hurrying = False
         self._gone = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
@@ -113,6 +114,12 @@ class ReplicaServer:
         timeout = self._settings.drain_timeout
         self._set_timer(timeout, partial(self.leave_now, f"its drain timeout of {timeout:g} s passed"))
 
+    def restart_no_more(self) -> None:
+        """Leave as soon as the engine that serves is lost, and at once if none serves."""
+        self._restarting = False
+        if not self._serving:
+            self._gone.set()
+
     def leave_now(self, reason: str) -> None:
         """Leave without waiting for requests; heads get a moment to move them. Idempotent."""
         if self._hurrying or self._gone.is_set():
@@ -155,6 +162,8 @@ class ReplicaServer:
                 if not self.ready.is_set():
                     raise
                 logger.warning("Replica %d was not started again: %s", self._index, error)
+            if not self._restarting:
+                return
             await self._unless_gone(self._delay(backoff.after(lived)))
 
     async def _serve(self, engine: ServedEngine, heads: Heads) -> float:

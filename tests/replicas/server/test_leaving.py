@@ -120,3 +120,20 @@ async def test_an_engine_that_was_lost_has_none(start_node: StartNode) -> None:
     lost.announce_death()
     await node.up(after=info.incarnation)
     assert lost.process.shutdowns == [0.0]
+
+
+async def test_an_engine_that_ends_when_all_are_to_end_is_not_started_again(start_node: StartNode) -> None:
+    node = await start_node()
+    async with node.attached() as head:
+        node.server.restart_no_more()
+        assert not node.running.done(), "the engine still serves"
+        node.engine.process.die()
+        assert (await head.hear_status()).status is ReplicaStatus.ERROR
+        await asyncio.wait_for(node.running, 10)
+    assert len(node.launcher.engines) == 1
+
+
+async def test_a_replica_without_an_engine_is_gone_when_all_are_to_end(start_node: StartNode) -> None:
+    node = await start_node()
+    node.server.restart_no_more()
+    await asyncio.wait_for(node.running, 10)

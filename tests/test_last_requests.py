@@ -1,0 +1,112 @@
+"""Requests when the server is told to end: those that can finish do, and none is left without an answer."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from vllm_omni_plugin.integration.last_requests import LastRequests
+
+
+class FakeProcessor:
+    """The requests that AsyncLLM's `OutputProcessor` knows."""
+
+    def __init__(self) -> None:
+        self.request_states: dict[str, None] = {}
+        self.aborted: list[str] = []
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.request_states)
+
+    def abort_requests(self, request_ids: Sequence[str], internal: bool) -> None:
+        assert internal
+        for request_id in request_ids:
+            del self.request_states[request_id]
+            self.aborted.append(request_id)
+
+
+class Finished:
+    """A fleet whose replicas have finished everything at once, with so many seconds left."""
+
+    def __init__(self, left: float) -> None:
+        self._left = left
+        self.asked: list[float] = []
+
+    def let_finish(self, timeout: float) -> float:
+        self.asked.append(timeout)
+        return self._left
+
+
+@pytest.fixture
+def processor() -> FakeProcessor:
+    return FakeProcessor()
+
+
+@pytest.fixture
+def last(processor: FakeProcessor) -> LastRequests:
+    last = LastRequests()
+    last.bind(processor)
+    return last
+
+
+def submit(last: LastRequests, processor: FakeProcessor, request_id: str) -> bool:
+    """As AsyncLLM does, whose processor knows it first."""
+    processor.request_states[request_id] = None
+    return last.submitted(request_id)
+
+
+async def test_the_end_waits_until_asyncllm_has_answered_what_replicas_have_finished(
+    last: LastRequests, processor: FakeProcessor
+) -> None:
+    assert submit(last, processor, "a")
+    fleet = Finished(left=50.0)
+    ending = asyncio.create_task(asyncio.to_thread(last.let_finish, fleet, 60.0))
+    done, _ = await asyncio.wait({ending}, timeout=0.05)
+    assert not done
+    last.answered()
+    processor.request_states.clear()
+    done, _ = await asyncio.wait({ending}, timeout=0.05)
+    assert not done, "nothing has been handled since"
+    last.answered()
+    assert 0 < (await ending or 0) <= 50
+    assert fleet.asked == [60.0]
+
+
+async def test_what_comes_during_the_end_is_ended_at_once(last: LastRequests, processor: FakeProcessor) -> None:
+    assert submit(last, processor, "a")
+    await asyncio.to_thread(last.let_finish, Finished(left=0.0), 60.0)
+    assert not submit(last, processor, "b")
+    assert processor.aborted == ["b"]
+    assert list(processor.request_states) == ["a"]
+
+
+@pytest.mark.parametrize("timeout", [None, 0.0])
+async def test_without_time_nothing_is_waited_for(
+    last: LastRequests, processor: FakeProcessor, timeout: float | None
+) -> None:
+    assert submit(last, processor, "a")
+    fleet = Finished(left=50.0)
+    assert await asyncio.to_thread(last.let_finish, fleet, timeout) == timeout
+    assert fleet.asked == []
+
+
+async def test_on_the_loop_that_requests_need_nothing_is_waited_for(
+    last: LastRequests, processor: FakeProcessor
+) -> None:
+    assert submit(last, processor, "a")
+    fleet = Finished(left=50.0)
+    assert last.let_finish(fleet, 60.0) == 60
+    assert fleet.asked == []
+
+
+async def test_what_is_left_in_the_end_is_ended(last: LastRequests, processor: FakeProcessor) -> None:
+    assert submit(last, processor, "a")
+    assert submit(last, processor, "b")
+    await asyncio.to_thread(last.end)
+    await asyncio.sleep(0)
+    assert processor.aborted == ["a", "b"]
+
+
+def test_a_server_that_never_had_a_request_has_none_to_end(last: LastRequests) -> None:
+    assert last.let_finish(Finished(left=50.0), 60.0) == 60
+    last.end()
