@@ -1,6 +1,7 @@
 """vLLM's registry of adapters as all servers of a fleet share it."""
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import Future
 from random import Random
 from types import SimpleNamespace
@@ -34,12 +35,14 @@ class FakeFleetClient(FleetClient):
         self.forgotten.append(lora_id)
 
 
-def server(client: Any, *modules: tuple[str, str]) -> OpenAIServingModels:
-    """The registry of one server, as vLLM builds it."""
+def server(
+    client: Any, *modules: tuple[str, str], on_add: Callable[[LoRARequest], None] | None = None
+) -> OpenAIServingModels:
+    """The registry of one server, as vLLM builds it; `on_add` is called where the engines load an adapter."""
     open_adapters()
 
     async def add_lora(request: LoRARequest) -> bool:
-        client.added.append(request)
+        (on_add or client.added.append)(request)
         return True
 
     engine_client = SimpleNamespace(
@@ -91,6 +94,34 @@ async def test_what_the_fleet_has_loaded_before_the_server_starts_stays(client: 
     assert await listed(models) == ["base", "story", "brief"]
     assert [request.lora_name for request in client.added] == ["brief"]
     assert models.lora_requests["story"].lora_path == "/loras/story"
+
+
+async def test_a_module_that_another_server_loads_meanwhile_is_not_loaded_again_and_the_others_keep_their_ids(
+    client: FakeFleetClient,
+) -> None:
+    modules = [(name, f"/loras/{name}") for name in ("first", "second", "third")]
+    other = FakeFleetClient()
+    await server(other, *modules).init_static_loras()
+    _, second, third = map(adapter_of, other.added)
+
+    def other_is_faster(request: LoRARequest) -> None:
+        client.added.append(request)
+        if request.lora_name == "first":
+            client.peer_front.heed(told(loaded=(second,)))
+
+    models = server(client, *modules, on_add=other_is_faster)
+    await models.init_static_loras()
+    assert sorted(await listed(models)) == ["base", "first", "second", "third"]
+    assert [request.lora_name for request in client.added] == ["first", "third"]
+    assert client.added[1].lora_int_id == third.lora_int_id
+    await models.load_lora_adapter(LoadLoRAAdapterRequest(lora_name="fourth", lora_path="/loras/fourth"))
+    assert len({request.lora_int_id for request in models.lora_requests.values()}) == 4
+
+
+async def test_a_name_that_the_command_line_gives_twice_is_refused_as_by_vllm(client: FakeFleetClient) -> None:
+    models = server(client, ("story", "/loras/story"), ("story", "/other"))
+    with pytest.raises(ValueError, match="'story' has already been loaded"):
+        await models.init_static_loras()
 
 
 async def test_an_adapter_that_is_unloaded_is_forgotten_by_the_fleet(client: FakeFleetClient) -> None:

@@ -194,6 +194,12 @@ def test_a_stage_of_other_nodes_needs_no_class_here(tmp_path: Path) -> None:
     assert len(pipeline.stages) == 3
 
 
+def test_a_head_that_joins_needs_no_class(tmp_path: Path) -> None:
+    file = write_pipeline(tmp_path, third="engine: nowhere:Vocoder\nreplicas: 2\ntransform: text")
+    _, options = read(f"--omni-pipeline {file} {JOIN} --omni-join")
+    assert pipeline_of(options) is not None
+
+
 def test_a_headless_node_takes_its_own_stage_and_asks_nothing_of_the_others(tmp_path: Path) -> None:
     file = write_pipeline(tmp_path, "policy: nobodys", "engine_args: {max-model-len: 128}", "engine: nowhere:Vocoder")
     line = f"--headless {JOIN} --omni-pipeline {file} --omni-stage-id 1 --omni-dp-size-local 2"

@@ -1,20 +1,105 @@
 """What several API servers agree on with vLLM's own processes."""
 
 import os
+import signal
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 from prometheus_client import values
 from vllm.entrypoints.launchers import launcher
 from vllm.v1.engine.admission_control import SharedAdmissionStats
 
+from vllm_omni_plugin.config import OmniConfig
+from vllm_omni_plugin.integration import several_servers
 from vllm_omni_plugin.integration.api_server_process import ApiServerProcesses
 from vllm_omni_plugin.integration.api_servers import NOT_ACCEPTING
+from vllm_omni_plugin.integration.pipeline_config import stage_plans
+from vllm_omni_plugin.integration.several_servers import serve_api_servers
+from vllm_omni_plugin.integration.stage_plan import StagePlan
+from vllm_omni_plugin.replicas.node import SIGNALS
+
+from .pipeline_files import read, write_pipeline, write_text_model
 
 
 class Arguments:
     max_num_queued_reqs = 8
+
+
+class StartedError(Exception):
+    """Everything is ready to be started."""
+
+
+class Supervised:
+    """A supervisor up to where it would start engines and API servers, without a coordinator."""
+
+    def __init__(self) -> None:
+        self.plans: Sequence[StagePlan] = ()
+        self.sockets = 0
+
+    def open_fleet(self, options: OmniConfig, _resources: ExitStack) -> OmniConfig:
+        return options
+
+    def plan(self, *arguments: Any) -> Sequence[StagePlan]:
+        self.plans = stage_plans(*arguments)
+        # Without replicas.
+        return ()
+
+    async def supervise(self, *_arguments: Any) -> None:
+        self.sockets = zmq.Context.instance().get(zmq.MAX_SOCKETS)
+        raise StartedError
+
+    def run(self, line: str) -> None:
+        """Read a command line and go on to the start."""
+        args, options = read(line)
+        with pytest.raises(StartedError):
+            serve_api_servers(args, options)
+
+
+@pytest.fixture
+def supervised(monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervised]:
+    supervised = Supervised()
+    for variable in ("VLLM_WORKER_MULTIPROC_METHOD", "VLLM_CPU_SIM_MULTI_NUMA"):
+        # Set first, so that what is set here is taken back.
+        monkeypatch.setenv(variable, "")
+        monkeypatch.delenv(variable)
+    monkeypatch.setattr(several_servers, "setup_multiprocess_prometheus", lambda: None)
+    monkeypatch.setattr(several_servers, "_open_fleet", supervised.open_fleet)
+    monkeypatch.setattr(several_servers, "stage_plans", supervised.plan)
+    monkeypatch.setattr(several_servers, "supervise", supervised.supervise)
+    handlers = {signum: signal.getsignal(signum) for signum in SIGNALS}
+    with socket.socket() as listening:
+        monkeypatch.setattr(several_servers, "setup_server", lambda _args, reuse_port: ("http://here", listening))
+        yield supervised
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
+
+
+def test_engines_of_every_stage_are_told_of_all_api_servers(
+    supervised: Supervised, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # By the same number vLLM divides the cores of a CPU, unless the user does.
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    for name in ("thinker", "refiner"):
+        write_text_model(tmp_path / name)
+    file = write_pipeline(tmp_path)
+    supervised.run(f"--omni-pipeline {file} --dtype float32 --enforce-eager --api-server-count 5")
+    told = [plan.vllm_config.parallel_config._api_process_count for plan in supervised.plans]
+    assert told == [5, 5]
+
+
+def test_a_supervisor_may_open_as_many_sockets_as_its_replicas_need(
+    supervised: Supervised, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_text_model(tmp_path / "model")
+    with zmq.Context() as unused:
+        monkeypatch.setattr(zmq.Context, "instance", lambda: unused)
+        supervised.run(f"{model} --dtype float32 --enforce-eager --api-server-count 2 --omni-dp-size-local 30")
+    assert supervised.sockets > 30 * 37
 
 
 def test_a_server_that_takes_no_connections_says_so_as_vllm_understands_it() -> None:

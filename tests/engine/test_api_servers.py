@@ -21,7 +21,7 @@ BOTH = (0, 1)
 QUICK = ("completion-greedy", "completion-stream", "completion-n", "chat-greedy", "chat-stream", "response-greedy")
 """The server's processes are all alike, and one alone is asked everything by `test_same_answers.py`."""
 STREAMS = 3
-TOKENS = 900
+TOKENS = 500
 DISPATCHES = "vllm_omni:dispatches_total"
 IN_FLIGHT = "vllm_omni:requests_in_flight"
 RUNNING = "vllm:num_requests_running"

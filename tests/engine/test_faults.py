@@ -19,7 +19,7 @@ from .suspended import Engine, engines_of
 RUNNING_EACH = 2
 """Requests an engine runs at once; more of them wait in it, with nothing delivered."""
 WAITING_EACH = 4
-LONG, SHORT = 3000, 20
+LONG, SHORT = 1200, 20
 """Tokens: of a request that is still running when an engine dies, and of one that waits behind such requests."""
 REPLICA_WAIT_S = "2"
 """Short, so that both are seen: waiting, and waiting in vain."""

@@ -4,6 +4,7 @@ from functools import wraps
 from typing import Any
 
 from vllm_omni_plugin.integration.client import FleetClient
+from vllm_omni_plugin.integration.peer_front import AdapterIds
 
 _OPEN = "_vllm_omni_plugin_adapters"
 
@@ -20,9 +21,14 @@ def open_adapters() -> None:
     @wraps(own_init)
     async def init_static_loras(self: Any) -> None:
         fleet = _fleet_of(self)
-        if fleet is not None:
-            fleet.peer_front.bind(self)
-        await own_init(self)
+        if fleet is None:
+            await own_init(self)
+            return
+        fleet.peer_front.bind(self)
+        for module in fleet.peer_front.missing(self.static_lora_modules or ()):
+            self.static_lora_modules = [module]
+            self.lora_id_counter = AdapterIds([(module.name, module.path)])
+            await own_init(self)
 
     @wraps(own_unload)
     async def unload_lora_adapter(self: Any, request: Any) -> Any:

@@ -15,6 +15,7 @@ from vllm.v1.utils import run_api_server_worker_proc
 
 from vllm_omni_plugin.integration.api_servers import NOT_ACCEPTING
 from vllm_omni_plugin.integration.flags import add_omni_flags
+from vllm_omni_plugin.vllm_api.spawning import SPAWNING
 
 _SLOT = SharedAdmissionStats.COUNTERS_PER_SLOT
 
@@ -61,7 +62,8 @@ class ApiServerProcesses:
         process = self._context.Process(
             target=_serve, name=f"ApiServer_{index}", args=(*self._listening, self._args, client_config)
         )
-        process.start()
+        with SPAWNING:
+            process.start()
         assert process.pid is not None
         self._on_spawn(process.pid)
         return process

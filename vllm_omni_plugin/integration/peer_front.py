@@ -1,7 +1,7 @@
 """What other heads were told, in this head's server."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 from random import Random, SystemRandom
 from typing import Any
@@ -27,16 +27,22 @@ class PeerFront:
         self._requests: dict[str, LoRARequest] = {}
 
     def bind(self, models: Any) -> None:
-        """Take vLLM's `OpenAIServingModels`, before it loads adapters, for the registry from now on.
-
-        What the fleet has loaded under the name of a module of the command line stays.
-        """
+        """Take vLLM's `OpenAIServingModels`, before it loads adapters, for the registry from now on."""
         models.lora_requests.update(self._requests)
         self._requests = models.lora_requests
-        modules = models.static_lora_modules
-        if modules is not None:
-            models.static_lora_modules = modules = [m for m in modules if m.name not in self._requests]
-        models.lora_id_counter = AdapterIds((m.name, m.path) for m in modules or ())
+        models.lora_id_counter = AdapterIds()
+
+    def missing(self, modules: Iterable[Any]) -> Iterator[Any]:
+        """Those modules of the command line under whose names the fleet has loaded nothing when their turn comes.
+
+        Other servers load the same ones at the same time, and vLLM refuses names that are there. Given twice on one
+        command line, a name is for vLLM to refuse.
+        """
+        own: set[str] = set()
+        for module in modules:
+            if module.name in own or module.name not in self._requests:
+                own.add(module.name)
+                yield module
 
     def heed(self, news: ToldElsewhere) -> None:
         """Another head was told something."""

@@ -128,8 +128,8 @@ class _StageReader:
         if stage.is_vllm:
             check_sampling(stage, by_client=stage is pipeline.sampled_by_client(pipeline.default_modalities))
             self._read_arguments(stage)
-        elif self.headless or stage.replicas:
-            # Elsewhere the class need not be installed.
+        elif self.headless or (stage.replicas and not self.options.join):
+            # Where none is run the class need not be installed.
             check_class(pipeline, stage)
 
     def _read_arguments(self, stage: Stage) -> None:

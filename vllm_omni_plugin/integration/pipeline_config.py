@@ -11,7 +11,7 @@ from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.compatibility import prepare_engine_args
 from vllm_omni_plugin.integration.options import without_options
-from vllm_omni_plugin.integration.pipeline_command import PipelineCommand, command_of, local_engines
+from vllm_omni_plugin.integration.pipeline_command import PipelineCommand, command_of
 from vllm_omni_plugin.integration.stage_plan import StagePlan
 from vllm_omni_plugin.pipeline import Modality, Stage
 from vllm_omni_plugin.replicas.engine_start import Launcher
@@ -46,7 +46,8 @@ def stage_plans(options: OmniConfig, vllm_config: Any, executor_class: Any, log_
     if command is None:
         return (_only_stage(options, vllm_config, executor_class, log_stats),)
     prompt_stage = command.pipeline.prompt_stage
-    engines = local_engines(options, headless=False)
+    # Those of all stages, and no fewer than there are API servers.
+    engines = vllm_config.parallel_config._api_process_count
     args = command.engine_args
     configs = {
         stage.id: vllm_config if stage is prompt_stage else _configured(options, stage, args[stage.id], engines)

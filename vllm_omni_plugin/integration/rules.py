@@ -10,6 +10,7 @@ from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.flag_table import FLAGS, Side
 from vllm_omni_plugin.replicas.ports import PortRange
+from vllm_omni_plugin.replicas.served_engine import HEAD_SLOTS
 
 _OF_THE_LINKS = ("heartbeat_interval", "heartbeat_timeout", "secret_file", "insecure")
 _BEATS_PER_TIMEOUT = 3
@@ -32,6 +33,7 @@ def check(options: OmniConfig, given: Collection[str], headless: bool, api_serve
     _check_side(given, headless)
     _check_join(options, given)
     if not headless:
+        _check_api_servers(api_servers)
         _check_replica_servers(options, given, api_servers)
     _refuse_beside_pipeline(given, headless)
     _check_master(options, headless)
@@ -119,6 +121,14 @@ def _check_join(options: OmniConfig, given: Collection[str]) -> None:
         raise ConfigError(
             "argument --omni-dp-size-local: not allowed with --omni-join: such a head has no engines; start replicas "
             "beside it with --headless"
+        )
+
+
+def _check_api_servers(api_servers: int) -> None:
+    if api_servers > HEAD_SLOTS:
+        raise ConfigError(
+            f"argument --api-server-count: {api_servers} API servers (one for each data-parallel rank, unless given): "
+            f"a replica serves at most {HEAD_SLOTS} heads, and each API server is one"
         )
 
 

@@ -37,6 +37,7 @@ from vllm_omni_plugin.integration.rules import bind_address, check_exposure, coo
 from vllm_omni_plugin.integration.stage_plan import StagePlan
 from vllm_omni_plugin.integration.supervisor import supervise
 from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.replicas.limits import raise_limits
 from vllm_omni_plugin.replicas.node import SIGNALS
 from vllm_omni_plugin.replicas.ports import PortRange
 from vllm_omni_plugin.replicas.reaper import Reaper
@@ -66,7 +67,7 @@ def serve_api_servers(args: argparse.Namespace, options: OmniConfig) -> int:
         engine_args = AsyncEngineArgs.from_cli_args(args)
         propagate_flash_late_interaction(args, engine_args)
         try:
-            plans = () if options.join else _plans(engine_args, options)
+            plans = () if options.join else _plans(engine_args, args.api_server_count, options)
             home = options if options.join else _open_fleet(options, resources)
             reaper = resources.enter_context(Reaper())
             processes = ApiServerProcesses(
@@ -101,7 +102,9 @@ def _stop_listening(listening: socket.socket, path: str | None) -> None:
         Path(path).unlink(missing_ok=True)
 
 
-def _plans(engine_args: Any, options: OmniConfig) -> Sequence[StagePlan]:
+def _plans(engine_args: Any, api_servers: int, options: OmniConfig) -> Sequence[StagePlan]:
+    # Engines keep memory of their devices free for each.
+    engine_args._api_process_count = max(engine_args._api_process_count, api_servers)
     engine_args._api_process_rank = -1
     vllm_config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
     executor_class = Executor.get_class(vllm_config)
@@ -144,6 +147,7 @@ def _joined(args: argparse.Namespace, home: OmniConfig) -> argparse.Namespace:
 async def _serve(
     home: OmniConfig, plans: Sequence[StagePlan], processes: ApiServerProcesses, reaper: Reaper, timeout: float
 ) -> None:
+    raise_limits()
     api_servers = ApiServers(processes.connections, processes.start, processes.bury)
     engines = sum(plan.replicas for plan in plans)
     # Two blocking steps per replica may run at once: the old engine's end and the new one's start.

@@ -1,21 +1,17 @@
 """The replicas of one headless process: run together, told together to leave."""
 
 import asyncio
-import resource
 import signal
 from collections.abc import Sequence
 from typing import Protocol
 
 from vllm_omni_plugin.errors import OmniError
 from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.replicas.limits import raise_limits
 
 logger = init_logger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
-_OPEN_FILES = 65535
-"""What vLLM sets for its API servers. A replica needs over 100 and each of its heads some 20, while
-many shells allow 1,024."""
 
 
 class Server(Protocol):
@@ -48,7 +44,7 @@ async def run_node(servers: Sequence[Server], join_timeout: float, head: str) ->
     Raises:
         OmniError: a replica failed, or did not find the head in time. The others have left too.
     """
-    _allow_open_files()
+    raise_limits()
     loop = asyncio.get_running_loop()
     told_to_leave = False
 
@@ -72,13 +68,6 @@ async def run_node(servers: Sequence[Server], join_timeout: float, head: str) ->
     finally:
         for signum in SIGNALS:
             loop.remove_signal_handler(signum)
-
-
-def _allow_open_files() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 async def _run(server: Server, join_timeout: float, head: str) -> None:

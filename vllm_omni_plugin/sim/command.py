@@ -10,6 +10,7 @@ from typing import Any
 
 import zmq
 
+from vllm_omni_plugin.replicas.limits import raise_socket_limit
 from vllm_omni_plugin.sim.settings import EngineSettings
 
 _PROG = "vllm-omni-plugin sim"
@@ -125,8 +126,6 @@ def _launcher(
 
 def raise_limits() -> None:
     """Allow this process as many files and ZMQ sockets as it may have: each replica needs dozens."""
-    from vllm_omni_plugin.sim.host import raise_socket_limit
-
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     raise_socket_limit(zmq.Context.instance())

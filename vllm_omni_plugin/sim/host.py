@@ -9,6 +9,8 @@ from typing import Self, TypeVar
 import uvloop
 import zmq
 
+from vllm_omni_plugin.replicas.limits import raise_socket_limit
+
 _T = TypeVar("_T")
 
 
@@ -45,8 +47,3 @@ class EngineHost:
             return function()
 
         return asyncio.run_coroutine_threadsafe(call(), self._loop).result()
-
-
-def raise_socket_limit(context: "zmq.Context[zmq.Socket[bytes]]") -> None:
-    """Allow as many sockets as ZMQ can. Only before the first one is made."""
-    context.set(zmq.MAX_SOCKETS, context.get(zmq.SOCKET_LIMIT))

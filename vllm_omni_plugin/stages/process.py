@@ -16,6 +16,7 @@ from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.shared_memory import SharedMemory, new_shared_memory
 from vllm_omni_plugin.stages.assignment import Assignment, Failed, Started
+from vllm_omni_plugin.vllm_api.spawning import SPAWNING
 
 logger = init_logger(__name__)
 
@@ -50,12 +51,13 @@ class StageProcess:
                 self._share_memory(ours)
             inherited = [theirs.fileno()] if self.memory_fd is None else [theirs.fileno(), self.memory_fd]
             # An own session: Ctrl-C is for the parent, which needs its stages until it has shut down in order.
-            self._popen = subprocess.Popen(
-                [sys.executable, "-m", _CHILD_MODULE, str(theirs.fileno()), name],
-                pass_fds=inherited,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+            with SPAWNING:
+                self._popen = subprocess.Popen(
+                    [sys.executable, "-m", _CHILD_MODULE, str(theirs.fileno()), name],
+                    pass_fds=inherited,
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
         self.pid = self._popen.pid
         self.sentinel = os.pidfd_open(self.pid)
         weakref.finalize(self, os.close, self.sentinel)

@@ -141,7 +141,7 @@ SERVER = (
     Symbol(f"{_MODELS}.is_base_model", "tells names of the model from those of adapters", ("model_name",)),
     Symbol(f"{_MODELS}.lora_requests", "the adapters that prompts may name"),
     Symbol(f"{_MODELS}.lora_id_counter", "replaced: ids that no other server gives"),
-    Symbol(f"{_MODELS}.static_lora_modules", "what the fleet has loaded already is taken out"),
+    Symbol(f"{_MODELS}.static_lora_modules", "given one by one, without what the fleet has loaded"),
     Symbol(f"{_MODELS}.init_static_loras", "wrapped: the names of other heads' adapters come first", ()),
     Symbol(f"{_MODELS}.unload_lora_adapter", "wrapped: other heads forget the adapter, too", ("request",)),
     Symbol(

@@ -29,6 +29,7 @@ from vllm_omni_plugin.vllm_api.launch import (
     take_devices,
 )
 from vllm_omni_plugin.vllm_api.lockstep import Generation, Meeting
+from vllm_omni_plugin.vllm_api.spawning import SPAWNING
 
 _IPC = "ipc://"
 _AT_ONCE = 0.0
@@ -182,9 +183,10 @@ class LockstepGeneration(Generation):
 
     def _new_coordinator(self) -> Any:
         try:
-            coordinator = DPCoordinator(
-                self._vllm_config.parallel_config, logging_config=self._vllm_config.logging_config
-            )
+            with SPAWNING:
+                coordinator = _Coordinator(
+                    self._vllm_config.parallel_config, logging_config=self._vllm_config.logging_config
+                )
         except RuntimeError as error:
             raise ReplicaError(f"vLLM's coordinator of its group did not start: {error}") from error
         self.add_helper(coordinator.proc, lambda: self._forget(coordinator))
@@ -197,6 +199,19 @@ class LockstepGeneration(Generation):
         for address in (*coordinator.get_engine_socket_addresses(), coordinator.get_stats_publish_address()):
             if address.startswith(_IPC):
                 Path(address.removeprefix(_IPC)).unlink(missing_ok=True)
+
+
+class _Coordinator(DPCoordinator):  # type: ignore[misc]
+    """vLLM's, which is made while `SPAWNING` is held."""
+
+    def _wait_for_zmq_addrs(self, zmq_addr_pipe: Any) -> tuple[str, str, str]:
+        # The end of its constructor: the process is there, and takes seconds to import vLLM.
+        SPAWNING.release()
+        try:
+            addresses: tuple[str, str, str] = super()._wait_for_zmq_addrs(zmq_addr_pipe)
+            return addresses
+        finally:
+            SPAWNING.acquire()
 
 
 def _new_store(host: str) -> tuple[Any, int]:

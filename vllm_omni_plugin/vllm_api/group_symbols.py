@@ -9,6 +9,7 @@ _CONFIG = "vllm.config.vllm.VllmConfig"
 GROUPS = (
     Symbol(f"{_COORDINATOR}", "starts and ends the waves of a group", ("parallel_config",), ("logging_config",)),
     Symbol(f"{_COORDINATOR}.proc", "ends with its group"),
+    Symbol(f"{_COORDINATOR}._wait_for_zmq_addrs", "overridden: others may spawn meanwhile", ("zmq_addr_pipe",)),
     Symbol(f"{_COORDINATOR}.get_engine_socket_addresses", "told to every rank", ()),
     Symbol(f"{_COORDINATOR}.get_stats_publish_address", "told to every rank, and by it to front ends", ()),
     Symbol(

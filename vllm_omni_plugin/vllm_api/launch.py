@@ -21,6 +21,7 @@ from vllm.v1.engine.utils import (
 
 from vllm_omni_plugin.errors import ConfigError, ReplicaError
 from vllm_omni_plugin.vllm_api.cache_events import remove_event_sockets, turn_on_cache_events
+from vllm_omni_plugin.vllm_api.spawning import SPAWNING
 
 
 def replica_config(vllm_config: Any, rank: int) -> Any:
@@ -213,16 +214,17 @@ def spawn_engine(
     """
     handshake = _Handshake()
     try:
-        manager = CoreEngineProcManager(
-            local_engine_count=1,
-            start_index=engine,
-            local_start_index=rank,
-            vllm_config=config,
-            local_client=True,
-            handshake_address=handshake.address,
-            executor_class=executor_class,
-            log_stats=log_stats,
-        )
+        with SPAWNING:
+            manager = CoreEngineProcManager(
+                local_engine_count=1,
+                start_index=engine,
+                local_start_index=rank,
+                vllm_config=config,
+                local_client=True,
+                handshake_address=handshake.address,
+                executor_class=executor_class,
+                log_stats=log_stats,
+            )
     except BaseException:
         handshake.close()
         raise

@@ -1,0 +1,147 @@
+"""Processes are spawned one at a time, whoever starts them: vLLM changes globals of the process meanwhile."""
+
+import multiprocessing
+import os
+import subprocess
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.engine import coordinator as vllm_coordinator
+
+from tests.engine.experts import MIXTRAL
+from vllm_omni_plugin.integration.api_server_process import ApiServerProcesses
+from vllm_omni_plugin.stages.process import StageProcess
+from vllm_omni_plugin.vllm_api import launch
+from vllm_omni_plugin.vllm_api.group_launch import LockstepGeneration, split_ranks
+from vllm_omni_plugin.vllm_api.launch import spawn_engine
+
+from .configs import vllm_config, write_model
+
+TIME_TO_MEET_S = 0.2
+ENOUGH_S = 30.0
+NOT_RUNNING = SimpleNamespace(pid=os.getpid(), is_alive=lambda: False)
+
+
+class Spawning:
+    """Notices when two processes are spawned at once, and stands in for what spawns them."""
+
+    def __init__(self) -> None:
+        self._both = threading.Barrier(2)
+        self.spawned = 0
+        self.at_once = False
+
+    def spawn(self) -> None:
+        self.spawned += 1
+        with suppress(threading.BrokenBarrierError):
+            self._both.wait(TIME_TO_MEET_S)
+            self.at_once = True
+
+    def manager(self, **_arguments: Any) -> Any:
+        """vLLM's process manager."""
+        self.spawn()
+        return SimpleNamespace(processes=[NOT_RUNNING])
+
+    def popen(self, *_command: Any, **_arguments: Any) -> Any:
+        """The process of a Python stage."""
+        self.spawn()
+        return NOT_RUNNING
+
+    @property
+    def context(self) -> Any:
+        """Multiprocessing's, whose processes do nothing."""
+        process = SimpleNamespace(pid=os.getpid(), start=self.spawn)
+        return SimpleNamespace(RawArray=lambda _kind, size: size, Process=lambda **_arguments: process)
+
+
+@pytest.fixture
+def spawning(monkeypatch: pytest.MonkeyPatch) -> Spawning:
+    spawning = Spawning()
+    monkeypatch.setattr(launch, "CoreEngineProcManager", spawning.manager)
+    monkeypatch.setattr(subprocess, "Popen", spawning.popen)
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _method: spawning.context)
+    return spawning
+
+
+def start_engine() -> None:
+    config: Any = SimpleNamespace(kv_events_config=None)
+    spawn_engine(config, object, True, 0, 0, lambda _pid: None).abandon()
+
+
+def start_api_server() -> None:
+    ApiServerProcesses(1, "http://here", None, SimpleNamespace(), lambda _pid: None).start(0)  # type: ignore[arg-type]
+
+
+def start_stage() -> None:
+    StageProcess("stage").connection.close()
+
+
+@pytest.mark.parametrize("other", [start_engine, start_api_server, start_stage])
+def test_nothing_is_spawned_while_an_engine_is(spawning: Spawning, other: Callable[[], None]) -> None:
+    with ThreadPoolExecutor(2) as threads:
+        for start in [threads.submit(start_engine), threads.submit(other)]:
+            start.result(ENOUGH_S)
+    assert spawning.spawned == 2
+    assert not spawning.at_once
+
+
+class CoordinatorProcess:
+    """The process of a group's coordinator, as vLLM starts it; it tells its addresses when the test says so."""
+
+    name = "coordinator"
+    pid = os.getpid()
+
+    def __init__(self, spawn: Callable[[], None]) -> None:
+        self._spawn = spawn
+        self._addresses, self._telling = multiprocessing.Pipe(duplex=False)
+        self.sentinel = os.eventfd(0, os.EFD_CLOEXEC)
+        self.started = threading.Event()
+
+    @property
+    def context(self) -> Any:
+        """Multiprocessing's, which starts this process."""
+        theirs = SimpleNamespace(close=lambda: None)
+        return SimpleNamespace(Pipe=lambda duplex: (self._addresses, theirs), Process=lambda **_arguments: self)
+
+    def start(self) -> None:
+        self._spawn()
+        self.started.set()
+
+    def tell_addresses(self) -> None:
+        self._telling.send(("tcp://stats", "tcp://out", "tcp://in"))
+
+    def is_alive(self) -> bool:
+        return False
+
+    def kill(self) -> None:
+        os.eventfd_write(self.sentinel, 1)
+
+    def join(self) -> None:
+        """It has ended."""
+
+
+def test_an_engine_is_spawned_while_the_coordinator_of_a_group_loads_but_not_while_it_is_spawned(
+    spawning: Spawning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator = CoordinatorProcess(spawning.spawn)
+    monkeypatch.setattr(vllm_coordinator, "get_mp_context", lambda: coordinator.context)
+    config = split_ranks(vllm_config(write_model(tmp_path, **MIXTRAL), data_parallel_size=2)).config
+    generation = LockstepGeneration(2, config, lambda _pid: None)
+    with ThreadPoolExecutor(2) as threads:
+        loading = threads.submit(generation.coordinate, config.parallel_config)
+        try:
+            threads.submit(start_engine).result(ENOUGH_S)
+            assert coordinator.started.wait(ENOUGH_S)
+            threads.submit(start_engine).result(ENOUGH_S)
+        finally:
+            coordinator.tell_addresses()
+        assert loading.result(ENOUGH_S).get_engine_socket_addresses() == ("tcp://in", "tcp://out")
+    assert spawning.spawned == 3
+    assert not spawning.at_once
+    generation.end()
+    generation.join()
