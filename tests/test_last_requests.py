@@ -2,17 +2,21 @@
 
 import asyncio
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from vllm.exceptions import GracefulHTTPError
 
 from vllm_omni_plugin.integration.last_requests import LastRequests
+from vllm_omni_plugin.orchestrator.pipeline_call import CallEnded, PipelineCall, StageEvent
 
 
 class FakeProcessor:
     """The requests that AsyncLLM's `OutputProcessor` knows."""
 
     def __init__(self) -> None:
-        self.request_states: dict[str, None] = {}
+        self.request_states: dict[str, Any] = {}
         self.aborted: list[str] = []
 
     def has_unfinished_requests(self) -> bool:
@@ -49,10 +53,15 @@ def last(processor: FakeProcessor) -> LastRequests:
     return last
 
 
-def submit(last: LastRequests, processor: FakeProcessor, request_id: str) -> bool:
+def submit(
+    last: LastRequests, processor: FakeProcessor, request_id: str, *, pooling: bool = False, call: Any = None
+) -> bool:
     """As AsyncLLM does, whose processor knows it first."""
-    processor.request_states[request_id] = None
-    return last.submitted(request_id)
+    queue: list[Exception] = []
+    processor.request_states[request_id] = SimpleNamespace(
+        detokenizer=None if pooling else "one", queue=SimpleNamespace(put=queue.append, said=queue)
+    )
+    return last.take(SimpleNamespace(request_id=request_id), call)
 
 
 async def test_the_end_waits_until_asyncllm_has_answered_what_replicas_have_finished(
@@ -97,6 +106,36 @@ async def test_on_the_loop_that_requests_need_nothing_is_waited_for(
     fleet = Finished(left=50.0)
     assert last.let_finish(fleet, 60.0) == 60
     assert fleet.asked == []
+
+
+async def test_a_refused_call_of_a_pipeline_ends(last: LastRequests, processor: FakeProcessor) -> None:
+    events: list[StageEvent | CallEnded] = []
+    await asyncio.to_thread(last.let_finish, Finished(left=0.0), 0.0)
+    assert not submit(last, processor, "a", call=PipelineCall(("audio",), events.append))
+    (ended,) = events
+    assert isinstance(ended, CallEnded)
+    assert "shutting down" in str(ended.error)
+
+
+async def test_an_answer_without_a_finish_reason_ends_with_an_error(
+    last: LastRequests, processor: FakeProcessor
+) -> None:
+    assert submit(last, processor, "a", pooling=True)
+    queue = processor.request_states["a"].queue
+    await asyncio.to_thread(last.end)
+    await asyncio.sleep(0)
+    (error,) = queue.said
+    assert isinstance(error, GracefulHTTPError)
+    assert "shutting down" in str(error)
+
+
+async def test_who_waits_for_the_end_is_told(last: LastRequests) -> None:
+    waiting = asyncio.create_task(last.until_ending())
+    await asyncio.sleep(0)
+    assert not last.ending
+    await asyncio.to_thread(last.let_finish, Finished(left=0.0), 0.0)
+    assert last.ending
+    await asyncio.wait_for(waiting, 10)
 
 
 async def test_what_is_left_in_the_end_is_ended(last: LastRequests, processor: FakeProcessor) -> None:

@@ -31,6 +31,7 @@ from vllm_omni_plugin.balancing.base import ReplicaView
 from vllm_omni_plugin.balancing.decision import Decision
 from vllm_omni_plugin.balancing.prompt import Prompt
 from vllm_omni_plugin.integration.app import INFERENCE_PATHS, FleetEndpoints, open_app
+from vllm_omni_plugin.integration.last_requests import LastRequests
 
 NEED_NO_ENGINE = {
     "/detokenize",
@@ -96,7 +97,7 @@ def give_fleet(app: FastAPI, fleet: FakeFleet) -> None:
         await asyncio.Event().wait()
 
     app.state.omni_fleet = FleetAdmin(fleet.orchestrator, lambda: fleet.now)
-    app.state.omni_waiting_room = WaitingRoom(fleet.orchestrator, never, replica_wait=0.01)
+    app.state.omni_waiting_room = WaitingRoom(fleet.orchestrator, never, 0.01, LastRequests())
 
 
 def test_the_plugin_is_what_vllm_takes_for_one() -> None:

@@ -14,6 +14,7 @@ from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admin import waiting_room
 from vllm_omni_plugin.admin.hold import CLIENT_CLOSED_REQUEST, RETRY_AFTER_S, HoldMiddleware
 from vllm_omni_plugin.admin.waiting_room import WaitingRoom
+from vllm_omni_plugin.integration.last_requests import LastRequests
 
 from .asgi import Client
 
@@ -40,7 +41,10 @@ class Server:
         self.fleet = FakeFleet(replicas=0)
         self.metrics = self.fleet.orchestrator.metrics
         self.main = Starlette()
-        self.main.state.omni_waiting_room = WaitingRoom(self.fleet.orchestrator, self._until_serving, replica_wait)
+        self.last_requests = LastRequests()
+        self.main.state.omni_waiting_room = WaitingRoom(
+            self.fleet.orchestrator, self._until_serving, replica_wait, self.last_requests
+        )
         self._serving = asyncio.Event()
         self._member = self.fleet.pool.add(0)
         self._answer = answer
@@ -134,6 +138,19 @@ async def test_no_more_than_a_number_of_requests_wait(monkeypatch: pytest.Monkey
     for client in held:
         client.upload(b"prompt")
         assert await client.status() == 200
+
+
+async def test_a_server_that_is_told_to_end_refuses_those_that_wait_and_those_that_come() -> None:
+    server = Server()
+    waiting = server.request()
+    await server.has_waiting(1)
+    await asyncio.to_thread(server.last_requests.let_finish, server.fleet, 0.0)
+    late = server.request()
+    for client in (waiting, late):
+        assert await client.status() == 503
+        assert client.error["message"] == "The server is shutting down."
+        assert client.headers["retry-after"] == str(RETRY_AFTER_S)
+    assert server.metrics.waiting == 0
 
 
 async def test_a_client_that_hangs_up_frees_its_place() -> None:

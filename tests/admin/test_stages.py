@@ -11,6 +11,7 @@ from vllm_omni_plugin.admin.fleet import FleetAdmin
 from vllm_omni_plugin.admin.waiting_room import WaitingRoom
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.errors import NoReplicaError
+from vllm_omni_plugin.integration.last_requests import LastRequests
 from vllm_omni_plugin.orchestrator.messages import ManageReplica
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.stage_pool import StagePool
@@ -65,7 +66,7 @@ async def test_a_request_waits_for_the_stages_that_answer_in_text_and_is_told_of
     async def never() -> None:
         await asyncio.Event().wait()
 
-    room = WaitingRoom(orchestrator, never, replica_wait=0.0)
+    room = WaitingRoom(orchestrator, never, 0.0, LastRequests())
     assert room.is_needed
     with pytest.raises(NoReplicaError, match=r"No replica of stage 1 .*replica 0 is down, replica 1 is down"):
         await room.wait(never)

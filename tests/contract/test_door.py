@@ -10,6 +10,7 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.errors import ConfigError, ReplicaError
 from vllm_omni_plugin.integration import door
+from vllm_omni_plugin.integration.client import FleetClient
 from vllm_omni_plugin.integration.options import carry_options
 
 
@@ -17,7 +18,7 @@ from vllm_omni_plugin.integration.options import carry_options
 def make_client(monkeypatch: pytest.MonkeyPatch) -> Any:
     """vLLM's factory of clients as we change it, which the test undoes."""
     monkeypatch.setattr(EngineCoreClient, "make_async_mp_client", staticmethod(lambda *args, **kwargs: "vLLM's own"))
-    for name in ("__init__", "check_health"):
+    for name in ("__init__", "check_health", "shutdown"):
         monkeypatch.setattr(AsyncLLM, name, getattr(AsyncLLM, name))
     for name in ("open_app", "open_sessions"):
         monkeypatch.setattr(door, name, lambda: None)
@@ -60,3 +61,27 @@ def test_what_is_no_fault_of_the_command_line_is_raised_as_it_is(
     failing(monkeypatch, ReplicaError("the engine did not start"))
     with pytest.raises(ReplicaError, match="the engine did not start"):
         make_client(config(OmniConfig()), object, True)
+
+
+class FakeFleetClient(FleetClient):
+    """Notes how it is shut down."""
+
+    answers = True
+
+    def __init__(self, events: list[str]) -> None:
+        self._events = events
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        self._events.append(f"fleet after {timeout} s")
+
+
+def test_what_makes_answers_stays_open_while_the_fleet_lets_requests_finish(make_client: Any) -> None:
+    events: list[str] = []
+    server: Any = object.__new__(AsyncLLM)
+    server.engine_core = FakeFleetClient(events)
+    server.renderer = SimpleNamespace(shutdown=lambda: events.append("renderer"))
+    server.shutdown(20.0)
+    assert events == ["fleet after 20.0 s"]
+    server.engine_core.answers = False
+    server.shutdown()
+    assert events[1:] == ["renderer", "fleet after None s"]

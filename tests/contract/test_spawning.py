@@ -6,7 +6,6 @@ import subprocess
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,27 +19,22 @@ from vllm_omni_plugin.stages.process import StageProcess
 from vllm_omni_plugin.vllm_api import launch
 from vllm_omni_plugin.vllm_api.group_launch import LockstepGeneration, split_ranks
 from vllm_omni_plugin.vllm_api.launch import spawn_engine
+from vllm_omni_plugin.vllm_api.spawning import SPAWNING
 
 from .configs import vllm_config, write_model
 
-TIME_TO_MEET_S = 0.2
 ENOUGH_S = 30.0
 NOT_RUNNING = SimpleNamespace(pid=os.getpid(), is_alive=lambda: False)
 
 
 class Spawning:
-    """Notices when two processes are spawned at once, and stands in for what spawns them."""
+    """Notices what is spawned while another could be, and stands in for what spawns."""
 
     def __init__(self) -> None:
-        self._both = threading.Barrier(2)
-        self.spawned = 0
-        self.at_once = False
+        self.guarded: list[bool] = []
 
     def spawn(self) -> None:
-        self.spawned += 1
-        with suppress(threading.BrokenBarrierError):
-            self._both.wait(TIME_TO_MEET_S)
-            self.at_once = True
+        self.guarded.append(SPAWNING.locked())
 
     def manager(self, **_arguments: Any) -> Any:
         """vLLM's process manager."""
@@ -86,8 +80,8 @@ def test_nothing_is_spawned_while_an_engine_is(spawning: Spawning, other: Callab
     with ThreadPoolExecutor(2) as threads:
         for start in [threads.submit(start_engine), threads.submit(other)]:
             start.result(ENOUGH_S)
-    assert spawning.spawned == 2
-    assert not spawning.at_once
+    assert spawning.guarded == [True, True]
+    assert not SPAWNING.locked()
 
 
 class CoordinatorProcess:
@@ -141,7 +135,6 @@ def test_an_engine_is_spawned_while_the_coordinator_of_a_group_loads_but_not_whi
         finally:
             coordinator.tell_addresses()
         assert loading.result(ENOUGH_S).get_engine_socket_addresses() == ("tcp://in", "tcp://out")
-    assert spawning.spawned == 3
-    assert not spawning.at_once
+    assert spawning.guarded == [True, True, True]
     generation.end()
     generation.join()

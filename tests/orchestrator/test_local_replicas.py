@@ -302,14 +302,15 @@ async def test_closing_ends_every_engine_with_the_grace_it_is_given(node: Node) 
     assert [len(engine.process.shutdowns) for engine in node.launcher.engines] == [1, 1]
 
 
-async def test_an_engine_that_ends_when_all_are_to_end_stays_away(node: Node) -> None:
+async def test_engines_that_end_when_all_are_to_end_stay_away(node: Node) -> None:
     await node.replicas.start()
-    node.replicas.restart_no_more()
     node.engine_of(0).process.die()
-    await node.until_statuses(DOWN, UP)
-    await eventually(lambda: node.launcher.engines[0].process.shutdowns or node.launcher.engines[1].process.shutdowns)
-    assert node.pauses == []
-    await node.replicas.close(0.0)
+    await eventually(lambda: node.pauses == [1.0])
+    node.replicas.restart_no_more()
+    node.engine_of(1).process.die()
+    node.go_on.release()
+    await eventually(lambda: not any(task.get_name().startswith("omni-replica-") for task in asyncio.all_tasks()))
+    assert (node.pauses, sorted(node.launcher.starts)) == ([1.0], [0, 1])
 
 
 async def test_closing_during_a_pause_starts_nothing_more(node: Node) -> None:
@@ -335,8 +336,7 @@ async def test_many_lives_leave_no_descriptor_open(tmp_path: Path) -> None:
     zmq.Context.instance().socket(zmq.PULL).close()
     before = descriptors()
     for life in range(3):
-        folder = tmp_path / str(life)
-        folder.mkdir()
+        (folder := tmp_path / str(life)).mkdir()
         node = Node(folder)
         await node.replicas.start()
         node.engine_of(0).process.die()

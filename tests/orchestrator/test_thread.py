@@ -103,6 +103,8 @@ def test_who_waits_for_requests_of_a_fleet_that_is_closed_does_not_wait(head: He
     submit(head)
     with ThreadPoolExecutor() as executor:
         waiting = executor.submit(head.thread.let_finish, 60.0)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.05)
         head.thread.close(0.0)
         assert waiting.result(10) <= 60
 

@@ -100,7 +100,9 @@ class FleetEndpoints:
 
         state.omni_explainer = Explainer(fleet.orchestrator, CompletionPrompts(state), fleet.stages.prompt_stage)
         state.omni_fleet = FleetAdmin(fleet.orchestrator, time.monotonic)
-        state.omni_waiting_room = WaitingRoom(fleet.orchestrator, fleet.until_serving, options.replica_wait)
+        state.omni_waiting_room = WaitingRoom(
+            fleet.orchestrator, fleet.until_serving, options.replica_wait, fleet.last_requests
+        )
         if fleet.stages.pipeline is not None:
             serve_pipeline(state, fleet.stages.pipeline, fleet.abort_call)
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 from prometheus_client import REGISTRY
 from vllm.v1.engine.core_client import EngineCoreClient
@@ -20,6 +20,7 @@ from vllm_omni_plugin.admin.replies import result_of
 from vllm_omni_plugin.errors import NoReplicaError, ReplicaError
 from vllm_omni_plugin.integration.failures import RequestFailures
 from vllm_omni_plugin.integration.fault_status import fault_status
+from vllm_omni_plugin.integration.fleet_owner import FleetOwner
 from vllm_omni_plugin.integration.fleet_stages import FleetStages
 from vllm_omni_plugin.integration.front_text import answer_with
 from vllm_omni_plugin.integration.last_requests import LastRequests
@@ -52,17 +53,6 @@ logger = init_logger(__name__)
 _WAITING_NOTICE_S = 10.0
 
 
-class FleetOwner(Protocol):
-    """What the client closes; `integration.fleet.Fleet` in service."""
-
-    orchestrator: Orchestrator
-    stages: FleetStages
-
-    def let_finish(self, timeout: float) -> float: ...
-
-    def close(self, timeout: float | None = None) -> None: ...
-
-
 class FleetClient(EngineCoreClient):  # type: ignore[misc]
     """Answers everything AsyncLLM asks of "the engine" on behalf of all replicas.
 
@@ -80,6 +70,7 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         resources: `resources.engine_dead` tells AsyncLLM that nothing will ever be served again. Dead replicas,
             even all of them, are not that: they come back.
         peer_front: heeds what other heads were told.
+        last_requests: what becomes of requests when the server is told to end.
     """
 
     def __init__(
@@ -108,7 +99,7 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         ] or [0]
         self.resources = SimpleNamespace(engine_dead=False)
         self._failures = RequestFailures()
-        self._last = LastRequests()
+        self.last_requests = LastRequests()
         self.peer_front = PeerFront()
         self._labels: StatLabels | None = None
         self._spans: RequestSpans | None = None
@@ -123,7 +114,7 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
     def bind(self, output_processor: Any, logger_manager: Any) -> None:
         """Tell the client of AsyncLLM's parts that exist by now: what ends and traces requests, what counts them."""
         self._failures.bind(output_processor)
-        self._last.bind(output_processor)
+        self.last_requests.bind(output_processor)
         if self._stages.front_tokenizer is not None:
             answer_with(output_processor, self._stages.front_tokenizer())
         if output_processor.tracing_enabled:
@@ -147,28 +138,32 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         """Whether every stage that an ordinary request needs has a replica that takes requests."""
         return self._orchestrator.can_serve
 
+    @property
+    def answers(self) -> bool:
+        """Whether it is not shut down, and this thread is not the one of AsyncLLM's loop, where answers are made."""
+        return bool(self._finalizer.alive) and self.last_requests.elsewhere
+
     async def until_serving(self) -> None:
         """Return once `can_serve` holds."""
         await self._serving.wait()
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """End all requests after `timeout` seconds (None: now), then the local replicas. Idempotent; blocks."""
+        """Let requests finish for `timeout` seconds, end the local replicas, then what is left. Idempotent; blocks."""
         if self._finalizer.detach() is None:
             return
-        timeout = self._last.let_finish(self._fleet, timeout)
+        timeout = self.last_requests.let_finish(self._fleet, timeout)
         REGISTRY.unregister(self._collector)
         if self._metric_files is not None:
             self._metric_files.close()
         self._shutting_down = True
         self._fleet.close(timeout)
-        self._last.end()
+        self.last_requests.end()
         self.resources.engine_dead = True
 
     async def get_output_async(self) -> Any:
         """The next `EngineCoreOutputs` of any replica. Requests that fail are failed on the way."""
         queue = self._orchestrator.output_async_queue
-        if not self._received:
-            self._last.answered()
+        self.last_requests.answered()
         if self._received or len(queue):
             await self._turns.give()
         while True:
@@ -217,13 +212,14 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
 
     async def add_request_async(self, request: Any) -> None:
         """Hand a request over. Waits only while the orchestrator is far behind."""
-        if not self._last.submitted(request.request_id):
+        call = submitted(request.request_id)
+        # A further part of a session is no new request.
+        if request.request_id not in self._orchestrator.request_states and not self.last_requests.take(request, call):
             return
         queue = self._orchestrator.request_async_queue
         receipt = new_receipt()
         if self._spans is not None:
             receipt = self._spans.expect(request.request_id, receipt)
-        call = submitted(request.request_id)
         message = SubmitRequest(request, self._clock(), receipt, call, traced=self._spans is not None)
         try:
             if queue.full:
@@ -242,7 +238,7 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         self._abort(request_ids, whole=True)
 
     def _abort(self, request_ids: Sequence[str], whole: bool = False) -> None:
-        self._last.answered()
+        self.last_requests.answered()
         if not request_ids:
             return
         try:

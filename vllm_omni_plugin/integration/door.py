@@ -29,6 +29,7 @@ def open_door() -> None:
     own_factory = EngineCoreClient.make_async_mp_client
     own_init = AsyncLLM.__init__
     own_check_health = AsyncLLM.check_health
+    own_shutdown = AsyncLLM.shutdown
 
     @wraps(own_factory)
     def make_async_mp_client(vllm_config: Any, executor_class: Any, log_stats: bool, *args: Any, **kwargs: Any) -> Any:
@@ -53,8 +54,19 @@ def open_door() -> None:
     @wraps(own_check_health)
     async def check_health(self: Any) -> None:
         await own_check_health(self)
-        if isinstance(self.engine_core, FleetClient) and not self.engine_core.can_serve:
+        core = self.engine_core
+        if isinstance(core, FleetClient) and (core.last_requests.ending or not core.can_serve):
             raise EngineDeadError
+
+    @wraps(own_shutdown)
+    def shutdown(self: Any, timeout: float | None = None) -> None:
+        core = getattr(self, "engine_core", None)
+        if isinstance(core, FleetClient) and core.answers:
+            # vLLM's server calls this beside its loop while answers are made, and again when it has ended. Only then
+            # may the renderer close, without which there are none.
+            core.shutdown(timeout)
+        else:
+            own_shutdown(self, timeout)
 
     open_app()
     open_sessions()
@@ -62,6 +74,7 @@ def open_door() -> None:
     EngineCoreClient.make_async_mp_client = staticmethod(make_async_mp_client)
     AsyncLLM.__init__ = init
     AsyncLLM.check_health = check_health
+    AsyncLLM.shutdown = shutdown
 
 
 def make_fleet_client(options: OmniConfig, vllm_config: Any, executor_class: Any, log_stats: bool) -> FleetClient:

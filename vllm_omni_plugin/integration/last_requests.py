@@ -3,10 +3,17 @@
 import asyncio
 import threading
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Protocol
+
+from vllm_omni_plugin.errors import NoReplicaError, StageError
+from vllm_omni_plugin.integration.failures import to_http
+from vllm_omni_plugin.orchestrator.pipeline_call import CallEnded, PipelineCall
 
 _ANSWER_S = 1.0
 """Seconds that AsyncLLM may take, beyond the time for requests, for what they have put out by then."""
+_WHY = "The server is shutting down."
 
 
 class Finishing(Protocol):
@@ -18,31 +25,54 @@ class Finishing(Protocol):
 class LastRequests:
     """Lets requests finish, and ends those that cannot, with the finish reason "abort", as vLLM's engine does.
 
-    Without an end, vLLM's server would wait for its open connections for ever. `submitted`, `answered` and what they
-    look at belong to AsyncLLM's loop; the rest is called from the thread that ends the fleet.
+    Without an end, vLLM's server would wait for its open connections for ever. `let_finish` and `end` are called from
+    the thread that ends the fleet, all else from AsyncLLM's loop.
+
+    Attributes:
+        ending: whether new requests are refused.
     """
 
     def __init__(self) -> None:
+        self.ending = False
         self._output_processor: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._ending = False
+        self._told = asyncio.Event()
         self._all_answered = threading.Event()
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether AsyncLLM's loop runs, and not in this thread."""
+        if self._loop is None or self._loop.is_closed():
+            return False
+        try:
+            return asyncio.get_running_loop() is not self._loop
+        except RuntimeError:
+            return True
 
     def bind(self, output_processor: Any) -> None:
         """From now on requests are those of AsyncLLM's `OutputProcessor`."""
         self._output_processor = output_processor
 
-    def submitted(self, request_id: str) -> bool:
-        """Whether a new request is to be served; if not, it has been ended."""
+    async def until_ending(self) -> None:
+        """Return once new requests are refused."""
+        self._loop = asyncio.get_running_loop()
+        # The end may have begun before there was a loop to tell.
+        if not self.ending:
+            await self._told.wait()
+
+    def take(self, request: Any, call: PipelineCall | None) -> bool:
+        """Whether a new request is to be served; if not, it has been ended, and the call of a pipeline with it."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
-        if self._ending:
-            self._output_processor.abort_requests([request_id], internal=True)
-        return not self._ending
+        if self.ending:
+            self._abort([request.request_id])
+            if call is not None:
+                call.put(CallEnded(StageError(_WHY)))
+        return not self.ending
 
     def answered(self) -> None:
         """AsyncLLM has handled what it was given, or a client has left."""
-        if self._ending and not self._output_processor.has_unfinished_requests():
+        if self.ending and self._output_processor is not None and not self._output_processor.has_unfinished_requests():
             self._all_answered.set()
 
     def let_finish(self, fleet: Finishing, timeout: float | None) -> float | None:
@@ -51,30 +81,36 @@ class LastRequests:
         Returns:
             What is left of the time for engines to end.
         """
-        self._ending = True
-        if not timeout or self._loop is None or self._loop.is_closed() or self._is_here():
+        self.ending = True
+        elsewhere = self.elsewhere
+        self._on_loop(self._told.set)
+        if not timeout or not elsewhere:
             return timeout
         left = fleet.let_finish(timeout)
         if left:
             began_at = time.monotonic()
-            self._loop.call_soon_threadsafe(self.answered)
+            self._on_loop(self.answered)
             self._all_answered.wait(max(left, _ANSWER_S))
             left = max(0.0, left - (time.monotonic() - began_at))
         return left
 
     def end(self) -> None:
         """End what has not finished."""
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._abort)
+        self._on_loop(self._abort_all)
 
-    def _abort(self) -> None:
-        left = tuple(self._output_processor.request_states)
-        if left:
-            self._output_processor.abort_requests(left, internal=True)
+    def _on_loop(self, do: Any) -> None:
+        # A loop that has ended has nobody to answer.
+        with suppress(RuntimeError):
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(do)
 
-    def _is_here(self) -> bool:
-        """Whether this thread runs the loop, which then nothing could be waited for on."""
-        try:
-            return asyncio.get_running_loop() is self._loop
-        except RuntimeError:
-            return False
+    def _abort_all(self) -> None:
+        self._abort(tuple(self._output_processor.request_states))
+
+    def _abort(self, request_ids: Sequence[str]) -> None:
+        states = [self._output_processor.request_states.get(request_id) for request_id in request_ids]
+        self._output_processor.abort_requests(request_ids, internal=True)
+        for state in states:
+            # The answer of a pooling model has no finish reason, and would be taken for a whole one.
+            if state is not None and state.detokenizer is None:
+                state.queue.put(to_http(NoReplicaError(_WHY)))

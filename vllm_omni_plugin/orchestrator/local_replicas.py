@@ -152,12 +152,7 @@ class LocalReplicas:
             await self._died[member.replica_id].wait()
             lived = self._clock() - served_since
             await self._end(member)
-            while self._restarting:
-                pause = backoff.after(lived)
-                logger.warning(
-                    "Replica %d of stage %d starts again in %.0f s.", member.replica_id, member.stage_id, pause
-                )
-                await self._delay(pause)
+            while await self._may_restart(member, backoff.after(lived)):
                 member.restarts += 1
                 try:
                     await self._bring_up(member)
@@ -172,6 +167,13 @@ class LocalReplicas:
             else:
                 return
             served_since = self._clock()
+
+    async def _may_restart(self, member: PoolMember, pause: float) -> bool:
+        """Wait before a restart; returns whether there is to be one."""
+        if self._restarting:
+            logger.warning("Replica %d of stage %d starts again in %.0f s.", member.replica_id, member.stage_id, pause)
+            await self._delay(pause)
+        return self._restarting
 
     async def _retire(self, member: PoolMember, keeper: "asyncio.Task[None]") -> None:
         # It may be in the middle of a start, which then leaves nothing or a replica to end.

@@ -42,6 +42,7 @@ class OrchestratorThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Future[float | None] | None = None
         self._local_stages: LocalStages | None = None
+        self._serving: asyncio.Task[None] | None = None
         self._running = threading.Event()
         self._closing = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="omni-orchestrator", daemon=True)
@@ -71,10 +72,11 @@ class OrchestratorThread:
         self._running.wait()
         if self._loop is None or self._loop.is_closed():
             return timeout
-        waiting = asyncio.run_coroutine_threadsafe(self._let_finish(timeout), self._loop)
+        waiting = self._let_finish(timeout)
         try:
-            return waiting.result(timeout + _LAST_GRACE_S)
-        except (CancelledError, TimeoutError):
+            return asyncio.run_coroutine_threadsafe(waiting, self._loop).result(timeout + _LAST_GRACE_S)
+        except (CancelledError, TimeoutError, RuntimeError):
+            waiting.close()
             # The orchestrator has failed or hangs, and finishes nothing any more.
             return 0.0
 
@@ -118,7 +120,7 @@ class OrchestratorThread:
         if self._build_remote_replicas is not None:
             remote_replicas = self._orchestrator.remote_replicas = self._build_remote_replicas()
         timeout: float | None = None
-        serving = asyncio.create_task(self._orchestrator.run(), name="omni-orchestrator")
+        serving = self._serving = asyncio.create_task(self._orchestrator.run(), name="omni-orchestrator")
         try:
             if not await self._start(local_stages):
                 return
@@ -137,12 +139,16 @@ class OrchestratorThread:
         ends_at = loop.time() + timeout
         if self._local_stages is not None:
             self._local_stages.restart_no_more()
+        finished = asyncio.create_task(self._orchestrator.until_all_finished(), name="omni-finish")
+        awaited: list[asyncio.Future[Any]] = [finished]
+        if self._serving is not None:
+            # It ends first only if it fails, and then nothing finishes any more.
+            awaited.append(self._serving)
         try:
-            async with asyncio.timeout_at(ends_at):
-                await self._orchestrator.until_all_finished()
-        except TimeoutError:
-            return 0.0
-        return max(0.0, ends_at - loop.time())
+            await asyncio.wait(awaited, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            return max(0.0, ends_at - loop.time()) if finished.done() else 0.0
+        finally:
+            finished.cancel()
 
     async def _start(self, local_stages: LocalStages) -> bool:
         """Start the local replicas unless told to stop first. Returns whether they all serve."""

@@ -74,6 +74,7 @@ DOOR = (
     Symbol("vllm.renderers.base.BaseRenderer.start_mm_warmup_in_background", "vLLM's clients start it too", ()),
     Symbol(f"{_ASYNC_LLM}.__init__", "wrapped: binds how requests fail once the output processor exists"),
     Symbol(f"{_ASYNC_LLM}.check_health", "wrapped: a fleet that cannot serve is not healthy", ()),
+    Symbol(f"{_ASYNC_LLM}.shutdown", "wrapped: what makes answers stays open while requests finish", (), ("timeout",)),
     Symbol(f"{_ASYNC_LLM}.engine_core", "tells a fleet's AsyncLLM from any other"),
     Symbol(f"{_ASYNC_LLM}.output_processor", "ends single requests with an error"),
     Symbol(
@@ -82,7 +83,8 @@ DOOR = (
         ("request_ids",),
         ("internal",),
     ),
-    Symbol(f"{_OUTPUT_PROCESSOR}.OutputProcessor.request_states", "finds a request that fails"),
+    Symbol(f"{_OUTPUT_PROCESSOR}.OutputProcessor.request_states", "finds a request that fails, or is left in the end"),
+    Symbol(f"{_OUTPUT_PROCESSOR}.OutputProcessor.has_unfinished_requests", "whether all have been answered", ()),
     Symbol(
         f"{_OUTPUT_PROCESSOR}.OutputProcessor.add_request",
         "wrapped: an answer in another model's tokens is read without the prompt's",

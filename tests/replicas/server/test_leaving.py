@@ -134,6 +134,9 @@ async def test_an_engine_that_ends_when_all_are_to_end_is_not_started_again(star
 
 
 async def test_a_replica_without_an_engine_is_gone_when_all_are_to_end(start_node: StartNode) -> None:
-    node = await start_node()
+    node = await start_node(heartbeat_timeout=0.2)
+    await node.up()
+    node.engine.hang()
+    await eventually(lambda: node.info is None)
     node.server.restart_no_more()
     await asyncio.wait_for(node.running, 10)
