@@ -175,8 +175,10 @@ class Orchestrator:
         self.stage_pools[stage_id].settle(member, self._apis[stage_id].load_report(outputs))
         outputs.outputs = kept
         outputs.engine_index = engine_index(stage_id, member.replica_id)
-        if kept or outputs.scheduler_stats is not None:
+        if kept:
             self._gate.put(outputs)
+        elif outputs.scheduler_stats is not None:
+            self._gate.put_later(outputs)
 
     async def admit(self, member: PoolMember, client: StageClient) -> None:
         """See that a replica that attaches can do what its stage is for, and tell it what the others were told.

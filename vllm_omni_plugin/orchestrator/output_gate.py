@@ -8,6 +8,8 @@ from vllm_omni_plugin.orchestrator.handover import HandoverClosedError, Handover
 from vllm_omni_plugin.orchestrator.stage_pool import StagePool
 from vllm_omni_plugin.replicas.stage_client import StageClient
 
+_LATER_S = 0.02
+
 
 class OutputGate:
     """Puts items into the output queue; while that is full, the replicas' outputs stay in their sockets.
@@ -21,9 +23,32 @@ class OutputGate:
         self._queue = queue
         self._pools = stage_pools
         self._throttle: asyncio.Task[None] | None = None
+        self._later: list[Any] = []
+        self._timer: asyncio.TimerHandle | None = None
 
     def put(self, item: Any) -> None:
         """Hand one item over, whatever the length of the queue. Lost once the queue is closed."""
+        self._put_waiting()
+        self._put(item)
+
+    def put_later(self, item: Any) -> None:
+        """Hand an item over with the next one, and within 20 ms, in order. For what no client waits for.
+
+        Every item by itself wakes AsyncLLM's thread, which then has Python's lock while a next stage wants it.
+        """
+        self._later.append(item)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_LATER_S, self._put_waiting)
+
+    def _put_waiting(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            waiting, self._later = self._later, []
+            for item in waiting:
+                self._put(item)
+
+    def _put(self, item: Any) -> None:
         try:
             self._queue.force_put(item)
         except HandoverClosedError:
@@ -32,7 +57,9 @@ class OutputGate:
             self._throttle = asyncio.get_running_loop().create_task(self._wait_for_reader(), name="omni-throttle")
 
     def close(self) -> None:
-        """Stop waiting for the reader. Idempotent."""
+        """Stop waiting, for the reader and for the next item. Idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
         if self._throttle is not None:
             self._throttle.cancel()
 
