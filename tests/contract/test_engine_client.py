@@ -8,12 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.output_processor import OutputProcessor
 
+from tests.fakes.engine_api import FakeRequest
 from vllm_omni_plugin.balancing import RandomBalancer
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.integration.client import FleetClient
 from vllm_omni_plugin.integration.fleet_stages import FleetStages
-from vllm_omni_plugin.orchestrator.messages import CallReplicas
+from vllm_omni_plugin.orchestrator.messages import AbortRequests, CallReplicas
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.stage_pool import StagePool
 from vllm_omni_plugin.vllm_api.engine_api import EngineApi
@@ -56,6 +58,15 @@ def test_a_fleet_is_closed_once_with_the_time_its_requests_have(fleet: FakeFleet
     client.shutdown()
     assert fleet.closed_after == [3.0]
     assert client.resources.engine_dead
+
+
+async def test_a_request_that_comes_too_late_is_not_sent_and_what_is_known_of_it_is_dropped(
+    orchestrator: Orchestrator, client: FleetClient
+) -> None:
+    client.bind(OutputProcessor(None, log_stats=False), None)
+    client.shutdown()
+    await client.add_request_async(FakeRequest("late"))
+    assert await orchestrator.request_async_queue.get_batch() == [AbortRequests(("late",), whole=True)]
 
 
 async def test_the_reader_of_a_fleet_that_is_shut_down_is_told_of_no_fault(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
-from vllm_omni_plugin.errors import NoReplicaError, StageError
+from vllm_omni_plugin.errors import NoReplicaError
 from vllm_omni_plugin.integration.failures import to_http
 from vllm_omni_plugin.orchestrator.pipeline_call import CallEnded, PipelineCall
 
@@ -42,7 +42,7 @@ class LastRequests:
     @property
     def elsewhere(self) -> bool:
         """Whether AsyncLLM's loop runs, and not in this thread."""
-        if self._loop is None or self._loop.is_closed():
+        if self._loop is None or not self._loop.is_running():
             return False
         try:
             return asyncio.get_running_loop() is not self._loop
@@ -67,7 +67,7 @@ class LastRequests:
         if self.ending:
             self._abort([request.request_id])
             if call is not None:
-                call.put(CallEnded(StageError(_WHY)))
+                call.put(CallEnded(NoReplicaError(_WHY)))
         return not self.ending
 
     def answered(self) -> None:

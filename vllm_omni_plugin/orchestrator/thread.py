@@ -65,18 +65,23 @@ class OrchestratorThread:
         """Wait up to `timeout` seconds until no request is unfinished, and start no engine again. Blocks.
 
         Returns:
-            The seconds that are left; 0 if requests are.
+            The seconds that are left; 0 if requests are, or nothing can finish any more.
         """
         if not self._thread.is_alive():
-            return timeout
+            return 0.0
         self._running.wait()
-        if self._loop is None or self._loop.is_closed():
-            return timeout
+        if self._loop is None:
+            return 0.0
         waiting = self._let_finish(timeout)
         try:
-            return asyncio.run_coroutine_threadsafe(waiting, self._loop).result(timeout + _LAST_GRACE_S)
-        except (CancelledError, TimeoutError, RuntimeError):
+            finishing = asyncio.run_coroutine_threadsafe(waiting, self._loop)
+        except RuntimeError:
+            # The loop has ended since.
             waiting.close()
+            return 0.0
+        try:
+            return finishing.result(timeout + _LAST_GRACE_S)
+        except (CancelledError, TimeoutError):
             # The orchestrator has failed or hangs, and finishes nothing any more.
             return 0.0
 
