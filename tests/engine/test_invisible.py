@@ -61,6 +61,7 @@ def test_no_flag_of_ours_leaves_vllms_own_functions_in_place(with_plugin: Any, w
     assert changed == {
         "AsyncLLM.__init__",
         "AsyncLLM.check_health",
+        "AsyncLLM.shutdown",
         "EngineCoreClient.make_async_mp_client",
     }
 

@@ -104,6 +104,12 @@ async def test_the_stage_is_stopped_in_order_when_it_is_told_to_end(tmp_path: Pa
         assert note.read_text() == "stopped"
 
 
+def is_pending(pid: int, signum: int) -> bool:
+    """Whether a process has been sent a signal that none of its threads has taken yet."""
+    lines = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return any(int(lines[name], 16) >> (signum - 1) & 1 for name in ("SigPnd", "ShdPnd"))
+
+
 async def test_what_is_computed_when_it_is_told_to_end_is_still_answered(gate: Gate, tmp_path: Path) -> None:
     note = tmp_path / "note"
     os.mkfifo(note)
@@ -114,6 +120,7 @@ async def test_what_is_computed_when_it_is_told_to_end_is_still_answered(gate: G
         head.send("b", "dropped")
         assert await replica.client.call("is_sleeping") is False
         os.kill(replica.pid, signal.SIGTERM)
+        await eventually(lambda: not is_pending(replica.pid, signal.SIGTERM))
         gate.release()
         assert (await head.answer("a")).text == "slow!"
         assert note.read_text() == "stopped"
