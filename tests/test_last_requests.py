@@ -69,7 +69,7 @@ async def test_the_end_waits_until_asyncllm_has_answered_what_replicas_have_fini
 ) -> None:
     assert submit(last, processor, "a")
     fleet = Finished(left=50.0)
-    ending = asyncio.create_task(asyncio.to_thread(last.let_finish, fleet, 60.0))
+    ending = asyncio.create_task(asyncio.to_thread(last.let_finish, fleet.let_finish, 60.0))
     done, _ = await asyncio.wait({ending}, timeout=0.05)
     assert not done
     last.answered()
@@ -83,7 +83,7 @@ async def test_the_end_waits_until_asyncllm_has_answered_what_replicas_have_fini
 
 async def test_what_comes_during_the_end_is_ended_at_once(last: LastRequests, processor: FakeProcessor) -> None:
     assert submit(last, processor, "a")
-    await asyncio.to_thread(last.let_finish, Finished(left=0.0), 60.0)
+    await asyncio.to_thread(last.let_finish, Finished(left=0.0).let_finish, 60.0)
     assert not submit(last, processor, "b")
     assert processor.aborted == ["b"]
     assert list(processor.request_states) == ["a"]
@@ -95,7 +95,7 @@ async def test_without_time_nothing_is_waited_for(
 ) -> None:
     assert submit(last, processor, "a")
     fleet = Finished(left=50.0)
-    assert await asyncio.to_thread(last.let_finish, fleet, timeout) == timeout
+    assert await asyncio.to_thread(last.let_finish, fleet.let_finish, timeout) == timeout
     assert fleet.asked == []
 
 
@@ -104,13 +104,13 @@ async def test_on_the_loop_that_requests_need_nothing_is_waited_for(
 ) -> None:
     assert submit(last, processor, "a")
     fleet = Finished(left=50.0)
-    assert last.let_finish(fleet, 60.0) == 60
+    assert last.let_finish(fleet.let_finish, 60.0) == 60
     assert fleet.asked == []
 
 
 async def test_a_refused_call_of_a_pipeline_ends(last: LastRequests, processor: FakeProcessor) -> None:
     events: list[StageEvent | CallEnded] = []
-    await asyncio.to_thread(last.let_finish, Finished(left=0.0), 0.0)
+    await asyncio.to_thread(last.let_finish, Finished(left=0.0).let_finish, 0.0)
     assert not submit(last, processor, "a", call=PipelineCall(("audio",), events.append))
     (ended,) = events
     assert isinstance(ended, CallEnded)
@@ -133,7 +133,7 @@ async def test_who_waits_for_the_end_is_told(last: LastRequests) -> None:
     waiting = asyncio.create_task(last.until_ending())
     await asyncio.sleep(0)
     assert not last.ending
-    await asyncio.to_thread(last.let_finish, Finished(left=0.0), 0.0)
+    await asyncio.to_thread(last.let_finish, Finished(left=0.0).let_finish, 0.0)
     assert last.ending
     await asyncio.wait_for(waiting, 10)
 
@@ -147,5 +147,5 @@ async def test_what_is_left_in_the_end_is_ended(last: LastRequests, processor: F
 
 
 def test_a_server_that_never_had_a_request_has_none_to_end(last: LastRequests) -> None:
-    assert last.let_finish(Finished(left=50.0), 60.0) == 60
+    assert last.let_finish(Finished(left=50.0).let_finish, 60.0) == 60
     last.end()

@@ -144,7 +144,7 @@ async def test_a_server_that_is_told_to_end_refuses_those_that_wait_and_those_th
     server = Server()
     waiting = server.request()
     await server.has_waiting(1)
-    await asyncio.to_thread(server.last_requests.let_finish, server.fleet, 0.0)
+    await asyncio.to_thread(server.last_requests.let_finish, float, 0.0)
     late = server.request()
     for client in (waiting, late):
         assert await client.status() == 503

@@ -151,7 +151,7 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         """Let requests finish for `timeout` seconds, end the local replicas, then what is left. Idempotent; blocks."""
         if self._finalizer.detach() is None:
             return
-        timeout = self.last_requests.let_finish(self._fleet, timeout)
+        timeout = self.last_requests.let_finish(self._fleet.let_finish, timeout)
         REGISTRY.unregister(self._collector)
         if self._metric_files is not None:
             self._metric_files.close()

@@ -3,9 +3,9 @@
 import asyncio
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from vllm_omni_plugin.errors import NoReplicaError
 from vllm_omni_plugin.integration.failures import to_http
@@ -14,12 +14,6 @@ from vllm_omni_plugin.orchestrator.pipeline_call import CallEnded, PipelineCall
 _ANSWER_S = 1.0
 """Seconds that AsyncLLM may take, beyond the time for requests, for what they have put out by then."""
 _WHY = "The server is shutting down."
-
-
-class Finishing(Protocol):
-    """`integration.fleet.Fleet` in service."""
-
-    def let_finish(self, timeout: float) -> float: ...
 
 
 class LastRequests:
@@ -75,8 +69,12 @@ class LastRequests:
         if self.ending and self._output_processor is not None and not self._output_processor.has_unfinished_requests():
             self._all_answered.set()
 
-    def let_finish(self, fleet: Finishing, timeout: float | None) -> float | None:
+    def let_finish(self, finish: Callable[[float], float], timeout: float | None) -> float | None:
         """Refuse new requests, and give the others `timeout` seconds to finish. Blocks.
+
+        Args:
+            finish: waits so long until replicas have finished, and returns the seconds that are left.
+            timeout: 0 or None waits for nothing.
 
         Returns:
             What is left of the time for engines to end.
@@ -86,7 +84,7 @@ class LastRequests:
         self._on_loop(self._told.set)
         if not timeout or not elsewhere:
             return timeout
-        left = fleet.let_finish(timeout)
+        left = finish(timeout)
         if left:
             began_at = time.monotonic()
             self._on_loop(self.answered)
