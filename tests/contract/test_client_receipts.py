@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +12,11 @@ from vllm.v1.engine.output_processor import OutputProcessor
 
 from tests.admin.asgi import Client
 from tests.fakes.engine_api import FakeRequest
+from tests.fakes.idle_fleet import IdleFleet
 from vllm_omni_plugin.admin.receipt import ReceiptMiddleware
 from vllm_omni_plugin.balancing import RandomBalancer
 from vllm_omni_plugin.balancing.decision import Decision
 from vllm_omni_plugin.integration.client import FleetClient
-from vllm_omni_plugin.integration.fleet_stages import FleetStages
 from vllm_omni_plugin.orchestrator.messages import SubmitRequest
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.stage_pool import StagePool
@@ -27,10 +26,7 @@ from vllm_omni_plugin.vllm_api.engine_api import EngineApi
 @pytest.fixture
 def client() -> Iterator[FleetClient]:
     orchestrator = Orchestrator([StagePool(0, RandomBalancer())], EngineApi(), 0, time.monotonic)
-    fleet = SimpleNamespace(
-        orchestrator=orchestrator, stages=FleetStages(None, [None]), close=lambda timeout=None: None
-    )
-    client = FleetClient(fleet, None, [])
+    client = FleetClient(IdleFleet(orchestrator), None, [])
     yield client
     client.shutdown()
 

@@ -11,10 +11,10 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import OutputProcessor
 
 from tests.fakes.engine_api import FakeRequest
+from tests.fakes.idle_fleet import IdleFleet
 from vllm_omni_plugin.balancing import RandomBalancer
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.integration.client import FleetClient
-from vllm_omni_plugin.integration.fleet_stages import FleetStages
 from vllm_omni_plugin.orchestrator.messages import AbortRequests, CallReplicas
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.stage_pool import StagePool
@@ -26,34 +26,19 @@ def orchestrator() -> Orchestrator:
     return Orchestrator([StagePool(0, RandomBalancer())], EngineApi(), 0, time.monotonic)
 
 
-class FakeFleet:
-    """A fleet that has started nothing, and counts how often it is closed."""
-
-    def __init__(self, orchestrator: Orchestrator) -> None:
-        self.orchestrator = orchestrator
-        self.stages = FleetStages(None, [None])
-        self.closed_after: list[float | None] = []
-
-    def let_finish(self, timeout: float) -> float:
-        raise AssertionError("there is no request")
-
-    def close(self, timeout: float | None = None) -> None:
-        self.closed_after.append(timeout)
+@pytest.fixture
+def fleet(orchestrator: Orchestrator) -> IdleFleet:
+    return IdleFleet(orchestrator)
 
 
 @pytest.fixture
-def fleet(orchestrator: Orchestrator) -> FakeFleet:
-    return FakeFleet(orchestrator)
-
-
-@pytest.fixture
-def client(fleet: FakeFleet) -> Iterator[FleetClient]:
+def client(fleet: IdleFleet) -> Iterator[FleetClient]:
     client = FleetClient(fleet, SimpleNamespace(), [])
     yield client
     client.shutdown()
 
 
-def test_a_fleet_is_closed_once_with_the_time_its_requests_have(fleet: FakeFleet, client: FleetClient) -> None:
+def test_a_fleet_is_closed_once_with_the_time_its_requests_have(fleet: IdleFleet, client: FleetClient) -> None:
     client.shutdown(3.0)
     client.shutdown()
     assert fleet.closed_after == [3.0]
@@ -107,7 +92,7 @@ async def test_a_fleet_that_serves_keeps_nobody_waiting(client: FleetClient, mon
 
 
 async def test_a_backlog_of_outputs_does_not_keep_the_loop_from_other_work(
-    orchestrator: Orchestrator, fleet: FakeFleet
+    orchestrator: Orchestrator, fleet: IdleFleet
 ) -> None:
     now = 0.0
     client = FleetClient(fleet, SimpleNamespace(), [], clock=lambda: now)

@@ -76,6 +76,10 @@ class Head:
         self.stages = FleetStages(PIPELINE, self.configs)
         self.client = FleetClient(self, self.own, ready_responses)
 
+    def let_finish(self, timeout: float) -> float:
+        """There is no request."""
+        raise AssertionError
+
     def close(self, timeout: float | None = None) -> None:
         """Nothing was started."""
 

@@ -1,0 +1,19 @@
+"""What `integration.client.FleetClient` owns."""
+
+from vllm_omni_plugin.integration.fleet_stages import FleetStages
+from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+
+
+class IdleFleet:
+    """A fleet of one stage that has started nothing, and counts how often it is closed."""
+
+    def __init__(self, orchestrator: Orchestrator) -> None:
+        self.orchestrator = orchestrator
+        self.stages = FleetStages(None, [None])
+        self.closed_after: list[float | None] = []
+
+    def let_finish(self, timeout: float) -> float:
+        raise AssertionError("there is no request")
+
+    def close(self, timeout: float | None = None) -> None:
+        self.closed_after.append(timeout)
