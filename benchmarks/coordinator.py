@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -34,6 +35,7 @@ from vllm_omni_plugin.coordinator import (
     ReplicaStatus,
     ReplicaWork,
     encode_event,
+    engine_key,
 )
 from vllm_omni_plugin.coordinator.head_messages import Beat, Work
 from vllm_omni_plugin.coordinator.head_wire import encode_from_head
@@ -44,9 +46,10 @@ MEGABYTE = 1 << 20
 REPORTS_PER_S = 20
 ROWS_PER_REPORT = 50
 CLIENT_HEADS = 2
-# A queue length of this unit says when it was sent, since the list has no other place for it.
+# A number says when a row was sent, since there is no other place for it: the queue length of a replica, and the tokens
+# of a report. It is not larger than such numbers are.
 UNIT_S = 1e-4
-QUEUE_LENGTHS = 2**31
+TIMES = 10**6
 
 
 def main() -> None:
@@ -113,7 +116,7 @@ class Observer(HeadListener):
     """Measures how old news are when they come. Seconds, monotonic."""
 
     def __init__(self) -> None:
-        self.client: OmniCoordClientForHead
+        self.client: Future[OmniCoordClientForHead] = Future()
         self.listed = 0
         self.told_at = 0.0
         self.forget()
@@ -130,13 +133,12 @@ class Observer(HeadListener):
         self.told_at = now
         said = next((row.queue_length for row in replicas.replicas if row.queue_length), None)
         if said is not None:
-            self.list_delays.append((int(now / UNIT_S) - said) % QUEUE_LENGTHS * UNIT_S)
+            self.list_delays.append(_since(said))
 
     def work_reported(self, head_id: str, work: Sequence[ReplicaWork], full: bool) -> None:
         """Look at when it was sent."""
-        now = time.monotonic_ns()
         if not full:
-            self.work_delays += {(now - row.prefill_tokens) / 1e9 for row in work}
+            self.work_delays += map(_since, {row.prefill_tokens for row in work})
 
     def head_left(self, head_id: str) -> None:
         """Nothing to do."""
@@ -146,7 +148,7 @@ class Observer(HeadListener):
 
     def work_wanted(self) -> None:
         """Say that there is nothing."""
-        self.client.report_work([], full=True)
+        self.client.result().report_work([], full=True)
 
     def seat_lost(self) -> None:
         """Say so."""
@@ -156,12 +158,13 @@ class Observer(HeadListener):
 @contextmanager
 def _client(address: str, head_id: str, secret: str | None) -> Iterator[Observer]:
     observer = Observer()
-    # The client's thread asks for work only once it is connected, which takes longer than this assignment.
-    observer.client = OmniCoordClientForHead(address, head_id, observer, secrets=_secrets(secret))
+    client = OmniCoordClientForHead(address, head_id, observer, secrets=_secrets(secret))
+    # The client's thread may have asked for work before this.
+    observer.client.set_result(client)
     try:
         yield observer
     finally:
-        observer.client.close()
+        client.close()
 
 
 @contextmanager
@@ -191,7 +194,7 @@ def _generate(pipe: Connection, address: str, secret: str | None, replicas: int,
             for number in range(turn % REPORTS_PER_S, replicas, REPORTS_PER_S):
                 sockets[number].send(encode_event(_event(number)))
             if turn % 2:
-                sockets[0].send(encode_event(_event(0, int(time.monotonic() / UNIT_S) % QUEUE_LENGTHS)))
+                sockets[0].send(encode_event(_event(0, _now())))
             for head in heads:
                 head.turn(turn)
             turn += 1
@@ -240,16 +243,25 @@ class _Drone:
 
 
 def _report(head: Observer, replicas: int, over: threading.Event) -> None:
+    client = head.client.result()
     turn = 0
     while not over.wait(1 / REPORTS_PER_S):
         turn += 1
-        head.client.report_work(_rows(turn, replicas), full=False)
+        client.report_work(_rows(turn, replicas), full=False)
 
 
 def _rows(turn: int, replicas: int) -> list[ReplicaWork]:
-    now = time.monotonic_ns()
+    now = _now()
     numbers = [(turn * ROWS_PER_REPORT + row) % replicas for row in range(ROWS_PER_REPORT)]
-    return [ReplicaWork(0, *_addresses(number), 1, turn % 9 + 1, now) for number in numbers]
+    return [ReplicaWork(engine_key(0, *_addresses(number), 1), turn % 9 + 1, now) for number in numbers]
+
+
+def _now() -> int:
+    return int(time.monotonic() / UNIT_S) % TIMES
+
+
+def _since(sent: int) -> float:
+    return (_now() - sent) % TIMES * UNIT_S
 
 
 def _addresses(number: int) -> tuple[str, str]:

@@ -19,7 +19,6 @@ from vllm_omni_plugin.errors import WireError
 QUEUE_FRAMES = 3
 
 Row = tuple[str, int, bool, str, int, int]
-WorkKey = tuple[int, str, str, int]
 
 
 def rows(replicas: ReplicaList) -> frozenset[Row]:
@@ -40,9 +39,9 @@ class Head(HeadListener):
         self.peer = b""
         self.up: deque[bytes] = deque()
         self.down: deque[bytes] = deque()
-        self.in_flight: dict[WorkKey, ReplicaWork] = {}
+        self.in_flight: dict[int, ReplicaWork] = {}
         self.lists: list[ReplicaList] = []
-        self.others: dict[str, dict[WorkKey, ReplicaWork]] = {}
+        self.others: dict[str, dict[int, ReplicaWork]] = {}
         self.calls: list[PeerCall] = []
         self.dropped: list[WireError] = []
 
@@ -55,9 +54,9 @@ class Head(HeadListener):
         if full:
             known.clear()
         for row in work:
-            known[row.stage_id, row.input_addr, row.output_addr, row.incarnation] = row
+            known[row.engine] = row
             if not row.requests:
-                del known[row.stage_id, row.input_addr, row.output_addr, row.incarnation]
+                del known[row.engine]
 
     def head_left(self, head_id: str) -> None:
         self.others.pop(head_id, None)
@@ -194,9 +193,8 @@ class World:
     def report(self, name: str, work: ReplicaWork) -> None:
         """Let a head have this in flight, and say so."""
         head = self.heads[name]
-        key = (work.stage_id, work.input_addr, work.output_addr, work.incarnation)
         if work.requests:
-            head.in_flight[key] = work
+            head.in_flight[work.engine] = work
         else:
-            head.in_flight.pop(key, None)
+            head.in_flight.pop(work.engine, None)
         head.session.report([work], full=False)

@@ -23,6 +23,7 @@ from vllm_omni_plugin.coordinator import (
     PeerCall,
     ReplicaList,
     ReplicaWork,
+    engine_key,
 )
 from vllm_omni_plugin.coordinator.deliveries import FullList, ListDelta, Seated, WorkWanted
 from vllm_omni_plugin.coordinator.head_messages import Answer, Beat, Bye, Call, Numbers, ReplicaNumber, Work
@@ -31,7 +32,7 @@ from vllm_omni_plugin.coordinator.sockets import ROLE
 from vllm_omni_plugin.curve import Secrets, secure_client
 from vllm_omni_plugin.errors import ConfigError, WireError
 
-ROW = ReplicaWork(0, "tcp://a:1", "tcp://a:2", 7, 3, 500)
+ROW = ReplicaWork(engine_key(0, "tcp://a:1", "tcp://a:2", 7), 3, 500)
 SECRETS = Secrets(["a secret that heads share"])
 
 
@@ -122,7 +123,7 @@ def test_heads_hear_of_replicas_of_work_and_of_calls(fleet: OmniCoordinator, sit
 
 def test_report_of_thousands_of_replicas_arrives_whole(coordinator: OmniCoordinator, sit: Sit) -> None:
     first, second = sit(coordinator.router_zmq_addr, "first", "second")
-    work = [ReplicaWork(0, f"tcp://host-{number}:1", f"tcp://host-{number}:2", 1, 1, 1) for number in range(2000)]
+    work = [ReplicaWork(number, 1, 1) for number in range(2000)]
     first.client.report_work(work, full=True)
     late = sit(coordinator.router_zmq_addr, "late")[0]
     eventually(lambda: set(late.work.get("first", [])) == set(work))

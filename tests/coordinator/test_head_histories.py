@@ -5,7 +5,7 @@ from head_world import World, rows
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from vllm_omni_plugin.coordinator import ReplicaStatus, ReplicaWork
+from vllm_omni_plugin.coordinator import ReplicaStatus, ReplicaWork, engine_key
 
 heads = st.sampled_from(["h1", "h2", "h3"])
 replicas = st.sampled_from(["a", "b", "c", "d"])
@@ -47,7 +47,8 @@ class HeadHistories(RuleBasedStateMachine):
     @rule(name=heads, replica=replicas, requests=st.integers(0, 3), incarnation=st.integers(0, 1))
     def work(self, name: str, replica: str, requests: int, incarnation: int) -> None:
         if name in self.world.heads:
-            work = ReplicaWork(1, f"tcp://{replica}:1", f"tcp://{replica}:2", incarnation, requests, 7 * requests)
+            engine = engine_key(1, f"tcp://{replica}:1", f"tcp://{replica}:2", incarnation)
+            work = ReplicaWork(engine, requests, 7 * requests)
             self.world.report(name, work)
 
     @rule(name=heads)

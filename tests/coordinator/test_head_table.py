@@ -1,12 +1,13 @@
 """Seats, numbers of replicas and lists, without sockets."""
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
 from coordinator_support import make_event
 from head_world import World, rows
 
-from vllm_omni_plugin.coordinator import PeerAnswer, ReplicaKey, ReplicaStatus, ReplicaWork
+from vllm_omni_plugin.coordinator import PeerAnswer, ReplicaKey, ReplicaStatus, ReplicaWork, engine_key
 from vllm_omni_plugin.coordinator.head_messages import Beat, ReplicaNumber, Work
 from vllm_omni_plugin.coordinator.head_table import HEAD_TIMEOUT, MAX_HEADS
 from vllm_omni_plugin.coordinator.membership import MembershipTable, TableFullError
@@ -24,7 +25,7 @@ def number(name: str, replica_id: int) -> ReplicaNumber:
 
 
 def work(name: str = "a", requests: int = 1) -> ReplicaWork:
-    return ReplicaWork(*key(name), 0, requests, 10 * requests)
+    return ReplicaWork(engine_key(*key(name), 0), requests, 10 * requests)
 
 
 @pytest.fixture
@@ -36,6 +37,13 @@ def world() -> Iterator[World]:
     world.settle()
     yield world
     assert not any(head.dropped for head in world.heads.values())
+
+
+def test_all_heads_name_a_start_of_a_replica_alike_and_every_other_one_differently() -> None:
+    engines = list(itertools.product(range(3), "ab", "ab", range(50)))
+    assert len({engine_key(*engine) for engine in engines}) == len(engines)
+    # Computed by each head for itself: it may not depend on the process.
+    assert engine_key(0, "tcp://10.0.0.1:40001", "tcp://10.0.0.1:40002", 7) == 5802032172893674
 
 
 def test_lowest_free_number_of_the_stage_is_given_and_kept() -> None:
@@ -139,7 +147,7 @@ def test_report_reaches_the_other_heads_and_not_its_own(world: World) -> None:
     world.exchange("h1")
     world.tick()
     world.exchange("h1", "h2", "h3")
-    assert world.heads["h2"].others["h1"] == world.heads["h3"].others["h1"] == {(*key("a"), 0): work()}
+    assert world.heads["h2"].others["h1"] == world.heads["h3"].others["h1"] == {engine_key(*key("a"), 0): work()}
     assert "h1" not in world.heads["h1"].others
 
 
@@ -151,7 +159,7 @@ def test_reports_of_one_interval_share_a_delivery_with_the_last_of_each_replica(
     world.tick()
     assert len(world.heads["h2"].down) == 1
     world.exchange("h2")
-    assert world.heads["h2"].others["h1"] == {(*key("a"), 0): work("a", 3)}
+    assert world.heads["h2"].others["h1"] == {engine_key(*key("a"), 0): work("a", 3)}
 
 
 def test_lost_report_is_asked_for_in_full(world: World) -> None:
@@ -161,7 +169,7 @@ def test_lost_report_is_asked_for_in_full(world: World) -> None:
     world.exchange("h1")
     world.tick()
     world.exchange("h2")
-    assert set(world.heads["h2"].others["h1"]) == {(*key("a"), 0), (*key("b"), 0)}
+    assert set(world.heads["h2"].others["h1"]) == {engine_key(*key(name), 0) for name in "ab"}
 
 
 def test_lost_last_report_is_noticed_by_the_next_beat(world: World) -> None:
@@ -171,7 +179,7 @@ def test_lost_last_report_is_noticed_by_the_next_beat(world: World) -> None:
     world.exchange("h1")
     world.tick()
     world.exchange("h2")
-    assert set(world.heads["h2"].others["h1"]) == {(*key("a"), 0)}
+    assert set(world.heads["h2"].others["h1"]) == {engine_key(*key("a"), 0)}
 
 
 def test_silent_head_has_left(world: World) -> None:

@@ -14,7 +14,7 @@ from vllm_omni_plugin.orchestrator.seat_listener import SeatListener
 
 from .test_replica_list import row
 
-WORK = [ReplicaWork(0, "tcp://n:11", "tcp://n:12", 1, 3, 100)]
+WORK = [ReplicaWork(7, 3, 100)]
 CALL = PeerCall("other", 7, "drain", {"replica": "0.1"})
 
 

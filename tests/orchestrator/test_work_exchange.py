@@ -6,7 +6,7 @@ import pytest
 
 from tests.orchestrator.work_bus import PROMPT_TOKENS, WorkBus, WorkingHead
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
-from vllm_omni_plugin.coordinator import ReplicaStatus, ReplicaWork
+from vllm_omni_plugin.coordinator import ReplicaStatus, ReplicaWork, engine_key
 from vllm_omni_plugin.orchestrator.messages import PeersLost, PeerWork
 from vllm_omni_plugin.orchestrator.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.stage_pool import StagePool
@@ -15,7 +15,7 @@ from vllm_omni_plugin.vllm_api.facts import LoadReport
 
 
 def work(requests: int, prefill_tokens: int = 0, replica: int = 0, incarnation: int = 0) -> ReplicaWork:
-    return ReplicaWork(0, f"in-{replica}", f"out-{replica}", incarnation, requests, prefill_tokens)
+    return ReplicaWork(engine_key(0, f"in-{replica}", f"out-{replica}", incarnation), requests, prefill_tokens)
 
 
 def two_heads() -> tuple[WorkBus, WorkingHead, WorkingHead]:

@@ -2,7 +2,7 @@
 
 from vllm_omni_plugin.coordinator.head_client import OmniCoordClientForHead
 from vllm_omni_plugin.coordinator.head_listener import HeadListener
-from vllm_omni_plugin.coordinator.head_messages import PeerAnswer, PeerCall, ReplicaWork
+from vllm_omni_plugin.coordinator.head_messages import PeerAnswer, PeerCall, ReplicaWork, engine_key
 from vllm_omni_plugin.coordinator.hub_client import OmniCoordClientForHub
 from vllm_omni_plugin.coordinator.membership import Change, ChangeKind, Liveness, Member, MembershipTable, ReplicaKey
 from vllm_omni_plugin.coordinator.messages import ReplicaEvent, ReplicaInfo, ReplicaList, ReplicaStatus
@@ -37,4 +37,5 @@ __all__ = [
     "decode_replica_list",
     "encode_event",
     "encode_replica_list",
+    "engine_key",
 ]

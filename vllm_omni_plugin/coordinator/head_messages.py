@@ -4,6 +4,7 @@ A head's frames are objects whose first key is ``type``, which no replica's anno
 are in `deliveries`.
 """
 
+from hashlib import blake2b
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
@@ -13,30 +14,37 @@ from vllm_omni_plugin.coordinator.messages import Address, Ordinal, QueueLength,
 MAX_HEAD_ID_CHARS = 128
 MAX_METHOD_CHARS = 128
 MAX_ERROR_CHARS = 4096
+# As many as every reader of JSON takes for exact integers.
+ENGINE_KEYS = 2**53
 # A frame of so many rows with addresses of the greatest length is not larger than a head's frame may be.
 ROWS_PER_FRAME = 400
 
 HeadId = Annotated[str, Meta(min_length=1, max_length=MAX_HEAD_ID_CHARS)]
 Method = Annotated[str, Meta(min_length=1, max_length=MAX_METHOD_CHARS)]
+EngineKey = Annotated[int, Meta(ge=0, lt=ENGINE_KEYS)]
 ErrorText = Annotated[str, Meta(max_length=MAX_ERROR_CHARS)]
+
+
+def engine_key(stage_id: int, input_addr: str, output_addr: str, incarnation: int) -> int:
+    """By what heads name one start of a replica to each other, so that its work never counts for another start.
+
+    A hash, since addresses would be three quarters of what the coordinator has to write. That two of 8,192 share one
+    has a chance of 4 in 10**9, and the two would then look as busy as both.
+    """
+    identity = f"{stage_id} {input_addr} {output_addr} {incarnation}"
+    return int.from_bytes(blake2b(identity.encode(), digest_size=8).digest()) % ENGINE_KEYS
 
 
 class ReplicaWork(Struct, frozen=True, array_like=True, gc=False):
     """What one head has in flight on one replica.
 
     Attributes:
-        stage_id: The replica's stage.
-        input_addr: Its address for requests.
-        output_addr: Its address for outputs.
-        incarnation: Which start of it the work was given to.
+        engine: See `engine_key`.
         requests: How many; 0: none any more.
         prefill_tokens: Tokens of their prompts that it has yet to compute.
     """
 
-    stage_id: StageId
-    input_addr: Address
-    output_addr: Address
-    incarnation: Ordinal
+    engine: EngineKey
     requests: QueueLength
     prefill_tokens: Ordinal
 

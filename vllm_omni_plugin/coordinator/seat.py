@@ -6,9 +6,6 @@ from vllm_omni_plugin.coordinator.head_messages import ReplicaWork, Work
 # As many replicas as a table may hold, and as many again that have just started anew.
 MAX_WORK_ROWS = 8192
 
-WorkKey = tuple[int, str, str, int]
-"""Stage, input address, output address, incarnation."""
-
 
 class Seat:
     """What a head has said, and how far it was told what others said.
@@ -35,8 +32,9 @@ class Seat:
         self.work_sequence = 0
         self.in_step = False
         self.has_reported = False
-        self._work: dict[WorkKey, ReplicaWork] = {}
-        self._changed: dict[WorkKey, ReplicaWork] = {}
+        # By engine.
+        self._work: dict[int, ReplicaWork] = {}
+        self._changed: dict[int, ReplicaWork] = {}
         self._replaced = False
 
     def move(self, peer: bytes, number: int) -> None:
@@ -79,9 +77,8 @@ class Seat:
 
     def _take(self, work: list[ReplicaWork]) -> None:
         for row in work:
-            key = (row.stage_id, row.input_addr, row.output_addr, row.incarnation)
-            self._changed[key] = row
+            self._changed[row.engine] = row
             if row.requests:
-                self._work[key] = row
+                self._work[row.engine] = row
             else:
-                self._work.pop(key, None)
+                self._work.pop(row.engine, None)

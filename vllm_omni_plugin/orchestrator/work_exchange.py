@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from vllm_omni_plugin.coordinator import ReplicaWork
+from vllm_omni_plugin.coordinator import ReplicaWork, engine_key
 from vllm_omni_plugin.orchestrator.charges import NO_WORK, Work
 from vllm_omni_plugin.orchestrator.messages import PeersLost, PeerWork
 from vllm_omni_plugin.orchestrator.pool_member import PoolMember
@@ -11,9 +11,6 @@ from vllm_omni_plugin.orchestrator.stage_pool import StagePool
 
 REPORT_INTERVAL_S = 0.04
 """Seconds between two reports. With as long again at the coordinator, heads know each other's work within 0.1 s."""
-
-_Key = tuple[int, str, str, int]
-"""Stage, both addresses and incarnation: work of one incarnation of a replica never counts for another."""
 
 
 class WorkExchange:
@@ -44,15 +41,16 @@ class WorkExchange:
         self._interval = interval
         self._call_later = call_later or _call_later
         self._timer: asyncio.TimerHandle | None = None
-        self._members: dict[_Key, PoolMember] = {}
-        self._keys: dict[PoolMember, _Key] = {}
+        # What is kept of replicas is kept by `engine_key`.
+        self._members: dict[int, PoolMember] = {}
+        self._keys: dict[PoolMember, int] = {}
         # Keys whose work may differ from what was reported, in order, and what was reported.
-        self._changed: dict[_Key, None] = {}
-        self._reported: dict[_Key, Work] = {}
+        self._changed: dict[int, None] = {}
+        self._reported: dict[int, Work] = {}
         self._all_wanted = False
-        self._heads: dict[str, dict[_Key, Work]] = {}
+        self._heads: dict[str, dict[int, Work]] = {}
         # The sums over `_heads`, without those that are nothing.
-        self._others: dict[_Key, Work] = {}
+        self._others: dict[int, Work] = {}
         for pool in pools:
             pool.peers = self
 
@@ -60,7 +58,8 @@ class WorkExchange:
         """See `Peers`. Replicas that belong to this head alone are nobody else's business."""
         if not member.remote:
             return None
-        key = self._keys[member] = (member.stage_id, member.input_addr, member.output_addr, member.incarnation)
+        key = engine_key(member.stage_id, member.input_addr, member.output_addr, member.incarnation)
+        self._keys[member] = key
         self._members[key] = member
         return self._others_of(key)
 
@@ -86,17 +85,14 @@ class WorkExchange:
             # Nobody was told of what changed while nobody was there.
             self._changed |= dict.fromkeys((*self._members, *self._reported))
             self._wake()
-        rows = {
-            (row.stage_id, row.input_addr, row.output_addr, row.incarnation): Work(row.requests, row.prefill_tokens)
-            for row in message.work
-        }
+        rows = {row.engine: Work(row.requests, row.prefill_tokens) for row in message.work}
         gone = [key for key in known if key not in rows] if message.full else []
         self._count(known, rows | dict.fromkeys(gone, NO_WORK))
         self._tell_pools(self._members if is_first else (*rows, *gone))
 
     def peers_lost(self, message: PeersLost) -> None:
         """Heads have left, or nothing of any is known any more."""
-        touched: dict[_Key, Work] = {}
+        touched: dict[int, Work] = {}
         for head_id in list(self._heads) if message.head_ids is None else message.head_ids:
             known = self._heads.pop(head_id, {})
             touched |= known
@@ -117,7 +113,7 @@ class WorkExchange:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _note(self, key: _Key | None) -> None:
+    def _note(self, key: int | None) -> None:
         """Remember what to report, if there is anybody to report to."""
         if self._heads and key is not None:
             self._changed[key] = None
@@ -144,12 +140,12 @@ class WorkExchange:
             member = self._members.get(key)
             work = NO_WORK if member is None else member.account.own
             if work != self._reported.get(key, NO_WORK):
-                rows.append(ReplicaWork(*key, *work))
+                rows.append(ReplicaWork(key, *work))
                 _put(self._reported, key, work)
         self._changed.clear()
         return rows
 
-    def _count(self, known: dict[_Key, Work], rows: Mapping[_Key, Work]) -> None:
+    def _count(self, known: dict[int, Work], rows: Mapping[int, Work]) -> None:
         """Replace what is known of one head, and correct the sums."""
         for key, work in rows.items():
             before, others = known.get(key, NO_WORK), self._others.get(key, NO_WORK)
@@ -161,17 +157,17 @@ class WorkExchange:
         for pool in self._pools:
             pool.share_with(len(self._heads) + 1)
 
-    def _tell_pools(self, keys: Iterable[_Key]) -> None:
+    def _tell_pools(self, keys: Iterable[int]) -> None:
         for key in keys:
             member = self._members.get(key)
             if member is not None:
                 self._pools[member.stage_id].heed(member, self._others_of(key))
 
-    def _others_of(self, key: _Key) -> Work | None:
+    def _others_of(self, key: int) -> Work | None:
         return self._others.get(key, NO_WORK) if self._heads else None
 
 
-def _put(works: dict[_Key, Work], key: _Key, work: Work) -> None:
+def _put(works: dict[int, Work], key: int, work: Work) -> None:
     if work == NO_WORK:
         works.pop(key, None)
     else:
