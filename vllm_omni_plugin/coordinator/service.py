@@ -193,15 +193,18 @@ class OmniCoordinator:
 
     def _serve(self) -> None:
         poller = zmq.Poller()
-        for source in (self._router, self._pub, self._wakeup.fileno()):
+        sources: dict[Socket | int, Callable[[], None]] = {
+            self._wakeup.fileno(): self._wakeup.clear,
+            self._pub: self._take_subscriptions,
+            self._router: self._take_frames,
+        }
+        for source in sources:
             poller.register(source, zmq.POLLIN)
         try:
             while not self._closing:
                 wake_at = self._next_wake()
-                poller.poll(poll_ms(wake_at - self._clock()))
-                self._wakeup.clear()
-                self._take_subscriptions()
-                self._take_frames()
+                for source, _ in poller.poll(poll_ms(wake_at - self._clock())):
+                    sources[source]()
                 self._tick(wake_at)
         finally:
             self._ports.close()
