@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from contextvars import ContextVar
 
@@ -87,8 +87,14 @@ class _Answer:
         self._receipts.append(_TellingReceipt(self._dispatched_elsewhere))
         return self._receipts[-1]
 
-    async def send(self, message: Message) -> None:
+    def send(self, message: Message) -> Awaitable[None]:
         """The application says something: pass it on, or hold it."""
+        # A stream has a message for each token: nothing of this class stands in the way of those.
+        if self._begun and not self._held and not self._sending.locked():
+            return self._send(message)
+        return self._hold(message)
+
+    async def _hold(self, message: Message) -> None:
         self._held.append(message)
         if self._begun or self._may_begin():
             self._begun = True
