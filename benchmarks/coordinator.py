@@ -37,7 +37,7 @@ from vllm_omni_plugin.coordinator import (
     encode_event,
     engine_key,
 )
-from vllm_omni_plugin.coordinator.head_messages import Beat, Work
+from vllm_omni_plugin.coordinator.head_messages import SEAT_PROTOCOL, Beat, Work
 from vllm_omni_plugin.coordinator.head_wire import encode_from_head
 from vllm_omni_plugin.coordinator.sockets import ROLE
 from vllm_omni_plugin.curve import Secrets, secure_client
@@ -234,7 +234,7 @@ class _Drone:
     def turn(self, turn: int) -> None:
         """Do what is to be done 20 times in a second."""
         if turn % REPORTS_PER_S == 0:
-            self._socket.send(encode_from_head(Beat(self._head_id, 1, self._sequence, turn == 0)))
+            self._socket.send(encode_from_head(Beat(self._head_id, 1, self._sequence, turn == 0, SEAT_PROTOCOL)))
         self._sequence += 1
         work = [] if self._sequence == 1 else _rows(turn, self._replicas)
         self._socket.send(encode_from_head(Work(self._sequence, self._sequence == 1, work)))

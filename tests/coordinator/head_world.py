@@ -5,6 +5,7 @@ from collections import deque
 import zmq
 
 from vllm_omni_plugin.coordinator import HeadListener, PeerCall, ReplicaEvent, ReplicaList, ReplicaWork
+from vllm_omni_plugin.coordinator.deliveries import Refused, Seated
 from vllm_omni_plugin.coordinator.editions import ListEditions
 from vllm_omni_plugin.coordinator.head_desk import HeadDesk
 from vllm_omni_plugin.coordinator.head_listener import tell
@@ -44,6 +45,7 @@ class Head(HeadListener):
         self.others: dict[str, dict[int, ReplicaWork]] = {}
         self.calls: list[PeerCall] = []
         self.dropped: list[WireError] = []
+        self.refusals: list[str] = []
 
     def replicas_listed(self, replicas: ReplicaList) -> None:
         self.lists.append(replicas)
@@ -77,6 +79,10 @@ class Head(HeadListener):
                 one.tell()
             elif isinstance(one, WireError):
                 self.dropped.append(one)
+            elif isinstance(one, Refused):
+                self.refusals.append(one.reason)
+            elif isinstance(one, Seated):
+                self.refusals.clear()
             else:
                 tell(self, one)
 

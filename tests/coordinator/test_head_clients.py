@@ -26,7 +26,16 @@ from vllm_omni_plugin.coordinator import (
     engine_key,
 )
 from vllm_omni_plugin.coordinator.deliveries import FullList, ListDelta, Seated, WorkWanted
-from vllm_omni_plugin.coordinator.head_messages import Answer, Beat, Bye, Call, Numbers, ReplicaNumber, Work
+from vllm_omni_plugin.coordinator.head_messages import (
+    SEAT_PROTOCOL,
+    Answer,
+    Beat,
+    Bye,
+    Call,
+    Numbers,
+    ReplicaNumber,
+    Work,
+)
 from vllm_omni_plugin.coordinator.head_wire import encode_from_head, encode_to_head
 from vllm_omni_plugin.coordinator.sockets import ROLE
 from vllm_omni_plugin.curve import Secrets, secure_client
@@ -245,7 +254,7 @@ def test_call_that_is_too_large_or_no_json_is_the_callers_error(coordinator: Omn
 
 
 FROM_HEADS = [
-    Beat("stranger", 5, 3, True),
+    Beat("stranger", 5, 3, True, SEAT_PROTOCOL),
     Work(1, True, [ROW]),
     Numbers([ReplicaNumber(0, "tcp://a:1", "tcp://a:2", 3)]),
     Call(1, "greet", {"x": [1]}),
@@ -293,8 +302,25 @@ def test_frames_without_a_seat_are_stale(coordinator: OmniCoordinator, dealer: O
 
 def test_more_heads_than_seats_are_counted_and_dropped(coordinator: OmniCoordinator, dealer: OpenDealer) -> None:
     for number in range(66):
-        dealer(coordinator.router_zmq_addr).send(encode_from_head(Beat(f"head-{number}", 1, 0, True)))
+        dealer(coordinator.router_zmq_addr).send(encode_from_head(Beat(f"head-{number}", 1, 0, True, SEAT_PROTOCOL)))
     eventually(lambda: coordinator.invalid_frames["table-full"] == 2)
+
+
+def test_a_head_says_why_it_has_no_seat_and_when_it_has_one(coordinator: OmniCoordinator, dealer: OpenDealer) -> None:
+    peers = [dealer(coordinator.router_zmq_addr) for _ in range(64)]
+    for number, peer in enumerate(peers):
+        peer.send(encode_from_head(Beat(f"head-{number}", 1, 0, True, SEAT_PROTOCOL)))
+    for peer in peers:
+        peer.recv()
+    head = Listener(coordinator.router_zmq_addr, "late", interval=0.05)
+    try:
+        eventually(lambda: head.troubles != [])
+        peers[0].send(encode_from_head(Bye()))
+        eventually(lambda: len(head.troubles) == 2)
+    finally:
+        head.client.close()
+    full = f"the coordinator at {coordinator.router_zmq_addr} gives this head no seat: there are 64 heads already"
+    assert head.troubles == [full, ""]
 
 
 def test_hostile_frames_of_heads_harm_neither_service_nor_neighbours(

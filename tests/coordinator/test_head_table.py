@@ -8,12 +8,14 @@ from coordinator_support import make_event
 from head_world import World, rows
 
 from vllm_omni_plugin.coordinator import PeerAnswer, ReplicaKey, ReplicaStatus, ReplicaWork, engine_key
-from vllm_omni_plugin.coordinator.head_messages import Beat, ReplicaNumber, Work
+from vllm_omni_plugin.coordinator.head_messages import SEAT_PROTOCOL, Beat, ReplicaNumber, Work
 from vllm_omni_plugin.coordinator.head_table import HEAD_TIMEOUT, MAX_HEADS
+from vllm_omni_plugin.coordinator.head_wire import encode_from_head
 from vllm_omni_plugin.coordinator.membership import MembershipTable, TableFullError
 from vllm_omni_plugin.coordinator.numbering import Numbering
 from vllm_omni_plugin.coordinator.pending_calls import NoSeatError
 from vllm_omni_plugin.coordinator.seat import MAX_WORK_ROWS, Seat
+from vllm_omni_plugin.errors import WireError
 
 
 def key(name: str, stage_id: int = 0) -> ReplicaKey:
@@ -26,6 +28,10 @@ def number(name: str, replica_id: int) -> ReplicaNumber:
 
 def work(name: str = "a", requests: int = 1) -> ReplicaWork:
     return ReplicaWork(engine_key(*key(name), 0), requests, 10 * requests)
+
+
+def beat(head_id: str, seat: int, anew: bool = True) -> Beat:
+    return Beat(head_id, seat, 0, anew, SEAT_PROTOCOL)
 
 
 @pytest.fixture
@@ -212,30 +218,59 @@ def test_coordinator_that_was_late_itself_lets_nobody_go(world: World) -> None:
 
 def test_older_connection_of_a_head_does_not_take_the_seat_back(world: World) -> None:
     heads = world.coordinator.heads
-    assert heads.beat(b"new", Beat("h1", 10**9, 0, True), world.now)
-    assert heads.beat(b"old", Beat("h1", 10**9 - 1, 0, True), world.now) is None
-    assert heads.beat(b"other", Beat("h1", 10**9, 0, True), world.now) is None
+    assert heads.beat(b"new", beat("h1", 10**9), world.now)
+    assert heads.beat(b"old", beat("h1", 10**9 - 1), world.now) is None
+    assert heads.beat(b"other", beat("h1", 10**9), world.now) is None
     assert heads.work(b"old", Work(1, True, [work()])) is None
 
 
 def test_connection_with_a_seat_cannot_take_another(world: World) -> None:
     peer = world.heads["h1"].peer
-    assert world.coordinator.heads.beat(peer, Beat("h2", 10**9, 0, True), world.now) is None
-    assert world.coordinator.heads.beat(peer, Beat("h9", 10**9, 0, True), world.now) is None
+    assert world.coordinator.heads.beat(peer, beat("h2", 10**9), world.now) is None
+    assert world.coordinator.heads.beat(peer, beat("h9", 10**9), world.now) is None
 
 
 def test_seats_are_bounded(world: World) -> None:
     heads = world.coordinator.heads
     for count in range(MAX_HEADS - len(heads)):
-        assert heads.beat(b"p%d" % count, Beat(f"x{count}", 1, 0, True), world.now)
+        assert heads.beat(b"p%d" % count, beat(f"x{count}", 1), world.now)
     with pytest.raises(TableFullError, match="64 heads"):
-        heads.beat(b"one too many", Beat("one too many", 1, 0, True), world.now)
-    assert heads.beat(world.heads["h1"].peer, Beat("h1", 10**6, 0, False), world.now)
+        heads.beat(b"one too many", beat("one too many", 1), world.now)
+    assert heads.beat(world.heads["h1"].peer, beat("h1", 10**6, anew=False), world.now)
+
+
+def test_a_head_without_a_seat_is_told_why_until_there_is_one(world: World) -> None:
+    world.coordinator.heads.beat(b"elsewhere", beat("h9", 1), world.now)
+    for count in range(MAX_HEADS - len(world.coordinator.heads)):
+        world.coordinator.heads.beat(b"p%d" % count, beat(f"x{count}", 1), world.now)
+    late = world.connect("late")
+    with pytest.raises(TableFullError):
+        world.exchange("late")
+    world.exchange("late")
+    assert late.refusals == ["there are 64 heads already"]
+    world.coordinator.heads.leave(b"elsewhere")
+    late.session.beat()
+    world.exchange("late")
+    assert late.refusals == []
+    assert late.lists
+
+
+@pytest.mark.parametrize("protocol", [0, SEAT_PROTOCOL + 1])
+def test_a_head_of_another_version_gets_no_seat_and_is_told_what_to_do(world: World, protocol: int) -> None:
+    stranger = world.connect("stranger")
+    stranger.session.frames.clear()
+    stranger.up.append(encode_from_head(Beat("stranger", 1, 0, True, protocol)))
+    with pytest.raises(WireError, match="same version of vllm-omni-plugin"):
+        world.exchange("stranger")
+    assert len(world.coordinator.heads) == 3
+    world.exchange("stranger")
+    (refusal,) = stranger.refusals
+    assert f"head stranger speaks version {protocol} and the coordinator version {SEAT_PROTOCOL}" in refusal
 
 
 def test_being_told_everything_again_and_again_is_limited(world: World) -> None:
     head = world.heads["h1"]
-    told = [world.coordinator.heads.beat(head.peer, Beat("h1", 10**6, 0, True), world.now) for _ in range(100)]
+    told = [world.coordinator.heads.beat(head.peer, beat("h1", 10**6), world.now) for _ in range(100)]
     assert sum(len(frame) for letters in told[1:] if letters for _, frame in letters) < 100 * 150
 
 

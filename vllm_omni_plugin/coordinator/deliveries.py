@@ -17,6 +17,12 @@ class Seated(Struct, frozen=True, tag="seated"):
     heads: list[HeadId]
 
 
+class Refused(Struct, frozen=True, tag="refused"):
+    """This head gets no seat, and is told so with every beat."""
+
+    reason: ErrorText
+
+
 class WorkWanted(Struct, frozen=True, tag="work_wanted"):
     """The coordinator does not know all that this head has in flight."""
 
@@ -90,7 +96,17 @@ class HeadLeft(Struct, frozen=True, tag="head_left"):
 
 
 ToHead = (
-    Seated | WorkWanted | NumbersWanted | FullList | ListDelta | PeerWork | PeerCall | CallSent | Answered | HeadLeft
+    Seated
+    | Refused
+    | WorkWanted
+    | NumbersWanted
+    | FullList
+    | ListDelta
+    | PeerWork
+    | PeerCall
+    | CallSent
+    | Answered
+    | HeadLeft
 )
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import zmq
 
-from vllm_omni_plugin.coordinator.head_listener import HeadListener, tell
+from vllm_omni_plugin.coordinator.deliveries import Refused, Seated
+from vllm_omni_plugin.coordinator.head_listener import HeadListener, SeatLost, tell
 from vllm_omni_plugin.coordinator.head_messages import PeerAnswer, PeerCall, ReplicaWork
 from vllm_omni_plugin.coordinator.head_session import HeadSession, News
 from vllm_omni_plugin.coordinator.link import CoordinatorLink
@@ -39,8 +40,8 @@ class OmniCoordClientForHead:
         listener: Is told what comes.
         secrets: The fleet's, or None where it has none; tried in turn.
         heartbeat_interval: Seconds between beats; more than 1 counts as 1.
-        on_unreachable: Called in the client's own thread with why the coordinator cannot be reached, whenever that
-            changes, and with "" once it is reached; must not block.
+        on_unreachable: Called in the client's own thread with why the coordinator cannot be reached or gives no seat,
+            whenever that changes, and with "" once there is a seat; must not block.
 
     Raises:
         ConfigError: ``coord_zmq_addr`` is no address, or the interval is not positive.
@@ -66,6 +67,8 @@ class OmniCoordClientForHead:
         self._closed = False
         self._session = HeadSession(head_id)
         self._invalid_frames = 0
+        self._coordinator = f"the coordinator at {coord_zmq_addr}"
+        self._trouble: str | None = None
         self._link = CoordinatorLink(coord_zmq_addr, open_head_dealer, secrets, self._link_changed)
         self._thread = threading.Thread(target=self._run, name="omni-head-client", daemon=True)
         self._thread.start()
@@ -182,8 +185,14 @@ class OmniCoordClientForHead:
             elif not self._closed:
                 # The wall clock, because it also grows over a restart of the process.
                 self._session.connected(time.time_ns())
-        if self._on_unreachable is not None:
-            self._guarded(self._on_unreachable, trouble)
+        if trouble:
+            self._say(trouble)
+
+    def _say(self, trouble: str) -> None:
+        if trouble != self._trouble:
+            self._trouble = trouble
+            if self._on_unreachable is not None:
+                self._guarded(self._on_unreachable, trouble)
 
     def _tell(self, news: Sequence[News]) -> None:
         for one in news:
@@ -191,7 +200,13 @@ class OmniCoordClientForHead:
                 one.tell()
             elif isinstance(one, WireError):
                 self._note_invalid(one)
+            elif isinstance(one, Seated):
+                self._say("")
+            elif isinstance(one, Refused):
+                self._say(f"{self._coordinator} gives this head no seat: {one.reason}")
             else:
+                if isinstance(one, SeatLost):
+                    self._say(f"{self._coordinator} is silent")
                 self._guarded(tell, self._listener, one)
 
     def _note_invalid(self, error: WireError) -> None:

@@ -9,7 +9,9 @@ from vllm_omni_plugin.coordinator.editions import ListEditions
 from vllm_omni_plugin.coordinator.head_messages import Answer, Beat, Bye, Call, FromHead, Numbers, Work
 from vllm_omni_plugin.coordinator.head_table import HeadTable, Letter
 from vllm_omni_plugin.coordinator.head_wire import decode_from_head
+from vllm_omni_plugin.coordinator.membership import TableFullError
 from vllm_omni_plugin.coordinator.sockets import Socket
+from vllm_omni_plugin.errors import WireError
 
 
 class HeadDesk:
@@ -30,7 +32,7 @@ class HeadDesk:
         """Take in a frame of a connection; return whether it had a meaning, or came too late to have one.
 
         Raises:
-            WireError: It is no message of a head.
+            WireError: It is no message of a head, or of one of another version.
             TableFullError: There is no seat for another head.
         """
         letters = self._answer(peer, decode_from_head(frame), now)
@@ -56,7 +58,7 @@ class HeadDesk:
     def _answer(self, peer: bytes, message: FromHead, now: float) -> list[Letter] | None:
         match message:
             case Beat():
-                return self._heads.beat(peer, message, now)
+                return self._beat(peer, message, now)
             case Work():
                 return self._heads.work(peer, message)
             case Call():
@@ -70,3 +72,10 @@ class HeadDesk:
                     return None
                 self._editions.reserve(message)
                 return []
+
+    def _beat(self, peer: bytes, beat: Beat, now: float) -> list[Letter] | None:
+        try:
+            return self._heads.beat(peer, beat, now)
+        except (TableFullError, WireError) as error:
+            self.send([self._heads.refusal(peer, str(error))])
+            raise

@@ -11,6 +11,9 @@ from msgspec import Meta, Struct
 
 from vllm_omni_plugin.coordinator.messages import Address, Ordinal, QueueLength, ReplicaId, StageId
 
+SEAT_PROTOCOL = 1
+"""Of what heads, the coordinator and through it the heads say to each other. Ends that differ do not work together."""
+
 MAX_HEAD_ID_CHARS = 128
 MAX_METHOD_CHARS = 128
 MAX_ERROR_CHARS = 4096
@@ -96,12 +99,14 @@ class Beat(Struct, frozen=True, tag="beat"):
         seat: Grows whenever it asks for another seat, so that what is left of an older connection is recognised.
         work_sequence: The number of its last `Work`.
         anew: Whether it has missed something, and wants to be told everything again.
+        protocol: `SEAT_PROTOCOL` of the head.
     """
 
     head_id: HeadId
     seat: Ordinal
     work_sequence: Ordinal
     anew: bool
+    protocol: Ordinal
 
 
 class Work(Struct, frozen=True, tag="work"):

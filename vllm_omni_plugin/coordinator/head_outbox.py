@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from vllm_omni_plugin.coordinator.head_messages import (
     MAX_ERROR_CHARS,
     ROWS_PER_FRAME,
+    SEAT_PROTOCOL,
     Answer,
     Beat,
     FromHead,
@@ -50,7 +51,7 @@ class HeadOutbox:
         """Say that the head is there. ``anew``: see `Beat`."""
         if not self.has_seat:
             self.frames.clear()
-        self.add(Beat(self._head_id, self._seat, self._work_sequence, anew))
+        self.add(Beat(self._head_id, self._seat, self._work_sequence, anew, SEAT_PROTOCOL))
 
     def report(self, work: Sequence[ReplicaWork], full: bool) -> None:
         """Say what is in flight, in as many frames as it takes."""

@@ -12,6 +12,7 @@ from vllm_omni_plugin.coordinator.deliveries import (
     Delivery,
     HeadLeft,
     NumbersWanted,
+    Refused,
     Seated,
     ToHead,
 )
@@ -33,8 +34,8 @@ from vllm_omni_plugin.errors import WireError
 
 SEAT_TIMEOUT = 2.0
 
-News = Told | Settled | WireError
-"""What the listener is told, a call that has come to its end, or a frame or message that was dropped."""
+News = Told | Settled | Seated | Refused | WireError
+"""What the listener is told, a call that has come to its end, whether there is a seat, or what was dropped."""
 
 
 class HeadSession:
@@ -117,8 +118,10 @@ class HeadSession:
         self._heard_at = now
         was_in_step = self._view.in_step
         notices = self._view.take(delivery, messages)
-        if any(isinstance(message, Seated) for message in messages):
+        seated = next((message for message in messages if isinstance(message, Seated)), None)
+        if seated is not None:
             self._outbox.has_seat = True
+            news.append(seated)
         elif was_in_step and not self._view.in_step:
             self._outbox.beat(anew=True)
         for notice in notices:

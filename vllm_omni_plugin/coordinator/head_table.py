@@ -14,14 +14,16 @@ from vllm_omni_plugin.coordinator.deliveries import (
     Delivery,
     HeadLeft,
     NumbersWanted,
+    Refused,
     Seated,
     WorkWanted,
 )
 from vllm_omni_plugin.coordinator.editions import ListEditions
-from vllm_omni_plugin.coordinator.head_messages import Answer, Beat, Call, PeerCall, Work
+from vllm_omni_plugin.coordinator.head_messages import SEAT_PROTOCOL, Answer, Beat, Call, PeerCall, Work
 from vllm_omni_plugin.coordinator.head_wire import DELIVERY_BYTES, encode_delivery, encode_passed_on, encode_to_head
 from vllm_omni_plugin.coordinator.membership import TableFullError
 from vllm_omni_plugin.coordinator.seat import Seat
+from vllm_omni_plugin.errors import WireError
 
 MAX_HEADS = 64
 # Heads beat at least once a second: three beats, and two seconds.
@@ -62,7 +64,13 @@ class HeadTable:
 
         Raises:
             TableFullError: There is no seat for another head.
+            WireError: The head speaks another version than the coordinator.
         """
+        if beat.protocol != SEAT_PROTOCOL:
+            raise WireError(
+                f"head {beat.head_id} speaks version {beat.protocol} and the coordinator version {SEAT_PROTOCOL}: all "
+                "heads of a fleet need the same version of vllm-omni-plugin"
+            )
         seat = self._sit(peer, beat, now)
         if seat is None:
             return None
@@ -75,6 +83,10 @@ class HeadTable:
         if not seat.in_step:
             messages.append(_WORK_WANTED)
         return self._letters(seat, messages) or [self._letter(seat, [])]
+
+    def refusal(self, peer: bytes, reason: str) -> Letter:
+        """What a connection is told that gets no seat."""
+        return peer, encode_delivery(Delivery(self._epoch, 0, [encode_to_head(Refused(reason))]))
 
     def work(self, peer: bytes, work: Work) -> list[Letter] | None:
         """Take a report in, for `relay`. None, here and below: the connection has no seat."""

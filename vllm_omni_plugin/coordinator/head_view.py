@@ -11,6 +11,7 @@ from vllm_omni_plugin.coordinator.deliveries import (
     ListDelta,
     NumbersWanted,
     PeerWork,
+    Refused,
     Seated,
     ToHead,
     WorkWanted,
@@ -19,7 +20,7 @@ from vllm_omni_plugin.coordinator.head_messages import PeerCall, ReplicaNumber
 from vllm_omni_plugin.coordinator.membership import ReplicaKey
 from vllm_omni_plugin.coordinator.messages import ReplicaInfo, ReplicaList
 
-Notice = ReplicaList | PeerWork | HeadLeft | PeerCall | WorkWanted | NumbersWanted | CallSent | Answered
+Notice = ReplicaList | PeerWork | HeadLeft | PeerCall | WorkWanted | NumbersWanted | CallSent | Answered | Refused
 """What a delivery says to a head."""
 
 
@@ -65,7 +66,7 @@ class HeadView:
 
     def _heed(self, message: ToHead) -> Iterator[Notice]:
         match message:
-            case PeerCall() | CallSent() | Answered() | WorkWanted() | NumbersWanted():
+            case PeerCall() | CallSent() | Answered() | WorkWanted() | NumbersWanted() | Refused():
                 yield message
             case _ if not self.in_step:
                 return

@@ -14,7 +14,7 @@ from vllm_omni_plugin.coordinator import OmniCoordClientForHead, OmniCoordinator
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.integration.fleet_stages import FleetStages
 from vllm_omni_plugin.integration.pipeline_config import stage_plans
-from vllm_omni_plugin.integration.rules import bind_address, coordinator_address
+from vllm_omni_plugin.integration.rules import bind_address, coordinator_address, warn_of_exposure
 from vllm_omni_plugin.integration.stage_plan import StagePlan, TextApi
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.local_replicas import LocalReplicas
@@ -128,12 +128,7 @@ class Fleet:
         options = self._options
         assert options.master_port is not None
         address = bind_address(options, headless=False)
-        if options.insecure:
-            logger.warning(
-                "--omni-insecure: everybody who reaches %s port %d can use and harm this fleet.",
-                address,
-                options.master_port,
-            )
+        warn_of_exposure(options, address)
         coordinator = OmniCoordinatorRuntime(
             address,
             options.master_port,

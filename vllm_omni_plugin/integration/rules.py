@@ -9,8 +9,11 @@ from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.flag_table import FLAGS, Side
+from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.ports import PortRange
 from vllm_omni_plugin.replicas.served_engine import HEAD_SLOTS
+
+logger = init_logger(__name__)
 
 _OF_THE_LINKS = ("heartbeat_interval", "heartbeat_timeout", "secret_file", "insecure")
 _BEATS_PER_TIMEOUT = 3
@@ -202,6 +205,12 @@ def check_exposure(options: OmniConfig, address: str, headless: bool) -> None:
         f"argument {flag}: {address} can be reached from other machines, and without a secret everybody there could "
         "use and harm the fleet. Give all nodes the same --omni-secret-file, or accept that with --omni-insecure"
     )
+
+
+def warn_of_exposure(options: OmniConfig, address: str) -> None:
+    """Say, where a process begins to listen, what the user has accepted."""
+    if options.insecure:
+        logger.warning("--omni-insecure: everybody who reaches %s can use and harm this fleet.", address)
 
 
 def _check_bindable(address: str, port: int, flag: str) -> None:

@@ -33,7 +33,7 @@ from vllm_omni_plugin.integration.api_server_process import ApiServerProcesses
 from vllm_omni_plugin.integration.api_servers import ApiServers
 from vllm_omni_plugin.integration.flags import JOINED, exit_with
 from vllm_omni_plugin.integration.pipeline_config import stage_plans
-from vllm_omni_plugin.integration.rules import bind_address, check_exposure, coordinator_address
+from vllm_omni_plugin.integration.rules import bind_address, check_exposure, coordinator_address, warn_of_exposure
 from vllm_omni_plugin.integration.stage_plan import StagePlan
 from vllm_omni_plugin.integration.supervisor import supervise
 from vllm_omni_plugin.logger import init_logger
@@ -121,6 +121,7 @@ def _open_fleet(options: OmniConfig, resources: ExitStack) -> OmniConfig:
         host, port, home = bind_address(options, headless=False), options.master_port, options
         if ipaddress.ip_address(host).is_unspecified:
             home = replace(options, master_address=_LOOPBACK, replica_address=options.replica_address or get_ip())
+    warn_of_exposure(options, host)
     coordinator = OmniCoordinatorRuntime(host, port, options.heartbeat_timeout, secret_file=home.secret_file)
     resources.callback(coordinator.close)
     if options.is_open:
