@@ -109,7 +109,7 @@ class OmniCoordinator:
 
     @property
     def invalid_frames(self) -> dict[str, int]:
-        """Frames dropped so far, by reason (`DropReason`). One over 64 KiB ends its connection and is not counted."""
+        """Frames dropped so far, by reason (`DropReason`). One over 256 KiB ends its connection and is not counted."""
         with self._lock:
             return self._drops.counts
 
