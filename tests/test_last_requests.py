@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,10 +55,16 @@ def last(processor: FakeProcessor) -> LastRequests:
 
 
 def submit(
-    last: LastRequests, processor: FakeProcessor, request_id: str, *, pooling: bool = False, call: Any = None
+    last: LastRequests,
+    processor: FakeProcessor,
+    request_id: str,
+    *,
+    pooling: bool = False,
+    call: Any = None,
+    said: list[Exception] | None = None,
 ) -> bool:
     """As AsyncLLM does, whose processor knows it first."""
-    queue: list[Exception] = []
+    queue = [] if said is None else said
     processor.request_states[request_id] = SimpleNamespace(
         detokenizer=None if pooling else "one", queue=SimpleNamespace(put=queue.append, said=queue)
     )
@@ -81,12 +88,24 @@ async def test_the_end_waits_until_asyncllm_has_answered_what_replicas_have_fini
     assert fleet.asked == [60.0]
 
 
-async def test_what_comes_during_the_end_is_ended_at_once(last: LastRequests, processor: FakeProcessor) -> None:
+async def test_what_comes_during_the_end_is_refused_at_once(last: LastRequests, processor: FakeProcessor) -> None:
     assert submit(last, processor, "a")
     await asyncio.to_thread(last.let_finish, Finished(left=0.0).let_finish, 60.0)
-    assert not submit(last, processor, "b")
+    said: list[Exception] = []
+    assert not submit(last, processor, "b", said=said)
     assert processor.aborted == ["b"]
     assert list(processor.request_states) == ["a"]
+    (error,) = said
+    assert isinstance(error, GracefulHTTPError)
+    assert error.http_status == HTTPStatus.SERVICE_UNAVAILABLE
+
+
+async def test_a_server_made_on_its_loop_waits_before_its_first_request_has_reached_an_engine() -> None:
+    last = LastRequests()
+    last.bind(FakeProcessor())
+    fleet = Finished(left=0.0)
+    await asyncio.to_thread(last.let_finish, fleet.let_finish, 60.0)
+    assert fleet.asked == [60.0]
 
 
 @pytest.mark.parametrize("timeout", [None, 0.0])

@@ -93,8 +93,10 @@ async def test_the_memory_of_a_replica_is_known_from_its_ready_response() -> Non
 async def test_statistics_carry_the_replicas_id(fleet: FakeFleet) -> None:
     fleet.links[1].report(running=4)
     fleet.links[0].report(running=2)
-    await eventually(lambda: len(fleet.orchestrator.output_async_queue))
-    await fleet.read()
+    queue = fleet.orchestrator.output_async_queue
+    while len(fleet.statistics) < 2:
+        await eventually(lambda: len(queue))
+        await fleet.read()
     assert fleet.statistics == [(1, 4), (0, 2)]
 
 

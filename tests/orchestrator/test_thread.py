@@ -22,6 +22,9 @@ from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.thread import OrchestratorThread
 
+# Nothing that AsyncLLM hands over looks like this, so the orchestrator cannot deal with it.
+UNKNOWN_TO_ENGINES = SubmitRequest(object(), 0.0)
+
 
 class Head:
     """A thread with two replicas."""
@@ -106,7 +109,18 @@ def test_who_waits_for_requests_of_a_fleet_that_is_closed_does_not_wait(head: He
         with pytest.raises(TimeoutError):
             waiting.result(0.05)
         head.thread.close(0.0)
-        assert waiting.result(10) <= 60
+        assert waiting.result(10) == 0
+
+
+def test_who_waits_for_requests_of_an_orchestrator_that_fails_does_not_wait(head: Head) -> None:
+    head.thread.start()
+    submit(head)
+    with ThreadPoolExecutor() as executor:
+        waiting = executor.submit(head.thread.let_finish, 60.0)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.05)
+        head.orchestrator.request_async_queue.force_put(UNKNOWN_TO_ENGINES)
+        assert waiting.result(10) == 0
 
 
 def test_closing_what_was_never_started_is_nothing(head: Head) -> None:
@@ -161,8 +175,7 @@ def test_a_crash_of_the_orchestrator_releases_its_clients_and_ends_the_engines(
 ) -> None:
     head.thread.start()
     queue = head.orchestrator.output_async_queue
-    # Nothing that AsyncLLM hands over looks like this, so the orchestrator cannot deal with it.
-    head.orchestrator.request_async_queue.force_put(SubmitRequest(object(), 0.0))
+    head.orchestrator.request_async_queue.force_put(UNKNOWN_TO_ENGINES)
     with pytest.raises(HandoverClosedError):
         asyncio.run(queue.get_batch())
     head.thread.close(0.0)

@@ -32,7 +32,7 @@ def engine_key(stage_id: int, input_addr: str, output_addr: str, incarnation: in
     """By what heads name one start of a replica to each other, so that its work never counts for another start.
 
     A hash, since addresses would be three quarters of what the coordinator has to write. That two of 8,192 share one
-    has a chance of 4 in 10**9, and the two would then look as busy as both.
+    has a chance of 4 in 10**9; what others have on one of the two would then count for the other as well.
     """
     identity = f"{stage_id} {input_addr} {output_addr} {incarnation}"
     return int.from_bytes(blake2b(identity.encode(), digest_size=8).digest()) % ENGINE_KEYS

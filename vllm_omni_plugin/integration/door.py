@@ -62,8 +62,8 @@ def open_door() -> None:
     def shutdown(self: Any, timeout: float | None = None) -> None:
         core = getattr(self, "engine_core", None)
         if isinstance(core, FleetClient) and core.answers:
-            # vLLM's server calls this beside its loop while answers are made, and again when it has ended. Only then
-            # may the renderer close, without which there are none.
+            # vLLM's server calls this beside its loop while answers are made, and again when it stops waiting for them.
+            # Only then may the renderer close, without which there are none.
             core.shutdown(timeout)
         else:
             own_shutdown(self, timeout)

@@ -19,6 +19,8 @@ _WHY = "The server is shutting down."
 class LastRequests:
     """Lets requests finish, and ends those that cannot, with the finish reason "abort", as vLLM's engine does.
 
+    Those that have not begun fail with 503, which clients and balancers try elsewhere.
+
     Without an end, vLLM's server would wait for its open connections for ever. `let_finish` and `end` are called from
     the thread that ends the fleet, all else from AsyncLLM's loop.
 
@@ -46,6 +48,9 @@ class LastRequests:
     def bind(self, output_processor: Any) -> None:
         """From now on requests are those of AsyncLLM's `OutputProcessor`."""
         self._output_processor = output_processor
+        # vLLM's server makes AsyncLLM on the loop that answers; who makes it elsewhere has no answers before a request.
+        with suppress(RuntimeError):
+            self._loop = asyncio.get_running_loop()
 
     async def until_ending(self) -> None:
         """Return once new requests are refused."""
@@ -55,11 +60,10 @@ class LastRequests:
             await self._told.wait()
 
     def take(self, request: Any, call: PipelineCall | None) -> bool:
-        """Whether a new request is to be served; if not, it has been ended, and the call of a pipeline with it."""
-        if self._loop is None:
-            self._loop = asyncio.get_running_loop()
+        """Whether a new request is to be served; if not, it has failed, and the call of a pipeline with it."""
+        self._loop = asyncio.get_running_loop()
         if self.ending:
-            self._abort([request.request_id])
+            self._abort([request.request_id], begun=False)
             if call is not None:
                 call.put(CallEnded(NoReplicaError(_WHY)))
         return not self.ending
@@ -103,12 +107,12 @@ class LastRequests:
                 self._loop.call_soon_threadsafe(do)
 
     def _abort_all(self) -> None:
-        self._abort(tuple(self._output_processor.request_states))
+        self._abort(tuple(self._output_processor.request_states), begun=True)
 
-    def _abort(self, request_ids: Sequence[str]) -> None:
+    def _abort(self, request_ids: Sequence[str], *, begun: bool) -> None:
         states = [self._output_processor.request_states.get(request_id) for request_id in request_ids]
         self._output_processor.abort_requests(request_ids, internal=True)
         for state in states:
             # The answer of a pooling model has no finish reason, and would be taken for a whole one.
-            if state is not None and state.detokenizer is None:
+            if state is not None and (not begun or state.detokenizer is None):
                 state.queue.put(to_http(NoReplicaError(_WHY)))

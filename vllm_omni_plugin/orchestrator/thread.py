@@ -147,11 +147,12 @@ class OrchestratorThread:
         finished = asyncio.create_task(self._orchestrator.until_all_finished(), name="omni-finish")
         awaited: list[asyncio.Future[Any]] = [finished]
         if self._serving is not None:
-            # It ends first only if it fails, and then nothing finishes any more.
             awaited.append(self._serving)
         try:
             await asyncio.wait(awaited, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-            return max(0.0, ends_at - loop.time()) if finished.done() else 0.0
+            # An orchestrator that has ended has dropped its requests, which looks as if they had finished.
+            ended = self._serving is not None and self._serving.done()
+            return max(0.0, ends_at - loop.time()) if finished.done() and not ended else 0.0
         finally:
             finished.cancel()
 

@@ -71,7 +71,7 @@ class WorkExchange:
         """See `Peers`."""
         key = self._keys.pop(member, None)
         if key is not None:
-            del self._members[key]
+            self._members.pop(key, None)
         self._note(key)
 
     def peer_work(self, message: PeerWork) -> None:
