@@ -7,11 +7,14 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 
 from tests.fakes.engine_api import FakeEngineApi
 from tests.fakes.fleet import FakeFleet
+from tests.orchestrator.work_bus import Timers
 from vllm_omni_plugin.admin.metrics import FleetCollector
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
+from vllm_omni_plugin.orchestrator.messages import PeersLost, PeerWork
 from vllm_omni_plugin.orchestrator.metrics import Histogram
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.stage_pool import StagePool
+from vllm_omni_plugin.orchestrator.work_exchange import WorkExchange
 
 
 def registry_of(orchestrator: Orchestrator) -> CollectorRegistry:
@@ -57,6 +60,22 @@ def test_the_families_are_these() -> None:
         "vllm_omni:matched_tokens": "counter",
         "vllm_omni:cached_tokens": "counter",
     }
+
+
+def test_a_head_that_can_be_joined_says_who_it_hears_of() -> None:
+    orchestrator = empty_orchestrator()
+    orchestrator.exchange = exchange = WorkExchange(orchestrator.stage_pools, print, call_later=Timers().call_later)
+    registry = registry_of(orchestrator)
+    assert registry.get_sample_value("vllm_omni:heads") == 1
+    assert registry.get_sample_value("vllm_omni:coordinator_connected") is None
+    exchange.peer_work(PeerWork("another", [], True))
+    orchestrator.metrics.has_seat = True
+    assert registry.get_sample_value("vllm_omni:heads") == 2
+    assert registry.get_sample_value("vllm_omni:coordinator_connected") == 1
+    exchange.peers_lost(PeersLost(None))
+    orchestrator.metrics.has_seat = False
+    assert registry.get_sample_value("vllm_omni:heads") == 1
+    assert registry.get_sample_value("vllm_omni:coordinator_connected") == 0
 
 
 async def test_replicas_are_counted_by_state_and_every_state_is_shown() -> None:

@@ -89,6 +89,8 @@ def test_metrics_are_those_of_both_whichever_is_asked(api_servers: ApiServers) -
                 complete(client)
     until(lambda: counts() == (before[0] + 5, before[1] + 5), "all five are counted")
     assert api_servers.replicas_up() == 2
+    assert api_servers.metrics("vllm_omni:heads") == {(): 2}
+    assert api_servers.metrics("vllm_omni:coordinator_connected") == {(): 1}
 
 
 def test_work_of_one_is_seen_by_the_other(api_servers: ApiServers, threads: ThreadPoolExecutor) -> None:

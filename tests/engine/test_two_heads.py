@@ -16,6 +16,7 @@ from .suspended import standing_still
 TOKENS = 500
 SHUTDOWN_S = 60
 PROMPT = "the second head"
+SEAT = ("vllm_omni:coordinator_connected", "vllm_omni:heads")
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +57,10 @@ def replicas(head: Server) -> dict[str, Any]:
         return {row["id"]: row for row in http.get("/omni/replicas").json()["replicas"]}
 
 
+def coordinator_and_heads(head: Server) -> list[float]:
+    return [value for name in SEAT for value in head.metrics(name).values()]
+
+
 def test_both_answer_alike_and_call_the_replicas_by_the_same_names(nodes: NodeFleet, second: Server) -> None:
     assert complete(second) == complete(nodes.head)
     addresses = [{name: row["input_addr"] for name, row in replicas(head).items()} for head in (nodes.head, second)]
@@ -89,6 +94,7 @@ def test_the_streams_of_one_go_on_when_the_other_is_killed(
 ) -> None:
     dying, living = (nodes.head, second) if killed == "first" else (second, nodes.head)
     expected = complete(living, TOKENS)
+    until(lambda: coordinator_and_heads(living) == [1, 2], "it hears of the other")
     with ThreadPoolExecutor(2) as threads, Load(dying) as load:
         lost = [load.send(TOKENS, stream=True) for _ in range(2)]
         kept = [threads.submit(complete, living, TOKENS) for _ in range(2)]
@@ -96,6 +102,7 @@ def test_the_streams_of_one_go_on_when_the_other_is_killed(
         dying.kill()
         assert [answer.result() for answer in kept] == [expected, expected]
     until(lambda: sum(row["in_flight"] for row in replicas(living).values()) == 0, "nothing of the dead one is counted")
+    until(lambda: coordinator_and_heads(living) == [killed == "second", 1], "it says that it is alone")
     assert complete(living, TOKENS) == expected
     if killed == "second":
         del joined_heads["second"]

@@ -32,6 +32,7 @@ class FleetCollector(Collector):
         yield self._replicas_by_state()
         yield from self._per_replica()
         yield from self._loads()
+        yield from self._peers()
         yield _histogram(
             "vllm_omni:queue_time_seconds",
             "Seconds between the arrival of a request at the orchestrator and its first dispatch.",
@@ -92,6 +93,17 @@ class FleetCollector(Collector):
                 decode.add_metric(names, load.decode_tokens)
                 kv_usage.add_metric(names, load.kv_usage)
         return prefill, decode, kv_usage
+
+    def _peers(self) -> Iterator[Metric]:
+        has_seat, exchange = self._orchestrator.metrics.has_seat, self._orchestrator.exchange
+        if has_seat is not None:
+            yield GaugeMetricFamily(
+                "vllm_omni:coordinator_connected", "Whether the coordinator answers this head: 1 or 0.", has_seat
+            )
+        if exchange is not None:
+            yield GaugeMetricFamily(
+                "vllm_omni:heads", "Heads of the fleet that this one hears of, and itself.", exchange.heads
+            )
 
 
 def _held(metrics: OrchestratorMetrics) -> Metric:

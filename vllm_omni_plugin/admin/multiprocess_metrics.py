@@ -19,8 +19,13 @@ logger = init_logger(__name__)
 
 _INTERVAL_S = 1.0
 
-_GAUGE_MODES = {"vllm_omni:replicas": "livemostrecent", "vllm_omni:kv_cache_usage_ratio": "livemax"}
-"""What is no API server's own and must not be added up: all see the same replicas and the same caches."""
+_GAUGE_MODES = {
+    "vllm_omni:replicas": "livemostrecent",
+    "vllm_omni:kv_cache_usage_ratio": "livemax",
+    "vllm_omni:coordinator_connected": "livemin",
+    "vllm_omni:heads": "livemin",
+}
+"""What is no API server's own and must not be added up: all see the same replicas, caches and heads."""
 _OWN = "livesum"
 
 Key = tuple[str, tuple[tuple[str, str], ...]]

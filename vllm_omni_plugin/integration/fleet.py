@@ -149,8 +149,15 @@ class Fleet:
             SeatListener(self.orchestrator.rpc_async_queue),
             secrets=self._secrets,
             heartbeat_interval=self._options.heartbeat_interval,
-            on_unreachable=_log_seat,
+            on_unreachable=self._seat_changed,
         )
+
+    def _seat_changed(self, trouble: str) -> None:
+        self.orchestrator.metrics.has_seat = not trouble
+        if trouble:
+            logger.warning("%s. Replicas that serve go on; trying again.", trouble)
+        else:
+            logger.info("This head has its seat at the coordinator.")
 
     def _seat_now(self) -> OmniCoordClientForHead | None:
         with self._seating:
@@ -189,13 +196,6 @@ class Fleet:
             heartbeat_timeout=self._options.heartbeat_timeout,
             secrets=self._secrets,
         )
-
-
-def _log_seat(trouble: str) -> None:
-    if trouble:
-        logger.warning("%s. Replicas that serve go on; trying again.", trouble)
-    else:
-        logger.info("This head has its seat at the coordinator.")
 
 
 def _pool(plan: StagePlan) -> StagePool:

@@ -45,6 +45,7 @@ class OrchestratorMetrics:
         cached_tokens: prompt tokens that these engines said they had cached.
         stage_seconds: what requests spent in stages of a pipeline, by its id and name and by part: `transfer`,
             `queue`, `first_output`, `run`; see `OrchestratorRequestState.pipeline_timings`.
+        has_seat: whether the coordinator answers this head; None where there is none. Written by the seat's thread.
         waiting: requests that wait at the HTTP door for that reason now. It and `turned_away` are written by AsyncLLM's
             thread, all else by ours.
     """
@@ -64,6 +65,7 @@ class OrchestratorMetrics:
         self.matched_tokens = 0
         self.cached_tokens = 0
         self.stage_seconds: dict[tuple[int, str, str], Histogram] = {}
+        self.has_seat: bool | None = None
         self.waiting = 0
 
     def decided(self, stage_id: int, policy: str, decision: Decision) -> None:

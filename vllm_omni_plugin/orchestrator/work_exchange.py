@@ -54,6 +54,11 @@ class WorkExchange:
         for pool in pools:
             pool.peers = self
 
+    @property
+    def heads(self) -> int:
+        """How many heads are known, this one among them. May be read by any thread."""
+        return len(self._heads) + 1
+
     def serves(self, member: PoolMember) -> Work | None:
         """See `Peers`. Replicas that belong to this head alone are nobody else's business."""
         if not member.remote:
