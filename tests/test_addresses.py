@@ -7,7 +7,7 @@ import pytest
 
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.errors import ConfigError
-from vllm_omni_plugin.integration.rules import bind_address, coordinator_address
+from vllm_omni_plugin.integration.rules import bind_address, coordinator_address, say_how_to_join, warn_of_exposure
 
 V4 = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))
 V6 = (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", 0, 0, 0))
@@ -62,3 +62,24 @@ def test_name_that_comes_with_the_head_stays_a_name(names: dict[str, list[Any]])
 def test_node_is_reached_at_the_address_of_its_name(names: dict[str, list[Any]]) -> None:
     names["node"] = [V6, V4]
     assert bind_address(options("head", replica_address="node"), headless=True) == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("given", "bound", "told"),
+    [
+        pytest.param("10.0.0.1", "10.0.0.1", "10.0.0.1", id="one address"),
+        pytest.param("head.cluster", "10.0.0.1", "head.cluster", id="name"),
+        pytest.param("0.0.0.0", "0.0.0.0", "<an address of this machine>", id="every address"),
+    ],
+)
+def test_the_log_says_how_to_join(caplog: pytest.LogCaptureFixture, given: str, bound: str, told: str) -> None:
+    caplog.set_level("INFO")
+    say_how_to_join(options(given), bound)
+    where = f"--omni-master-address {told} --omni-master-port 7000"
+    assert caplog.messages == [f"Replicas join with: --headless {where}; another head with: --omni-join {where}"]
+
+
+@pytest.mark.parametrize("insecure", [True, False])
+def test_the_log_warns_of_what_was_accepted(caplog: pytest.LogCaptureFixture, insecure: bool) -> None:
+    warn_of_exposure(options("10.0.0.1", insecure=insecure), "10.0.0.1")
+    assert ["everybody who reaches 10.0.0.1" in message for message in caplog.messages] == [True] * insecure

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import threading
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -53,6 +54,9 @@ class Supervised:
         self.delays: list[float] = []
         self.trouble: list[OSError] = []
         self.obedient = True
+        self.spawning = 0
+        self.may_spawn = threading.Event()
+        self.may_spawn.set()
         self.go_on = asyncio.Event()
         self.go_on.set()
         self.now = 0.0
@@ -67,6 +71,8 @@ class Supervised:
 
     def _start(self, index: int) -> FakeProcess:
         assert self.connections[index] == NOT_ACCEPTING
+        self.spawning += 1
+        assert self.may_spawn.wait(10), "nobody could say so meanwhile"
         if self.trouble:
             raise self.trouble.pop()
         self.started.append((index, FakeProcess(100 + len(self.started), lambda: self.obedient)))
@@ -87,15 +93,16 @@ class Supervised:
 
     async def end(self, index: int, code: int = KILLED) -> None:
         """Let a process end, and wait for the next one to be started."""
-        before = len(self.started)
-        self.process(index).end(code)
-        await eventually(lambda: len(self.started) > before)
+        before = self.process(index)
+        before.end(code)
+        await eventually(lambda: self.process(index) is not before)
 
 
 @pytest.fixture
 async def supervised() -> AsyncIterator[Supervised]:
     supervised = Supervised()
     yield supervised
+    supervised.may_spawn.set()
     supervised.running.cancel()
     await asyncio.wait([supervised.running])
     for _, process in supervised.started:
@@ -147,6 +154,7 @@ async def test_one_that_served_once_may_fail_to_start_later(supervised: Supervis
 
 async def test_one_that_cannot_be_started_again_is_tried_again(supervised: Supervised) -> None:
     await supervised.serve(0)
+    await supervised.serve(1)
     supervised.trouble.append(OSError("too many open files"))
     await supervised.end(0)
     assert supervised.delays == [1.0, 2.0]
@@ -184,3 +192,45 @@ async def test_stopping_does_not_wait_for_a_restart(supervised: Supervised) -> N
     await eventually(lambda: supervised.delays == [1.0])
     await supervised.servers.stop(GRACE_S)
     assert len(supervised.started) == 2
+
+
+async def test_all_else_goes_on_while_one_is_being_spawned(supervised: Supervised) -> None:
+    await supervised.serve(0)
+    await supervised.serve(1)
+    supervised.may_spawn.clear()
+    supervised.process(0).end(KILLED)
+    await eventually(lambda: supervised.spawning == 3)
+    supervised.process(1).end(KILLED)
+    await eventually(lambda: supervised.buried == [(0, 100), (1, 101)])
+    supervised.may_spawn.set()
+    await eventually(lambda: len(supervised.started) == 4)
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+async def test_one_that_is_being_spawned_when_all_are_told_to_end_ends(supervised: Supervised, in_time: bool) -> None:
+    await supervised.serve(0)
+    await supervised.serve(1)
+    supervised.may_spawn.clear()
+    supervised.process(0).end(KILLED)
+    await eventually(lambda: supervised.spawning == 3)
+    supervised.obedient = in_time
+    stopping = asyncio.create_task(supervised.servers.stop(GRACE_S if in_time else 0.01))
+    await eventually(lambda: supervised.process(1).exitcode is not None)
+    supervised.may_spawn.set()
+    await stopping
+    await supervised.running
+    assert supervised.process(0).exitcode == (0 if in_time else KILLED)
+    assert len(supervised.started) == 3
+
+
+async def test_one_that_is_being_spawned_when_all_is_given_up_is_not_left_behind(supervised: Supervised) -> None:
+    await supervised.serve(0)
+    await supervised.serve(1)
+    supervised.may_spawn.clear()
+    supervised.process(0).end(KILLED)
+    await eventually(lambda: supervised.spawning == 3)
+    supervised.running.cancel()
+    supervised.may_spawn.set()
+    await asyncio.wait([supervised.running])
+    assert supervised.process(0).exitcode == KILLED
+    assert (0, 102) in supervised.buried

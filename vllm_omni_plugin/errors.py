@@ -1,5 +1,8 @@
 """The errors of the plugin. Each layer raises these; each edge maps them once to what its caller speaks."""
 
+SHUTTING_DOWN = "The server is shutting down."
+"""Why requests are refused that come when it has been told to end."""
+
 
 class OmniError(Exception):
     """Base of every error this package raises on purpose."""

@@ -5,7 +5,7 @@ from collections import deque
 import zmq
 
 from vllm_omni_plugin.coordinator import HeadListener, PeerCall, ReplicaEvent, ReplicaList, ReplicaWork
-from vllm_omni_plugin.coordinator.deliveries import Refused, Seated
+from vllm_omni_plugin.coordinator.deliveries import Refused
 from vllm_omni_plugin.coordinator.editions import ListEditions
 from vllm_omni_plugin.coordinator.head_desk import HeadDesk
 from vllm_omni_plugin.coordinator.head_listener import tell
@@ -46,6 +46,11 @@ class Head(HeadListener):
         self.calls: list[PeerCall] = []
         self.dropped: list[WireError] = []
         self.refusals: list[str] = []
+        self.seats = 0
+
+    def seat_taken(self) -> None:
+        self.seats += 1
+        self.refusals.clear()
 
     def replicas_listed(self, replicas: ReplicaList) -> None:
         self.lists.append(replicas)
@@ -81,8 +86,6 @@ class Head(HeadListener):
                 self.dropped.append(one)
             elif isinstance(one, Refused):
                 self.refusals.append(one.reason)
-            elif isinstance(one, Seated):
-                self.refusals.clear()
             else:
                 tell(self, one)
 

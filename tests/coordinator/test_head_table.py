@@ -7,7 +7,15 @@ import pytest
 from coordinator_support import make_event
 from head_world import World, rows
 
-from vllm_omni_plugin.coordinator import PeerAnswer, ReplicaKey, ReplicaStatus, ReplicaWork, engine_key
+from vllm_omni_plugin.coordinator import (
+    PeerAnswer,
+    ReplicaEvent,
+    ReplicaKey,
+    ReplicaStatus,
+    ReplicaWork,
+    engine_key,
+)
+from vllm_omni_plugin.coordinator.editions import ListEditions
 from vllm_omni_plugin.coordinator.head_messages import SEAT_PROTOCOL, Beat, ReplicaNumber, Work
 from vllm_omni_plugin.coordinator.head_table import HEAD_TIMEOUT, MAX_HEADS
 from vllm_omni_plugin.coordinator.head_wire import encode_from_head
@@ -82,14 +90,20 @@ def test_numbers_of_the_heads_own_engines_are_given_to_nobody() -> None:
 
 
 def test_number_of_a_row_that_was_displaced_is_free_again() -> None:
-    table = MembershipTable(10.0, max_replicas=1)
-    table.apply(make_event("a"), 0.0)
-    assert table.apply(make_event("a", status=ReplicaStatus.DOWN), 0.0)
-    change = table.apply(make_event("b"), 0.0)
-    assert change
-    assert change.forgotten
-    assert change.forgotten.event.input_addr == "tcp://a:1"
-    assert change.member.event.input_addr == "tcp://b:1"
+    table, numbering = MembershipTable(10.0, max_replicas=1), Numbering()
+    editions = ListEditions(table, numbering)
+
+    def announce(event: ReplicaEvent) -> None:
+        change = table.apply(event, 0.0)
+        assert change is not None
+        editions.note([change])
+        editions.revise(0.0, 0.0)
+
+    announce(make_event("a"))
+    announce(make_event("a", status=ReplicaStatus.DOWN))
+    assert numbering.number_of(key("a", stage_id=make_event("a").stage_id)) == 0
+    announce(make_event("b"))
+    assert numbering.number_of(key("b", stage_id=make_event("b").stage_id)) == 0
 
 
 def test_replica_keeps_its_number_when_it_comes_back_and_when_the_coordinator_does(world: World) -> None:
@@ -148,6 +162,19 @@ def test_lost_delta_is_healed_by_the_next_message(world: World) -> None:
     assert rows(head.lists[-1]) == rows(world.listed())
 
 
+def test_a_head_that_has_missed_a_delivery_is_told_so_since_it_may_have_been_a_call(world: World) -> None:
+    head = world.heads["h1"]
+    assert head.seats == 1
+    asking = world.heads["h2"].session.call("greet", None, world.now + 1.0)
+    world.exchange("h2")
+    head.down.pop()
+    world.announce(make_event("a"))
+    world.tick()
+    world.exchange("h1", "h2")
+    assert not asking.done()
+    assert head.seats == 2
+
+
 def test_report_reaches_the_other_heads_and_not_its_own(world: World) -> None:
     world.report("h1", work())
     world.exchange("h1")
@@ -176,6 +203,7 @@ def test_lost_report_is_asked_for_in_full(world: World) -> None:
     world.tick()
     world.exchange("h2")
     assert set(world.heads["h2"].others["h1"]) == {engine_key(*key(name), 0) for name in "ab"}
+    assert world.heads["h1"].seats == 1, "nothing that others said was lost"
 
 
 def test_lost_last_report_is_noticed_by_the_next_beat(world: World) -> None:

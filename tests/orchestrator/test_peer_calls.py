@@ -15,7 +15,7 @@ from vllm_omni_plugin.coordinator import PeerCall, ReplicaStatus
 from vllm_omni_plugin.errors import NoReplicaError, ReplicaError
 from vllm_omni_plugin.orchestrator.engine_calls import FORGET_LORA
 from vllm_omni_plugin.orchestrator.membership import ADMIN_HOLD
-from vllm_omni_plugin.orchestrator.messages import PeerCalled, PeersLost, WorkWanted
+from vllm_omni_plugin.orchestrator.messages import PeerCalled, PeersLost, SeatTaken
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.work_exchange import WorkExchange
 from vllm_omni_plugin.replicas.stage_client import StageClient
@@ -303,7 +303,7 @@ async def test_what_heads_say_reaches_them_through_the_orchestrators_queue(bus: 
         await head.manage("drain", 0)
         orchestrator.rpc_async_queue.force_put(PeersLost(None))
         await head.call("resume_scheduler")
-        orchestrator.rpc_async_queue.force_put(WorkWanted())
+        orchestrator.rpc_async_queue.force_put(SeatTaken())
         await other.until([])
         assert other.pool.member(0).held_back == {ADMIN_HOLD}
 

@@ -8,6 +8,7 @@ from vllm_omni_plugin.orchestrator.messages import (
     PeerWork,
     RegisterRemoteReplica,
     RpcMessage,
+    SeatTaken,
     WorkWanted,
 )
 from vllm_omni_plugin.orchestrator.seat_listener import SeatListener
@@ -21,6 +22,7 @@ CALL = PeerCall("other", 7, "drain", {"replica": "0.1"})
 async def test_everything_becomes_a_message_in_the_order_in_which_it_was_heard() -> None:
     queue: HandoverQueue[RpcMessage] = HandoverQueue(10)
     listener = SeatListener(queue)
+    listener.seat_taken()
     listener.work_wanted()
     listener.replicas_listed(ReplicaList([row(1)], 1.0))
     listener.work_reported("other", WORK, True)
@@ -28,6 +30,7 @@ async def test_everything_becomes_a_message_in_the_order_in_which_it_was_heard()
     listener.head_left("other")
     listener.seat_lost()
     assert await queue.get_batch() == [
+        SeatTaken(),
         WorkWanted(),
         RegisterRemoteReplica(row(1), accepts=True),
         PeerWork("other", WORK, full=True),

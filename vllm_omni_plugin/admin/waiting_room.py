@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
-from vllm_omni_plugin.errors import NoReplicaError
+from vllm_omni_plugin.errors import SHUTTING_DOWN, NoReplicaError
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 
 MAX_WAITING = 1024
@@ -83,7 +83,7 @@ class WaitingRoom:
 
     def _ending(self) -> NoReplicaError:
         self._orchestrator.metrics.turned_away += 1
-        return NoReplicaError("The server is shutting down.")
+        return NoReplicaError(SHUTTING_DOWN)
 
     def _refusal(self, reason: str) -> NoReplicaError:
         self._orchestrator.metrics.turned_away += 1

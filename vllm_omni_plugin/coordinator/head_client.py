@@ -200,12 +200,12 @@ class OmniCoordClientForHead:
                 one.tell()
             elif isinstance(one, WireError):
                 self._note_invalid(one)
-            elif isinstance(one, Seated):
-                self._say("")
             elif isinstance(one, Refused):
                 self._say(f"{self._coordinator} gives this head no seat: {one.reason}")
             else:
-                if isinstance(one, SeatLost):
+                if isinstance(one, Seated):
+                    self._say("")
+                elif isinstance(one, SeatLost):
                     self._say(f"{self._coordinator} is silent")
                 self._guarded(tell, self._listener, one)
 

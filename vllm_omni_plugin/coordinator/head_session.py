@@ -34,8 +34,8 @@ from vllm_omni_plugin.errors import WireError
 
 SEAT_TIMEOUT = 2.0
 
-News = Told | Settled | Seated | Refused | WireError
-"""What the listener is told, a call that has come to its end, whether there is a seat, or what was dropped."""
+News = Told | Settled | Refused | WireError
+"""What the listener is told, a call that has come to its end, that there is no seat, or what was dropped."""
 
 
 class HeadSession:

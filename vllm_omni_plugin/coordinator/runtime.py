@@ -13,7 +13,7 @@ from vllm_omni_plugin.logger import init_logger
 
 logger = init_logger(__name__)
 
-# Heads that follow this coordinator run in the process that owns it.
+# Whoever subscribes to lists runs on this machine; our own heads take a seat instead.
 LIST_HOST = "127.0.0.1"
 START_TIMEOUT = 30.0
 STOP_TIMEOUT = 5.0
@@ -29,15 +29,15 @@ class OmniCoordinatorRuntime:
     One thread waits for the process to end; nothing is polled.
 
     Args:
-        host: Name or address to bind for replicas, IPv6 without brackets.
-        port: Port for replicas; 0 for any free one. Heads get a free one of 127.0.0.1 in any case: this process's own.
+        host: Name or address to bind for replicas and heads, IPv6 without brackets.
+        port: Port for them; 0 for any free one. Subscribers get a free one of 127.0.0.1 in any case.
         heartbeat_timeout: Seconds of silence after which a replica is dead.
         secret_file: Path of the secrets of the fleet; the child reads it anew whenever it is restarted.
         first_numbers: See `OmniCoordinator`.
 
     Attributes:
-        router_address: Where replicas report.
-        pub_address: Where heads subscribe.
+        router_address: Where replicas report, and heads take their seats.
+        pub_address: Where third parties subscribe to lists.
 
     Raises:
         ConfigError: The coordinator cannot bind, the timeout is not positive, or the secret file is refused.

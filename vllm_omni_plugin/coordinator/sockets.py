@@ -25,8 +25,8 @@ RECONNECT_MS = 100
 RECONNECT_MAX_MS = 1000
 # Frames queued per peer before TCP pushes back on it: bounds what one peer can make the coordinator hold to 8 MiB.
 RECEIVE_QUEUE_FRAMES = 32
-# libzmq keeps about 50 bytes for every byte of a topic that somebody subscribes to, without a limit. Heads subscribe to
-# everything, which is no topic; the handshake needs frames of this size.
+# libzmq keeps about 50 bytes for every byte of a topic that somebody subscribes to, without a limit. Our own client
+# subscribes to everything, which is no topic; the handshake needs frames of this size.
 MAX_SUBSCRIPTION_BYTES = 512
 MAX_TOPICS_PER_PEER = 8
 # Each list replaces those before it, so there is no use in keeping many; but dropping the last one would cost 5 s.

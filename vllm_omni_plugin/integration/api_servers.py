@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, MutableSequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -42,7 +43,7 @@ class ApiServers:
 
     Args:
         connections: how many each has open, shared with them; `NOT_ACCEPTING` for one that does not serve.
-        start: starts the process with this number.
+        start: starts the process with this number; called in a thread of its own, since it may block.
         bury: told number and process id of each that has ended, before the next one is started.
         clock: monotonic seconds.
         delay: sleeps between restarts.
@@ -64,7 +65,10 @@ class ApiServers:
         self._delay = delay
         self._running: dict[int, ApiServer] = {}
         self._stopping = asyncio.Event()
+        self._hurrying = False
         self._stopped = asyncio.Event()
+        # One thread: they are started in turns.
+        self._spawner = ThreadPoolExecutor(1, thread_name_prefix="omni-api-server")
 
     async def run(self) -> None:
         """Keep all of them running until `stop`; none is left when this returns, however it does.
@@ -79,6 +83,7 @@ class ApiServers:
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from failures
         finally:
+            self._spawner.shutdown(wait=False)
             self._stopped.set()
 
     async def stop(self, timeout: float) -> None:
@@ -95,6 +100,7 @@ class ApiServers:
 
     def kill(self) -> None:
         """End all of them at once, once `stop` has been called."""
+        self._hurrying = True
         for process in self._running.values():
             process.kill()
 
@@ -116,11 +122,23 @@ class ApiServers:
     async def _run_one(self, index: int) -> tuple[bool, str]:
         """Start a process and wait until it has ended; return whether it has served, and how it ended."""
         try:
-            process = self._start(index)
+            process = await self._spawn(index)
         except OSError as error:
             return False, f"could not be started ({error})"
         served = await self._watch(index, process)
         return served, f"(process {process.pid}) ended with code {process.exitcode}"
+
+    async def _spawn(self, index: int) -> ApiServer:
+        # It waits for engines that are being spawned, and the loop has their replicas' heartbeats to answer.
+        spawning = asyncio.get_running_loop().run_in_executor(self._spawner, self._start, index)
+        try:
+            return await asyncio.shield(spawning)
+        except asyncio.CancelledError:
+            # The thread goes on, and nobody else would ever know of the process that it starts.
+            await asyncio.wait([spawning])
+            if spawning.exception() is None:
+                self._end(index, spawning.result())
+            raise
 
     async def _watch(self, index: int, process: ApiServer) -> bool:
         """Wait until a process has ended; return whether it has served."""
@@ -128,6 +146,10 @@ class ApiServers:
         ended = asyncio.Event()
         self._running[index] = process
         loop.add_reader(process.sentinel, ended.set)
+        if self._hurrying:
+            process.kill()
+        elif self._stopping.is_set():
+            process.terminate()
         served = False
         try:
             while not ended.is_set():
@@ -138,12 +160,15 @@ class ApiServers:
             return served
         finally:
             loop.remove_reader(process.sentinel)
-            process.kill()
-            process.join()
             del self._running[index]
-            self._connections[index] = NOT_ACCEPTING
-            assert process.pid is not None
-            self._bury(index, process.pid)
+            self._end(index, process)
+
+    def _end(self, index: int, process: ApiServer) -> None:
+        process.kill()
+        process.join()
+        self._connections[index] = NOT_ACCEPTING
+        assert process.pid is not None
+        self._bury(index, process.pid)
 
     async def _pause(self, seconds: float) -> None:
         waiting = [asyncio.ensure_future(self._delay(seconds)), asyncio.ensure_future(self._stopping.wait())]

@@ -1,6 +1,5 @@
 """Everything a head runs beside AsyncLLM, under one owner."""
 
-import ipaddress
 import socket
 import threading
 import time
@@ -14,7 +13,7 @@ from vllm_omni_plugin.coordinator import OmniCoordClientForHead, OmniCoordinator
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.integration.fleet_stages import FleetStages
 from vllm_omni_plugin.integration.pipeline_config import stage_plans
-from vllm_omni_plugin.integration.rules import bind_address, coordinator_address, warn_of_exposure
+from vllm_omni_plugin.integration.rules import bind_address, coordinator_address, say_how_to_join, warn_of_exposure
 from vllm_omni_plugin.integration.stage_plan import StagePlan, TextApi
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.local_replicas import LocalReplicas
@@ -136,9 +135,7 @@ class Fleet:
             secret_file=options.secret_file,
             first_numbers={plan.stage_id: plan.replicas for plan in self._plans},
         )
-        every = ipaddress.ip_address(address).is_unspecified
-        found_at = "<an address of this machine>" if every else options.master_address
-        logger.info("Replicas join with: --headless -oma %s -omp %d", found_at, options.master_port)
+        say_how_to_join(options, address)
         return coordinator
 
     def _take_seat(self) -> OmniCoordClientForHead:

@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from vllm_omni_plugin.errors import NoReplicaError
+from vllm_omni_plugin.errors import SHUTTING_DOWN, NoReplicaError
 from vllm_omni_plugin.integration.failures import to_http
 from vllm_omni_plugin.orchestrator.pipeline_call import CallEnded, PipelineCall
 
 _ANSWER_S = 1.0
 """Seconds that AsyncLLM may take, beyond the time for requests, for what they have put out by then."""
-_WHY = "The server is shutting down."
 
 
 class LastRequests:
@@ -65,7 +64,7 @@ class LastRequests:
         if self.ending:
             self._abort([request.request_id], begun=False)
             if call is not None:
-                call.put(CallEnded(NoReplicaError(_WHY)))
+                call.put(CallEnded(NoReplicaError(SHUTTING_DOWN)))
         return not self.ending
 
     def answered(self) -> None:
@@ -115,4 +114,4 @@ class LastRequests:
         for state in states:
             # The answer of a pooling model has no finish reason, and would be taken for a whole one.
             if state is not None and (not begun or state.detokenizer is None):
-                state.queue.put(to_http(NoReplicaError(_WHY)))
+                state.queue.put(to_http(NoReplicaError(SHUTTING_DOWN)))

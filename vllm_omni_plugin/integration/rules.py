@@ -213,6 +213,14 @@ def warn_of_exposure(options: OmniConfig, address: str) -> None:
         logger.warning("--omni-insecure: everybody who reaches %s can use and harm this fleet.", address)
 
 
+def say_how_to_join(options: OmniConfig, address: str) -> None:
+    """Log what nodes and heads are to be given, where the coordinator has bound `address`."""
+    every = ipaddress.ip_address(address).is_unspecified
+    found_at = "<an address of this machine>" if every else options.master_address
+    where = f"--omni-master-address {found_at} --omni-master-port {options.master_port}"
+    logger.info("Replicas join with: --headless %s; another head with: --omni-join %s", where, where)
+
+
 def _check_bindable(address: str, port: int, flag: str) -> None:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:

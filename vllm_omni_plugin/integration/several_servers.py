@@ -33,7 +33,13 @@ from vllm_omni_plugin.integration.api_server_process import ApiServerProcesses
 from vllm_omni_plugin.integration.api_servers import ApiServers
 from vllm_omni_plugin.integration.flags import JOINED, exit_with
 from vllm_omni_plugin.integration.pipeline_config import stage_plans
-from vllm_omni_plugin.integration.rules import bind_address, check_exposure, coordinator_address, warn_of_exposure
+from vllm_omni_plugin.integration.rules import (
+    bind_address,
+    check_exposure,
+    coordinator_address,
+    say_how_to_join,
+    warn_of_exposure,
+)
 from vllm_omni_plugin.integration.stage_plan import StagePlan
 from vllm_omni_plugin.integration.supervisor import supervise
 from vllm_omni_plugin.logger import init_logger
@@ -125,7 +131,7 @@ def _open_fleet(options: OmniConfig, resources: ExitStack) -> OmniConfig:
     coordinator = OmniCoordinatorRuntime(host, port, options.heartbeat_timeout, secret_file=home.secret_file)
     resources.callback(coordinator.close)
     if options.is_open:
-        logger.info("Replicas and heads join with: -oma %s -omp %d", options.master_address, port)
+        say_how_to_join(options, host)
     return replace(home, master_port=int(coordinator.router_address.rpartition(":")[2]))
 
 

@@ -223,6 +223,11 @@ class PeersLost:
 
 
 @dataclass(frozen=True, slots=True)
+class SeatTaken:
+    """This head has its seat at the coordinator anew, and may have missed calls of other heads."""
+
+
+@dataclass(frozen=True, slots=True)
 class WorkWanted:
     """The other heads shall be told of everything that this one has in flight."""
 
@@ -236,6 +241,6 @@ class PeerCalled:
 
 Membership = RegisterRemoteReplica | UnregisterRemoteReplica | ManageReplica
 """What changes who serves."""
-PeerMessage = PeerWork | PeersLost | WorkWanted | PeerCalled
-"""What the other heads of a fleet say."""
+PeerMessage = SeatTaken | PeerWork | PeersLost | WorkWanted | PeerCalled
+"""What a head hears at its seat, but for replicas."""
 RpcMessage = CallReplicas | Membership | Explain | PeerMessage

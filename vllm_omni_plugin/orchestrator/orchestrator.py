@@ -27,6 +27,7 @@ from vllm_omni_plugin.orchestrator.messages import (
     ReplicaJoined,
     ReplicaLeft,
     RpcMessage,
+    SeatTaken,
     SubmitRequest,
     WorkWanted,
 )
@@ -304,6 +305,7 @@ class Orchestrator:
                 self.peer_calls.peers_lost(message.head_ids)
             case WorkWanted():
                 self.exchange.work_wanted()
+            case SeatTaken():
                 self.peer_calls.synchronise()
             case PeerCalled():
                 self.peer_calls.called(message.call)

@@ -73,7 +73,7 @@ class PeerCalls:
         self._calls_made = 0
         self._under_way: set[int] = set()
         self._closed = False
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
         self._synchronising = asyncio.Lock()
         self._deferred: list[PeerCall] = []
         self._adopted, self._synchronised = asyncio.Event(), asyncio.Event()
@@ -108,7 +108,7 @@ class PeerCalls:
         self._asking.cut_off = head_ids is None
         giving_up = self._foreign.abandon(head_ids)
         # Heads that are only out of reach will tell of the end of their calls themselves.
-        self._spawn(self._contest_if(giving_up) if head_ids is not None else _done(giving_up))
+        self._spawn(self._contest_if(giving_up) if head_ids is not None else giving_up)
 
     def called(self, call: PeerCall) -> None:
         """Another head tells or asks something. Whatever it says, it gets an answer and nothing is raised."""
@@ -155,7 +155,7 @@ class PeerCalls:
     def managed(self, action: Action, key: ReplicaKey, reply: "Future[None]") -> None:
         """This head has done what an administrator wants with a replica; so shall the others, then it is answered."""
         message = Manage(self._record.advance(), action, RemoteKey(*key))
-        telling = self._spawn(self._tell(MANAGE, message))
+        telling = self._spawn(self._asking.tell(MANAGE, message))
         telling.add_done_callback(lambda _: reply.set_result(None))
 
     def _heed(self, call: PeerCall) -> None:
@@ -235,7 +235,7 @@ class PeerCalls:
         if self._record.contested and not self._under_way and not len(self._foreign):
             self._record.contested = False
             self._record.advance()
-            self._spawn(self._tell(VERSION, self._version()))
+            self._spawn(self._asking.tell(VERSION, self._version()))
 
     async def _synchronise(self) -> None:
         try:
@@ -268,11 +268,8 @@ class PeerCalls:
         stamp = self._record.stamp
         self._record.told.update(*(record.told for record in records if record.stamp == stamp))
         if any(record.stamp < stamp for record in records):
-            self._spawn(self._tell(VERSION, self._version()))
+            self._spawn(self._asking.tell(VERSION, self._version()))
         return telling
-
-    async def _tell(self, method: str, message: msgspec.Struct) -> None:
-        await self._asking.tell(method, message)
 
     async def _wait_for(self, news: asyncio.Event) -> None:
         if not self._asking.alone:
@@ -280,7 +277,7 @@ class PeerCalls:
                 async with asyncio.timeout(FIRST_S):
                     await news.wait()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+    def _spawn(self, work: Coroutine[Any, Any, object]) -> "asyncio.Task[object]":
         task = asyncio.create_task(work, name="omni-peers")
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -288,11 +285,7 @@ class PeerCalls:
             task.cancel()
         return task
 
-    def _ended(self, task: "asyncio.Task[None]") -> None:
+    def _ended(self, task: "asyncio.Task[object]") -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("What another head was told could not be dealt with.", exc_info=error)
-
-
-async def _done(work: Awaitable[object]) -> None:
-    await work

@@ -4,8 +4,8 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
-from xxhash import xxh3_64_intdigest
 
+from vllm_omni_plugin.coordinator import engine_key
 from vllm_omni_plugin.coordinator.messages import Address, StageId
 from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.orchestrator.pool_member import PoolMember
@@ -138,8 +138,7 @@ class Version(Struct, frozen=True, forbid_unknown_fields=True):
 
 def mark_of(member: PoolMember) -> int:
     """A number for the start of a replica that a head is or was attached to."""
-    identity = f"{member.stage_id} {member.input_addr} {member.output_addr} {member.incarnation}"
-    return xxh3_64_intdigest(identity.encode())
+    return engine_key(member.stage_id, member.input_addr, member.output_addr, member.incarnation)
 
 
 def decoded(arguments: Any, kind: type[T]) -> T:

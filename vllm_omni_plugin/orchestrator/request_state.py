@@ -7,7 +7,7 @@ from typing import Any, Final
 from vllm_omni_plugin.orchestrator.journey import Journey
 from vllm_omni_plugin.orchestrator.messages import StageTimes
 from vllm_omni_plugin.orchestrator.pipeline_call import PipelineCall
-from vllm_omni_plugin.orchestrator.stage_run import StageRun, StreamingInputState
+from vllm_omni_plugin.orchestrator.stage_run import StageRun
 from vllm_omni_plugin.pipeline import Stage
 
 
@@ -48,12 +48,6 @@ class OrchestratorRequestState:
         """The id under which the client knows the request."""
         request_id: Final[str] = self.request.request_id
         return request_id
-
-    @property
-    def streaming(self) -> StreamingInputState | None:
-        """State of a streaming-input session, None for an ordinary request."""
-        first = next(iter(self.runs.values()), None)
-        return first.streaming if first is not None else None
 
     @property
     def finished(self) -> bool:

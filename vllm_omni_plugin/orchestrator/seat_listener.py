@@ -5,7 +5,7 @@ from contextlib import suppress
 
 from vllm_omni_plugin.coordinator import PeerCall, ReplicaList, ReplicaWork
 from vllm_omni_plugin.orchestrator.handover import HandoverClosedError, HandoverQueue
-from vllm_omni_plugin.orchestrator.messages import PeerCalled, PeersLost, PeerWork, RpcMessage, WorkWanted
+from vllm_omni_plugin.orchestrator.messages import PeerCalled, PeersLost, PeerWork, RpcMessage, SeatTaken, WorkWanted
 from vllm_omni_plugin.orchestrator.replica_list import ReplicaListWatcher
 
 
@@ -19,6 +19,10 @@ class SeatListener:
     def __init__(self, queue: HandoverQueue[RpcMessage]) -> None:
         self._queue = queue
         self._watcher = ReplicaListWatcher(queue)
+
+    def seat_taken(self) -> None:
+        """See `HeadListener`."""
+        self._tell(SeatTaken())
 
     def replicas_listed(self, replicas: ReplicaList) -> None:
         """See `HeadListener`."""

@@ -16,6 +16,8 @@ from vllm_omni_plugin.orchestrator.remote_replicas import RemoteReplicas
 
 logger = init_logger(__name__)
 
+_VLLM_GRACE_S = 5.0
+"""Seconds that vLLM gives engines to end when nobody says how long."""
 _LAST_GRACE_S = 10.0
 """Seconds beyond the engines' own time that closing may take before the thread is left behind."""
 
@@ -93,7 +95,7 @@ class OrchestratorThread:
             self._running.wait()
             if self._loop is not None and not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(self._request_stop, timeout)
-            self._thread.join((timeout or 5.0) + _LAST_GRACE_S)
+            self._thread.join((_VLLM_GRACE_S if timeout is None else timeout) + _LAST_GRACE_S)
             if self._thread.is_alive():
                 logger.error("The orchestrator thread did not end in time; it is left to the end of the process.")
 

@@ -3,9 +3,10 @@
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from vllm_omni_plugin.coordinator import ReplicaWork, engine_key
+from vllm_omni_plugin.coordinator import ReplicaWork
 from vllm_omni_plugin.orchestrator.charges import NO_WORK, Work
 from vllm_omni_plugin.orchestrator.messages import PeersLost, PeerWork
+from vllm_omni_plugin.orchestrator.peer_messages import mark_of
 from vllm_omni_plugin.orchestrator.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.stage_pool import StagePool
 
@@ -41,7 +42,7 @@ class WorkExchange:
         self._interval = interval
         self._call_later = call_later or _call_later
         self._timer: asyncio.TimerHandle | None = None
-        # What is kept of replicas is kept by `engine_key`.
+        # What is kept of replicas is kept by `mark_of`.
         self._members: dict[int, PoolMember] = {}
         self._keys: dict[PoolMember, int] = {}
         # Keys whose work may differ from what was reported, in order, and what was reported.
@@ -63,8 +64,7 @@ class WorkExchange:
         """See `Peers`. Replicas that belong to this head alone are nobody else's business."""
         if not member.remote:
             return None
-        key = engine_key(member.stage_id, member.input_addr, member.output_addr, member.incarnation)
-        self._keys[member] = key
+        key = self._keys[member] = mark_of(member)
         self._members[key] = member
         return self._others_of(key)
 

@@ -106,11 +106,12 @@ class ReplicaServer:
             return
         self._leaving = True
         self._say(ReplicaStatus.DRAINING)
+        if self._heads is not None:
+            self._heads.tell(ReplicaStatus.DRAINING, "it is leaving")
         if not self._serving or not self._heads:
             self._gone.set()
             return
         logger.info("Replica %d leaves when its %d heads have finished.", self._index, len(self._heads))
-        self._heads.tell(ReplicaStatus.DRAINING, "it is leaving")
         timeout = self._settings.drain_timeout
         self._set_timer(timeout, partial(self.leave_now, f"its drain timeout of {timeout:g} s passed"))
 
@@ -125,10 +126,11 @@ class ReplicaServer:
         if self._hurrying or self._gone.is_set():
             return
         self._leaving = self._hurrying = True
+        if self._heads is not None:
+            self._heads.tell(ReplicaStatus.DOWN, reason)
         if not self._serving or not self._heads:
             self._gone.set()
             return
-        self._heads.tell(ReplicaStatus.DOWN, reason)
         self._set_timer(_DETACH_GRACE_S, self._gone.set)
 
     def _open(self, stack: AsyncExitStack, listeners: list[Listener]) -> Heads:

@@ -1,6 +1,9 @@
 """Draining: heads finish in time, or are told when time is over."""
 
 import asyncio
+import threading
+
+import pytest
 
 from tests.fakes.conditions import eventually
 from tests.replicas.server.conftest import StartNode
@@ -54,6 +57,31 @@ async def test_an_idle_replica_leaves_at_once(start_node: StartNode) -> None:
     node.server.drain()
     await node.running
     assert node.engine.process.ended
+
+
+@pytest.mark.parametrize(("leave", "why"), [("drain", "draining: it is leaving"), ("leave_now", "down: it was told")])
+async def test_a_head_that_comes_while_an_idle_replica_leaves_is_told_so(
+    start_node: StartNode, monkeypatch: pytest.MonkeyPatch, leave: str, why: str
+) -> None:
+    node = await start_node()
+    info = await node.up()
+    may_end, process = threading.Event(), node.engine.process
+
+    def shutdown(timeout: float | None = None) -> None:
+        assert may_end.wait(10)
+        process.die()
+
+    monkeypatch.setattr(process, "shutdown", shutdown)
+    async with node.head() as late:
+        if leave == "drain":
+            node.server.drain()
+        else:
+            node.server.leave_now("it was told")
+        answer = await late.ask_to_attach(info.incarnation)
+        may_end.set()
+        assert isinstance(answer, Refused)
+        assert why in answer.reason
+        await node.running
 
 
 async def test_leaving_again_after_the_end_changes_nothing(start_node: StartNode) -> None:
