@@ -126,6 +126,9 @@ class Observer(HeadListener):
         self.work_delays: list[float] = []
         self.list_delays: list[float] = []
 
+    def seat_taken(self) -> None:
+        """Nothing to do."""
+
     def replicas_listed(self, replicas: ReplicaList) -> None:
         """Look at the replica that changes."""
         now = time.monotonic()
