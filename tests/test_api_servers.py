@@ -97,6 +97,14 @@ class Supervised:
         before.end(code)
         await eventually(lambda: self.process(index) is not before)
 
+    async def until_spawning(self) -> None:
+        """Let both serve, and the first die; its successor is not spawned before `may_spawn`."""
+        await self.serve(0)
+        await self.serve(1)
+        self.may_spawn.clear()
+        self.process(0).end(KILLED)
+        await eventually(lambda: self.spawning == 3)
+
 
 @pytest.fixture
 async def supervised() -> AsyncIterator[Supervised]:
@@ -195,11 +203,7 @@ async def test_stopping_does_not_wait_for_a_restart(supervised: Supervised) -> N
 
 
 async def test_all_else_goes_on_while_one_is_being_spawned(supervised: Supervised) -> None:
-    await supervised.serve(0)
-    await supervised.serve(1)
-    supervised.may_spawn.clear()
-    supervised.process(0).end(KILLED)
-    await eventually(lambda: supervised.spawning == 3)
+    await supervised.until_spawning()
     supervised.process(1).end(KILLED)
     await eventually(lambda: supervised.buried == [(0, 100), (1, 101)])
     supervised.may_spawn.set()
@@ -208,11 +212,7 @@ async def test_all_else_goes_on_while_one_is_being_spawned(supervised: Supervise
 
 @pytest.mark.parametrize("in_time", [True, False])
 async def test_one_that_is_being_spawned_when_all_are_told_to_end_ends(supervised: Supervised, in_time: bool) -> None:
-    await supervised.serve(0)
-    await supervised.serve(1)
-    supervised.may_spawn.clear()
-    supervised.process(0).end(KILLED)
-    await eventually(lambda: supervised.spawning == 3)
+    await supervised.until_spawning()
     supervised.obedient = in_time
     stopping = asyncio.create_task(supervised.servers.stop(GRACE_S if in_time else 0.01))
     await eventually(lambda: supervised.process(1).exitcode is not None)
@@ -224,11 +224,7 @@ async def test_one_that_is_being_spawned_when_all_are_told_to_end_ends(supervise
 
 
 async def test_one_that_is_being_spawned_when_all_is_given_up_is_not_left_behind(supervised: Supervised) -> None:
-    await supervised.serve(0)
-    await supervised.serve(1)
-    supervised.may_spawn.clear()
-    supervised.process(0).end(KILLED)
-    await eventually(lambda: supervised.spawning == 3)
+    await supervised.until_spawning()
     supervised.running.cancel()
     supervised.may_spawn.set()
     await asyncio.wait([supervised.running])

@@ -2,8 +2,8 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -82,15 +82,36 @@ def submit(head: Head) -> tuple[FakeEngine, str]:
     return engine, str(msgspec.json.decode(engine.receive()[1])["request_id"])
 
 
-def test_who_waits_for_requests_goes_on_when_the_last_has_finished(head: Head) -> None:
+@pytest.fixture
+def waiting(head: Head, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Future[float]]]:
+    """Begins to wait for requests, in a thread that does so by then; returns what is left of 60 s in the end."""
+    began = threading.Event()
+    until_all_finished = head.orchestrator.until_all_finished
+
+    async def beginning() -> None:
+        began.set()
+        await until_all_finished()
+
+    monkeypatch.setattr(head.orchestrator, "until_all_finished", beginning)
+    with ThreadPoolExecutor() as executor:
+
+        def begin() -> Future[float]:
+            left = executor.submit(head.thread.let_finish, 60.0)
+            assert began.wait(10)
+            assert not left.done()
+            return left
+
+        yield begin
+
+
+def test_who_waits_for_requests_goes_on_when_the_last_has_finished(
+    head: Head, waiting: Callable[[], Future[float]]
+) -> None:
     head.thread.start()
     engine, request_id = submit(head)
-    with ThreadPoolExecutor() as executor:
-        waiting = executor.submit(head.thread.let_finish, 60.0)
-        with pytest.raises(TimeoutError):
-            waiting.result(0.05)
-        engine.say(msgspec.json.encode(FakeOutputs(outputs=[FakeOutput(request_id, [1], "stop")])))
-        assert 0 < waiting.result(10) < 60
+    left = waiting()
+    engine.say(msgspec.json.encode(FakeOutputs(outputs=[FakeOutput(request_id, [1], "stop")])))
+    assert 0 < left.result(10) <= 60
     assert head.orchestrator.can_serve
 
 
@@ -100,27 +121,25 @@ def test_who_waits_for_requests_that_do_not_finish_is_told_so_when_time_is_over(
     assert head.thread.let_finish(0.05) == 0
 
 
-def test_who_waits_for_requests_of_a_fleet_that_is_closed_does_not_wait(head: Head) -> None:
+def test_a_fleet_that_was_never_started_has_nothing_to_wait_for(head: Head) -> None:
     assert head.thread.let_finish(60.0) == 0
-    head.thread.start()
-    submit(head)
-    with ThreadPoolExecutor() as executor:
-        waiting = executor.submit(head.thread.let_finish, 60.0)
-        with pytest.raises(TimeoutError):
-            waiting.result(0.05)
-        head.thread.close(0.0)
-        assert waiting.result(10) == 0
 
 
-def test_who_waits_for_requests_of_an_orchestrator_that_fails_does_not_wait(head: Head) -> None:
+@pytest.mark.parametrize(
+    "end",
+    [
+        pytest.param(lambda head: head.thread.close(0.0), id="closed"),
+        pytest.param(lambda head: head.orchestrator.request_async_queue.force_put(UNKNOWN_TO_ENGINES), id="failed"),
+    ],
+)
+def test_who_waits_for_requests_of_a_fleet_that_ends_does_not_wait(
+    head: Head, waiting: Callable[[], Future[float]], end: Callable[[Head], None]
+) -> None:
     head.thread.start()
     submit(head)
-    with ThreadPoolExecutor() as executor:
-        waiting = executor.submit(head.thread.let_finish, 60.0)
-        with pytest.raises(TimeoutError):
-            waiting.result(0.05)
-        head.orchestrator.request_async_queue.force_put(UNKNOWN_TO_ENGINES)
-        assert waiting.result(10) == 0
+    left = waiting()
+    end(head)
+    assert left.result(10) == 0
 
 
 def test_closing_what_was_never_started_is_nothing(head: Head) -> None:

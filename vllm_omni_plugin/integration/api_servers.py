@@ -5,11 +5,13 @@ import time
 from collections.abc import Callable, Coroutine, MutableSequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any, Protocol
 
 from vllm_omni_plugin.errors import OmniError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.backoff import RestartBackoff
+from vllm_omni_plugin.replicas.engine_start import spawn
 
 logger = init_logger(__name__)
 
@@ -122,23 +124,12 @@ class ApiServers:
     async def _run_one(self, index: int) -> tuple[bool, str]:
         """Start a process and wait until it has ended; return whether it has served, and how it ended."""
         try:
-            process = await self._spawn(index)
+            # It waits for engines that are being spawned, and the loop has their replicas' heartbeats to answer.
+            process = await spawn(self._spawner, partial(self._start, index), partial(self._end, index))
         except OSError as error:
             return False, f"could not be started ({error})"
         served = await self._watch(index, process)
         return served, f"(process {process.pid}) ended with code {process.exitcode}"
-
-    async def _spawn(self, index: int) -> ApiServer:
-        # It waits for engines that are being spawned, and the loop has their replicas' heartbeats to answer.
-        spawning = asyncio.get_running_loop().run_in_executor(self._spawner, self._start, index)
-        try:
-            return await asyncio.shield(spawning)
-        except asyncio.CancelledError:
-            # The thread goes on, and nobody else would ever know of the process that it starts.
-            await asyncio.wait([spawning])
-            if spawning.exception() is None:
-                self._end(index, spawning.result())
-            raise
 
     async def _watch(self, index: int, process: ApiServer) -> bool:
         """Wait until a process has ended; return whether it has served."""

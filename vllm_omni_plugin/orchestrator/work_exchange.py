@@ -160,7 +160,7 @@ class WorkExchange:
 
     def _tell_number(self) -> None:
         for pool in self._pools:
-            pool.share_with(len(self._heads) + 1)
+            pool.share_with(self.heads)
 
     def _tell_pools(self, keys: Iterable[int]) -> None:
         for key in keys:

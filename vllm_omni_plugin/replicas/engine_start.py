@@ -3,9 +3,12 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from typing import Protocol, runtime_checkable
+from functools import partial
+from typing import Protocol, TypeVar, runtime_checkable
 
 from vllm_omni_plugin.replicas.shared_memory import SharedMemory
+
+T = TypeVar("T")
 
 
 class Process(Protocol):
@@ -81,7 +84,7 @@ async def start_engine(
     Raises:
         ReplicaError: the engine ended before it was ready. It is killed on this and on every other error.
     """
-    starting = await _spawn(launcher, executor, replica_id)
+    starting = await spawn(executor, partial(launcher.start, replica_id), lambda engine: engine.abandon())
 
     def wait_until_ready() -> bytes:
         starting.wait(input_addr, output_addrs)
@@ -102,13 +105,14 @@ async def start_engine(
         raise
 
 
-async def _spawn(launcher: Launcher, executor: Executor, replica_id: int) -> Starting:
-    spawning = asyncio.get_running_loop().run_in_executor(executor, launcher.start, replica_id)
+async def spawn(executor: Executor, start: Callable[[], T], abandon: Callable[[T], None]) -> T:
+    """Return what `start` spawns, in a thread of the executor; it is abandoned if nobody waits for it any more."""
+    spawning = asyncio.get_running_loop().run_in_executor(executor, start)
     try:
         return await asyncio.shield(spawning)
     except asyncio.CancelledError:
-        # The thread goes on, and nobody else would ever know of the engine that it spawns.
+        # The thread goes on, and nobody else would ever know of what it spawns.
         await asyncio.wait([spawning])
         if spawning.exception() is None:
-            spawning.result().abandon()
+            abandon(spawning.result())
         raise
