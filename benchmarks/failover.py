@@ -47,7 +47,7 @@ async def measure(options: argparse.Namespace, cluster: Cluster, victims: list[P
     limits = httpx.Limits(max_connections=options.concurrency + 4)
     async with httpx.AsyncClient(base_url=cluster.url, limits=limits, trust_env=False) as client:
         reference = {s.prompt: s.text for s in await run_all(client, prompts, options.concurrency, options.tokens)}
-        before = cluster.metric("vllm_omni:request_moves_total")
+        before = cluster.metric("vllm_omni_fleet:request_moves_total")
         killed: list[float] = []
         killing = asyncio.create_task(keep_killing(options, cluster, victims, killed))
         wanted = list(itertools.islice(itertools.cycle(prompts), options.requests))
@@ -55,7 +55,7 @@ async def measure(options: argparse.Namespace, cluster: Cluster, victims: list[P
         streams = await run_all(client, wanted, options.concurrency, options.tokens)
         elapsed = time.monotonic() - began
         killing.cancel()
-    moves = int(cluster.metric("vllm_omni:request_moves_total") - before)
+    moves = int(cluster.metric("vllm_omni_fleet:request_moves_total") - before)
     report(streams, reference, len(killed), moves, elapsed)
 
 

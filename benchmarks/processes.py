@@ -116,7 +116,7 @@ class Cluster:
 
     def _replicas_up(self) -> float:
         try:
-            return self.metric("vllm_omni:replicas", 'state="up"')
+            return self.metric("vllm_omni_fleet:replicas", 'state="up"')
         except OSError:
             # A head on a busy machine may take longer than the time limit for its metrics.
             return 0.0

@@ -296,7 +296,7 @@ def dispatches_by_replica(server: Server) -> Counter[int]:
     counts: Counter[int] = Counter()
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            if sample.name == "vllm_omni:dispatches_total":
+            if sample.name == "vllm_omni_fleet:dispatches_total":
                 counts[int(sample.labels["replica"])] += int(sample.value)
     return counts
 

@@ -40,25 +40,25 @@ def empty_orchestrator() -> Orchestrator:
 def test_the_families_are_these() -> None:
     families = {family.name: family.type for family in registry_of(empty_orchestrator()).collect()}
     assert families == {
-        "vllm_omni:replicas": "gauge",
-        "vllm_omni:dispatches": "counter",
-        "vllm_omni:requests_in_flight": "gauge",
-        "vllm_omni:replica_restarts": "counter",
-        "vllm_omni:queue_time_seconds": "histogram",
-        "vllm_omni:hold_time_seconds": "histogram",
-        "vllm_omni:stage_seconds": "histogram",
-        "vllm_omni:requests_held": "gauge",
-        "vllm_omni:request_moves": "counter",
-        "vllm_omni:tokens_swallowed": "counter",
-        "vllm_omni:replays_diverged": "counter",
-        "vllm_omni:requests_failed": "counter",
-        "vllm_omni:prefill_tokens": "gauge",
-        "vllm_omni:decode_tokens": "gauge",
-        "vllm_omni:kv_cache_usage_ratio": "gauge",
-        "vllm_omni:decisions": "counter",
-        "vllm_omni:decision_fallbacks": "counter",
-        "vllm_omni:matched_tokens": "counter",
-        "vllm_omni:cached_tokens": "counter",
+        "vllm_omni_fleet:replicas": "gauge",
+        "vllm_omni_fleet:dispatches": "counter",
+        "vllm_omni_fleet:requests_in_flight": "gauge",
+        "vllm_omni_fleet:replica_restarts": "counter",
+        "vllm_omni_fleet:queue_time_seconds": "histogram",
+        "vllm_omni_fleet:hold_time_seconds": "histogram",
+        "vllm_omni_fleet:stage_seconds": "histogram",
+        "vllm_omni_fleet:requests_held": "gauge",
+        "vllm_omni_fleet:request_moves": "counter",
+        "vllm_omni_fleet:tokens_swallowed": "counter",
+        "vllm_omni_fleet:replays_diverged": "counter",
+        "vllm_omni_fleet:requests_failed": "counter",
+        "vllm_omni_fleet:prefill_tokens": "gauge",
+        "vllm_omni_fleet:decode_tokens": "gauge",
+        "vllm_omni_fleet:kv_cache_usage_ratio": "gauge",
+        "vllm_omni_fleet:decisions": "counter",
+        "vllm_omni_fleet:decision_fallbacks": "counter",
+        "vllm_omni_fleet:matched_tokens": "counter",
+        "vllm_omni_fleet:cached_tokens": "counter",
     }
 
 
@@ -66,23 +66,23 @@ def test_a_head_that_can_be_joined_says_who_it_hears_of() -> None:
     orchestrator = empty_orchestrator()
     orchestrator.exchange = exchange = WorkExchange(orchestrator.stage_pools, print, call_later=Timers().call_later)
     registry = registry_of(orchestrator)
-    assert registry.get_sample_value("vllm_omni:heads") == 1
-    assert registry.get_sample_value("vllm_omni:coordinator_connected") is None
+    assert registry.get_sample_value("vllm_omni_fleet:heads") == 1
+    assert registry.get_sample_value("vllm_omni_fleet:coordinator_connected") is None
     exchange.peer_work(PeerWork("another", [], True))
     orchestrator.metrics.has_seat = True
-    assert registry.get_sample_value("vllm_omni:heads") == 2
-    assert registry.get_sample_value("vllm_omni:coordinator_connected") == 1
+    assert registry.get_sample_value("vllm_omni_fleet:heads") == 2
+    assert registry.get_sample_value("vllm_omni_fleet:coordinator_connected") == 1
     exchange.peers_lost(PeersLost(None))
     orchestrator.metrics.has_seat = False
-    assert registry.get_sample_value("vllm_omni:heads") == 1
-    assert registry.get_sample_value("vllm_omni:coordinator_connected") == 0
+    assert registry.get_sample_value("vllm_omni_fleet:heads") == 1
+    assert registry.get_sample_value("vllm_omni_fleet:coordinator_connected") == 0
 
 
 async def test_replicas_are_counted_by_state_and_every_state_is_shown() -> None:
     async with FakeFleet(replicas=3) as fleet:
         fleet.lose(1)
         registry = registry_of(fleet.orchestrator)
-        states = values(registry, "vllm_omni:replicas", "state")
+        states = values(registry, "vllm_omni_fleet:replicas", "state")
     assert states == {"up": 2, "down": 1, "error": 0, "draining": 0}
 
 
@@ -94,10 +94,10 @@ async def test_work_is_counted_per_replica() -> None:
         link.output(attempt, finish_reason="stop")
         fleet.pool.member(1).restarts = 3
         registry = registry_of(fleet.orchestrator)
-        assert values(registry, "vllm_omni:dispatches_total", "replica") == {"0": 2, "1": 2}
-        assert sorted(values(registry, "vllm_omni:requests_in_flight", "replica").values()) == [1, 2]
-        assert values(registry, "vllm_omni:replica_restarts_total", "replica") == {"0": 0, "1": 3}
-        assert values(registry, "vllm_omni:dispatches_total", "stage") == {"0": 2}
+        assert values(registry, "vllm_omni_fleet:dispatches_total", "replica") == {"0": 2, "1": 2}
+        assert sorted(values(registry, "vllm_omni_fleet:requests_in_flight", "replica").values()) == [1, 2]
+        assert values(registry, "vllm_omni_fleet:replica_restarts_total", "replica") == {"0": 0, "1": 3}
+        assert values(registry, "vllm_omni_fleet:dispatches_total", "stage") == {"0": 2}
 
 
 async def test_moves_are_counted_by_their_way_and_losses_apart() -> None:
@@ -109,8 +109,8 @@ async def test_moves_are_counted_by_their_way_and_losses_apart() -> None:
             link.output(attempt)
         fleet.lose(0)
         registry = registry_of(fleet.orchestrator)
-    assert values(registry, "vllm_omni:request_moves_total", "way") == {"restart": 1, "resume": 1, "replay": 1}
-    assert values(registry, "vllm_omni:requests_failed_total", "reason") == {"replica_lost": 1, "no_replica": 0}
+    assert values(registry, "vllm_omni_fleet:request_moves_total", "way") == {"restart": 1, "resume": 1, "replay": 1}
+    assert values(registry, "vllm_omni_fleet:requests_failed_total", "reason") == {"replica_lost": 1, "no_replica": 0}
 
 
 async def test_what_replays_repeat_and_do_not_repeat_is_counted() -> None:
@@ -124,9 +124,9 @@ async def test_what_replays_repeat_and_do_not_repeat_is_counted() -> None:
             link, attempt = fleet.attempt(name)
             link.output(attempt, *tokens)
         registry = registry_of(fleet.orchestrator)
-    assert registry.get_sample_value("vllm_omni:tokens_swallowed_total") == 3
-    assert registry.get_sample_value("vllm_omni:replays_diverged_total") == 1
-    assert values(registry, "vllm_omni:requests_failed_total", "reason")["replica_lost"] == 1
+    assert registry.get_sample_value("vllm_omni_fleet:tokens_swallowed_total") == 3
+    assert registry.get_sample_value("vllm_omni_fleet:replays_diverged_total") == 1
+    assert values(registry, "vllm_omni_fleet:requests_failed_total", "reason")["replica_lost"] == 1
 
 
 async def test_the_work_of_each_replica_is_shown_as_policies_see_it() -> None:
@@ -137,9 +137,9 @@ async def test_the_work_of_each_replica_is_shown_as_policies_see_it() -> None:
         link.output(attempt, 1, 2)
         link.report(running=25)
         registry = registry_of(fleet.orchestrator)
-        assert values(registry, "vllm_omni:prefill_tokens", "replica") == {"0": 30, "1": 0}
-        assert values(registry, "vllm_omni:decode_tokens", "replica") == {"0": 0, "1": 52}
-        assert values(registry, "vllm_omni:kv_cache_usage_ratio", "replica") == {"0": 0, "1": 0.25}
+        assert values(registry, "vllm_omni_fleet:prefill_tokens", "replica") == {"0": 30, "1": 0}
+        assert values(registry, "vllm_omni_fleet:decode_tokens", "replica") == {"0": 0, "1": 52}
+        assert values(registry, "vllm_omni_fleet:kv_cache_usage_ratio", "replica") == {"0": 0, "1": 0.25}
 
 
 async def test_requests_of_other_heads_are_not_counted_as_ours() -> None:
@@ -147,7 +147,7 @@ async def test_requests_of_other_heads_are_not_counted_as_ours() -> None:
         await fleet.submit("a")
         fleet.links[0].report(running=25)
         registry = registry_of(fleet.orchestrator)
-        assert values(registry, "vllm_omni:requests_in_flight", "replica") == {"0": 1}
+        assert values(registry, "vllm_omni_fleet:requests_in_flight", "replica") == {"0": 1}
 
 
 async def test_every_dispatch_is_counted_once_by_what_decided() -> None:
@@ -157,11 +157,11 @@ async def test_every_dispatch_is_counted_once_by_what_decided() -> None:
         await fleet.submit("bound", affinity=1)
         fleet.lose(0)
         registry = registry_of(fleet.orchestrator)
-        reasons = values(registry, "vllm_omni:decisions_total", "reason")
+        reasons = values(registry, "vllm_omni_fleet:decisions_total", "reason")
         assert reasons["bound"] == 1
-        assert sum(reasons.values()) == sum(values(registry, "vllm_omni:dispatches_total", "replica").values())
-        assert set(values(registry, "vllm_omni:decisions_total", "policy")) == {"LeastQueueLengthBalancer"}
-        assert values(registry, "vllm_omni:decision_fallbacks_total", "fallback") == {}
+        assert sum(reasons.values()) == sum(values(registry, "vllm_omni_fleet:dispatches_total", "replica").values())
+        assert set(values(registry, "vllm_omni_fleet:decisions_total", "policy")) == {"LeastQueueLengthBalancer"}
+        assert values(registry, "vllm_omni_fleet:decision_fallbacks_total", "fallback") == {}
 
 
 async def test_what_a_policy_fell_back_to_is_counted() -> None:
@@ -172,16 +172,16 @@ async def test_what_a_policy_fell_back_to_is_counted() -> None:
     async with FakeFleet(balancer=Broken()) as fleet:
         await fleet.submit("a")
         registry = registry_of(fleet.orchestrator)
-        assert values(registry, "vllm_omni:decision_fallbacks_total", "fallback") == {"policy-fault": 1}
-        assert values(registry, "vllm_omni:decision_fallbacks_total", "stage") == {"0": 1}
+        assert values(registry, "vllm_omni_fleet:decision_fallbacks_total", "fallback") == {"policy-fault": 1}
+        assert values(registry, "vllm_omni_fleet:decision_fallbacks_total", "stage") == {"0": 1}
 
 
 def test_tokens_that_were_expected_to_be_cached_stand_beside_those_that_were() -> None:
     orchestrator = empty_orchestrator()
     orchestrator.metrics.matched_tokens, orchestrator.metrics.cached_tokens = 96, 80
     registry = registry_of(orchestrator)
-    assert registry.get_sample_value("vllm_omni:matched_tokens_total") == 96
-    assert registry.get_sample_value("vllm_omni:cached_tokens_total") == 80
+    assert registry.get_sample_value("vllm_omni_fleet:matched_tokens_total") == 96
+    assert registry.get_sample_value("vllm_omni_fleet:cached_tokens_total") == 80
 
 
 async def test_requests_that_wait_and_those_refused_are_counted_wherever_they_do() -> None:
@@ -191,12 +191,12 @@ async def test_requests_that_wait_and_those_refused_are_counted_wherever_they_do
         fleet.orchestrator.metrics.waiting = 7
         fleet.orchestrator.metrics.refused, fleet.orchestrator.metrics.turned_away = 1, 2
         registry = registry_of(fleet.orchestrator)
-        assert values(registry, "vllm_omni:requests_held", "where") == {"http": 7, "fleet": 1}
-        assert values(registry, "vllm_omni:requests_failed_total", "reason")["no_replica"] == 3
+        assert values(registry, "vllm_omni_fleet:requests_held", "where") == {"http": 7, "fleet": 1}
+        assert values(registry, "vllm_omni_fleet:requests_failed_total", "reason")["no_replica"] == 3
         fleet.now = 0.25
         fleet.join(fleet.pool.member(0))
-        assert values(registry, "vllm_omni:requests_held", "where")["fleet"] == 0
-        assert registry.get_sample_value("vllm_omni:hold_time_seconds_sum") == 0.25
+        assert values(registry, "vllm_omni_fleet:requests_held", "where")["fleet"] == 0
+        assert registry.get_sample_value("vllm_omni_fleet:hold_time_seconds_sum") == 0.25
 
 
 def test_the_queue_time_has_cumulative_buckets() -> None:
@@ -204,12 +204,12 @@ def test_the_queue_time_has_cumulative_buckets() -> None:
     for seconds in (0.0001, 0.002, 0.002, 1000.0):
         orchestrator.metrics.queue_time.observe(seconds)
     registry = registry_of(orchestrator)
-    buckets = values(registry, "vllm_omni:queue_time_seconds_bucket", "le")
+    buckets = values(registry, "vllm_omni_fleet:queue_time_seconds_bucket", "le")
     assert (buckets["0.0001"], buckets["0.001"], buckets["0.003"]) == (1, 1, 3)
     assert (buckets["60.0"], buckets["+Inf"]) == (3, 4)
     assert list(buckets.values()) == sorted(buckets.values())
-    assert registry.get_sample_value("vllm_omni:queue_time_seconds_count") == 4
-    assert registry.get_sample_value("vllm_omni:queue_time_seconds_sum") == pytest.approx(1000.0041)
+    assert registry.get_sample_value("vllm_omni_fleet:queue_time_seconds_count") == 4
+    assert registry.get_sample_value("vllm_omni_fleet:queue_time_seconds_sum") == pytest.approx(1000.0041)
 
 
 @pytest.mark.parametrize(("value", "bucket"), [(0.0, 0), (1.0, 0), (1.5, 1), (2.0, 1), (2.1, 2)])
@@ -224,17 +224,17 @@ async def test_the_page_is_rendered_beside_other_metrics() -> None:
         registry = registry_of(fleet.orchestrator)
         Counter("vllm:request_success", "Another's.", registry=registry)
         page = generate_latest(registry).decode()
-    assert 'vllm_omni:replicas{stage="0",state="up"} 1.0' in page
-    assert 'vllm_omni:requests_in_flight{replica="0",stage="0"} 0.0' in page
+    assert 'vllm_omni_fleet:replicas{stage="0",state="up"} 1.0' in page
+    assert 'vllm_omni_fleet:requests_in_flight{replica="0",stage="0"} 0.0' in page
 
 
 def test_a_scrape_sees_replicas_that_were_added_since() -> None:
     orchestrator = empty_orchestrator()
     registry = registry_of(orchestrator)
-    before: dict[str, Any] = values(registry, "vllm_omni:requests_in_flight", "replica")
+    before: dict[str, Any] = values(registry, "vllm_omni_fleet:requests_in_flight", "replica")
     orchestrator.stage_pools[0].add(7)
     assert before == {}
-    assert values(registry, "vllm_omni:requests_in_flight", "replica") == {"7": 0}
+    assert values(registry, "vllm_omni_fleet:requests_in_flight", "replica") == {"7": 0}
 
 
 def test_times_in_stages_are_told_apart_by_stage_and_part() -> None:
@@ -242,7 +242,7 @@ def test_times_in_stages_are_told_apart_by_stage_and_part() -> None:
     for part, seconds in (("queue", 0.5), ("run", 0.02), ("run", 2.0)):
         orchestrator.metrics.spent(1, "talker", part, seconds)
     registry = registry_of(orchestrator)
-    assert values(registry, "vllm_omni:stage_seconds_count", "part") == {"queue": 1, "run": 2}
-    assert values(registry, "vllm_omni:stage_seconds_sum", "part") == {"queue": 0.5, "run": 2.02}
+    assert values(registry, "vllm_omni_fleet:stage_seconds_count", "part") == {"queue": 1, "run": 2}
+    assert values(registry, "vllm_omni_fleet:stage_seconds_sum", "part") == {"queue": 0.5, "run": 2.02}
     labels = {"stage": "1", "name": "talker", "part": "run", "le": "0.03"}
-    assert registry.get_sample_value("vllm_omni:stage_seconds_bucket", labels) == 1
+    assert registry.get_sample_value("vllm_omni_fleet:stage_seconds_bucket", labels) == 1

@@ -83,28 +83,28 @@ def test_counters_and_work_in_flight_are_summed_and_what_all_see_is_not(process:
         process(
             pid,
             Told(
-                counter("vllm_omni:dispatches", r0=pid),
-                gauge("vllm_omni:requests_in_flight", r0=10 * pid),
-                gauge("vllm_omni:replicas", up=3),
-                gauge("vllm_omni:kv_cache_usage_ratio", r0=0.1 * pid),
+                counter("vllm_omni_fleet:dispatches", r0=pid),
+                gauge("vllm_omni_fleet:requests_in_flight", r0=10 * pid),
+                gauge("vllm_omni_fleet:replicas", up=3),
+                gauge("vllm_omni_fleet:kv_cache_usage_ratio", r0=0.1 * pid),
             ),
         )
     assert scrape() == {
-        "vllm_omni:dispatches_total": {"r0": 3},
-        "vllm_omni:requests_in_flight": {"r0": 30},
-        "vllm_omni:replicas": {"up": 3},
-        "vllm_omni:kv_cache_usage_ratio": {"r0": 0.2},
+        "vllm_omni_fleet:dispatches_total": {"r0": 3},
+        "vllm_omni_fleet:requests_in_flight": {"r0": 30},
+        "vllm_omni_fleet:replicas": {"up": 3},
+        "vllm_omni_fleet:kv_cache_usage_ratio": {"r0": 0.2},
     }
 
 
 def test_histograms_are_those_of_all_observations(process: Process) -> None:
     for pid in (1, 2):
-        family = HistogramMetricFamily("vllm_omni:seconds", "Help.", labels=("part",))
+        family = HistogramMetricFamily("vllm_omni_fleet:seconds", "Help.", labels=("part",))
         family.add_metric(("run",), [("0.1", 1.0), ("1.0", 3.0), ("+Inf", 4.0)], 5.0 * pid)
         family.add_metric(("queue",), [("0.1", 0.0), ("1.0", 0.0), ("+Inf", 1.0)], 2.0)
         process(pid, Told(family))
     assert scrape() == {
-        "vllm_omni:seconds_bucket": {
+        "vllm_omni_fleet:seconds_bucket": {
             "run,0.1": 2,
             "run,1.0": 6,
             "run,+Inf": 8,
@@ -112,33 +112,38 @@ def test_histograms_are_those_of_all_observations(process: Process) -> None:
             "queue,1.0": 0,
             "queue,+Inf": 2,
         },
-        "vllm_omni:seconds_count": {"run": 8, "queue": 2},
-        "vllm_omni:seconds_sum": {"run": 15, "queue": 4},
+        "vllm_omni_fleet:seconds_count": {"run": 8, "queue": 2},
+        "vllm_omni_fleet:seconds_sum": {"run": 15, "queue": 4},
     }
 
 
 def test_work_of_a_process_that_died_is_gone_and_what_it_had_counted_stays(process: Process) -> None:
     for pid in (1, 2):
-        process(pid, Told(counter("vllm_omni:dispatches", r0=5), gauge("vllm_omni:requests_in_flight", r0=7)))
+        process(
+            pid, Told(counter("vllm_omni_fleet:dispatches", r0=5), gauge("vllm_omni_fleet:requests_in_flight", r0=7))
+        )
     mark_process_dead(2)
-    assert scrape() == {"vllm_omni:dispatches_total": {"r0": 10}, "vllm_omni:requests_in_flight": {"r0": 7}}
+    assert scrape() == {"vllm_omni_fleet:dispatches_total": {"r0": 10}, "vllm_omni_fleet:requests_in_flight": {"r0": 7}}
 
 
 def test_a_process_with_the_number_of_one_that_died_counts_on(process: Process) -> None:
     for count in (5, 1):
-        process(1, Told(counter("vllm_omni:dispatches", r0=count)))
-    assert scrape() == {"vllm_omni:dispatches_total": {"r0": 6}}
+        process(1, Told(counter("vllm_omni_fleet:dispatches", r0=count)))
+    assert scrape() == {"vllm_omni_fleet:dispatches_total": {"r0": 6}}
 
 
 def test_a_replica_that_leaves_has_no_work_and_the_one_in_its_place_counts_on(process: Process) -> None:
-    collector = Told(counter("vllm_omni:dispatches", r0=5), gauge("vllm_omni:requests_in_flight", r0=7))
+    collector = Told(counter("vllm_omni_fleet:dispatches", r0=5), gauge("vllm_omni_fleet:requests_in_flight", r0=7))
     files = process(1, collector)
     collector.families = ()
     files.write()
-    assert scrape() == {"vllm_omni:dispatches_total": {"r0": 5}, "vllm_omni:requests_in_flight": {"r0": 0}}
-    collector.families = (counter("vllm_omni:dispatches", r0=2), gauge("vllm_omni:requests_in_flight", r0=1))
+    assert scrape() == {"vllm_omni_fleet:dispatches_total": {"r0": 5}, "vllm_omni_fleet:requests_in_flight": {"r0": 0}}
+    collector.families = (
+        counter("vllm_omni_fleet:dispatches", r0=2),
+        gauge("vllm_omni_fleet:requests_in_flight", r0=1),
+    )
     files.write()
-    assert scrape() == {"vllm_omni:dispatches_total": {"r0": 7}, "vllm_omni:requests_in_flight": {"r0": 1}}
+    assert scrape() == {"vllm_omni_fleet:dispatches_total": {"r0": 7}, "vllm_omni_fleet:requests_in_flight": {"r0": 1}}
 
 
 async def test_files_are_written_again_and_again_and_after_a_failure(process: Process) -> None:
@@ -153,8 +158,8 @@ async def test_files_are_written_again_and_again_and_after_a_failure(process: Pr
 
     collector = Failing()
     process(1, collector, interval=0.01)
-    collector.families = (gauge("vllm_omni:requests_in_flight", r0=7),)
-    await eventually(lambda: scrape() == {"vllm_omni:requests_in_flight": {"r0": 7}})
+    collector.families = (gauge("vllm_omni_fleet:requests_in_flight", r0=7),)
+    await eventually(lambda: scrape() == {"vllm_omni_fleet:requests_in_flight": {"r0": 7}})
 
 
 async def test_all_families_of_the_fleet_pass(process: Process) -> None:
@@ -164,8 +169,8 @@ async def test_all_families_of_the_fleet_pass(process: Process) -> None:
         process(os.getpid(), collector)
         expected = {sample.name for family in collector.collect() for sample in family.samples}
         assert set(scrape()) == expected
-        assert scrape()["vllm_omni:queue_time_seconds_count"] == {"": 1}
-        assert sum(scrape()["vllm_omni:requests_in_flight"].values()) == 1
+        assert scrape()["vllm_omni_fleet:queue_time_seconds_count"] == {"": 1}
+        assert sum(scrape()["vllm_omni_fleet:requests_in_flight"].values()) == 1
 
 
 def test_a_process_alone_is_not_in_this_mode() -> None:

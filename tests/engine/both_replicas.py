@@ -25,4 +25,4 @@ def answers_of_both(fleet: Server, send: Callable[[], T]) -> list[T]:
 
 def dispatches(fleet: Server) -> dict[str, float]:
     """Requests each replica got so far."""
-    return fleet.by_replica("vllm_omni:dispatches_total")
+    return fleet.by_replica("vllm_omni_fleet:dispatches_total")

@@ -96,7 +96,10 @@ def api_servers(servers: Servers, tiny_model: Path) -> Iterator[ApiServers]:
     until(lambda: all(map(psutil.pid_exists, running.pids.values())), "both API servers run", START_S)
     yield running
     if running.process.poll() is None:
-        until(lambda: set(running.by_replica("vllm_omni:requests_in_flight").values()) == {0}, "nothing is in flight")
+        until(
+            lambda: set(running.by_replica("vllm_omni_fleet:requests_in_flight").values()) == {0},
+            "nothing is in flight",
+        )
 
 
 @pytest.fixture
@@ -110,7 +113,7 @@ def nodes(servers: Servers, tiny_model: Path) -> Iterator[NodeFleet]:
     running.wait_for_replicas(2)
     yield running
     running.wait_for_replicas(2)
-    assert set(running.head.by_replica("vllm_omni:requests_in_flight").values()) == {0}
+    assert set(running.head.by_replica("vllm_omni_fleet:requests_in_flight").values()) == {0}
 
 
 def start_api_servers(model: Path, log: Path) -> ApiServers:

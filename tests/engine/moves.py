@@ -20,8 +20,8 @@ BEGUN_TOKENS = 8
 """Tokens that each answer has on average when the engine dies."""
 TIMEOUT_S = 240.0
 """More than engines need to come back."""
-IN_FLIGHT = "vllm_omni:requests_in_flight"
-MOVES = "vllm_omni:request_moves_total"
+IN_FLIGHT = "vllm_omni_fleet:requests_in_flight"
+MOVES = "vllm_omni_fleet:request_moves_total"
 GENERATED = "vllm:generation_tokens_total"
 
 TOKENS = 600

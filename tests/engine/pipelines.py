@@ -77,11 +77,11 @@ class PipelineServer(Server):
 
     def in_flight(self, stage: int) -> float:
         """Requests that the replicas of a stage are charged with."""
-        return self.by_stage("vllm_omni:requests_in_flight")[stage]
+        return self.by_stage("vllm_omni_fleet:requests_in_flight")[stage]
 
     def dispatched(self) -> dict[int, float]:
         """Requests that have been sent to replicas so far, by stage."""
-        return self.by_stage("vllm_omni:dispatches_total")
+        return self.by_stage("vllm_omni_fleet:dispatches_total")
 
     def wait_for_replicas(self, count: int) -> None:
         """Return when exactly so many replicas of all stages take requests."""
@@ -89,7 +89,7 @@ class PipelineServer(Server):
 
     def wait_until_idle(self) -> None:
         """Return when neither the head nor any engine has anything left of any request."""
-        names = ("vllm_omni:requests_in_flight", "vllm:num_requests_running", "vllm:num_requests_waiting")
+        names = ("vllm_omni_fleet:requests_in_flight", "vllm:num_requests_running", "vllm:num_requests_waiting")
         until(lambda: not any(sum(self.metrics(name).values()) for name in names), "nothing is left of any request")
 
     @contextmanager

@@ -227,5 +227,5 @@ class Server(ServeProcess):
 
     def replicas_up(self) -> int:
         """How many replicas serve."""
-        samples = self.metrics("vllm_omni:replicas")
+        samples = self.metrics("vllm_omni_fleet:replicas")
         return int(sum(value for labels, value in samples.items() if dict(labels)["state"] == "up"))

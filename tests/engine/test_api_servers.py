@@ -22,8 +22,8 @@ QUICK = ("completion-greedy", "completion-stream", "completion-n", "chat-greedy"
 """The server's processes are all alike, and one alone is asked everything by `test_same_answers.py`."""
 STREAMS = 3
 TOKENS = 500
-DISPATCHES = "vllm_omni:dispatches_total"
-IN_FLIGHT = "vllm_omni:requests_in_flight"
+DISPATCHES = "vllm_omni_fleet:dispatches_total"
+IN_FLIGHT = "vllm_omni_fleet:requests_in_flight"
 RUNNING = "vllm:num_requests_running"
 
 
@@ -89,8 +89,8 @@ def test_metrics_are_those_of_both_whichever_is_asked(api_servers: ApiServers) -
                 complete(client)
     until(lambda: counts() == (before[0] + 5, before[1] + 5), "all five are counted")
     assert api_servers.replicas_up() == 2
-    assert api_servers.metrics("vllm_omni:heads") == {(): 2}
-    assert api_servers.metrics("vllm_omni:coordinator_connected") == {(): 1}
+    assert api_servers.metrics("vllm_omni_fleet:heads") == {(): 2}
+    assert api_servers.metrics("vllm_omni_fleet:coordinator_connected") == {(): 1}
 
 
 def test_work_of_one_is_seen_by_the_other(api_servers: ApiServers, threads: ThreadPoolExecutor) -> None:

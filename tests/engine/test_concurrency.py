@@ -19,7 +19,7 @@ GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 
 
 def in_flight(fleet: Server) -> dict[str, float]:
-    return fleet.by_replica("vllm_omni:requests_in_flight")
+    return fleet.by_replica("vllm_omni_fleet:requests_in_flight")
 
 
 def busy(fleet: Server) -> dict[str, float]:

@@ -16,7 +16,7 @@ from .nodes import Node
 from .server import START_S, Server, free_port, serve_command, until
 from .test_shutdown import terminate
 
-IN_FLIGHT = "vllm_omni:requests_in_flight"
+IN_FLIGHT = "vllm_omni_fleet:requests_in_flight"
 SLOW = {"sleeping_executor": {"step_s": 0.01, "prefill_token_s": 0, "sequence_s": 0}}
 EXPERTS = (
     "--data-parallel-size",

@@ -24,11 +24,11 @@ LONG, SHORT = 1200, 20
 REPLICA_WAIT_S = "2"
 """Short, so that both are seen: waiting, and waiting in vain."""
 
-IN_FLIGHT = "vllm_omni:requests_in_flight"
-DISPATCHES = "vllm_omni:dispatches_total"
-MOVES = "vllm_omni:request_moves_total"
-FAILED = "vllm_omni:requests_failed_total"
-RESTARTS = "vllm_omni:replica_restarts_total"
+IN_FLIGHT = "vllm_omni_fleet:requests_in_flight"
+DISPATCHES = "vllm_omni_fleet:dispatches_total"
+MOVES = "vllm_omni_fleet:request_moves_total"
+FAILED = "vllm_omni_fleet:requests_failed_total"
+RESTARTS = "vllm_omni_fleet:replica_restarts_total"
 RUNNING = "vllm:num_requests_running"
 
 

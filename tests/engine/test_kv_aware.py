@@ -79,7 +79,7 @@ class Fleet:
 
     def fallbacks(self) -> dict[str, int]:
         """How often the policy decided by less than its rule, by why."""
-        samples = self.head.metrics("vllm_omni:decision_fallbacks_total")
+        samples = self.head.metrics("vllm_omni_fleet:decision_fallbacks_total")
         return {dict(labels)["fallback"]: int(value) for labels, value in samples.items() if value}
 
     def tokens(self, text: str) -> list[int]:
@@ -87,7 +87,7 @@ class Fleet:
         return found
 
     def _counter(self, name: str) -> int:
-        return int(sum(self.head.metrics(f"vllm_omni:{name}_tokens_total").values()))
+        return int(sum(self.head.metrics(f"vllm_omni_fleet:{name}_tokens_total").values()))
 
     def _post(self, path: str, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         response = self._http.post(path, json={"temperature": 0, **body})

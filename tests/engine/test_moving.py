@@ -17,8 +17,8 @@ from .servers import Servers
 LONG = 400
 """Tokens: no engine has finished such an answer when it is killed."""
 
-SWALLOWED = "vllm_omni:tokens_swallowed_total"
-FAILED = "vllm_omni:requests_failed_total"
+SWALLOWED = "vllm_omni_fleet:tokens_swallowed_total"
+FAILED = "vllm_omni_fleet:requests_failed_total"
 
 
 @pytest.fixture

@@ -120,10 +120,10 @@ def test_a_stream_about_an_image_goes_on_elsewhere_when_its_engine_is_killed(vis
         for engine in engines.values():
             engine.resume()
         assert text.result() == whole
-    assert sum(vision_fleet.metrics("vllm_omni:request_moves_total").values()) == 1
+    assert sum(vision_fleet.metrics("vllm_omni_fleet:request_moves_total").values()) == 1
 
 
 def busy_replica(server: Server) -> str | None:
     """The replica that has a request in flight."""
-    in_flight = server.by_replica("vllm_omni:requests_in_flight")
+    in_flight = server.by_replica("vllm_omni_fleet:requests_in_flight")
     return next((replica for replica, count in in_flight.items() if count), None)

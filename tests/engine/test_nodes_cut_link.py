@@ -78,7 +78,7 @@ def test_streams_survive_a_cut(pair: NodeFleet, cable: Cable, expected: list[str
     assert [outcome.text for outcome in sent] == expected
     pair.wait_for_replicas(2)
     assert pair.nodes[0].engine.pid == engine
-    assert set(pair.head.by_replica("vllm_omni:requests_in_flight").values()) == {0}
+    assert set(pair.head.by_replica("vllm_omni_fleet:requests_in_flight").values()) == {0}
 
 
 @pytest.mark.long

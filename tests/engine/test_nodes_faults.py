@@ -13,7 +13,7 @@ from .server import START_S, Server, until
 
 STREAMS = 6
 TOKENS = 900
-MOVES = "vllm_omni:request_moves_total"
+MOVES = "vllm_omni_fleet:request_moves_total"
 RUNNING = "vllm:num_requests_running"
 
 

@@ -51,7 +51,7 @@ def answer(server: Server, model: str) -> str:
 
 
 def moves(server: Server) -> float:
-    return sum(server.metrics("vllm_omni:request_moves_total").values())
+    return sum(server.metrics("vllm_omni_fleet:request_moves_total").values())
 
 
 def end_in_time(nodes: NodeFleet) -> None:

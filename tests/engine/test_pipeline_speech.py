@@ -198,7 +198,7 @@ def test_nothing_is_left_of_a_request_whose_client_leaves_during_the_second_stag
 def test_a_headless_node_serves_the_vocoder(speech: PipelineServer) -> None:
     with speech.node(VOCODER), speech.drained(VOCODER):
         sound = ask(speech, modalities=BOTH, audio=VOICE).choices[0].message.audio
-        dispatches = speech.by_replica_of(VOCODER, "vllm_omni:dispatches_total")
+        dispatches = speech.by_replica_of(VOCODER, "vllm_omni_fleet:dispatches_total")
     assert dispatches[1] == 1
     assert_same_sound(pcm_of(base64.b64decode(sound.data)), spoken(speech))
 

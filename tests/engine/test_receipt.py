@@ -104,7 +104,7 @@ def client(head: Server) -> Iterator[openai.OpenAI]:
 
 def dispatched(head: Server) -> dict[str, float]:
     """Return the requests that each replica ever got, by its name."""
-    return {f"0.{replica}": count for replica, count in head.by_replica("vllm_omni:dispatches_total").items()}
+    return {f"0.{replica}": count for replica, count in head.by_replica("vllm_omni_fleet:dispatches_total").items()}
 
 
 def total(head: Server, name: str) -> float:
@@ -160,9 +160,9 @@ def test_an_explanation_foresees_where_a_request_goes_and_runs_nothing(head: Ser
     fresh = explain(head, prompt=text(4))
     assert {candidate["matched_tokens"] for candidate in fresh["candidates"]} <= {0}
     answer = client.completions.with_raw_response.create(model=MODEL, prompt=text(4), max_tokens=4)
-    counts = dispatched(head), total(head, "vllm_omni:decisions_total")
+    counts = dispatched(head), total(head, "vllm_omni_fleet:decisions_total")
     known = explain(head, prompt=text(4), model=MODEL, session="s")
-    assert (dispatched(head), total(head, "vllm_omni:decisions_total")) == counts
+    assert (dispatched(head), total(head, "vllm_omni_fleet:decisions_total")) == counts
     assert (known["policy"], known["chosen"]) == ("prefix", answer.headers[HEADER])
     usage = answer.parse().usage
     assert usage is not None
@@ -172,7 +172,7 @@ def test_an_explanation_foresees_where_a_request_goes_and_runs_nothing(head: Ser
 
 
 def test_tokens_that_were_expected_to_be_cached_are_those_that_were(head: Server, client: openai.OpenAI) -> None:
-    counters = ("vllm_omni:matched_tokens_total", "vllm_omni:cached_tokens_total")
+    counters = ("vllm_omni_fleet:matched_tokens_total", "vllm_omni_fleet:cached_tokens_total")
     before = [total(head, name) for name in counters]
     cached = 0
     for _ in range(3):
@@ -186,8 +186,8 @@ def test_tokens_that_were_expected_to_be_cached_are_those_that_were(head: Server
 
 def test_every_dispatch_is_one_decision(head: Server, client: openai.OpenAI) -> None:
     client.completions.create(model=MODEL, prompt="Once", max_tokens=1)
-    assert total(head, "vllm_omni:decisions_total") == total(head, "vllm_omni:dispatches_total")
-    policies = {dict(labels)["policy"] for labels in head.metrics("vllm_omni:decisions_total")}
+    assert total(head, "vllm_omni_fleet:decisions_total") == total(head, "vllm_omni_fleet:dispatches_total")
+    policies = {dict(labels)["policy"] for labels in head.metrics("vllm_omni_fleet:decisions_total")}
     assert policies == {"prefix"}
 
 

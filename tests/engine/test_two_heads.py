@@ -16,7 +16,7 @@ from .suspended import standing_still
 TOKENS = 500
 SHUTDOWN_S = 60
 PROMPT = "the second head"
-SEAT = ("vllm_omni:coordinator_connected", "vllm_omni:heads")
+SEAT = ("vllm_omni_fleet:coordinator_connected", "vllm_omni_fleet:heads")
 
 
 @pytest.fixture(scope="module")

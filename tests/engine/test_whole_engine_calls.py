@@ -113,4 +113,4 @@ def checksums(server: Server) -> dict[str, dict[str, str]]:
 
 
 def held_by_each(fleet: Server) -> list[float]:
-    return list(fleet.by_replica("vllm_omni:requests_in_flight").values())
+    return list(fleet.by_replica("vllm_omni_fleet:requests_in_flight").values())

@@ -97,7 +97,7 @@ async def test_a_replica_that_starts_again_knows_the_adapter_and_the_pause(fleet
 
 
 def held_by_each(fleet: Server) -> list[float]:
-    return list(fleet.by_replica("vllm_omni:requests_in_flight").values())
+    return list(fleet.by_replica("vllm_omni_fleet:requests_in_flight").values())
 
 
 def replace_engine(fleet: Server, replica: int) -> None:

@@ -34,12 +34,12 @@ class FleetCollector(Collector):
         yield from self._loads()
         yield from self._peers()
         yield _histogram(
-            "vllm_omni:queue_time_seconds",
+            "vllm_omni_fleet:queue_time_seconds",
             "Seconds between the arrival of a request at the orchestrator and its first dispatch.",
             metrics.queue_time,
         )
         yield _histogram(
-            "vllm_omni:hold_time_seconds",
+            "vllm_omni_fleet:hold_time_seconds",
             "Seconds that accepted requests waited because no replica could serve.",
             metrics.hold_time,
         )
@@ -50,7 +50,7 @@ class FleetCollector(Collector):
         yield from _decisions(metrics)
 
     def _replicas_by_state(self) -> Metric:
-        family = GaugeMetricFamily("vllm_omni:replicas", "Replicas by state.", labels=("stage", "state"))
+        family = GaugeMetricFamily("vllm_omni_fleet:replicas", "Replicas by state.", labels=("stage", "state"))
         for pool in self._orchestrator.stage_pools:
             states = Counter(member.status for member in pool.members)
             for status in ReplicaStatus:
@@ -59,12 +59,12 @@ class FleetCollector(Collector):
 
     def _per_replica(self) -> Iterable[Metric]:
         labels = ("stage", "replica")
-        dispatches = CounterMetricFamily("vllm_omni:dispatches", "Requests sent to a replica.", labels=labels)
+        dispatches = CounterMetricFamily("vllm_omni_fleet:dispatches", "Requests sent to a replica.", labels=labels)
         in_flight = GaugeMetricFamily(
-            "vllm_omni:requests_in_flight", "Requests a replica is charged with.", labels=labels
+            "vllm_omni_fleet:requests_in_flight", "Requests a replica is charged with.", labels=labels
         )
         restarts = CounterMetricFamily(
-            "vllm_omni:replica_restarts", "Attempts to start a lost replica again.", labels=labels
+            "vllm_omni_fleet:replica_restarts", "Attempts to start a lost replica again.", labels=labels
         )
         for pool in self._orchestrator.stage_pools:
             for member in pool.members:
@@ -77,13 +77,13 @@ class FleetCollector(Collector):
     def _loads(self) -> Iterable[Metric]:
         labels = ("stage", "replica")
         prefill = GaugeMetricFamily(
-            "vllm_omni:prefill_tokens", "Prompt tokens that a replica still has to compute.", labels=labels
+            "vllm_omni_fleet:prefill_tokens", "Prompt tokens that a replica still has to compute.", labels=labels
         )
         decode = GaugeMetricFamily(
-            "vllm_omni:decode_tokens", "Tokens of requests that a replica is producing output for.", labels=labels
+            "vllm_omni_fleet:decode_tokens", "Tokens of requests that a replica is producing output for.", labels=labels
         )
         kv_usage = GaugeMetricFamily(
-            "vllm_omni:kv_cache_usage_ratio", "Share of KV memory in use, as a replica reported.", labels=labels
+            "vllm_omni_fleet:kv_cache_usage_ratio", "Share of KV memory in use, as a replica reported.", labels=labels
         )
         for pool in self._orchestrator.stage_pools:
             for member in pool.members:
@@ -98,17 +98,17 @@ class FleetCollector(Collector):
         has_seat, exchange = self._orchestrator.metrics.has_seat, self._orchestrator.exchange
         if has_seat is not None:
             yield GaugeMetricFamily(
-                "vllm_omni:coordinator_connected", "Whether the coordinator answers this head: 1 or 0.", has_seat
+                "vllm_omni_fleet:coordinator_connected", "Whether the coordinator answers this head: 1 or 0.", has_seat
             )
         if exchange is not None:
             yield GaugeMetricFamily(
-                "vllm_omni:heads", "Heads of the fleet that this one hears of, and itself.", exchange.heads
+                "vllm_omni_fleet:heads", "Heads of the fleet that this one hears of, and itself.", exchange.heads
             )
 
 
 def _held(metrics: OrchestratorMetrics) -> Metric:
     family = GaugeMetricFamily(
-        "vllm_omni:requests_held",
+        "vllm_omni_fleet:requests_held",
         "Requests that wait because no replica can serve: before they are accepted (http) or after (fleet).",
         labels=("where",),
     )
@@ -119,7 +119,7 @@ def _held(metrics: OrchestratorMetrics) -> Metric:
 
 def _moves(metrics: OrchestratorMetrics) -> Iterator[Metric]:
     moves = CounterMetricFamily(
-        "vllm_omni:request_moves",
+        "vllm_omni_fleet:request_moves",
         "Requests sent again to another replica because theirs was lost, by how they went on there.",
         labels=("way",),
     )
@@ -127,16 +127,18 @@ def _moves(metrics: OrchestratorMetrics) -> Iterator[Metric]:
         moves.add_metric((way.value,), count)
     yield moves
     yield CounterMetricFamily(
-        "vllm_omni:tokens_swallowed", "Tokens that replays repeated and no client got twice.", metrics.swallowed_tokens
+        "vllm_omni_fleet:tokens_swallowed",
+        "Tokens that replays repeated and no client got twice.",
+        metrics.swallowed_tokens,
     )
     yield CounterMetricFamily(
-        "vllm_omni:replays_diverged", "Replays that did not repeat what had been delivered.", metrics.diverged
+        "vllm_omni_fleet:replays_diverged", "Replays that did not repeat what had been delivered.", metrics.diverged
     )
 
 
 def _failed(metrics: OrchestratorMetrics) -> Metric:
     family = CounterMetricFamily(
-        "vllm_omni:requests_failed", "Requests that ended with an error of the fleet.", labels=("reason",)
+        "vllm_omni_fleet:requests_failed", "Requests that ended with an error of the fleet.", labels=("reason",)
     )
     family.add_metric(("replica_lost",), metrics.lost)
     family.add_metric(("no_replica",), metrics.refused + metrics.turned_away)
@@ -144,18 +146,20 @@ def _failed(metrics: OrchestratorMetrics) -> Metric:
 
 
 def _decisions(metrics: OrchestratorMetrics) -> Iterator[Metric]:
-    yield _by_policy("vllm_omni:decisions", "Dispatches by what decided on the replica.", "reason", metrics.decisions)
     yield _by_policy(
-        "vllm_omni:decision_fallbacks",
+        "vllm_omni_fleet:decisions", "Dispatches by what decided on the replica.", "reason", metrics.decisions
+    )
+    yield _by_policy(
+        "vllm_omni_fleet:decision_fallbacks",
         "Dispatches by why the policy decided by something less than its rule.",
         "fallback",
         metrics.fallbacks,
     )
     yield CounterMetricFamily(
-        "vllm_omni:matched_tokens", "Prompt tokens that the policy expected to be cached.", metrics.matched_tokens
+        "vllm_omni_fleet:matched_tokens", "Prompt tokens that the policy expected to be cached.", metrics.matched_tokens
     )
     yield CounterMetricFamily(
-        "vllm_omni:cached_tokens", "Prompt tokens that engines took from their caches.", metrics.cached_tokens
+        "vllm_omni_fleet:cached_tokens", "Prompt tokens that engines took from their caches.", metrics.cached_tokens
     )
 
 
@@ -169,7 +173,7 @@ def _by_policy(name: str, documentation: str, why: str, counts: dict[tuple[int, 
 
 def _stage_seconds(metrics: OrchestratorMetrics) -> Metric:
     family = HistogramMetricFamily(
-        "vllm_omni:stage_seconds",
+        "vllm_omni_fleet:stage_seconds",
         "Seconds that requests spent in the stages of a pipeline.",
         labels=("stage", "name", "part"),
     )

@@ -20,10 +20,10 @@ logger = init_logger(__name__)
 _INTERVAL_S = 1.0
 
 _GAUGE_MODES = {
-    "vllm_omni:replicas": "livemostrecent",
-    "vllm_omni:kv_cache_usage_ratio": "livemax",
-    "vllm_omni:coordinator_connected": "livemin",
-    "vllm_omni:heads": "livemin",
+    "vllm_omni_fleet:replicas": "livemostrecent",
+    "vllm_omni_fleet:kv_cache_usage_ratio": "livemax",
+    "vllm_omni_fleet:coordinator_connected": "livemin",
+    "vllm_omni_fleet:heads": "livemin",
 }
 """What is no API server's own and must not be added up: all see the same replicas, caches and heads."""
 _OWN = "livesum"
