@@ -8,7 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 from vllm.config import KVEventsConfig
-from vllm.distributed.kv_events import BlockRemoved, EventPublisherFactory, KVEventBatch, ZmqEventPublisher
+from vllm.distributed.kv_events import (
+    BlockRemoved,
+    BlockStored,
+    EventPublisherFactory,
+    KVEventBatch,
+    ZmqEventPublisher,
+)
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
@@ -88,6 +94,23 @@ def test_reported_blocks_are_found_by_the_prompt_of_their_request(other: dict[st
     change = BlockNames().apply(decode_events(Pool(cached).take()))
     assert list(change.stored) == prompt_keys(task["prompt"], SIZE)
     assert len(change.stored) == BLOCKS
+
+
+def test_blocks_that_a_connector_has_stored_elsewhere_leave_those_of_the_pool_known() -> None:
+    # What vLLM's OffloadingConnector says of a block whose tokens it has forgotten.
+    offloaded = BlockStored(
+        block_hashes=[b"hash"],
+        parent_block_hash=None,
+        token_ids=[],
+        block_size=0,
+        lora_id=None,
+        medium="CPU",
+        lora_name=None,
+        group_idx=0,
+    )
+    events = [offloaded, *Pool(request()).pool.take_events(), offloaded]
+    batch = msgspec.msgpack.encode(KVEventBatch(ts=time.time(), events=events))
+    assert len(BlockNames().apply(decode_events(batch)).stored) == BLOCKS
 
 
 def test_evicted_blocks_and_a_cleared_cache_are_reported() -> None:

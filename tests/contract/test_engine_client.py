@@ -86,6 +86,28 @@ async def test_who_waits_for_a_fleet_goes_on_when_a_replica_serves(
     await asyncio.wait_for(waiting, 10)
 
 
+async def test_one_who_waits_on_a_loop_that_ends_at_that_moment_keeps_nobody_else_waiting(
+    orchestrator: Orchestrator, client: FleetClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wait_on_a_loop_that_ends() -> None:
+        with asyncio.Runner() as runner:
+            loop = runner.get_loop()
+            waiting = client.until_serving()
+            # Ended from without, as a process does, it never leaves its place.
+            loop.call_soon(waiting.send, None)
+            loop.run_until_complete(asyncio.sleep(0))
+            places.append(waiting)
+        monkeypatch.setattr(loop, "is_closed", lambda: False)
+
+    places: list[object] = []
+    await asyncio.to_thread(wait_on_a_loop_that_ends)
+    here = asyncio.create_task(client.until_serving())
+    await asyncio.sleep(0)
+    monkeypatch.setattr(Orchestrator, "can_serve", True)
+    orchestrator.on_serving()
+    await asyncio.wait_for(here, 10)
+
+
 async def test_a_fleet_that_serves_keeps_nobody_waiting(client: FleetClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Orchestrator, "can_serve", True)
     await client.until_serving()

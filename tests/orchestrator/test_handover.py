@@ -170,3 +170,18 @@ def test_a_consumer_whose_loop_has_ended_stops_nobody() -> None:
     asyncio.run(leave_while_waiting())
     queue.force_put(1)
     assert len(queue) == 1
+
+
+def test_a_consumer_whose_loop_ends_at_that_moment_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue: HandoverQueue[int] = HandoverQueue(1)
+
+    async def leave_while_waiting() -> None:
+        await blocked(queue.get_batch())
+
+    with asyncio.Runner() as runner:
+        loop = runner.get_loop()
+        runner.run(leave_while_waiting())
+    # Whoever looked before this moment has seen a loop that runs.
+    monkeypatch.setattr(loop, "is_closed", lambda: False)
+    queue.force_put(1)
+    assert len(queue) == 1

@@ -1,5 +1,7 @@
 """Blocks as engines name them become the keys under which policies look prompts up."""
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -34,6 +36,10 @@ def stored(*hashes: int, parent: int | None = None, first: int = 0, **other: obj
 
 def removed(*hashes: int, **other: object) -> BlockRemoved:
     return msgspec.convert({"type": "BlockRemoved", "block_hashes": hashes, **other}, BlockRemoved)
+
+
+def as_sent(event: BlockStored | BlockRemoved) -> dict[str, Any]:
+    return {"type": type(event).__name__, **msgspec.structs.asdict(event)}
 
 
 def test_blocks_stored_at_once_or_one_after_another_have_the_keys_of_their_prompt() -> None:
@@ -118,20 +124,9 @@ def test_a_removal_from_other_memory_leaves_the_block() -> None:
     [
         pytest.param(b"\xc1", id="no msgpack"),
         pytest.param(msgspec.msgpack.encode([1.0]), id="no events"),
-        pytest.param(msgspec.msgpack.encode([1.0, [{"type": "Nonsense"}]]), id="unknown event"),
         pytest.param(msgspec.msgpack.encode([1.0, [{"type": "BlockRemoved", "block_hashes": 1}]]), id="wrong type"),
-        pytest.param(
-            msgspec.msgpack.encode(
-                [1.0, [msgspec.structs.asdict(stored(1)) | {"type": "BlockStored", "token_ids": [-1]}]]
-            ),
-            id="token below zero",
-        ),
-        pytest.param(
-            msgspec.msgpack.encode(
-                [1.0, [msgspec.structs.asdict(stored(1)) | {"type": "BlockStored", "block_size": 0}]]
-            ),
-            id="blocks of no size",
-        ),
+        pytest.param(msgspec.msgpack.encode([1.0, [{"block_hashes": [1]}]]), id="no kind"),
+        pytest.param(msgspec.msgpack.encode([1.0, [7]]), id="no event"),
     ],
 )
 def test_a_malformed_batch_is_refused(batch: bytes) -> None:
@@ -143,3 +138,31 @@ def test_a_batch_with_more_than_we_read_is_read() -> None:
     event = msgspec.structs.asdict(stored(1)) | {"type": "BlockStored", "lora_id": None, "session_id": "s", "new": [1]}
     (decoded,) = decode_events(msgspec.msgpack.encode([1.0, [event], 3]))
     assert BlockNames().apply([decoded]).stored == KEYS[:1]
+
+
+@pytest.mark.parametrize(
+    ("event", "reason"),
+    [
+        pytest.param({"type": "Nonsense"}, "Nonsense: Invalid value", id="unknown kind"),
+        pytest.param(
+            as_sent(stored(9)) | {"token_ids": [-1]}, "BlockStored: Expected `int` >= 0", id="token below zero"
+        ),
+        pytest.param(as_sent(stored(9)) | {"block_hashes": "h"}, "BlockStored: Expected `array`", id="wrong type"),
+    ],
+)
+def test_an_event_that_cannot_be_read_leaves_the_others_of_its_batch(event: dict[str, Any], reason: str) -> None:
+    skipped: list[str] = []
+    batch = [as_sent(stored(1)), event, as_sent(stored(2, parent=1, first=1)), as_sent(removed(1))]
+    events = decode_events(msgspec.msgpack.encode([1.0, batch]), skipped.append)
+    assert BlockNames().apply(events) == CacheChange(stored=KEYS[1:2], removed=KEYS[:1])
+    assert len(skipped) == 1
+    assert skipped[0].startswith(reason)
+
+
+@pytest.mark.parametrize("medium", ["CPU", "GPU"])
+def test_blocks_of_which_no_tokens_are_told_leave_the_others_of_their_batch(medium: str) -> None:
+    untold = {"block_size": 0, "token_ids": [], "medium": medium}
+    events = decode_events(
+        msgspec.msgpack.encode([1.0, [as_sent(stored(1)), as_sent(stored(7)) | untold]]), pytest.fail
+    )
+    assert BlockNames().apply(events) == CacheChange(stored=KEYS[:1])

@@ -146,6 +146,18 @@ async def test_a_malformed_batch_is_a_loss_that_is_said_once(
     assert len(warnings(caplog)) == 1
 
 
+async def test_an_event_that_cannot_be_read_is_skipped_and_that_is_said_once(
+    publisher: FakePublisher, tap: Tap, caplog: pytest.LogCaptureFixture
+) -> None:
+    mirror = await tap()
+    for _ in range(3):
+        publisher.publish({"type": "Nonsense"}, stored(FIRST, 1))
+    await eventually(lambda: mirror.keys == {KEYS[0]})
+    assert (mirror.complete, mirror.restarts) == (True, 1)
+    (warning,) = warnings(caplog)
+    assert "one cannot be read and is skipped: Nonsense: " in warning
+
+
 @pytest.mark.parametrize(
     "frames", [(b"",), (b"", b"short", b""), (b"", bytes(8), b"", b"")], ids=["one", "number", "four"]
 )

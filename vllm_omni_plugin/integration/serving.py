@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from contextlib import suppress
 
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 
@@ -36,5 +37,6 @@ class ServingSignal:
     def _wake(self) -> None:
         with self._lock:
             for loop, news in self._waiting:
-                if not loop.is_closed():
+                # A loop that has ended waits for nothing, and the others are to be told all the same.
+                with suppress(RuntimeError):
                     loop.call_soon_threadsafe(news.set)

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections import deque
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 from vllm_omni_plugin.errors import OmniError
@@ -120,7 +121,8 @@ class _Waiter:
         self.future: asyncio.Future[None] = self._loop.create_future()
 
     def wake(self) -> None:
-        if not self._loop.is_closed():
+        # A loop that has ended waits for nothing; it may end between a look at it and the call.
+        with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._complete)
 
     def _complete(self) -> None:

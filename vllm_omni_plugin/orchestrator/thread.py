@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from typing import Any
 
 import uvloop
@@ -93,8 +94,10 @@ class OrchestratorThread:
             if not self._thread.is_alive():
                 return
             self._running.wait()
-            if self._loop is not None and not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(self._request_stop, timeout)
+            if self._loop is not None:
+                # It may have ended by itself, or end now.
+                with suppress(RuntimeError):
+                    self._loop.call_soon_threadsafe(self._request_stop, timeout)
             self._thread.join((_VLLM_GRACE_S if timeout is None else timeout) + _LAST_GRACE_S)
             if self._thread.is_alive():
                 logger.error("The orchestrator thread did not end in time; it is left to the end of the process.")

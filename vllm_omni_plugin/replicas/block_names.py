@@ -63,8 +63,9 @@ class BlockNames:
         width = event.block_size * _TOKEN_BYTES
         tokens = memoryview(pack_tokens(event.token_ids))
         extra_keys = event.extra_keys or [None] * len(event.block_hashes)
-        # A block whose chain was reported before we listened, or that leaves out some blocks, cannot be named.
-        if parent is None or not len(tokens) // width == len(event.block_hashes) == len(extra_keys):
+        # A block without tokens, whose chain was reported before we listened, or that leaves out some blocks
+        # cannot be named.
+        if not width or parent is None or not len(tokens) // width == len(event.block_hashes) == len(extra_keys):
             return []
         keys: list[int] = []
         for index, (block_hash, extra) in enumerate(zip(event.block_hashes, extra_keys, strict=True)):

@@ -1,5 +1,6 @@
 """What vLLM's engines publish about their prefix caches, as far as we read it."""
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import msgspec
@@ -22,7 +23,7 @@ class BlockStored(Struct, frozen=True, tag=True, gc=False):
         block_hashes: the engine's names of them, in order.
         parent_block_hash: that of the block before, None for the first of a prompt.
         token_ids: all of theirs.
-        block_size: tokens in each.
+        block_size: tokens in each; 0 where the engine does not say which they are (vLLM's OffloadingConnector).
         medium: where they lie; None before engines said it.
         extra_keys: for each block what tells it from others of the same tokens, see `balancing.block_keys`.
         group_idx: which of the model's KV cache groups; None before engines said it.
@@ -32,7 +33,7 @@ class BlockStored(Struct, frozen=True, tag=True, gc=False):
     block_hashes: list[EngineHash]
     parent_block_hash: EngineHash | None
     token_ids: list[_TokenId]
-    block_size: Annotated[int, Meta(ge=1)]
+    block_size: Annotated[int, Meta(ge=0)]
     medium: str | None = None
     extra_keys: list[list[Any] | None] | None = None
     group_idx: int | None = None
@@ -61,12 +62,47 @@ class EventBatch(Struct, frozen=True, array_like=True, gc=False):
     events: list[CacheEvent]
 
 
+class _AnyBatch(Struct, frozen=True, array_like=True, gc=False):
+    ts: float
+    events: list[msgspec.Raw]
+
+
+class _AnyEvent(Struct, frozen=True, gc=False):
+    type: str
+
+
 _decoder: msgspec.msgpack.Decoder[EventBatch] = msgspec.msgpack.Decoder(EventBatch)
+_event_decoder: msgspec.msgpack.Decoder[CacheEvent] = msgspec.msgpack.Decoder(CacheEvent)
 
 
-def decode_events(payload: bytes) -> list[CacheEvent]:
-    """The events of a batch; raises `WireError` saying what is wrong with it."""
+def decode_events(payload: bytes, on_skipped: Callable[[str], object] = lambda reason: None) -> list[CacheEvent]:
+    """The events of a batch that can be read.
+
+    Args:
+        payload: the batch.
+        on_skipped: called with the reason for each event that cannot be, of which nothing needs to be known.
+
+    Raises:
+        WireError: the batch, or what it says of evicted blocks, cannot be read; the message says why.
+    """
     try:
         return _decoder.decode(payload).events
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return _decode_one_by_one(payload, on_skipped)
+
+
+def _decode_one_by_one(payload: bytes, on_skipped: Callable[[str], object]) -> list[CacheEvent]:
+    events: list[CacheEvent] = []
+    try:
+        for raw in msgspec.msgpack.decode(payload, type=_AnyBatch).events:
+            kind = msgspec.msgpack.decode(raw, type=_AnyEvent).type
+            try:
+                events.append(_event_decoder.decode(raw))
+            except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+                if kind == BlockRemoved.__name__:
+                    # Blocks that nobody knows to be gone would be counted upon.
+                    raise
+                on_skipped(f"{kind[:_MAX_DETAIL_CHARS]}: {str(error)[:_MAX_DETAIL_CHARS]}")
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise WireError(f"batch of cache events: {str(error)[:_MAX_DETAIL_CHARS]}") from error
+    return events

@@ -128,7 +128,7 @@ class CacheTap:
 
     def _apply(self, payload: bytes) -> None:
         try:
-            change = self._names.apply(decode_events(payload))
+            change = self._names.apply(decode_events(payload, self._skipped))
         except WireError as error:
             self._lose("one was malformed", f": {error}")
             return
@@ -141,6 +141,9 @@ class CacheTap:
         self._complete |= change.restart or 0 < self._source.blocks - 1 <= self._names.copies
         if change.stored or change.removed or change.restart or self._complete is not was_complete:
             self._tell(change._replace(complete=self._complete))
+
+    def _skipped(self, reason: str) -> None:
+        self._warn("skipped", f"one cannot be read and is skipped: {reason}")
 
     def _lose(self, what: str, detail: str = "") -> None:
         self._warn(
