@@ -1,6 +1,7 @@
 """What the coordinator's tests share."""
 
 import socket
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -76,10 +77,16 @@ def process_status(pid: int) -> dict[str, str]:
 
 
 class ManualClock:
-    """Seconds that pass only when told to."""
+    """Seconds that pass only when told to; they may pass while another thread reads the clock."""
 
     def __init__(self, now: float = 1000.0) -> None:
         self.now = now
+        self._read = threading.local()
 
     def __call__(self) -> float:
-        return self.now
+        self._read.last = self.now
+        return self._read.last
+
+    def wall(self) -> float:
+        """The same time as a wall clock that was read at the very moment at which this thread last read the other."""
+        return self._read.last

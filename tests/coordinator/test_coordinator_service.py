@@ -3,6 +3,8 @@
 import itertools
 import socket
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import msgspec
 import pytest
@@ -125,7 +127,7 @@ class Slowly:
     def __init__(self, heartbeat_timeout: float, settle_time: float = 0.0) -> None:
         self.clock = ManualClock()
         self.coordinator = OmniCoordinator(
-            ANY, ANY, heartbeat_timeout, settle_time=settle_time, clock=self.clock, wall_clock=self.clock
+            ANY, ANY, heartbeat_timeout, settle_time=settle_time, clock=self.clock, wall_clock=self.clock.wall
         )
         self.lists: list[ReplicaList] = []
         self.hub = OmniCoordClientForHub(self.coordinator.pub_zmq_addr, self.lists.append)
@@ -152,53 +154,65 @@ class Slowly:
         self.coordinator.close()
 
 
+Begin = Callable[..., Slowly]
+
+
+@pytest.fixture
+def begin() -> Iterator[Begin]:
+    """Make `Slowly`, which ends with the test."""
+    with ExitStack() as stack:
+
+        def begin(heartbeat_timeout: float, settle_time: float = 0.0) -> Slowly:
+            slowly = Slowly(heartbeat_timeout, settle_time)
+            stack.callback(slowly.close)
+            return slowly
+
+        yield begin
+
+
 def test_publish_reports_whether_the_list_goes_out_at_once() -> None:
-    slowly = Slowly(1000.0)
-    slowly.subscribe()
-    slowly.advance(1.0)
-    assert not slowly.coordinator.publish_replica_list_update()
-    slowly.clock.now += 1.0
-    assert slowly.coordinator.publish_replica_list_update()
-    slowly.close()
-    assert not slowly.coordinator.publish_replica_list_update()
+    coordinator = OmniCoordinator(ANY, ANY, clock=ManualClock())
+    try:
+        assert coordinator.publish_replica_list_update()
+        # Once that list is out, and no time passes, the next one has to wait.
+        eventually(lambda: not coordinator.publish_replica_list_update())
+    finally:
+        coordinator.close()
+    assert not coordinator.publish_replica_list_update()
 
 
-def test_silent_replica_is_suspected_then_gone() -> None:
-    slowly = Slowly(10.0)
+def test_silent_replica_is_suspected_then_gone(begin: Begin) -> None:
+    slowly = begin(10.0)
     slowly.subscribe()
     slowly.coordinator.add_new_replica(make_event("a"))
     # In steps below the tolerance, or the coordinator would take itself for the one that is late.
     published = [slowly.advance(0.5) for _ in range(24)]
     assert [len(replicas.replicas) for replicas in published] == [1] * 9 + [0] * 15
     assert [len(replicas.no_new_work) for replicas in published] == [0] * 9 + [1] * 10 + [0] * 5
-    slowly.close()
 
 
-def test_coordinator_that_was_late_expires_nobody() -> None:
-    slowly = Slowly(30.0)
+def test_coordinator_that_was_late_expires_nobody(begin: Begin) -> None:
+    slowly = begin(30.0)
     slowly.subscribe()
     slowly.coordinator.add_new_replica(make_event("a"))
     slowly.advance(1.0)
     assert names(slowly.advance(10_000.0)) == ["a"]
-    slowly.close()
 
 
-def test_sleeping_for_long_is_not_being_late() -> None:
-    slowly = Slowly(30.0)
+def test_sleeping_for_long_is_not_being_late(begin: Begin) -> None:
+    slowly = begin(30.0)
     slowly.subscribe()
     slowly.coordinator.add_new_replica(make_event("a"))
     # Requests that come long after the last list must not excuse the silent.
     published = [slowly.advance(2.5) for _ in range(7)]
     assert [len(replicas.replicas) for replicas in published] == [1] * 5 + [0] * 2
-    slowly.close()
 
 
-def test_settling_coordinator_tells_nobody_of_an_empty_fleet() -> None:
-    slowly = Slowly(30.0, settle_time=3.0)
+def test_settling_coordinator_tells_nobody_of_an_empty_fleet(begin: Begin) -> None:
+    slowly = begin(30.0, settle_time=3.0)
     assert not slowly.coordinator.publish_replica_list_update()
     slowly.coordinator.add_new_replica(make_event("a"))
     slowly.subscribe()
-    slowly.close()
     assert slowly.clock.now >= 1003.0
     assert {len(replicas.replicas) for replicas in slowly.lists} == {1}
 

@@ -139,7 +139,7 @@ class OmniCoordinator:
     def get_active_replicas(self) -> ReplicaList:
         """Return the list as it would be published now: in ``replicas`` those that are UP and not suspected."""
         with self._lock:
-            return self._snapshot()
+            return self._snapshot(self._clock())
 
     def publish_replica_list_update(self) -> bool:
         """Ask for the list to be published; return whether this is done at once.
@@ -188,8 +188,8 @@ class OmniCoordinator:
             self._schedule.request(now)
             self._edition_schedule.request(now)
 
-    def _snapshot(self) -> ReplicaList:
-        return replica_list(self._table, self._numbering, self._clock(), self._wall_clock())
+    def _snapshot(self, now: float) -> ReplicaList:
+        return replica_list(self._table, self._numbering, now, self._wall_clock())
 
     def _serve(self) -> None:
         poller = zmq.Poller()
@@ -284,7 +284,7 @@ class OmniCoordinator:
                 return
             self._schedule.published(now)
             # Our own heads do not subscribe, and the whole list is dear.
-            replicas = self._snapshot() if self._has_subscribers else None
+            replicas = self._snapshot(now) if self._has_subscribers else None
         if replicas is not None:
             self._pub.send(encode_replica_list(replicas))
 
