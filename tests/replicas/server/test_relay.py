@@ -41,9 +41,10 @@ async def test_a_relay_that_cannot_be_opened_leaves_nothing_on_the_loop(
     inputs, outputs = listen_on_many("127.0.0.1", None, 2)
     outputs.close()
     before = set(os.listdir("/proc/self/fd"))
-    with pytest.raises(OSError, match="Bad file descriptor"):
+    with contextlib.closing(inputs), pytest.raises(OSError, match="Bad file descriptor"):
         Relay(inputs, outputs, f"ipc://{tmp_path}/hub", slot, "c" * 40, None, 10.0, lambda: None)
-    assert set(os.listdir("/proc/self/fd")) == before
+    # What earlier tests had may end meanwhile.
+    assert set(os.listdir("/proc/self/fd")) <= before
     # Descriptors are numbered anew; one that the loop still took for a socket of the relay would never be heard of.
     loop = asyncio.get_running_loop()
     heard = [asyncio.Event() for _ in range(32)]
@@ -57,7 +58,6 @@ async def test_a_relay_that_cannot_be_opened_leaves_nothing_on_the_loop(
         for descriptor in descriptors:
             loop.remove_reader(descriptor)
             os.close(descriptor)
-        close_all([inputs])
 
 
 def fill(writer: "zmq.Socket[bytes]", message: list[bytes], times: int) -> None:
