@@ -1,14 +1,22 @@
 """Entry point of the group `vllm.general_plugins`, called once in every process that vLLM starts."""
 
+import os
 import sys
+
+from vllm_omni_plugin.config import FLEET_ENGINE
 
 
 def register() -> None:
     """Add our flags to vLLM's, in a process that parses any. Idempotent; opens nothing and imports nothing heavy.
 
     Engine and worker processes call this too. They take their configuration from the head and parse no flags, so there
-    vLLM's argument module is not imported, and there is nothing to add to.
+    vLLM's argument module is not imported, and there is nothing to add to. Those of a fleet ask for what their
+    processor needs.
     """
+    if FLEET_ENGINE in os.environ:
+        from vllm_omni_plugin.vllm_api.tiles import ask_for_tiles
+
+        ask_for_tiles()
     arg_utils = sys.modules.get("vllm.engine.arg_utils")
     if arg_utils is None:
         return

@@ -6,6 +6,9 @@ from typing import Any, Self
 
 from vllm_omni_plugin.errors import ConfigError
 
+FLEET_ENGINE = "VLLM_OMNI_FLEET_ENGINE"
+"""Environment variable that marks the engines of a fleet and their workers, which have none of the flags."""
+
 
 @dataclass(frozen=True)
 class OmniConfig:

@@ -119,15 +119,20 @@ class CoordinatorProcess:
         """It has ended."""
 
 
+@pytest.fixture
+def group_config(tmp_path: Path) -> Any:
+    """The configuration of a lockstep group. vLLM may start a process to make it, so it comes before `spawning`."""
+    return split_ranks(vllm_config(write_model(tmp_path, **MIXTRAL), data_parallel_size=2)).config
+
+
 def test_an_engine_is_spawned_while_the_coordinator_of_a_group_loads_but_not_while_it_is_spawned(
-    spawning: Spawning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    group_config: Any, spawning: Spawning, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     coordinator = CoordinatorProcess(spawning.spawn)
     monkeypatch.setattr(vllm_coordinator, "get_mp_context", lambda: coordinator.context)
-    config = split_ranks(vllm_config(write_model(tmp_path, **MIXTRAL), data_parallel_size=2)).config
-    generation = LockstepGeneration(2, config, lambda _pid: None)
+    generation = LockstepGeneration(2, group_config, lambda _pid: None)
     with ThreadPoolExecutor(2) as threads:
-        loading = threads.submit(generation.coordinate, config.parallel_config)
+        loading = threads.submit(generation.coordinate, group_config.parallel_config)
         try:
             threads.submit(start_engine).result(ENOUGH_S)
             assert coordinator.started.wait(ENOUGH_S)

@@ -89,6 +89,9 @@ class ServeProcess:
     def __init__(self, command: list[str], log: Path, **environment: str) -> None:
         self.log = log
         self._told_to_end = False
+        if not any(word.startswith("--omni-") for word in command):
+            # What an engine of a fleet does by itself; see `startup/sitecustomize.py`.
+            environment["ASK_FOR_TILES"] = "1"
         with log.open("w") as output:
             self.process = subprocess.Popen(
                 command,

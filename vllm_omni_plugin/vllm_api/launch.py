@@ -22,6 +22,7 @@ from vllm.v1.engine.utils import (
 from vllm_omni_plugin.errors import ConfigError, ReplicaError
 from vllm_omni_plugin.vllm_api.cache_events import remove_event_sockets, turn_on_cache_events
 from vllm_omni_plugin.vllm_api.spawning import SPAWNING
+from vllm_omni_plugin.vllm_api.tiles import as_fleet_engine
 
 
 def replica_config(vllm_config: Any, rank: int) -> Any:
@@ -214,7 +215,7 @@ def spawn_engine(
     """
     handshake = _Handshake()
     try:
-        with SPAWNING:
+        with SPAWNING, as_fleet_engine():
             manager = CoreEngineProcManager(
                 local_engine_count=1,
                 start_index=engine,

@@ -1,0 +1,62 @@
+"""The tile registers (AMX) of x86 processors, which Linux gives only to processes that ask for them.
+
+vLLM's attention for the CPU uses them in bfloat16. In an engine with one thread, as replicas have that divide the cores
+of a small machine, nobody asks, and SIGILL ends it at its first request.
+"""
+
+import ctypes
+import os
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from vllm_omni_plugin.config import FLEET_ENGINE
+from vllm_omni_plugin.logger import init_logger
+
+logger = init_logger(__name__)
+
+_ARCH_PRCTL = 158
+_ARCH_REQ_XCOMP_PERM = 0x1023
+_XTILEDATA = 18
+
+
+@contextmanager
+def as_fleet_engine() -> Iterator[None]:
+    """Mark what is spawned meanwhile, with all its descendants, as an engine of a fleet. Hold `SPAWNING`."""
+    os.environ[FLEET_ENGINE] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[FLEET_ENGINE]
+
+
+def ask_for_tiles(
+    cpu_info: Path = Path("/proc/cpuinfo"),
+    machine: str = platform.machine(),
+    system_call: Callable[..., int] | None = None,
+) -> None:
+    """Ask for the tile registers where there are some, for this whole process. Idempotent.
+
+    An exec ends the permission, so every process must ask by itself.
+
+    Args:
+        cpu_info: where Linux describes the processor.
+        machine: the processor's family; the number of the system call is that of x86-64.
+        system_call: makes one; libc's if None.
+    """
+    if machine != "x86_64" or not _has_tiles(cpu_info):
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if (system_call or libc.syscall)(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XTILEDATA) != 0:
+        reason = os.strerror(ctypes.get_errno())
+        logger.warning("The system refuses the processor's tile registers (AMX): %s. Use --dtype float32.", reason)
+
+
+def _has_tiles(cpu_info: Path) -> bool:
+    try:
+        with cpu_info.open() as lines:
+            # All cores list the same.
+            return "amx_tile" in next((line for line in lines if line.startswith("flags")), "").split()
+    except OSError:
+        return False
