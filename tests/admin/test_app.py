@@ -114,8 +114,14 @@ def test_every_post_route_of_vllm_is_known_to_wait_or_not_to(build: BuildApp) ->
     paths = {route.path for route in routes if isinstance(route, APIRoute) and "POST" in route.methods}
     vllms = {path for path in paths if not path.startswith("/omni/")}
     assert vllms - INFERENCE_PATHS == NEED_NO_ENGINE
-    # Needs vLLM's optional packages.
-    assert INFERENCE_PATHS - vllms <= {"/cohere/v2/chat"}
+    # The one needs vLLM's optional packages, the other a pipeline that puts out audio.
+    assert INFERENCE_PATHS - vllms <= {"/cohere/v2/chat", "/v1/audio/speech"}
+
+
+def test_no_speech_is_offered_without_a_pipeline(build: BuildApp) -> None:
+    paths = build().openapi()["paths"]
+    assert "/v1/completions" in paths
+    assert "/v1/audio/speech" not in paths
 
 
 @pytest.mark.parametrize(

@@ -80,10 +80,8 @@ class FleetEndpoints:
 
     def attach_router(self, app: FastAPI) -> None:
         """Add routes and middleware. vLLM calls it before it adds its own middleware for all routes."""
-        from vllm_omni_plugin.integration.pipeline_speech import build_speech_router
-
+        self._app = app
         app.include_router(build_router(_api_key_guard(app)))
-        app.include_router(build_speech_router())
         # Innermost, so that only requests with a valid key wait, and the wait counts in vLLM's HTTP metrics.
         app.user_middleware.append(Middleware(HoldMiddleware, paths=INFERENCE_PATHS))
         app.user_middleware.append(Middleware(ReceiptMiddleware))
@@ -104,7 +102,7 @@ class FleetEndpoints:
             fleet.orchestrator, fleet.until_serving, options.replica_wait, fleet.last_requests
         )
         if fleet.stages.pipeline is not None:
-            serve_pipeline(state, fleet.stages.pipeline, fleet.abort_call)
+            serve_pipeline(self._app, fleet.stages.pipeline, fleet.abort_call)
 
 
 def _api_key_guard(app: FastAPI) -> Callable[[Request], Awaitable[None]]:

@@ -1,26 +1,27 @@
 """A pipeline behind the HTTP server of vLLM."""
 
-from typing import Any
+from fastapi import FastAPI
 
 from vllm_omni_plugin.integration.pipeline_answers import PipelineAnswers
 from vllm_omni_plugin.integration.pipeline_calls import Abort
-from vllm_omni_plugin.integration.pipeline_speech import Speaker
+from vllm_omni_plugin.integration.pipeline_speech import Speaker, build_speech_router
 from vllm_omni_plugin.pipeline.graph import Pipeline
 from vllm_omni_plugin.pipeline.stage import Modality
 
 
-def serve_pipeline(state: Any, pipeline: Pipeline, abort: Abort) -> None:
+def serve_pipeline(app: FastAPI, pipeline: Pipeline, abort: Abort) -> None:
     """Let vLLM's chat and completions answer for a pipeline, and our route of speech if it has audio.
 
     Args:
-        state: of vLLM's application, with its serving objects; None stands for what the model cannot do.
+        app: vLLM's; its state has vLLM's serving objects, and None for what the model cannot do.
         pipeline: what it serves.
         abort: see `Abort`.
     """
-    chat, completion = state.openai_serving_chat, state.openai_serving_completion
+    chat, completion = app.state.openai_serving_chat, app.state.openai_serving_completion
     if completion is not None:
         if Modality.AUDIO in pipeline.modalities:
-            state.omni_speaker = Speaker(completion, completion.create_completion, pipeline, abort)
+            speaker = Speaker(completion, completion.create_completion, pipeline, abort)
+            app.include_router(build_speech_router(speaker))
         answers = PipelineAnswers(completion, completion.create_completion, pipeline, abort, chat=False)
         completion.create_completion = answers.create
     if chat is not None:

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Final, Literal
 
-from fastapi import APIRouter, Depends, HTTPException, Request
+from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -163,25 +163,14 @@ class _Speech:
         return wav_header(self._results.rate, size)
 
 
-def build_speech_router() -> APIRouter:
-    """The route, which answers for `app.state.omni_speaker`, and is none without."""
+def build_speech_router(speaker: Speaker) -> APIRouter:
+    """The route of a pipeline that puts out audio."""
     router = APIRouter()
     # In vLLM's own wrapping, as its routes are: a client that leaves before the first audio ends the handler.
-    endpoint = with_cancellation(load_aware_call(_create_speech))
-    guards = [Depends(_speaker), Depends(validate_json_request)]
+    endpoint = with_cancellation(load_aware_call(speaker.speak))
+    guards = [Depends(validate_json_request)]
     router.add_api_route(SPEECH_PATH, endpoint, methods=["POST"], dependencies=guards, response_class=Response)
     return router
-
-
-async def _create_speech(request: SpeechRequest, raw_request: Request) -> Response:
-    return await _speaker(raw_request).speak(request, raw_request)
-
-
-def _speaker(request: Request) -> Speaker:
-    speaker: Speaker | None = getattr(request.app.state, "omni_speaker", None)
-    if speaker is None:
-        raise HTTPException(404, "Not Found")
-    return speaker
 
 
 def _refusal(response: Any) -> Response:

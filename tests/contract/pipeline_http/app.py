@@ -28,7 +28,6 @@ from vllm.sampling_params import RequestOutputKind
 from tests.admin.asgi import Client
 from vllm_omni_plugin.integration.pipeline_calls import submitted
 from vllm_omni_plugin.integration.pipeline_http import serve_pipeline
-from vllm_omni_plugin.integration.pipeline_speech import build_speech_router
 from vllm_omni_plugin.orchestrator.pipeline_call import CallEnded, PipelineCall, StageEvent
 from vllm_omni_plugin.pipeline.graph import Pipeline
 from vllm_omni_plugin.pipeline.stage import Modality, Stage
@@ -153,7 +152,6 @@ class PipelineApp:
         self.app.state.args = SimpleNamespace(log_error_stack=False, sse_keep_alive_interval=0)
         attach_chat(self.app)
         attach_completion(self.app)
-        self.app.include_router(build_speech_router())
         init_exception_handler(self.app)
         models = OpenAIServingModels(self.engine, [BaseModelPath(MODEL, MODEL)])
         shared: dict[str, Any] = {"online_renderer": model.online, "request_logger": None}
@@ -162,7 +160,7 @@ class PipelineApp:
             self.engine, models, "assistant", chat_template=None, chat_template_content_format="auto", **shared
         )
         if pipeline is not None:
-            serve_pipeline(self.app.state, pipeline, lambda ids: self.engine.aborted.append(tuple(ids)))
+            serve_pipeline(self.app, pipeline, lambda ids: self.engine.aborted.append(tuple(ids)))
 
     def post(self, path: str, **body: Any) -> Client:
         """Send a request."""

@@ -108,9 +108,12 @@ async def test_an_unknown_model_is_not_found(model: Model, speech: Pipeline) -> 
     assert client.error["param"] == "model"
 
 
-async def test_a_pipeline_without_audio_does_not_speak(model: Model) -> None:
-    client = speak(PipelineApp(model, classified(), ENDED), emotion="joy")
+async def test_a_pipeline_without_audio_does_not_speak(model: Model, speech: Pipeline) -> None:
+    mute = PipelineApp(model, classified(), ENDED)
+    client = speak(mute, emotion="joy")
     assert await client.status() == 404
+    offered = ["/v1/audio/speech" in app.app.openapi()["paths"] for app in (mute, PipelineApp(model, speech, ENDED))]
+    assert offered == [False, True]
 
 
 @pytest.mark.parametrize(("error", "status"), [(StageInputError("Stage 'talker': no"), 400), (StageError("no"), 500)])
