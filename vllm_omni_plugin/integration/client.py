@@ -30,6 +30,7 @@ from vllm_omni_plugin.integration.serving import ServingSignal
 from vllm_omni_plugin.integration.stat_labels import StatLabels
 from vllm_omni_plugin.integration.tracing import RequestSpans
 from vllm_omni_plugin.integration.turns import LoopTurns
+from vllm_omni_plugin.integration.unknown_calls import refuse_unknown_calls
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.engine_calls import FORGET_LORA
 from vllm_omni_plugin.orchestrator.engine_index import engine_index
@@ -53,6 +54,7 @@ logger = init_logger(__name__)
 _WAITING_NOTICE_S = 10.0
 
 
+@refuse_unknown_calls
 class FleetClient(EngineCoreClient):  # type: ignore[misc]
     """Answers everything AsyncLLM asks of "the engine" on behalf of all replicas.
 
