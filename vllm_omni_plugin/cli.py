@@ -12,12 +12,15 @@ from http import HTTPStatus
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError
-from urllib.parse import quote, urlencode
+from urllib.parse import quote
 from urllib.request import Request, urlopen
 
+from vllm_omni_plugin.admin.keys import read_admin_keys
 from vllm_omni_plugin.errors import OmniError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
+ADMIN_KEY_VARIABLE = "OMNI_ADMIN_KEY"
+_ADMIN_KEY_FLAG = "--admin-key-file"
 _TIMEOUT_S = 30.0
 _LOADS = ("requests", "prefill_tokens", "decode_tokens", "kv_usage")
 _COLUMNS = ("ID", "STATUS", "WHERE", "IN FLIGHT", "DISPATCHED", "RESTARTS", "SINCE", "HELD BACK", "ADDRESS")
@@ -95,6 +98,12 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
         metavar="KEY",
         help="the server's API key (default: the environment variable VLLM_API_KEY)",
     )
+    parser.add_argument(
+        _ADMIN_KEY_FLAG,
+        metavar="FILE",
+        help="a file whose first line is an admin key of the server, for changes and explain (default: the key in the "
+        f"environment variable {ADMIN_KEY_VARIABLE})",
+    )
 
 
 def _list(args: argparse.Namespace) -> int:
@@ -109,8 +118,8 @@ def _change(args: argparse.Namespace) -> int:
 
 
 def _explain(args: argparse.Namespace) -> int:
-    query = {name: value for name in ("prompt", "session", "model") if (value := getattr(args, name)) is not None}
-    answer = _call(args, "GET", f"explain?{urlencode(query)}")
+    question = {name: value for name in ("prompt", "session", "model") if (value := getattr(args, name)) is not None}
+    answer = _call(args, "POST", "explain", json.dumps(question).encode())
     try:
         decision = dict(json.loads(answer))
         told = json.dumps(decision, indent=2) + "\n" if args.json else _told(decision)
@@ -169,29 +178,43 @@ def _not_a_fleet(args: argparse.Namespace) -> OmniError:
     return OmniError(f"{args.url} answers, but not as the server of a fleet does")
 
 
-def _call(args: argparse.Namespace, method: str, path: str) -> bytes:
+def _call(args: argparse.Namespace, method: str, path: str, body: bytes | None = None) -> bytes:
     """The body of the server's answer. Raises OmniError, worded for the operator."""
-    headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
+    key = _key(args, changes=method != "GET")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    if body is not None:
+        headers["Content-Type"] = "application/json"
     try:
-        request = Request(f"{args.url}/omni/{path}", method=method, headers=headers)
+        request = Request(f"{args.url}/omni/{path}", body, headers, method=method)
         with urlopen(request, timeout=_TIMEOUT_S) as response:
-            body: bytes = response.read()
+            answer: bytes = response.read()
     except HTTPError as error:
         with error:
-            raise OmniError(_refusal(args, error)) from error
+            raise OmniError(_refusal(args, error, key)) from error
     except (OSError, HTTPException, ValueError) as error:
         raise OmniError(f"no answer from {args.url}: {getattr(error, 'reason', error)}") from error
-    return body
+    return answer
 
 
-def _refusal(args: argparse.Namespace, error: HTTPError) -> str:
-    if error.code == HTTPStatus.UNAUTHORIZED:
-        fault = "does not accept this API key" if args.api_key else "wants an API key"
-        return f"{args.url} {fault}: give it with --api-key or in VLLM_API_KEY"
+def _key(args: argparse.Namespace, changes: bool) -> str | None:
+    """What to send: a server takes admin keys for everything where it has any, and API keys for changes where not."""
+    if args.admin_key_file is not None:
+        admin_key: str | None = read_admin_keys(args.admin_key_file, _ADMIN_KEY_FLAG)[0]
+    else:
+        admin_key = os.environ.get(ADMIN_KEY_VARIABLE)
+    api_key: str | None = args.api_key
+    return (admin_key or api_key) if changes else (api_key or admin_key)
+
+
+def _refusal(args: argparse.Namespace, error: HTTPError, key: str | None) -> str:
     try:
         message = json.loads(error.read())["error"]["message"]
     except (OSError, ValueError, LookupError, TypeError):
         message = error.reason
+    if error.code == HTTPStatus.UNAUTHORIZED:
+        fault = "does not accept this key" if key else "wants a key"
+        flags = f"give an API key with --api-key or in VLLM_API_KEY, an admin key with {_ADMIN_KEY_FLAG} or in"
+        return f"{args.url} {fault} ({message}): {flags} {ADMIN_KEY_VARIABLE}"
     return f"{args.url} answers {error.code}: {message}"
 
 

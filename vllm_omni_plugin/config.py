@@ -35,6 +35,7 @@ class OmniConfig:
         heartbeat_timeout: seconds of silence after which either is taken for dead.
         secret_file: file with the secret that opens the links between nodes.
         insecure: links between nodes are open to anybody.
+        admin_key_file: file with the keys of those who may change the fleet over HTTP; None: this machine alone may.
         drain_timeout: seconds that running requests have when a headless node is told to end.
         join_timeout: seconds in which a headless node must find the head for the first time; 0: no limit.
     """
@@ -55,6 +56,7 @@ class OmniConfig:
     heartbeat_timeout: float = 10.0
     secret_file: str | None = None
     insecure: bool = False
+    admin_key_file: str | None = None
     drain_timeout: float = 300.0
     join_timeout: float = 300.0
 

@@ -4,6 +4,7 @@ import asyncio
 import warnings
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
@@ -21,7 +22,9 @@ with warnings.catch_warnings():
     from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
+from vllm_omni_plugin.admin import waiting_room
 from vllm_omni_plugin.admin.explain import BadPromptError, Explainer
 from vllm_omni_plugin.admin.fleet import FleetAdmin
 from vllm_omni_plugin.admin.receipt import new_receipt
@@ -31,6 +34,7 @@ from vllm_omni_plugin.balancing.base import ReplicaView
 from vllm_omni_plugin.balancing.decision import Decision
 from vllm_omni_plugin.balancing.prompt import Prompt
 from vllm_omni_plugin.integration.app import INFERENCE_PATHS, FleetEndpoints, open_app
+from vllm_omni_plugin.integration.flag_table import FLAGS
 from vllm_omni_plugin.integration.last_requests import LastRequests
 
 NEED_NO_ENGINE = {
@@ -63,8 +67,9 @@ def build(monkeypatch: pytest.MonkeyPatch) -> BuildApp:
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     open_app()
 
-    def build(*arguments: str) -> FastAPI:
+    def build(*arguments: str, admin_key_file: Path | None = None) -> FastAPI:
         args = make_arg_parser(FlexibleArgumentParser()).parse_args(list(arguments))
+        setattr(args, ADMIN_KEY_FILE, admin_key_file and str(admin_key_file))
         app: FastAPI = build_app(args, EVERYTHING, SimpleNamespace(get_pooling_task=lambda _: "embed"))
         return app
 
@@ -92,12 +97,12 @@ def client_of(app: FastAPI, **headers: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://head", headers=headers)
 
 
-def give_fleet(app: FastAPI, fleet: FakeFleet) -> None:
+def give_fleet(app: FastAPI, fleet: FakeFleet, replica_wait: float = 0.01) -> None:
     async def never() -> None:
         await asyncio.Event().wait()
 
     app.state.omni_fleet = FleetAdmin(fleet.orchestrator, lambda: fleet.now)
-    app.state.omni_waiting_room = WaitingRoom(fleet.orchestrator, never, 0.01, LastRequests())
+    app.state.omni_waiting_room = WaitingRoom(fleet.orchestrator, never, replica_wait, LastRequests())
 
 
 def test_the_plugin_is_what_vllm_takes_for_one() -> None:
@@ -161,6 +166,71 @@ async def test_a_root_path_opens_no_way_around_the_key(build: BuildApp) -> None:
     assert [answer.status_code for answer in answers] == [401, 401]
 
 
+(ADMIN_KEY_FILE,) = (flag.destination for flag in FLAGS if flag.name == "--omni-admin-key-file")
+"""Where the flag's value stands in the arguments."""
+CHANGES = (
+    ("DELETE", "/omni/replicas/0.0"),
+    ("POST", "/omni/replicas/0.0/drain"),
+    ("POST", "/omni/replicas/0.0/resume"),
+    ("POST", "/omni/explain"),
+)
+ADMIN_KEYS = ("admin-key-number-1", "admin-key-number-2")
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    path = tmp_path / "keys"
+    path.write_text("\n".join(ADMIN_KEYS))
+    return path
+
+
+@pytest.mark.parametrize(("method", "path"), CHANGES)
+async def test_a_key_of_vllms_changes_nothing_where_there_are_admin_keys(
+    build: BuildApp, key_file: Path, method: str, path: str
+) -> None:
+    app = build("--api-key", "right", admin_key_file=key_file)
+    async with client_of(app) as client:
+        for key in ("right", "wrong", ADMIN_KEYS[0].upper(), " ".join(ADMIN_KEYS)):
+            refused = await client.request(method, path, headers={"Authorization": f"Bearer {key}"})
+            assert refused.status_code == 401
+            assert "--omni-admin-key-file" in refused.json()["error"]["message"]
+        for key in ADMIN_KEYS:
+            # There is no fleet to change.
+            taken = await client.request(method, path, headers={"Authorization": f"Bearer {key}"}, json={"prompt": "x"})
+            assert taken.status_code == 404
+
+
+async def test_who_may_change_the_fleet_may_look_at_it_and_asks_engines_for_nothing(
+    build: BuildApp, key_file: Path
+) -> None:
+    app = build("--api-key", "right", admin_key_file=key_file)
+    give_fleet(app, FakeFleet())
+    async with client_of(app, Authorization=f"Bearer {ADMIN_KEYS[0]}") as client:
+        looked, asked = await client.get("/omni/replicas"), await client.post("/v1/completions", json={})
+    assert (looked.status_code, asked.status_code) == (200, 401)
+
+
+async def test_admin_keys_close_nothing_to_those_who_look(build: BuildApp, key_file: Path) -> None:
+    app = build(admin_key_file=key_file)
+    give_fleet(app, FakeFleet())
+    async with client_of(app) as client:
+        assert (await client.get("/omni/replicas")).status_code == 200
+
+
+@pytest.mark.parametrize(("method", "path"), CHANGES)
+async def test_without_admin_keys_no_key_of_vllms_changes_a_fleet_from_elsewhere(
+    build: BuildApp, method: str, path: str
+) -> None:
+    app = build("--api-key", "right")
+    transport = httpx.ASGITransport(app, client=("10.0.0.9", 40000))
+    headers = {"Authorization": "Bearer right"}
+    async with httpx.AsyncClient(transport=transport, base_url="http://head", headers=headers) as client:
+        answer = await client.request(method, path)
+    assert answer.status_code == 403
+    assert answer.json()["error"]["type"] == "Forbidden"
+    assert "--omni-admin-key-file" in answer.json()["error"]["message"]
+
+
 async def test_errors_of_our_routes_have_the_shape_of_openai(build: BuildApp) -> None:
     app = build()
     give_fleet(app, FakeFleet(replicas=1))
@@ -185,6 +255,26 @@ async def test_a_request_that_cannot_be_served_is_refused_after_its_key_was_chec
     assert int(known.headers["Retry-After"]) > 0
 
 
+UNGUARDED = ("/classify", "/generative_scoring", "/invocations", "/pooling", "/rerank", "/score")
+"""Paths whose keys vLLM does not check."""
+
+
+@pytest.mark.parametrize("path", UNGUARDED)
+async def test_strangers_on_paths_that_vllm_does_not_guard_displace_nobody(
+    build: BuildApp, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setattr(waiting_room, "MAX_WAITING", 1)
+    app = build("--api-key", "right")
+    fleet = FakeFleet(replicas=0)
+    give_fleet(app, fleet, replica_wait=600.0)
+    async with client_of(app) as client:
+        strangers = [asyncio.create_task(client.post(path, json={})) for _ in range(3)]
+        assert [answer.status_code for answer in await asyncio.gather(*strangers)] == [503] * 3
+        known = asyncio.create_task(client.post("/v1/completions", json={}, headers={"Authorization": "Bearer right"}))
+        await eventually(lambda: fleet.orchestrator.metrics.waiting == 1, "the waiting of who has a key")
+        known.cancel()
+
+
 async def test_a_text_to_speak_waits_behind_the_key_too_and_only_audio_speaks_it(build: BuildApp) -> None:
     app = build("--api-key", "right")
     body = {"input": "Hello."}
@@ -203,10 +293,11 @@ async def test_a_prompt_is_explained_behind_the_key_and_in_the_shape_of_openai(b
     async with FakeFleet(replicas=1, balancer=AlwaysFirst()) as fleet:
         app.state.omni_explainer = Explainer(fleet.orchestrator, read_prompt)
         async with client_of(app) as client:
-            stranger = await client.get("/omni/explain?prompt=x")
+            stranger = await client.post("/omni/explain", json={"prompt": "x"})
             client.headers["Authorization"] = "Bearer right"
-            known = await client.get("/omni/explain?prompt=x")
-            bad = [await client.get(f"/omni/explain{query}") for query in ("", "?session=s", "?prompt=&model=m")]
+            known = await client.post("/omni/explain", json={"prompt": "x"})
+            questions = ({}, {"session": "s"}, {"prompt": "", "model": "m"})
+            bad = [await client.post("/omni/explain", json=question) for question in questions]
     assert (stranger.status_code, known.status_code, known.json()["chosen"]) == (401, 200, "0.0")
     assert [answer.status_code for answer in bad] == [400, 400, 400]
     assert "prompt" in bad[0].json()["error"]["message"]

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,12 +83,14 @@ class Head(HTTPServer):
     Attributes:
         answers: status and body by method and path; any other request gets the replicas.
         asked: method, path and Authorization of each request.
+        bodies: of those that have one, from JSON.
     """
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.answers: dict[tuple[str, str], tuple[int, Any]] = {}
         self.asked: list[tuple[str, str, str | None]] = []
+        self.bodies: list[Any] = []
 
     @property
     def url(self) -> str:
@@ -99,6 +102,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.asked.append((self.command, self.path, self.headers["Authorization"]))
+        if length := int(self.headers["Content-Length"] or 0):
+            self.server.bodies.append(json.loads(self.rfile.read(length)))
         status, body = self.server.answers.get((self.command, self.path), (200, {"replicas": REPLICAS}))
         self.send_response(status)
         self.end_headers()
@@ -113,6 +118,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def head(monkeypatch: pytest.MonkeyPatch) -> Iterator[Head]:
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    monkeypatch.delenv("OMNI_ADMIN_KEY", raising=False)
     with Head() as head:
         thread = threading.Thread(target=head.serve_forever, args=(0.01,))
         thread.start()
@@ -141,21 +147,23 @@ def test_a_change_is_made_and_shown(head: Head, capsys: pytest.CaptureFixture[st
 
 
 def test_a_decision_is_explained_with_its_candidates(head: Head, capsys: pytest.CaptureFixture[str]) -> None:
-    head.answers["GET", "/omni/explain?prompt=a+%26+b%3F&session=s"] = (200, DECISION)
+    head.answers["POST", "/omni/explain"] = (200, DECISION)
     assert main(["explain", "a & b?", "--session", "s", "--url", head.url, "--api-key", "k"]) == 0
     assert capsys.readouterr().out == EXPLAINED
-    assert head.asked == [("GET", "/omni/explain?prompt=a+%26+b%3F&session=s", "Bearer k")]
+    assert head.asked == [("POST", "/omni/explain", "Bearer k")]
+    assert head.bodies == [{"prompt": "a & b?", "session": "s"}]
 
 
 def test_a_decision_is_printed_as_json_when_asked(head: Head, capsys: pytest.CaptureFixture[str]) -> None:
-    head.answers["GET", "/omni/explain?prompt=&model=lora"] = (200, DECISION)
+    head.answers["POST", "/omni/explain"] = (200, DECISION)
     assert main(["explain", "", "--model", "lora", "--json", "--url", head.url]) == 0
     assert json.loads(capsys.readouterr().out) == DECISION
+    assert head.bodies == [{"prompt": "", "model": "lora"}]
 
 
 def test_a_decision_without_a_comparison_is_one_line(head: Head, capsys: pytest.CaptureFixture[str]) -> None:
     alone = DECISION | {"candidates": [], "fallback": "no-session"}
-    head.answers["GET", "/omni/explain?prompt=x"] = (200, alone)
+    head.answers["POST", "/omni/explain"] = (200, alone)
     assert main(["explain", "x", "--url", head.url]) == 0
     assert capsys.readouterr().out == ("480 tokens would go to replica 0.10 (kv-aware: match, fallback no-session)\n")
 
@@ -163,7 +171,7 @@ def test_a_decision_without_a_comparison_is_one_line(head: Head, capsys: pytest.
 def test_a_policy_that_cannot_explain_is_told_in_the_servers_words(
     head: Head, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    head.answers["GET", "/omni/explain?prompt=x"] = (409, {"error": {"message": "Policy P cannot explain."}})
+    head.answers["POST", "/omni/explain"] = (409, {"error": {"message": "Policy P cannot explain."}})
     assert main(["explain", "x", "--url", head.url]) == 1
     assert "answers 409: Policy P cannot explain." in capsys.readouterr().err
 
@@ -180,13 +188,46 @@ def test_the_key_comes_from_the_flag_before_the_environment(head: Head, monkeypa
     assert [key for *_, key in head.asked] == ["Bearer environment", "Bearer flag"]
 
 
-@pytest.mark.parametrize(("key", "fault"), [([], "wants an API key"), (["--api-key", "x"], "does not accept this")])
+def test_changes_get_the_admin_key_and_looks_the_api_key(head: Head, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("\nadmin-key-number-1\nadmin-key-number-2\n")
+    main(["replicas", "drain", "0.0", "--url", head.url, "--admin-key-file", str(keys), "--api-key", "api"])
+    main(["explain", "x", "--url", head.url, "--admin-key-file", str(keys)])
+    main(["replicas", "ls", "--url", head.url, "--admin-key-file", str(keys)])
+    assert head.asked == [
+        ("POST", "/omni/replicas/0.0/drain", "Bearer admin-key-number-1"),
+        ("GET", "/omni/replicas", "Bearer api"),
+        ("POST", "/omni/explain", "Bearer admin-key-number-1"),
+        ("GET", "/omni/replicas", "Bearer admin-key-number-1"),
+    ]
+
+
+def test_the_admin_key_of_the_environment_comes_after_that_of_the_file(
+    head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMNI_ADMIN_KEY", "environment")
+    keys = tmp_path / "keys"
+    keys.write_text("admin-key-number-1")
+    main(["explain", "x", "--url", head.url])
+    main(["explain", "x", "--url", head.url, "--admin-key-file", str(keys)])
+    assert [key for *_, key in head.asked] == ["Bearer environment", "Bearer admin-key-number-1"]
+
+
+def test_an_admin_key_file_that_cannot_be_read_is_named(head: Head, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "x", "--url", head.url, "--admin-key-file", "/nowhere"]) == 1
+    expected = "vllm-omni-plugin: error: argument --admin-key-file: /nowhere: No such file or directory\n"
+    assert capsys.readouterr().err == expected
+    assert head.asked == []
+
+
+@pytest.mark.parametrize(("key", "fault"), [([], "wants a key"), (["--api-key", "x"], "does not accept this key")])
 def test_a_401_names_the_flag(head: Head, capsys: pytest.CaptureFixture[str], key: list[str], fault: str) -> None:
     head.answers["GET", "/omni/replicas"] = (401, {"error": "Unauthorized"})
     assert main(["replicas", "ls", "--url", head.url, *key]) == 1
     error = capsys.readouterr().err
     assert fault in error
     assert "--api-key" in error
+    assert "--admin-key-file" in error
 
 
 @pytest.mark.parametrize(
@@ -207,7 +248,7 @@ def test_a_refusal_is_told_in_the_servers_words(
 
 @pytest.mark.parametrize("body", [b"<html>", b"\xff", [], {"replicas": 1}, {}])
 def test_an_answer_of_another_server_is_told_as_such(head: Head, capsys: pytest.CaptureFixture[str], body: Any) -> None:
-    head.answers["GET", "/omni/replicas"] = head.answers["GET", "/omni/explain?prompt=x"] = (200, body)
+    head.answers["GET", "/omni/replicas"] = head.answers["POST", "/omni/explain"] = (200, body)
     for command in (["replicas", "ls"], ["explain", "x"]):
         assert main([*command, "--url", head.url]) == 1
         assert f"{head.url} answers, but not as the server of a fleet does" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`GET /omni/explain` over a fleet whose replicas the test plays."""
+"""`POST /omni/explain` over a fleet whose replicas the test plays."""
 
 import asyncio
 import math
@@ -11,6 +11,7 @@ from fastapi import FastAPI
 
 from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
+from vllm_omni_plugin.admin.access import Access
 from vllm_omni_plugin.admin.explain import BadPromptError, Explainer, UnknownModelError
 from vllm_omni_plugin.admin.routes import build_router
 from vllm_omni_plugin.balancing import Task
@@ -62,11 +63,8 @@ async def read_prompt(text: str, model: str | None) -> Prompt:
 
 
 def client_of(fleet: FakeFleet) -> httpx.AsyncClient:
-    async def let_all_pass() -> None:
-        return None
-
     app = FastAPI()
-    app.include_router(build_router(let_all_pass))  # type: ignore[arg-type]
+    app.include_router(build_router(Access(lambda _: True, lambda _: True, unix_socket=False)))
     app.state.omni_explainer = Explainer(fleet.orchestrator, read_prompt)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://head")
 
@@ -92,7 +90,7 @@ async def test_the_answer_says_where_and_why_with_every_candidate_and_its_load(
     fleet: FakeFleet, client: httpx.AsyncClient
 ) -> None:
     await fleet.submit("a", prompt=[1] * 40)
-    answer = await client.get("/omni/explain", params={"prompt": "Hello"})
+    answer = await client.post("/omni/explain", json={"prompt": "Hello"})
     assert answer.status_code == 200
     explained = answer.json()
     first, second = explained.pop("candidates")
@@ -112,7 +110,7 @@ async def test_the_answer_says_where_and_why_with_every_candidate_and_its_load(
 async def test_the_policy_sees_the_prompt_the_adapter_and_the_session(
     policy: Scripted, client: httpx.AsyncClient
 ) -> None:
-    await client.get("/omni/explain", params={"prompt": "Hi", "session": "s", "model": "adapter"})
+    await client.post("/omni/explain", json={"prompt": "Hi", "session": "s", "model": "adapter"})
     (task,) = policy.asked
     assert (task["session"], task["prompt"].lora_name) == ("s", "adapter")
     assert list(task["prompt"].token_ids) == [72, 105]
@@ -121,7 +119,7 @@ async def test_the_policy_sees_the_prompt_the_adapter_and_the_session(
 async def test_nothing_is_run_counted_or_remembered(
     policy: Scripted, fleet: FakeFleet, client: httpx.AsyncClient
 ) -> None:
-    assert (await client.get("/omni/explain", params={"prompt": "Hello"})).status_code == 200
+    assert (await client.post("/omni/explain", json={"prompt": "Hello"})).status_code == 200
     assert [link.added for link in fleet.links.values()] == [[], []]
     assert [member.dispatched for member in fleet.pool.members] == [0, 0]
     assert fleet.orchestrator.metrics.decisions == {}
@@ -130,39 +128,55 @@ async def test_nothing_is_run_counted_or_remembered(
 
 async def test_a_score_that_json_cannot_hold_is_null(policy: Scripted, client: httpx.AsyncClient) -> None:
     policy.decision = Decision(0, "match", (Candidate(0, math.inf), Candidate(1, math.nan)), fallback="no-session")
-    explained = (await client.get("/omni/explain", params={"prompt": "Hello"})).json()
+    explained = (await client.post("/omni/explain", json={"prompt": "Hello"})).json()
     assert [candidate["score"] for candidate in explained["candidates"]] == [None, None]
     assert explained["fallback"] == "no-session"
 
 
 @pytest.mark.parametrize(
-    ("query", "status", "fault"),
+    ("question", "status", "fault"),
     [
+        ({}, 400, "The body: prompt: Field required."),
+        ({"session": "s"}, 400, "prompt: Field required"),
+        ({"prompt": 7}, 400, "prompt: Input should be a valid string"),
+        ({"prompt": "x", "sesion": "s"}, 400, "sesion: Extra inputs are not permitted"),
+        ([], 400, "The body: Input should be an object"),
         ({"prompt": ""}, 400, "too long or empty"),
         ({"prompt": "x" * 101}, 400, "too long or empty"),
         ({"prompt": "x", "model": "other"}, 404, "The model `other` does not exist."),
     ],
 )
 async def test_what_cannot_be_completed_cannot_be_explained(
-    policy: Scripted, client: httpx.AsyncClient, query: dict[str, str], status: int, fault: str
+    policy: Scripted, client: httpx.AsyncClient, question: Any, status: int, fault: str
 ) -> None:
-    answer = await client.get("/omni/explain", params=query)
+    answer = await client.post("/omni/explain", json=question)
     assert answer.status_code == status
     assert fault in answer.json()["detail"]
     assert policy.asked == []
 
 
+@pytest.mark.parametrize("body", [b"", b"{", b"\xff"])
+async def test_a_body_that_is_no_json_is_the_askers_error(client: httpx.AsyncClient, body: bytes) -> None:
+    answer = await client.post("/omni/explain", content=body)
+    assert answer.status_code == 400
+    assert "Invalid JSON" in answer.json()["detail"]
+
+
+async def test_a_prompt_never_stands_in_an_address(client: httpx.AsyncClient) -> None:
+    assert (await client.get("/omni/explain?prompt=x")).status_code == 405
+
+
 async def test_without_a_replica_there_is_nothing_to_explain(fleet: FakeFleet, client: httpx.AsyncClient) -> None:
     fleet.lose(0)
     fleet.lose(1)
-    answer = await client.get("/omni/explain", params={"prompt": "Hello"})
+    answer = await client.post("/omni/explain", json={"prompt": "Hello"})
     assert answer.status_code == 503
     assert answer.json()["detail"].startswith("No replica of stage 0 can serve right now")
 
 
 async def test_a_policy_without_reasons_is_named() -> None:
     async with FakeFleet(balancer=SelectsOnly()) as fleet, client_of(fleet) as client:
-        answer = await client.get("/omni/explain", params={"prompt": "Hello"})
+        answer = await client.post("/omni/explain", json={"prompt": "Hello"})
     assert answer.status_code == 409
     assert "SelectsOnly" in answer.json()["detail"]
 
@@ -183,7 +197,7 @@ async def test_an_explanation_that_makes_no_sense_is_not_passed_on(
     policy: Scripted, client: httpx.AsyncClient, decision: Any
 ) -> None:
     policy.decision = decision
-    answer = await client.get("/omni/explain", params={"prompt": "Hello"})
+    answer = await client.post("/omni/explain", json={"prompt": "Hello"})
     assert answer.status_code == 409
     assert "Scripted" in answer.json()["detail"]
 
@@ -191,17 +205,14 @@ async def test_an_explanation_that_makes_no_sense_is_not_passed_on(
 async def test_a_question_that_the_end_of_the_server_overtakes_is_answered() -> None:
     fleet = FakeFleet(balancer=Scripted())
     async with client_of(fleet) as client:
-        question = asyncio.ensure_future(client.get("/omni/explain", params={"prompt": "Hello"}))
+        question = asyncio.ensure_future(client.post("/omni/explain", json={"prompt": "Hello"}))
         await eventually(lambda: len(fleet.orchestrator.rpc_async_queue), "the question")
         fleet.orchestrator.close_queues()
         assert (await question).status_code == 503
 
 
 async def test_a_server_without_a_fleet_says_so() -> None:
-    async def let_all_pass() -> None:
-        return None
-
     app = FastAPI()
-    app.include_router(build_router(let_all_pass))  # type: ignore[arg-type]
+    app.include_router(build_router(Access(lambda _: True, lambda _: True, unix_socket=False)))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://head") as client:
-        assert (await client.get("/omni/explain?prompt=x")).status_code == 404
+        assert (await client.post("/omni/explain", json={"prompt": "x"})).status_code == 404

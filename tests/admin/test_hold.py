@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -34,10 +35,23 @@ async def own_retry_after(_: Request) -> Response:
     return PlainTextResponse("later", 503, {"retry-after": "77"})
 
 
+def any_key(_: Headers) -> bool:
+    return True
+
+
+def right_key(headers: Headers) -> bool:
+    return headers.get("authorization") == "Bearer right"
+
+
 class Server:
     """An application behind the middleware, and a fleet whose only replica is not there yet."""
 
-    def __init__(self, replica_wait: float = LONG, answer: Callable[[Request], Awaitable[Response]] = echo) -> None:
+    def __init__(
+        self,
+        replica_wait: float = LONG,
+        answer: Callable[[Request], Awaitable[Response]] = echo,
+        has_key: Callable[[Headers], bool] = any_key,
+    ) -> None:
         self.fleet = FakeFleet(replicas=0)
         self.metrics = self.fleet.orchestrator.metrics
         self.main = Starlette()
@@ -48,11 +62,14 @@ class Server:
         self._serving = asyncio.Event()
         self._member = self.fleet.pool.add(0)
         self._answer = answer
-        self.app = HoldMiddleware(self._answer_all, PATHS)
+        self.app = HoldMiddleware(self._answer_all, PATHS, has_key)
 
-    def request(self, path: str = "/v1/completions", method: str = "POST", root_path: str = "") -> Client:
+    def request(
+        self, path: str = "/v1/completions", method: str = "POST", root_path: str = "", key: str = ""
+    ) -> Client:
         """Send a request up to its body."""
-        scope = {"type": "http", "path": path, "method": method, "root_path": root_path, "headers": []}
+        headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
+        scope = {"type": "http", "path": path, "method": method, "root_path": root_path, "headers": headers}
         return Client(self.app, {**scope, "app": self.main})
 
     def serve(self) -> None:
@@ -138,6 +155,30 @@ async def test_no_more_than_a_number_of_requests_wait(monkeypatch: pytest.Monkey
     for client in held:
         client.upload(b"prompt")
         assert await client.status() == 200
+
+
+async def test_requests_without_a_valid_key_take_no_place_from_one_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting_room, "MAX_WAITING", 1)
+    server = Server(has_key=right_key)
+    for key in ("", "wrong"):
+        stranger = server.request("/pooling", key=key)
+        assert await stranger.status() == 503
+        assert "without a valid API key does not wait" in stranger.error["message"]
+        assert stranger.headers["retry-after"] == str(RETRY_AFTER_S)
+    known = server.request("/pooling", key="right")
+    await server.has_waiting(1)
+    server.serve()
+    known.upload(b"prompt")
+    assert await known.status() == 200
+    assert server.metrics.turned_away == 2
+
+
+async def test_a_request_without_a_key_passes_while_a_replica_serves() -> None:
+    server = Server(has_key=right_key)
+    server.serve()
+    stranger = server.request("/pooling")
+    stranger.upload(b"prompt")
+    assert await stranger.status() == 200
 
 
 async def test_a_server_that_is_told_to_end_refuses_those_that_wait_and_those_that_come() -> None:
@@ -251,6 +292,6 @@ async def test_websockets_pass() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         passed.append(scope["type"])
 
-    client = Client(HoldMiddleware(app, PATHS), {"type": "websocket", "path": "/v1/completions"})
+    client = Client(HoldMiddleware(app, PATHS, any_key), {"type": "websocket", "path": "/v1/completions"})
     await client.request
     assert passed == ["websocket"]

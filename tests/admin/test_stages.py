@@ -69,6 +69,6 @@ async def test_a_request_waits_for_the_stages_that_answer_in_text_and_is_told_of
     room = WaitingRoom(orchestrator, never, 0.0, LastRequests())
     assert room.is_needed
     with pytest.raises(NoReplicaError, match=r"No replica of stage 1 .*replica 0 is down, replica 1 is down"):
-        await room.wait(never)
+        await room.wait(never, has_key=True)
     serve(orchestrator, 1)
     assert not room.is_needed

@@ -1,4 +1,4 @@
-"""Prompts of `GET /omni/explain` are read by vLLM's own renderer, within the model's limits."""
+"""Prompts of `POST /omni/explain` are read by vLLM's own renderer, within the model's limits."""
 
 import runpy
 import warnings

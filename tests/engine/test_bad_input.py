@@ -45,6 +45,8 @@ OWN_FLAGS = (
     Case("--omni-dp-size-local", "--omni-dp-size-local", "expected one argument"),
     Case("--omni-pipeline stages.yaml", "--omni-pipeline", "not allowed with a model (some-model)"),
     Case("--omni-pipeline", "--omni-pipeline", "expected one argument"),
+    Case("--omni-admin-key-file /nowhere/keys", "--omni-admin-key-file", "/nowhere/keys: No such file or directory"),
+    Case("--omni-admin-key-file /dev/null", "--omni-admin-key-file", "it is not a regular file"),
     Case("--omni-migration-limit -1", "--omni-migration-limit", "-1 is below 0"),
     Case("--omni-migration-limit many", "--omni-migration-limit", "'many' is not a whole number"),
 )
@@ -65,6 +67,7 @@ FLEET_FLAGS = (
     Case("-oma 0.0.0.0 -omp 23900", "--omni-master-address", "without a secret everybody"),
     Case("-oma 0.0.0.0 -omp 23900", "--omni-master-address", "--omni-secret-file, or accept that with --omni-insecure"),
     Case(f"{NODE} --omni-join", "--omni-join", "it is the head's"),
+    Case(f"{NODE} --omni-admin-key-file keys", "--omni-admin-key-file", "it is the head's"),
     Case("--omni-join", "--omni-join", "needs --omni-master-address and --omni-master-port, the fleet to join"),
     Case(f"{HEAD} --omni-join --omni-dp-size-local 1", "--omni-dp-size-local", "such a head has no engines"),
     Case(f"{HEAD} --omni-join --omni-replica-ports 9-12", "--omni-replica-ports", "such a head has no replicas"),

@@ -74,7 +74,7 @@ class Fleet:
         return {candidate["replica"]: candidate["matched_tokens"] for candidate in found}
 
     def explain(self, prompt: str) -> dict[str, Any]:
-        explained: dict[str, Any] = self._http.get("/omni/explain", params={"prompt": prompt}).json()
+        explained: dict[str, Any] = self._http.post("/omni/explain", json={"prompt": prompt}).json()
         return explained
 
     def fallbacks(self) -> dict[str, int]:

@@ -113,7 +113,7 @@ def total(head: Server, name: str) -> float:
 
 def explain(head: Server, **query: str) -> Any:
     with head.http() as http:
-        answer = http.get("/omni/explain", params=query)
+        answer = http.post("/omni/explain", json=query)
     assert answer.status_code == 200
     return answer.json()
 
@@ -217,7 +217,7 @@ def test_what_cannot_be_completed_cannot_be_explained(
     head: Server, query: dict[str, str], status: int, fault: str
 ) -> None:
     with head.http() as http:
-        answer = http.get("/omni/explain", params=query)
+        answer = http.post("/omni/explain", json=query)
     assert answer.status_code == status
     assert fault in answer.json()["error"]["message"]
 

@@ -28,7 +28,7 @@ class UnknownModelError(OmniError, LookupError):
 
 @dataclass(frozen=True, slots=True)
 class DecisionReport:
-    """The answer of `GET /omni/explain`.
+    """The answer of `POST /omni/explain`.
 
     Attributes:
         policy: what decides, by its name.

@@ -5,10 +5,10 @@ Later would be too late for a stream: its status line says 200 by then, and a re
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -30,11 +30,14 @@ class HoldMiddleware:
     Args:
         app: the next application.
         paths: the inference paths, below the root path.
+        has_key: whether headers have a valid API key, or the server wants none. vLLM does not check the keys of all
+            paths, and requests without one must not take the places of those with one.
     """
 
-    def __init__(self, app: ASGIApp, paths: frozenset[str]) -> None:
+    def __init__(self, app: ASGIApp, paths: frozenset[str], has_key: Callable[[Headers], bool]) -> None:
         self._app = app
         self._paths = paths
+        self._has_key = has_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         room = self._room(scope)
@@ -55,7 +58,7 @@ class HoldMiddleware:
     async def _hold(self, room: WaitingRoom, scope: Scope, receive: Receive, send: Send) -> None:
         ahead = _ReadAhead(receive)
         try:
-            if await room.wait(ahead.until_disconnect):
+            if await room.wait(ahead.until_disconnect, self._has_key(Headers(scope=scope))):
                 await self._app(scope, ahead.receive, send)
             else:
                 await Response(status_code=CLIENT_CLOSED_REQUEST)(scope, receive, send)

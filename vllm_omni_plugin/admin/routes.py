@@ -1,12 +1,14 @@
 """HTTP routes of the operator: see, drain, resume and remove replicas, and ask where a request would go."""
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 
 from fastapi import APIRouter, Depends, HTTPException, Request, Response
+from pydantic import BaseModel, ConfigDict, ValidationError
 
+from vllm_omni_plugin.admin.access import Access
 from vllm_omni_plugin.admin.explain import BadPromptError, DecisionReport, Explainer, UnknownModelError
 from vllm_omni_plugin.admin.fleet import Action, FleetAdmin, ReplicaReport, UnknownReplicaError
 from vllm_omni_plugin.errors import NoReplicaError, OmniError, ReplicaError, UnexplainedError
@@ -20,6 +22,22 @@ class FleetReport:
     replicas: list[ReplicaReport]
 
 
+class Question(BaseModel):
+    """The body of `POST /omni/explain`.
+
+    Attributes:
+        prompt: text of a completion.
+        session: that it belongs to, if any.
+        model: the model's name, or an adapter's; None: the model.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    prompt: str
+    session: str | None = None
+    model: str | None = None
+
+
 _STATUS: tuple[tuple[type[OmniError], HTTPStatus], ...] = (
     (BadPromptError, HTTPStatus.BAD_REQUEST),
     (UnknownModelError, HTTPStatus.NOT_FOUND),
@@ -31,42 +49,54 @@ _STATUS: tuple[tuple[type[OmniError], HTTPStatus], ...] = (
 )
 
 
-def build_router(guard: Callable[[Request], Awaitable[None]]) -> APIRouter:
+def build_router(access: Access) -> APIRouter:
     """The routes under `/omni`. They answer for `app.state.omni_fleet`, a `FleetAdmin`, and `omni_explainer`.
 
-    Errors are `HTTPException`s, which vLLM's server answers in the shape of OpenAI's errors: 400 for a prompt that
-    could not be completed, 404 for an unknown id or model, 409 for a replica in the wrong state or a policy that cannot
-    explain itself, 503 while no replica serves or the server ends.
+    Errors are `HTTPException`s, which vLLM's server answers in the shape of OpenAI's errors: 400 for a question that
+    makes no sense or a prompt that could not be completed, 404 for an unknown id or model, 409 for a replica in the
+    wrong state or a policy that cannot explain itself, 503 while no replica serves or the server ends.
 
     Args:
-        guard: lets a request pass, or raises an `HTTPException`; called for every route.
+        access: who may look, and who may change and ask about prompts, which tells what others have sent.
     """
-    router = APIRouter(prefix="/omni", tags=["fleet"], dependencies=[Depends(guard)])
+    router = APIRouter(prefix="/omni", tags=["fleet"])
+    admins = APIRouter(dependencies=[Depends(access.to_change)])
 
-    @router.get("/replicas")
+    @router.get("/replicas", dependencies=[Depends(access.to_look)])
     async def list_replicas(request: Request) -> FleetReport:
         return FleetReport(_fleet(request).replicas())
 
-    @router.post("/replicas/{replica}/drain", status_code=HTTPStatus.NO_CONTENT)
+    @admins.post("/replicas/{replica}/drain", status_code=HTTPStatus.NO_CONTENT)
     async def drain_replica(replica: str, request: Request) -> Response:
         return await _manage(request, replica, "drain")
 
-    @router.post("/replicas/{replica}/resume", status_code=HTTPStatus.NO_CONTENT)
+    @admins.post("/replicas/{replica}/resume", status_code=HTTPStatus.NO_CONTENT)
     async def resume_replica(replica: str, request: Request) -> Response:
         return await _manage(request, replica, "resume")
 
-    @router.delete("/replicas/{replica}", status_code=HTTPStatus.NO_CONTENT)
+    @admins.delete("/replicas/{replica}", status_code=HTTPStatus.NO_CONTENT)
     async def remove_replica(replica: str, request: Request) -> Response:
         return await _manage(request, replica, "remove")
 
-    @router.get("/explain")
-    async def explain(
-        request: Request, prompt: str, session: str | None = None, model: str | None = None
-    ) -> DecisionReport:
-        with _told_in_http():
-            return await _explainer(request).explain(prompt, session, model)
+    body = {"requestBody": {"content": {"application/json": {"schema": Question.model_json_schema()}}}}
 
+    @admins.post("/explain", openapi_extra=body)
+    async def explain(request: Request) -> DecisionReport:
+        # Not a parameter: FastAPI would read the body before it is known who sends it.
+        question = _question(await request.body())
+        with _told_in_http():
+            return await _explainer(request).explain(question.prompt, question.session, question.model)
+
+    router.include_router(admins)
     return router
+
+
+def _question(body: bytes) -> Question:
+    try:
+        return Question.model_validate_json(body)
+    except ValidationError as error:
+        faults = (": ".join([*map(str, fault["loc"]), fault["msg"]]) for fault in error.errors())
+        raise HTTPException(HTTPStatus.BAD_REQUEST, f"The body: {'; '.join(faults)}.") from error
 
 
 def _fleet(request: Request) -> FleetAdmin:

@@ -46,20 +46,23 @@ class WaitingRoom:
         """Whether a request that comes now has to wait, or is refused."""
         return self._last_requests.ending or not self._orchestrator.can_serve
 
-    async def wait(self, disconnected: Callable[[], Coroutine[Any, Any, None]]) -> bool:
+    async def wait(self, disconnected: Callable[[], Coroutine[Any, Any, None]], has_key: bool) -> bool:
         """Wait until the fleet can serve or the client is gone.
 
         Args:
             disconnected: returns when the client is gone; cancelled when that no longer matters.
+            has_key: whether the request carries a valid API key, or the server has none; without one it may not wait.
 
         Returns:
             Whether the client is still there.
 
         Raises:
-            NoReplicaError: the time is over, the room is full, or the server ends.
+            NoReplicaError: the time is over, the room is full, the server ends, or the request may not wait.
         """
         if self._last_requests.ending:
             raise self._ending()
+        if not has_key:
+            raise self._refusal("a request without a valid API key does not wait")
         metrics = self._orchestrator.metrics
         if metrics.waiting >= MAX_WAITING:
             raise self._refusal(f"{MAX_WAITING} requests wait already")

@@ -4,23 +4,30 @@ They come as one of vLLM's endpoint plugins, whose interface is documented; only
 plugins when the environment names them, while our flags on the command line are consent enough.
 """
 
+import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Sequence
 from functools import wraps
 from typing import Any
 
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import FastAPI
+from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 
+from vllm_omni_plugin.admin.access import Access, HasKey
 from vllm_omni_plugin.admin.explain import Explainer
 from vllm_omni_plugin.admin.fleet import FleetAdmin
 from vllm_omni_plugin.admin.hold import HoldMiddleware
+from vllm_omni_plugin.admin.keys import ADMIN_KEY_FLAG, read_admin_keys
 from vllm_omni_plugin.admin.receipt import ReceiptMiddleware
 from vllm_omni_plugin.admin.routes import build_router
 from vllm_omni_plugin.admin.waiting_room import WaitingRoom
 from vllm_omni_plugin.integration.adapters import open_adapters
 from vllm_omni_plugin.integration.client import FleetClient
 from vllm_omni_plugin.integration.options import options_of
+from vllm_omni_plugin.logger import init_logger
+
+logger = init_logger(__name__)
 
 INFERENCE_PATHS = frozenset(
     {
@@ -80,10 +87,17 @@ class FleetEndpoints:
 
     def attach_router(self, app: FastAPI) -> None:
         """Add routes and middleware. vLLM calls it before it adds its own middleware for all routes."""
+        from vllm import envs
+
         self._app = app
-        app.include_router(build_router(_api_key_guard(app)))
-        # Innermost, so that only requests with a valid key wait, and the wait counts in vLLM's HTTP metrics.
-        app.user_middleware.append(Middleware(HoldMiddleware, paths=INFERENCE_PATHS))
+        args = app.state.args
+        api_keys = [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
+        has_api_key = _has_one_of(api_keys, app) if api_keys else _needs_no_key
+        key_file = getattr(args, "omni_admin_key_file", None)
+        has_admin_key = _has_one_of(read_admin_keys(key_file, ADMIN_KEY_FLAG), app) if key_file else None
+        app.include_router(build_router(Access(has_api_key, has_admin_key, unix_socket=bool(args.uds))))
+        # Innermost, so that vLLM refuses wrong keys where it looks at them, and the wait counts in its HTTP metrics.
+        app.user_middleware.append(Middleware(HoldMiddleware, paths=INFERENCE_PATHS, has_key=has_api_key))
         app.user_middleware.append(Middleware(ReceiptMiddleware))
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
@@ -93,6 +107,7 @@ class FleetEndpoints:
             return
         options = options_of(engine_client.vllm_config)
         assert options is not None
+        _warn_of_access(options.admin_key_file)
         from vllm_omni_plugin.integration.pipeline_http import serve_pipeline
         from vllm_omni_plugin.integration.prompts import CompletionPrompts
 
@@ -105,19 +120,24 @@ class FleetEndpoints:
             serve_pipeline(self._app, fleet.stages.pipeline, fleet.abort_call)
 
 
-def _api_key_guard(app: FastAPI) -> Callable[[Request], Awaitable[None]]:
-    """What lets a request to our routes pass: vLLM's own check of its keys, if it has any.
+def _needs_no_key(_: Headers) -> bool:
+    return True
 
-    Its middleware checks only paths that begin with one of its prefixes, which ours do not.
-    """
-    from vllm import envs
+
+def _has_one_of(keys: Sequence[str], app: FastAPI) -> HasKey:
+    """vLLM's own check of a bearer token, in constant time; its middleware looks at some paths only."""
     from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
-    tokens = [key for key in (app.state.args.api_key or [envs.VLLM_API_KEY]) if key]
-    authentication = AuthenticationMiddleware(app, tokens)
+    has_key: HasKey = AuthenticationMiddleware(app, list(keys)).verify_token
+    return has_key
 
-    async def guard(request: Request) -> None:
-        if tokens and not authentication.verify_token(request.headers):
-            raise HTTPException(401, "Unauthorized: these routes need the server's API key as a bearer token.")
 
-    return guard
+def _warn_of_access(key_file: str | None) -> None:
+    if key_file is None:
+        logger.warning(
+            "Without %s, changes to the fleet (DELETE, drain, resume) and explain are answered to loopback addresses "
+            "of this machine only, and so to all who reach one through a forwarder that runs on it.",
+            ADMIN_KEY_FLAG,
+        )
+    elif os.stat(key_file).st_mode & 0o077:
+        logger.warning("%s %s: others may access it; run `chmod 600` on it.", ADMIN_KEY_FLAG, key_file)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from vllm_omni_plugin.admin.keys import ADMIN_KEY_FLAG
 from vllm_omni_plugin.config import OmniConfig
 
 _MAX_STAGE_ID = 1023
@@ -200,6 +201,14 @@ FLAGS = (
         "--omni-insecure",
         Side.BOTH,
         "Let the fleet leave this machine without a secret: everybody who reaches its ports can use and harm it.",
+    ),
+    Flag(
+        ADMIN_KEY_FLAG,
+        Side.HEAD,
+        "File with the admin keys, one per line, of 16 or more characters; its mode should be 0600. Changing the fleet "
+        "over HTTP (DELETE, drain, resume) and explain then need one of them as a bearer token. Default: none; these "
+        "are answered to loopback addresses of this machine only.",
+        "FILE",
     ),
     Flag(
         "--omni-migration-limit",

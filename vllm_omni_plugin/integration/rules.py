@@ -5,6 +5,7 @@ import socket
 from collections.abc import Collection
 from contextlib import suppress
 
+from vllm_omni_plugin.admin.keys import ADMIN_KEY_FLAG, read_admin_keys
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError
@@ -41,6 +42,8 @@ def check(options: OmniConfig, given: Collection[str], headless: bool, api_serve
     _refuse_beside_pipeline(given, headless)
     _check_master(options, headless)
     _check_heartbeats(options)
+    if options.admin_key_file is not None:
+        read_admin_keys(options.admin_key_file, ADMIN_KEY_FLAG)
     if not options.is_open:
         _refuse_without_master(given)
         return

@@ -1,0 +1,172 @@
+"""Whom the operator's routes answer, by keys, by the peer's address, and by what a proxy or a browser adds."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from fastapi import FastAPI
+from starlette.datastructures import Headers
+
+from tests.fakes.fleet import FakeFleet
+from vllm_omni_plugin.admin.access import Access
+from vllm_omni_plugin.admin.fleet import FleetAdmin
+from vllm_omni_plugin.admin.keys import read_admin_keys
+from vllm_omni_plugin.admin.routes import build_router
+from vllm_omni_plugin.errors import ConfigError
+
+DRAIN = "/omni/replicas/0.0/drain"
+CHANGES = (
+    ("DELETE", "/omni/replicas/0.0"),
+    ("POST", DRAIN),
+    ("POST", DRAIN[:-5] + "resume"),
+    ("POST", "/omni/explain"),
+)
+
+
+def everybody(_: Headers) -> bool:
+    return True
+
+
+def app_of(fleet: FakeFleet, unix_socket: bool = False) -> FastAPI:
+    """A server without keys of any kind."""
+    app = FastAPI()
+    app.include_router(build_router(Access(everybody, None, unix_socket)))
+    app.state.omni_fleet = FleetAdmin(fleet.orchestrator, lambda: fleet.now)
+    return app
+
+
+@pytest.fixture
+async def fleet() -> AsyncIterator[FakeFleet]:
+    async with FakeFleet(replicas=1) as fleet:
+        yield fleet
+
+
+def client_at(app: FastAPI, address: str | None) -> httpx.AsyncClient:
+    transport: Any = httpx.ASGITransport(app, client=(address, 40000) if address else None)  # type: ignore[arg-type]
+    return httpx.AsyncClient(transport=transport, base_url="http://head")
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.8.0.1", "::1", "::ffff:127.0.0.1"])
+async def test_a_loopback_peer_may_change_the_fleet(fleet: FakeFleet, address: str) -> None:
+    async with client_at(app_of(fleet), address) as client:
+        assert (await client.post(DRAIN)).status_code == 204
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["10.0.0.9", "0.0.0.0", "::ffff:10.0.0.9", "fe80::1%eth0", "2001:db8::1", "localhost", "testclient", None],
+)
+async def test_no_other_peer_may_nor_one_whose_address_is_unknown(fleet: FakeFleet, address: str | None) -> None:
+    async with client_at(app_of(fleet), address) as client:
+        for method, path in CHANGES:
+            assert (await client.request(method, path)).status_code == 403
+        assert (await client.get("/omni/replicas")).json()["replicas"][0]["status"] == "up"
+
+
+@pytest.mark.parametrize(
+    "header", ["Forwarded", "Via", "X-Forwarded-For", "X-Forwarded-Proto", "X-Forwarded-Host", "X-Real-IP", "Origin"]
+)
+async def test_what_a_proxy_or_a_web_page_sends_from_loopback_changes_nothing(fleet: FakeFleet, header: str) -> None:
+    async with client_at(app_of(fleet), "127.0.0.1") as client:
+        answer = await client.post(DRAIN, headers={header: "127.0.0.1"})
+    assert answer.status_code == 403
+    assert "--omni-admin-key-file" in answer.json()["detail"]
+
+
+async def test_nobody_is_heard_before_it_is_known_who_it_is(fleet: FakeFleet) -> None:
+    async def endless() -> AsyncIterator[bytes]:
+        yield b"{"
+        raise AssertionError
+
+    async with client_at(app_of(fleet), "10.0.0.9") as client:
+        assert (await client.post("/omni/explain", content=endless())).status_code == 403
+
+
+@asynccontextmanager
+async def served(app: FastAPI, listener: socket.socket, **settings: Any) -> AsyncIterator[None]:
+    """The application behind uvicorn, as vLLM starts it."""
+    with listener:
+        server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", **settings))
+        serving = asyncio.create_task(server.serve([listener]))
+        try:
+            yield
+        finally:
+            server.should_exit = True
+            await serving
+
+
+def tcp(host: str = "127.0.0.1") -> tuple[socket.socket, str]:
+    """A listening socket and its address."""
+    listener = socket.socket()
+    listener.bind((host, 0))
+    listener.listen()
+    return listener, f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+async def test_a_connection_over_loopback_changes_the_fleet_until_it_names_somebody_else(fleet: FakeFleet) -> None:
+    listener, url = tcp()
+    async with served(app_of(fleet), listener), httpx.AsyncClient(base_url=url, trust_env=False) as client:
+        assert (await client.post(DRAIN)).status_code == 204
+        assert (await client.post(DRAIN, headers={"X-Forwarded-For": "10.0.0.9"})).status_code == 403
+
+
+async def test_an_address_that_uvicorn_takes_from_a_header_of_anybodys_is_not_believed(fleet: FakeFleet) -> None:
+    listener, url = tcp()
+    async with (
+        served(app_of(fleet), listener, forwarded_allow_ips="*"),
+        httpx.AsyncClient(base_url=url, trust_env=False) as client,
+    ):
+        for claimed in ("127.0.0.1", "10.0.0.9, 127.0.0.1"):
+            assert (await client.post(DRAIN, headers={"X-Forwarded-For": claimed})).status_code == 403
+
+
+async def test_peers_of_a_unix_socket_are_on_this_machine(fleet: FakeFleet, tmp_path: Path) -> None:
+    listener = socket.socket(socket.AF_UNIX)
+    path = str(tmp_path / "http")
+    listener.bind(path)
+    transport = httpx.AsyncHTTPTransport(uds=path)
+    async with (
+        served(app_of(fleet, unix_socket=True), listener),
+        httpx.AsyncClient(transport=transport, base_url="http://head") as client,
+    ):
+        assert (await client.post(DRAIN)).status_code == 204
+        assert (await client.post(DRAIN, headers={"X-Forwarded-For": "127.0.0.1"})).status_code == 403
+
+
+def test_keys_are_the_lines_that_are_not_empty(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("\n  0123456789abcdef \r\n\nfedcba9876543210\n")
+    assert read_admin_keys(str(path), "--flag") == ["0123456789abcdef", "fedcba9876543210"]
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (b"", "it has no key"),
+        (b"\n \n", "it has no key"),
+        (b"0123456789abcdef\nshort\n", "key 2 is not 16 or more characters without spaces"),
+        (b"0123456789 abcdef\n", "key 1 is not"),
+        (b"0123456789\x00abcdef\n", "key 1 is not"),
+        ("0123456789äbcdef\n".encode(), "ASCII characters only"),
+    ],
+)
+def test_a_file_that_holds_anything_but_keys_is_an_error_that_names_it(
+    tmp_path: Path, content: bytes, fault: str
+) -> None:
+    path = tmp_path / "keys"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=fault) as raised:
+        read_admin_keys(str(path), "--flag")
+    assert str(raised.value).startswith(f"argument --flag: {path}: ")
+
+
+def test_a_file_that_cannot_be_read_or_is_none_is_named(tmp_path: Path) -> None:
+    for path, fault in ((tmp_path / "missing", "No such file"), (tmp_path, "it is not a regular file")):
+        with pytest.raises(ConfigError, match=fault):
+            read_admin_keys(str(path), "--flag")
