@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from vllm_omni_plugin.coordinator import (
 )
 from vllm_omni_plugin.coordinator import runtime as runtime_module
 from vllm_omni_plugin.coordinator.process import ChildArguments, CoordinatorProcess
-from vllm_omni_plugin.errors import ConfigError
+from vllm_omni_plugin.errors import ConfigError, OmniError
 
 
 @pytest.fixture
@@ -81,6 +82,46 @@ def test_killed_process_is_restarted_on_the_same_ports_and_replicas_come_back(ru
     for client in clients:
         client.close()
     hub.close()
+
+
+def test_stopped_process_is_killed_and_replaced_on_the_same_ports(caplog: pytest.LogCaptureFixture) -> None:
+    runtime = OmniCoordinatorRuntime(heartbeat_timeout=3.0, answer_timeout=1.0)
+    try:
+        addresses, stopped = (runtime.router_address, runtime.pub_address), process_of(runtime)
+        client = OmniCoordClientForStage(runtime.router_address, "tcp://a:1", "tcp://a:2", 0, heartbeat_interval=0.1)
+        os.kill(stopped, signal.SIGSTOP)
+        eventually(lambda: runtime.process_id not in (None, stopped))
+        assert not runs(stopped)
+        assert "did not answer for 1 s" in caplog.text
+        assert (runtime.router_address, runtime.pub_address) == addresses
+        hub = OmniCoordClientForHub(runtime.pub_address)
+        eventually(lambda: names(hub.get_replica_list()) == ["a"])
+        hub.close()
+        client.close()
+    finally:
+        runtime.close()
+
+
+def test_process_that_serves_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    beats = threading.Semaphore(0)
+    wait_for_beat = CoordinatorProcess.beats
+
+    def counted(child: CoordinatorProcess, timeout: float) -> bool:
+        beats.release()
+        return wait_for_beat(child, timeout)
+
+    monkeypatch.setattr(CoordinatorProcess, "beats", counted)
+    runtime = OmniCoordinatorRuntime(answer_timeout=5.0)
+    first = process_of(runtime)
+    assert all(beats.acquire(timeout=20) for _ in range(4))
+    assert runtime.process_id == first
+    runtime.close()
+
+
+def test_process_that_does_not_answer_at_the_start_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime_module, "START_TIMEOUT", 0.01)
+    with pytest.raises(OmniError, match=r"was not ready after 0\.01 s"):
+        OmniCoordinatorRuntime()
 
 
 def test_restarted_process_tells_no_head_of_a_fleet_it_does_not_know_yet(dealer: OpenDealer) -> None:
@@ -181,7 +222,7 @@ def test_process_dies_with_its_parent_although_a_fork_holds_its_pipe() -> None:
 def test_process_ends_with_its_standard_input() -> None:
     arguments = ChildArguments(ANY, ANY, 30.0)
     child = CoordinatorProcess(arguments)
-    assert child.wait_ready().router_address.startswith("tcp://127.0.0.1:")
+    assert child.wait_ready(20.0).router_address.startswith("tcp://127.0.0.1:")
     child.stop()
     assert child.wait() == 0
 

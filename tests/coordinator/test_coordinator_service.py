@@ -244,6 +244,29 @@ def test_wait_for_shutdown_ends_with_close() -> None:
     assert not waiter.is_alive()
 
 
+def test_turn_does_not_come_while_the_serving_thread_hangs() -> None:
+    goes_on = threading.Event()
+    goes_on.set()
+
+    def clock() -> float:
+        if threading.current_thread().name == "omni-coordinator":
+            goes_on.wait()
+        return 0.0
+
+    coordinator = OmniCoordinator(ANY, ANY, clock=clock)
+    coordinator.wait_for_turn()
+    goes_on.clear()
+    waiter = threading.Thread(target=coordinator.wait_for_turn)
+    waiter.start()
+    waiter.join(0.05)
+    assert waiter.is_alive()
+    goes_on.set()
+    waiter.join(20)
+    assert not waiter.is_alive()
+    coordinator.close()
+    coordinator.wait_for_turn()
+
+
 def test_closed_coordinator_refuses_everything_but_reading() -> None:
     coordinator = OmniCoordinator(ANY, ANY)
     coordinator.add_new_replica(make_event("a"))

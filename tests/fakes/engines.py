@@ -176,3 +176,10 @@ def receive(socket: "zmq.Socket[bytes]") -> list[bytes]:
     if not socket.poll(10_000):
         raise AssertionError("no message came")
     return socket.recv_multipart()
+
+
+class GroupLauncher(FakeLauncher):
+    """Satisfies `GroupedLauncher`: its two engines are ranks of one group."""
+
+    def group_of(self, replica_id: int) -> range:
+        return range(2)

@@ -13,7 +13,7 @@ import zmq
 
 from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeEngineApi, FakeOutput, FakeOutputs, FakeRequest, FakeResult, FakeUtilityOutput
-from tests.fakes.engines import READY, FakeEngine, FakeLauncher, Plan
+from tests.fakes.engines import READY, FakeEngine, FakeLauncher, GroupLauncher, Plan
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import ReplicaError
@@ -33,11 +33,11 @@ class Node:
         go_on: a permit for each pause to end.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, make_launcher: type[FakeLauncher] = FakeLauncher) -> None:
         self.now = 0.0
         self.pauses: list[float] = []
         self.go_on = asyncio.Semaphore(0)
-        self.launcher = FakeLauncher(folder)
+        self.launcher = make_launcher(folder)
         self.pool = StagePool(0, LeastQueueLengthBalancer())
         self.orchestrator = Orchestrator([self.pool], FakeEngineApi(), 3, lambda: self.now)
         self.replicas = LocalReplicas(
@@ -67,8 +67,8 @@ class Node:
 
 
 @pytest.fixture
-async def node(tmp_path: Path) -> AsyncIterator[Node]:
-    node = Node(tmp_path)
+async def node(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Node]:
+    node = Node(tmp_path, getattr(request, "param", FakeLauncher))
     running = asyncio.create_task(node.orchestrator.run())
     yield node
     await node.replicas.close(0.0)
@@ -389,8 +389,8 @@ async def test_a_replica_may_be_removed_while_it_starts_again(node: Node) -> Non
     assert node.statuses == [UP]
 
 
-async def test_a_rank_that_is_removed_takes_its_group_with_it(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FakeLauncher, "group_of", lambda _launcher, _replica_id: range(2), raising=False)
+@pytest.mark.parametrize("node", [GroupLauncher], indirect=True)
+async def test_a_rank_that_is_removed_takes_its_group_with_it(node: Node) -> None:
     await node.replicas.start()
     engines = [node.engine_of(rank) for rank in range(2)]
     node.replicas.leave(node.pool.member(1))

@@ -11,7 +11,7 @@ import threading
 
 import msgspec
 
-from vllm_omni_plugin.coordinator.process import ChildArguments, Ready, Refused
+from vllm_omni_plugin.coordinator.process import BEAT, ChildArguments, Ready, Refused
 from vllm_omni_plugin.coordinator.service import OmniCoordinator
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError
@@ -42,7 +42,9 @@ def main() -> int:
     _answer(Ready(coordinator.router_zmq_addr, coordinator.pub_zmq_addr))
     orderly = threading.Event()
     threading.Thread(target=_close_at_end_of_input, args=(coordinator, orderly), daemon=True).start()
-    coordinator.wait_for_shutdown()
+    while not coordinator.wait_for_shutdown(arguments.beat_interval):
+        coordinator.wait_for_turn()
+        _write(BEAT)
     return 0 if orderly.is_set() else EXIT_FAILED
 
 
@@ -54,10 +56,13 @@ def _close_at_end_of_input(coordinator: OmniCoordinator, orderly: threading.Even
 
 
 def _answer(answer: Ready | Refused) -> None:
+    _write(msgspec.json.encode(answer) + b"\n")
+
+
+def _write(said: bytes) -> None:
     # A parent that is gone is noticed by the end of standard input.
     with contextlib.suppress(BrokenPipeError):
-        sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
-        sys.stdout.buffer.flush()
+        os.write(sys.stdout.fileno(), said)
 
 
 def _allow_many_connections() -> None:

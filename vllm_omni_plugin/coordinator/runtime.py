@@ -16,6 +16,8 @@ logger = init_logger(__name__)
 # Whoever subscribes to lists runs on this machine; our own heads take a seat instead.
 LIST_HOST = "127.0.0.1"
 START_TIMEOUT = 30.0
+ANSWER_TIMEOUT = 10.0
+BEATS_PER_TIMEOUT = 10
 STOP_TIMEOUT = 5.0
 FIRST_DELAY = 0.1
 MAX_DELAY = 5.0
@@ -24,9 +26,9 @@ STABLE_AFTER = 10.0
 
 
 class OmniCoordinatorRuntime:
-    """Owns a coordinator process: starts it, restarts it on the same ports when it ends, ends it with itself.
+    """Owns a coordinator process: starts it, restarts it on the same ports when it ends or hangs, ends it with itself.
 
-    One thread waits for the process to end; nothing is polled.
+    One thread reads the beats of the process, behind which its serving thread stands.
 
     Args:
         host: Name or address to bind for replicas and heads, IPv6 without brackets.
@@ -34,6 +36,7 @@ class OmniCoordinatorRuntime:
         heartbeat_timeout: Seconds of silence after which a replica is dead.
         secret_file: Path of the secrets of the fleet; the child reads it anew whenever it is restarted.
         first_numbers: See `OmniCoordinator`.
+        answer_timeout: Seconds without a beat after which the process is killed and restarted.
 
     Attributes:
         router_address: Where replicas report, and heads take their seats.
@@ -52,8 +55,10 @@ class OmniCoordinatorRuntime:
         *,
         secret_file: str | None = None,
         first_numbers: Mapping[int, int] | None = None,
+        answer_timeout: float = ANSWER_TIMEOUT,
     ) -> None:
         host = f"[{host}]" if ":" in host else host
+        self._answer_timeout = answer_timeout
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._child: CoordinatorProcess | None = None
@@ -62,6 +67,7 @@ class OmniCoordinatorRuntime:
             f"tcp://{host}:{port}",
             f"tcp://{LIST_HOST}:0",
             heartbeat_timeout,
+            answer_timeout / BEATS_PER_TIMEOUT,
             secret_file=secret_file,
             first_numbers=dict(first_numbers or {}),
         )
@@ -70,11 +76,9 @@ class OmniCoordinatorRuntime:
         )
         self._thread.start()
         try:
-            ready = first_start.result(START_TIMEOUT)
-        except BaseException as error:
+            ready = first_start.result()
+        except BaseException:
             self.close()
-            if isinstance(error, TimeoutError):
-                raise OmniError(f"the coordinator process was not ready after {START_TIMEOUT} s") from error
             raise
         self.router_address = ready.router_address
         self.pub_address = ready.pub_address
@@ -108,6 +112,7 @@ class OmniCoordinatorRuntime:
             ready.router_address,
             ready.pub_address,
             first.heartbeat_timeout,
+            first.beat_interval,
             secret_file=first.secret_file,
             # By then every replica has connected again and sent a heartbeat, which it does at least three times per
             # timeout. No longer than that, because heads were promised a list every 5 s.
@@ -120,12 +125,12 @@ class OmniCoordinatorRuntime:
         delay = FIRST_DELAY
         while True:
             started_at = time.monotonic()
-            code = self._wait_for_end(child)
+            ended = self._wait_for_loss(child)
             if self._closing.is_set():
                 return
             if time.monotonic() - started_at >= STABLE_AFTER:
                 delay = FIRST_DELAY
-            logger.error("The coordinator process ended with code %d; it is restarted in %.1f s", code, delay)
+            logger.error("The coordinator process %s; it is restarted in %.1f s", ended, delay)
             restarted = self._restart(again, delay)
             if restarted is None:
                 return
@@ -139,11 +144,22 @@ class OmniCoordinatorRuntime:
             if self._closing.is_set():
                 child.stop()
         try:
-            return child, child.wait_ready()
+            return child, child.wait_ready(START_TIMEOUT)
         except BaseException:
             child.kill()
             self._wait_for_end(child)
             raise
+
+    def _wait_for_loss(self, child: CoordinatorProcess) -> str:
+        """Block until the process ends, or hangs and is killed; return which of them."""
+        try:
+            while child.beats(self._answer_timeout):
+                pass
+        except TimeoutError:
+            child.kill()
+            self._wait_for_end(child)
+            return f"did not answer for {self._answer_timeout:g} s and was killed"
+        return f"ended with code {self._wait_for_end(child)}"
 
     def _wait_for_end(self, child: CoordinatorProcess) -> int:
         code = child.wait()

@@ -80,6 +80,8 @@ class OmniCoordinator:
         self._wall_clock = wall_clock
         self._late_tolerance = heartbeat_timeout * LATENESS_TOLERANCE_FRACTION
         self._lock = threading.Lock()
+        self._turned = threading.Condition(self._lock)
+        self._turns = 0
         self._closing = False
         self._stopped = threading.Event()
         self._table = MembershipTable(heartbeat_timeout)
@@ -153,9 +155,17 @@ class OmniCoordinator:
             self._wakeup.set()
             return at_once
 
-    def wait_for_shutdown(self) -> None:
-        """Block until the coordinator serves no more: closed, or its thread failed."""
-        self._stopped.wait()
+    def wait_for_shutdown(self, timeout: float | None = None) -> bool:
+        """Block until the coordinator serves no more: closed, or its thread failed. False after ``timeout`` seconds."""
+        return self._stopped.wait(timeout)
+
+    def wait_for_turn(self) -> None:
+        """Block until its thread has come round once, which shows that it does not hang, or serves no more."""
+        with self._turned:
+            if not self._closing:
+                self._wakeup.set()
+            after = self._turns
+            self._turned.wait_for(lambda: self._turns > after or self._stopped.is_set())
 
     def close(self) -> None:
         """Stop serving and give everything back. Raises RuntimeError when called again."""
@@ -208,10 +218,14 @@ class OmniCoordinator:
                 self._tick(wake_at)
         finally:
             self._ports.close()
-            self._stopped.set()
+            with self._turned:
+                self._stopped.set()
+                self._turned.notify_all()
 
     def _next_wake(self) -> float:
-        with self._lock:
+        with self._turned:
+            self._turns += 1
+            self._turned.notify_all()
             deadlines = (self._table.next_deadline(), self._heads.next_deadline())
             due_at = min(self._schedule.due_at, self._edition_schedule.due_at)
             wake_at = min([due_at, *(deadline for deadline in deadlines if deadline is not None)])
