@@ -112,6 +112,22 @@ async def test_a_session_takes_all_its_chunks_along_with_those_that_came_while_n
         assert fleet.call_ends("r") == [None]
 
 
+async def test_a_session_keeps_its_chunks_when_the_replica_it_moves_to_is_dead_too() -> None:
+    async with FakePipelineFleet(SPEECH, replicas=[1, 2, 1], replica_wait=600.0) as fleet:
+        await fleet.submit("r", "text", "audio", prompt=[3])
+        for _ in range(4):
+            await fleet.step("r", 0)
+        dying = fleet.attempt("r", 1)[0]
+        for link in (fleet.links[1, 0], fleet.links[1, 1]):
+            link.broken = True
+        dying.say_dead()
+        assert fleet.orchestrator.metrics.held_by_stage[1] == 1
+        link = fleet.join(fleet.pools[1].member(0))
+        assert [body["prompt"] for body in link.requests] == [[4, 7], [10, 13], []]
+        await fleet.finish()
+        assert fleet.call_ends("r") == [None]
+
+
 async def test_a_session_whose_turns_had_all_been_delivered_ends_when_its_replay_has_been_swallowed() -> None:
     wish = {"talker": lambda transfer: "nothing" if transfer.last else None}
     async with FakePipelineFleet(SPEECH, replicas=2) as fleet:

@@ -316,6 +316,18 @@ async def until_paused(fleet: FakeFleet, paused: bool) -> None:
     await eventually(lambda: all(link.paused is paused for link in fleet.links.values()), f"paused {paused}")
 
 
+async def test_a_replica_that_joins_while_the_client_does_not_read_waits_for_it_too(fleet: FakeFleet) -> None:
+    await fleet.submit("a")
+    link, attempt = fleet.attempt("a")
+    for _ in range(MAX_QUEUED_OUTPUTS):
+        link.output(attempt)
+    await until_paused(fleet, True)
+    joined = fleet.join(fleet.pool.add())
+    assert joined.paused
+    await fleet.read()
+    await until_paused(fleet, False)
+
+
 async def test_a_client_that_does_not_read_leaves_outputs_in_the_sockets_until_it_does(fleet: FakeFleet) -> None:
     await fleet.submit("a")
     link, attempt = fleet.attempt("a")

@@ -9,6 +9,7 @@ import pytest
 from tests.orchestrator.head_bus import FakeHead, HeadBus
 from tests.orchestrator.test_peer_calls import PAUSED, seated
 from vllm_omni_plugin.coordinator import PeerAnswer, PeerCall
+from vllm_omni_plugin.orchestrator.foreign_calls import ForeignCalls
 
 
 @pytest.fixture
@@ -62,6 +63,18 @@ async def test_a_bad_call_is_answered_with_an_error_and_changes_nothing(
     assert heads[1].orchestrator.drained == set()
     assert len(await heads[0].call("pause_scheduler", "keep", True)) == 2
     assert heads[1].replay == PAUSED
+
+
+async def test_a_call_that_this_head_fails_to_deal_with_is_answered_with_an_error(
+    heads: list[FakeHead], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> int:
+        raise KeyError("gone")
+
+    assert heads[0].seat is not None
+    monkeypatch.setattr(ForeignCalls, "begin", fail)
+    (answer,) = await asyncio.wrap_future(heads[0].seat.call("engine-call", VALID, 3.0))
+    assert "gone" in answer.error
 
 
 async def test_the_end_of_a_call_that_speaks_of_other_stages_is_an_error(bus: HeadBus, heads: list[FakeHead]) -> None:

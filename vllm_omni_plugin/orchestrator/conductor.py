@@ -77,17 +77,26 @@ class Conductor:
             return
         self.abort((request.request_id,), whole=True)
         if request.resumable:
-            _refuse(message, "A pipeline takes whole prompts: streaming input is for a fleet of one stage.", self._put)
+            error = StageInputError("A pipeline takes whole prompts: streaming input is for a fleet of one stage.")
+            _refuse(message, error, self._put)
             return
         try:
             state = self._new_state(message)
         except (ValueError, StageInputError) as error:
-            _refuse(message, str(error), self._put)
+            _refuse(message, StageInputError(str(error)), self._put)
             return
         self.states[state.request_id] = state
         for stage in state.journey.plan.roots:
             self._begin(state, stage)
         self._inputs.foresee(state)
+
+    def fail(self, message: SubmitRequest, error: OmniError) -> None:
+        """See `Requests`."""
+        state = self.states.get(message.request.request_id)
+        if state is None:
+            _refuse(message, error, self._put)
+        else:
+            self._fail(state, error)
 
     def abort(self, request_ids: Sequence[str], whole: bool) -> None:
         """See `Requests`."""
@@ -360,9 +369,8 @@ class Conductor:
         return True
 
 
-def _refuse(message: SubmitRequest, reason: str, put: Callable[[Any], None]) -> None:
+def _refuse(message: SubmitRequest, error: OmniError, put: Callable[[Any], None]) -> None:
     """A request cannot be begun."""
-    error = StageInputError(reason)
     put(RequestFailed(message.request.request_id, error))
     if message.call is not None:
         message.call.put(CallEnded(error))

@@ -126,26 +126,31 @@ class Dispatcher:
             self._abort_if_orphan(member, output)
             return None
         output.request_id = run.request_id
+        try:
+            return run if self._take(member, run, output) else None
+        except Exception as error:
+            self._give_up_alone(run, error)
+            return None
+
+    def _take(self, member: PoolMember, run: StageRun, output: Any) -> bool:
+        """Take in an output of a current attempt. Returns whether it is to be delivered."""
         finished = output.finish_reason is not None
         cut_short = finished and self._api.cut_short(output)
         self._count(member, run, output, cut_short)
         if run.joining and not self._fit(run, output, cut_short):
-            return None
+            return False
         run.deliver(output.new_token_ids, finished, cut_short)
         if finished and run.finished:
             self._end(run)
-        return run
+        return True
 
     def move(self, runs: Sequence[StageRun], lost: PoolMember, reason: str) -> None:
         """These requests' replica is lost, and they are no longer charged to it: each moves or fails."""
         for run in runs:
-            action = run.lose_replica(reason, self._migration_limit, self._api.how_to_move(run.request))
-            if isinstance(action, Fail):
-                self._metrics.lost += 1
-                self._fail(run, action.error)
-            elif not self._end_if_whole(run, lost):
-                self._metrics.moves_by_way[action.move] += 1
-                self._dispatch(run)
+            try:
+                self._move(run, lost, reason)
+            except Exception as error:
+                self._give_up_alone(run, error)
 
     def replica_serves(self) -> None:
         """A replica takes new requests: dispatch what was held, in order."""
@@ -158,11 +163,26 @@ class Dispatcher:
         """Stop the timer. Idempotent."""
         self._held.close()
 
+    def _move(self, run: StageRun, lost: PoolMember, reason: str) -> None:
+        action = run.lose_replica(reason, self._migration_limit, self._api.how_to_move(run.request))
+        if isinstance(action, Fail):
+            self._metrics.lost += 1
+            self._fail(run, action.error)
+        elif not self._end_if_whole(run, lost):
+            self._metrics.moves_by_way[action.move] += 1
+            self._dispatch(run)
+
     def _dispatch(self, run: StageRun) -> None:
         """Send a request to the replica its pool picks, or hold it; on to the next if that one turns out to be dead."""
-        if not self._pool.serving:
-            self._hold(run)
-            return
+        try:
+            if self._pool.serving:
+                self._send_to_one(run)
+            else:
+                self._hold(run)
+        except Exception as error:
+            self._give_up_alone(run, error)
+
+    def _send_to_one(self, run: StageRun) -> None:
         request = run.next_request
         if run.move is not Move.RESTART:
             request = self._api.moved(request, run.move, run.produced)
@@ -171,7 +191,11 @@ class Dispatcher:
             run.dispatched_at = self._clock()
             self._metrics.queue_time.observe(run.dispatched_at - run.submitted_at)
             self._listener.run_dispatched(self._pool.stage_id, run)
+        attempt = run.engine_request_id
         self._send(member, run, request)
+        if run.engine_request_id != attempt:
+            # The replica turned out to be dead, so the request has moved, or waits with all that has not been sent.
+            return
         if run.streaming is not None:
             for chunk in run.streaming.take_unsent():
                 self._send(member, run, chunk)
@@ -212,10 +236,7 @@ class Dispatcher:
             # The client has reported its death meanwhile, and with it every request charged to the replica.
             return
         except Exception as error:
-            logger.exception("Request %s could not be sent.", run.request_id)
-            # The engine may hold earlier chunks of the same session.
-            self.abort((run.request_id,))
-            self._fail(run, OmniError(f"The request could not be encoded for the engine: {error}"))
+            self._give_up_alone(run, OmniError(f"The request could not be encoded for the engine: {error}"))
 
     def _hold(self, run: StageRun) -> None:
         # Without an engine there is nothing to clean up either.
@@ -284,6 +305,14 @@ class Dispatcher:
         if self._held.remove(run):
             self._metrics.held_by_stage[self._pool.stage_id] = len(self._held)
         self.runs.pop(run.request_id, None)
+
+    def _give_up_alone(self, run: StageRun, error: Exception) -> None:
+        """What is wrong with one request, or with our handling of it, ends that request and nothing else."""
+        logger.error("Request %s is given up: %s", run.request_id, error, exc_info=error)
+        if self.runs.get(run.request_id) is run:
+            # Its engine may have some of it.
+            self.abort((run.request_id,))
+            self._fail(run, error if isinstance(error, OmniError) else OmniError(f"The request failed: {error!r}"))
 
     def _fail(self, run: StageRun, error: OmniError) -> None:
         self.runs.pop(run.request_id, None)

@@ -61,10 +61,12 @@ class HeldRequests:
 
     def _expire(self) -> None:
         self._timer = None
-        for run in list(self._overdue()):
-            self.remove(run)
-            self._on_expired(run)
-        self._set_timer()
+        try:
+            for run in list(self._overdue()):
+                self.remove(run)
+                self._on_expired(run)
+        finally:
+            self._set_timer()
 
     def _overdue(self) -> Iterator[StageRun]:
         now = self._clock()

@@ -183,5 +183,10 @@ class LocalReplicas:
     async def _end(self, member: PoolMember) -> None:
         """Reap what is left of a replica that is not coming back."""
         replica = self._running.pop(member.replica_id, None)
-        if replica is not None:
+        if replica is None:
+            return
+        try:
             await replica.close(self._executor, timeout=0.0)
+        except Exception:
+            # It has been killed all the same, and is to be started again.
+            logger.exception("What is left of replica %s could not be ended in order.", member.name)

@@ -54,7 +54,7 @@ def change_membership(
     drained: set[ReplicaKey],
     others: OtherHeads | None,
 ) -> None:
-    """Carry out one change. What is wrong with one replica does not stop the service of the others.
+    """Carry out one change.
 
     Args:
         message: the change.
@@ -64,18 +64,15 @@ def change_membership(
         drained: replicas of other processes that an administrator has drained, whether they are here or not.
         others: the other heads, None in a head that nobody can join.
     """
-    try:
-        if isinstance(message, ManageReplica):
-            if message.reply.set_running_or_notify_cancel():
-                _manage(message, stage_pools, local_replicas, remote_replicas, drained, others)
-        elif remote_replicas is None:
-            logger.error("A head without --omni-master-address cannot take remote replicas: %r", message)
-        elif isinstance(message, RegisterRemoteReplica):
-            remote_replicas.register(message)
-        else:
-            remote_replicas.unregister(message)
-    except Exception:
-        logger.exception("A change of membership could not be made: %r", message)
+    if isinstance(message, ManageReplica):
+        if message.reply.set_running_or_notify_cancel():
+            _manage(message, stage_pools, local_replicas, remote_replicas, drained, others)
+    elif remote_replicas is None:
+        logger.error("A head without --omni-master-address cannot take remote replicas: %r", message)
+    elif isinstance(message, RegisterRemoteReplica):
+        remote_replicas.register(message)
+    else:
+        remote_replicas.unregister(message)
 
 
 def manage_by_key(

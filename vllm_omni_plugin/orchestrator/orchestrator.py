@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 
 from vllm_omni_plugin.coordinator import ReplicaKey, ReplicaStatus
-from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.errors import OmniError, ReplicaError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.conductor import Conductor
 from vllm_omni_plugin.orchestrator.dispatcher import Dispatcher
@@ -212,6 +212,7 @@ class Orchestrator:
         member.changed_at = self._clock()
         cache = self._apis[member.stage_id].cache_size(ready_response)
         self.stage_pools[member.stage_id].serve(member, client, input_addr, output_addr, cache)
+        self._gate.attached(client)
 
     def replica_lost(self, member: PoolMember, reason: str, status: ReplicaStatus = ReplicaStatus.DOWN) -> None:
         """A replica is gone: its requests move or fail, each exactly once."""
@@ -285,14 +286,19 @@ class Orchestrator:
         self.on_serving()
 
     def _heed(self, message: Membership | Explain | PeerMessage) -> None:
-        if isinstance(message, Explain):
-            explain(message, self.stage_pools)
-        elif isinstance(message, PeerMessage):
-            self._heed_peer(message)
-        else:
-            change_membership(
-                message, self.stage_pools, self.local_replicas, self.remote_replicas, self.drained, self.peer_calls
-            )
+        try:
+            if isinstance(message, Explain):
+                explain(message, self.stage_pools)
+            elif isinstance(message, PeerMessage):
+                self._heed_peer(message)
+            else:
+                change_membership(
+                    message, self.stage_pools, self.local_replicas, self.remote_replicas, self.drained, self.peer_calls
+                )
+        except Exception as error:
+            logger.exception("A message could not be dealt with: %r", message)
+            if isinstance(message, Explain | ManageReplica) and not message.reply.done():
+                message.reply.set_exception(error)
 
     def _heed_peer(self, message: PeerMessage) -> None:
         assert self.exchange is not None
@@ -317,10 +323,21 @@ class Orchestrator:
             except HandoverClosedError:
                 return
             for message in batch:
-                if isinstance(message, SubmitRequest):
-                    self._requests.submit(message)
-                else:
-                    self._requests.abort(message.request_ids, message.whole)
+                try:
+                    if isinstance(message, SubmitRequest):
+                        self._requests.submit(message)
+                    else:
+                        self._requests.abort(message.request_ids, message.whole)
+                except Exception as error:
+                    self._fail_alone(message, error)
+
+    def _fail_alone(self, message: SubmitRequest | AbortRequests, error: Exception) -> None:
+        """What is wrong with one message, or with our handling of it, ends that request and nothing else."""
+        if isinstance(message, SubmitRequest):
+            logger.error("Request %s cannot be served.", message.request.request_id, exc_info=error)
+            self._requests.fail(message, OmniError(f"The request failed: {error!r}"))
+        else:
+            logger.error("The requests %s could not be aborted.", ", ".join(message.request_ids), exc_info=error)
 
 
 class _Limits(NamedTuple):

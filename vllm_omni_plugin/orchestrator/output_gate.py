@@ -56,6 +56,11 @@ class OutputGate:
         if self._queue.full and self._throttle is None:
             self._throttle = asyncio.get_running_loop().create_task(self._wait_for_reader(), name="omni-throttle")
 
+    def attached(self, client: StageClient) -> None:
+        """A replica begins to serve: it waits with the others."""
+        if self._throttle is not None:
+            client.pause_reading()
+
     def close(self) -> None:
         """Stop waiting, for the reader and for the next item. Idempotent."""
         if self._timer is not None:

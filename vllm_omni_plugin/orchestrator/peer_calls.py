@@ -164,8 +164,10 @@ class PeerCalls:
             if handler is None:
                 raise WireError(f"unknown call {call.method!r}")
             handler(call)
-        except WireError as error:
-            self._asking.answer(call, error=str(error))
+        except Exception as error:
+            if not isinstance(error, WireError):
+                logger.exception("Call %s of another head could not be dealt with.", call.method)
+            self._asking.answer(call, error=str(error) or repr(error))
 
     def _begin_foreign(self, call: PeerCall) -> None:
         told = decoded(call.arguments, EngineCall)

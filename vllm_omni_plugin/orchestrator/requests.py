@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from vllm_omni_plugin.errors import OmniError
 from vllm_omni_plugin.orchestrator.dispatcher import RunListener
 from vllm_omni_plugin.orchestrator.messages import SubmitRequest
 from vllm_omni_plugin.orchestrator.stage_run import StageRun
@@ -18,6 +19,9 @@ class Requests(RunListener, Protocol):
 
     def submit(self, message: SubmitRequest) -> None:
         """Take a new request, or a further chunk of a streaming-input session."""
+
+    def fail(self, message: SubmitRequest, error: OmniError) -> None:
+        """End a request that `submit` raised an error of, whatever of it has begun."""
 
     def abort(self, request_ids: Sequence[str], whole: bool) -> None:
         """The client does not want these any more; see `AbortRequests`. Unknown ids are those that have just ended."""

@@ -50,6 +50,12 @@ class SingleStage:
         )
         self.dispatcher.submit(run)
 
+    def fail(self, message: SubmitRequest, error: OmniError) -> None:
+        """See `Requests`."""
+        request_id = message.request.request_id
+        self._put(RequestFailed(request_id, error))
+        self.abort((request_id,), whole=True)
+
     def abort(self, request_ids: Sequence[str], whole: bool) -> None:
         """See `Requests`."""
         for request_id in request_ids:

@@ -1,0 +1,145 @@
+"""What is wrong with one request or message ends that one alone, with an error to whoever waits for it."""
+
+import asyncio
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.fakes.conditions import eventually
+from tests.fakes.engine_api import FakeEngineApi, FakeOutput, FakeOutputs
+from tests.fakes.fleet import FakeFleet
+from tests.fakes.links import FakeLink
+from tests.fakes.pipeline_fleet import FakePipelineFleet
+from tests.fakes.pipelines import CHAIN
+from tests.orchestrator.test_local_replicas import Node
+from vllm_omni_plugin.errors import OmniError
+from vllm_omni_plugin.orchestrator.messages import ManageReplica, PeersLost
+from vllm_omni_plugin.orchestrator.single_stage import SingleStage
+
+
+def fail_for(monkeypatch: pytest.MonkeyPatch, method: str, request_id: str) -> None:
+    """A method of the API raises for this request."""
+    unharmed = getattr(FakeEngineApi, method)
+
+    def faulty(api: FakeEngineApi, subject: Any, *args: Any) -> Any:
+        if subject.request_id == request_id:
+            raise KeyError(method)
+        return unharmed(api, subject, *args)
+
+    monkeypatch.setattr(FakeEngineApi, method, faulty)
+
+
+def say(link: FakeLink, *outputs: FakeOutput) -> None:
+    """The engine says this in one message."""
+    link.say(msgspec.json.encode(FakeOutputs(outputs=list(outputs))))
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["movable", "describe", "affinity_key", "cached_tokens", "how_to_move", "missing_end", "moved", "fit"],
+)
+async def test_an_api_that_fails_for_one_request_ends_that_one_alone(
+    monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    async with FakeFleet(replicas=1, replica_wait=600.0) as fleet:
+        fail_for(monkeypatch, method, "bad")
+        for name in ("bad", "good"):
+            await fleet.submit(name, prompt=[1], move="replay")
+        link = fleet.links[0]
+        say(link, *(FakeOutput(attempt, [5], first=True) for attempt in link.added))
+        fleet.lose(0)
+        link = fleet.join(fleet.pool.member(0))
+        say(link, *(FakeOutput(attempt, [5, 6], "stop") for attempt in link.added))
+        await fleet.read()
+        ends = dict(event for event in fleet.events if event[1] is not None)
+        assert isinstance(ends["bad"], OmniError)
+        assert method in str(ends["bad"])
+        assert (ends["good"], fleet.tokens["good"]) == ("stop", [5, 6])
+        assert (fleet.in_flight, fleet.orchestrator.request_states, fleet.orchestrator.metrics.held) == ([0], {}, 0)
+        await fleet.submit("next")
+        assert fleet.in_flight == [1]
+
+
+async def test_a_request_that_cannot_be_read_is_aborted_at_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with FakeFleet(replicas=1) as fleet:
+        fail_for(monkeypatch, "cached_tokens", "bad")
+        await fleet.submit("bad")
+        link, attempt = fleet.attempt("bad")
+        link.output(attempt, 5)
+        assert link.aborted == [attempt]
+
+
+async def test_an_abort_that_fails_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def faulty(*_: object) -> None:
+        raise KeyError("gone")
+
+    async with FakeFleet() as fleet:
+        await fleet.submit("a")
+        with monkeypatch.context() as patch:
+            patch.setattr(SingleStage, "abort", faulty)
+            await fleet.abort("a")
+        await fleet.submit("b")
+        assert fleet.in_flight == [1, 1]
+
+
+async def test_a_pipelines_request_that_cannot_be_begun_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with FakePipelineFleet(CHAIN) as fleet:
+        fleet.apis[-1].faults["check_front"] = KeyError("gone")
+        await fleet.submit("bad", "text")
+        [error] = fleet.call_ends("bad")
+        assert isinstance(error, OmniError)
+        assert "gone" in str(error)
+        assert (fleet.ends, fleet.states) == ([("bad", error)], {})
+        fleet.apis[-1].faults.clear()
+        await fleet.submit("good", "text")
+        await fleet.finish()
+        assert fleet.call_ends("good") == [None]
+
+
+async def test_a_word_of_other_heads_that_cannot_be_heeded_stops_nothing() -> None:
+    async with FakeFleet() as fleet:
+        # This head has no way to other heads at all.
+        fleet.orchestrator.rpc_async_queue.force_put(PeersLost(None))
+        reply: Future[None] = Future()
+        fleet.orchestrator.rpc_async_queue.force_put(ManageReplica("drain", 0, 0, reply))
+        async with asyncio.timeout(5):
+            await asyncio.wrap_future(reply)
+        await eventually(lambda: len(fleet.pool.serving) == 1, "the drain")
+
+
+async def test_an_administrators_wish_that_fails_halfway_is_answered() -> None:
+    class Deaf:
+        def managed(self, *_: object) -> None:
+            raise KeyError("gone")
+
+    async with FakeFleet() as fleet:
+        fleet.pool.member(0).remote = True
+        fleet.orchestrator.peer_calls = Deaf()  # type: ignore[assignment]
+        reply: Future[None] = Future()
+        fleet.orchestrator.rpc_async_queue.force_put(ManageReplica("drain", 0, 0, reply))
+        async with asyncio.timeout(5):
+            with pytest.raises(KeyError, match="gone"):
+                await asyncio.wrap_future(reply)
+        fleet.orchestrator.peer_calls = None
+
+
+async def test_a_replica_whose_engine_cannot_be_ended_in_order_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(timeout: float | None = None) -> None:
+        raise OSError("no such process")
+
+    node = Node(tmp_path)
+    try:
+        await node.replicas.start()
+        process = node.engine_of(0).process
+        monkeypatch.setattr(process, "shutdown", fail)
+        process.die()
+        node.go_on.release()
+        await node.until_back(0, restarts=1)
+    finally:
+        await node.replicas.close(0.0)
+        node.launcher.close()
