@@ -12,13 +12,16 @@ def register() -> None:
     Engine and worker processes call this too. They take their configuration from the head and parse no flags, so there
     vLLM's argument module is not imported, and there is nothing to add to. Those of a fleet ask for what their
     processor needs.
+
+    A command line with `--omni` is for another package: vLLM hands it to `vllm_omni`, which adds flags of the same
+    names as ours, and leaves their values where ours would be.
     """
     if FLEET_ENGINE in os.environ:
         from vllm_omni_plugin.vllm_api.tiles import ask_for_tiles
 
         ask_for_tiles()
     arg_utils = sys.modules.get("vllm.engine.arg_utils")
-    if arg_utils is None:
+    if arg_utils is None or "--omni" in sys.argv:
         return
     from vllm_omni_plugin.integration.flags import add_omni_flags
 

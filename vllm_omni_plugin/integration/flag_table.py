@@ -26,14 +26,23 @@ class Side(Enum):
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag. Its default is that of the `OmniConfig` field of the same name."""
+    """One flag. Its default is that of the `OmniConfig` field of the same name.
+
+    Attributes:
+        name: the flag.
+        side: where it has a meaning.
+        help: its text.
+        metavar: stands for its value in the text; "" if it takes none.
+        type: reads its value; None: as it is.
+        aliases: further names, which it has where nobody else has them.
+    """
 
     name: str
     side: Side
     help: str
     metavar: str = ""
     type: Callable[[str], Any] | None = None
-    short: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
 
     @property
     def field(self) -> str:
@@ -138,7 +147,7 @@ FLAGS = (
         "On the head: address on which replicas of other nodes join, which opens the fleet. With --headless: the "
         "head's address.",
         "ADDRESS",
-        short=("-oma",),
+        aliases=("-oma",),
     ),
     Flag(
         "--omni-master-port",
@@ -160,6 +169,7 @@ FLAGS = (
         "Stage that the replicas of this node serve.",
         "N",
         whole(0, _MAX_STAGE_ID, "that is no stage"),
+        ("--stage-id",),
     ),
     Flag(
         "--omni-replica-address",
@@ -167,6 +177,7 @@ FLAGS = (
         "Address on which this node's replicas listen, and under which heads find them. Default: the address from "
         "which this node reaches the head; on a head with several API servers the master address.",
         "ADDRESS",
+        aliases=("-ora",),
     ),
     Flag(
         "--omni-replica-ports",

@@ -84,16 +84,15 @@ def add_group(parser: argparse.ArgumentParser) -> None:
         title=GROUP, description="A fleet of engine replicas behind this server. Any of these flags switches it on."
     )
     for flag in FLAGS:
-        value: dict[str, Any] = {"metavar": flag.metavar, "type": flag.type} if flag.takes_value else {}
-        group.add_argument(
-            flag.name,
-            *flag.short,
-            action=GivenFlag,
-            takes_value=flag.takes_value,
-            dest=flag.destination,
-            help=flag.help_with_default(),
-            **value,
+        about: dict[str, Any] = {"metavar": flag.metavar, "type": flag.type} if flag.takes_value else {}
+        about.update(
+            action=GivenFlag, takes_value=flag.takes_value, dest=flag.destination, help=flag.help_with_default()
         )
+        try:
+            group.add_argument(flag.name, *flag.aliases, **about)
+        except argparse.ArgumentError:
+            # Somebody else has an alias.
+            group.add_argument(flag.name, **about)
 
 
 def parse_or_exit(args: argparse.Namespace) -> OmniConfig | None:
