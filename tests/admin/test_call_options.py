@@ -179,8 +179,9 @@ def test_a_stage_that_samples_nothing_takes_no_parameters() -> None:
     assert raised.value.param == "omni.sampling.prefill"
 
 
-def test_where_a_cache_is_fetched_from_is_not_for_clients_to_say(speech: Pipeline) -> None:
-    extra = {"extra_args": {"kv_transfer_params": {"remote_host": "10.0.0.1"}}}
-    with pytest.raises(BadOptionError, match="`kv_transfer_params` are the pipeline's own") as raised:
+@pytest.mark.parametrize("name", ["kv_transfer_params", "ec_transfer_params"])
+def test_where_a_cache_is_fetched_from_is_not_for_clients_to_say(speech: Pipeline, name: str) -> None:
+    extra = {"extra_args": {name: {"remote_host": "10.0.0.1"}}}
+    with pytest.raises(BadOptionError, match=f"`{name}` are the pipeline's own") as raised:
         read_call_options({"modalities": ["audio"], "omni": {"sampling": {"talker": extra}}}, speech)
     assert raised.value.param == "omni.sampling.talker"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from vllm.lora.request import LoRARequest
+from vllm.sampling_params import SamplingParams
 
 from tests.fakes.engine_api import FakeEngineApi, FakeRequest
 from vllm_omni_plugin.balancing import RandomBalancer
@@ -23,6 +24,7 @@ from vllm_omni_plugin.orchestrator.stage_pool import StagePool
 from vllm_omni_plugin.pipeline.graph import Pipeline
 from vllm_omni_plugin.pipeline.stage import VLLM_ENGINE, Modality, Stage
 from vllm_omni_plugin.vllm_api.engine_api import EngineApi
+from vllm_omni_plugin.vllm_api.requests import build_engine_core_request_from_tokens
 from vllm_omni_plugin.vllm_api.sim_protocol import ready_response
 
 PIPELINE = Pipeline(
@@ -181,6 +183,14 @@ async def test_a_request_carries_the_call_that_it_is_made_for(head: Head) -> Non
     message = await head.told()
     assert isinstance(message, SubmitRequest)
     assert (message.call, running.request_ids) == (running.call, ["a"])
+
+
+async def test_what_a_client_says_of_caches_is_not_handed_over(head: Head) -> None:
+    params = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": {"remote_host": "10.0.0.9"}})
+    request = build_engine_core_request_from_tokens("a", {"prompt_token_ids": [1]}, params)
+    await head.client.add_request_async(request)
+    message = await head.told()
+    assert message.request.sampling_params.extra_args is None
 
 
 async def test_leaving_a_call_aborts_all_of_it_and_vllms_own_abort_what_answers(head: Head) -> None:

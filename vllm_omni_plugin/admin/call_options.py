@@ -8,6 +8,7 @@ from typing import Any, Final
 from vllm_omni_plugin.errors import OmniError
 from vllm_omni_plugin.pipeline.graph import Pipeline
 from vllm_omni_plugin.pipeline.stage import Modality
+from vllm_omni_plugin.vllm_api.requests import TRANSFER_PARAMS
 
 OMNI_KEYS: Final = ("outputs", "params", "sampling", "timings")
 AUDIO_FORMATS: Final = ("wav", "pcm16")
@@ -16,8 +17,6 @@ _SHOWN: Final = {Modality.TEXT, Modality.TOKENS, Modality.SCORES, Modality.EMBED
 """What can be said in JSON."""
 _ANSWERS: Final = {Modality.TEXT, Modality.TOKENS, Modality.AUDIO}
 """What a request that samples can be answered with; the rest may stand beside it."""
-_KV_TRANSFER_PARAMS: Final = "kv_transfer_params"
-"""By which an engine is told from where to fetch a cache: an address that it connects to."""
 _NOT_RUN: Final = "no stage {} runs for this request"
 
 
@@ -137,8 +136,9 @@ def _sampling(given: Any, modalities: Collection[Modality], pipeline: Pipeline) 
     for name, values in sampling.items():
         if running[name].output is Modality.KV_CACHE:
             raise BadOptionError(f"Stage '{name}' only fills a KV cache and samples nothing.", f"{param}.{name}")
-        if _KV_TRANSFER_PARAMS in _mapping(values.get("extra_args"), f"{param}.{name}.extra_args"):
-            raise BadOptionError(f"`{_KV_TRANSFER_PARAMS}` are the pipeline's own.", f"{param}.{name}")
+        extra = _mapping(values.get("extra_args"), f"{param}.{name}.extra_args")
+        if transfers := sorted(TRANSFER_PARAMS.intersection(extra)):
+            raise BadOptionError(f"`{transfers[0]}` are the pipeline's own.", f"{param}.{name}")
     if clients is not None and clients.name in sampling:
         own = "takes the request's own sampling parameters: give them there"
         raise BadOptionError(f"Stage '{clients.name}' {own}.", f"{param}.{clients.name}")

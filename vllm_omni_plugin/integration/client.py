@@ -214,6 +214,7 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
 
     async def add_request_async(self, request: Any) -> None:
         """Hand a request over. Waits only while the orchestrator is far behind."""
+        self._stages.admit(request)
         call = submitted(request.request_id)
         # A further part of a session is no new request, unless its first one has not even been taken.
         if request.request_id not in self._orchestrator.request_states and not self.last_requests.take(request, call):

@@ -16,9 +16,9 @@ from vllm.sampling_params import _SAMPLING_EPS
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
 from vllm_omni_plugin.vllm_api.move import Move
+from vllm_omni_plugin.vllm_api.requests import TRANSFER_PARAMS
 
 _SEED_BITS = 63
-_TRANSFERS = frozenset({"kv_transfer_params", "ec_transfer_params"})
 _PROCESSOR_PLUGINS = "vllm.logits_processors"
 
 
@@ -37,7 +37,7 @@ def how_to_move(request: Any, custom_processors: bool) -> Move:
     params = request.sampling_params
     if params is None or request.resumable:
         return Move.NEVER
-    if params.extra_args and not _TRANSFERS.isdisjoint(params.extra_args):
+    if params.extra_args and not TRANSFER_PARAMS.isdisjoint(params.extra_args):
         # The other side keeps what it transfers until it has been fetched, once.
         return Move.NEVER
     if _is_seeded(params) or custom_processors or _looks_back(request):

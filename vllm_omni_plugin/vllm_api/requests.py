@@ -1,10 +1,15 @@
 """Reading requests, and building them without vLLM's input processing. Importing this imports nothing of vLLM."""
 
+import copy
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_omni_plugin.vllm_api.facts import RequestFacts
+
+TRANSFER_PARAMS = frozenset({"kv_transfer_params", "ec_transfer_params"})
+"""Extra arguments by which an engine gets a request's caches from another process, or leaves them for one: they say at
+which address."""
 
 
 def build_engine_core_request_from_tokens(
@@ -54,6 +59,16 @@ def build_engine_core_request_from_tokens(
         resumable=resumable,
         external_req_id=request_id,
     )
+
+
+def drop_transfers(request: Any) -> None:
+    """Take `TRANSFER_PARAMS` out of an `EngineCoreRequest`. Its parameters, which others may have too, are replaced."""
+    params = request.sampling_params
+    if params is None or not params.extra_args or TRANSFER_PARAMS.isdisjoint(params.extra_args):
+        return
+    request.sampling_params = params = copy.copy(params)
+    kept = {name: value for name, value in params.extra_args.items() if name not in TRANSFER_PARAMS}
+    params.extra_args = kept or None
 
 
 def describe(request: Any) -> RequestFacts:
