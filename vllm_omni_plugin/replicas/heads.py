@@ -114,11 +114,18 @@ class Heads:
         while True:
             due_at = self._clock() + interval
             await asyncio.sleep(interval)
-            now = self._clock()
-            late_by = now - due_at
-            for lease in self._leases.expired(now, late_by if late_by > interval else 0.0):
-                self._send(lease.peer, Expired(lease.lease_id))
-                self._end(lease, f"it was silent for {self._settings.heartbeat_timeout:g} s")
+            try:
+                self._end_silent(due_at)
+            except Exception:
+                # Without this watch, what lost heads hold would be theirs for ever.
+                logger.exception("Heads that are silent could not be let go; they are looked at again.")
+
+    def _end_silent(self, due_at: float) -> None:
+        now = self._clock()
+        late_by = now - due_at
+        for lease in self._leases.expired(now, late_by if late_by > self._settings.heartbeat_interval else 0.0):
+            self._send(lease.peer, Expired(lease.lease_id))
+            self._end(lease, f"it was silent for {self._settings.heartbeat_timeout:g} s")
 
     def handle(self, peer: bytes, message: ToServer) -> None:
         """Answer one message of the control link."""
@@ -211,8 +218,12 @@ class Heads:
         assert self._engine is not None
         self._leases.end(lease)
         self._followers.forget(lease)
-        self._engine.slots[lease.slot].release()
-        self._close_ports(lease.slot)
+        try:
+            self._engine.slots[lease.slot].release()
+            self._close_ports(lease.slot)
+        except Exception as error:
+            # Whoever ends a lease has others to end; an engine that is started anew has all its outputs free.
+            self._engine.give_up(f"an output could not be taken back from head {lease.head_id}: {error}")
         logger.info("Head %s is no longer attached: %s.", lease.head_id, reason)
         cleaning = self._start(self._clean(self._engine, lease.slot))
         if not self._leases:

@@ -105,9 +105,9 @@ class OutputSlot:
 
     def release(self) -> None:
         """Take the slot back at once; its head gets nothing more and can send nothing more. Idempotent."""
-        if self._relay is not None:
-            self._relay.close()
-            self._relay = None
+        relay, self._relay = self._relay, None
+        if relay is not None:
+            relay.close()
             self.client.resume_reading()
 
     async def clean(self) -> None:

@@ -1,5 +1,6 @@
 """Heads attach, exchange messages with the engine, and go."""
 
+import errno
 from contextlib import AsyncExitStack
 
 import msgspec
@@ -9,6 +10,7 @@ from tests.fakes.conditions import eventually
 from tests.replicas.server.conftest import StartNode
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.replicas.control import Expired, Refused, Status
+from vllm_omni_plugin.replicas.relay import Relay
 from vllm_omni_plugin.replicas.served_engine import HEAD_SLOTS
 
 
@@ -81,6 +83,27 @@ async def test_a_silent_head_loses_its_lease_and_its_requests(start_node: StartN
         await eventually(lambda: node.engine.aborted == ["orphan"])
         await eventually(lambda: (HEAD_SLOTS, "abort_requests") in node.engine.calls)
         assert await head.beat() == Expired(lease)
+
+
+async def test_a_head_that_cannot_be_let_go_costs_the_engine_and_the_next_silent_head_is_noticed(
+    start_node: StartNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close, failures = Relay.close, [OSError(errno.ENOMEM, "Cannot allocate memory")]
+
+    def close_and_fail_once(relay: Relay) -> None:
+        close(relay)
+        if failures:
+            raise failures.pop()
+
+    monkeypatch.setattr(Relay, "close", close_and_fail_once)
+    node = await start_node(heartbeat_timeout=0.5)
+    before = await node.up()
+    async with node.attached():
+        after = await node.up(after=before.incarnation)
+    assert node.launcher.engines[0].process.ended
+    async with node.head() as head:
+        attached = await head.attach(after.incarnation)
+        assert await head.hear() == Expired(attached.lease)
 
 
 async def test_a_lease_is_good_on_its_own_connection_only(start_node: StartNode) -> None:
