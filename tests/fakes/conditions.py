@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 
 async def eventually(condition: Callable[[], object], what: str = "the condition") -> None:
-    """Return as soon as the condition holds; fail after ten seconds."""
+    """Return as soon as the condition holds; fail after thirty seconds."""
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             for turn in itertools.count():
                 if condition():
                     return
