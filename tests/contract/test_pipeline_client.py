@@ -1,21 +1,27 @@
 """The client of a fleet of several stages, as AsyncLLM uses it."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 
 from tests.fakes.engine_api import FakeEngineApi, FakeRequest
 from vllm_omni_plugin.balancing import RandomBalancer
+from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.errors import NoReplicaError, ReplicaError, StageError, StageInputError
+from vllm_omni_plugin.integration.app import FleetEndpoints
 from vllm_omni_plugin.integration.client import FleetClient
 from vllm_omni_plugin.integration.failures import to_http
 from vllm_omni_plugin.integration.fleet_stages import FleetStages
+from vllm_omni_plugin.integration.options import carry_options
 from vllm_omni_plugin.integration.pipeline_calls import RunningCall
 from vllm_omni_plugin.orchestrator.messages import AbortRequests, CallReplicas, ReplicaJoined, SubmitRequest
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
@@ -191,6 +197,29 @@ async def test_what_a_client_says_of_caches_is_not_handed_over(head: Head) -> No
     await head.client.add_request_async(request)
     message = await head.told()
     assert message.request.sampling_params.extra_args is None
+
+
+@pytest.mark.parametrize(
+    ("mode", "warning"),
+    [(None, "Without --omni-admin-key-file"), (0o640, "others may access it; run `chmod 600`"), (0o600, None)],
+)
+async def test_the_start_warns_of_who_may_change_the_fleet(
+    head: Head, tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int | None, warning: str | None
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("0123456789abcdef")
+    keys.chmod(mode or 0o600)
+    options = OmniConfig(admin_key_file=None if mode is None else str(keys))
+    carry_options(engine_config := SimpleNamespace(additional_config=None), options)
+    endpoints, app = FleetEndpoints(), FastAPI()
+    app.state.args = SimpleNamespace(api_key=None, uds=None, omni_admin_key_file=options.admin_key_file)
+    app.state.openai_serving_chat = app.state.openai_serving_completion = None
+    endpoints.attach_router(app)
+    with caplog.at_level(logging.WARNING, "vllm"):
+        await endpoints.init_state(SimpleNamespace(engine_core=head.client, vllm_config=engine_config), app.state, None)
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == (warning is not None)
+    assert all(warning in line for line in told if warning is not None)
 
 
 async def test_leaving_a_call_aborts_all_of_it_and_vllms_own_abort_what_answers(head: Head) -> None:

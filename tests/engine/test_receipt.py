@@ -18,6 +18,9 @@ from .server import MODEL, Server, until
 from .servers import Servers
 
 HEADER = "X-Omni-Replica"
+ADMIN_KEY = "admin-key-of-these-tests"
+AS_ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
+SECRET_PROMPT = "abracadabra " * 40
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 MESSAGES: Any = [{"role": "user", "content": "How many engines are running?"}]
 STREAMED = (
@@ -75,8 +78,16 @@ def collector() -> Iterator[Collector]:
         thread.join()
 
 
+@pytest.fixture(scope="module")
+def admin_keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with two keys."""
+    path = tmp_path_factory.mktemp("keys") / "admin.keys"
+    path.write_text(f"not-for-these-tests\n{ADMIN_KEY}\n")
+    return path
+
+
 @pytest.fixture
-def head(servers: Servers, tiny_model: Path, collector: Collector) -> Server:
+def head(servers: Servers, tiny_model: Path, collector: Collector, admin_keys: Path) -> Server:
     """A head with two local replicas and a policy that knows prefixes, whose requests are traced."""
     traces = f"http://127.0.0.1:{collector.server_port}/v1/traces"
     return servers.get(
@@ -88,6 +99,8 @@ def head(servers: Servers, tiny_model: Path, collector: Collector) -> Server:
         "2",
         "--otlp-traces-endpoint",
         traces,
+        "--omni-admin-key-file",
+        str(admin_keys),
         *FEATURES,
         engines=2,
         OTEL_EXPORTER_OTLP_TRACES_PROTOCOL="http/protobuf",
@@ -113,7 +126,7 @@ def total(head: Server, name: str) -> float:
 
 def explain(head: Server, **query: str) -> Any:
     with head.http() as http:
-        answer = http.post("/omni/explain", json=query)
+        answer = http.post("/omni/explain", json=query, headers=AS_ADMIN)
     assert answer.status_code == 200
     return answer.json()
 
@@ -217,14 +230,26 @@ def test_what_cannot_be_completed_cannot_be_explained(
     head: Server, query: dict[str, str], status: int, fault: str
 ) -> None:
     with head.http() as http:
-        answer = http.post("/omni/explain", json=query)
+        answer = http.post("/omni/explain", json=query, headers=AS_ADMIN)
     assert answer.status_code == status
     assert fault in answer.json()["error"]["message"]
 
 
-def test_the_command_shows_what_the_route_says(head: Server) -> None:
-    command = [str(Path(sys.executable).with_name("vllm-omni-plugin")), "explain", text(4), "--url", head.url]
+def test_without_an_admin_key_nothing_is_explained_or_changed(head: Server) -> None:
+    with head.http() as http:
+        for method, path in (("POST", "explain"), ("POST", "replicas/0.0/drain"), ("DELETE", "replicas/0.0")):
+            assert http.request(method, f"/omni/{path}").status_code == 401
+        assert {replica["status"] for replica in http.get("/omni/replicas").json()["replicas"]} == {"up"}
+
+
+def test_the_command_shows_what_the_route_says_and_the_log_no_prompt(head: Server, admin_keys: Path) -> None:
+    command = [str(Path(sys.executable).with_name("vllm-omni-plugin")), "explain", SECRET_PROMPT, "--url", head.url]
+    (keys := admin_keys.with_name("of-the-command")).write_text(ADMIN_KEY)
+    command += ["--admin-key-file", str(keys)]
     told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     explained = json.loads(subprocess.run([*command, "--json"], capture_output=True, text=True, check=True).stdout)
+    log = head.log.read_text()
+    assert "POST /omni/explain" in log
+    assert SECRET_PROMPT.split()[0] not in log
     assert f"would go to replica {explained['chosen']} (prefix: " in told
     assert all(candidate["replica"] in told for candidate in explained["candidates"])
