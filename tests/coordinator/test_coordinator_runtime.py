@@ -1,6 +1,8 @@
 """The coordinator in its own process: light, restarted on the same ports, never orphaned."""
 
+import contextlib
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -20,6 +22,7 @@ from vllm_omni_plugin.coordinator import (
 )
 from vllm_omni_plugin.coordinator import runtime as runtime_module
 from vllm_omni_plugin.coordinator.process import ChildArguments, CoordinatorProcess
+from vllm_omni_plugin.curve.descriptors import SPARE_DESCRIPTORS
 from vllm_omni_plugin.errors import ConfigError, OmniError
 
 
@@ -239,3 +242,37 @@ def test_child_may_have_as_many_connections_as_the_system_allows(runtime: OmniCo
     limits = Path(f"/proc/{runtime.process_id}/limits").read_text().splitlines()
     soft, hard = next(line.split()[3:5] for line in limits if line.startswith("Max open files"))
     assert soft == hard
+
+
+def processor_seconds(pid: int) -> float:
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def test_process_out_of_descriptors_lets_nobody_wait_and_goes_on(capfd: pytest.CaptureFixture[str]) -> None:
+    runtime = OmniCoordinatorRuntime(heartbeat_timeout=1000.0)
+    hub = OmniCoordClientForHub(runtime.pub_address)
+    client = OmniCoordClientForStage(runtime.router_address, "tcp://a:1", "tcp://a:2", 0, heartbeat_interval=0.1)
+    eventually(lambda: names(hub.get_replica_list()) == ["a"])
+    pid = process_of(runtime)
+    _, most = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    held = len(os.listdir(f"/proc/{pid}/fd"))
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (held + SPARE_DESCRIPTORS, most))
+    used = processor_seconds(pid)
+    host, _, port = runtime.router_address.removeprefix("tcp://").rpartition(":")
+    strangers = [socket.create_connection((host, int(port)), timeout=20) for _ in range(3 * SPARE_DESCRIPTORS)]
+    for stranger in strangers:
+        with contextlib.suppress(ConnectionResetError):
+            while stranger.recv(4096):
+                pass
+        stranger.close()
+    # Libzmq alone would keep each of them for a handshake, and try to accept the next one all the time.
+    assert processor_seconds(pid) - used < 1.0
+    client.update_info(queue_length=9)
+    eventually(lambda: [info.queue_length for info in hub.get_replica_list().replicas] == [9])
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (most, most))
+    late = OmniCoordClientForStage(runtime.router_address, "tcp://b:1", "tcp://b:2", 0)
+    eventually(lambda: names(hub.get_replica_list()) == ["a", "b"])
+    for each in (late, client, hub, runtime):
+        each.close()
+    assert capfd.readouterr().err.count("no descriptor left") == 1

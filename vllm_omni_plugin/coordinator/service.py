@@ -19,11 +19,11 @@ from vllm_omni_plugin.coordinator.numbering import Numbering
 from vllm_omni_plugin.coordinator.ports import Ports
 from vllm_omni_plugin.coordinator.publishing import PublishSchedule
 from vllm_omni_plugin.coordinator.snapshot import replica_list
-from vllm_omni_plugin.coordinator.sockets import MAX_TOPICS_PER_PEER, Socket, cut_connection, poll_ms
+from vllm_omni_plugin.coordinator.sockets import MAX_TOPICS_PER_PEER, Socket, poll_ms
 from vllm_omni_plugin.coordinator.topics import TopicCounts
 from vllm_omni_plugin.coordinator.wakeup import Wakeup
 from vllm_omni_plugin.coordinator.wire import decode_event, encode_event, encode_replica_list
-from vllm_omni_plugin.curve import Secrets
+from vllm_omni_plugin.curve import Secrets, cut_connection
 from vllm_omni_plugin.errors import ConfigError, WireError
 
 # Frames taken in before deadlines and publishing get their turn.

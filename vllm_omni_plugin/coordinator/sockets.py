@@ -1,8 +1,6 @@
 """The coordinator's five kinds of sockets and their limits, all in one place."""
 
-import contextlib
 import math
-import socket as tcp
 
 import zmq
 
@@ -118,20 +116,6 @@ def connect_watched(socket: Socket, address: str, secrets: Secrets | None, attem
 def bound_address(socket: Socket) -> str:
     """Return the address ``socket`` is bound to, its port resolved."""
     return socket.get_string(zmq.LAST_ENDPOINT)
-
-
-def cut_connection(descriptor: int) -> None:
-    """End a connection of libzmq's, which then forgets its peer.
-
-    Should the peer have gone and another one have got its descriptor meanwhile, that one connects again.
-    """
-    with contextlib.suppress(OSError):
-        connection = tcp.socket(fileno=descriptor)
-        try:
-            connection.shutdown(tcp.SHUT_RDWR)
-        finally:
-            # Closing it is for libzmq, whose it is.
-            connection.detach()
 
 
 def poll_ms(seconds: float) -> int:

@@ -1,5 +1,6 @@
 """Who may connect: keys from a secret file, sockets that demand them, and the gate that admits their holders."""
 
+from vllm_omni_plugin.curve.descriptors import cut_connection
 from vllm_omni_plugin.curve.gate import NOTHING_SHOWN, Gate
 from vllm_omni_plugin.curve.secrets import KeyPair, Secrets
 from vllm_omni_plugin.curve.securing import (
@@ -17,6 +18,7 @@ __all__ = [
     "Gate",
     "KeyPair",
     "Secrets",
+    "cut_connection",
     "require_key",
     "require_password",
     "secure_client",

@@ -7,6 +7,7 @@ from typing import Any
 
 import zmq
 
+from vllm_omni_plugin.curve.descriptors import NONE_LEFT, cut_connection, is_spare
 from vllm_omni_plugin.curve.secrets import FLAG
 from vllm_omni_plugin.logger import init_logger
 
@@ -71,7 +72,11 @@ class HandshakeWatch:
     def take_event(self) -> bool:
         """Take in one event; return False when it was the last."""
         event, value = struct.unpack("=Hi", self.reader.recv_multipart()[0])
-        if event == zmq.EVENT_ACCEPTED:
+        if event == zmq.EVENT_ACCEPTED and is_spare(value):
+            # All of them as one peer: there may be hundreds, and what is wrong is the same.
+            self._refusals.record("", _peer_of(value)[1], self._name, NONE_LEFT)
+            cut_connection(value)
+        elif event == zmq.EVENT_ACCEPTED:
             self._accepted[value] = _peer_of(value)
         elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
             self._failure = _FAILURES.get(value, _MALFORMED)
