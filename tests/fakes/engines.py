@@ -15,6 +15,8 @@ import zmq
 from vllm_omni_plugin.errors import ReplicaError
 
 READY = b'"ready"'
+UNPROBED = (3600.0, 36000.0)
+"""Heartbeat interval and timeout of engines that are never asked whether they answer."""
 
 
 class FakeProcess:

@@ -13,7 +13,7 @@ import zmq
 
 from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeEngineApi, FakeOutput, FakeOutputs, FakeRequest, FakeResult, FakeUtilityOutput
-from tests.fakes.engines import READY, FakeEngine, FakeLauncher, GroupLauncher, Plan
+from tests.fakes.engines import READY, UNPROBED, FakeEngine, FakeLauncher, GroupLauncher, Plan
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import ReplicaError
@@ -41,7 +41,7 @@ class Node:
         self.pool = StagePool(0, LeastQueueLengthBalancer())
         self.orchestrator = Orchestrator([self.pool], FakeEngineApi(), 3, lambda: self.now)
         self.replicas = LocalReplicas(
-            self.orchestrator, 0, 2, self.launcher, FakeEngineApi(), lambda: self.now, self._pause
+            self.orchestrator, 0, 2, self.launcher, FakeEngineApi(), lambda: self.now, *UNPROBED, self._pause
         )
 
     async def _pause(self, seconds: float) -> None:

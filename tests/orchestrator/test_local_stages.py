@@ -8,7 +8,7 @@ import pytest
 
 from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeEngineApi
-from tests.fakes.engines import READY, FakeLauncher, Plan
+from tests.fakes.engines import READY, UNPROBED, FakeLauncher, Plan
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.orchestrator.local_replicas import LocalReplicas
@@ -40,7 +40,9 @@ class Node:
             self.launchers.append(FakeLauncher(folder / str(stage_id)))
         self.stages = LocalStages(
             [
-                LocalReplicas(self.orchestrator, stage_id, count, self.launchers[stage_id], apis[stage_id], lambda: 0.0)
+                LocalReplicas(
+                    self.orchestrator, stage_id, count, self.launchers[stage_id], apis[stage_id], lambda: 0.0, *UNPROBED
+                )
                 for stage_id, count in enumerate((1, 2, 0))
             ]
         )

@@ -11,7 +11,7 @@ import pytest
 
 from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeEngineApi, FakeOutput, FakeOutputs, FakeRequest
-from tests.fakes.engines import READY, FakeEngine, FakeLauncher, Plan
+from tests.fakes.engines import READY, UNPROBED, FakeEngine, FakeLauncher, Plan
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.orchestrator.handover import HandoverClosedError
@@ -35,7 +35,9 @@ class Head:
         self.orchestrator = Orchestrator([pool], FakeEngineApi(), 3, lambda: 0.0)
         self.thread = OrchestratorThread(
             self.orchestrator,
-            lambda: LocalStages([LocalReplicas(self.orchestrator, 0, 2, self.launcher, FakeEngineApi(), lambda: 0.0)]),
+            lambda: LocalStages(
+                [LocalReplicas(self.orchestrator, 0, 2, self.launcher, FakeEngineApi(), lambda: 0.0, *UNPROBED)]
+            ),
         )
 
     def is_closed(self) -> bool:

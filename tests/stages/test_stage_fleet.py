@@ -58,7 +58,9 @@ class Fleet:
         self.api = DirectApi(STAGE, lambda tokens: "", lambda text: (), END_TOKEN)
         self.pool = StagePool(0, LeastQueueLengthBalancer())
         self.orchestrator = Orchestrator([self.pool], self.api, 3, time.monotonic)
-        self.replicas = LocalReplicas(self.orchestrator, 0, 2, self.launcher, self.api, time.monotonic, no_pause)
+        self.replicas = LocalReplicas(
+            self.orchestrator, 0, 2, self.launcher, self.api, time.monotonic, 1.0, 10.0, no_pause
+        )
 
     def submit(self, request_id: str, given: StageInput) -> None:
         request = source(request_id, given=given, mm_features=None, resumable=False)

@@ -19,7 +19,7 @@ async def test_the_server_resets_it_for_the_next_head_and_ends_it() -> None:
             await served.client.call("pause_scheduler", "keep", False)
             request = codec.build(source(), StageInput(text="x"), {}, front=False, resumable=False, last=True)
             served.client.add_request(request, "a")
-            await served.reset()
+            await served.client.reset()
             assert await served.client.call("is_sleeping") is False
             assert served.identity == b"\x00\x00"
             assert len(served.slots) == HEAD_SLOTS

@@ -176,6 +176,8 @@ class Fleet:
                     plan.launcher_for(self._reaper.watch, pool.wants_cache_events),
                     plan.api,
                     time.monotonic,
+                    self._options.heartbeat_interval,
+                    self._options.heartbeat_timeout,
                 )
                 for plan, pool in zip(self._plans, self._pools, strict=True)
             ]

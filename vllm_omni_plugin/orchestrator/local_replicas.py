@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
@@ -27,6 +28,8 @@ class LocalReplicas:
         launcher: starts engines.
         codec: see `StageClient`.
         clock: monotonic seconds.
+        heartbeat_interval: seconds between questions to each engine whether it still answers.
+        heartbeat_timeout: seconds without an answer after which it hangs; see `Probe`.
         delay: sleeps between restarts.
     """
 
@@ -38,6 +41,8 @@ class LocalReplicas:
         launcher: Launcher,
         codec: Codec,
         clock: Callable[[], float],
+        heartbeat_interval: float,
+        heartbeat_timeout: float,
         delay: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._orchestrator = orchestrator
@@ -46,6 +51,7 @@ class LocalReplicas:
         self._launcher = launcher
         self._codec = codec
         self._clock = clock
+        self._heartbeats = heartbeat_interval, heartbeat_timeout
         self._delay = delay
         # Two blocking steps per replica may run at once: the old engine's end and the new one's start.
         self._executor = ThreadPoolExecutor(max_workers=2 * max(count, 1), thread_name_prefix="omni-engine")
@@ -126,8 +132,15 @@ class LocalReplicas:
             member.stage_id,
         )
         self._running[member.replica_id] = replica
+        await self._let_serve(member, replica)
+        replica.watch(
+            *self._heartbeats, self._clock, partial(self._hangs, member), partial(self._let_serve, member, replica)
+        )
+        return replica
+
+    async def _let_serve(self, member: PoolMember, replica: LocalReplica) -> None:
         await self._orchestrator.admit(member, replica.client)
-        if died.is_set():
+        if self._died[member.replica_id].is_set():
             raise ReplicaError(f"replica {member.name} died as soon as it was ready")
         self._orchestrator.replica_serves(
             member, replica.client, replica.input_addr, replica.output_addr, replica.ready_response
@@ -137,7 +150,10 @@ class LocalReplicas:
         logger.info(
             "Replica %d of stage %d serves (engine process %d).", member.replica_id, member.stage_id, replica.pid
         )
-        return replica
+
+    def _hangs(self, member: PoolMember, reason: str) -> None:
+        if not self._closing and member.client is not None:
+            self._orchestrator.replica_lost(member, reason, ReplicaStatus.ERROR)
 
     def _on_dead(self, member: PoolMember, died: asyncio.Event, reason: str) -> None:
         died.set()

@@ -246,7 +246,7 @@ class Heads:
     async def _reset(self, engine: ServedEngine, cleaning: list["asyncio.Task[None]"]) -> None:
         await asyncio.wait(cleaning)
         try:
-            await engine.reset()
+            await engine.client.reset()
         except ReplicaError as error:
             engine.give_up(f"what its heads left could not be put in order: {error}")
         else:

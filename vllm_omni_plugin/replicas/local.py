@@ -1,7 +1,7 @@
 """A replica whose engine runs on this node: its process, link and client under one owner."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
 from functools import partial
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 from vllm_omni_plugin.replicas.cache_tap import CacheTap, OnCacheChange, open_cache_tap
 from vllm_omni_plugin.replicas.engine_start import Launcher, Process, SharingProcess, start_engine
 from vllm_omni_plugin.replicas.link import IpcLink
+from vllm_omni_plugin.replicas.probe import Probe
 from vllm_omni_plugin.replicas.stage_client import Codec, StageClient
 
 
@@ -28,6 +29,8 @@ class LocalReplica:
         self._process = process
         self._tap: CacheTap | None = None
         self._watching = True
+        self._probing: asyncio.Task[None] | None = None
+        self._returning: asyncio.Task[None] | None = None
         client.start()
         asyncio.get_running_loop().add_reader(process.sentinel, self._exited)
 
@@ -37,8 +40,33 @@ class LocalReplica:
         return self._process.pid
 
     def follow_cache(self, on_change: OnCacheChange) -> None:
-        """Tell what the engine has cached, from its start on, if it reports that. To be called once."""
+        """Tell what the engine has cached, from its start on, if it reports that; nobody who was told before."""
+        if self._tap is not None:
+            self._tap.close()
         self._tap = open_cache_tap(self.ready_response, on_change, f"local engine {self.pid}")
+
+    def watch(
+        self,
+        interval: float,
+        timeout: float,
+        clock: Callable[[], float],
+        on_hang: Callable[[str], None],
+        take_back: Callable[[], Awaitable[None]],
+    ) -> None:
+        """See whether the engine hangs, which is not killed, since a long step looks the same. To be called once.
+
+        Args:
+            interval: see `Probe`.
+            timeout: see `Probe`.
+            clock: see `Probe`.
+            on_hang: called with the reason when it hangs; calls that are open fail.
+            take_back: puts it back into service, once it has answered and was reset. If it raises, the engine is dead
+                to everybody.
+        """
+        probe = Probe(
+            self.client, interval, timeout, partial(self._hangs, on_hang), partial(self._answers, take_back), clock
+        )
+        self._probing = probe.start(self.client.mark_dead)
 
     async def close(self, executor: Executor, timeout: float | None = None) -> None:
         """End the engine, close the link, reap the process. Outputs are still read while the engine ends.
@@ -62,7 +90,27 @@ class LocalReplica:
         self.client.drain()
         self.client.mark_dead(f"its engine process {self._process.pid} exited")
 
+    def _hangs(self, on_hang: Callable[[str], None], reason: str) -> None:
+        if self._returning is not None:
+            self._returning.cancel()
+        on_hang(reason)
+        self.client.interrupt(reason)
+
+    def _answers(self, take_back: Callable[[], Awaitable[None]]) -> None:
+        self._returning = asyncio.create_task(self._return(take_back), name="omni-return")
+
+    async def _return(self, take_back: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await self.client.reset()
+            await take_back()
+        except Exception as error:
+            # Whatever went wrong, an engine that is given up here must be started afresh.
+            self.client.mark_dead(f"it hung, and could not be taken back: {error}")
+
     def _stop_watching(self) -> None:
+        for task in (self._probing, self._returning):
+            if task is not None:
+                task.cancel()
         if self._watching:
             self._watching = False
             asyncio.get_running_loop().remove_reader(self._process.sentinel)

@@ -1,21 +1,40 @@
 """Whether an engine's own loop still answers, of which the existence of its process says nothing."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Callable
+from typing import Protocol
 
 _LONG_STEPS = 4.0
 """How many times the longest answer seen an engine may take: it answers between steps only, and steps differ."""
 _FADE = 0.99
 """What is left of the longest answer with each later one, or one compilation would hide every hang from then on."""
+_LONG_CALL_S = 300.0
+"""What an engine may take for a call that it was sent before, such as saving its state, in which it answers nothing."""
+
+
+class Probed(Protocol):
+    """An engine's client; `StageClient` in service.
+
+    Attributes:
+        is_busy: whether the engine has calls to answer before it can answer a probe.
+        is_read: whether what it answers is read at all.
+    """
+
+    @property
+    def is_busy(self) -> bool: ...
+
+    @property
+    def is_read(self) -> bool: ...
+
+    async def answers(self) -> None: ...
 
 
 class Probe:
-    """Calls the engine at intervals, one call at a time, and says when it hangs and when it is back.
+    """Asks the engine at intervals, once at a time, and says when it hangs and when it is back.
 
     Args:
-        call: calls the engine; raises `ReplicaError` when it is dead.
-        interval: seconds between an answer and the next call.
+        client: asks the engine; raises `ReplicaError` when it is dead.
+        interval: seconds between an answer and the next question.
         timeout: seconds an answer may take, unless answers that took long were seen; see `limit`.
         on_hang: called with the reason when an answer is overdue.
         on_answer: called when an overdue answer has come after all.
@@ -24,14 +43,14 @@ class Probe:
 
     def __init__(
         self,
-        call: Callable[[], Awaitable[Any]],
+        client: Probed,
         interval: float,
         timeout: float,
         on_hang: Callable[[str], None],
         on_answer: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
-        self._call = call
+        self._client = client
         self._interval = interval
         self._timeout = timeout
         self._on_hang = on_hang
@@ -41,23 +60,49 @@ class Probe:
 
     @property
     def limit(self) -> float:
-        """Seconds after which a call that is not answered means a hang."""
+        """Seconds after which a question that is not answered means a hang.
+
+        An answer that came later than that counts as one that took so long: what looked like a hang may have been one
+        of many long steps, and then requests would move from one engine to the next and end nowhere.
+        """
         return max(self._timeout, _LONG_STEPS * self._longest)
+
+    def start(self, give_up: Callable[[str], None]) -> "asyncio.Task[None]":
+        """Probe in a task, until that is cancelled or the engine is dead or fails the question; then `give_up`."""
+
+        def ended(task: "asyncio.Task[None]") -> None:
+            if not task.cancelled():
+                give_up(f"its engine cannot be probed: {task.exception()}")
+
+        task = asyncio.create_task(self.run(), name="omni-probe")
+        task.add_done_callback(ended)
+        return task
 
     async def run(self) -> None:
         """Probe until cancelled. Raises `ReplicaError` when the engine is dead."""
         while True:
-            asked_at = self._clock()
-            answer = asyncio.ensure_future(self._call())
+            await asyncio.sleep(self._interval)
+            asked_at, limit = self._clock(), self.limit
+            patience = max(limit, _LONG_CALL_S) if self._client.is_busy else limit
+            answer = asyncio.ensure_future(self._client.answers())
             try:
-                answered, _ = await asyncio.wait({answer}, timeout=self.limit)
-                if answered:
+                if await self._comes(answer, patience):
                     await answer
-                    self._longest = max(_FADE * self._longest, self._clock() - asked_at)
                 else:
-                    self._on_hang(f"its engine has not answered for {self.limit:.1f} s")
+                    self._on_hang(f"its engine has not answered for {patience:.1f} s")
                     await answer
                     self._on_answer()
             finally:
                 answer.cancel()
-            await asyncio.sleep(self._interval)
+            self._longest = max(_FADE * self._longest, min(self._clock() - asked_at, limit))
+
+    async def _comes(self, answer: "asyncio.Future[None]", patience: float) -> bool:
+        """Whether the answer comes in time. Time in which this process could not have read it does not count."""
+        while True:
+            waits_from = self._clock()
+            answered, _ = await asyncio.wait({answer}, timeout=patience)
+            if answered:
+                return True
+            late_by = self._clock() - waits_from - patience
+            if self._client.is_read and late_by <= self._interval:
+                return False

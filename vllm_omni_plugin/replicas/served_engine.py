@@ -78,17 +78,6 @@ class ServedEngine:
         if not self.lost.done():
             self.lost.set_result(reason)
 
-    async def reset(self) -> None:
-        """Abort every request and end any pause or sleep, for heads that know nothing of those before them.
-
-        Raises:
-            ReplicaError: the engine is dead, or failed a call.
-        """
-        # vLLM's scheduler takes None for all requests.
-        await self.client.call("abort_requests", None)
-        if await self.client.call("is_sleeping"):
-            await self.client.call("wake_up")
-
     async def close(self, executor: Executor, timeout: float | None = None) -> None:
         """End the engine, reap its process, then give the sockets back.
 

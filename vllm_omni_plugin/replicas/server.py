@@ -172,15 +172,14 @@ class ReplicaServer:
         """Serve with an engine until it is lost or the replica leaves; return for how many seconds."""
         up_at = self._clock()
         probe = Probe(
-            partial(engine.client.call, "is_sleeping"),
+            engine.client,
             self._settings.heartbeat_interval,
             self._settings.heartbeat_timeout,
             self._suspend,
             partial(self._up, engine, heads),
             self._clock,
         )
-        probing = asyncio.create_task(probe.run())
-        probing.add_done_callback(partial(_give_up_without_probe, engine))
+        probing = probe.start(engine.give_up)
         try:
             self._up(engine, heads)
             lost = await self._unless_gone(engine.lost)
@@ -266,11 +265,6 @@ class ReplicaServer:
             gone.cancel()
             work.cancel()
             await asyncio.wait({work, gone})
-
-
-def _give_up_without_probe(engine: ServedEngine, probing: "asyncio.Task[None]") -> None:
-    if not probing.cancelled():
-        engine.give_up(f"its engine cannot be probed: {probing.exception()}")
 
 
 async def _finish(work: Coroutine[Any, Any, None]) -> None:

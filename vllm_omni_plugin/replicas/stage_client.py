@@ -57,6 +57,10 @@ class StageClient:
         # Begun anywhere: an answer to another client of the same engine must not be taken for one of ours.
         self._call_ids = itertools.count(secrets.randbits(48))
         self._calls: dict[int, asyncio.Future[Any]] = {}
+        # Apart from calls, since these fail when the engine hangs, and the end of that has to be heard of.
+        self._probes: dict[int, asyncio.Future[Any]] = {}
+        self._is_read = True
+        self._is_heeded = True
         self._dead_reason: str | None = None
         self.invalid_frames = 0
 
@@ -90,22 +94,51 @@ class StageClient:
         Raises:
             ReplicaError: the engine refused or failed the call, or died before it answered.
         """
-        call_id = next(self._call_ids)
-        frames = self._codec.encode_utility(call_id, method, args, self._client_index)
-        self._send(frames)
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._calls[call_id] = future
-        try:
-            return await future
-        finally:
-            self._calls.pop(call_id, None)
+        return await self._ask(self._calls, method, args)
+
+    async def answers(self) -> None:
+        """Returns when the engine's own loop has answered, which it does between two steps; see `Probe`.
+
+        Raises:
+            ReplicaError: as `call`, but for `interrupt`.
+        """
+        await self._ask(self._probes, "is_sleeping", ())
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there are calls that the engine has not answered."""
+        return bool(self._calls)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether what the engine says is read; see `pause_reading`."""
+        return self._is_read
+
+    def interrupt(self, reason: str) -> None:
+        """The engine hangs: fail open calls with `reason`, and drop what it says of requests until `reset`."""
+        self._is_heeded = False
+        self._fail(self._calls, ReplicaError(f"replica {self._name} hangs: {reason}"))
+
+    async def reset(self) -> None:
+        """Abort every request and end any pause or sleep, for heads that know nothing of what was before.
+
+        Raises:
+            ReplicaError: as `call`.
+        """
+        # vLLM's scheduler takes None for all requests.
+        await self.call("abort_requests", None)
+        self._is_heeded = True
+        if await self.call("is_sleeping"):
+            await self.call("wake_up")
 
     def pause_reading(self) -> None:
         """Leave the replica's outputs in the socket until `resume_reading`."""
+        self._is_read = False
         self._link.pause_reading()
 
     def resume_reading(self) -> None:
         """Go on reading after `pause_reading`."""
+        self._is_read = True
         self._link.resume_reading()
 
     def drain(self) -> None:
@@ -117,16 +150,31 @@ class StageClient:
         if self._dead_reason is not None:
             return
         self._dead_reason = reason
-        calls, self._calls = self._calls, {}
-        for future in calls.values():
-            if not future.done():
-                future.set_exception(self._dead_error())
+        self._fail(self._calls, self._dead_error())
+        self._fail(self._probes, self._dead_error())
         self._on_dead(reason)
 
     def close(self) -> None:
         """Close the link; open calls fail. Idempotent."""
         self._link.close()
         self.mark_dead("closed")
+
+    async def _ask(self, open_calls: dict[int, "asyncio.Future[Any]"], method: str, args: tuple[Any, ...]) -> Any:
+        call_id = next(self._call_ids)
+        frames = self._codec.encode_utility(call_id, method, args, self._client_index)
+        self._send(frames)
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        open_calls[call_id] = future
+        try:
+            return await future
+        finally:
+            open_calls.pop(call_id, None)
+
+    def _fail(self, open_calls: dict[int, "asyncio.Future[Any]"], error: ReplicaError) -> None:
+        for future in open_calls.values():
+            if not future.done():
+                future.set_exception(error)
+        open_calls.clear()
 
     def _dead_error(self) -> ReplicaError:
         return ReplicaError(f"replica {self._name} is gone: {self._dead_reason}")
@@ -159,14 +207,14 @@ class StageClient:
         try:
             if outputs.utility_output is not None:
                 self._resolve_call(outputs.utility_output)
-            else:
+            elif self._is_heeded:
                 self._on_outputs(outputs)
         except Exception:
             # A fault in handling one message must not end the reading of those that follow.
             logger.exception("Outputs of replica %s could not be handled.", self._name)
 
     def _resolve_call(self, reply: Any) -> None:
-        future = self._calls.pop(reply.call_id, None)
+        future = self._calls.pop(reply.call_id, None) or self._probes.pop(reply.call_id, None)
         if future is None or future.done():
             return
         if reply.failure_message is not None:

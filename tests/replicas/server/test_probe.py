@@ -10,26 +10,47 @@ from vllm_omni_plugin.replicas.probe import Probe
 
 
 class Engine:
-    """Answers when the test says so. Its clock shows what the test sets."""
+    """Answers when the test says so. Its clock shows what the test sets.
+
+    Attributes:
+        is_busy: see `Probed`.
+        is_read: see `Probed`.
+        ticks: what the clock gains with every look at it.
+        looks: how often the probe has looked whether it is read.
+    """
 
     def __init__(self, timeout: float) -> None:
-        self.now = 0.0
-        self.calls: list[asyncio.Future[bool]] = []
+        self.now = self.ticks = 0.0
+        self.is_busy = False
+        self.calls: list[asyncio.Future[None]] = []
         self.events: list[str] = []
-        self.probe = Probe(
-            self._call, 0.0, timeout, self.events.append, lambda: self.events.append("answered"), lambda: self.now
-        )
+        self.looks = 0
+        self._is_read = True
+        self.probe = Probe(self, 0.0, timeout, self.events.append, lambda: self.events.append("answered"), self._clock)
+
+    @property
+    def is_read(self) -> bool:
+        self.looks += 1
+        return self._is_read
+
+    @is_read.setter
+    def is_read(self, is_read: bool) -> None:
+        self._is_read = is_read
+
+    def _clock(self) -> float:
+        self.now += self.ticks
+        return self.now
 
     async def answer_after(self, seconds: float) -> None:
         """Answer the open call, as if so much time had passed on the probe's clock."""
         count = len(self.calls)
         self.now += seconds
-        self.calls[-1].set_result(False)
+        self.calls[-1].set_result(None)
         await eventually(lambda: len(self.calls) > count)
 
-    async def _call(self) -> bool:
+    async def answers(self) -> None:
         self.calls.append(asyncio.get_running_loop().create_future())
-        return await self.calls[-1]
+        await self.calls[-1]
 
 
 async def test_an_overdue_answer_is_a_hang_until_it_comes() -> None:
@@ -41,8 +62,54 @@ async def test_an_overdue_answer_is_a_hang_until_it_comes() -> None:
     assert len(engine.calls) == 1
     await engine.answer_after(1.0)
     assert engine.events[1] == "answered"
-    # What took long because it hung is no measure of a slow step.
-    assert engine.probe.limit == 0.05
+    running.cancel()
+
+
+async def test_what_looked_like_a_hang_may_have_been_a_long_step_and_the_next_is_given_more_time() -> None:
+    engine = Engine(timeout=0.05)
+    running = asyncio.create_task(engine.probe.run())
+    for turn in range(2):
+        await eventually(lambda turn=turn: len(engine.events) == 2 * turn + 1)  # type: ignore[misc]
+        await engine.answer_after(3600.0)
+    # Four times what was given before, not what an hour's sleep of the machine would make of it.
+    assert engine.probe.limit == pytest.approx(16 * 0.05)
+    running.cancel()
+
+
+async def test_silence_is_no_hang_while_nothing_is_read() -> None:
+    engine = Engine(timeout=0.01)
+    engine.is_read = False
+    running = asyncio.create_task(engine.probe.run())
+    await eventually(lambda: engine.looks > 1)
+    assert engine.events == []
+    engine.is_read = True
+    await eventually(lambda: engine.events)
+    assert len(engine.calls) == 1
+    running.cancel()
+
+
+async def test_silence_is_no_hang_where_this_process_itself_stood_still() -> None:
+    engine = Engine(timeout=0.01)
+    engine.ticks = 60.0
+    running = asyncio.create_task(engine.probe.run())
+    await eventually(lambda: engine.looks > 1)
+    assert engine.events == []
+    engine.ticks = 0.0
+    await eventually(lambda: engine.events)
+    running.cancel()
+
+
+async def test_an_engine_with_a_call_to_answer_first_is_given_the_time_of_a_long_one() -> None:
+    engine = Engine(timeout=0.01)
+    engine.is_busy = True
+    running = asyncio.create_task(engine.probe.run())
+    await eventually(lambda: engine.calls)
+    engine.is_busy = False
+    await engine.answer_after(200.0)
+    # It says nothing of the engine's steps.
+    assert engine.probe.limit == pytest.approx(0.04)
+    await eventually(lambda: engine.events)
+    assert engine.events[0] == "its engine has not answered for 0.0 s"
     running.cancel()
 
 

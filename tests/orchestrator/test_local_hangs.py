@@ -1,0 +1,221 @@
+"""A replica of this node whose engine hangs: its requests move, nothing is killed, and it is taken back."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.fakes.conditions import eventually
+from tests.fakes.engine_api import FakeEngineApi, FakeOutput, FakeOutputs, FakeRequest, FakeResult, FakeUtilityOutput
+from tests.fakes.engines import FakeEngine, FakeLauncher
+from tests.orchestrator.test_local_replicas import Node
+from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
+from vllm_omni_plugin.coordinator import ReplicaStatus
+from vllm_omni_plugin.orchestrator.local_replicas import LocalReplicas
+from vllm_omni_plugin.orchestrator.messages import CallReplicas, SubmitRequest
+from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator.stage_pool import StagePool
+
+UP, DOWN, ERROR = ReplicaStatus.UP, ReplicaStatus.DOWN, ReplicaStatus.ERROR
+
+
+class ToldProbe:
+    """In place of `Probe`: the test says when an engine hangs and when it answers.
+
+    Attributes:
+        made: all, by replica once these have started.
+    """
+
+    made: "list[ToldProbe]"
+
+    def __init__(
+        self,
+        client: Any,
+        interval: float,
+        timeout: float,
+        on_hang: Callable[[str], None],
+        on_answer: Callable[[], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self.client = client
+        self.hangs = lambda: on_hang("no answer")
+        self.answers = on_answer
+        ToldProbe.made.append(self)
+
+    def start(self, give_up: Callable[[str], None]) -> "asyncio.Task[None]":
+        return asyncio.create_task(asyncio.Event().wait())  # type: ignore[arg-type]
+
+
+@pytest.fixture
+async def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Node]:
+    monkeypatch.setattr("vllm_omni_plugin.replicas.local.Probe", ToldProbe)
+    ToldProbe.made = []
+    node = Node(tmp_path)
+    running = asyncio.create_task(node.orchestrator.run())
+    await node.replicas.start()
+    clients = [member.client for member in node.pool.members]
+    ToldProbe.made.sort(key=lambda probe: clients.index(probe.client))
+    yield node
+    await node.replicas.close(0.0)
+    node.orchestrator.close_queues()
+    await running
+    assert all(engine.process.ended for engine in node.launcher.engines)
+    node.launcher.close()
+
+
+def submit(node: Node, request_id: str) -> None:
+    node.orchestrator.request_async_queue.force_put(SubmitRequest(FakeRequest(request_id), 0.0))
+
+
+async def hear(engine: FakeEngine) -> tuple[str, Any]:
+    """What kind of message the engine is sent next, and its content."""
+    kind, body = await asyncio.to_thread(engine.receive)
+    return kind.decode(), msgspec.json.decode(body)
+
+
+async def answer(engine: FakeEngine, method: str, result: object = None) -> list[Any]:
+    """The engine answers the next call, which must be this one; returns its arguments."""
+    _, (call_id, called, args) = await hear(engine)
+    assert called == method
+    engine.say(msgspec.json.encode(FakeOutputs(utility_output=FakeUtilityOutput(call_id, None, FakeResult(result)))))
+    return list(args)
+
+
+async def take_back(engine: FakeEngine) -> None:
+    """The engine answers what it is told before it may serve again."""
+    assert await answer(engine, "abort_requests") == [None]
+    await answer(engine, "is_sleeping", False)
+
+
+async def test_requests_of_an_engine_that_hangs_move_and_it_is_neither_killed_nor_restarted(node: Node) -> None:
+    first, second = node.pool.members
+    node.pool.hold_back(second, "admin")
+    submit(node, "a")
+    await eventually(lambda: first.queue_length == 1)
+    node.pool.release_hold(second, "admin")
+    ToldProbe.made[0].hangs()
+    assert node.statuses == [ERROR, UP]
+    assert (first.queue_length, second.queue_length) == (0, 1)
+    assert not any(engine.process.ended for engine in node.launcher.engines)
+    assert node.pauses == []
+
+
+async def test_an_engine_that_answers_again_is_reset_told_what_it_missed_and_serves(node: Node) -> None:
+    engine = node.engine_of(0)
+    ToldProbe.made[0].hangs()
+    reply: Future[list[object]] = Future()
+    node.orchestrator.rpc_async_queue.force_put(CallReplicas("set_weight_version", ("v2",), reply))
+    await answer(node.engine_of(1), "set_weight_version")
+    await asyncio.wrap_future(reply)
+    ToldProbe.made[0].answers()
+    await take_back(engine)
+    assert await answer(engine, "set_weight_version") == ["v2"]
+    await node.until_statuses(UP, UP)
+    assert len(node.launcher.engines) == 2
+    submit(node, "a")
+    submit(node, "b")
+    assert {(await hear(each))[0] for each in node.launcher.engines} == {"add"}
+
+
+async def test_a_call_that_is_open_when_the_engine_hangs_fails_there_and_returns_what_the_others_say(
+    node: Node,
+) -> None:
+    reply: Future[list[object]] = Future()
+    node.orchestrator.rpc_async_queue.force_put(CallReplicas("set_weight_version", ("v2",), reply))
+    await hear(node.engine_of(0))
+    await answer(node.engine_of(1), "set_weight_version", "taken")
+    ToldProbe.made[0].hangs()
+    assert await asyncio.wrap_future(reply) == ["taken"]
+    assert node.pauses == []
+
+
+async def test_what_an_engine_says_of_requests_that_have_moved_is_dropped(node: Node) -> None:
+    second = node.pool.member(1)
+    node.pool.hold_back(second, "admin")
+    submit(node, "a")
+    engine = node.engine_of(0)
+    _, body = await hear(engine)
+    node.pool.release_hold(second, "admin")
+    ToldProbe.made[0].hangs()
+    late = FakeOutputs(outputs=[FakeOutput(body["request_id"], [1])], scheduler_stats=7)
+    engine.say(msgspec.json.encode(late))
+    ToldProbe.made[0].answers()
+    await take_back(engine)
+    await node.until_statuses(UP, UP)
+    assert [item.scheduler_stats for item in await node.orchestrator.output_async_queue.get_batch()] == [0]
+    assert list(node.orchestrator.request_states["a"].runs[0].produced) == []
+
+
+async def test_an_engine_that_hangs_again_while_it_is_taken_back_stays_out_until_the_next_answer(node: Node) -> None:
+    engine, probe = node.engine_of(0), ToldProbe.made[0]
+    probe.hangs()
+    probe.answers()
+    assert await answer(engine, "abort_requests") == [None]
+    await hear(engine)
+    probe.hangs()
+    await asyncio.sleep(0)
+    assert node.statuses == [ERROR, UP]
+    probe.answers()
+    await take_back(engine)
+    await node.until_statuses(UP, UP)
+    assert not engine.process.ended
+
+
+async def test_an_engine_that_cannot_be_reset_is_started_afresh(node: Node) -> None:
+    engine, probe = node.engine_of(0), ToldProbe.made[0]
+    probe.hangs()
+    probe.answers()
+    _, (call_id, _, _) = await hear(engine)
+    engine.say(msgspec.json.encode(FakeOutputs(utility_output=FakeUtilityOutput(call_id, "out of order"))))
+    await eventually(lambda: engine.process.ended)
+    node.go_on.release()
+    await node.until_back(0, restarts=1)
+
+
+async def test_an_engine_that_dies_while_it_hangs_is_started_again(node: Node) -> None:
+    engine = node.engine_of(0)
+    ToldProbe.made[0].hangs()
+    engine.process.die()
+    node.go_on.release()
+    await node.until_back(0, restarts=1)
+
+
+async def test_a_replica_that_hangs_can_be_removed(node: Node) -> None:
+    first, second = node.pool.members
+    engine = node.engine_of(0)
+    ToldProbe.made[0].hangs()
+    node.replicas.leave(first)
+    assert node.pool.members == (second,)
+    await eventually(lambda: engine.process.ended)
+
+
+async def test_a_replica_that_was_drained_when_it_hung_is_still_drained_afterwards(node: Node) -> None:
+    engine = node.engine_of(0)
+    node.pool.hold_back(node.pool.member(0), "admin")
+    ToldProbe.made[0].hangs()
+    ToldProbe.made[0].answers()
+    await take_back(engine)
+    await node.until_statuses(ReplicaStatus.DRAINING, UP)
+
+
+async def test_an_engine_that_really_says_nothing_is_left_and_taken_back_on_its_answer(tmp_path: Path) -> None:
+    launcher = FakeLauncher(tmp_path)
+    pool = StagePool(0, LeastQueueLengthBalancer())
+    orchestrator = Orchestrator([pool], FakeEngineApi(), 3, lambda: 0.0)
+    replicas = LocalReplicas(orchestrator, 0, 1, launcher, FakeEngineApi(), lambda: 0.0, 0.01, 0.1)
+    await replicas.start()
+    (engine,), (member,) = launcher.engines, pool.members
+    # Asserted by the status alone: from here on it may hang again at any moment, as it answers nothing by itself.
+    await eventually(lambda: member.status is ERROR)
+    back: list[ReplicaStatus] = []
+    pool.on_serving = lambda: back.append(member.status)
+    await answer(engine, "is_sleeping", False)
+    await take_back(engine)
+    await eventually(lambda: back)
+    assert not engine.process.ended
+    await replicas.close(0.0)
+    launcher.close()
