@@ -31,8 +31,8 @@ class OmniConfig:
         replica_address: address that replica servers bind and announce; None: on a headless node the one it reaches the
             head from, on a head with several API servers the coordinator's.
         replica_ports: range of ports for that, "FIRST-LAST"; None: any free ones.
-        heartbeat_interval: seconds between the signs of life of a replica or head.
-        heartbeat_timeout: seconds of silence after which either is taken for dead.
+        heartbeat_interval: seconds between the signs of life of a replica, an engine or a head.
+        heartbeat_timeout: seconds of silence after which any of them is not relied on any more.
         secret_file: file with the secret that opens the links between nodes.
         insecure: links between nodes are open to anybody.
         admin_key_file: file with the keys of those who may change the fleet over HTTP; None: this machine alone may.

@@ -10,9 +10,9 @@ from typing import Any
 
 from .answers import comparable, differences, join_events
 from .server import MODEL, Server, until
-from .suspended import Engine, engines_of
+from .suspended import PATIENT, Engine, engines_of
 
-EXACT = ("--dtype", "float32")
+EXACT = ("--dtype", "float32", *PATIENT)
 """A moved request's cache is computed in one batch instead of token by token; in bfloat16 that rounds otherwise."""
 COPIES = 2
 """One for each replica: equal requests that come in turn go to replicas in turn."""

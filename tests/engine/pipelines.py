@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from .server import MODEL, ServeProcess, Server, free_port, until
-from .suspended import Engine
+from .suspended import PATIENT, Engine
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "pipelines"
 START_S = 300.0
@@ -37,7 +37,7 @@ class PipelineServer(Server):
         secret.touch(mode=0o600)
         secret.write_text(secrets.token_hex(32))
         self._join = ("-oma", "127.0.0.1", "-omp", str(free_port()), "--omni-secret-file", str(secret))
-        where = ("--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", MODEL)
+        where = ("--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", MODEL, *PATIENT)
         ServeProcess.__init__(self, self._command(*where, *flags), log, **environment)
 
     def wait(self, seconds: float = START_S) -> None:

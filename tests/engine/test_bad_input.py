@@ -84,7 +84,7 @@ FLEET_FLAGS = (
     Case(f"{HEAD} --omni-secret-file /nowhere/secret", "--omni-secret-file", "/nowhere/secret"),
     Case(f"{HEAD} --omni-secret-file /dev/null --omni-insecure", "--omni-insecure", "choose one of them"),
     Case("--omni-secret-file /dev/null", "--omni-secret-file", "there is no link between nodes"),
-    Case("--omni-heartbeat-timeout 30", "--omni-heartbeat-timeout", "there is no link between nodes"),
+    Case("--omni-heartbeat-timeout 3", "--omni-heartbeat-interval", "under a third of"),
 )
 BALANCES = "every data-parallel rank is a replica of the fleet"
 ONE_NODE = "on one node and find each other"
@@ -111,6 +111,7 @@ TOGETHER = (
 CASES = {f"{case.arguments}: {case.flag} {case.reason}": case for case in (*OWN_FLAGS, *FLEET_FLAGS, *TOGETHER)}
 HONOURED = {
     "one replica": Case("--omni-dp-size-local 1", "", ""),
+    "engines with long steps": Case("--omni-heartbeat-timeout 60", "", ""),
     "no moves": Case("--omni-migration-limit 0", "", ""),
     "one API server": fleet_with("--api-server-count 1 --data-parallel-size 1", "", ""),
     "several API servers": fleet_with("--api-server-count 2", "", ""),

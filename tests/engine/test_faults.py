@@ -14,7 +14,7 @@ from .conftest import TWO_ENGINES, TWO_REPLICAS
 from .load import Load, Outcome
 from .server import START_S, Server, until
 from .servers import Servers
-from .suspended import Engine, engines_of
+from .suspended import PATIENT, Engine, engines_of
 
 RUNNING_EACH = 2
 """Requests an engine runs at once; more of them wait in it, with nothing delivered."""
@@ -36,7 +36,7 @@ RUNNING = "vllm:num_requests_running"
 def victim(servers: Servers, tiny_model: Path) -> Iterator[Server]:
     """A fleet of two that both serve, before each test and after it."""
     limits = ("--max-num-seqs", str(RUNNING_EACH), "--max-model-len", "4096", "--omni-replica-wait", REPLICA_WAIT_S)
-    server = servers.get("faults", tiny_model, *TWO_REPLICAS, *limits, engines=2, **TWO_ENGINES)
+    server = servers.get("faults", tiny_model, *TWO_REPLICAS, *limits, *PATIENT, engines=2, **TWO_ENGINES)
     until(lambda: server.replicas_up() == 2, "both replicas serve", START_S)
     yield server
     until(lambda: server.replicas_up() == 2, "both replicas serve again", START_S)

@@ -191,3 +191,34 @@ async def test_what_came_while_paused_is_read_on_resume_or_drain() -> None:
     peer.link.report(2)
     peer.client.resume_reading()
     assert [outputs.scheduler_stats for outputs in peer.outputs] == [1, 2]
+
+
+async def test_an_interruption_fails_calls_and_leaves_the_question_whether_the_engine_answers() -> None:
+    peer = Peer()
+    alive = asyncio.create_task(peer.client.answers())
+    await asyncio.sleep(0)
+    call = await peer.open_call("one")
+    assert peer.client.is_busy
+    peer.client.interrupt("no answer for 10 s")
+    with pytest.raises(ReplicaError, match="replica 7 hangs: no answer for 10 s"):
+        await call
+    assert not peer.client.is_busy
+    peer.link.answer(peer.link.calls[0][0], False)
+    await alive
+    assert peer.deaths == []
+
+
+async def test_what_an_engine_says_between_its_interruption_and_its_reset_is_dropped() -> None:
+    peer = Peer()
+    peer.client.interrupt("no answer")
+    peer.link.output("a")
+    peer.link.report(3)
+    reset = asyncio.create_task(peer.client.reset())
+    for method in ("abort_requests", "is_sleeping"):
+        await asyncio.sleep(0)
+        assert peer.link.calls[-1][1] == method
+        peer.link.answer(peer.link.calls[-1][0], False)
+    await reset
+    assert peer.outputs == []
+    peer.link.report(4)
+    assert [outputs.scheduler_stats for outputs in peer.outputs] == [4]

@@ -189,7 +189,8 @@ FLAGS = (
     Flag(
         "--omni-heartbeat-interval",
         Side.BOTH,
-        "Seconds between the signs of life of a replica; under a third of --omni-heartbeat-timeout.",
+        "Seconds between the signs of life of a replica, and between questions to an engine whether it answers; under "
+        "a third of --omni-heartbeat-timeout.",
         "SECONDS",
         seconds,
     ),
