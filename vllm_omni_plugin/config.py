@@ -7,7 +7,8 @@ from typing import Any, Self
 from vllm_omni_plugin.errors import ConfigError
 
 FLEET_ENGINE = "VLLM_OMNI_FLEET_ENGINE"
-"""Environment variable that marks the engines of a fleet and their workers, which have none of the flags."""
+"""Environment variable that marks the engines of a fleet and their workers, which have none of the flags. It holds the
+path of the file where an engine says how one of its workers ended."""
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,14 @@
 """The tile registers of processors that have some are asked for in the engines of a fleet, and nowhere else."""
 
-import errno
 import logging
 import multiprocessing
-import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 from vllm_omni_plugin.entrypoints.plugin import register
 
 from vllm_omni_plugin.config import FLEET_ENGINE
-from vllm_omni_plugin.vllm_api import launch, tiles
-from vllm_omni_plugin.vllm_api.launch import spawn_engine
+from vllm_omni_plugin.vllm_api import tiles
 from vllm_omni_plugin.vllm_api.tiles import ask_for_tiles
 
 ASKED = (158, 0x1023, 18)
@@ -78,17 +74,3 @@ def test_registration_asks_in_an_engine_of_a_fleet_only(monkeypatch: pytest.Monk
     monkeypatch.setenv(FLEET_ENGINE, "1")
     register()
     assert calls == ["asked"]
-
-
-def test_an_engine_is_spawned_as_one_of_a_fleet_and_nothing_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    marks: list[str | None] = []
-
-    def manager(**_arguments: Any) -> Any:
-        marks.append(os.environ.get(FLEET_ENGINE))
-        raise OSError(errno.EAGAIN, "no more processes")
-
-    monkeypatch.setattr(launch, "CoreEngineProcManager", manager)
-    with pytest.raises(OSError, match="no more processes"):
-        spawn_engine(object(), object, True, 0, 0, lambda _pid: None)
-    assert marks == ["1"]
-    assert FLEET_ENGINE not in os.environ

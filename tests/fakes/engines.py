@@ -20,13 +20,18 @@ UNPROBED = (3600.0, 36000.0)
 
 
 class FakeProcess:
-    """Satisfies `Process`. Its sentinel is a pipe that closes when it ends."""
+    """Satisfies `Process`. Its sentinel is a pipe that closes when it ends.
+
+    Attributes:
+        last_words: how it ended, if it says.
+    """
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.signals: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.shutdowns: list[float | None] = []
         self.killed = False
+        self.last_words = ""
         self.sentinel, self._alive_end = os.pipe()
         self._ended = threading.Event()
         self._lock = threading.Lock()
@@ -44,6 +49,9 @@ class FakeProcess:
             self._ended.set()
             self.signals.put("ended")
             os.close(self._alive_end)
+
+    def how_it_ended(self) -> str:
+        return self.last_words
 
     def shutdown(self, timeout: float | None = None) -> None:
         self.shutdowns.append(timeout)

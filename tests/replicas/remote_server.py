@@ -123,6 +123,10 @@ class FakeServer:
         """The engine sends outputs."""
         self._output.send(msgspec.json.encode(outputs))
 
+    def say_dead(self) -> None:
+        """The engine says that it is dead."""
+        self._output.send(b"dead")
+
     def cut(self) -> None:
         """The data connections break."""
         self._readers[1].pause()

@@ -207,6 +207,16 @@ async def test_a_server_that_ends_the_lease_is_a_loss(
             replica.client.add_request(FakeRequest("a"), "a-1")
 
 
+async def test_how_an_engine_ended_is_its_servers_word_though_the_engines_own_comes_first(
+    head: Head, server: FakeServer
+) -> None:
+    async with head.attached(server):
+        server.say_dead()
+        server.tell(Status(LEASE, ReplicaStatus.ERROR, "its worker was ended by SIGILL"))
+        await eventually(lambda: head.deaths)
+        assert head.deaths == ["its worker was ended by SIGILL"]
+
+
 async def test_messages_about_another_lease_and_garbage_change_nothing(
     head: Head, server: FakeServer, caplog: pytest.LogCaptureFixture
 ) -> None:

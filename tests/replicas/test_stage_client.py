@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeEngineApi, FakeOutputs, FakeRequest
 from tests.fakes.links import FakeLink
 from vllm_omni_plugin.errors import ReplicaError
@@ -16,12 +17,14 @@ from vllm_omni_plugin.replicas.stage_client import StageClient
 class Peer:
     """A client, its link, and what it reported."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience: float = 0.0) -> None:
         self.link = FakeLink()
         self.outputs: list[FakeOutputs] = []
         self.deaths: list[str] = []
         self.fault: Exception | None = None
-        self.client = StageClient(self.link, FakeEngineApi(), 7, self._on_outputs, self.deaths.append)
+        self.client = StageClient(
+            self.link, FakeEngineApi(), 7, self._on_outputs, self.deaths.append, patience=patience
+        )
         self.client.start()
 
     def _on_outputs(self, outputs: FakeOutputs) -> None:
@@ -143,6 +146,23 @@ async def test_death_is_told_once_with_its_first_reason() -> None:
     peer.client.close()
     assert peer.deaths == ["first"]
     assert "first" in repr(peer.client)
+
+
+async def test_the_engines_own_word_of_its_death_counts_where_nobody_says_more_in_time() -> None:
+    peer = Peer(patience=0.01)
+    peer.link.say_dead()
+    peer.link.say_dead()
+    assert peer.deaths == []
+    await eventually(lambda: peer.deaths)
+    assert peer.deaths == ["the engine reported its own death"]
+
+
+async def test_a_client_that_is_closed_before_somebody_says_more_tells_of_one_end() -> None:
+    peer = Peer(patience=0.01)
+    peer.link.say_dead()
+    peer.client.close()
+    await asyncio.sleep(0.05)
+    assert peer.deaths == ["closed"]
 
 
 async def test_nothing_is_heard_of_the_dead() -> None:

@@ -40,7 +40,7 @@ def ended(fd: int) -> bool:
     ("engine", "options", "reason"),
     [
         ("classes:CannotStart", {"how": "raise"}, "FileNotFoundError: there are no weights in /nowhere"),
-        ("classes:CannotStart", {"how": "die"}, "its process ended with code -9"),
+        ("classes:CannotStart", {"how": "die"}, "its process was ended by SIGKILL"),
         ("classes:CannotStart", {}, r"TypeError: .*missing 1 required keyword-only argument: 'how'"),
         ("classes:Echo", {"volume": 11}, "TypeError: .*unexpected keyword argument 'volume'"),
         ("classes:Nobody", {}, r"ConfigError: .*:Nobody cannot be imported \(AttributeError"),

@@ -20,9 +20,22 @@ class Process(Protocol):
     @property
     def sentinel(self) -> int: ...
 
+    def how_it_ended(self) -> str:
+        """How it or a worker of it ended ("it was ended by SIGKILL"), as far as that is known by now, or "".
+
+        Known once `sentinel` is readable. Of a worker, it is also known when the engine says that it is dead.
+        """
+        ...
+
     def shutdown(self, timeout: float | None = None) -> None: ...
 
     def kill(self) -> None: ...
+
+
+def explained(reason: str, process: Process) -> str:
+    """Why an engine is given up, with how it ended if that is known."""
+    ended = process.how_it_ended()
+    return f"{reason}: {ended}" if ended else reason
 
 
 @runtime_checkable

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from vllm_omni_plugin.replicas.cache_tap import CacheTap, OnCacheChange, open_cache_tap
-from vllm_omni_plugin.replicas.engine_start import Launcher, Process, SharingProcess, start_engine
+from vllm_omni_plugin.replicas.engine_start import Launcher, Process, SharingProcess, explained, start_engine
 from vllm_omni_plugin.replicas.link import IpcLink
 from vllm_omni_plugin.replicas.probe import Probe
 from vllm_omni_plugin.replicas.stage_client import Codec, StageClient
@@ -146,7 +146,13 @@ async def start_local_replica(
         )
         if isinstance(process, SharingProcess) and process.memory is not None:
             link.share(process.memory)
-        client = StageClient(link, codec, f"{stage_id}.{replica_id}", on_outputs, on_dead)
+        client = StageClient(
+            link,
+            codec,
+            f"{stage_id}.{replica_id}",
+            on_outputs,
+            lambda reason: on_dead(explained(reason, process)),
+        )
         return LocalReplica(process, link, client, ready_response)
     except BaseException:
         link.close()

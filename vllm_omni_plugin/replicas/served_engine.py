@@ -10,7 +10,7 @@ import zmq
 
 from vllm_omni_plugin.replicas.cache_journal import CacheJournal
 from vllm_omni_plugin.replicas.cache_tap import open_cache_tap
-from vllm_omni_plugin.replicas.engine_start import Launcher, Process, start_engine
+from vllm_omni_plugin.replicas.engine_start import Launcher, Process, explained, start_engine
 from vllm_omni_plugin.replicas.input_hub import InputHub
 from vllm_omni_plugin.replicas.output_slot import OutputSlot, SlotLink
 from vllm_omni_plugin.replicas.stage_client import Codec, StageClient
@@ -76,7 +76,7 @@ class ServedEngine:
         """The engine is lost, or cannot be used any more; the first reason stands."""
         self._stop_watching()
         if not self.lost.done():
-            self.lost.set_result(reason)
+            self.lost.set_result(explained(reason, self._process))
 
     async def close(self, executor: Executor, timeout: float | None = None) -> None:
         """End the engine, reap its process, then give the sockets back.

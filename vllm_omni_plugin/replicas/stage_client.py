@@ -12,6 +12,8 @@ from vllm_omni_plugin.replicas.link import Frames, Link
 
 logger = init_logger(__name__)
 
+_REPORTED = "the engine reported its own death"
+
 
 class Codec(Protocol):
     """How calls become frames and frames outputs; `vllm_api.engine_api.EngineApi` in service."""
@@ -37,6 +39,7 @@ class StageClient:
         on_outputs: called with every `EngineCoreOutputs` that carries request outputs or statistics.
         on_dead: called at most once, with the reason, when the replica turns out to be dead.
         client_index: which of the engine's outputs is the link's, for an engine that several clients share.
+        patience: seconds that somebody who knows more has to call `mark_dead` after the engine reported its own death.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class StageClient:
         on_outputs: Callable[[Any], None],
         on_dead: Callable[[str], None],
         client_index: int = 0,
+        patience: float = 0.0,
     ) -> None:
         self._link = link
         self._codec = codec
@@ -54,6 +58,8 @@ class StageClient:
         self._on_outputs = on_outputs
         self._on_dead = on_dead
         self._client_index = client_index
+        self._patience = patience
+        self._last_word: asyncio.TimerHandle | None = None
         # Begun anywhere: an answer to another client of the same engine must not be taken for one of ours.
         self._call_ids = itertools.count(secrets.randbits(48))
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -150,6 +156,8 @@ class StageClient:
         if self._dead_reason is not None:
             return
         self._dead_reason = reason
+        if self._last_word is not None:
+            self._last_word.cancel()
         self._fail(self._calls, self._dead_error())
         self._fail(self._probes, self._dead_error())
         self._on_dead(reason)
@@ -193,7 +201,7 @@ class StageClient:
             # Its requests are elsewhere by now, and its statistics would count as those of a replica that serves.
             return
         if self._codec.is_engine_dead(frames):
-            self.mark_dead("the engine reported its own death")
+            self._reported_dead()
             return
         try:
             outputs = self._codec.decode_outputs(frames)
@@ -212,6 +220,12 @@ class StageClient:
         except Exception:
             # A fault in handling one message must not end the reading of those that follow.
             logger.exception("Outputs of replica %s could not be handled.", self._name)
+
+    def _reported_dead(self) -> None:
+        if not self._patience:
+            self.mark_dead(_REPORTED)
+        elif self._last_word is None:
+            self._last_word = asyncio.get_running_loop().call_later(self._patience, self.mark_dead, _REPORTED)
 
     def _resolve_call(self, reply: Any) -> None:
         future = self._calls.pop(reply.call_id, None) or self._probes.pop(reply.call_id, None)

@@ -16,7 +16,7 @@ from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.shared_memory import SharedMemory, new_shared_memory
 from vllm_omni_plugin.stages.assignment import Assignment, Failed, Started
-from vllm_omni_plugin.vllm_api.spawning import SPAWNING
+from vllm_omni_plugin.vllm_api.spawning import SPAWNING, describe_exit
 
 logger = init_logger(__name__)
 
@@ -71,6 +71,11 @@ class StageProcess:
         except OSError as error:
             logger.warning("Tensors go through sockets, since there is no memory to share: %s", error)
 
+    def how_it_ended(self) -> str:
+        """See `replicas.engine_start.Process`."""
+        code = self._popen.poll()
+        return "" if code is None else f"it {describe_exit(code)}"
+
     def shutdown(self, timeout: float | None = None) -> None:
         """Ask it to end, wait `timeout` seconds (None: 5), then kill it. Blocks; idempotent."""
         self.memory = None
@@ -115,8 +120,8 @@ class StartingStage:
         answer = _ask(self.process.connection, self.process.sentinel, msgspec.msgpack.encode(told))
         if isinstance(answer, Started):
             return
-        code = self.process.exit_code(_SHUTDOWN_S)
-        reason = answer.reason if answer is not None else f"its process ended with code {code}"
+        ended = describe_exit(self.process.exit_code(_SHUTDOWN_S))
+        reason = answer.reason if answer is not None else f"its process {ended}"
         raise ReplicaError(f"replica {told.replica_id} of stage '{told.stage}' ({told.engine}) did not start: {reason}")
 
     def abandon(self) -> None:

@@ -8,6 +8,7 @@ _PARALLEL_CONFIG = "vllm.config.parallel.ParallelConfig"
 _SERIAL = "vllm.v1.serial_utils"
 _START = "vllm.v1.engine.utils"
 _WORKER = "vllm.v1.worker.gpu_worker.Worker"
+_WORKERS = "vllm.v1.executor.multiproc_executor"
 _STATS_OF_STEP = "vllm.v1.metrics.stats.SchedulerStats"
 _READY = f"{_ENGINE}.EngineCoreReadyResponse"
 _PLACEHOLDERS = "vllm.multimodal.inputs.PlaceholderRange"
@@ -86,6 +87,12 @@ LAUNCH = (
     ),
     Symbol(f"{_START}.CoreEngineProcManager.processes", "an engine's process id, its exit and its end"),
     Symbol(f"{_START}.CoreEngineProcManager.shutdown", "ends an engine", (), ("timeout",)),
+    Symbol(f"{_WORKERS}.MultiprocExecutor", "runs an engine's workers", ("vllm_config",)),
+    Symbol(f"{_WORKERS}.MultiprocExecutor.is_failed", "a worker has ended"),
+    Symbol(f"{_WORKERS}.MultiprocExecutor.shutdown", "comes when a worker has ended, before the engine says so", ()),
+    Symbol(f"{_WORKERS}.MultiprocExecutor.shutting_down", "has come"),
+    Symbol(f"{_WORKERS}.MultiprocExecutor.workers", "their processes, and how they ended"),
+    Symbol(f"{_WORKERS}.WorkerProcHandle.proc", "their processes, and how they ended"),
     Symbol(f"{_START}.CoreEngine", "one engine of a handshake", (), ("index", "local")),
     Symbol(f"{_START}.CoreEngine.identity", "the routing frame of an engine's requests"),
     Symbol(

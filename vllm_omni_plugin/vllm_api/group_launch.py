@@ -252,6 +252,10 @@ class RankProcess:
         assert self._engine is not None
         return self._engine.sentinel
 
+    def how_it_ended(self) -> str:
+        """See `replicas.engine_start.Process`."""
+        return "" if self._engine is None else self._engine.how_it_ended()
+
     def meet(self) -> LockstepGeneration:
         """Wait for the other ranks.
 

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ from vllm.v1.engine.utils import (
 
 from vllm_omni_plugin.errors import ConfigError, ReplicaError
 from vllm_omni_plugin.vllm_api.cache_events import remove_event_sockets, turn_on_cache_events
-from vllm_omni_plugin.vllm_api.spawning import SPAWNING
-from vllm_omni_plugin.vllm_api.tiles import as_fleet_engine
+from vllm_omni_plugin.vllm_api.fleet_engine import LastWords, as_fleet_engine, fleet_executor
+from vllm_omni_plugin.vllm_api.spawning import SPAWNING, describe_exit
 
 
 def replica_config(vllm_config: Any, rank: int) -> Any:
@@ -98,11 +99,24 @@ def take_devices(vllm_config: Any, first: int, replicas: int) -> int:
 
 
 class EngineProcess:
-    """One engine core with its workers, as vLLM's process manager owns it."""
+    """One engine core with its workers, as vLLM's process manager owns it.
 
-    def __init__(self, manager: CoreEngineProcManager, config: Any) -> None:
+    Args:
+        manager: vLLM's.
+        config: the engine's.
+        last_words: where the engine says how one of its workers ended.
+
+    Attributes:
+        sentinel: a file descriptor that becomes readable when the engine core exits; closed with this object.
+    """
+
+    def __init__(self, manager: CoreEngineProcManager, config: Any, last_words: LastWords) -> None:
         self._manager = manager
         self._config = config
+        self._last_words = last_words
+        # Multiprocessing's own becomes readable a moment before there is an exit code.
+        self.sentinel = os.pidfd_open(self.pid)
+        weakref.finalize(self, os.close, self.sentinel)
 
     @property
     def core(self) -> Any:
@@ -115,11 +129,10 @@ class EngineProcess:
         pid: int = self.core.pid
         return pid
 
-    @property
-    def sentinel(self) -> int:
-        """A file descriptor that becomes readable when the engine core exits."""
-        sentinel: int = self.core.sentinel
-        return sentinel
+    def how_it_ended(self) -> str:
+        """See `replicas.engine_start.Process`."""
+        words, code = self._last_words.read(), self.core.exitcode
+        return words or ("" if code is None else f"it {describe_exit(code)}")
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Ask the engine to end, wait `timeout` seconds (None: vLLM's default), then kill it. Blocks; idempotent."""
@@ -213,9 +226,9 @@ def spawn_engine(
         rank: which share of this node it takes.
         on_spawn: told its process id.
     """
-    handshake = _Handshake()
+    last_words, handshake = LastWords(), _Handshake()
     try:
-        with SPAWNING, as_fleet_engine():
+        with SPAWNING, as_fleet_engine(last_words):
             manager = CoreEngineProcManager(
                 local_engine_count=1,
                 start_index=engine,
@@ -223,13 +236,14 @@ def spawn_engine(
                 vllm_config=config,
                 local_client=True,
                 handshake_address=handshake.address,
-                executor_class=executor_class,
+                executor_class=fleet_executor(executor_class),
                 log_stats=log_stats,
             )
+        process = EngineProcess(manager, config, last_words)
     except BaseException:
         handshake.close()
         raise
-    starting = StartingEngine(EngineProcess(manager, config), manager, handshake, config, engine)
+    starting = StartingEngine(process, manager, handshake, config, engine)
     try:
         on_spawn(starting.process.pid)
     except BaseException:

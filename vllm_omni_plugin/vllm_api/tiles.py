@@ -7,11 +7,9 @@ of a small machine, nobody asks, and SIGILL ends it at its first request.
 import ctypes
 import os
 import platform
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
-from vllm_omni_plugin.config import FLEET_ENGINE
 from vllm_omni_plugin.logger import init_logger
 
 logger = init_logger(__name__)
@@ -19,16 +17,6 @@ logger = init_logger(__name__)
 _ARCH_PRCTL = 158
 _ARCH_REQ_XCOMP_PERM = 0x1023
 _XTILEDATA = 18
-
-
-@contextmanager
-def as_fleet_engine() -> Iterator[None]:
-    """Mark what is spawned meanwhile, with all its descendants, as an engine of a fleet. Hold `SPAWNING`."""
-    os.environ[FLEET_ENGINE] = "1"
-    try:
-        yield
-    finally:
-        del os.environ[FLEET_ENGINE]
 
 
 def ask_for_tiles(

@@ -28,6 +28,16 @@ async def test_an_engine_that_exits_is_reported_and_replaced_on_the_same_ports(s
         assert await head.read_ids(1) == ["of the new engine"]
 
 
+async def test_heads_are_told_how_an_engine_ended(start_node: StartNode) -> None:
+    node = await start_node()
+    async with node.attached() as head:
+        await node.up()
+        node.engine.process.last_words = "its worker VllmWorker-0 was ended by SIGILL"
+        node.engine.announce_death()
+        status = await head.hear_status()
+        assert status.reason == "the engine reported its own death: its worker VllmWorker-0 was ended by SIGILL"
+
+
 async def test_an_engine_that_announces_its_death_is_replaced(start_node: StartNode) -> None:
     node = await start_node()
     before = await node.up()

@@ -1,0 +1,118 @@
+"""An engine of a fleet tells how its workers ended; whoever started it can name each end."""
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+from vllm_omni_plugin.config import FLEET_ENGINE
+from vllm_omni_plugin.vllm_api import launch
+from vllm_omni_plugin.vllm_api.fleet_engine import FleetExecutor, LastWords, as_fleet_engine, fleet_executor
+from vllm_omni_plugin.vllm_api.launch import spawn_engine
+from vllm_omni_plugin.vllm_api.spawning import describe_exit
+
+ENOUGH_S = 60.0
+
+
+def spawned(name: str, target: Any, *args: Any) -> Any:
+    process = multiprocessing.get_context("fork").Process(target=target, args=args, name=name, daemon=True)
+    process.start()
+    return process
+
+
+def end_by(sign: int) -> None:
+    """What a worker does that the system or the processor ends."""
+    signal.signal(sign, signal.SIG_DFL)
+    os.kill(os.getpid(), sign)
+
+
+def executor_of(*workers: Any) -> FleetExecutor:
+    """One whose monitor has seen the end of a worker."""
+    executor = FleetExecutor.__new__(FleetExecutor)
+    executor.is_failed = True
+    executor.workers = [
+        SimpleNamespace(proc=process, death_writer=None, worker_response_mq=None) for process in workers
+    ]
+    return executor
+
+
+@pytest.fixture
+def last_words() -> Iterator[LastWords]:
+    words = LastWords()
+    with as_fleet_engine(words):
+        yield words
+
+
+def test_the_workers_that_ended_are_named_with_their_signals(
+    last_words: LastWords, caplog: pytest.LogCaptureFixture
+) -> None:
+    ill = spawned("VllmWorker-0", end_by, signal.SIGILL)
+    alive = spawned("VllmWorker-1", time.sleep, ENOUGH_S)
+    ill.join(ENOUGH_S)
+    executor_of(ill, alive).shutdown()
+    assert last_words.read() == "its worker VllmWorker-0 was ended by SIGILL"
+    assert "This engine ends, because its worker VllmWorker-0 was ended by SIGILL." in caplog.text
+    assert not alive.is_alive(), "vLLM's own shutdown has ended it"
+
+
+def test_an_end_in_order_leaves_no_words(last_words: LastWords) -> None:
+    worker = spawned("VllmWorker-0", end_by, signal.SIGTERM)
+    worker.join(ENOUGH_S)
+    executor = executor_of(worker)
+    executor.is_failed = False
+    executor.shutdown()
+    executor.is_failed = True
+    executor.shutdown()
+    assert last_words.read() == ""
+
+
+def test_words_for_an_owner_that_is_gone_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FLEET_ENGINE, "/proc/0/fd/0")
+    worker = spawned("VllmWorker-0", end_by, signal.SIGKILL)
+    worker.join(ENOUGH_S)
+    executor_of(worker).shutdown()
+
+
+def test_only_vllms_own_executor_is_replaced() -> None:
+    assert fleet_executor(MultiprocExecutor) is FleetExecutor
+    assert fleet_executor(UniProcExecutor) is UniProcExecutor
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        (None, "has not ended"),
+        (0, "exited with code 0"),
+        (1, "exited with code 1"),
+        (-signal.SIGKILL, "was ended by SIGKILL"),
+        (-40, "was ended by signal 40"),
+    ],
+)
+def test_an_exit_has_a_name(code: int | None, text: str) -> None:
+    assert describe_exit(code) == text
+
+
+def test_an_engine_core_that_ends_without_a_word_is_named_by_its_own_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = spawned("EngineCore", end_by, signal.SIGSEGV)
+    given: dict[str, Any] = {}
+
+    def manager(**arguments: Any) -> Any:
+        given.update(arguments, mark=os.environ[FLEET_ENGINE])
+        return SimpleNamespace(processes=[core])
+
+    monkeypatch.setattr(launch, "CoreEngineProcManager", manager)
+    config: Any = SimpleNamespace(kv_events_config=None)
+    starting = spawn_engine(config, MultiprocExecutor, True, 0, 0, lambda _pid: None)
+    assert given["executor_class"] is FleetExecutor
+    assert given["mark"].startswith(f"/proc/{os.getpid()}/fd/")
+    assert FLEET_ENGINE not in os.environ, "what is spawned later is no engine"
+    core.join(ENOUGH_S)
+    assert starting.process.how_it_ended() == "it was ended by SIGSEGV"
+    starting.abandon()
