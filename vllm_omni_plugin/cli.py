@@ -13,7 +13,7 @@ from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import quote
-from urllib.request import Request, urlopen
+from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from vllm_omni_plugin.admin.keys import read_admin_keys
 from vllm_omni_plugin.errors import OmniError
@@ -186,7 +186,7 @@ def _call(args: argparse.Namespace, method: str, path: str, body: bytes | None =
         headers["Content-Type"] = "application/json"
     try:
         request = Request(f"{args.url}/omni/{path}", body, headers, method=method)
-        with urlopen(request, timeout=_TIMEOUT_S) as response:
+        with build_opener(_NoRedirect).open(request, timeout=_TIMEOUT_S) as response:
             answer: bytes = response.read()
     except HTTPError as error:
         with error:
@@ -194,6 +194,13 @@ def _call(args: argparse.Namespace, method: str, path: str, body: bytes | None =
     except (OSError, HTTPException, ValueError) as error:
         raise OmniError(f"no answer from {args.url}: {getattr(error, 'reason', error)}") from error
     return answer
+
+
+class _NoRedirect(HTTPRedirectHandler):
+    """Follows nobody: urllib would send the key along, to whatever host it is sent on to."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
 
 
 def _key(args: argparse.Namespace, changes: bool) -> str | None:
@@ -207,6 +214,8 @@ def _key(args: argparse.Namespace, changes: bool) -> str | None:
 
 
 def _refusal(args: argparse.Namespace, error: HTTPError, key: str | None) -> str:
+    if location := error.headers["Location"]:
+        return f"{args.url} sends this request on to {location}, which is not followed: give the server's own --url"
     try:
         message = json.loads(error.read())["error"]["message"]
     except (OSError, ValueError, LookupError, TypeError):

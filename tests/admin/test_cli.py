@@ -84,6 +84,7 @@ class Head(HTTPServer):
         answers: status and body by method and path; any other request gets the replicas.
         asked: method, path and Authorization of each request.
         bodies: of those that have one, from JSON.
+        elsewhere: an address to send all requests on to.
     """
 
     def __init__(self) -> None:
@@ -91,6 +92,7 @@ class Head(HTTPServer):
         self.answers: dict[tuple[str, str], tuple[int, Any]] = {}
         self.asked: list[tuple[str, str, str | None]] = []
         self.bodies: list[Any] = []
+        self.elsewhere = ""
 
     @property
     def url(self) -> str:
@@ -104,6 +106,11 @@ class Handler(BaseHTTPRequestHandler):
         self.server.asked.append((self.command, self.path, self.headers["Authorization"]))
         if length := int(self.headers["Content-Length"] or 0):
             self.server.bodies.append(json.loads(self.rfile.read(length)))
+        if self.server.elsewhere:
+            self.send_response(307)
+            self.send_header("Location", f"{self.server.elsewhere}{self.path}")
+            self.end_headers()
+            return
         status, body = self.server.answers.get((self.command, self.path), (200, {"replicas": REPLICAS}))
         self.send_response(status)
         self.end_headers()
@@ -244,6 +251,17 @@ def test_a_refusal_is_told_in_the_servers_words(
     head.answers["POST", "/omni/replicas/7/drain"] = (404, body)
     assert main(["replicas", "drain", "7", "--url", head.url]) == 1
     assert capsys.readouterr().err == f"vllm-omni-plugin: error: {head.url} answers 404: {message}\n"
+
+
+@pytest.mark.parametrize("command", [["ls"], ["drain", "0.1"]])
+def test_a_key_is_not_given_to_where_a_server_points(
+    head: Head, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    head.elsewhere = "http://127.0.0.1:1"
+    assert main(["replicas", *command, "--url", head.url, "--api-key", "k"]) == 1
+    error = capsys.readouterr().err
+    assert f"{head.url} sends this request on to http://127.0.0.1:1/omni/replicas" in error
+    assert "--url" in error
 
 
 @pytest.mark.parametrize("body", [b"<html>", b"\xff", [], {"replicas": 1}, {}])

@@ -27,6 +27,7 @@ class Reaper:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
+        self._pids: list[int] = []
         self._closed = False
 
     def __enter__(self) -> "Reaper":
@@ -46,10 +47,9 @@ class Reaper:
         with self._lock:
             if self._closed:
                 raise RuntimeError("the reaper is closed")
-            if self._child is None or self._child.poll() is not None:
-                self._child = self._start()
-            assert self._child.stdin is not None
-            self._child.stdin.write(b"%d\n" % pid)
+            self._pids = [earlier for earlier in self._pids if _is_there(earlier)] + [pid]
+            if not self._told(pid):
+                self._told(pid)
 
     def close(self) -> None:
         """Kill what still runs of the watched processes and wait for that. Idempotent."""
@@ -58,6 +58,22 @@ class Reaper:
             if self._child is not None:
                 self._child.communicate()
                 self._child = None
+
+    def _told(self, pid: int) -> bool:
+        """Tell the child of a process; a new child, in place of one that has ended, of all. False if it just ends."""
+        pids = [pid]
+        if self._child is not None and self._child.poll() is not None:
+            self._child.communicate()
+            self._child = None
+        if self._child is None:
+            self._child, pids = self._start(), self._pids
+        assert self._child.stdin is not None
+        try:
+            self._child.stdin.write(b"".join(b"%d\n" % each for each in pids))
+        except BrokenPipeError:
+            self._child.wait()
+            return False
+        return True
 
     def _start(self) -> "subprocess.Popen[bytes]":
         return subprocess.Popen(
@@ -119,6 +135,11 @@ def main() -> None:
         for line in lines:
             watched.add(int(line))
     watched.kill()
+
+
+def _is_there(pid: int) -> bool:
+    # Whether the number is still of the same process, the child sees for itself.
+    return Path(f"/proc/{pid}").exists()
 
 
 def _open_parent(pid: int) -> int | None:

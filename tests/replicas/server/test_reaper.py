@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from vllm_omni_plugin.replicas.reaper import Reaper
@@ -76,6 +77,19 @@ def test_engines_that_have_ended_are_forgotten() -> None:
             with subprocess.Popen([sys.executable, "-c", ""]) as engine:
                 reaper.watch(engine.pid)
                 assert engine.wait(10) == 0
+
+
+def test_a_reaper_that_was_killed_is_replaced_by_one_that_knows_all_engines() -> None:
+    with subprocess.Popen(SLEEPER) as first, subprocess.Popen(SLEEPER) as second:
+        with Reaper() as reaper:
+            reaper.watch(first.pid)
+            (child,) = {process.pid for process in psutil.Process().children()} - {first.pid, second.pid}
+            os.kill(child, signal.SIGKILL)
+            os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+            reaper.watch(second.pid)
+        ended = [engine.pid for engine in psutil.wait_procs(map(psutil.Process, (first.pid, second.pid)), 10)[0]]
+        first.kill()
+    assert first.pid in ended
 
 
 def test_a_reaper_without_engines_starts_no_process_and_closes_twice() -> None:
