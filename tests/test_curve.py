@@ -173,7 +173,7 @@ class Site:
 
 @pytest.fixture
 def sites() -> Iterator[Callable[[Secrets | None], Site]]:
-    before = threading.active_count()
+    others = set(threading.enumerate())
     opened: list[Site] = []
 
     def open_site(secrets: Secrets | None) -> Site:
@@ -183,7 +183,7 @@ def sites() -> Iterator[Callable[[Secrets | None], Site]]:
     yield open_site
     for site in opened:
         site.close()
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= others
 
 
 OpenSite = Callable[[Secrets | None], Site]

@@ -24,10 +24,6 @@ def alive() -> int:
     return sum(type(each) in (PipelineRequestState, StageRun, Feed) for each in gc.get_objects())
 
 
-def preparing_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("omni-")]
-
-
 async def one_lot(fleet: FakePipelineFleet, draw: random.Random, names: list[str]) -> None:
     """Some requests, of which some are aborted, fail in a transform, or lose replicas."""
     for name in names:
@@ -51,6 +47,7 @@ async def one_lot(fleet: FakePipelineFleet, draw: random.Random, names: list[str
 
 async def test_five_hundred_requests_leave_nothing_behind() -> None:
     draw, tasks, before = random.Random(7), asyncio.all_tasks(), alive()
+    threads = set(threading.enumerate())
     async with FakePipelineFleet(SPEECH, replicas=2, migration_limit=1) as fleet:
         tasks_of_the_fleet = None
         for lot in range(0, REQUESTS, AT_ONCE):
@@ -70,5 +67,5 @@ async def test_five_hundred_requests_leave_nothing_behind() -> None:
         # The threads' last work items may be kept until they take the next ones.
         assert alive() - before <= 2 * len(SPEECH) * 3
     assert asyncio.all_tasks() == tasks
-    await eventually(lambda: not preparing_threads(), "the end of all threads")
+    await eventually(lambda: set(threading.enumerate()) <= threads, "the end of all threads")
     await eventually(lambda: alive() <= before, "the freeing of what they held")

@@ -13,26 +13,33 @@ def named(name: str) -> list[threading.Thread]:
 
 
 async def test_calls_begin_in_order_and_at_most_so_many_run_at_once() -> None:
-    threads, gate, begun = DaemonThreads(2, "omni-test"), threading.Event(), list[int]()
+    threads, gate, begun = DaemonThreads(2, "omni-test"), threading.Event(), set[int]()
 
     def call(number: int) -> None:
-        begun.append(number)
+        begun.add(number)
         gate.wait(30)
 
     for number in range(4):
         threads.submit(lambda number=number: call(number))  # type: ignore[misc]
-    await eventually(lambda: begun == [0, 1])
+    await eventually(lambda: begun == {0, 1})
     assert len(named("omni-test")) == 2
     gate.set()
-    await eventually(lambda: begun == [0, 1, 2, 3])
+    await eventually(lambda: begun == {0, 1, 2, 3})
     threads.close()
     await eventually(lambda: named("omni-test") == [])
 
 
 async def test_closing_drops_what_waits_and_leaves_what_runs_to_itself() -> None:
-    threads, gate, done = DaemonThreads(1, "omni-test"), threading.Event(), list[str]()
-    threads.submit(lambda: done.append("first") if gate.wait(30) else None)
+    threads, begun, gate, done = DaemonThreads(1, "omni-test"), threading.Event(), threading.Event(), list[str]()
+
+    def first() -> None:
+        begun.set()
+        gate.wait(30)
+        done.append("first")
+
+    threads.submit(first)
     threads.submit(lambda: done.append("second"))
+    assert begun.wait(30)
     threads.close()
     threads.close()
     threads.submit(lambda: done.append("third"))

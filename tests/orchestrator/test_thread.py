@@ -30,6 +30,7 @@ class Head:
     """A thread with two replicas."""
 
     def __init__(self, folder: Path) -> None:
+        self._others = set(threading.enumerate())
         self.launcher = FakeLauncher(folder)
         pool = StagePool(0, LeastQueueLengthBalancer())
         self.orchestrator = Orchestrator([pool], FakeEngineApi(), 3, lambda: 0.0)
@@ -44,7 +45,7 @@ class Head:
         """Whether nothing of it is left: no engine, no thread, and queues that refuse."""
         if any(not engine.process.ended for engine in self.launcher.engines):
             return False
-        if any(thread.name == "omni-orchestrator" for thread in threading.enumerate()):
+        if any(thread.name == "omni-orchestrator" for thread in set(threading.enumerate()) - self._others):
             return False
         with pytest.raises(HandoverClosedError):
             self.orchestrator.request_async_queue.force_put(SubmitRequest(None, 0.0))
