@@ -12,7 +12,9 @@ import pytest
 import zmq
 import zmq.utils.monitor
 
+from tests.fakes.strangers import stranger
 from vllm_omni_plugin.curve import (
+    HANDSHAKE_FRAME_BYTES,
     PLAIN_USERNAME,
     Gate,
     Secrets,
@@ -22,6 +24,7 @@ from vllm_omni_plugin.curve import (
     secure_server,
     why_refused,
 )
+from vllm_omni_plugin.curve.newcomers import MAX_HANDSHAKE_BYTES
 from vllm_omni_plugin.curve.refusals import LOG_INTERVAL, MAX_LOGGED_PEERS, RefusalLog
 from vllm_omni_plugin.errors import ConfigError
 
@@ -349,6 +352,61 @@ def test_refused_end_can_say_why(sites: OpenSite, served: Secrets | None, held: 
     site.gate.admit_secret_holders("test")
     event, value = site.connect(site.serve(), holder(held))
     assert f"refused secret: it {why}" in why_refused(event, value, held)
+
+
+def port_of(server: Socket) -> int:
+    return int(server.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+
+
+TOO_MUCH = "it sent more than a handshake takes"
+
+
+def test_stranger_that_sends_more_than_a_handshake_is_cut_off_whatever_size_of_frame_is_allowed(
+    sites: OpenSite, caplog: pytest.LogCaptureFixture
+) -> None:
+    site = sites(made(OLD))
+    with stranger(port_of(site.serve())) as peer:
+        peer.announce(2**30)
+        peer.send(bytes(MAX_HANDSHAKE_BYTES))
+        assert peer.is_cut()
+        eventually(lambda: site.gate.refused == 1)
+    assert TOO_MUCH in caplog.text
+
+
+def test_stranger_that_announces_a_frame_over_the_limit_is_cut_off_and_logged(
+    sites: OpenSite, caplog: pytest.LogCaptureFixture
+) -> None:
+    site = sites(made(OLD))
+    site.gate.admit_secret_holders("test")
+
+    def secure(socket: Socket) -> None:
+        socket.maxmsgsize = HANDSHAKE_FRAME_BYTES
+        secure_server(socket, made(OLD), "test")
+
+    server = site.serve(secure)
+    assert site.lets_in(server, holder(made(OLD)))
+    with stranger(port_of(server)) as peer:
+        peer.announce(HANDSHAKE_FRAME_BYTES + 1)
+        assert peer.is_cut()
+        eventually(lambda: site.gate.refused == 1)
+    assert TOO_MUCH in caplog.text
+
+
+def test_who_is_let_in_may_send_large_messages_at_once(sites: OpenSite) -> None:
+    site = sites(made(OLD))
+    site.gate.admit_secret_holders("test")
+    server = site.serve()
+    server.rcvtimeo = 20_000
+    for _ in range(20):
+        client = site.outside.socket(zmq.DEALER)
+        site.opened.append(client)
+        client.linger = 0
+        secure_client(client, made(OLD), "test")
+        client.connect(server.get_string(zmq.LAST_ENDPOINT))
+        for _ in range(10):
+            client.send(bytes(2**20))
+        assert [len(server.recv_multipart()[1]) for _ in range(10)] == [2**20] * 10
+    assert site.gate.refused == 0
 
 
 def test_socket_may_come_and_go_while_the_gate_stands(sites: OpenSite) -> None:

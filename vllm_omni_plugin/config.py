@@ -35,6 +35,7 @@ class OmniConfig:
         heartbeat_interval: seconds between the signs of life of a replica, an engine or a head.
         heartbeat_timeout: seconds of silence after which any of them is not relied on any more.
         secret_file: file with the secret that opens the links between nodes.
+        max_message_size: MiB that a message between a head and a replica of another process may have at most.
         insecure: links between nodes are open to anybody.
         admin_key_file: file with the keys of those who may change the fleet over HTTP; None: this machine alone may.
         drain_timeout: seconds that running requests have when a headless node is told to end.
@@ -56,6 +57,7 @@ class OmniConfig:
     heartbeat_interval: float = 1.0
     heartbeat_timeout: float = 10.0
     secret_file: str | None = None
+    max_message_size: int = 512
     insecure: bool = False
     admin_key_file: str | None = None
     drain_timeout: float = 300.0
@@ -65,6 +67,11 @@ class OmniConfig:
     def is_open(self) -> bool:
         """Whether replicas of other processes take part."""
         return self.master_address is not None
+
+    @property
+    def max_message_bytes(self) -> int:
+        """`max_message_size` in bytes."""
+        return self.max_message_size * 2**20
 
     def to_plain(self) -> dict[str, Any]:
         """The same as JSON-compatible data."""

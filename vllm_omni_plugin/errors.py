@@ -20,6 +20,10 @@ class ReplicaError(OmniError):
     """One replica failed a call; the others are not affected."""
 
 
+class MessageTooLargeError(ReplicaError):
+    """A message is larger than a replica takes. It was not sent, and the replica serves on. Names the flag."""
+
+
 class NoReplicaError(OmniError):
     """No replica of a stage can serve right now. The request was never dispatched and is safe to retry."""
 

@@ -16,7 +16,7 @@ from vllm.sampling_params import SamplingParams
 from tests.fakes.engine_api import FakeEngineApi, FakeRequest
 from vllm_omni_plugin.balancing import RandomBalancer
 from vllm_omni_plugin.config import OmniConfig
-from vllm_omni_plugin.errors import NoReplicaError, ReplicaError, StageError, StageInputError
+from vllm_omni_plugin.errors import MessageTooLargeError, NoReplicaError, ReplicaError, StageError, StageInputError
 from vllm_omni_plugin.integration.app import FleetEndpoints
 from vllm_omni_plugin.integration.client import FleetClient
 from vllm_omni_plugin.integration.failures import to_http
@@ -236,6 +236,7 @@ async def test_leaving_a_call_aborts_all_of_it_and_vllms_own_abort_what_answers(
         (StageInputError("Stage 'talker': the input is too long"), 400),
         (StageError("Stage 'talker': its transform failed"), 500),
         (ReplicaError("gone"), 500),
+        (MessageTooLargeError("too large"), 413),
     ],
 )
 def test_an_error_has_the_status_that_tells_whose_it_is(error: Exception, status: int) -> None:

@@ -85,6 +85,8 @@ FLEET_FLAGS = (
     Case(f"{HEAD} --omni-secret-file /dev/null --omni-insecure", "--omni-insecure", "choose one of them"),
     Case("--omni-secret-file /dev/null", "--omni-secret-file", "there is no link between nodes"),
     Case("--omni-heartbeat-timeout 3", "--omni-heartbeat-interval", "under a third of"),
+    Case("--omni-max-message-size 64", "--omni-max-message-size", "there is no link between nodes"),
+    Case(f"{HEAD} --omni-max-message-size 0", "--omni-max-message-size", "0 is below 1"),
 )
 BALANCES = "every data-parallel rank is a replica of the fleet"
 ONE_NODE = "on one node and find each other"

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from tests.fakes.engine_api import DEAD_FRAME, FakeOutput, FakeOutputs, FakeResult, FakeUtilityOutput
-from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.errors import MessageTooLargeError, ReplicaError
 
 
 class FakeLink:
@@ -20,6 +20,7 @@ class FakeLink:
         aborted: engine-side ids it aborted, in order.
         calls: call id, method and arguments of its utility calls, in order.
         broken: makes `send` fail.
+        too_large: makes it refuse what it is given.
     """
 
     def __init__(self, name: str = "replica") -> None:
@@ -30,6 +31,7 @@ class FakeLink:
         self.aborted: list[str] = []
         self.calls: list[tuple[int, str, list[Any]]] = []
         self.broken = False
+        self.too_large = False
         self.closed = False
         self.paused = True
         self.on_call: Callable[[FakeLink, int, str, list[Any]], None] | None = None
@@ -40,6 +42,8 @@ class FakeLink:
     def send(self, frames: Sequence[Any]) -> None:
         if self.broken or self.closed:
             raise ReplicaError(f"cannot send on {self.input_addr}")
+        if self.too_large:
+            raise MessageTooLargeError("it is too large")
         kind, body = frames[0], msgspec.json.decode(frames[1])
         if kind == b"add":
             self.added.append(body["request_id"])

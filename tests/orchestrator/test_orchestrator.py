@@ -9,7 +9,7 @@ import pytest
 from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.coordinator import ReplicaStatus
-from vllm_omni_plugin.errors import NoReplicaError, OmniError, RequestLostError
+from vllm_omni_plugin.errors import MessageTooLargeError, NoReplicaError, OmniError, RequestLostError
 from vllm_omni_plugin.orchestrator.handover import HandoverClosedError
 from vllm_omni_plugin.orchestrator.orchestrator import MAX_QUEUED_OUTPUTS
 
@@ -170,6 +170,18 @@ async def test_a_request_that_cannot_be_encoded_fails_alone(fleet: FakeFleet) ->
     assert request_id == "bad"
     assert isinstance(error, OmniError)
     assert "could not be encoded" in str(error)
+    assert sum(fleet.in_flight) == 1
+    assert len(fleet.pool.serving) == 2
+
+
+async def test_a_request_that_is_too_large_for_its_replica_fails_alone(fleet: FakeFleet) -> None:
+    await fleet.submit("good")
+    for link in fleet.links.values():
+        link.too_large = True
+    await fleet.submit("bad")
+    [(request_id, error)] = await fleet.read()
+    assert request_id == "bad"
+    assert isinstance(error, MessageTooLargeError)
     assert sum(fleet.in_flight) == 1
     assert len(fleet.pool.serving) == 2
 

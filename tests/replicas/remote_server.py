@@ -178,6 +178,7 @@ class FakeServer:
                 client_index=CLIENT_INDEX,
                 identity=IDENTITY,
                 ready_response=b"ready",
+                max_message_bytes=2**20,
                 data_key=self._data_key.decode() if self._encrypted else "",
                 fingerprint={},
             )

@@ -249,14 +249,14 @@ async def test_a_server_that_dies_is_a_loss(head: Head) -> None:
     async with head.attached(server):
         server.close()
         await eventually(lambda: head.deaths)
-        assert re.fullmatch("the (data )?connection to its server broke", head.deaths[0])
+        assert re.match("the (data )?connection to its server broke", head.deaths[0])
 
 
 async def test_broken_data_connections_are_a_loss(head: Head, server: FakeServer) -> None:
     async with head.attached(server):
         server.cut()
         await eventually(lambda: head.deaths)
-        assert head.deaths == ["the data connection to its server broke"]
+        assert head.deaths[0].startswith("the data connection to its server broke")
 
 
 async def test_a_server_that_gives_no_sign_of_life_is_a_loss(head: Head, server: FakeServer) -> None:

@@ -6,7 +6,14 @@ import zmq
 
 from vllm_omni_plugin.coordinator.head_wire import MAX_DELIVERY_BYTES, MAX_HEAD_FRAME_BYTES
 from vllm_omni_plugin.coordinator.wire import MAX_REPLICA_LIST_BYTES
-from vllm_omni_plugin.curve import Gate, Secrets, secure_client, secure_server
+from vllm_omni_plugin.curve import (
+    HANDSHAKE_FRAME_BYTES,
+    HANDSHAKE_MS,
+    Gate,
+    Secrets,
+    secure_client,
+    secure_server,
+)
 from vllm_omni_plugin.errors import ConfigError
 
 ROLE = "coordinator"
@@ -24,8 +31,8 @@ RECONNECT_MAX_MS = 1000
 # Frames queued per peer before TCP pushes back on it: bounds what one peer can make the coordinator hold to 8 MiB.
 RECEIVE_QUEUE_FRAMES = 32
 # libzmq keeps about 50 bytes for every byte of a topic that somebody subscribes to, without a limit. Our own client
-# subscribes to everything, which is no topic; the handshake needs frames of this size.
-MAX_SUBSCRIPTION_BYTES = 512
+# subscribes to everything, which is no topic.
+MAX_SUBSCRIPTION_BYTES = HANDSHAKE_FRAME_BYTES
 MAX_TOPICS_PER_PEER = 8
 # Each list replaces those before it, so there is no use in keeping many; but dropping the last one would cost 5 s.
 LIST_QUEUE_FRAMES = 16
@@ -71,6 +78,8 @@ def bind_pub(context: Context, address: str, secrets: Secrets | None, gate: Gate
 def open_dealer(context: Context) -> Socket:
     """Return a DEALER for announcements, not connected yet."""
     dealer = context.socket(zmq.DEALER)
+    # The coordinator never answers: only its handshake comes.
+    dealer.maxmsgsize = HANDSHAKE_FRAME_BYTES
     dealer.sndhwm = EVENT_QUEUE_FRAMES
     return dealer
 
@@ -125,7 +134,7 @@ def poll_ms(seconds: float) -> int:
 
 def _bind(socket: Socket, address: str, secrets: Secrets | None, gate: Gate) -> None:
     socket.ipv6 = "[" in address
-    socket.handshake_ivl = LINK_CHECK_MS
+    socket.handshake_ivl = HANDSHAKE_MS
     secure_server(socket, secrets, ROLE)
     # Where the gate admits everybody it still makes libzmq refuse peers of its version 3 or older, of which it knows
     # neither address nor connection.

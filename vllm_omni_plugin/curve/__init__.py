@@ -4,6 +4,9 @@ from vllm_omni_plugin.curve.descriptors import cut_connection
 from vllm_omni_plugin.curve.gate import NOTHING_SHOWN, Gate
 from vllm_omni_plugin.curve.secrets import KeyPair, Secrets
 from vllm_omni_plugin.curve.securing import (
+    CURVE_BYTES,
+    HANDSHAKE_FRAME_BYTES,
+    HANDSHAKE_MS,
     PLAIN_USERNAME,
     require_key,
     require_password,
@@ -13,6 +16,9 @@ from vllm_omni_plugin.curve.securing import (
 )
 
 __all__ = [
+    "CURVE_BYTES",
+    "HANDSHAKE_FRAME_BYTES",
+    "HANDSHAKE_MS",
     "NOTHING_SHOWN",
     "PLAIN_USERNAME",
     "Gate",

@@ -1,4 +1,4 @@
-"""Keeping the last descriptors of a process free.
+"""Connections of libzmq's by their descriptors, and keeping the last descriptors of a process free.
 
 Without one, libzmq tries to accept a connection that waits again and again, which takes a whole processor.
 """
@@ -6,6 +6,7 @@ Without one, libzmq tries to accept a connection that waits again and again, whi
 import contextlib
 import resource
 import socket
+from collections.abc import Iterator
 
 SPARE_DESCRIPTORS = 16
 """As many connections may come before the first of them is cut."""
@@ -24,10 +25,15 @@ def cut_connection(descriptor: int) -> None:
 
     Should the peer have gone and another one have got its descriptor meanwhile, that one connects again.
     """
-    with contextlib.suppress(OSError):
-        connection = socket.socket(fileno=descriptor)
-        try:
-            connection.shutdown(socket.SHUT_RDWR)
-        finally:
-            # Closing it is for libzmq, whose it is.
-            connection.detach()
+    with contextlib.suppress(OSError), borrowed(descriptor) as connection:
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+@contextlib.contextmanager
+def borrowed(descriptor: int) -> Iterator[socket.socket]:
+    """A connection of libzmq's, which closes it itself. Raises OSError if the descriptor is no socket (any more)."""
+    connection = socket.socket(fileno=descriptor)
+    try:
+        yield connection
+    finally:
+        connection.detach()

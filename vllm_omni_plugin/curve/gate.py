@@ -12,6 +12,7 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
+from vllm_omni_plugin.curve.newcomers import Newcomers
 from vllm_omni_plugin.curve.refusals import WATCHED_EVENTS, HandshakeWatch, RefusalLog
 from vllm_omni_plugin.curve.secrets import Secrets
 from vllm_omni_plugin.curve.securing import PLAIN_USERNAME, Socket
@@ -26,8 +27,8 @@ class Gate:
     """Decides who may connect to the secured sockets of one context (its ZAP handler), in a thread of its own.
 
     It must be there before the first of them is bound; while it is not, they admit nobody. Refusals are logged with the
-    peer's address and counted. Messages of a connection it admits carry a `User-Id` that no other connection's do. All
-    methods are thread-safe.
+    peer's address and counted. Messages of a connection it admits carry a `User-Id` that no other connection's do. Who
+    sends more than a handshake takes without having been let in is cut off. All methods are thread-safe.
 
     Args:
         context: Of the sockets it guards.
@@ -55,6 +56,7 @@ class Gate:
         except BaseException:
             self._zap.close(linger=0)
             raise
+        self._newcomers = Newcomers()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._serve, name="omni-gate", daemon=True)
         self._thread.start()
@@ -83,11 +85,16 @@ class Gate:
             if not credentials:
                 self._admitted.pop(domain, None)
 
-    def watch(self, socket: Socket, name: str) -> None:
-        """Log and count also those who fail before they have shown a key: another secret, none, another mechanism.
+    def watch(self, socket: Socket, name: str, on_alone: Callable[[], object] | None = None) -> None:
+        """Log and count also those who fail before they have shown a key, and cut off those who send too much.
 
-        Call before bind, in the thread that owns ``socket``; the log calls it ``name``. Close it before the gate:
-        libzmq blocks a monitored socket when nobody reads its events.
+        Call when the socket has been told what to demand and before bind, in the thread that owns it. Close it before
+        the gate, unless the context is terminated then: libzmq blocks a monitored socket when nobody reads its events.
+
+        Args:
+            socket: Whose connections are watched.
+            name: What the log calls it.
+            on_alone: Called in the gate's thread when the last of those that were let in is gone.
         """
         with self._lock:
             if self._closed:
@@ -96,7 +103,8 @@ class Gate:
             socket.monitor(endpoint, WATCHED_EVENTS)
             reader: Socket = self._context.socket(zmq.PAIR, socket_class=zmq.Socket)
             reader.connect(endpoint)
-            self._arriving.append(HandshakeWatch(reader, name, self._refusals))
+            newcomers = self._newcomers if socket.mechanism == zmq.CURVE else None
+            self._arriving.append(HandshakeWatch(reader, name, self._refusals, newcomers, on_alone))
             os.eventfd_write(self._wakeup, 1)
 
     def close(self) -> None:
@@ -107,17 +115,23 @@ class Gate:
             self._closed = True
             os.eventfd_write(self._wakeup, 1)
         self._thread.join()
+        self._newcomers.close()
         os.close(self._wakeup)
 
     def _serve(self) -> None:
         poller = zmq.Poller()
         poller.register(self._zap, zmq.POLLIN)
         poller.register(self._wakeup, zmq.POLLIN)
+        poller.register(self._newcomers.fileno(), zmq.POLLIN)
         watches: dict[Socket, HandshakeWatch] = {}
         while not self._closed:
             for source, _ in poller.poll():
                 if source is self._zap:
                     self._answer()
+                elif source == self._newcomers.fileno():
+                    for descriptor in self._newcomers.end_the_greedy():
+                        for watch in watches.values():
+                            watch.has_ended(descriptor)
                 elif source == self._wakeup:
                     os.eventfd_read(self._wakeup)
                     while self._arriving:

@@ -1,13 +1,13 @@
 """Connections that were refused: counted always, logged with the peer's address at a bounded rate."""
 
-import socket
 import struct
 from collections.abc import Callable
 from typing import Any
 
 import zmq
 
-from vllm_omni_plugin.curve.descriptors import NONE_LEFT, cut_connection, is_spare
+from vllm_omni_plugin.curve.descriptors import NONE_LEFT, borrowed, cut_connection, is_spare
+from vllm_omni_plugin.curve.newcomers import Newcomers
 from vllm_omni_plugin.curve.secrets import FLAG
 from vllm_omni_plugin.logger import init_logger
 
@@ -17,8 +17,10 @@ LOG_INTERVAL = 60.0
 MAX_LOGGED_PEERS = 1024
 WATCHED_EVENTS = (
     zmq.EVENT_ACCEPTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_DISCONNECTED
     | zmq.EVENT_MONITOR_STOPPED
 )
@@ -29,6 +31,8 @@ _FAILURES = {
 _MALFORMED = "its handshake is malformed"
 # Both ends see that their mechanisms differ; if the peer is the first, this is all there is to see of it.
 _UNFINISHED = f"it did not finish the handshake, like one that authenticates in another way, see {FLAG}"
+_RECORDED = ""  # by the gate, whom libzmq has asked
+_TOO_MUCH = "it sent more than a handshake takes, without having been let in"
 _UNKNOWN_PEER = ("", "a peer that was gone before its address could be read")
 
 
@@ -60,48 +64,89 @@ class RefusalLog:
 
 
 class HandshakeWatch:
-    """Reads the monitor of one server socket, because those who fail before they have shown a key never reach ZAP."""
+    """Reads the monitor of one server socket, because those who fail before they have shown a key never reach ZAP.
 
-    def __init__(self, reader: zmq.Socket[Any], name: str, refusals: RefusalLog) -> None:
+    Args:
+        reader: The monitor.
+        name: Of the socket, in the log.
+        refusals: Where they are recorded.
+        newcomers: Told of every connection, or None if the socket demands no key.
+        on_alone: Called when the last peer that was let in is gone, from the thread that calls `take_event`.
+    """
+
+    def __init__(
+        self,
+        reader: zmq.Socket[Any],
+        name: str,
+        refusals: RefusalLog,
+        newcomers: Newcomers | None,
+        on_alone: Callable[[], object] | None,
+    ) -> None:
         self.reader = reader
         self._name = name
         self._refusals = refusals
-        self._accepted: dict[int, tuple[str, str]] = {}
+        self._newcomers = newcomers
+        self._on_alone = on_alone
+        # By descriptor: host, whole address, and how many had been let in before.
+        self._accepted: dict[int, tuple[str, str, int]] = {}
+        self._let_in = 0
+        self._is_alone = True
         self._failure: str | None = None
+        self._ended: set[int] = set()
+
+    def has_ended(self, descriptor: int) -> None:
+        """`Newcomers` has ended this connection, which may be another socket's."""
+        if descriptor in self._accepted:
+            self._ended.add(descriptor)
 
     def take_event(self) -> bool:
         """Take in one event; return False when it was the last."""
-        event, value = struct.unpack("=Hi", self.reader.recv_multipart()[0])
+        said, endpoint = self.reader.recv_multipart()
+        event, value = struct.unpack("=Hi", said)
         if event == zmq.EVENT_ACCEPTED and is_spare(value):
             # All of them as one peer: there may be hundreds, and what is wrong is the same.
             self._refusals.record("", _peer_of(value)[1], self._name, NONE_LEFT)
             cut_connection(value)
         elif event == zmq.EVENT_ACCEPTED:
-            self._accepted[value] = _peer_of(value)
+            self._accepted[value] = (*_peer_of(value), self._let_in)
+            if self._newcomers is not None:
+                self._newcomers.add(value, endpoint.decode())
+        elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._let_in += 1
+            self._is_alone = False
         elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
             self._failure = _FAILURES.get(value, _MALFORMED)
         elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
             self._failure = _UNFINISHED
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            self._failure = _RECORDED
         elif event == zmq.EVENT_DISCONNECTED:
-            host, peer = self._accepted.pop(value, _UNKNOWN_PEER)
-            # A failure does not say whose it is; the same thread reports the end of that connection right after it.
-            if self._failure is not None:
-                self._refusals.record(host, peer, self._name, self._failure)
-                self._failure = None
+            self._disconnected(value)
         return bool(event != zmq.EVENT_MONITOR_STOPPED)
+
+    def _disconnected(self, descriptor: int) -> None:
+        host, peer, let_in = self._accepted.pop(descriptor, (*_UNKNOWN_PEER, -1))
+        # A failure does not say whose it is; the same thread reports the end of that connection right after it. libzmq
+        # reports none for a frame that is too large: but then nobody was let in since this peer came.
+        why = _TOO_MUCH if self._failure is None and let_in == self._let_in else self._failure
+        self._failure = None
+        if descriptor in self._ended:
+            self._ended.discard(descriptor)
+            why = _TOO_MUCH
+        if why:
+            self._refusals.record(host, peer, self._name, why)
+        # Which one was let in is not said either; but the others are not kept for longer than a handshake may last.
+        if not (self._is_alone or self._accepted):
+            self._is_alone = True
+            if self._on_alone is not None:
+                self._on_alone()
 
 
 def _peer_of(descriptor: int) -> tuple[str, str]:
     """Return the host and the whole address at the other end of a connection of libzmq's, if it still stands."""
     try:
-        connection = socket.socket(fileno=descriptor)
-    except OSError:
-        return _UNKNOWN_PEER
-    try:
-        host, port, *_ = connection.getpeername()
+        with borrowed(descriptor) as connection:
+            host, port, *_ = connection.getpeername()
     except (OSError, ValueError):
         return _UNKNOWN_PEER
-    finally:
-        # Closing it is for libzmq, whose it is.
-        connection.detach()
     return host, f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

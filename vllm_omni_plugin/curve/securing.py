@@ -10,6 +10,15 @@ from vllm_omni_plugin.curve.secrets import FLAG, Secrets
 PLAIN_USERNAME = "head"
 """Of data sockets without encryption, where the credential is the password."""
 
+HANDSHAKE_MS = 2000
+"""How long a server waits for a peer's handshake, and so how long a connection that says nothing lasts."""
+
+HANDSHAKE_FRAME_BYTES = 512
+"""The largest frame of a handshake has some 300: enough for a socket that gets nothing else."""
+
+CURVE_BYTES = 64
+"""What encryption adds to a frame, at most."""
+
 Socket = zmq.Socket[Any]
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from vllm.exceptions import GracefulHTTPError
 
-from vllm_omni_plugin.errors import NoReplicaError, StageInputError
+from vllm_omni_plugin.errors import MessageTooLargeError, NoReplicaError, StageInputError
 from vllm_omni_plugin.orchestrator.messages import RequestFailed
 
 
@@ -44,6 +44,8 @@ def to_http(error: Exception) -> Exception:
     match error:
         case NoReplicaError():
             status = HTTPStatus.SERVICE_UNAVAILABLE
+        case MessageTooLargeError():
+            status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
         case StageInputError():
             status = HTTPStatus.BAD_REQUEST
         case _:

@@ -14,6 +14,7 @@ from vllm_omni_plugin.config import OmniConfig
 
 _MAX_STAGE_ID = 1023
 _MAX_PORT = 65535
+_MAX_MESSAGE_MIB = 2**20
 
 
 class Side(Enum):
@@ -221,6 +222,14 @@ FLAGS = (
         "over HTTP (DELETE, drain, resume) and explain then need one of them as a bearer token. Default: none; these "
         "are answered to loopback addresses of this machine only.",
         "FILE",
+    ),
+    Flag(
+        "--omni-max-message-size",
+        Side.BOTH,
+        "Largest message between a head and a replica of another process, in MiB: of requests as their node says, of "
+        "outputs as the head says. A request that is larger fails alone, before it is sent.",
+        "MIB",
+        whole(1, _MAX_MESSAGE_MIB, "that is no size"),
     ),
     Flag(
         "--omni-migration-limit",

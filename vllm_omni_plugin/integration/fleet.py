@@ -193,6 +193,7 @@ class Fleet:
             head_id=self._head_id,
             heartbeat_interval=self._options.heartbeat_interval,
             heartbeat_timeout=self._options.heartbeat_timeout,
+            max_message_bytes=self._options.max_message_bytes,
             secrets=self._secrets,
         )
 

@@ -120,6 +120,7 @@ async def _serve(options: OmniConfig, node: _Node, launcher: Launcher) -> None:
         drain_timeout=options.drain_timeout,
         secrets=Secrets.from_file(options.secret_file) if options.secret_file else None,
         fingerprint=node.fingerprint,
+        max_message_bytes=options.max_message_bytes,
     )
     # Two blocking steps per replica may run at once: the old engine's end and the new one's start.
     with ThreadPoolExecutor(2 * node.replicas, thread_name_prefix="omni-engine") as executor:

@@ -16,7 +16,7 @@ from vllm_omni_plugin.replicas.served_engine import HEAD_SLOTS
 
 logger = init_logger(__name__)
 
-_OF_THE_LINKS = ("secret_file", "insecure")
+_OF_THE_LINKS = ("secret_file", "insecure", "max_message_size")
 _BEATS_PER_TIMEOUT = 3
 _IN_THE_FILE = {"lb_policy": "policy", "lb_config": "policy_config", "dp_size_local": "replicas"}
 """What a pipeline's file says by stage, and the key there."""

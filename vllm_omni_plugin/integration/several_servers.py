@@ -181,4 +181,5 @@ def _settings(home: OmniConfig, plan: StagePlan) -> ServerSettings:
         drain_timeout=home.drain_timeout,
         secrets=Secrets.from_file(home.secret_file) if home.secret_file else None,
         fingerprint=plan.fingerprint,
+        max_message_bytes=home.max_message_bytes,
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
-from vllm_omni_plugin.errors import OmniError, ReplicaError, RequestLostError
+from vllm_omni_plugin.errors import MessageTooLargeError, OmniError, ReplicaError, RequestLostError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.engine_index import engine_index
 from vllm_omni_plugin.orchestrator.held_requests import HeldRequests
@@ -232,6 +232,9 @@ class Dispatcher:
             return
         try:
             member.client.add_request(request, run.engine_request_id)
+        except MessageTooLargeError as error:
+            self.abort((run.request_id,))
+            self._fail(run, error)
         except ReplicaError:
             # The client has reported its death meanwhile, and with it every request charged to the replica.
             return

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 import zmq
 from msgspec.structs import replace
 
+from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.coordinator import ReplicaInfo, ReplicaKey
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ReplicaError
@@ -39,6 +40,7 @@ class RemoteReplicas:
         head_id: names this head to replica servers and in their logs; no other has it.
         heartbeat_interval: seconds between signs of life to each replica's server.
         heartbeat_timeout: seconds without one of the server's after which it is lost.
+        max_message_bytes: the largest message of an engine.
         secrets: what servers and heads of this fleet know, None where links are open.
         attach: opens one.
         clock: monotonic seconds.
@@ -54,6 +56,7 @@ class RemoteReplicas:
         head_id: str,
         heartbeat_interval: float,
         heartbeat_timeout: float,
+        max_message_bytes: int = OmniConfig().max_message_bytes,
         secrets: Secrets | None = None,
         attach: AttachRemote = attach_remote,
         clock: Callable[[], float] = time.monotonic,
@@ -69,6 +72,7 @@ class RemoteReplicas:
             fingerprints=fingerprints,
             heartbeat_interval=heartbeat_interval,
             heartbeat_timeout=heartbeat_timeout,
+            max_message_bytes=max_message_bytes,
             secrets=secrets,
             clock=clock,
         )

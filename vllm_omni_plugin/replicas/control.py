@@ -12,7 +12,7 @@ from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.replicas.cache_journal import MAX_PART, Cursor
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Of the messages below and of the data path. Ends that differ do not work together."""
 
 MAX_CONTROL_BYTES = 256 * 1024
@@ -86,6 +86,7 @@ class Attached(Struct, frozen=True, tag="attached"):
         client_index: to put into every request and utility call.
         identity: ZMQ identity of the engine, the first frame of every message to it.
         ready_response: what the engine said of itself when it was ready, as vLLM encoded it.
+        max_message_bytes: what one message to the engine may have at most, all of its frames together.
         data_key: public CURVE key (Z85) of the data sockets, or "" where links are not encrypted.
         fingerprint: the server's configuration.
     """
@@ -96,6 +97,7 @@ class Attached(Struct, frozen=True, tag="attached"):
     client_index: int
     identity: bytes
     ready_response: bytes
+    max_message_bytes: Annotated[int, Meta(ge=0)]
     data_key: Text
     fingerprint: Fingerprint
 

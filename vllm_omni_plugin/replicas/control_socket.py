@@ -6,7 +6,7 @@ from typing import Any
 import zmq
 
 from vllm_omni_plugin.coordinator.drops import DropLog, DropReason, peer_of
-from vllm_omni_plugin.curve import Gate, Secrets, secure_server
+from vllm_omni_plugin.curve import HANDSHAKE_MS, Gate, Secrets, secure_server
 from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.control import MAX_CONTROL_BYTES, ToHead, ToServer, decode_to_server, encode
@@ -18,7 +18,6 @@ logger = init_logger(__name__)
 
 CONTROL_ROLE = "replica"
 _QUEUE_MESSAGES = 64
-_HANDSHAKE_MS = 5000
 # A head on a link that was cut without a word is forgotten after this time, instead of TCP's quarter of an hour.
 _LINK_CHECK_MS = 5000
 _LINK_TIMEOUT_MS = 15000
@@ -43,14 +42,14 @@ class ControlSocket:
         self._router = self._context.socket(zmq.ROUTER)
         self._router.maxmsgsize = MAX_CONTROL_BYTES
         self._router.rcvhwm = self._router.sndhwm = _QUEUE_MESSAGES
-        self._router.handshake_ivl = _HANDSHAKE_MS
+        self._router.handshake_ivl = HANDSHAKE_MS
         self._router.heartbeat_ivl = _LINK_CHECK_MS
         self._router.heartbeat_timeout = _LINK_TIMEOUT_MS
         if secrets is not None:
             self._gate = Gate(self._context, secrets)
             self._gate.admit_secret_holders(CONTROL_ROLE)
-            self._gate.watch(self._router, f"control {listener.address}")
             secure_server(self._router, secrets, CONTROL_ROLE)
+            self._gate.watch(self._router, f"control {listener.address}")
         listener.bind(self._router)
         self._reader = SocketReader(self._router, self._take)
         self._reader.resume()

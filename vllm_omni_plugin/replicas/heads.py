@@ -74,6 +74,7 @@ class Heads:
         self._followers = CacheFollowers(send)
         self._cleaning: set[asyncio.Task[None]] = set()
         self._resetting = False
+        self._last_lost: tuple[bytes, int] | None = None
         self._logged_refusals: set[tuple[str, str]] = set()
 
     def __len__(self) -> int:
@@ -137,7 +138,10 @@ class Heads:
             return
         lease = self._leases.find(message.lease, peer)
         if lease is None:
-            if not isinstance(message, Detach):
+            if isinstance(message, Leave) and (peer, message.lease) == self._last_lost:
+                # It says so before it lets go, but over another connection than the one that is gone.
+                self._on_leave()
+            elif not isinstance(message, Detach):
                 self._send(peer, Expired(message.lease))
             return
         match message:
@@ -192,8 +196,7 @@ class Heads:
             inputs,
             outputs,
             credential,
-            self._settings.secrets,
-            self._settings.heartbeat_timeout,
+            self._settings,
             lambda: self._connection_lost(lease),
         )
         logger.info("Head %s is attached, on slot %d.", lease.head_id, lease.slot)
@@ -204,15 +207,20 @@ class Heads:
             client_index=lease.slot,
             identity=engine.identity,
             ready_response=engine.ready_response,
+            max_message_bytes=self._settings.max_message_bytes,
             data_key=relay.data_key,
             fingerprint=dict(self._settings.fingerprint),
         )
 
     def _connection_lost(self, lease: Lease) -> None:
         if self._leases.find(lease.lease_id, lease.peer) is not None:
-            reason = "its connection for outputs is gone, or took nothing for too long"
+            reason = (
+                "its connection for outputs is gone, took nothing for too long, or got more than its "
+                "--omni-max-message-size"
+            )
             self._send(lease.peer, Status(lease.lease_id, ReplicaStatus.ERROR, reason))
             self._end(lease, reason)
+            self._last_lost = (lease.peer, lease.lease_id)
 
     def _end(self, lease: Lease, reason: str) -> None:
         assert self._engine is not None

@@ -6,12 +6,12 @@ from typing import Any
 
 import zmq
 
-from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.replicas.forwarding import QUEUE_MESSAGES, Socket
 from vllm_omni_plugin.replicas.link import Frames, ReadingEnd
 from vllm_omni_plugin.replicas.ports import Listener
 from vllm_omni_plugin.replicas.relay import Relay
+from vllm_omni_plugin.replicas.settings import ServerSettings
 from vllm_omni_plugin.replicas.stage_client import Codec, StageClient
 
 
@@ -79,8 +79,7 @@ class OutputSlot:
         inputs: Listener,
         outputs: Listener,
         credential: str,
-        secrets: Secrets | None,
-        stall_timeout: float,
+        settings: ServerSettings,
         on_lost: Callable[[], None],
     ) -> Relay:
         """Give the slot to a head; see `Relay`."""
@@ -94,8 +93,7 @@ class OutputSlot:
                 self._link.input_addr,
                 self._link.output_socket,
                 credential,
-                secrets,
-                stall_timeout,
+                settings,
                 on_lost,
             )
         except BaseException:

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.coordinator import ReplicaInfo, ReplicaStatus
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ReplicaError
@@ -61,6 +62,7 @@ class AttachSettings:
         fingerprints: this head's configuration by stage, see `vllm_api.fingerprint`.
         heartbeat_interval: seconds between signs of life.
         heartbeat_timeout: seconds without one after which a server is lost; also how long attaching may take.
+        max_message_bytes: the largest message of an engine.
         secrets: what servers and heads of this fleet know, None where links are open.
         clock: monotonic seconds.
     """
@@ -73,6 +75,7 @@ class AttachSettings:
     heartbeat_timeout: float
     secrets: Secrets | None
     clock: Callable[[], float]
+    max_message_bytes: int = OmniConfig().max_message_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,13 +152,14 @@ class RemoteReplica:
         await self._open(lease, credential)
 
     async def _open(self, lease: Attached, credential: DataCredential) -> None:
+        settings = self._settings
         self._link = RemoteLink(
-            self._settings.context, lease, credential, lambda: self._lose("the data connection to its server broke")
+            settings.context, lease, credential, settings.max_message_bytes, self._data_connection_lost
         )
         self.ready_response = lease.ready_response
         self.client = StageClient(
             self._link,
-            self._settings.codecs[self._info.stage_id],
+            settings.codecs[self._info.stage_id],
             self._name,
             self._on_outputs,
             self._listeners.dead,
@@ -242,6 +246,13 @@ class RemoteReplica:
         if self._follower is not None:
             self._follower.ask_again()
         self._next_beat = asyncio.get_running_loop().call_later(settings.heartbeat_interval, self._beat)
+
+    def _data_connection_lost(self) -> None:
+        reason = "the data connection to its server broke"
+        if self._control is not None and self._control.connection.stands:
+            most = self._settings.max_message_bytes // 2**20
+            reason += f", as over outputs of more than {most} MiB (--omni-max-message-size of this head)"
+        self._lose(reason)
 
     def _lose(self, reason: str) -> None:
         if self._lost_reason:

@@ -7,14 +7,15 @@ from typing import Self
 
 import zmq
 
-from vllm_omni_plugin.curve import PLAIN_USERNAME
-from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.curve import CURVE_BYTES, HANDSHAKE_FRAME_BYTES, PLAIN_USERNAME
+from vllm_omni_plugin.errors import MessageTooLargeError, ReplicaError
 from vllm_omni_plugin.replicas.connection import Connection, Context, HandshakeRefusedError, Socket, never_reconnect
 from vllm_omni_plugin.replicas.control import Attached
 from vllm_omni_plugin.replicas.link import Frames, ReadingEnd
 from vllm_omni_plugin.replicas.reach import why_unreachable
 
 _CONNECT_TIMEOUT_MS = 3000
+MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +56,25 @@ class RemoteLink(ReadingEnd):
         context: makes the sockets.
         lease: where to connect, and as whom.
         credential: the one that the lease was granted for.
-        on_lost: called when a connection breaks after both were established.
+        max_output_bytes: the engine's largest message.
+        on_lost: called with the reason when a connection breaks after both were established.
 
     Raises:
         ReplicaError: an address or key of the lease is not valid.
     """
 
     def __init__(
-        self, context: Context, lease: Attached, credential: DataCredential, on_lost: Callable[[], None]
+        self,
+        context: Context,
+        lease: Attached,
+        credential: DataCredential,
+        max_output_bytes: int,
+        on_lost: Callable[[], None],
     ) -> None:
         self.input_addr = lease.input_addr
         self.output_addr = lease.output_addr
         self._identity = lease.identity
+        self._max_bytes = lease.max_message_bytes
         self._sockets = (context.socket(zmq.PUSH), context.socket(zmq.PULL))
         self._input, self.output_socket = self._sockets
         self._connections: list[Connection] = []
@@ -74,6 +82,8 @@ class RemoteLink(ReadingEnd):
             for socket, address in zip(self._sockets, (self.input_addr, self.output_addr), strict=True):
                 self._connections.append(Connection(socket, on_lost))
                 credential.show(socket, lease.data_key)
+                # What is sent to us for requests is a handshake.
+                socket.maxmsgsize = HANDSHAKE_FRAME_BYTES if socket is self._input else max_output_bytes + CURVE_BYTES
                 _connect(socket, address)
         except zmq.ZMQError as error:
             self.close()
@@ -97,8 +107,15 @@ class RemoteLink(ReadingEnd):
         """See `Link.send`.
 
         Raises:
+            MessageTooLargeError: the server would end the connection over it. It was not sent.
             ReplicaError: the connection is broken.
         """
+        size = sum(memoryview(frame).nbytes for frame in frames)
+        if size > self._max_bytes:
+            raise MessageTooLargeError(
+                f"The request takes {size / MIB:.1f} MiB on its way to the engine, where {self._max_bytes // MIB} MiB "
+                f"are allowed (--omni-max-message-size of the replica's node)"
+            )
         try:
             self._input.send_multipart((self._identity, *frames), zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:

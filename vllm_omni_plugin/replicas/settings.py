@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.replicas.ports import PortRange
 
@@ -20,6 +21,7 @@ class ServerSettings:
         heartbeat_timeout: silence after which a head has gone, or an engine hangs.
         drain_timeout: how long a leaving replica waits for its heads to finish.
         secrets: of the fleet, or None without authentication.
+        max_message_bytes: a head's largest message to an engine.
         fingerprint: the configuration that heads must share, see `vllm_api.fingerprint`.
     """
 
@@ -32,3 +34,4 @@ class ServerSettings:
     drain_timeout: float
     secrets: Secrets | None
     fingerprint: Mapping[str, str]
+    max_message_bytes: int = OmniConfig().max_message_bytes

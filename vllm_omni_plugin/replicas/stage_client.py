@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from vllm_omni_plugin.errors import ReplicaError, WireError
+from vllm_omni_plugin.errors import MessageTooLargeError, ReplicaError, WireError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.link import Frames, Link
 
@@ -82,6 +82,7 @@ class StageClient:
         """Submit an `EngineCoreRequest` under an id that must be new to the engine, or vLLM's engine dies of it.
 
         Raises:
+            MessageTooLargeError: the replica takes no message of this size.
             ReplicaError: the replica is dead.
         """
         self._send(self._codec.encode_add(request, engine_request_id, self._client_index))
@@ -192,6 +193,8 @@ class StageClient:
             raise self._dead_error()
         try:
             self._link.send(frames)
+        except MessageTooLargeError:
+            raise
         except ReplicaError as error:
             self.mark_dead(str(error))
             raise

@@ -130,8 +130,8 @@ def make_head() -> Iterator[MakeHead]:
     """Heads that attach as ours do; they are closed after the test."""
     heads: list[RealHead] = []
 
-    def make(secrets: Secrets | None = None, **fingerprint: str) -> RealHead:
-        heads.append(RealHead(FINGERPRINT | fingerprint, secrets))
+    def make(secrets: Secrets | None = None, max_message_bytes: int = 2**30, **fingerprint: str) -> RealHead:
+        heads.append(RealHead(FINGERPRINT | fingerprint, secrets, max_message_bytes=max_message_bytes))
         return heads[-1]
 
     yield make

@@ -33,7 +33,7 @@ class TimedSlotCodec(SlotCodec):
 class RealHead:
     """A head and what it hears."""
 
-    def __init__(self, fingerprint: dict[str, str], secrets: Secrets | None) -> None:
+    def __init__(self, fingerprint: dict[str, str], secrets: Secrets | None, **settings: Any) -> None:
         self.tokens: list[str] = []
         self.deaths: list[str] = []
         self.statuses: list[ReplicaStatus] = []
@@ -47,6 +47,7 @@ class RealHead:
             heartbeat_timeout=10.0,
             secrets=secrets,
             clock=time.monotonic,
+            **settings,
         )
 
     @asynccontextmanager

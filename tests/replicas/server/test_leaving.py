@@ -104,6 +104,17 @@ async def test_a_head_may_ask_a_replica_to_leave(start_node: StartNode) -> None:
         await node.running
 
 
+async def test_a_head_that_lets_go_at_once_is_still_heard(start_node: StartNode) -> None:
+    node = await start_node()
+    async with node.attached() as head:
+        node.engine.say(0, "a")
+        await head.read_ids(1)
+        head.outputs.close(linger=0)
+        assert (await head.hear_status()).status is ReplicaStatus.ERROR
+        await head.leave()
+        await node.running
+
+
 async def test_draining_while_the_engine_is_down_ends_at_once(start_node: StartNode) -> None:
     node = await start_node(heartbeat_timeout=0.2)
     info = await node.up()

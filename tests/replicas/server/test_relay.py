@@ -13,6 +13,9 @@ from vllm_omni_plugin.curve import PLAIN_USERNAME
 from vllm_omni_plugin.replicas.input_hub import InputHub
 from vllm_omni_plugin.replicas.ports import close_all, listen_on_many
 from vllm_omni_plugin.replicas.relay import Relay
+from vllm_omni_plugin.replicas.settings import ServerSettings
+
+SETTINGS = ServerSettings("127.0.0.1", None, "", 0, 1.0, 1000.0, 60.0, None, {})
 
 
 @pytest.fixture
@@ -42,7 +45,7 @@ async def test_a_relay_that_cannot_be_opened_leaves_nothing_on_the_loop(
     outputs.close()
     before = set(os.listdir("/proc/self/fd"))
     with contextlib.closing(inputs), pytest.raises(OSError, match="Bad file descriptor"):
-        Relay(inputs, outputs, f"ipc://{tmp_path}/hub", slot, "c" * 40, None, 10.0, lambda: None)
+        Relay(inputs, outputs, f"ipc://{tmp_path}/hub", slot, "c" * 40, SETTINGS, lambda: None)
     # What earlier tests had may end meanwhile.
     assert set(os.listdir("/proc/self/fd")) <= before
     # Descriptors are numbered anew; one that the loop still took for a socket of the relay would never be heard of.
@@ -72,7 +75,7 @@ async def test_a_relay_to_a_head_that_reads_nothing_is_closed_at_once(
     tmp_path: Path, slot: "zmq.Socket[bytes]", open_socket: Callable[[int], "zmq.Socket[bytes]"]
 ) -> None:
     inputs, outputs = listen_on_many("127.0.0.1", None, 2)
-    relay = Relay(inputs, outputs, f"ipc://{tmp_path}/hub", slot, "c" * 40, None, 1000.0, lambda: None)
+    relay = Relay(inputs, outputs, f"ipc://{tmp_path}/hub", slot, "c" * 40, SETTINGS, lambda: None)
     head, engine = open_socket(zmq.PULL), open_socket(zmq.PUSH)
     head.rcvhwm = 1
     head.plain_username, head.plain_password = PLAIN_USERNAME.encode(), b"c" * 40

@@ -5,15 +5,21 @@ import contextlib
 import random
 
 import msgspec
+import psutil
 import pytest
 import zmq
 
 from tests.fakes.conditions import eventually
+from tests.fakes.engine_api import FakeRequest
 from tests.fakes.hostile_frames import hostile_message, hostile_stream
-from tests.replicas.server.conftest import Node, StartNode
+from tests.fakes.strangers import stranger
+from tests.replicas.server.conftest import MakeHead, Node, StartNode
+from tests.replicas.server.engines import SlotCodec
 from tests.replicas.server.heads import Head
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.curve import Secrets
+from vllm_omni_plugin.curve.newcomers import MAX_HANDSHAKE_BYTES
+from vllm_omni_plugin.errors import MessageTooLargeError
 from vllm_omni_plugin.replicas.control import PROTOCOL_VERSION, Attach, Beat, Detach, Expired, Status, encode
 
 SECRETS = Secrets(["correct horse battery staple"])
@@ -86,6 +92,52 @@ async def test_peers_that_speak_no_zmtp_change_nothing(start_node: StartNode, se
         await works(node, head)
         for writer in half_open:
             writer.close()
+
+
+async def test_what_is_too_large_before_the_handshake_is_cut_off_on_every_port(start_node: StartNode) -> None:
+    node = await start_node(secrets=SECRETS)
+    async with node.attached() as head:
+        connections = psutil.Process().net_connections("tcp")
+        ports = [found.laddr.port for found in connections if found.status == psutil.CONN_LISTEN]
+        # The coordinator's two, and those for control, requests and outputs.
+        assert len(ports) == 5
+        for port in ports:
+            for announced, sent in ((2**62, 0), (2**20, MAX_HANDSHAKE_BYTES)):
+                with stranger(port) as peer:
+                    peer.announce(announced)
+                    with contextlib.suppress(ConnectionError):
+                        peer.send(bytes(sent))
+                    assert await asyncio.to_thread(peer.is_cut), port
+        await works(node, head)
+
+
+@MODES
+async def test_a_message_of_the_largest_size_passes_and_a_larger_one_fails_alone_before_it_is_sent(
+    start_node: StartNode, make_head: MakeHead, secrets: Secrets | None
+) -> None:
+    node = await start_node(secrets=secrets, max_message_bytes=2**20)
+    head = make_head(secrets)
+    frame = len(SlotCodec().encode_add(FakeRequest(""), "", 0)[1])
+    async with head.attached(await node.up()) as replica:
+        # The codec puts the id, of which each character is a byte, and the kind of message around it.
+        largest = "x" * (2**20 - frame - len(b"add"))
+        with pytest.raises(MessageTooLargeError, match=r"1\.0 MiB.*1 MiB are allowed \(--omni-max-message-size"):
+            replica.client.add_request(FakeRequest(""), largest + "x")
+        replica.client.add_request(FakeRequest(""), largest)
+        await eventually(lambda: any(largest.encode() in frames[-1] for frames in node.engine.frames))
+        assert await replica.client.call("is_sleeping") is False
+        assert not head.deaths
+
+
+async def test_outputs_over_the_heads_limit_are_a_loss_that_names_the_flag(
+    start_node: StartNode, make_head: MakeHead
+) -> None:
+    node = await start_node()
+    head = make_head(max_message_bytes=2**20)
+    async with head.attached(await node.up()):
+        node.engine.say(0, "x" * 2**20)
+        await eventually(lambda: head.deaths)
+    assert "--omni-max-message-size" in head.deaths[0]
 
 
 @pytest.mark.parametrize("stranger_secrets", [None, OTHERS], ids=["no secret", "another secret"])

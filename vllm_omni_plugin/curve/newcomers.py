@@ -1,0 +1,66 @@
+"""How much a connection may send before it is let in: libzmq by itself takes in as large a frame as it ever would."""
+
+import select
+import socket
+import struct
+from contextlib import suppress
+
+from vllm_omni_plugin.curve.descriptors import borrowed
+
+MAX_HANDSHAKE_BYTES = 4096
+"""A client of ours sends some 600 bytes until it is let in."""
+
+# All that a CURVE server sends before it lets somebody in: its greeting, WELCOME, ERROR. READY is longer than ERROR.
+_SENT_TO_STRANGERS = 64 + 170 + 14
+_RESET = struct.pack("ii", 1, 0)
+# Of the kernel's tcp_info: how many bytes the peer has acknowledged, and how many have come from it.
+_COUNTS = struct.Struct("=120x2Q")
+
+
+class Newcomers:
+    """Ends connections to sockets that demand a key, once they have sent too much without having been let in.
+
+    Who was let in is seen by what it has acknowledged, which cannot be more than it was sent.
+    """
+
+    def __init__(self) -> None:
+        self._ports: dict[int, int] = {}
+        self._epoll = select.epoll()
+
+    def fileno(self) -> int:
+        """What is readable when `end_the_greedy` should be called."""
+        return self._epoll.fileno()
+
+    def add(self, descriptor: int, endpoint: str) -> None:
+        """Watch a connection of libzmq's that was accepted at a tcp endpoint. Nothing happens if it is gone again."""
+        with suppress(OSError):
+            # It leaves the set when libzmq closes it. An arrival that libzmq has read is told only because there
+            # is something else to tell: that the connection can be written to.
+            self._epoll.register(descriptor, select.EPOLLIN | select.EPOLLOUT | select.EPOLLET)
+            self._ports[descriptor] = int(endpoint.rpartition(":")[2])
+
+    def end_the_greedy(self) -> list[int]:
+        """Look at those that have sent something; return the descriptors of those that were ended."""
+        return [descriptor for descriptor, _ in self._epoll.poll(0) if self._is_ended(descriptor)]
+
+    def close(self) -> None:
+        """Watch no more."""
+        self._epoll.close()
+
+    def _is_ended(self, descriptor: int) -> bool:
+        with suppress(OSError, struct.error), borrowed(descriptor) as connection:
+            # Older kernels tell less; there a frame's largest size is the only limit.
+            acknowledged, received = _COUNTS.unpack(
+                connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _COUNTS.size)
+            )
+            # The descriptor may be that of another connection by now, which is none of ours.
+            if acknowledged > _SENT_TO_STRANGERS or connection.getsockname()[1] != self._ports[descriptor]:
+                self._epoll.unregister(descriptor)
+            elif received > MAX_HANDSHAKE_BYTES:
+                # First, since a shutdown is an event, too.
+                self._epoll.unregister(descriptor)
+                # Whoever goes on sending is to hear of it, too, when libzmq has noticed the end and closes it.
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+                connection.shutdown(socket.SHUT_RDWR)
+                return True
+        return False
