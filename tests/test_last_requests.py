@@ -9,18 +9,21 @@ from typing import Any
 import pytest
 from vllm.exceptions import GracefulHTTPError
 
+from tests.fakes.conditions import eventually
 from vllm_omni_plugin.integration.last_requests import LastRequests
 from vllm_omni_plugin.orchestrator.pipeline_call import CallEnded, PipelineCall, StageEvent
 
 
 class FakeProcessor:
-    """The requests that AsyncLLM's `OutputProcessor` knows."""
+    """The requests that AsyncLLM's `OutputProcessor` knows, and how often somebody asked whether there are any."""
 
     def __init__(self) -> None:
         self.request_states: dict[str, Any] = {}
+        self.looks = 0
         self.aborted: list[str] = []
 
     def has_unfinished_requests(self) -> bool:
+        self.looks += 1
         return bool(self.request_states)
 
     def abort_requests(self, request_ids: Sequence[str], internal: bool) -> None:
@@ -77,8 +80,7 @@ async def test_the_end_waits_until_asyncllm_has_answered_what_replicas_have_fini
     assert submit(last, processor, "a")
     fleet = Finished(left=50.0)
     ending = asyncio.create_task(asyncio.to_thread(last.let_finish, fleet.let_finish, 60.0))
-    done, _ = await asyncio.wait({ending}, timeout=0.05)
-    assert not done
+    await eventually(lambda: processor.looks)
     last.answered()
     processor.request_states.clear()
     done, _ = await asyncio.wait({ending}, timeout=0.05)
