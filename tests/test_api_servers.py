@@ -179,7 +179,8 @@ async def test_stopping_ends_all_and_starts_none(supervised: Supervised) -> None
 async def test_one_that_does_not_end_in_time_is_killed(supervised: Supervised) -> None:
     supervised.obedient = False
     await supervised.serve(0)
-    await supervised.servers.stop(0.01)
+    await supervised.serve(1)
+    await supervised.servers.stop(0.3)
     assert [process.exitcode for _, process in supervised.started] == [KILLED, KILLED]
     assert all(process.told_to_end for _, process in supervised.started)
 
