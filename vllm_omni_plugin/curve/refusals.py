@@ -46,21 +46,26 @@ class RefusalLog:
 
     def record(self, host: str, peer: str, where: str, why: str) -> None:
         """Count one refusal of ``peer``, which is ``host`` with or without a port, at the socket called ``where``."""
+        if self._may_log(host):
+            logger.warning(
+                "Refused %s at the %s socket: %s; more from there within %.0f s are counted, not logged",
+                peer,
+                where,
+                why,
+                LOG_INTERVAL,
+            )
+        # Who sees the count finds the line in the log.
         self.count += 1
+
+    def _may_log(self, host: str) -> bool:
         now = self._clock()
         # In the order of their times, so those that are over stand in front.
         while self._logged_at and next(iter(self._logged_at.values())) + LOG_INTERVAL <= now:
             del self._logged_at[next(iter(self._logged_at))]
         if host in self._logged_at or len(self._logged_at) >= MAX_LOGGED_PEERS:
-            return
+            return False
         self._logged_at[host] = now
-        logger.warning(
-            "Refused %s at the %s socket: %s; more from there within %.0f s are counted, not logged",
-            peer,
-            where,
-            why,
-            LOG_INTERVAL,
-        )
+        return True
 
 
 class HandshakeWatch:
