@@ -110,7 +110,11 @@ async def test_moves_are_counted_by_their_way_and_losses_apart() -> None:
         fleet.lose(0)
         registry = registry_of(fleet.orchestrator)
     assert values(registry, "vllm_omni_fleet:request_moves_total", "way") == {"restart": 1, "resume": 1, "replay": 1}
-    assert values(registry, "vllm_omni_fleet:requests_failed_total", "reason") == {"replica_lost": 1, "no_replica": 0}
+    assert values(registry, "vllm_omni_fleet:requests_failed_total", "reason") == {
+        "replica_lost": 1,
+        "query_of_death": 0,
+        "no_replica": 0,
+    }
 
 
 async def test_what_replays_repeat_and_do_not_repeat_is_counted() -> None:
@@ -191,7 +195,7 @@ async def test_requests_that_wait_and_those_refused_are_counted_wherever_they_do
         fleet.orchestrator.metrics.waiting = 7
         fleet.orchestrator.metrics.refused, fleet.orchestrator.metrics.turned_away = 1, 2
         registry = registry_of(fleet.orchestrator)
-        assert values(registry, "vllm_omni_fleet:requests_held", "where") == {"http": 7, "fleet": 1}
+        assert values(registry, "vllm_omni_fleet:requests_held", "where") == {"http": 7, "fleet": 1, "move": 0}
         assert values(registry, "vllm_omni_fleet:requests_failed_total", "reason")["no_replica"] == 3
         fleet.now = 0.25
         fleet.join(fleet.pool.member(0))

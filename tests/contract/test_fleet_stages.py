@@ -32,6 +32,7 @@ def plan(stage_id: int, stage: Stage | None, tokenizer: str = "t", config: Any =
         api=SimpleNamespace(tokenizer=tokenizer),  # type: ignore[arg-type]
         fingerprint={"tokenizer": tokenizer, "tokenizer mode": "auto"} if stage is None or stage.is_vllm else {},
         vllm_config=config,
+        lockstep=False,
     )
 
 

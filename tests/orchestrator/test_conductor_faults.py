@@ -18,6 +18,7 @@ from vllm_omni_plugin.orchestrator.conductor import Conductor
 from vllm_omni_plugin.orchestrator.dispatcher import Dispatcher
 from vllm_omni_plugin.orchestrator.messages import RequestFailed, SubmitRequest
 from vllm_omni_plugin.orchestrator.metrics import OrchestratorMetrics
+from vllm_omni_plugin.orchestrator.move_line import MoveLine
 from vllm_omni_plugin.orchestrator.pipeline_call import CallEnded, PipelineCall, StageEvent
 from vllm_omni_plugin.orchestrator.preparation import Preparation
 from vllm_omni_plugin.orchestrator.request_state import PipelineRequestState
@@ -353,7 +354,8 @@ def conductor() -> Iterator[tuple[Conductor, list[Any]]]:
     conductor = Conductor(pipeline, apis, preparation, said.append, metrics, lambda: 0.0)
     pools = [StagePool(each.id, LeastQueueLengthBalancer()) for each in CHAIN]
     conductor.dispatchers = [
-        Dispatcher(pool, api, 3, 600.0, lambda: 0.0, metrics, conductor) for pool, api in zip(pools, apis, strict=True)
+        Dispatcher(pool, api, 3, 600.0, lambda: 0.0, metrics, MoveLine(lambda: 0.0, metrics), conductor)
+        for pool, api in zip(pools, apis, strict=True)
     ]
     yield conductor, said
     conductor.close()

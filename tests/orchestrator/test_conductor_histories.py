@@ -144,7 +144,8 @@ class Histories(RuleBasedStateMachine):
     def nothing_is_charged_for_requests_that_have_ended(self) -> None:
         if hasattr(self, "fleet"):
             runs = [run for state in self.fleet.states.values() for run in state.runs.values() if not run.finished]
-            assert self.fleet.in_flight + self.fleet.orchestrator.metrics.held == len(runs)
+            metrics = self.fleet.orchestrator.metrics
+            assert self.fleet.in_flight + metrics.held + metrics.moves_waiting == len(runs)
 
     def at_work(self) -> list[tuple[str, int]]:
         return sorted(self.fleet.at_work(list(self.fleet.states))) if hasattr(self, "fleet") else []

@@ -144,8 +144,10 @@ class Histories(RuleBasedStateMachine):
     def the_charges_are_the_open_requests(self) -> None:
         if hasattr(self, "fleet"):
             assert set(self.fleet.orchestrator.request_states) == self.open
-            assert sum(self.fleet.in_flight) + self.fleet.orchestrator.metrics.held == len(self.open)
-            assert not (self.fleet.orchestrator.metrics.held and self.fleet.pool.serving)
+            metrics = self.fleet.orchestrator.metrics
+            assert sum(self.fleet.in_flight) + metrics.held + metrics.moves_waiting == len(self.open)
+            assert not (metrics.held and self.fleet.pool.serving)
+            assert not (metrics.moves_waiting and not self.fleet.pool.serving)
 
     @invariant()
     def replicas_that_do_not_serve_are_charged_with_nothing(self) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.fakes.engine_api import FakeRequest
 from vllm_omni_plugin.errors import RequestLostError
-from vllm_omni_plugin.orchestrator.stage_run import Fail, Redispatch, StageRun, StreamingInputState
+from vllm_omni_plugin.orchestrator.stage_run import Fail, Loss, Redispatch, StageRun, StreamingInputState
 from vllm_omni_plugin.vllm_api.move import Move
 
 CHUNK = FakeRequest("r", resumable=True)
@@ -36,7 +36,7 @@ def add(run: StageRun, *chunks: FakeRequest) -> None:
 def lose(run: StageRun, replica_id: int = 2) -> list[FakeRequest]:
     """The replica is lost, another one takes over. Returns what it is sent after the first chunk."""
     assert run.streaming is not None
-    assert isinstance(run.lose_replica("died", 99, Move.NEVER), Redispatch)
+    assert isinstance(run.lose_replica(Loss(1, "died"), 99, Move.NEVER), Redispatch)
     run.dispatch(replica_id, f"r-{replica_id}")
     return run.streaming.take_unsent()
 
@@ -65,7 +65,7 @@ def test_chunks_that_came_while_nobody_served_follow_those_that_were_sent() -> N
     run = session()
     assert run.streaming is not None
     add(run, CHUNK)
-    run.lose_replica("died", 99, Move.NEVER)
+    run.lose_replica(Loss(1, "died"), 99, Move.NEVER)
     late = FakeRequest("r", resumable=True, prompt=[7])
     add(run, late, LAST)
     run.dispatch(2, "r-2")
@@ -136,7 +136,7 @@ def test_a_replay_that_differs_ends_the_session(other: list[int]) -> None:
 
 def test_a_session_moves_as_often_as_the_limit() -> None:
     run = session()
-    assert isinstance(run.lose_replica("died", 0, Move.NEVER), Fail)
+    assert isinstance(run.lose_replica(Loss(1, "died"), 0, Move.NEVER), Fail)
     assert run.finished
 
 

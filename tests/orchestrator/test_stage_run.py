@@ -8,6 +8,7 @@ from tests.fakes.engine_api import FakeRequest
 from vllm_omni_plugin.errors import NoReplicaError, RequestLostError
 from vllm_omni_plugin.orchestrator.stage_run import (
     Fail,
+    Loss,
     Redispatch,
     RequestPhase,
     StageRun,
@@ -28,7 +29,7 @@ def state_in(phase: RequestPhase, streaming: bool = False) -> StageRun:
     if phase is RequestPhase.STREAMING:
         state.deliver([5, 6], finished=False)
     if phase is RequestPhase.MOVING:
-        state.lose_replica("died", 3, Move.RESUME)
+        state.lose_replica(Loss(1, "died"), 3, Move.RESUME)
     if phase is RequestPhase.FINISHED:
         state.abort()
     return state
@@ -74,7 +75,7 @@ ILLEGAL: list[tuple[str, Callable[[StageRun], object], set[RequestPhase]]] = [
     ("join", lambda s: s.join([1], finished=False), set(RequestPhase) - {RequestPhase.DISPATCHED}),
     ("deliver", lambda s: s.deliver([1], finished=False), WAITING | {RequestPhase.FINISHED}),
     ("finish", lambda s: s.deliver([1], finished=True), WAITING | {RequestPhase.FINISHED}),
-    ("lose", lambda s: s.lose_replica("died", 3, Move.RESUME), WAITING | {RequestPhase.FINISHED}),
+    ("lose", lambda s: s.lose_replica(Loss(1, "died"), 3, Move.RESUME), WAITING | {RequestPhase.FINISHED}),
 ]
 
 
@@ -98,7 +99,7 @@ def test_an_illegal_transition_raises_and_changes_nothing(
 @pytest.mark.parametrize("move", Move)
 def test_a_request_of_which_nothing_was_delivered_starts_again_whatever_it_is(move: Move) -> None:
     state = state_in(RequestPhase.DISPATCHED)
-    assert state.lose_replica("died", 3, move) == Redispatch(Move.RESTART)
+    assert state.lose_replica(Loss(1, "died"), 3, move) == Redispatch(Move.RESTART)
     assert (state.phase, state.replica_id, state.engine_request_id) == (RequestPhase.MOVING, None, "")
     assert not state.joining
 
@@ -106,14 +107,14 @@ def test_a_request_of_which_nothing_was_delivered_starts_again_whatever_it_is(mo
 @pytest.mark.parametrize("move", [Move.RESUME, Move.REPLAY])
 def test_a_request_of_which_part_was_delivered_goes_on_in_its_own_way(move: Move) -> None:
     state = state_in(RequestPhase.STREAMING)
-    assert state.lose_replica("died", 3, move) == Redispatch(move)
+    assert state.lose_replica(Loss(1, "died"), 3, move) == Redispatch(move)
     assert (state.phase, state.move, state.joining) == (RequestPhase.MOVING, move, True)
     assert state.produced.tolist() == [5, 6]
 
 
 def test_a_request_that_never_moves_fails_once_part_of_it_was_delivered() -> None:
     state = state_in(RequestPhase.STREAMING)
-    action = state.lose_replica("died", 3, Move.NEVER)
+    action = state.lose_replica(Loss(1, "died"), 3, Move.NEVER)
     assert isinstance(action, Fail)
     assert isinstance(action.error, RequestLostError)
     assert "Replica 1 was lost" in str(action.error)
@@ -126,7 +127,7 @@ def test_a_request_that_finds_no_other_replica_says_what_became_of_its_own() -> 
     state = state_in(RequestPhase.MOVING)
     state.dispatch(2, "r-2")
     state.deliver([5], finished=False)
-    state.lose_replica("died too", 3, Move.RESUME)
+    state.lose_replica(Loss(2, "died too"), 3, Move.RESUME)
     action = state.give_up(NO_REPLICA)
     assert isinstance(action.error, RequestLostError)
     assert "Replica 2 was lost" in str(action.error)
@@ -137,14 +138,14 @@ def replaying(*produced: int) -> StageRun:
     """Return a request that replays on replica 2 what replica 1 had produced."""
     state = state_in(RequestPhase.DISPATCHED)
     state.deliver(list(produced), finished=False)
-    state.lose_replica("died", 3, Move.REPLAY)
+    state.lose_replica(Loss(1, "died"), 3, Move.REPLAY)
     state.dispatch(2, "r-2")
     return state
 
 
 def test_a_resumed_request_joins_with_its_first_token() -> None:
     state = state_in(RequestPhase.STREAMING)
-    state.lose_replica("died", 3, Move.RESUME)
+    state.lose_replica(Loss(1, "died"), 3, Move.RESUME)
     state.dispatch(2, "r-2")
     assert state.join([7], finished=False) == 0
     assert not state.joining
@@ -187,7 +188,7 @@ def test_a_replay_that_differs_is_one_clear_error(outputs: list[list[int]], fini
 def test_a_replay_whose_replica_is_lost_begins_again_from_the_start() -> None:
     state = replaying(1, 2, 3)
     state.join([1, 2], finished=False)
-    assert state.lose_replica("died too", 3, Move.REPLAY) == Redispatch(Move.REPLAY)
+    assert state.lose_replica(Loss(1, "died too"), 3, Move.REPLAY) == Redispatch(Move.REPLAY)
     state.dispatch(3, "r-3")
     assert (state.join([1, 2, 3, 4], finished=False), state.joining) == (3, False)
 
@@ -197,9 +198,9 @@ def test_a_request_moves_as_often_as_the_limit_and_then_fails(limit: int) -> Non
     state = state_in(RequestPhase.QUEUED)
     for attempt in range(limit):
         state.dispatch(attempt, f"r-{attempt}")
-        assert state.lose_replica("died", limit, Move.RESUME) == Redispatch(Move.RESTART)
+        assert state.lose_replica(Loss(1, "died"), limit, Move.RESUME) == Redispatch(Move.RESTART)
     state.dispatch(limit, f"r-{limit}")
-    action = state.lose_replica("died", limit, Move.RESUME)
+    action = state.lose_replica(Loss(1, "died"), limit, Move.RESUME)
     assert isinstance(action, Fail)
     assert f"moved {limit} times, the limit of --omni-migration-limit" in str(action.error)
 
@@ -244,6 +245,6 @@ def test_a_session_that_is_cut_short_ends_with_turns_open() -> None:
 
 def test_a_session_does_not_move() -> None:
     state = state_in(RequestPhase.DISPATCHED, streaming=True)
-    action = state.lose_replica("died", 3, Move.RESUME)
+    action = state.lose_replica(Loss(1, "died"), 3, Move.RESUME)
     assert isinstance(action, Fail)
     assert "a streaming-input session cannot move" in str(action.error)

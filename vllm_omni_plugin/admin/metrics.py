@@ -109,11 +109,13 @@ class FleetCollector(Collector):
 def _held(metrics: OrchestratorMetrics) -> Metric:
     family = GaugeMetricFamily(
         "vllm_omni_fleet:requests_held",
-        "Requests that wait because no replica can serve: before they are accepted (http) or after (fleet).",
+        "Requests that wait because no replica can serve: before they are accepted (http) or after (fleet); or, with "
+        "their replica lost, for their turn to move (move).",
         labels=("where",),
     )
     family.add_metric(("http",), metrics.waiting)
     family.add_metric(("fleet",), metrics.held)
+    family.add_metric(("move",), metrics.moves_waiting)
     return family
 
 
@@ -141,6 +143,7 @@ def _failed(metrics: OrchestratorMetrics) -> Metric:
         "vllm_omni_fleet:requests_failed", "Requests that ended with an error of the fleet.", labels=("reason",)
     )
     family.add_metric(("replica_lost",), metrics.lost)
+    family.add_metric(("query_of_death",), metrics.queries_of_death)
     family.add_metric(("no_replica",), metrics.refused + metrics.turned_away)
     return family
 

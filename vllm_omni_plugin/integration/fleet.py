@@ -201,6 +201,7 @@ class Fleet:
 def _pool(plan: StagePlan) -> StagePool:
     balancer = build_load_balancer_factory(plan.policy, plan.policy_config)()
     pool = StagePool(plan.stage_id, balancer, policy=plan.policy)
+    pool.lockstep = plan.lockstep
     reports = plan.vllm_config is not None and pool.wants_cache_events
     if reports and (reason := why_no_cache_events(plan.vllm_config)):
         logger.warning("Policy %s of stage %s estimates what engines have cached: %s.", plan.policy, plan.name, reason)

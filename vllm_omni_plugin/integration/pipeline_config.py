@@ -81,6 +81,7 @@ def _only_stage(options: OmniConfig, vllm_config: Any, executor_class: Any, log_
         api=EngineApi(custom_processors=has_custom_logits_processors(vllm_config.model_config)),
         fingerprint=fingerprint(vllm_config, 0),
         vllm_config=vllm_config,
+        lockstep=engines.config.parallel_config.data_parallel_size > 1,
     )
 
 
@@ -167,6 +168,7 @@ class _Planner:
             api=api,
             fingerprint=own_fingerprint,
             vllm_config=self._configs.get(stage.id),
+            lockstep=stage.is_vllm and self._engine_configs[stage.id].parallel_config.data_parallel_size > 1,
         )
 
     def _vllm_parts(self, stage: Stage) -> tuple[Callable[..., Launcher], VllmStageApi, dict[str, str]]:

@@ -49,6 +49,7 @@ class StagePlan:
         api: of this stage's requests; a `StageApi` in a pipeline.
         fingerprint: what every replica of the stage must have in common.
         vllm_config: vLLM's configuration of its engines; None for a Python stage.
+        lockstep: whether its engines compute in groups that die as one.
     """
 
     stage_id: int
@@ -60,6 +61,7 @@ class StagePlan:
     api: PlannedApi
     fingerprint: Mapping[str, str]
     vllm_config: Any
+    lockstep: bool
 
     @property
     def name(self) -> str:

@@ -11,9 +11,11 @@ from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.engine_index import engine_index
 from vllm_omni_plugin.orchestrator.held_requests import HeldRequests
 from vllm_omni_plugin.orchestrator.metrics import OrchestratorMetrics
+from vllm_omni_plugin.orchestrator.move_line import MoveLine
 from vllm_omni_plugin.orchestrator.request_api import RequestApi
 from vllm_omni_plugin.orchestrator.stage_pool import PoolMember, StagePool
-from vllm_omni_plugin.orchestrator.stage_run import Fail, StageRun
+from vllm_omni_plugin.orchestrator.stage_run import Fail, Loss, StageRun
+from vllm_omni_plugin.orchestrator.suspects import Suspects
 from vllm_omni_plugin.orchestrator.tasks import make_task
 from vllm_omni_plugin.vllm_api.move import Move
 
@@ -39,10 +41,11 @@ class Dispatcher:
     Args:
         pool: the stage's replicas.
         api: see `RequestApi`.
-        migration_limit: moves a request may make.
+        migration_limit: moves a request may make, without those for which another one is to blame.
         replica_wait: seconds that a request waits while no replica serves.
         clock: monotonic seconds.
         metrics: what it counts.
+        moves: lets requests of lost replicas go on.
         listener: see `RunListener`.
 
     Attributes:
@@ -57,6 +60,7 @@ class Dispatcher:
         replica_wait: float,
         clock: Callable[[], float],
         metrics: OrchestratorMetrics,
+        moves: MoveLine,
         listener: RunListener,
     ) -> None:
         self.runs: dict[str, StageRun] = {}
@@ -68,6 +72,8 @@ class Dispatcher:
         metrics.held_by_stage[pool.stage_id] = 0
         self._listener = listener
         self._held = HeldRequests(replica_wait, clock, self._give_up)
+        self._moves = moves
+        self._suspects = Suspects(pool, clock, self._dispatch, metrics)
         # Two heads may share an engine, and so may one head before and after its restart: ids must not meet there.
         self._head_tag = secrets.token_hex(4)
         self._attempts = itertools.count(1)
@@ -144,11 +150,22 @@ class Dispatcher:
             self._end(run)
         return True
 
-    def move(self, runs: Sequence[StageRun], lost: PoolMember, reason: str) -> None:
-        """These requests' replica is lost, and they are no longer charged to it: each moves or fails."""
+    def move(self, runs: Sequence[StageRun], lost: PoolMember, reason: str, engine_died: bool) -> None:
+        """These requests' replica is lost, and they are no longer charged to it: each moves or fails.
+
+        Args:
+            runs: the requests.
+            lost: the replica.
+            reason: why it is lost, for errors.
+            engine_died: whether its engine did, of which a request may be the cause.
+        """
+        loss = Loss(lost.replica_id, reason)
+        if engine_died and not self._pool.lockstep:
+            self._suspects.engine_died(runs, loss)
+        self._suspects.forget(runs)
         for run in runs:
             try:
-                self._move(run, lost, reason)
+                self._move(run, lost, loss)
             except Exception as error:
                 self._give_up_alone(run, error)
 
@@ -158,27 +175,34 @@ class Dispatcher:
             self._metrics.hold_time.observe(self._clock() - run.waits_since)
             self._dispatch(run)
         self._metrics.held_by_stage[self._pool.stage_id] = len(self._held)
+        self._suspects.let_go()
 
     def close(self) -> None:
-        """Stop the timer. Idempotent."""
+        """Stop the timers. Idempotent."""
         self._held.close()
+        self._suspects.close()
 
-    def _move(self, run: StageRun, lost: PoolMember, reason: str) -> None:
-        action = run.lose_replica(reason, self._migration_limit, self._api.how_to_move(run.request))
+    def _move(self, run: StageRun, lost: PoolMember, loss: Loss) -> None:
+        action = run.lose_replica(loss, self._migration_limit, self._api.how_to_move(run.request))
         if isinstance(action, Fail):
-            self._metrics.lost += 1
+            if loss.culprit is run:
+                self._metrics.queries_of_death += 1
+            else:
+                self._metrics.lost += 1
             self._fail(run, action.error)
         elif not self._end_if_whole(run, lost):
             self._metrics.moves_by_way[action.move] += 1
-            self._dispatch(run)
+            self._moves.add(run, self._dispatch)
 
     def _dispatch(self, run: StageRun) -> None:
         """Send a request to the replica its pool picks, or hold it; on to the next if that one turns out to be dead."""
         try:
-            if self._pool.serving:
-                self._send_to_one(run)
-            else:
+            if not self._pool.serving:
                 self._hold(run)
+            elif run.suspicions and self._suspects.must_wait:
+                self._suspects.wait(run)
+            else:
+                self._send_to_one(run)
         except Exception as error:
             self._give_up_alone(run, error)
 
@@ -208,9 +232,12 @@ class Dispatcher:
         """The replica of the next attempt, which is charged with it from here on."""
         if run.task is None or run.move is not Move.RESTART:
             run.task = make_task(request, self._api.describe(request))
-        member, run.decision = self._pool.decide(run.task, self._api.affinity_key(request))
+        avoid = self._suspects.busy() if run.suspicions else ()
+        member, run.decision = self._pool.decide(run.task, self._api.affinity_key(request), avoid)
         run.dispatch(member.replica_id, f"{run.request_id}-{self._head_tag}-{next(self._attempts):x}")
         self._pool.charge(member, run, run.task, run.decision)
+        if run.suspicions:
+            self._suspects.begin(run, member)
         self._metrics.decided(self._pool.stage_id, self._pool.policy, run.decision)
         if run.receipt is not None and not run.produced:
             run.receipt.append((member.name, run.decision))
@@ -224,6 +251,8 @@ class Dispatcher:
             cached_tokens = self._api.cached_tokens(output)
             self._pool.begin(member, charge, cached_tokens)
             self._metrics.began(charge.decision, cached_tokens)
+            if run.suspicions:
+                self._suspects.clear(run)
         member.account.produce(charge, len(output.new_token_ids))
 
     def _send(self, member: PoolMember, run: StageRun, request: Any) -> None:
@@ -305,6 +334,9 @@ class Dispatcher:
 
     def _end(self, run: StageRun) -> None:
         self._pool.release(run)
+        self._moves.remove(run)
+        if run.suspicions:
+            self._suspects.forget((run,))
         if self._held.remove(run):
             self._metrics.held_by_stage[self._pool.stage_id] = len(self._held)
         self.runs.pop(run.request_id, None)

@@ -36,6 +36,8 @@ class OrchestratorMetrics:
         swallowed_tokens: tokens that replays repeated and nobody got a second time.
         diverged: replays that did not repeat what had been delivered; these are among `lost`.
         lost: requests that ended with an error because their replica was lost.
+        queries_of_death: requests that ended with an error because engines seemed to die of them.
+        moves_waiting: requests of lost replicas that wait for their turn to move.
         refused: requests refused because no replica could serve, after they had been accepted.
         turned_away: requests refused for the same reason before that.
         decisions: dispatches by stage, policy and reason.
@@ -58,6 +60,8 @@ class OrchestratorMetrics:
         self.swallowed_tokens = 0
         self.diverged = 0
         self.lost = 0
+        self.queries_of_death = 0
+        self.moves_waiting = 0
         self.refused = 0
         self.turned_away = 0
         self.decisions: dict[tuple[int, str, str], int] = {}

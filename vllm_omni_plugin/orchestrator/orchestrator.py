@@ -32,6 +32,7 @@ from vllm_omni_plugin.orchestrator.messages import (
     WorkWanted,
 )
 from vllm_omni_plugin.orchestrator.metrics import OrchestratorMetrics
+from vllm_omni_plugin.orchestrator.move_line import MoveLine
 from vllm_omni_plugin.orchestrator.output_gate import OutputGate
 from vllm_omni_plugin.orchestrator.peer_calls import PeerCalls
 from vllm_omni_plugin.orchestrator.preparation import Preparation
@@ -106,6 +107,7 @@ class Orchestrator:
         self.on_serving: Callable[[], None] = lambda: None
         self._clock = clock
         self._gate = OutputGate(self.output_async_queue, stage_pools)
+        self._moves = MoveLine(clock, self.metrics)
         self._limits = _Limits(migration_limit, replica_wait)
         self.needed_pools = stage_pools
         if pipeline is None:
@@ -151,6 +153,7 @@ class Orchestrator:
             if self.peer_calls is not None:
                 await self.peer_calls.close()
             self._gate.close()
+            self._moves.close()
             self._requests.close()
             for dispatcher in self._dispatchers:
                 dispatcher.close()
@@ -217,6 +220,7 @@ class Orchestrator:
     def replica_lost(self, member: PoolMember, reason: str, status: ReplicaStatus = ReplicaStatus.DOWN) -> None:
         """A replica is gone: its requests move or fail, each exactly once."""
         pool = self.stage_pools[member.stage_id]
+        engine_died = member.client is not None and member.client.engine_died
         member.changed_at = self._clock()
         orphans = pool.lose(member, status)
         logger.error(
@@ -226,7 +230,7 @@ class Orchestrator:
             reason,
             len(orphans),
         )
-        self._dispatchers[member.stage_id].move(orphans, member, reason)
+        self._dispatchers[member.stage_id].move(orphans, member, reason, engine_died)
         index = engine_index(member.stage_id, member.replica_id)
         self._gate.put(self._apis[member.stage_id].idle_report(index))
 
@@ -278,6 +282,7 @@ class Orchestrator:
             limits.replica_wait,
             self._clock,
             self.metrics,
+            self._moves,
             requests,
         )
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from vllm_omni_plugin.balancing import LoadBalancer, Task
 from vllm_omni_plugin.balancing.cache_change import CacheChange
@@ -28,6 +28,8 @@ __all__ = ["BOUND", "PoolMember", "StagePool"]
 
 BOUND = "bound"
 """The reason where a request may go to one replica only, and no policy is asked."""
+APART = "apart"
+"""The reason where one that an engine may have died of is kept away from others of that kind; see `Suspects`."""
 
 
 class StagePool:
@@ -44,6 +46,7 @@ class StagePool:
     Attributes:
         on_serving: called after every step that lets a replica take new requests.
         peers: the other heads, which are told of what is charged here; None if there cannot be any.
+        lockstep: whether engines die with others of their group, so that a death says nothing of what runs there.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class StagePool:
         self.stage_id = stage_id
         self.on_serving: Callable[[], None] = lambda: None
         self.peers: Peers | None = None
+        self.lockstep = False
         self._policy = PolicyGuard(balancer, policy)
         self._log = DecisionLog(self._policy.name)
         self._clock = clock
@@ -131,10 +135,8 @@ class StagePool:
         self._enter_service(member)
 
     def lose(self, member: PoolMember, status: ReplicaStatus) -> list[StageRun]:
-        """The replica is gone or no longer trusted. Returns the requests that it was charged with, now released."""
+        """The replica is gone or no longer trusted. Returns the requests that were in flight there."""
         orphans = list(member.in_flight.values())
-        for state in orphans:
-            state.charge = None
         member.in_flight.clear()
         self._unseen.ended(len(orphans))
         served, member.client = member.client is not None, None
@@ -166,12 +168,15 @@ class StagePool:
         """The replica that shall run a request; see `decide`."""
         return self.decide(task, affinity_key)[0]
 
-    def decide(self, task: Task, affinity_key: int | None = None) -> tuple[PoolMember, Decision]:
+    def decide(
+        self, task: Task, affinity_key: int | None = None, avoid: Collection[PoolMember] = ()
+    ) -> tuple[PoolMember, Decision]:
         """The replica that shall run a request, and why.
 
         Args:
             task: what the policy may know of the request.
             affinity_key: requests with the same key go to the same replica while membership stands.
+            avoid: replicas that shall not get it, whatever policy and key say; not all of those that serve.
 
         Raises:
             NoReplicaError: no replica serves.
@@ -179,7 +184,10 @@ class StagePool:
         serving = self._serving
         if not serving:
             raise self.unavailable()
-        if affinity_key is not None:
+        if avoid:
+            places = [place for place, member in enumerate(serving) if member not in avoid]
+            decision = Decision(min(places, key=lambda place: serving[place].queue_length), APART)
+        elif affinity_key is not None:
             decision = Decision(affinity_key % len(serving), BOUND)
         else:
             if self._unseen.heads > 1:

@@ -51,6 +51,21 @@ Action = Redispatch | Fail
 
 
 @dataclass(slots=True, eq=False)
+class Loss:
+    """The loss of one replica, the same for all requests that were in flight on it.
+
+    Attributes:
+        replica_id: the replica.
+        reason: why it is gone, for errors.
+        culprit: the request that its engine died of; None: there is none, or it is not known.
+    """
+
+    replica_id: int
+    reason: str
+    culprit: "StageRun | None" = None
+
+
+@dataclass(slots=True, eq=False)
 class StreamingInputState:
     """A session whose prompt arrives in chunks, each answered by a turn of output.
 
@@ -115,6 +130,8 @@ class StageRun:
         receipt: see `SubmitRequest`.
         first_request: what the first attempt sends in place of `request`, if anything.
         dispatched_at: monotonic seconds at which the first attempt was sent.
+        losses: of the replicas that it has lost.
+        suspicions: those of them that it may have caused; none once it has had output since, see `Suspects`.
     """
 
     request: Any
@@ -134,6 +151,8 @@ class StageRun:
     receipt: Receipt | None = None
     first_request: Any = None
     dispatched_at: float = 0.0
+    losses: list[Loss] = field(default_factory=list)
+    suspicions: list[Loss] = field(default_factory=list)
     _to_swallow: int = field(default=0, init=False)
     _loss: str = field(default="", init=False)
 
@@ -233,16 +252,18 @@ class StageRun:
         """The client gave up. Nothing to do if the request has ended."""
         self.phase = RequestPhase.FINISHED
 
-    def lose_replica(self, reason: str, migration_limit: int, on_delivered: Move) -> Action:
+    def lose_replica(self, loss: Loss, migration_limit: int, on_delivered: Move) -> Action:
         """The replica of the current attempt is gone.
 
         Args:
-            reason: why the replica is gone, for the error.
-            migration_limit: moves a request may make in its life.
+            loss: which replica, and why.
+            migration_limit: moves a request may make in its life, without those for which another one is to blame.
             on_delivered: how this request can go on if part of its answer has been delivered.
         """
         self._require(RequestPhase.DISPATCHED, RequestPhase.STREAMING)
-        self._loss = f"Replica {self.replica_id} was lost while it served this request ({reason})"
+        self.losses.append(loss)
+        self.charge = None
+        self._loss = f"Replica {loss.replica_id} was lost while it served this request ({loss.reason})"
         replayable = self.streaming is not None and self.streaming.replayable
         move = Move.RESTART if not self.produced else Move.REPLAY if replayable else on_delivered
         error = self._why_not_movable(move, migration_limit)
@@ -268,6 +289,12 @@ class StageRun:
         return Fail(error)
 
     def _why_not_movable(self, move: Move, migration_limit: int) -> RequestLostError | None:
+        if self.losses[-1].culprit is self:
+            before = ", ".join(f"replica {loss.replica_id} ({loss.reason})" for loss in self.suspicions)
+            return RequestLostError(
+                f"{self._loss}, as was {before} before it, each without any output of it. The engines may have died of "
+                "this request, so no other replica gets it."
+            )
         if self.streaming is not None and not self.streaming.replayable:
             return RequestLostError(f"{self._loss}, and a streaming-input session cannot move. Please open it again.")
         if move is Move.NEVER:
@@ -275,9 +302,9 @@ class StageRun:
                 f"{self._loss}, after part of the answer had been delivered, and its transfer parameters are spent. "
                 "Please send it again."
             )
-        if self.attempts > migration_limit:
+        if sum(loss.culprit is None for loss in self.losses) > migration_limit:
             return RequestLostError(
-                f"{self._loss}; it had moved {self.attempts - 1} times, the limit of --omni-migration-limit."
+                f"{self._loss}; it had moved {migration_limit} times, the limit of --omni-migration-limit."
             )
         return None
 

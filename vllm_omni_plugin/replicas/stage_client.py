@@ -4,11 +4,12 @@ import asyncio
 import itertools
 import secrets
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from vllm_omni_plugin.errors import MessageTooLargeError, ReplicaError, WireError
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.replicas.link import Frames, Link
+from vllm_omni_plugin.replicas.link import EngineGoneError, Frames, Link
 
 logger = init_logger(__name__)
 
@@ -40,6 +41,9 @@ class StageClient:
         on_dead: called at most once, with the reason, when the replica turns out to be dead.
         client_index: which of the engine's outputs is the link's, for an engine that several clients share.
         patience: seconds that somebody who knows more has to call `mark_dead` after the engine reported its own death.
+
+    Attributes:
+        engine_died: whether it is the engine that has ended, and not the way to it or its owner's wish.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class StageClient:
         self._is_read = True
         self._is_heeded = True
         self._dead_reason: str | None = None
+        self.engine_died = False
         self.invalid_frames = 0
 
     def __repr__(self) -> str:
@@ -152,11 +157,11 @@ class StageClient:
         """Handle what the replica sent before it died. Call before `mark_dead` when its process has exited."""
         self._link.drain()
 
-    def mark_dead(self, reason: str) -> None:
+    def mark_dead(self, reason: str, engine_died: bool = False) -> None:
         """Fail open calls and refuse new ones with `reason`; the first reason stays. Tells `on_dead`."""
         if self._dead_reason is not None:
             return
-        self._dead_reason = reason
+        self._dead_reason, self.engine_died = reason, engine_died
         if self._last_word is not None:
             self._last_word.cancel()
         self._fail(self._calls, self._dead_error())
@@ -196,7 +201,7 @@ class StageClient:
         except MessageTooLargeError:
             raise
         except ReplicaError as error:
-            self.mark_dead(str(error))
+            self.mark_dead(str(error), engine_died=isinstance(error, EngineGoneError))
             raise
 
     def _receive(self, frames: list[Any]) -> None:
@@ -226,9 +231,10 @@ class StageClient:
 
     def _reported_dead(self) -> None:
         if not self._patience:
-            self.mark_dead(_REPORTED)
+            self.mark_dead(_REPORTED, engine_died=True)
         elif self._last_word is None:
-            self._last_word = asyncio.get_running_loop().call_later(self._patience, self.mark_dead, _REPORTED)
+            mark_dead = partial(self.mark_dead, _REPORTED, engine_died=True)
+            self._last_word = asyncio.get_running_loop().call_later(self._patience, mark_dead)
 
     def _resolve_call(self, reply: Any) -> None:
         future = self._calls.pop(reply.call_id, None) or self._probes.pop(reply.call_id, None)

@@ -78,6 +78,7 @@ class Head:
             api=VllmStageApi(own, self.configs[0], stage),
             fingerprint=fingerprint(own, stage.id),
             vllm_config=own,
+            lockstep=False,
         )
 
     async def ask(self, request_id: str) -> list[int]:
