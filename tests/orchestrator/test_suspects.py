@@ -162,9 +162,7 @@ async def test_a_slow_suspect_keeps_the_others_waiting_for_a_while_only(
     assert home(fleet, "b") is None
     fleet.now += 1.0
     await eventually(lambda: home(fleet, "b") == 1, "the second suspect's turn")
-    # Which of the two it was is not known: none is given up, and they are tried apart once more.
-    for replica_id in (0, 2):
-        fleet.join(fleet.pool.member(0) if replica_id == 0 else fleet.pool.add())
+    # The engine dies long after both were sent to it, and nobody knows of which.
     die(fleet, 1)
     errors = dict(await fleet.read())
     assert all("the limit of --omni-migration-limit" in str(errors[name]) for name in "ab")

@@ -161,8 +161,8 @@ class Dispatcher:
         """
         loss = Loss(lost.replica_id, reason)
         if engine_died and not self._pool.lockstep:
-            self._suspects.engine_died(runs, loss)
-        self._suspects.forget(runs)
+            self._suspects.engine_died(lost, runs, loss)
+        self._suspects.lost(lost)
         for run in runs:
             try:
                 self._move(run, lost, loss)
@@ -336,7 +336,7 @@ class Dispatcher:
         self._pool.release(run)
         self._moves.remove(run)
         if run.suspicions:
-            self._suspects.forget((run,))
+            self._suspects.forget(run)
         if self._held.remove(run):
             self._metrics.held_by_stage[self._pool.stage_id] = len(self._held)
         self.runs.pop(run.request_id, None)

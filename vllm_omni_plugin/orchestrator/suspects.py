@@ -1,7 +1,7 @@
 """Requests that engines may have died of: none gets a third replica, and each is tried apart from the others."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from vllm_omni_plugin.logger import init_logger
@@ -13,13 +13,13 @@ from vllm_omni_plugin.orchestrator.stage_run import Loss, StageRun
 logger = init_logger(__name__)
 
 TRY_S = 10.0
-"""Seconds without output after which a suspect no longer keeps others from its replica: it may only be slow."""
+"""Seconds that a try lasts at most. Without output until then, the request is slow or waits in the engine's queue."""
 DIED_TOGETHER_S = 0.02
 """An engine whose death is noticed so soon after a suspect was sent to it was dying already, of whatever cause."""
 
 
 class _Try(NamedTuple):
-    member: PoolMember
+    run: StageRun
     since: float
 
 
@@ -27,8 +27,8 @@ class Suspects:
     """The suspects of one stage. Lives on the orchestrator's loop.
 
     When an engine dies, each request that has had no output of it may be the cause. These are the suspects. Each is
-    sent to another replica where no other suspect waits for output, so that a second death has one possible cause: that
-    request fails, and the two losses are its doing and nobody else's. The first output clears a suspect.
+    tried at another replica, where no other suspect is tried at the same time, until it has output: so a second death
+    has one possible cause. That request fails, and both losses are its doing and nobody else's.
 
     Args:
         pool: the stage's replicas.
@@ -49,21 +49,8 @@ class Suspects:
         self._dispatch = dispatch
         self._metrics = metrics
         self._line: dict[StageRun, None] = {}
-        self._tries: dict[StageRun, _Try] = {}
+        self._tries: dict[PoolMember, _Try] = {}
         self._timer: asyncio.TimerHandle | None = None
-
-    def engine_died(self, runs: Iterable[StageRun], loss: Loss) -> None:
-        """An engine died with these requests in flight. Who may have caused that is noted with them and the loss."""
-        tried = [run for run in runs if run in self._tries]
-        if not tried:
-            for run in runs:
-                if run.charge is not None and not run.charge.began:
-                    run.suspicions.append(loss)
-        elif len(tried) > 1:
-            for run in tried:
-                run.suspicions.append(loss)
-        elif self._clock() - self._tries[tried[0]].since >= DIED_TOGETHER_S:
-            self._convict(tried[0], loss)
 
     @property
     def must_wait(self) -> bool:
@@ -72,9 +59,9 @@ class Suspects:
         return bool(serving) and self.busy().issuperset(serving)
 
     def busy(self) -> frozenset[PoolMember]:
-        """Replicas to which no further suspect may go now."""
+        """Replicas at which a suspect is tried now."""
         now = self._clock()
-        return frozenset(a_try.member for a_try in self._tries.values() if now - a_try.since < TRY_S)
+        return frozenset(member for member, a_try in self._tries.items() if now - a_try.since < TRY_S)
 
     def wait(self, run: StageRun) -> None:
         """A suspect has to wait: it is dispatched when it need not any longer."""
@@ -83,20 +70,40 @@ class Suspects:
         self._set_timer()
 
     def begin(self, run: StageRun, member: PoolMember) -> None:
-        """A suspect goes to a replica."""
-        self._tries[run] = _Try(member, self._clock())
+        """A suspect goes to a replica that is not busy."""
+        self._tries[member] = _Try(run, self._clock())
+
+    def engine_died(self, member: PoolMember, runs: Iterable[StageRun], loss: Loss) -> None:
+        """An engine died with these requests in flight. Who may have caused it is noted with them and with the loss."""
+        a_try = self._tries.get(member)
+        lasted = TRY_S if a_try is None else self._clock() - a_try.since
+        if a_try is None or lasted >= TRY_S:
+            for run in runs:
+                if run.charge is not None and not run.charge.began:
+                    run.suspicions.append(loss)
+        elif lasted >= DIED_TOGETHER_S:
+            for each in (*a_try.run.suspicions, loss):
+                each.culprit = a_try.run
+            logger.error("Request %s gets no third replica: two engines seem to have died of it.", a_try.run.request_id)
+
+    def lost(self, member: PoolMember) -> None:
+        """A replica is lost; what was tried there is to be tried again."""
+        self._tries.pop(member, None)
+        self.let_go()
 
     def clear(self, run: StageRun) -> None:
         """A suspect has had output: it is as good as any other request."""
         run.suspicions.clear()
-        self.forget((run,))
+        self.forget(run)
 
-    def forget(self, runs: Sequence[StageRun]) -> None:
-        """These requests have ended or lost their replica; others may go where they were."""
-        for run in runs:
-            self._tries.pop(run, None)
-            if run in self._line:
-                self._leave_line(run)
+    def forget(self, run: StageRun) -> None:
+        """A suspect is none any more, or has ended: the next one may go where it was."""
+        if run in self._line:
+            self._leave_line(run)
+        for member, a_try in self._tries.items():
+            if a_try.run is run:
+                del self._tries[member]
+                break
         self.let_go()
 
     def let_go(self) -> None:
@@ -112,19 +119,15 @@ class Suspects:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _convict(self, run: StageRun, loss: Loss) -> None:
-        for each in (*run.suspicions, loss):
-            each.culprit = run
-        logger.error("Request %s is given no further replica: its engines died of it, or so it seems.", run.request_id)
-
     def _leave_line(self, run: StageRun) -> None:
         del self._line[run]
         self._metrics.moves_waiting -= 1
 
     def _set_timer(self) -> None:
         if self._line and self._timer is None:
-            first = min((a_try.since for a_try in self._tries.values()), default=0.0)
-            rest = max(0.0, first + TRY_S - self._clock())
+            now = self._clock()
+            rests = (a_try.since + TRY_S - now for a_try in self._tries.values())
+            rest = min((rest for rest in rests if rest > 0), default=TRY_S)
             self._timer = asyncio.get_running_loop().call_later(rest, self._on_timer)
 
     def _on_timer(self) -> None:
