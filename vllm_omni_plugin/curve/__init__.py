@@ -2,6 +2,7 @@
 
 from vllm_omni_plugin.curve.descriptors import cut_connection
 from vllm_omni_plugin.curve.gate import NOTHING_SHOWN, Gate
+from vllm_omni_plugin.curve.own_secret import own_secret_file
 from vllm_omni_plugin.curve.secrets import KeyPair, Secrets
 from vllm_omni_plugin.curve.securing import (
     CURVE_BYTES,
@@ -25,6 +26,7 @@ __all__ = [
     "KeyPair",
     "Secrets",
     "cut_connection",
+    "own_secret_file",
     "require_key",
     "require_password",
     "secure_client",

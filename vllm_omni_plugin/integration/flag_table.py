@@ -207,13 +207,14 @@ FLAGS = (
         "--omni-secret-file",
         Side.BOTH,
         "File with the secret that all nodes of the fleet share: links between nodes are then encrypted, and open to "
-        "its holders only. Its mode must be 0600. A second line is a second secret that is accepted too, for rotation.",
+        "its holders only. Its mode must be 0600. A second line is a second secret that is accepted too, for rotation. "
+        "Without it links on loopback have a secret of this user's own, and others are refused.",
         "FILE",
     ),
     Flag(
         "--omni-insecure",
         Side.BOTH,
-        "Let the fleet leave this machine without a secret: everybody who reaches its ports can use and harm it.",
+        "Do without a secret, on loopback and elsewhere: everybody who reaches the fleet's ports can use and harm it.",
     ),
     Flag(
         ADMIN_KEY_FLAG,

@@ -11,9 +11,16 @@ from vllm_omni_plugin.balancing import build_load_balancer_factory
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.coordinator import OmniCoordClientForHead, OmniCoordinatorRuntime, ReplicaWork
 from vllm_omni_plugin.curve import Secrets
+from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.fleet_stages import FleetStages
 from vllm_omni_plugin.integration.pipeline_config import stage_plans
-from vllm_omni_plugin.integration.rules import bind_address, coordinator_address, say_how_to_join, warn_of_exposure
+from vllm_omni_plugin.integration.rules import (
+    bind_address,
+    coordinator_address,
+    say_how_to_join,
+    secured,
+    warn_of_exposure,
+)
 from vllm_omni_plugin.integration.stage_plan import StagePlan, TextApi
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.local_replicas import LocalReplicas
@@ -56,7 +63,7 @@ class Fleet:
     """
 
     def __init__(self, options: OmniConfig, vllm_config: Any, executor_class: Any, log_stats: bool) -> None:
-        self._options = options
+        self._options = options = _secured(options)
         self._secrets = Secrets.from_file(options.secret_file) if options.secret_file else None
         # Engines are started from a process with threads, at first and after every death; a fork of one may deadlock.
         spawn_only()
@@ -196,6 +203,18 @@ class Fleet:
             max_message_bytes=self._options.max_message_bytes,
             secrets=self._secrets,
         )
+
+
+def _secured(options: OmniConfig) -> OmniConfig:
+    if not options.is_open:
+        return options
+    try:
+        return secured(options, bind_address(options, headless=False))
+    except ConfigError:
+        if not options.join:
+            raise
+        # The name may come with the head that this one joins; on loopback it would be known.
+        return options
 
 
 def _pool(plan: StagePlan) -> StagePool:

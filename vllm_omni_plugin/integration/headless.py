@@ -22,7 +22,7 @@ from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError, OmniError
 from vllm_omni_plugin.integration.options import without_options
 from vllm_omni_plugin.integration.pipeline_command import pipeline_of
-from vllm_omni_plugin.integration.rules import bind_address, check_exposure, coordinator_address, warn_of_exposure
+from vllm_omni_plugin.integration.rules import bind_address, coordinator_address, secured, warn_of_exposure
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.engine_start import Launcher
 from vllm_omni_plugin.replicas.node import run_node
@@ -108,7 +108,7 @@ def _vllm_node(args: argparse.Namespace, options: OmniConfig, launcher_for: Laun
 
 async def _serve(options: OmniConfig, node: _Node, launcher: Launcher) -> None:
     address = await _find_own_address(options)
-    check_exposure(options, address, headless=True)
+    options = secured(options, address, headless=True)
     warn_of_exposure(options, address)
     settings = ServerSettings(
         host=address,

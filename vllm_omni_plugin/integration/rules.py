@@ -4,10 +4,11 @@ import ipaddress
 import socket
 from collections.abc import Collection
 from contextlib import suppress
+from dataclasses import replace
 
 from vllm_omni_plugin.admin.keys import ADMIN_KEY_FLAG, read_admin_keys
 from vllm_omni_plugin.config import OmniConfig
-from vllm_omni_plugin.curve import Secrets
+from vllm_omni_plugin.curve import Secrets, own_secret_file
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.flag_table import FLAGS, Side
 from vllm_omni_plugin.logger import init_logger
@@ -208,6 +209,21 @@ def check_exposure(options: OmniConfig, address: str, headless: bool) -> None:
         f"argument {flag}: {address} can be reached from other machines, and without a secret everybody there could "
         "use and harm the fleet. Give all nodes the same --omni-secret-file, or accept that with --omni-insecure"
     )
+
+
+def secured(options: OmniConfig, address: str, headless: bool = False) -> OmniConfig:
+    """The options with the secret of links at this address: on loopback this user's own, unless they say otherwise.
+
+    Raises:
+        ConfigError: see `check_exposure`; or this user's own secret cannot be made.
+    """
+    if options.secret_file is not None or options.insecure:
+        return options
+    if ipaddress.ip_address(address).is_loopback:
+        return replace(options, secret_file=own_secret_file())
+    if not options.join:
+        check_exposure(options, address, headless)
+    return options
 
 
 def warn_of_exposure(options: OmniConfig, address: str) -> None:

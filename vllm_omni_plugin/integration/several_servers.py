@@ -4,11 +4,9 @@ import argparse
 import asyncio
 import copy
 import ipaddress
-import secrets
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -35,9 +33,9 @@ from vllm_omni_plugin.integration.flags import JOINED, exit_with
 from vllm_omni_plugin.integration.pipeline_config import stage_plans
 from vllm_omni_plugin.integration.rules import (
     bind_address,
-    check_exposure,
     coordinator_address,
     say_how_to_join,
+    secured,
     warn_of_exposure,
 )
 from vllm_omni_plugin.integration.stage_plan import StagePlan
@@ -120,27 +118,19 @@ def _plans(engine_args: Any, api_servers: int, options: OmniConfig) -> Sequence[
 def _open_fleet(options: OmniConfig, resources: ExitStack) -> OmniConfig:
     """Start the coordinator; returns the options with which processes of this node find it and listen themselves."""
     if not options.is_open:
-        secret_file = _make_secret(resources)
-        host, port, home = _LOOPBACK, 0, replace(options, master_address=_LOOPBACK, secret_file=secret_file)
+        host, port, home = _LOOPBACK, 0, replace(options, master_address=_LOOPBACK)
     else:
         assert options.master_port is not None
         host, port, home = bind_address(options, headless=False), options.master_port, options
         if ipaddress.ip_address(host).is_unspecified:
             home = replace(options, master_address=_LOOPBACK, replica_address=options.replica_address or get_ip())
+    home = secured(home, host)
     warn_of_exposure(options, host)
     coordinator = OmniCoordinatorRuntime(host, port, options.heartbeat_timeout, secret_file=home.secret_file)
     resources.callback(coordinator.close)
     if options.is_open:
         say_how_to_join(options, host)
     return replace(home, master_port=int(coordinator.router_address.rpartition(":")[2]))
-
-
-def _make_secret(resources: ExitStack) -> str:
-    """A secret for a fleet of this node alone: without one, every user of the machine could reach its engines."""
-    path = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="omni-")), "secret")
-    path.touch(mode=0o600)
-    path.write_text(secrets.token_urlsafe())
-    return str(path)
 
 
 def _joined(args: argparse.Namespace, home: OmniConfig) -> argparse.Namespace:
@@ -170,7 +160,6 @@ async def _serve(
 
 def _settings(home: OmniConfig, plan: StagePlan) -> ServerSettings:
     host = bind_address(home, headless=True)
-    check_exposure(home, host, headless=True)
     return ServerSettings(
         host=host,
         ports=None if home.replica_ports is None else PortRange.parse(home.replica_ports),

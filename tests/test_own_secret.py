@@ -1,0 +1,115 @@
+"""The secret that fleets on loopback make for themselves: found by all processes of a user, and by nobody else."""
+
+import os
+import stat
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from vllm_omni_plugin.config import OmniConfig
+from vllm_omni_plugin.curve import Secrets, own_secret_file
+from vllm_omni_plugin.errors import ConfigError
+from vllm_omni_plugin.integration.rules import secured
+
+FOLDER = f"vllm-omni-plugin-{os.geteuid()}"
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory for temporary files of a user who has no run-time directory."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "none"))
+    monkeypatch.setattr(os, "stat", lambda path, **other: _stat(path, **other))
+    return tmp_path
+
+
+def _stat(path: object, real: object = os.stat, **other: object) -> os.stat_result:
+    if str(path).startswith("/run/user/"):
+        raise FileNotFoundError(path)
+    return real(path, **other)  # type: ignore[operator, no-any-return]
+
+
+def test_it_is_made_for_its_owner_alone_and_found_again(temporary: Path) -> None:
+    path = Path(own_secret_file())
+    assert path.parent == temporary / FOLDER
+    assert (stat.S_IMODE(path.parent.stat().st_mode), stat.S_IMODE(path.stat().st_mode)) == (0o700, 0o600)
+    assert Secrets.from_file(path).count == 1
+    content = path.read_bytes()
+    assert own_secret_file() == str(path)
+    assert path.read_bytes() == content
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_those_who_make_it_at_the_same_time_share_one(temporary: Path) -> None:
+    with ThreadPoolExecutor(16) as many:
+        found = set(many.map(lambda _: Path(own_secret_file()).read_bytes(), range(64)))
+    assert len(found) == 1
+
+
+def test_it_lies_in_the_run_time_directory_if_there_is_one(
+    temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert own_secret_file().startswith(str(tmp_path / "vllm-omni-plugin" / ""))
+
+
+def test_one_that_was_made_before_there_was_a_run_time_directory_stays_in_use(
+    temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = own_secret_file()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert own_secret_file() == before
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o777, 0o701])
+def test_a_folder_that_others_can_reach_is_refused(temporary: Path, mode: int) -> None:
+    (temporary / FOLDER).mkdir()
+    (temporary / FOLDER).chmod(mode)
+    with pytest.raises(ConfigError, match=f"{FOLDER}: .*has mode {mode:04o}.*--omni-secret-file"):
+        own_secret_file()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a folder away")
+def test_a_folder_of_another_user_is_refused(temporary: Path) -> None:
+    (temporary / FOLDER).mkdir(mode=0o700)
+    os.chown(temporary / FOLDER, 1, 1)
+    with pytest.raises(ConfigError, match="belongs to user 1"):
+        own_secret_file()
+
+
+def test_a_link_to_another_folder_is_refused(temporary: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (temporary / FOLDER).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="must be a folder of this user's"):
+        own_secret_file()
+
+
+def test_where_none_can_be_made_the_user_is_told_what_to_do(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary / "absent"))
+    with pytest.raises(ConfigError, match=r"No such file.*--omni-secret-file.*--omni-insecure"):
+        own_secret_file()
+
+
+LOOPBACK = OmniConfig(master_address="127.0.0.1", master_port=1)
+NETWORK = OmniConfig(join=True, master_address="10.0.0.1")
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.1.2.3", "::1"])
+def test_links_on_loopback_have_it(temporary: Path, address: str) -> None:
+    assert secured(LOOPBACK, address).secret_file == own_secret_file()
+
+
+@pytest.mark.parametrize("said", [{"insecure": True}, {"secret_file": "given"}])
+def test_links_for_which_the_user_said_something_else_do_not(temporary: Path, said: dict[str, object]) -> None:
+    options = OmniConfig(master_address="127.0.0.1", master_port=1, **said)  # type: ignore[arg-type]
+    assert secured(options, "127.0.0.1") is options
+    assert not os.listdir(temporary)
+
+
+def test_links_that_leave_this_machine_do_not(temporary: Path) -> None:
+    with pytest.raises(ConfigError, match="can be reached from other machines"):
+        secured(LOOPBACK, "10.0.0.1")
+    # Whether it demands one is for the head to say that is joined.
+    assert secured(NETWORK, "10.0.0.1") is NETWORK
