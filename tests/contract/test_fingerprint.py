@@ -9,6 +9,7 @@ import pytest
 
 from tests.contract.configs import vllm_config, write_model
 from vllm_omni_plugin.replicas.agreement import differences
+from vllm_omni_plugin.replicas.control import MAX_TEXT_CHARS
 from vllm_omni_plugin.vllm_api.fingerprint import fingerprint
 
 
@@ -48,11 +49,30 @@ def test_other_weights_of_the_same_size_are_another_model(model: Path, tmp_path:
     assert between(vllm_config(model), vllm_config(other)) == ["model"]
 
 
-def test_builds_of_one_version_are_the_same(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu = fingerprint(vllm_config(model), 0)
-    monkeypatch.setattr("vllm.__version__", "0.32.0+cu129")
-    assert cpu["vLLM version"] == "0.32.0"
-    assert fingerprint(vllm_config(model), 0) == cpu
+def test_a_change_of_few_tensors_in_a_large_file_is_another_model(model: Path, tmp_path: Path) -> None:
+    size, tensor = 64 * 1024 * 1024, 2 * 1024 * 1024
+    (model / "model.safetensors").write_bytes(b"0" * size)
+    other = shutil.copytree(model, tmp_path / "other")
+    with (other / "model.safetensors").open("r+b") as weights:
+        weights.seek(size // 4)
+        weights.write(b"1" * tensor)
+    assert between(vllm_config(model), vllm_config(other)) == ["model"]
+
+
+@pytest.mark.parametrize(
+    ("build", "told"),
+    [
+        ("0.32.0+cu129", "0.32.0"),
+        ("0.32.0", "0.32.0"),
+        ("0.32.1.dev5+gabc1234.rocm700", "0.32.1.dev5+gabc1234"),
+        ("0.32.1.dev5+gabc1234.d20261101.precompiled", "0.32.1.dev5+gabc1234.d20261101"),
+    ],
+)
+def test_builds_of_one_commit_for_other_hardware_are_the_same(
+    model: Path, monkeypatch: pytest.MonkeyPatch, build: str, told: str
+) -> None:
+    monkeypatch.setattr("vllm.__version__", build)
+    assert fingerprint(vllm_config(model), 0)["vLLM version"] == told
 
 
 def test_another_configuration_is_another_model(model: Path, tmp_path: Path) -> None:
@@ -74,6 +94,10 @@ def test_a_chat_template_is_the_heads_own(model: Path, tmp_path: Path) -> None:
         ({"enable_lora": True, "max_lora_rank": 8}, "LoRA"),
         ({"logprobs_mode": "processed_logprobs"}, "logprobs mode"),
         ({"revision": "old"}, "revision"),
+        ({"load_format": "dummy"}, "load format"),
+        ({"hf_overrides": {"rope_theta": 7.0}}, "hf-overrides"),
+        ({"kv_cache_dtype": "fp8"}, "KV cache dtype"),
+        ({"logits_processors": ["package.module:Processor"]}, "logits processors"),
     ],
 )
 def test_arguments_that_change_answers_differ(model: Path, arguments: dict[str, Any], field: str) -> None:
@@ -89,4 +113,47 @@ def test_another_stage_differs(model: Path) -> None:
 
 def test_a_download_of_a_model_is_that_model_whatever_its_cache(tmp_path: Path) -> None:
     cache = write_model(tmp_path / "models--org--name" / "snapshots" / "0a1b")
-    assert fingerprint(vllm_config(cache), 0)["model"] == "org/name"
+    found = fingerprint(vllm_config(cache), 0)
+    assert (found["model"], found["revision"]) == ("org/name", "0a1b")
+
+
+@pytest.mark.parametrize("revision", [None, "main", "0a1b"])
+def test_a_model_on_the_hub_is_told_by_its_commit_whatever_was_asked_for(
+    model: Path, tmp_path: Path, revision: str | None
+) -> None:
+    online = vllm_config(model, revision=revision)
+    online.model_config.model = online.model_config.tokenizer = "org/name"
+    online.model_config.hf_config._commit_hash = "0a1b"
+    snapshots = tmp_path / "models--org--name" / "snapshots"
+    assert between(online, vllm_config(write_model(snapshots / "0a1b"))) == []
+    assert differences(fingerprint(online, 0), fingerprint(vllm_config(write_model(snapshots / "2c3d")), 0)) == [
+        "revision: head has 0a1b, replica 2c3d"
+    ]
+
+
+def test_other_ways_to_read_the_same_files_are_the_same(model: Path) -> None:
+    assert between(vllm_config(model), vllm_config(model, load_format="safetensors")) == []
+
+
+def test_a_model_whose_weights_are_elsewhere_is_told_by_where(model: Path) -> None:
+    head, replica = vllm_config(model), vllm_config(model)
+    replica.model_config.model_weights = "s3://bucket/weights"
+    (line,) = differences(fingerprint(head, 0), fingerprint(replica, 0))
+    assert line.endswith("with s3://bucket/weights")
+
+
+def test_adapters_that_are_always_used_are_told_by_their_content(model: Path, tmp_path: Path) -> None:
+    configs = []
+    for name, weights in (("a", b"1"), ("b", b"1"), ("c", b"2")):
+        adapter = tmp_path / name
+        adapter.mkdir()
+        (adapter / "adapter_model.safetensors").write_bytes(weights)
+        configs.append(vllm_config(model, enable_lora=True))
+        configs[-1].lora_config.default_mm_loras = {"audio": str(adapter)}
+    assert between(configs[0], configs[1]) == []
+    assert between(configs[0], configs[2]) == ["LoRA"]
+
+
+def test_no_field_is_longer_than_heads_and_replicas_may_say(model: Path) -> None:
+    long = {"hf_overrides": {"x" * 500: "y" * 2000}, "logits_processors": [f"package.module_{i}:P" for i in range(200)]}
+    assert max(map(len, fingerprint(vllm_config(model, **long), 0).values())) <= MAX_TEXT_CHARS

@@ -1,46 +1,106 @@
 """What of a configuration must be the same on a head and a replica for their answers to be the same."""
 
 import hashlib
+import json
+import re
 from collections.abc import Callable, Iterable, Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import vllm
 
+from vllm_omni_plugin.vllm_api.moving import PROCESSOR_PLUGINS
+
 _HUB_CACHE_PREFIX = "models--"
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+_HUB_SNAPSHOTS = "snapshots"
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors", "*.index.json")
+_ADAPTER = ("adapter_config.json", "adapter_model.*")
 _VOCABULARY = ("tokenizer.json", "*.model", "vocab*", "merges.txt", "tekken.json", "*.tiktoken")
+_SAME_FILES = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
+"""Load formats that read a checkpoint's usual files, each in its own way."""
+_PLATFORM = re.compile(r"cpu|cu\d+|rocm\d*|xpu|tpu|empty|precompiled")
 _DIGEST_BYTES = 8
-_SAMPLE_BYTES = 64 * 1024
+_SAMPLES, _SAMPLE_BYTES = 64, 4096
+_LONGEST_TEXT = 200
 
 
 def fingerprint(vllm_config: Any, stage_id: int) -> dict[str, str]:
     """The fields to compare with `replicas.agreement.differences`, as text for an operator to read.
 
-    Models and tokenizers on the hub go by their names, local ones by their content: paths differ from node to node.
+    Models and tokenizers on the hub go by their names, and weights there by the commit; local ones by their content:
+    paths differ from node to node. To be made once, since files are read.
     """
     model = vllm_config.model_config
     return {
         "stage": str(stage_id),
-        # Without the part that names the build: a head on a CPU may serve engines on GPUs.
-        "vLLM version": vllm.__version__.partition("+")[0],
-        "model": _identity(model.model, _model_digest),
-        "revision": str(model.revision),
+        "vLLM version": _build(vllm.__version__),
+        "model": _identity(model.model, _model_digest)
+        + (f" with {model.model_weights}" if model.model_weights else ""),
+        "revision": _commit(model) or str(model.revision),
+        "load format": _load_format(str(vllm_config.load_config.load_format)),
+        "hf-overrides": _overrides(model.hf_overrides),
         "tokenizer": _identity(model.tokenizer, _tokenizer_digest),
         "tokenizer mode": str(model.tokenizer_mode),
         "runner": f"{model.runner_type}, convert {model.convert_type}",
         "dtype": str(model.dtype).removeprefix("torch."),
+        "KV cache dtype": str(vllm_config.cache_config.cache_dtype),
         "quantization": str(model.quantization),
         "max model length": str(model.max_model_len),
         "logprobs mode": str(model.logprobs_mode),
+        "logits processors": _logits_processors(model.logits_processors),
         "LoRA": _lora(vllm_config.lora_config),
     }
+
+
+def _build(version: str) -> str:
+    """Of two builds of one commit for different hardware the same: a head on a CPU may serve engines on GPUs."""
+    public, _, local = version.partition("+")
+    kept = [part for part in local.split(".") if part and not _PLATFORM.fullmatch(part)]
+    return "+".join([public, ".".join(kept)]) if kept else public
+
+
+def _load_format(load_format: str) -> str:
+    return "auto" if load_format in _SAME_FILES else load_format
+
+
+def _overrides(overrides: Any) -> str:
+    if not overrides:
+        return "none"
+    if callable(overrides):
+        return _name(overrides)
+    return _short(json.dumps(overrides, sort_keys=True, default=str))
+
+
+def _logits_processors(configured: Any) -> str:
+    names = [each if isinstance(each, str) else _name(each) for each in configured or ()]
+    installed = sorted(plugin.value for plugin in entry_points(group=PROCESSOR_PLUGINS))
+    return _short(", ".join(names + installed)) or "none"
+
+
+def _name(thing: Any) -> str:
+    return f"{thing.__module__}:{thing.__qualname__}"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LONGEST_TEXT else f"digest {_digest([text.encode()])}"
 
 
 def _lora(config: Any) -> str:
     if config is None:
         return "off"
-    return f"at most {config.max_loras} adapters of rank {config.max_lora_rank}"
+    kind = str(config.lora_dtype).removeprefix("torch.")
+    adapters = {what: _identity(path, _adapter_digest) for what, path in (config.default_mm_loras or {}).items()}
+    always = f", always {_short(str(sorted(adapters.items())))}" if adapters else ""
+    return f"at most {config.max_loras} adapters of rank {config.max_lora_rank} in {kind}{always}"
+
+
+def _commit(model: Any) -> str:
+    """The commit of a model on the hub, whatever branch or tag was asked for; "" if it is not known."""
+    parts = Path(model.model).parts
+    if any(part.startswith(_HUB_CACHE_PREFIX) for part in parts) and _HUB_SNAPSHOTS in parts[:-1]:
+        return parts[parts.index(_HUB_SNAPSHOTS) + 1]
+    return "" if Path(model.model).exists() else str(getattr(model.hf_config, "_commit_hash", None) or "")
 
 
 def _identity(name: str, digest: Callable[[Path], str]) -> str:
@@ -58,17 +118,28 @@ def _model_digest(path: Path) -> str:
     """Of the configuration's content, and of names, sizes and samples of the weights; to read all takes minutes."""
     config = path / "config.json"
     content = config.read_bytes() if config.is_file() else b""
-    weights = (part for file in _files(path, _WEIGHTS) for part in (file.name.encode(), *_samples(file)))
-    return _digest([content, *weights])
+    return _digest([content, *_sampled(path, _WEIGHTS)])
+
+
+def _adapter_digest(path: Path) -> str:
+    return _digest(_sampled(path, _ADAPTER))
+
+
+def _sampled(path: Path, patterns: Iterable[str]) -> Iterator[bytes]:
+    return (part for file in _files(path, patterns) for part in (file.name.encode(), *_samples(file)))
 
 
 def _samples(file: Path) -> Iterator[bytes]:
-    """The size and three places of a file. Two fine-tunes of one model have equal names, sizes and headers."""
+    """The size of a file and what is in many places of it, its beginning and its end among them, where headers are.
+
+    Two fine-tunes of one model have equal names, sizes and headers, and one may differ from the other in few tensors.
+    """
     size = file.stat().st_size
     yield str(size).encode()
-    with file.open("rb") as stream:
-        for start in (0, size // 2, max(0, size - _SAMPLE_BYTES)):
-            stream.seek(start)
+    last = max(0, size - _SAMPLE_BYTES)
+    with file.open("rb", buffering=0) as stream:
+        for place in sorted({last * sample // (_SAMPLES - 1) for sample in range(_SAMPLES)}):
+            stream.seek(place)
             yield stream.read(_SAMPLE_BYTES)
 
 

@@ -19,12 +19,12 @@ from vllm_omni_plugin.vllm_api.move import Move
 from vllm_omni_plugin.vllm_api.requests import TRANSFER_PARAMS
 
 _SEED_BITS = 63
-_PROCESSOR_PLUGINS = "vllm.logits_processors"
+PROCESSOR_PLUGINS = "vllm.logits_processors"
 
 
 def has_custom_logits_processors(model_config: Any) -> bool:
     """Whether the engines apply logits processors of a third party, which may look back at anything."""
-    return bool(model_config.logits_processors) or bool(entry_points(group=_PROCESSOR_PLUGINS))
+    return bool(model_config.logits_processors) or bool(entry_points(group=PROCESSOR_PLUGINS))
 
 
 def how_to_move(request: Any, custom_processors: bool) -> Move:
