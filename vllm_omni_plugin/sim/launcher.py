@@ -42,6 +42,10 @@ class SimProcess:
         """Whether the engine has ended in any way."""
         return self._ended.is_set()
 
+    def how_it_ended(self) -> str:
+        """See `Process`; there is no process that could have ended."""
+        return ""
+
     def shutdown(self, timeout: float | None = None) -> None:
         """End the engine at once; what it has said still arrives. Idempotent."""
         self._unless_ended(lambda engine: engine.end())
