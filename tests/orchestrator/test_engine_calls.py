@@ -28,7 +28,6 @@ CALLS: list[tuple[Any, ...]] = [
     ("reset_mm_cache",),
     ("reset_encoder_cache",),
     ("profile", True, "prefix", None, 3),
-    ("save_sharded_state", "/path", None, None),
 ]
 
 
@@ -58,7 +57,6 @@ def test_what_leaves_state_can_be_told() -> None:
         "reset_mm_cache",
         "reset_encoder_cache",
         "profile",
-        "save_sharded_state",
     }
 
 

@@ -359,11 +359,6 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
     async def pin_lora_async(self, lora_id: int) -> bool:
         return all(await self._call_prompt("pin_lora", lora_id))
 
-    async def save_sharded_state_async(
-        self, path: str, pattern: str | None = None, max_size: int | None = None
-    ) -> None:
-        await self._call_model("save_sharded_state", path, pattern, max_size)
-
     async def collective_rpc_async(
         self,
         method: str | Callable[..., Any],

@@ -39,7 +39,6 @@ _ARGUMENTS: dict[str, Any] = {
     "reset_mm_cache": tuple[()],
     "reset_encoder_cache": tuple[()],
     "profile": tuple[bool, _Text | None, _Count | None, _Count | None],
-    "save_sharded_state": tuple[_Text, _Text | None, _Count | None],
 }
 
 

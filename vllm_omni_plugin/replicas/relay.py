@@ -1,10 +1,12 @@
 """The data path of one lease: what one head sends and gets, between tcp and the engine's ipc sockets."""
 
 import asyncio
+import contextlib
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import zmq
 
@@ -16,15 +18,21 @@ from vllm_omni_plugin.curve import (
     require_key,
     require_password,
 )
+from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.forwarding import QUEUE_MESSAGES, Socket, forward, forwarding_context
 from vllm_omni_plugin.replicas.ports import Listener
 from vllm_omni_plugin.replicas.settings import ServerSettings
+from vllm_omni_plugin.vllm_api.screen import Screen
+
+logger = init_logger(__name__)
 
 DATA_ROLE = "data"
 
 
 class Relay:
-    """Passes requests of one head to the engine's hub and outputs of one slot to that head, without decoding them.
+    """Passes requests of one head to the engine's hub and outputs of one slot to that head.
+
+    Outputs pass in C. Of what the head sends the kind is read, and calls are; what may not reach the engine is refused.
 
     It has a ZMQ context of its own, whose end stops everything at once whatever its peers do, drops what the head has
     not taken, and cuts the head's connections: a head whose lease is over cannot write into the engine any more.
@@ -89,10 +97,12 @@ class Relay:
         to_hub = self._context.socket(zmq.PUSH)
         to_hub.sndhwm = QUEUE_MESSAGES
         to_hub.connect(hub_addr)
+        to_slot = self._context.socket(zmq.PUSH)
+        to_slot.connect(slot_socket.get_string(zmq.LAST_ENDPOINT))
         inputs.bind(pull)
         outputs.bind(push)
         return (
-            forward("omni-head-input", pull, to_hub, (pull, to_hub)),
+            forward("omni-head-input", pull, to_hub, (pull, to_hub, to_slot), self._screened(settings.screen, to_slot)),
             forward("omni-head-output", slot_socket, push, (push,)),
         )
 
@@ -102,6 +112,27 @@ class Relay:
         self._context.term()
         for thread in self._threads:
             thread.join()
+
+    def _screened(self, screen: Screen | None, to_slot: Socket) -> Callable[[Sequence[Any]], bool] | None:
+        """What `forward` asks; the answers to calls that are refused go to ``to_slot``, as the engine's would."""
+        if screen is None:
+            return None
+        refused = 0
+
+        def passes(frames: Sequence[Any]) -> bool:
+            nonlocal refused
+            refusal = screen(frames[1:])
+            if refusal is None:
+                return True
+            refused += 1
+            if refused == 1:
+                logger.warning("A message of a head is refused, more of them without a word: %s.", refusal.reason)
+            if refusal.answer:
+                with contextlib.suppress(zmq.Again):
+                    to_slot.send_multipart(refusal.answer, zmq.NOBLOCK)
+            return False
+
+        return passes
 
     def _serve(self, kind: int, max_frame_bytes: int) -> Socket:
         socket = self._context.socket(kind)

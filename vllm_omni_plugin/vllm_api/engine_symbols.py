@@ -151,7 +151,6 @@ CALLS = (
         ("reset_running_requests", "reset_connector"),
     ),
     Symbol(f"{_ENGINE_PROC}.resume_scheduler", "resumes every replica", ()),
-    Symbol(f"{_ENGINE_PROC}.save_sharded_state", "saves the weights", ("path", "pattern", "max_size")),
     Symbol(f"{_ENGINE_PROC}.set_weight_version", "labels the weights of every replica", ("weight_version",)),
     Symbol(f"{_ENGINE_PROC}.sleep", "puts every replica to sleep", ("level", "mode")),
     Symbol(f"{_ENGINE_PROC}.wake_up", "wakes every replica up", ("tags",)),

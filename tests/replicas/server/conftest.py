@@ -110,6 +110,7 @@ async def start_node(launcher: ServedFakeLauncher) -> AsyncIterator[StartNode]:
             drain_timeout=60.0,
             secrets=secrets,
             fingerprint=FINGERPRINT,
+            screen=None,
         )
         nodes.append(Node(replace(settings, **other), launcher, coordinator))
         return nodes[-1]

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import random
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import psutil
@@ -10,17 +12,19 @@ import pytest
 import zmq
 
 from tests.fakes.conditions import eventually
-from tests.fakes.engine_api import FakeRequest
+from tests.fakes.engine_api import FakeRequest, FakeUtilityOutput
 from tests.fakes.hostile_frames import hostile_message, hostile_stream
 from tests.fakes.strangers import stranger
+from tests.replicas.remote_server import TimedOutputs
 from tests.replicas.server.conftest import MakeHead, Node, StartNode
 from tests.replicas.server.engines import SlotCodec
 from tests.replicas.server.heads import Head
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.curve.newcomers import MAX_HANDSHAKE_BYTES
-from vllm_omni_plugin.errors import MessageTooLargeError
+from vllm_omni_plugin.errors import MessageTooLargeError, ReplicaError
 from vllm_omni_plugin.replicas.control import PROTOCOL_VERSION, Attach, Beat, Detach, Expired, Status, encode
+from vllm_omni_plugin.vllm_api.screen import Refusal
 
 SECRETS = Secrets(["correct horse battery staple"])
 OTHERS = Secrets(["another secret of enough length"])
@@ -127,6 +131,24 @@ async def test_a_message_of_the_largest_size_passes_and_a_larger_one_fails_alone
         await eventually(lambda: any(largest.encode() in frames[-1] for frames in node.engine.frames))
         assert await replica.client.call("is_sleeping") is False
         assert not head.deaths
+
+
+async def test_a_call_that_heads_may_not_make_is_answered_and_does_not_reach_the_engine(
+    start_node: StartNode, make_head: MakeHead
+) -> None:
+    def screen(frames: Sequence[Any]) -> Refusal | None:
+        call = bytes(frames[1])
+        if b"save_sharded_state" not in call:
+            return None
+        answer = FakeUtilityOutput(msgspec.json.decode(call)[1], "heads may not")
+        return Refusal("heads may not", [msgspec.json.encode(TimedOutputs(utility_output=answer))])
+
+    node = await start_node(screen=screen)
+    async with make_head().attached(await node.up()) as replica:
+        with pytest.raises(ReplicaError, match="heads may not"):
+            await replica.client.call("save_sharded_state", "/root")
+        assert await replica.client.call("is_sleeping") is False
+        assert not any(method == "save_sharded_state" for _, method in node.engine.calls)
 
 
 async def test_outputs_over_the_heads_limit_are_a_loss_that_names_the_flag(

@@ -1,0 +1,78 @@
+"""What may reach an engine of another process, in vLLM's own encoding."""
+
+import random
+from typing import Any
+
+import pytest
+from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.serial_utils import MsgpackEncoder
+
+from tests.fakes.hostile_frames import hostile_message
+from vllm_omni_plugin.vllm_api.engine_api import EngineApi
+from vllm_omni_plugin.vllm_api.screen import CALLS, WORKER_CALLS, screen
+
+API = EngineApi()
+
+
+def refusal_of(method: str, *args: Any) -> str | None:
+    """What the caller is told, decoded as heads decode it."""
+    refusal = screen(API.encode_utility(7, method, args))
+    if refusal is None:
+        return None
+    answer = API.decode_outputs(refusal.answer).utility_output
+    assert answer.call_id == 7
+    assert answer.failure_message == refusal.reason
+    return refusal.reason
+
+
+@pytest.mark.parametrize("method", sorted(CALLS - {"collective_rpc"}))
+def test_calls_that_heads_make_pass_and_are_methods_of_the_engine(method: str) -> None:
+    assert refusal_of(method, "any", ["arguments"]) is None
+    assert callable(getattr(EngineCoreProc, method))
+
+
+@pytest.mark.parametrize("method", ["save_sharded_state", "shutdown", "abort_requests", "__init__", "", "x" * 10**6])
+def test_other_methods_are_refused_with_an_answer(method: str) -> None:
+    reason = refusal_of(method, "/root")
+    assert reason is not None
+    assert "is no call that heads may make" in reason
+    assert len(reason) < 200
+
+
+@pytest.mark.parametrize("method", sorted(WORKER_CALLS))
+def test_what_vllms_server_calls_on_workers_passes(method: str) -> None:
+    assert refusal_of("collective_rpc", method, None, (), {}) is None
+
+
+def test_other_methods_of_workers_pass_in_dev_mode_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = ("collective_rpc", "save_sharded_state", None, ("/root",), {})
+    monkeypatch.delenv("VLLM_SERVER_DEV_MODE", raising=False)
+    reason = refusal_of(*call)
+    assert reason is not None
+    assert "VLLM_SERVER_DEV_MODE=1" in reason
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    assert refusal_of(*call) is None
+
+
+def test_functions_are_refused_in_dev_mode_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    frames = (b"\x03", *MsgpackEncoder().encode((0, 7, "collective_rpc", (print, None, (), {}))))
+    assert screen(frames) is not None
+
+
+@pytest.mark.parametrize("kind", [b"\x02", b"\x04", b"\x05", b"", b"\x00\x00"])
+def test_only_requests_aborts_and_calls_pass(kind: bytes) -> None:
+    refusal = screen((kind, b"\x90"))
+    assert refusal is not None
+    assert not refusal.answer
+
+
+def test_whatever_comes_nothing_is_raised() -> None:
+    rng = random.Random(5)
+    samples = [bytes(frame) for frame in API.encode_utility(1, "collective_rpc", ("m", None, (), {}))]
+    for _ in range(5000):
+        screen([rng.choice((b"\x00", b"\x01", b"\x03", b"\x07")), *hostile_message(rng, samples)])
+        screen(hostile_message(rng, samples))
+    assert screen(()) is not None
+    assert screen((b"\x03", b"\x91" * 10_000)) is not None
