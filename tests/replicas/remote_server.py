@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from tests.fakes.engine_api import FakeEngineApi, FakeOutput, FakeOutputs, FakeResult, FakeUtilityOutput
+from tests.fakes.engine_api import DEAD_FRAME, FakeEngineApi, FakeOutput, FakeOutputs, FakeResult, FakeUtilityOutput
 from vllm_omni_plugin.coordinator import ReplicaInfo, ReplicaStatus
 from vllm_omni_plugin.curve import Gate, Secrets, require_key, require_password, secure_server
 from vllm_omni_plugin.replicas.control import (
@@ -125,7 +125,7 @@ class FakeServer:
 
     def say_dead(self) -> None:
         """The engine says that it is dead."""
-        self._output.send(b"dead")
+        self._output.send(DEAD_FRAME)
 
     def cut(self) -> None:
         """The data connections break."""

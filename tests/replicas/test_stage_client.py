@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import logging
 from typing import Any
 
 import pytest
@@ -98,27 +97,28 @@ async def test_a_reply_to_a_cancelled_call_is_ignored() -> None:
         await call
     assert repr(peer.client).endswith("alive, 0 calls>")
     peer.link.answer(peer.link.calls[0][0])
-    assert (peer.outputs, peer.client.invalid_frames) == ([], 0)
+    assert (peer.outputs, peer.deaths) == ([], [])
 
 
-async def test_invalid_frames_are_counted_and_reading_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("frame", [b"", b"\xff\xfe", b"[]", b'{"outputs": 3}', b'{"utility_output": {"call_id": 0}}'])
+async def test_a_message_that_cannot_be_used_is_the_replicas_death(frame: bytes) -> None:
     peer = Peer()
-    for frame in (b"", b"\xff\xfe", b"[]", b'{"outputs": 3}'):
-        peer.link.say(frame)
+    call = await peer.open_call("one")
+    call_id = peer.link.calls[0][0]
+    peer.link.say(frame.replace(b"0", str(call_id).encode()))
     peer.link.report(1)
-    assert peer.client.invalid_frames == 4
-    assert len(peer.outputs) == 1
-    assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
-    assert peer.deaths == []
+    assert (len(peer.deaths), peer.outputs) == (1, [])
+    with pytest.raises(ReplicaError, match="replica 7 is gone: it"):
+        await call
 
 
-async def test_a_fault_in_handling_outputs_does_not_stop_the_reading(caplog: pytest.LogCaptureFixture) -> None:
+async def test_outputs_that_cannot_be_handled_are_the_replicas_death(caplog: pytest.LogCaptureFixture) -> None:
     peer = Peer()
     peer.fault = RuntimeError("bug")
     peer.link.report(1)
     peer.fault = None
     peer.link.report(2)
-    assert [outputs.scheduler_stats for outputs in peer.outputs] == [2]
+    assert (peer.deaths, peer.outputs) == (["its outputs could not be handled: bug"], [])
     assert "Outputs of replica 7 could not be handled" in caplog.text
 
 

@@ -14,6 +14,7 @@ from vllm_omni_plugin.replicas.link import EngineGoneError, Frames, Link
 logger = init_logger(__name__)
 
 _REPORTED = "the engine reported its own death"
+_MAX_DETAIL_CHARS = 300
 
 
 class Codec(Protocol):
@@ -38,7 +39,7 @@ class StageClient:
         codec: encodes and decodes; may be shared between the clients of one loop.
         name: of the replica, in errors and logs.
         on_outputs: called with every `EngineCoreOutputs` that carries request outputs or statistics.
-        on_dead: called at most once, with the reason, when the replica turns out to be dead.
+        on_dead: called at most once, with the reason, when the replica is dead, or has said what cannot be used.
         client_index: which of the engine's outputs is the link's, for an engine that several clients share.
         patience: seconds that somebody who knows more has to call `mark_dead` after the engine reported its own death.
 
@@ -73,7 +74,6 @@ class StageClient:
         self._is_heeded = True
         self._dead_reason: str | None = None
         self.engine_died = False
-        self.invalid_frames = 0
 
     def __repr__(self) -> str:
         state = self._dead_reason or "alive"
@@ -213,21 +213,17 @@ class StageClient:
             return
         try:
             outputs = self._codec.decode_outputs(frames)
-        except WireError as error:
-            self.invalid_frames += 1
-            if self.invalid_frames == 1:
-                logger.warning(
-                    "Replica %s sent an invalid frame; it and all later ones are dropped: %s", self._name, error
-                )
-            return
-        try:
             if outputs.utility_output is not None:
                 self._resolve_call(outputs.utility_output)
             elif self._is_heeded:
                 self._on_outputs(outputs)
-        except Exception:
-            # A fault in handling one message must not end the reading of those that follow.
+        except WireError as error:
+            # What was in it is lost, so nothing that follows can be delivered.
+            self.mark_dead(f"it sent a message that cannot be used: {str(error)[:_MAX_DETAIL_CHARS]}")
+        except Exception as error:
+            # Of one replica: it must not end the reading of the others, nor let its requests wait for what was lost.
             logger.exception("Outputs of replica %s could not be handled.", self._name)
+            self.mark_dead(f"its outputs could not be handled: {str(error)[:_MAX_DETAIL_CHARS]}")
 
     def _reported_dead(self) -> None:
         if not self._patience:
@@ -237,7 +233,7 @@ class StageClient:
             self._last_word = asyncio.get_running_loop().call_later(self._patience, mark_dead)
 
     def _resolve_call(self, reply: Any) -> None:
-        future = self._calls.pop(reply.call_id, None) or self._probes.pop(reply.call_id, None)
+        future = self._calls.get(reply.call_id) or self._probes.get(reply.call_id)
         if future is None or future.done():
             return
         if reply.failure_message is not None:

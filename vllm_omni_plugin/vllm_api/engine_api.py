@@ -9,12 +9,13 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.pool.late_interaction import get_late_interaction_engine_index
-from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+from vllm.v1.serial_utils import MsgpackEncoder
 
 from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.vllm_api import moving, ready, requests
 from vllm_omni_plugin.vllm_api.facts import CacheSize, LoadReport, RequestFacts
 from vllm_omni_plugin.vllm_api.move import Move
+from vllm_omni_plugin.vllm_api.outputs import OutputsDecoder
 
 Frames = Sequence[Any]
 """Frames of one message, each anything that supports the buffer protocol (bytes, memoryview, zmq.Frame)."""
@@ -33,13 +34,14 @@ class EngineApi:
     Args:
         custom_processors: see `moving.has_custom_logits_processors`.
         random: seeds of requests that need one to be movable.
+        vocabulary: see `OutputsDecoder`.
     """
 
-    def __init__(self, custom_processors: bool = False, random: Random | None = None) -> None:
+    def __init__(self, custom_processors: bool = False, random: Random | None = None, vocabulary: int = 0) -> None:
         self._custom_processors = custom_processors
         self._random = random or SystemRandom()
         self._encoder = MsgpackEncoder()
-        self._decoder = MsgpackDecoder(EngineCoreOutputs)
+        self._decoder = OutputsDecoder(vocabulary)
 
     @property
     def pooling_task(self) -> str | None:

@@ -1,0 +1,120 @@
+"""Outputs that vLLM's front end fails over are refused where they come in; all others are as vLLM decodes them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import LogprobsLists, LogprobsTensors
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
+
+from vllm_omni_plugin.errors import WireError
+from vllm_omni_plugin.vllm_api.engine_api import EngineApi
+
+VOCABULARY = 512
+
+
+def lists(ids: tuple[int, ...], logprobs: tuple[int, ...], ranks: tuple[int, ...]) -> LogprobsLists:
+    """Log-probabilities with arrays of these shapes."""
+    return LogprobsLists(np.ones(ids, np.int64), np.zeros(logprobs, np.float32), np.ones(ranks, np.int64))
+
+
+def tensors(ids: tuple[int, ...], logprobs: tuple[int, ...], ranks: tuple[int, ...]) -> LogprobsTensors:
+    return LogprobsTensors(*map(torch.from_numpy, lists(ids, logprobs, ranks)[:3]))
+
+
+def sent(output: Any) -> Sequence[Any]:
+    """The frames of a message with this output between two others."""
+    outputs = [EngineCoreOutput("first", [1]), output, EngineCoreOutput("last", [2])]
+    message = EngineCoreOutputs(outputs=outputs, scheduler_stats=SchedulerStats(num_running_reqs=3), timestamp=1.5)
+    return [bytearray(frame) for frame in MsgpackEncoder().encode(message)]
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        pytest.param(EngineCoreOutput("r", [0, VOCABULARY - 1], finish_reason=FinishReason.STOP), id="tokens"),
+        pytest.param(EngineCoreOutput("r", [], finish_reason=FinishReason.ABORT), id="no token"),
+        pytest.param(EngineCoreOutput("r", [5], new_logprobs=lists((1, 3), (1, 3), (1,))), id="logprobs"),
+        pytest.param(EngineCoreOutput("r", [], new_logprobs=lists((0, 3), (0, 3), (0,))), id="logprobs of none"),
+        pytest.param(EngineCoreOutput("r", [5], new_logprobs=lists((1, 99), (1, 99), (1,))), id="many logprobs"),
+        pytest.param(
+            EngineCoreOutput("r", [5], new_prompt_logprobs_tensors=tensors((4, 2), (4, 2), (4,))), id="prompt logprobs"
+        ),
+        pytest.param(
+            EngineCoreOutput("r", [], pooling_output=torch.ones(8), finish_reason=FinishReason.STOP), id="pooling"
+        ),
+    ],
+)
+def test_a_message_is_decoded_as_vllm_does(output: Any) -> None:
+    frames = sent(output)
+    decoded = EngineApi(vocabulary=VOCABULARY).decode_outputs(frames)
+    assert isinstance(decoded, EngineCoreOutputs)
+    assert all(isinstance(each, EngineCoreOutput) for each in decoded.outputs)
+    vllms = MsgpackDecoder(EngineCoreOutputs).decode(frames)
+    assert repr(msgspec.structs.asdict(decoded.outputs[1])) == repr(msgspec.structs.asdict(vllms.outputs[1]))
+    assert (decoded.scheduler_stats, decoded.timestamp) == (vllms.scheduler_stats, 1.5)
+
+
+BAD_SHAPES = [
+    pytest.param((1, 0), (1, 0), (1,), id="no columns"),
+    pytest.param((3,), (3,), (1,), id="one dimension"),
+    pytest.param((1, 3), (1, 2), (1,), id="other columns"),
+    pytest.param((2, 3), (1, 3), (1,), id="other rows"),
+    pytest.param((1, 3), (1, 3), (1, 1), id="ranks in a table"),
+    pytest.param((1, 3), (1, 3), (), id="a single rank"),
+]
+
+
+@pytest.mark.parametrize(("ids", "logprobs", "ranks"), BAD_SHAPES)
+def test_log_probabilities_of_wrong_shapes_are_refused(
+    ids: tuple[int, ...], logprobs: tuple[int, ...], ranks: tuple[int, ...]
+) -> None:
+    for name, output in (
+        ("new_logprobs", EngineCoreOutput("r", [5], new_logprobs=lists(ids, logprobs, ranks))),
+        (
+            "new_prompt_logprobs_tensors",
+            EngineCoreOutput("r", [5], new_prompt_logprobs_tensors=tensors(ids, logprobs, ranks)),
+        ),
+    ):
+        with pytest.raises(WireError, match=f"not a valid EngineCoreOutputs message: {name}: "):
+            EngineApi().decode_outputs(sent(output))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "complaint"),
+    [([VOCABULARY], "<= 511"), ([3, -1], ">= 0"), ([2**63], "Integer|int"), (["a"], "int"), ([1.5], "int")],
+)
+def test_what_the_model_has_no_token_for_is_refused(tokens: list[Any], complaint: str) -> None:
+    with pytest.raises(WireError, match=complaint):
+        EngineApi(vocabulary=VOCABULARY).decode_outputs(sent(EngineCoreOutput("r", tokens)))
+
+
+def test_an_engine_of_unknown_vocabulary_may_put_out_any_id_that_tokenizers_take() -> None:
+    api = EngineApi()
+    assert api.decode_outputs(sent(EngineCoreOutput("r", [2**31 - 1]))).outputs[1].new_token_ids == [2**31 - 1]
+    with pytest.raises(WireError):
+        api.decode_outputs(sent(EngineCoreOutput("r", [2**31])))
+
+
+def test_the_answer_to_a_call_is_decoded() -> None:
+    from vllm.v1.engine import UtilityOutput
+
+    message = EngineCoreOutputs(utility_output=UtilityOutput(7, result=UtilityResult({"a": [1]})))
+    decoded = EngineApi().decode_outputs(MsgpackEncoder().encode(message))
+    assert (decoded.utility_output.call_id, decoded.utility_output.result.result) == (7, {"a": [1]})
+
+
+def test_vllm_itself_fails_over_log_probabilities_without_columns() -> None:
+    processor = OutputProcessor(None, log_stats=False)
+    params = SamplingParams(logprobs=1)
+    request = EngineCoreRequest("r", [1], None, params, None, 0.0, None, None, None, external_req_id="r")
+    processor.add_request(request, None, queue=RequestOutputCollector(params.output_kind, "r"))
+    with pytest.raises(IndexError):
+        processor.process_outputs([EngineCoreOutput("r", [5], new_logprobs=lists((1, 0), (1, 0), (1,)))])
