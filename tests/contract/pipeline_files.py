@@ -44,18 +44,23 @@ def write_pipeline(folder: Path, first: str = "", second: str = "", third: str |
     ]
     if third is not None:
         stages.append(f"- id: 2\n  name: vocoder\n  inputs: [refiner]\n{_lines(third)}  output: audio\n  final: true\n")
-    file = folder / "pipeline.yaml"
-    file.write_text(f"stages:\n{indent(''.join(stages), '  ')}")
-    return file
+    return _write(folder, stages)
 
 
 def write_disaggregated(folder: Path, prefill: str, decode: str) -> Path:
     """Two stages of one model, the thinker's, each with further lines."""
-    stages = (
+    stages = [
         f"- id: 0\n  name: prefill\n  engine: vllm\n  model: {folder}/thinker\n{_lines(prefill)}  output: kv_cache\n",
         f"- id: 1\n  name: decode\n  engine: vllm\n  model: {folder}/thinker\n  inputs: [prefill]\n{_lines(decode)}"
         "  output: text\n  final: true\n",
-    )
+    ]
+    return _write(folder, stages)
+
+
+def _write(folder: Path, stages: list[str]) -> Path:
+    for model in ("thinker", "refiner"):
+        # With HF_HUB_OFFLINE set, vLLM asks for the folder of a model before it reads anything of it.
+        (folder / model).mkdir(exist_ok=True)
     file = folder / "pipeline.yaml"
     file.write_text(f"stages:\n{indent(''.join(stages), '  ')}")
     return file
