@@ -42,10 +42,10 @@ def test_a_command_line_with_omni_is_theirs_alone(tmp_path: Path) -> None:
     cli.mkdir(parents=True)
     (cli / "main.py").write_text(STAND_IN)
     flags = ["--stage-id", "1", "-oma", "10.0.0.9", "-omp", "7500", "-ora", "10.0.0.8"]
-    # The model is a folder that exists, since with HF_HUB_OFFLINE set vLLM asks for it.
     done = subprocess.run(
-        [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(tmp_path), "--omni", *flags],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", "model", "--omni", *flags],
+        # Set, it makes vLLM look for its default model on this disk.
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "HF_HUB_OFFLINE": "0"},
         capture_output=True,
         text=True,
         check=False,
