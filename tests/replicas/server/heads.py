@@ -48,8 +48,7 @@ class Head:
         secure_client(self._control, secrets, "replica")
         self._control.connect(control_addr)
         self._data_sockets: list[Any] = []
-        self._public, self._secret = zmq.curve_keypair()
-        self.credential = self._public.decode() if secrets else random_words.token_hex(20)
+        self._renew_credential()
 
     async def __aenter__(self) -> "Head":
         return self
@@ -76,17 +75,17 @@ class Head:
 
     async def attach(self, incarnation: int) -> Attached:
         """Attach, trying again while the replica says that this may help, and connect."""
-        for _ in range(1000):
-            answer = await self.ask_to_attach(incarnation)
-            if isinstance(answer, Attached):
-                for socket in self._data_sockets:
-                    socket.close(linger=0)
-                self.attached = answer
-                self.inputs, self.outputs = await self.connect(answer, self.credential)
-                return answer
-            assert not answer.lasting, answer
-            await asyncio.sleep(0.002)
-        raise AssertionError(f"refused again and again: {answer}")
+        for socket in self._data_sockets:
+            socket.close(linger=0)
+        # Former connections may yet be made again, and would take what is for the new ones.
+        self._renew_credential()
+        async with asyncio.timeout(20):
+            while isinstance(answer := await self.ask_to_attach(incarnation), Refused):
+                assert not answer.lasting, answer
+                await asyncio.sleep(0.002)
+        self.attached = answer
+        self.inputs, self.outputs = await self.connect(answer, self.credential)
+        return answer
 
     async def connect(self, attached: Attached, credential: str, **options: int) -> tuple[Any, Any]:
         """Data sockets with a credential and ZMQ options of the caller's choice."""
@@ -102,6 +101,10 @@ class Head:
             socket.connect(address)
         self._data_sockets += [inputs, outputs]
         return inputs, outputs
+
+    def _renew_credential(self) -> None:
+        self._public, self._secret = zmq.curve_keypair()
+        self.credential = self._public.decode() if self._secrets else random_words.token_hex(20)
 
     async def say(self, message: ToServer) -> None:
         await self._control.send(encode(message))
