@@ -12,6 +12,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequest
 from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
 
+from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.vllm_api.engine_api import EngineApi
 from vllm_omni_plugin.vllm_api.facts import CacheSize, LoadReport, RequestFacts
 from vllm_omni_plugin.vllm_api.move import Move
@@ -107,6 +108,17 @@ def test_the_size_of_a_cache_is_read_from_the_ready_response() -> None:
     assert EngineApi().cache_size(ready(effective_attention_block_size=64)) == CacheSize(500, 64)
 
 
-@pytest.mark.parametrize("payload", [b"", b"\xc1", msgspec.msgpack.encode({"block_size": "x"})])
-def test_a_ready_response_that_cannot_be_read_says_nothing_of_the_cache(payload: bytes) -> None:
-    assert EngineApi().cache_size(payload) == CacheSize()
+@pytest.mark.parametrize(
+    ("payload", "complaint"),
+    [
+        (b"", "truncated"),
+        (b"\xc1", "malformed"),
+        (msgspec.msgpack.encode({"block_size": "x"}), "block_size"),
+        (ready(dtype=b"\xff"), "dtype"),
+        (ready(max_model_len=-1), "max_model_len is -1"),
+        (ready(num_gpu_blocks=-1), "num_gpu_blocks is -1"),
+    ],
+)
+def test_a_ready_response_that_cannot_be_used_is_refused(payload: bytes, complaint: str) -> None:
+    with pytest.raises(WireError, match=f"not a valid EngineCoreReadyResponse: .*{complaint}"):
+        EngineApi().cache_size(payload)

@@ -11,6 +11,8 @@ from vllm_omni_plugin.vllm_api.facts import CacheSize, LoadReport, RequestFacts
 from vllm_omni_plugin.vllm_api.move import Move
 
 DEAD_FRAME = b"DEAD"
+UNREADABLE = b"\xc1"
+"""A ready response that says nothing."""
 
 
 class FakeRequest(msgspec.Struct, frozen=True):
@@ -121,6 +123,8 @@ class FakeEngineApi:
         return None if running is None else LoadReport(0, running, running / 100)
 
     def cache_size(self, ready_response: bytes) -> CacheSize:
+        if ready_response == UNREADABLE:
+            raise WireError("not a ready response")
         return CacheSize(*msgspec.json.decode(ready_response)) if ready_response.startswith(b"[") else CacheSize()
 
     def affinity_key(self, request: Any) -> int | None:

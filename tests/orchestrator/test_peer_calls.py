@@ -51,7 +51,7 @@ async def bring_up_over(head: FakeHead, replica_id: int, link: FakeLink) -> None
     client = StageClient(link, FakeEngineApi(), replica_id, lambda outputs: None, lambda reason: None)
     client.start()
     async with asyncio.timeout(10):
-        await head.orchestrator.admit(member, client)
+        await head.orchestrator.admit(member, client, b"")
     head.pool.serve(member, client, link.input_addr, link.output_addr)
 
 

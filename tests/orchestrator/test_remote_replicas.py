@@ -8,8 +8,8 @@ from typing import Any, Literal
 import pytest
 
 from tests.fakes.conditions import eventually
-from tests.fakes.engine_api import FakeEngineApi
-from tests.orchestrator.remote_fleet import Fleet
+from tests.fakes.engine_api import UNREADABLE, FakeEngineApi
+from tests.orchestrator.remote_fleet import Attachment, Fleet
 from tests.orchestrator.test_replica_list import row
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import ReplicaError
@@ -203,6 +203,26 @@ async def test_a_lasting_refusal_is_tried_again_late_or_when_the_replica_has_cha
     fleet.register(row(1, incarnation=2))
     await fleet.serving(1)
     assert fleet.attachments[0].info.incarnation == 2
+
+
+async def test_a_replica_whose_ready_response_cannot_be_used_is_refused_and_told_to_nobody(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    await fleet.joined(row(1))
+    monkeypatch.setattr(Attachment, "ready_response", UNREADABLE)
+    fleet.pause_over.clear()
+    fleet.register(row(2))
+    await eventually(lambda: fleet.pauses)
+    await fleet.read()
+    assert [change.replica_id for change in fleet.changes] == [0]
+    assert [replica.closed for replica in fleet.attachments] == [False, True]
+    refused = "Replica 1 of stage 0 cannot be attached to: what its engine said when it was ready cannot be used: not a"
+    assert refused in caplog.text
+    monkeypatch.setattr(Attachment, "ready_response", b"ready")
+    fleet.pause_over.set()
+    await fleet.serving(2)
+    await fleet.read()
+    assert [change.replica_id for change in fleet.changes] == [0, 1]
 
 
 async def test_whatever_goes_wrong_a_listed_replica_is_tried_again(fleet: Fleet) -> None:

@@ -139,7 +139,7 @@ class LocalReplicas:
         return replica
 
     async def _let_serve(self, member: PoolMember, replica: LocalReplica) -> None:
-        await self._orchestrator.admit(member, replica.client)
+        await self._orchestrator.admit(member, replica.client, replica.ready_response)
         if self._died[member.replica_id].is_set():
             raise ReplicaError(f"replica {member.name} died as soon as it was ready")
         self._orchestrator.replica_serves(

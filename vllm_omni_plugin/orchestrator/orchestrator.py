@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 
 from vllm_omni_plugin.coordinator import ReplicaKey, ReplicaStatus
-from vllm_omni_plugin.errors import OmniError, ReplicaError
+from vllm_omni_plugin.errors import OmniError, ReplicaError, WireError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.conductor import Conductor
 from vllm_omni_plugin.orchestrator.dispatcher import Dispatcher
@@ -184,15 +184,25 @@ class Orchestrator:
         elif outputs.scheduler_stats is not None:
             self._gate.put_later(outputs)
 
-    async def admit(self, member: PoolMember, client: StageClient) -> None:
+    async def admit(self, member: PoolMember, client: StageClient, ready_response: bytes) -> None:
         """See that a replica that attaches can do what its stage is for, and tell it what the others were told.
 
         The caller must let the replica serve without awaiting anything in between.
 
+        Args:
+            member: the replica.
+            client: speaks to its engine.
+            ready_response: what its engine said of itself when it was ready. AsyncLLM's side relies on it.
+
         Raises:
-            ReplicaError: it cannot, or it cannot be brought up to date.
+            ReplicaError: it cannot, it cannot be brought up to date, or what its engine said cannot be read.
         """
-        task = self._apis[member.stage_id].pooling_task
+        api = self._apis[member.stage_id]
+        try:
+            api.cache_size(ready_response)
+        except WireError as error:
+            raise ReplicaError(f"what its engine said when it was ready cannot be used: {error}") from error
+        task = api.pooling_task
         if task is not None and task not in (tasks := await client.call("get_supported_tasks")):
             known = ", ".join(tasks)
             raise ReplicaError(

@@ -125,7 +125,7 @@ class RemoteReplicaKeeper:
         self._replica = replica
         try:
             member.incarnation = replica.incarnation
-            await self._orchestrator.admit(member, replica.client)
+            await self._orchestrator.admit(member, replica.client, replica.ready_response)
             if self._gone.is_set():
                 raise ReplicaError("it was lost as soon as it was attached")
             self._join(replica)

@@ -25,7 +25,7 @@ class RequestApi(Protocol):
         """What the engine reports of its load with a message, None if it does not."""
 
     def cache_size(self, ready_response: bytes) -> CacheSize:
-        """What an engine said of its KV memory when it was ready; zeros if that cannot be read."""
+        """What an engine said of its KV memory when it was ready. Raises `WireError` if it cannot be read."""
 
     def affinity_key(self, request: Any) -> int | None: ...
 

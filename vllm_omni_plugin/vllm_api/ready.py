@@ -8,6 +8,7 @@ import msgspec
 from vllm.v1.engine import EngineCoreReadyResponse
 from vllm.v1.engine.core_client import MPClient
 
+from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.vllm_api.facts import CacheSize
 
 
@@ -34,12 +35,18 @@ def apply_ready_responses(vllm_config: Any, payloads: Iterable[bytes]) -> dict[i
 
 
 def cache_size(payload: bytes) -> CacheSize:
-    """What a ready response says of the engine's KV memory; zeros if it cannot be read.
+    """What a ready response says of the engine's KV memory.
 
     Blocks are those of full attention, whose size may differ from the configured one: the others are not shared.
+
+    Raises:
+        WireError: it is none, and cannot be given to `apply_ready_responses`.
     """
     try:
         ready = msgspec.msgpack.decode(payload, type=EngineCoreReadyResponse)
-    except msgspec.MsgspecError:
-        return CacheSize()
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise WireError(f"not a valid EngineCoreReadyResponse: {error}") from error
+    for name in ("max_model_len", "num_gpu_blocks", "block_size"):
+        if getattr(ready, name) < 0:
+            raise WireError(f"not a valid EngineCoreReadyResponse: {name} is {getattr(ready, name)}")
     return CacheSize(ready.num_gpu_blocks, ready.effective_attention_block_size or ready.block_size)
