@@ -145,6 +145,18 @@ async def test_the_ranks_of_a_lockstep_group_die_as_one_and_nobody_is_suspect(fl
     assert [home(fleet, name) for name in "abc"] == [1, 1, 1]
 
 
+async def test_a_request_that_makes_engines_say_what_cannot_be_used_gets_no_third_either() -> None:
+    async with FakeFleet(replicas=3) as fleet:
+        await fleet.submit("p")
+        for _ in range(2):
+            fleet.now += 1.0
+            fleet.attempt("p")[0].say(b"garbage")
+        [(_, error)] = await fleet.read()
+        assert str(error).count("it sent a message that cannot be used") == 2
+        assert "no other replica gets it" in str(error)
+        assert len(fleet.pool.serving) == 1
+
+
 async def test_a_request_that_has_had_output_is_no_suspect(fleet: FakeFleet) -> None:
     for name in "abc":
         await begin(fleet, name, 0)

@@ -189,21 +189,21 @@ async def test_draining_and_its_end_are_reported(head: Head, server: FakeServer)
 
 
 @pytest.mark.parametrize(
-    ("message", "reason", "engine_died"),
+    ("message", "reason", "engine_failed"),
     [
-        (Status(LEASE, ReplicaStatus.ERROR, "its engine died", engine_died=True), "its engine died", True),
+        (Status(LEASE, ReplicaStatus.ERROR, "its engine died", engine_failed=True), "its engine died", True),
         (Status(LEASE, ReplicaStatus.ERROR, "its engine hangs"), "its engine hangs", False),
         (Status(LEASE, ReplicaStatus.DOWN), "its server says down", False),
         (Expired(LEASE), "its server has ended this head's lease", False),
     ],
 )
 async def test_a_server_that_ends_the_lease_is_a_loss(
-    head: Head, server: FakeServer, message: Status | Expired, reason: str, engine_died: bool
+    head: Head, server: FakeServer, message: Status | Expired, reason: str, engine_failed: bool
 ) -> None:
     async with head.attached(server) as replica:
         server.tell(message)
         await eventually(lambda: head.deaths)
-        assert (head.deaths, replica.client.engine_died) == ([reason], engine_died)
+        assert (head.deaths, replica.client.engine_failed) == ([reason], engine_failed)
         with pytest.raises(ReplicaError, match=reason):
             replica.client.add_request(FakeRequest("a"), "a-1")
 

@@ -180,7 +180,7 @@ async def test_a_send_that_fails_is_the_replicas_death() -> None:
     with pytest.raises(ReplicaError, match="cannot send"):
         peer.client.add_request(FakeRequest("a"), "a-1")
     assert len(peer.deaths) == 1
-    assert not peer.client.engine_died
+    assert not peer.client.engine_failed
 
 
 async def test_a_send_to_an_engine_of_this_node_fails_because_the_engine_has_died(
@@ -193,7 +193,7 @@ async def test_a_send_to_an_engine_of_this_node_fails_because_the_engine_has_die
     monkeypatch.setattr(peer.link, "send", send)
     with pytest.raises(ReplicaError, match="not connected"):
         peer.client.add_request(FakeRequest("a"), "a-1")
-    assert peer.client.engine_died
+    assert peer.client.engine_failed
 
 
 async def test_a_call_that_cannot_be_sent_leaves_no_unretrieved_error() -> None:

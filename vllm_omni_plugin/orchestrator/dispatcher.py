@@ -150,18 +150,18 @@ class Dispatcher:
             self._end(run)
         return True
 
-    def move(self, runs: Sequence[StageRun], lost: PoolMember, reason: str, engine_died: bool) -> None:
+    def move(self, runs: Sequence[StageRun], lost: PoolMember, reason: str, engine_failed: bool) -> None:
         """These requests' replica is lost, and they are no longer charged to it: each moves or fails.
 
         Args:
             runs: the requests.
             lost: the replica.
             reason: why it is lost, for errors.
-            engine_died: whether its engine did, of which a request may be the cause.
+            engine_failed: whether its engine ended by itself or said what cannot be used: a request may be the cause.
         """
         loss = Loss(lost.replica_id, reason)
-        if engine_died and not self._pool.lockstep:
-            self._suspects.engine_died(lost, runs, loss)
+        if engine_failed and not self._pool.lockstep:
+            self._suspects.engine_failed(lost, runs, loss)
         self._suspects.lost(lost)
         for run in runs:
             try:

@@ -230,7 +230,7 @@ class Orchestrator:
     def replica_lost(self, member: PoolMember, reason: str, status: ReplicaStatus = ReplicaStatus.DOWN) -> None:
         """A replica is gone: its requests move or fail, each exactly once."""
         pool = self.stage_pools[member.stage_id]
-        engine_died = member.client is not None and member.client.engine_died
+        engine_failed = member.client is not None and member.client.engine_failed
         member.changed_at = self._clock()
         orphans = pool.lose(member, status)
         logger.error(
@@ -240,7 +240,7 @@ class Orchestrator:
             reason,
             len(orphans),
         )
-        self._dispatchers[member.stage_id].move(orphans, member, reason, engine_died)
+        self._dispatchers[member.stage_id].move(orphans, member, reason, engine_failed)
         index = engine_index(member.stage_id, member.replica_id)
         self._gate.put(self._apis[member.stage_id].idle_report(index))
 

@@ -26,9 +26,10 @@ class _Try(NamedTuple):
 class Suspects:
     """The suspects of one stage. Lives on the orchestrator's loop.
 
-    When an engine dies, each request that has had no output of it may be the cause. These are the suspects. Each is
-    tried at another replica, where no other suspect is tried at the same time, until it has output: so a second death
-    has one possible cause. That request fails, and both losses are its doing and nobody else's.
+    When an engine dies, or says what cannot be used, each request that has had no output of it may be the cause. These
+    are the suspects. Each is tried at another replica, where no other suspect is tried at the same time, until it has
+    output: so a second death has one possible cause. That request fails, and both losses are its doing and nobody
+    else's.
 
     Args:
         pool: the stage's replicas.
@@ -73,8 +74,8 @@ class Suspects:
         """A suspect goes to a replica that is not busy."""
         self._tries[member] = _Try(run, self._clock())
 
-    def engine_died(self, member: PoolMember, runs: Iterable[StageRun], loss: Loss) -> None:
-        """An engine died with these requests in flight. Who may have caused it is noted with them and with the loss."""
+    def engine_failed(self, member: PoolMember, runs: Iterable[StageRun], loss: Loss) -> None:
+        """An engine failed with these requests in flight. Who may have caused it is noted with them and the loss."""
         a_try = self._tries.get(member)
         lasted = TRY_S if a_try is None else self._clock() - a_try.since
         if a_try is None or lasted >= TRY_S:

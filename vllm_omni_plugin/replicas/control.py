@@ -122,13 +122,13 @@ class Status(Struct, frozen=True, tag="status"):
         status: UP; DRAINING: send nothing new and detach when done; ERROR or DOWN: the engine is lost or not trusted,
             and the lease with it.
         reason: why, unless UP.
-        engine_died: whether the engine has ended, and not hung, been given up or told to leave.
+        engine_failed: whether the engine has ended by itself, and not hung or been told to leave.
     """
 
     lease: int
     status: ReplicaStatus
     reason: Text = ""
-    engine_died: bool = False
+    engine_failed: bool = False
 
 
 class Expired(Struct, frozen=True, tag="expired"):

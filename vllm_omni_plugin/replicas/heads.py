@@ -89,15 +89,15 @@ class Heads:
             self._followers.read(engine.journal)
         self._status, self._reason = ReplicaStatus.UP, ""
 
-    def tell(self, status: ReplicaStatus, reason: str, engine_died: bool = False) -> None:
+    def tell(self, status: ReplicaStatus, reason: str, engine_failed: bool = False) -> None:
         """Tell all heads, who keep their leases; nobody new may attach unless it is UP."""
         self._status, self._reason = status, reason[:MAX_TEXT_CHARS]
         for lease in self._leases.current:
-            self._send(lease.peer, Status(lease.lease_id, status, self._reason, engine_died))
+            self._send(lease.peer, Status(lease.lease_id, status, self._reason, engine_failed))
 
-    def turn_away(self, status: ReplicaStatus, reason: str, engine_died: bool = False) -> None:
+    def turn_away(self, status: ReplicaStatus, reason: str, engine_failed: bool = False) -> None:
         """Tell all heads and end their leases; nobody may attach until `admit`."""
-        self.tell(status, reason, engine_died)
+        self.tell(status, reason, engine_failed)
         for lease in self._leases.current:
             self._end(lease, reason)
 

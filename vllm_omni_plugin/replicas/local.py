@@ -88,7 +88,7 @@ class LocalReplica:
     def _exited(self) -> None:
         self._stop_watching()
         self.client.drain()
-        self.client.mark_dead(f"its engine process {self._process.pid} exited", engine_died=True)
+        self.client.mark_dead(f"its engine process {self._process.pid} exited", engine_failed=True)
 
     def _hangs(self, on_hang: Callable[[str], None], reason: str) -> None:
         if self._returning is not None:

@@ -220,7 +220,7 @@ class RemoteReplica:
                 if message.status in (ReplicaStatus.UP, ReplicaStatus.DRAINING):
                     self._listeners.status(message.status)
                 else:
-                    self._lose(message.reason or f"its server says {message.status.value}", message.engine_died)
+                    self._lose(message.reason or f"its server says {message.status.value}", message.engine_failed)
             case CacheChanges(lease=lease) if lease == self._lease and self._follower is not None:
                 self._follower.take(message)
             case Expired(lease=lease) if lease == self._lease:
@@ -254,7 +254,7 @@ class RemoteReplica:
             reason += f", as over outputs of more than {most} MiB (--omni-max-message-size of this head)"
         self._lose(reason)
 
-    def _lose(self, reason: str, engine_died: bool = False) -> None:
+    def _lose(self, reason: str, engine_failed: bool = False) -> None:
         if self._lost_reason:
             return
         self._lost_reason = reason
@@ -262,7 +262,7 @@ class RemoteReplica:
         if self._link is not None:
             # What the engine has still said is good, and need not be computed again elsewhere.
             self.client.drain()
-            self.client.mark_dead(reason, engine_died)
+            self.client.mark_dead(reason, engine_failed)
         elif not self._answer.done():
             self._answer.set_exception(ReplicaError(reason))
 

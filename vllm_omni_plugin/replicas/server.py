@@ -184,7 +184,7 @@ class ReplicaServer:
             self._up(engine, heads)
             lost = await self._unless_gone(engine.lost)
             if lost is not None:
-                self._suspend(lost, engine_died=True)
+                self._suspend(lost, engine_failed=True)
         finally:
             self._serving = False
             if heads:
@@ -211,13 +211,13 @@ class ReplicaServer:
         self.ready.set()
         logger.info("Replica %d (process %d) serves at %s.", self._index, engine.pid, self.control_addr)
 
-    def _suspend(self, reason: str, engine_died: bool = False) -> None:
+    def _suspend(self, reason: str, engine_failed: bool = False) -> None:
         """The engine is lost or not to be trusted: every head must move its requests now."""
         self._serving = False
         logger.warning("Replica %d serves no more for now: %s", self._index, reason)
         self._say(ReplicaStatus.ERROR)
         if self._heads is not None:
-            self._heads.turn_away(ReplicaStatus.ERROR, reason, engine_died)
+            self._heads.turn_away(ReplicaStatus.ERROR, reason, engine_failed)
         if self._leaving:
             self._gone.set()
 

@@ -44,7 +44,7 @@ class StageClient:
         patience: seconds that somebody who knows more has to call `mark_dead` after the engine reported its own death.
 
     Attributes:
-        engine_died: whether it is the engine that has ended, and not the way to it or its owner's wish.
+        engine_failed: whether it is dead because the engine ended by itself or said what cannot be used.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class StageClient:
         self._is_read = True
         self._is_heeded = True
         self._dead_reason: str | None = None
-        self.engine_died = False
+        self.engine_failed = False
 
     def __repr__(self) -> str:
         state = self._dead_reason or "alive"
@@ -157,11 +157,11 @@ class StageClient:
         """Handle what the replica sent before it died. Call before `mark_dead` when its process has exited."""
         self._link.drain()
 
-    def mark_dead(self, reason: str, engine_died: bool = False) -> None:
+    def mark_dead(self, reason: str, engine_failed: bool = False) -> None:
         """Fail open calls and refuse new ones with `reason`; the first reason stays. Tells `on_dead`."""
         if self._dead_reason is not None:
             return
-        self._dead_reason, self.engine_died = reason, engine_died
+        self._dead_reason, self.engine_failed = reason, engine_failed
         if self._last_word is not None:
             self._last_word.cancel()
         self._fail(self._calls, self._dead_error())
@@ -201,7 +201,7 @@ class StageClient:
         except MessageTooLargeError:
             raise
         except ReplicaError as error:
-            self.mark_dead(str(error), engine_died=isinstance(error, EngineGoneError))
+            self.mark_dead(str(error), engine_failed=isinstance(error, EngineGoneError))
             raise
 
     def _receive(self, frames: list[Any]) -> None:
@@ -219,17 +219,17 @@ class StageClient:
                 self._on_outputs(outputs)
         except WireError as error:
             # What was in it is lost, so nothing that follows can be delivered.
-            self.mark_dead(f"it sent a message that cannot be used: {str(error)[:_MAX_DETAIL_CHARS]}")
+            self.mark_dead(f"it sent a message that cannot be used: {str(error)[:_MAX_DETAIL_CHARS]}", True)
         except Exception as error:
             # Of one replica: it must not end the reading of the others, nor let its requests wait for what was lost.
             logger.exception("Outputs of replica %s could not be handled.", self._name)
-            self.mark_dead(f"its outputs could not be handled: {str(error)[:_MAX_DETAIL_CHARS]}")
+            self.mark_dead(f"its outputs could not be handled: {str(error)[:_MAX_DETAIL_CHARS]}", True)
 
     def _reported_dead(self) -> None:
         if not self._patience:
-            self.mark_dead(_REPORTED, engine_died=True)
+            self.mark_dead(_REPORTED, engine_failed=True)
         elif self._last_word is None:
-            mark_dead = partial(self.mark_dead, _REPORTED, engine_died=True)
+            mark_dead = partial(self.mark_dead, _REPORTED, engine_failed=True)
             self._last_word = asyncio.get_running_loop().call_later(self._patience, mark_dead)
 
     def _resolve_call(self, reply: Any) -> None:

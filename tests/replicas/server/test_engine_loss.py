@@ -18,7 +18,7 @@ async def test_an_engine_that_exits_is_reported_and_replaced_on_the_same_ports(s
         before = await node.up()
         node.engine.process.die()
         status = await head.hear_status()
-        assert (status.status, status.engine_died) == (ReplicaStatus.ERROR, True)
+        assert (status.status, status.engine_failed) == (ReplicaStatus.ERROR, True)
         assert "process 1000 exited" in status.reason
         after = await node.up(after=before.incarnation)
         addresses = (before.input_addr, before.output_addr, before.control_addr)
@@ -56,7 +56,7 @@ async def test_an_engine_that_hangs_is_reported_kept_and_taken_back(start_node: 
         while isinstance(status, Status) and status.status is ReplicaStatus.UP:
             status = await head.beat()
         assert isinstance(status, Status)
-        assert (status.status, status.engine_died) == (ReplicaStatus.ERROR, False)
+        assert (status.status, status.engine_failed) == (ReplicaStatus.ERROR, False)
         assert "has not answered for" in status.reason
         refusal = await head.ask_to_attach(before.incarnation)
         assert isinstance(refusal, Refused)
