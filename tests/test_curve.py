@@ -274,11 +274,13 @@ def port_of(server: Socket) -> int:
 TOO_MUCH = "it sent more than a handshake takes"
 
 
+@pytest.mark.parametrize("mechanism", [b"CURVE", b"PLAIN"])
 def test_stranger_that_sends_more_than_a_handshake_is_cut_off_whatever_size_of_frame_is_allowed(
-    sites: OpenSite, caplog: pytest.LogCaptureFixture
+    sites: OpenSite, caplog: pytest.LogCaptureFixture, mechanism: bytes
 ) -> None:
     site = sites(made(OLD))
-    with stranger(port_of(site.serve())) as peer:
+    demand = None if mechanism == b"CURVE" else lambda socket: require_password(socket, "test")
+    with stranger(port_of(site.serve(demand)), mechanism) as peer:
         peer.announce(2**30)
         peer.send(bytes(MAX_HANDSHAKE_BYTES))
         assert peer.is_cut()
@@ -305,16 +307,20 @@ def test_stranger_that_announces_a_frame_over_the_limit_is_cut_off_and_logged(
     assert TOO_MUCH in caplog.text
 
 
-def test_who_is_let_in_may_send_large_messages_at_once(sites: OpenSite) -> None:
+@pytest.mark.parametrize("mechanism", ["CURVE", "PLAIN"])
+def test_who_is_let_in_may_send_large_messages_at_once(sites: OpenSite, mechanism: str) -> None:
     site = sites(made(OLD))
     site.gate.admit_secret_holders("test")
-    server = site.serve()
+    site.gate.admit("test", "x" * 40)
+    encrypted = mechanism == "CURVE"
+    server = site.serve(None if encrypted else lambda socket: require_password(socket, "test"))
+    show = holder(made(OLD)) if encrypted else with_password("x" * 40)
     server.rcvtimeo = 20_000
     for _ in range(20):
         client = site.outside.socket(zmq.DEALER)
         site.opened.append(client)
         client.linger = 0
-        secure_client(client, made(OLD), "test")
+        show(client)
         client.connect(server.get_string(zmq.LAST_ENDPOINT))
         for _ in range(10):
             client.send(bytes(2**20))

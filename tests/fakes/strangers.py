@@ -1,4 +1,4 @@
-"""A peer that has not authenticated, on a plain tcp connection to a port that speaks ZMTP with CURVE."""
+"""A peer that has not authenticated, on a plain tcp connection to a port that speaks ZMTP."""
 
 import socket
 import struct
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 # Signature, version 3.1, mechanism, "I am the client", filler (RFC 37).
-GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
+_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01%b" + bytes(32)
 _LONG_COMMAND = b"\x06"
 _PATIENCE_S = 20.0
 
@@ -14,9 +14,9 @@ _PATIENCE_S = 20.0
 class Stranger:
     """It has sent its greeting."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, mechanism: bytes) -> None:
         self._connection = connection
-        connection.sendall(GREETING)
+        connection.sendall(_GREETING % mechanism.ljust(20, b"\0"))
 
     def announce(self, size: int) -> None:
         """Begin a frame of so many bytes."""
@@ -38,6 +38,6 @@ class Stranger:
 
 
 @contextmanager
-def stranger(port: int) -> Iterator[Stranger]:
+def stranger(port: int, mechanism: bytes = b"CURVE") -> Iterator[Stranger]:
     with socket.create_connection(("127.0.0.1", port), timeout=_PATIENCE_S) as connection:
-        yield Stranger(connection)
+        yield Stranger(connection, mechanism)

@@ -103,8 +103,9 @@ class Gate:
             socket.monitor(endpoint, WATCHED_EVENTS)
             reader: Socket = self._context.socket(zmq.PAIR, socket_class=zmq.Socket)
             reader.connect(endpoint)
-            newcomers = self._newcomers if socket.mechanism == zmq.CURVE else None
-            self._arriving.append(HandshakeWatch(reader, name, self._refusals, newcomers, on_alone))
+            mechanism = int(socket.getsockopt(zmq.MECHANISM))
+            watch = HandshakeWatch(reader, name, self._refusals, self._newcomers, mechanism, on_alone)
+            self._arriving.append(watch)
             os.eventfd_write(self._wakeup, 1)
 
     def close(self) -> None:

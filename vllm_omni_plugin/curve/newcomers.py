@@ -5,39 +5,43 @@ import socket
 import struct
 from contextlib import suppress
 
+import zmq
+
 from vllm_omni_plugin.curve.descriptors import borrowed
 
 MAX_HANDSHAKE_BYTES = 4096
 """A client of ours sends some 600 bytes until it is let in."""
 
-# All that a CURVE server sends before it lets somebody in: its greeting, WELCOME, ERROR. READY is longer than ERROR.
-_SENT_TO_STRANGERS = 64 + 170 + 14
+SENT_TO_STRANGERS: dict[int, int] = {zmq.CURVE: 64 + 170 + 14, zmq.PLAIN: 64 + 10 + 14}
+"""All that a server sends before it lets somebody in, by what it demands: its greeting, WELCOME, and perhaps ERROR. READY
+is longer than that."""
+
 _RESET = struct.pack("ii", 1, 0)
 # Of the kernel's tcp_info: how many bytes the peer has acknowledged, and how many have come from it.
 _COUNTS = struct.Struct("=120x2Q")
 
 
 class Newcomers:
-    """Ends connections to sockets that demand a key, once they have sent too much without having been let in.
+    """Ends connections to sockets that demand a key or password, once they have sent too much and were not let in.
 
     Who was let in is seen by what it has acknowledged, which cannot be more than it was sent.
     """
 
     def __init__(self) -> None:
-        self._ports: dict[int, int] = {}
+        self._expected: dict[int, tuple[int, int]] = {}
         self._epoll = select.epoll()
 
     def fileno(self) -> int:
         """What is readable when `end_the_greedy` should be called."""
         return self._epoll.fileno()
 
-    def add(self, descriptor: int, endpoint: str) -> None:
+    def add(self, descriptor: int, endpoint: str, sent_to_strangers: int) -> None:
         """Watch a connection of libzmq's that was accepted at a tcp endpoint. Nothing happens if it is gone again."""
         with suppress(OSError):
             # It leaves the set when libzmq closes it. An arrival that libzmq has read is told only because there
             # is something else to tell: that the connection can be written to.
             self._epoll.register(descriptor, select.EPOLLIN | select.EPOLLOUT | select.EPOLLET)
-            self._ports[descriptor] = int(endpoint.rpartition(":")[2])
+            self._expected[descriptor] = (int(endpoint.rpartition(":")[2]), sent_to_strangers)
 
     def end_the_greedy(self) -> list[int]:
         """Look at those that have sent something; return the descriptors of those that were ended."""
@@ -53,8 +57,9 @@ class Newcomers:
             acknowledged, received = _COUNTS.unpack(
                 connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _COUNTS.size)
             )
+            port, sent_to_strangers = self._expected[descriptor]
             # The descriptor may be that of another connection by now, which is none of ours.
-            if acknowledged > _SENT_TO_STRANGERS or connection.getsockname()[1] != self._ports[descriptor]:
+            if acknowledged > sent_to_strangers or connection.getsockname()[1] != port:
                 self._epoll.unregister(descriptor)
             elif received > MAX_HANDSHAKE_BYTES:
                 # First, since a shutdown is an event, too.

@@ -7,7 +7,7 @@ from typing import Any
 import zmq
 
 from vllm_omni_plugin.curve.descriptors import NONE_LEFT, borrowed, cut_connection, is_spare
-from vllm_omni_plugin.curve.newcomers import Newcomers
+from vllm_omni_plugin.curve.newcomers import SENT_TO_STRANGERS, Newcomers
 from vllm_omni_plugin.curve.secrets import FLAG
 from vllm_omni_plugin.logger import init_logger
 
@@ -75,7 +75,8 @@ class HandshakeWatch:
         reader: The monitor.
         name: Of the socket, in the log.
         refusals: Where they are recorded.
-        newcomers: Told of every connection, or None if the socket demands no key.
+        newcomers: Told of every connection, if the socket demands something.
+        mechanism: What it demands.
         on_alone: Called when the last peer that was let in is gone, from the thread that calls `take_event`.
     """
 
@@ -84,13 +85,15 @@ class HandshakeWatch:
         reader: zmq.Socket[Any],
         name: str,
         refusals: RefusalLog,
-        newcomers: Newcomers | None,
+        newcomers: Newcomers,
+        mechanism: int,
         on_alone: Callable[[], object] | None,
     ) -> None:
         self.reader = reader
         self._name = name
         self._refusals = refusals
         self._newcomers = newcomers
+        self._sent_to_strangers = SENT_TO_STRANGERS.get(mechanism)
         self._on_alone = on_alone
         # By descriptor: host, whole address, and how many had been let in before.
         self._accepted: dict[int, tuple[str, str, int]] = {}
@@ -114,8 +117,8 @@ class HandshakeWatch:
             cut_connection(value)
         elif event == zmq.EVENT_ACCEPTED:
             self._accepted[value] = (*_peer_of(value), self._let_in)
-            if self._newcomers is not None:
-                self._newcomers.add(value, endpoint.decode())
+            if self._sent_to_strangers is not None:
+                self._newcomers.add(value, endpoint.decode(), self._sent_to_strangers)
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._let_in += 1
             self._is_alone = False

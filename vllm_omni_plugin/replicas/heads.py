@@ -34,6 +34,7 @@ from vllm_omni_plugin.replicas.settings import ServerSettings
 logger = init_logger(__name__)
 
 _MAX_LOGGED_REFUSALS = 1024
+_DIFFERS = Refused("it is of another version or configured differently; without a secret only its log says how", True)
 
 
 class Heads:
@@ -134,6 +135,9 @@ class Heads:
             answer = self._attach(peer, message)
             if isinstance(answer, Refused):
                 self._log_refusal(message.head_id, answer)
+                if answer.lasting and self._settings.secrets is None:
+                    # Whoever can reach an open port may ask; what runs here is not everybody's to know.
+                    answer = _DIFFERS
             self._send(peer, answer)
             return
         lease = self._leases.find(message.lease, peer)

@@ -2,6 +2,7 @@
 
 import errno
 from contextlib import AsyncExitStack
+from typing import Any
 
 import msgspec
 import pytest
@@ -9,9 +10,12 @@ import pytest
 from tests.fakes.conditions import eventually
 from tests.replicas.server.conftest import StartNode
 from vllm_omni_plugin.coordinator import ReplicaStatus
-from vllm_omni_plugin.replicas.control import Expired, Refused, Status
+from vllm_omni_plugin.curve import Secrets
+from vllm_omni_plugin.replicas.control import Expired, Refused, Status, encode
 from vllm_omni_plugin.replicas.relay import Relay
 from vllm_omni_plugin.replicas.served_engine import HEAD_SLOTS
+
+SECRETS = Secrets(["a secret that both ends know"])
 
 
 async def test_requests_and_outputs_pass_between_head_and_engine(start_node: StartNode) -> None:
@@ -51,13 +55,27 @@ async def test_two_heads_have_slots_of_their_own(start_node: StartNode) -> None:
 async def test_a_head_that_differs_is_refused_with_both_values(
     start_node: StartNode, field: str, value: object, lasting: bool, reason: str
 ) -> None:
-    node = await start_node()
+    node = await start_node(secrets=SECRETS)
     info = await node.up()
     async with node.head() as head:
         answer = await head.ask_to_attach(info.incarnation, **{field: value})
     assert isinstance(answer, Refused)
     assert answer.lasting is lasting
     assert reason in answer.reason
+
+
+@pytest.mark.parametrize("said", [{"protocol": 99}, {"fingerprint": {}}, {"fingerprint": {"model": "tiny"}}])
+async def test_without_a_secret_only_the_log_says_what_differs(
+    start_node: StartNode, caplog: pytest.LogCaptureFixture, said: dict[str, Any]
+) -> None:
+    node = await start_node()
+    info = await node.up()
+    async with node.head() as stranger:
+        answers = [await stranger.ask_to_attach(info.incarnation, **said) for _ in range(2)]
+    told = encode(answers[0])
+    assert answers[0] == answers[1]
+    assert not any(word in told for word in (b"tiny", b"model", b"dtype", b"float32", b"99"))
+    assert "replica float32" in caplog.text or "head has 99" in caplog.text
 
 
 async def test_a_head_too_many_is_refused_for_now(start_node: StartNode) -> None:

@@ -49,9 +49,9 @@ async def test_two_heads_get_their_own_outputs(start_node: StartNode, make_head:
 
 
 async def test_what_differs_is_said_with_both_values(start_node: StartNode, make_head: MakeHead) -> None:
-    node = await start_node()
+    node = await start_node(secrets=SECRET)
     with pytest.raises(AttachRefusedError, match="dtype: head has bfloat16, replica float32") as refusal:
-        async with make_head(dtype="bfloat16").attached(await node.up()):
+        async with make_head(SECRET, dtype="bfloat16").attached(await node.up()):
             pass
     assert refusal.value.lasting
 
