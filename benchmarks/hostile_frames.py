@@ -4,8 +4,9 @@
 
 A head without engines and a process with simulated replicas, twice: with a secret and without. While streams run,
 random and mutated frames go to every tcp port between the processes, from peers that hold the secret and from others;
-then come connections that say nothing, readers that do not read, and a storm of registrations. Every text is compared
-with that of a quiet run of the same prompt. A second head, attached by hand, keeps a lease; its ports are attacked too.
+then come frames of any size before a handshake, connections that say nothing, readers that do not read, and a storm of
+registrations. Every text is compared with that of a quiet run of the same prompt. A second head, attached by hand,
+keeps a lease; its ports are attacked too.
 """
 
 import argparse
@@ -45,8 +46,11 @@ HALF_OPEN_S = 12.0
 SUBSCRIBERS = 20
 QUESTIONS = 50_000
 CALLS = 5000
+FILL_S = 30.0
 STORM = 10_000
 STORM_S = 40.0
+LOOKS = 20
+"""At the memory of processes, between two calls."""
 MIB = 2**20
 TROUBLE = re.compile(r"Traceback|could not be handled|Assertion|Fatal|serves no more|is lost")
 
@@ -188,6 +192,23 @@ class Siege:
                     hostile_peers.send_frames, port, frames // len(ports) + 1, secret, seed
                 )
 
+    async def _fill(self) -> None:
+        """Two attackers, on every port on which a process of the fleet listens."""
+        ports = sorted(self._listening())
+        async with self._phase(f"frames of any size before the handshake, {len(ports)} ports") as phase:
+            work = [self._by_peer(hostile_peers.fill_before_handshake, ports, FILL_S, seed) for seed in range(2)]
+            made, written = (sum(told) for told in zip(*await asyncio.gather(*work), strict=True))
+            phase.note = f"{made} connections, {written} MiB written"
+
+    def _listening(self) -> set[tuple[str, int]]:
+        http = int(self._cluster.url.rpartition(":")[2])
+        found = [each for process in self._processes.values() for each in process.net_connections("tcp")]
+        return {
+            (each.laddr.ip, each.laddr.port)
+            for each in found
+            if each.status == psutil.CONN_LISTEN and each.laddr.port != http
+        }
+
     async def _half_open(self) -> None:
         async with self._phase(f"{HALF_OPEN} half-open connections per port") as phase:
             ports = self._ports()
@@ -221,6 +242,7 @@ class Siege:
             phase.note = f"at most {most} in the head's list, {len(await self._replicas())} after {STORM_S:g} s"
 
     ATTACKS: ClassVar = {
+        "fill": _fill,
         "half-open": _half_open,
         "unread-answers": _unread_answers,
         "unread-outputs": _unread_outputs,
@@ -255,12 +277,13 @@ class Siege:
     async def _watch(self, phase: Phase, over: asyncio.Event) -> None:
         lost, asked, answered = "", 0, self._guest.answers
         while not over.is_set():
-            for name, process in self._processes.items():
-                phase.memory[name] = max(phase.memory.get(name, 0), process.memory_info().rss)
             lost = lost or self._guest.beat()
             asked += 1
             self._guest.call(asked, "is_sleeping")
-            await asyncio.sleep(0.5)
+            for _ in range(LOOKS):
+                for name, process in self._processes.items():
+                    phase.memory[name] = max(phase.memory.get(name, 0), process.memory_info().rss)
+                await asyncio.sleep(0.5 / LOOKS)
             self._guest.take_answers()
         phase.guest = f"lost: {lost}" if lost else f"{self._guest.answers - answered} of {asked} calls answered"
 

@@ -41,6 +41,8 @@ FRAMES_PER_SUBSCRIBER = 16
 HANDSHAKE_MS = 2000
 PATIENCE_S = 10.0
 UTILITY = b"\x03"
+FILLERS_PER_PORT = 8
+FILLING = bytes(2**20)
 NOWHERE = "tcp://127.0.0.1:1"
 """Port 1 of this machine, where nobody listens."""
 
@@ -138,6 +140,40 @@ def send_frames(port: Port, frames: int, secret: Path | None, seed: int) -> Sent
     return sent
 
 
+def fill_before_handshake(ports: Sequence[tuple[str, int]], seconds: float, seed: int) -> tuple[int, int]:
+    """Begin frames of any size and write as much of them as is taken; return connections made and MiB written."""
+    rng = random.Random(seed)
+    until = time.monotonic() + seconds
+    made, written = 0, 0
+    while time.monotonic() < until:
+        with contextlib.ExitStack() as opened:
+            begun = [_begin_frame(opened, rng, endpoint) for endpoint in ports for _ in range(FILLERS_PER_PORT)]
+            made += len(begun)
+            going_on = {connection for connection in begun if connection is not None}
+            while going_on and time.monotonic() < until:
+                for connection in list(going_on):
+                    try:
+                        written += connection.send(FILLING)
+                    except BlockingIOError:
+                        continue
+                    except OSError:
+                        going_on.discard(connection)
+    return made, written // 2**20
+
+
+def _begin_frame(opened: contextlib.ExitStack, rng: random.Random, endpoint: tuple[str, int]) -> socket.socket | None:
+    mechanism = rng.choice((b"CURVE", b"CURVE", b"PLAIN", b"NULL")).ljust(20, b"\0")
+    size = rng.choice((2**62, 500 * 2**20, 200 * 2**10))
+    try:
+        connection = opened.enter_context(socket.create_connection(endpoint, timeout=PATIENCE_S))
+        connection.setblocking(False)
+        greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + mechanism + bytes(32)
+        connection.send(greeting + b"\x06" + size.to_bytes(8, "big"))
+    except OSError:
+        return None
+    return connection
+
+
 def stay_half_open(ports: Sequence[Port], count: int, seconds: float) -> int:
     """Open so many connections to each port and say nothing; return how many the other end has ended by then."""
     connections = []
@@ -200,10 +236,10 @@ def attach_and_sleep(control_addr: str, attach: Attach, secret: Path | None, cal
     guest = Guest(control_addr, attach, secret, rcvhwm=1, rcvbuf=4096)
     began = time.monotonic()
     guest.wait_until_connected()
-    # What does not exist is answered with an error that repeats its name.
+    guest.call(0, "set_weight_version", "x" * 10_000)
     for number in range(calls):
         with contextlib.suppress(zmq.Again):
-            guest.call(number, "x" * 10_000)
+            guest.call(number, "get_weight_version")
     while not (over := guest.beat()) and time.monotonic() - began < 60:
         time.sleep(0.2)
     guest.close()
@@ -238,9 +274,9 @@ class Guest:
         if not self._inputs.poll(10_000, zmq.POLLOUT):
             raise RuntimeError("the input port does not take this head's connection")
 
-    def call(self, number: int, method: str) -> None:
+    def call(self, number: int, method: str, *args: str) -> None:
         """Call a method of the engine. Raises `zmq.Again` when it cannot be sent now."""
-        payload = msgspec.msgpack.encode((self.lease.client_index, number, method, ()))
+        payload = msgspec.msgpack.encode((self.lease.client_index, number, method, args))
         self._inputs.send_multipart([self.lease.identity, UTILITY, payload], zmq.NOBLOCK)
 
     def beat(self) -> str:

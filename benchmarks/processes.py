@@ -59,13 +59,13 @@ class Cluster:
     Args:
         model: directory of the model.
         logs: folder for one log per process.
-        secret: file with a secret for the links, if they shall be encrypted.
+        secret: file with a secret for the links; None: they are not encrypted.
     """
 
     def __init__(self, model: Path, logs: Path, secret: Path | None = None) -> None:
         self._model = str(model)
         self._logs = logs
-        self._secret = () if secret is None else ("--omni-secret-file", str(secret))
+        self._secret = ("--omni-insecure",) if secret is None else ("--omni-secret-file", str(secret))
         self._stack = ExitStack()
         self._started = 0
         self.url = f"http://127.0.0.1:{free_port()}"

@@ -13,8 +13,8 @@ MAX_HANDSHAKE_BYTES = 4096
 """A client of ours sends some 600 bytes until it is let in."""
 
 SENT_TO_STRANGERS: dict[int, int] = {zmq.CURVE: 64 + 170 + 14, zmq.PLAIN: 64 + 10 + 14}
-"""All that a server sends before it lets somebody in, by what it demands: its greeting, WELCOME, and perhaps ERROR. READY
-is longer than that."""
+"""What a server sends at most before it lets somebody in, by what it demands: a greeting, WELCOME, ERROR. READY is
+longer than ERROR."""
 
 _RESET = struct.pack("ii", 1, 0)
 # Of the kernel's tcp_info: how many bytes the peer has acknowledged, and how many have come from it.
