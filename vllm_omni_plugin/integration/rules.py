@@ -220,7 +220,9 @@ def secured(options: OmniConfig, address: str, headless: bool = False) -> OmniCo
     if options.secret_file is not None or options.insecure:
         return options
     if ipaddress.ip_address(address).is_loopback:
-        return replace(options, secret_file=own_secret_file())
+        options = replace(options, secret_file=own_secret_file())
+        logger.info("Links on loopback are for processes of this user only, which share %s.", options.secret_file)
+        return options
     if not options.join:
         check_exposure(options, address, headless)
     return options
