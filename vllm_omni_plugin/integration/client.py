@@ -17,18 +17,15 @@ from vllm_omni_plugin.admin.metrics import FleetCollector
 from vllm_omni_plugin.admin.multiprocess_metrics import MetricFiles, in_multiprocess_mode
 from vllm_omni_plugin.admin.receipt import new_receipt
 from vllm_omni_plugin.admin.replies import result_of
-from vllm_omni_plugin.errors import NoReplicaError, ReplicaError
-from vllm_omni_plugin.integration.failures import RequestFailures
+from vllm_omni_plugin.errors import NoReplicaError, ReplicaError, StageError
 from vllm_omni_plugin.integration.fault_status import fault_status
 from vllm_omni_plugin.integration.fleet_owner import FleetOwner
 from vllm_omni_plugin.integration.fleet_stages import FleetStages
-from vllm_omni_plugin.integration.front_text import answer_with
+from vllm_omni_plugin.integration.front import Front
 from vllm_omni_plugin.integration.last_requests import LastRequests
 from vllm_omni_plugin.integration.peer_front import PeerFront
 from vllm_omni_plugin.integration.pipeline_calls import submitted
 from vllm_omni_plugin.integration.serving import ServingSignal
-from vllm_omni_plugin.integration.stat_labels import StatLabels
-from vllm_omni_plugin.integration.tracing import RequestSpans
 from vllm_omni_plugin.integration.turns import LoopTurns
 from vllm_omni_plugin.integration.unknown_calls import refuse_unknown_calls
 from vllm_omni_plugin.logger import init_logger
@@ -38,16 +35,11 @@ from vllm_omni_plugin.orchestrator.handover import HandoverClosedError
 from vllm_omni_plugin.orchestrator.messages import (
     AbortRequests,
     CallReplicas,
-    ReplicaJoined,
-    ReplicaLeft,
-    RequestFailed,
-    RequestStages,
     SubmitRequest,
 )
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.told_elsewhere import ToldElsewhere
+from vllm_omni_plugin.orchestrator.pipeline_call import CallEnded
 from vllm_omni_plugin.vllm_api.adapter import adapter_of
-from vllm_omni_plugin.vllm_api.ready import apply_ready_responses
 
 logger = init_logger(__name__)
 
@@ -85,11 +77,7 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         self._fleet = fleet
         self._orchestrator = fleet.orchestrator
         self._stages = fleet.stages
-        self._vllm_config = vllm_config
-        self._configured: set[int] = set()
-        self._kv_event_sources: dict[int, Any] = {}
-        for stage_id, responses in enumerate(ready_responses):
-            self._configure(stage_id, responses)
+        self._front = Front(fleet.stages, vllm_config, ready_responses, self.abort_call)
         self._received: deque[Any] = deque()
         self._clock = clock
         self._turns = LoopTurns(clock)
@@ -100,11 +88,8 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
             for replica_id in range(len(responses))
         ] or [0]
         self.resources = SimpleNamespace(engine_dead=False)
-        self._failures = RequestFailures()
         self.last_requests = LastRequests()
-        self.peer_front = PeerFront()
-        self._labels: StatLabels | None = None
-        self._spans: RequestSpans | None = None
+        self.peer_front: PeerFront = self._front.peer
         self._shutting_down = False
         self._serving = ServingSignal(self._orchestrator)
         self._collector = FleetCollector(self._orchestrator)
@@ -115,15 +100,8 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
 
     def bind(self, output_processor: Any, logger_manager: Any) -> None:
         """Tell the client of AsyncLLM's parts that exist by now: what ends and traces requests, what counts them."""
-        self._failures.bind(output_processor)
         self.last_requests.bind(output_processor)
-        if self._stages.front_tokenizer is not None:
-            answer_with(output_processor, self._stages.front_tokenizer())
-        if output_processor.tracing_enabled:
-            self._spans = RequestSpans(output_processor, [pool.policy for pool in self._orchestrator.stage_pools])
-        self.peer_front.loggers = logger_manager
-        if logger_manager is not None:
-            self._labels = StatLabels(logger_manager)
+        self._front.bind(output_processor, logger_manager, [pool.policy for pool in self._orchestrator.stage_pools])
 
     @property
     def orchestrator(self) -> Orchestrator:
@@ -171,16 +149,7 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         while True:
             while self._received:
                 item = self._received.popleft()
-                if isinstance(item, RequestFailed):
-                    self.abort_call(self._failures.fail(item))
-                elif isinstance(item, RequestStages):
-                    if self._spans is not None:
-                        self._spans.stages_ended(item)
-                elif isinstance(item, ReplicaJoined | ReplicaLeft):
-                    self._replica_changed(item)
-                elif isinstance(item, ToldElsewhere):
-                    self.peer_front.heed(item)
-                else:
+                if not self._front.heed(item):
                     return item
             try:
                 self._received.extend(await queue.get_batch())
@@ -190,27 +159,6 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
                     await asyncio.get_running_loop().create_future()
                 self.resources.engine_dead = True
                 raise EngineDeadError from None
-
-    def _replica_changed(self, change: ReplicaJoined | ReplicaLeft) -> None:
-        if isinstance(change, ReplicaJoined):
-            self._configure(change.stage_id, [change.ready_response])
-        if self._labels is not None:
-            label = self._labels.add if isinstance(change, ReplicaJoined) else self._labels.remove
-            label(engine_index(change.stage_id, change.replica_id))
-
-    def _configure(self, stage_id: int, ready_responses: list[bytes]) -> None:
-        """Complete the configurations of a stage with what its first engines found at their start.
-
-        Its replicas have one configuration, which must not be counted twice: those that come later add nothing to it.
-        """
-        if not ready_responses or stage_id in self._configured:
-            return
-        self._configured.add(stage_id)
-        own = self._stages.configs[stage_id]
-        if stage_id == self._stages.prompt_stage:
-            self._kv_event_sources = apply_ready_responses(self._vllm_config, ready_responses)
-        if own is not None and own is not self._vllm_config:
-            apply_ready_responses(own, ready_responses)
 
     async def add_request_async(self, request: Any) -> None:
         """Hand a request over. Waits only while the orchestrator is far behind."""
@@ -222,9 +170,10 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
             return
         queue = self._orchestrator.request_async_queue
         receipt = new_receipt()
-        if self._spans is not None:
-            receipt = self._spans.expect(request.request_id, receipt)
-        message = SubmitRequest(request, self._clock(), receipt, call, traced=self._spans is not None)
+        spans = self._front.spans
+        if spans is not None:
+            receipt = spans.expect(request.request_id, receipt)
+        message = SubmitRequest(request, self._clock(), receipt, call, traced=spans is not None)
         try:
             if queue.full:
                 await queue.put(message)
@@ -232,6 +181,12 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
                 queue.force_put(message)
         except HandoverClosedError:
             raise EngineDeadError from None
+        except asyncio.CancelledError:
+            # AsyncLLM has registered it, and aborts only what it has handed over.
+            self._front.forget(request.request_id)
+            if call is not None:
+                call.put(CallEnded(StageError("The request was aborted.")))
+            raise
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         """Abort requests wherever they run; of those with a call of a pipeline, what answers through vLLM's server."""
@@ -391,4 +346,4 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         return bool(self._orchestrator.request_states)
 
     def get_kv_event_sources(self) -> dict[int, Any]:
-        return dict(self._kv_event_sources)
+        return dict(self._front.kv_event_sources)

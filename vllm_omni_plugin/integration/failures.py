@@ -32,11 +32,20 @@ class RequestFailures:
         state = self._output_processor.request_states.get(failure.request_id)
         if state is None:
             return []
-        root_id = state.parent_req.request_id if state.parent_req is not None else failure.request_id
+        # Nobody wants its last output, which an error replaces and which perhaps cannot be made.
+        queue, state.queue = state.queue, None
+        others = self.forget(failure.request_id)
+        queue.put(to_http(failure.error))
+        return others
+
+    def forget(self, request_id: str) -> list[str]:
+        """End the request without a word, and all other samples of its `n`. Returns as `fail` does."""
+        state = self._output_processor.request_states.get(request_id)
+        if state is None:
+            return []
+        root_id = state.parent_req.request_id if state.parent_req is not None else request_id
         ended: list[str] = self._output_processor.abort_requests([root_id], internal=True)
-        # After the abort, which leaves a last output in the queue: an error replaces whatever the queue holds.
-        state.queue.put(to_http(failure.error))
-        return [request_id for request_id in ended if request_id != failure.request_id]
+        return [other for other in ended if other != request_id]
 
 
 def to_http(error: Exception) -> Exception:

@@ -1,0 +1,199 @@
+"""vLLM's OutputProcessor behind our guard: what it cannot process fails one request, and AsyncLLM's loop goes on."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm.exceptions import GracefulHTTPError
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+from vllm.v1.engine.parallel_sampling import ParentRequest
+from vllm.v1.metrics.stats import IterationStats
+from vllm.v1.outputs import LogprobsLists
+
+from tests.fakes.engine_api import FakeRequest
+from tests.fakes.idle_fleet import IdleFleet
+from vllm_omni_plugin.balancing import RandomBalancer
+from vllm_omni_plugin.integration.client import FleetClient
+from vllm_omni_plugin.integration.output_guard import guard_outputs, guard_statistics
+from vllm_omni_plugin.orchestrator.messages import AbortRequests, ReplicaJoined
+from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator.stage_pool import StagePool
+from vllm_omni_plugin.vllm_api.engine_api import EngineApi
+
+NOT_ASKED_FOR = LogprobsLists(np.ones((1, 1), np.int64), np.zeros((1, 1), np.float32), np.ones(1, np.int64))
+
+
+class Front:
+    """AsyncLLM's side of a fleet that runs nothing."""
+
+    def __init__(self) -> None:
+        self.orchestrator = Orchestrator([StagePool(0, RandomBalancer())], EngineApi(), 0, time.monotonic)
+        self.client = FleetClient(IdleFleet(self.orchestrator), SimpleNamespace(), [])
+        self.processor = OutputProcessor(None, log_stats=True)
+        self.loggers = SimpleNamespace(record=self.record)
+        self.recorded: list[int] = []
+        self.client.bind(self.processor, None)
+
+    def record(self, **stats: Any) -> None:
+        if stats["scheduler_stats"] == "bad":
+            raise ValueError("Counters can only be incremented by non-negative amounts.")
+        self.recorded.append(stats["engine_idx"])
+
+    def add(self, request_id: str, **sampling: Any) -> RequestOutputCollector:
+        """A request that AsyncLLM has registered."""
+        params = SamplingParams(output_kind=RequestOutputKind.DELTA, **sampling)
+        request = EngineCoreRequest(request_id, [1], None, params, None, 0.0, None, None, None)
+        request.external_req_id = f"external-{request_id}"
+        queue = RequestOutputCollector(params.output_kind, request_id)
+        if params.n == 1:
+            self.processor.add_request(request, None, queue=queue)
+            return queue
+        parent = ParentRequest(request)
+        for index in range(params.n):
+            child_id, child_params = parent.get_child_info(index)
+            child = EngineCoreRequest(child_id, [1], None, child_params, None, 0.0, None, None, None)
+            child.external_req_id = request.external_req_id
+            self.processor.add_request(child, None, parent, index, queue)
+        return queue
+
+    def process(self, *outputs: EngineCoreOutput) -> list[str]:
+        """As AsyncLLM's loop does; returns what it is to abort."""
+        return list(self.processor.process_outputs(list(outputs), 1.0, IterationStats()).reqs_to_abort)
+
+    async def aborted(self) -> list[str]:
+        """What engines are told to abort beside that."""
+        queue = self.orchestrator.request_async_queue
+        messages = await queue.get_batch() if len(queue) else []
+        return [name for message in messages if isinstance(message, AbortRequests) for name in message.request_ids]
+
+
+@pytest.fixture
+def front() -> Iterator[Front]:
+    front = Front()
+    yield front
+    front.client.shutdown()
+
+
+def bad(request_id: str) -> EngineCoreOutput:
+    """vLLM's OutputProcessor raises over it, and no shape of it is wrong."""
+    return EngineCoreOutput(request_id, [5], new_logprobs=NOT_ASKED_FOR)
+
+
+async def test_an_output_that_cannot_be_processed_fails_its_request_alone(
+    front: Front, caplog: pytest.LogCaptureFixture
+) -> None:
+    queues = [front.add(name) for name in "abcd"]
+    assert front.process(EngineCoreOutput("a", [1]), bad("b"), EngineCoreOutput("c", [3]), bad("d")) == []
+    assert queues[0].get_nowait().outputs[0].token_ids == [1]
+    assert queues[2].get_nowait().outputs[0].token_ids == [3]
+    for queue in (queues[1], queues[3]):
+        with pytest.raises(GracefulHTTPError, match="The model's output could not be processed: AssertionError"):
+            queue.get_nowait()
+    assert sorted(front.processor.request_states) == ["a", "c"]
+    assert await front.aborted() == ["b", "d"]
+    assert "Request b fails, since vLLM cannot process its output." in caplog.text
+    # Late outputs, before the engine has heard of the abort.
+    assert front.process(bad("b"), EngineCoreOutput("a", [2], finish_reason=FinishReason.STOP)) == []
+    assert queues[0].get_nowait().finished
+
+
+async def test_a_sample_that_cannot_be_processed_ends_its_request_with_one_error(front: Front) -> None:
+    queue = front.add("r", n=3)
+    children = list(front.processor.request_states)
+    front.process(EngineCoreOutput(children[0], [1]), bad(children[1]), EngineCoreOutput(children[2], [3]))
+    with pytest.raises(GracefulHTTPError):
+        queue.get_nowait()
+    assert front.processor.request_states == {}
+    assert front.processor.parent_requests == {}
+    assert sorted(await front.aborted()) == sorted(children)
+
+
+async def test_a_request_that_cannot_even_be_ended_as_vllm_does_is_ended(front: Front) -> None:
+    queue, other = front.add("r"), front.add("other")
+    front.process(EngineCoreOutput("r", [1], routed_experts=np.ones((1, 2, 3))))
+    queue.get_nowait()
+    last = EngineCoreOutput("r", [2], finish_reason=FinishReason.LENGTH, routed_experts=np.ones((1, 5)))
+    front.process(last, EngineCoreOutput("other", [7]))
+    with pytest.raises(GracefulHTTPError):
+        queue.get_nowait()
+    assert other.get_nowait().outputs[0].token_ids == [7]
+    assert list(front.processor.request_states) == ["other"]
+
+
+def test_what_stopped_before_an_output_that_cannot_be_processed_is_aborted_all_the_same() -> None:
+    class Processor:
+        """Stops request "a" at a stop string, and cannot process "b"."""
+
+        def __init__(self) -> None:
+            self.request_states = {"a": 1, "b": 2, "c": 3}
+
+        def process_outputs(self, outputs: Any) -> Any:
+            to_abort = []
+            for output in outputs:
+                if output.request_id == "b":
+                    raise IndexError
+                to_abort.append(output.request_id)
+                del self.request_states[output.request_id]
+            return SimpleNamespace(reqs_to_abort=to_abort)
+
+    processor, failed = Processor(), []
+    guard_outputs(processor, lambda request_id, error: failed.append(request_id))
+    outputs = [EngineCoreOutput(name, [1]) for name in "abc"]
+    assert processor.process_outputs(outputs).reqs_to_abort == ["a", "c"]
+    assert failed == ["b"]
+
+
+def test_an_output_processor_that_does_not_work_at_all_is_not_asked_for_ever() -> None:
+    processor = SimpleNamespace(process_outputs=lambda: None, request_states={})
+    guard_outputs(processor, lambda request_id, error: pytest.fail(request_id))
+    with pytest.raises(TypeError):
+        processor.process_outputs([EngineCoreOutput("a", [1])])
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+async def test_a_request_that_is_given_up_while_it_waits_to_be_handed_over_leaves_nothing(
+    front: Front, samples: int
+) -> None:
+    queue = front.orchestrator.request_async_queue
+    while not queue.full:
+        queue.force_put(AbortRequests(("other",)))
+    front.add("r", n=samples)
+    handed_over = list(front.processor.request_states)[:1]
+    waiting = asyncio.create_task(front.client.add_request_async(FakeRequest(handed_over[0])))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert front.processor.request_states == {}
+    assert not front.processor.has_unfinished_requests()
+    assert [name for name in await front.aborted() if name != "other"][:1] == handed_over
+    await asyncio.sleep(0)
+    assert len(queue) == 0
+
+
+async def test_news_that_cannot_be_dealt_with_keeps_nothing_from_being_delivered(
+    front: Front, caplog: pytest.LogCaptureFixture
+) -> None:
+    report = EngineApi().idle_report(3)
+    front.orchestrator.output_async_queue.force_put(ReplicaJoined(9, 0, b"a stage that there is not"))
+    front.orchestrator.output_async_queue.force_put(report)
+    assert await front.client.get_output_async() is report
+    assert "ReplicaJoined could not be dealt with." in caplog.text
+
+
+def test_statistics_that_cannot_be_counted_are_left_out_and_that_is_said_once(
+    front: Front, caplog: pytest.LogCaptureFixture
+) -> None:
+    guard_statistics(front.loggers)
+    for stats in ("bad", "good", "bad"):
+        front.loggers.record(engine_idx=4, scheduler_stats=stats, iteration_stats=None)
+    assert front.recorded == [4]
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [
+        "Statistics of engine 4 cannot be counted, and are left out."
+    ]

@@ -1,0 +1,129 @@
+"""What AsyncLLM's side is told besides outputs: failures, replicas that come and go, what other heads were told."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from vllm_omni_plugin.errors import OmniError
+from vllm_omni_plugin.integration.failures import RequestFailures
+from vllm_omni_plugin.integration.fleet_stages import FleetStages
+from vllm_omni_plugin.integration.front_text import answer_with
+from vllm_omni_plugin.integration.output_guard import guard_outputs, guard_statistics
+from vllm_omni_plugin.integration.peer_front import PeerFront
+from vllm_omni_plugin.integration.stat_labels import StatLabels
+from vllm_omni_plugin.integration.tracing import RequestSpans
+from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.orchestrator.engine_index import engine_index
+from vllm_omni_plugin.orchestrator.messages import ReplicaJoined, ReplicaLeft, RequestFailed, RequestStages
+from vllm_omni_plugin.orchestrator.told_elsewhere import ToldElsewhere
+from vllm_omni_plugin.vllm_api.ready import apply_ready_responses
+
+logger = init_logger(__name__)
+
+_TOLD = (RequestFailed, RequestStages, ReplicaJoined, ReplicaLeft, ToldElsewhere)
+
+
+class Front:
+    """AsyncLLM's parts as the fleet changes them. Lives on AsyncLLM's loop.
+
+    Args:
+        stages: of the fleet.
+        vllm_config: AsyncLLM's configuration, brought in line with what the engines found at their start.
+        ready_responses: what the local engines said of themselves, by stage and in the order of their ids.
+        abort: aborts all that is done for requests, by AsyncLLM's ids.
+
+    Attributes:
+        kv_event_sources: the KV-event publisher of each engine that has one, by engine index.
+        peer: heeds what other heads were told.
+        spans: of traced requests; None if none are.
+    """
+
+    def __init__(
+        self,
+        stages: FleetStages,
+        vllm_config: Any,
+        ready_responses: Sequence[list[bytes]],
+        abort: Callable[[Sequence[str]], None],
+    ) -> None:
+        self._stages = stages
+        self._vllm_config = vllm_config
+        self._abort = abort
+        self._configured: set[int] = set()
+        self._failures = RequestFailures()
+        self._labels: StatLabels | None = None
+        self.kv_event_sources: dict[int, Any] = {}
+        self.peer = PeerFront()
+        self.spans: RequestSpans | None = None
+        for stage_id, responses in enumerate(ready_responses):
+            self._configure(stage_id, responses)
+
+    def bind(self, output_processor: Any, logger_manager: Any, policies: Sequence[str]) -> None:
+        """AsyncLLM's parts exist by now: what ends and traces requests, what counts them.
+
+        Args:
+            output_processor: AsyncLLM's.
+            logger_manager: likewise; None if nothing is counted.
+            policies: names of the policies, by stage.
+        """
+        self._failures.bind(output_processor)
+        guard_outputs(output_processor, self._output_failed)
+        if self._stages.front_tokenizer is not None:
+            answer_with(output_processor, self._stages.front_tokenizer())
+        if output_processor.tracing_enabled:
+            self.spans = RequestSpans(output_processor, policies)
+        self.peer.loggers = logger_manager
+        if logger_manager is not None:
+            guard_statistics(logger_manager)
+            self._labels = StatLabels(logger_manager)
+
+    def heed(self, item: Any) -> bool:
+        """Deal with an item of the orchestrator's that is no output. Returns whether it was one."""
+        if not isinstance(item, _TOLD):
+            return False
+        try:
+            self._heed(item)
+        except Exception:
+            # AsyncLLM's loop would end of it, and every answer with it.
+            logger.exception("%s could not be dealt with.", type(item).__name__)
+        return True
+
+    def forget(self, request_id: str) -> None:
+        """AsyncLLM gives up a request that it has not handed over."""
+        self._abort([request_id, *self._failures.forget(request_id)])
+
+    def _heed(self, item: Any) -> None:
+        match item:
+            case RequestFailed():
+                self._abort(self._failures.fail(item))
+            case RequestStages():
+                if self.spans is not None:
+                    self.spans.stages_ended(item)
+            case ReplicaJoined() | ReplicaLeft():
+                self._replica_changed(item)
+            case ToldElsewhere():
+                self.peer.heed(item)
+
+    def _output_failed(self, request_id: str, error: Exception) -> None:
+        logger.error("Request %s fails, since vLLM cannot process its output.", request_id, exc_info=error)
+        reason = OmniError(f"The model's output could not be processed: {type(error).__name__}: {error}")
+        self._abort([request_id, *self._failures.fail(RequestFailed(request_id, reason))])
+
+    def _replica_changed(self, change: ReplicaJoined | ReplicaLeft) -> None:
+        if isinstance(change, ReplicaJoined):
+            self._configure(change.stage_id, [change.ready_response])
+        if self._labels is not None:
+            label = self._labels.add if isinstance(change, ReplicaJoined) else self._labels.remove
+            label(engine_index(change.stage_id, change.replica_id))
+
+    def _configure(self, stage_id: int, ready_responses: list[bytes]) -> None:
+        """Complete the configurations of a stage with what its first engines found at their start.
+
+        Its replicas have one configuration, which must not be counted twice: those that come later add nothing to it.
+        """
+        if not ready_responses or stage_id in self._configured:
+            return
+        self._configured.add(stage_id)
+        own = self._stages.configs[stage_id]
+        if stage_id == self._stages.prompt_stage:
+            self.kv_event_sources = apply_ready_responses(self._vllm_config, ready_responses)
+        if own is not None and own is not self._vllm_config:
+            apply_ready_responses(own, ready_responses)
