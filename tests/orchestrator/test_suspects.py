@@ -164,21 +164,29 @@ async def test_a_request_that_has_had_output_is_no_suspect(fleet: FakeFleet) -> 
     assert [home(fleet, name) for name in "abc"] == [1, 1, 1]
 
 
-async def test_a_slow_suspect_keeps_the_others_waiting_for_a_while_only(
-    fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(suspects, "TRY_S", 0.02)
-    for name in "ab":
-        await fleet.submit(name, affinity=0)
-    die(fleet, 0)
-    assert home(fleet, "b") is None
-    fleet.now += 1.0
-    await eventually(lambda: home(fleet, "b") == 1, "the second suspect's turn")
-    # The engine dies long after both were sent to it, and nobody knows of which.
-    die(fleet, 1)
-    errors = dict(await fleet.read())
-    assert all("the limit of --omni-migration-limit" in str(errors[name]) for name in "ab")
-    assert fleet.orchestrator.metrics.queries_of_death == 0
+async def test_suspects_wait_for_a_while_only_and_of_several_none_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suspects, "WAIT_S", 0.02)
+    async with FakeFleet(replicas=3) as fleet:
+        fleet.orchestrator.replica_lost(fleet.pool.member(2), "cut off")
+        for name in "abc":
+            await fleet.submit(name, affinity=0)
+        die(fleet, 0)
+        assert [home(fleet, name) for name in "abc"] == [1, None, None]
+        fleet.now += 1.0
+        await eventually(lambda: [home(fleet, name) for name in "abc"] == [1, 1, 1], "the end of the waiting")
+        assert fleet.orchestrator.metrics.moves_waiting == 0
+        for replica_id in (0, 2):
+            fleet.join(fleet.pool.member(replica_id))
+        await fleet.submit("new", affinity=1)
+        die(fleet, 1)
+        assert await fleet.read() == []
+        assert home(fleet, "new") is not None
+        # They are tried apart once more, and now there is one that it can have been.
+        assert sorted([home(fleet, name) for name in "abc"], key=str) == [0, 2, None]
+        die(fleet, home(fleet, "a") or 0)
+        [(request_id, error)] = await fleet.read()
+        assert (request_id, isinstance(error, RequestLostError)) == ("a", True)
+        assert "no other replica gets it" in str(error)
 
 
 async def test_a_suspect_that_is_aborted_makes_room_for_the_next(fleet: FakeFleet) -> None:

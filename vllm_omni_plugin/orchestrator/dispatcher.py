@@ -73,7 +73,7 @@ class Dispatcher:
         self._listener = listener
         self._held = HeldRequests(replica_wait, clock, self._give_up)
         self._moves = moves
-        self._suspects = Suspects(pool, clock, self._dispatch, metrics)
+        self._suspects = Suspects(pool, clock, self._dispatch_now, metrics)
         # Two heads may share an engine, and so may one head before and after its restart: ids must not meet there.
         self._head_tag = secrets.token_hex(4)
         self._attempts = itertools.count(1)
@@ -161,8 +161,8 @@ class Dispatcher:
         """
         loss = Loss(lost.replica_id, reason)
         if engine_failed and not self._pool.lockstep:
-            self._suspects.engine_failed(lost, runs, loss)
-        self._suspects.lost(lost)
+            self._suspects.engine_failed(runs, loss)
+        self._suspects.lost(runs)
         for run in runs:
             try:
                 self._move(run, lost, loss)
@@ -196,13 +196,15 @@ class Dispatcher:
 
     def _dispatch(self, run: StageRun) -> None:
         """Send a request to the replica its pool picks, or hold it; on to the next if that one turns out to be dead."""
+        if not (run.suspicions and self._suspects.hold(run)):
+            self._dispatch_now(run)
+
+    def _dispatch_now(self, run: StageRun) -> None:
         try:
-            if not self._pool.serving:
-                self._hold(run)
-            elif run.suspicions and self._suspects.must_wait:
-                self._suspects.wait(run)
-            else:
+            if self._pool.serving:
                 self._send_to_one(run)
+            else:
+                self._hold(run)
         except Exception as error:
             self._give_up_alone(run, error)
 
@@ -232,7 +234,7 @@ class Dispatcher:
         """The replica of the next attempt, which is charged with it from here on."""
         if run.task is None or run.move is not Move.RESTART:
             run.task = make_task(request, self._api.describe(request))
-        avoid = self._suspects.busy() if run.suspicions else ()
+        avoid = self._suspects.avoided if run.suspicions else ()
         member, run.decision = self._pool.decide(run.task, self._api.affinity_key(request), avoid)
         run.dispatch(member.replica_id, f"{run.request_id}-{self._head_tag}-{next(self._attempts):x}")
         self._pool.charge(member, run, run.task, run.decision)

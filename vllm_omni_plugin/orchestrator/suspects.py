@@ -1,10 +1,10 @@
 """Requests that engines may have died of: none gets a third replica, and each is tried apart from the others."""
 
-import asyncio
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.orchestrator.held_requests import HeldRequests
 from vllm_omni_plugin.orchestrator.metrics import OrchestratorMetrics
 from vllm_omni_plugin.orchestrator.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.stage_pool import StagePool
@@ -12,14 +12,14 @@ from vllm_omni_plugin.orchestrator.stage_run import Loss, StageRun
 
 logger = init_logger(__name__)
 
-TRY_S = 10.0
-"""Seconds that a try lasts at most. Without output until then, the request is slow or waits in the engine's queue."""
+WAIT_S = 10.0
+"""Seconds that a suspect waits for a replica without another one. Where many wait, most of them are innocent."""
 DIED_TOGETHER_S = 0.02
 """An engine whose death is noticed so soon after a suspect was sent to it was dying already, of whatever cause."""
 
 
 class _Try(NamedTuple):
-    run: StageRun
+    member: PoolMember
     since: float
 
 
@@ -27,14 +27,13 @@ class Suspects:
     """The suspects of one stage. Lives on the orchestrator's loop.
 
     When an engine dies, or says what cannot be used, each request that has had no output of it may be the cause. These
-    are the suspects. Each is tried at another replica, where no other suspect is tried at the same time, until it has
-    output: so a second death has one possible cause. That request fails, and both losses are its doing and nobody
-    else's.
+    are the suspects. Each is tried at another replica, if possible where no other suspect is, until it has output: so a
+    second death has one possible cause. That request fails, and both losses are its doing and nobody else's.
 
     Args:
         pool: the stage's replicas.
         clock: monotonic seconds.
-        dispatch: sends a request that has waited here.
+        dispatch: sends a request that has waited here, to whichever replica.
         metrics: what it counts.
     """
 
@@ -49,47 +48,40 @@ class Suspects:
         self._clock = clock
         self._dispatch = dispatch
         self._metrics = metrics
-        self._line: dict[StageRun, None] = {}
-        self._tries: dict[PoolMember, _Try] = {}
-        self._timer: asyncio.TimerHandle | None = None
+        self._line = HeldRequests(WAIT_S, clock, self._waited)
+        self._tries: dict[StageRun, _Try] = {}
 
     @property
-    def must_wait(self) -> bool:
-        """Whether a suspect has to wait. Where no replica serves at all it waits as everybody else does."""
-        serving = self._pool.serving
-        return bool(serving) and self.busy().issuperset(serving)
+    def avoided(self) -> frozenset[PoolMember]:
+        """Replicas to which no suspect goes now, because another one is tried there; none if that would be all."""
+        busy = self._busy()
+        return frozenset() if busy.issuperset(self._pool.serving) else busy
 
-    def busy(self) -> frozenset[PoolMember]:
-        """Replicas at which a suspect is tried now."""
-        now = self._clock()
-        return frozenset(member for member, a_try in self._tries.items() if now - a_try.since < TRY_S)
-
-    def wait(self, run: StageRun) -> None:
-        """A suspect has to wait: it is dispatched when it need not any longer."""
-        self._line[run] = None
-        self._metrics.moves_waiting += 1
-        self._set_timer()
+    def hold(self, run: StageRun) -> bool:
+        """Let a suspect wait if others are tried at all replicas that serve. Returns whether it waits."""
+        waits = self._must_wait() and self._line.hold(run)
+        self._metrics.moves_waiting += waits
+        return waits
 
     def begin(self, run: StageRun, member: PoolMember) -> None:
-        """A suspect goes to a replica that is not busy."""
-        self._tries[member] = _Try(run, self._clock())
+        """A suspect is sent to a replica."""
+        self._tries[run] = _Try(member, self._clock())
 
-    def engine_failed(self, member: PoolMember, runs: Iterable[StageRun], loss: Loss) -> None:
+    def engine_failed(self, runs: Iterable[StageRun], loss: Loss) -> None:
         """An engine failed with these requests in flight. Who may have caused it is noted with them and the loss."""
-        a_try = self._tries.get(member)
-        lasted = TRY_S if a_try is None else self._clock() - a_try.since
-        if a_try is None or lasted >= TRY_S:
-            for run in runs:
-                if run.charge is not None and not run.charge.began:
-                    run.suspicions.append(loss)
-        elif lasted >= DIED_TOGETHER_S:
-            for each in (*a_try.run.suspicions, loss):
-                each.culprit = a_try.run
-            logger.error("Request %s gets no third replica: two engines seem to have died of it.", a_try.run.request_id)
+        tried = [run for run in runs if run in self._tries]
+        if len(tried) == 1:
+            if self._clock() - self._tries[tried[0]].since >= DIED_TOGETHER_S:
+                self._blame(tried[0], loss)
+            return
+        for run in tried or runs:
+            if run.charge is not None and not run.charge.began:
+                run.suspicions.append(loss)
 
-    def lost(self, member: PoolMember) -> None:
-        """A replica is lost; what was tried there is to be tried again."""
-        self._tries.pop(member, None)
+    def lost(self, runs: Iterable[StageRun]) -> None:
+        """The replica of these requests is lost; who was tried there is to be tried again."""
+        for run in runs:
+            self._tries.pop(run, None)
         self.let_go()
 
     def clear(self, run: StageRun) -> None:
@@ -99,38 +91,32 @@ class Suspects:
 
     def forget(self, run: StageRun) -> None:
         """A suspect is none any more, or has ended: the next one may go where it was."""
-        if run in self._line:
-            self._leave_line(run)
-        for member, a_try in self._tries.items():
-            if a_try.run is run:
-                del self._tries[member]
-                break
+        self._metrics.moves_waiting -= self._line.remove(run)
+        self._tries.pop(run, None)
         self.let_go()
 
     def let_go(self) -> None:
         """Dispatch those that wait and need not any longer, in order."""
-        while self._line and not self.must_wait:
-            run = next(iter(self._line))
-            self._leave_line(run)
-            self._dispatch(run)
-        self._set_timer()
+        while not self._must_wait() and (run := self._line.take()) is not None:
+            self._waited(run)
 
     def close(self) -> None:
         """Stop the timer. Idempotent."""
-        if self._timer is not None:
-            self._timer.cancel()
+        self._line.close()
 
-    def _leave_line(self, run: StageRun) -> None:
-        del self._line[run]
+    def _busy(self) -> frozenset[PoolMember]:
+        return frozenset(a_try.member for a_try in self._tries.values())
+
+    def _must_wait(self) -> bool:
+        # Where no replica serves at all suspects wait as everybody else does.
+        serving = self._pool.serving
+        return bool(serving and self._tries) and self._busy().issuperset(serving)
+
+    def _waited(self, run: StageRun) -> None:
         self._metrics.moves_waiting -= 1
+        self._dispatch(run)
 
-    def _set_timer(self) -> None:
-        if self._line and self._timer is None:
-            now = self._clock()
-            rests = (a_try.since + TRY_S - now for a_try in self._tries.values())
-            rest = min((rest for rest in rests if rest > 0), default=TRY_S)
-            self._timer = asyncio.get_running_loop().call_later(rest, self._on_timer)
-
-    def _on_timer(self) -> None:
-        self._timer = None
-        self.let_go()
+    def _blame(self, run: StageRun, loss: Loss) -> None:
+        for each in (*run.suspicions, loss):
+            each.culprit = run
+        logger.error("Request %s gets no third replica: two engines seem to have died of it.", run.request_id)
