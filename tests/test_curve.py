@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 
 import pytest
 import zmq
@@ -47,7 +48,7 @@ class Site:
         self.secrets = secrets
         self.opened: list[Socket] = []
 
-    def serve(self, secure: Callable[[Socket], None] | None = None) -> Socket:
+    def serve(self, secure: Callable[[Socket], None] | None = None, address: str = "tcp://127.0.0.1:*") -> Socket:
         server = self.context.socket(zmq.ROUTER)
         self.opened.append(server)
         if secure is None:
@@ -55,7 +56,7 @@ class Site:
         else:
             secure(server)
         self.gate.watch(server, "test")
-        server.bind("tcp://127.0.0.1:*")
+        server.bind(address)
         return server
 
     def connect(self, server: Socket, secure: Callable[[Socket], None]) -> tuple[int, int]:
@@ -135,6 +136,14 @@ def test_holder_of_the_secret_is_let_in(sites: OpenSite) -> None:
     site.gate.admit_secret_holders("test")
     assert site.lets_in(site.serve(), holder(made(OLD)))
     assert site.gate.refused == 0
+
+
+def test_holder_is_let_in_where_there_is_no_port(sites: OpenSite, tmp_path: Path) -> None:
+    site = sites(made(OLD))
+    site.gate.admit_secret_holders("test")
+    server = site.serve(address=f"ipc://{tmp_path}/socket")
+    assert [site.lets_in(server, holder(made(OLD))) for _ in range(2)] == [True, True]
+    assert not site.lets_in(server, holder(made(OTHER)))
 
 
 STRANGERS = {

@@ -36,12 +36,13 @@ class Newcomers:
         return self._epoll.fileno()
 
     def add(self, descriptor: int, endpoint: str, sent_to_strangers: int) -> None:
-        """Watch a connection of libzmq's that was accepted at a tcp endpoint. Nothing happens if it is gone again."""
-        with suppress(OSError):
+        """Watch a connection of libzmq's that was accepted at an endpoint, unless it is no tcp or is gone again."""
+        with suppress(OSError, ValueError):
+            expected = (int(endpoint.rpartition(":")[2]), sent_to_strangers)
             # It leaves the set when libzmq closes it. An arrival that libzmq has read is told only because there
             # is something else to tell: that the connection can be written to.
             self._epoll.register(descriptor, select.EPOLLIN | select.EPOLLOUT | select.EPOLLET)
-            self._expected[descriptor] = (int(endpoint.rpartition(":")[2]), sent_to_strangers)
+            self._expected[descriptor] = expected
 
     def end_the_greedy(self) -> list[int]:
         """Look at those that have sent something; return the descriptors of those that were ended."""
