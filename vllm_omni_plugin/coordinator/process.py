@@ -13,7 +13,6 @@ _CHILD_MODULE = "vllm_omni_plugin.coordinator.child"
 # glibc raises its threshold with the first large block that is freed, and then keeps what a burst of long lists took.
 _MEMORY_SETTINGS = {"MALLOC_MMAP_THRESHOLD_": str(128 * 1024)}
 
-
 BEAT = b"."
 """What the child writes for as long as its coordinator serves."""
 
@@ -34,7 +33,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 class ChildArguments(msgspec.Struct, frozen=True):
     """What the child is told to do, as one JSON argument; the fields are those of `OmniCoordinator`, times in seconds.
 
-    Of the secrets only the path, because everybody may read the arguments of a process.
+    Everybody may read the arguments of a process, so they name the file of the secrets instead of holding them.
     """
 
     router_zmq_addr: str
