@@ -1,8 +1,12 @@
 """What every test takes for granted."""
 
 import logging
+import os
 
 import pytest
+
+# Servers under test are on this machine: a proxy that the user's environment names must not come between.
+os.environ["no_proxy"] = os.environ["NO_PROXY"] = "127.0.0.1,localhost"
 
 
 @pytest.fixture(autouse=True)

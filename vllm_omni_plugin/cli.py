@@ -10,10 +10,11 @@ import sys
 from collections.abc import Sequence
 from http import HTTPStatus
 from http.client import HTTPException
+from ipaddress import ip_address
 from typing import Any
 from urllib.error import HTTPError
-from urllib.parse import quote
-from urllib.request import HTTPRedirectHandler, Request, build_opener
+from urllib.parse import quote, urlsplit
+from urllib.request import HTTPRedirectHandler, OpenerDirector, ProxyHandler, Request, build_opener
 
 from vllm_omni_plugin.admin.keys import read_admin_keys
 from vllm_omni_plugin.errors import OmniError
@@ -186,7 +187,7 @@ def _call(args: argparse.Namespace, method: str, path: str, body: bytes | None =
         headers["Content-Type"] = "application/json"
     try:
         request = Request(f"{args.url}/omni/{path}", body, headers, method=method)
-        with build_opener(_NoRedirect).open(request, timeout=_TIMEOUT_S) as response:
+        with _opener(args.url).open(request, timeout=_TIMEOUT_S) as response:
             answer: bytes = response.read()
     except HTTPError as error:
         with error:
@@ -194,6 +195,16 @@ def _call(args: argparse.Namespace, method: str, path: str, body: bytes | None =
     except (OSError, HTTPException, ValueError) as error:
         raise OmniError(f"no answer from {args.url}: {getattr(error, 'reason', error)}") from error
     return answer
+
+
+def _opener(url: str) -> OpenerDirector:
+    """Asks a server on this machine directly, whatever proxy the environment names, and others as it says."""
+    host = urlsplit(url).hostname or ""
+    try:
+        local = host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        local = False
+    return build_opener(_NoRedirect, *([ProxyHandler({})] if local else []))
 
 
 class _NoRedirect(HTTPRedirectHandler):

@@ -319,3 +319,26 @@ def test_operating_a_fleet_loads_neither_vllm_nor_torch_nor_a_web_framework() ->
     command = [sys.executable, "-c", script, "replicas", "ls", "--url", "http://127.0.0.1:1"]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "1 []"
+
+
+@pytest.mark.parametrize("variable", ["http_proxy", "HTTP_PROXY"])
+def test_a_server_on_this_machine_is_asked_without_a_proxy(
+    head: Head, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, "http://127.0.0.1:1")
+    for url in (head.url, head.url.replace("127.0.0.1", "localhost")):
+        assert main(["replicas", "ls", "--url", url]) == 0
+        assert capsys.readouterr().out == TABLE
+
+
+def test_another_host_is_asked_through_the_proxy_of_the_environment(
+    head: Head, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", head.url)
+    head.answers["GET", "http://head.example/omni/replicas"] = (200, {"replicas": []})
+    assert main(["replicas", "ls", "--url", "http://head.example"]) == 0
+    assert capsys.readouterr().err == ""
