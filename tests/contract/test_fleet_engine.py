@@ -73,11 +73,19 @@ def test_an_end_in_order_leaves_no_words(last_words: LastWords) -> None:
     assert last_words.read() == ""
 
 
-def test_words_for_an_owner_that_is_gone_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(FLEET_ENGINE, "/proc/0/fd/0")
+@pytest.mark.parametrize("path", [pytest.param("/proc/0/fd/0", id="its owner is gone"), None])
+def test_an_engine_that_cannot_tell_how_it_ended_ends_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, path: str | None
+) -> None:
+    if path is None:
+        monkeypatch.delenv(FLEET_ENGINE, raising=False)
+    else:
+        monkeypatch.setenv(FLEET_ENGINE, path)
     worker = spawned("VllmWorker-0", end_by, signal.SIGKILL)
+    alive = spawned("VllmWorker-1", time.sleep, ENOUGH_S)
     worker.join(ENOUGH_S)
-    executor_of(worker).shutdown()
+    executor_of(worker, alive).shutdown()
+    assert not alive.is_alive(), "vLLM's own shutdown has ended it"
 
 
 def test_only_vllms_own_executor_is_replaced() -> None:

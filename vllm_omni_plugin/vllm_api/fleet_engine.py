@@ -7,7 +7,7 @@ outside like any other error.
 import os
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -61,9 +61,14 @@ class FleetExecutor(MultiprocExecutor):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """End the workers that are left. When vLLM calls it because one ended, that is told first."""
-        if getattr(self, "is_failed", False) and not getattr(self, "shutting_down", False):
-            self._tell_ends()
-        super().shutdown()
+        try:
+            if getattr(self, "is_failed", False) and not getattr(self, "shutting_down", False):
+                self._tell_ends()
+        except Exception:
+            # An engine that could not say how it ended must end all the same, or its requests would hang.
+            logger.exception("How a worker of this engine ended could not be told.")
+        finally:
+            super().shutdown()
 
     def _tell_ends(self) -> None:
         processes = [worker.proc for worker in self.workers]
@@ -76,5 +81,4 @@ class FleetExecutor(MultiprocExecutor):  # type: ignore[misc]
                 ends.append(f"its worker {process.name} {describe_exit(process.exitcode)}")
         words = ", ".join(ends)
         logger.error("This engine ends, because %s.", words)
-        with suppress(OSError):
-            Path(os.environ[FLEET_ENGINE]).write_text(words)
+        Path(os.environ[FLEET_ENGINE]).write_text(words)
