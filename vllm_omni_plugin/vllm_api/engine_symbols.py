@@ -20,6 +20,9 @@ PROTOCOL = (
     Symbol(f"{_SERIAL}.MsgpackEncoder.encode", "encodes requests", ("obj",)),
     Symbol(f"{_SERIAL}.MsgpackDecoder", "decodes outputs", ("t",)),
     Symbol(f"{_SERIAL}.MsgpackDecoder.decode", "decodes outputs", ("bufs",)),
+    Symbol(
+        f"{_SERIAL}.MsgpackDecoder.dec_hook", "wrapped: tells of outputs with arrays, which are checked", ("t", "obj")
+    ),
     Symbol(f"{_SERIAL}.UtilityResult.result", "what an engine answers to a call"),
     Symbol(f"{_ENGINE}.EngineCoreRequestType.ADD", "type byte of a request"),
     Symbol(f"{_ENGINE}.EngineCoreRequestType.ABORT", "type byte of an abort"),

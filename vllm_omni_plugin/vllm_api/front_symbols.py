@@ -84,6 +84,12 @@ DOOR = (
         ("internal",),
     ),
     Symbol(f"{_OUTPUT_PROCESSOR}.OutputProcessor.request_states", "finds a request that fails, or is left in the end"),
+    Symbol(
+        f"{_OUTPUT_PROCESSOR}.OutputProcessor.process_outputs",
+        "wrapped: an output that it raises over fails its request alone",
+        ("engine_core_outputs",),
+    ),
+    Symbol(f"{_OUTPUT_PROCESSOR}.OutputProcessorOutput.reqs_to_abort", "completed where one of the outputs failed"),
     Symbol(f"{_OUTPUT_PROCESSOR}.OutputProcessor.has_unfinished_requests", "whether all have been answered", ()),
     Symbol(
         f"{_OUTPUT_PROCESSOR}.OutputProcessor.add_request",
@@ -204,6 +210,12 @@ TRACING = (
 LABELS = (
     Symbol(f"{_ASYNC_LLM}.logger_manager", "knows the engines of its construction only"),
     Symbol(f"{_LOGGERS}.StatLoggerManager.engine_indexes", "grows and shrinks with the fleet"),
+    Symbol(
+        f"{_LOGGERS}.StatLoggerManager.record",
+        "wrapped: statistics that cannot be counted are left out",
+        (),
+        ("scheduler_stats", "iteration_stats", "mm_cache_stats", "engine_idx"),
+    ),
     Symbol(
         f"{_LOGGERS}.StatLoggerManager.record_sleep_state",
         "told of sleep that came by another server",

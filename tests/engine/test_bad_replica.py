@@ -1,0 +1,82 @@
+"""A replica whose engine says what nobody can use: it is named and taken out, and the head and the others serve on."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from .load import Load
+from .nodes import Node, NodeFleet
+from .server import START_S, serve_command, until
+
+BAD_SIM = """
+import sys
+
+import numpy as np
+from vllm.v1.outputs import LogprobsLists
+
+from vllm_omni_plugin import cli
+from vllm_omni_plugin.vllm_api import sim_protocol
+
+own_output = sim_protocol.output
+
+
+def output(*args):
+    made = own_output(*args)
+    made.new_logprobs = LogprobsLists(np.ones((1, 0), np.int64), np.ones((1, 0), np.float32), np.ones(1, np.int64))
+    return made
+
+
+if sys.argv[1] == "outputs":
+    sim_protocol.output = output
+else:
+    sim_protocol.ready_response = lambda *args: b"garbage"
+sys.exit(cli.main(["sim", *sys.argv[2:]]))
+"""
+"""`vllm-omni-plugin sim` whose engines say something wrong."""
+
+StartBad = Callable[[str], Node]
+
+
+@pytest.fixture
+def start_bad(nodes: NodeFleet, tiny_model: Path, tmp_path: Path) -> Iterator[StartBad]:
+    """Starts a replica of which the outputs, or the ready response, cannot be used; it ends with the test."""
+    started: list[Node] = []
+
+    def start(what: str) -> Node:
+        script = tmp_path / "bad_sim.py"
+        script.write_text(BAD_SIM)
+        command = [sys.executable, str(script), what, *serve_command(tiny_model)[2:], *nodes.join]
+        started.append(Node(command, tmp_path / "bad.log"))
+        return started[-1]
+
+    yield start
+    for node in started:
+        node.stop()
+    nodes.wait_for_replicas(2)
+
+
+@pytest.mark.parametrize(
+    ("what", "complaint"),
+    [
+        (
+            "outputs",
+            "is lost (it sent a message that cannot be used: not a valid EngineCoreOutputs message: new_logprobs:",
+        ),
+        ("ready", "cannot be attached to: what its engine said when it was ready cannot be used"),
+    ],
+)
+def test_the_head_serves_on_and_names_the_replica(
+    nodes: NodeFleet, start_bad: StartBad, what: str, complaint: str
+) -> None:
+    start_bad(what)
+    if what == "outputs":
+        nodes.wait_for_replicas(3)
+    else:
+        until(lambda: complaint in nodes.head.log.read_text(), "the head refuses it", START_S)
+    with Load(nodes.head) as load:
+        answers = [load.send(12, stream=True, prompt=f"count {number}") for number in range(12)]
+    assert [answer.finished_whole for answer in answers] == [True] * 12, answers
+    until(lambda: complaint in nodes.head.log.read_text(), "the head says why")
+    assert nodes.head.health() == 200
