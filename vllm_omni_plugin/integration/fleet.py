@@ -34,6 +34,7 @@ from vllm_omni_plugin.orchestrator.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.thread import OrchestratorThread
 from vllm_omni_plugin.orchestrator.work_exchange import WorkExchange
 from vllm_omni_plugin.replicas.reaper import Reaper
+from vllm_omni_plugin.replicas.socket_folder import use_socket_folder
 from vllm_omni_plugin.vllm_api.cache_events import why_no_cache_events
 from vllm_omni_plugin.vllm_api.launch import spawn_only
 
@@ -67,6 +68,8 @@ class Fleet:
         self._secrets = Secrets.from_file(options.secret_file) if options.secret_file else None
         # Engines are started from a process with threads, at first and after every death; a fork of one may deadlock.
         spawn_only()
+        if not options.join:
+            use_socket_folder()
         self._plans = stage_plans(options, vllm_config, executor_class, log_stats)
         self.stages = FleetStages.of(self._plans)
         self._reaper = Reaper()

@@ -29,6 +29,7 @@ from vllm_omni_plugin.replicas.node import run_node
 from vllm_omni_plugin.replicas.ports import PortRange
 from vllm_omni_plugin.replicas.reaper import Reaper
 from vllm_omni_plugin.replicas.server import ReplicaServer, ServerSettings
+from vllm_omni_plugin.replicas.socket_folder import use_socket_folder
 from vllm_omni_plugin.stages.fingerprint import python_fingerprint
 from vllm_omni_plugin.stages.launcher import PythonStageLauncher
 from vllm_omni_plugin.vllm_api.engine_api import EngineApi
@@ -80,6 +81,7 @@ def serve_replicas(args: argparse.Namespace, options: OmniConfig, launcher_for: 
     pipeline = pipeline_of(options)
     stage = None if pipeline is None else pipeline.stages[options.stage_id]
     spawn_only()
+    use_socket_folder()
     if stage is None or stage.is_vllm:
         node = _vllm_node(args, options, launcher_for)
     else:

@@ -46,6 +46,7 @@ from vllm_omni_plugin.replicas.node import SIGNALS
 from vllm_omni_plugin.replicas.ports import PortRange
 from vllm_omni_plugin.replicas.reaper import Reaper
 from vllm_omni_plugin.replicas.server import ReplicaServer, ServerSettings
+from vllm_omni_plugin.replicas.socket_folder import use_socket_folder
 from vllm_omni_plugin.vllm_api.launch import spawn_only
 
 logger = init_logger(__name__)
@@ -64,6 +65,7 @@ def serve_api_servers(args: argparse.Namespace, options: OmniConfig) -> int:
     """
     _on_signals(_leave)
     spawn_only()
+    use_socket_folder()
     setup_multiprocess_prometheus()
     listen_address, listening = setup_server(args, reuse_port=True)
     with ExitStack() as resources:

@@ -2,10 +2,8 @@
 
 import argparse
 import resource
-import tempfile
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import zmq
@@ -100,14 +98,13 @@ def _run(args: argparse.Namespace) -> int:
     args.omni_dp_size_local = args.replicas
     options = parse_or_exit(args)
     assert options is not None, "the number of replicas is one of our flags"
-    with tempfile.TemporaryDirectory(prefix="sim-") as folder, EngineHost() as host:
-        return serve_replicas(args, options, partial(_launcher, args, host, Path(folder)))
+    with EngineHost() as host:
+        return serve_replicas(args, options, partial(_launcher, args, host))
 
 
 def _launcher(
     args: argparse.Namespace,
     host: Any,
-    folder: Path,
     vllm_config: Any,
     log_stats: bool,
     on_spawn: Callable[[int], None],
@@ -121,7 +118,7 @@ def _launcher(
     def ready(replica_id: int) -> bytes:
         return ready_response(vllm_config, replica_id, settings.kv_blocks, settings.block_size)
 
-    return SimLauncher(host, settings, ready, folder, log_stats)
+    return SimLauncher(host, settings, ready, log_stats=log_stats)
 
 
 def raise_limits() -> None:

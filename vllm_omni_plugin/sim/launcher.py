@@ -8,6 +8,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.replicas.socket_folder import new_ipc_address
 from vllm_omni_plugin.sim.engine import SimulatedEngine
 from vllm_omni_plugin.sim.host import EngineHost
 from vllm_omni_plugin.sim.model import EngineModel
@@ -82,7 +83,7 @@ class SimLauncher:
         host: where the engines run; must outlive them.
         settings: of every engine.
         ready_response: what an engine says of itself when it is ready, by replica id.
-        folder: where ipc sockets go.
+        folder: where ipc sockets go; None: where those of this process do.
         log_stats: whether engines report scheduler statistics.
 
     Attributes:
@@ -96,7 +97,7 @@ class SimLauncher:
         host: EngineHost,
         settings: EngineSettings,
         ready_response: Callable[[int], bytes],
-        folder: Path,
+        folder: Path | None = None,
         log_stats: bool = True,
     ) -> None:
         self.processes: dict[int, SimProcess] = {}
@@ -108,7 +109,7 @@ class SimLauncher:
 
     def new_ipc_address(self) -> str:
         """A fresh ipc address."""
-        return f"ipc://{self._folder}/{uuid4()}"
+        return new_ipc_address() if self._folder is None else f"ipc://{self._folder}/{uuid4()}"
 
     def identity(self, replica_id: int) -> bytes:
         """The ZMQ identity under which the engine of a replica connects, as in vLLM."""

@@ -1,11 +1,10 @@
 """Starting the processes of a Python stage the way engines are started."""
 
 import sys
-import tempfile
 from collections.abc import Callable
-from uuid import uuid4
 
 from vllm_omni_plugin.pipeline.stage import Stage
+from vllm_omni_plugin.replicas.socket_folder import new_ipc_address
 from vllm_omni_plugin.stages.assignment import Assignment
 from vllm_omni_plugin.stages.process import StageProcess, StartingStage
 
@@ -35,7 +34,7 @@ class PythonStageLauncher:
 
     def new_ipc_address(self) -> str:
         """A fresh ipc address."""
-        return f"ipc://{tempfile.gettempdir()}/{uuid4()}"
+        return new_ipc_address()
 
     def identity(self, replica_id: int) -> bytes:
         """The ZMQ identity under which a replica connects, as in vLLM."""

@@ -58,6 +58,7 @@ PROTOCOL = (
 
 LAUNCH = (
     Symbol("vllm.envs.VLLM_CPU_OMP_THREADS_BIND", "cores the user has bound are not divided again"),
+    Symbol("vllm.envs.VLLM_RPC_BASE_PATH", "ipc sockets lie in a folder of their process's own"),
     Symbol("vllm.envs.VLLM_ENGINE_READY_TIMEOUT_S", "how long an engine may load"),
     Symbol("vllm.platforms.current_platform.is_cpu", "decides how replicas share a node's devices", ()),
     Symbol("vllm.platforms.current_platform.is_cuda_alike", "decides how replicas share a node's devices", ()),
