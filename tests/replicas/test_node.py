@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import pytest
 import zmq
 
-from vllm_omni_plugin.errors import OmniError
+from vllm_omni_plugin.errors import ConfigError, OmniError
 from vllm_omni_plugin.replicas.node import run_node
 
 HEAD = "tcp://192.0.2.1:5000"
@@ -133,3 +133,15 @@ async def test_a_node_may_open_as_many_files_as_its_replicas_need() -> None:
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= min(before[1], 65535)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+async def test_replicas_that_need_more_files_than_there_may_be_are_refused_before_they_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (256, 1024))
+    servers = [FakeServer() for _ in range(8)]
+    with pytest.raises(
+        ConfigError, match=r"8 replicas need some 1264 open files, and this process may have 1024: .*ulimit"
+    ):
+        await run_node(servers, 0, HEAD)
+    assert not any(server.end.done() for server in servers)

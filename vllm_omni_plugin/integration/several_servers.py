@@ -74,6 +74,7 @@ def serve_api_servers(args: argparse.Namespace, options: OmniConfig) -> int:
         propagate_flash_late_interaction(args, engine_args)
         try:
             plans = () if options.join else _plans(engine_args, args.api_server_count, options)
+            raise_limits(sum(plan.replicas for plan in plans), args.api_server_count)
             home = options if options.join else _open_fleet(options, resources)
             reaper = resources.enter_context(Reaper())
             processes = ApiServerProcesses(
@@ -146,7 +147,6 @@ def _joined(args: argparse.Namespace, home: OmniConfig) -> argparse.Namespace:
 async def _serve(
     home: OmniConfig, plans: Sequence[StagePlan], processes: ApiServerProcesses, reaper: Reaper, timeout: float
 ) -> None:
-    raise_limits()
     api_servers = ApiServers(processes.connections, processes.start, processes.bury)
     engines = sum(plan.replicas for plan in plans)
     # Two blocking steps per replica may run at once: the old engine's end and the new one's start.

@@ -42,9 +42,10 @@ async def run_node(servers: Sequence[Server], join_timeout: float, head: str) ->
         head: the head's address, for messages.
 
     Raises:
+        ConfigError: this process may not open as many files as they need.
         OmniError: a replica failed, or did not find the head in time. The others have left too.
     """
-    raise_limits()
+    raise_limits(len(servers))
     loop = asyncio.get_running_loop()
     told_to_leave = False
 

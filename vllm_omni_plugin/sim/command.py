@@ -1,14 +1,11 @@
 """`vllm-omni-plugin sim`: a headless node whose engines are simulated."""
 
 import argparse
-import resource
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import zmq
-
-from vllm_omni_plugin.replicas.limits import raise_socket_limit
+from vllm_omni_plugin.replicas.limits import raise_limits
 from vllm_omni_plugin.sim.settings import EngineSettings
 
 _PROG = "vllm-omni-plugin sim"
@@ -19,6 +16,8 @@ Use --help=SimConfig for the arguments of the simulation, --help=OmniConfig for 
 
 _MARGINAL_COST = 0.01
 """Of a further sequence, as a share of an iteration with one."""
+_OF_AN_ENGINE = 70
+"""Descriptors of a simulated engine, which has the other ends of its replica's sockets."""
 _DEFAULT_CONCURRENCY = 32
 """Requests of the maximum length that the KV memory holds, unless the user says otherwise."""
 
@@ -87,8 +86,6 @@ def settings_of(vllm_config: Any, args: argparse.Namespace) -> EngineSettings:
 
 def _run(args: argparse.Namespace) -> int:
     """Run the sub-command; returns the exit code."""
-    raise_limits()
-
     from vllm_omni_plugin.integration.flags import parse_or_exit
     from vllm_omni_plugin.integration.headless import serve_replicas
     from vllm_omni_plugin.sim.host import EngineHost
@@ -98,6 +95,7 @@ def _run(args: argparse.Namespace) -> int:
     args.omni_dp_size_local = args.replicas
     options = parse_or_exit(args)
     assert options is not None, "the number of replicas is one of our flags"
+    raise_limits(args.replicas, more=_OF_AN_ENGINE)
     with EngineHost() as host:
         return serve_replicas(args, options, partial(_launcher, args, host))
 
@@ -119,13 +117,6 @@ def _launcher(
         return ready_response(vllm_config, replica_id, settings.kv_blocks, settings.block_size)
 
     return SimLauncher(host, settings, ready, log_stats=log_stats)
-
-
-def raise_limits() -> None:
-    """Allow this process as many files and ZMQ sockets as it may have: each replica needs dozens."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    raise_socket_limit(zmq.Context.instance())
 
 
 def _positive(number: Callable[[str], Any]) -> Callable[[str], Any]:
