@@ -37,7 +37,11 @@ def use_socket_folder() -> None:
     if len(base) > _LONGEST_BASE:
         return
     for _ in range(_ATTEMPTS):
-        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+        try:
+            folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+        except OSError:
+            # No socket can be made there either, and what is said of that names the path.
+            return
         # Held until this process ends, however that happens. Otherwise somebody sweeps at this very moment.
         if _lock(folder) is not None:
             break
