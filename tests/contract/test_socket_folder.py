@@ -1,0 +1,13 @@
+"""vLLM puts its sockets where this package says."""
+
+import pytest
+from vllm.utils.network_utils import get_open_zmq_ipc_path
+
+from vllm_omni_plugin.replicas.socket_folder import new_ipc_address
+
+
+def test_vllm_looks_at_every_address_where_sockets_shall_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("/tmp/one", "/tmp/two"):
+        monkeypatch.setenv("VLLM_RPC_BASE_PATH", folder)
+        assert get_open_zmq_ipc_path().startswith(f"ipc://{folder}/")
+        assert new_ipc_address().startswith(f"ipc://{folder}/")
