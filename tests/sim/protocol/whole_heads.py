@@ -27,6 +27,7 @@ from vllm_omni_plugin.replicas.server import ReplicaServer, ServerSettings
 from vllm_omni_plugin.sim.host import EngineHost
 from vllm_omni_plugin.sim.launcher import SimLauncher
 from vllm_omni_plugin.vllm_api.engine_api import EngineApi
+from vllm_omni_plugin.vllm_api.stage_protocol import ready_response
 
 FINGERPRINT = {"model": "simulated"}
 INTERVAL, TIMEOUT = 0.1, 10.0
@@ -138,7 +139,7 @@ async def open_site(folder: Path) -> AsyncIterator[Site]:
     address = coordinator.router_zmq_addr
     settings = ServerSettings("127.0.0.1", None, address, 0, INTERVAL, TIMEOUT, 5.0, None, FINGERPRINT)
     with EngineHost() as host, ThreadPoolExecutor(2) as executor:
-        launcher = SimLauncher(host, SETTINGS, lambda index: b"ready", folder)
+        launcher = SimLauncher(host, SETTINGS, ready_response, folder)
         server = ReplicaServer(settings, launcher, 0, EngineApi(), executor)
         running = asyncio.create_task(server.run())
         try:
