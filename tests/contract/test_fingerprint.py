@@ -12,6 +12,8 @@ from vllm_omni_plugin.replicas.agreement import differences
 from vllm_omni_plugin.replicas.control import MAX_TEXT_CHARS
 from vllm_omni_plugin.vllm_api.fingerprint import fingerprint
 
+COMMIT, OTHER = "0a1b" * 10, "2c3d" * 10
+
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
@@ -117,18 +119,47 @@ def test_a_download_of_a_model_is_that_model_whatever_its_cache(tmp_path: Path) 
     assert (found["model"], found["revision"]) == ("org/name", "0a1b")
 
 
-@pytest.mark.parametrize("revision", [None, "main", "0a1b"])
-def test_a_model_on_the_hub_is_told_by_its_commit_whatever_was_asked_for(
-    model: Path, tmp_path: Path, revision: str | None
-) -> None:
-    online = vllm_config(model, revision=revision)
-    online.model_config.model = online.model_config.tokenizer = "org/name"
-    online.model_config.hf_config._commit_hash = "0a1b"
-    snapshots = tmp_path / "models--org--name" / "snapshots"
-    assert between(online, vllm_config(write_model(snapshots / "0a1b"))) == []
-    assert differences(fingerprint(online, 0), fingerprint(vllm_config(write_model(snapshots / "2c3d")), 0)) == [
-        "revision: head has 0a1b, replica 2c3d"
+class Hub:
+    """A download cache in which `main` of a model is at some commit."""
+
+    def __init__(self, folder: Path) -> None:
+        self._repository = folder / "models--org--name"
+
+    def snapshot(self, commit: str) -> Path:
+        return write_model(self._repository / "snapshots" / commit)
+
+    def online(self, commit: str, revision: str | None) -> Any:
+        """What vLLM makes of the model's name where the hub says that this is the commit."""
+        self.snapshot(commit)
+        (self._repository / "refs").mkdir(parents=True, exist_ok=True)
+        (self._repository / "refs" / "main").write_text(commit)
+        return vllm_config("org/name", revision=revision)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    # Nothing is asked of the hub, and yet the name is kept, as vLLM does where it may ask.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("vllm.engine.arg_utils.get_model_path", lambda name, revision=None: name)
+    return Hub(tmp_path)
+
+
+@pytest.mark.parametrize("revision", [None, "main", COMMIT])
+def test_a_model_on_the_hub_is_told_by_the_commit_that_was_resolved(hub: Hub, revision: str | None) -> None:
+    online = hub.online(COMMIT, revision)
+    found = fingerprint(online, 0)
+    assert (online.model_config.model, found["model"], found["revision"]) == ("org/name", "org/name", COMMIT)
+    assert between(online, vllm_config(hub.snapshot(COMMIT))) == []
+    assert differences(found, fingerprint(hub.online(OTHER, None), 0)) == [
+        f"revision: head has {COMMIT}, replica {OTHER}"
     ]
+
+
+def test_what_no_loader_reads_beside_the_weights_does_not_count(model: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(model, tmp_path / "other")
+    (other / "training_args.bin").write_bytes(b"state")
+    assert between(vllm_config(model), vllm_config(other)) == []
 
 
 def test_other_ways_to_read_the_same_files_are_the_same(model: Path) -> None:

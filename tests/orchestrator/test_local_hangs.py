@@ -193,6 +193,27 @@ async def test_a_replica_that_hangs_can_be_removed(node: Node) -> None:
     await eventually(lambda: engine.process.ended)
 
 
+async def test_a_replica_that_is_removed_while_it_is_taken_back_does_not_serve(node: Node) -> None:
+    first, second = node.pool.members
+    engine, admitting, admitted = node.engine_of(0), asyncio.Event(), asyncio.Event()
+
+    async def admit(*_: object) -> None:
+        admitting.set()
+        await admitted.wait()
+
+    node.orchestrator.admit = admit  # type: ignore[method-assign]
+    ToldProbe.made[0].hangs()
+    ToldProbe.made[0].answers()
+    await take_back(engine)
+    await admitting.wait()
+    serving: list[int] = []
+    node.pool.on_serving = lambda: serving.append(len(node.pool.serving))
+    admitted.set()
+    node.replicas.leave(first)
+    await eventually(lambda: engine.process.ended)
+    assert (serving, node.pool.members) == ([], (second,))
+
+
 async def test_a_replica_that_was_drained_when_it_hung_is_still_drained_afterwards(node: Node) -> None:
     engine = node.engine_of(0)
     node.pool.hold_back(node.pool.member(0), "admin")

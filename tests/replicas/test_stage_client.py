@@ -233,11 +233,9 @@ async def test_an_interruption_fails_calls_and_leaves_the_question_whether_the_e
     alive = asyncio.create_task(peer.client.answers())
     await asyncio.sleep(0)
     call = await peer.open_call("one")
-    assert peer.client.is_busy
     peer.client.interrupt("no answer for 10 s")
     with pytest.raises(ReplicaError, match="replica 7 hangs: no answer for 10 s"):
         await call
-    assert not peer.client.is_busy
     peer.link.answer(peer.link.calls[0][0], False)
     await alive
     assert peer.deaths == []
@@ -257,3 +255,14 @@ async def test_what_an_engine_says_between_its_interruption_and_its_reset_is_dro
     assert peer.outputs == []
     peer.link.report(4)
     assert [outputs.scheduler_stats for outputs in peer.outputs] == [4]
+
+
+async def test_only_calls_that_may_take_long_make_an_engine_busy() -> None:
+    peer = Peer()
+    question, update = await peer.open_call("is_sleeping"), await peer.open_call("collective_rpc", "update_weights")
+    assert peer.client.is_busy
+    peer.link.answer(peer.link.calls[1][0])
+    await update
+    assert not peer.client.is_busy
+    peer.link.answer(peer.link.calls[0][0], False)
+    await question

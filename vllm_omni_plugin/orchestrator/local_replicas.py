@@ -142,6 +142,8 @@ class LocalReplicas:
         await self._orchestrator.admit(member, replica.client, replica.ready_response)
         if self._died[member.replica_id].is_set():
             raise ReplicaError(f"replica {member.name} died as soon as it was ready")
+        if member not in self._pool.members:
+            raise ReplicaError(f"replica {member.name} was removed")
         self._orchestrator.replica_serves(
             member, replica.client, replica.input_addr, replica.output_addr, replica.ready_response
         )

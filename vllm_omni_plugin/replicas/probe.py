@@ -9,14 +9,14 @@ _LONG_STEPS = 4.0
 _FADE = 0.99
 """What is left of the longest answer with each later one, or one compilation would hide every hang from then on."""
 _LONG_CALL_S = 300.0
-"""What an engine may take for a call that it was sent before, such as saving its state, in which it answers nothing."""
+"""What an engine may take for a long call that it was sent before, in which it answers nothing."""
 
 
 class Probed(Protocol):
     """An engine's client; `StageClient` in service.
 
     Attributes:
-        is_busy: whether the engine has calls to answer before it can answer a probe.
+        is_busy: whether the engine has a call to carry out that may take long, before it can answer a probe.
         is_read: whether what it answers is read at all.
     """
 
@@ -57,6 +57,8 @@ class Probe:
         self._on_answer = on_answer
         self._clock = clock
         self._longest = 0.0
+        # Whether the time of the answer that is awaited says something of the engine's steps.
+        self._is_fair = True
 
     @property
     def limit(self) -> float:
@@ -82,8 +84,9 @@ class Probe:
         """Probe until cancelled. Raises `ReplicaError` when the engine is dead."""
         while True:
             await asyncio.sleep(self._interval)
-            asked_at, limit = self._clock(), self.limit
-            patience = max(limit, _LONG_CALL_S) if self._client.is_busy else limit
+            asked_at, limit, is_busy = self._clock(), self.limit, self._client.is_busy
+            patience = max(limit, _LONG_CALL_S) if is_busy else limit
+            self._is_fair = not is_busy
             answer = asyncio.ensure_future(self._client.answers())
             try:
                 if await self._comes(answer, patience):
@@ -94,7 +97,9 @@ class Probe:
                     self._on_answer()
             finally:
                 answer.cancel()
-            self._longest = max(_FADE * self._longest, min(self._clock() - asked_at, limit))
+            self._longest *= _FADE
+            if self._is_fair:
+                self._longest = max(self._longest, min(self._clock() - asked_at, limit))
 
     async def _comes(self, answer: "asyncio.Future[None]", patience: float) -> bool:
         """Whether the answer comes in time. Time in which this process could not have read it does not count."""
@@ -106,3 +111,4 @@ class Probe:
             late_by = self._clock() - waits_from - patience
             if self._client.is_read and late_by <= self._interval:
                 return False
+            self._is_fair = False

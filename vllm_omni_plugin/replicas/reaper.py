@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 
@@ -27,7 +27,8 @@ class Reaper:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
-        self._pids: list[int] = []
+        # By descriptors, which tell a process from a later one with its number.
+        self._engines: dict[int, int] = {}
         self._closed = False
 
     def __enter__(self) -> "Reaper":
@@ -47,9 +48,11 @@ class Reaper:
         with self._lock:
             if self._closed:
                 raise RuntimeError("the reaper is closed")
-            self._pids = [earlier for earlier in self._pids if _is_there(earlier)] + [pid]
-            if not self._told(pid):
-                self._told(pid)
+            self._forget(filter(_has_exited, list(self._engines)))
+            with contextlib.suppress(ProcessLookupError):
+                self._engines[os.pidfd_open(pid)] = pid
+                if not self._told(pid):
+                    self._told(pid)
 
     def close(self) -> None:
         """Kill what still runs of the watched processes and wait for that. Idempotent."""
@@ -58,6 +61,12 @@ class Reaper:
             if self._child is not None:
                 self._child.communicate()
                 self._child = None
+            self._forget(list(self._engines))
+
+    def _forget(self, descriptors: Iterable[int]) -> None:
+        for descriptor in descriptors:
+            del self._engines[descriptor]
+            os.close(descriptor)
 
     def _told(self, pid: int) -> bool:
         """Tell the child of a process; a new child, in place of one that has ended, of all. False if it just ends."""
@@ -66,7 +75,7 @@ class Reaper:
             self._child.communicate()
             self._child = None
         if self._child is None:
-            self._child, pids = self._start(), self._pids
+            self._child, pids = self._start(), list(self._engines.values())
         assert self._child.stdin is not None
         try:
             self._child.stdin.write(b"".join(b"%d\n" % each for each in pids))
@@ -135,11 +144,6 @@ def main() -> None:
         for line in lines:
             watched.add(int(line))
     watched.kill()
-
-
-def _is_there(pid: int) -> bool:
-    # Whether the number is still of the same process, the child sees for itself.
-    return Path(f"/proc/{pid}").exists()
 
 
 def _open_parent(pid: int) -> int | None:

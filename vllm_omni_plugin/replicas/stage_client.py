@@ -17,6 +17,21 @@ _REPORTED = "the engine reported its own death"
 _MAX_DETAIL_CHARS = 300
 
 
+_LONG_CALLS = frozenset(
+    {
+        "add_lora",
+        "collective_rpc",
+        "compute_weight_checksums",
+        "profile",
+        "release_kv_cache_memory",
+        "save_sharded_state",
+        "sleep",
+        "wake_up",
+    }
+)
+"""Methods in which engines move, load or save weights, or whatever a user likes."""
+
+
 class Codec(Protocol):
     """How calls become frames and frames outputs; `vllm_api.engine_api.EngineApi` in service."""
 
@@ -68,6 +83,7 @@ class StageClient:
         # Begun anywhere: an answer to another client of the same engine must not be taken for one of ours.
         self._call_ids = itertools.count(secrets.randbits(48))
         self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._long_calls = 0
         # Apart from calls, since these fail when the engine hangs, and the end of that has to be heard of.
         self._probes: dict[int, asyncio.Future[Any]] = {}
         self._is_read = True
@@ -106,7 +122,12 @@ class StageClient:
         Raises:
             ReplicaError: the engine refused or failed the call, or died before it answered.
         """
-        return await self._ask(self._calls, method, args)
+        is_long = method in _LONG_CALLS
+        self._long_calls += is_long
+        try:
+            return await self._ask(self._calls, method, args)
+        finally:
+            self._long_calls -= is_long
 
     async def answers(self) -> None:
         """Returns when the engine's own loop has answered, which it does between two steps; see `Probe`.
@@ -118,8 +139,8 @@ class StageClient:
 
     @property
     def is_busy(self) -> bool:
-        """Whether there are calls that the engine has not answered."""
-        return bool(self._calls)
+        """Whether there are calls that may keep the engine's loop for long. Others say nothing, and may be many."""
+        return self._long_calls > 0
 
     @property
     def is_read(self) -> bool:

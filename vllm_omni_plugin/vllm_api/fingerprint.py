@@ -4,24 +4,30 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import vllm
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 
 from vllm_omni_plugin.vllm_api.moving import PROCESSOR_PLUGINS
 
 _HUB_CACHE_PREFIX = "models--"
 _HUB_SNAPSHOTS = "snapshots"
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors", "*.index.json")
-_ADAPTER = ("adapter_config.json", "adapter_model.*")
+_CONFIGS = ("config.json", "params.json")
+_WEIGHTS = (("*.safetensors", "*.safetensors.index.json"), ("*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors"))
+"""Of several kinds vLLM loads the first, and what lies beside it, such as the state of a training, is none of it."""
+_ADAPTER = (("adapter_config.json", "adapter_model.*"),)
 _VOCABULARY = ("tokenizer.json", "*.model", "vocab*", "merges.txt", "tekken.json", "*.tiktoken")
 _SAME_FILES = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
 """Load formats that read a checkpoint's usual files, each in its own way."""
 _PLATFORM = re.compile(r"cpu|cu\d+|rocm\d*|xpu|tpu|empty|precompiled")
 _DIGEST_BYTES = 8
-_SAMPLES, _SAMPLE_BYTES = 64, 4096
+_SAMPLES, _LEAST_SAMPLES, _SAMPLE_BYTES = 256, 3, 4096
+"""Of all files together, of each file, and of what size: on a file system of the network each costs a millisecond."""
 _LONGEST_TEXT = 200
 
 
@@ -100,7 +106,15 @@ def _commit(model: Any) -> str:
     parts = Path(model.model).parts
     if any(part.startswith(_HUB_CACHE_PREFIX) for part in parts) and _HUB_SNAPSHOTS in parts[:-1]:
         return parts[parts.index(_HUB_SNAPSHOTS) + 1]
-    return "" if Path(model.model).exists() else str(getattr(model.hf_config, "_commit_hash", None) or "")
+    if Path(model.model).exists():
+        return ""
+    for config in _CONFIGS:
+        with suppress(HFValidationError):
+            # What vLLM has just read, without asking the hub again; a model elsewhere has a name that is none there.
+            found = try_to_load_from_cache(model.model, config, revision=model.revision)
+            if isinstance(found, str):
+                return Path(found).parent.name
+    return ""
 
 
 def _identity(name: str, digest: Callable[[Path], str]) -> str:
@@ -125,11 +139,14 @@ def _adapter_digest(path: Path) -> str:
     return _digest(_sampled(path, _ADAPTER))
 
 
-def _sampled(path: Path, patterns: Iterable[str]) -> Iterator[bytes]:
-    return (part for file in _files(path, patterns) for part in (file.name.encode(), *_samples(file)))
+def _sampled(path: Path, kinds: Iterable[Iterable[str]]) -> Iterator[bytes]:
+    """Names and samples of the files of the first kind that there is."""
+    files = next(filter(None, (_files(path, patterns) for patterns in kinds)), [])
+    samples = max(_LEAST_SAMPLES, _SAMPLES // max(1, len(files)))
+    return (part for file in files for part in (file.name.encode(), *_samples(file, samples)))
 
 
-def _samples(file: Path) -> Iterator[bytes]:
+def _samples(file: Path, samples: int) -> Iterator[bytes]:
     """The size of a file and what is in many places of it, its beginning and its end among them, where headers are.
 
     Two fine-tunes of one model have equal names, sizes and headers, and one may differ from the other in few tensors.
@@ -138,7 +155,7 @@ def _samples(file: Path) -> Iterator[bytes]:
     yield str(size).encode()
     last = max(0, size - _SAMPLE_BYTES)
     with file.open("rb", buffering=0) as stream:
-        for place in sorted({last * sample // (_SAMPLES - 1) for sample in range(_SAMPLES)}):
+        for place in sorted({last * sample // (samples - 1) for sample in range(samples)}):
             stream.seek(place)
             yield stream.read(_SAMPLE_BYTES)
 
