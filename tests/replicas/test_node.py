@@ -1,6 +1,7 @@
 """A headless process: its replicas run together and leave together."""
 
 import asyncio
+import errno
 import os
 import resource
 import signal
@@ -145,3 +146,12 @@ async def test_replicas_that_need_more_files_than_there_may_be_are_refused_befor
     ):
         await run_node(servers, 0, HEAD)
     assert not any(server.end.done() for server in servers)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EMFILE, "Too many open files"), zmq.ZMQError(errno.EMFILE)])
+async def test_a_replica_that_gets_no_descriptor_ends_the_node_with_what_to_do(error: Exception) -> None:
+    servers = [FakeServer(), FakeServer()]
+    servers[0].end.set_exception(error)
+    with pytest.raises(OmniError, match=r"Too many open files: .*ulimit -n"):
+        await run_node(servers, 0, HEAD)
+    assert servers[1].cancelled

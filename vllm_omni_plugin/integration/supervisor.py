@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.replicas.limits import worded
 from vllm_omni_plugin.replicas.node import SIGNALS
 
 logger = init_logger(__name__)
@@ -72,7 +73,7 @@ async def supervise(heads: Heads, replicas: Sequence[Replica], shutdown_timeout:
             for replica in replicas:
                 replica.leave_now("its head was told to end")
     except ExceptionGroup as failures:
-        raise failures.exceptions[0] from failures
+        raise worded(failures.exceptions[0]) from failures
     finally:
         for signum in SIGNALS:
             loop.remove_signal_handler(signum)

@@ -1,10 +1,12 @@
 """How many files and ZMQ sockets a process may open that serves its replicas to other processes."""
 
+import errno
 import resource
 
 import zmq
 
-from vllm_omni_plugin.errors import ConfigError
+from vllm_omni_plugin.curve.descriptors import NONE_LEFT
+from vllm_omni_plugin.errors import ConfigError, OmniError
 
 _OPEN_FILES = 65535
 """What vLLM sets for its API servers."""
@@ -37,6 +39,13 @@ def raise_limits(replicas: int, heads: int = 1, more: int = 0) -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     raise_socket_limit(zmq.Context.instance())
+
+
+def worded(error: Exception) -> Exception:
+    """The same error, or in its place one that says what to do where no descriptor was left."""
+    if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
+        return OmniError(f"{error}: {NONE_LEFT}")
+    return error
 
 
 def raise_socket_limit(context: "zmq.Context[zmq.Socket[bytes]]") -> None:

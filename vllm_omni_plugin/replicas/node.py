@@ -7,7 +7,7 @@ from typing import Protocol
 
 from vllm_omni_plugin.errors import OmniError
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.replicas.limits import raise_limits
+from vllm_omni_plugin.replicas.limits import raise_limits, worded
 
 logger = init_logger(__name__)
 
@@ -65,7 +65,7 @@ async def run_node(servers: Sequence[Server], join_timeout: float, head: str) ->
             for server in servers:
                 tasks.create_task(_run(server, join_timeout, head))
     except ExceptionGroup as failures:
-        raise failures.exceptions[0] from failures
+        raise worded(failures.exceptions[0]) from failures
     finally:
         for signum in SIGNALS:
             loop.remove_signal_handler(signum)
