@@ -83,9 +83,9 @@ FLEET_FLAGS = (
     Case(f"{HEAD} --omni-replica-wait -1", "--omni-replica-wait", "a time cannot be negative"),
     Case(f"{HEAD} --omni-secret-file /nowhere/secret", "--omni-secret-file", "/nowhere/secret"),
     Case(f"{HEAD} --omni-secret-file /dev/null --omni-insecure", "--omni-insecure", "choose one of them"),
-    Case("--omni-secret-file /dev/null", "--omni-secret-file", "there is no link between nodes"),
+    Case("--omni-secret-file /dev/null", "--omni-secret-file", "there is no link between processes"),
     Case("--omni-heartbeat-timeout 3", "--omni-heartbeat-interval", "under a third of"),
-    Case("--omni-max-message-size 64", "--omni-max-message-size", "there is no link between nodes"),
+    Case("--omni-max-message-size 64", "--omni-max-message-size", "there is no link between processes"),
     Case(f"{HEAD} --omni-max-message-size 0", "--omni-max-message-size", "0 is below 1"),
 )
 BALANCES = "every data-parallel rank is a replica of the fleet"

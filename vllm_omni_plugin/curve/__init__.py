@@ -2,7 +2,7 @@
 
 from vllm_omni_plugin.curve.descriptors import cut_connection
 from vllm_omni_plugin.curve.gate import NOTHING_SHOWN, Gate
-from vllm_omni_plugin.curve.own_secret import own_secret_file
+from vllm_omni_plugin.curve.own_secret import new_secret, own_secret
 from vllm_omni_plugin.curve.secrets import KeyPair, Secrets
 from vllm_omni_plugin.curve.securing import (
     CURVE_BYTES,
@@ -26,7 +26,8 @@ __all__ = [
     "KeyPair",
     "Secrets",
     "cut_connection",
-    "own_secret_file",
+    "new_secret",
+    "own_secret",
     "require_key",
     "require_password",
     "secure_client",

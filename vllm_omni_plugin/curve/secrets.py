@@ -13,9 +13,6 @@ from zmq.utils import z85
 from vllm_omni_plugin.errors import ConfigError
 
 FLAG = "--omni-secret-file"
-OWN_SECRET_NAME = "loopback.secret"
-"""Of the file of `own_secret`."""
-
 MIN_SECRET_CHARS = 16
 MAX_SECRETS = 2
 _MAX_FILE_BYTES = 4096
@@ -35,9 +32,6 @@ class Secrets:
     """What the lines of a secret file give: keys, never the lines themselves. Immutable.
 
     The first is the one this end serves with; the peers of all of them are accepted and tried.
-
-    Attributes:
-        source: where they are from, for the operator.
     """
 
     def __init__(self, lines: Sequence[str]) -> None:
@@ -46,7 +40,6 @@ class Secrets:
             raise ConfigError(f"{FLAG}: it must hold one or two secrets, one per line, not {len(lines)}")
         if any(len(line) < MIN_SECRET_CHARS for line in lines):
             raise ConfigError(f"{FLAG}: a secret must have at least {MIN_SECRET_CHARS} characters")
-        self.source = f"the file given here with {FLAG}"
         # Slow on purpose, because the handshakes of an eavesdropped link would let short secrets be guessed.
         self._masters = [hashlib.scrypt(line.encode(), salt=_SALT, dklen=32, **_SCRYPT_COST) for line in lines]
 
@@ -71,12 +64,9 @@ class Secrets:
         if not secrets:
             raise ConfigError(f"{FLAG} {path}: it is empty")
         try:
-            found = cls(secrets)
+            return cls(secrets)
         except ConfigError as error:
             raise ConfigError(str(error).replace(FLAG, f"{FLAG} {path}", 1)) from error
-        if Path(path).name == OWN_SECRET_NAME:
-            found.source = f"{path}, which was made for this user since no {FLAG} was given"
-        return found
 
     @property
     def count(self) -> int:

@@ -55,7 +55,10 @@ def why_refused(event: int, value: int, secrets: Secrets | None) -> str:
     # Ends that authenticate differently both see it; the one that is told of it second sees the connection end.
     if secrets is None:
         return f"refused secret: it seems to demand one, and none was given here with {FLAG}"
-    return f"refused secret: it serves without one, or with one that is not in {secrets.source}"
+    return (
+        f"refused secret: it serves without one, or with one that is not in the file given here with {FLAG} (links on "
+        "loopback have one of their user's own where none is given)"
+    )
 
 
 def _ask_the_gate(socket: Socket, domain: str) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from vllm_omni_plugin.admin.keys import ADMIN_KEY_FLAG, read_admin_keys
 from vllm_omni_plugin.config import OmniConfig
-from vllm_omni_plugin.curve import Secrets, own_secret_file
+from vllm_omni_plugin.curve import Secrets, own_secret
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.flag_table import FLAGS, Side
 from vllm_omni_plugin.logger import init_logger
@@ -19,6 +19,7 @@ logger = init_logger(__name__)
 
 _OF_THE_LINKS = ("secret_file", "insecure", "max_message_size")
 _BEATS_PER_TIMEOUT = 3
+_SEVERAL = 2
 _IN_THE_FILE = {"lb_policy": "policy", "lb_config": "policy_config", "dp_size_local": "replicas"}
 """What a pipeline's file says by stage, and the key there."""
 
@@ -45,13 +46,14 @@ def check(options: OmniConfig, given: Collection[str], headless: bool, api_serve
     _check_heartbeats(options)
     if options.admin_key_file is not None:
         read_admin_keys(options.admin_key_file, ADMIN_KEY_FLAG)
-    if not options.is_open:
+    if not options.is_open and api_servers < _SEVERAL:
         _refuse_without_master(given)
-        return
     if options.secret_file is not None:
         if options.insecure:
             raise ConfigError("argument --omni-insecure: not allowed with --omni-secret-file: choose one of them")
         Secrets.from_file(options.secret_file)
+    if not options.is_open:
+        return
     if options.replica_ports is not None:
         PortRange.parse(options.replica_ports)
     if options.join:
@@ -191,8 +193,8 @@ def _refuse_without_master(given: Collection[str]) -> None:
     for flag in FLAGS:
         if flag.field in _OF_THE_LINKS and flag.field in given:
             raise ConfigError(
-                f"argument {flag.name}: needs --omni-master-address and --omni-master-port: without them there is no "
-                "link between nodes"
+                f"argument {flag.name}: needs --omni-master-address and --omni-master-port, or several API servers: "
+                "without them there is no link between processes"
             )
 
 
@@ -220,9 +222,7 @@ def secured(options: OmniConfig, address: str, headless: bool = False) -> OmniCo
     if options.secret_file is not None or options.insecure:
         return options
     if ipaddress.ip_address(address).is_loopback:
-        options = replace(options, secret_file=own_secret_file())
-        logger.info("Links on loopback are for processes of this user only, which share %s.", options.secret_file)
-        return options
+        return replace(options, secret_file=own_secret())
     if not options.join:
         check_exposure(options, address, headless)
     return options

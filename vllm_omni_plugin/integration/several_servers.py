@@ -25,7 +25,7 @@ from vllm.v1.metrics.prometheus import setup_multiprocess_prometheus
 
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.coordinator import OmniCoordinatorRuntime
-from vllm_omni_plugin.curve import Secrets
+from vllm_omni_plugin.curve import Secrets, new_secret
 from vllm_omni_plugin.errors import ConfigError, OmniError
 from vllm_omni_plugin.integration.api_server_process import ApiServerProcesses
 from vllm_omni_plugin.integration.api_servers import ApiServers
@@ -122,6 +122,8 @@ def _open_fleet(options: OmniConfig, resources: ExitStack) -> OmniConfig:
     """Start the coordinator; returns the options with which processes of this node find it and listen themselves."""
     if not options.is_open:
         host, port, home = _LOOPBACK, 0, replace(options, master_address=_LOOPBACK)
+        if not (home.secret_file or home.insecure):
+            home = replace(home, secret_file=new_secret())
     else:
         assert options.master_port is not None
         host, port, home = bind_address(options, headless=False), options.master_port, options
