@@ -81,7 +81,7 @@ def test_an_engine_that_cannot_tell_how_it_ended_ends_all_the_same(
         monkeypatch.delenv(FLEET_ENGINE, raising=False)
     else:
         monkeypatch.setenv(FLEET_ENGINE, path)
-    worker = spawned("VllmWorker-0", end_by, signal.SIGKILL)
+    worker = spawned("VllmWorker-0", end_by, signal.SIGILL)
     alive = spawned("VllmWorker-1", time.sleep, ENOUGH_S)
     worker.join(ENOUGH_S)
     executor_of(worker, alive).shutdown()

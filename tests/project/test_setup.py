@@ -1,0 +1,101 @@
+"""`make setup` beside whatever `.venv` is there already, with interpreters that only pretend."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from .source_tree import ROOT
+
+NEEDED = (
+    ".ci/setup",
+    "pyproject.toml",
+    "examples/cpu/requirements.txt",
+    "examples/cpu/test-requirements.txt",
+    "examples/cpu/vllm-alias/pyproject.toml",
+)
+INTERPRETER = """\
+#!/usr/bin/env bash
+case "$1 $2" in
+"-c "*) echo "{answer}" ;;
+"-m venv") mkdir -p "$3/bin" "$3/lib/python{version}"; cp "$0" "$3/bin/python"; echo "$PWD/$3" >"$3/bin/activate" ;;
+esac
+"""
+
+
+class Folder:
+    """A copy of the project's set-up in a path with spaces, and interpreters for it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder / "with some spaces"
+        self._path = folder / "bin of mine"
+        self._path.mkdir()
+        for name in NEEDED:
+            (self.root / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, self.root / name)
+        self.default = self.interpreter("python3.11", "3.11")
+
+    def interpreter(self, name: str, version: str, path: Path | None = None) -> Path:
+        """Make one of this version; one below 3.11 answers the set-up's question for it with nothing."""
+        path = path or self._path / name
+        answer = version if tuple(map(int, version.split("."))) >= (3, 11) else ""
+        path.write_text(INTERPRETER.format(version=version, answer=answer))
+        path.chmod(0o755)
+        return path
+
+    def set_up(self, python: Path | None = None) -> "subprocess.CompletedProcess[str]":
+        environment = {**os.environ, "PATH": f"{self._path}:{os.environ['PATH']}", "PYTHON": str(python or "")}
+        return subprocess.run(
+            [self.root / ".ci" / "setup"], env=environment, capture_output=True, text=True, check=False, timeout=60
+        )
+
+    @property
+    def versions(self) -> list[str]:
+        """Of `.venv`."""
+        return [folder.name for folder in (self.root / ".venv" / "lib").iterdir()]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    return Folder(tmp_path)
+
+
+def test_a_second_set_up_does_nothing(folder: Folder) -> None:
+    first, second = folder.set_up(), folder.set_up()
+    assert (first.returncode, second.returncode) == (0, 0)
+    assert first.stdout.endswith(".venv is ready\n")
+    assert second.stdout == ""
+    assert folder.versions == ["python3.11"]
+
+
+def test_a_set_up_for_another_python_stays_unless_one_is_named(folder: Folder) -> None:
+    newer = folder.interpreter("python3.12", "3.12")
+    folder.set_up(newer)
+    assert folder.versions == ["python3.12"]
+    assert folder.set_up().stdout == ""
+    assert folder.set_up(newer).stdout == ""
+    assert "removing an unusable .venv" in folder.set_up(folder.default).stdout
+    assert folder.versions == ["python3.11"]
+
+
+def test_a_folder_of_a_python_that_is_too_old_is_made_anew(folder: Folder) -> None:
+    old = folder.interpreter("python3.10", "3.10")
+    subprocess.run([old, "-m", "venv", ".venv"], cwd=folder.root, check=True)
+    done = folder.set_up()
+    assert (done.returncode, folder.versions) == (0, ["python3.11"]), done.stderr
+
+
+def test_a_set_up_whose_python_was_upgraded_is_made_anew(folder: Folder) -> None:
+    folder.set_up()
+    folder.interpreter("python", "3.13", folder.root / ".venv" / "bin" / "python")
+    assert "removing an unusable .venv" in folder.set_up().stdout
+    assert folder.versions == ["python3.11"]
+
+
+def test_a_python_that_is_too_old_or_none_is_named(folder: Folder) -> None:
+    for python in (folder.interpreter("python3.9", "3.9"), Path("/no such python")):
+        done = folder.set_up(python)
+        assert done.returncode == 1
+        assert f"no Python 3.11 or newer among: {python};" in done.stderr
