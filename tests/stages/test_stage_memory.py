@@ -72,7 +72,7 @@ async def test_the_inputs_of_aborted_requests_are_given_back() -> None:
 async def test_an_output_outlives_its_replica_and_nothing_else_does(killed: bool) -> None:
     # What earlier tests have left in cycles.
     gc.collect()
-    before = descriptors(), mappings()
+    others, mapped = len(descriptors()), set(mappings())
     async with open_head(stage("torch_classes:Keeping")) as head:
         replica = await head.start()
         tensor = torch.arange(LARGE, dtype=torch.uint8)
@@ -86,7 +86,9 @@ async def test_an_output_outlives_its_replica_and_nothing_else_does(killed: bool
     assert torch.equal(answer.tensor, tensor)
     del answer
     head.outputs.clear()
-    assert (descriptors(), mappings()) == before
+    # What earlier tests have may end meanwhile.
+    assert len(descriptors()) <= others
+    assert set(mappings()) <= mapped
 
 
 async def test_without_memory_to_share_tensors_go_through_the_socket(
