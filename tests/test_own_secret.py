@@ -18,7 +18,7 @@ from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.coordinator import OmniCoordClientForStage, OmniCoordinatorRuntime
 from vllm_omni_plugin.curve import Secrets, own_secret
 from vllm_omni_plugin.errors import ConfigError
-from vllm_omni_plugin.integration.rules import secured
+from vllm_omni_plugin.integration.rules import check, secured
 
 FOLDER = f"vllm-omni-plugin-{os.geteuid()}"
 
@@ -176,6 +176,14 @@ def test_links_for_which_the_user_said_something_else_do_not(temporary: Path, sa
     options = OmniConfig(master_address="127.0.0.1", master_port=1, **said)  # type: ignore[arg-type]
     assert secured(options, "127.0.0.1") is options
     assert not os.listdir(temporary)
+
+
+@pytest.mark.parametrize("said", [{"insecure": True}, {"max_message_size": 64}])
+def test_flags_of_links_go_with_several_api_servers_of_a_fleet_that_nobody_joins(said: dict[str, object]) -> None:
+    options = OmniConfig(**said)  # type: ignore[arg-type]
+    check(options, said, headless=False, api_servers=2)
+    with pytest.raises(ConfigError, match="several API servers"):
+        check(options, said, headless=False, api_servers=1)
 
 
 def test_links_that_leave_this_machine_do_not(temporary: Path) -> None:

@@ -24,6 +24,14 @@ class MessageTooLargeError(ReplicaError):
     """A message is larger than a replica takes. It was not sent, and the replica serves on. Names the flag."""
 
 
+NOT_ALLOWED = "not allowed: "
+"""How the answer to a call begins that the server of a replica did not pass on."""
+
+
+class NotAllowedError(ReplicaError):
+    """A call that the server of a replica does not pass on to the engine, which is none the worse for it."""
+
+
 class NoReplicaError(OmniError):
     """No replica of a stage can serve right now. The request was never dispatched and is safe to retry."""
 

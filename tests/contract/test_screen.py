@@ -8,6 +8,7 @@ from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from tests.fakes.hostile_frames import hostile_message
+from vllm_omni_plugin.errors import NOT_ALLOWED
 from vllm_omni_plugin.vllm_api.engine_api import EngineApi
 from vllm_omni_plugin.vllm_api.screen import CALLS, WORKER_CALLS, screen
 
@@ -21,7 +22,7 @@ def refusal_of(method: str, *args: Any) -> str | None:
         return None
     answer = API.decode_outputs(refusal.answer).utility_output
     assert answer.call_id == 7
-    assert answer.failure_message == refusal.reason
+    assert answer.failure_message == NOT_ALLOWED + refusal.reason
     return refusal.reason
 
 
@@ -58,7 +59,20 @@ def test_functions_are_refused_in_dev_mode_too(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     frames = (b"\x03", *MsgpackEncoder().encode((0, 7, "collective_rpc", (print, None, (), {}))))
-    assert screen(frames) is not None
+    refusal = screen(frames)
+    assert refusal is not None
+    assert API.decode_outputs(refusal.answer).utility_output.call_id == 7
+
+
+@pytest.mark.parametrize("called", [["update_weights"], {"update_weights": 1}, None, 7, b"update_weights"])
+@pytest.mark.parametrize("dev_mode", ["1", "0", "true", ""])
+def test_what_is_no_name_of_a_method_is_refused_with_an_answer(
+    monkeypatch: pytest.MonkeyPatch, called: Any, dev_mode: str
+) -> None:
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", dev_mode)
+    reason = refusal_of("collective_rpc", called, None, (), {})
+    assert reason is not None
+    assert "something that is no name" in reason
 
 
 @pytest.mark.parametrize("kind", [b"\x02", b"\x04", b"\x05", b"", b"\x00\x00"])

@@ -12,7 +12,7 @@ from tests.fakes.engine_api import FakeEngineApi
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.links import FakeLink, answer_calls, refuse_calls
 from vllm_omni_plugin.coordinator import ReplicaStatus
-from vllm_omni_plugin.errors import NoReplicaError, ReplicaError
+from vllm_omni_plugin.errors import NOT_ALLOWED, NoReplicaError, NotAllowedError, ReplicaError
 from vllm_omni_plugin.orchestrator.engine_calls import FORGET_LORA
 from vllm_omni_plugin.orchestrator.messages import CallReplicas
 from vllm_omni_plugin.orchestrator.pool_member import PoolMember
@@ -86,6 +86,15 @@ async def test_a_replica_that_fails_a_call_is_taken_out_and_the_others_results_r
     fleet.links[1].on_call = refuse_calls
     assert await call(fleet, "add") == ["add", "add"]
     assert statuses(fleet) == [ReplicaStatus.UP, ReplicaStatus.ERROR, ReplicaStatus.UP]
+
+
+async def test_a_call_that_one_server_does_not_allow_is_an_error_and_takes_nobody_out(
+    fleet: FakeFleet,
+) -> None:
+    fleet.links[1].on_call = lambda link, call_id, method, args: link.refuse(call_id, f"{NOT_ALLOWED}{method}")
+    with pytest.raises(NotAllowedError, match="not allowed: sleep"):
+        await call(fleet, "sleep", 1, "abort")
+    assert statuses(fleet) == [ReplicaStatus.UP] * 3
 
 
 async def test_a_replica_that_dies_during_a_call_is_left_out_of_its_result(fleet: FakeFleet) -> None:

@@ -39,10 +39,15 @@ class Newcomers:
         """Watch a connection of libzmq's that was accepted at an endpoint, unless it is no tcp or is gone again."""
         with suppress(OSError, ValueError):
             expected = (int(endpoint.rpartition(":")[2]), sent_to_strangers)
+            self._expected[descriptor] = expected
             # It leaves the set when libzmq closes it. An arrival that libzmq has read is told only because there
             # is something else to tell: that the connection can be written to.
-            self._epoll.register(descriptor, select.EPOLLIN | select.EPOLLOUT | select.EPOLLET)
-            self._expected[descriptor] = expected
+            events = select.EPOLLIN | select.EPOLLOUT | select.EPOLLET
+            try:
+                self._epoll.register(descriptor, events)
+            except FileExistsError:
+                # Told late of a connection that had this descriptor before; this one is to be looked at once more.
+                self._epoll.modify(descriptor, events)
 
     def end_the_greedy(self) -> list[int]:
         """Look at those that have sent something; return the descriptors of those that were ended."""

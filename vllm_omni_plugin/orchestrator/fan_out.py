@@ -173,4 +173,6 @@ class FanOut:
         for _, call in calls:
             if call.refused:
                 raise call.answers[0]
+            if call.not_allowed is not None:
+                raise call.not_allowed
         return results

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_omni_plugin.errors import ReplicaError, WireError
+from vllm_omni_plugin.errors import NotAllowedError, ReplicaError, WireError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.engine_calls import FORGET_LORA, decode
 from vllm_omni_plugin.orchestrator.peer_messages import EngineCall, EngineCallOver
@@ -176,5 +176,5 @@ class ForeignCalls:
 def _distrust_the_different(stage: StageCalls, call: StageCall, taken: bool) -> None:
     """Take out those of this head's replicas that did otherwise than the caller's."""
     for member, answer in zip(call.members, call.answers, strict=True):
-        if isinstance(answer, ReplicaError) is taken:
+        if isinstance(answer, ReplicaError) is taken and not isinstance(answer, NotAllowedError):
             stage.distrust(member, call.method)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.errors import NotAllowedError, ReplicaError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.engine_calls import FORGET_LORA
 from vllm_omni_plugin.orchestrator.peer_messages import Mark, mark_of
@@ -54,7 +54,12 @@ class StageCall:
     @property
     def failed(self) -> list[PoolMember]:
         """Those that failed."""
-        return [m for m, answer in zip(self.members, self.answers, strict=True) if isinstance(answer, ReplicaError)]
+        return [m for m, answer in zip(self.members, self.answers, strict=True) if _is_failure(answer)]
+
+    @property
+    def not_allowed(self) -> NotAllowedError | None:
+        """What a server said that does not let heads make this call, if one did."""
+        return next((answer for answer in self.answers if isinstance(answer, NotAllowedError)), None)
 
 
 class StageCalls:
@@ -151,7 +156,7 @@ class StageCalls:
         if call.refused:
             return
         for member, answer in zip(call.members, call.answers, strict=True):
-            if isinstance(answer, ReplicaError):
+            if _is_failure(answer):
                 logger.error("Replica %s failed the call %s: %s", member.name, call.method, answer)
                 self.distrust(member, call.method)
 
@@ -190,6 +195,11 @@ class StageCalls:
     def _require_replayable(self) -> None:
         if self._shared.unreplayable is not None:
             raise ReplicaError(f"it cannot be brought up to date: {self._shared.unreplayable}")
+
+
+def _is_failure(answer: Any) -> bool:
+    """Whether an engine failed a call; one that was never asked did not."""
+    return isinstance(answer, ReplicaError) and not isinstance(answer, NotAllowedError)
 
 
 def _clears_prefix_cache(method: str, args: tuple[Any, ...], result: Any) -> bool:

@@ -219,7 +219,7 @@ class Heads:
     def _connection_lost(self, lease: Lease) -> None:
         if self._leases.find(lease.lease_id, lease.peer) is not None:
             reason = (
-                "its connection for outputs is gone, took nothing for too long, or got more than its "
+                "its connection for outputs is gone, took nothing for too long, or perhaps got more than its "
                 "--omni-max-message-size"
             )
             self._send(lease.peer, Status(lease.lease_id, ReplicaStatus.ERROR, reason))

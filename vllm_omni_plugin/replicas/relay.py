@@ -22,7 +22,7 @@ from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.forwarding import QUEUE_MESSAGES, Socket, forward, forwarding_context
 from vllm_omni_plugin.replicas.ports import Listener
 from vllm_omni_plugin.replicas.settings import ServerSettings
-from vllm_omni_plugin.vllm_api.screen import Screen
+from vllm_omni_plugin.vllm_api.screen import Refusal
 
 logger = init_logger(__name__)
 
@@ -102,7 +102,7 @@ class Relay:
         inputs.bind(pull)
         outputs.bind(push)
         return (
-            forward("omni-head-input", pull, to_hub, (pull, to_hub, to_slot), self._screened(settings.screen, to_slot)),
+            forward("omni-head-input", pull, to_hub, (pull, to_hub, to_slot), self._screened(settings, to_slot)),
             forward("omni-head-output", slot_socket, push, (push,)),
         )
 
@@ -113,15 +113,18 @@ class Relay:
         for thread in self._threads:
             thread.join()
 
-    def _screened(self, screen: Screen | None, to_slot: Socket) -> Callable[[Sequence[Any]], bool] | None:
+    def _screened(self, settings: ServerSettings, to_slot: Socket) -> Callable[[Sequence[Any]], bool] | None:
         """What `forward` asks; the answers to calls that are refused go to ``to_slot``, as the engine's would."""
+        screen = settings.screen
         if screen is None:
             return None
         refused = 0
 
         def passes(frames: Sequence[Any]) -> bool:
             nonlocal refused
-            refusal = screen(frames[1:])
+            # ZMQ bounds each frame, and not how many a message has.
+            is_too_large = sum(map(len, frames[1:])) > settings.max_message_bytes
+            refusal = Refusal("it is too large", ()) if is_too_large else screen(frames[1:])
             if refusal is None:
                 return True
             refused += 1

@@ -251,7 +251,7 @@ class RemoteReplica:
         reason = "the data connection to its server broke"
         if self._control is not None and self._control.connection.stands:
             most = self._settings.max_message_bytes // 2**20
-            reason += f", as over outputs of more than {most} MiB (--omni-max-message-size of this head)"
+            reason += f", perhaps over an output of more than {most} MiB (--omni-max-message-size of this head)"
         self._lose(reason)
 
     def _lose(self, reason: str, engine_failed: bool = False) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from vllm_omni_plugin.errors import MessageTooLargeError, ReplicaError, WireError
+from vllm_omni_plugin.errors import NOT_ALLOWED, MessageTooLargeError, NotAllowedError, ReplicaError, WireError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.link import EngineGoneError, Frames, Link
 
@@ -258,6 +258,7 @@ class StageClient:
         if future is None or future.done():
             return
         if reply.failure_message is not None:
-            future.set_exception(ReplicaError(reply.failure_message))
+            kind = NotAllowedError if reply.failure_message.startswith(NOT_ALLOWED) else ReplicaError
+            future.set_exception(kind(reply.failure_message))
         else:
             future.set_result(reply.result.result)

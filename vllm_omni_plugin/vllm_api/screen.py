@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from vllm_omni_plugin.errors import NOT_ALLOWED
 from vllm_omni_plugin.vllm_api.stage_codec import Call, StageSide
 from vllm_omni_plugin.vllm_api.stage_protocol import ABORT, ADD, UTILITY
 
@@ -88,12 +89,12 @@ def screen(frames: Frames) -> Refusal | None:
         if kind != UTILITY:
             return Refusal(f"heads send no message of type {kind!r}", ())
         _, call_id, method, args = _call.decode(frames[1])
-        reason = _why_not(method, args)
     except (msgspec.MsgspecError, LookupError, RecursionError, UnicodeError, TypeError, ValueError) as error:
         return Refusal(f"it is no valid message: {error}", ())
+    reason = _why_not(method, args)
     if reason is None:
         return None
-    return Refusal(reason, StageSide().encode_failure(call_id, reason, time.monotonic()))
+    return Refusal(reason, StageSide().encode_failure(call_id, NOT_ALLOWED + reason, time.monotonic()))
 
 
 def _why_not(method: str, args: list[Any]) -> str | None:
@@ -102,12 +103,13 @@ def _why_not(method: str, args: list[Any]) -> str | None:
     if method != "collective_rpc":
         return None
     called = args[0] if args else None
-    if called in WORKER_CALLS or (isinstance(called, str) and _is_dev_mode()):
+    if isinstance(called, str) and (called in WORKER_CALLS or _is_dev_mode()):
         return None
-    name = repr(called)[:_MAX_NAME_CHARS]
+    name = called[:_MAX_NAME_CHARS] if isinstance(called, str) else "something that is no name"
     return f"collective_rpc of {name} is only allowed to heads where the replica's node was started with {_DEV_MODE}=1"
 
 
 def _is_dev_mode() -> bool:
-    # As vLLM reads it.
-    return bool(int(os.environ.get(_DEV_MODE, "0")))
+    # As vLLM reads it; it takes nothing but numbers.
+    value = os.environ.get(_DEV_MODE, "0").strip()
+    return value.isdecimal() and int(value) != 0
