@@ -151,6 +151,13 @@ async def test_a_call_that_heads_may_not_make_is_answered_and_does_not_reach_the
         assert not any(method == "save_sharded_state" for _, method in node.engine.calls)
 
 
+async def test_a_message_of_many_parts_is_no_larger_than_one_of_one(start_node: StartNode) -> None:
+    node = await start_node(screen=lambda frames: None, max_message_bytes=2**20)
+    async with node.attached() as head:
+        await head.send(b"add", b'{"request_id": "too large"}', *[bytes(2**20)] * 2)
+        await works(node, head)
+
+
 async def test_outputs_over_the_heads_limit_are_a_loss_that_names_the_flag(
     start_node: StartNode, make_head: MakeHead
 ) -> None:
