@@ -21,6 +21,7 @@ INTERPRETER = """\
 case "$1 $2" in
 "-c "*) echo "{answer}" ;;
 "-m venv") mkdir -p "$3/bin" "$3/lib/python{version}"; cp "$0" "$3/bin/python"; echo "$PWD/$3" >"$3/bin/activate" ;;
+"-m pip") [[ $3 == --version || -z "{no_packages}" ]] ;;
 esac
 """
 
@@ -37,11 +38,11 @@ class Folder:
             shutil.copy(ROOT / name, self.root / name)
         self.default = self.interpreter("python3.11", "3.11")
 
-    def interpreter(self, name: str, version: str, path: Path | None = None) -> Path:
+    def interpreter(self, name: str, version: str, path: Path | None = None, no_packages: str = "") -> Path:
         """Make one of this version; one below 3.11 answers the set-up's question for it with nothing."""
         path = path or self._path / name
         answer = version if tuple(map(int, version.split("."))) >= (3, 11) else ""
-        path.write_text(INTERPRETER.format(version=version, answer=answer))
+        path.write_text(INTERPRETER.format(version=version, answer=answer, no_packages=no_packages))
         path.chmod(0o755)
         return path
 
@@ -78,6 +79,14 @@ def test_a_set_up_for_another_python_stays_unless_one_is_named(folder: Folder) -
     assert folder.set_up(newer).stdout == ""
     assert "removing an unusable .venv" in folder.set_up(folder.default).stdout
     assert folder.versions == ["python3.11"]
+
+
+def test_after_a_python_without_packages_the_usual_one_is_taken(folder: Folder) -> None:
+    failed = folder.set_up(folder.interpreter("python3.14", "3.14", no_packages="none"))
+    assert failed.returncode == 1
+    assert "install_torch" in failed.stderr
+    done = folder.set_up()
+    assert (done.returncode, folder.versions) == (0, ["python3.11"]), done.stderr
 
 
 def test_a_folder_of_a_python_that_is_too_old_is_made_anew(folder: Folder) -> None:
