@@ -1,14 +1,16 @@
 # Needs Python 3.11 or newer with pip, and make. `make` alone lists the commands.
 #   PYTHON=python3.12          the interpreter to make .venv with
-#   PYTEST_ARGS="-k balancer"  more arguments for pytest
+#   PYTEST_ARGS="-k balancer"  more arguments for pytest; -n 0 for one test after the other
 #   ARGS=--once                arguments for the demo
 export PYTHON
 PYTEST_ARGS ?=
 ARGS ?=
 PY := .venv/bin/python
+# Two lanes; what takes longest begins first (see tests/conftest.py and tests/engine/conftest.py).
+LANES := -n 2 --dist loadgroup --no-loadscope-reorder --durations=30
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint types test test-fast test-long demo clean
+.PHONY: help setup lint types suite suite-fast test test-fast test-long demo clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -23,11 +25,18 @@ lint: setup ## check style and format
 types: setup ## check types
 	$(PY) -m mypy vllm_omni_plugin $(wildcard entrypoints/*.py examples/*.py examples/*/*.py examples/*/*/*.py benchmarks/*.py benchmarks/*/*.py)
 
-test: lint types ## lint, types and the whole test suite
-	$(PY) -m pytest $(PYTEST_ARGS)
+suite: setup
+	$(PY) -m pytest $(LANES) $(PYTEST_ARGS)
 
-test-fast: lint types ## the same without the tests that start an engine
-	$(PY) -m pytest -m "not engine" $(PYTEST_ARGS)
+suite-fast: setup
+	$(PY) -m pytest -m "not engine" $(LANES) $(PYTEST_ARGS)
+
+# Types are checked beside the tests.
+test: lint ## lint, types and the whole test suite
+	@$(MAKE) --no-print-directory -j 2 types suite
+
+test-fast: lint ## the same without the tests that start an engine
+	@$(MAKE) --no-print-directory -j 2 types suite-fast
 
 test-long: setup ## tests that take long and repeat in another way what others show; not part of the gate
 	$(PY) -m pytest -m long $(PYTEST_ARGS)

@@ -2,8 +2,25 @@
 
 import logging
 import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadGroupScheduling
+
+
+class Lanes(LoadGroupScheduling):
+    """Tests of one file run one after the other in one lane, and so do all that share servers."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return str(super()._split_scope(nodeid)).partition("::")[0]
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Lanes:
+    """Called in the process that hands out tests, if there are several lanes."""
+    return Lanes(config, log)
 
 # Servers under test are on this machine: a proxy that the user's environment names must not come between.
 os.environ["no_proxy"] = os.environ["NO_PROXY"] = "127.0.0.1,localhost"
@@ -17,3 +34,10 @@ def visible_logs() -> None:
     """
     logging.getLogger("vllm").propagate = True
     logging.getLogger().setLevel(logging.WARNING)
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder for Unix sockets: their paths have 107 characters at most, and `tmp_path` is longer in a lane."""
+    with tempfile.TemporaryDirectory(prefix="omni-") as folder:
+        yield Path(folder)

@@ -19,20 +19,32 @@ from .suspended import keep_to_one_core
 _TINY_MODEL = Path(__file__).parents[2] / "examples" / "cpu" / "tiny_model.py"
 
 
+CLUSTERS = (
+    *("nodes", "api_servers", "fleet", "plain", "group", "experts"),
+    *("speech", "disaggregated", "refiner", "guarded", "aware", "vision_fleet", "victim", "movers", "pooling_fleet"),
+)
+"""Fixtures that are servers, what takes longest first. Tests of the same one run one after the other in one lane."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything in this folder needs an engine. What shares servers comes first, so that none is started twice."""
+    """Everything in this folder needs an engine, and comes first, with the servers it shares."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.engine)
+            item.add_marker(pytest.mark.xdist_group(_cluster(item)))
     items.sort(key=_turn)
 
 
+def _cluster(item: pytest.Item) -> str:
+    fixtures = getattr(item, "fixturenames", ())
+    return next((name for name in CLUSTERS if name in fixtures), item.path.stem)
+
+
 def _turn(item: pytest.Item) -> int:
-    fixtures = set(getattr(item, "fixturenames", ()))
-    for turn, shared in ((1, "api_servers"), (2, "nodes")):
-        if shared in fixtures:
-            return turn
-    return 0 if item.get_closest_marker("engine") is None or fixtures & {"fleet", "plain"} else 3
+    group = item.get_closest_marker("xdist_group")
+    if group is None:
+        return len(CLUSTERS) + 1
+    return CLUSTERS.index(group.args[0]) if group.args[0] in CLUSTERS else len(CLUSTERS)
 
 
 @pytest.fixture(scope="session")
@@ -75,7 +87,7 @@ def make_room(servers: Servers) -> None:
 @pytest.fixture
 def fleet(servers: Servers, tiny_model: Path) -> Server:
     """A head with two local replicas, for tests that leave it as they found it."""
-    environment = {**TWO_ENGINES, **DEV_MODE, **RUNTIME_LORA}
+    environment = {**DEV_MODE, **RUNTIME_LORA}
     return servers.get("fleet", tiny_model, *TWO_REPLICAS, *FEATURES, engines=2, **environment)
 
 
@@ -123,7 +135,7 @@ def start_api_servers(model: Path, log: Path) -> ApiServers:
     flags = (*TWO_REPLICAS, *FEATURES, "--api-server-count", "2")
     # A connection that is to a certain process may wait for its turn.
     patient = {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600"}
-    environment = {**TWO_ENGINES, **DEV_MODE, **RUNTIME_LORA, **patient}
+    environment = {**DEV_MODE, **RUNTIME_LORA, **patient}
     return ApiServers(model, log, *flags, scratch=scratch, **environment).__enter__()
 
 
@@ -139,5 +151,4 @@ DEV_MODE = {"VLLM_SERVER_DEV_MODE": "1"}
 RUNTIME_LORA = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 HEARTBEAT_TIMEOUT_S = 4.0
 QUICK_HEARTBEATS = ("--omni-heartbeat-timeout", str(HEARTBEAT_TIMEOUT_S), "--omni-heartbeat-interval", "1")
-TWO_ENGINES = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 TWO_REPLICAS = ("--omni-lb-policy", "least-queue-length", "--omni-dp-size-local", "2")

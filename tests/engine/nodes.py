@@ -17,11 +17,7 @@ _COORDINATOR = "vllm_omni_plugin.coordinator.child"
 
 
 class Node(ServeProcess):
-    """One `vllm serve --headless` process, with its engine on one core."""
-
-    def __init__(self, command: list[str], log: Path, core: int = 0, **environment: str) -> None:
-        self.core = core
-        super().__init__(command, log, **environment)
+    """One `vllm serve --headless` process."""
 
     @property
     def engine(self) -> psutil.Process:
@@ -93,20 +89,18 @@ class NodeFleet:
         for process in (*self.nodes, self.head):
             process.stop()
 
-    def add_node(self, *flags: str, core: int | None = None) -> Node:
-        """Start one more node, on a core of its own unless told which; it joins on its own time."""
+    def add_node(self, *flags: str) -> Node:
+        """Start one more node; it joins on its own time."""
         command = serve_command(self._model, "--headless", *self.join, *self._flags, *flags)
         prefix = () if self._cable is None else self._cable.at_node
-        core = len(self.nodes) % 2 if core is None else core
-        cores = {"VLLM_CPU_OMP_THREADS_BIND": str(core), **self._environment}
-        node = Node([*prefix, *command], self._new_log("node"), core, **cores)
+        node = Node([*prefix, *command], self._new_log("node"), **self._environment)
         self.nodes.append(node)
         return node
 
     def replace_node(self, node: Node) -> Node:
-        """Start a node in the place of one that has ended, on its core: two engines on one starve each other."""
+        """Start a node in the place of one that has ended."""
         self.nodes.remove(node)
-        return self.add_node(core=node.core)
+        return self.add_node()
 
     def start_sim(self, *flags: str, model: Path | None = None, join: tuple[str, ...] | None = None) -> Node:
         """Start a node with simulated engines, which the caller must stop: fast, for what needs no real ones."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from .server import MODEL, ServeProcess, Server, free_port, until
+from .server import IN_PROCESS, MODEL, ServeProcess, Server, free_port, until
 from .suspended import PATIENT, Engine
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "pipelines"
@@ -114,4 +114,4 @@ class PipelineServer(Server):
 
     def _command(self, *flags: str) -> list[str]:
         script = str(EXAMPLES / "serve.py")
-        return [sys.executable, script, self._kind, "--models", str(self.models), *self._join, *flags]
+        return [sys.executable, script, self._kind, "--models", str(self.models), *self._join, *IN_PROCESS, *flags]

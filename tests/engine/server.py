@@ -16,6 +16,10 @@ import openai
 from prometheus_client.parser import text_string_to_metric_families
 
 MODEL = "tiny"
+IN_PROCESS = ("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor")
+"""The model is computed in the process of its engine, as vLLM does by itself on one GPU. On CPUs it starts a worker."""
+WORKERS = ("--distributed-executor-backend", "mp")
+"""The model is computed in worker processes of the engine, as vLLM does by itself on CPUs and for several GPUs."""
 START_S = 150.0
 STOP_S = 30.0
 _STARTUP = Path(__file__).with_name("startup")
@@ -54,6 +58,9 @@ def serve_command(model: Path, *args: str) -> list[str]:
         "--enforce-eager",
         "--max-model-len",
         "1024",
+        "--num-gpu-blocks-override",
+        "1024",
+        *IN_PROCESS,
         *args,
     ]
 
@@ -63,6 +70,8 @@ def serve_environment(**changes: str) -> dict[str, str]:
     return {
         **os.environ,
         "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "INFO",

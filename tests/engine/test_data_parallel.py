@@ -9,7 +9,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from .conftest import TWO_ENGINES
 from .experts import RANKS, make_experts
 from .load import Load
 from .nodes import Node
@@ -125,7 +124,7 @@ def test_a_group_of_another_node_serves_a_head_and_comes_back(experts: Path, log
 @pytest.mark.usefixtures("make_room")
 def test_ranks_of_a_dense_model_are_replicas_that_have_nothing_in_common(tiny_model: Path, logs: Path) -> None:
     flags = ("--data-parallel-size", "2", "--omni-dp-size-local", "1", *HEAD)
-    with Server(tiny_model, logs / "dense.log", *flags, **TWO_ENGINES) as server, Load(server) as load:
+    with Server(tiny_model, logs / "dense.log", *flags) as server, Load(server) as load:
         assert server.replicas_up() == 2
         answers = [load.send(SHORT, stream=False, temperature=0) for _ in range(6)]
         load.wait()

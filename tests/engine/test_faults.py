@@ -10,9 +10,9 @@ from threading import Event, Thread
 import psutil
 import pytest
 
-from .conftest import TWO_ENGINES, TWO_REPLICAS
+from .conftest import TWO_REPLICAS
 from .load import Load, Outcome
-from .server import START_S, Server, until
+from .server import START_S, WORKERS, Server, until
 from .servers import Servers
 from .suspended import PATIENT, Engine, engines_of
 
@@ -21,6 +21,7 @@ RUNNING_EACH = 2
 WAITING_EACH = 4
 LONG, SHORT = 1200, 20
 """Tokens: of a request that is still running when an engine dies, and of one that waits behind such requests."""
+CORES = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 REPLICA_WAIT_S = "2"
 """Short, so that both are seen: waiting, and waiting in vain."""
 
@@ -36,7 +37,7 @@ RUNNING = "vllm:num_requests_running"
 def victim(servers: Servers, tiny_model: Path) -> Iterator[Server]:
     """A fleet of two that both serve, before each test and after it."""
     limits = ("--max-num-seqs", str(RUNNING_EACH), "--max-model-len", "4096", "--omni-replica-wait", REPLICA_WAIT_S)
-    server = servers.get("faults", tiny_model, *TWO_REPLICAS, *limits, *PATIENT, engines=2, **TWO_ENGINES)
+    server = servers.get("faults", tiny_model, *TWO_REPLICAS, *WORKERS, *limits, *PATIENT, engines=2, **CORES)
     until(lambda: server.replicas_up() == 2, "both replicas serve", START_S)
     yield server
     until(lambda: server.replicas_up() == 2, "both replicas serve again", START_S)

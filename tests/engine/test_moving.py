@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from .conftest import TWO_ENGINES, TWO_REPLICAS
+from .conftest import TWO_REPLICAS
 from .moves import COPIES, EXACT, ROWS, Row, all_begun, moves, send, tokens_of, total, wrong
 from .server import START_S, Server, until
 from .servers import Servers
@@ -24,7 +24,7 @@ FAILED = "vllm_omni_fleet:requests_failed_total"
 @pytest.fixture
 def movers(servers: Servers, tiny_model: Path) -> Iterator[Server]:
     """A fleet of two that both serve, before each test and after it."""
-    server = servers.get("movers", tiny_model, *TWO_REPLICAS, *EXACT, engines=2, **TWO_ENGINES)
+    server = servers.get("movers", tiny_model, *TWO_REPLICAS, *EXACT, engines=2)
     until(lambda: server.replicas_up() == 2, "both replicas serve", START_S)
     yield server
     until(lambda: server.replicas_up() == 2, "both replicas serve again", START_S)

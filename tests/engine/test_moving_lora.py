@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import TWO_ENGINES, TWO_REPLICAS
+from .conftest import TWO_REPLICAS
 from .lora import make_lora
 from .moves import EXACT, Row, all_begun, moves, send, wrong
 from .server import START_S, Server, until
@@ -23,7 +23,7 @@ def adapted(servers: Servers, tiny_model: Path, tmp_path: Path) -> Server:
     """A fleet of two with two adapters."""
     paths = [f"{name}={make_lora(tmp_path / name, seed)}" for seed, name in enumerate(ADAPTERS)]
     lora = ("--enable-lora", "--max-loras", "2", "--lora-modules", *paths)
-    server = servers.get("moving-lora", tiny_model, *TWO_REPLICAS, *EXACT, *lora, engines=2, **TWO_ENGINES)
+    server = servers.get("moving-lora", tiny_model, *TWO_REPLICAS, *EXACT, *lora, engines=2)
     until(lambda: server.replicas_up() == 2, "both replicas serve", START_S)
     return server
 

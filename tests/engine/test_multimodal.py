@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from .both_replicas import answers_of_both
-from .conftest import DEV_MODE, TWO_ENGINES, TWO_REPLICAS
+from .conftest import DEV_MODE, TWO_REPLICAS
 from .server import MODEL, Server, until
 from .servers import Servers
 from .suspended import PATIENT, engines_of
@@ -34,7 +34,7 @@ def vision_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 def vision_fleet(servers: Servers, vision_model: Path) -> Server:
     # In float32 an answer does not depend on how many of its tokens are computed at once, as they are after a move.
     exact = ("--dtype", "float32", *PATIENT)
-    return servers.get("vision-fleet", vision_model, *TWO_REPLICAS, *exact, engines=2, **TWO_ENGINES, **DEV_MODE)
+    return servers.get("vision-fleet", vision_model, *TWO_REPLICAS, *exact, engines=2, **DEV_MODE)
 
 
 def gradient(phase: int) -> str:

@@ -9,9 +9,9 @@ import pytest
 from .conftest import QUICK_HEARTBEATS
 from .load import Load
 from .nodes import NodeFleet
-from .server import until
+from .server import WORKERS, until
 
-FLAGS = ("--tensor-parallel-size", "2", *QUICK_HEARTBEATS)
+FLAGS = ("--tensor-parallel-size", "2", *WORKERS, *QUICK_HEARTBEATS)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from .both_replicas import answers_of_both
-from .conftest import TWO_ENGINES, TWO_REPLICAS
+from .conftest import TWO_REPLICAS
 from .server import MODEL, Server
 from .servers import Servers
 
@@ -16,7 +16,7 @@ TEXTS = ["A head takes every request", "Nothing was lost", "One"]
 @pytest.fixture
 def pooling_fleet(servers: Servers, tiny_model: Path) -> Server:
     args = (*TWO_REPLICAS, "--runner", "pooling", "--convert", "embed")
-    return servers.get("pooling-fleet", tiny_model, *args, engines=2, **TWO_ENGINES)
+    return servers.get("pooling-fleet", tiny_model, *args, engines=2)
 
 
 def embed(server: Server, text: str) -> list[float]:

@@ -13,7 +13,7 @@ import openai
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from .conftest import FEATURES, TWO_ENGINES
+from .conftest import FEATURES
 from .server import MODEL, Server, until
 from .servers import Servers
 
@@ -105,7 +105,6 @@ def head(servers: Servers, tiny_model: Path, collector: Collector, admin_keys: P
         engines=2,
         OTEL_EXPORTER_OTLP_TRACES_PROTOCOL="http/protobuf",
         OTEL_BSP_SCHEDULE_DELAY="100",
-        **TWO_ENGINES,
     )
 
 

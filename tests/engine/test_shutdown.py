@@ -6,7 +6,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from .conftest import TWO_ENGINES, TWO_REPLICAS
+from .conftest import TWO_REPLICAS
 from .server import START_S, STOP_S, Server, until
 from .servers import Servers
 
@@ -14,7 +14,7 @@ from .servers import Servers
 @pytest.fixture
 def doomed(servers: Servers, tiny_model: Path, request: pytest.FixtureRequest) -> Server:
     """A fleet of two for the test that asks, which ends it."""
-    return servers.get(f"doomed-{request.node.name}", tiny_model, *TWO_REPLICAS, engines=2, **TWO_ENGINES)
+    return servers.get(f"doomed-{request.node.name}", tiny_model, *TWO_REPLICAS, engines=2)
 
 
 def terminate(server: Server) -> tuple[int, list[psutil.Process]]:

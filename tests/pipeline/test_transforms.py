@@ -145,7 +145,6 @@ NO_TOKENS = "returned token ids that are no sequence of whole numbers from 0 on"
         (StageInput(), "returned nothing to compute on"),
         (StageInput(sampling={"max_tokens": 1}), "returned nothing to compute on"),
     ],
-    ids=repr,
 )
 def test_what_is_no_input_is_an_error_that_names_the_stage(returned: Any, fault: str) -> None:
     with pytest.raises(StageError) as raised:

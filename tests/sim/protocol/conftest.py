@@ -14,7 +14,7 @@ from tests.sim.protocol.heads import Head, open_head
 
 
 @pytest.fixture
-async def head(tmp_path: Path) -> AsyncIterator[Head]:
+async def head(short_path: Path) -> AsyncIterator[Head]:
     """A head without an engine yet; closed with all its engines."""
-    async with open_head(tmp_path) as opened:
+    async with open_head(short_path) as opened:
         yield opened

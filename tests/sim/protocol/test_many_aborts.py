@@ -148,12 +148,12 @@ async def gets_its_own(head: WholeHead) -> None:
     assert head.produced == {"own": 2}
 
 
-async def test_ten_thousand_aborts_leave_nothing_behind(tmp_path: Path) -> None:
+async def test_ten_thousand_aborts_leave_nothing_behind(short_path: Path) -> None:
     # What a process makes once is no leak.
-    async with open_site(tmp_path) as site, site.head():
+    async with open_site(short_path) as site, site.head():
         pass
     gc.collect()
     before = held()
-    async with open_site(tmp_path) as site:
+    async with open_site(short_path) as site:
         await abort_many(site)
     await no_more_is_held_than(before)

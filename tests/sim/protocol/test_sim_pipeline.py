@@ -113,9 +113,9 @@ def said(prompt: Iterable[int], max_tokens: int, eos_token_id: int | None) -> li
 
 
 @pytest.fixture
-def head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Head]:
+def head(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Head]:
     with EngineHost() as host:
-        head = Head(tmp_path, host, monkeypatch)
+        head = Head(short_path, host, monkeypatch)
         yield head
         if head.client is not None:
             head.client.shutdown(0.0)

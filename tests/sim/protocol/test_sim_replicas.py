@@ -85,11 +85,11 @@ class Fleet:
 
 
 @pytest.fixture
-async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
+async def fleet(short_path: Path) -> AsyncIterator[Fleet]:
     """Two simulated replicas that a test may attach to."""
     settings = replace(FAST, step_s=0.02)
     with EngineHost() as host, ThreadPoolExecutor(4) as executor:
-        fleet = Fleet(SimLauncher(host, settings, lambda index: b"ready", tmp_path), executor)
+        fleet = Fleet(SimLauncher(host, settings, lambda index: b"ready", short_path), executor)
         yield fleet
         await fleet.close()
 
