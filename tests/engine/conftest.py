@@ -12,39 +12,43 @@ import pytest
 
 from .api_servers import ApiServers
 from .nodes import NodeFleet
-from .server import START_S, Server, until
+from .server import START_S, WORKERS, Server, until
 from .servers import Servers
-from .suspended import keep_to_one_core
+from .suspended import PATIENT, keep_to_one_core
+from .vision_model import make_vision_model
 
 _TINY_MODEL = Path(__file__).parents[2] / "examples" / "cpu" / "tiny_model.py"
 
 
 CLUSTERS = (
-    *("nodes", "api_servers", "fleet", "plain", "group", "experts"),
-    *("speech", "disaggregated", "refiner", "guarded", "aware", "vision_fleet", "victim", "movers", "pooling_fleet"),
+    *("plain", "fleet", "api_servers", "nodes", "vision_fleet", "speech", "disaggregated", "aware", "head", "experts"),
+    *("group", "pooling_fleet", "refiner", "guarded", "movers"),
 )
-"""Fixtures that are servers, what takes longest first. Tests of the same one run one after the other in one lane."""
+"""Fixtures that are servers, in the order in which lanes take them, the longest first."""
+_OF_ONE_LANE = {"fleet": "plain", "api_servers": "plain"}
+"""They are compared with it."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything in this folder needs an engine, and comes first, with the servers it shares."""
+    """Everything in this folder needs an engine. It comes first, and what shares servers in one lane."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.engine)
-            item.add_marker(pytest.mark.xdist_group(_cluster(item)))
+            cluster = _cluster(item)
+            item.add_marker(pytest.mark.xdist_group(_OF_ONE_LANE.get(cluster, cluster)))
     items.sort(key=_turn)
 
 
 def _cluster(item: pytest.Item) -> str:
     fixtures = getattr(item, "fixturenames", ())
-    return next((name for name in CLUSTERS if name in fixtures), item.path.stem)
+    return max(set(CLUSTERS).intersection(fixtures), key=CLUSTERS.index, default=item.path.stem)
 
 
 def _turn(item: pytest.Item) -> int:
-    group = item.get_closest_marker("xdist_group")
-    if group is None:
+    if item.get_closest_marker("engine") is None:
         return len(CLUSTERS) + 1
-    return CLUSTERS.index(group.args[0]) if group.args[0] in CLUSTERS else len(CLUSTERS)
+    cluster = _cluster(item)
+    return CLUSTERS.index(cluster) if cluster in CLUSTERS else len(CLUSTERS)
 
 
 @pytest.fixture(scope="session")
@@ -97,6 +101,22 @@ def plain(servers: Servers, tiny_model: Path) -> Server:
     return servers.get("plain", tiny_model, *FEATURES, engines=1, **DEV_MODE, **RUNTIME_LORA)
 
 
+@pytest.fixture(scope="session")
+def vision_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that sees."""
+    return make_vision_model(tmp_path_factory.mktemp("vision") / "model", tiny_model)
+
+
+@pytest.fixture
+def vision_fleet(servers: Servers, vision_model: Path) -> Server:
+    """A head with two local replicas that serve before each test, with worker processes and few requests at once."""
+    flags = ("--max-num-seqs", str(RUNNING_EACH), "--max-model-len", "4096", "--omni-replica-wait", REPLICA_WAIT_S)
+    environment = {**DEV_MODE, "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    server = servers.get("vision", vision_model, *TWO_REPLICAS, *WORKERS, *flags, *PATIENT, engines=2, **environment)
+    until(lambda: server.replicas_up() == 2, "both replicas serve", START_S)
+    return server
+
+
 @pytest.fixture
 def api_servers(servers: Servers, tiny_model: Path) -> Iterator[ApiServers]:
     """Two API servers and two local replicas; both serve before each test and after it."""
@@ -140,12 +160,18 @@ def start_api_servers(model: Path, log: Path) -> ApiServers:
 
 
 FEATURES = (
+    # The one that models are served in, and on processors with AMX another kernel.
+    *("--dtype", "bfloat16"),
     "--enable-auto-tool-choice",
     "--tool-call-parser",
     "hermes",
     "--enable-prompt-tokens-details",
     "--enable-lora",
 )
+RUNNING_EACH = 2
+"""Requests that an engine of `vision_fleet` runs at once."""
+REPLICA_WAIT_S = "2"
+"""Of `vision_fleet`: short, so that both are seen, waiting and waiting in vain."""
 DEV_MODE = {"VLLM_SERVER_DEV_MODE": "1"}
 """Serves the routes that pause engines, put them to sleep, and the like."""
 RUNTIME_LORA = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}

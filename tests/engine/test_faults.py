@@ -4,26 +4,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from threading import Event, Thread
 
 import psutil
 import pytest
 
-from .conftest import TWO_REPLICAS
+from .conftest import REPLICA_WAIT_S, RUNNING_EACH
 from .load import Load, Outcome
-from .server import START_S, WORKERS, Server, until
-from .servers import Servers
-from .suspended import PATIENT, Engine, engines_of
+from .server import START_S, Server, until
+from .suspended import Engine, engines_of
 
-RUNNING_EACH = 2
-"""Requests an engine runs at once; more of them wait in it, with nothing delivered."""
 WAITING_EACH = 4
+"""Requests that wait in an engine behind those that it runs, with nothing delivered."""
 LONG, SHORT = 1200, 20
 """Tokens: of a request that is still running when an engine dies, and of one that waits behind such requests."""
-CORES = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-REPLICA_WAIT_S = "2"
-"""Short, so that both are seen: waiting, and waiting in vain."""
 
 IN_FLIGHT = "vllm_omni_fleet:requests_in_flight"
 DISPATCHES = "vllm_omni_fleet:dispatches_total"
@@ -34,13 +28,9 @@ RUNNING = "vllm:num_requests_running"
 
 
 @pytest.fixture
-def victim(servers: Servers, tiny_model: Path) -> Iterator[Server]:
-    """A fleet of two that both serve, before each test and after it."""
-    limits = ("--max-num-seqs", str(RUNNING_EACH), "--max-model-len", "4096", "--omni-replica-wait", REPLICA_WAIT_S)
-    server = servers.get("faults", tiny_model, *TWO_REPLICAS, *WORKERS, *limits, *PATIENT, engines=2, **CORES)
-    until(lambda: server.replicas_up() == 2, "both replicas serve", START_S)
-    yield server
-    until(lambda: server.replicas_up() == 2, "both replicas serve again", START_S)
+def victim(vision_fleet: Server) -> Server:
+    """A fleet of two that both serve, whatever its model could see."""
+    return vision_fleet
 
 
 class HealthWatch:

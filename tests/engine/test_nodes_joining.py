@@ -25,7 +25,7 @@ StartSim = Callable[..., Node]
 
 
 @pytest.fixture
-def fleet(nodes: NodeFleet) -> Iterator[NodeFleet]:
+def served(nodes: NodeFleet) -> Iterator[NodeFleet]:
     """A head and its nodes; whoever else tried to join, they serve on."""
     yield nodes
     with Load(nodes.head) as load:
@@ -34,12 +34,12 @@ def fleet(nodes: NodeFleet) -> Iterator[NodeFleet]:
 
 
 @pytest.fixture
-def start_sim(fleet: NodeFleet) -> Iterator[StartSim]:
+def start_sim(served: NodeFleet) -> Iterator[StartSim]:
     """Starts simulated nodes that end with the test."""
     started: list[Node] = []
 
     def start(*flags: str, model: Path | None = None, join: tuple[str, ...] | None = None) -> Node:
-        started.append(fleet.start_sim(*flags, model=model, join=join))
+        started.append(served.start_sim(*flags, model=model, join=join))
         return started[-1]
 
     yield start
@@ -54,45 +54,48 @@ def other_model(tmp_path: Path, tiny_model_maker: ModuleType) -> Path:
     return directory
 
 
-def test_a_simulated_node_with_the_same_model_joins_and_leaves(fleet: NodeFleet, start_sim: StartSim) -> None:
+@pytest.mark.long
+def test_a_simulated_node_with_the_same_model_joins_and_leaves(served: NodeFleet, start_sim: StartSim) -> None:
     node = start_sim()
-    fleet.wait_for_replicas(3)
+    served.wait_for_replicas(3)
     node.stop()
     assert node.process.returncode == 0
-    fleet.wait_for_replicas(2)
+    served.wait_for_replicas(2)
 
 
 @pytest.mark.parametrize(
     ("flags", "field"),
     [
         (("--max-model-len", "512"), "max model length: head has 1024, replica 512"),
-        pytest.param(("--dtype", "float32"), "dtype: head has bfloat16, replica float32", marks=pytest.mark.long),
+        pytest.param(("--dtype", "bfloat16"), "dtype: head has float32, replica bfloat16", marks=pytest.mark.long),
         pytest.param(("--omni-stage-id", "1"), "stage", marks=pytest.mark.long),
     ],
 )
 def test_another_configuration_is_refused_with_both_values_at_both_ends(
-    fleet: NodeFleet, start_sim: StartSim, flags: tuple[str, ...], field: str
+    served: NodeFleet, start_sim: StartSim, flags: tuple[str, ...], field: str
 ) -> None:
     node = start_sim(*flags)
     until(lambda: node.says(field), "the node says why", START_S)
-    until(lambda: field in fleet.head.log.read_text(), "the head says why")
+    until(lambda: field in served.head.log.read_text(), "the head says why")
 
 
 @pytest.mark.long
-def test_another_model_is_refused(fleet: NodeFleet, start_sim: StartSim, other_model: Path) -> None:
+def test_another_model_is_refused(served: NodeFleet, start_sim: StartSim, other_model: Path) -> None:
     node = start_sim(model=other_model)
     until(lambda: node.says("model: head has"), "the node says why", START_S)
 
 
-def test_another_secret_is_refused_and_both_ends_say_so(fleet: NodeFleet, start_sim: StartSim, tmp_path: Path) -> None:
+@pytest.mark.long
+def test_another_secret_is_refused_and_both_ends_say_so(served: NodeFleet, start_sim: StartSim, tmp_path: Path) -> None:
     wrong = tmp_path / "wrong"
     wrong.touch(mode=0o600)
     wrong.write_text(secrets.token_hex(32))
-    node = start_sim(join=(*fleet.join[:-1], str(wrong)))
+    node = start_sim(join=(*served.join[:-1], str(wrong)))
     until(lambda: node.says("refused secret") and node.says("--omni-secret-file"), "the node says why", START_S)
-    until(lambda: "Refused " in fleet.head.log.read_text(), "the head's coordinator says whom it refused")
+    until(lambda: "Refused " in served.head.log.read_text(), "the head's coordinator says whom it refused")
 
 
+@pytest.mark.long
 def test_a_node_without_a_head_ends_with_one_clear_line(start_sim: StartSim) -> None:
     port = str(free_port())
     node = start_sim("--omni-join-timeout", "1", join=("-oma", "127.0.0.1", "-omp", port))
@@ -110,34 +113,34 @@ def test_an_exhausted_port_range_ends_the_node_with_the_flags_name(start_sim: St
     assert "--omni-replica-ports" in line
 
 
-def test_a_replica_that_cannot_be_reached_is_named_and_forgotten(fleet: NodeFleet) -> None:
+def test_a_replica_that_cannot_be_reached_is_named_and_forgotten(served: NodeFleet) -> None:
     ghost = OmniCoordClientForStage(
-        f"tcp://127.0.0.1:{fleet.master[1]}",
+        f"tcp://127.0.0.1:{served.master[1]}",
         NEVER,
         NEVER,
         0,
         control_addr=NEVER,
-        secrets=Secrets.from_file(fleet.secret),
+        secrets=Secrets.from_file(served.secret),
     )
     try:
-        until(lambda: NEVER in fleet.head.log.read_text(), "the head says whom it cannot reach", START_S)
+        until(lambda: NEVER in served.head.log.read_text(), "the head says whom it cannot reach", START_S)
     finally:
         ghost.close()
-    assert fleet.head.replicas_up() == 2
+    assert served.head.replicas_up() == 2
 
 
 @pytest.mark.long
-def test_who_claims_the_addresses_of_another_takes_nothing_down_for_good(fleet: NodeFleet) -> None:
-    with fleet.head.http() as http:
+def test_who_claims_the_addresses_of_another_takes_nothing_down_for_good(served: NodeFleet) -> None:
+    with served.head.http() as http:
         real = http.get("/omni/replicas").json()["replicas"][0]
     claimant = OmniCoordClientForStage(
-        f"tcp://127.0.0.1:{fleet.master[1]}",
+        f"tcp://127.0.0.1:{served.master[1]}",
         real["input_addr"],
         real["output_addr"],
         0,
         control_addr=NEVER,
-        secrets=Secrets.from_file(fleet.secret),
+        secrets=Secrets.from_file(served.secret),
     )
     until(lambda: claimant.connected, "the claim is heard")
     claimant.close()
-    fleet.wait_for_replicas(2)
+    served.wait_for_replicas(2)

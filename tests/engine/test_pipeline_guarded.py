@@ -11,7 +11,7 @@ from .pipelines import PipelineServer
 from .server import MODEL, until
 from .servers import Servers
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.long]
 
 GENERATOR, GUARD, GATE = 0, 1, 2
 ANSWER_TOKENS = 16
@@ -77,7 +77,6 @@ def test_nothing_is_left_of_a_request_whose_client_leaves_during_the_second_stag
     assert guarded.in_flight(GATE) == 0
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("stage", [GENERATOR, GUARD, GATE])
 def test_a_replica_killed_in_the_middle_of_a_request_costs_no_answer(guarded: PipelineServer, stage: int) -> None:
     with ThreadPoolExecutor() as threads:

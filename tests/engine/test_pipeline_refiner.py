@@ -16,7 +16,7 @@ from .pipelines import PipelineServer
 from .server import MODEL, until
 from .servers import Servers
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.long]
 
 THINKER, REFINER = 0, 1
 DRAFT_TOKENS = 32
@@ -196,7 +196,6 @@ def test_an_adapter_is_for_the_stage_that_reads_the_prompt(refiner: PipelineServ
     assert text_of(poetic) == refined_draft(refiner, PROMPTS[0], draft)
 
 
-@pytest.mark.long
 def test_a_headless_node_serves_the_second_stage(refiner: PipelineServer) -> None:
     with refiner.node(REFINER), refiner.drained(REFINER), refiner.client() as client:
         answer = client.chat.completions.with_raw_response.create(
@@ -206,7 +205,6 @@ def test_a_headless_node_serves_the_second_stage(refiner: PipelineServer) -> Non
     assert text_of(answer.parse()) == refined(refiner, PROMPTS[1])[1]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("stage", [THINKER, REFINER])
 def test_a_replica_killed_in_the_middle_of_a_request_costs_no_answer(refiner: PipelineServer, stage: int) -> None:
     with ThreadPoolExecutor() as threads:
