@@ -38,8 +38,8 @@ test: lint ## lint, types and the whole test suite
 test-fast: lint ## the same without the tests that start an engine
 	@$(MAKE) --no-print-directory -j 2 types suite-fast
 
-test-long: setup ## tests that take long and repeat in another way what others show; not part of the gate
-	$(PY) -m pytest -m long $(PYTEST_ARGS)
+test-long: setup ## tests that take long and repeat in another way what others show, and histories drawn at random
+	$(PY) -m pytest -m "long or hypothesis" --hypothesis-profile=random $(PYTEST_ARGS)
 
 demo: setup ## serve a tiny model with two replicas and talk to it
 	@$(PY) -u examples/demo.py $(ARGS)

@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadGroupScheduling
+
+# What is drawn is the same in every run of the gate; `make test-long` draws anew.
+_ANY_TIME = settings(deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("fixed", _ANY_TIME, derandomize=True)
+settings.register_profile("random", _ANY_TIME, print_blob=True)
+settings.load_profile("fixed")
 
 
 class Lanes(LoadGroupScheduling):

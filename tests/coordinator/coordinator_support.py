@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import zmq
-from hypothesis import HealthCheck, settings
 
 from vllm_omni_plugin.coordinator import ReplicaEvent, ReplicaList, ReplicaStatus
 
@@ -18,7 +17,6 @@ OpenSocket = Callable[[int], Socket]
 OpenDealer = Callable[[str], Socket]
 
 # The same examples on every run, however busy the machine.
-repeatable = settings(derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def make_event(

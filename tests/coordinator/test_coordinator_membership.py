@@ -1,7 +1,7 @@
 """The membership table, transition by transition; no clock but the argument."""
 
 import pytest
-from coordinator_support import make_event, repeatable
+from coordinator_support import make_event
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -263,7 +263,6 @@ stale_events = st.builds(
 steps = st.lists(st.tuples(table_events | stale_events | st.none(), st.floats(0, 8)), max_size=60)
 
 
-@repeatable
 @given(steps)
 def test_no_sequence_of_events_touches_the_row_of_a_neighbour(history: list[tuple[ReplicaEvent | None, float]]) -> None:
     # The neighbour "a" is at incarnation 4, sequence 5 or more, so whatever the history says of it is a replay.
@@ -285,7 +284,6 @@ def test_no_sequence_of_events_touches_the_row_of_a_neighbour(history: list[tupl
         assert row(table).takes_new_work
 
 
-@repeatable
 @given(steps)
 def test_table_stays_consistent_over_any_history(history: list[tuple[ReplicaEvent | None, float]]) -> None:
     table = table_of(max_replicas=4)
@@ -308,7 +306,6 @@ def test_table_stays_consistent_over_any_history(history: list[tuple[ReplicaEven
             assert not (member.takes_new_work and silent_too_long)
 
 
-@repeatable
 @given(steps)
 def test_sleeping_until_the_next_deadline_misses_no_change(history: list[tuple[ReplicaEvent | None, float]]) -> None:
     table = table_of()

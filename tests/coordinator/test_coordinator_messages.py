@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from coordinator_support import make_event, repeatable
+from coordinator_support import make_event
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -119,7 +119,6 @@ def test_unknown_keys_of_a_newer_replica_are_ignored() -> None:
     assert decode_event(frame_with(colour="blue")) == make_event()
 
 
-@repeatable
 @given(events)
 def test_event_survives_the_wire(event: ReplicaEvent) -> None:
     assert decode_event(encode_event(event)) == event
@@ -215,7 +214,6 @@ def test_event_that_would_be_refused_is_not_encoded(event: ReplicaEvent) -> None
         encode_event(event)
 
 
-@repeatable
 @given(st.binary(max_size=2000) | json_values.map(lambda value: json.dumps(value).encode()))
 @example(b'{"input_addr":"\\ud800"')
 def test_arbitrary_frames_raise_nothing_but_wire_errors(frame: bytes) -> None:
@@ -227,7 +225,6 @@ def test_arbitrary_frames_raise_nothing_but_wire_errors(frame: bytes) -> None:
         assert isinstance(decoded, ReplicaEvent | ReplicaList)
 
 
-@repeatable
 @given(st.fixed_dictionaries({key: st.just(value) | json_values for key, value in PLAIN.items()}))
 def test_arbitrary_fields_give_an_event_that_encodes_or_a_wire_error(fields: dict[str, Any]) -> None:
     try:

@@ -1,6 +1,6 @@
 """Whatever is lost and in whatever order it comes: a head never sees a wrong list, and in the end the right one."""
 
-from coordinator_support import make_event, repeatable
+from coordinator_support import make_event
 from head_world import World, rows
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -121,4 +121,3 @@ class HeadHistories(RuleBasedStateMachine):
 
 
 TestHeadHistories = HeadHistories.TestCase
-TestHeadHistories.settings = repeatable

@@ -95,7 +95,7 @@ class Fleet:
         return answer
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @example([("deaf", "a", None), (AT_ONCE, "b", X), (AT_ONCE, "c", Y), ("call", "a", X), ("call", "b", X)])
 @example([(AT_ONCE, "a", ("pin_lora", 2)), ("drain", "a", 0), ("restart", "a", None)])
 @example([(AT_ONCE, "b", X), ("restart", "a", None), ("deaf", "a", None), ("call", "a", Y), ("call", "b", X)])

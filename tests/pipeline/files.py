@@ -3,13 +3,9 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.pipeline import load_pipeline
-
-repeatable = settings(derandomize=True, deadline=None, database=None)
-"""The same examples in every run, on a machine of any speed."""
 
 SPEECH = Path(__file__).with_name("speech.yaml")
 DIAMOND = Path(__file__).with_name("diamond.yaml")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.pipeline import load_pipeline
 
-from .files import DIAMOND, SINGLE, SPEECH, complaint, repeatable
+from .files import DIAMOND, SINGLE, SPEECH, complaint
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,6 @@ def test_what_is_no_usable_yaml_is_refused(file: Path, text: str, message: str) 
     assert complaint(file) == message
 
 
-@repeatable
 @given(st.data())
 def test_whatever_a_file_holds_it_loads_or_one_line_says_why_not(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from vllm_omni_plugin.pipeline import Modality, Pipeline, PipelineError, Stage, load_pipeline
 
-from .files import DIAMOND, SPEECH, repeatable
+from .files import DIAMOND, SPEECH
 
 
 def stage(id_: int, *inputs: int, **more: Any) -> Stage:
@@ -46,7 +46,6 @@ def build(inputs: list[set[int]], seed: int, **more: Any) -> Pipeline:
     return Pipeline(tuple(stages))
 
 
-@repeatable
 @given(edges(), st.integers())
 def test_every_stage_is_in_the_order_once_and_behind_its_inputs(inputs: list[set[int]], seed: int) -> None:
     pipeline = build(inputs, seed)
@@ -56,7 +55,6 @@ def test_every_stage_is_in_the_order_once_and_behind_its_inputs(inputs: list[set
     assert order == ids(build(inputs, seed + 1).order)
 
 
-@repeatable
 @given(edges(), st.integers())
 def test_upstream_and_downstream_are_each_others_opposite(inputs: list[set[int]], seed: int) -> None:
     pipeline = build(inputs, seed)
@@ -65,7 +63,6 @@ def test_upstream_and_downstream_are_each_others_opposite(inputs: list[set[int]]
     assert down == {(up, id_) for id_, ups in enumerate(inputs) for up in ups}
 
 
-@repeatable
 @given(edges(), st.data())
 def test_one_edge_back_makes_a_cycle_whose_way_is_named(inputs: list[set[int]], data: st.DataObject) -> None:
     start = data.draw(st.integers(0, len(inputs) - 1))
@@ -84,7 +81,6 @@ def test_one_edge_back_makes_a_cycle_whose_way_is_named(inputs: list[set[int]], 
     assert all(before in inputs[after] for before, after in pairwise(way))
 
 
-@repeatable
 @given(edges(), st.data())
 def test_a_request_needs_exactly_what_leads_to_its_modalities(inputs: list[set[int]], data: st.DataObject) -> None:
     sinks = set(range(len(inputs))) - set().union(*inputs)
