@@ -250,5 +250,7 @@ def test_the_command_shows_what_the_route_says_and_the_log_no_prompt(head: Serve
     log = head.log.read_text()
     assert "POST /omni/explain" in log
     assert SECRET_PROMPT.split()[0] not in log
-    assert f"would go to replica {explained['chosen']} (prefix: " in told
-    assert all(candidate["replica"] in told for candidate in explained["candidates"])
+    replicas = [candidate["replica"] for candidate in explained["candidates"]]
+    assert all(replica in told for replica in replicas)
+    # Nobody knows the prompt, so each time it is drawn by lot.
+    assert any(f"would go to replica {replica} (prefix: " in told for replica in replicas)
