@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
-from xdist.scheduler import LoadGroupScheduling
 
 # What is drawn is the same in every run of the gate; `make test-long` draws anew.
 _ANY_TIME = settings(deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
@@ -18,15 +17,11 @@ settings.register_profile("random", _ANY_TIME, print_blob=True)
 settings.load_profile("fixed")
 
 
-class Lanes(LoadGroupScheduling):
-    """Tests of one file run one after the other in one lane, and so do all that share servers."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        return str(super()._split_scope(nodeid)).partition("::")[0]
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Lanes:
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Called in the process that hands out tests, if there are several lanes."""
+    from tests.lanes import Lanes
+
     return Lanes(config, log)
 
 # Servers under test are on this machine: a proxy that the user's environment names must not come between.
