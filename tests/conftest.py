@@ -24,6 +24,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     return Lanes(config, log)
 
+
 # Servers under test are on this machine: a proxy that the user's environment names must not come between.
 os.environ["no_proxy"] = os.environ["NO_PROXY"] = "127.0.0.1,localhost"
 
