@@ -37,11 +37,10 @@ def shared_memory_of(server: ApiServers) -> set[Path]:
 
 
 def test_sigterm_ends_streams_and_leaves_no_process_and_no_file(api_servers: ApiServers) -> None:
-    of_engines = sockets_of_engines(api_servers)
+    of_engines, shared_memory = sockets_of_engines(api_servers), shared_memory_of(api_servers)
     with Load(api_servers) as load:
         streams = [load.send(900, stream=True) for _ in range(4)]
         assert all(stream.started.wait(60) for stream in streams)
-        shared_memory = shared_memory_of(api_servers)
         code, left = terminate(api_servers)
     assert (code, left) == (0, [])
     # As one engine of vLLM's ends its requests.
