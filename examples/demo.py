@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -135,7 +136,7 @@ def running(
     ]
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     environment["VLLM_CPU_OMP_THREADS_BIND"] = core
-    print(f"$ {' '.join(f'{name}={value}' for name, value in environment.items())} {' '.join(command)}")
+    print(f"$ {' '.join(f'{name}={value}' for name, value in environment.items())} {shlex.join(command)}")
     print(f"  log: {log}")
     with log.open("wb") as log_file:
         process = subprocess.Popen(
