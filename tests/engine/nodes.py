@@ -102,9 +102,22 @@ class NodeFleet:
         self.nodes.remove(node)
         return self.add_node()
 
-    def start_sim(self, *flags: str, model: Path | None = None, join: tuple[str, ...] | None = None) -> Node:
-        """Start a node with simulated engines, which the caller must stop: fast, for what needs no real ones."""
-        sim = [str(Path(sys.executable).with_name("vllm-omni-plugin")), "sim"]
+    def start_sim(
+        self,
+        *flags: str,
+        model: Path | None = None,
+        join: tuple[str, ...] | None = None,
+        program: tuple[str, ...] | None = None,
+    ) -> Node:
+        """Start a node with simulated engines, which the caller must stop: fast, for what needs no real ones.
+
+        Args:
+            *flags: more for it.
+            model: what it serves, if not what the others do.
+            join: the flags that name the head and the secret, if not the true ones.
+            program: what stands for `vllm-omni-plugin sim`.
+        """
+        sim = program or (str(Path(sys.executable).with_name("vllm-omni-plugin")), "sim")
         command = [*sim, *serve_command(model or self._model)[2:], *(join or self.join), *self._flags, *flags]
         return Node(command, self._new_log("sim"))
 

@@ -8,7 +8,7 @@ import pytest
 
 from .load import Load
 from .nodes import Node, NodeFleet
-from .server import START_S, serve_command, until
+from .server import START_S, until
 
 BAD_SIM = """
 import sys
@@ -40,15 +40,14 @@ StartBad = Callable[[str], Node]
 
 
 @pytest.fixture
-def start_bad(nodes: NodeFleet, tiny_model: Path, tmp_path: Path) -> Iterator[StartBad]:
+def start_bad(nodes: NodeFleet, tmp_path: Path) -> Iterator[StartBad]:
     """Starts a replica of which the outputs, or the ready response, cannot be used; it ends with the test."""
     started: list[Node] = []
 
     def start(what: str) -> Node:
         script = tmp_path / "bad_sim.py"
         script.write_text(BAD_SIM)
-        command = [sys.executable, str(script), what, *serve_command(tiny_model)[2:], *nodes.join]
-        started.append(Node(command, tmp_path / "bad.log"))
+        started.append(nodes.start_sim(program=(sys.executable, str(script), what)))
         return started[-1]
 
     yield start
