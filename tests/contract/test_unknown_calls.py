@@ -91,3 +91,14 @@ def test_what_a_later_base_class_has_is_inherited_if_it_does_something_and_refus
     for name in ("reset", "pause"):
         with pytest.raises(UnknownCallError, match=name):
             getattr(ours, name)()
+
+
+def test_an_error_in_a_property_of_ours_is_not_taken_for_a_method_that_is_missing() -> None:
+    @refuse_unknown_calls
+    class Ours:
+        @property
+        def broken(self) -> None:
+            raise AttributeError("what is really wrong")
+
+    with pytest.raises(AttributeError, match="what is really wrong"):
+        Ours().broken  # noqa: B018

@@ -78,10 +78,7 @@ def _only_stage(options: OmniConfig, vllm_config: Any, executor_class: Any, log_
         policy=options.lb_policy,
         policy_config=options.lb_config,
         launcher_for=partial(_engine_launcher, without_options(engines.config), executor_class, log_stats, 0),
-        api=EngineApi(
-            custom_processors=has_custom_logits_processors(vllm_config.model_config),
-            vocabulary=vllm_config.model_config.get_vocab_size(),
-        ),
+        api=EngineApi(custom_processors=has_custom_logits_processors(vllm_config.model_config)),
         fingerprint=fingerprint(vllm_config, 0),
         vllm_config=vllm_config,
         lockstep=engines.config.parallel_config.data_parallel_size > 1,

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import wraps
 from importlib.metadata import version
 from inspect import iscoroutinefunction, isfunction
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from vllm_omni_plugin.errors import OmniError
 
@@ -66,7 +66,10 @@ def _refusing(name: str, inherited: Callable[..., Any]) -> Callable[..., Any]:
     return await_inherited if iscoroutinefunction(inherited) else call_inherited
 
 
-def _no_such_attribute(self: Any, name: str) -> NoReturn:
+def _no_such_attribute(self: Any, name: str) -> Any:
+    if hasattr(type(self), name):
+        # A property of ours has raised, and what it raises is to be seen.
+        return object.__getattribute__(self, name)
     if name.startswith("_"):
         raise AttributeError(name)
     raise UnknownCallError(name)

@@ -34,14 +34,13 @@ class EngineApi:
     Args:
         custom_processors: see `moving.has_custom_logits_processors`.
         random: seeds of requests that need one to be movable.
-        vocabulary: see `OutputsDecoder`.
     """
 
-    def __init__(self, custom_processors: bool = False, random: Random | None = None, vocabulary: int = 0) -> None:
+    def __init__(self, custom_processors: bool = False, random: Random | None = None) -> None:
         self._custom_processors = custom_processors
         self._random = random or SystemRandom()
         self._encoder = MsgpackEncoder()
-        self._decoder = OutputsDecoder(vocabulary)
+        self._decoder = OutputsDecoder()
 
     @property
     def pooling_task(self) -> str | None:

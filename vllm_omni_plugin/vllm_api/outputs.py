@@ -18,14 +18,11 @@ class OutputsDecoder(MsgpackDecoder):  # type: ignore[misc]
 
     Types and token ids are checked by msgspec as it decodes, which costs nothing; only messages with arrays are looked
     at once more.
-
-    Args:
-        vocabulary: token ids that the model can put out; an engine that is given another one as a part of a prompt may
-            die of it. 0: unknown.
     """
 
-    def __init__(self, vocabulary: int = 0) -> None:
-        token = Annotated[int, Meta(ge=0, lt=vocabulary or _ID_LIMIT)]
+    def __init__(self) -> None:
+        # Not the vocabulary of the configuration, since the head of a model may be wider than that.
+        token = Annotated[int, Meta(ge=0, lt=_ID_LIMIT)]
         options: dict[str, Any] = {"array_like": True, "omit_defaults": True, "gc": False}
         # Fields that are defined again keep their places.
         output = msgspec.defstruct(

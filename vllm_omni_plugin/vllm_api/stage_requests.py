@@ -52,7 +52,7 @@ class VllmStageApi(EngineApi):
         custom_processors: bool = False,
         random: Random | None = None,
     ) -> None:
-        super().__init__(custom_processors, random, vllm_config.model_config.get_vocab_size())
+        super().__init__(custom_processors, random)
         self._stage = stage
         self._config = vllm_config.model_config
         self._is_pooling = self._config.runner_type == "pooling"
