@@ -81,8 +81,14 @@ class FakeFleet:
         return link
 
     def lose(self, replica_id: int) -> None:
-        """The replica dies."""
+        """The replica's engine crashes."""
         self.links[replica_id].say_dead()
+
+    def kill(self, replica_id: int) -> None:
+        """The replica's engine is ended from outside."""
+        client = self.pool.member(replica_id).client
+        assert client is not None
+        client.mark_dead("its engine process exited: it was ended by SIGKILL")
 
     async def submit(self, request_id: str, receipt: Receipt | None = None, **fields: Any) -> None:
         """The client hands a request over; returns when the orchestrator has dealt with it."""

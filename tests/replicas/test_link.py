@@ -11,7 +11,7 @@ import zmq
 from tests.fakes.conditions import eventually
 from tests.fakes.engines import connect, receive
 from vllm_omni_plugin.errors import ReplicaError
-from vllm_omni_plugin.replicas.link import EngineGoneError, IpcLink
+from vllm_omni_plugin.replicas.link import IpcLink
 
 IDENTITY = b"\x00\x00"
 
@@ -62,7 +62,7 @@ async def test_no_ready_response_in_time_is_an_error(ends: Ends) -> None:
 
 async def test_sending_to_an_engine_that_never_connected_is_an_error(tmp_path: Path) -> None:
     link = IpcLink(f"ipc://{tmp_path}/in", f"ipc://{tmp_path}/out", IDENTITY)
-    with pytest.raises(EngineGoneError, match="cannot send on ipc://"):
+    with pytest.raises(ReplicaError, match="cannot send on ipc://"):
         link.send((b"kind", b"body"))
     link.close()
 

@@ -10,7 +10,6 @@ from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeEngineApi, FakeOutputs, FakeRequest
 from tests.fakes.links import FakeLink
 from vllm_omni_plugin.errors import ReplicaError
-from vllm_omni_plugin.replicas.link import EngineGoneError
 from vllm_omni_plugin.replicas.stage_client import StageClient
 
 
@@ -181,19 +180,6 @@ async def test_a_send_that_fails_is_the_replicas_death() -> None:
         peer.client.add_request(FakeRequest("a"), "a-1")
     assert len(peer.deaths) == 1
     assert not peer.client.engine_failed
-
-
-async def test_a_send_to_an_engine_of_this_node_fails_because_the_engine_has_died(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def send(frames: object) -> None:
-        raise EngineGoneError("not connected")
-
-    peer = Peer()
-    monkeypatch.setattr(peer.link, "send", send)
-    with pytest.raises(ReplicaError, match="not connected"):
-        peer.client.add_request(FakeRequest("a"), "a-1")
-    assert peer.client.engine_failed
 
 
 async def test_a_call_that_cannot_be_sent_leaves_no_unretrieved_error() -> None:

@@ -157,7 +157,7 @@ class Dispatcher:
             runs: the requests.
             lost: the replica.
             reason: why it is lost, for errors.
-            engine_failed: whether its engine ended by itself or said what cannot be used: a request may be the cause.
+            engine_failed: whether its engine crashed by itself or said what cannot be used: a request may be the cause.
         """
         loss = Loss(lost.replica_id, reason)
         if engine_failed and not self._pool.lockstep:

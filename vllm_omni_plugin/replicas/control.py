@@ -122,7 +122,7 @@ class Status(Struct, frozen=True, tag="status"):
         status: UP; DRAINING: send nothing new and detach when done; ERROR or DOWN: the engine is lost or not trusted,
             and the lease with it.
         reason: why, unless UP.
-        engine_failed: whether the engine has ended by itself, and not hung or been told to leave.
+        engine_failed: whether the engine crashed by itself, and was not ended from outside, hung or told to leave.
     """
 
     lease: int

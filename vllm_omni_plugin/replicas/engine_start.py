@@ -1,6 +1,7 @@
 """Starting an engine of this node without losing track of it, whenever the start is given up."""
 
 import asyncio
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
@@ -9,6 +10,9 @@ from typing import Protocol, TypeVar, runtime_checkable
 from vllm_omni_plugin.replicas.shared_memory import SharedMemory
 
 T = TypeVar("T")
+
+_ENDED_FROM_OUTSIDE = re.compile(r"SIGKILL|SIGTERM|SIGINT|exited with code 0\b")
+"""The out-of-memory killer sends SIGKILL. vLLM's processes exit with code 0 when they are told to end."""
 
 
 class Process(Protocol):
@@ -36,6 +40,17 @@ def explained(reason: str, process: Process) -> str:
     """Why an engine is given up, with how it ended if that is known."""
     ended = process.how_it_ended()
     return f"{reason}: {ended}" if ended else reason
+
+
+def crashed(process: Process, reported: bool) -> bool:
+    """Whether an engine crashed by itself, so that a request may be the cause, and was not ended from outside.
+
+    Args:
+        process: the engine's.
+        reported: whether the engine said so, or what cannot be used; this counts if nobody knows how it ended.
+    """
+    ended = process.how_it_ended()
+    return not _ENDED_FROM_OUTSIDE.search(ended) if ended else reported
 
 
 @runtime_checkable

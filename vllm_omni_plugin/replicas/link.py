@@ -16,10 +16,6 @@ _BURST = 64
 """Messages handled before other work of the loop gets its turn."""
 
 
-class EngineGoneError(ReplicaError):
-    """The engine of this node that was connected no longer is, because its process has ended."""
-
-
 class Link(Protocol):
     """The two directions of a replica. Used from one event loop only."""
 
@@ -134,14 +130,14 @@ class IpcLink(ReadingEnd):
         """See `Link.send`.
 
         Raises:
-            EngineGoneError: the engine is not connected.
+            ReplicaError: the engine is not connected.
         """
         if self._memory is not None:
             frames = self._memory.lend(frames)
         try:
             self._input.send_multipart((self._identity, *frames), zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:
-            raise EngineGoneError(f"cannot send on {self.input_addr}: {error}") from error
+            raise ReplicaError(f"cannot send on {self.input_addr}: {error}") from error
 
     def close(self) -> None:
         """See `Link.close`."""

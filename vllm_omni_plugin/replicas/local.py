@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from vllm_omni_plugin.replicas.cache_tap import CacheTap, OnCacheChange, open_cache_tap
-from vllm_omni_plugin.replicas.engine_start import Launcher, Process, SharingProcess, explained, start_engine
+from vllm_omni_plugin.replicas.engine_start import Launcher, Process, SharingProcess, crashed, explained, start_engine
 from vllm_omni_plugin.replicas.link import IpcLink
 from vllm_omni_plugin.replicas.probe import Probe
 from vllm_omni_plugin.replicas.stage_client import Codec, StageClient
@@ -88,7 +88,7 @@ class LocalReplica:
     def _exited(self) -> None:
         self._stop_watching()
         self.client.drain()
-        self.client.mark_dead(f"its engine process {self._process.pid} exited", engine_failed=True)
+        self.client.mark_dead(f"its engine process {self._process.pid} exited")
 
     def _hangs(self, on_hang: Callable[[str], None], reason: str) -> None:
         if self._returning is not None:
@@ -146,13 +146,12 @@ async def start_local_replica(
         )
         if isinstance(process, SharingProcess) and process.memory is not None:
             link.share(process.memory)
-        client = StageClient(
-            link,
-            codec,
-            f"{stage_id}.{replica_id}",
-            on_outputs,
-            lambda reason: on_dead(explained(reason, process)),
-        )
+
+        def dead(reason: str) -> None:
+            client.engine_failed = crashed(process, client.engine_failed)
+            on_dead(explained(reason, process))
+
+        client = StageClient(link, codec, f"{stage_id}.{replica_id}", on_outputs, dead)
         return LocalReplica(process, link, client, ready_response)
     except BaseException:
         link.close()

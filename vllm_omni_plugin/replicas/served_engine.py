@@ -10,7 +10,7 @@ import zmq
 
 from vllm_omni_plugin.replicas.cache_journal import CacheJournal
 from vllm_omni_plugin.replicas.cache_tap import open_cache_tap
-from vllm_omni_plugin.replicas.engine_start import Launcher, Process, explained, start_engine
+from vllm_omni_plugin.replicas.engine_start import Launcher, Process, crashed, explained, start_engine
 from vllm_omni_plugin.replicas.input_hub import InputHub
 from vllm_omni_plugin.replicas.output_slot import OutputSlot, SlotLink
 from vllm_omni_plugin.replicas.stage_client import Codec, StageClient
@@ -30,7 +30,8 @@ class ServedEngine:
         slots: the outputs for heads, by client index.
         journal: what it has cached; stays empty if it does not report that.
         client: the server's own client, on an output that heads do not get.
-        lost: done with the reason once the engine has exited or announced its death.
+        lost: done with the reason once the engine has exited, announced its death or was given up.
+        failed: whether it is lost because it crashed by itself or said what cannot be used.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class ServedEngine:
         self._tap = open_cache_tap(ready_response, self.journal.append, f"replica {replica_id}")
         loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[str] = loop.create_future()
+        self.failed = False
         *head_links, own_link = links
         name = str(replica_id)
         self.slots = [OutputSlot(link, codec, name, index, self.give_up) for index, link in enumerate(head_links)]
@@ -76,6 +78,8 @@ class ServedEngine:
         """The engine is lost, or cannot be used any more; the first reason stands."""
         self._stop_watching()
         if not self.lost.done():
+            clients = (self.client, *(slot.client for slot in self.slots))
+            self.failed = crashed(self._process, any(client.engine_failed for client in clients))
             self.lost.set_result(explained(reason, self._process))
 
     async def close(self, executor: Executor, timeout: float | None = None) -> None:

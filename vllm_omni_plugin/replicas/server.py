@@ -184,7 +184,7 @@ class ReplicaServer:
             self._up(engine, heads)
             lost = await self._unless_gone(engine.lost)
             if lost is not None:
-                self._suspend(lost, engine_failed=True)
+                self._suspend(lost, engine.failed)
         finally:
             self._serving = False
             if heads:

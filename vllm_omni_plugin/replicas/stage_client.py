@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from vllm_omni_plugin.errors import NOT_ALLOWED, MessageTooLargeError, NotAllowedError, ReplicaError, WireError
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.replicas.link import EngineGoneError, Frames, Link
+from vllm_omni_plugin.replicas.link import Frames, Link
 
 logger = init_logger(__name__)
 
@@ -59,7 +59,7 @@ class StageClient:
         patience: seconds that somebody who knows more has to call `mark_dead` after the engine reported its own death.
 
     Attributes:
-        engine_failed: whether it is dead because the engine ended by itself or said what cannot be used.
+        engine_failed: whether it is dead because the engine crashed by itself or said what cannot be used.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class StageClient:
         except MessageTooLargeError:
             raise
         except ReplicaError as error:
-            self.mark_dead(str(error), engine_failed=isinstance(error, EngineGoneError))
+            self.mark_dead(str(error))
             raise
 
     def _receive(self, frames: list[Any]) -> None:

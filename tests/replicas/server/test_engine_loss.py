@@ -18,7 +18,7 @@ async def test_an_engine_that_exits_is_reported_and_replaced_on_the_same_ports(s
         before = await node.up()
         node.engine.process.die()
         status = await head.hear_status()
-        assert (status.status, status.engine_failed) == (ReplicaStatus.ERROR, True)
+        assert status.status is ReplicaStatus.ERROR
         assert "process 1000 exited" in status.reason
         after = await node.up(after=before.incarnation)
         addresses = (before.input_addr, before.output_addr, before.control_addr)
@@ -28,14 +28,29 @@ async def test_an_engine_that_exits_is_reported_and_replaced_on_the_same_ports(s
         assert await head.read_ids(1) == ["of the new engine"]
 
 
-async def test_heads_are_told_how_an_engine_ended(start_node: StartNode) -> None:
+@pytest.mark.parametrize(("ended", "failed"), [("SIGILL", True), ("SIGKILL", False)])
+async def test_heads_are_told_how_an_engine_ended(start_node: StartNode, ended: str, failed: bool) -> None:
     node = await start_node()
     async with node.attached() as head:
         await node.up()
-        node.engine.process.last_words = "its worker VllmWorker-0 was ended by SIGILL"
+        node.engine.process.last_words = f"its worker VllmWorker-0 was ended by {ended}"
         node.engine.announce_death()
         status = await head.hear_status()
-        assert status.reason == "the engine reported its own death: its worker VllmWorker-0 was ended by SIGILL"
+        assert status.reason == f"the engine reported its own death: its worker VllmWorker-0 was ended by {ended}"
+        assert status.engine_failed is failed
+
+
+@pytest.mark.parametrize("reported", [True, False])
+async def test_an_engine_that_is_given_up_has_not_crashed_unless_it_says_so(
+    start_node: StartNode, reported: bool
+) -> None:
+    node = await start_node()
+    async with node.attached() as head:
+        if reported:
+            node.engine.announce_death()
+        else:
+            node.engine.failure = "the executor is gone"
+        assert (await head.hear_status()).engine_failed is reported
 
 
 async def test_an_engine_that_announces_its_death_is_replaced(start_node: StartNode) -> None:
