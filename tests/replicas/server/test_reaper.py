@@ -81,14 +81,19 @@ def test_engines_that_have_ended_are_forgotten() -> None:
 
 def test_a_reaper_that_was_killed_is_replaced_by_one_that_knows_all_engines() -> None:
     with subprocess.Popen(SLEEPER) as first, subprocess.Popen(SLEEPER) as second:
-        with Reaper() as reaper:
-            reaper.watch(first.pid)
-            (child,) = {process.pid for process in psutil.Process().children()} - {first.pid, second.pid}
-            os.kill(child, signal.SIGKILL)
-            os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-            reaper.watch(second.pid)
-        ended = [engine.pid for engine in psutil.wait_procs(map(psutil.Process, (first.pid, second.pid)), 10)[0]]
-        first.kill()
+        try:
+            others = set(psutil.Process().children())
+            with Reaper() as reaper:
+                reaper.watch(first.pid)
+                (child,) = {process.pid for process in set(psutil.Process().children()) - others}
+                os.kill(child, signal.SIGKILL)
+                os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+                reaper.watch(second.pid)
+            engines = map(psutil.Process, (first.pid, second.pid))
+            ended = [engine.pid for engine in psutil.wait_procs(engines, 10)[0]]
+        finally:
+            first.kill()
+            second.kill()
     assert first.pid in ended
 
 
