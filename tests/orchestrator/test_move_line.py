@@ -1,5 +1,6 @@
 """So many moves per second, in order."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import cast
 
@@ -62,6 +63,13 @@ async def test_one_that_does_not_move_any_more_costs_nothing(moves: Moves) -> No
     await eventually(lambda: moves.moved == [0, 1, 2, 4], "the move behind it")
     moves.line.remove(moves.runs[0])
     assert moves.metrics.moves_waiting == 0
+
+
+async def test_a_line_that_is_closed_moves_nobody_later(moves: Moves, monkeypatch: pytest.MonkeyPatch) -> None:
+    moves.line.close()
+    monkeypatch.setattr(asyncio.get_running_loop(), "call_later", lambda *_: pytest.fail("a timer is set"))
+    moves.add(0, 1, 2, 3)
+    assert moves.moved == [0, 1, 2]
 
 
 async def test_requests_of_lost_replicas_wait_for_the_budget_and_may_be_aborted_meanwhile(

@@ -162,7 +162,7 @@ async def test_begun_requests_move_no_more_often_than_the_limit() -> None:
     async with FakeFleet(replicas=4, migration_limit=2) as fleet:
         await begin(fleet, "resume")
         for _ in range(3):
-            fleet.attempt("a")[0].say_dead()
+            fleet.kill(fleet.orchestrator.request_states["a"].runs[0].replica_id or 0)
         [(_, error)] = await fleet.read()
         assert "moved 2 times" in str(error)
 

@@ -72,6 +72,18 @@ async def test_a_request_that_cannot_be_read_is_aborted_at_its_engine(monkeypatc
         assert link.aborted == [attempt]
 
 
+async def test_a_request_whose_failure_cannot_be_told_either_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("nobody listens")
+
+    async with FakeFleet(replicas=1) as fleet:
+        fail_for(monkeypatch, "movable", "bad")
+        monkeypatch.setattr(SingleStage, "fail", fail)
+        await fleet.submit("bad")
+        await fleet.submit("good")
+        assert list(fleet.orchestrator.request_states) == ["good"]
+
+
 async def test_an_abort_that_fails_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def faulty(*_: object) -> None:
         raise KeyError("gone")

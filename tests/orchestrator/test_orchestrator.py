@@ -220,7 +220,7 @@ async def test_a_request_moves_no_more_often_than_the_limit() -> None:
     async with FakeFleet(replicas=4, migration_limit=2) as fleet:
         await fleet.submit("a")
         for _ in range(3):
-            fleet.attempt("a")[0].say_dead()
+            fleet.kill(fleet.orchestrator.request_states["a"].runs[0].replica_id or 0)
         [(request_id, error)] = await fleet.read()
         assert request_id == "a"
         assert "moved 2 times" in str(error)
@@ -230,7 +230,7 @@ async def test_a_request_moves_no_more_often_than_the_limit() -> None:
 async def test_a_request_without_any_replica_left_is_refused_once(fleet: FakeFleet) -> None:
     await fleet.submit("a")
     for _ in range(2):
-        fleet.attempt("a")[0].say_dead()
+        fleet.kill(fleet.orchestrator.request_states["a"].runs[0].replica_id or 0)
     [(request_id, error)] = await fleet.read()
     assert request_id == "a"
     assert isinstance(error, NoReplicaError)

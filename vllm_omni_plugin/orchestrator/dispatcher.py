@@ -162,8 +162,9 @@ class Dispatcher:
         loss = Loss(lost.replica_id, reason)
         if engine_failed and not self._pool.lockstep:
             self._suspects.engine_failed(runs, loss)
-        self._suspects.lost(runs)
-        for run in runs:
+        self._suspects.lost(lost)
+        # Suspects first, so that the others can avoid the replicas where they are tried.
+        for run in sorted(runs, key=lambda run: not run.suspicions):
             try:
                 self._move(run, lost, loss)
             except Exception as error:
@@ -234,8 +235,10 @@ class Dispatcher:
         """The replica of the next attempt, which is charged with it from here on."""
         if run.task is None or run.move is not Move.RESTART:
             run.task = make_task(request, self._api.describe(request))
-        avoid = self._suspects.avoided if run.suspicions else ()
-        member, run.decision = self._pool.decide(run.task, self._api.affinity_key(request), avoid)
+        key = self._api.affinity_key(request)
+        # What is bound to a replica finds what it needs nowhere else.
+        avoid = self._suspects.avoided(run) if key is None or run.suspicions else ()
+        member, run.decision = self._pool.decide(run.task, key, avoid)
         run.dispatch(member.replica_id, f"{run.request_id}-{self._head_tag}-{next(self._attempts):x}")
         self._pool.charge(member, run, run.task, run.decision)
         if run.suspicions:
@@ -263,6 +266,7 @@ class Dispatcher:
             return
         try:
             member.client.add_request(request, run.engine_request_id)
+            run.sent = True
         except MessageTooLargeError as error:
             self.abort((run.request_id,))
             self._fail(run, error)

@@ -25,6 +25,7 @@ class HeldRequests:
         # In order of arrival and so of their deadlines.
         self._line: dict[str, StageRun] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
 
     def __len__(self) -> int:
         return len(self._line)
@@ -48,14 +49,15 @@ class HeldRequests:
         return None if first is None else self._line.pop(first)
 
     def close(self) -> None:
-        """Stop the timer. Idempotent."""
+        """Stop the timer for good. Idempotent."""
+        self._closed = True
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def _set_timer(self) -> None:
         first = next(iter(self._line.values()), None)
-        if self._timer is None and first is not None:
+        if self._timer is None and first is not None and not self._closed:
             rest = max(0.0, first.waits_since + self.wait - self._clock())
             self._timer = asyncio.get_running_loop().call_later(rest, self._expire)
 

@@ -28,6 +28,7 @@ class MoveLine:
         self._counted_at = clock()
         self._going = False
         self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
 
     def add(self, run: StageRun, dispatch: Callable[[StageRun], None]) -> None:
         """Let a request move when its turn comes, which may be at once."""
@@ -41,7 +42,8 @@ class MoveLine:
             self._metrics.moves_waiting -= 1
 
     def close(self) -> None:
-        """Stop the timer. Idempotent."""
+        """Stop the timer for good. Idempotent."""
+        self._closed = True
         if self._timer is not None:
             self._timer.cancel()
 
@@ -60,7 +62,7 @@ class MoveLine:
                 dispatch(run)
         finally:
             self._going = False
-            if self._line and self._timer is None:
+            if self._line and self._timer is None and not self._closed:
                 wait = max(0.0, 1.0 - self._budget) / MOVES_PER_S
                 self._timer = asyncio.get_running_loop().call_later(wait, self._on_timer)
 

@@ -350,7 +350,10 @@ class Orchestrator:
         """What is wrong with one message, or with our handling of it, ends that request and nothing else."""
         if isinstance(message, SubmitRequest):
             logger.error("Request %s cannot be served.", message.request.request_id, exc_info=error)
-            self._requests.fail(message, OmniError(f"The request failed: {error!r}"))
+            try:
+                self._requests.fail(message, OmniError(f"The request failed: {error!r}"))
+            except Exception:
+                logger.exception("Nor could its client be told of that.")
         else:
             logger.error("The requests %s could not be aborted.", ", ".join(message.request_ids), exc_info=error)
 

@@ -29,7 +29,7 @@ __all__ = ["BOUND", "PoolMember", "StagePool"]
 BOUND = "bound"
 """The reason where a request may go to one replica only, and no policy is asked."""
 APART = "apart"
-"""The reason where one that an engine may have died of is kept away from others of that kind; see `Suspects`."""
+"""The reason where a request and others are kept apart, because an engine may have died of one; see `Suspects`."""
 
 
 class StagePool:
@@ -169,14 +169,14 @@ class StagePool:
         return self.decide(task, affinity_key)[0]
 
     def decide(
-        self, task: Task, affinity_key: int | None = None, avoid: Collection[PoolMember] = ()
+        self, task: Task, affinity_key: int | None = None, avoid: Collection[int] = ()
     ) -> tuple[PoolMember, Decision]:
         """The replica that shall run a request, and why.
 
         Args:
             task: what the policy may know of the request.
             affinity_key: requests with the same key go to the same replica while membership stands.
-            avoid: replicas that shall not get it, whatever policy and key say; not all of those that serve.
+            avoid: ids of replicas that shall not get it if others serve, whatever policy and key say.
 
         Raises:
             NoReplicaError: no replica serves.
@@ -184,15 +184,16 @@ class StagePool:
         serving = self._serving
         if not serving:
             raise self.unavailable()
-        if avoid:
-            places = [place for place, member in enumerate(serving) if member not in avoid]
-            decision = Decision(min(places, key=lambda place: serving[place].queue_length), APART)
-        elif affinity_key is not None:
+        if affinity_key is not None:
             decision = Decision(affinity_key % len(serving), BOUND)
         else:
             if self._unseen.heads > 1:
                 self._unseen.estimate(self._clock(), serving.total_queue_length)
             decision = self._policy.decide(task, serving)
+        if serving[decision.position].replica_id in avoid:
+            places = [place for place, member in enumerate(serving) if member.replica_id not in avoid]
+            if places:
+                decision = Decision(min(places, key=lambda place: serving[place].queue_length), APART)
         self._log.note(decision, serving, task.get("request_id", ""))
         return serving[decision.position], decision
 

@@ -119,6 +119,7 @@ class StageRun:
         replica_id: the replica of the current attempt, or None.
         engine_request_id: the id of the current attempt on its engine, new for every attempt.
         attempts: how often the request was dispatched.
+        sent: whether the replica has got the current attempt.
         streaming: state of a streaming-input session, or None for an ordinary request.
         produced: tokens delivered so far, over all attempts.
         move: how the current attempt continues the ones before it.
@@ -140,6 +141,7 @@ class StageRun:
     replica_id: int | None = None
     engine_request_id: str = ""
     attempts: int = 0
+    sent: bool = False
     streaming: StreamingInputState | None = None
     produced: "array[int]" = field(default_factory=lambda: array("q"))
     move: Move = Move.RESTART
@@ -179,6 +181,7 @@ class StageRun:
         self.replica_id = replica_id
         self.engine_request_id = engine_request_id
         self.attempts += 1
+        self.sent = False
 
     def join(self, tokens: Sequence[int], finished: bool) -> int:
         """Output of a moved request came: find where what was delivered ends in it.
