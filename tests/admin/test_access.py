@@ -70,7 +70,16 @@ async def test_no_other_peer_may_nor_one_whose_address_is_unknown(fleet: FakeFle
 
 
 @pytest.mark.parametrize(
-    "header", ["Forwarded", "Via", "X-Forwarded-For", "X-Forwarded-Proto", "X-Forwarded-Host", "X-Real-IP", "Origin"]
+    "header",
+    [
+        "Forwarded",
+        "Via",
+        "X-Forwarded-For",
+        "X-Forwarded-Port",
+        "X-Envoy-External-Address",
+        "CF-Connecting-IP",
+        "Origin",
+    ],
 )
 async def test_what_a_proxy_or_a_web_page_sends_from_loopback_changes_nothing(fleet: FakeFleet, header: str) -> None:
     async with client_at(app_of(fleet), "127.0.0.1") as client:

@@ -12,17 +12,11 @@ from vllm_omni_plugin.admin.keys import ADMIN_KEY_FLAG
 HasKey = Callable[[Headers], bool]
 """Whether headers have a valid key of one kind."""
 
-_OF_SOMEBODY_ELSE = (
-    "forwarded",
-    "via",
-    "x-forwarded-for",
-    "x-forwarded-host",
-    "x-forwarded-proto",
-    "x-real-ip",
-    "origin",
-)
-"""Headers by which a proxy says that it passes a request on, and a browser that a page does: such a request is nobody's
-on this machine. They also keep out an address that uvicorn has taken from a header instead of the connection."""
+_OF_SOMEBODY_ELSE = ("forwarded", "via", "x-real-ip", "x-client-ip", "true-client-ip", "cf-connecting-ip", "origin")
+_OF_PROXIES = ("x-forwarded-", "x-envoy-")
+"""Headers, and beginnings of some, by which a proxy says that it passes a request on, and a browser that a page does: such
+a request is nobody's on this machine. They also keep out an address that uvicorn has taken from a header instead of the
+connection."""
 
 
 class Access:
@@ -60,7 +54,7 @@ class Access:
             raise HTTPException(HTTPStatus.UNAUTHORIZED, f"Unauthorized: this needs {needs}.")
 
     def _is_local(self, request: Request) -> bool:
-        if any(name in request.headers for name in _OF_SOMEBODY_ELSE):
+        if any(name in _OF_SOMEBODY_ELSE or name.startswith(_OF_PROXIES) for name in request.headers):
             return False
         if request.client is None:
             # Of TCP, a peer that was gone before its address could be read: it may have been anybody.

@@ -93,7 +93,7 @@ class FleetEndpoints:
         args = app.state.args
         api_keys = [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
         has_api_key = _has_one_of(api_keys, app) if api_keys else _needs_no_key
-        key_file = getattr(args, "omni_admin_key_file", None)
+        key_file = args.omni_admin_key_file
         has_admin_key = _has_one_of(read_admin_keys(key_file, ADMIN_KEY_FLAG), app) if key_file else None
         app.include_router(build_router(Access(has_api_key, has_admin_key, unix_socket=bool(args.uds))))
         # Innermost, so that vLLM refuses wrong keys where it looks at them, and the wait counts in its HTTP metrics.
