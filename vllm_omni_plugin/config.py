@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from vllm_omni_plugin.errors import ConfigError
 
+ADMIN_KEY_FLAG = "--omni-admin-key-file"
 FLEET_ENGINE = "VLLM_OMNI_FLEET_ENGINE"
 """Environment variable that marks the engines of a fleet and their workers, which have none of the flags. It holds the
 path of the file where an engine says how one of its workers ended."""

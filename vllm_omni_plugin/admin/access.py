@@ -7,16 +7,16 @@ from ipaddress import IPv6Address, ip_address
 from fastapi import HTTPException, Request
 from starlette.datastructures import Headers
 
-from vllm_omni_plugin.admin.keys import ADMIN_KEY_FLAG
+from vllm_omni_plugin.config import ADMIN_KEY_FLAG
 
 HasKey = Callable[[Headers], bool]
 """Whether headers have a valid key of one kind."""
 
 _OF_SOMEBODY_ELSE = ("forwarded", "via", "x-real-ip", "x-client-ip", "true-client-ip", "cf-connecting-ip", "origin")
 _OF_PROXIES = ("x-forwarded-", "x-envoy-")
-"""Headers, and beginnings of some, by which a proxy says that it passes a request on, and a browser that a page does: such
-a request is nobody's on this machine. They also keep out an address that uvicorn has taken from a header instead of the
-connection."""
+"""Headers, and beginnings of some, by which a proxy says that it passes a request on, and a browser that a page does.
+Such a request is nobody's on this machine. They also keep out an address that uvicorn has taken from a header instead
+of the connection."""
 
 
 class Access:

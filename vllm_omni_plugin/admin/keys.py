@@ -5,7 +5,6 @@ from pathlib import Path
 
 from vllm_omni_plugin.errors import ConfigError
 
-ADMIN_KEY_FLAG = "--omni-admin-key-file"
 MIN_KEY_CHARS = 16
 
 

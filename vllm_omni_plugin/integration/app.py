@@ -18,10 +18,11 @@ from vllm_omni_plugin.admin.access import Access, HasKey
 from vllm_omni_plugin.admin.explain import Explainer
 from vllm_omni_plugin.admin.fleet import FleetAdmin
 from vllm_omni_plugin.admin.hold import HoldMiddleware
-from vllm_omni_plugin.admin.keys import ADMIN_KEY_FLAG, read_admin_keys
+from vllm_omni_plugin.admin.keys import read_admin_keys
 from vllm_omni_plugin.admin.receipt import ReceiptMiddleware
 from vllm_omni_plugin.admin.routes import build_router
 from vllm_omni_plugin.admin.waiting_room import WaitingRoom
+from vllm_omni_plugin.config import ADMIN_KEY_FLAG
 from vllm_omni_plugin.integration.adapters import open_adapters
 from vllm_omni_plugin.integration.client import FleetClient
 from vllm_omni_plugin.integration.options import options_of

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from vllm_omni_plugin.admin.keys import ADMIN_KEY_FLAG
-from vllm_omni_plugin.config import OmniConfig
+from vllm_omni_plugin.config import ADMIN_KEY_FLAG, OmniConfig
 
 _MAX_STAGE_ID = 1023
 _MAX_PORT = 65535

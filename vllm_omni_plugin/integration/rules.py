@@ -6,8 +6,8 @@ from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
 
-from vllm_omni_plugin.admin.keys import ADMIN_KEY_FLAG, read_admin_keys
-from vllm_omni_plugin.config import OmniConfig
+from vllm_omni_plugin.admin.keys import read_admin_keys
+from vllm_omni_plugin.config import ADMIN_KEY_FLAG, OmniConfig
 from vllm_omni_plugin.curve import Secrets, own_secret
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.flag_table import FLAGS, Side
