@@ -29,6 +29,8 @@ _OF_ONE_LANE = {"fleet": "plain", "api_servers": "plain"}
 """They are compared with it."""
 
 
+# First: xdist puts the names of groups into those of tests at the same time.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Everything in this folder needs an engine. It comes first, and what shares servers in one lane."""
     for item in items:
