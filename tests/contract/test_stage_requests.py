@@ -102,6 +102,7 @@ def test_a_limit_is_bounded_by_the_room_that_the_prompt_leaves(own: Any) -> None
     assert longest.sampling_params.max_tokens == 1
 
 
+@pytest.mark.usefixtures("own")
 def test_a_longer_context_found_when_engines_start_is_seen(folder: Path) -> None:
     stage_config = config(folder / "own")
     stage_api = api(stage_config)
