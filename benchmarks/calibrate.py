@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import httpx
-from processes import COMMON, MODEL_NAME, Process, free_port, tool, wait_for
+from processes import COMMON, MODEL_NAME, Process, free_port, tool
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 from simulator.calibration import Measurement, ServiceTimes, fit
@@ -119,19 +119,10 @@ def served(model: Path) -> Iterator[str]:
         process = Process("engine", command, Path(folder) / "log")
         try:
             url = f"http://127.0.0.1:{port}"
-            wait_for(lambda: _healthy(url, process), f"{url}/health")
+            process.wait_until_healthy(url)
             yield url
         finally:
             process.stop()
-
-
-def _healthy(url: str, process: Process) -> bool:
-    if process.popen.poll() is not None:
-        raise RuntimeError(f"the engine ended:\n{process.log.read_text()[-2000:]}")
-    try:
-        return httpx.get(f"{url}/health").is_success
-    except httpx.TransportError:
-        return False
 
 
 def calibrate(url: str, rounds: int) -> dict[str, object]:

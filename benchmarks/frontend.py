@@ -128,17 +128,11 @@ def serve_and_measure(setup: Setup, options: argparse.Namespace, log: Path) -> R
     process = Process("server", command, log, VLLM_LOGGING_LEVEL="WARNING")
     try:
         servers = ApiServers(process.popen.pid, f"http://127.0.0.1:{port}", setup.api_servers)
-        wait_for(lambda: _ready(process, servers), setup.name)
+        wait_for(lambda: process.is_running() and servers.all_answer(), setup.name)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(measure(setup, servers, options.streams, options.seconds))
     finally:
         process.stop()
-
-
-def _ready(process: Process, servers: ApiServers) -> bool:
-    if process.popen.poll() is not None:
-        raise RuntimeError(f"the server has ended: {process.log.read_text()[-2000:]}")
-    return servers.all_answer()
 
 
 async def measure(setup: Setup, servers: ApiServers, streams: int, seconds: float) -> Run:

@@ -8,24 +8,15 @@ have two, and share them with the server and the load generator, so compare set-
 """
 
 import argparse
-import json
-import os
-import signal
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-MODEL_NAME = "tiny"
-START_S = 180.0
+from bench_serve import bench_serve
+from processes import MODEL_NAME, Process, free_port, tool
 
 
 @dataclass(frozen=True)
@@ -89,63 +80,25 @@ def main() -> None:
 @contextmanager
 def served(model: Path, setup: Setup) -> Iterator[str]:
     """Serve the model until the block ends; yields the URL once it answers."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [tool("vllm"), "serve", str(model), "--served-model-name", MODEL_NAME, "--enforce-eager"]
     command += ["--max-model-len", "1024", "--host", "127.0.0.1", "--port", str(port), *setup.args]
-    environment = os.environ | {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": setup.cores,
-        "HF_HUB_OFFLINE": "1",
-    }
-    with tempfile.TemporaryFile() as log:
-        server = subprocess.Popen(
-            command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
+    with tempfile.TemporaryDirectory() as folder:
+        server = Process(setup.name, command, Path(folder, "log"), VLLM_CPU_OMP_THREADS_BIND=setup.cores)
         try:
-            wait_until_healthy(f"http://127.0.0.1:{port}/health", server)
-            yield f"http://127.0.0.1:{port}"
+            url = f"http://127.0.0.1:{port}"
+            server.wait_until_healthy(url)
+            yield url
         finally:
-            server.send_signal(signal.SIGTERM)
-            try:
-                server.wait(30)
-            except subprocess.TimeoutExpired:
-                os.killpg(server.pid, signal.SIGKILL)
-
-
-def wait_until_healthy(url: str, server: "subprocess.Popen[bytes]") -> None:
-    """Return when the server answers. Raises RuntimeError if it ends or takes too long."""
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline and server.poll() is None:
-        try:
-            urllib.request.urlopen(url, timeout=5).close()
-            return
-        except (urllib.error.URLError, ConnectionError):
-            time.sleep(0.5)
-    raise RuntimeError(f"{url} does not answer; the server's exit code is {server.poll()}")
+            server.stop()
 
 
 def bench(model: Path, url: str, workload: Workload, seed: int) -> dict[str, float]:
-    """One run of `vllm bench serve`. Raises RuntimeError if a request failed, which the command itself ignores."""
-    with tempfile.TemporaryDirectory() as directory:
-        command = [tool("vllm"), "bench", "serve", "--backend", "vllm", "--base-url", url]
-        command += ["--model", str(model), "--served-model-name", MODEL_NAME, "--dataset-name", "random"]
-        command += [
-            "--random-input-len",
-            str(workload.input_tokens),
-            "--random-output-len",
-            str(workload.output_tokens),
-        ]
-        command += ["--num-prompts", str(workload.requests), "--max-concurrency", str(workload.concurrency)]
-        command += ["--num-warmups", "8", "--ignore-eos", "--seed", str(seed), "--disable-tqdm"]
-        command += ["--percentile-metrics", ",".join(METRICS), "--metric-percentiles", "99"]
-        command += ["--save-result", "--result-dir", directory, "--result-filename", "result.json"]
-        environment = os.environ | {"HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-        if done.returncode != 0:
-            raise RuntimeError(f"vllm bench serve failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-        result: dict[str, float] = json.loads(Path(directory, "result.json").read_text())
+    """One run of the load. Raises RuntimeError if a request failed."""
+    flags = ["--dataset-name", "random", "--num-warmups", "8"]
+    flags += ["--random-input-len", str(workload.input_tokens), "--random-output-len", str(workload.output_tokens)]
+    flags += ["--num-prompts", str(workload.requests), "--max-concurrency", str(workload.concurrency)]
+    result = bench_serve(url, model, seed, METRICS, *flags)
     if result["completed"] != workload.requests:
         raise RuntimeError(f"{workload.requests - result['completed']} of {workload.requests} requests failed")
     return result
@@ -168,11 +121,6 @@ def render(workload: Workload, results: dict[tuple[str, str], list[dict[str, flo
                 cells.append(f"{statistics.median(run[f'{statistic}_{metric}_ms'] for run in runs):.2f}")
         lines.append(f"| {setup.name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
-
-
-def tool(name: str) -> str:
-    """A command of the environment that this script runs in."""
-    return str(Path(sys.executable).with_name(name))
 
 
 if __name__ == "__main__":

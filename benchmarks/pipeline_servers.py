@@ -2,15 +2,13 @@
 
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
-from processes import MODEL_NAME, Process, free_port, tool, wait_for
+from processes import MODEL_NAME, STARTUP, Process, free_port, tool, total
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "pipelines"
 Stages = list[dict[str, Any]]
@@ -61,12 +59,13 @@ class Servers:
     def wait(self) -> None:
         """Return when all answer. Raises RuntimeError if one does not."""
         for url, process in self._started.items():
-            wait_for(partial(_answers, url, process), f"{process.name} at {url}")
+            process.wait_until_healthy(url)
 
     def _start(self, name: str, what: Sequence[str]) -> str:
         port = free_port()
         command = [tool("vllm"), "serve", *what, "--port", str(port), *self._args]
-        process = Process(name, command, self._folder / f"{name}.log", PYTHONPATH=str(EXAMPLES), **_QUIET)
+        modules = f"{STARTUP}:{EXAMPLES}"
+        process = Process(name, command, self._folder / f"{name}.log", PYTHONPATH=modules, **_QUIET)
         self._stack.callback(process.stop)
         url = f"http://127.0.0.1:{port}"
         self._started[url] = process
@@ -75,17 +74,4 @@ class Servers:
 
 def engine_seconds(url: str) -> float:
     """What a plain server's engine has spent on requests, from their first step to their last, by its own clock."""
-    name = "vllm:request_inference_time_seconds_sum"
-    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as response:
-        lines = response.read().decode().splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
-
-
-def _answers(url: str, process: Process) -> bool:
-    if process.popen.poll() is not None:
-        raise RuntimeError(f"{process.name} has ended: {process.log.read_text()[-3000:]}")
-    try:
-        urllib.request.urlopen(f"{url}/health", timeout=10).close()
-    except OSError:
-        return False
-    return True
+    return total(url, "vllm:request_inference_time_seconds_sum")

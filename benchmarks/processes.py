@@ -6,26 +6,38 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
+# All servers are on this machine: a proxy that the environment names must not come between, here or in what we start.
+os.environ["no_proxy"] = os.environ["NO_PROXY"] = "127.0.0.1,localhost"
+
 MODEL_NAME = "tiny"
 START_S = 240.0
 STOP_S = 20.0
 COMMON = ("--served-model-name", MODEL_NAME, "--enforce-eager", "--max-model-len", "4096")
+STARTUP = Path(__file__).with_name("startup")
+"""Folder of what Python processes do first; see there."""
 
 
 class Process:
-    """One command with everything it starts, in a session of its own."""
+    """One command with everything it starts, in a session of its own.
+
+    Args:
+        name: for errors.
+        command: its command line.
+        log: file for what it writes.
+        environment: changes to ours.
+    """
 
     def __init__(self, name: str, command: list[str], log: Path, **environment: str) -> None:
         self.name = name
         self.log = log
         fixed = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        fixed["PYTHONPATH"] = str(STARTUP)
         with log.open("wb") as output:
             self.popen = subprocess.Popen(
                 command,
@@ -35,6 +47,16 @@ class Process:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+
+    def wait_until_healthy(self, url: str) -> None:
+        """Return when the server at this URL answers. Raises RuntimeError if this process ends, or takes too long."""
+        wait_for(lambda: self.is_running() and _is_healthy(url), f"{self.name} at {url}")
+
+    def is_running(self) -> bool:
+        """True. Raises RuntimeError with the end of its log if it has ended."""
+        if self.popen.poll() is not None:
+            raise RuntimeError(f"{self.name} has ended: {self.log.read_text(errors='replace')[-3000:]}")
+        return True
 
     def kill(self) -> None:
         """End it, and only it, without notice."""
@@ -62,6 +84,8 @@ class Cluster:
         secret: file with a secret for the links; None: they are not encrypted.
     """
 
+    _head: Process
+
     def __init__(self, model: Path, logs: Path, secret: Path | None = None) -> None:
         self._model = str(model)
         self._logs = logs
@@ -86,9 +110,10 @@ class Cluster:
     def head(self, *args: str, **environment: str) -> Process:
         """Start the head with these arguments beside those that open the fleet."""
         where = ("--host", "127.0.0.1", "--port", self.url.rpartition(":")[2])
-        return self._start(
+        self._head = self._start(
             "head", tool("vllm"), "serve", self._model, *COMMON, *where, *self._master, *args, **environment
         )
+        return self._head
 
     def node(self, *args: str, **environment: str) -> Process:
         """Start a headless node."""
@@ -102,7 +127,7 @@ class Cluster:
 
     def wait_until_healthy(self) -> None:
         """Return when the head answers. Raises RuntimeError if it does not in time."""
-        wait_for(self._healthy, f"{self.url}/health")
+        self._head.wait_until_healthy(self.url)
 
     def wait_for_replicas(self, count: int) -> None:
         """Return when so many replicas serve. Raises RuntimeError if they do not in time."""
@@ -110,9 +135,7 @@ class Cluster:
 
     def metric(self, name: str, *labels: str) -> float:
         """Sum of the head's samples with this name and these labels."""
-        lines = self._get("/metrics").splitlines()
-        found = [line for line in lines if line.startswith((name + "{", name + " ")) and all(x in line for x in labels)]
-        return sum(float(line.rpartition(" ")[2]) for line in found)
+        return total(self.url, name, *labels)
 
     def _replicas_up(self) -> float:
         try:
@@ -120,18 +143,6 @@ class Cluster:
         except OSError:
             # A head on a busy machine may take longer than the time limit for its metrics.
             return 0.0
-
-    def _healthy(self) -> bool:
-        try:
-            self._get("/health")
-        except (urllib.error.URLError, OSError):
-            return False
-        return True
-
-    def _get(self, path: str) -> str:
-        with urllib.request.urlopen(self.url + path, timeout=10) as response:
-            body: bytes = response.read()
-        return body.decode()
 
     def _start(self, name: str, *command: str, **environment: str) -> Process:
         self._started += 1
@@ -147,6 +158,22 @@ def wait_for(condition: Callable[[], object], what: str) -> None:
         if time.monotonic() > deadline:
             raise RuntimeError(f"not within {START_S:.0f} s: {what}")
         time.sleep(0.1)
+
+
+def total(url: str, name: str, *labels: str) -> float:
+    """Sum of the samples with this name and these labels in a server's metrics."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as response:
+        lines = response.read().decode().splitlines()
+    found = [line for line in lines if line.startswith((name + "{", name + " ")) and all(x in line for x in labels)]
+    return sum(float(line.rpartition(" ")[2]) for line in found)
+
+
+def _is_healthy(url: str) -> bool:
+    try:
+        urllib.request.urlopen(f"{url}/health", timeout=10).close()
+    except OSError:
+        return False
+    return True
 
 
 def free_port() -> int:

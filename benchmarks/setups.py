@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from processes import MODEL_NAME, Process, free_port, tool, wait_for
+from processes import MODEL_NAME, Process, free_port, tool, total
 
 SLEEPING = "vllm_omni_plugin.sim.executor.SleepingExecutor"
 
@@ -44,7 +44,7 @@ class Front:
 
     def total(self, name: str) -> float:
         """Sum over all engines of the samples of this name."""
-        return sum(_total(url, name) for url in self.metrics)
+        return sum(total(url, name) for url in self.metrics)
 
     def empty_caches(self) -> None:
         """Have all engines forget the prefixes that they know."""
@@ -132,7 +132,7 @@ def _servers(engines: Engines, logs: Path) -> Iterator[tuple[str, ...]]:
             servers.append(_start(engines, cores, logs, f"server{i}", ("--enable-scale-out",)))
             stack.callback(servers[-1][0].stop)
         for process, url in servers:
-            _wait(process, url)
+            process.wait_until_healthy(url)
         yield tuple(url for _, url in servers)
 
 
@@ -141,10 +141,11 @@ def _router(router: Path, policy: str, urls: tuple[str, ...], logs: Path) -> Ite
     port, prometheus = free_port(), free_port()
     command = [str(router), "--policy", policy, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--prometheus-port", str(prometheus), "--worker-urls", *urls]
-    process = Process("router", command, logs / f"router-{policy}.log")
+    # It may be of an environment without this package.
+    process = Process("router", command, logs / f"router-{policy}.log", PYTHONPATH="")
     try:
         url = f"http://127.0.0.1:{port}"
-        _wait(process, url)
+        process.wait_until_healthy(url)
         yield Front(url, urls)
     finally:
         process.stop()
@@ -154,7 +155,7 @@ def _router(router: Path, policy: str, urls: tuple[str, ...], logs: Path) -> Ite
 def _server(engines: Engines, cores: Sequence[str], logs: Path, name: str, args: Sequence[str]) -> Iterator[str]:
     process, url = _start(engines, cores, logs, name, args)
     try:
-        _wait(process, url)
+        process.wait_until_healthy(url)
         yield url
     finally:
         process.stop()
@@ -170,30 +171,6 @@ def _start(
     if cores:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(cores)
     return Process(name, command, logs / f"{name}.log", **environment), f"http://127.0.0.1:{port}"
-
-
-def _wait(process: Process, url: str) -> None:
-    def ready() -> bool:
-        if process.popen.poll() is not None:
-            raise RuntimeError(f"{process.name} has ended: {process.log.read_text()[-2000:]}")
-        try:
-            _get(f"{url}/health")
-        except OSError:
-            return False
-        return True
-
-    wait_for(ready, f"{process.name} at {url}")
-
-
-def _total(url: str, name: str) -> float:
-    lines = _get(f"{url}/metrics").splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((name + "{", name + " ")))
-
-
-def _get(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=30) as response:
-        body: bytes = response.read()
-    return body.decode()
 
 
 def _post(url: str) -> None:

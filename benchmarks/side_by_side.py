@@ -6,7 +6,6 @@ import os
 import platform
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from processes import MODEL_NAME, tool
+from bench_serve import bench_serve
 from setups import Engines, Front, Group, Setup, served, sleeping
 
 SERVICE_TIMES = {"step_s": 0.04, "prefill_token_s": 0.0002, "sequence_s": 0.0004}
@@ -163,20 +162,8 @@ def _cached_and_asked(front: Front) -> tuple[float, float]:
 
 
 def _bench(url: str, model: Path, load: Load, seed: int) -> dict[str, float]:
-    """One run of `vllm bench serve`, which counts failed requests but does not fail for them."""
-    with tempfile.TemporaryDirectory() as directory:
-        command = [tool("vllm"), "bench", "serve", "--backend", "vllm", "--base-url", url]
-        command += [f"--{name}={value}" for name, value in load.flags.items()]
-        command += ["--model", str(model), "--served-model-name", MODEL_NAME, "--num-prompts", str(load.requests)]
-        command += ["--ignore-eos", "--seed", str(seed), "--disable-tqdm"]
-        command += ["--percentile-metrics", "ttft,e2el", "--metric-percentiles", "99"]
-        command += ["--save-result", "--result-dir", directory, "--result-filename", "result.json"]
-        environment = os.environ | {"HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-        if done.returncode != 0:
-            raise RuntimeError(f"vllm bench serve failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-        result: dict[str, float] = json.loads(Path(directory, "result.json").read_text())
-    return result
+    flags = [f"--{name}={value}" for name, value in load.flags.items()]
+    return bench_serve(url, model, seed, ("ttft", "e2el"), *flags, f"--num-prompts={load.requests}")
 
 
 def _table(runs: Sequence[Run]) -> str:

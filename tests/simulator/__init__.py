@@ -1,1 +1,1 @@
-"""Tests of the simulator in benchmarks/."""
+"""Tests of what is in benchmarks/: the simulator, and the processes of the others."""
