@@ -45,7 +45,7 @@ def test_file_that_others_may_touch_is_refused(tmp_path: Path, mode: int) -> Non
         pytest.param(f"{OLD}\nshort".encode(), "at least 16 characters", id="second short"),
         pytest.param(f"{OLD}\n{NEW}\n{OTHER}".encode(), "one or two secrets.*not 3", id="three"),
         pytest.param(b"\xff" * 32, "not UTF-8", id="binary"),
-        pytest.param(b"x" * 5000, "larger than 4096 bytes", id="large"),
+        pytest.param(b"x" * 70_000, "larger than 65536 bytes", id="large"),
     ],
 )
 def test_file_with_other_content_is_refused(tmp_path: Path, content: bytes, problem: str) -> None:

@@ -162,7 +162,8 @@ def test_keys_are_the_lines_that_are_not_empty(tmp_path: Path) -> None:
         (b"0123456789abcdef\nshort\n", "key 2 is not 16 or more characters without spaces"),
         (b"0123456789 abcdef\n", "key 1 is not"),
         (b"0123456789\x00abcdef\n", "key 1 is not"),
-        ("0123456789äbcdef\n".encode(), "ASCII characters only"),
+        (b"\xff" * 32, "it is not UTF-8"),
+        ("0123456789äbcdef\n".encode(), "key 1 is not ASCII"),
     ],
 )
 def test_a_file_that_holds_anything_but_keys_is_an_error_that_names_it(
@@ -176,6 +177,10 @@ def test_a_file_that_holds_anything_but_keys_is_an_error_that_names_it(
 
 
 def test_a_file_that_cannot_be_read_or_is_none_is_named(tmp_path: Path) -> None:
-    for path, fault in ((tmp_path / "missing", "No such file"), (tmp_path, "it is not a regular file")):
+    for path, fault in (
+        (tmp_path / "missing", "No such file"),
+        (tmp_path, "Is a directory"),
+        (Path("/dev/null"), "it is not a regular file"),
+    ):
         with pytest.raises(ConfigError, match=fault):
             read_admin_keys(str(path), "--flag")

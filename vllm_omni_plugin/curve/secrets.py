@@ -1,8 +1,6 @@
 """The secret file, and the CURVE keys that follow from it."""
 
 import hashlib
-import os
-import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -11,11 +9,11 @@ import zmq
 from zmq.utils import z85
 
 from vllm_omni_plugin.errors import ConfigError
+from vllm_omni_plugin.key_file import read_key_file
 
 FLAG = "--omni-secret-file"
 MIN_SECRET_CHARS = 16
 MAX_SECRETS = 2
-_MAX_FILE_BYTES = 4096
 # What scrypt's authors recommend for interactive use: a guess costs an eavesdropper about 50 ms and 16 MiB.
 _SCRYPT_COST = {"n": 2**14, "r": 8, "p": 1}
 _SALT = b"vllm-omni-plugin link keys 1"
@@ -54,13 +52,7 @@ class Secrets:
             ConfigError: It cannot be read, is no regular file, belongs to another user, may be read by others, or
                 holds anything but one or two secrets of at least 16 characters.
         """
-        try:
-            lines = _read_private(path).decode().split("\n")
-        except OSError as error:
-            raise ConfigError(f"{FLAG} {path}: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{FLAG} {path}: it is not UTF-8 text") from error
-        secrets = [line.strip() for line in lines if line.strip()]
+        secrets = read_key_file(path, f"{FLAG} {path}", private=True)
         if not secrets:
             raise ConfigError(f"{FLAG} {path}: it is empty")
         try:
@@ -89,20 +81,3 @@ class Secrets:
         master = self._masters[attempt % self.count]
         secret = z85.encode(hashlib.blake2b(f"{end} {role}".encode(), key=master, digest_size=32).digest())
         return KeyPair(zmq.curve_public(secret), secret)
-
-
-def _read_private(path: str | Path) -> bytes:
-    # Not blocking, because the open of a named pipe waits for a writer.
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
-            raise ConfigError(f"{FLAG} {path}: it is not a regular file")
-        if found.st_uid != os.geteuid():
-            raise ConfigError(f"{FLAG} {path}: it belongs to user {found.st_uid}, not to the one running this process")
-        if found.st_mode & 0o077:
-            mode = stat.S_IMODE(found.st_mode)
-            raise ConfigError(f"{FLAG} {path}: others may access it (mode {mode:04o}); run `chmod 600` on it")
-        content = file.read(_MAX_FILE_BYTES + 1)
-    if len(content) > _MAX_FILE_BYTES:
-        raise ConfigError(f"{FLAG} {path}: it is larger than {_MAX_FILE_BYTES} bytes")
-    return content
