@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -157,11 +158,23 @@ async def test_the_engines_own_word_of_its_death_counts_where_nobody_says_more_i
     assert peer.deaths == ["the engine reported its own death"]
 
 
-async def test_a_client_that_is_closed_before_somebody_says_more_tells_of_one_end() -> None:
-    peer = Peer(patience=0.01)
+async def test_a_client_that_is_closed_before_somebody_says_more_tells_of_one_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop = asyncio.get_running_loop()
+    set_timer, timers = loop.call_later, []
+
+    def call_later(delay: float, mark_dead: Callable[[], None]) -> asyncio.TimerHandle:
+        timers.append(set_timer(delay, mark_dead))
+        return timers[-1]
+
+    monkeypatch.setattr(loop, "call_later", call_later)
+    peer = Peer(patience=60.0)
     peer.link.say_dead()
+    [timer] = timers
+    assert not timer.cancelled()
     peer.client.close()
-    await asyncio.sleep(0.05)
+    assert timer.cancelled()
     assert peer.deaths == ["closed"]
 
 
