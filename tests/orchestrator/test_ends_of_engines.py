@@ -1,6 +1,5 @@
 """How an engine ended says whether it can have died of a request."""
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -8,8 +7,7 @@ import pytest
 from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import DEAD_FRAME, FakeRequest
 from tests.fakes.fleet import FakeFleet
-from tests.orchestrator.test_local_replicas import Node
-from vllm_omni_plugin.orchestrator.messages import SubmitRequest
+from tests.orchestrator.local_node import running_node
 
 
 @pytest.mark.parametrize(
@@ -29,25 +27,20 @@ from vllm_omni_plugin.orchestrator.messages import SubmitRequest
 async def test_only_an_engine_that_crashed_by_itself_makes_what_it_had_suspect(
     tmp_path: Path, ended: str, suspects: int, reports: bool
 ) -> None:
-    node = Node(tmp_path)
-    running = asyncio.create_task(node.orchestrator.run())
-    await node.replicas.start()
-    for name in "ab":
-        node.orchestrator.request_async_queue.force_put(SubmitRequest(FakeRequest(name, affinity=0), 0.0))
-    await eventually(lambda: len(node.orchestrator.request_states) == 2)
-    engine = node.engine_of(0)
-    engine.process.last_words = ended
-    if reports:
-        engine.say(DEAD_FRAME)
-    else:
-        engine.process.die()
-    runs = [state.runs[0] for state in node.orchestrator.request_states.values()]
-    await eventually(lambda: all(run.losses for run in runs), "the loss")
-    assert sum(len(run.suspicions) for run in runs) == suspects
-    await node.replicas.close(0.0)
-    node.orchestrator.close_queues()
-    await running
-    node.launcher.close()
+    async with running_node(tmp_path) as node:
+        await node.replicas.start()
+        for name in "ab":
+            node.submit(FakeRequest(name, affinity=0))
+        await eventually(lambda: len(node.orchestrator.request_states) == 2)
+        engine = node.engine_of(0)
+        engine.process.last_words = ended
+        if reports:
+            engine.say(DEAD_FRAME)
+        else:
+            engine.process.die()
+        runs = [state.runs[0] for state in node.orchestrator.request_states.values()]
+        await eventually(lambda: all(run.losses for run in runs), "the loss")
+        assert sum(len(run.suspicions) for run in runs) == suspects
 
 
 async def test_no_request_is_lost_when_a_replica_is_killed_every_five_seconds() -> None:

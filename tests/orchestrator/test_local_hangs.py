@@ -10,13 +10,13 @@ import msgspec
 import pytest
 
 from tests.fakes.conditions import eventually
-from tests.fakes.engine_api import FakeEngineApi, FakeOutput, FakeOutputs, FakeRequest, FakeResult, FakeUtilityOutput
+from tests.fakes.engine_api import FakeEngineApi, FakeOutput, FakeOutputs, FakeRequest, FakeUtilityOutput
 from tests.fakes.engines import FakeEngine, FakeLauncher
-from tests.orchestrator.test_local_replicas import Node
+from tests.orchestrator.local_node import Node, answer, hear, running_node
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.orchestrator.local_replicas import LocalReplicas
-from vllm_omni_plugin.orchestrator.messages import CallReplicas, SubmitRequest
+from vllm_omni_plugin.orchestrator.messages import CallReplicas
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.stage_pool import StagePool
 
@@ -54,35 +54,11 @@ class ToldProbe:
 async def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Node]:
     monkeypatch.setattr("vllm_omni_plugin.replicas.local.Probe", ToldProbe)
     ToldProbe.made = []
-    node = Node(tmp_path)
-    running = asyncio.create_task(node.orchestrator.run())
-    await node.replicas.start()
-    clients = [member.client for member in node.pool.members]
-    ToldProbe.made.sort(key=lambda probe: clients.index(probe.client))
-    yield node
-    await node.replicas.close(0.0)
-    node.orchestrator.close_queues()
-    await running
-    assert all(engine.process.ended for engine in node.launcher.engines)
-    node.launcher.close()
-
-
-def submit(node: Node, request_id: str) -> None:
-    node.orchestrator.request_async_queue.force_put(SubmitRequest(FakeRequest(request_id), 0.0))
-
-
-async def hear(engine: FakeEngine) -> tuple[str, Any]:
-    """What kind of message the engine is sent next, and its content."""
-    kind, body = await asyncio.to_thread(engine.receive)
-    return kind.decode(), msgspec.json.decode(body)
-
-
-async def answer(engine: FakeEngine, method: str, result: object = None) -> list[Any]:
-    """The engine answers the next call, which must be this one; returns its arguments."""
-    _, (call_id, called, args) = await hear(engine)
-    assert called == method
-    engine.say(msgspec.json.encode(FakeOutputs(utility_output=FakeUtilityOutput(call_id, None, FakeResult(result)))))
-    return list(args)
+    async with running_node(tmp_path) as node:
+        await node.replicas.start()
+        clients = [member.client for member in node.pool.members]
+        ToldProbe.made.sort(key=lambda probe: clients.index(probe.client))
+        yield node
 
 
 async def take_back(engine: FakeEngine) -> None:
@@ -94,7 +70,7 @@ async def take_back(engine: FakeEngine) -> None:
 async def test_requests_of_an_engine_that_hangs_move_and_it_is_neither_killed_nor_restarted(node: Node) -> None:
     first, second = node.pool.members
     node.pool.hold_back(second, "admin")
-    submit(node, "a")
+    node.submit(FakeRequest("a"))
     await eventually(lambda: first.queue_length == 1)
     node.pool.release_hold(second, "admin")
     ToldProbe.made[0].hangs()
@@ -116,8 +92,8 @@ async def test_an_engine_that_answers_again_is_reset_told_what_it_missed_and_ser
     assert await answer(engine, "set_weight_version") == ["v2"]
     await node.until_statuses(UP, UP)
     assert len(node.launcher.engines) == 2
-    submit(node, "a")
-    submit(node, "b")
+    node.submit(FakeRequest("a"))
+    node.submit(FakeRequest("b"))
     assert {(await hear(each))[0] for each in node.launcher.engines} == {"add"}
 
 
@@ -136,7 +112,7 @@ async def test_a_call_that_is_open_when_the_engine_hangs_fails_there_and_returns
 async def test_what_an_engine_says_of_requests_that_have_moved_is_dropped(node: Node) -> None:
     second = node.pool.member(1)
     node.pool.hold_back(second, "admin")
-    submit(node, "a")
+    node.submit(FakeRequest("a"))
     engine = node.engine_of(0)
     _, body = await hear(engine)
     node.pool.release_hold(second, "admin")

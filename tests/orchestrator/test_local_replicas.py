@@ -12,71 +12,21 @@ import pytest
 import zmq
 
 from tests.fakes.conditions import eventually
-from tests.fakes.engine_api import FakeEngineApi, FakeOutput, FakeOutputs, FakeRequest, FakeResult, FakeUtilityOutput
-from tests.fakes.engines import READY, UNPROBED, FakeEngine, FakeLauncher, GroupLauncher, Plan
-from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
+from tests.fakes.engine_api import FakeEngineApi, FakeOutput, FakeOutputs, FakeRequest
+from tests.fakes.engines import READY, FakeLauncher, GroupLauncher, Plan
+from tests.orchestrator.local_node import Node, answer, hear, running_node
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import ReplicaError
-from vllm_omni_plugin.orchestrator.local_replicas import LocalReplicas
-from vllm_omni_plugin.orchestrator.messages import CallReplicas, RequestFailed, SubmitRequest
-from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.stage_pool import StagePool
+from vllm_omni_plugin.orchestrator.messages import CallReplicas, RequestFailed
 
 UP, DOWN = ReplicaStatus.UP, ReplicaStatus.DOWN
-
-
-class Node:
-    """Two local replicas whose engines, clock and pauses the test controls.
-
-    Attributes:
-        pauses: the pauses that were asked for before restarts, in seconds.
-        go_on: a permit for each pause to end.
-    """
-
-    def __init__(self, folder: Path, make_launcher: type[FakeLauncher] = FakeLauncher) -> None:
-        self.now = 0.0
-        self.pauses: list[float] = []
-        self.go_on = asyncio.Semaphore(0)
-        self.launcher = make_launcher(folder)
-        self.pool = StagePool(0, LeastQueueLengthBalancer())
-        self.orchestrator = Orchestrator([self.pool], FakeEngineApi(), 3, lambda: self.now)
-        self.replicas = LocalReplicas(
-            self.orchestrator, 0, 2, self.launcher, FakeEngineApi(), lambda: self.now, *UNPROBED, self._pause
-        )
-
-    async def _pause(self, seconds: float) -> None:
-        self.pauses.append(seconds)
-        await self.go_on.acquire()
-
-    @property
-    def statuses(self) -> list[ReplicaStatus]:
-        return [member.status for member in self.pool.members]
-
-    def engine_of(self, replica_id: int) -> FakeEngine:
-        """The latest engine of a replica."""
-        address = self.pool.member(replica_id).input_addr
-        return next(engine for engine in reversed(self.launcher.engines) if engine.input_addr == address)
-
-    async def until_statuses(self, *statuses: ReplicaStatus) -> None:
-        await eventually(lambda: self.statuses == list(statuses), f"{statuses}")
-
-    async def until_back(self, replica_id: int, restarts: int) -> None:
-        """Return when a replica serves after its so-many-th restart."""
-        member = self.pool.member(replica_id)
-        await eventually(lambda: member.restarts == restarts and member.status is UP, f"restart {restarts}")
 
 
 @pytest.fixture
 async def node(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Node]:
     others = engine_threads()
-    node = Node(tmp_path, getattr(request, "param", FakeLauncher))
-    running = asyncio.create_task(node.orchestrator.run())
-    yield node
-    await node.replicas.close(0.0)
-    node.orchestrator.close_queues()
-    await running
-    assert all(engine.process.ended for engine in node.launcher.engines)
-    node.launcher.close()
+    async with running_node(tmp_path, getattr(request, "param", FakeLauncher)) as node:
+        yield node
     await eventually(lambda: engine_threads() <= others, "the end of all threads")
 
 
@@ -93,13 +43,13 @@ async def test_all_replicas_start_at_once_and_serve(node: Node) -> None:
 
 async def test_a_request_goes_to_an_engine_and_its_output_comes_back(node: Node) -> None:
     await node.replicas.start()
-    node.orchestrator.request_async_queue.force_put(SubmitRequest(FakeRequest("a"), 0.0))
+    node.submit(FakeRequest("a"))
     await eventually(lambda: node.orchestrator.request_states)
     state = node.orchestrator.request_states["a"].runs[0]
     assert state.replica_id is not None
     engine = node.engine_of(state.replica_id)
-    kind, body = await asyncio.to_thread(engine.receive)
-    assert (kind, msgspec.json.decode(body)["request_id"]) == (b"add", state.engine_request_id)
+    kind, body = await hear(engine)
+    assert (kind, body["request_id"]) == ("add", state.engine_request_id)
     engine.say(msgspec.json.encode(FakeOutputs(outputs=[FakeOutput(state.engine_request_id, [1], "stop")])))
     [outputs] = await node.orchestrator.output_async_queue.get_batch()
     assert outputs.outputs == [FakeOutput("a", [1], "stop")]
@@ -189,7 +139,7 @@ async def test_a_replica_that_dies_is_lost_at_once_and_comes_back_after_the_paus
 
 async def test_what_an_engine_said_before_it_died_is_delivered(node: Node) -> None:
     await node.replicas.start()
-    node.orchestrator.request_async_queue.force_put(SubmitRequest(FakeRequest("a"), 0.0))
+    node.submit(FakeRequest("a"))
     await eventually(lambda: node.orchestrator.request_states)
     state = node.orchestrator.request_states["a"].runs[0]
     assert state.replica_id is not None
@@ -275,15 +225,6 @@ async def test_a_replica_that_comes_back_is_told_what_the_others_know(node: Node
     await node.until_statuses(UP, UP)
 
 
-async def answer(engine: FakeEngine, method: str, result: object = None) -> None:
-    """The engine takes a utility call and answers it."""
-    await eventually(lambda: engine.connected)
-    _, body = await asyncio.to_thread(engine.receive)
-    call_id, called, _ = msgspec.json.decode(body)
-    assert called == method
-    engine.say(msgspec.json.encode(FakeOutputs(utility_output=FakeUtilityOutput(call_id, None, FakeResult(result)))))
-
-
 async def test_a_distrusted_replica_is_ended_and_started_afresh(node: Node) -> None:
     await node.replicas.start()
     distrusted = node.engine_of(0)
@@ -342,8 +283,7 @@ async def test_many_lives_leave_no_descriptor_open(tmp_path: Path) -> None:
         node.engine_of(0).process.die()
         node.go_on.release()
         await node.until_back(0, restarts=1)
-        await node.replicas.close(0.0)
-        node.launcher.close()
+        await node.close()
     await eventually(lambda: engine_threads() <= others and descriptors() <= before, "the count of before")
 
 
@@ -356,7 +296,7 @@ async def test_a_replica_that_is_removed_ends_and_does_not_come_back(node: Node)
     first, second = node.pool.members
     engine = node.engine_of(0)
     node.pool.hold_back(second, "admin")
-    node.orchestrator.request_async_queue.force_put(SubmitRequest(FakeRequest("a"), 0.0))
+    node.submit(FakeRequest("a"))
     await eventually(lambda: first.queue_length == 1, "the request")
     node.pool.release_hold(second, "admin")
     node.replicas.leave(first)

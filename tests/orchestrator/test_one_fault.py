@@ -14,7 +14,7 @@ from tests.fakes.fleet import FakeFleet
 from tests.fakes.links import FakeLink
 from tests.fakes.pipeline_fleet import FakePipelineFleet
 from tests.fakes.pipelines import CHAIN
-from tests.orchestrator.test_local_replicas import Node
+from tests.orchestrator.local_node import Node
 from vllm_omni_plugin.errors import OmniError
 from vllm_omni_plugin.orchestrator.messages import ManageReplica, PeersLost
 from vllm_omni_plugin.orchestrator.single_stage import SingleStage
@@ -153,5 +153,4 @@ async def test_a_replica_whose_engine_cannot_be_ended_in_order_is_started_again(
         node.go_on.release()
         await node.until_back(0, restarts=1)
     finally:
-        await node.replicas.close(0.0)
-        node.launcher.close()
+        await node.close()

@@ -1,0 +1,98 @@
+"""A head with two local replicas whose engines, clock and pauses a test controls, and what their engines say."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tests.fakes.conditions import eventually
+from tests.fakes.engine_api import FakeEngineApi, FakeOutputs, FakeRequest, FakeResult, FakeUtilityOutput
+from tests.fakes.engines import UNPROBED, FakeEngine, FakeLauncher
+from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
+from vllm_omni_plugin.coordinator import ReplicaStatus
+from vllm_omni_plugin.orchestrator.local_replicas import LocalReplicas
+from vllm_omni_plugin.orchestrator.messages import SubmitRequest
+from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator.stage_pool import StagePool
+
+UP = ReplicaStatus.UP
+
+
+class Node:
+    """Two local replicas whose engines, clock and pauses the test controls.
+
+    Attributes:
+        pauses: the pauses that were asked for before restarts, in seconds.
+        go_on: a permit for each pause to end.
+    """
+
+    def __init__(self, folder: Path, make_launcher: type[FakeLauncher] = FakeLauncher) -> None:
+        self.now = 0.0
+        self.pauses: list[float] = []
+        self.go_on = asyncio.Semaphore(0)
+        self.launcher = make_launcher(folder)
+        self.pool = StagePool(0, LeastQueueLengthBalancer())
+        self.orchestrator = Orchestrator([self.pool], FakeEngineApi(), 3, lambda: self.now)
+        self.replicas = LocalReplicas(
+            self.orchestrator, 0, 2, self.launcher, FakeEngineApi(), lambda: self.now, *UNPROBED, self._pause
+        )
+
+    async def _pause(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        await self.go_on.acquire()
+
+    @property
+    def statuses(self) -> list[ReplicaStatus]:
+        return [member.status for member in self.pool.members]
+
+    def engine_of(self, replica_id: int) -> FakeEngine:
+        """The latest engine of a replica."""
+        address = self.pool.member(replica_id).input_addr
+        return next(engine for engine in reversed(self.launcher.engines) if engine.input_addr == address)
+
+    def submit(self, request: FakeRequest) -> None:
+        """Hand a request to the orchestrator."""
+        self.orchestrator.request_async_queue.force_put(SubmitRequest(request, 0.0))
+
+    async def until_statuses(self, *statuses: ReplicaStatus) -> None:
+        await eventually(lambda: self.statuses == list(statuses), f"{statuses}")
+
+    async def until_back(self, replica_id: int, restarts: int) -> None:
+        """Return when a replica serves after its so-many-th restart."""
+        member = self.pool.member(replica_id)
+        await eventually(lambda: member.restarts == restarts and member.status is UP, f"restart {restarts}")
+
+    async def close(self) -> None:
+        """End the engines, and what the launcher holds of them."""
+        await self.replicas.close(0.0)
+        assert all(engine.process.ended for engine in self.launcher.engines)
+        self.launcher.close()
+
+
+@asynccontextmanager
+async def running_node(folder: Path, make_launcher: type[FakeLauncher] = FakeLauncher) -> AsyncIterator[Node]:
+    """A node whose orchestrator runs until the block ends; the test starts the replicas."""
+    node = Node(folder, make_launcher)
+    running = asyncio.create_task(node.orchestrator.run())
+    yield node
+    await node.close()
+    node.orchestrator.close_queues()
+    await running
+
+
+async def hear(engine: FakeEngine) -> tuple[str, Any]:
+    """What kind of message the engine is sent next, and its content."""
+    await eventually(lambda: engine.connected)
+    kind, body = await asyncio.to_thread(engine.receive)
+    return kind.decode(), msgspec.json.decode(body)
+
+
+async def answer(engine: FakeEngine, method: str, result: object = None) -> list[Any]:
+    """The engine answers the next call, which must be this one; returns its arguments."""
+    _, (call_id, called, args) = await hear(engine)
+    assert called == method
+    engine.say(msgspec.json.encode(FakeOutputs(utility_output=FakeUtilityOutput(call_id, None, FakeResult(result)))))
+    return list(args)
