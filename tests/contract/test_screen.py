@@ -1,14 +1,20 @@
 """What may reach an engine of another process, in vLLM's own encoding."""
 
 import random
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.serial_utils import MsgpackEncoder
 
+from tests.fakes.adapter_files import write_adapter
 from tests.fakes.hostile_frames import hostile_message
 from vllm_omni_plugin.errors import NOT_ALLOWED
+from vllm_omni_plugin.vllm_api.adapter import Adapter, adapter_of
+from vllm_omni_plugin.vllm_api.digests import adapter_digest
 from vllm_omni_plugin.vllm_api.engine_api import EngineApi
 from vllm_omni_plugin.vllm_api.screen import CALLS, WORKER_CALLS, screen
 
@@ -22,7 +28,8 @@ def refusal_of(method: str, *args: Any) -> str | None:
         return None
     answer = API.decode_outputs(refusal.answer).utility_output
     assert answer.call_id == 7
-    assert answer.failure_message == NOT_ALLOWED + refusal.reason
+    assert answer.failure_message.removeprefix(NOT_ALLOWED) == refusal.reason
+    assert answer.failure_message.startswith(NOT_ALLOWED) is (method != "add_lora")
     return refusal.reason
 
 
@@ -75,6 +82,53 @@ def test_what_is_no_name_of_a_method_is_refused_with_an_answer(
     assert "something that is no name" in reason
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where the head and this node look for an adapter, each on its own disk; the test changes what lies there."""
+    return write_adapter(tmp_path / "story")
+
+
+@pytest.fixture
+def loaded(folder: Path) -> Adapter:
+    """The adapter as the head loads it, from the files that are there when the test begins."""
+    return adapter_of(LoRARequest("story", 7, str(folder)))
+
+
+def test_an_adapter_with_the_files_of_the_head_is_loaded(folder: Path, loaded: Adapter) -> None:
+    shutil.rmtree(folder)
+    write_adapter(folder)
+    (folder / "README.md").write_text("of no concern")
+    assert refusal_of("add_lora", loaded) is None
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"weights": b"other"}, {"config": {"r": 16}}, {"weights_name": "adapter_model.bin"}],
+    ids=["weights", "configuration", "kind of file"],
+)
+def test_an_adapter_with_other_files_is_a_call_that_fails(folder: Path, loaded: Adapter, other: dict[str, Any]) -> None:
+    shutil.rmtree(folder)
+    write_adapter(folder, **other)
+    reason = refusal_of("add_lora", loaded)
+    assert reason is not None
+    here = adapter_digest(str(folder))
+    assert here != loaded.digest
+    assert all(named in reason for named in ("'story'", str(folder), here, loaded.digest))
+
+
+def test_an_adapter_whose_files_only_the_head_has_is_a_call_that_fails(folder: Path, loaded: Adapter) -> None:
+    shutil.rmtree(folder)
+    reason = refusal_of("add_lora", loaded)
+    assert reason is not None
+    assert "(no files)" in reason
+
+
+def test_an_adapter_of_which_the_head_has_no_files_is_loaded(folder: Path) -> None:
+    write_adapter(folder.parent / "elsewhere")
+    assert refusal_of("add_lora", Adapter("story", 7, str(folder))) is None
+    assert refusal_of("add_lora", adapter_of(LoRARequest("story", 7, "org/story"))) is None
+
+
 @pytest.mark.parametrize("kind", [b"\x02", b"\x04", b"\x05", b"", b"\x00\x00"])
 def test_only_requests_aborts_and_calls_pass(kind: bytes) -> None:
     refusal = screen((kind, b"\x90"))
@@ -84,7 +138,8 @@ def test_only_requests_aborts_and_calls_pass(kind: bytes) -> None:
 
 def test_whatever_comes_nothing_is_raised() -> None:
     rng = random.Random(5)
-    samples = [bytes(frame) for frame in API.encode_utility(1, "collective_rpc", ("m", None, (), {}))]
+    calls = (("collective_rpc", ("m", None, (), {})), ("add_lora", (Adapter("a", 1, "/a", digest="d"),)))
+    samples = [bytes(frame) for method, args in calls for frame in API.encode_utility(1, method, args)]
     for _ in range(5000):
         screen([rng.choice((b"\x00", b"\x01", b"\x03", b"\x07")), *hostile_message(rng, samples)])
         screen(hostile_message(rng, samples))

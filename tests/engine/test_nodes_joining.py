@@ -5,6 +5,7 @@ seconds.
 """
 
 import secrets
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +16,7 @@ from vllm_omni_plugin.coordinator import OmniCoordClientForStage
 from vllm_omni_plugin.curve import Secrets
 
 from .load import Load
+from .lora import make_lora
 from .nodes import Node, NodeFleet
 from .server import START_S, free_port, until
 
@@ -83,6 +85,24 @@ def test_another_configuration_is_refused_with_both_values_at_both_ends(
 def test_another_model_is_refused(served: NodeFleet, start_sim: StartSim, other_model: Path) -> None:
     node = start_sim(model=other_model)
     until(lambda: node.says("model: head has"), "the node says why", START_S)
+
+
+def test_a_node_with_other_files_of_an_adapter_joins_when_nobody_can_ask_for_it_any_more(
+    served: NodeFleet, start_sim: StartSim, tmp_path: Path
+) -> None:
+    adapter = make_lora(tmp_path / "lora", seed=1)
+    loaded, unloaded = {"lora_name": "changing", "lora_path": str(adapter)}, {"lora_name": "changing"}
+    with served.head.http(60.0) as http:
+        http.post("/v1/load_lora_adapter", json=loaded).raise_for_status()
+        # As if the late node had a disk of its own.
+        shutil.rmtree(adapter)
+        make_lora(adapter, seed=2)
+        start_sim()
+        told = f"LoRA adapter 'changing': the files at {adapter} have the digest "
+        until(lambda: told in served.head.log.read_text(), "the head says why", START_S)
+        assert served.head.replicas_up() == 2
+        http.post("/v1/unload_lora_adapter", json=unloaded).raise_for_status()
+    served.wait_for_replicas(3)
 
 
 @pytest.mark.long

@@ -3,10 +3,13 @@
 import asyncio
 from collections.abc import AsyncIterator
 from concurrent.futures import CancelledError, Future
+from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from tests.fakes.adapter_files import write_adapter
 from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeEngineApi
 from tests.fakes.fleet import FakeFleet
@@ -18,6 +21,7 @@ from vllm_omni_plugin.orchestrator.messages import CallReplicas
 from vllm_omni_plugin.orchestrator.pool_member import PoolMember
 from vllm_omni_plugin.replicas.stage_client import StageClient
 from vllm_omni_plugin.vllm_api.adapter import Adapter
+from vllm_omni_plugin.vllm_api.digests import adapter_digest
 
 
 @pytest.fixture
@@ -138,6 +142,34 @@ async def test_an_adapter_that_is_forgotten_stays_in_engines_and_is_not_told_to_
     await call(fleet, "pin_lora", 7)
     assert await call(fleet, FORGET_LORA, 7) == []
     assert [method for _, method, _ in fleet.links[0].calls] == ["add_lora", "pin_lora"]
+    assert await join(fleet, willing()) == []
+
+
+@pytest.fixture
+def story(tmp_path: Path) -> Adapter:
+    """An adapter with files on this node."""
+    folder = write_adapter(tmp_path / "story")
+    return Adapter("story", 7, str(folder), digest=adapter_digest(str(folder)))
+
+
+async def test_a_replica_of_this_node_is_not_told_to_load_other_files_than_the_head_that_calls(
+    fleet: FakeFleet, story: Adapter
+) -> None:
+    fleet.pool.members[0].remote = True
+    fleet.pool.members[2].remote = True
+    assert await call(fleet, "add_lora", replace(story, digest="0a1b")) == ["add_lora"] * 2
+    assert statuses(fleet) == [ReplicaStatus.UP, ReplicaStatus.ERROR, ReplicaStatus.UP]
+
+
+async def test_a_replica_of_this_node_that_starts_after_the_files_of_an_adapter_changed_may_not_join(
+    fleet: FakeFleet, story: Adapter
+) -> None:
+    await call(fleet, "add_lora", story)
+    assert [method for method, _ in await join(fleet, willing())] == ["add_lora"]
+    write_adapter(Path(story.lora_path), weights=b"other")
+    with pytest.raises(ReplicaError, match=f"'story': the files at {story.lora_path} have the digest .*{story.digest}"):
+        await join(fleet, willing())
+    await call(fleet, FORGET_LORA, 7)
     assert await join(fleet, willing()) == []
 
 

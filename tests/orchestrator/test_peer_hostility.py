@@ -41,7 +41,7 @@ HOSTILE: dict[str, tuple[str, Any]] = {
     "an adapter of id 0": ("engine-call", VALID | {"method": "add_lora", "arguments": [["a", 0, "p"]]}),
     "an adapter with more fields": (
         "engine-call",
-        VALID | {"method": "add_lora", "arguments": [["a", 1, "p", None, False, False, 1]]},
+        VALID | {"method": "add_lora", "arguments": [["a", 1, "p", None, False, False, "", 1]]},
     ),
     "an end without its call": ("engine-call-over", {"after": [1, "a"], "taken": [True]}),
     "a replica without an address": ("manage", {"after": [0, ""], "action": "drain", "replica": [0, "", "x"]}),

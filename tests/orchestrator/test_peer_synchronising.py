@@ -252,7 +252,7 @@ async def test_a_call_whose_head_dies_is_made_again(stack: AsyncExitStack, bus: 
     heads[0].leave()
     for head in (heads[1], third):
         await eventually(lambda head=head: head.adapters == {"story": STORY})  # type: ignore[misc]
-        assert head.calls(0) == [("add_lora", [["story", 7, "/loras/story", None, False, False]])]
+        assert head.calls(0) == [("add_lora", [["story", 7, "/loras/story", None, False, False, ""]])]
         assert head.replay == [("add_lora", (STORY,))]
 
 

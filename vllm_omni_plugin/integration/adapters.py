@@ -1,10 +1,12 @@
 """Adapters loaded by name through one server of a fleet: known to all of them, forgotten by all."""
 
+import asyncio
 from functools import wraps
 from typing import Any
 
 from vllm_omni_plugin.integration.client import FleetClient
 from vllm_omni_plugin.integration.peer_front import AdapterIds
+from vllm_omni_plugin.vllm_api.digests import adapter_digest
 
 _OPEN = "_vllm_omni_plugin_adapters"
 
@@ -27,7 +29,8 @@ def open_adapters() -> None:
         fleet.peer_front.bind(self)
         for module in fleet.peer_front.missing(self.static_lora_modules or ()):
             self.static_lora_modules = [module]
-            self.lora_id_counter = AdapterIds([(module.name, module.path)])
+            digest = await asyncio.to_thread(adapter_digest, module.path)
+            self.lora_id_counter = AdapterIds([(module.name, module.path, digest)])
             await own_init(self)
 
     @wraps(own_unload)

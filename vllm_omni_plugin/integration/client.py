@@ -298,7 +298,8 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         return await self._consensus("get_weight_version", self._stages.of_the_model)
 
     async def add_lora_async(self, lora_request: Any) -> bool:
-        return all(await self._call_prompt("add_lora", adapter_of(lora_request)))
+        adapter = await asyncio.to_thread(adapter_of, lora_request)
+        return all(await self._call_prompt("add_lora", adapter))
 
     async def remove_lora_async(self, lora_id: int) -> bool:
         return any(await self._call_prompt("remove_lora", lora_id))

@@ -6,7 +6,7 @@ from hashlib import blake2b
 from random import Random, SystemRandom
 from typing import Any
 
-from msgspec.structs import asdict
+import msgspec
 from vllm.lora.request import LoRARequest
 
 from vllm_omni_plugin.orchestrator.told_elsewhere import ToldElsewhere
@@ -50,7 +50,7 @@ class PeerFront:
         for name in gone:
             del self._requests[name]
         for adapter in news.loaded:
-            self._requests[adapter.lora_name] = LoRARequest(**asdict(adapter))
+            self._requests[adapter.lora_name] = msgspec.convert(msgspec.to_builtins(adapter), LoRARequest)
         if news.sleep_level is not None and self.loggers is not None:
             self.loggers.record_sleep_state(int(news.sleep_level > 0), news.sleep_level)
         if news.heeded.set_running_or_notify_cancel():
@@ -63,12 +63,13 @@ class AdapterIds:
     vLLM counts from 1 in each server, and an engine takes adapters of one id for the same.
 
     Args:
-        modules: name and path of the adapters that are loaded first, which have the same ids in all servers.
+        modules: name, path and digest of the adapters that are loaded first, which have the same ids in all servers.
+            With the digest, an engine that has outlived a head does not take what it loaded then for other files.
         random: ids of those that follow.
     """
 
-    def __init__(self, modules: Iterable[tuple[str, str]] = (), random: Random | None = None) -> None:
-        self._first = deque(_id_of(name, path) for name, path in modules)
+    def __init__(self, modules: Iterable[tuple[str, str, str]] = (), random: Random | None = None) -> None:
+        self._first = deque(_id_of(*module) for module in modules)
         self._random = random or SystemRandom()
 
     def inc(self, num: int = 1) -> int:
@@ -76,6 +77,6 @@ class AdapterIds:
         return self._first.popleft() if self._first else self._random.randrange(1, 1 << _ID_BITS)
 
 
-def _id_of(name: str, path: str) -> int:
-    digest = blake2b(f"{name}\0{path}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest) % ((1 << _ID_BITS) - 1) + 1
+def _id_of(name: str, path: str, digest: str) -> int:
+    hashed = blake2b(f"{name}\0{path}\0{digest}".encode(), digest_size=8).digest()
+    return int.from_bytes(hashed) % ((1 << _ID_BITS) - 1) + 1

@@ -113,7 +113,7 @@ class FanOut:
         stage, told = self.stages[member.stage_id], False
         if self.peers is not None and member.remote:
             told = await self.peers.have_told(member, ask=stage.shared.unreplayable is not None)
-        await stage.bring_up_to_date(client, told)
+        await stage.bring_up_to_date(client, told, remote=member.remote)
 
     async def _serve_call(self, message: CallReplicas) -> None:
         try:

@@ -14,6 +14,7 @@ from vllm_omni_plugin.orchestrator.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.shared_state import SharedState
 from vllm_omni_plugin.orchestrator.stage_pool import StagePool
 from vllm_omni_plugin.replicas.stage_client import StageClient
+from vllm_omni_plugin.vllm_api.adapter import why_other_files
 from vllm_omni_plugin.vllm_api.rest_state import Call
 
 logger = init_logger(__name__)
@@ -88,12 +89,13 @@ class StageCalls:
         """What the replicas were told."""
         return self._shared
 
-    async def bring_up_to_date(self, client: StageClient, told: bool = False) -> None:
+    async def bring_up_to_date(self, client: StageClient, told: bool, remote: bool) -> None:
         """See `FanOut.bring_up_to_date`.
 
         Args:
             client: the replica's.
             told: another head has told it everything so far.
+            remote: see `PoolMember`.
         """
         refusals = self._shared.refusals
         backlog = self._joiners[client] = deque([] if told else self._shared.replay())
@@ -102,7 +104,7 @@ class StageCalls:
                 self._require_replayable()
             while backlog:
                 method, args = backlog.popleft()
-                await client.call(method, *args)
+                await _tell(client, remote, method, args)
                 self._require_replayable()
         finally:
             del self._joiners[client]
@@ -176,7 +178,7 @@ class StageCalls:
     async def _call_one(self, member: PoolMember, call: StageCall) -> Any:
         try:
             assert member.client is not None
-            result = await member.client.call(call.method, *call.args)
+            result = await _tell(member.client, member.remote, call.method, call.args)
         except ReplicaError as error:
             return error
         if _clears_prefix_cache(call.method, call.args, result):
@@ -195,6 +197,13 @@ class StageCalls:
     def _require_replayable(self) -> None:
         if self._shared.unreplayable is not None:
             raise ReplicaError(f"it cannot be brought up to date: {self._shared.unreplayable}")
+
+
+async def _tell(client: StageClient, remote: bool, method: str, args: tuple[Any, ...]) -> Any:
+    """Call an engine; one on this node with this node's files of an adapter, as the server of a remote one does."""
+    if method == "add_lora" and not remote and (why := await asyncio.to_thread(why_other_files, args[0])):
+        raise ReplicaError(why)
+    return await client.call(method, *args)
 
 
 def _is_failure(answer: Any) -> bool:

@@ -12,7 +12,7 @@ from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.replicas.cache_journal import MAX_PART, Cursor
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Of the messages below and of the data path. Ends that differ do not work together."""
 
 MAX_CONTROL_BYTES = 256 * 1024

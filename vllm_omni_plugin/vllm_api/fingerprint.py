@@ -1,9 +1,8 @@
 """What of a configuration must be the same on a head and a replica for their answers to be the same."""
 
-import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -13,6 +12,7 @@ import vllm
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
+from vllm_omni_plugin.vllm_api.digests import adapter_digest, digest, samples
 from vllm_omni_plugin.vllm_api.moving import PROCESSOR_PLUGINS
 
 _HUB_CACHE_PREFIX = "models--"
@@ -20,12 +20,10 @@ _HUB_SNAPSHOTS = "snapshots"
 _CONFIGS = ("config.json", "params.json")
 _WEIGHTS = (("*.safetensors", "*.safetensors.index.json"), ("*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors"))
 """Of several kinds vLLM loads the first, and what lies beside it, such as the state of a training, is none of it."""
-_ADAPTER = (("adapter_config.json", "adapter_model.*"),)
 _VOCABULARY = ("tokenizer.json", "*.model", "vocab*", "merges.txt", "tekken.json", "*.tiktoken")
 _SAME_FILES = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
 """Load formats that read a checkpoint's usual files, each in its own way."""
 _PLATFORM = re.compile(r"cpu|cu\d+|rocm\d*|xpu|tpu|empty|precompiled")
-_DIGEST_BYTES = 8
 _SAMPLES, _LEAST_SAMPLES, _SAMPLE_BYTES = 256, 3, 4096
 """Of all files together, of each file, and of what size: on a file system of the network each costs a millisecond."""
 _LONGEST_TEXT = 200
@@ -89,7 +87,7 @@ def _name(thing: Any) -> str:
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= _LONGEST_TEXT else f"digest {_digest([text.encode()])}"
+    return text if len(text) <= _LONGEST_TEXT else f"digest {digest([text.encode()])}"
 
 
 def _lora(config: Any) -> str:
@@ -117,7 +115,7 @@ def _commit(model: Any) -> str:
     return ""
 
 
-def _identity(name: str, digest: Callable[[Path], str]) -> str:
+def _identity(name: str, digest_of: Callable[[Path], str]) -> str:
     path = Path(name)
     if not path.exists():
         return name
@@ -125,55 +123,28 @@ def _identity(name: str, digest: Callable[[Path], str]) -> str:
     hub_name = next((part for part in path.parts if part.startswith(_HUB_CACHE_PREFIX)), None)
     if hub_name is not None:
         return hub_name.removeprefix(_HUB_CACHE_PREFIX).replace("--", "/")
-    return f"local files {digest(path)}"
+    return f"local files {digest_of(path)}"
 
 
 def _model_digest(path: Path) -> str:
     """Of the configuration's content, and of names, sizes and samples of the weights; to read all takes minutes."""
     config = path / "config.json"
     content = config.read_bytes() if config.is_file() else b""
-    return _digest([content, *_sampled(path, _WEIGHTS)])
+    weights = next(filter(None, (_files(path, patterns) for patterns in _WEIGHTS)), [])
+    of_each = max(_LEAST_SAMPLES, _SAMPLES // max(1, len(weights)))
+    return digest([content, *samples(weights, of_each, _SAMPLE_BYTES)])
 
 
 def _adapter_digest(path: Path) -> str:
-    return _digest(_sampled(path, _ADAPTER))
-
-
-def _sampled(path: Path, kinds: Iterable[Iterable[str]]) -> Iterator[bytes]:
-    """Names and samples of the files of the first kind that there is."""
-    files = next(filter(None, (_files(path, patterns) for patterns in kinds)), [])
-    samples = max(_LEAST_SAMPLES, _SAMPLES // max(1, len(files)))
-    return (part for file in files for part in (file.name.encode(), *_samples(file, samples)))
-
-
-def _samples(file: Path, samples: int) -> Iterator[bytes]:
-    """The size of a file and what is in many places of it, its beginning and its end among them, where headers are.
-
-    Two fine-tunes of one model have equal names, sizes and headers, and one may differ from the other in few tensors.
-    """
-    size = file.stat().st_size
-    yield str(size).encode()
-    last = max(0, size - _SAMPLE_BYTES)
-    with file.open("rb", buffering=0) as stream:
-        for place in sorted({last * sample // (samples - 1) for sample in range(samples)}):
-            stream.seek(place)
-            yield stream.read(_SAMPLE_BYTES)
+    return adapter_digest(str(path))
 
 
 def _tokenizer_digest(path: Path) -> str:
     """Of the vocabulary only: what else lies beside it, such as chat templates, matters to the head alone."""
-    return _digest(file.read_bytes() for file in _files(path, _VOCABULARY))
+    return digest(file.read_bytes() for file in _files(path, _VOCABULARY))
 
 
 def _files(path: Path, patterns: Iterable[str]) -> list[Path]:
     if path.is_file():
         return [path]
     return sorted({file for pattern in patterns for file in path.glob(pattern) if file.is_file()})
-
-
-def _digest(parts: Iterable[bytes]) -> str:
-    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-    for part in parts:
-        # With its length, so that no two sequences of parts look alike.
-        digest.update(len(part).to_bytes(8, "little") + part)
-    return digest.hexdigest()

@@ -1,7 +1,8 @@
 """What a head may send to an engine of another process: requests, aborts, and the calls that heads of ours make.
 
 vLLM's engine core runs whichever of its methods a call names, such as one that writes the weights to any path. A lease
-is not meant for that. Python stages speak the same protocol.
+is not meant for that. Nor may an adapter be loaded whose files here are not those of the head. Python stages speak the
+same protocol.
 """
 
 import os
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from vllm_omni_plugin.errors import NOT_ALLOWED
+from vllm_omni_plugin.vllm_api.adapter import Adapter, why_other_files
 from vllm_omni_plugin.vllm_api.stage_codec import Call, StageSide
 from vllm_omni_plugin.vllm_api.stage_protocol import ABORT, ADD, UTILITY
 
@@ -81,7 +83,10 @@ Screen = Callable[[Frames], Refusal | None]
 
 
 def screen(frames: Frames) -> Refusal | None:
-    """Why a message may not reach the engine, None if it may. Raises nothing, whatever the frames are."""
+    """Why a message may not reach the engine, None if it may. Raises nothing, whatever the frames are.
+
+    Reads the files of an adapter that is to be loaded, and nothing else.
+    """
     try:
         kind = bytes(frames[0])
         if kind in (ADD, ABORT) and len(frames) > 1:
@@ -92,9 +97,25 @@ def screen(frames: Frames) -> Refusal | None:
     except (msgspec.MsgspecError, LookupError, RecursionError, UnicodeError, TypeError, ValueError) as error:
         return Refusal(f"it is no valid message: {error}", ())
     reason = _why_not(method, args)
-    if reason is None:
-        return None
-    return Refusal(reason, StageSide().encode_failure(call_id, NOT_ALLOWED + reason, time.monotonic()))
+    if reason is not None:
+        return _refusal(call_id, reason, NOT_ALLOWED + reason)
+    if method == "add_lora" and (reason := _other_files(args)):
+        # A failure, not a call that is not allowed: this replica would have another state than the others.
+        return _refusal(call_id, reason, reason)
+    return None
+
+
+def _refusal(call_id: int, reason: str, told: str) -> Refusal:
+    return Refusal(reason, StageSide().encode_failure(call_id, told, time.monotonic()))
+
+
+def _other_files(args: list[Any]) -> str:
+    try:
+        (adapter,) = msgspec.convert(args, tuple[Adapter])
+    except msgspec.ValidationError:
+        # The engine says what is wrong with it.
+        return ""
+    return why_other_files(adapter)
 
 
 def _why_not(method: str, args: list[Any]) -> str | None:

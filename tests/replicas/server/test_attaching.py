@@ -46,7 +46,7 @@ async def test_two_heads_have_slots_of_their_own(start_node: StartNode) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "lasting", "reason"),
     [
-        ("protocol", 99, True, "protocol: head has 99, replica 3"),
+        ("protocol", 99, True, "protocol: head has 99, replica 4"),
         ("incarnation", 3, False, "incarnation: head means 3"),
         ("fingerprint", {"model": "tiny", "dtype": "bf16"}, True, "dtype: head has bf16, replica float32"),
         ("fingerprint", {}, True, "model: head has nothing, replica tiny"),
