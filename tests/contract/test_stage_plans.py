@@ -62,6 +62,7 @@ def test_without_a_pipeline_there_is_one_plan_from_the_flags(tmp_path: Path) -> 
     (plan,) = plans_of(line)
     assert (plan.stage, plan.replicas, plan.policy, plan.policy_config) == (None, 2, "session", None)
     assert plan.fingerprint == fingerprint(plan.vllm_config, 0)
+    assert plan.api.vocabulary == plan.vllm_config.model_config.get_vocab_size() > 0
 
 
 def test_every_rank_of_a_replica_is_planned_for(tmp_path: Path) -> None:

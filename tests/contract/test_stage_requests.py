@@ -53,6 +53,7 @@ def test_it_is_what_the_orchestrator_asks_for(own: Any) -> None:
     stage_api: KvStageApi = api(own)
     request = source()
     assert stage_api.answer(request, stage_api.reader(request).whole) is request
+    assert stage_api.vocabulary == own.model_config.get_vocab_size() > 0
 
 
 def test_tokens_are_a_prompt_with_the_parameters_of_the_file(own: Any) -> None:

@@ -13,6 +13,8 @@ from vllm_omni_plugin.vllm_api.move import Move
 DEAD_FRAME = b"DEAD"
 UNREADABLE = b"\xc1"
 """A ready response that says nothing."""
+VOCABULARY = 10_000
+"""Token ids of the model are below this."""
 
 
 class FakeRequest(msgspec.Struct, frozen=True):
@@ -89,9 +91,11 @@ class FakeEngineApi:
 
     Attributes:
         pooling_task: see `RequestApi`.
+        vocabulary: see `RequestApi`.
     """
 
     pooling_task: str | None = None
+    vocabulary: int | None = VOCABULARY
 
     def encode_add(self, request: Any, engine_request_id: str, client_index: int = 0) -> Frames:
         return (b"add", msgspec.json.encode(msgspec.structs.replace(request, request_id=engine_request_id)))

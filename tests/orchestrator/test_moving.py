@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from tests.fakes.engine_api import VOCABULARY
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.errors import NoReplicaError, RequestLostError
 from vllm_omni_plugin.vllm_api.move import Move
@@ -145,6 +146,34 @@ async def test_a_request_of_which_only_the_end_was_missing_ends_without_another_
     fleet.attempt("a")[0].say_dead()
     assert await fleet.read() == [("a", "length")]
     assert (fleet.in_flight, fleet.orchestrator.request_states, moves(fleet)) == ([0, 0, 0], {}, {})
+
+
+async def test_a_token_that_the_model_does_not_have_becomes_no_prompt(fleet: FakeFleet) -> None:
+    await begin(fleet, "resume")
+    home = fleet.orchestrator.request_states["a"].runs[0].replica_id
+    await fleet.submit("b", affinity=home)
+    link, attempt = fleet.attempt("a")
+    link.output(attempt, VOCABULARY)
+    link.output(fleet.attempt("b")[1], VOCABULARY - 1)
+    await fleet.read()
+    link.say_dead()
+    [(request_id, error)] = await fleet.read()
+    assert (request_id, type(error)) == ("a", RequestLostError)
+    assert str(error).startswith(f"Replica {home} was lost while it served this request")
+    assert f"had sent token id {VOCABULARY}, which the model's vocabulary of {VOCABULARY} does not have" in str(error)
+    assert [prompt for other in fleet.links.values() if other is not link for prompt in other.prompts.values()] == [
+        [VOCABULARY - 1]
+    ]
+    assert fleet.orchestrator.metrics.lost == 1
+
+
+async def test_a_token_that_the_model_does_not_have_does_not_keep_a_request_from_replaying(fleet: FakeFleet) -> None:
+    await begin(fleet, "replay")
+    link, attempt = fleet.attempt("a")
+    link.output(attempt, VOCABULARY)
+    link.say_dead()
+    link, attempt = fleet.attempt("a")
+    assert link.prompts[attempt] == [1, 2]
 
 
 async def test_an_abort_while_a_replay_swallows_reaches_the_new_replica(fleet: FakeFleet) -> None:

@@ -70,6 +70,7 @@ def stage_plans(options: OmniConfig, vllm_config: Any, executor_class: Any, log_
 def _only_stage(options: OmniConfig, vllm_config: Any, executor_class: Any, log_stats: bool) -> StagePlan:
     engines = split_ranks(vllm_config)
     replicas = options.dp_size_local * engines.ranks
+    model_config = vllm_config.model_config
     share_cores([engines.config], replicas)
     return StagePlan(
         stage_id=0,
@@ -78,7 +79,7 @@ def _only_stage(options: OmniConfig, vllm_config: Any, executor_class: Any, log_
         policy=options.lb_policy,
         policy_config=options.lb_config,
         launcher_for=partial(_engine_launcher, without_options(engines.config), executor_class, log_stats, 0),
-        api=EngineApi(custom_processors=has_custom_logits_processors(vllm_config.model_config)),
+        api=EngineApi(has_custom_logits_processors(model_config), vocabulary=model_config.get_vocab_size()),
         fingerprint=fingerprint(vllm_config, 0),
         vllm_config=vllm_config,
         lockstep=engines.config.parallel_config.data_parallel_size > 1,

@@ -184,7 +184,8 @@ class Dispatcher:
         self._suspects.close()
 
     def _move(self, run: StageRun, lost: PoolMember, loss: Loss) -> None:
-        action = run.lose_replica(loss, self._migration_limit, self._api.how_to_move(run.request))
+        move = self._api.how_to_move(run.request)
+        action = run.lose_replica(loss, self._migration_limit, move, self._api.vocabulary)
         if isinstance(action, Fail):
             if loss.culprit is run:
                 self._metrics.queries_of_death += 1

@@ -15,6 +15,10 @@ class RequestApi(Protocol):
         """What all requests ask their pooling model for; an engine that does not know it dies of it. None: it varies,
         and vLLM's server has checked it."""
 
+    @property
+    def vocabulary(self) -> int | None:
+        """Ids of the model's tokens are below this; None: it is not known."""
+
     def describe(self, request: Any) -> RequestFacts:
         """What policies may know of a request, or of an attempt to go on with it."""
 

@@ -255,13 +255,16 @@ class StageRun:
         """The client gave up. Nothing to do if the request has ended."""
         self.phase = RequestPhase.FINISHED
 
-    def lose_replica(self, loss: Loss, migration_limit: int, on_delivered: Move) -> Action:
+    def lose_replica(
+        self, loss: Loss, migration_limit: int, on_delivered: Move, vocabulary: int | None = None
+    ) -> Action:
         """The replica of the current attempt is gone.
 
         Args:
             loss: which replica, and why.
             migration_limit: moves a request may make in its life, without those for which another one is to blame.
             on_delivered: how this request can go on if part of its answer has been delivered.
+            vocabulary: see `RequestApi`.
         """
         self._require(RequestPhase.DISPATCHED, RequestPhase.STREAMING)
         self.losses.append(loss)
@@ -269,7 +272,7 @@ class StageRun:
         self._loss = f"Replica {loss.replica_id} was lost while it served this request ({loss.reason})"
         replayable = self.streaming is not None and self.streaming.replayable
         move = Move.RESTART if not self.produced else Move.REPLAY if replayable else on_delivered
-        error = self._why_not_movable(move, migration_limit)
+        error = self._why_not_movable(move, migration_limit, vocabulary)
         if error is not None:
             self.phase = RequestPhase.FINISHED
             return Fail(error)
@@ -291,7 +294,7 @@ class StageRun:
             return Fail(RequestLostError(f"{self._loss}, after part of the answer had been delivered. {error}"))
         return Fail(error)
 
-    def _why_not_movable(self, move: Move, migration_limit: int) -> RequestLostError | None:
+    def _why_not_movable(self, move: Move, migration_limit: int, vocabulary: int | None) -> RequestLostError | None:
         if self.losses[-1].culprit is self:
             before = ", ".join(f"replica {loss.replica_id} ({loss.reason})" for loss in self.suspicions)
             return RequestLostError(
@@ -304,6 +307,12 @@ class StageRun:
             return RequestLostError(
                 f"{self._loss}, after part of the answer had been delivered, and its transfer parameters are spent. "
                 "Please send it again."
+            )
+        if move is Move.RESUME and vocabulary is not None and (token := max(self.produced)) >= vocabulary:
+            # An engine may die of such a prompt. Engines' outputs are not checked, since most never become one.
+            return RequestLostError(
+                f"{self._loss}, and had sent token id {token}, which the model's vocabulary of {vocabulary} does not "
+                "have, so no other replica can go on with it. Please send it again."
             )
         if sum(loss.culprit is None for loss in self.losses) > migration_limit:
             return RequestLostError(

@@ -34,10 +34,15 @@ class EngineApi:
     Args:
         custom_processors: see `moving.has_custom_logits_processors`.
         random: seeds of requests that need one to be movable.
+        vocabulary: number of the model's tokens; 0: unknown.
+
+    Attributes:
+        vocabulary: see `RequestApi`.
     """
 
-    def __init__(self, custom_processors: bool = False, random: Random | None = None) -> None:
+    def __init__(self, custom_processors: bool = False, random: Random | None = None, vocabulary: int = 0) -> None:
         self._custom_processors = custom_processors
+        self.vocabulary = vocabulary or None
         self._random = random or SystemRandom()
         self._encoder = MsgpackEncoder()
         self._decoder = OutputsDecoder()

@@ -243,6 +243,7 @@ MOVING = (
     Symbol(f"{_ENGINE}.EngineCoreOutput.new_sampling_mask", "cut with its tokens"),
     Symbol("vllm.v1.outputs.LogprobsLists.slice_request", "cuts log-probabilities", ("req_idx", "num_positions")),
     Symbol("vllm.v1.outputs.SamplingMaskLists.slice_request", "cuts sampling masks", ("req_idx", "num_positions")),
+    Symbol(f"{_MODEL_CONFIG}.get_vocab_size", "tokens that an answer may go on from", ()),
 )
 """What a request is when it goes on at another replica."""
 

@@ -52,9 +52,9 @@ class VllmStageApi(EngineApi):
         custom_processors: bool = False,
         random: Random | None = None,
     ) -> None:
-        super().__init__(custom_processors, random)
-        self._stage = stage
         self._config = vllm_config.model_config
+        super().__init__(custom_processors, random, self._config.get_vocab_size())
+        self._stage = stage
         self._is_pooling = self._config.runner_type == "pooling"
         self._lora = vllm_config.lora_config
         self._processor = InputProcessor(vllm_config)
