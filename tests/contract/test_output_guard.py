@@ -8,25 +8,33 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from vllm.exceptions import GracefulHTTPError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.metrics.stats import IterationStats
-from vllm.v1.outputs import LogprobsLists
+from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
 from tests.fakes.engine_api import FakeRequest
 from tests.fakes.idle_fleet import IdleFleet
 from vllm_omni_plugin.balancing import RandomBalancer
 from vllm_omni_plugin.integration.client import FleetClient
 from vllm_omni_plugin.integration.output_guard import guard_outputs, guard_statistics
-from vllm_omni_plugin.orchestrator.messages import AbortRequests, ReplicaJoined
+from vllm_omni_plugin.orchestrator.messages import AbortRequests, FrontMessage, OutputUnusable, ReplicaJoined
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.stage_pool import StagePool
 from vllm_omni_plugin.vllm_api.engine_api import EngineApi
 
-NOT_ASKED_FOR = LogprobsLists(np.ones((1, 1), np.int64), np.zeros((1, 1), np.float32), np.ones(1, np.int64))
+
+def logprobs(*shape: int, ranks: tuple[int, ...] = (1,)) -> LogprobsLists:
+    """Log-probabilities in arrays of this shape."""
+    return LogprobsLists(np.ones(shape, np.int64), np.zeros(shape, np.float32), np.ones(ranks, np.int64))
+
+
+def prompt_logprobs(*shape: int, ranks: tuple[int, ...] = (1,)) -> LogprobsTensors:
+    return LogprobsTensors(*map(torch.from_numpy, logprobs(*shape, ranks=ranks)[:3]))
 
 
 class Front:
@@ -62,14 +70,25 @@ class Front:
             self.processor.add_request(child, None, parent, index, queue)
         return queue
 
+    async def receive(self, sender: int, *outputs: EngineCoreOutput) -> None:
+        """As AsyncLLM's loop does with a message of this engine."""
+        message = EngineCoreOutputs(engine_index=sender, outputs=list(outputs))
+        self.orchestrator.output_async_queue.force_put(message)
+        assert await self.client.get_output_async() is message
+        self.process(*message.outputs)
+
     def process(self, *outputs: EngineCoreOutput) -> list[str]:
         """As AsyncLLM's loop does; returns what it is to abort."""
         return list(self.processor.process_outputs(list(outputs), 1.0, IterationStats()).reqs_to_abort)
 
+    async def told(self) -> list[FrontMessage]:
+        """What the orchestrator is told."""
+        queue = self.orchestrator.request_async_queue
+        return list(await queue.get_batch()) if len(queue) else []
+
     async def aborted(self) -> list[str]:
         """What engines are told to abort beside that."""
-        queue = self.orchestrator.request_async_queue
-        messages = await queue.get_batch() if len(queue) else []
+        messages = await self.told()
         return [name for message in messages if isinstance(message, AbortRequests) for name in message.request_ids]
 
 
@@ -82,7 +101,7 @@ def front() -> Iterator[Front]:
 
 def bad(request_id: str) -> EngineCoreOutput:
     """vLLM's OutputProcessor raises over it, and no shape of it is wrong."""
-    return EngineCoreOutput(request_id, [5], new_logprobs=NOT_ASKED_FOR)
+    return EngineCoreOutput(request_id, [5], new_logprobs=logprobs(1, 1))
 
 
 async def test_an_output_that_cannot_be_processed_fails_its_request_alone(
@@ -101,6 +120,39 @@ async def test_an_output_that_cannot_be_processed_fails_its_request_alone(
     # Late outputs, before the engine has heard of the abort.
     assert front.process(bad("b"), EngineCoreOutput("a", [2], finish_reason=FinishReason.STOP)) == []
     assert queues[0].get_nowait().finished
+
+
+@pytest.mark.parametrize(
+    ("sampling", "fields"),
+    [
+        pytest.param({}, {"new_logprobs": logprobs(1, 3)}, id="not asked for"),
+        pytest.param({"logprobs": 1}, {"new_logprobs": logprobs(1, 0)}, id="no columns"),
+        pytest.param({"logprobs": 1}, {"new_logprobs": logprobs(3)}, id="one dimension"),
+        pytest.param({"logprobs": 1}, {"new_logprobs": logprobs(1, 3, ranks=())}, id="a single rank"),
+        pytest.param(
+            {"prompt_logprobs": 1}, {"new_prompt_logprobs_tensors": prompt_logprobs(3)}, id="prompt in one dimension"
+        ),
+        pytest.param(
+            {"prompt_logprobs": 1},
+            {"new_prompt_logprobs_tensors": prompt_logprobs(1, 3, ranks=())},
+            id="a single rank of a prompt",
+        ),
+        pytest.param({}, {"routed_experts": np.array(1), "finish_reason": FinishReason.STOP}, id="no experts"),
+    ],
+)
+async def test_the_replica_that_sent_an_output_that_cannot_be_processed_is_told_of_after_the_abort(
+    front: Front, sampling: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    queue, other = front.add("bad", **sampling), front.add("good")
+    await front.receive(0, EngineCoreOutput("bad", [4]) if not sampling else EngineCoreOutput("good", [1]))
+    await front.receive(3, EngineCoreOutput("bad", [5], **fields), EngineCoreOutput("good", [2]))
+    with pytest.raises(GracefulHTTPError, match="The model's output could not be processed: "):
+        queue.get_nowait()
+    assert other.get_nowait().outputs[0].token_ids[-1] == 2
+    abort, complaint = await front.told()
+    assert isinstance(abort, AbortRequests)
+    assert isinstance(complaint, OutputUnusable)
+    assert (abort.request_ids, complaint.request_id, complaint.engine_index) == (("bad",), "bad", 3)
 
 
 async def test_a_sample_that_cannot_be_processed_ends_its_request_with_one_error(front: Front) -> None:

@@ -1,4 +1,4 @@
-"""Outputs that vLLM's front end fails over are refused where they come in; all others are as vLLM decodes them."""
+"""Outputs with what is no token id are refused where they come in; all others are as vLLM decodes them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,9 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from vllm.sampling_params import SamplingParams
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
-from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
@@ -62,31 +60,6 @@ def test_a_message_is_decoded_as_vllm_does(output: Any) -> None:
     assert (decoded.scheduler_stats, decoded.timestamp) == (vllms.scheduler_stats, 1.5)
 
 
-BAD_SHAPES = [
-    pytest.param((1, 0), (1, 0), (1,), id="no columns"),
-    pytest.param((3,), (3,), (1,), id="one dimension"),
-    pytest.param((1, 3), (1, 2), (1,), id="other columns"),
-    pytest.param((2, 3), (1, 3), (1,), id="other rows"),
-    pytest.param((1, 3), (1, 3), (1, 1), id="ranks in a table"),
-    pytest.param((1, 3), (1, 3), (), id="a single rank"),
-]
-
-
-@pytest.mark.parametrize(("ids", "logprobs", "ranks"), BAD_SHAPES)
-def test_log_probabilities_of_wrong_shapes_are_refused(
-    ids: tuple[int, ...], logprobs: tuple[int, ...], ranks: tuple[int, ...]
-) -> None:
-    for name, output in (
-        ("new_logprobs", EngineCoreOutput("r", [5], new_logprobs=lists(ids, logprobs, ranks))),
-        (
-            "new_prompt_logprobs_tensors",
-            EngineCoreOutput("r", [5], new_prompt_logprobs_tensors=tensors(ids, logprobs, ranks)),
-        ),
-    ):
-        with pytest.raises(WireError, match=f"not a valid EngineCoreOutputs message: {name}: "):
-            EngineApi().decode_outputs(sent(output))
-
-
 @pytest.mark.parametrize(
     ("tokens", "complaint"),
     [([HIGHEST + 1], "<= 2147483647"), ([3, -1], ">= 0"), ([2**63], "Integer|int"), (["a"], "int"), ([1.5], "int")],
@@ -102,12 +75,3 @@ def test_the_answer_to_a_call_is_decoded() -> None:
     message = EngineCoreOutputs(utility_output=UtilityOutput(7, result=UtilityResult({"a": [1]})))
     decoded = EngineApi().decode_outputs(MsgpackEncoder().encode(message))
     assert (decoded.utility_output.call_id, decoded.utility_output.result.result) == (7, {"a": [1]})
-
-
-def test_vllm_itself_fails_over_log_probabilities_without_columns() -> None:
-    processor = OutputProcessor(None, log_stats=False)
-    params = SamplingParams(logprobs=1)
-    request = EngineCoreRequest("r", [1], None, params, None, 0.0, None, None, None, external_req_id="r")
-    processor.add_request(request, None, queue=RequestOutputCollector(params.output_kind, "r"))
-    with pytest.raises(IndexError):
-        processor.process_outputs([EngineCoreOutput("r", [5], new_logprobs=lists((1, 0), (1, 0), (1,)))])

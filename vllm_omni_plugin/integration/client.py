@@ -6,6 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,6 +36,7 @@ from vllm_omni_plugin.orchestrator.handover import HandoverClosedError
 from vllm_omni_plugin.orchestrator.messages import (
     AbortRequests,
     CallReplicas,
+    FrontMessage,
     SubmitRequest,
 )
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
@@ -77,7 +79,7 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         self._fleet = fleet
         self._orchestrator = fleet.orchestrator
         self._stages = fleet.stages
-        self._front = Front(fleet.stages, vllm_config, ready_responses, self.abort_call)
+        self._front = Front(fleet.stages, vllm_config, ready_responses, self.abort_call, self._tell)
         self._received: deque[Any] = deque()
         self._clock = clock
         self._turns = LoopTurns(clock)
@@ -200,11 +202,12 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         self.last_requests.answered()
         if not request_ids:
             return
-        try:
-            # Not bounded by the queue's length, since an abort must never wait; there are no more than requests.
-            self._orchestrator.request_async_queue.force_put(AbortRequests(tuple(request_ids), whole))
-        except HandoverClosedError:
-            return
+        self._tell(AbortRequests(tuple(request_ids), whole))
+
+    def _tell(self, message: FrontMessage) -> None:
+        # Not bounded by the queue's length, since an abort must never wait; there are no more than requests.
+        with suppress(HandoverClosedError):
+            self._orchestrator.request_async_queue.force_put(message)
 
     async def _call(self, method: str, *args: Any) -> list[Any]:
         """Call all replicas of all stages; one result for each that took the call."""

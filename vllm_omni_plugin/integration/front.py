@@ -13,7 +13,13 @@ from vllm_omni_plugin.integration.stat_labels import StatLabels
 from vllm_omni_plugin.integration.tracing import RequestSpans
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.engine_index import engine_index
-from vllm_omni_plugin.orchestrator.messages import ReplicaJoined, ReplicaLeft, RequestFailed, RequestStages
+from vllm_omni_plugin.orchestrator.messages import (
+    OutputUnusable,
+    ReplicaJoined,
+    ReplicaLeft,
+    RequestFailed,
+    RequestStages,
+)
 from vllm_omni_plugin.orchestrator.told_elsewhere import ToldElsewhere
 from vllm_omni_plugin.vllm_api.ready import apply_ready_responses
 
@@ -30,6 +36,7 @@ class Front:
         vllm_config: AsyncLLM's configuration, brought in line with what the engines found at their start.
         ready_responses: what the local engines said of themselves, by stage and in the order of their ids.
         abort: aborts all that is done for requests, by AsyncLLM's ids.
+        complain: tells the orchestrator of an output that cannot be processed.
 
     Attributes:
         kv_event_sources: the KV-event publisher of each engine that has one, by engine index.
@@ -43,10 +50,13 @@ class Front:
         vllm_config: Any,
         ready_responses: Sequence[list[bytes]],
         abort: Callable[[Sequence[str]], None],
+        complain: Callable[[OutputUnusable], None],
     ) -> None:
         self._stages = stages
         self._vllm_config = vllm_config
         self._abort = abort
+        self._complain = complain
+        self._sender = 0
         self._configured: set[int] = set()
         self._failures = RequestFailures()
         self._labels: StatLabels | None = None
@@ -78,6 +88,8 @@ class Front:
     def heed(self, item: Any) -> bool:
         """Deal with an item of the orchestrator's that is no output. Returns whether it was one."""
         if not isinstance(item, _TOLD):
+            # AsyncLLM has processed all outputs in it before it asks for the next one.
+            self._sender = item.engine_index
             return False
         try:
             self._heed(item)
@@ -104,8 +116,11 @@ class Front:
 
     def _output_failed(self, request_id: str, error: Exception) -> None:
         logger.error("Request %s fails, since vLLM cannot process its output.", request_id, exc_info=error)
-        reason = OmniError(f"The model's output could not be processed: {type(error).__name__}: {error}")
-        self._abort([request_id, *self._failures.fail(RequestFailed(request_id, reason))])
+        what = f"{type(error).__name__}: {error}"
+        failure = RequestFailed(request_id, OmniError(f"The model's output could not be processed: {what}"))
+        # In this order, since the request must not move with those beside it.
+        self._abort([request_id, *self._failures.fail(failure)])
+        self._complain(OutputUnusable(request_id, self._sender, what))
 
     def _replica_changed(self, change: ReplicaJoined | ReplicaLeft) -> None:
         if isinstance(change, ReplicaJoined):

@@ -48,6 +48,25 @@ class AbortRequests:
 
 
 @dataclass(frozen=True, slots=True)
+class OutputUnusable:
+    """AsyncLLM's side could not process an output. Comes after the `AbortRequests` of the request.
+
+    Attributes:
+        request_id: the request.
+        engine_index: of the replica that sent it.
+        reason: what was raised over it.
+    """
+
+    request_id: str
+    engine_index: int
+    reason: str
+
+
+FrontMessage = SubmitRequest | AbortRequests | OutputUnusable
+"""What AsyncLLM's side says of requests."""
+
+
+@dataclass(frozen=True, slots=True)
 class RequestFailed:
     """A request ends with an error instead of a finish reason.
 

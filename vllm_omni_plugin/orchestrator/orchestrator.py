@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 from vllm_omni_plugin.coordinator import ReplicaKey, ReplicaStatus
 from vllm_omni_plugin.errors import OmniError, ReplicaError, WireError
 from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.orchestrator.bad_outputs import BadOutputs
 from vllm_omni_plugin.orchestrator.conductor import Conductor
 from vllm_omni_plugin.orchestrator.dispatcher import Dispatcher
 from vllm_omni_plugin.orchestrator.engine_index import engine_index
@@ -18,8 +19,10 @@ from vllm_omni_plugin.orchestrator.messages import (
     AbortRequests,
     CallReplicas,
     Explain,
+    FrontMessage,
     ManageReplica,
     Membership,
+    OutputUnusable,
     PeerCalled,
     PeerMessage,
     PeersLost,
@@ -67,7 +70,7 @@ class Orchestrator:
         prompt_text: the text of a client's request, for the transforms of a pipeline.
 
     Attributes:
-        request_async_queue: `SubmitRequest` and `AbortRequests`, in order.
+        request_async_queue: `SubmitRequest`, `AbortRequests` and `OutputUnusable`, in order.
         output_async_queue: vLLM's `EngineCoreOutputs`, `RequestFailed`, `ReplicaJoined` and `ReplicaLeft`.
         rpc_async_queue: `CallReplicas`, changes of membership, `ManageReplica` among them, `Explain`, and what other
             heads say.
@@ -94,7 +97,7 @@ class Orchestrator:
     ) -> None:
         self.stage_pools = stage_pools
         self.async_chunk = pipeline is not None and any(stage.async_chunk for stage in pipeline.stages)
-        self.request_async_queue: HandoverQueue[SubmitRequest | AbortRequests] = HandoverQueue(MAX_QUEUED_REQUESTS)
+        self.request_async_queue: HandoverQueue[FrontMessage] = HandoverQueue(MAX_QUEUED_REQUESTS)
         self.output_async_queue: HandoverQueue[Any] = HandoverQueue(MAX_QUEUED_OUTPUTS)
         self.rpc_async_queue: HandoverQueue[RpcMessage] = HandoverQueue(MAX_QUEUED_REQUESTS)
         self.metrics = OrchestratorMetrics()
@@ -108,6 +111,7 @@ class Orchestrator:
         self._clock = clock
         self._gate = OutputGate(self.output_async_queue, stage_pools)
         self._moves = MoveLine(clock, self.metrics)
+        self._bad_outputs = BadOutputs(stage_pools, clock, self.distrust)
         self._limits = _Limits(migration_limit, replica_wait)
         self.needed_pools = stage_pools
         if pipeline is None:
@@ -258,7 +262,7 @@ class Orchestrator:
         self._gate.put(item)
 
     def distrust(self, member: PoolMember, reason: str) -> None:
-        """Take out a replica that failed a call which others took, so that it starts afresh."""
+        """Take out a replica that does what others do not, so that it starts afresh."""
         client = member.client
         if client is not None:
             self.replica_lost(member, reason, ReplicaStatus.ERROR)
@@ -339,14 +343,20 @@ class Orchestrator:
                 return
             for message in batch:
                 try:
-                    if isinstance(message, SubmitRequest):
-                        self._requests.submit(message)
-                    else:
-                        self._requests.abort(message.request_ids, message.whole)
+                    self._take(message)
                 except Exception as error:
                     self._fail_alone(message, error)
 
-    def _fail_alone(self, message: SubmitRequest | AbortRequests, error: Exception) -> None:
+    def _take(self, message: FrontMessage) -> None:
+        match message:
+            case SubmitRequest():
+                self._requests.submit(message)
+            case AbortRequests():
+                self._requests.abort(message.request_ids, message.whole)
+            case OutputUnusable():
+                self._bad_outputs.heed(message)
+
+    def _fail_alone(self, message: FrontMessage, error: Exception) -> None:
         """What is wrong with one message, or with our handling of it, ends that request and nothing else."""
         if isinstance(message, SubmitRequest):
             logger.error("Request %s cannot be served.", message.request.request_id, exc_info=error)
@@ -355,7 +365,7 @@ class Orchestrator:
             except Exception:
                 logger.exception("Nor could its client be told of that.")
         else:
-            logger.error("The requests %s could not be aborted.", ", ".join(message.request_ids), exc_info=error)
+            logger.error("%r could not be dealt with.", message, exc_info=error)
 
 
 class _Limits(NamedTuple):

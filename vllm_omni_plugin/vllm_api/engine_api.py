@@ -15,7 +15,7 @@ from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.vllm_api import moving, ready, requests
 from vllm_omni_plugin.vllm_api.facts import CacheSize, LoadReport, RequestFacts
 from vllm_omni_plugin.vllm_api.move import Move
-from vllm_omni_plugin.vllm_api.outputs import OutputsDecoder
+from vllm_omni_plugin.vllm_api.outputs import outputs_decoder
 
 Frames = Sequence[Any]
 """Frames of one message, each anything that supports the buffer protocol (bytes, memoryview, zmq.Frame)."""
@@ -45,7 +45,7 @@ class EngineApi:
         self.vocabulary = vocabulary or None
         self._random = random or SystemRandom()
         self._encoder = MsgpackEncoder()
-        self._decoder = OutputsDecoder()
+        self._decoder = outputs_decoder()
 
     @property
     def pooling_task(self) -> str | None:

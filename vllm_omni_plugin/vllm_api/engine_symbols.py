@@ -20,9 +20,6 @@ PROTOCOL = (
     Symbol(f"{_SERIAL}.MsgpackEncoder.encode", "encodes requests", ("obj",)),
     Symbol(f"{_SERIAL}.MsgpackDecoder", "decodes outputs", ("t",)),
     Symbol(f"{_SERIAL}.MsgpackDecoder.decode", "decodes outputs", ("bufs",)),
-    Symbol(
-        f"{_SERIAL}.MsgpackDecoder.dec_hook", "wrapped: tells of outputs with arrays, which are checked", ("t", "obj")
-    ),
     Symbol(f"{_SERIAL}.UtilityResult.result", "what an engine answers to a call"),
     Symbol(f"{_ENGINE}.EngineCoreRequestType.ADD", "type byte of a request"),
     Symbol(f"{_ENGINE}.EngineCoreRequestType.ABORT", "type byte of an abort"),
@@ -243,7 +240,11 @@ MOVING = (
     Symbol(f"{_ENGINE}.EngineCoreOutput.new_sampling_mask", "cut with its tokens"),
     Symbol("vllm.v1.outputs.LogprobsLists.slice_request", "cuts log-probabilities", ("req_idx", "num_positions")),
     Symbol("vllm.v1.outputs.SamplingMaskLists.slice_request", "cuts sampling masks", ("req_idx", "num_positions")),
-    Symbol(f"{_MODEL_CONFIG}.get_vocab_size", "tokens that an answer may go on from", ()),
+    Symbol(
+        f"{_MODEL_CONFIG}.get_vocab_size",
+        "tokens that an answer may go on from, and that simulated engines answer with",
+        (),
+    ),
 )
 """What a request is when it goes on at another replica."""
 

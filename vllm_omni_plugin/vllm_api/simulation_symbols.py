@@ -38,7 +38,6 @@ SIMULATION = (
     ),
     Symbol(f"{_STATS}.PrefixCacheStats", "hits in simulated prefix caches", (), ("requests", "queries", "hits")),
     Symbol(f"{_SERIAL}.UtilityResult", "what simulated engines answer to calls", ("r",)),
-    Symbol("vllm.config.model.ModelConfig.get_vocab_size", "tokens that simulated engines answer with", ()),
 )
 """What simulated engines speak and are configured by."""
 

@@ -1,0 +1,115 @@
+"""Outputs that AsyncLLM's side cannot process: the replica that sends them is taken out if no other one does, too."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.fakes.conditions import eventually
+from tests.fakes.fleet import FakeFleet
+from vllm_omni_plugin.coordinator import ReplicaStatus
+from vllm_omni_plugin.orchestrator.bad_outputs import REMEMBERED_S
+from vllm_omni_plugin.orchestrator.messages import AbortRequests, OutputUnusable
+
+
+@pytest.fixture
+async def fleet() -> AsyncIterator[FakeFleet]:
+    async with FakeFleet(replicas=3, replica_wait=600.0) as fleet:
+        yield fleet
+
+
+async def poison(fleet: FakeFleet, replica_id: int, request_id: str = "bad") -> None:
+    """A request's output comes from a replica, and AsyncLLM's side fails the request over it."""
+    await fleet.submit(request_id, affinity=[member.replica_id for member in fleet.pool.serving].index(replica_id))
+    link, attempt = fleet.attempt(request_id)
+    assert link is fleet.links[replica_id]
+    link.output(attempt, 5)
+    await complain(fleet, replica_id, request_id)
+
+
+async def complain(fleet: FakeFleet, replica_id: int, request_id: str = "bad") -> None:
+    queue = fleet.orchestrator.request_async_queue
+    queue.force_put(AbortRequests((request_id,), whole=True))
+    queue.force_put(OutputUnusable(request_id, replica_id, "IndexError: no such column"))
+    await eventually(lambda: len(queue) == 0, "the taking of the messages")
+
+
+def status(fleet: FakeFleet) -> list[str]:
+    return ["up" if member.status is ReplicaStatus.UP else "out" for member in fleet.pool.members]
+
+
+async def test_its_other_requests_move_and_the_one_that_failed_does_not(
+    fleet: FakeFleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    await fleet.submit("begun", affinity=1, prompt=[1, 2])
+    link, attempt = fleet.attempt("begun")
+    link.output(attempt, 11)
+    await fleet.submit("new", affinity=1)
+    await poison(fleet, 1)
+    assert status(fleet) == ["up", "out", "up"]
+    assert fleet.pool.member(1).status is ReplicaStatus.ERROR
+    assert (
+        "Replica 1 of stage 0 is lost (an output of it, of request bad, could not be processed: IndexEr" in caplog.text
+    )
+    assert sorted(fleet.orchestrator.request_states) == ["begun", "new"]
+    for request_id in ("begun", "new"):
+        link, attempt = fleet.attempt(request_id)
+        assert link is not fleet.links[1]
+        link.output(attempt, 12, finish_reason="stop")
+    assert [end for end in await fleet.read() if end[1]] == [("begun", "stop"), ("new", "stop")]
+    assert fleet.tokens["begun"] == [11, 12]
+    # Nobody is suspected of having broken it.
+    assert fleet.orchestrator.metrics.moves_waiting == 0
+
+
+async def test_one_request_that_is_sent_again_and_again_takes_out_one_replica_at_most(
+    fleet: FakeFleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    await poison(fleet, 0)
+    for replica_id in (1, 2, 1):
+        await poison(fleet, replica_id)
+    assert status(fleet) == ["out", "up", "up"]
+    assert "Replica 1 of stage 0 serves on, since the same came from 0.0 lately" in caplog.text
+    fleet.join(fleet.pool.member(0))
+    fleet.now += REMEMBERED_S - 1.0
+    await poison(fleet, 0)
+    assert status(fleet) == ["up", "up", "up"]
+    assert fleet.orchestrator.request_states == {}
+
+
+async def test_a_replica_that_goes_on_alone_is_taken_out_each_time_it_comes_back(fleet: FakeFleet) -> None:
+    for _ in range(3):
+        await poison(fleet, 2)
+        assert status(fleet) == ["up", "up", "out"]
+        fleet.join(fleet.pool.member(2))
+
+
+async def test_after_a_quiet_time_the_first_one_is_taken_for_broken_again(fleet: FakeFleet) -> None:
+    await poison(fleet, 0)
+    fleet.join(fleet.pool.member(0))
+    fleet.now += REMEMBERED_S
+    await poison(fleet, 1)
+    assert status(fleet) == ["up", "out", "up"]
+
+
+async def test_the_only_replica_that_serves_is_kept(fleet: FakeFleet) -> None:
+    fleet.pool.hold_back(fleet.pool.member(0), "drain")
+    fleet.kill(2)
+    await poison(fleet, 1)
+    assert [member.replica_id for member in fleet.pool.serving] == [1]
+
+
+async def test_a_rank_of_a_lockstep_group_is_kept(fleet: FakeFleet) -> None:
+    fleet.pool.lockstep = True
+    await poison(fleet, 1)
+    assert status(fleet) == ["up", "up", "up"]
+
+
+async def test_what_was_still_on_its_way_of_a_lost_replica_blames_nobody(fleet: FakeFleet) -> None:
+    fleet.kill(0)
+    await complain(fleet, 0)
+    fleet.kill(1)
+    fleet.orchestrator.replica_left(fleet.pool.member(1))
+    await complain(fleet, 1)
+    fleet.join(fleet.pool.member(0))
+    await poison(fleet, 2)
+    assert status(fleet) == ["up", "out"]
