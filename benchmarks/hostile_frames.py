@@ -60,7 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--frames", type=int, default=1_000_000)
-    parser.add_argument("--only", choices=sorted(Siege.ATTACKS), help="this attack instead of frames and all others")
+    parser.add_argument("--only", choices=sorted(Siege.ATTACKS), help="this attack instead of all")
     parser.add_argument("--logs", type=Path, help="keep the logs of the processes here")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -72,8 +72,8 @@ def main() -> None:
         for name, file in (("secret", secret), ("open", None)):
             (logs / name).mkdir(parents=True, exist_ok=True)
             with Cluster(options.model, logs / name, file) as cluster:
-                siege = Siege(name, cluster, file, fingerprint)
-                asyncio.run(siege.run(0 if options.only else options.frames // 3, options.only))
+                siege = Siege(name, cluster, file, fingerprint, options.frames // 3)
+                asyncio.run(siege.run(options.only))
             siege.report(logs / name)
 
 
@@ -107,10 +107,21 @@ class Phase:
 
 
 class Siege:
-    """One fleet and the attacks on it."""
+    """One fleet and the attacks on it.
 
-    def __init__(self, name: str, cluster: Cluster, secret: Path | None, fingerprint: dict[str, str]) -> None:
+    Args:
+        name: of the fleet.
+        cluster: its processes, none of which has been started.
+        secret: file, if it has one.
+        fingerprint: what a head must show to be attached.
+        frames: that each kind of peer sends.
+    """
+
+    def __init__(
+        self, name: str, cluster: Cluster, secret: Path | None, fingerprint: dict[str, str], frames: int
+    ) -> None:
         self._name = name
+        self._frames = frames
         self._cluster = cluster
         self._secret = secret
         self._head: Process = cluster.head("--omni-dp-size-local", "0")
@@ -126,8 +137,8 @@ class Siege:
         self._sent: dict[str, dict[str, Sent]] = {}
         self._phases: list[Phase] = []
 
-    async def run(self, frames: int, only: str | None = None) -> None:
-        """So many frames per kind of peer, then all other attacks, or one of them."""
+    async def run(self, only: str | None = None) -> None:
+        """All attacks, or one of them."""
         limits = httpx.Limits(max_connections=STREAMS + 4)
         spawn = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(2, spawn) as peers:
@@ -137,8 +148,6 @@ class Siege:
                     self._reference[prompt] = (await run_stream(client, prompt, TOKENS)).text
                 async with self._phase("quiet, before"):
                     await asyncio.sleep(QUIET_S)
-                for holder in ((False, True) if self._secret else (True,)) if frames else ():
-                    await self._send_frames(frames, self._secret if holder else None, holder)
                 for name, attack in self.ATTACKS.items():
                     if only in (None, name):
                         await attack(self)
@@ -182,14 +191,21 @@ class Siege:
     def _expected(self, stream: Stream) -> str:
         return self._reference[stream.prompt]
 
-    async def _send_frames(self, frames: int, secret: Path | None, holder: bool) -> None:
-        peers = "everybody" if self._secret is None else "holders of the secret" if holder else "others"
+    async def _send_frames(self) -> None:
+        """Those without the secret first, if there is one."""
+        if self._secret is None:
+            await self._send_frames_of("everybody", None)
+        else:
+            await self._send_frames_of("others", None)
+            await self._send_frames_of("holders of the secret", self._secret)
+
+    async def _send_frames_of(self, peers: str, secret: Path | None) -> None:
         tallies = self._sent[peers] = {}
         ports = self._ports()
         async with self._phase(f"frames of {peers}"):
             for seed, port in enumerate(ports):
                 tallies[port.name] = await self._by_peer(
-                    hostile_peers.send_frames, port, frames // len(ports) + 1, secret, seed
+                    hostile_peers.send_frames, port, self._frames // len(ports) + 1, secret, seed
                 )
 
     async def _fill(self) -> None:
@@ -242,6 +258,7 @@ class Siege:
             phase.note = f"at most {most} in the head's list, {len(await self._replicas())} after {STORM_S:g} s"
 
     ATTACKS: ClassVar = {
+        "frames": _send_frames,
         "fill": _fill,
         "half-open": _half_open,
         "unread-answers": _unread_answers,
