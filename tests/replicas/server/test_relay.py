@@ -20,10 +20,11 @@ SETTINGS = ServerSettings("127.0.0.1", None, "", 0, 1.0, 1000.0, 60.0, None, {})
 
 @pytest.fixture
 def slot(tmp_path: Path) -> Iterator["zmq.Socket[bytes]"]:
-    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.PULL)
     socket.bind(f"ipc://{tmp_path}/slot")
     yield socket
-    socket.close(linger=0)
+    context.destroy(linger=0)
 
 
 @pytest.fixture
@@ -46,6 +47,8 @@ async def test_a_relay_that_cannot_be_opened_leaves_nothing_on_the_loop(
     before = set(os.listdir("/proc/self/fd"))
     with contextlib.closing(inputs), pytest.raises(OSError, match="Bad file descriptor"):
         Relay(inputs, outputs, f"ipc://{tmp_path}/hub", slot, "c" * 40, SETTINGS, lambda: None)
+    # The slot's own thread may not have noticed yet that its connection is gone.
+    slot.context.destroy(linger=0)
     # What earlier tests had may end meanwhile.
     assert set(os.listdir("/proc/self/fd")) <= before
     # Descriptors are numbered anew; one that the loop still took for a socket of the relay would never be heard of.
