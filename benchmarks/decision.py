@@ -19,8 +19,8 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 from vllm_omni_plugin.balancing import Task, build_load_balancer_factory, known_policies
+from vllm_omni_plugin.balancing.base import CacheChange
 from vllm_omni_plugin.balancing.block_keys import prompt_keys
-from vllm_omni_plugin.balancing.cache_change import CacheChange
 from vllm_omni_plugin.balancing.prompt import Prompt
 from vllm_omni_plugin.orchestrator.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.stage_pool import StagePool

@@ -1,7 +1,7 @@
-"""Memory and speed of what `prefix` and `kv-aware` remember of a fleet whose caches are full, as a Markdown table.
+"""Memory and speed of what `prefix` remembers of a fleet whose caches are full, as a Markdown table.
 
 Every replica gets prompts of 256 blocks, of which 64 are shared by all prompts of the same tenant, until its cache is
-full; `prefix` gets as many again, which replace all that was there. Each memory is measured in a process of its own, by
+full; estimated caches get as many again, which replace all that was there. Each is measured in a process of its own, by
 the growth of its resident set. Columns:
 
 store  one prompt: what it adds is noted, what it displaces is removed
@@ -20,9 +20,9 @@ from time import perf_counter_ns
 
 import psutil
 
-from vllm_omni_plugin.balancing.approximate_cache import ApproximateCaches
+from vllm_omni_plugin.balancing.base import CacheChange
 from vllm_omni_plugin.balancing.block_keys import ROOT, block_key
-from vllm_omni_plugin.balancing.prefix_index import PrefixIndex
+from vllm_omni_plugin.balancing.prefix_caches import PrefixCaches
 
 PROMPT_BLOCKS = 256
 SHARED_BLOCKS = 64
@@ -56,11 +56,11 @@ class Measurement:
 
     Args:
         memory: what is measured.
-        store: notes a prompt of a replica, by its slot.
+        store: notes a prompt of a replica, by its bit.
         replicas: number of them.
     """
 
-    memory: ApproximateCaches | PrefixIndex
+    memory: PrefixCaches
     store: Callable[[int, list[int]], object]
     replicas: int
     prompts: Prompts = field(default_factory=Prompts)
@@ -71,16 +71,18 @@ class Measurement:
         prompts = -(-blocks // (self.replicas * (PROMPT_BLOCKS - SHARED_BLOCKS)))
         last: list[list[int]] = []
         stores: list[int] = []
-        for slot in range(self.replicas):
+        for replica in range(self.replicas):
             for _ in range(prompts):
                 keys = self.prompts.make()
-                stores.append(timed(partial(self.store, slot, keys)))
+                stores.append(timed(partial(self.store, replica, keys)))
             last = [*last, keys][-PROBES:]
         resident = psutil.Process().memory_info().rss - self.resident_before
-        held = sum(map(self.memory.blocks, range(self.replicas)))
-        matches = [timed(partial(self.memory.levels, keys)) for keys in last for _ in range(PROBES // len(last))]
+        all_replicas = (1 << self.replicas) - 1
+        matches = [
+            timed(partial(self.memory.levels, keys, all_replicas)) for keys in last for _ in range(PROBES // len(last))
+        ]
         return (
-            f"| {name} | {held:,} | {resident / 1e6:,.0f} | {resident / held:.0f} "
+            f"| {name} | {blocks:,} | {resident / 1e6:,.0f} | {resident / blocks:.0f} "
             f"| {statistics.median(stores) / 1e3:.0f} | {statistics.median(matches) / 1e3:.1f} |"
         )
 
@@ -92,21 +94,25 @@ def timed(action: Callable[[], object]) -> int:
     return perf_counter_ns() - start
 
 
-def measure_prefix(blocks: int, replicas: int) -> list[str]:
-    """Rows of the policy `prefix`."""
-    caches = ApproximateCaches()
-    measurement = Measurement(caches, partial(_use, caches, blocks // replicas), replicas)
-    return [measurement.fill("`prefix`, full", blocks), measurement.fill("`prefix`, all replaced", blocks)]
+def measure_estimated(blocks: int, replicas: int) -> list[str]:
+    """Rows of replicas that do not report."""
+    caches = PrefixCaches()
+    measurement = Measurement(caches, partial(_send, caches, blocks // replicas), replicas)
+    return [measurement.fill("estimated, full", blocks), measurement.fill("estimated, all replaced", blocks)]
 
 
-def measure_kv_aware(blocks: int, replicas: int) -> list[str]:
-    """The row of the policy `kv-aware`, which is told what is stored and removed."""
-    index = PrefixIndex()
-    return [Measurement(index, index.store, replicas).fill("`kv-aware`, full", blocks)]
+def measure_reported(blocks: int, replicas: int) -> list[str]:
+    """The row of replicas that report what they store."""
+    caches = PrefixCaches()
+    return [Measurement(caches, partial(_report, caches), replicas).fill("reported, full", blocks)]
 
 
-def _use(caches: ApproximateCaches, capacity: int, slot: int, keys: list[int]) -> None:
-    caches.use(slot, keys, capacity)
+def _send(caches: PrefixCaches, capacity: int, replica: int, keys: list[int]) -> None:
+    caches.send(replica, keys, capacity)
+
+
+def _report(caches: PrefixCaches, replica: int, keys: list[int]) -> None:
+    caches.change(replica, CacheChange(keys))
 
 
 def main() -> None:
@@ -118,7 +124,7 @@ def main() -> None:
     print("| memory | blocks of all replicas | resident, MB | bytes per block | store, us | match, us |")
     print("|---|---:|---:|---:|---:|---:|")
     with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as processes:
-        for measure in (measure_prefix, measure_kv_aware):
+        for measure in (measure_estimated, measure_reported):
             for row in processes.submit(measure, arguments.blocks, arguments.replicas).result():
                 print(row)
 

@@ -6,11 +6,9 @@ from typing import Any, Protocol, runtime_checkable
 from simulator.engine import Outcome
 from simulator.replica import Clock, SimReplica
 from simulator.requests import Job, Request
-from vllm_omni_plugin.balancing.base import Task
-from vllm_omni_plugin.balancing.cache_change import CacheChange
-from vllm_omni_plugin.balancing.decision import Decision
+from vllm_omni_plugin.balancing.base import CacheChange, Decision, Task
 from vllm_omni_plugin.balancing.serving import ServingReplicas
-from vllm_omni_plugin.balancing.unseen import UnseenRequests
+from vllm_omni_plugin.balancing.unreported import UnreportedRequests
 from vllm_omni_plugin.orchestrator.charges import Charge
 from vllm_omni_plugin.vllm_api.facts import LoadReport
 
@@ -47,9 +45,9 @@ class Head:
     """
 
     def __init__(self, policy: Policy, clock: Clock) -> None:
-        self.unseen = UnseenRequests()
-        self.serving: ServingReplicas[SimReplica] = ServingReplicas((), self.unseen)
-        self.wants_cache_events = bool(getattr(policy, "wants_cache_events", False))
+        self.unreported = UnreportedRequests()
+        self.serving: ServingReplicas[SimReplica] = ServingReplicas((), self.unreported)
+        self.engines_report = bool(getattr(policy, "wants_cache_events", False))
         self._policy = policy
         self._clock = clock
         self._decide: Callable[[Task, Sequence[SimReplica]], Decision] | None = getattr(policy, "decide", None)
@@ -60,9 +58,9 @@ class Head:
             return
         replica.serves(True)
         self.serving = ServingReplicas(
-            sorted((*self.serving, replica), key=lambda member: member.replica_id), self.unseen
+            sorted((*self.serving, replica), key=lambda member: member.replica_id), self.unreported
         )
-        if self.wants_cache_events:
+        if self.engines_report:
             replica.engine.cache.record_changes()
             self._tell("cache_changed", replica, CacheChange(restart=True))
 
@@ -70,7 +68,9 @@ class Head:
         """It gets no new requests."""
         if replica in self.serving:
             replica.serves(False)
-            self.serving = ServingReplicas([member for member in self.serving if member is not replica], self.unseen)
+            self.serving = ServingReplicas(
+                [member for member in self.serving if member is not replica], self.unreported
+            )
 
     def lose(self, replica: SimReplica) -> list[Job]:
         """Its engine is gone; returns what ran there."""

@@ -5,13 +5,13 @@ cached but not how that is found out, the truth.
 """
 
 import random
+import sys
 from collections.abc import Sequence
 
 from simulator.replica import SimReplica
-from vllm_omni_plugin.balancing.base import Task
+from vllm_omni_plugin.balancing.base import Decision, Task
 from vllm_omni_plugin.balancing.block_keys import prompt_keys
-from vllm_omni_plugin.balancing.decision import Decision
-from vllm_omni_plugin.balancing.prefix_index import PrefixIndex
+from vllm_omni_plugin.balancing.estimated_caches import EstimatedCaches
 
 
 class PlainRoundRobin:
@@ -114,7 +114,7 @@ class SglangCacheAware:
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
-        self._index = PrefixIndex()
+        self._sent = EstimatedCaches()
 
     def select(self, task: Task, replicas: Sequence[SimReplica]) -> int:
         """See `LoadBalancer`."""
@@ -124,16 +124,17 @@ class SglangCacheAware:
         if highest - lowest > 64 and highest > 1.5 * lowest:
             return least
         size, prompt = replicas[0].engine.settings.block_size, task["prompt"]
-        matches = self._index.matches(prompt_keys(prompt, size))
-        best = max(range(len(replicas)), key=lambda place: matches.get(replicas[place].replica_id, 0))
-        matched = matches.get(replicas[best].replica_id, 0) * size
-        return best if matched > 0.3 * len(prompt.token_ids) else least
+        for blocks, holders in reversed(self._sent.levels(prompt_keys(prompt, size))):
+            for place, replica in enumerate(replicas):
+                if holders >> replica.replica_id & 1:
+                    return place if blocks * size > 0.3 * len(prompt.token_ids) else least
+        return least
 
     def dispatched(self, task: Task, replica: SimReplica, decision: Decision) -> None:
         """See `Observer`."""
         keys = prompt_keys(task["prompt"], replica.engine.settings.block_size)
-        self._index.store(replica.replica_id, keys)
+        self._sent.use(replica.replica_id, keys, sys.maxsize)
 
     def forgotten(self, replica: SimReplica) -> None:
         """See `Observer`."""
-        self._index.clear(replica.replica_id)
+        self._sent.clear(replica.replica_id)

@@ -10,7 +10,7 @@ from simulator.engine import Outcome
 from simulator.head import Head, Policy
 from simulator.replica import Clock, SimReplica
 from simulator.requests import Job, Request
-from vllm_omni_plugin.balancing.cache_change import CacheChange
+from vllm_omni_plugin.balancing.base import CacheChange
 from vllm_omni_plugin.balancing.load import ReplicaLoad
 from vllm_omni_plugin.balancing.serving import ServingReplicas
 from vllm_omni_plugin.coordinator import ReplicaWork
@@ -84,6 +84,10 @@ class SharingHead(Head):
     aware = True
     """Whether its policy heeds that others choose as well."""
 
+    def __init__(self, policy: Policy, clock: Clock) -> None:
+        super().__init__(policy, clock)
+        self.engines_report = _follows_caches(policy)
+
     def heed(self, member: SharedReplica, others: Work | None) -> None:
         """See `StagePool`."""
         member.heed(others)
@@ -91,23 +95,23 @@ class SharingHead(Head):
 
     def dispatch(self, request: Request) -> tuple[SimReplica, Job]:
         """See `Head`."""
-        if self.unseen.heads > 1:
-            self.unseen.estimate(self._clock.now, self.serving.total_queue_length)
+        if self.unreported.heads > 1:
+            self.unreported.estimate(self._clock.now, self.serving.total_queue_length)
         replica, job = super().dispatch(request)
-        self.unseen.dispatched()
+        self.unreported.dispatched()
         return replica, job
 
     def receive(
         self, replica: SimReplica, outcome: Outcome, report: LoadReport | None, change: CacheChange | None
     ) -> list[Request]:
         """See `Head`."""
-        self.unseen.ended(len(outcome.ended))
+        self.unreported.ended(len(outcome.ended))
         return super().receive(replica, outcome, report, change)
 
     def share_with(self, heads: int) -> None:
         """See `StagePool`."""
         if self.aware:
-            self.unseen.share_with(heads)
+            self.unreported.share_with(heads)
 
 
 class SeveralHeads(Head):
@@ -137,6 +141,7 @@ class SeveralHeads(Head):
     ) -> None:
         super().__init__(policies[0], clock)
         self.serving = ServingReplicas(replicas)
+        self.engines_report = _follows_caches(policies[0])
         self._rng = rng
         self._replicas = replicas
         self._owners: dict[Job, SharingHead] = {}
@@ -145,7 +150,7 @@ class SeveralHeads(Head):
             head.aware = aware
             for replica in replicas:
                 head.serve(SharedReplica(replica, settings, clock))
-        if self.wants_cache_events:
+        if self.engines_report:
             for replica in replicas:
                 replica.engine.cache.record_changes()
         if delay is not None and len(policies) > 1:
@@ -200,3 +205,8 @@ class SeveralHeads(Head):
                 replica.peers = exchange
                 replica.heed(exchange.serves(cast(Any, replica)))
             exchange.work_wanted()
+
+
+def _follows_caches(policy: Policy) -> bool:
+    """Whether it hears of caches: engines that heads share always report."""
+    return hasattr(policy, "cache_changed")

@@ -12,7 +12,7 @@ from simulator.metrics import Metrics
 from simulator.replica import Clock, SimReplica
 from simulator.requests import Job, Request, Session
 from simulator.workload import Incident, Workload
-from vllm_omni_plugin.balancing.cache_change import CacheChange
+from vllm_omni_plugin.balancing.base import CacheChange
 from vllm_omni_plugin.sim import EngineSettings
 from vllm_omni_plugin.vllm_api.facts import LoadReport
 
@@ -117,7 +117,7 @@ class Simulation:
             return
         outcome = engine.step()
         self._expect(replica)
-        change = CacheChange(*engine.cache.take_changes()) if self._head.wants_cache_events else None
+        change = CacheChange(*engine.cache.take_changes()) if self._head.engines_report else None
         self._after(LINK_S, self._receive, replica, engine, outcome, replica.report(), change)
 
     def _receive(

@@ -30,8 +30,7 @@ from vllm_omni_plugin.admin.fleet import FleetAdmin
 from vllm_omni_plugin.admin.receipt import new_receipt
 from vllm_omni_plugin.admin.waiting_room import WaitingRoom
 from vllm_omni_plugin.balancing import Task
-from vllm_omni_plugin.balancing.base import ReplicaView
-from vllm_omni_plugin.balancing.decision import Decision
+from vllm_omni_plugin.balancing.base import Decision, ReplicaView
 from vllm_omni_plugin.balancing.prompt import Prompt
 from vllm_omni_plugin.integration.app import INFERENCE_PATHS, FleetEndpoints, open_app
 from vllm_omni_plugin.integration.flag_table import FLAGS

@@ -15,8 +15,7 @@ from vllm_omni_plugin.admin.access import Access
 from vllm_omni_plugin.admin.explain import BadPromptError, Explainer, UnknownModelError
 from vllm_omni_plugin.admin.routes import build_router
 from vllm_omni_plugin.balancing import Task
-from vllm_omni_plugin.balancing.base import ReplicaView
-from vllm_omni_plugin.balancing.decision import Candidate, Decision
+from vllm_omni_plugin.balancing.base import Candidate, Decision, ReplicaView
 from vllm_omni_plugin.balancing.prompt import Prompt
 
 

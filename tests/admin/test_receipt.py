@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tests.admin.asgi import Client
 from tests.fakes.conditions import eventually
 from vllm_omni_plugin.admin.receipt import ReceiptMiddleware, new_receipt
-from vllm_omni_plugin.balancing.decision import Decision
+from vllm_omni_plugin.balancing.base import Decision
 from vllm_omni_plugin.orchestrator.messages import Receipt
 
 SCOPE: Scope = {"type": "http", "method": "POST", "path": "/v1/completions"}

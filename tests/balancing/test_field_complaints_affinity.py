@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from vllm_omni_plugin.balancing.base import Decision
 from vllm_omni_plugin.balancing.block_keys import prompt_keys
-from vllm_omni_plugin.balancing.decision import Decision
-from vllm_omni_plugin.balancing.prefix import PrefixBalancer
+from vllm_omni_plugin.balancing.prefix_policy import PrefixBalancer
 from vllm_omni_plugin.balancing.prompt import MediaSpan, Prompt
 from vllm_omni_plugin.balancing.session import SessionBalancer
 

@@ -1,11 +1,20 @@
-"""Sessions are spread evenly, and a change of membership moves no more of them than it must."""
+"""Keys are spread evenly, a change of membership moves few of them, and all heads look for a prompt in one place."""
 
+import random
 from collections import Counter
 from collections.abc import Iterable
 
 import pytest
 
-from vllm_omni_plugin.balancing.rendezvous import RendezvousTable
+from vllm_omni_plugin.balancing.base import Decision, Task
+from vllm_omni_plugin.balancing.load import ReplicaLoad
+from vllm_omni_plugin.balancing.prefix_policy import PrefixBalancer
+from vllm_omni_plugin.balancing.prompt import Prompt
+from vllm_omni_plugin.balancing.rendezvous import Expected, PromptRendezvous, RendezvousTable
+from vllm_omni_plugin.balancing.serving import ServingReplicas
+from vllm_omni_plugin.balancing.unreported import UnreportedRequests
+
+from .pool import BLOCK, PooledReplica
 
 SESSIONS = [f"session-{number}".encode() for number in range(10_000)]
 
@@ -72,3 +81,103 @@ def test_other_attempts_lead_to_other_members() -> None:
     table.update(members)
     seen = [{table.position(session, attempt) for attempt in range(16)} for session in SESSIONS[:100]]
     assert min(map(len, seen)) >= 4
+
+
+REPLICAS = 20
+CONTEXT = 40 * BLOCK
+
+
+def fleet(heads: int) -> ServingReplicas[PooledReplica]:
+    """As one head sees it."""
+    unreported = UnreportedRequests()
+    unreported.share_with(heads)
+    load = ReplicaLoad(requests=4, kv_blocks=1000, block_size=BLOCK)
+    return ServingReplicas([PooledReplica(number, load) for number in range(REPLICAS)], unreported)
+
+
+def find(prompt: list[int], known: int = 0, cacheable: bool = True) -> Expected | None:
+    levels = [(known, 1)] if known else []
+    return PromptRendezvous().find(fleet(heads=2), Prompt(prompt, cacheable=cacheable), levels, {BLOCK})
+
+
+def positions(prompts: Iterable[list[int]], known: int = 0) -> set[int]:
+    return {expected.position for prompt in prompts if (expected := find(prompt, known)) is not None}
+
+
+def context(number: int) -> list[int]:
+    return [number] * CONTEXT
+
+
+def asks(number: int, question: int) -> Task:
+    return {"request_id": f"{number}-{question}", "prompt": Prompt([*context(number), *[1000 + question] * BLOCK])}
+
+
+def policy(seed: int = 1) -> PrefixBalancer:
+    return PrefixBalancer(rng=random.Random(seed))
+
+
+def test_prompts_that_begin_alike_are_looked_for_in_one_place_and_others_all_over_the_fleet() -> None:
+    assert len(positions([*context(7), *[question] * BLOCK] for question in range(5))) == 1
+    assert len(positions(map(context, range(200)))) == REPLICAS
+
+
+def test_what_differs_only_behind_a_known_beginning_is_looked_for_in_different_places() -> None:
+    prompts = [[*[1] * BLOCK, *[2 + number] * CONTEXT] for number in range(40)]
+    assert len(positions(prompts, known=BLOCK)) > REPLICAS // 2
+
+
+@pytest.mark.parametrize(
+    ("prompt", "known", "cacheable"),
+    [(context(1), CONTEXT // 2, True), ([1] * BLOCK, 0, True), ([], 0, True), (context(1), 0, False)],
+    ids=["known", "shorter than a block", "empty", "uncacheable"],
+)
+def test_a_prompt_that_nobody_else_can_have_cached_is_looked_for_nowhere(
+    prompt: list[int], known: int, cacheable: bool
+) -> None:
+    assert find(prompt, known, cacheable) is None
+
+
+def test_heads_that_know_nothing_of_each_other_send_what_belongs_together_to_one_replica() -> None:
+    chosen: dict[int, set[int]] = {}
+    for head in range(4):
+        balancer, replicas = policy(head), fleet(heads=4)
+        for number in range(10):
+            decision = balancer.decide(asks(number, head), replicas)
+            assert (decision.reason, decision.matched_tokens) == ("rendezvous", 0)
+            chosen.setdefault(number, set()).add(decision.position)
+    assert all(len(places) == 1 for places in chosen.values())
+    assert len(set.union(*chosen.values())) > 5
+
+
+def test_a_replica_with_too_much_to_do_is_passed_over_though_all_look_there() -> None:
+    balancer, replicas = policy(), fleet(heads=4)
+    expected = balancer.decide(asks(1, 1), replicas).position
+    replicas[expected].charge(200)
+    replicas.changed(replicas[expected])
+    assert balancer.decide(asks(1, 2), replicas).position != expected
+
+
+def test_a_head_follows_what_it_knows_and_not_where_all_look() -> None:
+    balancer, replicas = policy(), fleet(heads=4)
+    elsewhere = (balancer.decide(asks(1, 1), replicas).position + 1) % REPLICAS
+    balancer.dispatched(asks(1, 1), replicas[elsewhere], Decision(elsewhere, "test"))
+    decision = balancer.decide(asks(1, 2), replicas)
+    assert (decision.position, decision.reason) == (elsewhere, "prefix")
+
+
+def test_a_replica_that_is_known_to_have_the_most_is_no_guess() -> None:
+    balancer, replicas = policy(), fleet(heads=4)
+    # What is unknown of the longer prompt is looked for in a place of its own.
+    expected = find(context(1), known=3 * BLOCK)
+    assert expected is not None
+    beginning: Task = {"prompt": Prompt(context(1)[: 4 * BLOCK])}
+    balancer.dispatched(beginning, replicas[expected.position], Decision(expected.position, "test"))
+    decision = balancer.decide(asks(1, 1), replicas)
+    assert (decision.position, decision.reason, decision.matched_tokens) == (expected.position, "prefix", 3 * BLOCK)
+
+
+def test_a_head_that_is_alone_looks_nowhere() -> None:
+    balancer, replicas = policy(), fleet(heads=1)
+    decisions = [balancer.decide(asks(1, question), replicas) for question in range(100)]
+    assert {decision.reason for decision in decisions} == {"least-load"}
+    assert len({decision.position for decision in decisions}) > REPLICAS // 2

@@ -17,7 +17,7 @@ from vllm.v1.request import Request
 
 from tests.balancing.pool import PooledReplica
 from vllm_omni_plugin.balancing import ReplicaLoad
-from vllm_omni_plugin.balancing.kv_aware import KvAwareBalancer
+from vllm_omni_plugin.balancing.prefix_policy import KvAwareBalancer
 from vllm_omni_plugin.orchestrator.tasks import make_task
 from vllm_omni_plugin.replicas.block_names import BlockNames
 from vllm_omni_plugin.replicas.cache_events import decode_events

@@ -15,7 +15,7 @@ from tests.fakes.engine_api import FakeRequest
 from tests.fakes.idle_fleet import IdleFleet
 from vllm_omni_plugin.admin.receipt import ReceiptMiddleware
 from vllm_omni_plugin.balancing import RandomBalancer
-from vllm_omni_plugin.balancing.decision import Decision
+from vllm_omni_plugin.balancing.base import Decision
 from vllm_omni_plugin.integration.client import FleetClient
 from vllm_omni_plugin.orchestrator.messages import SubmitRequest
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator

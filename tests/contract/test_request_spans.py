@@ -14,7 +14,7 @@ from vllm.v1.engine import output_processor as vllm_output_processor
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.metrics.stats import IterationStats
 
-from vllm_omni_plugin.balancing.decision import Decision
+from vllm_omni_plugin.balancing.base import Decision
 from vllm_omni_plugin.integration.tracing import RequestSpans
 from vllm_omni_plugin.orchestrator.messages import Receipt, RequestStages, StageTimes
 

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm_omni_plugin.balancing import ReplicaView, Task
-from vllm_omni_plugin.balancing.cache_change import CacheChange
-from vllm_omni_plugin.balancing.decision import Candidate, Decision
+from vllm_omni_plugin.balancing.base import CacheChange, Candidate, Decision
 
 
 class NotingPolicy:

@@ -9,8 +9,7 @@ import pytest
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.policies import NotingPolicy
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer, LoadBalancer, RandomBalancer, Task
-from vllm_omni_plugin.balancing.cache_change import CacheChange
-from vllm_omni_plugin.balancing.decision import Decision
+from vllm_omni_plugin.balancing.base import CacheChange, Decision
 from vllm_omni_plugin.errors import NoReplicaError, OmniError, UnexplainedError
 from vllm_omni_plugin.orchestrator.messages import CallReplicas, Explain, Explanation, Receipt
 from vllm_omni_plugin.orchestrator.metrics import OrchestratorMetrics

@@ -241,9 +241,9 @@ def test_the_loss_of_the_last_other_head_makes_this_one_alone_again(lost: tuple[
     bus, a, _ = two_heads()
     a.attach(0)
     a.attach(1)
-    assert a.pool.serving.unseen.heads == 2
+    assert a.pool.serving.unreported.heads == 2
     a.exchange.peers_lost(PeersLost(lost))
-    assert a.pool.serving.unseen.heads == 1
+    assert a.pool.serving.unreported.heads == 1
     a.charge(a.pool.members[0])
     bus.timers.advance(1.0)
     assert bus.reports == []

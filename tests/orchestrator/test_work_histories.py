@@ -82,7 +82,7 @@ def test_when_all_is_said_each_head_s_view_is_the_truth(steps: list[tuple[str, s
             assert load.others == sum(work.requests for work in theirs)
             assert load.requests == mine.requests + load.others
             assert load.prefill_tokens == mine.prefill_tokens + sum(work.prefill_tokens for work in theirs)
-        assert head.pool.serving.unseen.heads == len(bus.heads)
+        assert head.pool.serving.unreported.heads == len(bus.heads)
 
 
 @given(STEPS)

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from tests.fakes.engine_api import FakeRequest
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
-from vllm_omni_plugin.balancing.decision import Decision
+from vllm_omni_plugin.balancing.base import Decision
 from vllm_omni_plugin.balancing.prompt import Prompt
 from vllm_omni_plugin.coordinator import ReplicaStatus, ReplicaWork
 from vllm_omni_plugin.orchestrator.messages import PeersLost, PeerWork, WorkWanted

@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from vllm_omni_plugin.balancing.base import CacheChange
 from vllm_omni_plugin.balancing.block_keys import prompt_keys
-from vllm_omni_plugin.balancing.cache_change import CacheChange
 from vllm_omni_plugin.balancing.prompt import MediaSpan, Prompt
 from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.replicas.block_names import BlockNames

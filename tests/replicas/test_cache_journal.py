@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from vllm_omni_plugin.balancing.cache_change import CacheChange
+from vllm_omni_plugin.balancing.base import CacheChange
 from vllm_omni_plugin.replicas import cache_journal
 from vllm_omni_plugin.replicas.cache_journal import BEGINNING, CacheJournal, Cursor
 

@@ -18,9 +18,7 @@ from simulator.workload import Incident, Scale, Workload
 from simulator.workloads import WORKLOADS
 
 from vllm_omni_plugin.balancing import known_policies
-from vllm_omni_plugin.balancing.base import LoadBalancingPolicy, Task
-from vllm_omni_plugin.balancing.cache_change import CacheChange
-from vllm_omni_plugin.balancing.decision import Decision
+from vllm_omni_plugin.balancing.base import CacheChange, Decision, LoadBalancingPolicy, Task
 
 SETTINGS = accelerator()
 REPLICAS = 4

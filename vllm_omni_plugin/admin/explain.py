@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_omni_plugin.admin.replies import result_of
 from vllm_omni_plugin.balancing import Task
-from vllm_omni_plugin.balancing.decision import Candidate
+from vllm_omni_plugin.balancing.base import Candidate
 from vllm_omni_plugin.balancing.prompt import Prompt
 from vllm_omni_plugin.errors import OmniError, UnexplainedError
 from vllm_omni_plugin.orchestrator.messages import Explain, Explanation

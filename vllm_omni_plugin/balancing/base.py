@@ -3,10 +3,10 @@
 from abc import abstractmethod
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Any, Protocol, TypedDict, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypedDict, runtime_checkable
 
-from vllm_omni_plugin.balancing.cache_change import CacheChange
-from vllm_omni_plugin.balancing.decision import Decision
+from msgspec import Struct
+
 from vllm_omni_plugin.balancing.prompt import Prompt
 
 
@@ -62,6 +62,55 @@ class ReplicaView(Protocol):
     @property
     def queue_length(self) -> int:
         """Requests it has accepted and not finished; never negative."""
+
+
+# Structs, since a named tuple takes four times as long to make, and a decision has up to eight candidates.
+class Candidate(Struct, frozen=True, order=True, gc=False):
+    """A replica that a policy looked at.
+
+    Attributes:
+        position: its place in the replicas the policy was given.
+        score: what the policy compared; the lowest wins.
+        matched_tokens: prompt tokens that it is expected to have cached.
+    """
+
+    position: int
+    score: float
+    matched_tokens: int = 0
+
+
+class Decision(Struct, frozen=True, gc=False):
+    """A policy's choice.
+
+    Attributes:
+        position: the place of the chosen replica in those the policy was given.
+        reason: what decided, one of a few words that can label a metric, such as `least-load` or `session`.
+        candidates: those compared, the chosen one among them; empty where nothing was compared.
+        fallback: why the policy decided by something less than its rule, in as few words; "" if it did not.
+        matched_tokens: prompt tokens that the chosen replica is expected to have cached.
+    """
+
+    position: int
+    reason: str
+    candidates: tuple[Candidate, ...] = ()
+    fallback: str = ""
+    matched_tokens: int = 0
+
+
+class CacheChange(NamedTuple):
+    """What an engine reports of its prefix cache: blocks by their `block_keys`, first the removed, then the stored.
+
+    Attributes:
+        stored: blocks that can be reused from here on.
+        removed: blocks that no longer can.
+        restart: all that was known before is void: the cache was cleared, or reports of it begin or were lost.
+        complete: false: reports were lost, and nothing of the cache is known until the next `restart`.
+    """
+
+    stored: Sequence[int] = ()
+    removed: Sequence[int] = ()
+    restart: bool = False
+    complete: bool = True
 
 
 @runtime_checkable
@@ -121,7 +170,8 @@ class Observer(Protocol):
         """Its engine has dropped all it had cached, because it was told to. Comes before the engine reports it."""
 
     def cache_changed(self, replica: ReplicaView, change: CacheChange) -> None:
-        """The engine reported what it has cached; comes only for a class with the attribute `wants_cache_events`."""
+        """The engine reported what it has cached. Some never do; with an attribute `wants_cache_events` that is true,
+        the engines that a head starts for itself are made to, like all others."""
 
 
 def require_replicas(replicas: Sequence[ReplicaView]) -> None:

@@ -4,12 +4,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from vllm_omni_plugin.balancing.base import DecidingBalancer, ReplicaView, Task, require_replicas
-from vllm_omni_plugin.balancing.decayed_ratio import DecayedRatio
-from vllm_omni_plugin.balancing.decision import Candidate, Decision
+from vllm_omni_plugin.balancing.base import Candidate, DecidingBalancer, Decision, ReplicaView, Task, require_replicas
+from vllm_omni_plugin.balancing.estimates import DecayedRatio, OutputLengths, prompt_tokens
 from vllm_omni_plugin.balancing.load import load_of
 from vllm_omni_plugin.balancing.options import number
-from vllm_omni_plugin.balancing.request_size import OutputLengths, prompt_tokens
 from vllm_omni_plugin.balancing.sampling import coming_to, few, lowest
 
 _HALF_LIFE = 16

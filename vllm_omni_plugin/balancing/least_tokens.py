@@ -3,11 +3,10 @@
 import random
 from collections.abc import Iterable, Sequence
 
-from vllm_omni_plugin.balancing.base import DecidingBalancer, ReplicaView, Task, require_replicas
-from vllm_omni_plugin.balancing.decision import Candidate, Decision
+from vllm_omni_plugin.balancing.base import Candidate, DecidingBalancer, Decision, ReplicaView, Task, require_replicas
+from vllm_omni_plugin.balancing.estimates import prompt_tokens
 from vllm_omni_plugin.balancing.load import ReplicaLoad, load_of
 from vllm_omni_plugin.balancing.options import number
-from vllm_omni_plugin.balancing.request_size import prompt_tokens
 from vllm_omni_plugin.balancing.sampling import coming_to, few, lowest
 
 _UNMEASURED_RATE = 10_000.0

@@ -3,8 +3,7 @@
 import random
 from collections.abc import Sequence
 
-from vllm_omni_plugin.balancing.base import DecidingBalancer, ReplicaView, Task, require_replicas
-from vllm_omni_plugin.balancing.decision import Candidate, Decision
+from vllm_omni_plugin.balancing.base import Candidate, DecidingBalancer, Decision, ReplicaView, Task, require_replicas
 from vllm_omni_plugin.balancing.sampling import MOST_COMPARED, least, sample
 
 _CHOICES = 2

@@ -1,14 +1,22 @@
-"""Which replica a session belongs to: the same on every head, after every restart, with the fewest moves."""
+"""Which replica a key belongs to: the same on every head, after every restart, with the fewest moves."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
 from vllm_omni_plugin.balancing.base import ReplicaView
+from vllm_omni_plugin.balancing.block_index import Level
+from vllm_omni_plugin.balancing.block_keys import prompt_keys
+from vllm_omni_plugin.balancing.prompt import Prompt
 
 _BUCKETS = 8192
 _FEW_JOINERS = 8
 """Above, deciding all buckets anew is left to those who ask."""
+_EXPECTED_SHARE = 0.75
+"""Of what this head does not know of a prompt, the part that the replica where all heads look for it is expected to
+have. Chosen with benchmarks/spread.py: more unites a few more prompts that belong together, and spreads prompts that
+have nothing in common less evenly."""
 
 
 class RendezvousTable:
@@ -57,6 +65,53 @@ class RendezvousTable:
         if owner is None:
             owner = self._owners[bucket] = _heaviest(list(self._members), bucket)
         return self._members[owner]
+
+
+class Expected(NamedTuple):
+    """Where a prompt may be cached that this head has not sent itself.
+
+    Attributes:
+        position: of the replica in the fleet.
+        tokens: how many of those that nobody is known to have.
+    """
+
+    position: int
+    tokens: float
+
+
+class PromptRendezvous:
+    """Gives each prompt a replica where heads that do not hear of each other's prompts all look for it.
+
+    A prompt of which a head knows less than a half is perhaps known to another. So the first block that it does not
+    know has a replica, see `RendezvousTable`: prompts with a common beginning, of which a head knows nothing, have the
+    same, and those that differ only behind a beginning that everybody knows have not.
+    """
+
+    def __init__(self) -> None:
+        self._table = RendezvousTable()
+
+    def find(
+        self, replicas: Sequence[ReplicaView], prompt: Prompt, levels: Sequence[Level], block_sizes: Collection[int]
+    ) -> Expected | None:
+        """Where the rest of a prompt is expected, None if enough of it is known.
+
+        Args:
+            replicas: of the fleet.
+            prompt: which may have less than a block.
+            levels: tokens and who is known to have so many, longest match first.
+            block_sizes: tokens in a block, all that occur.
+        """
+        known = levels[0][0] if levels else 0
+        unknown = len(prompt.token_ids) - known
+        if unknown <= known:
+            return None
+        block_size = min(block_sizes)
+        keys = prompt_keys(prompt, block_size)
+        if known // block_size >= len(keys):
+            return None
+        self._table.follow(replicas)
+        key = keys[known // block_size].to_bytes(8, "little")
+        return Expected(self._table.position(key), _EXPECTED_SHARE * unknown)
 
 
 def _heaviest(names: Sequence[bytes], bucket: int) -> bytes:

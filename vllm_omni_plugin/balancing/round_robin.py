@@ -6,8 +6,7 @@ from itertools import compress
 from operator import attrgetter, is_not
 from threading import Lock
 
-from vllm_omni_plugin.balancing.base import DecidingBalancer, ReplicaView, Task, require_replicas
-from vllm_omni_plugin.balancing.decision import Decision
+from vllm_omni_plugin.balancing.base import DecidingBalancer, Decision, ReplicaView, Task, require_replicas
 from vllm_omni_plugin.balancing.options import whole
 
 _Identity = tuple[int, str, str]

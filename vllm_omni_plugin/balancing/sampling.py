@@ -3,10 +3,9 @@
 import random
 from collections.abc import Sequence
 
-from vllm_omni_plugin.balancing.base import ReplicaView
-from vllm_omni_plugin.balancing.decision import Candidate
+from vllm_omni_plugin.balancing.base import Candidate, ReplicaView
 from vllm_omni_plugin.balancing.serving import ServingReplicas
-from vllm_omni_plugin.balancing.unseen import draw_level
+from vllm_omni_plugin.balancing.unreported import draw_by_water_filling
 
 MOST_COMPARED = 8
 """Replicas that a policy compares at most where each comparison takes a computation.
@@ -52,30 +51,30 @@ def few(replicas: Sequence[ReplicaView], rng: random.Random) -> list[int]:
 
 def are_shared(replicas: Sequence[ReplicaView]) -> bool:
     """Whether other heads balance over these replicas, too."""
-    return isinstance(replicas, ServingReplicas) and replicas.unseen.heads > 1
+    return isinstance(replicas, ServingReplicas) and replicas.unreported.heads > 1
 
 
 def coming_to(replicas: Sequence[ReplicaView], compared: int) -> float:
     """Requests that other heads have probably sent to so many of these replicas without a word; 0.0 without others."""
     if not isinstance(replicas, ServingReplicas):
         return 0.0
-    return replicas.unseen.requests * compared / len(replicas)
+    return replicas.unreported.requests * compared / len(replicas)
 
 
 def lowest(scores: Sequence[float], rng: random.Random, coming: float = 0.0) -> int:
-    """The place of the lowest score, ties uniformly at random; a low one by `draw_level` if others choose as well.
+    """The place of the lowest score, ties uniformly at random; of a low one where other heads choose as well.
 
     Args:
         scores: of those compared.
         rng: source of randomness.
-        coming: what others probably add to all these scores before anybody sees it.
+        coming: what others probably add to all these scores before anybody sees it, see `draw_by_water_filling`.
 
     Raises:
         ValueError: there is none.
     """
     if coming > 0:
         order = sorted(range(len(scores)), key=scores.__getitem__)
-        return order[draw_level([(scores[place], 1) for place in order], coming, rng)]
+        return order[draw_by_water_filling([(scores[place], 1) for place in order], coming, rng)]
     best = min(scores)
     if scores.count(best) == 1:
         return scores.index(best)

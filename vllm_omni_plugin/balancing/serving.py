@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from vllm_omni_plugin.balancing.base import ReplicaView
 from vllm_omni_plugin.balancing.load import load_of
-from vllm_omni_plugin.balancing.unseen import UnseenRequests, draw_level
+from vllm_omni_plugin.balancing.unreported import UnreportedRequests, draw_by_water_filling
 
 R = TypeVar("R", bound=ReplicaView)
 
@@ -21,18 +21,18 @@ class ServingReplicas(tuple[R, ...]):
 
     Args:
         replicas: in their order.
-        unseen: what other heads send to them. By default there are none.
+        unreported: what other heads send to them. By default there are none.
 
     Attributes:
-        unseen: as above.
+        unreported: as above.
     """
 
-    def __new__(cls, replicas: Iterable[R], unseen: UnseenRequests | None = None) -> "ServingReplicas[R]":
+    def __new__(cls, replicas: Iterable[R], unreported: UnreportedRequests | None = None) -> "ServingReplicas[R]":
         """The tuple, before `__init__`."""
         return super().__new__(cls, replicas)
 
-    def __init__(self, replicas: Iterable[R], unseen: UnseenRequests | None = None) -> None:
-        self.unseen = unseen or UnseenRequests()
+    def __init__(self, replicas: Iterable[R], unreported: UnreportedRequests | None = None) -> None:
+        self.unreported = unreported or UnreportedRequests()
         self._index: _QueueIndex | None = None
         self._places: dict[int, int] = {}
         self._prefill_tokens = array("q")
@@ -45,10 +45,10 @@ class ServingReplicas(tuple[R, ...]):
     def shortest(self, rng: random.Random) -> int:
         """The place of a replica with the shortest queue, ties uniformly at random. There must be one at least.
 
-        Where others choose as well, one of the short queues, see `draw_level`.
+        Where others choose as well, one of the short queues, see `draw_by_water_filling`.
         """
         index = self._index or self._indexed()
-        coming = self.unseen.requests
+        coming = self.unreported.requests
         return index.short(rng, coming) if coming > 0 else index.shortest(rng)
 
     @property
@@ -119,10 +119,10 @@ class _QueueIndex:
         return bucket[int(rng.random() * len(bucket))]
 
     def short(self, rng: random.Random, coming: float) -> int:
-        """A place drawn by `draw_level`."""
+        """A place drawn by `draw_by_water_filling`."""
         buckets = self._buckets
         levels = [(length, count) for length in sorted(self._heap) if (count := len(buckets[length]))]
-        bucket = buckets[levels[draw_level(levels, coming, rng)][0]]
+        bucket = buckets[levels[draw_by_water_filling(levels, coming, rng)][0]]
         return bucket[int(rng.random() * len(bucket))]
 
     def _put(self, place: int, bucket: list[int]) -> None:

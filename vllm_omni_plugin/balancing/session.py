@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from vllm_omni_plugin.balancing.base import DecidingBalancer, ReplicaView, Task, require_replicas
-from vllm_omni_plugin.balancing.decision import Candidate, Decision
+from vllm_omni_plugin.balancing.base import Candidate, DecidingBalancer, Decision, ReplicaView, Task, require_replicas
 from vllm_omni_plugin.balancing.least_queue_length import LeastQueueLengthBalancer
 from vllm_omni_plugin.balancing.options import number
 from vllm_omni_plugin.balancing.rendezvous import RendezvousTable

@@ -4,7 +4,7 @@ from math import exp
 from typing import NamedTuple
 
 from vllm_omni_plugin.balancing import Task
-from vllm_omni_plugin.balancing.decision import Decision
+from vllm_omni_plugin.balancing.base import Decision
 from vllm_omni_plugin.balancing.load import ReplicaLoad
 from vllm_omni_plugin.vllm_api.facts import CacheSize, LoadReport
 

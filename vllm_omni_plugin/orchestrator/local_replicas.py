@@ -147,7 +147,7 @@ class LocalReplicas:
         self._orchestrator.replica_serves(
             member, replica.client, replica.input_addr, replica.output_addr, replica.ready_response
         )
-        if self._pool.wants_cache_events:
+        if self._pool.follows_caches:
             replica.follow_cache(partial(self._pool.cache_changed, member))
         logger.info(
             "Replica %d of stage %d serves (engine process %d).", member.replica_id, member.stage_id, replica.pid

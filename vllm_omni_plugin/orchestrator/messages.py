@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from vllm_omni_plugin.balancing import Task
-from vllm_omni_plugin.balancing.decision import Decision
+from vllm_omni_plugin.balancing.base import Decision
 from vllm_omni_plugin.balancing.load import ReplicaLoad
 from vllm_omni_plugin.coordinator import PeerCall, ReplicaInfo, ReplicaWork
 from vllm_omni_plugin.orchestrator.pipeline_call import PipelineCall

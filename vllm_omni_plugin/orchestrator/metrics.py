@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 
-from vllm_omni_plugin.balancing.decision import Decision
+from vllm_omni_plugin.balancing.base import Decision
 from vllm_omni_plugin.vllm_api.move import Move
 
 _MAX_REASONS = 64

@@ -5,9 +5,7 @@ from operator import index
 from typing import Any
 
 from vllm_omni_plugin.balancing import LoadBalancer, Task
-from vllm_omni_plugin.balancing.base import DecidingBalancer, ReplicaView
-from vllm_omni_plugin.balancing.cache_change import CacheChange
-from vllm_omni_plugin.balancing.decision import Decision
+from vllm_omni_plugin.balancing.base import CacheChange, DecidingBalancer, Decision, ReplicaView
 from vllm_omni_plugin.balancing.serving import ServingReplicas
 from vllm_omni_plugin.errors import UnexplainedError
 from vllm_omni_plugin.logger import init_logger
@@ -30,7 +28,8 @@ class PolicyGuard:
 
     Attributes:
         name: as above.
-        wants_cache_events: whether it shall be told what engines have cached.
+        follows_caches: whether it takes what engines report of their caches.
+        wants_cache_events: whether this head's own engines shall report that.
     """
 
     def __init__(self, balancer: LoadBalancer, name: str = "") -> None:
@@ -39,6 +38,7 @@ class PolicyGuard:
         self._explains = isinstance(balancer, DecidingBalancer)
         self._ask = balancer.decide if isinstance(balancer, DecidingBalancer) else _explainless(balancer)
         self._hooks = {name: getattr(balancer, name) for name in _HOOKS if hasattr(balancer, name)}
+        self.follows_caches = "cache_changed" in self._hooks
         self._warned: set[str] = set()
 
     def decide(self, task: Task, replicas: ServingReplicas[Any]) -> Decision:

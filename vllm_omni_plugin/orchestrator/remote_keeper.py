@@ -133,7 +133,7 @@ class RemoteReplicaKeeper:
             self._orchestrator.replica_serves(
                 member, replica.client, self.info.input_addr, self.info.output_addr, replica.ready_response
             )
-            if self._pool.wants_cache_events:
+            if self._pool.follows_caches:
                 replica.follow_cache(partial(self._pool.cache_changed, member))
             self._await_drain()
             self._last_failure = ""

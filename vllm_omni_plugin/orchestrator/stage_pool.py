@@ -5,11 +5,10 @@ import time
 from collections.abc import Callable, Collection
 
 from vllm_omni_plugin.balancing import LoadBalancer, Task
-from vllm_omni_plugin.balancing.cache_change import CacheChange
-from vllm_omni_plugin.balancing.decision import Decision
+from vllm_omni_plugin.balancing.base import CacheChange, Decision
 from vllm_omni_plugin.balancing.load import ReplicaLoad
 from vllm_omni_plugin.balancing.serving import ServingReplicas
-from vllm_omni_plugin.balancing.unseen import UnseenRequests
+from vllm_omni_plugin.balancing.unreported import UnreportedRequests
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import NoReplicaError
 from vllm_omni_plugin.orchestrator.charges import UNKNOWN_CACHE, Account, Charge, Work
@@ -64,9 +63,9 @@ class StagePool:
         self._log = DecisionLog(self._policy.name)
         self._clock = clock
         self._roster = Roster(stage_id)
-        self._unseen = UnseenRequests()
+        self._unreported = UnreportedRequests()
         # Replaced when membership changes, so that other threads may read it.
-        self._serving: ServingReplicas[PoolMember] = ServingReplicas((), self._unseen)
+        self._serving: ServingReplicas[PoolMember] = ServingReplicas((), self._unreported)
         self._idle_waits = IdleWaits()
 
     def __repr__(self) -> str:
@@ -89,8 +88,13 @@ class StagePool:
         return self._policy.name
 
     @property
+    def follows_caches(self) -> bool:
+        """Whether the policy takes what engines report of their caches."""
+        return self._policy.follows_caches
+
+    @property
     def wants_cache_events(self) -> bool:
-        """Whether the policy shall be told what engines have cached."""
+        """Whether this head's own engines shall report what they have cached."""
         return self._policy.wants_cache_events
 
     def add(self, replica_id: int | None = None) -> PoolMember:
@@ -138,7 +142,7 @@ class StagePool:
         """The replica is gone or no longer trusted. Returns the requests that were in flight there."""
         orphans = list(member.in_flight.values())
         member.in_flight.clear()
-        self._unseen.ended(len(orphans))
+        self._unreported.ended(len(orphans))
         served, member.client = member.client is not None, None
         self._set_status(member, status)
         member.account, member.load = Account(), ReplicaLoad()
@@ -187,8 +191,8 @@ class StagePool:
         if affinity_key is not None:
             decision = Decision(affinity_key % len(serving), BOUND)
         else:
-            if self._unseen.heads > 1:
-                self._unseen.estimate(self._clock(), serving.total_queue_length)
+            if self._unreported.heads > 1:
+                self._unreported.estimate(self._clock(), serving.total_queue_length)
             decision = self._policy.decide(task, serving)
         if serving[decision.position].replica_id in avoid:
             places = [place for place, member in enumerate(serving) if member.replica_id not in avoid]
@@ -228,7 +232,7 @@ class StagePool:
         member.in_flight[state.engine_request_id] = state
         member.dispatched += 1
         member.account.charge(charge)
-        self._unseen.dispatched()
+        self._unreported.dispatched()
         self._refresh(member)
         self._policy.dispatched(task, member, decision)
 
@@ -249,7 +253,7 @@ class StagePool:
         member = self._roster.get(state.replica_id) if state.replica_id is not None else None
         if charge is None or member is None or member.in_flight.pop(state.engine_request_id, None) is None:
             return
-        self._unseen.ended(1)
+        self._unreported.ended(1)
         now = self._clock()
         member.account.release(charge, now)
         self._refresh(member)
@@ -260,7 +264,7 @@ class StagePool:
 
     def share_with(self, heads: int) -> None:
         """So many heads balance over these replicas now, this one included."""
-        self._unseen.share_with(heads)
+        self._unreported.share_with(heads)
 
     def heed(self, member: PoolMember, others: Work | None) -> None:
         """The other heads have charged so much to a replica; None: they do not say, and its engine's word counts."""
@@ -306,6 +310,6 @@ class StagePool:
         served, serves = member.status is ReplicaStatus.UP, status is ReplicaStatus.UP
         member.status = status
         if served and not serves:
-            self._serving = ServingReplicas(without_member(self._serving, member), self._unseen)
+            self._serving = ServingReplicas(without_member(self._serving, member), self._unreported)
         elif serves and not served:
-            self._serving = ServingReplicas(with_member(self._serving, member), self._unseen)
+            self._serving = ServingReplicas(with_member(self._serving, member), self._unreported)

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any, Final
 
 from vllm_omni_plugin.balancing import Task
-from vllm_omni_plugin.balancing.decision import Decision
+from vllm_omni_plugin.balancing.base import Decision
 from vllm_omni_plugin.errors import NoReplicaError, OmniError, RequestLostError
 from vllm_omni_plugin.orchestrator.charges import Charge
 from vllm_omni_plugin.orchestrator.messages import Receipt

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
+from vllm_omni_plugin.balancing.base import CacheChange
 from vllm_omni_plugin.balancing.block_keys import ROOT, block_key, pack_tokens
-from vllm_omni_plugin.balancing.cache_change import CacheChange
 from vllm_omni_plugin.replicas.cache_events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent, EngineHash
 
 _TOKEN_BYTES = 4

@@ -3,7 +3,7 @@
 import struct
 from collections.abc import Callable, Sequence
 
-from vllm_omni_plugin.balancing.cache_change import CacheChange
+from vllm_omni_plugin.balancing.base import CacheChange
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.cache_journal import BEGINNING, CacheJournal, Cursor
 from vllm_omni_plugin.replicas.control import CacheChanges, Follow, ToHead, ToServer

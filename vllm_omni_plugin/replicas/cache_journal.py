@@ -5,7 +5,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from vllm_omni_plugin.balancing.cache_change import CacheChange
+from vllm_omni_plugin.balancing.base import CacheChange
 
 MAX_PART = 8192
 """Changes in one part."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import zmq
 
-from vllm_omni_plugin.balancing.cache_change import CacheChange
+from vllm_omni_plugin.balancing.base import CacheChange
 from vllm_omni_plugin.errors import ReplicaError, WireError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.block_names import BlockNames

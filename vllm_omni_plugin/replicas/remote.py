@@ -177,7 +177,7 @@ class RemoteReplica:
     def follow_cache(self, on_change: OnCacheChange) -> None:
         """Tell what the engine has cached, all of it and then what changes, if it reports that. Once, when attached."""
         if not publishes_cache_events(self.ready_response):
-            logger.warning("Replica %s does not report what its prefix cache holds.", self._name)
+            logger.info("Replica %s does not report what its prefix cache holds.", self._name)
         elif self._control is not None and self._lease is not None:
             self._follower = CacheFollower(self._lease, self._control.send, on_change)
 

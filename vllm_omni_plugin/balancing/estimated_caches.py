@@ -3,82 +3,54 @@
 from array import array
 from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from vllm_omni_plugin.balancing.prefix_index import BlockHolders, Level
+from vllm_omni_plugin.balancing.block_index import BlockIndex, Level
 
 _FEWEST_RUNS = 64
 
 
-class ApproximateCaches:
-    """The prefix caches of all replicas, as they must be if each keeps what it computes and evicts as vLLM does.
+class EstimatedCaches:
+    """The prefix caches of replicas, as they must be if each keeps what it computes and evicts as vLLM does.
 
     vLLM evicts the block that was used longest ago, and of blocks used at the same time the last of the prompt. So
     every block belongs to the *run* of the prompt that used it last, and the oldest run loses its last block first.
-    A block is never evicted before those behind it, hence a holder of a block has all blocks before it.
 
-    A replica may be hidden while nobody asks who has what of it: most of the work is then left undone.
-
-    Memory is bounded by the replicas' capacities: 8 bytes in a run and, unless hidden, an entry of the index for each
-    block.
+    Memory is bounded by the replicas' capacities: 8 bytes in a run and an entry of the index for each block.
     """
 
     def __init__(self) -> None:
-        self._index = BlockHolders()
+        self._index = BlockIndex()
         self._replicas: defaultdict[int, _Runs] = defaultdict(_Runs)
-        self._hidden: set[int] = set()
-
-    def blocks(self, slot: int) -> int:
-        """Blocks that a replica is thought to have."""
-        return len(self._replicas.get(slot, ()))
 
     def levels(self, keys: Sequence[int]) -> list[Level]:
-        """See `BlockHolders.levels`; without hidden replicas. Takes O(log blocks) for each level."""
-        return self._index.closed_levels(keys)
+        """See `BlockIndex.levels`."""
+        return self._index.levels(keys)
 
-    def matches(self, keys: Sequence[int]) -> dict[int, int]:
-        """See `BlockHolders.matches`; without hidden replicas."""
-        return self._index.matches(keys)
-
-    def use(self, slot: int, keys: Sequence[int], capacity: int) -> None:
+    def use(self, bit: int, keys: Sequence[int], capacity: int) -> None:
         """A replica computes or reads these blocks.
 
         Takes time for the blocks it did not have, and those it evicts for them, but not for those it had.
 
         Args:
-            slot: stands for the replica.
+            bit: stands for the replica, see `ReplicaBits`.
             keys: all blocks of a prompt from its beginning.
             capacity: blocks the replica's memory has room for; what a prompt has beyond is not kept.
         """
         if not keys:
             return
         keys = keys[:capacity]
-        runs = self._replicas[slot]
+        runs = self._replicas[bit]
         known = runs.use(keys)
         evicted = runs.shrink(capacity)
-        if slot not in self._hidden:
-            self._index.store(slot, keys[known:])
-            self._index.remove(slot, evicted)
+        self._index.store(bit, keys[known:])
+        self._index.remove(bit, evicted)
 
-    def hide(self, slot: int) -> None:
-        """Nobody will ask for what the replica has until it is shown. Takes time for its blocks unless it is hidden."""
-        if slot not in self._hidden:
-            self._hidden.add(slot)
-            for run in self._replicas.get(slot, ()):
-                self._index.remove(slot, run)
-
-    def show(self, slot: int) -> None:
-        """The end of `hide`: what was used meanwhile counts. Takes time for the replica's blocks if it was hidden."""
-        if slot in self._hidden:
-            self._hidden.remove(slot)
-            for run in self._replicas.get(slot, ()):
-                self._index.store(slot, run)
-
-    def clear(self, slot: int) -> None:
-        """The replica has nothing cached. Its slot may be given to another, which is hidden if this one was."""
-        runs = self._replicas.pop(slot, None)
-        if runs is not None and slot not in self._hidden:
-            self._index.remove(slot, runs.shrink(0))
+    def clear(self, bit: int) -> None:
+        """The replica has nothing cached."""
+        runs = self._replicas.pop(bit, None)
+        if runs is not None:
+            self._index.remove(bit, runs.shrink(0))
 
 
 class _Runs:
@@ -93,13 +65,6 @@ class _Runs:
         self._by_age: deque[array[int]] = deque()
         self._by_head: dict[int, array[int]] = {}
 
-    def __len__(self) -> int:
-        """Number of blocks."""
-        return self._size
-
-    def __iter__(self) -> "Iterator[array[int]]":
-        return iter(self._by_age)
-
     def use(self, keys: Sequence[int]) -> int:
         """Make the blocks of a prompt the latest run. Returns how many of them there were already."""
         run = array("Q", keys)
@@ -112,16 +77,12 @@ class _Runs:
             self._size -= common
             known += common
         self._by_head[keys[0]] = run
-        self.append(run)
-        return known
-
-    def append(self, run: "array[int]") -> None:
-        """Add a run that is younger than all others."""
         self._by_age.append(run)
         self._size += len(run)
         if len(self._by_age) > self._most_runs:
             self._by_age = deque(filter(None, self._by_age))
             self._most_runs = 2 * len(self._by_age) + _FEWEST_RUNS
+        return known
 
     def shrink(self, capacity: int) -> "array[int]":
         """Evict what is beyond the capacity. Returns the keys."""

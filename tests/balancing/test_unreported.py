@@ -12,67 +12,67 @@ from tests.balancing.pool import PooledReplica
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer, ReplicaLoad
 from vllm_omni_plugin.balancing.sampling import coming_to, lowest
 from vllm_omni_plugin.balancing.serving import ServingReplicas
-from vllm_omni_plugin.balancing.unseen import UnseenRequests, draw_level
+from vllm_omni_plugin.balancing.unreported import UnreportedRequests, draw_by_water_filling
 
 DRAWS = 4000
 
 
-def heads(number: int) -> UnseenRequests:
-    unseen = UnseenRequests()
-    unseen.share_with(number)
-    return unseen
+def heads(number: int) -> UnreportedRequests:
+    unreported = UnreportedRequests()
+    unreported.share_with(number)
+    return unreported
 
 
-def replicas(queues: list[int], unseen: UnseenRequests) -> ServingReplicas[PooledReplica]:
-    return ServingReplicas([PooledReplica(n, ReplicaLoad(requests=q)) for n, q in enumerate(queues)], unseen)
+def replicas(queues: list[int], unreported: UnreportedRequests) -> ServingReplicas[PooledReplica]:
+    return ServingReplicas([PooledReplica(n, ReplicaLoad(requests=q)) for n, q in enumerate(queues)], unreported)
 
 
 def drawn(levels: list[tuple[float, int]], coming: float) -> Counter[int]:
     rng = random.Random(1)
-    return Counter(draw_level(levels, coming, rng) for _ in range(DRAWS))
+    return Counter(draw_by_water_filling(levels, coming, rng) for _ in range(DRAWS))
 
 
 def test_the_others_are_taken_to_send_as_much_as_this_head() -> None:
-    unseen = heads(4)
+    unreported = heads(4)
     for _ in range(3):
-        unseen.dispatched()
-    unseen.estimate(0.0, in_flight=12)
-    assert unseen.requests == pytest.approx(9.0)
+        unreported.dispatched()
+    unreported.estimate(0.0, in_flight=12)
+    assert unreported.requests == pytest.approx(9.0)
 
 
 def test_the_others_are_taken_to_send_in_proportion_of_what_they_have() -> None:
-    unseen = heads(2)
+    unreported = heads(2)
     for _ in range(99):
-        unseen.dispatched()
-    unseen.ended(50)
-    unseen.estimate(0.0, in_flight=49)
-    standing_by = unseen.requests
-    unseen.estimate(0.0, in_flight=49 + 199)
-    assert (standing_by, unseen.requests) == (pytest.approx(99 * 1 / 50), pytest.approx(99 * 200 / 50))
+        unreported.dispatched()
+    unreported.ended(50)
+    unreported.estimate(0.0, in_flight=49)
+    standing_by = unreported.requests
+    unreported.estimate(0.0, in_flight=49 + 199)
+    assert (standing_by, unreported.requests) == (pytest.approx(99 * 1 / 50), pytest.approx(99 * 200 / 50))
 
 
 def test_before_anything_is_in_flight_all_heads_count_alike() -> None:
-    unseen = heads(4)
-    unseen.dispatched()
-    unseen.ended(1)
-    unseen.estimate(0.0, in_flight=0)
-    assert unseen.requests == pytest.approx(3.0)
+    unreported = heads(4)
+    unreported.dispatched()
+    unreported.ended(1)
+    unreported.estimate(0.0, in_flight=0)
+    assert unreported.requests == pytest.approx(3.0)
 
 
 def test_what_was_sent_long_ago_has_been_seen() -> None:
-    unseen = heads(4)
-    unseen.dispatched()
-    unseen.estimate(10.0, in_flight=4)
-    assert unseen.requests == pytest.approx(0.0, abs=1e-9)
+    unreported = heads(4)
+    unreported.dispatched()
+    unreported.estimate(10.0, in_flight=4)
+    assert unreported.requests == pytest.approx(0.0, abs=1e-9)
 
 
 def test_a_head_that_is_alone_again_expects_nothing() -> None:
-    unseen = heads(2)
-    unseen.dispatched()
-    unseen.estimate(0.0, in_flight=2)
-    assert unseen.requests > 0
-    unseen.share_with(1)
-    assert unseen.requests == 0.0
+    unreported = heads(2)
+    unreported.dispatched()
+    unreported.estimate(0.0, in_flight=2)
+    assert unreported.requests > 0
+    unreported.share_with(1)
+    assert unreported.requests == 0.0
 
 
 def test_little_that_is_coming_goes_to_the_lowest() -> None:
@@ -97,7 +97,7 @@ def test_each_level_gets_what_it_lacks_to_one_height() -> None:
 )
 def test_no_level_is_drawn_above_one_that_suffices(levels: list[tuple[int, int]], coming: float, seed: int) -> None:
     levels.sort()
-    index = draw_level(levels, coming, random.Random(seed))
+    index = draw_by_water_filling(levels, coming, random.Random(seed))
     room_below = sum(places * (levels[index][0] - level) for level, places in levels[:index])
     assert room_below < coming
 
@@ -114,13 +114,13 @@ def test_heads_that_see_the_same_fill_up_the_short_queues_together() -> None:
     policies = [LeastQueueLengthBalancer(random.Random(seed)) for seed in range(8)]
     sent: Counter[int] = Counter()
     for policy in policies:
-        unseen = heads(8)
-        view = replicas(queues, unseen)
+        unreported = heads(8)
+        view = replicas(queues, unreported)
         for _ in range(5):
-            unseen.estimate(0.0, in_flight=0)
+            unreported.estimate(0.0, in_flight=0)
             position = policy.decide({}, view).position
-            unseen.dispatched()
-            unseen.ended(1)
+            unreported.dispatched()
+            unreported.ended(1)
             sent[position] += 1
             view[position].charge(1)
             view.changed(view[position])
@@ -133,18 +133,18 @@ def test_heads_that_see_the_same_fill_up_the_short_queues_together() -> None:
 def test_a_head_that_is_alone_takes_the_shortest_queue(count: int) -> None:
     queues = [5] * count
     queues[1] = 4
-    unseen = UnseenRequests()
-    unseen.dispatched()
-    view = replicas(queues, unseen)
+    unreported = UnreportedRequests()
+    unreported.dispatched()
+    view = replicas(queues, unreported)
     policy = LeastQueueLengthBalancer(random.Random(1))
     assert {policy.decide({}, view).position for _ in range(50)} == {1}
 
 
 def test_of_what_is_coming_those_compared_get_their_share() -> None:
-    unseen = heads(3)
-    unseen.dispatched()
-    unseen.estimate(0.0, in_flight=3)
-    assert coming_to(replicas([0] * 8, unseen), 2) == pytest.approx(0.5)
+    unreported = heads(3)
+    unreported.dispatched()
+    unreported.estimate(0.0, in_flight=3)
+    assert coming_to(replicas([0] * 8, unreported), 2) == pytest.approx(0.5)
     assert coming_to([PooledReplica(0, ReplicaLoad())], 1) == 0.0
 
 

@@ -1,4 +1,4 @@
-"""How much other heads have probably sent that this head has not heard of yet, and how to choose in spite of it."""
+"""Choosing by stale loads: what other heads have probably sent and not reported yet, and a rule that allows for it."""
 
 import random
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ _AGE_S = 0.1
 """How old what other heads report may be. Chosen with benchmarks/spread.py; half of it was worse, more no better."""
 
 
-class UnseenRequests:
+class UnreportedRequests:
     """An estimate for the replicas of one stage.
 
     The other heads are taken to send as much as this one, in proportion of what each has in flight: one that stands by
@@ -54,7 +54,7 @@ class UnseenRequests:
         self.requests = self._recent * (others + self.heads - 1) / (self._in_flight + 1)
 
 
-def draw_level(levels: Sequence[tuple[float, int]], coming: float, rng: random.Random) -> int:
+def draw_by_water_filling(levels: Sequence[tuple[float, int]], coming: float, rng: random.Random) -> int:
     """The index of a level, drawn such that what is coming fills up the lowest to one height, as water would.
 
     Whoever takes the lowest of what all see takes the same as all others. Here each level is drawn in proportion to

@@ -1,0 +1,144 @@
+"""What is remembered of caches: one index answers as one set of blocks for each replica would."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_omni_plugin.balancing.block_index import BlockIndex
+from vllm_omni_plugin.balancing.estimated_caches import EstimatedCaches
+from vllm_omni_plugin.balancing.replica_bits import ReplicaBits, block_size_of, some_bits_of
+
+from .fakes import FakeReplica, with_queues
+from .pool import pool_of
+
+BITS = [0, 1, 5, 63, 64, 1023]
+# Chains as block keys are: a key names all that is before it.
+WORDS = st.text("ab", min_size=1, max_size=6)
+
+
+def chain(word: str) -> list[int]:
+    return [int(f"1{word[:end].translate(str.maketrans('ab', '01'))}", 2) for end in range(1, len(word) + 1)]
+
+
+def matches(caches: BlockIndex | EstimatedCaches, keys: Sequence[int]) -> dict[int, int]:
+    """Leading blocks by replica, of all that have the first one."""
+    return {bit: blocks for blocks, holders in caches.levels(keys) for bit in BITS if holders >> bit & 1}
+
+
+def leading(held: Sequence[int] | set[int], keys: Sequence[int]) -> int:
+    return next((place for place, key in enumerate(keys) if key not in held), len(keys))
+
+
+@given(st.lists(st.tuples(st.sampled_from(BITS), WORDS, st.integers(0, 6)), max_size=40), WORDS)
+def test_the_index_matches_as_a_set_for_each_replica(changes: list[tuple[int, str, int]], prompt: str) -> None:
+    index, sets = BlockIndex(), {bit: set[int]() for bit in BITS}
+    for bit, word, kept in changes:
+        held, keys = sets[bit], chain(word)
+        assert set(index.store(bit, keys)) == set(keys) - held
+        # What is behind a removed block goes with it, as engines evict.
+        gone = {key for key in held | set(keys) if any(key >> up in keys[kept:] for up in range(7))}
+        index.remove(bit, sorted(gone))
+        sets[bit] = (held | set(keys)) - gone
+        expected = {bit: leading(held, chain(prompt)) for bit, held in sets.items()}
+        assert matches(index, chain(prompt)) == {bit: blocks for bit, blocks in expected.items() if blocks}
+        assert all(index.has(bit, key) == (key in held) for bit, held in sets.items() for key in chain(prompt))
+
+
+def test_levels_name_all_holders_of_each_length_shortest_first() -> None:
+    index = BlockIndex()
+    for bit, blocks in ((0, 3), (3, 2), (2, 2)):
+        index.store(bit, [1, 2, 3][:blocks])
+    assert index.levels([1, 2, 3, 4]) == [(2, 0b1101), (3, 0b1)]
+
+
+class SlowCache:
+    """One replica's cache, block by block: used and freed as vLLM does, without a shortcut."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self.by_age: list[int] = []
+
+    def use(self, keys: list[int]) -> None:
+        """Free the blocks of a prompt last one first, so that the first is the youngest."""
+        keys = keys[: self._capacity]
+        self.by_age = [key for key in self.by_age if key not in keys] + keys[::-1]
+        self.by_age = self.by_age[max(0, len(self.by_age) - self._capacity) :]
+
+
+@given(st.lists(st.tuples(st.sampled_from([0, 1, 5]), WORDS), max_size=60), st.integers(1, 12), WORDS)
+def test_estimated_caches_evict_as_lists_of_blocks_do(uses: list[tuple[int, str]], capacity: int, prompt: str) -> None:
+    caches, slow = EstimatedCaches(), {bit: SlowCache(capacity) for bit in (0, 1, 5)}
+    for bit, word in uses:
+        caches.use(bit, chain(word), capacity)
+        slow[bit].use(chain(word))
+        expected = {bit: leading(cache.by_age, chain(prompt)) for bit, cache in slow.items()}
+        assert matches(caches, chain(prompt)) == {bit: blocks for bit, blocks in expected.items() if blocks}
+
+
+A, B = [1, 2, 3, 4], [7, 8, 9]
+
+
+@pytest.mark.parametrize(
+    ("capacity", "uses", "left"),
+    [
+        pytest.param(5, [A[:3], B], {0: 2}, id="a full cache loses the end of its oldest prompt"),
+        pytest.param(4, [A[:2], B[:2], A[:2], [5]], {0: 2}, id="what is used again is young again"),
+        pytest.param(6, [A, [1, 2, 8, 9], [5, 6]], {0: 2}, id="a shared beginning stays with the youngest prompt"),
+        pytest.param(3, [A], {0: 3}, id="a prompt longer than the memory keeps its beginning"),
+        pytest.param(8, [A[:3]] * 1000 + [B], {0: 3}, id="the same prompt for ever is one prompt"),
+    ],
+)
+def test_of_a_prompt_the_beginning_stays_longest(capacity: int, uses: list[list[int]], left: dict[int, int]) -> None:
+    caches = EstimatedCaches()
+    for keys in uses:
+        caches.use(0, keys, capacity)
+    assert matches(caches, A) == left
+
+
+def test_a_cleared_replica_leaves_what_others_have() -> None:
+    caches = EstimatedCaches()
+    caches.use(0, [1, 2], 8)
+    caches.use(1, [1], 8)
+    caches.clear(0)
+    caches.clear(5)
+    assert matches(caches, [1, 2]) == {1: 1}
+
+
+def test_some_bits_are_distinct_and_all_of_them_in_time() -> None:
+    rng, mask = random.Random(1), sum(1 << bit for bit in (0, 3, 4, 700))
+    draws = [some_bits_of(mask, 2, rng) for _ in range(200)]
+    assert all(len(set(draw)) == 2 for draw in draws)
+    assert set().union(*draws) == {0, 3, 4, 700}
+    assert sorted(some_bits_of(mask, 9, rng)) == [0, 3, 4, 700]
+
+
+def test_a_replica_keeps_its_bit_while_it_does_not_serve() -> None:
+    bits, (one, two, three) = ReplicaBits(), with_queues(0, 0, 0)
+    assert bits.fleet((one, two)).bits == [0, 1]
+    assert bits.fleet((two,)).positions == {1: 0}
+    assert bits.fleet((three, one, two)).bits == [2, 0, 1]
+    assert bits.fleet((three, one)).mask == 0b101
+
+
+def test_the_bit_of_a_forgotten_replica_is_given_again() -> None:
+    bits, (one, two, three) = ReplicaBits(), with_queues(0, 0, 0)
+    bits.fleet((one, two))
+    assert (bits.free(one), bits.free(one)) == (0, None)
+    assert bits.bit(three) == 0
+    assert bits.fleet((one, two)).bits == [2, 1]
+
+
+def test_a_list_that_changed_in_place_is_seen() -> None:
+    bits, replicas = ReplicaBits(), list(with_queues(0, 0))
+    bits.fleet(replicas)
+    replicas.reverse()
+    assert bits.fleet(replicas).bits == [1, 0]
+
+
+def test_a_replica_that_says_no_block_size_has_the_default() -> None:
+    silent, talkative = FakeReplica("tcp://a"), pool_of(None, 1, block_size=128).replicas[0]
+    assert (block_size_of(silent), block_size_of(talkative)) == (16, 128)
+    assert ReplicaBits().fleet((silent, talkative)).block_sizes == {16, 128}

@@ -1,0 +1,110 @@
+"""What the prefix caches of a fleet hold: by the word of engines that report it, by estimate for the others."""
+
+from array import array
+from collections.abc import Sequence
+
+from vllm_omni_plugin.balancing.base import CacheChange
+from vllm_omni_plugin.balancing.block_index import BlockIndex, Level
+from vllm_omni_plugin.balancing.estimated_caches import EstimatedCaches
+
+_SHORTEST_COMPACTED = 1024
+
+
+class PrefixCaches:
+    """The prefix caches of all replicas; each is known by its bit, see `ReplicaBits`.
+
+    What an engine reports is exact but late, so what is on its way to such an engine counts as cached already. The
+    cache of a replica that reports nothing is estimated from what is sent to it. One whose reports are lost counts as
+    empty, and is estimated from then on, until it reports from the beginning again.
+
+    Attributes:
+        reporting: a bit mask of the replicas whose engines report.
+    """
+
+    def __init__(self) -> None:
+        self.reporting = 0
+        self._estimated = EstimatedCaches()
+        self._reported = BlockIndex()
+        # By bit, the keys that were stored, so that a cache can be cleared; removed ones are sorted out now and then.
+        self._stored: dict[int, array[int]] = {}
+        self._compacted_from: dict[int, int] = {}
+        # By bit, the blocks that are on their way and not reported, and how many prompts have each.
+        self._expected: dict[int, dict[int, int]] = {}
+
+    def levels(self, keys: Sequence[int], replicas: int) -> list[Level]:
+        """How many of the leading blocks of `keys` somebody has, and who.
+
+        Args:
+            keys: all blocks of a prompt from its beginning.
+            replicas: a bit mask of those that matter; others may be among the holders.
+        """
+        found = self._reported.levels(keys) if replicas & self.reporting else []
+        if replicas & ~self.reporting:
+            found += self._estimated.levels(keys)
+        return found
+
+    def send(self, bit: int, keys: Sequence[int], capacity: int) -> None:
+        """A prompt with these blocks goes to a replica with so many blocks of memory."""
+        if not self.reporting >> bit & 1:
+            self.estimate(bit, keys, capacity)
+            return
+        expected = self._expected.setdefault(bit, {})
+        known = max((blocks for blocks, holders in self._reported.levels(keys) if holders >> bit & 1), default=0)
+        if expected:
+            for key in expected.keys() & keys[:known]:
+                expected[key] += 1
+        added = keys[known:]
+        expected.update(dict.fromkeys(added, 1))
+        self._store(bit, added)
+
+    def end(self, bit: int, keys: Sequence[int]) -> None:
+        """A prompt with these blocks is no longer on its way: what the engine has not reported by now, it has not."""
+        expected = self._expected.get(bit)
+        if not expected:
+            return
+        gone: list[int] = []
+        for key in keys:
+            prompts = expected.get(key, 0)
+            if prompts > 1:
+                expected[key] = prompts - 1
+            elif prompts:
+                del expected[key]
+                gone.append(key)
+        self._reported.remove(bit, gone)
+
+    def estimate(self, bit: int, keys: Sequence[int], capacity: int) -> None:
+        """A replica must have these blocks, which nobody reports."""
+        self._estimated.use(bit, keys, capacity)
+
+    def change(self, bit: int, change: CacheChange) -> None:
+        """An engine has reported, or its reports were lost."""
+        if change.restart or not self.reporting >> bit & 1:
+            self.clear(bit)
+        if not change.complete:
+            self.reporting &= ~(1 << bit)
+            return
+        self.reporting |= 1 << bit
+        self._reported.remove(bit, change.removed)
+        self._store(bit, change.stored)
+        if expected := self._expected.get(bit):
+            for key in (*change.removed, *change.stored):
+                expected.pop(key, None)
+
+    def clear(self, bit: int) -> None:
+        """Nothing is cached there any more."""
+        self._reported.remove(bit, self._stored.pop(bit, array("Q")))
+        self._compacted_from.pop(bit, None)
+        self._expected.pop(bit, None)
+        self._estimated.clear(bit)
+
+    def forget(self, bit: int) -> None:
+        """The replica is lost. Its bit may be given to another."""
+        self.clear(bit)
+        self.reporting &= ~(1 << bit)
+
+    def _store(self, bit: int, keys: Sequence[int]) -> None:
+        stored = self._stored.setdefault(bit, array("Q"))
+        stored.extend(self._reported.store(bit, keys))
+        if len(stored) > self._compacted_from.get(bit, _SHORTEST_COMPACTED):
+            held = self._stored[bit] = array("Q", {key for key in stored if self._reported.has(bit, key)})
+            self._compacted_from[bit] = 2 * len(held) + _SHORTEST_COMPACTED

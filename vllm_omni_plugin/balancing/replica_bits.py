@@ -1,0 +1,98 @@
+"""A bit for each replica, so that a set of replicas is one integer."""
+
+import random
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from operator import attrgetter
+from typing import NamedTuple
+
+from vllm_omni_plugin.balancing.base import ReplicaView
+from vllm_omni_plugin.balancing.load import load_of
+
+_DEFAULT_BLOCK_SIZE = 16
+_DEFAULT_KV_BLOCKS = 8192
+_identity_of = attrgetter("stage_id", "input_addr", "output_addr")
+
+
+class Fleet(NamedTuple):
+    """The replicas a policy is asked about.
+
+    Attributes:
+        bits: by position.
+        positions: by bit.
+        mask: all bits.
+        block_sizes: tokens in a block, all that occur.
+    """
+
+    bits: list[int]
+    positions: dict[int, int]
+    mask: int
+    block_sizes: frozenset[int]
+
+
+class ReplicaBits:
+    """Gives each replica the lowest free bit for as long as it is not forgotten, whether it serves or not."""
+
+    def __init__(self) -> None:
+        self._bits: dict[tuple[int, str, str], int] = {}
+        self._freed: list[int] = []
+        self._seen: tuple[ReplicaView, ...] | None = None
+        self._fleet = Fleet([], {}, 0, frozenset())
+
+    def bit(self, replica: ReplicaView) -> int:
+        """The replica's bit, a new one if it has none."""
+        identity = _identity_of(replica)
+        bit = self._bits.get(identity)
+        if bit is None:
+            bit = heappop(self._freed) if self._freed else len(self._bits)
+            self._bits[identity] = bit
+        return bit
+
+    def free(self, replica: ReplicaView) -> int | None:
+        """Take a replica's bit back. Returns it, None if there was none."""
+        bit = self._bits.pop(_identity_of(replica), None)
+        if bit is not None:
+            heappush(self._freed, bit)
+            self._seen = None
+        return bit
+
+    def fleet(self, replicas: Sequence[ReplicaView]) -> Fleet:
+        """The bits of these replicas; O(1) for the same tuple as the time before."""
+        # A list may change in place, hence a copy; `tuple` would copy the pool's subclass of tuple, too.
+        snapshot = replicas if isinstance(replicas, tuple) else tuple(replicas)
+        if snapshot is not self._seen:
+            bits = [self.bit(replica) for replica in snapshot]
+            positions = {bit: position for position, bit in enumerate(bits)}
+            self._fleet = Fleet(bits, positions, mask_of(bits), frozenset(map(block_size_of, snapshot)))
+            self._seen = snapshot
+        return self._fleet
+
+
+def mask_of(bits: Sequence[int]) -> int:
+    """The integer in which these bits are set."""
+    return sum(1 << bit for bit in bits)
+
+
+def some_bits_of(mask: int, count: int, rng: random.Random) -> list[int]:
+    """At most so many bits of a mask, at random, though one after a gap is likelier than one after another."""
+    chosen: list[int] = []
+    too_many = mask.bit_count() > count
+    while mask and len(chosen) < count:
+        upper = mask
+        if too_many:
+            start = int(rng.random() * mask.bit_length())
+            upper = mask >> start << start
+        lowest = upper & -upper
+        chosen.append(lowest.bit_length() - 1)
+        mask ^= lowest
+    return chosen
+
+
+def block_size_of(replica: ReplicaView) -> int:
+    """Tokens in a block of a replica's KV memory; vLLM's default for one that has not said."""
+    return load_of(replica).block_size or _DEFAULT_BLOCK_SIZE
+
+
+def capacity_of(replica: ReplicaView) -> int:
+    """Blocks of a replica's KV memory; a guess for one that has not said."""
+    return load_of(replica).kv_blocks or _DEFAULT_KV_BLOCKS
