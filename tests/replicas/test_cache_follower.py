@@ -5,7 +5,7 @@ import pytest
 from tests.replicas.cache_publisher import Mirror
 from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.replicas.cache_following import CacheFollower, pack_keys, unpack_keys
-from vllm_omni_plugin.replicas.cache_journal import BEGINNING, MAX_PART, Cursor
+from vllm_omni_plugin.replicas.cache_log import BEGINNING, MAX_PART, Cursor
 from vllm_omni_plugin.replicas.control import CacheChanges, Follow, ToServer, decode_to_head, decode_to_server, encode
 
 LEASE = 5
@@ -29,7 +29,7 @@ def test_the_second_answer_to_a_question_asked_twice_is_ignored() -> None:
     sent: list[ToServer] = []
     mirror = Mirror()
     follower = CacheFollower(LEASE, sent.append, mirror.take)
-    follower.ask_again()
+    follower.ask()
     assert sent == [Follow(LEASE, BEGINNING)] * 2
     answer = changes(BEGINNING, Cursor(3, 3), 1, restart=True)
     follower.take(answer)

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.replicas.cache_listener import listen_to_cache
 from vllm_omni_plugin.replicas.cache_source import CacheSource, find_cache_source, publishes_cache_events
-from vllm_omni_plugin.replicas.cache_tap import open_cache_tap
 
 
 def ready(**publisher: Any) -> bytes:
@@ -42,7 +42,7 @@ def test_a_publisher_on_this_machine_is_found(said: dict[str, Any], found: Cache
 @pytest.mark.parametrize("response", [ready(), b"", b'"ready"', msgspec.msgpack.encode([1])])
 def test_an_engine_that_reports_nothing_is_left_alone(response: bytes, caplog: pytest.LogCaptureFixture) -> None:
     assert not publishes_cache_events(response)
-    assert open_cache_tap(response, lambda _: None, "replica 0") is None
+    assert listen_to_cache(response, lambda _: None, "replica 0") is None
     assert caplog.records == []
     with pytest.raises(ReplicaError, match="reports no KV cache events"):
         find_cache_source(response)
@@ -54,13 +54,13 @@ async def test_a_publisher_that_we_cannot_listen_to_is_said_with_its_address(
 ) -> None:
     response = ready(endpoint=endpoint)
     assert publishes_cache_events(response)
-    assert open_cache_tap(response, lambda _: None, "replica 0") is None
+    assert listen_to_cache(response, lambda _: None, "replica 0") is None
     (record,) = caplog.records
     assert "replica 0" in record.getMessage()
     assert endpoint in record.getMessage()
 
 
 async def test_an_address_that_is_none_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    assert open_cache_tap(ready(endpoint="tcp://*:nonsense"), lambda _: None, "replica 0") is None
+    assert listen_to_cache(ready(endpoint="tcp://*:nonsense"), lambda _: None, "replica 0") is None
     (record,) = caplog.records
     assert "tcp://127.0.0.1:nonsense" in record.getMessage()

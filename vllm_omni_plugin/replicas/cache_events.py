@@ -25,7 +25,7 @@ class BlockStored(Struct, frozen=True, tag=True, gc=False):
         token_ids: all of theirs.
         block_size: tokens in each; 0 where the engine does not say which they are (vLLM's OffloadingConnector).
         medium: where they lie; None before engines said it.
-        extra_keys: for each block what tells it from others of the same tokens, see `balancing.block_keys`.
+        extra_keys: for each block what tells it from others of the same tokens, see `block_keys`.
         group_idx: which of the model's KV cache groups; None before engines said it.
         kv_cache_spec_kind: that group's kind of attention, if the engine says it.
     """
@@ -55,14 +55,9 @@ class AllBlocksCleared(Struct, frozen=True, tag=True, gc=False):
 CacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
-class EventBatch(Struct, frozen=True, array_like=True, gc=False):
+class _Batch(Struct, frozen=True, array_like=True, gc=False):
     """What happened in one step of the engine, in order."""
 
-    ts: float
-    events: list[CacheEvent]
-
-
-class _AnyBatch(Struct, frozen=True, array_like=True, gc=False):
     ts: float
     events: list[msgspec.Raw]
 
@@ -71,7 +66,9 @@ class _AnyEvent(Struct, frozen=True, gc=False):
     type: str
 
 
-_decoder: msgspec.msgpack.Decoder[EventBatch] = msgspec.msgpack.Decoder(EventBatch)
+_UNREADABLE = (msgspec.DecodeError, UnicodeError, RecursionError)
+_batch_decoder: msgspec.msgpack.Decoder[_Batch] = msgspec.msgpack.Decoder(_Batch)
+_kind_decoder: msgspec.msgpack.Decoder[_AnyEvent] = msgspec.msgpack.Decoder(_AnyEvent)
 _event_decoder: msgspec.msgpack.Decoder[CacheEvent] = msgspec.msgpack.Decoder(CacheEvent)
 
 
@@ -85,24 +82,17 @@ def decode_events(payload: bytes, on_skipped: Callable[[str], object] = lambda r
     Raises:
         WireError: the batch, or what it says of evicted blocks, cannot be read; the message says why.
     """
-    try:
-        return _decoder.decode(payload).events
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
-        return _decode_one_by_one(payload, on_skipped)
-
-
-def _decode_one_by_one(payload: bytes, on_skipped: Callable[[str], object]) -> list[CacheEvent]:
     events: list[CacheEvent] = []
     try:
-        for raw in msgspec.msgpack.decode(payload, type=_AnyBatch).events:
-            kind = msgspec.msgpack.decode(raw, type=_AnyEvent).type
+        for raw in _batch_decoder.decode(payload).events:
             try:
                 events.append(_event_decoder.decode(raw))
-            except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+            except _UNREADABLE as error:
+                kind = _kind_decoder.decode(raw).type
                 if kind == BlockRemoved.__name__:
                     # Blocks that nobody knows to be gone would be counted upon.
                     raise
                 on_skipped(f"{kind[:_MAX_DETAIL_CHARS]}: {str(error)[:_MAX_DETAIL_CHARS]}")
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+    except _UNREADABLE as error:
         raise WireError(f"batch of cache events: {str(error)[:_MAX_DETAIL_CHARS]}") from error
     return events

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from vllm_omni_plugin.balancing.base import CacheChange
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.replicas.cache_journal import BEGINNING, CacheJournal, Cursor
+from vllm_omni_plugin.replicas.cache_log import BEGINNING, CacheLog, Cursor
 from vllm_omni_plugin.replicas.control import CacheChanges, Follow, ToHead, ToServer
 from vllm_omni_plugin.replicas.leases import Lease
 
@@ -23,14 +23,14 @@ class CacheFollowers:
 
     def __init__(self, send: Callable[[bytes, ToHead], None]) -> None:
         self._send = send
-        self._journal = CacheJournal()
+        self._log = CacheLog()
         self._waiting: dict[int, tuple[Lease, Cursor]] = {}
 
-    def read(self, journal: CacheJournal) -> None:
+    def read(self, log: CacheLog) -> None:
         """Tell of this engine from now on."""
-        self._journal.on_change = lambda: None
-        self._journal = journal
-        journal.on_change = self._answer_all
+        self._log.on_change = lambda: None
+        self._log = log
+        log.on_change = self._answer_all
 
     def follow(self, lease: Lease, cursor: Cursor) -> None:
         """A head asks for what comes after its cursor."""
@@ -46,7 +46,7 @@ class CacheFollowers:
             self._answer(lease, cursor)
 
     def _answer(self, lease: Lease, since: Cursor) -> None:
-        part = self._journal.since(since)
+        part = self._log.since(since)
         if part is None:
             return
         del self._waiting[lease.lease_id]
@@ -72,7 +72,7 @@ class CacheFollower:
         self._send = send
         self._on_change = on_change
         self._cursor = BEGINNING
-        self._ask()
+        self.ask()
 
     def take(self, message: CacheChanges) -> None:
         """An answer has come. One that came before, because it was asked for twice, is ignored."""
@@ -87,13 +87,10 @@ class CacheFollower:
             return
         self._cursor = message.cursor
         self._on_change(change)
-        self._ask()
+        self.ask()
 
-    def ask_again(self) -> None:
-        """The question or its answer may have been lost."""
-        self._ask()
-
-    def _ask(self) -> None:
+    def ask(self) -> None:
+        """Ask for what comes next; again, now and then, because the question or its answer may have been lost."""
         self._send(Follow(self._lease, self._cursor))
 
 

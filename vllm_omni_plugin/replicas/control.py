@@ -10,7 +10,7 @@ from msgspec import Meta, Struct
 
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import WireError
-from vllm_omni_plugin.replicas.cache_journal import MAX_PART, Cursor
+from vllm_omni_plugin.replicas.cache_log import MAX_PART, Cursor
 
 PROTOCOL_VERSION = 4
 """Of the messages below and of the data path. Ends that differ do not work together."""
@@ -69,7 +69,7 @@ class Follow(Struct, frozen=True, tag="follow"):
 
     Attributes:
         lease: the head's.
-        cursor: that of the last answer, or `cache_journal.BEGINNING`.
+        cursor: that of the last answer, or `cache_log.BEGINNING`.
     """
 
     lease: int

@@ -87,7 +87,7 @@ class Heads:
         if engine is not self._engine:
             self._engine = engine
             self._leases.all_clean()
-            self._followers.read(engine.journal)
+            self._followers.read(engine.cache_log)
         self._status, self._reason = ReplicaStatus.UP, ""
 
     def tell(self, status: ReplicaStatus, reason: str, engine_failed: bool = False) -> None:

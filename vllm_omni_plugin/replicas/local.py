@@ -6,7 +6,7 @@ from concurrent.futures import Executor
 from functools import partial
 from typing import Any
 
-from vllm_omni_plugin.replicas.cache_tap import CacheTap, OnCacheChange, open_cache_tap
+from vllm_omni_plugin.replicas.cache_listener import CacheListener, OnCacheChange, listen_to_cache
 from vllm_omni_plugin.replicas.engine_start import Launcher, Process, SharingProcess, crashed, explained, start_engine
 from vllm_omni_plugin.replicas.link import IpcLink
 from vllm_omni_plugin.replicas.probe import Probe
@@ -27,7 +27,7 @@ class LocalReplica:
         self.input_addr = link.input_addr
         self.output_addr = link.output_addr
         self._process = process
-        self._tap: CacheTap | None = None
+        self._listener: CacheListener | None = None
         self._watching = True
         self._probing: asyncio.Task[None] | None = None
         self._returning: asyncio.Task[None] | None = None
@@ -41,9 +41,9 @@ class LocalReplica:
 
     def follow_cache(self, on_change: OnCacheChange) -> None:
         """Tell what the engine has cached, from its start on, if it reports that; nobody who was told before."""
-        if self._tap is not None:
-            self._tap.close()
-        self._tap = open_cache_tap(self.ready_response, on_change, f"local engine {self.pid}")
+        if self._listener is not None:
+            self._listener.close()
+        self._listener = listen_to_cache(self.ready_response, on_change, f"local engine {self.pid}")
 
     def watch(
         self,
@@ -82,8 +82,8 @@ class LocalReplica:
         finally:
             self._process.kill()
             self.client.close()
-            if self._tap is not None:
-                self._tap.close()
+            if self._listener is not None:
+                self._listener.close()
 
     def _exited(self) -> None:
         self._stop_watching()

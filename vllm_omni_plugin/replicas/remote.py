@@ -11,8 +11,8 @@ from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.cache_following import CacheFollower
+from vllm_omni_plugin.replicas.cache_listener import OnCacheChange
 from vllm_omni_plugin.replicas.cache_source import publishes_cache_events
-from vllm_omni_plugin.replicas.cache_tap import OnCacheChange
 from vllm_omni_plugin.replicas.clock_offset import ClockOffset, rebase
 from vllm_omni_plugin.replicas.connection import Context
 from vllm_omni_plugin.replicas.control import (
@@ -244,7 +244,7 @@ class RemoteReplica:
         self._beats_unanswered += 1
         self._control.send(Beat(self._lease))
         if self._follower is not None:
-            self._follower.ask_again()
+            self._follower.ask()
         self._next_beat = asyncio.get_running_loop().call_later(settings.heartbeat_interval, self._beat)
 
     def _data_connection_lost(self) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import zmq
 
-from vllm_omni_plugin.replicas.cache_journal import CacheJournal
-from vllm_omni_plugin.replicas.cache_tap import open_cache_tap
+from vllm_omni_plugin.replicas.cache_listener import listen_to_cache
+from vllm_omni_plugin.replicas.cache_log import CacheLog
 from vllm_omni_plugin.replicas.engine_start import Launcher, Process, crashed, explained, start_engine
 from vllm_omni_plugin.replicas.input_hub import InputHub
 from vllm_omni_plugin.replicas.output_slot import OutputSlot, SlotLink
@@ -28,7 +28,7 @@ class ServedEngine:
         ready_response: what the engine said of itself when it was ready, as vLLM encoded it.
         hub: the way into the engine.
         slots: the outputs for heads, by client index.
-        journal: what it has cached; stays empty if it does not report that.
+        cache_log: what it has cached; stays empty if it does not report that.
         client: the server's own client, on an output that heads do not get.
         lost: done with the reason once the engine has exited, announced its death or was given up.
         failed: whether it is lost because it crashed by itself or said what cannot be used.
@@ -50,8 +50,8 @@ class ServedEngine:
         self.identity = identity
         self.ready_response = ready_response
         self.hub = hub
-        self.journal = CacheJournal()
-        self._tap = open_cache_tap(ready_response, self.journal.append, f"replica {replica_id}")
+        self.cache_log = CacheLog()
+        self._listener = listen_to_cache(ready_response, self.cache_log.append, f"replica {replica_id}")
         loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[str] = loop.create_future()
         self.failed = False
@@ -99,8 +99,8 @@ class ServedEngine:
             for slot in self.slots:
                 slot.close()
             self.client.close()
-            if self._tap is not None:
-                self._tap.close()
+            if self._listener is not None:
+                self._listener.close()
             self._sockets.close()
 
     def _exited(self) -> None:
