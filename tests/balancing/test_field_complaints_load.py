@@ -4,7 +4,6 @@ The scenarios are small models without a clock: a replica computes the prompts i
 """
 
 import random
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -26,7 +25,7 @@ from vllm_omni_plugin.balancing import (
     Task,
 )
 
-from .fakes import FakeReplica, with_queues
+from .fakes import FakeReplica
 
 RATE = 1000.0
 """Prompt tokens per second of a replica in these scenarios."""
@@ -119,46 +118,3 @@ def test_ties_do_not_destroy_the_locality_of_a_conversation(policy: Callable[...
 def test_rotation_does_destroy_it() -> None:
     """The same conversation, to see that the test above can fail."""
     assert len(set(conversation(RoundRobinBalancer(), turns=8))) == 4
-
-
-def served(balancer: RoundRobinBalancer, *memberships: str) -> str:
-    """Whose turn it was, for replicas named by letters, at each pick."""
-    return "".join(
-        members[dispatch(balancer, {}, [FakeReplica(member) for member in members])] for members in memberships
-    )
-
-
-@pytest.mark.parametrize(
-    ("history", "expected"),
-    [
-        pytest.param(["abcd"] * 2 + ["abcde"] * 3, "abecd", id="a joiner does not restart the turns"),
-        pytest.param(["abcd"] * 2 + ["bcd"] * 3, "abcdb", id="a departure does not skip the next"),
-        pytest.param(["abcd"] * 2 + ["acd"] * 3, "abcda", id="nor does that of the one just served"),
-        pytest.param(["abcd", "dcba", "badc", "cdab"], "abcd", id="nor does another order"),
-    ],
-)
-def test_round_robin_neither_restarts_nor_skips_when_replicas_change(history: list[str], expected: str) -> None:
-    """gpustack#5709 and vllm-omni: an index modulo the number of replicas means another replica after any change."""
-    assert served(RoundRobinBalancer(), *history) == expected
-
-
-def test_round_robin_stays_even_under_constant_churn() -> None:
-    """With an index that restarts at every change, `a` would get nearly all."""
-    counts = Counter(served(RoundRobinBalancer(), *["abc", "abcx"] * 60))
-    assert max(counts[name] for name in "abc") - min(counts[name] for name in "abc") <= 1
-
-
-def test_small_differences_at_low_load_are_no_reason_to_leave_home() -> None:
-    """smg#2150: a margin that is only a ratio took 18% of the requests from their replica at a load of ten."""
-    rng = random.Random(1)
-    replicas = 4
-    spilled = over_ratio = 0
-    for number in range(1000):
-        loads = Counter(rng.randrange(replicas) for _ in range(10))
-        fleet = with_queues(*(loads[place] for place in range(replicas)))
-        decision = SessionBalancer().decide({"session": str(number)}, fleet)
-        home = decision.candidates[0].position
-        over_ratio += loads[home] > 1.25 * 11 / replicas
-        spilled += decision.reason != "session"
-    assert over_ratio > 180
-    assert spilled < 10

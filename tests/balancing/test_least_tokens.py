@@ -1,15 +1,12 @@
 """The least-tokens policy: expected waits computed by hand."""
 
-import random
-from collections import Counter
 from typing import Any
 
 import pytest
 
 from vllm_omni_plugin.balancing import LeastTokensBalancer, Prompt, ReplicaLoad, Task
-from vllm_omni_plugin.errors import ConfigError
 
-from .fakes import with_loads, with_queues
+from .fakes import with_loads
 
 TASK: Task = {"prompt": Prompt(range(1000))}
 
@@ -92,34 +89,3 @@ def test_without_any_rate_the_decision_says_so_and_tokens_still_count() -> None:
 
 def test_without_a_prompt_it_counts_as_512_tokens() -> None:
     assert waits(ReplicaLoad(prefill_rate=1024), task={}) == [pytest.approx(0.5)]
-
-
-def test_replicas_with_nothing_but_a_queue_length_are_compared_by_that() -> None:
-    assert LeastTokensBalancer().select({}, with_queues(3, 1, 2)) == 1
-
-
-def test_ties_are_broken_at_random() -> None:
-    balancer, replicas = LeastTokensBalancer(rng=random.Random(1)), with_loads(*[ReplicaLoad()] * 3)
-    picks = Counter(balancer.select(TASK, replicas) for _ in range(3000))
-    assert all(900 <= picks[index] <= 1100 for index in range(3)), picks
-
-
-def test_of_a_large_fleet_eight_are_compared() -> None:
-    decision = LeastTokensBalancer().decide(TASK, with_loads(*[ReplicaLoad()] * 1000))
-    assert len({candidate.position for candidate in decision.candidates}) == 8
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"decode_weight": -0.1}, "option decode_weight: -0.1 is out of range: give a number from 0 to 10"),
-        ({"decode_weight": 11}, "option decode_weight: 11 is out of range: give a number from 0 to 10"),
-        ({"kv_seconds": "much"}, "option kv_seconds: 'much' is not a number"),
-        ({"kv_seconds": True}, "option kv_seconds: True is not a number"),
-        ({"kv_seconds": float("nan")}, "option kv_seconds: nan is not a number"),
-    ],
-)
-def test_a_bad_option_is_refused_with_its_name_and_range(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        LeastTokensBalancer(**options)
-    assert str(caught.value) == message

@@ -1,6 +1,7 @@
 """What holds for every built-in policy."""
 
 import random
+from collections import Counter
 from pickle import dumps
 
 import pytest
@@ -63,6 +64,25 @@ def test_works_on_replicas_that_say_nothing_but_their_queue_length(policy: LoadB
         arguments = {"dispatched": (decision,), "began": (None,), "ended": (1.0, 5)}[hook]
         getattr(balancer, hook, lambda *_: None)(full_task(), replicas[decision.position], *arguments)
     assert 0 <= balancer.select({}, replicas) < 3
+
+
+@pytest.mark.parametrize("policy", sorted({*LoadBalancingPolicy} - {"random", "round-robin", "power-of-two"}))
+def test_where_nothing_else_is_known_the_shortest_queue_wins(policy: LoadBalancingPolicy) -> None:
+    for task in ({}, full_task()):
+        assert build(policy).select({**task, "session": None}, with_queues(3, 1, 2)) == 1
+
+
+@pytest.mark.parametrize("policy", SEEDED)
+def test_ties_are_broken_uniformly_at_random(policy: LoadBalancingPolicy) -> None:
+    balancer, replicas = build(policy, 1), with_loads(*[ReplicaLoad()] * 3)
+    picks = Counter(balancer.select({}, replicas) for _ in range(3000))
+    # Four standard deviations around 1,000; the seed makes the counts the same in every run.
+    assert all(897 <= picks[place] <= 1103 for place in range(3)), picks
+
+
+@every_policy
+def test_a_decision_in_a_large_fleet_compares_few(policy: LoadBalancingPolicy) -> None:
+    assert len(build(policy).decide(full_task(), with_loads(*[ReplicaLoad()] * 1000)).candidates) <= 8
 
 
 @pytest.mark.parametrize("policy", SEEDED)

@@ -1,4 +1,4 @@
-"""Policies by name: built-in, installed, and given as a class."""
+"""Policies by name and with options: built-in, installed, and given as a class."""
 
 import importlib
 import sys
@@ -12,6 +12,7 @@ from vllm_omni_plugin.balancing import (
     KvAwareBalancer,
     LeastQueueLengthBalancer,
     LeastTokensBalancer,
+    LoadBalancer,
     LoadBalancingPolicy,
     PowerOfTwoBalancer,
     PrefixBalancer,
@@ -21,6 +22,7 @@ from vllm_omni_plugin.balancing import (
     build_load_balancer_factory,
     known_policies,
 )
+from vllm_omni_plugin.balancing.options import number, whole
 from vllm_omni_plugin.errors import ConfigError
 
 from .fakes import with_queues
@@ -46,20 +48,32 @@ class Failing(Last):
     def __init__(self):
         raise OSError("no such table")
 
+class Nth:
+    def __init__(self, position=0, *, rng=None):
+        if position < 0:
+            raise ValueError("before the first")
+        self._position = position
+    def select(self, task, replicas):
+        return self._position
+
+class Anything(Nth):
+    def __init__(self, **options):
+        super().__init__(options.get("which", 0))
+
 def last():
     return Last()
 """
-BUILT_IN = [
-    "random",
-    "round-robin",
-    "least-queue-length",
-    "power-of-two",
-    "least-tokens",
-    "session",
-    "prefix",
-    "kv-aware",
-    "cost-aware",
-]
+BUILT_IN: dict[str, type[LoadBalancer]] = {
+    "random": RandomBalancer,
+    "round-robin": RoundRobinBalancer,
+    "least-queue-length": LeastQueueLengthBalancer,
+    "power-of-two": PowerOfTwoBalancer,
+    "least-tokens": LeastTokensBalancer,
+    "session": SessionBalancer,
+    "prefix": PrefixBalancer,
+    "kv-aware": KvAwareBalancer,
+    "cost-aware": CostAwareBalancer,
+}
 
 Install = Callable[..., None]
 
@@ -88,27 +102,10 @@ def install(plugin_dir: Path) -> Install:
     return write_metadata
 
 
-@pytest.mark.parametrize(
-    ("policy", "balancer"),
-    [
-        (LoadBalancingPolicy.RANDOM, RandomBalancer),
-        (LoadBalancingPolicy.ROUND_ROBIN, RoundRobinBalancer),
-        (LoadBalancingPolicy.LEAST_QUEUE_LENGTH, LeastQueueLengthBalancer),
-        (LoadBalancingPolicy.POWER_OF_TWO, PowerOfTwoBalancer),
-        (LoadBalancingPolicy.LEAST_TOKENS, LeastTokensBalancer),
-        (LoadBalancingPolicy.SESSION, SessionBalancer),
-        (LoadBalancingPolicy.PREFIX, PrefixBalancer),
-        (LoadBalancingPolicy.KV_AWARE, KvAwareBalancer),
-        (LoadBalancingPolicy.COST_AWARE, CostAwareBalancer),
-    ],
-)
-def test_a_built_in_policy_is_found_by_member_and_by_name(policy: LoadBalancingPolicy, balancer: type) -> None:
-    assert type(build_load_balancer_factory(policy)()) is balancer
-    assert type(build_load_balancer_factory(policy.value)()) is balancer
-
-
-def test_every_built_in_policy_can_be_built() -> None:
-    assert all(build_load_balancer_factory(policy)().select({}, with_queues(0)) == 0 for policy in LoadBalancingPolicy)
+@pytest.mark.parametrize("policy", list(LoadBalancingPolicy))
+def test_a_built_in_policy_is_found_by_member_and_by_name(policy: LoadBalancingPolicy) -> None:
+    assert type(build_load_balancer_factory(policy)()) is BUILT_IN[policy]
+    assert type(build_load_balancer_factory(policy.value)()) is BUILT_IN[policy]
 
 
 def test_a_factory_builds_balancers_that_share_no_state() -> None:
@@ -118,7 +115,7 @@ def test_a_factory_builds_balancers_that_share_no_state() -> None:
 
 
 def test_known_policies_are_the_built_in_then_the_installed(install: Install) -> None:
-    assert known_policies() == BUILT_IN
+    assert known_policies() == [*BUILT_IN]
     install("acme", zigzag="acme_policies:Last", acme_last="acme_policies:Last")
     assert known_policies() == [*BUILT_IN, "acme-last", "zigzag"]
 
@@ -195,7 +192,7 @@ def test_a_plugin_that_raises_on_import_is_a_config_error(install: Install, plug
 
 def test_a_plugin_cannot_take_the_name_of_a_built_in_policy(install: Install) -> None:
     install("acme", random="acme_policies:Last")
-    assert known_policies() == BUILT_IN
+    assert known_policies() == [*BUILT_IN]
     with pytest.raises(ConfigError, match=r"'random' is provided more than once, by vllm-omni-plugin .* and acme:"):
         build_load_balancer_factory(LoadBalancingPolicy.RANDOM)
 
@@ -205,3 +202,110 @@ def test_two_plugins_cannot_share_a_name(install: Install) -> None:
     install("bolt", zigzag="acme_policies:Last")
     with pytest.raises(ConfigError, match=r"'zigzag' is provided more than once, by (acme and bolt|bolt and acme):"):
         build_load_balancer_factory("zigzag")
+
+
+@pytest.mark.usefixtures("plugin_dir")
+@pytest.mark.parametrize(
+    ("policy", "options", "expected"),
+    [
+        ("round-robin", {"start_index": 1}, 1),
+        ("round-robin", None, 0),
+        ("acme_policies:Nth", {"position": 2}, 2),
+        ("acme_policies:Nth", {}, 0),
+        ("acme_policies:Anything", {"which": 2}, 2),
+    ],
+)
+def test_options_are_arguments_of_the_constructor(policy: str, options: dict[str, int] | None, expected: int) -> None:
+    assert build_load_balancer_factory(policy, options)().select({}, with_queues(0, 0, 0)) == expected
+
+
+def test_a_factory_keeps_its_options_when_the_callers_dict_changes() -> None:
+    options = {"start_index": 1}
+    build = build_load_balancer_factory("round-robin", options)
+    options["start_index"] = 0
+    assert build().select({}, with_queues(0, 0)) == 1
+
+
+@pytest.mark.usefixtures("plugin_dir")
+@pytest.mark.parametrize(
+    ("policy", "options", "message"),
+    [
+        pytest.param(
+            "random",
+            {"weight": 1},
+            "load balancing policy 'random': unknown option 'weight': it has no options",
+            id="policy without options",
+        ),
+        pytest.param(
+            "least-tokens",
+            {"decode_wait": 1},
+            "load balancing policy 'least-tokens': unknown option 'decode_wait' (did you mean 'decode_weight'?): "
+            "use decode_weight, kv_seconds",
+            id="unknown",
+        ),
+        pytest.param(
+            "cost-aware",
+            {"zzz": 1},
+            "load balancing policy 'cost-aware': unknown option 'zzz': use prompt_token_s, output_token_s",
+            id="like no other",
+        ),
+        pytest.param(
+            "power-of-two",
+            {"rng": 1},
+            "load balancing policy 'power-of-two': unknown option 'rng': it has no options",
+            id="randomness is no option",
+        ),
+        pytest.param(
+            "round-robin",
+            {"start_index": 1.5},
+            "load balancing policy 'round-robin': option start_index: 1.5 is not a whole number",
+            id="not whole",
+        ),
+        pytest.param(
+            "acme_policies:Nth",
+            {"positon": 1},
+            "load balancing policy 'acme_policies:Nth': unknown option 'positon' (did you mean 'position'?): "
+            "use position",
+            id="third party, unknown",
+        ),
+        pytest.param(
+            "acme_policies:Nth",
+            {"position": -1},
+            "load balancing policy 'acme_policies:Nth' cannot be built with the options {'position': -1} "
+            "(ValueError('before the first'))",
+            id="third party, refused",
+        ),
+    ],
+)
+def test_options_that_cannot_be_honoured_are_refused(policy: str, options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_load_balancer_factory(policy, options)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("value", [0, 0.5, 1])
+def test_a_number_in_range_is_taken(value: float) -> None:
+    assert number("share", value, 0, 1) == value
+
+
+@pytest.mark.parametrize(
+    ("check", "value", "reason"),
+    [
+        (number, -0.1, "-0.1 is out of range: give a number from 0 to 1"),
+        (number, 1.1, "1.1 is out of range: give a number from 0 to 1"),
+        (number, float("inf"), "inf is not a number"),
+        (number, float("nan"), "nan is not a number"),
+        pytest.param(number, 10**400, "is not a number", id="more than a float can be"),
+        (number, "1", "'1' is not a number"),
+        (number, True, "True is not a number"),
+        (number, [1], "[1] is not a number"),
+        (whole, -1, "-1 is out of range: give a number from 0 to 1"),
+        (whole, 1.0, "1.0 is not a whole number"),
+        (whole, True, "True is not a whole number"),
+        (whole, "2", "'2' is not a whole number"),
+    ],
+)
+def test_what_is_no_number_in_range_is_refused(check: Callable[..., float], value: object, reason: str) -> None:
+    with pytest.raises(ConfigError, match=r"^option share: ") as caught:
+        check("share", value, 0, 1)
+    assert reason in str(caught.value)

@@ -85,11 +85,6 @@ def test_departed_replicas_are_forgotten_after_a_full_turn() -> None:
     assert repr(balancer) == "<RoundRobinBalancer [2 live, 0 departed]>"
 
 
-def test_no_replica_is_a_value_error() -> None:
-    with pytest.raises(ValueError, match=r"^replicas must not be empty$"):
-        RoundRobinBalancer().select({}, [])
-
-
 @st.composite
 def membership_histories(draw: st.DrawFn) -> list[str]:
     """Draw the live replicas, in order, at each pick: joins, departures and returns between runs of picks."""

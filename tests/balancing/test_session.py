@@ -8,7 +8,6 @@ import pytest
 
 from vllm_omni_plugin.balancing.serving import ServingReplicas
 from vllm_omni_plugin.balancing.session import SessionBalancer
-from vllm_omni_plugin.errors import ConfigError
 
 from .fakes import with_queues
 from .pool import PooledReplica, pool_of
@@ -124,16 +123,3 @@ def test_sessions_use_the_whole_fleet() -> None:
     loads = Counter({replica.replica_id: replica.queue_length for replica in pool.replicas})
     assert max(loads.values()) <= 1.25 * 100 + 5
     assert min(loads.values()) > 50
-
-
-@pytest.mark.parametrize(
-    "options", [{"load_factor": 0.9}, {"load_factor": 101}, {"slack": -1}, {"slack": "few"}, {"load_factor": True}]
-)
-def test_an_option_out_of_range_is_refused_by_name(options: Any) -> None:
-    with pytest.raises(ConfigError, match=next(iter(options))):
-        SessionBalancer(**options)
-
-
-def test_no_replica_is_an_error() -> None:
-    with pytest.raises(ValueError, match="replicas must not be empty"):
-        policy().select({"session": "s"}, ())

@@ -25,16 +25,12 @@ class LeastQueueLengthBalancer(DecidingBalancer):
     def __init__(self, rng: random.Random | None = None) -> None:
         self._rng = rng or random.Random()
 
-    def select(self, task: Task, replicas: Sequence[ReplicaView]) -> int:
-        """Return the index of a shortest queue, reading each length at most once.
+    def decide(self, task: Task, replicas: Sequence[ReplicaView]) -> Decision:
+        """Choose a shortest queue, reading each length at most once; the score is the queue length.
 
         Raises:
             ValueError: `replicas` is empty, or one of them reports a negative length.
         """
-        return self.decide(task, replicas).position
-
-    def decide(self, task: Task, replicas: Sequence[ReplicaView]) -> Decision:
-        """Choose as `select` does. The score is the queue length."""
         require_replicas(replicas)
         if len(replicas) > _MAX_LISTED and isinstance(replicas, ServingReplicas):
             position = replicas.shortest(self._rng)
