@@ -27,7 +27,7 @@ from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admin import waiting_room
 from vllm_omni_plugin.admin.explain import BadPromptError, Explainer
 from vllm_omni_plugin.admin.fleet import FleetAdmin
-from vllm_omni_plugin.admin.receipt import new_receipt
+from vllm_omni_plugin.admin.replica_header import new_dispatches
 from vllm_omni_plugin.admin.waiting_room import WaitingRoom
 from vllm_omni_plugin.balancing import Task
 from vllm_omni_plugin.balancing.base import Decision, ReplicaView
@@ -308,9 +308,9 @@ async def test_answers_of_engines_name_their_replica_within_our_middleware(build
 
     @app.post("/v1/moved")
     async def moved() -> None:
-        receipt = new_receipt()
-        assert receipt is not None
-        receipt.append(("0.1", Decision(0, "least-load")))
+        dispatches = new_dispatches()
+        assert dispatches is not None
+        dispatches.append(("0.1", Decision(0, "least-load")))
         raise GracefulHTTPError("Replica 1 was lost.", HTTPStatus.INTERNAL_SERVER_ERROR)
 
     async with client_of(app) as client:

@@ -16,7 +16,7 @@ from vllm.v1.metrics.stats import IterationStats
 
 from vllm_omni_plugin.balancing.base import Decision
 from vllm_omni_plugin.integration.tracing import RequestSpans
-from vllm_omni_plugin.orchestrator.messages import Receipt, RequestStages, StageTimes
+from vllm_omni_plugin.orchestrator.messages import Dispatches, RequestStages, StageTimes
 
 TRACE_ID = 0x0AF7651916CD43DD8448EB211C80319C
 TRACE_HEADERS = {"traceparent": f"00-{TRACE_ID:032x}-b7ad6b7169203331-01"}
@@ -76,8 +76,8 @@ def test_the_span_of_a_request_tells_where_it_went_and_why(
 ) -> None:
     spans = RequestSpans(output_processor, ["kv-aware"])
     add(output_processor, "a")
-    receipt = spans.expect("a", None)
-    receipt += [("0.0", Decision(0, "least-load")), ("0.1", MATCH)]
+    dispatches = spans.expect("a", None)
+    dispatches += [("0.0", Decision(0, "least-load")), ("0.1", MATCH)]
     finish(output_processor, "a")
     (span,) = exporter.get_finished_spans()
     assert attributes(span) == {
@@ -132,14 +132,14 @@ def test_a_later_chunk_of_a_session_does_not_hide_where_the_session_went(
     assert attributes(span)["omni.replica"] == "0.1"
 
 
-@pytest.mark.parametrize("receipt", [None, []], ids=["unknown", "not dispatched"])
+@pytest.mark.parametrize("dispatches", [None, []], ids=["unknown", "not dispatched"])
 def test_a_request_that_went_nowhere_has_its_span_as_ever(
-    exporter: InMemorySpanExporter, output_processor: OutputProcessor, receipt: Receipt | None
+    exporter: InMemorySpanExporter, output_processor: OutputProcessor, dispatches: Dispatches | None
 ) -> None:
     spans = RequestSpans(output_processor, ["p"])
     add(output_processor, "a")
-    if receipt is not None:
-        spans.expect("a", receipt)
+    if dispatches is not None:
+        spans.expect("a", dispatches)
     spans.expect("gone", None)
     finish(output_processor, "a")
     (span,) = exporter.get_finished_spans()

@@ -210,9 +210,7 @@ def start_alone(servers: Servers, name: str, model: Path, *flags: str) -> Server
 
 
 @pytest.mark.long
-def test_without_a_prefix_cache_requests_are_served_and_the_receipt_says_why(
-    servers: Servers, tiny_model: Path
-) -> None:
+def test_without_a_prefix_cache_requests_are_served_and_the_policy_says_why(servers: Servers, tiny_model: Path) -> None:
     head = start_alone(servers, "kv-aware-uncached", tiny_model, "--no-enable-prefix-caching")
     aware = Fleet(head)
     assert aware.explain(STORY)["fallback"] == "no-events"

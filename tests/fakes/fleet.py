@@ -10,7 +10,7 @@ from tests.fakes.links import FakeLink
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer, LoadBalancer
 from vllm_omni_plugin.orchestrator.messages import (
     AbortRequests,
-    Receipt,
+    Dispatches,
     ReplicaJoined,
     ReplicaLeft,
     RequestFailed,
@@ -90,9 +90,9 @@ class FakeFleet:
         assert client is not None
         client.mark_dead("its engine process exited: it was ended by SIGKILL")
 
-    async def submit(self, request_id: str, receipt: Receipt | None = None, **fields: Any) -> None:
+    async def submit(self, request_id: str, dispatches: Dispatches | None = None, **fields: Any) -> None:
         """The client hands a request over; returns when the orchestrator has dealt with it."""
-        await self._hand_over(SubmitRequest(FakeRequest(request_id, **fields), self.now, receipt))
+        await self._hand_over(SubmitRequest(FakeRequest(request_id, **fields), self.now, dispatches))
 
     async def abort(self, *request_ids: str) -> None:
         """The client gives requests up; returns when the orchestrator has dealt with it."""

@@ -10,7 +10,13 @@ from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeRequest
 from tests.fakes.stage_api import FakeStageApi, PlayedLink
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
-from vllm_omni_plugin.orchestrator.messages import AbortRequests, Receipt, RequestFailed, RequestStages, SubmitRequest
+from vllm_omni_plugin.orchestrator.messages import (
+    AbortRequests,
+    Dispatches,
+    RequestFailed,
+    RequestStages,
+    SubmitRequest,
+)
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pipeline_call import CallEnded, PipelineCall, StageEvent
 from vllm_omni_plugin.orchestrator.request_state import OrchestratorRequestState, PipelineRequestState
@@ -137,7 +143,7 @@ class FakePipelineFleet:
         outputs: Sequence[str] = (),
         params: dict[str, Any] | None = None,
         sampling: dict[str, Any] | None = None,
-        receipt: Receipt | None = None,
+        dispatches: Dispatches | None = None,
         traced: bool = False,
         settle: bool = True,
         **fields: Any,
@@ -148,7 +154,7 @@ class FakePipelineFleet:
             events = self.events[request_id] = []
             call = PipelineCall(modalities, events.append, frozenset(outputs), sampling or {}, params or {})
         fields.setdefault("prompt", [1, 2, 3])
-        await self.hand_over(SubmitRequest(FakeRequest(request_id, **fields), self.now, receipt, call, traced))
+        await self.hand_over(SubmitRequest(FakeRequest(request_id, **fields), self.now, dispatches, call, traced))
         if settle:
             await self.settle()
 

@@ -7,7 +7,7 @@ import pytest
 from tests.fakes.pipeline_fleet import FakePipelineFleet, stage
 from tests.fakes.pipelines import CHAIN, DIAMOND, FAN_OUT, JOIN, SPEECH
 from vllm_omni_plugin.errors import StageInputError
-from vllm_omni_plugin.orchestrator.messages import Receipt
+from vllm_omni_plugin.orchestrator.messages import Dispatches
 from vllm_omni_plugin.orchestrator.pipeline_call import CallEnded, StageEvent
 from vllm_omni_plugin.pipeline import Stage
 
@@ -194,15 +194,15 @@ async def test_calls_are_told_when_the_orchestrator_ends() -> None:
     assert fleet.states == {}
 
 
-async def test_each_stage_is_timed_and_leaves_a_receipt() -> None:
-    receipt: Receipt = []
+async def test_each_stage_is_timed_and_its_dispatch_noted() -> None:
+    dispatches: Dispatches = []
     async with FakePipelineFleet(CHAIN) as fleet:
-        await fleet.submit("r", "text", receipt=receipt)
+        await fleet.submit("r", "text", dispatches=dispatches)
         fleet.now += 2.0
         await fleet.step("r", 0)
         fleet.now += 1.0
         await fleet.finish()
-        assert [name for name, _ in receipt] == ["0.0", "1.0"]
+        assert [name for name, _ in dispatches] == ["0.0", "1.0"]
         ended = fleet.events["r"][-1]
         assert isinstance(ended, CallEnded)
         assert set(ended.timings) == {"thinker", "refiner"}

@@ -11,7 +11,7 @@ from tests.fakes.policies import NotingPolicy
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer, LoadBalancer, RandomBalancer, Task
 from vllm_omni_plugin.balancing.base import CacheChange, Decision
 from vllm_omni_plugin.errors import NoReplicaError, OmniError, UnexplainedError
-from vllm_omni_plugin.orchestrator.messages import CallReplicas, Explain, Explanation, Receipt
+from vllm_omni_plugin.orchestrator.messages import CallReplicas, Dispatches, Explain, Explanation
 from vllm_omni_plugin.orchestrator.metrics import OrchestratorMetrics
 from vllm_omni_plugin.orchestrator.policy_guard import POLICY_FAULT, UNEXPLAINED, PolicyGuard
 from vllm_omni_plugin.orchestrator.stage_pool import BOUND
@@ -209,16 +209,16 @@ def test_a_policy_that_invents_reasons_does_not_fill_the_memory() -> None:
         assert counts[0, "p", "other"] > 900
 
 
-async def test_a_receipt_lists_the_dispatches_until_an_answer_begins() -> None:
-    receipt: Receipt = []
+async def test_dispatches_are_noted_until_an_answer_begins() -> None:
+    dispatches: Dispatches = []
     async with FakeFleet(replicas=3, balancer=NotingPolicy()) as fleet:
-        await fleet.submit("a", receipt=receipt)
+        await fleet.submit("a", dispatches=dispatches)
         fleet.attempt("a")[0].say_dead()
         link, attempt = fleet.attempt("a")
         link.output(attempt, 7)
         link.say_dead()
         assert fleet.orchestrator.request_states["a"].runs[0].attempts == 3
-    assert [(replica, decision.reason) for replica, decision in receipt] == [("0.0", "noted"), ("0.1", "noted")]
+    assert [(replica, decision.reason) for replica, decision in dispatches] == [("0.0", "noted"), ("0.1", "noted")]
 
 
 async def test_an_explanation_says_what_would_be_decided_and_changes_nothing() -> None:

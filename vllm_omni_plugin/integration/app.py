@@ -19,7 +19,7 @@ from vllm_omni_plugin.admin.explain import Explainer
 from vllm_omni_plugin.admin.fleet import FleetAdmin
 from vllm_omni_plugin.admin.hold import HoldMiddleware
 from vllm_omni_plugin.admin.keys import read_admin_keys
-from vllm_omni_plugin.admin.receipt import ReceiptMiddleware
+from vllm_omni_plugin.admin.replica_header import ReplicaHeaderMiddleware
 from vllm_omni_plugin.admin.routes import build_router
 from vllm_omni_plugin.admin.waiting_room import WaitingRoom
 from vllm_omni_plugin.config import ADMIN_KEY_FLAG
@@ -99,7 +99,7 @@ class FleetEndpoints:
         app.include_router(build_router(Access(has_api_key, has_admin_key, unix_socket=bool(args.uds))))
         # Innermost, so that vLLM refuses wrong keys where it looks at them, and the wait counts in its HTTP metrics.
         app.user_middleware.append(Middleware(HoldMiddleware, paths=INFERENCE_PATHS, has_key=has_api_key))
-        app.user_middleware.append(Middleware(ReceiptMiddleware))
+        app.user_middleware.append(Middleware(ReplicaHeaderMiddleware))
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Tell routes and middleware which fleet they stand before, if the server has one."""

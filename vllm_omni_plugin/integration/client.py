@@ -16,7 +16,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_omni_plugin.admin.metrics import FleetCollector
 from vllm_omni_plugin.admin.multiprocess_metrics import MetricFiles, in_multiprocess_mode
-from vllm_omni_plugin.admin.receipt import new_receipt
+from vllm_omni_plugin.admin.replica_header import new_dispatches
 from vllm_omni_plugin.admin.replies import result_of
 from vllm_omni_plugin.errors import NoReplicaError, ReplicaError, StageError
 from vllm_omni_plugin.integration.fault_status import fault_status
@@ -171,11 +171,11 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
             self.abort_call([request.request_id])
             return
         queue = self._orchestrator.request_async_queue
-        receipt = new_receipt()
+        dispatches = new_dispatches()
         spans = self._front.spans
         if spans is not None:
-            receipt = spans.expect(request.request_id, receipt)
-        message = SubmitRequest(request, self._clock(), receipt, call, traced=spans is not None)
+            dispatches = spans.expect(request.request_id, dispatches)
+        message = SubmitRequest(request, self._clock(), dispatches, call, traced=spans is not None)
         try:
             if queue.full:
                 await queue.put(message)

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 from vllm.v1.engine import output_processor as vllm_output_processor
 
-from vllm_omni_plugin.orchestrator.messages import Receipt, RequestStages
+from vllm_omni_plugin.orchestrator.messages import Dispatches, RequestStages
 
 _OPEN = "_vllm_omni_plugin_tracing"
 
@@ -33,7 +33,7 @@ def open_tracing() -> None:
 
 
 class RequestSpans:
-    """Keeps the receipts of traced requests for as long as vLLM keeps the requests.
+    """Keeps where traced requests went for as long as vLLM keeps the requests.
 
     Args:
         output_processor: AsyncLLM's; its spans get the attributes `omni.replica`, `omni.policy`, `omni.reason`,
@@ -47,29 +47,29 @@ class RequestSpans:
 
         self._output_processor = output_processor
         self._policies = policies
-        self._receipts: WeakKeyDictionary[Any, Receipt] = WeakKeyDictionary()
+        self._dispatches: WeakKeyDictionary[Any, Dispatches] = WeakKeyDictionary()
         # With one stage, vLLM's span says it all.
         self._stages = StageSpans() if len(policies) > 1 else None
         self._own_do_tracing = output_processor.do_tracing
         open_tracing()
         output_processor.do_tracing = self._do_tracing
 
-    def expect(self, request_id: str, receipt: Receipt | None) -> Receipt:
-        """The span of this request, which AsyncLLM has registered, shall tell what is in its receipt by then.
+    def expect(self, request_id: str, dispatches: Dispatches | None) -> Dispatches:
+        """The span of this request, which AsyncLLM has registered, shall tell of its dispatches.
 
         Args:
             request_id: AsyncLLM's id.
-            receipt: one that others read, too; None for a new one.
+            dispatches: a list that others read, too; None for a new one.
 
         Returns:
-            The receipt to fill.
+            The list to fill.
         """
-        receipt = [] if receipt is None else receipt
+        dispatches = [] if dispatches is None else dispatches
         state = self._output_processor.request_states.get(request_id)
         if state is not None:
             # Further chunks of a session belong to the dispatch of the first one.
-            self._receipts.setdefault(state, receipt)
-        return receipt
+            self._dispatches.setdefault(state, dispatches)
+        return dispatches
 
     def stages_ended(self, stages: RequestStages) -> None:
         """A request has ended in all stages of its pipeline, which get spans of their own below its span."""
@@ -77,21 +77,21 @@ class RequestSpans:
             self._stages.ended(stages, self._output_processor.request_states.get(stages.request_id))
 
     def _do_tracing(self, output: Any, state: Any, stats: Any) -> None:
-        receipt = self._receipts.get(state)
-        token = _attributes.set(self._attributes_of(receipt))
+        dispatches = self._dispatches.get(state)
+        token = _attributes.set(self._attributes_of(dispatches))
         try:
             if self._stages is None:
                 self._own_do_tracing(output, state, stats)
                 return
-            with self._stages.around_vllms(state.request_id, state, whole=receipt is not None):
+            with self._stages.around_vllms(state.request_id, state, whole=dispatches is not None):
                 self._own_do_tracing(output, state, stats)
         finally:
             _attributes.reset(token)
 
-    def _attributes_of(self, receipt: Receipt | None) -> Mapping[str, str | int]:
-        if not receipt:
+    def _attributes_of(self, dispatches: Dispatches | None) -> Mapping[str, str | int]:
+        if not dispatches:
             return {}
-        last = {replica.partition(".")[0]: (replica, decision) for replica, decision in receipt}
+        last = {replica.partition(".")[0]: (replica, decision) for replica, decision in dispatches}
         return {
             "omni.replica": ", ".join(replica for replica, _ in last.values()),
             "omni.policy": ", ".join(self._policies[int(stage_id)] for stage_id in last),

@@ -167,7 +167,7 @@ class Conductor:
             api.movable(given.request),
             self._clock(),
             streaming=session,
-            receipt=journey.receipt,
+            dispatches=journey.dispatches,
             first_request=given.first_request,
         )
         if stage.id in journey.plan.read:
@@ -211,7 +211,7 @@ class Conductor:
             ),
             mm_features=request.mm_features,
             call=call,
-            journey=Journey(plan, message.receipt, message.traced),
+            journey=Journey(plan, message.dispatches, message.traced),
         )
 
     def _state_of(self, stage_id: int, run: StageRun) -> PipelineRequestState | None:

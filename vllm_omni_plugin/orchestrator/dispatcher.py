@@ -245,8 +245,8 @@ class Dispatcher:
         if run.suspicions:
             self._suspects.begin(run, member)
         self._metrics.decided(self._pool.stage_id, self._pool.policy, run.decision)
-        if run.receipt is not None and not run.produced:
-            run.receipt.append((member.name, run.decision))
+        if run.dispatches is not None and not run.produced:
+            run.dispatches.append((member.name, run.decision))
         return member
 
     def _count(self, member: PoolMember, run: StageRun, output: Any, cut_short: bool) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_omni_plugin.orchestrator.feed import Feed
-from vllm_omni_plugin.orchestrator.messages import Receipt
+from vllm_omni_plugin.orchestrator.messages import Dispatches
 from vllm_omni_plugin.orchestrator.pipeline_call import PipelineCall
 from vllm_omni_plugin.orchestrator.stage_api import OutputReader
 from vllm_omni_plugin.pipeline import Modality, Pipeline, Stage
@@ -73,7 +73,7 @@ class Journey:
 
     Attributes:
         plan: see `Plan`.
-        receipt: see `SubmitRequest`.
+        dispatches: see `SubmitRequest`.
         traced: see `SubmitRequest`.
         readers: read the outputs of the stages in `plan.read` that have begun, by stage id.
         feeds: inputs of stages that work on chunks, by stage id.
@@ -86,7 +86,7 @@ class Journey:
     """
 
     plan: Plan
-    receipt: Receipt | None = None
+    dispatches: Dispatches | None = None
     traced: bool = False
     readers: dict[int, OutputReader] = field(default_factory=dict)
     feeds: dict[int, Feed] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from vllm_omni_plugin.balancing.load import ReplicaLoad
 from vllm_omni_plugin.coordinator import PeerCall, ReplicaInfo, ReplicaWork
 from vllm_omni_plugin.orchestrator.pipeline_call import PipelineCall
 
-Receipt = list[tuple[str, Decision]]
+Dispatches = list[tuple[str, Decision]]
 """Where a request went, as `<stage>.<replica>`, and why: one entry for each dispatch until an answer begins."""
 
 
@@ -22,14 +22,14 @@ class SubmitRequest:
     Attributes:
         request: vLLM's `EngineCoreRequest`; the orchestrator reads it and never changes it.
         submitted_at: monotonic seconds at which the client handed it over.
-        receipt: the orchestrator's thread appends to it; None if nobody asks.
+        dispatches: the orchestrator's thread appends to it; None if nobody asks.
         call: what the client wants of a pipeline; None for a request that says nothing of one.
         traced: whether `RequestStages` shall tell what a pipeline's stages did for it.
     """
 
     request: Any
     submitted_at: float
-    receipt: Receipt | None = None
+    dispatches: Dispatches | None = None
     call: PipelineCall | None = None
     traced: bool = False
 

@@ -44,7 +44,9 @@ class SingleStage:
             # Two attempts under one client id could not be told apart; the newer one is the one that is waited for.
             self.abort((request.request_id,), whole=True)
         streaming = StreamingInputState() if request.resumable else None
-        run = StageRun(self._api.movable(request), message.submitted_at, streaming=streaming, receipt=message.receipt)
+        run = StageRun(
+            self._api.movable(request), message.submitted_at, streaming=streaming, dispatches=message.dispatches
+        )
         self.states[request.request_id] = OrchestratorRequestState(
             request, message.submitted_at, mm_features=request.mm_features, runs={_STAGE: run}
         )

@@ -10,7 +10,7 @@ from vllm_omni_plugin.balancing import Task
 from vllm_omni_plugin.balancing.base import Decision
 from vllm_omni_plugin.errors import NoReplicaError, OmniError, RequestLostError
 from vllm_omni_plugin.orchestrator.charges import Charge
-from vllm_omni_plugin.orchestrator.messages import Receipt
+from vllm_omni_plugin.orchestrator.messages import Dispatches
 from vllm_omni_plugin.vllm_api.move import Move
 
 
@@ -128,7 +128,7 @@ class StageRun:
         task: what the policy was told of the last attempt, None before there was one.
         decision: why it went where it went.
         charge: what the current attempt weighs on its replica, None while there is none.
-        receipt: see `SubmitRequest`.
+        dispatches: see `SubmitRequest`.
         first_request: what the first attempt sends in place of `request`, if anything.
         dispatched_at: monotonic seconds at which the first attempt was sent.
         losses: of the replicas that it has lost.
@@ -150,7 +150,7 @@ class StageRun:
     task: Task | None = None
     decision: Decision | None = None
     charge: Charge | None = None
-    receipt: Receipt | None = None
+    dispatches: Dispatches | None = None
     first_request: Any = None
     dispatched_at: float = 0.0
     losses: list[Loss] = field(default_factory=list)

@@ -35,7 +35,7 @@ class WarmUpBalancer:
         return self.decide(task, replicas).position
 
     def decide(self, task: Task, replicas: Sequence[ReplicaView]) -> Decision:
-        """The same with its reasons, which then show up in receipts, metrics and `/omni/explain`."""
+        """The same with its reasons, which then show up in traces, metrics and `/omni/explain`."""
         if not replicas:
             raise ValueError("replicas must not be empty")
         candidates = tuple(Candidate(position, self._score(replica)) for position, replica in enumerate(replicas))

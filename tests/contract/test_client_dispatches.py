@@ -1,4 +1,4 @@
-"""Requests that AsyncLLM hands over carry a receipt where somebody will read it, and none elsewhere."""
+"""Requests that AsyncLLM hands over carry a list of their dispatches where somebody will read it, and none elsewhere."""
 
 import asyncio
 import time
@@ -13,7 +13,7 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from tests.admin.asgi import Client
 from tests.fakes.engine_api import FakeRequest
 from tests.fakes.idle_fleet import IdleFleet
-from vllm_omni_plugin.admin.receipt import ReceiptMiddleware
+from vllm_omni_plugin.admin.replica_header import ReplicaHeaderMiddleware
 from vllm_omni_plugin.balancing import RandomBalancer
 from vllm_omni_plugin.balancing.base import Decision
 from vllm_omni_plugin.integration.client import FleetClient
@@ -38,13 +38,13 @@ async def submitted(client: FleetClient) -> list[SubmitRequest]:
 
 async def test_a_request_outside_of_http_has_none(client: FleetClient) -> None:
     await client.add_request_async(FakeRequest("a"))
-    assert [message.receipt for message in await submitted(client)] == [None]
+    assert [message.dispatches for message in await submitted(client)] == [None]
 
 
 async def test_a_traced_request_has_one_wherever_it_comes_from(client: FleetClient) -> None:
     client.bind(OutputProcessor(None, log_stats=True, tracing_enabled=True), None)
     await client.add_request_async(FakeRequest("a"))
-    assert [message.receipt for message in await submitted(client)] == [[]]
+    assert [message.dispatches for message in await submitted(client)] == [[]]
 
 
 async def test_all_prompts_of_an_answer_are_in_its_header_as_vllm_merges_them(client: FleetClient) -> None:
@@ -56,12 +56,14 @@ async def test_all_prompts_of_an_answer_are_in_its_header_as_vllm_merges_them(cl
         merged = merge_async_iterators(generate("a"), generate("b"))
         assert {item async for _, item in merged} == {"a", "b"}
         for message in await submitted(client):
-            assert message.receipt is not None
-            message.receipt.append((f"0.{message.request.request_id}", Decision(0, "least-load")))
+            assert message.dispatches is not None
+            message.dispatches.append((f"0.{message.request.request_id}", Decision(0, "least-load")))
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body"})
 
-    answer = Client(ReceiptMiddleware(app), {"type": "http", "method": "POST", "path": "/v1/completions"})
+    answer = Client(
+        ReplicaHeaderMiddleware(app), {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    )
     async with asyncio.timeout(10):
         await answer.request
     assert answer.headers == {"x-omni-replica": "0.a, 0.b"}

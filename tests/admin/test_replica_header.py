@@ -1,0 +1,128 @@
+"""The header that names the replica, over applications that the test plays."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tests.admin.asgi import Client
+from vllm_omni_plugin.admin.replica_header import ReplicaHeaderMiddleware, new_dispatches
+from vllm_omni_plugin.balancing.base import Decision
+
+SCOPE: Scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8")]
+
+
+def start(status: int = 200, headers: Any = ()) -> Message:
+    return {"type": "http.response.start", "status": status, "headers": [*headers]}
+
+
+def part(body: bytes, more: bool = True) -> Message:
+    return {"type": "http.response.body", "body": body, "more_body": more}
+
+
+def dispatch(*replicas: str) -> None:
+    """A request to the engines that goes to these replicas, one after the other, before its answer begins."""
+    dispatches = new_dispatches()
+    assert dispatches is not None
+    dispatches += [(replica, Decision(0, "least-load")) for replica in replicas]
+
+
+def answering(*requests: str, status: int = 200) -> ASGIApp:
+    """An application that makes a request to the engines for each of these lists of replicas and then answers."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        for replicas in requests:
+            dispatch(*replicas.split())
+        await send(start(status))
+        await send(part(b"{}", more=False))
+
+    return app
+
+
+async def answer_of(app: ASGIApp, scope: Scope = SCOPE) -> Client:
+    client = Client(ReplicaHeaderMiddleware(app), scope)
+    async with asyncio.timeout(10):
+        await client.request
+    return client
+
+
+@pytest.mark.parametrize(
+    ("requests", "named"),
+    [
+        pytest.param(("0.1",), "0.1", id="one"),
+        pytest.param(("0.2", "0.0", "0.2"), "0.2, 0.0", id="several, each once, in their order"),
+        pytest.param(("0.0 0.1",), "0.1", id="moved"),
+        pytest.param(("0.1 1.0 1.2 2.0", "0.1 1.3"), "0.1, 1.2, 2.0, 1.3", id="pipeline"),
+    ],
+)
+async def test_an_answer_names_its_replicas_and_is_otherwise_what_it_was(requests: tuple[str, ...], named: str) -> None:
+    client = await answer_of(answering(*requests, status=418))
+    assert client.headers == {"x-omni-replica": named}
+    assert (client.sent[0]["status"], client.sent[1:]) == (418, [part(b"{}", more=False)])
+
+
+@pytest.mark.parametrize("requests", [(), ("",)], ids=["no request to the engines", "never dispatched"])
+async def test_an_answer_that_no_replica_gave_names_none(requests: tuple[str, ...]) -> None:
+    assert (await answer_of(answering(*requests))).headers == {}
+
+
+async def test_requests_made_in_tasks_of_the_answer_are_seen() -> None:
+    async def request() -> None:
+        await asyncio.create_task(asyncio.to_thread(dispatch, "0.1"))
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await asyncio.gather(request(), request())
+        await answering()(scope, receive, send)
+
+    assert (await answer_of(app)).headers == {"x-omni-replica": "0.1"}
+
+
+async def test_answers_at_the_same_time_do_not_mix() -> None:
+    both_made = asyncio.Barrier(2)
+
+    def app_of(replica: str) -> ASGIApp:
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            dispatch(replica)
+            await both_made.wait()
+            await answering()(scope, receive, send)
+
+        return app
+
+    answers = await asyncio.gather(answer_of(app_of("0.0")), answer_of(app_of("0.1")))
+    assert [answer.headers["x-omni-replica"] for answer in answers] == ["0.0", "0.1"]
+
+
+async def stream(scope: Scope, receive: Receive, send: Send) -> None:
+    """Begins, as vLLM does, before it asks an engine."""
+    await send(start(headers=EVENTS))
+    dispatch("0.1")
+    await send(part(b"data: one\n\n"))
+    await send(part(b"", more=False))
+
+
+async def test_a_stream_is_sent_as_it_comes_and_left_as_it_is() -> None:
+    expected = [start(headers=EVENTS), part(b"data: one\n\n"), part(b"", more=False)]
+    assert (await answer_of(stream)).sent == expected
+
+
+async def test_a_stream_whose_request_asks_for_the_replica_names_it_in_a_last_comment() -> None:
+    client = await answer_of(stream, SCOPE | {"headers": [(b"x-omni-replica", b"1")]})
+    assert client.sent[:2] == [start(headers=EVENTS), part(b"data: one\n\n")]
+    assert client.sent[2:] == [part(b": X-Omni-Replica: 0.1\n\n", more=False)]
+
+
+@pytest.mark.parametrize("scope", [SCOPE | {"method": "GET"}, {"type": "websocket", "path": "/v1/realtime"}])
+async def test_what_is_no_inference_over_http_passes(scope: Scope) -> None:
+    seen: list[Any] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(new_dispatches())
+        await send(start())
+
+    assert ((await answer_of(app, scope)).sent, seen) == ([start()], [None])
+
+
+def test_outside_of_an_answer_nobody_asks_for_dispatches() -> None:
+    assert new_dispatches() is None
