@@ -1,4 +1,4 @@
-"""Requests that AsyncLLM hands over carry a list of their dispatches where somebody will read it, and none elsewhere."""
+"""Requests that AsyncLLM hands over carry a list of dispatches where somebody will read it, and none elsewhere."""
 
 import asyncio
 import time

@@ -56,8 +56,8 @@ class ReplicaHeaderMiddleware:
                 of_events = headers.get("Content-Type", "").startswith("text/event-stream")
                 if names := _names(requests):
                     headers[HEADER] = names
-            elif wants_comment and of_events and not message.get("more_body", False):
-                message["body"] = message.get("body", b"") + f": {HEADER}: {_names(requests)}\n\n".encode()
+            elif of_events and wants_comment and not message.get("more_body", False) and (names := _names(requests)):
+                message["body"] = message.get("body", b"") + f": {HEADER}: {names}\n\n".encode()
             return send(message)
 
         token = _requests.set(requests)
