@@ -13,7 +13,7 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_omni_plugin.config import OmniConfig
-from vllm_omni_plugin.integration.flags import parse_options
+from vllm_omni_plugin.integration.command_line import parse_options
 
 from .configs import write_model
 

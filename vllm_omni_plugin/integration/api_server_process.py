@@ -9,12 +9,12 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from prometheus_client import multiprocess
-from vllm.engine import arg_utils
+from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.admission_control import SharedAdmissionStats
 from vllm.v1.utils import run_api_server_worker_proc
 
 from vllm_omni_plugin.integration.api_servers import NOT_ACCEPTING
-from vllm_omni_plugin.integration.flags import add_omni_flags
+from vllm_omni_plugin.integration.command_line import read_our_flags
 from vllm_omni_plugin.vllm_api.spawning import SPAWNING
 
 _SLOT = SharedAdmissionStats.COUNTERS_PER_SLOT
@@ -77,5 +77,5 @@ class ApiServerProcesses:
 def _serve(listen_address: str, listening: socket.socket, args: argparse.Namespace, client_config: Any) -> None:
     # From a terminal it comes to all; the supervisor says when. The server heeds it again from its start on.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    add_omni_flags(arg_utils)
+    read_our_flags(EngineArgs)
     run_api_server_worker_proc(listen_address, listening, args, client_config)

@@ -2,23 +2,19 @@
 
 import argparse
 import sys
-from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from vllm_omni_plugin.config import OmniConfig
+from vllm_omni_plugin.integration.command_line import parse_or_exit
 
 _SERVE = "vllm.entrypoints.cli.serve"
 _TAKEN_OVER = "_vllm_omni_plugin_command"
 
 
-def take_over_command(parse_or_exit: Callable[[argparse.Namespace], OmniConfig | None]) -> None:
+def take_over_command() -> None:
     """Make `vllm serve` check our flags first, and run our own processes for all but a single API server. Idempotent.
 
     Done when the first flag of ours is parsed, hence never for a command line without one.
-
-    Args:
-        parse_or_exit: reads our options from parsed arguments, and ends the process if they cannot be honoured.
     """
     serve: Any = sys.modules.get(_SERVE)
     if serve is None or hasattr(serve.run_headless, _TAKEN_OVER):

@@ -11,6 +11,9 @@ from typing import Any
 
 from vllm_omni_plugin.config import ADMIN_KEY_FLAG, OmniConfig
 
+NO_MODEL = "<named by --omni-pipeline>"
+"""Stands for the model on a command line without one, until the pipeline's file has been read."""
+
 _MAX_STAGE_ID = 1023
 _MAX_PORT = 65535
 _MAX_MESSAGE_MIB = 2**20

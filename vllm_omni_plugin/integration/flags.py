@@ -1,43 +1,34 @@
-"""Our flags in `vllm serve`: how they are added, parsed, checked and carried into vLLM's configuration.
+"""Our flags in the parser of `vllm serve`.
 
 Imported by every process that parses vLLM's flags: nothing of vLLM or the fleet is imported until one of ours is set.
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import wraps
-from typing import Any, NoReturn
+from typing import Any
 
-from vllm_omni_plugin.config import OmniConfig
-from vllm_omni_plugin.errors import ConfigError
-from vllm_omni_plugin.integration.flag_table import FLAGS
-from vllm_omni_plugin.integration.no_model import allow_no_model
+from vllm_omni_plugin.integration.command_line import read_our_flags
+from vllm_omni_plugin.integration.flag_table import FLAGS, NO_MODEL
 
 GROUP = "OmniConfig"
-_EXIT_USAGE = 2
+_PIPELINE = re.compile(r"--omni[-_]pipeline(=|$)")
+_CONFIG = "--config"
 _WRAPPED = "_vllm_omni_plugin_flags"
-
-JOINED = "omni_joined"
-"""Attribute of the parsed arguments that makes an API server process a head without engines: its supervisor, which
-has checked the rest, puts there where the fleet is: the fields master_address, master_port and secret_file of
-`OmniConfig`."""
 
 
 def add_omni_flags(arg_utils: Any) -> None:
-    """Wrap what vLLM's `EngineArgs` adds to a parser and makes of its result. Idempotent.
+    """Make vLLM's parser take our flags, and its `EngineArgs` read them. Idempotent.
 
     Args:
         arg_utils: the module `vllm.engine.arg_utils`.
     """
     engine_args_class = arg_utils.EngineArgs
     own_add_cli_args = engine_args_class.add_cli_args
-    own_from_cli_args = engine_args_class.from_cli_args.__func__
     if hasattr(own_add_cli_args, _WRAPPED):
         return
-
-    allow_no_model(arg_utils.FlexibleArgumentParser)
 
     @wraps(own_add_cli_args)
     def add_cli_args(parser: Any) -> Any:
@@ -45,17 +36,10 @@ def add_omni_flags(arg_utils: Any) -> None:
         add_group(parser)
         return parser
 
-    @wraps(own_from_cli_args)
-    def from_cli_args(cls: Any, args: argparse.Namespace) -> Any:
-        options = parse_or_exit(args)
-        engine_args = own_from_cli_args(cls, args)
-        if options is not None:
-            _switch_fleet_on(engine_args, options, headless=bool(getattr(args, "headless", False)))
-        return engine_args
-
     setattr(add_cli_args, _WRAPPED, True)
     engine_args_class.add_cli_args = staticmethod(add_cli_args)
-    engine_args_class.from_cli_args = classmethod(from_cli_args)
+    read_our_flags(engine_args_class)
+    allow_no_model(arg_utils.FlexibleArgumentParser)
 
 
 class GivenFlag(argparse.Action):
@@ -71,11 +55,11 @@ class GivenFlag(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        """See `argparse.Action`."""
+        """Called by argparse when it meets the flag."""
         from vllm_omni_plugin.integration.command import take_over_command
 
         setattr(namespace, self.dest, True if self.nargs == 0 else values)
-        take_over_command(parse_or_exit)
+        take_over_command()
 
 
 def add_group(parser: argparse.ArgumentParser) -> None:
@@ -95,78 +79,31 @@ def add_group(parser: argparse.ArgumentParser) -> None:
             group.add_argument(flag.name, **about)
 
 
-def parse_or_exit(args: argparse.Namespace) -> OmniConfig | None:
-    """As `parse_options`, but ends the process as argparse does when the options cannot be honoured."""
-    try:
-        return parse_options(args)
-    except ConfigError as error:
-        exit_with(error)
+def allow_no_model(parser_class: Any) -> None:
+    """Let vLLM's parser take `--served-model-name` and `--config` without a model beside `--omni-pipeline`. Idempotent.
 
-
-def exit_with(error: ConfigError) -> NoReturn:
-    """End the process as argparse does."""
-    sys.stderr.write(f"vllm serve: error: {error}\n")
-    raise SystemExit(_EXIT_USAGE) from None
-
-
-def parse_options(args: argparse.Namespace) -> OmniConfig | None:
-    """The options in parsed arguments, or None if no flag of ours was given.
-
-    With a pipeline, what its file says of the model and engine of this process is set in the arguments.
-
-    Raises:
-        ConfigError: a value or a combination cannot be honoured.
+    Args:
+        parser_class: vLLM's `FlexibleArgumentParser`. Whatever it accepts by itself, it reads as before.
     """
-    given = {
-        flag.field: getattr(args, flag.destination)
-        for flag in FLAGS
-        if getattr(args, flag.destination, None) is not None
-    }
-    if not given:
-        return None
-    options = OmniConfig(**given)
-    joined = getattr(args, JOINED, None)
-    if joined is not None:
-        options = replace(options, join=True, **joined)
+    own_parse_args = parser_class.parse_args
+    if hasattr(own_parse_args, _WRAPPED):
+        return
 
-    from vllm_omni_plugin.balancing import build_load_balancer_factory
-    from vllm_omni_plugin.integration.compatibility import refuse_unsupported
-    from vllm_omni_plugin.integration.rules import check
+    @wraps(own_parse_args)
+    def parse_args(self: Any, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        try:
+            return own_parse_args(self, args, namespace)
+        except ValueError:
+            words = list(sys.argv[1:] if args is None else args)
+            if words[:1] != ["serve"] or not any(map(_PIPELINE.match, _with_config(self, words))):
+                raise
+        return own_parse_args(self, [words[0], NO_MODEL, *words[1:]], namespace)
 
-    try:
-        build_load_balancer_factory(options.lb_policy)
-    except ConfigError as error:
-        raise ConfigError(f"argument --omni-lb-policy: {error}") from error
-    try:
-        build_load_balancer_factory(options.lb_policy, options.lb_config)
-    except ConfigError as error:
-        raise ConfigError(f"argument --omni-lb-config: {error}") from error
-    headless = bool(getattr(args, "headless", False))
-    if joined is None:
-        refuse_unsupported(args)
-        check(options, given, headless, api_servers=_api_servers(args))
-    if options.join:
-        options = replace(options, dp_size_local=0)
-    if options.pipeline is not None:
-        from vllm_omni_plugin.integration.pipeline_command import lay_pipeline
-
-        lay_pipeline(args, options, headless)
-    return options
+    setattr(parse_args, _WRAPPED, True)
+    parser_class.parse_args = parse_args
 
 
-def _api_servers(args: argparse.Namespace) -> int:
-    """How many API server processes `vllm serve` will start; vLLM's default is one for each data-parallel rank."""
-    count: int = getattr(args, "api_server_count", None) or getattr(args, "data_parallel_size", None) or 1
-    return count
-
-
-def _switch_fleet_on(engine_args: Any, options: OmniConfig, headless: bool) -> None:
-    from vllm_omni_plugin.integration.compatibility import prepare_engine_args
-    from vllm_omni_plugin.integration.door import open_door
-    from vllm_omni_plugin.integration.options import carry_options
-    from vllm_omni_plugin.integration.pipeline_command import local_engines
-
-    carry_options(engine_args, options)
-    prepare_engine_args(engine_args, local_engines(options, headless))
-    if not headless:
-        open_door()
+def _with_config(parser: Any, words: list[str]) -> list[str]:
+    """The words and those of the file that `--config` names."""
+    behind = words[words.index(_CONFIG) + 1 :][:1] if _CONFIG in words else []
+    return [*words, *(word for name in behind for word in parser.load_config_file(name))]

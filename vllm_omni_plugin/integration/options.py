@@ -1,10 +1,13 @@
 """How our options travel through vLLM: as plain data under one key of `additional_config`."""
 
 import copy
-from typing import Any
+import sys
+from typing import Any, NoReturn
 
 from vllm_omni_plugin.config import OmniConfig
+from vllm_omni_plugin.errors import ConfigError
 
+_EXIT_USAGE = 2
 _KEY = "vllm_omni_plugin"
 
 
@@ -26,3 +29,9 @@ def without_options(vllm_config: Any) -> Any:
     if isinstance(config.additional_config, dict):
         config.additional_config = {key: value for key, value in config.additional_config.items() if key != _KEY}
     return config
+
+
+def exit_with(error: ConfigError) -> NoReturn:
+    """End the process as argparse does when options cannot be honoured."""
+    sys.stderr.write(f"vllm serve: error: {error}\n")
+    raise SystemExit(_EXIT_USAGE) from None

@@ -29,7 +29,8 @@ from vllm_omni_plugin.curve import Secrets, new_secret
 from vllm_omni_plugin.errors import ConfigError, OmniError
 from vllm_omni_plugin.integration.api_server_process import ApiServerProcesses
 from vllm_omni_plugin.integration.api_servers import ApiServers
-from vllm_omni_plugin.integration.flags import JOINED, exit_with
+from vllm_omni_plugin.integration.command_line import JOINED
+from vllm_omni_plugin.integration.options import exit_with
 from vllm_omni_plugin.integration.pipeline_config import stage_plans
 from vllm_omni_plugin.integration.rules import (
     bind_address,

@@ -9,7 +9,7 @@ from vllm.v1.engine.core_client import EngineCoreClient
 
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.errors import ConfigError, ReplicaError
-from vllm_omni_plugin.integration import door
+from vllm_omni_plugin.integration import async_llm
 from vllm_omni_plugin.integration.client import FleetClient
 from vllm_omni_plugin.integration.options import carry_options
 
@@ -21,13 +21,13 @@ def make_client(monkeypatch: pytest.MonkeyPatch) -> Any:
     for name in ("__init__", "check_health", "shutdown"):
         monkeypatch.setattr(AsyncLLM, name, getattr(AsyncLLM, name))
     for name in ("open_app", "open_sessions"):
-        monkeypatch.setattr(door, name, lambda: None)
-    door.open_door()
+        monkeypatch.setattr(async_llm, name, lambda: None)
+    async_llm.patch_async_llm()
     return EngineCoreClient.make_async_mp_client
 
 
 def config(options: OmniConfig | None) -> Any:
-    """What of a configuration the door looks at."""
+    """What of a configuration is looked at."""
     carried = SimpleNamespace(additional_config={})
     if options is not None:
         carry_options(carried, options)
@@ -38,7 +38,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def fail(*args: Any) -> None:
         raise error
 
-    monkeypatch.setattr(door, "make_fleet_client", fail)
+    monkeypatch.setattr(async_llm, "make_fleet_client", fail)
 
 
 def test_without_our_options_it_is_vllms_own(make_client: Any) -> None:

@@ -1,4 +1,4 @@
-"""The door between AsyncLLM and the engines: with our options set, the fleet stands behind it instead of one engine."""
+"""vLLM's AsyncLLM, with a fleet behind it instead of one engine where our options are set."""
 
 from functools import wraps
 from typing import Any
@@ -11,20 +11,19 @@ from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.app import open_app
 from vllm_omni_plugin.integration.client import FleetClient
-from vllm_omni_plugin.integration.flags import exit_with
 from vllm_omni_plugin.integration.fleet import Fleet
-from vllm_omni_plugin.integration.options import options_of
+from vllm_omni_plugin.integration.options import exit_with, options_of
 from vllm_omni_plugin.integration.sessions import open_sessions
 
-_OPEN = "_vllm_omni_plugin_door"
+_PATCHED = "_vllm_omni_plugin_async_llm"
 
 
-def open_door() -> None:
+def patch_async_llm() -> None:
     """Make AsyncLLM ask us for its engine client from now on. Idempotent.
 
     Configurations without our options still get vLLM's own client.
     """
-    if hasattr(EngineCoreClient.make_async_mp_client, _OPEN):
+    if hasattr(EngineCoreClient.make_async_mp_client, _PATCHED):
         return
     own_factory = EngineCoreClient.make_async_mp_client
     own_init = AsyncLLM.__init__
@@ -70,7 +69,7 @@ def open_door() -> None:
 
     open_app()
     open_sessions()
-    setattr(make_async_mp_client, _OPEN, True)
+    setattr(make_async_mp_client, _PATCHED, True)
     EngineCoreClient.make_async_mp_client = staticmethod(make_async_mp_client)
     AsyncLLM.__init__ = init
     AsyncLLM.check_health = check_health
