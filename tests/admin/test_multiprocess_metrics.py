@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, values
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 from prometheus_client.registry import Collector
@@ -16,6 +16,7 @@ from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admin.metrics import FleetCollector
 from vllm_omni_plugin.admin.multiprocess_metrics import MetricFiles, in_multiprocess_mode
+from vllm_omni_plugin.orchestrator.metrics import OrchestratorMetrics
 
 NEVER_S = 1000.0
 
@@ -97,24 +98,15 @@ def test_counters_and_work_in_flight_are_summed_and_what_all_see_is_not(process:
     }
 
 
-def test_histograms_are_those_of_all_observations(process: Process) -> None:
+def test_histograms_are_those_of_all_processes(process: Process) -> None:
     for pid in (1, 2):
-        family = HistogramMetricFamily("vllm_omni_fleet:seconds", "Help.", labels=("part",))
-        family.add_metric(("run",), [("0.1", 1.0), ("1.0", 3.0), ("+Inf", 4.0)], 5.0 * pid)
-        family.add_metric(("queue",), [("0.1", 0.0), ("1.0", 0.0), ("+Inf", 1.0)], 2.0)
-        process(pid, Told(family))
-    assert scrape() == {
-        "vllm_omni_fleet:seconds_bucket": {
-            "run,0.1": 2,
-            "run,1.0": 6,
-            "run,+Inf": 8,
-            "queue,0.1": 0,
-            "queue,1.0": 0,
-            "queue,+Inf": 2,
-        },
-        "vllm_omni_fleet:seconds_count": {"run": 8, "queue": 2},
-        "vllm_omni_fleet:seconds_sum": {"run": 15, "queue": 4},
-    }
+        process(pid, Told())
+        OrchestratorMetrics().spent(1, "talker", "run", 0.5 * pid)
+    scraped = scrape()
+    assert scraped["vllm_omni_fleet:stage_seconds_count"] == {"talker,run,1": 2}
+    assert scraped["vllm_omni_fleet:stage_seconds_sum"] == {"talker,run,1": 1.5}
+    assert scraped["vllm_omni_fleet:stage_seconds_bucket"]["talker,run,1,0.3"] == 0
+    assert scraped["vllm_omni_fleet:stage_seconds_bucket"]["talker,run,1,1.0"] == 2
 
 
 def test_work_of_a_process_that_died_is_gone_and_what_it_had_counted_stays(process: Process) -> None:
@@ -166,12 +158,15 @@ async def test_files_are_written_again_and_again_and_after_a_failure(process: Pr
 
 
 async def test_all_families_of_the_fleet_pass(process: Process) -> None:
+    # What is counted from here on goes into files.
+    process(os.getpid(), Told())
     async with FakeFleet(replicas=2) as fleet:
         await fleet.submit("a")
+        fleet.orchestrator.metrics.spent(0, "talker", "run", 1.0)
         collector = FleetCollector(fleet.orchestrator)
         process(os.getpid(), collector)
-        expected = {sample.name for family in collector.collect() for sample in family.samples}
-        assert set(scrape()) == expected
+        samples = {sample.name for family in collector.collect() for sample in family.samples}
+        assert set(scrape()) == {name for name in samples if not name.endswith("_created")}
         assert scrape()["vllm_omni_fleet:queue_time_seconds_count"] == {"": 1}
         assert sum(scrape()["vllm_omni_fleet:requests_in_flight"].values()) == 1
 

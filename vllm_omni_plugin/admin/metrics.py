@@ -1,15 +1,21 @@
 """Our Prometheus metrics, computed from the orchestrator's state when they are scraped and never before."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from vllm_omni_plugin.coordinator import ReplicaStatus
-from vllm_omni_plugin.orchestrator.metrics import Histogram, OrchestratorMetrics
+from vllm_omni_plugin.orchestrator.metrics import OrchestratorMetrics
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator.stage_pool import PoolMember
+
+Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
+Samples = Iterable[tuple[tuple[object, ...], float]]
+"""Values of labels, and a number."""
 
 
 class FleetCollector(Collector):
@@ -30,166 +36,129 @@ class FleetCollector(Collector):
         """All metric families, with one sample per stage or replica."""
         metrics = self._orchestrator.metrics
         yield self._replicas_by_state()
-        yield from self._per_replica()
-        yield from self._loads()
-        yield from self._peers()
-        yield _histogram(
-            "vllm_omni_fleet:queue_time_seconds",
-            "Seconds between the arrival of a request at the orchestrator and its first dispatch.",
-            metrics.queue_time,
+        yield from self._by_replica()
+        yield from self._heads()
+        yield _family(
+            GaugeMetricFamily,
+            "requests_held",
+            "Requests that wait because no replica can serve: before they are accepted (http) or after (fleet); or, "
+            "with their replica lost, for their turn to move (move).",
+            ("where",),
+            [(("http",), metrics.waiting), (("fleet",), metrics.held), (("move",), metrics.moves_waiting)],
         )
-        yield _histogram(
-            "vllm_omni_fleet:hold_time_seconds",
-            "Seconds that accepted requests waited because no replica could serve.",
-            metrics.hold_time,
-        )
-        yield _stage_seconds(metrics)
-        yield _held(metrics)
-        yield from _moves(metrics)
-        yield _failed(metrics)
-        yield from _decisions(metrics)
+        yield from _counters(metrics)
+        for histogram in (metrics.queue_time, metrics.hold_time, metrics.stage_seconds):
+            yield from histogram.collect()
+
+    def _members(self) -> Iterator[PoolMember]:
+        for pool in self._orchestrator.stage_pools:
+            yield from pool.members
 
     def _replicas_by_state(self) -> Metric:
-        family = GaugeMetricFamily("vllm_omni_fleet:replicas", "Replicas by state.", labels=("stage", "state"))
-        for pool in self._orchestrator.stage_pools:
-            states = Counter(member.status for member in pool.members)
-            for status in ReplicaStatus:
-                family.add_metric((str(pool.stage_id), status.value), states[status])
-        return family
+        states = Counter((member.stage_id, member.status) for member in self._members())
+        return _family(
+            GaugeMetricFamily,
+            "replicas",
+            "Replicas by state.",
+            ("stage", "state"),
+            [
+                ((pool.stage_id, status.value), states[pool.stage_id, status])
+                for pool in self._orchestrator.stage_pools
+                for status in ReplicaStatus
+            ],
+        )
 
-    def _per_replica(self) -> Iterable[Metric]:
-        labels = ("stage", "replica")
-        dispatches = CounterMetricFamily("vllm_omni_fleet:dispatches", "Requests sent to a replica.", labels=labels)
-        in_flight = GaugeMetricFamily(
-            "vllm_omni_fleet:requests_in_flight", "Requests a replica is charged with.", labels=labels
-        )
-        restarts = CounterMetricFamily(
-            "vllm_omni_fleet:replica_restarts", "Attempts to start a lost replica again.", labels=labels
-        )
-        for pool in self._orchestrator.stage_pools:
-            for member in pool.members:
-                names = (str(member.stage_id), str(member.replica_id))
-                dispatches.add_metric(names, member.dispatched)
-                in_flight.add_metric(names, len(member.in_flight))
-                restarts.add_metric(names, member.restarts)
-        return dispatches, in_flight, restarts
+    def _by_replica(self) -> Iterator[Metric]:
+        def family(kind: Family, name: str, documentation: str, value: Callable[[PoolMember], float]) -> Metric:
+            samples = [((member.stage_id, member.replica_id), value(member)) for member in self._members()]
+            return _family(kind, name, documentation, ("stage", "replica"), samples)
 
-    def _loads(self) -> Iterable[Metric]:
-        labels = ("stage", "replica")
-        prefill = GaugeMetricFamily(
-            "vllm_omni_fleet:prefill_tokens", "Prompt tokens that a replica still has to compute.", labels=labels
+        counter, gauge = CounterMetricFamily, GaugeMetricFamily
+        yield family(counter, "dispatches", "Requests sent to a replica.", lambda member: member.dispatched)
+        yield family(
+            counter, "replica_restarts", "Attempts to start a lost replica again.", lambda member: member.restarts
         )
-        decode = GaugeMetricFamily(
-            "vllm_omni_fleet:decode_tokens", "Tokens of requests that a replica is producing output for.", labels=labels
+        yield family(
+            gauge, "requests_in_flight", "Requests a replica is charged with.", lambda member: len(member.in_flight)
         )
-        kv_usage = GaugeMetricFamily(
-            "vllm_omni_fleet:kv_cache_usage_ratio", "Share of KV memory in use, as a replica reported.", labels=labels
+        yield family(
+            gauge,
+            "prefill_tokens",
+            "Prompt tokens that a replica still has to compute.",
+            # What other heads have there is in the load, and they tell it themselves.
+            lambda member: member.account.own.prefill_tokens,
         )
-        for pool in self._orchestrator.stage_pools:
-            for member in pool.members:
-                names, load = (str(member.stage_id), str(member.replica_id)), member.load
-                # What other heads have there is in the load, and they tell it themselves.
-                prefill.add_metric(names, member.account.own.prefill_tokens)
-                decode.add_metric(names, load.decode_tokens)
-                kv_usage.add_metric(names, load.kv_usage)
-        return prefill, decode, kv_usage
+        yield family(
+            gauge,
+            "decode_tokens",
+            "Tokens of requests that a replica is producing output for.",
+            lambda member: member.load.decode_tokens,
+        )
+        yield family(
+            gauge,
+            "kv_cache_usage_ratio",
+            "Share of KV memory in use, as a replica reported.",
+            lambda member: member.load.kv_usage,
+        )
 
-    def _peers(self) -> Iterator[Metric]:
+    def _heads(self) -> Iterator[Metric]:
         has_seat, exchange = self._orchestrator.metrics.has_seat, self._orchestrator.exchange
         if has_seat is not None:
-            yield GaugeMetricFamily(
-                "vllm_omni_fleet:coordinator_connected", "Whether the coordinator answers this head: 1 or 0.", has_seat
-            )
+            yield _gauge("coordinator_connected", "Whether the coordinator answers this head: 1 or 0.", has_seat)
         if exchange is not None:
-            yield GaugeMetricFamily(
-                "vllm_omni_fleet:heads", "Heads of the fleet that this one hears of, and itself.", exchange.heads
-            )
+            yield _gauge("heads", "Heads of the fleet that this one hears of, and itself.", exchange.heads)
 
 
-def _held(metrics: OrchestratorMetrics) -> Metric:
-    family = GaugeMetricFamily(
-        "vllm_omni_fleet:requests_held",
-        "Requests that wait because no replica can serve: before they are accepted (http) or after (fleet); or, with "
-        "their replica lost, for their turn to move (move).",
-        labels=("where",),
-    )
-    family.add_metric(("http",), metrics.waiting)
-    family.add_metric(("fleet",), metrics.held)
-    family.add_metric(("move",), metrics.moves_waiting)
-    return family
-
-
-def _moves(metrics: OrchestratorMetrics) -> Iterator[Metric]:
-    moves = CounterMetricFamily(
-        "vllm_omni_fleet:request_moves",
+def _counters(metrics: OrchestratorMetrics) -> Iterator[Metric]:
+    by_policy = ("stage", "policy")
+    # The orchestrator's thread may add a key meanwhile: hence the copies.
+    yield _counter(
+        "request_moves",
         "Requests sent again to another replica because theirs was lost, by how they went on there.",
-        labels=("way",),
+        ("way",),
+        [((way.value,), count) for way, count in metrics.moves_by_way.items()],
     )
-    for way, count in metrics.moves_by_way.items():
-        moves.add_metric((way.value,), count)
-    yield moves
-    yield CounterMetricFamily(
-        "vllm_omni_fleet:tokens_swallowed",
-        "Tokens that replays repeated and no client got twice.",
-        metrics.swallowed_tokens,
+    yield _counter(
+        "requests_failed",
+        "Requests that ended with an error of the fleet.",
+        ("reason",),
+        [
+            (("replica_lost",), metrics.lost),
+            (("query_of_death",), metrics.queries_of_death),
+            (("no_replica",), metrics.refused + metrics.turned_away),
+        ],
     )
-    yield CounterMetricFamily(
-        "vllm_omni_fleet:replays_diverged", "Replays that did not repeat what had been delivered.", metrics.diverged
+    yield _counter(
+        "decisions",
+        "Dispatches by what decided on the replica.",
+        (*by_policy, "reason"),
+        metrics.decisions.copy().items(),
     )
-
-
-def _failed(metrics: OrchestratorMetrics) -> Metric:
-    family = CounterMetricFamily(
-        "vllm_omni_fleet:requests_failed", "Requests that ended with an error of the fleet.", labels=("reason",)
-    )
-    family.add_metric(("replica_lost",), metrics.lost)
-    family.add_metric(("query_of_death",), metrics.queries_of_death)
-    family.add_metric(("no_replica",), metrics.refused + metrics.turned_away)
-    return family
-
-
-def _decisions(metrics: OrchestratorMetrics) -> Iterator[Metric]:
-    yield _by_policy(
-        "vllm_omni_fleet:decisions", "Dispatches by what decided on the replica.", "reason", metrics.decisions
-    )
-    yield _by_policy(
-        "vllm_omni_fleet:decision_fallbacks",
+    yield _counter(
+        "decision_fallbacks",
         "Dispatches by why the policy decided by something less than its rule.",
-        "fallback",
-        metrics.fallbacks,
+        (*by_policy, "fallback"),
+        metrics.fallbacks.copy().items(),
     )
-    yield CounterMetricFamily(
-        "vllm_omni_fleet:matched_tokens", "Prompt tokens that the policy expected to be cached.", metrics.matched_tokens
-    )
-    yield CounterMetricFamily(
-        "vllm_omni_fleet:cached_tokens", "Prompt tokens that engines took from their caches.", metrics.cached_tokens
-    )
+    for name, documentation, count in (
+        ("tokens_swallowed", "Tokens that replays repeated and no client got twice.", metrics.swallowed_tokens),
+        ("replays_diverged", "Replays that did not repeat what had been delivered.", metrics.diverged),
+        ("matched_tokens", "Prompt tokens that the policy expected to be cached.", metrics.matched_tokens),
+        ("cached_tokens", "Prompt tokens that engines took from their caches.", metrics.cached_tokens),
+    ):
+        yield _counter(name, documentation, (), [((), count)])
 
 
-def _by_policy(name: str, documentation: str, why: str, counts: dict[tuple[int, str, str], int]) -> Metric:
-    family = CounterMetricFamily(name, documentation, labels=("stage", "policy", why))
-    # The orchestrator's thread may add a key meanwhile.
-    for (stage_id, policy, reason), count in counts.copy().items():
-        family.add_metric((str(stage_id), policy, reason), count)
-    return family
+def _counter(name: str, documentation: str, labels: tuple[str, ...], samples: Samples) -> Metric:
+    return _family(CounterMetricFamily, name, documentation, labels, samples)
 
 
-def _stage_seconds(metrics: OrchestratorMetrics) -> Metric:
-    family = HistogramMetricFamily(
-        "vllm_omni_fleet:stage_seconds",
-        "Seconds that requests spent in the stages of a pipeline.",
-        labels=("stage", "name", "part"),
-    )
-    for (stage_id, name, part), histogram in metrics.stage_seconds.items():
-        family.add_metric((str(stage_id), name, part), _buckets(histogram), histogram.sum)
-    return family
+def _gauge(name: str, documentation: str, value: float) -> Metric:
+    return _family(GaugeMetricFamily, name, documentation, (), [((), value)])
 
 
-def _histogram(name: str, documentation: str, histogram: Histogram) -> Metric:
-    return HistogramMetricFamily(name, documentation, buckets=_buckets(histogram), sum_value=histogram.sum)
-
-
-def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    counts = list(histogram.counts)
-    bounds = [*map(str, histogram.upper_bounds), "+Inf"]
-    return [(bound, float(sum(counts[: index + 1]))) for index, bound in enumerate(bounds)]
+def _family(kind: Family, name: str, documentation: str, labels: tuple[str, ...], samples: Samples) -> Metric:
+    family: Any = kind(f"vllm_omni_fleet:{name}", documentation, labels=labels)
+    for values, number in samples:
+        family.add_metric(tuple(map(str, values)), number)
+    return family  # type: ignore[no-any-return]

@@ -1,15 +1,14 @@
 """Our metrics in the files that prometheus_client's multiprocess mode sums over all processes of a server.
 
 In that mode, which vLLM switches on for several API servers, a scrape of any of them reads the files of all, and
-collectors are never asked. So what ours would say is written there from time to time.
+collectors are never asked. Histograms count there by themselves; the rest is written there from time to time.
 """
 
+import os
 import threading
-import time
-from collections.abc import Iterator
 from typing import Any
 
-from prometheus_client import values
+from prometheus_client import Counter, Gauge
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -28,21 +27,18 @@ _GAUGE_MODES = {
 """What is no API server's own and must not be added up: all see the same replicas, caches and heads."""
 _OWN = "livesum"
 
-Key = tuple[str, tuple[tuple[str, str], ...]]
-"""Name and labels of a sample."""
-
 
 def in_multiprocess_mode() -> bool:
     """Whether this process counts in files."""
-    return bool(values.ValueClass._multiprocess)
+    return "PROMETHEUS_MULTIPROC_DIR" in os.environ
 
 
 class MetricFiles:
-    """Writes what a collector says into this process's files, once a second. Thread-safe.
+    """Writes the gauges and counters of a collector into this process's files, once a second. Thread-safe.
 
     Args:
-        collector: of gauges, counters and histograms. Its gauges are summed over the processes unless `_GAUGE_MODES`
-            says otherwise, those of processes that have ended left out.
+        collector: its gauges are summed over the processes unless `_GAUGE_MODES` says otherwise, those of processes
+            that have ended left out.
         interval: seconds between two writings.
     """
 
@@ -50,7 +46,9 @@ class MetricFiles:
         self._collector = collector
         self._interval = interval
         self._lock = threading.Lock()
-        self._written: dict[Key, _Written] = {}
+        self._metrics: dict[str, Any] = {}
+        # By the metric's name and the values of its labels.
+        self._written: dict[tuple[str, tuple[str, ...]], float] = {}
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="omni-metrics", daemon=True)
         self._thread.start()
@@ -58,22 +56,36 @@ class MetricFiles:
     def write(self) -> None:
         """Write what the collector says now. A gauge that it no longer has becomes 0, a counter stays."""
         with self._lock:
-            now = time.time()
-            seen = set()
-            for family in self._collector.collect():
-                for name, labels, value in _samples(family):
-                    key = name, tuple(sorted(labels.items()))
-                    seen.add(key)
-                    if key not in self._written:
-                        self._written[key] = _Written(family, name, labels)
-                    self._written[key].set(value, now)
-            for key in self._written.keys() - seen:
-                self._written[key].end(now)
+            told = {
+                (family.name, tuple(sample.labels.values())): sample.value
+                for family in self._collector.collect()
+                if self._can_write(family)
+                for sample in family.samples
+            }
+            gone = dict.fromkeys(self._written.keys() - told.keys(), 0.0)
+            for (name, labels), value in (told | gone).items():
+                metric = self._metrics[name].labels(*labels) if labels else self._metrics[name]
+                if isinstance(metric, Gauge):
+                    metric.set(value)
+                elif value:
+                    before = self._written.get((name, labels), 0.0)
+                    # A replica that takes the place of one that left begins to count anew.
+                    metric.inc(value - before if value >= before else value)
+            self._written = told | gone
 
     def close(self) -> None:
         """Write once more, and stop."""
         self._closed.set()
         self._thread.join()
+
+    def _can_write(self, family: Metric) -> bool:
+        """Whether a family is a gauge or counter; it has a metric then."""
+        kind = {"gauge": Gauge, "counter": Counter}.get(family.type)
+        if kind is not None and family.name not in self._metrics and family.samples:
+            more = {"multiprocess_mode": _GAUGE_MODES.get(family.name, _OWN)} if kind is Gauge else {}
+            labels = tuple(family.samples[0].labels)
+            self._metrics[family.name] = kind(family.name, family.documentation, labels, registry=None, **more)
+        return kind is not None
 
     def _run(self) -> None:
         closing = False
@@ -84,46 +96,3 @@ class MetricFiles:
             except Exception:
                 # As when a scrape fails: the next may not.
                 logger.exception("The fleet's metrics could not be written.")
-
-
-class _Written:
-    """One value in a file."""
-
-    def __init__(self, family: Metric, name: str, labels: dict[str, str]) -> None:
-        self._is_gauge = family.type == "gauge"
-        mode = _GAUGE_MODES.get(family.name, _OWN) if self._is_gauge else ""
-        self._value: Any = values.ValueClass(
-            family.type,
-            family.name,
-            name,
-            tuple(labels),
-            tuple(labels.values()),
-            family.documentation,
-            multiprocess_mode=mode,
-        )
-        # The file of a process that had this process's number before is counted on.
-        self._before = 0.0 if self._is_gauge else float(self._value.get())
-        self._last = 0.0
-
-    def set(self, value: float, now: float) -> None:
-        # A replica that takes the place of one that left begins to count anew, which in a sum over processes would look
-        # as if all of them had.
-        if not self._is_gauge and value < self._last:
-            self._before += self._last
-        self._last = value
-        self._value.set(self._before + value, now)
-
-    def end(self, now: float) -> None:
-        if self._is_gauge:
-            self.set(0.0, now)
-
-
-def _samples(family: Metric) -> Iterator[tuple[str, dict[str, str], float]]:
-    """The samples of a family as files have them: there, each bucket counts its own observations only."""
-    below = 0.0
-    for sample in family.samples:
-        if family.type != "histogram" or sample.name.endswith("_sum"):
-            yield sample.name, sample.labels, sample.value
-        elif sample.name.endswith("_bucket"):
-            yield sample.name, sample.labels, sample.value - below
-            below = sample.value if sample.labels["le"] != "+Inf" else 0.0

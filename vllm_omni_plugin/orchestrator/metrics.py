@@ -1,6 +1,6 @@
-"""What the orchestrator counts, in plain numbers that any thread may read."""
+"""What the orchestrator counts, in plain numbers and histograms that any thread may read."""
 
-from bisect import bisect_left
+from prometheus_client import Histogram
 
 from vllm_omni_plugin.balancing.base import Decision
 from vllm_omni_plugin.vllm_api.move import Move
@@ -8,21 +8,7 @@ from vllm_omni_plugin.vllm_api.move import Move
 _MAX_REASONS = 64
 """Reasons and fallbacks that are told apart. They label metrics, and a third party's policy may invent any number."""
 _OTHER_REASON = "other"
-QUEUE_TIME_BUCKETS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0)
-
-
-class Histogram:
-    """Counts of observations per bucket, written by one thread. A reader may be one observation behind, never wrong."""
-
-    def __init__(self, upper_bounds: tuple[float, ...]) -> None:
-        self.upper_bounds = upper_bounds
-        self.counts = [0] * (len(upper_bounds) + 1)
-        self.sum = 0.0
-
-    def observe(self, value: float) -> None:
-        """Count one value."""
-        self.counts[bisect_left(self.upper_bounds, value)] += 1
-        self.sum += value
+_BUCKETS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0)
 
 
 class OrchestratorMetrics:
@@ -53,8 +39,13 @@ class OrchestratorMetrics:
     """
 
     def __init__(self) -> None:
-        self.queue_time = Histogram(QUEUE_TIME_BUCKETS_S)
-        self.hold_time = Histogram(QUEUE_TIME_BUCKETS_S)
+        self.queue_time = _seconds(
+            "queue_time", "Seconds between the arrival of a request at the orchestrator and its first dispatch."
+        )
+        self.hold_time = _seconds("hold_time", "Seconds that accepted requests waited because no replica could serve.")
+        self.stage_seconds = _seconds(
+            "stage", "Seconds that requests spent in the stages of a pipeline.", ("stage", "name", "part")
+        )
         self.held_by_stage: dict[int, int] = {}
         self.moves_by_way = dict.fromkeys((Move.RESTART, Move.RESUME, Move.REPLAY), 0)
         self.swallowed_tokens = 0
@@ -68,7 +59,6 @@ class OrchestratorMetrics:
         self.fallbacks: dict[tuple[int, str, str], int] = {}
         self.matched_tokens = 0
         self.cached_tokens = 0
-        self.stage_seconds: dict[tuple[int, str, str], Histogram] = {}
         self.has_seat: bool | None = None
         self.waiting = 0
 
@@ -80,12 +70,7 @@ class OrchestratorMetrics:
 
     def spent(self, stage_id: int, name: str, part: str, seconds: float) -> None:
         """Count what a request has spent in one part of a stage."""
-        histogram = self.stage_seconds.get((stage_id, name, part))
-        if histogram is None:
-            # Replaced and not changed, so that other threads may go through it.
-            histogram = Histogram(QUEUE_TIME_BUCKETS_S)
-            self.stage_seconds = {**self.stage_seconds, (stage_id, name, part): histogram}
-        histogram.observe(seconds)
+        self.stage_seconds.labels(str(stage_id), name, part).observe(seconds)
 
     def began(self, decision: Decision, cached_tokens: int | None) -> None:
         """Count what a first output says of a decision."""
@@ -102,6 +87,11 @@ class OrchestratorMetrics:
     def moves(self) -> int:
         """All moves, whatever their way."""
         return sum(self.moves_by_way.values())
+
+
+def _seconds(name: str, documentation: str, labels: tuple[str, ...] = ()) -> Histogram:
+    # In no registry: a process may have several orchestrators, and each head's collector shows its own.
+    return Histogram(f"vllm_omni_fleet:{name}_seconds", documentation, labels, buckets=_BUCKETS_S, registry=None)
 
 
 def _count(counts: dict[tuple[int, str, str], int], key: tuple[int, str, str]) -> None:

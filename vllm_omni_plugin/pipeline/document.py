@@ -1,23 +1,17 @@
-"""YAML text as plain data that knows the line of each of its values."""
+"""YAML text as plain data, with the line of each of its values."""
 
-from dataclasses import dataclass, field
+import json
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
+from yaml.constructor import ConstructorError
 
 from vllm_omni_plugin.errors import ConfigError
-from vllm_omni_plugin.pipeline.places import Place, outwards, worded
+from vllm_omni_plugin.pipeline.places import Place, worded
 
 _MAX_VALUES = 50_000
-"""A few aliases of aliases could stand for more values than memory holds."""
 _TAG = "tag:yaml.org,2002:"
-_MERGE = f"{_TAG}merge"
-_TYPES: dict[type[yaml.Node], set[str]] = {
-    yaml.ScalarNode: {f"{_TAG}{name}" for name in ("str", "int", "float", "bool", "null")},
-    yaml.SequenceNode: {f"{_TAG}seq"},
-    yaml.MappingNode: {f"{_TAG}map"},
-}
-"""Those that JSON has, too."""
 
 
 @dataclass(frozen=True)
@@ -27,20 +21,68 @@ class Document:
     Attributes:
         source: name of the file.
         data: mappings with string keys, lists, strings, numbers, booleans and None.
-        lines: the line of each value, or of its key, counted from 1.
+        root: the same as PyYAML's nodes, which know where they stand.
     """
 
     source: str
     data: Any
-    lines: dict[Place, int]
+    root: yaml.Node
 
     def error(self, message: str, place: Place) -> ConfigError:
         """What is wrong at a place, as one line `FILE:LINE: stages[1].inputs[0]: ...`."""
         return ConfigError(f"{self.source}:{self.line(place)}: {worded(message, place)}")
 
     def line(self, place: Place) -> int:
-        """The line of what is at a place, or else of what it would be in."""
-        return next(self.lines[outer] for outer in outwards(place) if outer in self.lines)
+        """The line, from 1, of what is at a place or of its key; of what it would be in if there is nothing."""
+        node, mark = self.root, self.root.start_mark
+        for key in place:
+            if isinstance(node, yaml.MappingNode):
+                children = {name.value: (value, name.start_mark) for name, value in node.value}
+            elif isinstance(node, yaml.SequenceNode):
+                children = {index: (item, item.start_mark) for index, item in enumerate(node.value)}
+            else:
+                break
+            if key not in children:
+                break
+            node, mark = children[key]
+        return int(mark.line) + 1
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's loader of plain data, which refuses what JSON has not and what stands there twice."""
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        taken = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise _fault(key, "a list or mapping cannot be a key")
+            if key.tag not in (f"{_TAG}str", f"{_TAG}merge"):
+                raise _fault(key, f"the key {key.value!r} is no text: quote it")
+            if key.value in taken:
+                raise _fault(key, f"the key {key.value!r} is there twice")
+            taken.add(key.value)
+        super().flatten_mapping(node)
+        # What was merged in stands in front and gives way. Merged again and again, it would grow without limit.
+        node.value = list({key.value: (key, value) for key, value in node.value}.values())
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError):
+            raise _fault(node, f"{node.value!r} is no value of type {node.tag.removeprefix(_TAG)!r}") from None
+
+    def refuse(self, node: yaml.Node) -> Any:
+        name = node.tag.removeprefix(_TAG)
+        raise _fault(node, f"a value of type {name!r} cannot be used: quote it if it is text")
+
+
+for _type in ("timestamp", "binary", "set", "omap", "pairs"):
+    _Loader.add_constructor(f"{_TAG}{_type}", _Loader.refuse)
+_Loader.add_constructor(None, _Loader.refuse)
+
+
+def _fault(node: yaml.Node, message: str) -> ConstructorError:
+    return ConstructorError(None, None, message, node.start_mark)
 
 
 def parse(text: str, source: str) -> Document:
@@ -54,15 +96,18 @@ def parse(text: str, source: str) -> Document:
         ConfigError: it is empty or no YAML, repeats a key, or holds what JSON could not: one line with its number.
     """
     try:
-        loader = yaml.SafeLoader(text)
+        loader = _Loader(text)
         root = loader.get_single_node()
         if root is None:
             raise ConfigError(f"{source}: the file is empty")
-        return _Reader(source, loader).document(root)
+        data = loader.construct_document(root)
+        if (fault := _fault_of_aliases(data)) is not None:
+            raise ConfigError(f"{source}: {fault}")
+        return Document(source, data, root)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else 1
-        raise ConfigError(f"{source}:{line}: not YAML: {error.problem or error.context}") from None
+        raise ConfigError(f"{source}:{line}: not usable YAML: {error.problem or error.context}") from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise ConfigError(f"{source}:{line}: not YAML: the character U+{error.character:04X} is not allowed") from None
@@ -70,75 +115,12 @@ def parse(text: str, source: str) -> Document:
         raise ConfigError(f"{source}: nested too deeply") from None
 
 
-@dataclass
-class _Reader:
-    source: str
-    loader: yaml.SafeLoader
-    lines: dict[Place, int] = field(default_factory=dict)
-    open: set[int] = field(default_factory=set)
-    """The nodes around the current one, by identity."""
-    values: int = 0
-
-    def document(self, root: yaml.Node) -> Document:
-        self.lines[()] = _line(root)
-        return Document(self.source, self._value(root, ()), self.lines)
-
-    def _value(self, node: yaml.Node, place: Place) -> Any:
-        self.values += 1
-        if self.values > _MAX_VALUES:
-            raise self._error(node, place, f"more than {_MAX_VALUES:,} values, those of aliases counted again")
-        if id(node) in self.open:
-            raise self._error(node, place, "an alias of what it is in")
-        if node.tag not in _TYPES[type(node)]:
-            name = node.tag.removeprefix(_TAG)
-            raise self._error(node, place, f"a value of type {name!r} cannot be used: quote it if it is text")
-        self.open.add(id(node))
-        value = self._unchecked(node, place)
-        self.open.discard(id(node))
-        return value
-
-    def _unchecked(self, node: yaml.Node, place: Place) -> Any:
-        if isinstance(node, yaml.MappingNode):
-            return self._mapping(node, place)
-        if isinstance(node, yaml.SequenceNode):
-            for index, item in enumerate(node.value):
-                self.lines[*place, index] = _line(item)
-            return [self._value(item, (*place, index)) for index, item in enumerate(node.value)]
-        try:
-            return self.loader.construct_object(node)
-        except (ValueError, LookupError):
-            name = node.tag.removeprefix(_TAG)
-            raise self._error(node, place, f"{node.value!r} is no value of type {name!r}") from None
-
-    def _mapping(self, node: yaml.MappingNode, place: Place) -> dict[str, Any]:
-        merged: dict[str, Any] = {}
-        # What is merged first wins, and the mapping's own keys over all: so they are read last.
-        for source in reversed([value for key, value in node.value if key.tag == _MERGE]):
-            maps = source.value if isinstance(source, yaml.SequenceNode) else [source]
-            for inherited in reversed(maps):
-                if not isinstance(inherited, yaml.MappingNode):
-                    raise self._error(inherited, place, "'<<' takes mappings only")
-                merged |= self._value(inherited, place)
-        return merged | self._own(node, place)
-
-    def _own(self, node: yaml.MappingNode, place: Place) -> dict[str, Any]:
-        own: dict[str, Any] = {}
-        for key, value in node.value:
-            if key.tag == _MERGE:
-                continue
-            if not isinstance(key, yaml.ScalarNode):
-                raise self._error(key, place, "a list or mapping cannot be a key")
-            if key.tag != f"{_TAG}str":
-                raise self._error(key, place, f"the key {key.value!r} is no text: quote it")
-            if key.value in own:
-                raise self._error(key, (*place, key.value), "the key is there twice")
-            self.lines[*place, key.value] = _line(key)
-            own[key.value] = self._value(value, (*place, key.value))
-        return own
-
-    def _error(self, node: yaml.Node, place: Place, message: str) -> ConfigError:
-        return ConfigError(f"{self.source}:{_line(node)}: {worded(message, place)}")
-
-
-def _line(node: yaml.Node) -> int:
-    return int(node.start_mark.line) + 1
+def _fault_of_aliases(data: Any) -> str | None:
+    """Whether aliases stand for more values than can be checked: a few aliases of aliases do."""
+    try:
+        for count, _ in enumerate(json.JSONEncoder().iterencode(data)):
+            if count > _MAX_VALUES:
+                return f"more than {_MAX_VALUES:,} values, those of aliases counted again"
+    except ValueError:
+        return "an alias of what it is in"
+    return None

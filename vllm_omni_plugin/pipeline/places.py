@@ -1,7 +1,6 @@
 """Where in a pipeline something is wrong: the keys that lead there."""
 
 import re
-from itertools import accumulate
 
 from vllm_omni_plugin.errors import ConfigError
 
@@ -31,8 +30,3 @@ def worded(message: str, place: Place) -> str:
     """The message behind the place as people write it: `stages[1].inputs[0]: ...`."""
     keys = (f".{key}" if isinstance(key, str) and _BARE.fullmatch(key) else f"[{key!r}]" for key in place)
     return f"{''.join(keys).lstrip('.')}: {message}" if place else message
-
-
-def outwards(place: Place) -> list[Place]:
-    """The place, then everything it lies in, up to the whole pipeline."""
-    return list(accumulate(((key,) for key in place), initial=()))[::-1]
