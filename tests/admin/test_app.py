@@ -24,17 +24,15 @@ with warnings.catch_warnings():
 
 from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
-from vllm_omni_plugin.admin import waiting_room
+from vllm_omni_plugin.admin import hold
 from vllm_omni_plugin.admin.explain import BadPromptError, Explainer
 from vllm_omni_plugin.admin.fleet import FleetAdmin
 from vllm_omni_plugin.admin.replica_header import new_dispatches
-from vllm_omni_plugin.admin.waiting_room import WaitingRoom
 from vllm_omni_plugin.balancing import Task
 from vllm_omni_plugin.balancing.base import Decision, ReplicaView
 from vllm_omni_plugin.balancing.prompt import Prompt
-from vllm_omni_plugin.integration.app import INFERENCE_PATHS, FleetEndpoints, open_app
+from vllm_omni_plugin.integration.app import INFERENCE_PATHS, FleetEndpoints, patch_app
 from vllm_omni_plugin.integration.flag_table import FLAGS
-from vllm_omni_plugin.integration.last_requests import LastRequests
 
 NEED_NO_ENGINE = {
     "/detokenize",
@@ -64,7 +62,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> BuildApp:
     monkeypatch.setattr(plugins, "load_endpoint_plugins", plugins.load_endpoint_plugins)
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
-    open_app()
+    patch_app()
 
     def build(*arguments: str, admin_key_file: Path | None = None) -> FastAPI:
         args = make_arg_parser(FlexibleArgumentParser()).parse_args(list(arguments))
@@ -101,7 +99,7 @@ def give_fleet(app: FastAPI, fleet: FakeFleet, replica_wait: float = 0.01) -> No
         await asyncio.Event().wait()
 
     app.state.omni_fleet = FleetAdmin(fleet.orchestrator, lambda: fleet.now)
-    app.state.omni_waiting_room = WaitingRoom(fleet.orchestrator, never, replica_wait, LastRequests())
+    app.state.omni_hold = hold.Hold(fleet.orchestrator, never, replica_wait, lambda: False, never)
 
 
 def test_the_plugin_is_what_vllm_takes_for_one() -> None:
@@ -109,7 +107,7 @@ def test_the_plugin_is_what_vllm_takes_for_one() -> None:
 
 
 def test_opening_twice_adds_the_plugin_once(build: BuildApp) -> None:
-    open_app()
+    patch_app()
     assert [plugin.name for plugin in build().state.endpoint_plugins] == ["omni"]
 
 
@@ -262,7 +260,7 @@ UNGUARDED = ("/classify", "/generative_scoring", "/invocations", "/pooling", "/r
 async def test_strangers_on_paths_that_vllm_does_not_guard_displace_nobody(
     build: BuildApp, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    monkeypatch.setattr(waiting_room, "MAX_WAITING", 1)
+    monkeypatch.setattr(hold, "MAX_WAITING", 1)
     app = build("--api-key", "right")
     fleet = FakeFleet(replicas=0)
     give_fleet(app, fleet, replica_wait=600.0)

@@ -1,4 +1,4 @@
-"""Requests that come while no replica serves wait at the HTTP door, and are refused before their answer begins."""
+"""Requests that come while no replica serves are held, or refused before their answer begins."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -12,10 +12,8 @@ from starlette.types import Receive, Scope, Send
 
 from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
-from vllm_omni_plugin.admin import waiting_room
-from vllm_omni_plugin.admin.hold import CLIENT_CLOSED_REQUEST, RETRY_AFTER_S, HoldMiddleware
-from vllm_omni_plugin.admin.waiting_room import WaitingRoom
-from vllm_omni_plugin.integration.last_requests import LastRequests
+from vllm_omni_plugin.admin import hold
+from vllm_omni_plugin.admin.hold import CLIENT_CLOSED_REQUEST, RETRY_AFTER_S, Hold, HoldMiddleware
 
 from .asgi import Client
 
@@ -55,9 +53,9 @@ class Server:
         self.fleet = FakeFleet(replicas=0)
         self.metrics = self.fleet.orchestrator.metrics
         self.main = Starlette()
-        self.last_requests = LastRequests()
-        self.main.state.omni_waiting_room = WaitingRoom(
-            self.fleet.orchestrator, self._until_serving, replica_wait, self.last_requests
+        self.ending = asyncio.Event()
+        self.main.state.omni_hold = Hold(
+            self.fleet.orchestrator, self._until_serving, replica_wait, self.ending.is_set, self._until_ending
         )
         self._serving = asyncio.Event()
         self._member = self.fleet.pool.add(0)
@@ -83,6 +81,9 @@ class Server:
 
     async def _until_serving(self) -> None:
         await self._serving.wait()
+
+    async def _until_ending(self) -> None:
+        await self.ending.wait()
 
     async def _answer_all(self, scope: Scope, receive: Receive, send: Send) -> None:
         response = await self._answer(Request(scope, receive))
@@ -144,7 +145,7 @@ async def test_a_refusal_says_when_to_come_back_in_the_shape_of_openai() -> None
 
 
 async def test_no_more_than_a_number_of_requests_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting_room, "MAX_WAITING", 2)
+    monkeypatch.setattr(hold, "MAX_WAITING", 2)
     server = Server()
     held = [server.request(), server.request()]
     await server.has_waiting(2)
@@ -158,7 +159,7 @@ async def test_no_more_than_a_number_of_requests_wait(monkeypatch: pytest.Monkey
 
 
 async def test_requests_without_a_valid_key_take_no_place_from_one_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting_room, "MAX_WAITING", 1)
+    monkeypatch.setattr(hold, "MAX_WAITING", 1)
     server = Server(has_key=right_key)
     for key in ("", "wrong"):
         stranger = server.request("/pooling", key=key)
@@ -185,7 +186,7 @@ async def test_a_server_that_is_told_to_end_refuses_those_that_wait_and_those_th
     server = Server()
     waiting = server.request()
     await server.has_waiting(1)
-    await asyncio.to_thread(server.last_requests.let_finish, float, 0.0)
+    server.ending.set()
     late = server.request()
     for client in (waiting, late):
         assert await client.status() == 503
@@ -280,7 +281,7 @@ async def test_a_stream_is_refused_before_it_begins() -> None:
 
 async def test_a_server_without_a_fleet_is_left_alone() -> None:
     server = Server()
-    del server.main.state.omni_waiting_room
+    del server.main.state.omni_hold
     client = server.request()
     client.upload(b"prompt")
     assert await client.status() == 200

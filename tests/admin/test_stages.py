@@ -8,10 +8,9 @@ import pytest
 from tests.fakes.engine_api import FakeEngineApi
 from tests.fakes.links import FakeLink
 from vllm_omni_plugin.admin.fleet import FleetAdmin
-from vllm_omni_plugin.admin.waiting_room import WaitingRoom
+from vllm_omni_plugin.admin.hold import Hold
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.errors import NoReplicaError
-from vllm_omni_plugin.integration.last_requests import LastRequests
 from vllm_omni_plugin.orchestrator.messages import ManageReplica
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.stage_pool import StagePool
@@ -66,9 +65,9 @@ async def test_a_request_waits_for_the_stages_that_answer_in_text_and_is_told_of
     async def never() -> None:
         await asyncio.Event().wait()
 
-    room = WaitingRoom(orchestrator, never, 0.0, LastRequests())
-    assert room.is_needed
+    hold = Hold(orchestrator, never, 0.0, lambda: False, never)
+    assert hold.is_needed
     with pytest.raises(NoReplicaError, match=r"No replica of stage 1 .*replica 0 is down, replica 1 is down"):
-        await room.wait(never, has_key=True)
+        await hold.wait(never, has_key=True)
     serve(orchestrator, 1)
-    assert not room.is_needed
+    assert not hold.is_needed

@@ -20,8 +20,7 @@ def make_client(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(EngineCoreClient, "make_async_mp_client", staticmethod(lambda *args, **kwargs: "vLLM's own"))
     for name in ("__init__", "check_health", "shutdown"):
         monkeypatch.setattr(AsyncLLM, name, getattr(AsyncLLM, name))
-    for name in ("open_app", "open_sessions"):
-        monkeypatch.setattr(async_llm, name, lambda: None)
+    monkeypatch.setattr(async_llm, "patch_app", lambda: None)
     async_llm.patch_async_llm()
     return EngineCoreClient.make_async_mp_client
 

@@ -13,7 +13,7 @@ from vllm.renderers import renderer_from_config
 from vllm.renderers.online_renderer import OnlineRenderer
 
 from vllm_omni_plugin.admin.explain import BadPromptError, UnknownModelError
-from vllm_omni_plugin.integration.prompts import CompletionPrompts
+from vllm_omni_plugin.integration.prompts import read_prompt
 
 TINY_MODEL = Path(__file__).parents[2] / "examples" / "cpu" / "tiny_model.py"
 MAX_MODEL_LEN = 32
@@ -43,25 +43,25 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
 
 @pytest.mark.parametrize("model", [None, "", "tiny", "alias"])
 async def test_a_prompt_has_the_tokens_that_a_completion_has(state: SimpleNamespace, model: str | None) -> None:
-    prompt = await CompletionPrompts(state)("Once upon a time", model)
+    prompt = await read_prompt(state, "Once upon a time", model)
     assert prompt.token_ids == state.online_renderer.renderer.tokenizer("Once upon a time").input_ids
     assert prompt.lora_name == ""
 
 
 async def test_an_adapter_has_blocks_of_its_own(state: SimpleNamespace) -> None:
-    assert (await CompletionPrompts(state)("Once", "adapter")).lora_name == "adapter"
+    assert (await read_prompt(state, "Once", "adapter")).lora_name == "adapter"
 
 
-async def test_an_unknown_model_is_named(state: SimpleNamespace) -> None:
-    with pytest.raises(UnknownModelError, match="`other`"):
-        await CompletionPrompts(state)("Once", "other")
-
-
-async def test_a_prompt_beyond_the_models_length_is_refused_with_the_limit(state: SimpleNamespace) -> None:
-    with pytest.raises(BadPromptError, match=str(MAX_MODEL_LEN)):
-        await CompletionPrompts(state)("0 1 2 3 " * MAX_MODEL_LEN, None)
-
-
-async def test_an_empty_prompt_is_refused(state: SimpleNamespace) -> None:
-    with pytest.raises(BadPromptError):
-        await CompletionPrompts(state)("", None)
+@pytest.mark.parametrize(
+    ("text", "model", "error", "reason"),
+    [
+        pytest.param("Once", "other", UnknownModelError, "`other`", id="unknown model"),
+        pytest.param("0 1 2 3 " * MAX_MODEL_LEN, None, BadPromptError, str(MAX_MODEL_LEN), id="too long"),
+        pytest.param("", None, BadPromptError, r"\w", id="empty"),
+    ],
+)
+async def test_a_prompt_that_cannot_be_completed_is_refused(
+    state: SimpleNamespace, text: str, model: str | None, error: type[Exception], reason: str
+) -> None:
+    with pytest.raises(error, match=reason):
+        await read_prompt(state, text, model)

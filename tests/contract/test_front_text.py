@@ -10,7 +10,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 
-from vllm_omni_plugin.integration.front_text import answer_with
+from vllm_omni_plugin.integration.fleet_events import read_answers_with
 
 HALF_A_CHARACTER = "â"
 """How a byte-level vocabulary writes the first byte of several characters."""
@@ -57,21 +57,21 @@ def add(processor: OutputProcessor, added: EngineCoreRequest) -> None:
 
 def test_the_prompts_tokens_of_another_model_leave_no_trace_in_the_answer(tokenizer: PreTrainedTokenizerFast) -> None:
     processor = OutputProcessor(None, log_stats=False)
-    answer_with(processor, tokenizer)
+    read_answers_with(processor, tokenizer)
     add(processor, request([tokenizer.convert_tokens_to_ids(HALF_A_CHARACTER)]))
     assert answer(processor, tokenizer.encode(" good")) == " good"
 
 
 def test_an_answer_that_nobody_reads_as_text_is_left_alone(tokenizer: PreTrainedTokenizerFast) -> None:
     processor = OutputProcessor(None, log_stats=False)
-    answer_with(processor, tokenizer)
+    read_answers_with(processor, tokenizer)
     add(processor, request([1], detokenize=False))
     assert answer(processor, [2]) == ""
 
 
 def test_a_further_chunk_of_a_session_does_not_begin_the_answer_anew(tokenizer: PreTrainedTokenizerFast) -> None:
     processor = OutputProcessor(None, log_stats=False)
-    answer_with(processor, tokenizer)
+    read_answers_with(processor, tokenizer)
     add(processor, request([1], resumable=True))
     before = processor.request_states["a"].detokenizer
     add(processor, request([2], resumable=True))

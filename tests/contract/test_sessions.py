@@ -13,7 +13,7 @@ from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 
-from vllm_omni_plugin.integration.sessions import open_sessions
+from vllm_omni_plugin.integration.app import take_user_for_session
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}]}
 REQUESTS = [
@@ -34,7 +34,7 @@ def sessions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         GenerateBaseServing, "_get_session_id", inspect.getattr_static(GenerateBaseServing, "_get_session_id")
     )
-    open_sessions()
+    take_user_for_session()
 
 
 @pytest.mark.parametrize(("serving", "request_class", "body"), REQUESTS)
@@ -64,5 +64,5 @@ def test_the_serving_class_asks_where_we_answer(serving: Any, request_class: Any
 
 def test_opening_twice_changes_nothing_more() -> None:
     once = GenerateBaseServing._get_session_id
-    open_sessions()
+    take_user_for_session()
     assert GenerateBaseServing._get_session_id is once

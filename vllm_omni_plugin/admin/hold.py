@@ -5,24 +5,106 @@ Later would be too late for a stream: its status line says 200 by then, and a re
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from http import HTTPStatus
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vllm_omni_plugin.admin.waiting_room import WaitingRoom
-from vllm_omni_plugin.errors import NoReplicaError
+from vllm_omni_plugin.errors import SHUTTING_DOWN, NoReplicaError
+from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 
+MAX_WAITING = 1024
+"""Requests that may wait at once; each keeps a connection and its body. More are refused at once."""
 RETRY_AFTER_S = 5
 """What a refused client is told: about the time in which a replica that died comes back or a spare one joins."""
 CLIENT_CLOSED_REQUEST = 499
 """Nobody reads this status; it keeps a client that left out of the server errors in metrics and logs."""
 
 
+class Hold:
+    """Where requests wait while the fleet cannot serve: bounded in number and time. Lives on the server's event loop.
+
+    Args:
+        orchestrator: whose `can_serve` is waited for.
+        until_serving: returns once that holds, woken by the orchestrator.
+        replica_wait: seconds that one request may wait; 0 refuses at once.
+        is_ending: whether the server was told to end: all are refused then.
+        until_ending: returns once that holds.
+    """
+
+    def __init__(
+        self,
+        orchestrator: Orchestrator,
+        until_serving: Callable[[], Coroutine[Any, Any, None]],
+        replica_wait: float,
+        is_ending: Callable[[], bool],
+        until_ending: Callable[[], Coroutine[Any, Any, None]],
+    ) -> None:
+        self._orchestrator = orchestrator
+        self._until_serving = until_serving
+        self._replica_wait = replica_wait
+        self._is_ending = is_ending
+        self._until_ending = until_ending
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether a request that comes now has to wait, or is refused."""
+        return self._is_ending() or not self._orchestrator.can_serve
+
+    async def wait(self, disconnected: Callable[[], Coroutine[Any, Any, None]], has_key: bool) -> bool:
+        """Wait until the fleet can serve or the client is gone.
+
+        Args:
+            disconnected: returns when the client is gone; cancelled when that no longer matters.
+            has_key: whether the request carries a valid API key, or the server has none; without one it may not wait.
+
+        Returns:
+            Whether the client is still there.
+
+        Raises:
+            NoReplicaError: the time is over, too many wait already, the server ends, or the request may not wait.
+        """
+        if self._is_ending():
+            raise self._ending()
+        if not has_key:
+            raise self._refusal("a request without a valid API key does not wait")
+        metrics = self._orchestrator.metrics
+        if metrics.waiting >= MAX_WAITING:
+            raise self._refusal(f"{MAX_WAITING} requests wait already")
+        gone = asyncio.create_task(disconnected(), name="omni-disconnect")
+        served = asyncio.create_task(self._until_serving(), name="omni-waiting")
+        ending = asyncio.create_task(self._until_ending(), name="omni-ending")
+        metrics.waiting += 1
+        try:
+            await asyncio.wait({gone, served, ending}, timeout=self._replica_wait, return_when=asyncio.FIRST_COMPLETED)
+            if ending.done():
+                raise self._ending()
+            if not gone.done() and not served.done():
+                raise self._refusal(f"waited {self._replica_wait:g} s")
+            return not gone.done()
+        finally:
+            metrics.waiting -= 1
+            gone.cancel()
+            served.cancel()
+            ending.cancel()
+            await asyncio.gather(gone, served, ending, return_exceptions=True)
+
+    def _ending(self) -> NoReplicaError:
+        self._orchestrator.metrics.turned_away += 1
+        return NoReplicaError(SHUTTING_DOWN)
+
+    def _refusal(self, reason: str) -> NoReplicaError:
+        self._orchestrator.metrics.turned_away += 1
+        pools = self._orchestrator.needed_pools
+        closed = next((pool for pool in pools if not pool.serving), pools[0])
+        return NoReplicaError(f"{closed.unavailable()} ({reason})")
+
+
 class HoldMiddleware:
-    """Lets a POST to an inference path wait in `app.state.omni_waiting_room`; everything else passes at once.
+    """Lets a POST to an inference path wait in `app.state.omni_hold`; everything else passes at once.
 
     A refusal is a 503 with `Retry-After`, in the shape of OpenAI's errors. Any other 503 of these paths gets the same
     header: vLLM's error handlers set none.
@@ -40,25 +122,25 @@ class HoldMiddleware:
         self._has_key = has_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        room = self._room(scope)
-        if room is None:
+        hold = self._hold_of(scope)
+        if hold is None:
             await self._app(scope, receive, send)
-        elif not room.is_needed:
+        elif not hold.is_needed:
             await self._app(scope, receive, _with_retry_after(send))
         else:
-            await self._hold(room, scope, receive, _with_retry_after(send))
+            await self._wait(hold, scope, receive, _with_retry_after(send))
 
-    def _room(self, scope: Scope) -> WaitingRoom | None:
+    def _hold_of(self, scope: Scope) -> Hold | None:
         if scope["type"] != "http" or scope["method"] != "POST":
             return None
         if scope["path"].removeprefix(scope.get("root_path", "")) not in self._paths:
             return None
-        return getattr(scope["app"].state, "omni_waiting_room", None)
+        return getattr(scope["app"].state, "omni_hold", None)
 
-    async def _hold(self, room: WaitingRoom, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _wait(self, hold: Hold, scope: Scope, receive: Receive, send: Send) -> None:
         ahead = _ReadAhead(receive)
         try:
-            if await room.wait(ahead.until_disconnect, self._has_key(Headers(scope=scope))):
+            if await hold.wait(ahead.until_disconnect, self._has_key(Headers(scope=scope))):
                 await self._app(scope, ahead.receive, send)
             else:
                 await Response(status_code=CLIENT_CLOSED_REQUEST)(scope, receive, send)

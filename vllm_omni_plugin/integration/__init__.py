@@ -1,1 +1,1 @@
-"""Where vLLM calls us: its flags, the door between AsyncLLM and the engines, what AsyncLLM may ask."""
+"""Where vLLM calls us: its flags, what stands behind AsyncLLM, our part of the HTTP server."""

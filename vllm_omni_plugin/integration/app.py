@@ -7,7 +7,7 @@ plugins when the environment names them, while our flags on the command line are
 import os
 import time
 from collections.abc import Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 from fastapi import FastAPI
@@ -17,11 +17,10 @@ from starlette.middleware import Middleware
 from vllm_omni_plugin.admin.access import Access, HasKey
 from vllm_omni_plugin.admin.explain import Explainer
 from vllm_omni_plugin.admin.fleet import FleetAdmin
-from vllm_omni_plugin.admin.hold import HoldMiddleware
+from vllm_omni_plugin.admin.hold import Hold, HoldMiddleware
 from vllm_omni_plugin.admin.keys import read_admin_keys
 from vllm_omni_plugin.admin.replica_header import ReplicaHeaderMiddleware
 from vllm_omni_plugin.admin.routes import build_router
-from vllm_omni_plugin.admin.waiting_room import WaitingRoom
 from vllm_omni_plugin.config import ADMIN_KEY_FLAG
 from vllm_omni_plugin.integration.adapters import open_adapters
 from vllm_omni_plugin.integration.client import FleetClient
@@ -60,24 +59,41 @@ INFERENCE_PATHS = frozenset(
 whole are an operator's, who wants to know at once. A path of a later vLLM that is missing here is held by the
 orchestrator alone: no less, but a stream then learns of a refusal by an event."""
 
-_OPEN = "_vllm_omni_plugin_app"
+_PATCHED = "_vllm_omni_plugin_app"
 
 
-def open_app() -> None:
-    """Make vLLM's server take our routes, middleware and names of adapters from now on. Idempotent."""
+def patch_app() -> None:
+    """Make vLLM's server take our routes, middleware, sessions and names of adapters from now on. Idempotent."""
     from vllm import plugins
 
     own_load = plugins.load_endpoint_plugins
-    if hasattr(own_load, _OPEN):
+    if hasattr(own_load, _PATCHED):
         return
 
     @wraps(own_load)
     def load_endpoint_plugins(*args: Any, **kwargs: Any) -> list[Any]:
         return [*own_load(*args, **kwargs), FleetEndpoints()]
 
-    setattr(load_endpoint_plugins, _OPEN, True)
+    setattr(load_endpoint_plugins, _PATCHED, True)
     plugins.load_endpoint_plugins = load_endpoint_plugins
+    take_user_for_session()
     open_adapters()
+
+
+def take_user_for_session() -> None:
+    """Make vLLM's server take OpenAI's `user` for the session of a request that names none. Idempotent."""
+    from vllm.entrypoints.generate.base.serving import GenerateBaseServing
+
+    own_get = GenerateBaseServing._get_session_id
+    if hasattr(own_get, _PATCHED):
+        return
+
+    @wraps(own_get)
+    def get_session_id(request: Any, raw_request: Any) -> str | None:
+        return own_get(request, raw_request) or getattr(request, "user", None) or None
+
+    setattr(get_session_id, _PATCHED, True)
+    GenerateBaseServing._get_session_id = staticmethod(get_session_id)
 
 
 class FleetEndpoints:
@@ -110,12 +126,17 @@ class FleetEndpoints:
         assert options is not None
         _warn_of_access(options.admin_key_file)
         from vllm_omni_plugin.integration.pipeline_http import serve_pipeline
-        from vllm_omni_plugin.integration.prompts import CompletionPrompts
+        from vllm_omni_plugin.integration.prompts import read_prompt
 
-        state.omni_explainer = Explainer(fleet.orchestrator, CompletionPrompts(state), fleet.stages.prompt_stage)
+        state.omni_explainer = Explainer(fleet.orchestrator, partial(read_prompt, state), fleet.stages.prompt_stage)
         state.omni_fleet = FleetAdmin(fleet.orchestrator, time.monotonic)
-        state.omni_waiting_room = WaitingRoom(
-            fleet.orchestrator, fleet.until_serving, options.replica_wait, fleet.last_requests
+        shutdown = fleet.graceful_shutdown
+        state.omni_hold = Hold(
+            fleet.orchestrator,
+            fleet.until_serving,
+            options.replica_wait,
+            lambda: shutdown.ending,
+            shutdown.until_ending,
         )
         if fleet.stages.pipeline is not None:
             serve_pipeline(self._app, fleet.stages.pipeline, fleet.abort_call)

@@ -9,11 +9,10 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.errors import ConfigError
-from vllm_omni_plugin.integration.app import open_app
+from vllm_omni_plugin.integration.app import patch_app
 from vllm_omni_plugin.integration.client import FleetClient
 from vllm_omni_plugin.integration.fleet import Fleet
 from vllm_omni_plugin.integration.options import exit_with, options_of
-from vllm_omni_plugin.integration.sessions import open_sessions
 
 _PATCHED = "_vllm_omni_plugin_async_llm"
 
@@ -54,7 +53,7 @@ def patch_async_llm() -> None:
     async def check_health(self: Any) -> None:
         await own_check_health(self)
         core = self.engine_core
-        if isinstance(core, FleetClient) and (core.last_requests.ending or not core.can_serve):
+        if isinstance(core, FleetClient) and (core.graceful_shutdown.ending or not core.can_serve):
             raise EngineDeadError
 
     @wraps(own_shutdown)
@@ -67,8 +66,7 @@ def patch_async_llm() -> None:
         else:
             own_shutdown(self, timeout)
 
-    open_app()
-    open_sessions()
+    patch_app()
     setattr(make_async_mp_client, _PATCHED, True)
     EngineCoreClient.make_async_mp_client = staticmethod(make_async_mp_client)
     AsyncLLM.__init__ = init

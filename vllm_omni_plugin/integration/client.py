@@ -1,6 +1,7 @@
 """The engine-core client that AsyncLLM gets: vLLM's interface in front of the orchestrator."""
 
 import asyncio
+import math
 import time
 import weakref
 from collections import deque
@@ -19,15 +20,13 @@ from vllm_omni_plugin.admin.multiprocess_metrics import MetricFiles, in_multipro
 from vllm_omni_plugin.admin.replica_header import new_dispatches
 from vllm_omni_plugin.admin.replies import result_of
 from vllm_omni_plugin.errors import NoReplicaError, ReplicaError, StageError
-from vllm_omni_plugin.integration.fault_status import fault_status
-from vllm_omni_plugin.integration.fleet_owner import FleetOwner
+from vllm_omni_plugin.integration.fleet import Fleet
+from vllm_omni_plugin.integration.fleet_events import FleetEvents
 from vllm_omni_plugin.integration.fleet_stages import FleetStages
-from vllm_omni_plugin.integration.front import Front
-from vllm_omni_plugin.integration.last_requests import LastRequests
+from vllm_omni_plugin.integration.graceful_shutdown import GracefulShutdown
 from vllm_omni_plugin.integration.peer_front import PeerFront
 from vllm_omni_plugin.integration.pipeline_calls import submitted
 from vllm_omni_plugin.integration.serving import ServingSignal
-from vllm_omni_plugin.integration.turns import LoopTurns
 from vllm_omni_plugin.integration.unknown_calls import refuse_unknown_calls
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.engine_calls import FORGET_LORA
@@ -46,6 +45,7 @@ from vllm_omni_plugin.vllm_api.adapter import adapter_of
 logger = init_logger(__name__)
 
 _WAITING_NOTICE_S = 10.0
+_TURN_EVERY_S = 0.01
 
 
 @refuse_unknown_calls
@@ -65,13 +65,13 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
             replicas. Those of others are labelled when they join.
         resources: `resources.engine_dead` tells AsyncLLM that nothing will ever be served again. Dead replicas,
             even all of them, are not that: they come back.
-        peer_front: heeds what other heads were told.
-        last_requests: what becomes of requests when the server is told to end.
+        peer_front: follows what other heads were told.
+        graceful_shutdown: what becomes of requests when the server is told to end.
     """
 
     def __init__(
         self,
-        fleet: FleetOwner,
+        fleet: Fleet,
         vllm_config: Any,
         ready_responses: list[list[bytes]],
         clock: Callable[[], float] = time.monotonic,
@@ -79,10 +79,10 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         self._fleet = fleet
         self._orchestrator = fleet.orchestrator
         self._stages = fleet.stages
-        self._front = Front(fleet.stages, vllm_config, ready_responses, self.abort_call, self._tell)
+        self._events = FleetEvents(fleet.stages, vllm_config, ready_responses, self.abort_call, self._tell)
         self._received: deque[Any] = deque()
         self._clock = clock
-        self._turns = LoopTurns(clock)
+        self._others_due = -math.inf
         # vLLM labels engine 0 in any case.
         self.engine_ranks_managed = [
             engine_index(stage_id, replica_id)
@@ -90,8 +90,8 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
             for replica_id in range(len(responses))
         ] or [0]
         self.resources = SimpleNamespace(engine_dead=False)
-        self.last_requests = LastRequests()
-        self.peer_front: PeerFront = self._front.peer
+        self.graceful_shutdown = GracefulShutdown()
+        self.peer_front: PeerFront = self._events.peer
         self._shutting_down = False
         self._serving = ServingSignal(self._orchestrator)
         self._collector = FleetCollector(self._orchestrator)
@@ -102,8 +102,8 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
 
     def bind(self, output_processor: Any, logger_manager: Any) -> None:
         """Tell the client of AsyncLLM's parts that exist by now: what ends and traces requests, what counts them."""
-        self.last_requests.bind(output_processor)
-        self._front.bind(output_processor, logger_manager, [pool.policy for pool in self._orchestrator.stage_pools])
+        self.graceful_shutdown.bind(output_processor)
+        self._events.bind(output_processor, logger_manager, [pool.policy for pool in self._orchestrator.stage_pools])
 
     @property
     def orchestrator(self) -> Orchestrator:
@@ -123,7 +123,7 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
     @property
     def answers(self) -> bool:
         """Whether it is not shut down, and this thread is not the one of AsyncLLM's loop, where answers are made."""
-        return bool(self._finalizer.alive) and self.last_requests.elsewhere
+        return bool(self._finalizer.alive) and self.graceful_shutdown.elsewhere
 
     async def until_serving(self) -> None:
         """Return once `can_serve` holds."""
@@ -133,25 +133,25 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         """Let requests finish for `timeout` seconds, end the local replicas, then what is left. Idempotent; blocks."""
         if self._finalizer.detach() is None:
             return
-        timeout = self.last_requests.let_finish(self._fleet.let_finish, timeout)
+        timeout = self.graceful_shutdown.let_finish(self._fleet.let_finish, timeout)
         REGISTRY.unregister(self._collector)
         if self._metric_files is not None:
             self._metric_files.close()
         self._shutting_down = True
         self._fleet.close(timeout)
-        self.last_requests.end()
+        self.graceful_shutdown.end()
         self.resources.engine_dead = True
 
     async def get_output_async(self) -> Any:
         """The next `EngineCoreOutputs` of any replica. Requests that fail are failed on the way."""
         queue = self._orchestrator.output_async_queue
-        self.last_requests.answered()
+        self.graceful_shutdown.answered()
         if self._received or len(queue):
-            await self._turns.give()
+            await self._let_others_run()
         while True:
             while self._received:
                 item = self._received.popleft()
-                if not self._front.heed(item):
+                if not self._events.handle(item):
                     return item
             try:
                 self._received.extend(await queue.get_batch())
@@ -162,17 +162,29 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
                 self.resources.engine_dead = True
                 raise EngineDeadError from None
 
+    async def _let_others_run(self) -> None:
+        """Give everything else on AsyncLLM's loop a turn, if it has had none for 10 ms.
+
+        While engines are faster than AsyncLLM there are always outputs, and HTTP would stand still. A turn for every
+        message would be dear: what comes for a request between two turns goes to its client as one event.
+        """
+        if self._clock() >= self._others_due:
+            await asyncio.sleep(0)
+            self._others_due = self._clock() + _TURN_EVERY_S
+
     async def add_request_async(self, request: Any) -> None:
         """Hand a request over. Waits only while the orchestrator is far behind."""
         self._stages.admit(request)
         call = submitted(request.request_id)
         # A further part of a session is no new request, unless its first one has not even been taken.
-        if request.request_id not in self._orchestrator.request_states and not self.last_requests.take(request, call):
+        if request.request_id not in self._orchestrator.request_states and not self.graceful_shutdown.take(
+            request, call
+        ):
             self.abort_call([request.request_id])
             return
         queue = self._orchestrator.request_async_queue
         dispatches = new_dispatches()
-        spans = self._front.spans
+        spans = self._events.spans
         if spans is not None:
             dispatches = spans.expect(request.request_id, dispatches)
         message = SubmitRequest(request, self._clock(), dispatches, call, traced=spans is not None)
@@ -185,7 +197,7 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
             raise EngineDeadError from None
         except asyncio.CancelledError:
             # AsyncLLM has registered it, and aborts only what it has handed over.
-            self._front.forget(request.request_id)
+            self._events.forget(request.request_id)
             if call is not None:
                 call.put(CallEnded(StageError("The request was aborted.")))
             raise
@@ -199,7 +211,7 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         self._abort(request_ids, whole=True)
 
     def _abort(self, request_ids: Sequence[str], whole: bool = False) -> None:
-        self.last_requests.answered()
+        self.graceful_shutdown.answered()
         if not request_ids:
             return
         self._tell(AbortRequests(tuple(request_ids), whole))
@@ -334,7 +346,15 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
 
     async def get_status(self) -> dict[str, Any]:
         """Status of every replica, in the shape of vLLM's fault-tolerance report."""
-        return fault_status(self._orchestrator.stage_pools)
+        engines = [
+            {
+                "id": engine_index(member.stage_id, member.replica_id),
+                "status": "dead" if member.client is None else "healthy",
+            }
+            for pool in self._orchestrator.stage_pools
+            for member in pool.members
+        ]
+        return {"schema_version": 1, "total_engines": len(engines), "engines": engines}
 
     async def prepare_elastic_ep(self, new_data_parallel_size: int) -> None:
         raise NotImplementedError("Elastic expert parallelism does not apply to a fleet of --omni-* replicas.")
@@ -350,4 +370,4 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         return bool(self._orchestrator.request_states)
 
     def get_kv_event_sources(self) -> dict[int, Any]:
-        return dict(self._front.kv_event_sources)
+        return dict(self._events.kv_event_sources)

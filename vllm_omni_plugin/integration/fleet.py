@@ -13,14 +13,14 @@ from vllm_omni_plugin.coordinator import OmniCoordClientForHead, OmniCoordinator
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.fleet_stages import FleetStages
-from vllm_omni_plugin.integration.pipeline_config import stage_plans
-from vllm_omni_plugin.integration.rules import (
+from vllm_omni_plugin.integration.listening import (
     bind_address,
     coordinator_address,
     say_how_to_join,
     secured,
     warn_of_exposure,
 )
+from vllm_omni_plugin.integration.pipeline_config import stage_plans
 from vllm_omni_plugin.integration.stage_plan import StagePlan, TextApi
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.local_replicas import LocalReplicas

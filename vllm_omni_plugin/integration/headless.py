@@ -18,17 +18,21 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.executor import Executor
 
 from vllm_omni_plugin.config import OmniConfig
-from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError, OmniError
+from vllm_omni_plugin.integration.listening import (
+    bind_address,
+    coordinator_address,
+    secured,
+    server_settings,
+    warn_of_exposure,
+)
 from vllm_omni_plugin.integration.options import without_options
 from vllm_omni_plugin.integration.pipeline_command import pipeline_of
-from vllm_omni_plugin.integration.rules import bind_address, coordinator_address, secured, warn_of_exposure
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.engine_start import Launcher
 from vllm_omni_plugin.replicas.node import run_node
-from vllm_omni_plugin.replicas.ports import PortRange
 from vllm_omni_plugin.replicas.reaper import Reaper
-from vllm_omni_plugin.replicas.server import ReplicaServer, ServerSettings
+from vllm_omni_plugin.replicas.server import ReplicaServer
 from vllm_omni_plugin.replicas.socket_folder import use_socket_folder
 from vllm_omni_plugin.stages.fingerprint import python_fingerprint
 from vllm_omni_plugin.stages.launcher import PythonStageLauncher
@@ -112,18 +116,8 @@ async def _serve(options: OmniConfig, node: _Node, launcher: Launcher) -> None:
     address = await _find_own_address(options)
     options = secured(options, address, headless=True)
     warn_of_exposure(options, address)
-    settings = ServerSettings(
-        host=address,
-        ports=None if options.replica_ports is None else PortRange.parse(options.replica_ports),
-        coordinator_addr=await asyncio.get_running_loop().run_in_executor(None, coordinator_address, options),
-        stage_id=options.stage_id,
-        heartbeat_interval=options.heartbeat_interval,
-        heartbeat_timeout=options.heartbeat_timeout,
-        drain_timeout=options.drain_timeout,
-        secrets=Secrets.from_file(options.secret_file) if options.secret_file else None,
-        fingerprint=node.fingerprint,
-        max_message_bytes=options.max_message_bytes,
-    )
+    coordinator = await asyncio.get_running_loop().run_in_executor(None, coordinator_address, options)
+    settings = server_settings(options, address, coordinator, options.stage_id, node.fingerprint)
     # Two blocking steps per replica may run at once: the old engine's end and the new one's start.
     with ThreadPoolExecutor(2 * node.replicas, thread_name_prefix="omni-engine") as executor:
         servers = [ReplicaServer(settings, launcher, index, EngineApi(), executor) for index in range(node.replicas)]

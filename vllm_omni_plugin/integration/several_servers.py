@@ -25,28 +25,28 @@ from vllm.v1.metrics.prometheus import setup_multiprocess_prometheus
 
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.coordinator import OmniCoordinatorRuntime
-from vllm_omni_plugin.curve import Secrets, new_secret
+from vllm_omni_plugin.curve import new_secret
 from vllm_omni_plugin.errors import ConfigError, OmniError
 from vllm_omni_plugin.integration.api_server_process import ApiServerProcesses
 from vllm_omni_plugin.integration.api_servers import ApiServers
 from vllm_omni_plugin.integration.command_line import JOINED
-from vllm_omni_plugin.integration.options import exit_with
-from vllm_omni_plugin.integration.pipeline_config import stage_plans
-from vllm_omni_plugin.integration.rules import (
+from vllm_omni_plugin.integration.listening import (
     bind_address,
     coordinator_address,
     say_how_to_join,
     secured,
+    server_settings,
     warn_of_exposure,
 )
+from vllm_omni_plugin.integration.options import exit_with
+from vllm_omni_plugin.integration.pipeline_config import stage_plans
 from vllm_omni_plugin.integration.stage_plan import StagePlan
 from vllm_omni_plugin.integration.supervisor import supervise
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.limits import raise_limits
 from vllm_omni_plugin.replicas.node import SIGNALS
-from vllm_omni_plugin.replicas.ports import PortRange
 from vllm_omni_plugin.replicas.reaper import Reaper
-from vllm_omni_plugin.replicas.server import ReplicaServer, ServerSettings
+from vllm_omni_plugin.replicas.server import ReplicaServer
 from vllm_omni_plugin.replicas.socket_folder import use_socket_folder
 from vllm_omni_plugin.vllm_api.launch import spawn_only
 
@@ -152,28 +152,18 @@ async def _serve(
 ) -> None:
     api_servers = ApiServers(processes.connections, processes.start, processes.bury)
     engines = sum(plan.replicas for plan in plans)
+    settings = {
+        plan.stage_id: server_settings(
+            home, bind_address(home, headless=True), coordinator_address(home), plan.stage_id, plan.fingerprint
+        )
+        for plan in plans
+    }
     # Two blocking steps per replica may run at once: the old engine's end and the new one's start.
     with ThreadPoolExecutor(2 * max(engines, 1), thread_name_prefix="omni-engine") as executor:
         replicas = [
-            ReplicaServer(_settings(home, plan), launcher, index, plan.api, executor)
+            ReplicaServer(settings[plan.stage_id], launcher, index, plan.api, executor)
             for plan in plans
             for launcher in [plan.launcher_for(reaper.watch, True, True)]
             for index in range(plan.replicas)
         ]
         await supervise(api_servers, replicas, timeout)
-
-
-def _settings(home: OmniConfig, plan: StagePlan) -> ServerSettings:
-    host = bind_address(home, headless=True)
-    return ServerSettings(
-        host=host,
-        ports=None if home.replica_ports is None else PortRange.parse(home.replica_ports),
-        coordinator_addr=coordinator_address(home),
-        stage_id=plan.stage_id,
-        heartbeat_interval=home.heartbeat_interval,
-        heartbeat_timeout=home.heartbeat_timeout,
-        drain_timeout=home.drain_timeout,
-        secrets=Secrets.from_file(home.secret_file) if home.secret_file else None,
-        fingerprint=plan.fingerprint,
-        max_message_bytes=home.max_message_bytes,
-    )

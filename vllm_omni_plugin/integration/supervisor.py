@@ -3,11 +3,12 @@
 import asyncio
 import signal
 from collections.abc import Sequence
-from typing import Protocol
 
+from vllm_omni_plugin.integration.api_servers import ApiServers
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.limits import worded
 from vllm_omni_plugin.replicas.node import SIGNALS
+from vllm_omni_plugin.replicas.server import ReplicaServer
 
 logger = init_logger(__name__)
 
@@ -15,33 +16,13 @@ _GRACE_S = 10.0
 """Seconds beyond the time for requests that an API server may take to end."""
 
 
-class Heads(Protocol):
-    """The API servers; `ApiServers` in service."""
-
-    async def run(self) -> None: ...
-
-    async def stop(self, timeout: float) -> None: ...
-
-    def kill(self) -> None: ...
-
-
-class Replica(Protocol):
-    """A replica of this node; `replicas.server.ReplicaServer` in service."""
-
-    async def run(self) -> None: ...
-
-    def restart_no_more(self) -> None: ...
-
-    def leave_now(self, reason: str) -> None: ...
-
-
-async def supervise(heads: Heads, replicas: Sequence[Replica], shutdown_timeout: float) -> None:
+async def supervise(api_servers: ApiServers, replicas: Sequence[ReplicaServer], shutdown_timeout: float) -> None:
     """Run API servers and replicas until SIGTERM or SIGINT: then the former end, and after them the latter.
 
     A second signal ends both at once. A replica that leaves the fleet ends by itself, and nothing else with it.
 
     Args:
-        heads: the API servers, not started.
+        api_servers: not started.
         replicas: not started.
         shutdown_timeout: seconds that requests in flight have to finish.
 
@@ -54,14 +35,14 @@ async def supervise(heads: Heads, replicas: Sequence[Replica], shutdown_timeout:
     def on_signal(signum: int) -> None:
         if told.is_set():
             logger.info("%s again: ending at once.", signal.Signals(signum).name)
-            heads.kill()
+            api_servers.kill()
         told.set()
 
     for signum in SIGNALS:
         loop.add_signal_handler(signum, on_signal, signum)
     try:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(heads.run())
+            tasks.create_task(api_servers.run())
             for replica in replicas:
                 tasks.create_task(replica.run())
             await told.wait()
@@ -69,7 +50,7 @@ async def supervise(heads: Heads, replicas: Sequence[Replica], shutdown_timeout:
             # Ctrl-C and some service managers tell engines, too, which then end once they have nothing to do.
             for replica in replicas:
                 replica.restart_no_more()
-            await heads.stop(shutdown_timeout + _GRACE_S)
+            await api_servers.stop(shutdown_timeout + _GRACE_S)
             for replica in replicas:
                 replica.leave_now("its head was told to end")
     except ExceptionGroup as failures:

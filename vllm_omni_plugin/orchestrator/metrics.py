@@ -34,8 +34,8 @@ class OrchestratorMetrics:
         stage_seconds: what requests spent in stages of a pipeline, by its id and name and by part: `transfer`,
             `queue`, `first_output`, `run`; see `OrchestratorRequestState.pipeline_timings`.
         has_seat: whether the coordinator answers this head; None where there is none. Written by the seat's thread.
-        waiting: requests that wait at the HTTP door for that reason now. It and `turned_away` are written by AsyncLLM's
-            thread, all else by ours.
+        waiting: requests that are held for that reason now, before that. It and `turned_away` are written by
+            AsyncLLM's thread, all else by ours.
     """
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 from vllm.exceptions import GracefulHTTPError
 
 from tests.fakes.conditions import eventually
-from vllm_omni_plugin.integration.last_requests import LastRequests
+from vllm_omni_plugin.integration.graceful_shutdown import GracefulShutdown
 from vllm_omni_plugin.orchestrator.pipeline_call import CallEnded, PipelineCall, StageEvent
 
 
@@ -51,14 +51,14 @@ def processor() -> FakeProcessor:
 
 
 @pytest.fixture
-def last(processor: FakeProcessor) -> LastRequests:
-    last = LastRequests()
+def last(processor: FakeProcessor) -> GracefulShutdown:
+    last = GracefulShutdown()
     last.bind(processor)
     return last
 
 
 def submit(
-    last: LastRequests,
+    last: GracefulShutdown,
     processor: FakeProcessor,
     request_id: str,
     *,
@@ -75,7 +75,7 @@ def submit(
 
 
 async def test_the_end_waits_until_asyncllm_has_answered_what_replicas_have_finished(
-    last: LastRequests, processor: FakeProcessor
+    last: GracefulShutdown, processor: FakeProcessor
 ) -> None:
     assert submit(last, processor, "a")
     fleet = Finished(left=50.0)
@@ -90,7 +90,7 @@ async def test_the_end_waits_until_asyncllm_has_answered_what_replicas_have_fini
     assert fleet.asked == [60.0]
 
 
-async def test_what_comes_during_the_end_is_refused_at_once(last: LastRequests, processor: FakeProcessor) -> None:
+async def test_what_comes_during_the_end_is_refused_at_once(last: GracefulShutdown, processor: FakeProcessor) -> None:
     assert submit(last, processor, "a")
     await asyncio.to_thread(last.let_finish, Finished(left=0.0).let_finish, 60.0)
     said: list[Exception] = []
@@ -103,7 +103,7 @@ async def test_what_comes_during_the_end_is_refused_at_once(last: LastRequests, 
 
 
 async def test_a_server_made_on_its_loop_waits_before_its_first_request_has_reached_an_engine() -> None:
-    last = LastRequests()
+    last = GracefulShutdown()
     last.bind(FakeProcessor())
     fleet = Finished(left=0.0)
     await asyncio.to_thread(last.let_finish, fleet.let_finish, 60.0)
@@ -112,7 +112,7 @@ async def test_a_server_made_on_its_loop_waits_before_its_first_request_has_reac
 
 @pytest.mark.parametrize("timeout", [None, 0.0])
 async def test_without_time_nothing_is_waited_for(
-    last: LastRequests, processor: FakeProcessor, timeout: float | None
+    last: GracefulShutdown, processor: FakeProcessor, timeout: float | None
 ) -> None:
     assert submit(last, processor, "a")
     fleet = Finished(left=50.0)
@@ -121,7 +121,7 @@ async def test_without_time_nothing_is_waited_for(
 
 
 async def test_on_the_loop_that_requests_need_nothing_is_waited_for(
-    last: LastRequests, processor: FakeProcessor
+    last: GracefulShutdown, processor: FakeProcessor
 ) -> None:
     assert submit(last, processor, "a")
     fleet = Finished(left=50.0)
@@ -129,7 +129,7 @@ async def test_on_the_loop_that_requests_need_nothing_is_waited_for(
     assert fleet.asked == []
 
 
-async def test_a_refused_call_of_a_pipeline_ends(last: LastRequests, processor: FakeProcessor) -> None:
+async def test_a_refused_call_of_a_pipeline_ends(last: GracefulShutdown, processor: FakeProcessor) -> None:
     events: list[StageEvent | CallEnded] = []
     await asyncio.to_thread(last.let_finish, Finished(left=0.0).let_finish, 0.0)
     assert not submit(last, processor, "a", call=PipelineCall(("audio",), events.append))
@@ -139,7 +139,7 @@ async def test_a_refused_call_of_a_pipeline_ends(last: LastRequests, processor: 
 
 
 async def test_an_answer_without_a_finish_reason_ends_with_an_error(
-    last: LastRequests, processor: FakeProcessor
+    last: GracefulShutdown, processor: FakeProcessor
 ) -> None:
     assert submit(last, processor, "a", pooling=True)
     queue = processor.request_states["a"].queue
@@ -150,7 +150,7 @@ async def test_an_answer_without_a_finish_reason_ends_with_an_error(
     assert "shutting down" in str(error)
 
 
-async def test_who_waits_for_the_end_is_told(last: LastRequests) -> None:
+async def test_who_waits_for_the_end_is_told(last: GracefulShutdown) -> None:
     waiting = asyncio.create_task(last.until_ending())
     await asyncio.sleep(0)
     assert not last.ending
@@ -159,7 +159,7 @@ async def test_who_waits_for_the_end_is_told(last: LastRequests) -> None:
     await asyncio.wait_for(waiting, 10)
 
 
-async def test_what_is_left_in_the_end_is_ended(last: LastRequests, processor: FakeProcessor) -> None:
+async def test_what_is_left_in_the_end_is_ended(last: GracefulShutdown, processor: FakeProcessor) -> None:
     assert submit(last, processor, "a")
     assert submit(last, processor, "b")
     await asyncio.to_thread(last.end)
@@ -167,6 +167,6 @@ async def test_what_is_left_in_the_end_is_ended(last: LastRequests, processor: F
     assert processor.aborted == ["a", "b"]
 
 
-def test_a_server_that_never_had_a_request_has_none_to_end(last: LastRequests) -> None:
+def test_a_server_that_never_had_a_request_has_none_to_end(last: GracefulShutdown) -> None:
     assert last.let_finish(Finished(left=50.0).let_finish, 60.0) == 60
     last.end()

@@ -1,12 +1,16 @@
-"""What AsyncLLM's side is told besides outputs: failures, replicas that come and go, what other heads were told."""
+"""What the orchestrator tells AsyncLLM besides outputs: failures, replicas that come and go, news of other heads."""
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
+from functools import wraps
 from typing import Any
+
+from msgspec.structs import replace
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from vllm_omni_plugin.errors import OmniError
 from vllm_omni_plugin.integration.failures import RequestFailures
 from vllm_omni_plugin.integration.fleet_stages import FleetStages
-from vllm_omni_plugin.integration.front_text import answer_with
 from vllm_omni_plugin.integration.output_guard import guard_outputs, guard_statistics
 from vllm_omni_plugin.integration.peer_front import PeerFront
 from vllm_omni_plugin.integration.stat_labels import StatLabels
@@ -25,11 +29,14 @@ from vllm_omni_plugin.vllm_api.ready import apply_ready_responses
 
 logger = init_logger(__name__)
 
-_TOLD = (RequestFailed, RequestStages, ReplicaJoined, ReplicaLeft, ToldElsewhere)
+_TEXT_IN_FRONT = "a"
+"""An answer's first word keeps the space in front of it when it follows some text, as it does behind any prompt."""
+
+_EVENTS = (RequestFailed, RequestStages, ReplicaJoined, ReplicaLeft, ToldElsewhere)
 
 
-class Front:
-    """AsyncLLM's parts as the fleet changes them. Lives on AsyncLLM's loop.
+class FleetEvents:
+    """Changes AsyncLLM's parts as the fleet changes. Lives on AsyncLLM's loop.
 
     Args:
         stages: of the fleet.
@@ -40,7 +47,7 @@ class Front:
 
     Attributes:
         kv_event_sources: the KV-event publisher of each engine that has one, by engine index.
-        peer: heeds what other heads were told.
+        peer: follows what other heads were told.
         spans: of traced requests; None if none are.
     """
 
@@ -77,7 +84,7 @@ class Front:
         self._failures.bind(output_processor)
         guard_outputs(output_processor, self._output_failed)
         if self._stages.front_tokenizer is not None:
-            answer_with(output_processor, self._stages.front_tokenizer())
+            read_answers_with(output_processor, self._stages.front_tokenizer())
         if output_processor.tracing_enabled:
             self.spans = RequestSpans(output_processor, policies)
         self.peer.loggers = logger_manager
@@ -85,14 +92,14 @@ class Front:
             guard_statistics(logger_manager)
             self._labels = StatLabels(logger_manager)
 
-    def heed(self, item: Any) -> bool:
+    def handle(self, item: Any) -> bool:
         """Deal with an item of the orchestrator's that is no output. Returns whether it was one."""
-        if not isinstance(item, _TOLD):
+        if not isinstance(item, _EVENTS):
             # AsyncLLM has processed all outputs in it before it asks for the next one.
             self._sender = item.engine_index
             return False
         try:
-            self._heed(item)
+            self._handle(item)
         except Exception:
             # AsyncLLM's loop would end of it, and every answer with it.
             logger.exception("%s could not be dealt with.", type(item).__name__)
@@ -102,7 +109,7 @@ class Front:
         """AsyncLLM gives up a request that it has not handed over."""
         self._abort([request_id, *self._failures.forget(request_id)])
 
-    def _heed(self, item: Any) -> None:
+    def _handle(self, item: Any) -> None:
         match item:
             case RequestFailed():
                 self._abort(self._failures.fail(item))
@@ -142,3 +149,25 @@ class Front:
             self.kv_event_sources = apply_ready_responses(self._vllm_config, ready_responses)
         if own is not None and own is not self._vllm_config:
             apply_ready_responses(own, ready_responses)
+
+
+def read_answers_with(output_processor: Any, tokenizer: Any) -> None:
+    """Make AsyncLLM's `OutputProcessor` read the tokens of answers with this tokenizer.
+
+    vLLM begins to read an answer with the tokens of the prompt, which mean something else to this tokenizer.
+    """
+    own_add_request = output_processor.add_request
+    # Its own copy: tokenizers cannot be used by several threads at once.
+    own_tokenizer = output_processor.tokenizer = deepcopy(tokenizer)
+    in_front = own_tokenizer.encode(_TEXT_IN_FRONT, add_special_tokens=False)
+
+    @wraps(own_add_request)
+    def add_request(request: Any, *args: Any, **kwargs: Any) -> None:
+        is_new = request.request_id not in output_processor.request_states
+        own_add_request(request, *args, **kwargs)
+        if is_new and request.sampling_params is not None and request.sampling_params.detokenize:
+            output_processor.request_states[request.request_id].detokenizer = IncrementalDetokenizer.from_new_request(
+                own_tokenizer, replace(request, prompt_token_ids=in_front, prompt_embeds=None)
+            )
+
+    output_processor.add_request = add_request

@@ -15,7 +15,7 @@ _ANSWER_S = 1.0
 """Seconds that AsyncLLM may take, beyond the time for requests, for what they have put out by then."""
 
 
-class LastRequests:
+class GracefulShutdown:
     """Lets requests finish, and ends those that cannot, with the finish reason "abort", as vLLM's engine does.
 
     Those that have not begun fail with 503, which clients and balancers try elsewhere.
