@@ -21,7 +21,7 @@ from vllm_omni_plugin.integration.listening import (
     warn_of_exposure,
 )
 from vllm_omni_plugin.integration.pipeline_config import stage_plans
-from vllm_omni_plugin.integration.stage_plan import StagePlan, TextApi
+from vllm_omni_plugin.integration.stage_plan import StagePlan
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.local_replicas import LocalReplicas
 from vllm_omni_plugin.orchestrator.local_stages import LocalStages
@@ -37,6 +37,7 @@ from vllm_omni_plugin.replicas.reaper import Reaper
 from vllm_omni_plugin.replicas.socket_folder import use_socket_folder
 from vllm_omni_plugin.vllm_api.cache_events import why_no_cache_events
 from vllm_omni_plugin.vllm_api.launch import spawn_only
+from vllm_omni_plugin.vllm_api.stage_requests import VllmStageApi
 
 logger = init_logger(__name__)
 
@@ -122,7 +123,8 @@ class Fleet:
         if self.stages.pipeline is None:
             (api,) = apis
             return Orchestrator(self._pools, api, options.migration_limit, time.monotonic, options.replica_wait)
-        reader = cast(TextApi, apis[self.stages.prompt_stage])
+        reader = apis[self.stages.prompt_stage]
+        assert isinstance(reader, VllmStageApi)
         return Orchestrator(
             self._pools,
             cast(list[StageApi], apis),

@@ -4,11 +4,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, cast
 
-from vllm_omni_plugin.integration.stage_plan import StagePlan, TextApi
+from vllm_omni_plugin.integration.stage_plan import StagePlan
 from vllm_omni_plugin.pipeline.fitting import BuiltInTransform
 from vllm_omni_plugin.pipeline.graph import Pipeline
 from vllm_omni_plugin.pipeline.stage import Modality
 from vllm_omni_plugin.vllm_api.requests import drop_transfers
+from vllm_omni_plugin.vllm_api.stage_requests import VllmStageApi
 
 _GENERATE = "generate"
 _OF_THE_TOKENIZER = ("tokenizer", "tokenizer mode")
@@ -40,7 +41,7 @@ class FleetStages:
         front = pipeline.front_of(pipeline.default_modalities)
         if front is None or not front.is_vllm or _same_tokenizer(plans[front.id], plans[pipeline.prompt_stage.id]):
             return cls(pipeline, configs)
-        api = cast(TextApi, plans[front.id].api)
+        api = cast(VllmStageApi, plans[front.id].api)
         return cls(pipeline, configs, lambda: api.tokenizer)
 
     @property

@@ -47,10 +47,10 @@ def stage_plans(options: OmniConfig, vllm_config: Any, executor_class: Any, log_
         return (_only_stage(options, vllm_config, executor_class, log_stats),)
     prompt_stage = command.pipeline.prompt_stage
     # Those of all stages, and no fewer than there are API servers.
-    engines = vllm_config.parallel_config._api_process_count
+    engine_count = vllm_config.parallel_config._api_process_count
     args = command.engine_args
     configs = {
-        stage.id: vllm_config if stage is prompt_stage else _configured(options, stage, args[stage.id], engines)
+        stage.id: vllm_config if stage is prompt_stage else _configured(options, stage, args[stage.id], engine_count)
         for stage in command.pipeline.stages
         if stage.is_vllm
     }
@@ -59,12 +59,29 @@ def stage_plans(options: OmniConfig, vllm_config: Any, executor_class: Any, log_
         stage.id: 0 if options.join else stage.replicas * (split[stage.id].ranks if stage.is_vllm else 1)
         for stage in command.pipeline.stages
     }
-    engine_configs = {stage_id: engines.config for stage_id, engines in split.items()}
-    share_cores(engine_configs.values(), sum(replicas[stage_id] for stage_id in configs))
-    devices = _share_devices(options, command, engine_configs, replicas)
+    share_cores([engines.config for engines in split.values()], sum(replicas[stage_id] for stage_id in configs))
+    devices = _share_devices(options, command, {stage_id: split[stage_id].config for stage_id in split}, replicas)
     _set_default_sampling(command, configs)
-    planner = _Planner(options, command, configs, engine_configs, replicas, devices, log_stats)
-    return tuple(map(planner.plan, command.pipeline.stages))
+    entry_config = configs[prompt_stage.id]
+    entry_api = _vllm_api(options, prompt_stage, entry_config, entry_config)
+    plans: list[StagePlan] = []
+    # Python stages take the devices that vLLM's have left, and begin again where there is no more.
+    first_engine, first_device = 0, devices
+    for stage in command.pipeline.stages:
+        plan = partial(StagePlan, stage.id, stage, replicas[stage.id], stage.policy, dict(stage.policy_config))
+        if stage.is_vllm:
+            config, engines = configs[stage.id], split[stage.id].config
+            executor = Executor.get_class(config)
+            launcher_for = partial(_engine_launcher, without_options(engines), executor, log_stats, first_engine)
+            api = entry_api if stage is prompt_stage else _vllm_api(options, stage, config, entry_config)
+            lockstep = engines.parallel_config.data_parallel_size > 1
+            plans.append(plan(launcher_for, api, fingerprint(config, stage.id), config, lockstep))
+            first_engine += replicas[stage.id]
+        else:
+            python_api = PythonStageApi(stage, entry_api.decode, entry_api.encode, entry_api.end_token)
+            plans.append(plan(partial(_python_launcher, stage, first_device), python_api, python_fingerprint(stage)))
+            first_device += replicas[stage.id]
+    return tuple(plans)
 
 
 def _only_stage(options: OmniConfig, vllm_config: Any, executor_class: Any, log_stats: bool) -> StagePlan:
@@ -133,68 +150,14 @@ def _engine_launcher(
     return new_launcher(vllm_config, executor_class, log_stats, on_spawn, report_cache, first_engine)
 
 
-class _Planner:
-    """Makes the plans of a pipeline's stages, which are numbered in their order on this node."""
+def _python_launcher(
+    stage: Stage, first_device: int, on_spawn: Callable[[int], None], report_cache: bool, for_others: bool = False
+) -> Launcher:
+    return PythonStageLauncher(stage, on_spawn, first_device, share_memory=not for_others)
 
-    def __init__(
-        self,
-        options: OmniConfig,
-        command: PipelineCommand,
-        configs: Mapping[int, Any],
-        engine_configs: Mapping[int, Any],
-        replicas: Mapping[int, int],
-        devices: int,
-        log_stats: bool,
-    ) -> None:
-        self._options = options
-        self._configs = configs
-        self._engine_configs = engine_configs
-        self._replicas = replicas
-        self._entry_config = configs[command.pipeline.prompt_stage.id]
-        self._log_stats = log_stats
-        self._engines = 0
-        # Python stages take what vLLM's have left, and begin again where there is no more.
-        self._devices = devices
-        self._entry_api = self._vllm_api(command.pipeline.prompt_stage)
 
-    def plan(self, stage: Stage) -> StagePlan:
-        launcher_for, api, own_fingerprint = (self._vllm_parts if stage.is_vllm else self._python_parts)(stage)
-        return StagePlan(
-            stage_id=stage.id,
-            stage=stage,
-            replicas=self._replicas[stage.id],
-            policy=stage.policy,
-            policy_config=dict(stage.policy_config),
-            launcher_for=launcher_for,
-            api=api,
-            fingerprint=own_fingerprint,
-            vllm_config=self._configs.get(stage.id),
-            lockstep=stage.is_vllm and self._engine_configs[stage.id].parallel_config.data_parallel_size > 1,
-        )
-
-    def _vllm_parts(self, stage: Stage) -> tuple[Callable[..., Launcher], VllmStageApi, dict[str, str]]:
-        config = self._configs[stage.id]
-        executor_class = Executor.get_class(config)
-        engine_config = without_options(self._engine_configs[stage.id])
-        launcher_for = partial(_engine_launcher, engine_config, executor_class, self._log_stats, self._engines)
-        self._engines += self._replicas[stage.id]
-        api = self._entry_api if config is self._entry_config else self._vllm_api(stage)
-        return launcher_for, api, fingerprint(config, stage.id)
-
-    def _vllm_api(self, stage: Stage) -> VllmStageApi:
-        config = self._configs[stage.id]
-        custom_processors = has_custom_logits_processors(config.model_config)
-        try:
-            return VllmStageApi(config, self._entry_config, stage, custom_processors)
-        except ConfigError as error:
-            raise _fault(self._options, stage, error) from error
-
-    def _python_parts(self, stage: Stage) -> tuple[Callable[..., Launcher], PythonStageApi, dict[str, str]]:
-        first_device = self._devices
-        self._devices += self._replicas[stage.id]
-
-        def launcher_for(on_spawn: Callable[[int], None], report_cache: bool, for_others: bool = False) -> Launcher:
-            return PythonStageLauncher(stage, on_spawn, first_device, share_memory=not for_others)
-
-        api = PythonStageApi(stage, self._entry_api.decode, self._entry_api.encode, self._entry_api.end_token)
-        return launcher_for, api, python_fingerprint(stage)
+def _vllm_api(options: OmniConfig, stage: Stage, config: Any, entry_config: Any) -> VllmStageApi:
+    try:
+        return VllmStageApi(config, entry_config, stage, has_custom_logits_processors(config.model_config))
+    except ConfigError as error:
+        raise _fault(options, stage, error) from error

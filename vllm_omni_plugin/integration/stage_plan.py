@@ -9,30 +9,14 @@ from vllm_omni_plugin.pipeline.stage import Stage
 from vllm_omni_plugin.replicas.engine_start import Launcher
 from vllm_omni_plugin.replicas.stage_client import Codec
 
-
-class LauncherFor(Protocol):
-    """Makes what starts the local engines of a stage.
-
-    It takes what is told the id of every process that is started, whether engines shall report what they have cached,
-    and whether heads of other processes use them, with which no memory can be shared.
-    """
-
-    def __call__(
-        self, on_spawn: Callable[[int], None], report_cache: bool, for_others: bool = False, /
-    ) -> Launcher: ...
+LauncherFor = Callable[..., Launcher]
+"""Makes what starts the local engines of a stage from what is told the id of every process that is started, whether
+engines shall report what they have cached, and, False by default, whether heads of other processes use them, with which
+no memory can be shared."""
 
 
 class PlannedApi(RequestApi, Codec, Protocol):
     """What a plan's api answers in any case; in a pipeline it is a `StageApi` as well."""
-
-
-class TextApi(Protocol):
-    """What the api of a vLLM stage knows of its model's text; `vllm_api.stage_requests.VllmStageApi` in service."""
-
-    @property
-    def tokenizer(self) -> Any: ...
-
-    def prompt_text(self, source: Any) -> str: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,8 +44,8 @@ class StagePlan:
     launcher_for: LauncherFor
     api: PlannedApi
     fingerprint: Mapping[str, str]
-    vllm_config: Any
-    lockstep: bool
+    vllm_config: Any = None
+    lockstep: bool = False
 
     @property
     def name(self) -> str:
