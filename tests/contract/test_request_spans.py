@@ -10,7 +10,6 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
-from vllm.v1.engine import output_processor as vllm_output_processor
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.metrics.stats import IterationStats
 
@@ -33,9 +32,7 @@ def exporter() -> InMemorySpanExporter:
 
 
 @pytest.fixture
-def output_processor(exporter: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch) -> OutputProcessor:
-    # Undone at the end: the wrapper would stay in the module otherwise.
-    monkeypatch.setattr(vllm_output_processor, "instrument_manual", vllm_output_processor.instrument_manual)
+def output_processor(exporter: InMemorySpanExporter) -> OutputProcessor:
     exporter.clear()
     return OutputProcessor(None, log_stats=True, tracing_enabled=True)
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
@@ -14,7 +14,6 @@ from vllm_omni_plugin.integration.fleet_stages import FleetStages
 from vllm_omni_plugin.integration.output_guard import guard_outputs, guard_statistics
 from vllm_omni_plugin.integration.peer_front import PeerFront
 from vllm_omni_plugin.integration.stat_labels import StatLabels
-from vllm_omni_plugin.integration.tracing import RequestSpans
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.engine_index import engine_index
 from vllm_omni_plugin.orchestrator.messages import (
@@ -26,6 +25,9 @@ from vllm_omni_plugin.orchestrator.messages import (
 )
 from vllm_omni_plugin.orchestrator.told_elsewhere import ToldElsewhere
 from vllm_omni_plugin.vllm_api.ready import apply_ready_responses
+
+if TYPE_CHECKING:
+    from vllm_omni_plugin.integration.tracing import RequestSpans
 
 logger = init_logger(__name__)
 
@@ -86,6 +88,9 @@ class FleetEvents:
         if self._stages.front_tokenizer is not None:
             read_answers_with(output_processor, self._stages.front_tokenizer())
         if output_processor.tracing_enabled:
+            # OpenTelemetry need not be there.
+            from vllm_omni_plugin.integration.tracing import RequestSpans
+
             self.spans = RequestSpans(output_processor, policies)
         self.peer.loggers = logger_manager
         if logger_manager is not None:

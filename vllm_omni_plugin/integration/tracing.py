@@ -1,39 +1,36 @@
-"""Where requests went, as attributes of the spans that vLLM makes of them."""
+"""Where requests went, as attributes of the spans that vLLM makes of them, and their stages as spans below."""
 
+import time
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from functools import wraps
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from vllm.v1.engine import output_processor as vllm_output_processor
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.sdk.trace import Span, SpanProcessor, TracerProvider
 
-from vllm_omni_plugin.orchestrator.messages import Dispatches, RequestStages
-
-_OPEN = "_vllm_omni_plugin_tracing"
-
-_attributes: ContextVar[Mapping[str, str | int]] = ContextVar("omni_attributes", default={})  # noqa: B039 (read only)
+from vllm_omni_plugin.orchestrator.messages import Dispatches, RequestStages, StageTimes
 
 
-def open_tracing() -> None:
-    """Make vLLM's `OutputProcessor` add our attributes to its spans from now on. Idempotent.
+@dataclass
+class _Making:
+    """A span that vLLM is about to make: what we add, and once it is made what names it."""
 
-    It makes a span in one go when the request ends, and tells nobody of it before.
-    """
-    own = vllm_output_processor.instrument_manual
-    if hasattr(own, _OPEN):
-        return
+    attributes: Mapping[str, str | int]
+    span: trace.SpanContext | None = None
 
-    @wraps(own)
-    def instrument_manual(*args: Any, attributes: Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
-        return own(*args, attributes={**(attributes or {}), **_attributes.get()}, **kwargs)
 
-    setattr(instrument_manual, _OPEN, True)
-    vllm_output_processor.instrument_manual = instrument_manual
+_making: ContextVar[_Making | None] = ContextVar("omni_making", default=None)
 
 
 class RequestSpans:
     """Keeps where traced requests went for as long as vLLM keeps the requests.
+
+    vLLM makes and ends its span of a request in one call when its answer has ended; stages may go on after that. In a
+    pipeline each stage gets a span `omni.stage` with the attributes `omni.stage`, `omni.stage_id`, and
+    `omni.<part>_seconds` for what its time went into.
 
     Args:
         output_processor: AsyncLLM's; its spans get the attributes `omni.replica`, `omni.policy`, `omni.reason`,
@@ -43,16 +40,20 @@ class RequestSpans:
     """
 
     def __init__(self, output_processor: Any, policies: Sequence[str]) -> None:
-        from vllm_omni_plugin.integration.stage_spans import StageSpans
-
         self._output_processor = output_processor
         self._policies = policies
+        self._tracer = trace.get_tracer(__name__)
         self._dispatches: WeakKeyDictionary[Any, Dispatches] = WeakKeyDictionary()
-        # With one stage, vLLM's span says it all.
-        self._stages = StageSpans() if len(policies) > 1 else None
+        # Stages of requests whose span is still to come. vLLM makes none of a request that was aborted.
+        self._stages: WeakKeyDictionary[Any, RequestStages] = WeakKeyDictionary()
+        # Spans of requests whose stages are still to come, as they always do.
+        self._parents: dict[str, trace.SpanContext] = {}
         self._own_do_tracing = output_processor.do_tracing
-        open_tracing()
         output_processor.do_tracing = self._do_tracing
+        provider = trace.get_tracer_provider()
+        # vLLM sets the SDK's; at another kind there is nothing to hear.
+        if isinstance(provider, TracerProvider):
+            provider.add_span_processor(_Listener())
 
     def expect(self, request_id: str, dispatches: Dispatches | None) -> Dispatches:
         """The span of this request, which AsyncLLM has registered, shall tell of its dispatches.
@@ -72,21 +73,30 @@ class RequestSpans:
         return dispatches
 
     def stages_ended(self, stages: RequestStages) -> None:
-        """A request has ended in all stages of its pipeline, which get spans of their own below its span."""
-        if self._stages is not None:
-            self._stages.ended(stages, self._output_processor.request_states.get(stages.request_id))
+        """A request has ended in all stages of its pipeline. With one stage, vLLM's span says it all."""
+        if len(self._policies) == 1:
+            return
+        parent = self._parents.pop(stages.request_id, None)
+        if parent is not None:
+            self._make_spans(stages, parent)
+        elif (state := self._output_processor.request_states.get(stages.request_id)) is not None:
+            self._stages[state] = stages
 
     def _do_tracing(self, output: Any, state: Any, stats: Any) -> None:
         dispatches = self._dispatches.get(state)
-        token = _attributes.set(self._attributes_of(dispatches))
+        making = _Making(self._attributes_of(dispatches))
+        token = _making.set(making)
         try:
-            if self._stages is None:
-                self._own_do_tracing(output, state, stats)
-                return
-            with self._stages.around_vllms(state.request_id, state, whole=dispatches is not None):
-                self._own_do_tracing(output, state, stats)
+            self._own_do_tracing(output, state, stats)
         finally:
-            _attributes.reset(token)
+            _making.reset(token)
+        if making.span is None or dispatches is None or len(self._policies) == 1:
+            return
+        stages = self._stages.pop(state, None)
+        if stages is None:
+            self._parents[state.request_id] = making.span
+        else:
+            self._make_spans(stages, making.span)
 
     def _attributes_of(self, dispatches: Dispatches | None) -> Mapping[str, str | int]:
         if not dispatches:
@@ -99,3 +109,31 @@ class RequestSpans:
             "omni.fallback": ", ".join(decision.fallback for _, decision in last.values() if decision.fallback),
             "omni.matched_tokens": sum(decision.matched_tokens for _, decision in last.values()),
         }
+
+    def _make_spans(self, stages: RequestStages, parent: trace.SpanContext) -> None:
+        context = trace.set_span_in_context(trace.NonRecordingSpan(parent))
+        offset = time.time() - time.monotonic()
+        for times in stages.stages:
+            self._make_span(times, context, offset)
+
+    def _make_span(self, times: StageTimes, context: Context, offset: float) -> None:
+        span = self._tracer.start_span("omni.stage", context, start_time=_nanoseconds(times.began_at + offset))
+        span.set_attribute("omni.stage", times.stage)
+        span.set_attribute("omni.stage_id", times.stage_id)
+        for part, seconds in times.parts.items():
+            span.set_attribute(f"omni.{part}_seconds", seconds)
+        span.end(_nanoseconds(times.ended_at + offset))
+
+
+class _Listener(SpanProcessor):
+    """Notes and completes the span that vLLM makes of a request: vLLM gives away none of its own."""
+
+    def on_start(self, span: Span, parent_context: Context | None = None) -> None:
+        making = _making.get()
+        if making is not None:
+            making.span = span.get_span_context()
+            span.set_attributes(making.attributes)
+
+
+def _nanoseconds(seconds: float) -> int:
+    return int(seconds * 1e9)

@@ -193,14 +193,8 @@ ANSWERS = (
 
 TRACING = (
     Symbol(
-        f"{_OUTPUT_PROCESSOR}.instrument_manual",
-        "wrapped: adds our attributes to the spans of requests",
-        (),
-        ("span_name", "start_time", "attributes", "context", "kind"),
-    ),
-    Symbol(
         f"{_OUTPUT_PROCESSOR}.OutputProcessor.do_tracing",
-        "wrapped: tells whose span is made",
+        "wrapped: makes the span of a request, to which we add",
         ("engine_core_output", "req_state", "iteration_stats"),
     ),
     Symbol(f"{_OUTPUT_PROCESSOR}.OutputProcessor.tracing_enabled", "whether requests have spans"),
