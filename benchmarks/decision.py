@@ -18,10 +18,8 @@ from time import perf_counter_ns
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
-from vllm_omni_plugin.balancing import Task, build_load_balancer_factory, known_policies
-from vllm_omni_plugin.balancing.base import CacheChange
-from vllm_omni_plugin.balancing.block_keys import prompt_keys
-from vllm_omni_plugin.balancing.prompt import Prompt
+from vllm_omni_plugin.balancing import CacheChange, Prompt, Task, build_load_balancer_factory, known_policies
+from vllm_omni_plugin.balancing.caches.block_keys import prompt_keys
 from vllm_omni_plugin.orchestrator.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.stage_run import StageRun

@@ -20,9 +20,9 @@ from time import perf_counter_ns
 
 import psutil
 
-from vllm_omni_plugin.balancing.base import CacheChange
-from vllm_omni_plugin.balancing.block_keys import ROOT, block_key
-from vllm_omni_plugin.balancing.prefix_caches import PrefixCaches
+from vllm_omni_plugin.balancing import CacheChange
+from vllm_omni_plugin.balancing.caches.block_keys import ROOT, block_key
+from vllm_omni_plugin.balancing.caches.prefix_caches import PrefixCaches
 
 PROMPT_BLOCKS = 256
 SHARED_BLOCKS = 64

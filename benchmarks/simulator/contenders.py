@@ -9,8 +9,7 @@ from typing import Any
 from simulator.head import Policy
 from simulator.omniscient import Omniscient
 from simulator.peers import LMetric, PlainRoundRobin, SglangCacheAware, StaleLeastQueue, VllmDataParallel
-from vllm_omni_plugin.balancing import build_load_balancer_factory
-from vllm_omni_plugin.balancing.base import LoadBalancingPolicy
+from vllm_omni_plugin.balancing import LoadBalancingPolicy, build_load_balancer_factory
 
 OMNISCIENT = "omniscient"
 

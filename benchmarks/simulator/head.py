@@ -6,9 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 from simulator.engine import Outcome
 from simulator.replica import Clock, SimReplica
 from simulator.requests import Job, Request
-from vllm_omni_plugin.balancing.base import CacheChange, Decision, Task
-from vllm_omni_plugin.balancing.serving import ServingReplicas
-from vllm_omni_plugin.balancing.unreported import UnreportedRequests
+from vllm_omni_plugin.balancing import CacheChange, Decision, ServingReplicas, Task, UnreportedRequests
 from vllm_omni_plugin.orchestrator.charges import Charge
 from vllm_omni_plugin.vllm_api.facts import LoadReport
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from simulator.replica import SimReplica
 from simulator.requests import Request
-from vllm_omni_plugin.balancing.base import Candidate, Decision, Task
-from vllm_omni_plugin.balancing.block_keys import prompt_keys
+from vllm_omni_plugin.balancing import Candidate, Decision, Task
+from vllm_omni_plugin.balancing.caches.block_keys import prompt_keys
 from vllm_omni_plugin.balancing.sampling import least
 
 

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Sequence
 
 from simulator.replica import SimReplica
-from vllm_omni_plugin.balancing.base import Decision, Task
-from vllm_omni_plugin.balancing.block_keys import prompt_keys
-from vllm_omni_plugin.balancing.estimated_caches import EstimatedCaches
+from vllm_omni_plugin.balancing import Decision, Task
+from vllm_omni_plugin.balancing.caches.block_keys import prompt_keys
+from vllm_omni_plugin.balancing.caches.estimated_caches import EstimatedCaches
 
 
 class PlainRoundRobin:

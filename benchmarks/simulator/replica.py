@@ -5,7 +5,7 @@ from math import inf
 
 from simulator.engine import LeapEngine
 from simulator.requests import Job
-from vllm_omni_plugin.balancing.load import ReplicaLoad
+from vllm_omni_plugin.balancing import ReplicaLoad
 from vllm_omni_plugin.orchestrator.charges import Account, Charge
 from vllm_omni_plugin.sim import EngineSettings
 from vllm_omni_plugin.vllm_api.facts import CacheSize, LoadReport

@@ -4,9 +4,8 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from vllm_omni_plugin.balancing.base import Task
-from vllm_omni_plugin.balancing.block_keys import prompt_keys
-from vllm_omni_plugin.balancing.prompt import Prompt
+from vllm_omni_plugin.balancing import Prompt, Task
+from vllm_omni_plugin.balancing.caches.block_keys import prompt_keys
 
 Tokens = Sequence[int]
 

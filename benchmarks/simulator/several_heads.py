@@ -10,9 +10,7 @@ from simulator.engine import Outcome
 from simulator.head import Head, Policy
 from simulator.replica import Clock, SimReplica
 from simulator.requests import Job, Request
-from vllm_omni_plugin.balancing.base import CacheChange
-from vllm_omni_plugin.balancing.load import ReplicaLoad
-from vllm_omni_plugin.balancing.serving import ServingReplicas
+from vllm_omni_plugin.balancing import CacheChange, ReplicaLoad, ServingReplicas
 from vllm_omni_plugin.coordinator import ReplicaWork
 from vllm_omni_plugin.orchestrator.charges import Account, Charge, Work
 from vllm_omni_plugin.orchestrator.messages import PeerWork

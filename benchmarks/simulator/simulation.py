@@ -12,7 +12,7 @@ from simulator.metrics import Metrics
 from simulator.replica import Clock, SimReplica
 from simulator.requests import Job, Request, Session
 from simulator.workload import Incident, Workload
-from vllm_omni_plugin.balancing.base import CacheChange
+from vllm_omni_plugin.balancing import CacheChange
 from vllm_omni_plugin.sim import EngineSettings
 from vllm_omni_plugin.vllm_api.facts import LoadReport
 

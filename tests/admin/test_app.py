@@ -28,9 +28,7 @@ from vllm_omni_plugin.admin import hold
 from vllm_omni_plugin.admin.explain import BadPromptError, Explainer
 from vllm_omni_plugin.admin.fleet import FleetAdmin
 from vllm_omni_plugin.admin.replica_header import new_dispatches
-from vllm_omni_plugin.balancing import Task
-from vllm_omni_plugin.balancing.base import Decision, ReplicaView
-from vllm_omni_plugin.balancing.prompt import Prompt
+from vllm_omni_plugin.balancing import Decision, Prompt, ReplicaView, Task
 from vllm_omni_plugin.integration.app import INFERENCE_PATHS, FleetEndpoints, patch_app
 from vllm_omni_plugin.integration.flag_table import FLAGS
 

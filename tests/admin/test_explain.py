@@ -14,9 +14,7 @@ from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admin.access import Access
 from vllm_omni_plugin.admin.explain import BadPromptError, Explainer, UnknownModelError
 from vllm_omni_plugin.admin.routes import build_router
-from vllm_omni_plugin.balancing import Task
-from vllm_omni_plugin.balancing.base import Candidate, Decision, ReplicaView
-from vllm_omni_plugin.balancing.prompt import Prompt
+from vllm_omni_plugin.balancing import Candidate, Decision, Prompt, ReplicaView, Task
 
 
 class Scripted:

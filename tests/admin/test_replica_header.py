@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tests.admin.asgi import Client
 from vllm_omni_plugin.admin.replica_header import ReplicaHeaderMiddleware, new_dispatches
-from vllm_omni_plugin.balancing.base import Decision
+from vllm_omni_plugin.balancing import Decision
 
 SCOPE: Scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8")]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from vllm_omni_plugin.balancing.block_keys import answered_keys, block_key, pack_tokens, prompt_keys
+from vllm_omni_plugin.balancing.caches.block_keys import answered_keys, block_key, pack_tokens, prompt_keys
 from vllm_omni_plugin.balancing.prompt import MediaSpan, Prompt
 
 TOKENS = list(range(100, 140))

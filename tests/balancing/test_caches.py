@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_omni_plugin.balancing.block_index import BlockIndex
-from vllm_omni_plugin.balancing.estimated_caches import EstimatedCaches
-from vllm_omni_plugin.balancing.replica_bits import ReplicaBits, block_size_of, some_bits_of
+from vllm_omni_plugin.balancing.caches.block_index import BlockIndex
+from vllm_omni_plugin.balancing.caches.estimated_caches import EstimatedCaches
+from vllm_omni_plugin.balancing.caches.replica_bits import ReplicaBits, block_size_of, some_bits_of
 
 from .fakes import FakeReplica, with_queues
 from .pool import pool_of

@@ -3,7 +3,7 @@
 import pytest
 
 from vllm_omni_plugin.balancing import Prompt
-from vllm_omni_plugin.balancing.estimates import DecayedRatio, OutputLengths, prompt_tokens
+from vllm_omni_plugin.balancing.loads.estimates import DecayedRatio, OutputLengths, prompt_tokens
 
 HALF_LIFE = 10.0
 

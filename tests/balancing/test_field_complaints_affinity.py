@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from vllm_omni_plugin.balancing.base import Decision
-from vllm_omni_plugin.balancing.block_keys import prompt_keys
-from vllm_omni_plugin.balancing.prefix_policy import PrefixBalancer
+from vllm_omni_plugin.balancing.caches.block_keys import prompt_keys
+from vllm_omni_plugin.balancing.interface import Decision
+from vllm_omni_plugin.balancing.policies.prefix_policy import PrefixBalancer
+from vllm_omni_plugin.balancing.policies.session import SessionBalancer
 from vllm_omni_plugin.balancing.prompt import MediaSpan, Prompt
-from vllm_omni_plugin.balancing.session import SessionBalancer
 
 from .pool import BLOCK, Pool, pool_of, prompt_task
 

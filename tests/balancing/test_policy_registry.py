@@ -22,7 +22,7 @@ from vllm_omni_plugin.balancing import (
     build_load_balancer_factory,
     known_policies,
 )
-from vllm_omni_plugin.balancing.options import number, whole
+from vllm_omni_plugin.balancing.policy_options import number, whole
 from vllm_omni_plugin.errors import ConfigError
 
 from .fakes import with_queues

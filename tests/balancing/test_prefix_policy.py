@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from vllm_omni_plugin.balancing.base import CacheChange, Candidate, Decision, Task
-from vllm_omni_plugin.balancing.block_keys import prompt_keys
-from vllm_omni_plugin.balancing.load import ReplicaLoad
-from vllm_omni_plugin.balancing.prefix_policy import KvAwareBalancer, PrefixBalancer
+from vllm_omni_plugin.balancing.caches.block_keys import prompt_keys
+from vllm_omni_plugin.balancing.interface import CacheChange, Candidate, Decision, Task
+from vllm_omni_plugin.balancing.loads.replica_load import ReplicaLoad
+from vllm_omni_plugin.balancing.loads.serving_replicas import ServingReplicas
+from vllm_omni_plugin.balancing.policies.prefix_policy import KvAwareBalancer, PrefixBalancer
 from vllm_omni_plugin.balancing.prompt import Prompt
-from vllm_omni_plugin.balancing.serving import ServingReplicas
 
 from .pool import BLOCK, Pool, PooledReplica, pool_of, prompt_task
 

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 
 import pytest
 
-from vllm_omni_plugin.balancing.base import Decision, Task
-from vllm_omni_plugin.balancing.load import ReplicaLoad
-from vllm_omni_plugin.balancing.prefix_policy import PrefixBalancer
+from vllm_omni_plugin.balancing.caches.rendezvous import Expected, PromptRendezvous, RendezvousTable
+from vllm_omni_plugin.balancing.interface import Decision, Task
+from vllm_omni_plugin.balancing.loads.replica_load import ReplicaLoad
+from vllm_omni_plugin.balancing.loads.serving_replicas import ServingReplicas
+from vllm_omni_plugin.balancing.loads.unreported import UnreportedRequests
+from vllm_omni_plugin.balancing.policies.prefix_policy import PrefixBalancer
 from vllm_omni_plugin.balancing.prompt import Prompt
-from vllm_omni_plugin.balancing.rendezvous import Expected, PromptRendezvous, RendezvousTable
-from vllm_omni_plugin.balancing.serving import ServingReplicas
-from vllm_omni_plugin.balancing.unreported import UnreportedRequests
 
 from .pool import BLOCK, PooledReplica
 

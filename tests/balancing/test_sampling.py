@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_omni_plugin.balancing import Candidate
+from vllm_omni_plugin.balancing.loads.serving_replicas import ServingReplicas
 from vllm_omni_plugin.balancing.sampling import few, least, sample
-from vllm_omni_plugin.balancing.serving import ServingReplicas
 
 from .fakes import with_queues
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
-from vllm_omni_plugin.balancing.serving import ServingReplicas
+from vllm_omni_plugin.balancing.loads.serving_replicas import ServingReplicas
 
 from .pool import pool_of
 

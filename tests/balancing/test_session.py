@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from vllm_omni_plugin.balancing.serving import ServingReplicas
-from vllm_omni_plugin.balancing.session import SessionBalancer
+from vllm_omni_plugin.balancing.loads.serving_replicas import ServingReplicas
+from vllm_omni_plugin.balancing.policies.session import SessionBalancer
 
 from .fakes import with_queues
 from .pool import PooledReplica, pool_of

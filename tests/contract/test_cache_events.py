@@ -25,13 +25,13 @@ from vllm.v1.request import Request
 
 from tests.fakes.conditions import eventually
 from tests.replicas.cache_publisher import Mirror
-from vllm_omni_plugin.balancing.block_keys import prompt_keys
+from vllm_omni_plugin.balancing.caches.block_keys import prompt_keys
 from vllm_omni_plugin.orchestrator.tasks import make_task
-from vllm_omni_plugin.replicas import cache_listener
-from vllm_omni_plugin.replicas.block_names import BlockNames
-from vllm_omni_plugin.replicas.cache_events import decode_events
-from vllm_omni_plugin.replicas.cache_listener import CacheListener
-from vllm_omni_plugin.replicas.cache_source import find_cache_source
+from vllm_omni_plugin.replicas.kv_events import cache_listener
+from vllm_omni_plugin.replicas.kv_events.block_names import BlockNames
+from vllm_omni_plugin.replicas.kv_events.cache_listener import CacheListener
+from vllm_omni_plugin.replicas.kv_events.cache_source import find_cache_source
+from vllm_omni_plugin.replicas.kv_events.engine_events import decode_events
 from vllm_omni_plugin.vllm_api.cache_events import remove_event_sockets, turn_on_cache_events, why_no_cache_events
 from vllm_omni_plugin.vllm_api.requests import describe
 

@@ -16,11 +16,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request
 
 from tests.balancing.pool import PooledReplica
-from vllm_omni_plugin.balancing import ReplicaLoad
-from vllm_omni_plugin.balancing.prefix_policy import KvAwareBalancer
+from vllm_omni_plugin.balancing import KvAwareBalancer, ReplicaLoad
 from vllm_omni_plugin.orchestrator.tasks import make_task
-from vllm_omni_plugin.replicas.block_names import BlockNames
-from vllm_omni_plugin.replicas.cache_events import decode_events
+from vllm_omni_plugin.replicas.kv_events.block_names import BlockNames
+from vllm_omni_plugin.replicas.kv_events.engine_events import decode_events
 from vllm_omni_plugin.vllm_api.requests import describe
 
 SIZE = 4

@@ -13,7 +13,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.metrics.stats import IterationStats
 
-from vllm_omni_plugin.balancing.base import Decision
+from vllm_omni_plugin.balancing import Decision
 from vllm_omni_plugin.integration.tracing import RequestSpans
 from vllm_omni_plugin.orchestrator.messages import Dispatches, RequestStages, StageTimes
 

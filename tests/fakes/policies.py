@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_omni_plugin.balancing import ReplicaView, Task
-from vllm_omni_plugin.balancing.base import CacheChange, Candidate, Decision
+from vllm_omni_plugin.balancing import CacheChange, Candidate, Decision, ReplicaView, Task
 
 
 class NotingPolicy:

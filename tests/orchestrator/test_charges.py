@@ -4,9 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_omni_plugin.balancing.base import Decision
-from vllm_omni_plugin.balancing.load import ReplicaLoad
-from vllm_omni_plugin.balancing.prompt import Prompt
+from vllm_omni_plugin.balancing import Decision, Prompt, ReplicaLoad
 from vllm_omni_plugin.orchestrator.charges import Account, Charge, Work
 from vllm_omni_plugin.vllm_api.facts import CacheSize, LoadReport
 

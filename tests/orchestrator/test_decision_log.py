@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from vllm_omni_plugin.balancing.base import Candidate, Decision
+from vllm_omni_plugin.balancing import Candidate, Decision
 from vllm_omni_plugin.orchestrator.decision_log import DecisionLog, logger
 from vllm_omni_plugin.orchestrator.stage_pool import PoolMember
 

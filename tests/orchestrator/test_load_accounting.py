@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.fakes.fleet import FakeFleet
-from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
-from vllm_omni_plugin.balancing.load import ReplicaLoad
+from vllm_omni_plugin.balancing import LeastQueueLengthBalancer, ReplicaLoad
 from vllm_omni_plugin.orchestrator.pool_member import PoolMember
 
 

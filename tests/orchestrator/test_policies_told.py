@@ -8,8 +8,14 @@ import pytest
 
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.policies import NotingPolicy
-from vllm_omni_plugin.balancing import LeastQueueLengthBalancer, LoadBalancer, RandomBalancer, Task
-from vllm_omni_plugin.balancing.base import CacheChange, Decision
+from vllm_omni_plugin.balancing import (
+    CacheChange,
+    Decision,
+    LeastQueueLengthBalancer,
+    LoadBalancer,
+    RandomBalancer,
+    Task,
+)
 from vllm_omni_plugin.errors import NoReplicaError, OmniError, UnexplainedError
 from vllm_omni_plugin.orchestrator.messages import CallReplicas, Dispatches, Explain, Explanation
 from vllm_omni_plugin.orchestrator.metrics import OrchestratorMetrics

@@ -11,8 +11,14 @@ from hypothesis import strategies as st
 
 from tests.fakes.engine_api import FakeEngineApi, FakeRequest
 from tests.fakes.links import FakeLink
-from vllm_omni_plugin.balancing import LeastQueueLengthBalancer, LoadBalancer, ReplicaView, RoundRobinBalancer, Task
-from vllm_omni_plugin.balancing.base import Decision
+from vllm_omni_plugin.balancing import (
+    Decision,
+    LeastQueueLengthBalancer,
+    LoadBalancer,
+    ReplicaView,
+    RoundRobinBalancer,
+    Task,
+)
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import NoReplicaError
 from vllm_omni_plugin.orchestrator.stage_pool import PoolMember, StagePool

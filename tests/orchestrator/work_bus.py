@@ -9,9 +9,7 @@ from itertools import count
 from typing import Any, cast
 
 from tests.fakes.engine_api import FakeRequest
-from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
-from vllm_omni_plugin.balancing.base import Decision
-from vllm_omni_plugin.balancing.prompt import Prompt
+from vllm_omni_plugin.balancing import Decision, LeastQueueLengthBalancer, Prompt
 from vllm_omni_plugin.coordinator import ReplicaStatus, ReplicaWork
 from vllm_omni_plugin.orchestrator.messages import PeersLost, PeerWork, WorkWanted
 from vllm_omni_plugin.orchestrator.stage_pool import PoolMember, StagePool

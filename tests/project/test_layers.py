@@ -120,7 +120,7 @@ def test_layers_import_each_other_in_no_cycle() -> None:
 
 
 def own(**imports: str) -> Imports:
-    """Return imports as above from short names, for example `balancing__base="errors torch.nn"`."""
+    """Return imports as above from short names, for example `balancing__interface="errors torch.nn"`."""
     return {
         f"{PACKAGE}.{importer.replace('__', '.')}": {
             f"{PACKAGE}.{name}" if name.partition(".")[0] in {*LAYERS, *FOUNDATION} else name for name in names.split()
@@ -131,10 +131,10 @@ def own(**imports: str) -> Imports:
 
 def test_an_import_that_points_up_is_seen() -> None:
     found = own(
-        balancing__base="errors.ConfigError coordinator.messages", errors="vllm_api", replicas__link="balancing"
+        balancing__interface="errors.ConfigError coordinator.messages", errors="vllm_api", replicas__link="balancing"
     )
     assert upward(found) == [
-        "vllm_omni_plugin.balancing.base imports vllm_omni_plugin.coordinator.messages",
+        "vllm_omni_plugin.balancing.interface imports vllm_omni_plugin.coordinator.messages",
         "vllm_omni_plugin.errors imports vllm_omni_plugin.vllm_api",
     ]
 

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from vllm_omni_plugin.balancing.base import CacheChange
+from vllm_omni_plugin.balancing import CacheChange
 from vllm_omni_plugin.replicas.link import SocketReader
 
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)

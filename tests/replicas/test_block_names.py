@@ -5,12 +5,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from vllm_omni_plugin.balancing.base import CacheChange
-from vllm_omni_plugin.balancing.block_keys import prompt_keys
-from vllm_omni_plugin.balancing.prompt import MediaSpan, Prompt
+from vllm_omni_plugin.balancing import CacheChange, MediaSpan, Prompt
+from vllm_omni_plugin.balancing.caches.block_keys import prompt_keys
 from vllm_omni_plugin.errors import WireError
-from vllm_omni_plugin.replicas.block_names import BlockNames
-from vllm_omni_plugin.replicas.cache_events import AllBlocksCleared, BlockRemoved, BlockStored, decode_events
+from vllm_omni_plugin.replicas.kv_events.block_names import BlockNames
+from vllm_omni_plugin.replicas.kv_events.engine_events import AllBlocksCleared, BlockRemoved, BlockStored, decode_events
 
 SIZE = 4
 TOKENS = list(range(100, 112))

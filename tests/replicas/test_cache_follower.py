@@ -4,9 +4,9 @@ import pytest
 
 from tests.replicas.cache_publisher import Mirror
 from vllm_omni_plugin.errors import WireError
-from vllm_omni_plugin.replicas.cache_following import CacheFollower, pack_keys, unpack_keys
-from vllm_omni_plugin.replicas.cache_log import BEGINNING, MAX_PART, Cursor
 from vllm_omni_plugin.replicas.control import CacheChanges, Follow, ToServer, decode_to_head, decode_to_server, encode
+from vllm_omni_plugin.replicas.kv_events.cache_following import CacheFollower, pack_keys, unpack_keys
+from vllm_omni_plugin.replicas.kv_events.cache_log import BEGINNING, MAX_PART, Cursor
 
 LEASE = 5
 

@@ -9,11 +9,11 @@ import pytest
 
 from tests.fakes.conditions import eventually
 from tests.replicas.cache_publisher import BLOCK_SIZE, CLEARED, FakePublisher, Mirror, removed, stored
-from vllm_omni_plugin.balancing.block_keys import prompt_keys
-from vllm_omni_plugin.balancing.prompt import Prompt
-from vllm_omni_plugin.replicas import cache_listener
-from vllm_omni_plugin.replicas.cache_listener import CacheListener, listen_to_cache
-from vllm_omni_plugin.replicas.cache_source import find_cache_source
+from vllm_omni_plugin.balancing import Prompt
+from vllm_omni_plugin.balancing.caches.block_keys import prompt_keys
+from vllm_omni_plugin.replicas.kv_events import cache_listener
+from vllm_omni_plugin.replicas.kv_events.cache_listener import CacheListener, listen_to_cache
+from vllm_omni_plugin.replicas.kv_events.cache_source import find_cache_source
 
 TOKENS = list(range(12))
 KEYS = prompt_keys(Prompt([*TOKENS, 0]), BLOCK_SIZE)

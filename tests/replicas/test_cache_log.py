@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from vllm_omni_plugin.balancing.base import CacheChange
-from vllm_omni_plugin.replicas import cache_log
-from vllm_omni_plugin.replicas.cache_log import BEGINNING, CacheLog, Cursor
+from vllm_omni_plugin.balancing import CacheChange
+from vllm_omni_plugin.replicas.kv_events import cache_log
+from vllm_omni_plugin.replicas.kv_events.cache_log import BEGINNING, CacheLog, Cursor
 
 
 class Reader:

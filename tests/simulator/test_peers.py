@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from simulator.peers import LMetric, PlainRoundRobin, SglangCacheAware, StaleLeastQueue, VllmDataParallel
 
-from vllm_omni_plugin.balancing.base import Decision, Task
-from vllm_omni_plugin.balancing.prompt import Prompt
+from vllm_omni_plugin.balancing import Decision, Prompt, Task
 from vllm_omni_plugin.sim import EngineSettings
 from vllm_omni_plugin.vllm_api.facts import LoadReport
 

@@ -17,8 +17,7 @@ from simulator.traffic import Requests, tokens
 from simulator.workload import Incident, Scale, Workload
 from simulator.workloads import WORKLOADS
 
-from vllm_omni_plugin.balancing import known_policies
-from vllm_omni_plugin.balancing.base import CacheChange, Decision, LoadBalancingPolicy, Task
+from vllm_omni_plugin.balancing import CacheChange, Decision, LoadBalancingPolicy, Task, known_policies
 
 SETTINGS = accelerator()
 REPLICAS = 4

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_omni_plugin.admin.replies import result_of
-from vllm_omni_plugin.balancing import Task
-from vllm_omni_plugin.balancing.base import Candidate
-from vllm_omni_plugin.balancing.prompt import Prompt
+from vllm_omni_plugin.balancing import Candidate, Prompt, Task
 from vllm_omni_plugin.errors import OmniError, UnexplainedError
 from vllm_omni_plugin.orchestrator.messages import Explain, Explanation
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator

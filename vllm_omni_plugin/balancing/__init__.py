@@ -1,6 +1,10 @@
-"""Choosing the replica that runs a request: the contract, the built-in policies and the registry of all of them."""
+"""Choosing the replica that runs a request. May import `errors` only, neither vLLM nor torch.
 
-from vllm_omni_plugin.balancing.base import (
+`policies` holds the built-in policies, `caches` and `loads` what they know. Start with `interface`, which is all that a
+policy of others needs; `registry` finds a policy by its name. Other packages import from here.
+"""
+
+from vllm_omni_plugin.balancing.interface import (
     CacheChange,
     Candidate,
     DecidingBalancer,
@@ -11,17 +15,20 @@ from vllm_omni_plugin.balancing.base import (
     ReplicaView,
     Task,
 )
-from vllm_omni_plugin.balancing.cost_aware import CostAwareBalancer
-from vllm_omni_plugin.balancing.least_queue_length import LeastQueueLengthBalancer
-from vllm_omni_plugin.balancing.least_tokens import LeastTokensBalancer
-from vllm_omni_plugin.balancing.load import ReplicaLoad, load_of
-from vllm_omni_plugin.balancing.power_of_two import PowerOfTwoBalancer
-from vllm_omni_plugin.balancing.prefix_policy import KvAwareBalancer, PrefixBalancer
+from vllm_omni_plugin.balancing.loads.replica_load import ReplicaLoad, load_of
+from vllm_omni_plugin.balancing.loads.serving_replicas import ServingReplicas
+from vllm_omni_plugin.balancing.loads.unreported import UnreportedRequests
+from vllm_omni_plugin.balancing.policies.cost_aware import CostAwareBalancer
+from vllm_omni_plugin.balancing.policies.least_queue_length import LeastQueueLengthBalancer
+from vllm_omni_plugin.balancing.policies.least_tokens import LeastTokensBalancer
+from vllm_omni_plugin.balancing.policies.power_of_two import PowerOfTwoBalancer
+from vllm_omni_plugin.balancing.policies.prefix_policy import KvAwareBalancer, PrefixBalancer
+from vllm_omni_plugin.balancing.policies.random_policy import RandomBalancer
+from vllm_omni_plugin.balancing.policies.round_robin import RoundRobinBalancer
+from vllm_omni_plugin.balancing.policies.session import SessionBalancer
 from vllm_omni_plugin.balancing.prompt import MediaSpan, Prompt
-from vllm_omni_plugin.balancing.random_policy import RandomBalancer
 from vllm_omni_plugin.balancing.registry import build_load_balancer_factory, known_policies
-from vllm_omni_plugin.balancing.round_robin import RoundRobinBalancer
-from vllm_omni_plugin.balancing.session import SessionBalancer
+from vllm_omni_plugin.balancing.sampling import coming_to, lowest
 
 __all__ = [
     "CacheChange",
@@ -43,9 +50,13 @@ __all__ = [
     "ReplicaLoad",
     "ReplicaView",
     "RoundRobinBalancer",
+    "ServingReplicas",
     "SessionBalancer",
     "Task",
+    "UnreportedRequests",
     "build_load_balancer_factory",
+    "coming_to",
     "known_policies",
     "load_of",
+    "lowest",
 ]

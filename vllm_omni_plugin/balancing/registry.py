@@ -9,15 +9,15 @@ from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
 from typing import Any
 
-from vllm_omni_plugin.balancing.base import LoadBalancer, LoadBalancingPolicy
-from vllm_omni_plugin.balancing.cost_aware import CostAwareBalancer
-from vllm_omni_plugin.balancing.least_queue_length import LeastQueueLengthBalancer
-from vllm_omni_plugin.balancing.least_tokens import LeastTokensBalancer
-from vllm_omni_plugin.balancing.power_of_two import PowerOfTwoBalancer
-from vllm_omni_plugin.balancing.prefix_policy import KvAwareBalancer, PrefixBalancer
-from vllm_omni_plugin.balancing.random_policy import RandomBalancer
-from vllm_omni_plugin.balancing.round_robin import RoundRobinBalancer
-from vllm_omni_plugin.balancing.session import SessionBalancer
+from vllm_omni_plugin.balancing.interface import LoadBalancer, LoadBalancingPolicy
+from vllm_omni_plugin.balancing.policies.cost_aware import CostAwareBalancer
+from vllm_omni_plugin.balancing.policies.least_queue_length import LeastQueueLengthBalancer
+from vllm_omni_plugin.balancing.policies.least_tokens import LeastTokensBalancer
+from vllm_omni_plugin.balancing.policies.power_of_two import PowerOfTwoBalancer
+from vllm_omni_plugin.balancing.policies.prefix_policy import KvAwareBalancer, PrefixBalancer
+from vllm_omni_plugin.balancing.policies.random_policy import RandomBalancer
+from vllm_omni_plugin.balancing.policies.round_robin import RoundRobinBalancer
+from vllm_omni_plugin.balancing.policies.session import SessionBalancer
 from vllm_omni_plugin.errors import ConfigError
 
 ENTRY_POINT_GROUP = "vllm_omni_plugin.lb_policies"

@@ -3,9 +3,9 @@
 import random
 from collections.abc import Sequence
 
-from vllm_omni_plugin.balancing.base import Candidate, ReplicaView
-from vllm_omni_plugin.balancing.serving import ServingReplicas
-from vllm_omni_plugin.balancing.unreported import draw_by_water_filling
+from vllm_omni_plugin.balancing.interface import Candidate, ReplicaView
+from vllm_omni_plugin.balancing.loads.serving_replicas import ServingReplicas
+from vllm_omni_plugin.balancing.loads.unreported import draw_by_water_filling
 
 MOST_COMPARED = 8
 """Replicas that a policy compares at most where each comparison takes a computation.

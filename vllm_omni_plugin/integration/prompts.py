@@ -6,7 +6,7 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.exceptions import VLLMClientError
 
 from vllm_omni_plugin.admin.explain import BadPromptError, UnknownModelError
-from vllm_omni_plugin.balancing.prompt import Prompt
+from vllm_omni_plugin.balancing import Prompt
 
 
 async def read_prompt(state: Any, text: str, model: str | None) -> Prompt:

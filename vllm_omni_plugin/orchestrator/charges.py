@@ -3,9 +3,7 @@
 from math import exp
 from typing import NamedTuple
 
-from vllm_omni_plugin.balancing import Task
-from vllm_omni_plugin.balancing.base import Decision
-from vllm_omni_plugin.balancing.load import ReplicaLoad
+from vllm_omni_plugin.balancing import Decision, ReplicaLoad, Task
 from vllm_omni_plugin.vllm_api.facts import CacheSize, LoadReport
 
 _RATE_MEMORY_S = 30.0

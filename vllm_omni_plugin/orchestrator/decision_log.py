@@ -4,7 +4,7 @@ import logging
 from collections.abc import Sequence
 from heapq import nsmallest
 
-from vllm_omni_plugin.balancing.base import Decision
+from vllm_omni_plugin.balancing import Decision
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.pool_member import PoolMember
 

@@ -5,9 +5,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from vllm_omni_plugin.balancing import Task
-from vllm_omni_plugin.balancing.base import Decision
-from vllm_omni_plugin.balancing.load import ReplicaLoad
+from vllm_omni_plugin.balancing import Decision, ReplicaLoad, Task
 from vllm_omni_plugin.coordinator import PeerCall, ReplicaInfo, ReplicaWork
 from vllm_omni_plugin.orchestrator.pipeline_call import PipelineCall
 

@@ -2,7 +2,7 @@
 
 from prometheus_client import Histogram
 
-from vllm_omni_plugin.balancing.base import Decision
+from vllm_omni_plugin.balancing import Decision
 from vllm_omni_plugin.vllm_api.move import Move
 
 _MAX_REASONS = 64

@@ -4,9 +4,15 @@ from collections.abc import Callable
 from operator import index
 from typing import Any
 
-from vllm_omni_plugin.balancing import LoadBalancer, Task
-from vllm_omni_plugin.balancing.base import CacheChange, DecidingBalancer, Decision, ReplicaView
-from vllm_omni_plugin.balancing.serving import ServingReplicas
+from vllm_omni_plugin.balancing import (
+    CacheChange,
+    DecidingBalancer,
+    Decision,
+    LoadBalancer,
+    ReplicaView,
+    ServingReplicas,
+    Task,
+)
 from vllm_omni_plugin.errors import UnexplainedError
 from vllm_omni_plugin.logger import init_logger
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from vllm_omni_plugin.balancing.load import ReplicaLoad
+from vllm_omni_plugin.balancing import ReplicaLoad
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.orchestrator.charges import Account, Work
 from vllm_omni_plugin.orchestrator.stage_run import StageRun

@@ -4,11 +4,15 @@ import asyncio
 import time
 from collections.abc import Callable, Collection
 
-from vllm_omni_plugin.balancing import LoadBalancer, Task
-from vllm_omni_plugin.balancing.base import CacheChange, Decision
-from vllm_omni_plugin.balancing.load import ReplicaLoad
-from vllm_omni_plugin.balancing.serving import ServingReplicas
-from vllm_omni_plugin.balancing.unreported import UnreportedRequests
+from vllm_omni_plugin.balancing import (
+    CacheChange,
+    Decision,
+    LoadBalancer,
+    ReplicaLoad,
+    ServingReplicas,
+    Task,
+    UnreportedRequests,
+)
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import NoReplicaError
 from vllm_omni_plugin.orchestrator.charges import UNKNOWN_CACHE, Account, Charge, Work

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final
 
-from vllm_omni_plugin.balancing import Task
-from vllm_omni_plugin.balancing.base import Decision
+from vllm_omni_plugin.balancing import Decision, Task
 from vllm_omni_plugin.errors import NoReplicaError, OmniError, RequestLostError
 from vllm_omni_plugin.orchestrator.charges import Charge
 from vllm_omni_plugin.orchestrator.messages import Dispatches

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from vllm_omni_plugin.balancing import Task
-from vllm_omni_plugin.balancing.prompt import MediaSpan, Prompt
+from vllm_omni_plugin.balancing import MediaSpan, Prompt, Task
 from vllm_omni_plugin.vllm_api.facts import RequestFacts
 
 

@@ -10,7 +10,7 @@ from msgspec import Meta, Struct
 
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import WireError
-from vllm_omni_plugin.replicas.cache_log import MAX_PART, Cursor
+from vllm_omni_plugin.replicas.kv_events.cache_log import MAX_PART, Cursor
 
 PROTOCOL_VERSION = 4
 """Of the messages below and of the data path. Ends that differ do not work together."""

@@ -10,7 +10,6 @@ from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import ConfigError, ReplicaError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.agreement import differences
-from vllm_omni_plugin.replicas.cache_following import CacheFollowers
 from vllm_omni_plugin.replicas.control import (
     MAX_TEXT_CHARS,
     PROTOCOL_VERSION,
@@ -26,6 +25,7 @@ from vllm_omni_plugin.replicas.control import (
     ToHead,
     ToServer,
 )
+from vllm_omni_plugin.replicas.kv_events.cache_following import CacheFollowers
 from vllm_omni_plugin.replicas.leases import Lease, Leases
 from vllm_omni_plugin.replicas.ports import Listener, close_all, listen_on_many
 from vllm_omni_plugin.replicas.served_engine import HEAD_SLOTS, ServedEngine

@@ -6,8 +6,8 @@ from concurrent.futures import Executor
 from functools import partial
 from typing import Any
 
-from vllm_omni_plugin.replicas.cache_listener import CacheListener, OnCacheChange, listen_to_cache
 from vllm_omni_plugin.replicas.engine_start import Launcher, Process, SharingProcess, crashed, explained, start_engine
+from vllm_omni_plugin.replicas.kv_events.cache_listener import CacheListener, OnCacheChange, listen_to_cache
 from vllm_omni_plugin.replicas.link import IpcLink
 from vllm_omni_plugin.replicas.probe import Probe
 from vllm_omni_plugin.replicas.stage_client import Codec, StageClient

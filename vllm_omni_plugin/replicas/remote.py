@@ -10,9 +10,6 @@ from vllm_omni_plugin.coordinator import ReplicaInfo, ReplicaStatus
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.replicas.cache_following import CacheFollower
-from vllm_omni_plugin.replicas.cache_listener import OnCacheChange
-from vllm_omni_plugin.replicas.cache_source import publishes_cache_events
 from vllm_omni_plugin.replicas.clock_offset import ClockOffset, rebase
 from vllm_omni_plugin.replicas.connection import Context
 from vllm_omni_plugin.replicas.control import (
@@ -29,6 +26,9 @@ from vllm_omni_plugin.replicas.control import (
     ToHead,
 )
 from vllm_omni_plugin.replicas.control_link import ControlLink, open_control_link
+from vllm_omni_plugin.replicas.kv_events.cache_following import CacheFollower
+from vllm_omni_plugin.replicas.kv_events.cache_listener import OnCacheChange
+from vllm_omni_plugin.replicas.kv_events.cache_source import publishes_cache_events
 from vllm_omni_plugin.replicas.reach import why_unreachable
 from vllm_omni_plugin.replicas.remote_link import DataCredential, RemoteLink
 from vllm_omni_plugin.replicas.stage_client import Codec, StageClient

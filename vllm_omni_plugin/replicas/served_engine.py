@@ -8,10 +8,10 @@ from typing import Any
 
 import zmq
 
-from vllm_omni_plugin.replicas.cache_listener import listen_to_cache
-from vllm_omni_plugin.replicas.cache_log import CacheLog
 from vllm_omni_plugin.replicas.engine_start import Launcher, Process, crashed, explained, start_engine
 from vllm_omni_plugin.replicas.input_hub import InputHub
+from vllm_omni_plugin.replicas.kv_events.cache_listener import listen_to_cache
+from vllm_omni_plugin.replicas.kv_events.cache_log import CacheLog
 from vllm_omni_plugin.replicas.output_slot import OutputSlot, SlotLink
 from vllm_omni_plugin.replicas.stage_client import Codec, StageClient
 

@@ -12,12 +12,12 @@ from tests.replicas.cache_publisher import BLOCK_SIZE, CLEARED, FakePublisher, M
 from tests.replicas.server.conftest import MakeHead, StartNode
 from tests.replicas.server.engines import ServedFakeLauncher
 from tests.replicas.server.heads import Head
-from vllm_omni_plugin.balancing.block_keys import prompt_keys
-from vllm_omni_plugin.balancing.prompt import Prompt
+from vllm_omni_plugin.balancing import Prompt
+from vllm_omni_plugin.balancing.caches.block_keys import prompt_keys
 from vllm_omni_plugin.curve import Secrets
-from vllm_omni_plugin.replicas.cache_following import unpack_keys
-from vllm_omni_plugin.replicas.cache_log import BEGINNING, MAX_PART, Cursor
 from vllm_omni_plugin.replicas.control import CacheChanges, Expired, Follow
+from vllm_omni_plugin.replicas.kv_events.cache_following import unpack_keys
+from vllm_omni_plugin.replicas.kv_events.cache_log import BEGINNING, MAX_PART, Cursor
 
 SECRET = Secrets(["a secret that both ends know"])
 TOKENS = list(range(8))

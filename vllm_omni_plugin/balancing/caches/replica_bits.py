@@ -6,8 +6,8 @@ from heapq import heappop, heappush
 from operator import attrgetter
 from typing import NamedTuple
 
-from vllm_omni_plugin.balancing.base import ReplicaView
-from vllm_omni_plugin.balancing.load import load_of
+from vllm_omni_plugin.balancing.interface import ReplicaView
+from vllm_omni_plugin.balancing.loads.replica_load import load_of
 
 _DEFAULT_BLOCK_SIZE = 16
 _DEFAULT_KV_BLOCKS = 8192

@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from vllm_omni_plugin.balancing.base import ReplicaView
-from vllm_omni_plugin.balancing.block_index import Level
-from vllm_omni_plugin.balancing.block_keys import prompt_keys
+from vllm_omni_plugin.balancing.caches.block_index import Level
+from vllm_omni_plugin.balancing.caches.block_keys import prompt_keys
+from vllm_omni_plugin.balancing.interface import ReplicaView
 from vllm_omni_plugin.balancing.prompt import Prompt
 
 _BUCKETS = 8192

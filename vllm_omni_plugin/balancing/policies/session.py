@@ -5,11 +5,18 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from vllm_omni_plugin.balancing.base import Candidate, DecidingBalancer, Decision, ReplicaView, Task, require_replicas
-from vllm_omni_plugin.balancing.least_queue_length import LeastQueueLengthBalancer
-from vllm_omni_plugin.balancing.options import number
-from vllm_omni_plugin.balancing.rendezvous import RendezvousTable
-from vllm_omni_plugin.balancing.serving import ServingReplicas
+from vllm_omni_plugin.balancing.caches.rendezvous import RendezvousTable
+from vllm_omni_plugin.balancing.interface import (
+    Candidate,
+    DecidingBalancer,
+    Decision,
+    ReplicaView,
+    Task,
+    require_replicas,
+)
+from vllm_omni_plugin.balancing.loads.serving_replicas import ServingReplicas
+from vllm_omni_plugin.balancing.policies.least_queue_length import LeastQueueLengthBalancer
+from vllm_omni_plugin.balancing.policy_options import number
 
 _ATTEMPTS = 16
 

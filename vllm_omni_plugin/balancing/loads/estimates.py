@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from vllm_omni_plugin.balancing.base import Task
+from vllm_omni_plugin.balancing.interface import Task
 
 _UNKNOWN_PROMPT = 512
 """Tokens of a prompt whose length nobody told."""

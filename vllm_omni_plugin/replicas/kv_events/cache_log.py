@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Callable
 from typing import NamedTuple
 
-from vllm_omni_plugin.balancing.base import CacheChange
+from vllm_omni_plugin.balancing import CacheChange
 
 MAX_PART = 8192
 """Changes in one part."""

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from typing import TypeVar
 
-from vllm_omni_plugin.balancing.base import ReplicaView
-from vllm_omni_plugin.balancing.load import load_of
-from vllm_omni_plugin.balancing.unreported import UnreportedRequests, draw_by_water_filling
+from vllm_omni_plugin.balancing.interface import ReplicaView
+from vllm_omni_plugin.balancing.loads.replica_load import load_of
+from vllm_omni_plugin.balancing.loads.unreported import UnreportedRequests, draw_by_water_filling
 
 R = TypeVar("R", bound=ReplicaView)
 

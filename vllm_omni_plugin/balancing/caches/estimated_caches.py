@@ -5,7 +5,7 @@ from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Sequence
 
-from vllm_omni_plugin.balancing.block_index import BlockIndex, Level
+from vllm_omni_plugin.balancing.caches.block_index import BlockIndex, Level
 
 _FEWEST_RUNS = 64
 

@@ -3,7 +3,14 @@
 import random
 from collections.abc import Sequence
 
-from vllm_omni_plugin.balancing.base import Candidate, DecidingBalancer, Decision, ReplicaView, Task, require_replicas
+from vllm_omni_plugin.balancing.interface import (
+    Candidate,
+    DecidingBalancer,
+    Decision,
+    ReplicaView,
+    Task,
+    require_replicas,
+)
 from vllm_omni_plugin.balancing.sampling import MOST_COMPARED, least, sample
 
 _CHOICES = 2

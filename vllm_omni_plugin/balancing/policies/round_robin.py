@@ -6,8 +6,8 @@ from itertools import compress
 from operator import attrgetter, is_not
 from threading import Lock
 
-from vllm_omni_plugin.balancing.base import DecidingBalancer, Decision, ReplicaView, Task, require_replicas
-from vllm_omni_plugin.balancing.options import whole
+from vllm_omni_plugin.balancing.interface import DecidingBalancer, Decision, ReplicaView, Task, require_replicas
+from vllm_omni_plugin.balancing.policy_options import whole
 
 _Identity = tuple[int, str, str]
 _identity_of = attrgetter("stage_id", "input_addr", "output_addr")

@@ -3,10 +3,17 @@
 import random
 from collections.abc import Iterable, Sequence
 
-from vllm_omni_plugin.balancing.base import Candidate, DecidingBalancer, Decision, ReplicaView, Task, require_replicas
-from vllm_omni_plugin.balancing.estimates import prompt_tokens
-from vllm_omni_plugin.balancing.load import ReplicaLoad, load_of
-from vllm_omni_plugin.balancing.options import number
+from vllm_omni_plugin.balancing.interface import (
+    Candidate,
+    DecidingBalancer,
+    Decision,
+    ReplicaView,
+    Task,
+    require_replicas,
+)
+from vllm_omni_plugin.balancing.loads.estimates import prompt_tokens
+from vllm_omni_plugin.balancing.loads.replica_load import ReplicaLoad, load_of
+from vllm_omni_plugin.balancing.policy_options import number
 from vllm_omni_plugin.balancing.sampling import coming_to, few, lowest
 
 _UNMEASURED_RATE = 10_000.0

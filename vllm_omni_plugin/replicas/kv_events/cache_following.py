@@ -3,10 +3,10 @@
 import struct
 from collections.abc import Callable, Sequence
 
-from vllm_omni_plugin.balancing.base import CacheChange
+from vllm_omni_plugin.balancing import CacheChange
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.replicas.cache_log import BEGINNING, CacheLog, Cursor
 from vllm_omni_plugin.replicas.control import CacheChanges, Follow, ToHead, ToServer
+from vllm_omni_plugin.replicas.kv_events.cache_log import BEGINNING, CacheLog, Cursor
 from vllm_omni_plugin.replicas.leases import Lease
 
 logger = init_logger(__name__)

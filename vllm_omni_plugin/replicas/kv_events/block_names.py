@@ -2,9 +2,15 @@
 
 from collections.abc import Iterable
 
-from vllm_omni_plugin.balancing.base import CacheChange
-from vllm_omni_plugin.balancing.block_keys import ROOT, block_key, pack_tokens
-from vllm_omni_plugin.replicas.cache_events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent, EngineHash
+from vllm_omni_plugin.balancing import CacheChange
+from vllm_omni_plugin.balancing.caches.block_keys import ROOT, block_key, pack_tokens
+from vllm_omni_plugin.replicas.kv_events.engine_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    CacheEvent,
+    EngineHash,
+)
 
 _TOKEN_BYTES = 4
 _MEDIA = (None, "GPU")

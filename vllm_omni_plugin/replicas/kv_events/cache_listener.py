@@ -6,12 +6,12 @@ from typing import Any
 
 import zmq
 
-from vllm_omni_plugin.balancing.base import CacheChange
+from vllm_omni_plugin.balancing import CacheChange
 from vllm_omni_plugin.errors import ReplicaError, WireError
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.replicas.block_names import BlockNames
-from vllm_omni_plugin.replicas.cache_events import decode_events
-from vllm_omni_plugin.replicas.cache_source import CacheSource, find_cache_source, publishes_cache_events
+from vllm_omni_plugin.replicas.kv_events.block_names import BlockNames
+from vllm_omni_plugin.replicas.kv_events.cache_source import CacheSource, find_cache_source, publishes_cache_events
+from vllm_omni_plugin.replicas.kv_events.engine_events import decode_events
 from vllm_omni_plugin.replicas.link import SocketReader
 
 logger = init_logger(__name__)

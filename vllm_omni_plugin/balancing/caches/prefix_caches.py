@@ -3,9 +3,9 @@
 from array import array
 from collections.abc import Sequence
 
-from vllm_omni_plugin.balancing.base import CacheChange
-from vllm_omni_plugin.balancing.block_index import BlockIndex, Level
-from vllm_omni_plugin.balancing.estimated_caches import EstimatedCaches
+from vllm_omni_plugin.balancing.caches.block_index import BlockIndex, Level
+from vllm_omni_plugin.balancing.caches.estimated_caches import EstimatedCaches
+from vllm_omni_plugin.balancing.interface import CacheChange
 
 _SHORTEST_COMPACTED = 1024
 

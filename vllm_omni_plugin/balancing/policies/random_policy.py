@@ -3,7 +3,7 @@
 import random
 from collections.abc import Sequence
 
-from vllm_omni_plugin.balancing.base import DecidingBalancer, Decision, ReplicaView, Task, require_replicas
+from vllm_omni_plugin.balancing.interface import DecidingBalancer, Decision, ReplicaView, Task, require_replicas
 
 
 class RandomBalancer(DecidingBalancer):

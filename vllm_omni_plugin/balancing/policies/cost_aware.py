@@ -4,10 +4,17 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from vllm_omni_plugin.balancing.base import Candidate, DecidingBalancer, Decision, ReplicaView, Task, require_replicas
-from vllm_omni_plugin.balancing.estimates import DecayedRatio, OutputLengths, prompt_tokens
-from vllm_omni_plugin.balancing.load import load_of
-from vllm_omni_plugin.balancing.options import number
+from vllm_omni_plugin.balancing.interface import (
+    Candidate,
+    DecidingBalancer,
+    Decision,
+    ReplicaView,
+    Task,
+    require_replicas,
+)
+from vllm_omni_plugin.balancing.loads.estimates import DecayedRatio, OutputLengths, prompt_tokens
+from vllm_omni_plugin.balancing.loads.replica_load import load_of
+from vllm_omni_plugin.balancing.policy_options import number
 from vllm_omni_plugin.balancing.sampling import coming_to, few, lowest
 
 _HALF_LIFE = 16

@@ -4,7 +4,19 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 
-from vllm_omni_plugin.balancing.base import (
+from vllm_omni_plugin.balancing.caches.block_index import Level
+from vllm_omni_plugin.balancing.caches.block_keys import answered_keys, prompt_keys
+from vllm_omni_plugin.balancing.caches.prefix_caches import PrefixCaches
+from vllm_omni_plugin.balancing.caches.rendezvous import Expected, PromptRendezvous
+from vllm_omni_plugin.balancing.caches.replica_bits import (
+    Fleet,
+    ReplicaBits,
+    block_size_of,
+    capacity_of,
+    mask_of,
+    some_bits_of,
+)
+from vllm_omni_plugin.balancing.interface import (
     CacheChange,
     Candidate,
     DecidingBalancer,
@@ -13,23 +25,11 @@ from vllm_omni_plugin.balancing.base import (
     Task,
     require_replicas,
 )
-from vllm_omni_plugin.balancing.block_index import Level
-from vllm_omni_plugin.balancing.block_keys import answered_keys, prompt_keys
-from vllm_omni_plugin.balancing.load import load_of
-from vllm_omni_plugin.balancing.options import number
-from vllm_omni_plugin.balancing.prefix_caches import PrefixCaches
+from vllm_omni_plugin.balancing.loads.replica_load import load_of
+from vllm_omni_plugin.balancing.loads.serving_replicas import ServingReplicas
+from vllm_omni_plugin.balancing.policy_options import number
 from vllm_omni_plugin.balancing.prompt import NO_PROMPT, Prompt
-from vllm_omni_plugin.balancing.rendezvous import Expected, PromptRendezvous
-from vllm_omni_plugin.balancing.replica_bits import (
-    Fleet,
-    ReplicaBits,
-    block_size_of,
-    capacity_of,
-    mask_of,
-    some_bits_of,
-)
 from vllm_omni_plugin.balancing.sampling import MOST_COMPARED, are_shared, coming_to, few, lowest
-from vllm_omni_plugin.balancing.serving import ServingReplicas
 
 _MOST_HOLDERS = 3
 """Replicas compared in a large fleet because they have the longest matches."""

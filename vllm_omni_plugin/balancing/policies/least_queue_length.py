@@ -3,9 +3,16 @@
 import random
 from collections.abc import Sequence
 
-from vllm_omni_plugin.balancing.base import Candidate, DecidingBalancer, Decision, ReplicaView, Task, require_replicas
+from vllm_omni_plugin.balancing.interface import (
+    Candidate,
+    DecidingBalancer,
+    Decision,
+    ReplicaView,
+    Task,
+    require_replicas,
+)
+from vllm_omni_plugin.balancing.loads.serving_replicas import ServingReplicas
 from vllm_omni_plugin.balancing.sampling import coming_to, lowest
-from vllm_omni_plugin.balancing.serving import ServingReplicas
 
 _MAX_LISTED = 8
 """Replicas of which a decision lists all; to list more would take longer than to decide."""
