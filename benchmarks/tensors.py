@@ -19,7 +19,7 @@ import uvloop
 
 from vllm_omni_plugin.pipeline.stage import Modality, Stage
 from vllm_omni_plugin.pipeline.transfer import StageInput
-from vllm_omni_plugin.replicas.local import LocalReplica, start_local_replica
+from vllm_omni_plugin.replicas.engine import Engine, start_local_engine
 from vllm_omni_plugin.stages.api import PythonStageApi
 from vllm_omni_plugin.stages.launcher import PythonStageLauncher
 
@@ -40,15 +40,14 @@ class Way:
         self._launcher = PythonStageLauncher(STAGE, lambda pid: None, share_memory=share_memory)
         self._executor = executor
         self._api = PythonStageApi(STAGE, lambda tokens: "", lambda text: [], end_token=0)
-        self._replica: LocalReplica | None = None
+        self._replica: Engine | None = None
         self._answer: asyncio.Future[Any] | None = None
         self._trips = 0
 
     async def open(self) -> None:
         """Start the replica."""
-        self._replica = await start_local_replica(
-            self._launcher, self._api, self._executor, 0, self._received, self._failed
-        )
+        self._replica = await start_local_engine(self._launcher, self._api, self._executor, 0, self._received)
+        self._replica.on_lost = self._failed
 
     async def close(self) -> None:
         """End it."""

@@ -235,7 +235,7 @@ def test_import_pulls_in_neither_vllm_nor_torch_nor_other_parts_of_ours() -> Non
     assert "vllm_omni_plugin.coordinator.service" in imported
     assert {"vllm", "torch", "numpy"}.isdisjoint(imported)
     ours = {name for name in imported if name.startswith("vllm_omni_plugin.")}
-    assert {name.split(".")[1] for name in ours} == {"coordinator", "curve", "errors", "logger"}
+    assert {name.split(".")[1] for name in ours} == {"coordinator", "curve", "errors", "keep_running", "logger"}
 
 
 def test_child_may_have_as_many_connections_as_the_system_allows(runtime: OmniCoordinatorRuntime) -> None:

@@ -13,7 +13,7 @@ from .suspended import PATIENT, Engine
 EXAMPLES = Path(__file__).parents[2] / "examples" / "pipelines"
 START_S = 300.0
 """Two engines and the making of their models at once, on a machine with other work."""
-_SERVES = re.compile(r"Replica (\d+) of stage (\d+) serves \(engine process (\d+)\)")
+_SERVES = re.compile(r"Replica (\d+)\.(\d+) serves \(engine process (\d+)\)")
 
 
 class PipelineServer(Server):
@@ -59,7 +59,7 @@ class PipelineServer(Server):
 
     def engine(self, stage: int, replica: int = 0) -> Engine:
         """The engine that a local replica runs now."""
-        found = {(int(s), int(r)): int(pid) for r, s, pid in _SERVES.findall(self.log.read_text())}
+        found = {(int(s), int(r)): int(pid) for s, r, pid in _SERVES.findall(self.log.read_text())}
         return Engine(found[stage, replica])
 
     def by_stage(self, name: str) -> dict[int, float]:

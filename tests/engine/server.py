@@ -239,7 +239,7 @@ class Server(ServeProcess):
 
     def engine_pids(self) -> dict[int, int]:
         """Process id of the engine that each replica runs now, from the server's log."""
-        lines = re.findall(r"Replica (\d+) of stage 0 serves \(engine process (\d+)\)", self.log.read_text())
+        lines = re.findall(r"Replica 0\.(\d+) serves \(engine process (\d+)\)", self.log.read_text())
         return {int(replica): int(pid) for replica, pid in lines}
 
     def replicas_up(self) -> int:

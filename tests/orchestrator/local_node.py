@@ -13,10 +13,11 @@ from tests.fakes.engine_api import FakeEngineApi, FakeOutputs, FakeRequest, Fake
 from tests.fakes.engines import UNPROBED, FakeEngine, FakeLauncher
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.coordinator import ReplicaStatus
-from vllm_omni_plugin.orchestrator.local_replicas import LocalReplicas
+from vllm_omni_plugin.orchestrator.local_replicas import LocalReplicas, LocalStage
 from vllm_omni_plugin.orchestrator.messages import SubmitRequest
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.stage_pool import StagePool
+from vllm_omni_plugin.replicas.engine_keeper import Timing
 
 UP = ReplicaStatus.UP
 
@@ -36,9 +37,9 @@ class Node:
         self.launcher = make_launcher(folder)
         self.pool = StagePool(0, LeastQueueLengthBalancer())
         self.orchestrator = Orchestrator([self.pool], FakeEngineApi(), 3, lambda: self.now)
-        self.replicas = LocalReplicas(
-            self.orchestrator, 0, 2, self.launcher, FakeEngineApi(), lambda: self.now, *UNPROBED, self._pause
-        )
+        stages = [LocalStage(0, 2, self.launcher, FakeEngineApi())]
+        timing = Timing(*UNPROBED, lambda: self.now, self._pause)
+        self.replicas = LocalReplicas(self.orchestrator, stages, timing)
 
     async def _pause(self, seconds: float) -> None:
         self.pauses.append(seconds)

@@ -61,13 +61,8 @@ class Fleet(FakeFleet):
         self.pause_over.set()
         self.remote = RemoteReplicas(
             self.orchestrator,
-            {0: FakeEngineApi()},
-            {0: {}},
-            head_id="head",
-            heartbeat_interval=1.0,
-            heartbeat_timeout=10.0,
+            AttachSettings({0: FakeEngineApi()}, "head", {0: {}}, 1.0, 10.0, clock=lambda: self.now),
             attach=self.attach,
-            clock=lambda: self.now,
             delay=self.delay,
         )
         self.orchestrator.remote_replicas = self.remote

@@ -1,10 +1,9 @@
 """A replica of this node whose engine hangs: its requests move, nothing is killed, and it is taken back."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -15,10 +14,12 @@ from tests.fakes.engines import FakeEngine, FakeLauncher
 from tests.orchestrator.local_node import Node, answer, hear, running_node
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.coordinator import ReplicaStatus
-from vllm_omni_plugin.orchestrator.local_replicas import LocalReplicas
+from vllm_omni_plugin.orchestrator.local_replicas import LocalReplicas, LocalStage
 from vllm_omni_plugin.orchestrator.messages import CallReplicas
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.stage_pool import StagePool
+from vllm_omni_plugin.replicas.engine import Engine
+from vllm_omni_plugin.replicas.engine_keeper import Timing
 
 UP, DOWN, ERROR = ReplicaStatus.UP, ReplicaStatus.DOWN, ReplicaStatus.ERROR
 
@@ -34,25 +35,37 @@ class ToldProbe:
 
     def __init__(
         self,
-        client: Any,
+        engine: Engine,
         interval: float,
         timeout: float,
         on_hang: Callable[[str], None],
-        on_answer: Callable[[], None],
+        on_answer: Callable[[], Awaitable[None]],
         clock: Callable[[], float],
     ) -> None:
-        self.client = client
+        self.client = engine.client
         self.hangs = lambda: on_hang("no answer")
-        self.answers = on_answer
+        self.answered = asyncio.Event()
+        self._lost = engine.lost
+        self._on_answer = on_answer
         ToldProbe.made.append(self)
 
-    def start(self, give_up: Callable[[str], None]) -> "asyncio.Task[None]":
-        return asyncio.create_task(asyncio.Event().wait())  # type: ignore[arg-type]
+    def answers(self) -> None:
+        self.answered.set()
+
+    async def run(self) -> str:
+        while not self._lost.done():
+            answered = asyncio.ensure_future(self.answered.wait())
+            await asyncio.wait({answered, self._lost}, return_when=asyncio.FIRST_COMPLETED)
+            if self.answered.is_set():
+                self.answered.clear()
+                await self._on_answer()
+            answered.cancel()
+        return self._lost.result()
 
 
 @pytest.fixture
 async def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Node]:
-    monkeypatch.setattr("vllm_omni_plugin.replicas.local.Probe", ToldProbe)
+    monkeypatch.setattr("vllm_omni_plugin.replicas.engine_keeper.Probe", ToldProbe)
     ToldProbe.made = []
     async with running_node(tmp_path) as node:
         await node.replicas.start()
@@ -126,21 +139,6 @@ async def test_what_an_engine_says_of_requests_that_have_moved_is_dropped(node: 
     assert list(node.orchestrator.request_states["a"].runs[0].produced) == []
 
 
-async def test_an_engine_that_hangs_again_while_it_is_taken_back_stays_out_until_the_next_answer(node: Node) -> None:
-    engine, probe = node.engine_of(0), ToldProbe.made[0]
-    probe.hangs()
-    probe.answers()
-    assert await answer(engine, "abort_requests") == [None]
-    await hear(engine)
-    probe.hangs()
-    await asyncio.sleep(0)
-    assert node.statuses == [ERROR, UP]
-    probe.answers()
-    await take_back(engine)
-    await node.until_statuses(UP, UP)
-    assert not engine.process.ended
-
-
 async def test_an_engine_that_cannot_be_reset_is_started_afresh(node: Node) -> None:
     engine, probe = node.engine_of(0), ToldProbe.made[0]
     probe.hangs()
@@ -203,7 +201,8 @@ async def test_an_engine_that_really_says_nothing_is_left_and_taken_back_on_its_
     launcher = FakeLauncher(tmp_path)
     pool = StagePool(0, LeastQueueLengthBalancer())
     orchestrator = Orchestrator([pool], FakeEngineApi(), 3, lambda: 0.0)
-    replicas = LocalReplicas(orchestrator, 0, 1, launcher, FakeEngineApi(), lambda: 0.0, 0.01, 0.1)
+    stage = LocalStage(0, 1, launcher, FakeEngineApi())
+    replicas = LocalReplicas(orchestrator, [stage], Timing(0.01, 0.1, lambda: 0.0))
     await replicas.start()
     (engine,), (member,) = launcher.engines, pool.members
     # Asserted by the status alone: from here on it may hang again at any moment, as it answers nothing by itself.

@@ -36,7 +36,7 @@ def engine_threads() -> set[threading.Thread]:
 
 async def test_all_replicas_start_at_once_and_serve(node: Node) -> None:
     assert node.statuses == [DOWN, DOWN]
-    assert await node.replicas.start() == [READY, READY]
+    assert await node.replicas.start() == [[READY, READY]]
     assert node.statuses == [UP, UP]
     assert sorted(node.launcher.starts) == [0, 1]
 
@@ -113,17 +113,6 @@ async def test_closing_while_an_engine_is_being_spawned_leaves_none(node: Node) 
     assert all(engine.process.ended for engine in node.launcher.engines)
 
 
-async def test_closing_while_an_engine_loads_kills_it(node: Node) -> None:
-    node.launcher.plan(0, Plan(ready=False))
-    starting = asyncio.create_task(node.replicas.start())
-    await node.until_statuses(DOWN, UP)
-    starting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await starting
-    await node.replicas.close(0.0)
-    assert all(engine.process.killed for engine in node.launcher.engines)
-
-
 async def test_a_replica_that_dies_is_lost_at_once_and_comes_back_after_the_pause(node: Node) -> None:
     await node.replicas.start()
     dead = node.engine_of(0)
@@ -150,40 +139,6 @@ async def test_what_an_engine_said_before_it_died_is_delivered(node: Node) -> No
     items = await node.orchestrator.output_async_queue.get_batch()
     assert outputs.outputs[0].finish_reason == "stop"
     assert [item for item in items if isinstance(item, RequestFailed)] == []
-
-
-async def test_a_replica_that_keeps_dying_waits_longer_each_time(node: Node) -> None:
-    await node.replicas.start()
-    for turn in range(3):
-        node.engine_of(1).process.die()
-        await eventually(lambda turn=turn: len(node.pauses) == turn + 1)  # type: ignore[misc]
-        node.go_on.release()
-        await node.until_back(1, turn + 1)
-    assert node.pauses == [1.0, 2.0, 4.0]
-
-
-async def test_a_replica_that_lived_for_long_comes_back_quickly_again(node: Node) -> None:
-    await node.replicas.start()
-    for turn in range(2):
-        node.now += 100.0
-        node.engine_of(1).process.die()
-        await eventually(lambda turn=turn: len(node.pauses) == turn + 1)  # type: ignore[misc]
-        node.go_on.release()
-        await node.until_back(1, turn + 1)
-    assert node.pauses == [1.0, 1.0]
-
-
-@pytest.mark.parametrize(
-    "plan", [Plan(refuse="busy"), Plan(spawn_error=OSError("no memory"))], ids=["handshake fails", "spawn fails"]
-)
-async def test_a_restart_that_fails_is_tried_again_after_a_longer_pause(node: Node, plan: Plan) -> None:
-    await node.replicas.start()
-    node.launcher.plan(0, plan, plan, Plan())
-    node.engine_of(0).process.die()
-    for _ in range(3):
-        node.go_on.release()
-    await node.until_back(0, restarts=3)
-    assert node.pauses == [1.0, 2.0, 4.0]
 
 
 async def test_an_engine_that_dies_while_it_restarts_is_tried_again(node: Node) -> None:
@@ -262,16 +217,6 @@ async def test_closing_during_a_pause_starts_nothing_more(node: Node) -> None:
     assert len(node.launcher.starts) == 2
 
 
-async def test_closing_during_a_restart_leaves_no_engine(node: Node) -> None:
-    await node.replicas.start()
-    node.launcher.plan(0, Plan(ready=False))
-    node.engine_of(0).process.die()
-    node.go_on.release()
-    await eventually(lambda: len(node.launcher.engines) == 3)
-    await node.replicas.close(0.0)
-    assert all(engine.process.ended for engine in node.launcher.engines)
-
-
 async def test_many_lives_leave_no_descriptor_open(tmp_path: Path) -> None:
     # The first socket opens what the ZMQ context keeps for good.
     zmq.Context.instance().socket(zmq.PULL).close()
@@ -316,18 +261,6 @@ async def test_a_replica_may_be_removed_while_it_waits_for_its_restart(node: Nod
     await asyncio.sleep(0)
     assert node.statuses == [UP]
     assert node.launcher.starts.count(1) == 1
-
-
-async def test_a_replica_may_be_removed_while_it_starts_again(node: Node) -> None:
-    node.launcher.plan(1, Plan(), Plan(ready=False))
-    await node.replicas.start()
-    member = node.pool.member(1)
-    node.engine_of(1).process.die()
-    node.go_on.release()
-    await eventually(lambda: len(node.launcher.engines) == 3, "the restart")
-    node.replicas.leave(member)
-    await eventually(lambda: node.launcher.engines[2].process.ended, "the end of its engine")
-    assert node.statuses == [UP]
 
 
 @pytest.mark.parametrize("node", [GroupLauncher], indirect=True)

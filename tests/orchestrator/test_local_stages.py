@@ -11,12 +11,12 @@ from tests.fakes.engine_api import FakeEngineApi
 from tests.fakes.engines import READY, UNPROBED, FakeLauncher, Plan
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.errors import ReplicaError
-from vllm_omni_plugin.orchestrator.local_replicas import LocalReplicas
-from vllm_omni_plugin.orchestrator.local_stages import LocalStages
+from vllm_omni_plugin.orchestrator.local_replicas import LocalReplicas, LocalStage
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.stage_pool import StagePool
 from vllm_omni_plugin.pipeline.graph import Pipeline
 from vllm_omni_plugin.pipeline.stage import VLLM_ENGINE, Modality, Stage
+from vllm_omni_plugin.replicas.engine_keeper import Timing
 
 PIPELINE = Pipeline(
     (
@@ -38,14 +38,11 @@ class Node:
         for stage_id in range(3):
             (folder / str(stage_id)).mkdir()
             self.launchers.append(FakeLauncher(folder / str(stage_id)))
-        self.stages = LocalStages(
-            [
-                LocalReplicas(
-                    self.orchestrator, stage_id, count, self.launchers[stage_id], apis[stage_id], lambda: 0.0, *UNPROBED
-                )
-                for stage_id, count in enumerate((1, 2, 0))
-            ]
-        )
+        stages = [
+            LocalStage(stage_id, count, self.launchers[stage_id], apis[stage_id])
+            for stage_id, count in enumerate((1, 2, 0))
+        ]
+        self.replicas = LocalReplicas(self.orchestrator, stages, Timing(*UNPROBED, lambda: 0.0))
 
     @property
     def serving(self) -> list[str]:
@@ -57,7 +54,7 @@ async def node(tmp_path: Path) -> AsyncIterator[Node]:
     node = Node(tmp_path)
     running = asyncio.create_task(node.orchestrator.run())
     yield node
-    await node.stages.close(0.0)
+    await node.replicas.close(0.0)
     node.orchestrator.close_queues()
     await running
     engines = [engine for launcher in node.launchers for engine in launcher.engines]
@@ -67,7 +64,7 @@ async def node(tmp_path: Path) -> AsyncIterator[Node]:
 
 
 async def test_a_start_returns_when_all_stages_serve_with_their_ready_responses(node: Node) -> None:
-    assert await node.stages.start() == [[READY], [READY, READY], []]
+    assert await node.replicas.start() == [[READY], [READY, READY], []]
     assert node.serving == ["0.0", "1.0", "1.1"]
 
 
@@ -75,21 +72,14 @@ async def test_a_start_that_fails_names_the_stage_and_leaves_none_loading(node: 
     node.launchers[0].plan(0, Plan(ready=False))
     node.launchers[1].plan(1, Plan(refuse="no such model"))
     with pytest.raises(ReplicaError, match="stage 1: no such model"):
-        await node.stages.start()
+        await node.replicas.start()
     await eventually(lambda: all(engine.process.ended for engine in node.launchers[0].engines), "the end of the other")
 
 
 async def test_a_replica_that_is_removed_is_the_one_of_its_stage(node: Node) -> None:
-    await node.stages.start()
-    node.stages.leave(node.pools[1].member(0))
+    await node.replicas.start()
+    node.replicas.leave(node.pools[1].member(0))
     assert node.serving == ["0.0", "1.1"]
     launcher = node.launchers[1]
     (engine,) = (engine for engine in launcher.engines if engine.identity == launcher.identity(0))
     await eventually(lambda: engine.process.ended, "the end of its engine")
-
-
-async def test_a_close_ends_the_engines_of_all_stages_with_the_grace_it_is_given(node: Node) -> None:
-    await node.stages.start()
-    await node.stages.close(7.0)
-    shutdowns = [engine.process.shutdowns for launcher in node.launchers for engine in launcher.engines]
-    assert shutdowns == [[7.0]] * 3

@@ -181,17 +181,7 @@ async def test_failures_are_tried_again_with_growing_pauses_and_logged_once(
     await fleet.serving(1)
     assert fleet.pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, LONGEST_PAUSE_S, LONGEST_PAUSE_S]
     warnings = [record for record in caplog.records if record.levelname == "WARNING"]
-    assert [record.getMessage() for record in warnings] == ["Replica 0 of stage 0 cannot be attached to: nobody there"]
-
-
-async def test_a_replica_that_is_lost_again_and_again_is_attached_to_less_and_less_often(fleet: Fleet) -> None:
-    await fleet.joined(row(1))
-    for count, lived in enumerate((0.0, 1.0, 1.0, 60.0, 1.0), 1):
-        fleet.now += lived
-        fleet.attachments[-1].link.say_dead()
-        await eventually(lambda count=count: len(fleet.attachments) == count + 1)  # type: ignore[misc]
-        await fleet.serving(1)
-    assert fleet.pauses == [0.1, 0.2, 0.4, 0.1, 0.2]
+    assert [record.getMessage() for record in warnings] == ["Replica 0.0 cannot be attached to: nobody there"]
 
 
 async def test_a_lasting_refusal_is_tried_again_late_or_when_the_replica_has_changed(fleet: Fleet) -> None:
@@ -216,19 +206,13 @@ async def test_a_replica_whose_ready_response_cannot_be_used_is_refused_and_told
     await fleet.read()
     assert [change.replica_id for change in fleet.changes] == [0]
     assert [replica.closed for replica in fleet.attachments] == [False, True]
-    refused = "Replica 1 of stage 0 cannot be attached to: what its engine said when it was ready cannot be used: not a"
+    refused = "Replica 0.1 cannot be attached to: what its engine said when it was ready cannot be used: not a"
     assert refused in caplog.text
     monkeypatch.setattr(Attachment, "ready_response", b"ready")
     fleet.pause_over.set()
     await fleet.serving(2)
     await fleet.read()
     assert [change.replica_id for change in fleet.changes] == [0, 1]
-
-
-async def test_whatever_goes_wrong_a_listed_replica_is_tried_again(fleet: Fleet) -> None:
-    fleet.failures.append(KeyError("a fault of ours"))
-    fleet.register(row(1))
-    await fleet.serving(1)
 
 
 async def test_a_restarted_replica_is_attached_to_anew(fleet: Fleet) -> None:
@@ -300,13 +284,6 @@ async def test_a_stage_that_the_head_does_not_have_is_reported(fleet: Fleet, cap
     assert fleet.pool.members == ()
 
 
-async def test_a_replica_of_another_stage_is_let_go_even_if_it_refuses_nothing(fleet: Fleet) -> None:
-    fleet.register(row(1, stage_id=4))
-    await eventually(lambda: fleet.attachments and fleet.attachments[0].closed)
-    assert fleet.attachments[0].info.stage_id == 0
-    assert fleet.pool.members == ()
-
-
 async def test_of_a_storm_of_registrations_only_so_many_are_attached_to_at_once(fleet: Fleet) -> None:
     fleet.may_attach.clear()
     for number in range(MAX_ATTACHING + 20):
@@ -359,10 +336,4 @@ async def test_a_replica_that_cannot_do_what_its_stage_is_for_is_not_taken(
     assert fleet.pool.serving == ()
     assert fleet.attachments[0].closed
     (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert said.startswith("Replica 0 of stage 0 cannot be attached to: its model cannot 'classify'")
-
-
-async def test_a_replica_that_can_do_it_is_taken(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    # These links answer a call with its name.
-    monkeypatch.setattr(FakeEngineApi, "pooling_task", "get_supported_tasks")
-    await fleet.joined(row(1))
+    assert said.startswith("Replica 0.0 cannot be attached to: its model cannot 'classify'")

@@ -15,12 +15,12 @@ from tests.fakes.engines import READY, UNPROBED, FakeEngine, FakeLauncher, Plan
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.orchestrator.handover import HandoverClosedError
-from vllm_omni_plugin.orchestrator.local_replicas import LocalReplicas
-from vllm_omni_plugin.orchestrator.local_stages import LocalStages
+from vllm_omni_plugin.orchestrator.local_replicas import LocalReplicas, LocalStage
 from vllm_omni_plugin.orchestrator.messages import SubmitRequest
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.thread import OrchestratorThread
+from vllm_omni_plugin.replicas.engine_keeper import Timing
 
 # Nothing that AsyncLLM hands over looks like this, so the orchestrator cannot deal with it.
 UNKNOWN_TO_ENGINES = SubmitRequest(object(), 0.0)
@@ -36,8 +36,10 @@ class Head:
         self.orchestrator = Orchestrator([pool], FakeEngineApi(), 3, lambda: 0.0)
         self.thread = OrchestratorThread(
             self.orchestrator,
-            lambda: LocalStages(
-                [LocalReplicas(self.orchestrator, 0, 2, self.launcher, FakeEngineApi(), lambda: 0.0, *UNPROBED)]
+            lambda: LocalReplicas(
+                self.orchestrator,
+                [LocalStage(0, 2, self.launcher, FakeEngineApi())],
+                Timing(*UNPROBED, lambda: 0.0),
             ),
         )
 

@@ -10,7 +10,7 @@ from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeEngineApi
 from tests.replicas.cache_publisher import FakePublisher, Mirror, stored
 from tests.replicas.server.engines import ServedFakeLauncher
-from vllm_omni_plugin.replicas.local import LocalReplica, start_local_replica
+from vllm_omni_plugin.replicas.engine import Engine, start_local_engine
 
 
 @pytest.fixture
@@ -26,8 +26,8 @@ def executor() -> Iterator[ThreadPoolExecutor]:
         yield executor
 
 
-async def start(launcher: ServedFakeLauncher, executor: ThreadPoolExecutor) -> LocalReplica:
-    return await start_local_replica(launcher, FakeEngineApi(), executor, 0, lambda _: None, lambda _: None)
+async def start(launcher: ServedFakeLauncher, executor: ThreadPoolExecutor) -> Engine:
+    return await start_local_engine(launcher, FakeEngineApi(), executor, 0, lambda _: None)
 
 
 async def test_a_local_engine_is_followed_until_its_replica_is_closed(

@@ -10,7 +10,7 @@ from typing import Any
 from tests.fakes.conditions import eventually
 from vllm_omni_plugin.pipeline.stage import Modality, Stage
 from vllm_omni_plugin.pipeline.transfer import StageInput, StageOutput
-from vllm_omni_plugin.replicas.local import LocalReplica, start_local_replica
+from vllm_omni_plugin.replicas.engine import Engine, start_local_engine
 from vllm_omni_plugin.stages.api import PythonStageApi
 from vllm_omni_plugin.stages.launcher import PythonStageLauncher
 
@@ -55,17 +55,16 @@ class Head:
     outputs: list[Any] = field(default_factory=list)
     stats: list[Any] = field(default_factory=list)
     deaths: list[str] = field(default_factory=list)
-    replicas: list[LocalReplica] = field(default_factory=list)
+    replicas: list[Engine] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.api = api(self.stage)
         self.launcher = PythonStageLauncher(self.stage, self.spawned.append, share_memory=self.share_memory)
 
-    async def start(self) -> LocalReplica:
+    async def start(self) -> Engine:
         """Start a replica and attach to it."""
-        replica = await start_local_replica(
-            self.launcher, self.api, self.executor, 0, self._on_outputs, self.deaths.append
-        )
+        replica = await start_local_engine(self.launcher, self.api, self.executor, 0, self._on_outputs)
+        replica.on_lost = self.deaths.append
         self.replicas.append(replica)
         return replica
 

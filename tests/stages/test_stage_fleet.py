@@ -16,9 +16,10 @@ from tests.stages.heads import END_TOKEN, source, stage
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.orchestrator import Orchestrator, StagePool, StageRun
-from vllm_omni_plugin.orchestrator.local_replicas import LocalReplicas
+from vllm_omni_plugin.orchestrator.local_replicas import LocalReplicas, LocalStage
 from vllm_omni_plugin.orchestrator.messages import SubmitRequest
 from vllm_omni_plugin.pipeline.transfer import StageInput, StageOutput
+from vllm_omni_plugin.replicas.engine_keeper import Timing
 from vllm_omni_plugin.stages.api import PythonStageApi
 from vllm_omni_plugin.stages.launcher import PythonStageLauncher
 from vllm_omni_plugin.stages.process import StartingStage
@@ -58,9 +59,8 @@ class Fleet:
         self.api = DirectApi(STAGE, lambda tokens: "", lambda text: (), END_TOKEN)
         self.pool = StagePool(0, LeastQueueLengthBalancer())
         self.orchestrator = Orchestrator([self.pool], self.api, 3, time.monotonic)
-        self.replicas = LocalReplicas(
-            self.orchestrator, 0, 2, self.launcher, self.api, time.monotonic, 1.0, 10.0, no_pause
-        )
+        stage = LocalStage(0, 2, self.launcher, self.api)
+        self.replicas = LocalReplicas(self.orchestrator, [stage], Timing(1.0, 10.0, time.monotonic, no_pause))
 
     def submit(self, request_id: str, given: StageInput) -> None:
         request = source(request_id, given=given, mm_features=None, resumable=False)

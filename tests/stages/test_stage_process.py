@@ -22,7 +22,7 @@ async def test_a_request_is_answered_with_what_the_class_computes() -> None:
         assert (answer.text, list(answer.token_ids), answer.finish_reason) == ("hello?", [1, 2], "stop")
         assert answer.metadata == {"batch": 1, "device": "cpu", "pid": replica.pid, "voice": "low", "speed": 2}
         assert head.numbers("a") == [[0]]
-    assert head.deaths == ["closed: it exited with code 0"]
+    assert head.replicas[0].lost.result() == "closed: it exited with code 0"
 
 
 async def test_what_waits_is_one_batch_of_at_most_the_size_that_the_class_takes() -> None:

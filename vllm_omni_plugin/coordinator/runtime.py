@@ -1,14 +1,18 @@
 """Keeps one coordinator running in its own process, on the same addresses, for as long as its owner lives."""
 
+import asyncio
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
+
+import msgspec
 
 from vllm_omni_plugin.coordinator.process import ChildArguments, CoordinatorProcess, Ready
 from vllm_omni_plugin.coordinator.publishing import KEEP_ALIVE_INTERVAL
 from vllm_omni_plugin.coordinator.sockets import RECONNECT_MAX_MS
-from vllm_omni_plugin.errors import OmniError
+from vllm_omni_plugin.keep_running import Backoff, keep_running
 from vllm_omni_plugin.logger import init_logger
 
 logger = init_logger(__name__)
@@ -62,8 +66,8 @@ class OmniCoordinatorRuntime:
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._child: CoordinatorProcess | None = None
-        first_start: Future[Ready] = Future()
-        first = ChildArguments(
+        self._first_start: Future[Ready] = Future()
+        self._arguments = ChildArguments(
             f"tcp://{host}:{port}",
             f"tcp://{LIST_HOST}:0",
             heartbeat_timeout,
@@ -71,12 +75,13 @@ class OmniCoordinatorRuntime:
             secret_file=secret_file,
             first_numbers=dict(first_numbers or {}),
         )
-        self._thread = threading.Thread(
-            target=self._supervise, args=(first, first_start), name="omni-coordinator-runtime", daemon=True
-        )
+        # Linux tells the child of the end of the thread that made it, so this thread lives as long as the runtime. It
+        # has no other work, so what it runs may block.
+        name = "omni-coordinator-runtime"
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name=name, daemon=True)
         self._thread.start()
         try:
-            ready = first_start.result()
+            ready = self._first_start.result()
         except BaseException:
             self.close()
             raise
@@ -101,64 +106,39 @@ class OmniCoordinatorRuntime:
                 self._child.kill()
         self._thread.join()
 
-    def _supervise(self, first: ChildArguments, first_start: "Future[Ready]") -> None:
+    async def _run(self) -> None:
+        backoff = Backoff(FIRST_DELAY, MAX_DELAY, STABLE_AFTER)
         try:
-            child, ready = self._start(first)
+            await keep_running(self._process, backoff, time.monotonic, self._pause)
         except BaseException as error:
-            first_start.set_exception(error)
-            return
-        first_start.set_result(ready)
-        again = ChildArguments(
-            ready.router_address,
-            ready.pub_address,
-            first.heartbeat_timeout,
-            first.beat_interval,
-            secret_file=first.secret_file,
-            # By then every replica has connected again and sent a heartbeat, which it does at least three times per
-            # timeout. No longer than that, because heads were promised a list every 5 s.
-            settle_time=min(KEEP_ALIVE_INTERVAL, first.heartbeat_timeout / 3 + RECONNECT_MAX_MS / 1000),
-            first_numbers=first.first_numbers,
-        )
-        self._keep_running(child, again)
+            self._first_start.set_exception(error)
 
-    def _keep_running(self, child: CoordinatorProcess, again: ChildArguments) -> None:
-        delay = FIRST_DELAY
-        while True:
-            started_at = time.monotonic()
-            ended = self._wait_for_loss(child)
-            if self._closing.is_set():
-                return
-            if time.monotonic() - started_at >= STABLE_AFTER:
-                delay = FIRST_DELAY
-            logger.error("The coordinator process %s; it is restarted in %.1f s", ended, delay)
-            restarted = self._restart(again, delay)
-            if restarted is None:
-                return
-            child = restarted
-            delay = min(MAX_DELAY, delay * 2)
-
-    def _start(self, arguments: ChildArguments) -> tuple[CoordinatorProcess, Ready]:
-        child = CoordinatorProcess(arguments)
+    @asynccontextmanager
+    async def _process(self) -> AsyncIterator[Awaitable[str]]:
+        child = CoordinatorProcess(self._arguments)
         with self._lock:
             self._child = child
             if self._closing.is_set():
                 child.stop()
         try:
-            return child, child.wait_ready(START_TIMEOUT)
-        except BaseException:
+            ready = child.wait_ready(START_TIMEOUT)
+            if self._first_start.done():
+                logger.warning("The coordinator process serves again on %s", ready.router_address)
+            else:
+                self._arguments = _again(self._arguments, ready)
+                self._first_start.set_result(ready)
+            yield self._end_of(child)
+        finally:
             child.kill()
             self._wait_for_end(child)
-            raise
 
-    def _wait_for_loss(self, child: CoordinatorProcess) -> str:
-        """Block until the process ends, or hangs and is killed; return which of them."""
+    async def _end_of(self, child: CoordinatorProcess) -> str:
+        """Wait until the process ends or hangs; return which of them."""
         try:
             while child.beats(self._answer_timeout):
                 pass
         except TimeoutError:
-            child.kill()
-            self._wait_for_end(child)
-            return f"did not answer for {self._answer_timeout:g} s and was killed"
+            return f"did not answer for {self._answer_timeout:g} s and is killed"
         return f"ended with code {self._wait_for_end(child)}"
 
     def _wait_for_end(self, child: CoordinatorProcess) -> int:
@@ -167,15 +147,20 @@ class OmniCoordinatorRuntime:
             self._child = None
         return code
 
-    def _restart(self, arguments: ChildArguments, delay: float) -> CoordinatorProcess | None:
-        """Start again after ``delay`` seconds, and again until it succeeds; return None once the runtime is closing."""
-        while not self._closing.wait(delay):
-            try:
-                child, ready = self._start(arguments)
-            except (OmniError, OSError) as error:
-                delay = min(MAX_DELAY, delay * 2)
-                logger.error("The coordinator process could not be restarted: %s; next try in %.1f s", error, delay)
-            else:
-                logger.warning("The coordinator process serves again on %s", ready.router_address)
-                return child
-        return None
+    async def _pause(self, seconds: float, reason: str | Exception) -> bool:
+        if not self._closing.is_set():
+            what = "could not be restarted:" if isinstance(reason, Exception) else ""
+            logger.error("The coordinator process %s %s; next start in %.1f s", what, reason, seconds)
+        return not self._closing.wait(seconds)
+
+
+def _again(first: ChildArguments, ready: Ready) -> ChildArguments:
+    """What later processes are told: to serve where the first one does, once they know who is there."""
+    return msgspec.structs.replace(
+        first,
+        router_zmq_addr=ready.router_address,
+        pub_zmq_addr=ready.pub_address,
+        # By then every replica has connected again and sent a heartbeat, which it does at least three times per
+        # timeout. No longer than that, because heads were promised a list every 5 s.
+        settle_time=min(KEEP_ALIVE_INTERVAL, first.heartbeat_timeout / 3 + RECONNECT_MAX_MS / 1000),
+    )

@@ -2,15 +2,16 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, MutableSequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableSequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import Any, Protocol
+from multiprocessing.process import BaseProcess
+from typing import Any
 
 from vllm_omni_plugin.errors import OmniError
+from vllm_omni_plugin.keep_running import Backoff, keep_running
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.replicas.backoff import RestartBackoff
 from vllm_omni_plugin.replicas.engine_start import spawn
 
 logger = init_logger(__name__)
@@ -19,25 +20,6 @@ NOT_ACCEPTING = 2**31 - 1
 """What vLLM's API servers say of their open connections while they accept none."""
 
 _LOOK_EVERY_S = 1.0
-
-
-class ApiServer(Protocol):
-    """A running process; `multiprocessing.Process` in service."""
-
-    @property
-    def pid(self) -> int | None: ...
-
-    @property
-    def sentinel(self) -> int: ...
-
-    @property
-    def exitcode(self) -> int | None: ...
-
-    def terminate(self) -> None: ...
-
-    def kill(self) -> None: ...
-
-    def join(self) -> None: ...
 
 
 class ApiServers:
@@ -54,7 +36,7 @@ class ApiServers:
     def __init__(
         self,
         connections: MutableSequence[int],
-        start: Callable[[int], ApiServer],
+        start: Callable[[int], BaseProcess],
         bury: Callable[[int, int], None],
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -65,7 +47,7 @@ class ApiServers:
         self._bury = bury
         self._clock = clock
         self._delay = delay
-        self._running: dict[int, ApiServer] = {}
+        self._running: dict[int, BaseProcess] = {}
         self._stopping = asyncio.Event()
         self._hurrying = False
         self._stopped = asyncio.Event()
@@ -107,64 +89,59 @@ class ApiServers:
             process.kill()
 
     async def _keep(self, index: int) -> None:
-        backoff = RestartBackoff()
-        has_served = False
-        while not self._stopping.is_set():
-            started_at = self._clock()
-            served, end = await self._run_one(index)
-            has_served = has_served or served
-            if self._stopping.is_set():
-                return
-            if not has_served:
-                raise OmniError(f"API server {index} {end} before it served")
-            pause = backoff.after(self._clock() - started_at if served else 0.0)
-            logger.error("API server %d %s; it is started again in %.0f s.", index, end, pause)
-            await self._pause(pause)
-
-    async def _run_one(self, index: int) -> tuple[bool, str]:
-        """Start a process and wait until it has ended; return whether it has served, and how it ended."""
         try:
-            # It waits for engines that are being spawned, and the loop has their replicas' heartbeats to answer.
-            process = await spawn(self._spawner, partial(self._start, index), partial(self._end, index))
-        except OSError as error:
-            return False, f"could not be started ({error})"
-        served = await self._watch(index, process)
-        return served, f"(process {process.pid}) ended with code {process.exitcode}"
+            await keep_running(partial(self._api_server, index), Backoff(), self._clock, partial(self._pause, index))
+        except (OmniError, OSError) as error:
+            # What ends before it served is no fault once all are to end.
+            if not self._stopping.is_set():
+                raise OmniError(f"API server {index} {error}") from error
 
-    async def _watch(self, index: int, process: ApiServer) -> bool:
-        """Wait until a process has ended; return whether it has served."""
+    @asynccontextmanager
+    async def _api_server(self, index: int) -> AsyncIterator[Awaitable[str]]:
+        """Start a process, and see that it has ended when this is exited."""
+        # It waits for engines that are being spawned, and the loop has their replicas' heartbeats to answer.
+        process = await spawn(self._spawner, partial(self._start, index), partial(self._end, index))
         loop = asyncio.get_running_loop()
         ended = asyncio.Event()
         self._running[index] = process
         loop.add_reader(process.sentinel, ended.set)
-        if self._hurrying:
-            process.kill()
-        elif self._stopping.is_set():
-            process.terminate()
-        served = False
         try:
-            while not ended.is_set():
-                # It tells by shared memory only, and takes that back if it ends in order.
+            if self._hurrying:
+                process.kill()
+            elif self._stopping.is_set():
+                process.terminate()
+            # It says by shared memory only that it serves.
+            while self._connections[index] == NOT_ACCEPTING:
+                if ended.is_set():
+                    raise OmniError(f"(process {process.pid}) ended with code {process.exitcode} before it served")
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(ended.wait(), None if served else _LOOK_EVERY_S)
-                served = served or self._connections[index] != NOT_ACCEPTING
-            return served
+                    await asyncio.wait_for(ended.wait(), _LOOK_EVERY_S)
+            yield _how_it_ended(process, ended)
         finally:
             loop.remove_reader(process.sentinel)
             del self._running[index]
             self._end(index, process)
 
-    def _end(self, index: int, process: ApiServer) -> None:
+    def _end(self, index: int, process: BaseProcess) -> None:
         process.kill()
         process.join()
         self._connections[index] = NOT_ACCEPTING
         assert process.pid is not None
         self._bury(index, process.pid)
 
-    async def _pause(self, seconds: float) -> None:
+    async def _pause(self, index: int, seconds: float, reason: str | Exception) -> bool:
+        if self._stopping.is_set():
+            return False
+        logger.error("API server %d %s; it is started again in %.0f s.", index, reason, seconds)
         waiting = [asyncio.ensure_future(self._delay(seconds)), asyncio.ensure_future(self._stopping.wait())]
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for future in waiting:
                 future.cancel()
+        return not self._stopping.is_set()
+
+
+async def _how_it_ended(process: BaseProcess, ended: asyncio.Event) -> str:
+    await ended.wait()
+    return f"(process {process.pid}) ended with code {process.exitcode}"

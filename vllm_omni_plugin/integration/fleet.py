@@ -23,8 +23,7 @@ from vllm_omni_plugin.integration.listening import (
 from vllm_omni_plugin.integration.pipeline_config import stage_plans
 from vllm_omni_plugin.integration.stage_plan import StagePlan
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.orchestrator.local_replicas import LocalReplicas
-from vllm_omni_plugin.orchestrator.local_stages import LocalStages
+from vllm_omni_plugin.orchestrator.local_replicas import LocalReplicas, LocalStage
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.peer_calls import PeerCalls
 from vllm_omni_plugin.orchestrator.remote_replicas import RemoteReplicas
@@ -33,7 +32,9 @@ from vllm_omni_plugin.orchestrator.stage_api import StageApi
 from vllm_omni_plugin.orchestrator.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.thread import OrchestratorThread
 from vllm_omni_plugin.orchestrator.work_exchange import WorkExchange
+from vllm_omni_plugin.replicas.engine_keeper import Timing
 from vllm_omni_plugin.replicas.reaper import Reaper
+from vllm_omni_plugin.replicas.remote import AttachSettings
 from vllm_omni_plugin.replicas.socket_folder import use_socket_folder
 from vllm_omni_plugin.vllm_api.cache_events import why_no_cache_events
 from vllm_omni_plugin.vllm_api.launch import spawn_only
@@ -77,7 +78,7 @@ class Fleet:
         self._pools = [_pool(plan) for plan in self._plans]
         self.orchestrator = self._make_orchestrator()
         self._thread = OrchestratorThread(
-            self.orchestrator, self._local_stages, self._remote_replicas if options.is_open else None
+            self.orchestrator, self._local_replicas, self._remote_replicas if options.is_open else None
         )
         self._head_id = f"{socket.gethostname()}-{uuid.uuid4().hex}"
         self.coordinator = self._start_coordinator() if options.is_open and not options.join else None
@@ -178,36 +179,29 @@ class Fleet:
         if seat is not None:
             seat.report_work(work, full=full)
 
-    def _local_stages(self) -> LocalStages:
-        return LocalStages(
-            [
-                LocalReplicas(
-                    self.orchestrator,
-                    plan.stage_id,
-                    plan.replicas,
-                    plan.launcher_for(self._reaper.watch, pool.wants_cache_events),
-                    plan.api,
-                    time.monotonic,
-                    self._options.heartbeat_interval,
-                    self._options.heartbeat_timeout,
-                )
-                for plan, pool in zip(self._plans, self._pools, strict=True)
-            ]
-        )
+    def _local_replicas(self) -> LocalReplicas:
+        stages = [
+            LocalStage(
+                plan.stage_id, plan.replicas, plan.launcher_for(self._reaper.watch, pool.wants_cache_events), plan.api
+            )
+            for plan, pool in zip(self._plans, self._pools, strict=True)
+        ]
+        timing = Timing(self._options.heartbeat_interval, self._options.heartbeat_timeout, time.monotonic)
+        return LocalReplicas(self.orchestrator, stages, timing)
 
     def _remote_replicas(self) -> RemoteReplicas:
         self.orchestrator.exchange = WorkExchange(self._pools, self._report_work)
         self.orchestrator.peer_calls = PeerCalls(self.orchestrator, self._head_id, self._seat_now)
-        return RemoteReplicas(
-            self.orchestrator,
-            {plan.stage_id: plan.api for plan in self._plans},
-            {plan.stage_id: plan.fingerprint for plan in self._plans},
+        settings = AttachSettings(
+            codecs={plan.stage_id: plan.api for plan in self._plans},
             head_id=self._head_id,
+            fingerprints={plan.stage_id: plan.fingerprint for plan in self._plans},
             heartbeat_interval=self._options.heartbeat_interval,
             heartbeat_timeout=self._options.heartbeat_timeout,
-            max_message_bytes=self._options.max_message_bytes,
             secrets=self._secrets,
+            max_message_bytes=self._options.max_message_bytes,
         )
+        return RemoteReplicas(self.orchestrator, settings)
 
 
 def _secured(options: OmniConfig) -> OmniConfig:

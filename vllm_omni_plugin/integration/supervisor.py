@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from vllm_omni_plugin.integration.api_servers import ApiServers
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.replicas.limits import worded
-from vllm_omni_plugin.replicas.node import SIGNALS
+from vllm_omni_plugin.replicas.node import running_together
 from vllm_omni_plugin.replicas.server import ReplicaServer
 
 logger = init_logger(__name__)
@@ -29,7 +28,6 @@ async def supervise(api_servers: ApiServers, replicas: Sequence[ReplicaServer], 
     Raises:
         OmniError: a replica or an API server could not be started the first time. Nothing is left running.
     """
-    loop = asyncio.get_running_loop()
     told = asyncio.Event()
 
     def on_signal(signum: int) -> None:
@@ -38,23 +36,15 @@ async def supervise(api_servers: ApiServers, replicas: Sequence[ReplicaServer], 
             api_servers.kill()
         told.set()
 
-    for signum in SIGNALS:
-        loop.add_signal_handler(signum, on_signal, signum)
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(api_servers.run())
-            for replica in replicas:
-                tasks.create_task(replica.run())
-            await told.wait()
-            logger.info("Ending: requests in flight have %g s.", shutdown_timeout)
-            # Ctrl-C and some service managers tell engines, too, which then end once they have nothing to do.
-            for replica in replicas:
-                replica.restart_no_more()
-            await api_servers.stop(shutdown_timeout + _GRACE_S)
-            for replica in replicas:
-                replica.leave_now("its head was told to end")
-    except ExceptionGroup as failures:
-        raise worded(failures.exceptions[0]) from failures
-    finally:
-        for signum in SIGNALS:
-            loop.remove_signal_handler(signum)
+    async with running_together(on_signal) as tasks:
+        tasks.create_task(api_servers.run())
+        for replica in replicas:
+            tasks.create_task(replica.run())
+        await told.wait()
+        logger.info("Ending: requests in flight have %g s.", shutdown_timeout)
+        # Ctrl-C and some service managers tell engines, too, which then end once they have nothing to do.
+        for replica in replicas:
+            replica.restart_no_more()
+        await api_servers.stop(shutdown_timeout + _GRACE_S)
+        for replica in replicas:
+            replica.leave_now("its head was told to end")

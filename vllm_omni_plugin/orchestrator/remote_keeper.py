@@ -2,12 +2,14 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
 from vllm_omni_plugin.coordinator import ReplicaInfo, ReplicaStatus
 from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.keep_running import Backoff, keep_running
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.stage_pool import PoolMember
@@ -60,7 +62,7 @@ class RemoteReplicaKeeper:
         self._clock = clock
         self._delay = delay
         self._news = asyncio.Event()
-        self._gone = asyncio.Event()
+        self._gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._server_drains = False
         self.joined = False
         self._replica: RemoteReplica | None = None
@@ -94,64 +96,52 @@ class RemoteReplicaKeeper:
 
     def on_dead(self, reason: str) -> None:
         """The attachment is void: a loss, unless it has not come into service or we end it ourselves."""
-        self._gone.set()
+        self._let_go(reason)
         if self.attached is not None:
             self._orchestrator.replica_lost(self.member, reason)
 
     async def run(self, attach: RemoteReplicaFactory) -> None:
         """Attach, serve, and attach again after a loss, until cancelled."""
-        pause = FIRST_PAUSE_S
-        while True:
-            await self._listed_as_up()
-            self._news.clear()
-            self._gone.clear()
-            self._server_drains = lasting = False
-            began_at = self._clock()
-            try:
-                await self._serve(attach)
-                if self._clock() - began_at > LONGEST_PAUSE_S:
-                    pause = FIRST_PAUSE_S
-            except Exception as error:
-                # Whatever went wrong, a replica that is given up here would not be tried again while it is listed.
-                lasting = isinstance(error, AttachRefusedError) and error.lasting
-                self._report(error, logging.ERROR if lasting else logging.WARNING)
-            await self._pause(LASTING_REFUSAL_PAUSE_S if lasting else pause)
-            pause = min(2 * pause, LONGEST_PAUSE_S)
+        backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, LONGEST_PAUSE_S)
+        await keep_running(partial(self._attachment, attach), backoff, self._clock, self._pause, must_start=False)
 
-    async def _serve(self, attach: RemoteReplicaFactory) -> None:
-        """One attachment, from the handshake to its end; raises if it never came into service."""
+    @asynccontextmanager
+    async def _attachment(self, attach: RemoteReplicaFactory) -> AsyncIterator[Awaitable[str]]:
+        """Attach as soon as the replica is listed as UP, and serve; raises if it cannot come into service."""
+        while not self._accepts:
+            self._news.clear()
+            await self._news.wait()
+        self._news.clear()
+        self._gone = asyncio.get_running_loop().create_future()
+        self._server_drains = False
         member = self.member
         replica: RemoteReplica = await attach(member.stage_id, member.replica_id)
         self._replica = replica
         try:
             member.incarnation = replica.incarnation
             await self._orchestrator.admit(member, replica.client, replica.ready_response)
-            if self._gone.is_set():
+            if self._gone.done():
                 raise ReplicaError("it was lost as soon as it was attached")
-            self._join(replica)
-            self._place_holds()
-            self._orchestrator.replica_serves(
-                member, replica.client, self.info.input_addr, self.info.output_addr, replica.ready_response
-            )
-            if self._pool.follows_caches:
-                replica.follow_cache(partial(self._pool.cache_changed, member))
-            self._await_drain()
-            self._last_failure = ""
-            logger.info(
-                "Replica %d of stage %d serves (attached to %s).",
-                member.replica_id,
-                member.stage_id,
-                self.info.control_addr,
-            )
-            await self._gone.wait()
+            self._serve(replica)
+            yield self._gone
         finally:
             self._replica = None
             replica.close()
 
-    def _join(self, replica: RemoteReplica) -> None:
+    def _serve(self, replica: RemoteReplica) -> None:
+        member = self.member
         if not self.joined:
             self.joined = True
-            self._orchestrator.replica_joined(self.member, replica.ready_response)
+            self._orchestrator.replica_joined(member, replica.ready_response)
+        self._place_holds()
+        self._orchestrator.replica_serves(
+            member, replica.client, self.info.input_addr, self.info.output_addr, replica.ready_response
+        )
+        if self._pool.follows_caches:
+            replica.follow_cache(partial(self._pool.cache_changed, member))
+        self._await_drain()
+        self._last_failure = ""
+        logger.info("Replica %s serves (attached to %s).", member.name, self.info.control_addr)
 
     def _place_holds(self) -> None:
         drains = self._server_drains or (not self._accepts and self.info.status is ReplicaStatus.DRAINING)
@@ -171,31 +161,29 @@ class RemoteReplicaKeeper:
         member = self.member
         if idle.cancelled() or member.client is None or member.in_flight or DRAIN_HOLD not in member.held_back:
             return
-        logger.info("Replica %d of stage %d has drained.", member.replica_id, member.stage_id)
+        logger.info("Replica %s has drained.", member.name)
         self._pool.lose(member, ReplicaStatus.DRAINING)
-        self._gone.set()
+        self._let_go("it has drained")
 
-    async def _listed_as_up(self) -> None:
-        while not self._accepts:
-            self._news.clear()
-            await self._news.wait()
+    def _let_go(self, reason: str) -> None:
+        if not self._gone.done():
+            self._gone.set_result(reason)
 
-    async def _pause(self, seconds: float) -> None:
+    async def _pause(self, seconds: float, reason: str | Exception) -> bool:
         """Wait before the next attempt, but not longer than for news of the replica."""
-        waits = [asyncio.ensure_future(self._delay(seconds)), asyncio.ensure_future(self._news.wait())]
+        lasting = isinstance(reason, AttachRefusedError) and reason.lasting
+        if isinstance(reason, Exception):
+            self._report(reason, logging.ERROR if lasting else logging.WARNING)
+        pause = asyncio.ensure_future(self._delay(LASTING_REFUSAL_PAUSE_S if lasting else seconds))
+        news = asyncio.ensure_future(self._news.wait())
         try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({pause, news}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for wait in waits:
-                wait.cancel()
+            pause.cancel()
+            news.cancel()
+        return True
 
     def _report(self, error: Exception, level: int) -> None:
         text = str(error) or repr(error)
         repeated, self._last_failure = text == self._last_failure, text
-        logger.log(
-            logging.DEBUG if repeated else level,
-            "Replica %d of stage %d cannot be attached to: %s",
-            self.member.replica_id,
-            self.member.stage_id,
-            text,
-        )
+        logger.log(logging.DEBUG if repeated else level, "Replica %s cannot be attached to: %s", self.member.name, text)

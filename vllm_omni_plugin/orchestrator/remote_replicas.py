@@ -1,33 +1,26 @@
 """The replicas of other processes: attached to as the coordinator lists them, let go as it does not."""
 
 import asyncio
-import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
+from functools import partial
 
-import zmq
 from msgspec.structs import replace
 
-from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.coordinator import ReplicaInfo, ReplicaKey
-from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.membership import ADMIN_HOLD
 from vllm_omni_plugin.orchestrator.messages import RegisterRemoteReplica, UnregisterRemoteReplica
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.remote_keeper import RemoteReplicaFactory, RemoteReplicaKeeper
+from vllm_omni_plugin.orchestrator.remote_keeper import RemoteReplicaKeeper
 from vllm_omni_plugin.orchestrator.replica_list import key_of
 from vllm_omni_plugin.orchestrator.stage_pool import PoolMember
-from vllm_omni_plugin.replicas.connection import Context
 from vllm_omni_plugin.replicas.remote import AttachRemote, AttachSettings, Listeners, RemoteReplica, attach_remote
-from vllm_omni_plugin.replicas.stage_client import Codec
 
 logger = init_logger(__name__)
 
 MAX_ATTACHING = 256
 """Attempts at once. Opening the sockets of one takes a third of a millisecond, in which no request moves on."""
-_MAX_SOCKETS = 16384
-"""Nine for each replica, with those that watch the others; ZMQ's own limit would end at 113 replicas."""
 
 
 class RemoteReplicas:
@@ -35,48 +28,21 @@ class RemoteReplicas:
 
     Args:
         orchestrator: gets their outputs and learns of their losses.
-        codecs: see `StageClient`; by stage.
-        fingerprints: this head's configuration by stage, see `vllm_api.fingerprint`.
-        head_id: names this head to replica servers and in their logs; no other has it.
-        heartbeat_interval: seconds between signs of life to each replica's server.
-        heartbeat_timeout: seconds without one of the server's after which it is lost.
-        max_message_bytes: the largest message of an engine.
-        secrets: what servers and heads of this fleet know, None where links are open.
+        settings: this head's; its context is terminated by `close`.
         attach: opens one.
-        clock: monotonic seconds.
         delay: waits between attempts.
     """
 
     def __init__(
         self,
         orchestrator: Orchestrator,
-        codecs: Mapping[int, Codec],
-        fingerprints: Mapping[int, Mapping[str, str]],
+        settings: AttachSettings,
         *,
-        head_id: str,
-        heartbeat_interval: float,
-        heartbeat_timeout: float,
-        max_message_bytes: int = OmniConfig().max_message_bytes,
-        secrets: Secrets | None = None,
         attach: AttachRemote = attach_remote,
-        clock: Callable[[], float] = time.monotonic,
         delay: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._orchestrator = orchestrator
-        self._context: Context = zmq.Context()
-        self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
-        self._settings = AttachSettings(
-            context=self._context,
-            codecs=codecs,
-            head_id=head_id,
-            fingerprints=fingerprints,
-            heartbeat_interval=heartbeat_interval,
-            heartbeat_timeout=heartbeat_timeout,
-            max_message_bytes=max_message_bytes,
-            secrets=secrets,
-            clock=clock,
-        )
-        self._clock = clock
+        self._settings = settings
         self._attach = attach
         self._delay = delay
         self._keepers: dict[ReplicaKey, RemoteReplicaKeeper] = {}
@@ -135,7 +101,7 @@ class RemoteReplicas:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         # Waits until the servers have been told, or half a second.
-        await asyncio.to_thread(self._context.term)
+        await asyncio.to_thread(self._settings.context.term)
 
     async def _turn_away(self, info: ReplicaInfo) -> None:
         """Let a replica of a stage that is not ours refuse this head, so that both ends say why."""
@@ -157,10 +123,10 @@ class RemoteReplicas:
         if key in self._orchestrator.drained:
             pool.hold_back(member, ADMIN_HOLD)
         keeper = self._keepers[key] = RemoteReplicaKeeper(
-            self._orchestrator, member, info, message.accepts, self._clock, self._delay
+            self._orchestrator, member, info, message.accepts, self._settings.clock, self._delay
         )
         task = asyncio.get_running_loop().create_task(
-            keeper.run(self._factory(keeper)), name=f"omni-replica-{member.stage_id}.{member.replica_id}"
+            keeper.run(partial(self._open, keeper)), name=f"omni-replica-{member.name}"
         )
         self._tasks[keeper] = task
         task.add_done_callback(lambda _: self._tasks.pop(keeper))
@@ -173,12 +139,9 @@ class RemoteReplicas:
         self._tasks[keeper].cancel()
         self._orchestrator.replica_left(member)
         if keeper.joined:
-            logger.info("Replica %d of stage %d has left: %s.", member.replica_id, member.stage_id, reason)
+            logger.info("Replica %s has left: %s.", member.name, reason)
 
-    def _factory(self, keeper: RemoteReplicaKeeper) -> RemoteReplicaFactory:
-        async def open_replica(stage_id: int, replica_id: int) -> RemoteReplica:
-            listeners = Listeners(keeper.on_outputs, keeper.on_dead, keeper.on_status)
-            async with self._attaching:
-                return await self._attach(keeper.info, replica_id, self._settings, listeners)
-
-        return open_replica
+    async def _open(self, keeper: RemoteReplicaKeeper, stage_id: int, replica_id: int) -> RemoteReplica:
+        listeners = Listeners(keeper.on_outputs, keeper.on_dead, keeper.on_status)
+        async with self._attaching:
+            return await self._attach(keeper.info, replica_id, self._settings, listeners)

@@ -11,7 +11,7 @@ import uvloop
 
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.orchestrator.local_stages import LocalStages
+from vllm_omni_plugin.orchestrator.local_replicas import LocalReplicas
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.remote_replicas import RemoteReplicas
 
@@ -28,23 +28,23 @@ class OrchestratorThread:
 
     Args:
         orchestrator: runs on the thread's loop; its queues are the way to it.
-        local_stages: builds the keeper of this node's replicas, called on the thread's loop.
+        local_replicas: builds the keeper of this node's replicas, called on the thread's loop.
         remote_replicas: the same for those of other processes, if there may be any.
     """
 
     def __init__(
         self,
         orchestrator: Orchestrator,
-        local_stages: Callable[[], LocalStages],
+        local_replicas: Callable[[], LocalReplicas],
         remote_replicas: Callable[[], RemoteReplicas] | None = None,
     ) -> None:
         self._orchestrator = orchestrator
-        self._build_local_stages = local_stages
+        self._build_local_replicas = local_replicas
         self._build_remote_replicas = remote_replicas
         self._started: Future[list[list[bytes]]] = Future()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Future[float | None] | None = None
-        self._local_stages: LocalStages | None = None
+        self._local_replicas: LocalReplicas | None = None
         self._serving: asyncio.Task[None] | None = None
         self._running = threading.Event()
         self._closing = threading.Lock()
@@ -125,14 +125,14 @@ class OrchestratorThread:
         self._loop = asyncio.get_running_loop()
         self._stop = self._loop.create_future()
         self._running.set()
-        local_stages = self._local_stages = self._orchestrator.local_replicas = self._build_local_stages()
+        local_replicas = self._local_replicas = self._orchestrator.local_replicas = self._build_local_replicas()
         remote_replicas = None
         if self._build_remote_replicas is not None:
             remote_replicas = self._orchestrator.remote_replicas = self._build_remote_replicas()
         timeout: float | None = None
         serving = self._serving = asyncio.create_task(self._orchestrator.run(), name="omni-orchestrator")
         try:
-            if not await self._start(local_stages):
+            if not await self._start(local_replicas):
                 return
             awaited: list[asyncio.Future[Any]] = [self._stop, serving]
             await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
@@ -140,15 +140,15 @@ class OrchestratorThread:
         finally:
             if remote_replicas is not None:
                 await remote_replicas.close()
-            await local_stages.close(timeout)
+            await local_replicas.close(timeout)
             self._orchestrator.close_queues()
             await serving
 
     async def _let_finish(self, timeout: float) -> float:
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + timeout
-        if self._local_stages is not None:
-            self._local_stages.restart_no_more()
+        if self._local_replicas is not None:
+            self._local_replicas.restart_no_more()
         finished = asyncio.create_task(self._orchestrator.until_all_finished(), name="omni-finish")
         awaited: list[asyncio.Future[Any]] = [finished]
         if self._serving is not None:
@@ -161,10 +161,10 @@ class OrchestratorThread:
         finally:
             finished.cancel()
 
-    async def _start(self, local_stages: LocalStages) -> bool:
+    async def _start(self, local_replicas: LocalReplicas) -> bool:
         """Start the local replicas unless told to stop first. Returns whether they all serve."""
         assert self._stop is not None
-        starting = asyncio.create_task(local_stages.start(), name="omni-start")
+        starting = asyncio.create_task(local_replicas.start(), name="omni-start")
         awaited: list[asyncio.Future[Any]] = [starting, self._stop]
         await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():

@@ -2,11 +2,12 @@
 
 import asyncio
 import math
+from collections.abc import Sequence
 from concurrent.futures import Executor
 
 from vllm_omni_plugin.coordinator import OmniCoordClientForStage, ReplicaStatus
-from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.replicas.settings import ServerSettings
 
 logger = init_logger(__name__)
 
@@ -20,40 +21,26 @@ class Announcer:
     """Announces a replica from now on, as UP. Lives on the loop that made it.
 
     Args:
-        coordinator_addr: the coordinator's ROUTER address.
-        input_addr: where the replica takes requests.
-        output_addr: where it gives outputs.
-        control_addr: where heads attach.
-        stage_id: stage it serves.
-        heartbeat_interval: seconds between heartbeats.
-        secrets: the fleet's.
+        settings: the node's.
+        addresses: where heads attach, where the replica takes requests, and where it gives outputs.
         joined: set once the coordinator has been reached.
     """
 
-    def __init__(
-        self,
-        coordinator_addr: str,
-        input_addr: str,
-        output_addr: str,
-        control_addr: str,
-        stage_id: int,
-        heartbeat_interval: float,
-        secrets: Secrets | None,
-        joined: asyncio.Event,
-    ) -> None:
-        self._coordinator_addr = coordinator_addr
+    def __init__(self, settings: ServerSettings, addresses: Sequence[str], joined: asyncio.Event) -> None:
+        self._coordinator_addr = settings.coordinator_addr
         self._joined = joined
         self._loop = asyncio.get_running_loop()
         self._reminder: asyncio.TimerHandle | None = None
         self._closed = False
+        control_addr, input_addr, output_addr = addresses
         self._client = OmniCoordClientForStage(
-            coordinator_addr,
+            settings.coordinator_addr,
             input_addr,
             output_addr,
-            stage_id,
-            heartbeat_interval=heartbeat_interval,
+            settings.stage_id,
+            heartbeat_interval=settings.heartbeat_interval,
             control_addr=control_addr,
-            secrets=secrets,
+            secrets=settings.secrets,
             on_unreachable=self._reachability_changed_elsewhere,
         )
 

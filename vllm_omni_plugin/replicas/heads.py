@@ -1,7 +1,7 @@
 """The heads of one replica: who may attach, what they hold, and what is put in order when they have gone."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 import zmq
@@ -9,7 +9,6 @@ import zmq
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import ConfigError, ReplicaError
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.replicas.agreement import differences
 from vllm_omni_plugin.replicas.control import (
     MAX_TEXT_CHARS,
     PROTOCOL_VERSION,
@@ -34,7 +33,17 @@ from vllm_omni_plugin.replicas.settings import ServerSettings
 logger = init_logger(__name__)
 
 _MAX_LOGGED_REFUSALS = 1024
+_NOTHING = "nothing"
 _DIFFERS = Refused("it is of another version or configured differently; without a secret only its log says how", True)
+
+
+def differences(head: Mapping[str, str], replica: Mapping[str, str]) -> list[str]:
+    """What differs between two fingerprints (`vllm_api.fingerprint`), sorted, each with the field and both values."""
+    return [
+        f"{name}: head has {head.get(name, _NOTHING)}, replica {replica.get(name, _NOTHING)}"
+        for name in sorted(head.keys() | replica.keys())
+        if head.get(name) != replica.get(name)
+    ]
 
 
 class Heads:
@@ -102,12 +111,11 @@ class Heads:
         for lease in self._leases.current:
             self._end(lease, reason)
 
-    async def forget_engine(self) -> None:
+    def forget_engine(self) -> None:
         """Stop dealing with an engine that is about to be closed. Heads must have been turned away."""
         self._engine = None
         for task in self._cleaning:
             task.cancel()
-        await asyncio.gather(*self._cleaning, return_exceptions=True)
         self._resetting = False
 
     async def watch(self) -> None:
@@ -227,20 +235,23 @@ class Heads:
             self._last_lost = (lease.peer, lease.lease_id)
 
     def _end(self, lease: Lease, reason: str) -> None:
-        assert self._engine is not None
-        self._leases.end(lease)
+        if not self._leases.end(lease):
+            return
         self._followers.forget(lease)
+        engine = self._engine
+        assert engine is not None
+        logger.info("Head %s is no longer attached: %s.", lease.head_id, reason)
         try:
-            self._engine.slots[lease.slot].release()
+            engine.slots[lease.slot].release()
             self._close_ports(lease.slot)
         except Exception as error:
-            # Whoever ends a lease has others to end; an engine that is started anew has all its outputs free.
-            self._engine.give_up(f"an output could not be taken back from head {lease.head_id}: {error}")
-        logger.info("Head %s is no longer attached: %s.", lease.head_id, reason)
-        cleaning = self._start(self._clean(self._engine, lease.slot))
+            # All other leases end with the engine; one that is started anew has all its outputs free.
+            engine.give_up(f"an output could not be taken back from head {lease.head_id}: {error}")
+            return
+        cleaning = self._start(self._clean(engine, lease.slot))
         if not self._leases:
             self._resetting = True
-            self._start(self._reset(self._engine, [*self._cleaning, cleaning]))
+            self._start(self._reset(engine, [*self._cleaning, cleaning]))
             self._on_alone()
 
     def _close_ports(self, slot: int) -> None:

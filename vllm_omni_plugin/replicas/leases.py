@@ -4,7 +4,7 @@ import itertools
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Lease:
     """One head's right to one output slot.
 
@@ -13,12 +13,14 @@ class Lease:
         slot: index of the slot, which is the head's `client_index`.
         peer: ZMQ routing id of the control connection on which it was granted. It is good on that connection only.
         head_id: which head.
+        ends_at: when it ends, unless its holder gives a sign of life before.
     """
 
     lease_id: int
     slot: int
     peer: bytes
     head_id: str
+    ends_at: float
 
 
 class Leases:
@@ -38,7 +40,6 @@ class Leases:
         self._timeout = timeout
         self._ids = itertools.count(1)
         self._leases: dict[int, Lease] = {}
-        self._deadlines: dict[int, float] = {}
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -58,9 +59,8 @@ class Leases:
             return None
         slot = min(self._free)
         self._free.discard(slot)
-        lease = Lease(next(self._ids), slot, peer, head_id)
+        lease = Lease(next(self._ids), slot, peer, head_id, now + self._timeout)
         self._leases[lease.lease_id] = lease
-        self._deadlines[lease.lease_id] = now + self._timeout
         return lease
 
     def find(self, lease_id: int, peer: bytes) -> Lease | None:
@@ -70,7 +70,7 @@ class Leases:
 
     def beat(self, lease: Lease, now: float) -> None:
         """Its holder is there."""
-        self._deadlines[lease.lease_id] = now + self._timeout
+        lease.ends_at = now + self._timeout
 
     def expired(self, now: float, late_by: float = 0.0) -> list[Lease]:
         """The leases whose holders were silent for too long; the caller ends them.
@@ -78,13 +78,12 @@ class Leases:
         `late_by`: seconds by which the caller itself comes later than it meant to. Beats may have waited unread for as
         long, so all leases get that much more time.
         """
-        if late_by > 0:
-            self._deadlines = {lease_id: deadline + late_by for lease_id, deadline in self._deadlines.items()}
-        return [lease for lease in self.current if self._deadlines[lease.lease_id] <= now]
+        for lease in self._leases.values():
+            lease.ends_at += late_by
+        return [lease for lease in self.current if lease.ends_at <= now]
 
     def end(self, lease: Lease) -> bool:
         """Take a lease back; False if it had ended before. Its slot is free after `cleaned`."""
-        self._deadlines.pop(lease.lease_id, None)
         return self._leases.pop(lease.lease_id, None) is not None
 
     def cleaned(self, slot: int) -> None:

@@ -1,9 +1,10 @@
 """A link to one replica: a pair of addresses that speak the engine-core protocol, as frames in and frames out."""
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import zmq
 
@@ -16,68 +17,60 @@ _BURST = 64
 """Messages handled before other work of the loop gets its turn."""
 
 
-class Link(Protocol):
-    """The two directions of a replica. Used from one event loop only."""
+class Link(ABC):
+    """The two directions of one engine: frames to it, frames of it. Used from one event loop only.
+
+    Attributes:
+        input_addr: where messages to the engine go.
+        output_addr: where its messages come from.
+        output_socket: what is read, from `start_reading` on.
+    """
 
     input_addr: str
     output_addr: str
-
-    def send(self, frames: Frames) -> None:
-        """Queue one message for the engine. Never blocks: the queue is unbounded, as vLLM's own is."""
-
-    def start_reading(self, on_message: Callable[[list[Any]], None]) -> None:
-        """Call `on_message(frames)` on the running loop for every message of the engine, in order."""
-
-    def pause_reading(self) -> None:
-        """Leave messages in the socket until `resume_reading`."""
-
-    def resume_reading(self) -> None:
-        """Undo `pause_reading`, starting with what has piled up."""
-
-    def drain(self) -> None:
-        """Handle at once every message that has arrived."""
-
-    def close(self) -> None:
-        """Close both directions at once and drop what is queued. Idempotent."""
-
-
-class ReadingEnd:
-    """The half of a `Link` that reads.
-
-    Attributes:
-        output_socket: what is read, from `start_reading` to `stop_reading`.
-    """
-
     output_socket: "zmq.Socket[bytes]"
     _reader: "SocketReader | None" = None
 
+    @abstractmethod
+    def send(self, frames: Frames) -> None:
+        """Queue one message for the engine. Never blocks: the queue is unbounded, as vLLM's own is.
+
+        Raises:
+            MessageTooLargeError: the other end would end the connection over it. It was not sent.
+            ReplicaError: the engine is not connected, or the connection is broken.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close both directions at once and drop what is queued. Idempotent."""
+
     def start_reading(self, on_message: Callable[[list[Any]], None]) -> None:
-        """See `Link.start_reading`."""
+        """Call `on_message(frames)` on the running loop for every message of the engine, in order."""
         self._reader = SocketReader(self.output_socket, on_message)
         self._reader.resume()
 
     def pause_reading(self) -> None:
-        """See `Link.pause_reading`."""
+        """Leave messages in the socket until `resume_reading`."""
         if self._reader is not None:
             self._reader.pause()
 
     def resume_reading(self) -> None:
-        """See `Link.resume_reading`."""
+        """Undo `pause_reading`, starting with what has piled up."""
         if self._reader is not None:
             self._reader.resume()
 
     def drain(self) -> None:
-        """See `Link.drain`."""
+        """Handle at once every message that has arrived."""
         if self._reader is not None:
             self._reader.drain()
 
-    def stop_reading(self) -> None:
+    def _stop_reading(self) -> None:
         """Read no more, before the socket is closed. Idempotent."""
         self.pause_reading()
         self._reader = None
 
 
-class IpcLink(ReadingEnd):
+class IpcLink(Link):
     """The link to an engine on this node, which connects to the two sockets we bind.
 
     Args:
@@ -122,16 +115,10 @@ class IpcLink(ReadingEnd):
         self._memory = memory
 
     def start_reading(self, on_message: Callable[[list[Any]], None]) -> None:
-        """See `Link.start_reading`."""
         memory = self._memory
         super().start_reading(on_message if memory is None else lambda frames: on_message(memory.take(frames)))
 
     def send(self, frames: Frames) -> None:
-        """See `Link.send`.
-
-        Raises:
-            ReplicaError: the engine is not connected.
-        """
         if self._memory is not None:
             frames = self._memory.lend(frames)
         try:
@@ -140,8 +127,7 @@ class IpcLink(ReadingEnd):
             raise ReplicaError(f"cannot send on {self.input_addr}: {error}") from error
 
     def close(self) -> None:
-        """See `Link.close`."""
-        self.stop_reading()
+        self._stop_reading()
         self._memory = None
         self._input.close()
         self.output_socket.close()

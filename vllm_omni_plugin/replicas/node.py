@@ -2,37 +2,40 @@
 
 import asyncio
 import signal
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 
 from vllm_omni_plugin.errors import OmniError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.limits import raise_limits, worded
+from vllm_omni_plugin.replicas.server import ReplicaServer
 
 logger = init_logger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-class Server(Protocol):
-    """One replica; `replicas.server.ReplicaServer` in service.
+@asynccontextmanager
+async def running_together(on_signal: Callable[[int], None]) -> AsyncIterator[asyncio.TaskGroup]:
+    """Tasks that run until all have ended, or until one fails: then the others are cancelled, and its error is raised.
 
-    Attributes:
-        ready: set once the engine is ready for the first time.
-        joined: set once the coordinator was reached for the first time.
+    Args:
+        on_signal: told of each SIGTERM and SIGINT meanwhile, which do nothing else.
     """
+    loop = asyncio.get_running_loop()
+    for signum in SIGNALS:
+        loop.add_signal_handler(signum, on_signal, signum)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            yield tasks
+    except ExceptionGroup as failures:
+        raise worded(failures.exceptions[0]) from failures
+    finally:
+        for signum in SIGNALS:
+            loop.remove_signal_handler(signum)
 
-    ready: asyncio.Event
-    joined: asyncio.Event
 
-    async def run(self) -> None: ...
-
-    def drain(self) -> None: ...
-
-    def leave_now(self, reason: str) -> None: ...
-
-
-async def run_node(servers: Sequence[Server], join_timeout: float, head: str) -> None:
+async def run_node(servers: Sequence[ReplicaServer], join_timeout: float, head: str) -> None:
     """Run replicas until all have left. The first SIGTERM or SIGINT drains them, the second makes them leave at once.
 
     Args:
@@ -46,7 +49,6 @@ async def run_node(servers: Sequence[Server], join_timeout: float, head: str) ->
         OmniError: a replica failed, or did not find the head in time. The others have left too.
     """
     raise_limits(len(servers))
-    loop = asyncio.get_running_loop()
     told_to_leave = False
 
     def on_signal(signum: int) -> None:
@@ -58,20 +60,12 @@ async def run_node(servers: Sequence[Server], join_timeout: float, head: str) ->
                 server.drain()
         told_to_leave = True
 
-    for signum in SIGNALS:
-        loop.add_signal_handler(signum, on_signal, signum)
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            for server in servers:
-                tasks.create_task(_run(server, join_timeout, head))
-    except ExceptionGroup as failures:
-        raise worded(failures.exceptions[0]) from failures
-    finally:
-        for signum in SIGNALS:
-            loop.remove_signal_handler(signum)
+    async with running_together(on_signal) as tasks:
+        for server in servers:
+            tasks.create_task(_run(server, join_timeout, head))
 
 
-async def _run(server: Server, join_timeout: float, head: str) -> None:
+async def _run(server: ReplicaServer, join_timeout: float, head: str) -> None:
     """Run one replica, and give it up if it does not find the head in time."""
     running = asyncio.ensure_future(server.run())
     joining = asyncio.ensure_future(_join(server, join_timeout))
@@ -93,7 +87,7 @@ async def _run(server: Server, join_timeout: float, head: str) -> None:
         await asyncio.wait({running, joining})
 
 
-async def _join(server: Server, join_timeout: float) -> None:
+async def _join(server: ReplicaServer, join_timeout: float) -> None:
     await server.ready.wait()
     async with asyncio.timeout(join_timeout or None):
         await server.joined.wait()

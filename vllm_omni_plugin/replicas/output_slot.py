@@ -8,15 +8,15 @@ import zmq
 
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.replicas.forwarding import QUEUE_MESSAGES, Socket
-from vllm_omni_plugin.replicas.link import Frames, ReadingEnd
+from vllm_omni_plugin.replicas.link import Frames, Link
 from vllm_omni_plugin.replicas.ports import Listener
 from vllm_omni_plugin.replicas.relay import Relay
 from vllm_omni_plugin.replicas.settings import ServerSettings
 from vllm_omni_plugin.replicas.stage_client import Codec, StageClient
 
 
-class SlotLink(ReadingEnd):
-    """The server's own way to its engine: into the hub, out of one slot. Satisfies `Link`.
+class SlotLink(Link):
+    """The server's own way to its engine: into the hub, out of one slot.
 
     Args:
         to_hub: a PUSH connected to the engine's hub; shared by the links of one engine, and not closed by them.
@@ -39,15 +39,13 @@ class SlotLink(ReadingEnd):
             raise
 
     def send(self, frames: Frames) -> None:
-        """See `Link.send`. Raises `ReplicaError` when the hub takes nothing any more."""
         try:
             self._to_hub.send_multipart((self._identity, *frames), zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:
             raise ReplicaError(f"cannot send on {self.input_addr}: {error}") from error
 
     def close(self) -> None:
-        """See `Link.close`."""
-        self.stop_reading()
+        self._stop_reading()
         self.output_socket.close(linger=0)
         Path(self.output_addr.removeprefix("ipc://")).unlink(missing_ok=True)
 
@@ -63,13 +61,20 @@ class OutputSlot:
         codec: see `StageClient`.
         name: see `StageClient`.
         index: the slot's `client_index`.
-        on_engine_dead: called when the engine announces its death here.
+        on_dead: called when the engine announces its death here, with the reason and whether it crashed by itself.
     """
 
     def __init__(
-        self, link: SlotLink, codec: Codec, name: str, index: int, on_engine_dead: Callable[[str], None]
+        self, link: SlotLink, codec: Codec, name: str, index: int, on_dead: Callable[[str, bool], None]
     ) -> None:
-        self.client = StageClient(link, codec, name, self._abort_orphans, on_engine_dead, index)
+        self.client = StageClient(
+            link,
+            codec,
+            name,
+            self._abort_orphans,
+            lambda reason: on_dead(reason, self.client.engine_failed),
+            index,
+        )
         self._link = link
         self._relay: Relay | None = None
         self.client.start()

@@ -1,9 +1,12 @@
 """A replica behind a replica server: attaching to it, staying attached, noticing its loss."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+import zmq
 
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.coordinator import ReplicaInfo, ReplicaStatus
@@ -35,6 +38,8 @@ from vllm_omni_plugin.replicas.stage_client import Codec, StageClient
 
 logger = init_logger(__name__)
 
+_MAX_SOCKETS = 16384
+"""Nine for each replica, with those that watch the others; ZMQ's own limit would end at 113 replicas."""
 _SERVER_SAYS_WHY_S = 1.0
 """An engine's own word of its death takes the shorter way; its server knows how it ended."""
 
@@ -51,31 +56,38 @@ class AttachRefusedError(ReplicaError):
         self.lasting = lasting
 
 
+def attaching_context() -> Context:
+    """A context for the sockets of many replicas."""
+    context: Context = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
+    return context
+
+
 @dataclass(frozen=True)
 class AttachSettings:
     """What all attachments of one head have in common.
 
     Attributes:
-        context: makes the sockets, nine for each replica.
         codecs: see `StageClient`; by stage.
-        head_id: names this process in the servers' logs.
+        head_id: names this process to servers and in their logs; no other has it.
         fingerprints: this head's configuration by stage, see `vllm_api.fingerprint`.
         heartbeat_interval: seconds between signs of life.
         heartbeat_timeout: seconds without one after which a server is lost; also how long attaching may take.
         max_message_bytes: the largest message of an engine.
         secrets: what servers and heads of this fleet know, None where links are open.
         clock: monotonic seconds.
+        context: makes the sockets, nine for each replica.
     """
 
-    context: Context
     codecs: Mapping[int, Codec]
     head_id: str
     fingerprints: Mapping[int, Mapping[str, str]]
     heartbeat_interval: float
     heartbeat_timeout: float
-    secrets: Secrets | None
-    clock: Callable[[], float]
+    secrets: Secrets | None = None
+    clock: Callable[[], float] = time.monotonic
     max_message_bytes: int = OmniConfig().max_message_bytes
+    context: Context = field(default_factory=attaching_context)
 
 
 @dataclass(frozen=True, slots=True)

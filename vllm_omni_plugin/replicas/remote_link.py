@@ -11,7 +11,7 @@ from vllm_omni_plugin.curve import CURVE_BYTES, HANDSHAKE_FRAME_BYTES, PLAIN_USE
 from vllm_omni_plugin.errors import MessageTooLargeError, ReplicaError
 from vllm_omni_plugin.replicas.connection import Connection, Context, HandshakeRefusedError, Socket, never_reconnect
 from vllm_omni_plugin.replicas.control import Attached
-from vllm_omni_plugin.replicas.link import Frames, ReadingEnd
+from vllm_omni_plugin.replicas.link import Frames, Link
 from vllm_omni_plugin.replicas.reach import why_unreachable
 
 _CONNECT_TIMEOUT_MS = 3000
@@ -49,8 +49,8 @@ class DataCredential:
             socket.plain_password = self.public.encode()
 
 
-class RemoteLink(ReadingEnd):
-    """A `Link` over tcp, for the time of one lease. Lives on the running event loop.
+class RemoteLink(Link):
+    """Over tcp, for the time of one lease. Lives on the running event loop.
 
     Args:
         context: makes the sockets.
@@ -104,12 +104,6 @@ class RemoteLink(ReadingEnd):
                 raise ReplicaError(f"announced {address}, which {await why_unreachable(address)}") from error
 
     def send(self, frames: Frames) -> None:
-        """See `Link.send`.
-
-        Raises:
-            MessageTooLargeError: the server would end the connection over it. It was not sent.
-            ReplicaError: the connection is broken.
-        """
         size = sum(memoryview(frame).nbytes for frame in frames)
         if size > self._max_bytes:
             raise MessageTooLargeError(
@@ -122,8 +116,7 @@ class RemoteLink(ReadingEnd):
             raise ReplicaError(f"cannot send to {self.input_addr}: {error}") from error
 
     def close(self) -> None:
-        """See `Link.close`."""
-        self.stop_reading()
+        self._stop_reading()
         for connection in self._connections:
             connection.close()
         for socket in self._sockets:

@@ -1,115 +1,62 @@
-"""One engine process behind a replica server: its sockets on this node, its watch, its end."""
+"""An engine behind a replica server, which several heads share: one input for all, an output for each."""
 
-import asyncio
 from concurrent.futures import Executor
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import zmq
 
-from vllm_omni_plugin.replicas.engine_start import Launcher, Process, crashed, explained, start_engine
+from vllm_omni_plugin.replicas.engine import Engine
+from vllm_omni_plugin.replicas.engine_start import Launcher, Process, start_engine
 from vllm_omni_plugin.replicas.input_hub import InputHub
-from vllm_omni_plugin.replicas.kv_events.cache_listener import listen_to_cache
 from vllm_omni_plugin.replicas.kv_events.cache_log import CacheLog
 from vllm_omni_plugin.replicas.output_slot import OutputSlot, SlotLink
-from vllm_omni_plugin.replicas.stage_client import Codec, StageClient
+from vllm_omni_plugin.replicas.stage_client import Codec
 
 HEAD_SLOTS = 32
 """Heads that may hold one replica at the same time, such as two with 16 API server processes each. The engine learns
 the number of its outputs when it starts. One that nobody holds costs this process three descriptors and 50 KB."""
 
 
-class ServedEngine:
-    """A ready engine. Made by `start_served_engine`; lives on the loop that made it.
+class ServedEngine(Engine):
+    """Made by `start_served_engine`. Its `client` is the server's own, on an output that heads do not get.
+
+    Args:
+        sockets: closed with the engine.
+        links: the outputs, that of the server last.
+        others: see `Engine`.
 
     Attributes:
         identity: the engine's ZMQ identity.
-        ready_response: what the engine said of itself when it was ready, as vLLM encoded it.
-        hub: the way into the engine.
         slots: the outputs for heads, by client index.
         cache_log: what it has cached; stays empty if it does not report that.
-        client: the server's own client, on an output that heads do not get.
-        lost: done with the reason once the engine has exited, announced its death or was given up.
-        failed: whether it is lost because it crashed by itself or said what cannot be used.
     """
 
     def __init__(
         self,
         sockets: ExitStack,
-        hub: InputHub,
         links: list[SlotLink],
         codec: Codec,
-        replica_id: int,
+        name: str,
         identity: bytes,
         process: Process,
         ready_response: bytes,
     ) -> None:
-        self._sockets = sockets
-        self._process = process
-        self.identity = identity
-        self.ready_response = ready_response
-        self.hub = hub
-        self.cache_log = CacheLog()
-        self._listener = listen_to_cache(ready_response, self.cache_log.append, f"replica {replica_id}")
-        loop = asyncio.get_running_loop()
-        self.lost: asyncio.Future[str] = loop.create_future()
-        self.failed = False
         *head_links, own_link = links
-        name = str(replica_id)
+        super().__init__(process, ready_response, own_link, codec, name, _ignore, len(head_links))
+        self.identity = identity
+        self.cache_log = CacheLog()
+        self.follow_cache(self.cache_log.append)
+        self._resources.push(sockets)
         self.slots = [OutputSlot(link, codec, name, index, self.give_up) for index, link in enumerate(head_links)]
-        self.client = StageClient(own_link, codec, name, _ignore, self.give_up, len(head_links))
-        self.client.start()
-        hub.start()
-        self._watching = True
-        loop.add_reader(process.sentinel, self._exited)
-
-    @property
-    def pid(self) -> int:
-        """Process id of the engine core."""
-        return self._process.pid
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether it has been given up; `lost` is also done when nobody waits for that any more."""
-        return self.lost.done() and not self.lost.cancelled()
-
-    def give_up(self, reason: str) -> None:
-        """The engine is lost, or cannot be used any more; the first reason stands."""
-        self._stop_watching()
-        if not self.lost.done():
-            clients = (self.client, *(slot.client for slot in self.slots))
-            self.failed = crashed(self._process, any(client.engine_failed for client in clients))
-            self.lost.set_result(explained(reason, self._process))
+        for slot in self.slots:
+            self._resources.callback(slot.close)
 
     async def close(self, executor: Executor, timeout: float | None = None) -> None:
-        """End the engine, reap its process, then give the sockets back.
-
-        Args:
-            executor: where the blocking wait runs.
-            timeout: seconds the engine may take to end, or None for vLLM's default; then it is killed.
-        """
-        self._stop_watching()
+        """See `Engine.close`; heads are cut off before."""
         for slot in self.slots:
             slot.release()
-        try:
-            await asyncio.get_running_loop().run_in_executor(executor, partial(self._process.shutdown, timeout))
-        finally:
-            self._process.kill()
-            for slot in self.slots:
-                slot.close()
-            self.client.close()
-            if self._listener is not None:
-                self._listener.close()
-            self._sockets.close()
-
-    def _exited(self) -> None:
-        self.give_up(f"its engine process {self._process.pid} exited")
-
-    def _stop_watching(self) -> None:
-        if self._watching:
-            self._watching = False
-            asyncio.get_running_loop().remove_reader(self._process.sentinel)
+        await super().close(executor, timeout)
 
 
 async def start_served_engine(launcher: Launcher, codec: Codec, executor: Executor, replica_id: int) -> ServedEngine:
@@ -137,15 +84,12 @@ async def start_served_engine(launcher: Launcher, codec: Codec, executor: Execut
         for _ in range(HEAD_SLOTS + 1):
             links.append(SlotLink(to_hub, launcher.new_ipc_address(), identity))
             sockets.callback(links[-1].close)
+        output_addrs = [link.output_addr for link in links]
         process, ready_response = await start_engine(
-            launcher,
-            executor,
-            replica_id,
-            hub.engine_addr,
-            [link.output_addr for link in links],
-            hub.receive_ready,
+            launcher, executor, replica_id, hub.engine_addr, output_addrs, hub.receive_ready
         )
-        return ServedEngine(sockets.pop_all(), hub, links, codec, replica_id, identity, process, ready_response)
+        hub.start()
+        return ServedEngine(sockets.pop_all(), links, codec, str(replica_id), identity, process, ready_response)
 
 
 def _ignore(outputs: Any) -> None:

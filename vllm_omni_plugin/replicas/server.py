@@ -2,21 +2,19 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import Any, TypeVar
 
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.announcer import Announcer
-from vllm_omni_plugin.replicas.backoff import RestartBackoff
 from vllm_omni_plugin.replicas.control_socket import ControlSocket
+from vllm_omni_plugin.replicas.engine_keeper import EngineKeeper, Timing, finish
 from vllm_omni_plugin.replicas.engine_start import Launcher
 from vllm_omni_plugin.replicas.heads import Heads
 from vllm_omni_plugin.replicas.ports import Listener, close_all, listen_on_many
-from vllm_omni_plugin.replicas.probe import Probe
 from vllm_omni_plugin.replicas.served_engine import ServedEngine, start_served_engine
 from vllm_omni_plugin.replicas.settings import ServerSettings
 from vllm_omni_plugin.replicas.stage_client import Codec
@@ -27,8 +25,6 @@ logger = init_logger(__name__)
 
 _DETACH_GRACE_S = 2.0
 _LAST_WORDS_S = 0.2
-
-_T = TypeVar("_T")
 
 
 class ReplicaServer:
@@ -69,13 +65,13 @@ class ReplicaServer:
         self.ready = asyncio.Event()
         self.joined = asyncio.Event()
         self._leaving = False
-        self._restarting = True
         self._hurrying = False
         self._gone = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._addresses: list[str] = []
         self._announcer: Announcer | None = None
         self._heads: Heads | None = None
+        self._keeper: EngineKeeper[ServedEngine] | None = None
         self._serving = False
 
     @property
@@ -96,9 +92,14 @@ class ReplicaServer:
             self._addresses = [listener.address for listener in listeners]
             stack.push_async_callback(self._close_announcer)
             heads = self._open(stack, listeners)
-            watching = asyncio.create_task(heads.watch())
-            stack.callback(watching.cancel)
-            await self._keep_engine(heads)
+            stack.callback(asyncio.create_task(heads.watch()).cancel)
+            keeper = self._keeper = self._keep_engine(heads)
+            stack.push_async_callback(self._end_engine, keeper, heads)
+            gone = asyncio.ensure_future(self._gone.wait())
+            stack.callback(gone.cancel)
+            await asyncio.wait({keeper.running, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if keeper.running.done():
+                keeper.running.result()
 
     def drain(self) -> None:
         """Take no new heads, let those attached finish, and leave; at the latest when the drain timeout has passed."""
@@ -117,7 +118,8 @@ class ReplicaServer:
 
     def restart_no_more(self) -> None:
         """Leave as soon as the engine that serves is lost, and at once if none serves."""
-        self._restarting = False
+        if self._keeper is not None:
+            self._keeper.restart_no_more()
         if not self._serving:
             self._gone.set()
 
@@ -149,61 +151,33 @@ class ReplicaServer:
         self._heads = heads
         return heads
 
-    async def _keep_engine(self, heads: Heads) -> None:
-        backoff = RestartBackoff()
-        while not self._gone.is_set():
-            lived = 0.0
-            try:
-                engine = await self._unless_gone(
-                    start_served_engine(self._launcher, self._codec, self._executor, self._index)
-                )
-                if engine is not None:
-                    lived = await self._serve(engine, heads)
-            except Exception as error:
-                # Whatever went wrong, a replica that is given up here would never be started again.
-                if not self.ready.is_set():
-                    raise
-                logger.warning("Replica %d was not started again: %s", self._index, error)
-            if not self._restarting:
-                return
-            await self._unless_gone(self._delay(backoff.after(lived)))
-
-    async def _serve(self, engine: ServedEngine, heads: Heads) -> float:
-        """Serve with an engine until it is lost or the replica leaves; return for how many seconds."""
-        up_at = self._clock()
-        probe = Probe(
-            engine.client,
-            self._settings.heartbeat_interval,
-            self._settings.heartbeat_timeout,
-            self._suspend,
-            partial(self._up, engine, heads),
-            self._clock,
+    def _keep_engine(self, heads: Heads) -> EngineKeeper[ServedEngine]:
+        settings = self._settings
+        keeper = EngineKeeper(
+            f"{settings.stage_id}.{self._index}",
+            partial(start_served_engine, self._launcher, self._codec, self._executor, self._index),
+            partial(self._up, heads),
+            partial(self._suspend, heads),
+            self._executor,
+            Timing(settings.heartbeat_interval, settings.heartbeat_timeout, self._clock, self._delay),
         )
-        probing = probe.start(engine.give_up)
-        try:
-            self._up(engine, heads)
-            lost = await self._unless_gone(engine.lost)
-            if lost is not None:
-                self._suspend(lost, engine.failed)
-        finally:
-            self._serving = False
-            if heads:
-                heads.turn_away(ReplicaStatus.DOWN, "it has left")
-            probing.cancel()
-            await _finish(self._end(engine, heads, probing))
-        return self._clock() - up_at
+        keeper.begin()
+        return keeper
 
-    async def _end(self, engine: ServedEngine, heads: Heads, probing: "asyncio.Task[None]") -> None:
-        await asyncio.gather(probing, heads.forget_engine(), return_exceptions=True)
-        # One that was lost has nothing to finish; nor have, in a lockstep group, those that are lost with it.
-        await engine.close(self._executor, 0.0 if engine.is_lost else None)
+    async def _end_engine(self, keeper: EngineKeeper[ServedEngine], heads: Heads) -> None:
+        self._serving = False
+        if heads:
+            heads.turn_away(ReplicaStatus.DOWN, "it has left")
+        heads.forget_engine()
+        keeper.stop(None)
+        await finish(asyncio.gather(keeper.running, return_exceptions=True))
 
-    def _up(self, engine: ServedEngine, heads: Heads) -> None:
+    async def _up(self, heads: Heads, engine: ServedEngine) -> None:
         """A new engine is ready, or one that hung answers again: heads attach anew in either case."""
         if self._leaving:
             return
         if self._announcer is None:
-            self._announcer = self._announce()
+            self._announcer = Announcer(self._settings, self._addresses, self.joined)
         else:
             self._announcer.say(ReplicaStatus.UP, new_incarnation=True)
         heads.admit(engine)
@@ -211,32 +185,20 @@ class ReplicaServer:
         self.ready.set()
         logger.info("Replica %d (process %d) serves at %s.", self._index, engine.pid, self.control_addr)
 
-    def _suspend(self, reason: str, engine_failed: bool = False) -> None:
+    def _suspend(self, heads: Heads, engine: ServedEngine, reason: str, hangs: bool) -> None:
         """The engine is lost or not to be trusted: every head must move its requests now."""
         self._serving = False
         logger.warning("Replica %d serves no more for now: %s", self._index, reason)
         self._say(ReplicaStatus.ERROR)
-        if self._heads is not None:
-            self._heads.turn_away(ReplicaStatus.ERROR, reason, engine_failed)
+        heads.turn_away(ReplicaStatus.ERROR, reason, engine.client.engine_failed)
+        if not hangs:
+            heads.forget_engine()
         if self._leaving:
             self._gone.set()
 
     def _alone(self) -> None:
         if self._leaving:
             self._gone.set()
-
-    def _announce(self) -> Announcer:
-        control_addr, input_addr, output_addr = self._addresses
-        return Announcer(
-            self._settings.coordinator_addr,
-            input_addr,
-            output_addr,
-            control_addr,
-            self._settings.stage_id,
-            self._settings.heartbeat_interval,
-            self._settings.secrets,
-            self.joined,
-        )
 
     def _say(self, status: ReplicaStatus) -> None:
         if self._announcer is not None:
@@ -253,28 +215,3 @@ class ReplicaServer:
         if self._timer is not None:
             self._timer.cancel()
         self._timer = asyncio.get_running_loop().call_later(seconds, then)
-
-    async def _unless_gone(self, awaitable: Awaitable[_T]) -> _T | None:
-        """The result of something that takes long, or None if the replica is to leave; then it is cancelled."""
-        work = asyncio.ensure_future(awaitable)
-        gone = asyncio.ensure_future(self._gone.wait())
-        try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-            return work.result() if work.done() else None
-        finally:
-            gone.cancel()
-            work.cancel()
-            await asyncio.wait({work, gone})
-
-
-async def _finish(work: Coroutine[Any, Any, None]) -> None:
-    """Wait for what may not be left half done, however often the caller is cancelled meanwhile."""
-    task = asyncio.create_task(work)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled

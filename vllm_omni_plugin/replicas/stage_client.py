@@ -60,6 +60,7 @@ class StageClient:
 
     Attributes:
         engine_failed: whether it is dead because the engine crashed by itself or said what cannot be used.
+        is_interrupted: whether what the engine says of requests is dropped, from `interrupt` to `reset`.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class StageClient:
         # Apart from calls, since these fail when the engine hangs, and the end of that has to be heard of.
         self._probes: dict[int, asyncio.Future[Any]] = {}
         self._is_read = True
-        self._is_heeded = True
+        self.is_interrupted = False
         self._dead_reason: str | None = None
         self.engine_failed = False
 
@@ -149,7 +150,7 @@ class StageClient:
 
     def interrupt(self, reason: str) -> None:
         """The engine hangs: fail open calls with `reason`, and drop what it says of requests until `reset`."""
-        self._is_heeded = False
+        self.is_interrupted = True
         self._fail(self._calls, ReplicaError(f"replica {self._name} hangs: {reason}"))
 
     async def reset(self) -> None:
@@ -160,7 +161,7 @@ class StageClient:
         """
         # vLLM's scheduler takes None for all requests.
         await self.call("abort_requests", None)
-        self._is_heeded = True
+        self.is_interrupted = False
         if await self.call("is_sleeping"):
             await self.call("wake_up")
 
@@ -236,7 +237,7 @@ class StageClient:
             outputs = self._codec.decode_outputs(frames)
             if outputs.utility_output is not None:
                 self._resolve_call(outputs.utility_output)
-            elif self._is_heeded:
+            elif not self.is_interrupted:
                 self._on_outputs(outputs)
         except WireError as error:
             # What was in it is lost, so nothing that follows can be delivered.

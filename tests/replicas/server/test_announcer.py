@@ -10,15 +10,20 @@ from tests.fakes.conditions import eventually
 from vllm_omni_plugin.coordinator import OmniCoordinator, ReplicaStatus
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.replicas.announcer import Announcer
+from vllm_omni_plugin.replicas.settings import ServerSettings
 
 ADDRESSES = ("tcp://127.0.0.1:1", "tcp://127.0.0.1:2", "tcp://127.0.0.1:3")
+
+
+def settings(coordinator: OmniCoordinator) -> ServerSettings:
+    return ServerSettings("127.0.0.1", None, coordinator.router_zmq_addr, 3, 1.0, 10.0, 60.0, None, {})
 
 
 async def test_a_head_that_refuses_the_secret_is_named_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     coordinator = OmniCoordinator("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", secrets=Secrets(["the secret of the head"]))
     joined = asyncio.Event()
     with ThreadPoolExecutor(1) as executor, caplog.at_level(logging.WARNING):
-        announcer = Announcer(coordinator.router_zmq_addr, *ADDRESSES, 0, 1.0, None, joined)
+        announcer = Announcer(settings(coordinator), ADDRESSES, joined)
         await eventually(lambda: "cannot be reached" in caplog.text)
         assert coordinator.router_zmq_addr in caplog.text
         assert "--omni-secret-file" in caplog.text
@@ -31,11 +36,11 @@ async def test_a_head_that_is_reached_is_told_status_and_incarnation() -> None:
     coordinator = OmniCoordinator("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
     joined = asyncio.Event()
     with ThreadPoolExecutor(1) as executor:
-        announcer = Announcer(coordinator.router_zmq_addr, *ADDRESSES, 3, 1.0, None, joined)
+        announcer = Announcer(settings(coordinator), ADDRESSES, joined)
         await asyncio.wait_for(joined.wait(), 10)
         await eventually(lambda: coordinator.get_active_replicas().replicas)
         (info,) = coordinator.get_active_replicas().replicas
-        assert (info.stage_id, info.control_addr, info.incarnation) == (3, ADDRESSES[2], announcer.incarnation)
+        assert (info.stage_id, info.control_addr, info.incarnation) == (3, ADDRESSES[0], announcer.incarnation)
         announcer.say(ReplicaStatus.UP, new_incarnation=True)
         assert announcer.incarnation > info.incarnation
         await eventually(

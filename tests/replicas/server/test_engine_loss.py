@@ -1,11 +1,9 @@
 """The engine dies, hangs or does not start: heads are told at once, and it comes back under a new incarnation."""
 
 import asyncio
-import errno
 
 import pytest
 
-from tests.fakes.conditions import eventually
 from tests.replicas.server.conftest import Node, StartNode
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import ReplicaError
@@ -84,31 +82,6 @@ async def test_an_engine_that_hangs_is_reported_kept_and_taken_back(start_node: 
         assert await head.read_ids(1) == ["alive"]
 
 
-async def test_restarts_that_fail_are_repeated_with_growing_delays(start_node: StartNode) -> None:
-    node = await start_node()
-    before = await node.up()
-    node.launcher.failing = 3
-    node.engine.process.die()
-    await node.up(after=before.incarnation)
-    assert node.delays == [1.0, 2.0, 4.0, 8.0]
-
-
-async def test_whatever_goes_wrong_a_lost_engine_is_started_again(start_node: StartNode) -> None:
-    node = await start_node()
-    before = await node.up()
-    node.launcher.trouble.append(OSError(errno.ENOMEM, "Cannot allocate memory"))
-    node.engine.process.die()
-    await node.up(after=before.incarnation)
-
-
-async def test_an_engine_that_fails_its_probe_is_replaced(start_node: StartNode) -> None:
-    node = await start_node()
-    before = await node.up()
-    node.engine.failure = "the executor is gone"
-    await node.up(after=before.incarnation)
-    assert node.launcher.engines[0].process.ended
-
-
 async def test_a_first_start_that_fails_ends_the_server(start_node: StartNode) -> None:
     node: Node = await start_node(launcher_fails=1)
     with pytest.raises(ReplicaError, match="did not start"):
@@ -124,12 +97,3 @@ async def test_a_server_that_is_cancelled_twice_ends_its_engine(start_node: Star
     await asyncio.wait([node.running])
     assert node.engine.process.ended
     assert list(node.launcher.folder.iterdir()) == []
-
-
-async def test_a_server_that_is_cancelled_ends_its_engine(start_node: StartNode) -> None:
-    node = await start_node()
-    await node.up()
-    node.running.cancel()
-    await asyncio.wait([node.running])
-    assert node.engine.process.ended
-    await eventually(lambda: node.info is None)

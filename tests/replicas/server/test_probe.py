@@ -1,6 +1,7 @@
-"""A probe tells an engine that hangs from one that is slow."""
+"""A probe tells an engine that hangs from one that is slow, and gives up one that cannot be asked."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -10,23 +11,30 @@ from vllm_omni_plugin.replicas.probe import Probe
 
 
 class Engine:
-    """Answers when the test says so. Its clock shows what the test sets.
+    """An engine and its client: answers when the test says so. Its clock shows what the test sets.
 
     Attributes:
-        is_busy: see `Probed`.
-        is_read: see `Probed`.
         ticks: what the clock gains with every look at it.
         looks: how often the probe has looked whether it is read.
     """
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, interval: float = 0.0) -> None:
         self.now = self.ticks = 0.0
         self.is_busy = False
         self.calls: list[asyncio.Future[None]] = []
         self.events: list[str] = []
         self.looks = 0
         self._is_read = True
-        self.probe = Probe(self, 0.0, timeout, self.events.append, lambda: self.events.append("answered"), self._clock)
+        self.client = self
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        this: Any = self
+        self.probe = Probe(this, interval, timeout, self.events.append, self._answered, self._clock)
+
+    async def _answered(self) -> None:
+        self.events.append("answered")
+
+    def give_up(self, reason: str) -> None:
+        self.lost.set_result(reason)
 
     @property
     def is_read(self) -> bool:
@@ -138,11 +146,18 @@ async def test_one_long_step_does_not_hide_every_later_hang() -> None:
     running.cancel()
 
 
-async def test_a_dead_engine_ends_the_probe() -> None:
+async def test_an_engine_that_refuses_the_question_is_given_up() -> None:
     engine = Engine(timeout=10.0)
     running = asyncio.create_task(engine.probe.run())
     await eventually(lambda: engine.calls)
-    engine.calls[-1].set_exception(ReplicaError("gone"))
-    with pytest.raises(ReplicaError, match="gone"):
-        await running
+    engine.calls[-1].set_exception(ReplicaError("the executor is gone"))
+    assert await running == "its engine cannot be probed: the executor is gone"
     assert engine.events == []
+
+
+async def test_a_lost_engine_ends_the_probe_at_once() -> None:
+    engine = Engine(timeout=10.0, interval=3600.0)
+    running = asyncio.create_task(engine.probe.run())
+    await asyncio.sleep(0)
+    engine.lost.set_result("it exited")
+    assert await running == "it exited"

@@ -17,6 +17,7 @@ from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.orchestrator.messages import ReplicaJoined, ReplicaLeft
 from vllm_omni_plugin.orchestrator.remote_replicas import RemoteReplicas
 from vllm_omni_plugin.orchestrator.replica_list import ReplicaListWatcher
+from vllm_omni_plugin.replicas.remote import AttachSettings
 
 SECRET = Secrets(["a secret that both ends know"])
 
@@ -27,12 +28,7 @@ async def whole_head(coordinator: OmniCoordinator, secrets: Secrets | None = Non
     async with FakeFleet(replicas=0, replica_wait=60.0) as fleet:
         remote = fleet.orchestrator.remote_replicas = RemoteReplicas(
             fleet.orchestrator,
-            {0: TimedSlotCodec()},
-            {0: FINGERPRINT},
-            head_id="head",
-            heartbeat_interval=0.05,
-            heartbeat_timeout=10.0,
-            secrets=secrets,
+            AttachSettings({0: TimedSlotCodec()}, "head", {0: FINGERPRINT}, 0.05, 10.0, secrets),
         )
         watcher = ReplicaListWatcher(fleet.orchestrator.rpc_async_queue)
         hub = OmniCoordClientForHub(coordinator.pub_zmq_addr, watcher.update, secrets=secrets)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.sim.drive import SETTINGS
-from vllm_omni_plugin.replicas.local import LocalReplica, start_local_replica
+from vllm_omni_plugin.replicas.engine import Engine, start_local_engine
 from vllm_omni_plugin.sim.host import EngineHost
 from vllm_omni_plugin.sim.launcher import SimLauncher
 from vllm_omni_plugin.vllm_api.engine_api import EngineApi
@@ -32,13 +32,12 @@ class Head:
     outputs: list[Any] = field(default_factory=list)
     stats: list[Any] = field(default_factory=list)
     deaths: list[str] = field(default_factory=list)
-    replicas: list[LocalReplica] = field(default_factory=list)
+    replicas: list[Engine] = field(default_factory=list)
 
-    async def start(self, codec: EngineApi | None = None) -> LocalReplica:
+    async def start(self, codec: EngineApi | None = None) -> Engine:
         """Start the engine and attach to it."""
-        replica = await start_local_replica(
-            self.launcher, codec or EngineApi(), self.executor, 0, self._on_outputs, self.deaths.append
-        )
+        replica = await start_local_engine(self.launcher, codec or EngineApi(), self.executor, 0, self._on_outputs)
+        replica.on_lost = self.deaths.append
         self.replicas.append(replica)
         return replica
 

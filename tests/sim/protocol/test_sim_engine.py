@@ -33,7 +33,7 @@ async def test_requests_are_answered_with_the_models_tokens(head: Head) -> None:
     assert ended(head) == {"a": FinishReason.LENGTH, "b": FinishReason.LENGTH}
     assert tokens(head, "a") == tokens(head, "b") == answer(sim_request("a"), FAST)
     await replica.close(head.executor)
-    assert head.deaths == ["closed"]
+    assert (head.deaths, replica.lost.result()) == ([], "closed")
 
 
 async def test_the_first_output_tells_what_came_before_and_stats_come_with_steps(head: Head) -> None:

@@ -1,7 +1,6 @@
 """Simulated engines behind real replica servers: the faults that heads must survive, in seconds."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -60,7 +59,7 @@ class Fleet:
         info = self.info(index)
         assert info is not None
         settings = AttachSettings(
-            zmq.Context.instance(), {0: EngineApi()}, "test", {0: FINGERPRINT}, INTERVAL, TIMEOUT, None, time.monotonic
+            {0: EngineApi()}, "test", {0: FINGERPRINT}, INTERVAL, TIMEOUT, context=zmq.Context.instance()
         )
         listeners = Listeners(
             lambda outputs: self.outputs.extend(outputs.outputs), self.deaths.append, lambda status: None

@@ -23,6 +23,7 @@ from vllm_omni_plugin.orchestrator.remote_replicas import RemoteReplicas
 from vllm_omni_plugin.orchestrator.seat_listener import SeatListener
 from vllm_omni_plugin.orchestrator.stage_pool import PoolMember, StagePool
 from vllm_omni_plugin.orchestrator.work_exchange import WorkExchange
+from vllm_omni_plugin.replicas.remote import AttachSettings
 from vllm_omni_plugin.replicas.server import ReplicaServer, ServerSettings
 from vllm_omni_plugin.sim.host import EngineHost
 from vllm_omni_plugin.sim.launcher import SimLauncher
@@ -53,11 +54,7 @@ class WholeHead:
         self.orchestrator.peer_calls = PeerCalls(self.orchestrator, head_id, lambda: self._seat)
         self._remote = self.orchestrator.remote_replicas = RemoteReplicas(
             self.orchestrator,
-            {0: EngineApi()},
-            {0: FINGERPRINT},
-            head_id=head_id,
-            heartbeat_interval=INTERVAL,
-            heartbeat_timeout=TIMEOUT,
+            AttachSettings({0: EngineApi()}, head_id, {0: FINGERPRINT}, INTERVAL, TIMEOUT),
         )
         self._seat = OmniCoordClientForHead(coordinator, head_id, SeatListener(self.orchestrator.rpc_async_queue))
         self._more = asyncio.Event()

@@ -1,0 +1,84 @@
+"""What ends is started again, after pauses that grow while it keeps ending."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from vllm_omni_plugin.keep_running import Backoff, keep_running
+
+
+class Runs:
+    """What is kept running: each life is so many seconds of service, or an error instead of a start."""
+
+    def __init__(self, *lives: float | Exception) -> None:
+        self.lives = list(lives)
+        self.now = 0.0
+        self.pauses: list[tuple[float, str]] = []
+        self.left = 0
+
+    @asynccontextmanager
+    async def start(self) -> AsyncIterator[Awaitable[str]]:
+        life = self.lives.pop(0)
+        if isinstance(life, Exception):
+            raise life
+        try:
+            yield self.end(life)
+        finally:
+            self.left += 1
+
+    async def end(self, served: float) -> str:
+        self.now += served
+        return "ended"
+
+    async def pause(self, seconds: float, reason: str | Exception) -> bool:
+        self.pauses.append((seconds, str(reason)))
+        # That nothing serves in a pause makes nothing healthy.
+        self.now += 1000.0
+        return bool(self.lives)
+
+    async def keep(self, *, must_start: bool = True) -> list[float]:
+        """Run all lives; returns the pauses."""
+        await keep_running(self.start, Backoff(), lambda: self.now, self.pause, must_start=must_start)
+        return [seconds for seconds, _ in self.pauses]
+
+
+async def test_pauses_double_up_to_the_longest_while_it_keeps_ending() -> None:
+    assert await Runs(*[1.0] * 9).keep() == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+
+
+async def test_one_that_served_for_a_minute_comes_back_as_soon_as_after_its_first_end() -> None:
+    assert await Runs(1.0, 1.0, 60.0, 1.0).keep() == [1, 2, 1, 2]
+
+
+async def test_a_restart_that_fails_is_tried_again_whatever_the_error() -> None:
+    runs = Runs(1.0, KeyError("a fault of ours"), OSError("no memory"), 1.0)
+    assert await runs.keep() == [1, 2, 4, 8]
+    assert [reason for _, reason in runs.pauses] == ["ended", "'a fault of ours'", "no memory", "ended"]
+    assert runs.left == 2
+
+
+async def test_an_error_of_the_first_start_is_raised() -> None:
+    with pytest.raises(OSError, match="no memory"):
+        await Runs(OSError("no memory"), 1.0).keep()
+
+
+async def test_an_error_of_the_first_start_is_tried_again_where_it_need_not_start_at_once() -> None:
+    assert await Runs(OSError("no memory"), 1.0).keep(must_start=False) == [1, 2]
+
+
+async def test_what_runs_is_left_when_it_is_no_longer_to_be_kept() -> None:
+    runs = Runs(1.0)
+    never: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    runs.end = lambda served: never  # type: ignore[assignment,method-assign,return-value]
+    keeping = asyncio.create_task(runs.keep())
+    await asyncio.sleep(0)
+    keeping.cancel()
+    await asyncio.wait({keeping})
+    assert (runs.left, runs.pauses) == (1, [])
+
+
+def test_the_limits_may_be_others() -> None:
+    backoff = Backoff(first=0.1, longest=0.3, healthy_after=10.0)
+    assert [backoff.after(served) for served in (9.0, 0.0, 9.0, 10.0)] == [0.1, 0.2, 0.3, 0.1]
