@@ -175,24 +175,9 @@ def test_a_decision_without_a_comparison_is_one_line(head: Head, capsys: pytest.
     assert capsys.readouterr().out == ("480 tokens would go to replica 0.10 (kv-aware: match, fallback no-session)\n")
 
 
-def test_a_policy_that_cannot_explain_is_told_in_the_servers_words(
-    head: Head, capsys: pytest.CaptureFixture[str]
-) -> None:
-    head.answers["POST", "/omni/explain"] = (409, {"error": {"message": "Policy P cannot explain."}})
-    assert main(["explain", "x", "--url", head.url]) == 1
-    assert "answers 409: Policy P cannot explain." in capsys.readouterr().err
-
-
 def test_an_id_cannot_become_another_path(head: Head) -> None:
     main(["replicas", "drain", "../x?y", "--url", head.url])
     assert head.asked[0][1] == "/omni/replicas/..%2Fx%3Fy/drain"
-
-
-def test_the_key_comes_from_the_flag_before_the_environment(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_API_KEY", "environment")
-    main(["replicas", "ls", "--url", head.url])
-    main(["replicas", "ls", "--url", head.url, "--api-key", "flag"])
-    assert [key for *_, key in head.asked] == ["Bearer environment", "Bearer flag"]
 
 
 def test_changes_get_the_admin_key_and_looks_the_api_key(head: Head, tmp_path: Path) -> None:
@@ -209,15 +194,18 @@ def test_changes_get_the_admin_key_and_looks_the_api_key(head: Head, tmp_path: P
     ]
 
 
-def test_the_admin_key_of_the_environment_comes_after_that_of_the_file(
+def test_a_key_of_a_flag_comes_before_that_of_the_environment(
     head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OMNI_ADMIN_KEY", "environment")
-    keys = tmp_path / "keys"
-    keys.write_text("admin-key-number-1")
-    main(["explain", "x", "--url", head.url])
-    main(["explain", "x", "--url", head.url, "--admin-key-file", str(keys)])
-    assert [key for *_, key in head.asked] == ["Bearer environment", "Bearer admin-key-number-1"]
+    monkeypatch.setenv("VLLM_API_KEY", "api")
+    monkeypatch.setenv("OMNI_ADMIN_KEY", "admin")
+    (keys := tmp_path / "keys").write_text("admin-key-number-1")
+    for command in (["replicas", "ls"], ["explain", "x"]):
+        for flags in ([], ["--api-key", "flag", "--admin-key-file", str(keys)]):
+            main([*command, "--url", head.url, *flags])
+    assert [key for *_, key in head.asked] == [
+        f"Bearer {key}" for key in ("api", "flag", "admin", "admin-key-number-1")
+    ]
 
 
 def test_an_admin_key_file_that_cannot_be_read_is_named(head: Head, capsys: pytest.CaptureFixture[str]) -> None:

@@ -206,10 +206,3 @@ async def test_a_question_that_the_end_of_the_server_overtakes_is_answered() -> 
         await eventually(lambda: len(fleet.orchestrator.rpc_async_queue), "the question")
         fleet.orchestrator.close_queues()
         assert (await question).status_code == 503
-
-
-async def test_a_server_without_a_fleet_says_so() -> None:
-    app = FastAPI()
-    app.include_router(build_router(Access(lambda _: True, lambda _: True, unix_socket=False)))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://head") as client:
-        assert (await client.post("/omni/explain", json={"prompt": "x"})).status_code == 404

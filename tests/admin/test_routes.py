@@ -80,19 +80,14 @@ async def test_every_replica_is_listed_with_what_is_known_of_it(fleet: FakeFleet
     }
 
 
-async def test_a_replica_that_has_not_served_has_no_time(fleet: FakeFleet, client: httpx.AsyncClient) -> None:
-    fleet.pool.add()
-    third = (await replicas(client))[2]
-    assert (third["status"], third["input_addr"], third["since_seconds"]) == ("down", "", None)
-
-
-async def test_a_replica_that_is_listed_and_has_not_been_attached_to_has_no_time(
-    fleet: FakeFleet, client: httpx.AsyncClient
+@pytest.mark.parametrize("address", ["", "tcp://n:1"], ids=["own", "listed, not attached to"])
+async def test_a_replica_that_has_not_served_has_no_time(
+    fleet: FakeFleet, client: httpx.AsyncClient, address: str
 ) -> None:
     member = fleet.pool.add()
-    member.remote, member.input_addr = True, "tcp://n:1"
+    member.remote, member.input_addr = bool(address), address
     third = (await replicas(client))[2]
-    assert (third["status"], third["since_seconds"]) == ("down", None)
+    assert (third["status"], third["input_addr"], third["since_seconds"]) == ("down", address, None)
 
 
 async def test_a_drained_replica_gets_no_new_requests_until_it_is_resumed(
@@ -164,5 +159,6 @@ async def test_a_server_without_a_fleet_says_so() -> None:
     app = FastAPI()
     app.include_router(build_router(EVERYBODY))
     async with client_of(app) as client:
-        answer = await client.get("/omni/replicas")
-    assert (answer.status_code, answer.json()["detail"]) == (404, "This server has no fleet of replicas.")
+        answers = [await client.get("/omni/replicas"), await client.post("/omni/explain", json={"prompt": "x"})]
+    assert [answer.status_code for answer in answers] == [404, 404]
+    assert {answer.json()["detail"] for answer in answers} == {"This server has no fleet of replicas."}

@@ -1,12 +1,11 @@
 """What stages must be to make a pipeline. Each check raises PipelineError with the place of the first fault."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from graphlib import CycleError, TopologicalSorter
 
 from vllm_omni_plugin.pipeline.hand_over import check_hand_over
 from vllm_omni_plugin.pipeline.places import PipelineError
-from vllm_omni_plugin.pipeline.reach import ancestors
 from vllm_omni_plugin.pipeline.stage import Stage
 
 
@@ -79,3 +78,20 @@ def _check_entry(stages: Sequence[Stage]) -> None:
     if not any(stage.is_vllm and not stage.inputs for stage in stages):
         message = "every stage without inputs is a Python engine, but it takes vLLM's to read the request's prompt"
         raise PipelineError(message, ("stages",))
+
+
+def ancestors(inputs: Mapping[str, Iterable[str]], ends: Iterable[str]) -> set[str]:
+    """Return the names in `ends` and all from which a path leads to one of them.
+
+    Args:
+        inputs: for every name, those with an edge to it.
+        ends: where the paths end.
+    """
+    reached: set[str] = set()
+    pending = list(ends)
+    while pending:
+        name = pending.pop()
+        if name not in reached:
+            reached.add(name)
+            pending += inputs[name]
+    return reached

@@ -6,10 +6,9 @@ from functools import cached_property
 from graphlib import TopologicalSorter
 from operator import attrgetter
 
-from vllm_omni_plugin.pipeline.checks import check_stages
+from vllm_omni_plugin.pipeline.checks import ancestors, check_stages
 from vllm_omni_plugin.pipeline.fitting import fitting_transform
 from vllm_omni_plugin.pipeline.places import Place
-from vllm_omni_plugin.pipeline.reach import ancestors
 from vllm_omni_plugin.pipeline.stage import Modality, Stage
 
 _FRONT_OUTPUTS = (

@@ -69,53 +69,29 @@ def _told(error: Any) -> tuple[Place, str]:
     return place, _WORDING[error.validator](error)
 
 
-def _type(error: Any) -> str:
-    return f"must be {_TYPES[error.validator_value]}, not {_shown(error.instance)}"
-
-
-def _enum(error: Any) -> str:
-    allowed = error.validator_value
-    suggestion = _suggestion(str(error.instance), allowed)
-    return f"must be one of {', '.join(allowed)}, not {_shown(error.instance)}{suggestion}"
-
-
-def _pattern(error: Any) -> str:
-    return f"must be {error.schema['description']}, not {_shown(error.instance)}"
-
-
-def _required(error: Any) -> str:
-    return f"needs {' and '.join(repr(key) for key in error.validator_value if key not in error.instance)}"
-
-
-def _not(error: Any) -> str:
-    return _OUT_OF_PLACE[error.absolute_path[-1]]
-
-
-def _minimum(error: Any) -> str:
-    return f"must be at least {error.validator_value}, not {_shown(error.instance)}"
-
-
-def _empty(error: Any) -> str:
-    return "must not be empty"
-
-
-def _repeated(error: Any) -> str:
-    return "must name each only once"
+def _must(be: str, error: Any) -> str:
+    return f"must be {be}, not {_shown(error.instance)}"
 
 
 _WORDING: Mapping[str, Callable[[Any], str]] = MappingProxyType(
     {
-        "enum": _enum,
-        "minItems": _empty,
-        "minLength": _empty,
-        "minimum": _minimum,
-        "not": _not,
-        "pattern": _pattern,
-        "required": _required,
-        "type": _type,
-        "uniqueItems": _repeated,
+        "enum": lambda error: (
+            _must(f"one of {', '.join(error.validator_value)}", error)
+            + _suggestion(str(error.instance), error.validator_value)
+        ),
+        "minItems": lambda error: "must not be empty",
+        "minLength": lambda error: "must not be empty",
+        "minimum": lambda error: _must(f"at least {error.validator_value}", error),
+        "not": lambda error: _OUT_OF_PLACE[error.absolute_path[-1]],
+        "pattern": lambda error: _must(error.schema["description"], error),
+        "required": lambda error: (
+            f"needs {' and '.join(repr(key) for key in error.validator_value if key not in error.instance)}"
+        ),
+        "type": lambda error: _must(_TYPES[error.validator_value], error),
+        "uniqueItems": lambda error: "must name each only once",
     }
 )
+"""What is said of an error, by the keyword of JSON Schema that it is of."""
 
 
 def _suggestion(word: str, known: Iterable[str]) -> str:
