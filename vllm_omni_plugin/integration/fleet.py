@@ -103,7 +103,7 @@ class Fleet:
         return ready_responses
 
     def let_finish(self, timeout: float) -> float:
-        """See `OrchestratorThread.let_finish`."""
+        """Wait up to `timeout` seconds until no request is left in any stage; returns the seconds left. Blocks."""
         return self._thread.let_finish(timeout)
 
     def close(self, timeout: float | None = None) -> None:

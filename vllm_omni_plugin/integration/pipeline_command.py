@@ -115,7 +115,7 @@ class _StageReader:
     parser: StageArgumentParser = field(default_factory=StageArgumentParser)
 
     def read(self, pipeline: Pipeline, stage: Stage) -> None:
-        """See `pipeline.loading.StageCheck`."""
+        """Check one stage, as far as this process has to do with it. Raises `PipelineError`."""
         if self.headless and stage.id != self.options.stage_id:
             return
         if not self.headless:

@@ -31,7 +31,6 @@ class SimCalls(EngineCalls):
         super().__init__(abort, model.reset_prefix_cache, own, "a simulated engine")
 
     def call(self, method: str, args: list[Any]) -> Any:
-        """See `EngineCalls.call`."""
         result = super().call(method, args)
         self._model.admitting = self.pause_mode is None
         self._model.scheduling = self.pause_mode != "keep"

@@ -29,7 +29,6 @@ class SleepingExecutor(ModelFreeExecutor):
     """
 
     def new_model(self, vllm_config: Any) -> SleepingModel:
-        """See `ModelFreeExecutor`."""
         _refuse_what_is_not_simulated(vllm_config)
         return SleepingModel(_settings_of(vllm_config), time.sleep)
 

@@ -44,7 +44,7 @@ class SimProcess:
         return self._ended.is_set()
 
     def how_it_ended(self) -> str:
-        """See `Process`; there is no process that could have ended."""
+        """There is no process that could have ended."""
         return ""
 
     def shutdown(self, timeout: float | None = None) -> None:

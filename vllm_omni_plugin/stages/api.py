@@ -44,13 +44,13 @@ class PythonStageApi(EngineApi):
         self._end_token = end_token
 
     def check_front(self, source: Any) -> None:
-        """See `StageApi.check_front`: there are no probabilities of its tokens."""
+        """There are no probabilities of its tokens."""
         params = source.sampling_params
         if params is not None and (params.logprobs is not None or params.prompt_logprobs is not None):
             raise StageInputError(f"Stage '{self._stage.name}': what answers is no model, and gives no logprobs.")
 
     def attempt(self, request: Any, engine_request_id: str, client_index: int) -> StageRequest:
-        """See `EngineApi.attempt`; there are no waves of a Python stage."""
+        """There are no waves of a Python stage."""
         attempt: StageRequest = msgspec.structs.replace(
             request, request_id=engine_request_id, client_index=client_index
         )
@@ -67,7 +67,7 @@ class PythonStageApi(EngineApi):
         last: bool,
         held: int = 0,
     ) -> StageRequest:
-        """See `StageApi.build`. A stage of Python does not sample: the client's own parameters mean nothing to it.
+        """A stage of Python does not sample: the client's own parameters mean nothing to it.
 
         Raises:
             StageInputError: something of the input cannot be sent.
@@ -90,13 +90,12 @@ class PythonStageApi(EngineApi):
         return request
 
     def build_root(self, source: Any, sampling: Mapping[str, Any], *, front: bool) -> StageRequest:
-        """See `StageApi.build_root`: it gets tokens and text of the prompt."""
+        """It gets tokens and text of the prompt."""
         tokens = source.prompt_token_ids
         given = StageInput(tokens, "" if tokens is None else self._decode(tokens), source.prompt_embeds)
         return self.build(source, given, sampling, front=front, resumable=source.resumable, last=not source.resumable)
 
     def build_end(self, source: Any) -> StageRequest:
-        """See `StageApi.build_end`."""
         return StageRequest(request_id=source.request_id, closing=True)
 
     def session_tokens(self, chunk: Any) -> int:
@@ -104,11 +103,10 @@ class PythonStageApi(EngineApi):
         return 0
 
     def reader(self, request: Any) -> PythonOutputReader:
-        """See `StageApi.reader`."""
         return PythonOutputReader()
 
     def answer(self, output: Any, read: StageOutput) -> Any:
-        """See `StageApi.answer`: the tokens that the stage gave, else those of its text."""
+        """The tokens that the stage gave, else those of its text."""
         tokens = list(read.token_ids or self._encode(read.text))
         if output.finish_reason == STOP:
             # The server takes the last token of an answer that has come to its end for that end, and does not show it.

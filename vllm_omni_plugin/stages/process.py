@@ -72,7 +72,6 @@ class StageProcess:
             logger.warning("Tensors go through sockets, since there is no memory to share: %s", error)
 
     def how_it_ended(self) -> str:
-        """See `replicas.engine_start.Process`."""
         code = self._popen.poll()
         return "" if code is None else f"it {describe_exit(code)}"
 

@@ -20,7 +20,6 @@ class PythonOutputReader:
         self._outputs: list[StageOutput] = []
 
     def read(self, output: Any, ended: bool) -> StageOutput:
-        """See `OutputReader.read`."""
         fields = (output.kv_transfer_params or {}).get(CONTENT_KEY, {})
         content = msgspec.convert(fields, Content)
         failure = {"error": content.error, "status": content.status} if content.error else {}
@@ -36,5 +35,4 @@ class PythonOutputReader:
 
     @property
     def whole(self) -> StageOutput:
-        """See `OutputReader.whole`."""
         return joined(self._outputs) if self._outputs else StageOutput()

@@ -94,7 +94,6 @@ class EngineApi:
         return len(frames) == 1 and memoryview(frames[0]) == EngineCoreProc.ENGINE_CORE_DEAD
 
     def describe(self, request: Any) -> RequestFacts:
-        """See `requests.describe`."""
         return requests.describe(request)
 
     def cached_tokens(self, output: Any) -> int | None:
@@ -123,7 +122,6 @@ class EngineApi:
         return LoadReport(waiting, stats.num_running_reqs, stats.kv_cache_usage)
 
     def cache_size(self, ready_response: bytes) -> CacheSize:
-        """See `ready.cache_size`."""
         return ready.cache_size(ready_response)
 
     def affinity_key(self, request: Any) -> int | None:
@@ -143,23 +141,18 @@ class EngineApi:
         return bool(output.finish_reason == FinishReason.ABORT)
 
     def movable(self, request: Any) -> Any:
-        """See `moving.with_seed`."""
         return moving.with_seed(request, self._custom_processors, self._random)
 
     def how_to_move(self, request: Any) -> Move:
-        """See `moving.how_to_move`."""
         return moving.how_to_move(request, self._custom_processors)
 
     def moved(self, request: Any, move: Move, produced: Sequence[int]) -> Any:
-        """See `moving.moved`."""
         return moving.moved(request, move, produced)
 
     def missing_end(self, request: Any, produced: Sequence[int], engine_index: int) -> Any | None:
-        """See `moving.missing_end`."""
         return moving.missing_end(request, produced, engine_index)
 
     def fit(self, output: Any, swallow: int) -> None:
-        """See `moving.fit`."""
         moving.fit(output, swallow)
 
     def idle_report(self, engine_index: int) -> Any:

@@ -253,7 +253,6 @@ class RankProcess:
         return self._engine.sentinel
 
     def how_it_ended(self) -> str:
-        """See `replicas.engine_start.Process`."""
         return "" if self._engine is None else self._engine.how_it_ended()
 
     def meet(self) -> LockstepGeneration:

@@ -130,7 +130,6 @@ class EngineProcess:
         return pid
 
     def how_it_ended(self) -> str:
-        """See `replicas.engine_start.Process`."""
         words, code = self._last_words.read(), self.core.exitcode
         return words or ("" if code is None else f"it {describe_exit(code)}")
 
