@@ -95,9 +95,9 @@ class Service:
         begin = perf_counter_ns()
         member, decision = self._pool.decide(task)
         picked = perf_counter_ns()
-        state.dispatch(member.replica_id, task["request_id"])
         charge = perf_counter_ns()
-        self._pool.charge(member, state, task, decision)
+        state.dispatch(member.replica_id, task["request_id"], task, decision, picked / 1e9)
+        self._pool.charge(member, state)
         charged = perf_counter_ns()
         self.pick_ns.append(picked - begin)
         self.charge_ns.append(charged - charge)
@@ -109,15 +109,14 @@ class Service:
     def _go_on(self) -> None:
         if len(self._prefilling) > self._limit // 4:
             member, state = self._prefilling.popleft()
-            assert state.charge is not None
-            self._pool.begin(member, state.charge, cached_tokens=None)
-            member.account.produce(state.charge, 1)
-            self._pool.settle(member, LoadReport(0, len(member.in_flight), 0.4))
+            self._pool.begin(member, state, cached_tokens=None)
+            member.account.produce(state, 1)
+            self._pool.report(member, LoadReport(0, len(member.in_flight), 0.4))
             self._decoding.append((member, state))
         if len(self._decoding) > self._limit - self._limit // 4:
             member, state = self._decoding.popleft()
             self._pool.release(state)
-            self._pool.settle(member, LoadReport(0, len(member.in_flight), 0.4))
+            self._pool.report(member, LoadReport(0, len(member.in_flight), 0.4))
 
 
 def time_hashing(traffic: Traffic) -> Quantiles:

@@ -1,13 +1,14 @@
 """The head of a simulated fleet: asks the policy, tells it what happens, and counts."""
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, Protocol, runtime_checkable
 
 from simulator.engine import Outcome
 from simulator.replica import Clock, SimReplica
 from simulator.requests import Job, Request
 from vllm_omni_plugin.balancing import CacheChange, Decision, ServingReplicas, Task, UnreportedRequests
-from vllm_omni_plugin.orchestrator.charges import Charge
+from vllm_omni_plugin.orchestrator.stage_run import StageRun
 from vllm_omni_plugin.vllm_api.facts import LoadReport
 
 
@@ -86,7 +87,9 @@ class Head:
         replica = self.serving[decision.position]
         job = request.job(replica.engine.settings.block_size)
         job.cached_tokens = decision.matched_tokens
-        replica.charge(job, Charge(task, decision, self._clock.now))
+        run = StageRun(SimpleNamespace(**task), self._clock.now)
+        run.dispatch(replica.replica_id, task["request_id"], task, decision, self._clock.now)
+        replica.charge(job, run)
         self.serving.changed(replica)
         self._tell("dispatched", task, replica, decision)
         return replica, job
@@ -99,16 +102,16 @@ class Head:
         if change is not None:
             self._tell("cache_changed", replica, change)
         for job in outcome.began:
-            charge, request = replica.begin(job), job.request
+            run, request = replica.begin(job), job.request
             request.cached_tokens = job.cached_tokens
             if request.first_token is None:
                 request.first_token = now
-            self._tell("began", charge.task, replica, job.cached_tokens)
+            self._tell("began", run.task, replica, job.cached_tokens)
         for job in outcome.ended:
-            charge = replica.release(job)
+            run = replica.release(job)
             job.request.finished = now
-            charge.task["answer_ids"] = job.answer
-            self._tell("ended", charge.task, replica, now - charge.dispatched_at, job.output_tokens)
+            run.task["answer_ids"] = job.answer
+            self._tell("ended", run.task, replica, now - run.attempt_at, job.output_tokens)
         replica.settle(report)
         if (outcome.began or outcome.ended) and replica in self.serving:
             self.serving.changed(replica)

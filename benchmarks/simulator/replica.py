@@ -6,7 +6,8 @@ from math import inf
 from simulator.engine import LeapEngine
 from simulator.requests import Job
 from vllm_omni_plugin.balancing import ReplicaLoad
-from vllm_omni_plugin.orchestrator.charges import Account, Charge
+from vllm_omni_plugin.orchestrator.charges import Account
+from vllm_omni_plugin.orchestrator.stage_run import StageRun
 from vllm_omni_plugin.sim import EngineSettings
 from vllm_omni_plugin.vllm_api.facts import CacheSize, LoadReport
 
@@ -39,6 +40,7 @@ class SimReplica:
         slowdown: factor on the times of its engines.
         expected: when the event loop will step the engine.
         in_flight: what it was charged with.
+        account: what that weighs.
         present_s: seconds in which it took requests.
     """
 
@@ -63,9 +65,8 @@ class SimReplica:
         self.engine = LeapEngine(self._settings, self.slowdown)
         self.alive = True
         self.expected = inf
-        self.in_flight: dict[Job, Charge] = {}
-        self._account = Account(CacheSize(self._settings.kv_blocks, self._settings.block_size))
-        self._load = self._account.load
+        self.in_flight: dict[Job, StageRun] = {}
+        self.account = Account(CacheSize(self._settings.kv_blocks, self._settings.block_size))
 
     def serves(self, serving: bool) -> None:
         """It takes requests from now on, or no longer."""
@@ -81,15 +82,16 @@ class SimReplica:
     @property
     def queue_length(self) -> int:
         """Unfinished requests, as the head counts them."""
-        return self._load.requests
+        return self.account.requests
 
     @property
     def load(self) -> ReplicaLoad:
         """What the head knows at this moment. Tokens arrive one by one, even if the engine leaps."""
+        load = self.account.load
         if not self.engine.running:
-            return self._load
+            return load
         tokens = self.engine.decode_tokens(self._clock.now)
-        return self._load._replace(decode_tokens=tokens, kv_usage=self.engine.cache.usage)
+        return load._replace(decode_tokens=tokens, kv_usage=self.engine.cache.usage)
 
     def matched_tokens(self, keys: list[int], prompt_tokens: int) -> int:
         """Prompt tokens that are cached, or will be when the requests in flight have been computed."""
@@ -111,29 +113,27 @@ class SimReplica:
         """What is in flight and has no KV memory yet."""
         return [job for job in self.in_flight if not job.reserved and not job.shared]
 
-    def charge(self, job: Job, charge: Charge) -> None:
+    def charge(self, job: Job, run: StageRun) -> None:
         """A job is about to be sent."""
-        self.in_flight[job] = charge
-        self._account.charge(charge)
-        self._load = self._account.load
+        self.in_flight[job] = run
+        self.account.charge(run, self._clock.now)
 
-    def begin(self, job: Job) -> Charge:
+    def begin(self, job: Job) -> StageRun:
         """Its first output has come."""
-        charge = self.in_flight[job]
-        self._account.begin(charge, self._clock.now)
-        return charge
+        run = self.in_flight[job]
+        self.account.begin(run, self._clock.now)
+        return run
 
-    def release(self, job: Job) -> Charge:
+    def release(self, job: Job) -> StageRun:
         """It has ended."""
-        charge = self.in_flight.pop(job)
-        self._account.release(charge, self._clock.now)
-        return charge
+        run = self.in_flight.pop(job)
+        self.account.release(run, self._clock.now)
+        return run
 
     def settle(self, report: LoadReport | None) -> None:
         """A message has been dealt with, the report in it last, if it has one."""
         if report is not None:
-            self._account.report(report)
-        self._load = self._account.load
+            self.account.report(report)
 
     def report(self) -> LoadReport:
         """What the engine says of itself with an iteration."""

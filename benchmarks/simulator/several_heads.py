@@ -12,9 +12,10 @@ from simulator.replica import Clock, SimReplica
 from simulator.requests import Job, Request
 from vllm_omni_plugin.balancing import CacheChange, ReplicaLoad, ServingReplicas
 from vllm_omni_plugin.coordinator import ReplicaWork
-from vllm_omni_plugin.orchestrator.charges import Account, Charge, Work
+from vllm_omni_plugin.orchestrator.charges import Work
 from vllm_omni_plugin.orchestrator.messages import PeerWork
 from vllm_omni_plugin.orchestrator.pool_member import Peers
+from vllm_omni_plugin.orchestrator.stage_run import StageRun
 from vllm_omni_plugin.orchestrator.work_exchange import REPORT_INTERVAL_S, WorkExchange
 from vllm_omni_plugin.sim import EngineSettings
 from vllm_omni_plugin.vllm_api.facts import LoadReport
@@ -41,34 +42,24 @@ class SharedReplica(SimReplica):
         self.peers: Peers | None = None
 
     @property
-    def account(self) -> Account:
-        """What this head charged."""
-        return self._account
-
-    @property
     def load(self) -> ReplicaLoad:
         """What this head knows at this moment; only the tokens of its own requests come to it."""
         tokens = sum(
             job.prompt_tokens + self.engine.produced(job, self._clock.now)
-            for job, charge in self.in_flight.items()
-            if charge.began
+            for job, run in self.in_flight.items()
+            if run.began
         )
-        return self._load._replace(decode_tokens=tokens)
+        return self.account.load._replace(decode_tokens=tokens)
 
-    def charge(self, job: Job, charge: Charge) -> None:
+    def charge(self, job: Job, run: StageRun) -> None:
         """See `SimReplica`."""
-        super().charge(job, charge)
+        super().charge(job, run)
         self._tell_peers()
 
     def settle(self, report: LoadReport | None) -> None:
         """See `SimReplica`."""
         super().settle(report)
         self._tell_peers()
-
-    def heed(self, others: Work | None) -> None:
-        """See `StagePool`."""
-        self._account.heed(others)
-        self._load = self._account.load
 
     def _tell_peers(self) -> None:
         if self.peers is not None:
@@ -86,9 +77,9 @@ class SharingHead(Head):
         super().__init__(policy, clock)
         self.engines_report = _follows_caches(policy)
 
-    def heed(self, member: SharedReplica, others: Work | None) -> None:
+    def join(self, member: SharedReplica, others: Work | None) -> None:
         """See `StagePool`."""
-        member.heed(others)
+        member.account.join(others)
         self.serving.changed(member)
 
     def dispatch(self, request: Request) -> tuple[SimReplica, Job]:
@@ -201,7 +192,7 @@ class SeveralHeads(Head):
             exchanges.append(exchange)
             for replica in cast(Sequence[SharedReplica], head.serving):
                 replica.peers = exchange
-                replica.heed(exchange.serves(cast(Any, replica)))
+                replica.account.join(exchange.serves(cast(Any, replica)))
             exchange.work_wanted()
 
 

@@ -33,7 +33,7 @@ def values(registry: CollectorRegistry, sample: str, label: str) -> dict[str, fl
 
 
 def empty_orchestrator() -> Orchestrator:
-    return Orchestrator([StagePool(0, LeastQueueLengthBalancer())], FakeEngineApi(), 3, lambda: 0.0)
+    return Orchestrator([StagePool(0, LeastQueueLengthBalancer())], [FakeEngineApi()], 3, lambda: 0.0)
 
 
 def test_the_families_are_these() -> None:

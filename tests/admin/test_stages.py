@@ -13,6 +13,7 @@ from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.errors import NoReplicaError
 from vllm_omni_plugin.orchestrator.messages import ManageReplica
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator.preparation import Preparation
 from vllm_omni_plugin.orchestrator.stage_pool import StagePool
 from vllm_omni_plugin.pipeline.graph import Pipeline
 from vllm_omni_plugin.pipeline.stage import VLLM_ENGINE, Modality, Stage
@@ -31,7 +32,7 @@ PIPELINE = Pipeline(
 def orchestrator() -> Orchestrator:
     pools = [StagePool(stage.id, LeastQueueLengthBalancer()) for stage in PIPELINE.stages]
     apis: Any = [FakeEngineApi() for _ in PIPELINE.stages]
-    orchestrator = Orchestrator(pools, apis, 0, lambda: 0.0, pipeline=PIPELINE)
+    orchestrator = Orchestrator(pools, apis, 0, lambda: 0.0, preparation=Preparation(PIPELINE, apis, str))
     for pool, count in zip(pools, (1, 2, 1), strict=True):
         for _ in range(count):
             pool.add()

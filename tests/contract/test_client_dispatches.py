@@ -24,7 +24,7 @@ from vllm_omni_plugin.vllm_api.engine_api import EngineApi
 
 @pytest.fixture
 def client() -> Iterator[FleetClient]:
-    orchestrator = Orchestrator([StagePool(0, RandomBalancer())], EngineApi(), 0, time.monotonic)
+    orchestrator = Orchestrator([StagePool(0, RandomBalancer())], [EngineApi()], 0, time.monotonic)
     client = FleetClient(IdleFleet(orchestrator), None, [])
     yield client
     client.shutdown()

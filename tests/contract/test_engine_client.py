@@ -23,7 +23,7 @@ from vllm_omni_plugin.vllm_api.engine_api import EngineApi
 
 @pytest.fixture
 def orchestrator() -> Orchestrator:
-    return Orchestrator([StagePool(0, RandomBalancer())], EngineApi(), 0, time.monotonic)
+    return Orchestrator([StagePool(0, RandomBalancer())], [EngineApi()], 0, time.monotonic)
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ class Front:
     """AsyncLLM's side of a fleet that runs nothing."""
 
     def __init__(self) -> None:
-        self.orchestrator = Orchestrator([StagePool(0, RandomBalancer())], EngineApi(), 0, time.monotonic)
+        self.orchestrator = Orchestrator([StagePool(0, RandomBalancer())], [EngineApi()], 0, time.monotonic)
         self.client = FleetClient(IdleFleet(self.orchestrator), SimpleNamespace(), [])
         self.processor = OutputProcessor(None, log_stats=True)
         self.loggers = SimpleNamespace(record=self.record)

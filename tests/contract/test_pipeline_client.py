@@ -26,6 +26,7 @@ from vllm_omni_plugin.integration.pipeline_calls import RunningCall
 from vllm_omni_plugin.orchestrator.messages import AbortRequests, CallReplicas, ReplicaJoined, SubmitRequest
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pipeline_call import PipelineCall
+from vllm_omni_plugin.orchestrator.preparation import Preparation
 from vllm_omni_plugin.orchestrator.stage_pool import StagePool
 from vllm_omni_plugin.pipeline.graph import Pipeline
 from vllm_omni_plugin.pipeline.stage import VLLM_ENGINE, Modality, Stage
@@ -79,7 +80,7 @@ class Head:
     def __init__(self, ready_responses: list[list[bytes]]) -> None:
         pools = [StagePool(stage.id, RandomBalancer()) for stage in PIPELINE.stages]
         apis = [FakeEngineApi() for _ in PIPELINE.stages]
-        self.orchestrator = Orchestrator(pools, apis, 0, time.monotonic, pipeline=PIPELINE)  # type: ignore[arg-type]
+        self.orchestrator = Orchestrator(pools, apis, 0, time.monotonic, preparation=Preparation(PIPELINE, apis, str))  # type: ignore[arg-type]
         self.own = config(1000)
         self.configs = [None, config(1000), config(1000), config(2000)]
         self.stages = FleetStages(PIPELINE, self.configs)

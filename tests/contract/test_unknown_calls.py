@@ -29,7 +29,7 @@ NOT_CALLED_BY_ASYNC_LLM = {
 
 @pytest.fixture
 def client() -> Iterator[FleetClient]:
-    orchestrator = Orchestrator([StagePool(0, RandomBalancer())], EngineApi(), 0, time.monotonic)
+    orchestrator = Orchestrator([StagePool(0, RandomBalancer())], [EngineApi()], 0, time.monotonic)
     client = FleetClient(IdleFleet(orchestrator), SimpleNamespace(), [])
     yield client
     client.shutdown()

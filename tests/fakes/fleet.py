@@ -44,7 +44,8 @@ class FakeFleet:
     ) -> None:
         self.now = 0.0
         self.pool = StagePool(0, balancer or LeastQueueLengthBalancer(), clock=lambda: self.now)
-        self.orchestrator = Orchestrator([self.pool], FakeEngineApi(), migration_limit, lambda: self.now, replica_wait)
+        apis = [FakeEngineApi()]
+        self.orchestrator = Orchestrator([self.pool], apis, migration_limit, lambda: self.now, replica_wait)
         self.ready_response = b""
         self.links: dict[int, FakeLink] = {}
         self.events: list[tuple[str, Any]] = []

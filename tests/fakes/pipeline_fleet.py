@@ -19,6 +19,7 @@ from vllm_omni_plugin.orchestrator.messages import (
 )
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pipeline_call import CallEnded, PipelineCall, StageEvent
+from vllm_omni_plugin.orchestrator.preparation import Preparation
 from vllm_omni_plugin.orchestrator.request_state import OrchestratorRequestState, PipelineRequestState
 from vllm_omni_plugin.orchestrator.stage_pool import PoolMember, StagePool
 from vllm_omni_plugin.pipeline import Modality, Pipeline, Stage
@@ -78,8 +79,7 @@ class FakePipelineFleet:
             migration_limit,
             self.clock,
             replica_wait,
-            self.pipeline,
-            lambda request: "the prompt",
+            Preparation(self.pipeline, self.apis, lambda request: "the prompt"),
         )
         self.links: dict[tuple[int, int], PlayedLink] = {}
         self.tokens: dict[str, list[int]] = {}
@@ -249,7 +249,6 @@ class FakePipelineFleet:
 
 def _in_preparation(state: OrchestratorRequestState) -> Iterator[tuple[str, int]]:
     assert isinstance(state, PipelineRequestState)
-    journey = state.journey
-    whole = journey.begun - journey.ended.keys() - set(state.runs) - set(journey.feeds)
-    for stage_id in (*whole, *(stage_id for stage_id, feed in journey.feeds.items() if feed.busy)):
+    whole = state.begun - state.ended.keys() - set(state.runs) - set(state.chunk_inputs)
+    for stage_id in (*whole, *(stage_id for stage_id, chunks in state.chunk_inputs.items() if chunks.busy)):
         yield state.request_id, stage_id

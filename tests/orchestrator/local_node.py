@@ -36,7 +36,7 @@ class Node:
         self.go_on = asyncio.Semaphore(0)
         self.launcher = make_launcher(folder)
         self.pool = StagePool(0, LeastQueueLengthBalancer())
-        self.orchestrator = Orchestrator([self.pool], FakeEngineApi(), 3, lambda: self.now)
+        self.orchestrator = Orchestrator([self.pool], [FakeEngineApi()], 3, lambda: self.now)
         stages = [LocalStage(0, 2, self.launcher, FakeEngineApi())]
         timing = Timing(*UNPROBED, lambda: self.now, self._pause)
         self.replicas = LocalReplicas(self.orchestrator, stages, timing)

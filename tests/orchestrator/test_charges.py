@@ -4,31 +4,34 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_omni_plugin.balancing import Decision, Prompt, ReplicaLoad
-from vllm_omni_plugin.orchestrator.charges import Account, Charge, Work
+from tests.fakes.engine_api import FakeRequest
+from vllm_omni_plugin.balancing import Decision, Prompt, ReplicaLoad, Task
+from vllm_omni_plugin.orchestrator.charges import Account, Work
+from vllm_omni_plugin.orchestrator.stage_run import StageRun
 from vllm_omni_plugin.vllm_api.facts import CacheSize, LoadReport
 
 
-def make(prompt: int, matched: int = 0, now: float = 0.0) -> Charge:
-    return Charge({"prompt": Prompt(range(prompt))}, Decision(0, "test", matched_tokens=matched), now)
+def charge(account: Account, task: Task, matched: int = 0, now: float = 0.0) -> StageRun:
+    run = StageRun(FakeRequest("r"), now)
+    run.dispatch(0, "r-1", task, Decision(0, "test", matched_tokens=matched), now)
+    account.charge(run, now)
+    return run
 
 
-def charged(account: Account, prompt: int, matched: int = 0, now: float = 0.0) -> Charge:
-    charge = make(prompt, matched, now)
-    account.charge(charge)
-    return charge
+def charged(account: Account, prompt: int, matched: int = 0, now: float = 0.0) -> StageRun:
+    return charge(account, {"prompt": Prompt(range(prompt))}, matched, now)
 
 
 def test_a_prompt_is_to_be_computed_until_its_first_output_and_held_from_then_on() -> None:
     account = Account()
-    charge = charged(account, prompt=100, matched=64)
+    run = charged(account, prompt=100, matched=64)
     assert account.load == ReplicaLoad(requests=1, prefill_tokens=36)
-    account.begin(charge, 2.0)
-    account.produce(charge, 1)
+    account.begin(run, 2.0)
+    account.produce(run, 1)
     assert (account.load.prefill_tokens, account.load.decode_tokens) == (0, 101)
-    account.produce(charge, 4)
+    account.produce(run, 4)
     assert account.load.decode_tokens == 105
-    account.release(charge, 3.0)
+    account.release(run, 3.0)
     assert account.load == ReplicaLoad(prefill_rate=18.0)
 
 
@@ -46,7 +49,7 @@ def test_more_matched_tokens_than_the_prompt_has_are_no_negative_work() -> None:
 
 def test_a_request_of_an_unknown_prompt_still_counts() -> None:
     account = Account()
-    account.charge(Charge({}, Decision(0, "test"), 0.0))
+    charge(account, {})
     assert account.load == ReplicaLoad(requests=1)
 
 
@@ -67,9 +70,9 @@ def test_a_report_taken_before_a_dispatch_does_not_hide_it() -> None:
 
 def test_nothing_reported_outlives_our_own_requests() -> None:
     account = Account()
-    charge = charged(account, 10)
+    run = charged(account, 10)
     account.report(LoadReport(waiting=7, running=8, kv_usage=0.9))
-    account.release(charge, 1.0)
+    account.release(run, 1.0)
     assert account.load == ReplicaLoad()
     account.report(LoadReport(waiting=7, running=8, kv_usage=0.9))
     assert account.load == ReplicaLoad()
@@ -86,8 +89,8 @@ def test_the_rate_counts_only_time_in_which_there_were_prompts_to_compute() -> N
 def test_prompts_computed_together_share_their_time() -> None:
     account = Account()
     both = [charged(account, prompt=1000, now=0.0) for _ in range(2)]
-    for charge in both:
-        account.begin(charge, 4.0)
+    for run in both:
+        account.begin(run, 4.0)
     assert account.load.prefill_rate == 500.0
 
 
@@ -113,21 +116,21 @@ STEPS = st.lists(
 
 @given(STEPS)
 def test_the_sums_are_those_of_what_is_in_flight_through_any_history(steps: list[tuple[str, int, int]]) -> None:
-    account, there = Account(), list[Charge]()
+    account, there = Account(), list[StageRun]()
     for now, (step, first, second) in enumerate(steps):
         if step == "charge":
             there.append(charged(account, first, second, float(now)))
         elif step == "report":
             account.report(LoadReport(first, second, 0.5))
         elif there:
-            charge = there[first % len(there)]
+            run = there[first % len(there)]
             if step == "release":
-                account.release(charge, float(now))
-                there.remove(charge)
+                account.release(run, float(now))
+                there.remove(run)
             else:
-                if not charge.began:
-                    account.begin(charge, float(now))
-                account.produce(charge, second)
+                if not run.began:
+                    account.begin(run, float(now))
+                account.produce(run, second)
         load = account.load
         assert load.requests - load.others == len(there)
         assert load.prefill_tokens == sum(c.prefill_tokens for c in there if not c.began)
@@ -139,17 +142,17 @@ def test_the_sums_are_those_of_what_is_in_flight_through_any_history(steps: list
 def test_what_other_heads_report_takes_the_place_of_the_engines_word() -> None:
     account = Account()
     charged(account, 10)
-    account.heed(Work(requests=3, prefill_tokens=200))
+    account.join(Work(requests=3, prefill_tokens=200))
     account.report(LoadReport(waiting=2, running=6, kv_usage=0.5))
     assert account.own == Work(1, 10)
     assert account.load == ReplicaLoad(4, 3, 210, 0, 2, 6, 0.5, heads_report=True)
-    account.heed(None)
+    account.join(None)
     assert account.load == ReplicaLoad(8, 7, 10, 0, 2, 6, 0.5)
 
 
 def test_what_other_heads_report_outlives_our_own_requests() -> None:
     account = Account()
-    charge = charged(account, 10)
-    account.heed(Work(requests=3, prefill_tokens=200))
-    account.release(charge, 1.0)
+    run = charged(account, 10)
+    account.join(Work(requests=3, prefill_tokens=200))
+    account.release(run, 1.0)
     assert account.load == ReplicaLoad(3, 3, 200, heads_report=True)

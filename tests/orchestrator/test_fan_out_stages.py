@@ -12,10 +12,10 @@ from tests.fakes.links import FakeLink, answer_calls, refuse_calls
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.errors import NoReplicaError, ReplicaError
 from vllm_omni_plugin.orchestrator.fan_out import FanOut
-from vllm_omni_plugin.orchestrator.handover import HandoverQueue
 from vllm_omni_plugin.orchestrator.messages import CallReplicas, RpcMessage
 from vllm_omni_plugin.orchestrator.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.stage_pool import StagePool
+from vllm_omni_plugin.orchestrator.thread_queue import ThreadQueue
 from vllm_omni_plugin.replicas.stage_client import StageClient
 
 SLEEP = ("sleep", 1, "abort")
@@ -35,7 +35,7 @@ class Stages:
         self.links = {name: self.serve(*name) for name in ((0, 0), (0, 1), (1, 0))}
         self.distrusted: list[str] = []
         self.fan_out = FanOut(self.pools, lambda member, reason: self.distrusted.append(member.name))
-        self.queue: HandoverQueue[RpcMessage] = HandoverQueue(10)
+        self.queue: ThreadQueue[RpcMessage] = ThreadQueue(10)
 
     def serve(self, stage_id: int, replica_id: int) -> FakeLink:
         """A replica serves from now on, and takes every call."""

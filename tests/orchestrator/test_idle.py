@@ -42,7 +42,7 @@ async def sleeps(selector: NotingSelector) -> list[float | None]:
 async def idle_with_two_replicas(selector: NotingSelector, folder: Path) -> list[float | None]:
     """Return how the loop sleeps while an orchestrator of two connected replicas has nothing to do."""
     pool = StagePool(0, LeastQueueLengthBalancer())
-    orchestrator = Orchestrator([pool], FakeEngineApi(), 3, lambda: 0.0)
+    orchestrator = Orchestrator([pool], [FakeEngineApi()], 3, lambda: 0.0)
     clients, sockets = [], []
     for replica_id in range(2):
         member = pool.add(replica_id)

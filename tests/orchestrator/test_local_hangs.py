@@ -200,7 +200,7 @@ async def test_a_replica_that_was_drained_when_it_hung_is_still_drained_afterwar
 async def test_an_engine_that_really_says_nothing_is_left_and_taken_back_on_its_answer(tmp_path: Path) -> None:
     launcher = FakeLauncher(tmp_path)
     pool = StagePool(0, LeastQueueLengthBalancer())
-    orchestrator = Orchestrator([pool], FakeEngineApi(), 3, lambda: 0.0)
+    orchestrator = Orchestrator([pool], [FakeEngineApi()], 3, lambda: 0.0)
     stage = LocalStage(0, 1, launcher, FakeEngineApi())
     replicas = LocalReplicas(orchestrator, [stage], Timing(0.01, 0.1, lambda: 0.0))
     await replicas.start()

@@ -13,6 +13,7 @@ from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.orchestrator.local_replicas import LocalReplicas, LocalStage
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator.preparation import Preparation
 from vllm_omni_plugin.orchestrator.stage_pool import StagePool
 from vllm_omni_plugin.pipeline.graph import Pipeline
 from vllm_omni_plugin.pipeline.stage import VLLM_ENGINE, Modality, Stage
@@ -33,7 +34,7 @@ class Node:
     def __init__(self, folder: Path) -> None:
         self.pools = [StagePool(stage_id, LeastQueueLengthBalancer()) for stage_id in range(3)]
         apis = [FakeEngineApi() for _ in range(3)]
-        self.orchestrator = Orchestrator(self.pools, apis, 3, lambda: 0.0, pipeline=PIPELINE)  # type: ignore[arg-type]
+        self.orchestrator = Orchestrator(self.pools, apis, 3, lambda: 0.0, preparation=Preparation(PIPELINE, apis, str))  # type: ignore[arg-type]
         self.launchers = []
         for stage_id in range(3):
             (folder / str(stage_id)).mkdir()

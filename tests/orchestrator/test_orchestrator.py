@@ -11,8 +11,8 @@ from tests.fakes.fleet import FakeFleet
 from tests.fakes.observations import observed
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import MessageTooLargeError, NoReplicaError, OmniError, RequestLostError
-from vllm_omni_plugin.orchestrator.handover import HandoverClosedError
 from vllm_omni_plugin.orchestrator.orchestrator import MAX_QUEUED_OUTPUTS
+from vllm_omni_plugin.orchestrator.thread_queue import QueueClosedError
 
 
 @pytest.fixture
@@ -384,5 +384,5 @@ async def test_a_closed_orchestrator_refuses_and_survives_late_outputs() -> None
     fleet.orchestrator.close_queues()
     queues: list[Any] = [fleet.orchestrator.request_async_queue, fleet.orchestrator.rpc_async_queue]
     for queue in queues:
-        with pytest.raises(HandoverClosedError):
+        with pytest.raises(QueueClosedError):
             queue.force_put(None)

@@ -5,23 +5,23 @@ from collections.abc import Iterator
 
 import pytest
 
-from vllm_omni_plugin.orchestrator.handover import HandoverQueue
 from vllm_omni_plugin.orchestrator.output_gate import OutputGate
+from vllm_omni_plugin.orchestrator.thread_queue import ThreadQueue
 
 
 @pytest.fixture
-def queue() -> HandoverQueue[str]:
-    return HandoverQueue(10)
+def queue() -> ThreadQueue[str]:
+    return ThreadQueue(10)
 
 
 @pytest.fixture
-def gate(queue: HandoverQueue[str]) -> Iterator[OutputGate]:
+def gate(queue: ThreadQueue[str]) -> Iterator[OutputGate]:
     gate = OutputGate(queue, [])
     yield gate
     gate.close()
 
 
-async def test_what_nobody_waits_for_goes_before_the_next_item(gate: OutputGate, queue: HandoverQueue[str]) -> None:
+async def test_what_nobody_waits_for_goes_before_the_next_item(gate: OutputGate, queue: ThreadQueue[str]) -> None:
     gate.put_later("first")
     gate.put_later("second")
     assert len(queue) == 0
@@ -31,7 +31,7 @@ async def test_what_nobody_waits_for_goes_before_the_next_item(gate: OutputGate,
     assert await queue.get_batch() == ["fourth"]
 
 
-async def test_what_nobody_waits_for_goes_alone_in_the_end(gate: OutputGate, queue: HandoverQueue[str]) -> None:
+async def test_what_nobody_waits_for_goes_alone_in_the_end(gate: OutputGate, queue: ThreadQueue[str]) -> None:
     for number in ("one", "two"):
         gate.put_later(number)
         async with asyncio.timeout(10):
@@ -39,7 +39,7 @@ async def test_what_nobody_waits_for_goes_alone_in_the_end(gate: OutputGate, que
 
 
 async def test_what_waits_is_lost_with_a_closed_queue_and_harms_nobody(
-    gate: OutputGate, queue: HandoverQueue[str]
+    gate: OutputGate, queue: ThreadQueue[str]
 ) -> None:
     gate.put_later("first")
     queue.close()

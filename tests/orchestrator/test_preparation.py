@@ -13,10 +13,10 @@ from tests.fakes.pipeline_fleet import stage
 from tests.fakes.pipelines import CHAIN, FAN_OUT, SPEECH
 from tests.fakes.stage_api import FakeStageApi
 from vllm_omni_plugin.errors import ConfigError
-from vllm_omni_plugin.orchestrator.feed import Feed, Piece
-from vllm_omni_plugin.orchestrator.journey import Journey, make_plan
+from vllm_omni_plugin.orchestrator.chunk_input import ChunkInput, Piece
 from vllm_omni_plugin.orchestrator.pipeline_call import PipelineCall
 from vllm_omni_plugin.orchestrator.preparation import Preparation, WholeInput
+from vllm_omni_plugin.orchestrator.request_plan import make_plan
 from vllm_omni_plugin.orchestrator.request_state import PipelineRequestState
 from vllm_omni_plugin.pipeline import Pipeline, Stage
 from vllm_omni_plugin.pipeline.transfer import StageOutput
@@ -31,9 +31,7 @@ def state_of(stages: tuple[Stage, ...], *modalities: str, **params: Any) -> Pipe
     call = PipelineCall(modalities, lambda event: None, params=params)
     plan = make_plan(Pipeline(stages), call)
     request = FakeRequest("r", prompt=[1, 2])
-    return PipelineRequestState(
-        request, 0.0, sampling_params_list=({},) * len(stages), call=call, journey=Journey(plan)
-    )
+    return PipelineRequestState(request, 0.0, sampling_params_list=({},) * len(stages), call=call, plan=plan)
 
 
 async def outcome(
@@ -112,7 +110,7 @@ def test_the_prompts_text_is_made_once_and_only_for_those_who_may_read_it() -> N
         preparation = preparation_of(stages, prompt_text)
         state = state_of(stages, stages[-1].output, talker=lambda transfer: seen.append(transfer.prompt))
         for number in range(3):
-            preparation.chunk(state, stages[1], Feed(1), Piece((StageOutput((1,)),), number, False))
+            preparation.chunk(state, stages[1], ChunkInput(1), Piece((StageOutput((1,)),), number, False))
         preparation.close()
         assert made == expected
     assert seen == ["hi"] * 3
@@ -127,8 +125,8 @@ async def test_the_prompts_text_is_made_while_the_stages_in_front_still_work() -
 
     preparation, state = preparation_of(SPEECH, prompt_text), state_of(SPEECH, "audio", talker=lambda transfer: None)
     preparation.foresee(state)
-    await eventually(lambda: state.journey.prompt == "hi", "the prompt's text")
-    preparation.chunk(state, SPEECH[1], Feed(1), Piece((StageOutput((1,)),), 0, False))
+    await eventually(lambda: state.prompt == "hi", "the prompt's text")
+    preparation.chunk(state, SPEECH[1], ChunkInput(1), Piece((StageOutput((1,)),), 0, False))
     preparation.close()
     assert [name.partition("_")[0] for name in threads] == ["omni-talker"]
 
@@ -144,25 +142,25 @@ async def test_a_prompt_whose_text_cannot_be_made_fails_where_it_is_needed() -> 
     preparation.foresee(state)
     await eventually(tried.is_set, "the first try")
     with pytest.raises(ValueError, match="no text"):
-        preparation.chunk(state, SPEECH[1], Feed(1), Piece((StageOutput((1,)),), 0, False))
+        preparation.chunk(state, SPEECH[1], ChunkInput(1), Piece((StageOutput((1,)),), 0, False))
     preparation.close()
 
 
 def test_a_transform_knows_the_request_and_the_chunk() -> None:
     seen: list[Any] = []
     preparation, state = preparation_of(SPEECH), state_of(SPEECH, "audio", talker=seen.append, voice="alto")
-    feed = Feed(1)
-    preparation.chunk(state, SPEECH[1], feed, Piece((StageOutput((1,)), StageOutput((2,))), 3, True))
+    chunks = ChunkInput(1)
+    preparation.chunk(state, SPEECH[1], chunks, Piece((StageOutput((1,)), StageOutput((2,))), 3, True))
     preparation.close()
     (transfer,) = seen
     assert (transfer.request_id, transfer.stage, list(transfer.prompt_token_ids)) == ("r", "talker", [1, 2])
     assert (transfer.chunk, transfer.last, transfer.params["voice"]) == (3, True, "alto")
-    assert transfer.memory is feed.memory
+    assert transfer.memory is chunks.memory
 
 
 def test_a_chunk_is_built_of_all_that_is_in_its_piece() -> None:
     preparation, state = preparation_of(SPEECH), state_of(SPEECH, "audio")
-    chunk = preparation.chunk(state, SPEECH[1], Feed(1), Piece((StageOutput((1,)), StageOutput((2,))), 0, False))
+    chunk = preparation.chunk(state, SPEECH[1], ChunkInput(1), Piece((StageOutput((1,)), StageOutput((2,))), 0, False))
     preparation.close()
     assert (chunk.request.prompt, chunk.request.resumable, chunk.end) == ([1, 2], True, None)
 
@@ -176,7 +174,7 @@ def test_outputs_that_cannot_be_joined_fail_where_they_are_joined() -> None:
         def whole(self) -> StageOutput:
             raise RuntimeError("shapes differ")
 
-    state.journey.readers[0] = Broken()  # type: ignore[assignment]
+    state.readers[0] = Broken()  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match="shapes differ"):
         preparation.whole(state, FAN_OUT[2])
     preparation.close()

@@ -3,9 +3,9 @@
 from typing import Any
 
 from vllm_omni_plugin.coordinator import ReplicaInfo, ReplicaList, ReplicaStatus
-from vllm_omni_plugin.orchestrator.handover import HandoverQueue
 from vllm_omni_plugin.orchestrator.messages import RegisterRemoteReplica, RpcMessage, UnregisterRemoteReplica
 from vllm_omni_plugin.orchestrator.replica_list import ReplicaListWatcher, changes
+from vllm_omni_plugin.orchestrator.thread_queue import ThreadQueue
 
 EMPTY = ReplicaList([], 0.0)
 REASON = "the coordinator no longer lists it"
@@ -63,7 +63,7 @@ def test_a_replica_that_needs_no_attaching_is_left_alone() -> None:
 
 
 async def test_the_watcher_puts_each_change_once_and_in_order() -> None:
-    queue: HandoverQueue[RpcMessage] = HandoverQueue(10)
+    queue: ThreadQueue[RpcMessage] = ThreadQueue(10)
     watcher = ReplicaListWatcher(queue)
     for replicas in (listed(row(1)), listed(row(1)), listed()):
         watcher.update(replicas)
@@ -74,6 +74,6 @@ async def test_the_watcher_puts_each_change_once_and_in_order() -> None:
 
 
 def test_a_list_for_a_head_that_is_closing_is_ignored() -> None:
-    queue: HandoverQueue[RpcMessage] = HandoverQueue(10)
+    queue: ThreadQueue[RpcMessage] = ThreadQueue(10)
     queue.close()
     ReplicaListWatcher(queue).update(listed(row(1)))

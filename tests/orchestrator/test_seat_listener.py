@@ -1,7 +1,6 @@
 """What a head hears at its seat reaches its orchestrator in order, and nobody once it has closed."""
 
 from vllm_omni_plugin.coordinator import PeerCall, ReplicaList, ReplicaWork
-from vllm_omni_plugin.orchestrator.handover import HandoverQueue
 from vllm_omni_plugin.orchestrator.messages import (
     PeerCalled,
     PeersLost,
@@ -12,6 +11,7 @@ from vllm_omni_plugin.orchestrator.messages import (
     WorkWanted,
 )
 from vllm_omni_plugin.orchestrator.seat_listener import SeatListener
+from vllm_omni_plugin.orchestrator.thread_queue import ThreadQueue
 
 from .test_replica_list import row
 
@@ -20,7 +20,7 @@ CALL = PeerCall("other", 7, "drain", {"replica": "0.1"})
 
 
 async def test_everything_becomes_a_message_in_the_order_in_which_it_was_heard() -> None:
-    queue: HandoverQueue[RpcMessage] = HandoverQueue(10)
+    queue: ThreadQueue[RpcMessage] = ThreadQueue(10)
     listener = SeatListener(queue)
     listener.seat_taken()
     listener.work_wanted()
@@ -41,7 +41,7 @@ async def test_everything_becomes_a_message_in_the_order_in_which_it_was_heard()
 
 
 def test_a_head_that_has_closed_hears_nothing_more() -> None:
-    queue: HandoverQueue[RpcMessage] = HandoverQueue(10)
+    queue: ThreadQueue[RpcMessage] = ThreadQueue(10)
     listener = SeatListener(queue)
     queue.close()
     listener.head_left("other")

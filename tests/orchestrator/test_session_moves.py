@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fakes.engine_api import FakeRequest
+from vllm_omni_plugin.balancing import Decision
 from vllm_omni_plugin.errors import RequestLostError
 from vllm_omni_plugin.orchestrator.stage_run import Fail, Loss, Redispatch, StageRun, StreamingInputState
 from vllm_omni_plugin.vllm_api.move import Move
@@ -18,8 +19,13 @@ LAST = FakeRequest("r")
 def session() -> StageRun:
     """A session on replica 1 whose first chunk has been sent."""
     run = StageRun(CHUNK, 0.0, streaming=StreamingInputState(replayable=True))
-    run.dispatch(1, "r-1")
+    dispatch(run, 1, "r-1")
     return run
+
+
+def dispatch(run: StageRun, replica_id: int, engine_request_id: str) -> None:
+    """Bind the next attempt of a session to a replica."""
+    run.dispatch(replica_id, engine_request_id, {}, Decision(0, "test"), 0.0)
 
 
 def add(run: StageRun, *chunks: FakeRequest) -> None:
@@ -37,7 +43,7 @@ def lose(run: StageRun, replica_id: int = 2) -> list[FakeRequest]:
     """The replica is lost, another one takes over. Returns what it is sent after the first chunk."""
     assert run.streaming is not None
     assert isinstance(run.lose_replica(Loss(1, "died"), 99, Move.NEVER), Redispatch)
-    run.dispatch(replica_id, f"r-{replica_id}")
+    dispatch(run, replica_id, f"r-{replica_id}")
     return run.streaming.take_unsent()
 
 
@@ -68,7 +74,7 @@ def test_chunks_that_came_while_nobody_served_follow_those_that_were_sent() -> N
     run.lose_replica(Loss(1, "died"), 99, Move.NEVER)
     late = FakeRequest("r", resumable=True, prompt=[7])
     add(run, late, LAST)
-    run.dispatch(2, "r-2")
+    dispatch(run, 2, "r-2")
     assert run.streaming.take_unsent() == [CHUNK, late, LAST]
     assert run.streaming.open_turns == 3
 

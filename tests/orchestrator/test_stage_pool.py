@@ -42,16 +42,16 @@ def make_pool(size: int, balancer: LoadBalancer | None = None) -> tuple[StagePoo
 
 def charge(pool: StagePool, member: PoolMember, name: str) -> StageRun:
     state = StageRun(FakeRequest(name), 0.0)
-    state.dispatch(member.replica_id, f"{name}-1")
-    pool.charge(member, state, {}, Decision(0, "test"))
+    state.dispatch(member.replica_id, f"{name}-1", {}, Decision(0, "test"), 0.0)
+    pool.charge(member, state)
     return state
 
 
 def dispatch(pool: StagePool) -> PoolMember:
     member, decision = pool.decide({})
     state = StageRun(FakeRequest("r"), 0.0)
-    state.dispatch(member.replica_id, f"r-{member.dispatched}")
-    pool.charge(member, state, {}, decision)
+    state.dispatch(member.replica_id, f"r-{member.dispatched}", {}, decision, 0.0)
+    pool.charge(member, state)
     return member
 
 

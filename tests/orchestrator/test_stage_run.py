@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.fakes.engine_api import FakeRequest
+from vllm_omni_plugin.balancing import Decision
 from vllm_omni_plugin.errors import NoReplicaError, RequestLostError
 from vllm_omni_plugin.orchestrator.stage_run import (
     Fail,
@@ -21,11 +22,16 @@ CHUNK = FakeRequest("r", resumable=True)
 LAST = FakeRequest("r", resumable=False)
 
 
+def dispatch(state: StageRun, replica_id: int, engine_request_id: str) -> None:
+    """Bind the next attempt of a request to a replica."""
+    state.dispatch(replica_id, engine_request_id, {}, Decision(0, "test"), 0.0)
+
+
 def state_in(phase: RequestPhase, streaming: bool = False) -> StageRun:
     """Return a request that has come to a phase by the usual way."""
     state = StageRun(FakeRequest("r"), 0.0, streaming=StreamingInputState() if streaming else None)
     if phase is not RequestPhase.QUEUED:
-        state.dispatch(1, "r-1")
+        dispatch(state, 1, "r-1")
     if phase is RequestPhase.STREAMING:
         state.deliver([5, 6], finished=False)
     if phase is RequestPhase.MOVING:
@@ -38,7 +44,7 @@ def state_in(phase: RequestPhase, streaming: bool = False) -> StageRun:
 def test_a_request_goes_from_queued_over_dispatched_and_streaming_to_finished() -> None:
     state = state_in(RequestPhase.QUEUED)
     assert (state.request_id, state.replica_id, state.engine_request_id, state.attempts) == ("r", None, "", 0)
-    state.dispatch(1, "r-1")
+    dispatch(state, 1, "r-1")
     assert (state.phase, state.replica_id, state.engine_request_id) == (RequestPhase.DISPATCHED, 1, "r-1")
     assert state.attempts == 1
     state.deliver([1], finished=False)
@@ -70,7 +76,7 @@ def test_a_refused_request_is_finished_with_that_error() -> None:
 
 WAITING = {RequestPhase.QUEUED, RequestPhase.MOVING}
 ILLEGAL: list[tuple[str, Callable[[StageRun], object], set[RequestPhase]]] = [
-    ("dispatch", lambda s: s.dispatch(2, "r-2"), set(RequestPhase) - WAITING),
+    ("dispatch", lambda s: dispatch(s, 2, "r-2"), set(RequestPhase) - WAITING),
     ("give up", lambda s: s.give_up(NO_REPLICA), set(RequestPhase) - WAITING),
     ("join", lambda s: s.join([1], finished=False), set(RequestPhase) - {RequestPhase.DISPATCHED}),
     ("deliver", lambda s: s.deliver([1], finished=False), WAITING | {RequestPhase.FINISHED}),
@@ -125,7 +131,7 @@ def test_a_request_that_never_moves_fails_once_part_of_it_was_delivered() -> Non
 
 def test_a_request_that_finds_no_other_replica_says_what_became_of_its_own() -> None:
     state = state_in(RequestPhase.MOVING)
-    state.dispatch(2, "r-2")
+    dispatch(state, 2, "r-2")
     state.deliver([5], finished=False)
     state.lose_replica(Loss(2, "died too"), 3, Move.RESUME)
     action = state.give_up(NO_REPLICA)
@@ -139,14 +145,14 @@ def replaying(*produced: int) -> StageRun:
     state = state_in(RequestPhase.DISPATCHED)
     state.deliver(list(produced), finished=False)
     state.lose_replica(Loss(1, "died"), 3, Move.REPLAY)
-    state.dispatch(2, "r-2")
+    dispatch(state, 2, "r-2")
     return state
 
 
 def test_a_resumed_request_joins_with_its_first_token() -> None:
     state = state_in(RequestPhase.STREAMING)
     state.lose_replica(Loss(1, "died"), 3, Move.RESUME)
-    state.dispatch(2, "r-2")
+    dispatch(state, 2, "r-2")
     assert state.join([7], finished=False) == 0
     assert not state.joining
     state.deliver([7], finished=False)
@@ -189,7 +195,7 @@ def test_a_replay_whose_replica_is_lost_begins_again_from_the_start() -> None:
     state = replaying(1, 2, 3)
     state.join([1, 2], finished=False)
     assert state.lose_replica(Loss(1, "died too"), 3, Move.REPLAY) == Redispatch(Move.REPLAY)
-    state.dispatch(3, "r-3")
+    dispatch(state, 3, "r-3")
     assert (state.join([1, 2, 3, 4], finished=False), state.joining) == (3, False)
 
 
@@ -197,9 +203,9 @@ def test_a_replay_whose_replica_is_lost_begins_again_from_the_start() -> None:
 def test_a_request_moves_as_often_as_the_limit_and_then_fails(limit: int) -> None:
     state = state_in(RequestPhase.QUEUED)
     for attempt in range(limit):
-        state.dispatch(attempt, f"r-{attempt}")
+        dispatch(state, attempt, f"r-{attempt}")
         assert state.lose_replica(Loss(1, "died"), limit, Move.RESUME) == Redispatch(Move.RESTART)
-    state.dispatch(limit, f"r-{limit}")
+    dispatch(state, limit, f"r-{limit}")
     action = state.lose_replica(Loss(1, "died"), limit, Move.RESUME)
     assert isinstance(action, Fail)
     assert f"moved {limit} times, the limit of --omni-migration-limit" in str(action.error)

@@ -14,7 +14,6 @@ from tests.fakes.engine_api import FakeEngineApi, FakeOutput, FakeOutputs, FakeR
 from tests.fakes.engines import READY, UNPROBED, FakeEngine, FakeLauncher, Plan
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.errors import ReplicaError
-from vllm_omni_plugin.orchestrator.handover import HandoverClosedError
 from vllm_omni_plugin.orchestrator.local_replicas import LocalReplicas, LocalStage
 from vllm_omni_plugin.orchestrator.messages import SubmitRequest
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
@@ -33,7 +32,7 @@ class Head:
         self._others = set(threading.enumerate())
         self.launcher = FakeLauncher(folder)
         pool = StagePool(0, LeastQueueLengthBalancer())
-        self.orchestrator = Orchestrator([pool], FakeEngineApi(), 3, lambda: 0.0)
+        self.orchestrator = Orchestrator([pool], [FakeEngineApi()], 3, lambda: 0.0)
         self.thread = OrchestratorThread(
             self.orchestrator,
             lambda: LocalReplicas(
@@ -49,7 +48,7 @@ class Head:
             return False
         if any(thread.name == "omni-orchestrator" for thread in set(threading.enumerate()) - self._others):
             return False
-        with pytest.raises(HandoverClosedError):
+        with pytest.raises(QueueClosedError):
             self.orchestrator.request_async_queue.force_put(SubmitRequest(None, 0.0))
         return True
 
@@ -200,7 +199,7 @@ def test_a_crash_of_the_orchestrator_releases_its_clients_and_ends_the_engines(
     head.thread.start()
     queue = head.orchestrator.output_async_queue
     head.orchestrator.request_async_queue.force_put(UNKNOWN_TO_ENGINES)
-    with pytest.raises(HandoverClosedError):
+    with pytest.raises(QueueClosedError):
         asyncio.run(queue.get_batch())
     head.thread.close(0.0)
     assert head.is_closed()

@@ -177,7 +177,7 @@ def test_while_heads_report_the_engines_word_is_not_heeded() -> None:
     bus, _, b = two_heads()
     mine = b.attach(0)
     b.charge(mine)
-    b.pool.settle(mine, LoadReport(waiting=4, running=5, kv_usage=0.5))
+    b.pool.report(mine, LoadReport(waiting=4, running=5, kv_usage=0.5))
     assert others_of(mine) == (1, 0)
     bus.leave("a")
     bus.settle()

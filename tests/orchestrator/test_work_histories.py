@@ -50,7 +50,7 @@ def step(bus: WorkBus, incarnations: list[int], action: str, head_id: str, numbe
             head.lose(member)
         case "charge" if member is not None:
             head.charge(member)
-        case "begin" if run is not None and run.charge is not None and not run.charge.began:
+        case "begin" if run is not None and not run.began:
             head.begin(run)
         case "release" if run is not None:
             head.release(run)

@@ -9,7 +9,7 @@ from itertools import count
 from typing import Any, cast
 
 from tests.fakes.engine_api import FakeRequest
-from vllm_omni_plugin.balancing import Decision, LeastQueueLengthBalancer, Prompt
+from vllm_omni_plugin.balancing import Decision, LeastQueueLengthBalancer, Prompt, Task
 from vllm_omni_plugin.coordinator import ReplicaStatus, ReplicaWork
 from vllm_omni_plugin.orchestrator.messages import PeersLost, PeerWork, WorkWanted
 from vllm_omni_plugin.orchestrator.stage_pool import PoolMember, StagePool
@@ -76,18 +76,16 @@ class WorkingHead:
     def charge(self, member: PoolMember) -> StageRun:
         """A request goes there."""
         run = StageRun(cast(Any, FakeRequest("r")), 0.0)
-        run.dispatch(member.replica_id, f"r-{next(self._number)}")
-        self.pool.charge(member, run, {"prompt": Prompt(range(PROMPT_TOKENS))}, Decision(0, "test"))
+        task: Task = {"prompt": Prompt(range(PROMPT_TOKENS))}
+        run.dispatch(member.replica_id, f"r-{next(self._number)}", task, Decision(0, "test"), 0.0)
+        self.pool.charge(member, run)
         self.runs.append(run)
         return run
 
     def begin(self, run: StageRun) -> None:
         """Its first output comes."""
         assert run.replica_id is not None
-        assert run.charge is not None
-        member = self.pool.member(run.replica_id)
-        self.pool.begin(member, run.charge, None)
-        self.pool.settle(member, None)
+        self.pool.begin(self.pool.member(run.replica_id), run, None)
 
     def release(self, run: StageRun) -> None:
         """It ends."""

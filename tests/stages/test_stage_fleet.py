@@ -58,7 +58,7 @@ class Fleet:
         self.launcher = Launcher()
         self.api = DirectApi(STAGE, lambda tokens: "", lambda text: (), END_TOKEN)
         self.pool = StagePool(0, LeastQueueLengthBalancer())
-        self.orchestrator = Orchestrator([self.pool], self.api, 3, time.monotonic)
+        self.orchestrator = Orchestrator([self.pool], [self.api], 3, time.monotonic)
         stage = LocalStage(0, 2, self.launcher, self.api)
         self.replicas = LocalReplicas(self.orchestrator, [stage], Timing(1.0, 10.0, time.monotonic, no_pause))
 

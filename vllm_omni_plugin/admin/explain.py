@@ -69,7 +69,7 @@ class Explainer:
             UnknownModelError: it has no such model.
             NoReplicaError: no replica serves.
             UnexplainedError: the policy cannot explain itself.
-            HandoverClosedError: the server is about to end.
+            QueueClosedError: the server is about to end.
         """
         prompt = await self._read_prompt(text, model)
         task: Task = {"request_id": "explain", "prompt": prompt, "session": session, "max_tokens": None}

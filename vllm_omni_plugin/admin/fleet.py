@@ -82,7 +82,7 @@ class FleetAdmin:
         Raises:
             UnknownReplicaError: there is none with this id.
             ReplicaError: it is in the wrong state for that.
-            HandoverClosedError: the server is about to end.
+            QueueClosedError: the server is about to end.
         """
         member = self._find(replica)
         if action == "resume" and ADMIN_HOLD not in member.held_back:

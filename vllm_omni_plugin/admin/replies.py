@@ -4,7 +4,7 @@ import asyncio
 from concurrent.futures import Future
 from typing import TypeVar
 
-from vllm_omni_plugin.orchestrator.handover import HandoverClosedError
+from vllm_omni_plugin.orchestrator.thread_queue import QueueClosedError
 
 T = TypeVar("T")
 
@@ -13,7 +13,7 @@ async def result_of(reply: "Future[T]") -> T:
     """The result of a message's reply, or its error.
 
     Raises:
-        HandoverClosedError: the orchestrator ended with the message open. To who asks that is no cancellation.
+        QueueClosedError: the orchestrator ended with the message open. To who asks that is no cancellation.
     """
     try:
         return await asyncio.wrap_future(reply)
@@ -21,4 +21,4 @@ async def result_of(reply: "Future[T]") -> T:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        raise HandoverClosedError("The server is about to end.") from None
+        raise QueueClosedError("The server is about to end.") from None

@@ -12,7 +12,7 @@ from vllm_omni_plugin.admin.access import Access
 from vllm_omni_plugin.admin.explain import BadPromptError, DecisionReport, Explainer, UnknownModelError
 from vllm_omni_plugin.admin.fleet import Action, FleetAdmin, ReplicaReport, UnknownReplicaError
 from vllm_omni_plugin.errors import NoReplicaError, OmniError, ReplicaError, UnexplainedError
-from vllm_omni_plugin.orchestrator.handover import HandoverClosedError
+from vllm_omni_plugin.orchestrator.thread_queue import QueueClosedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ _STATUS: tuple[tuple[type[OmniError], HTTPStatus], ...] = (
     (ReplicaError, HTTPStatus.CONFLICT),
     (UnexplainedError, HTTPStatus.CONFLICT),
     (NoReplicaError, HTTPStatus.SERVICE_UNAVAILABLE),
-    (HandoverClosedError, HTTPStatus.SERVICE_UNAVAILABLE),
+    (QueueClosedError, HTTPStatus.SERVICE_UNAVAILABLE),
 )
 
 

@@ -31,7 +31,6 @@ from vllm_omni_plugin.integration.unknown_calls import refuse_unknown_calls
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.engine_calls import FORGET_LORA
 from vllm_omni_plugin.orchestrator.engine_index import engine_index
-from vllm_omni_plugin.orchestrator.handover import HandoverClosedError
 from vllm_omni_plugin.orchestrator.messages import (
     AbortRequests,
     CallReplicas,
@@ -40,6 +39,7 @@ from vllm_omni_plugin.orchestrator.messages import (
 )
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pipeline_call import CallEnded
+from vllm_omni_plugin.orchestrator.thread_queue import QueueClosedError
 from vllm_omni_plugin.vllm_api.adapter import adapter_of
 
 logger = init_logger(__name__)
@@ -155,7 +155,7 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
                     return item
             try:
                 self._received.extend(await queue.get_batch())
-            except HandoverClosedError:
+            except QueueClosedError:
                 if self._shutting_down:
                     # AsyncLLM ends the task that asks; an error would be logged as a fault of the engine.
                     await asyncio.get_running_loop().create_future()
@@ -189,11 +189,8 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
             dispatches = spans.expect(request.request_id, dispatches)
         message = SubmitRequest(request, self._clock(), dispatches, call, traced=spans is not None)
         try:
-            if queue.full:
-                await queue.put(message)
-            else:
-                queue.force_put(message)
-        except HandoverClosedError:
+            await queue.put(message)
+        except QueueClosedError:
             raise EngineDeadError from None
         except asyncio.CancelledError:
             # AsyncLLM has registered it, and aborts only what it has handed over.
@@ -218,7 +215,7 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
 
     def _tell(self, message: FrontMessage) -> None:
         # Not bounded by the queue's length, since an abort must never wait; there are no more than requests.
-        with suppress(HandoverClosedError):
+        with suppress(QueueClosedError):
             self._orchestrator.request_async_queue.force_put(message)
 
     async def _call(self, method: str, *args: Any) -> list[Any]:
@@ -238,7 +235,7 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         try:
             self._orchestrator.rpc_async_queue.force_put(CallReplicas(method, args, reply, stages))
             return await result_of(reply)
-        except HandoverClosedError:
+        except QueueClosedError:
             raise EngineDeadError from None
 
     async def _consensus(self, method: str, stages: tuple[int, ...]) -> Any:

@@ -26,6 +26,7 @@ from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.local_replicas import LocalReplicas, LocalStage
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.peer_calls import PeerCalls
+from vllm_omni_plugin.orchestrator.preparation import Preparation
 from vllm_omni_plugin.orchestrator.remote_replicas import RemoteReplicas
 from vllm_omni_plugin.orchestrator.seat_listener import SeatListener
 from vllm_omni_plugin.orchestrator.stage_api import StageApi
@@ -120,20 +121,15 @@ class Fleet:
         self._reaper.close()
 
     def _make_orchestrator(self) -> Orchestrator:
-        options, apis = self._options, [plan.api for plan in self._plans]
-        if self.stages.pipeline is None:
-            (api,) = apis
-            return Orchestrator(self._pools, api, options.migration_limit, time.monotonic, options.replica_wait)
-        reader = apis[self.stages.prompt_stage]
-        assert isinstance(reader, VllmStageApi)
+        options, pipeline = self._options, self.stages.pipeline
+        apis = [plan.api for plan in self._plans]
+        preparation = None
+        if pipeline is not None:
+            reader = apis[self.stages.prompt_stage]
+            assert isinstance(reader, VllmStageApi)
+            preparation = Preparation(pipeline, cast(list[StageApi], apis), reader.prompt_text)
         return Orchestrator(
-            self._pools,
-            cast(list[StageApi], apis),
-            options.migration_limit,
-            time.monotonic,
-            options.replica_wait,
-            self.stages.pipeline,
-            prompt_text=reader.prompt_text,
+            self._pools, apis, options.migration_limit, time.monotonic, options.replica_wait, preparation
         )
 
     def _start_coordinator(self) -> OmniCoordinatorRuntime:

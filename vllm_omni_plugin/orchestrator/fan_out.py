@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 from vllm_omni_plugin.errors import NoReplicaError
 from vllm_omni_plugin.orchestrator.engine_calls import FORGET_LORA
-from vllm_omni_plugin.orchestrator.handover import HandoverClosedError, HandoverQueue
 from vllm_omni_plugin.orchestrator.messages import CallReplicas, Explain, Membership, PeerMessage, RpcMessage
+from vllm_omni_plugin.orchestrator.pause_order import PauseOrder
 from vllm_omni_plugin.orchestrator.stage_calls import StageCall, StageCalls
 from vllm_omni_plugin.orchestrator.stage_pool import PoolMember, StagePool
-from vllm_omni_plugin.orchestrator.standstill import Standstill
+from vllm_omni_plugin.orchestrator.thread_queue import QueueClosedError, ThreadQueue
 from vllm_omni_plugin.replicas.stage_client import StageClient
 
 _CACHE_CALLS = frozenset({"reset_mm_cache", "reset_encoder_cache", "reset_prefix_cache"})
@@ -64,20 +64,25 @@ class FanOut:
     Args:
         stage_pools: the pools whose replicas are called, those that are held back too.
         distrust: called with a replica that failed a call which another one of its stage took, and the reason.
+        pause_order: how the stages of a pipeline come to rest; None: all at once.
 
     Attributes:
         stages: the same by stage.
         peers: the other heads; None where there can be none.
-        standstill: how the stages of a pipeline come to rest; None: all at once.
     """
 
-    def __init__(self, stage_pools: Sequence[StagePool], distrust: Callable[[PoolMember, str], None]) -> None:
+    def __init__(
+        self,
+        stage_pools: Sequence[StagePool],
+        distrust: Callable[[PoolMember, str], None],
+        pause_order: PauseOrder | None = None,
+    ) -> None:
         self.stages = tuple(StageCalls(pool, distrust) for pool in stage_pools)
         self.peers: PeerHeads | None = None
-        self.standstill: Standstill | None = None
+        self._pause_order = pause_order
 
     async def serve(
-        self, queue: HandoverQueue[RpcMessage], on_message: Callable[[Membership | Explain | PeerMessage], None]
+        self, queue: ThreadQueue[RpcMessage], on_message: Callable[[Membership | Explain | PeerMessage], None]
     ) -> None:
         """Run each call of the queue as a task of its own, until the queue is closed; then cancel what still runs.
 
@@ -95,7 +100,7 @@ class FanOut:
                     task = asyncio.create_task(self._serve_call(message), name=f"omni-call-{message.method}")
                     replies[task] = message.reply
                     task.add_done_callback(replies.pop)
-        except HandoverClosedError:
+        except QueueClosedError:
             pass
         finally:
             for task, reply in replies.items():
@@ -126,11 +131,11 @@ class FanOut:
                 message.reply.set_result(results)
 
     async def _call(self, message: CallReplicas) -> list[Any]:
-        if self.standstill is None or message.stages is not None:
+        if self._pause_order is None or message.stages is not None:
             return await self._call_at_once(message)
         results = []
         staffed = {stage_id for stage_id, stage in enumerate(self.stages) if stage.members}
-        async with aclosing(self.standstill.turns(message.method, message.args, staffed)) as turns:
+        async with aclosing(self._pause_order.turns(message.method, message.args, staffed)) as turns:
             async for stage_ids in turns:
                 results += await self._call_at_once(replace(message, stages=stage_ids))
         return results

@@ -1,7 +1,6 @@
 """Requests that wait, in order, for a replica that serves."""
 
-import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from vllm_omni_plugin.orchestrator.stage_run import StageRun
 
@@ -10,69 +9,52 @@ MAX_HELD_REQUESTS = 4096
 
 
 class HeldRequests:
-    """A bounded waiting line. All wait equally long at most, so one timer, for the first, does for all of them.
+    """A bounded waiting line. All wait equally long at most, so the first is the first to be overdue.
 
     Args:
         wait: seconds a request may wait; with 0, none does.
-        clock: monotonic seconds.
-        on_expired: called on the loop with each request that has waited in vain and has left the line.
+        wake_at: asks for a call of `take_overdue` at this time, in monotonic seconds.
     """
 
-    def __init__(self, wait: float, clock: Callable[[], float], on_expired: Callable[[StageRun], None]) -> None:
+    def __init__(self, wait: float, wake_at: Callable[[float], None]) -> None:
         self.wait = wait
-        self._clock = clock
-        self._on_expired = on_expired
+        self._wake_at = wake_at
         # In order of arrival and so of their deadlines.
-        self._line: dict[str, StageRun] = {}
-        self._timer: asyncio.TimerHandle | None = None
-        self._closed = False
+        self._line: dict[StageRun, None] = {}
 
     def __len__(self) -> int:
         return len(self._line)
 
-    def hold(self, run: StageRun) -> bool:
+    def hold(self, run: StageRun, now: float) -> bool:
         """Put a request at the end of the line. Returns False if it may not wait."""
         if self.wait <= 0 or len(self._line) >= MAX_HELD_REQUESTS:
             return False
-        run.waits_since = self._clock()
-        self._line[run.request_id] = run
-        self._set_timer()
+        run.waits_since = now
+        self._line[run] = None
+        if len(self._line) == 1:
+            self._wake_at(now + self.wait)
         return True
 
     def remove(self, run: StageRun) -> bool:
         """A request no longer waits. Returns whether it did."""
-        return self._line.pop(run.request_id, None) is not None
+        waited = run in self._line
+        self._line.pop(run, None)
+        return waited
 
     def take(self) -> StageRun | None:
         """Remove and return the first in the line, None if there is nobody."""
         first = next(iter(self._line), None)
-        return None if first is None else self._line.pop(first)
+        if first is not None:
+            del self._line[first]
+        return first
 
-    def close(self) -> None:
-        """Stop the timer for good. Idempotent."""
-        self._closed = True
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _set_timer(self) -> None:
-        first = next(iter(self._line.values()), None)
-        if self._timer is None and first is not None and not self._closed:
-            rest = max(0.0, first.waits_since + self.wait - self._clock())
-            self._timer = asyncio.get_running_loop().call_later(rest, self._expire)
-
-    def _expire(self) -> None:
-        self._timer = None
-        try:
-            for run in list(self._overdue()):
-                self.remove(run)
-                self._on_expired(run)
-        finally:
-            self._set_timer()
-
-    def _overdue(self) -> Iterator[StageRun]:
-        now = self._clock()
-        for run in self._line.values():
-            if run.waits_since + self.wait > now:
-                return
-            yield run
+    def take_overdue(self, now: float) -> StageRun | None:
+        """Remove and return the first in the line if it has waited in vain."""
+        first = next(iter(self._line), None)
+        if first is None:
+            return None
+        due = first.waits_since + self.wait
+        if due > now:
+            self._wake_at(due)
+            return None
+        return self.take()

@@ -3,17 +3,14 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 from vllm_omni_plugin.coordinator import ReplicaKey, ReplicaStatus
 from vllm_omni_plugin.errors import OmniError, ReplicaError, WireError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.bad_outputs import BadOutputs
-from vllm_omni_plugin.orchestrator.conductor import Conductor
 from vllm_omni_plugin.orchestrator.dispatcher import Dispatcher
-from vllm_omni_plugin.orchestrator.engine_index import engine_index
 from vllm_omni_plugin.orchestrator.fan_out import FanOut
-from vllm_omni_plugin.orchestrator.handover import HandoverClosedError, HandoverQueue
 from vllm_omni_plugin.orchestrator.membership import RemoteKeeper, ReplicaKeeper, change_membership, explain
 from vllm_omni_plugin.orchestrator.messages import (
     AbortRequests,
@@ -35,18 +32,19 @@ from vllm_omni_plugin.orchestrator.messages import (
     WorkWanted,
 )
 from vllm_omni_plugin.orchestrator.metrics import OrchestratorMetrics
-from vllm_omni_plugin.orchestrator.move_line import MoveLine
+from vllm_omni_plugin.orchestrator.move_budget import MoveBudget
 from vllm_omni_plugin.orchestrator.output_gate import OutputGate
 from vllm_omni_plugin.orchestrator.peer_calls import PeerCalls
+from vllm_omni_plugin.orchestrator.pipeline_requests import PipelineRequests
 from vllm_omni_plugin.orchestrator.preparation import Preparation
 from vllm_omni_plugin.orchestrator.request_api import RequestApi
 from vllm_omni_plugin.orchestrator.request_state import OrchestratorRequestState
 from vllm_omni_plugin.orchestrator.requests import Requests
 from vllm_omni_plugin.orchestrator.single_stage import SingleStage
-from vllm_omni_plugin.orchestrator.stage_api import StageApi
 from vllm_omni_plugin.orchestrator.stage_pool import PoolMember, StagePool
+from vllm_omni_plugin.orchestrator.thread_queue import QueueClosedError, ThreadQueue
 from vllm_omni_plugin.orchestrator.work_exchange import WorkExchange
-from vllm_omni_plugin.pipeline import Modality, Pipeline
+from vllm_omni_plugin.pipeline import Modality
 from vllm_omni_plugin.replicas.stage_client import StageClient
 
 logger = init_logger(__name__)
@@ -62,12 +60,11 @@ class Orchestrator:
 
     Args:
         stage_pools: one pool per stage, by stage id.
-        api: see `RequestApi`; with a pipeline, a `StageApi` for each stage.
+        apis: see `RequestApi`, by stage id.
         migration_limit: moves a request may make, in each stage.
         clock: monotonic seconds.
         replica_wait: seconds that a request waits while no replica serves.
-        pipeline: the stages; None: there is one, which answers everything.
-        prompt_text: the text of a client's request, for the transforms of a pipeline.
+        preparation: of a pipeline, whose stages have these pools and APIs; None: one stage answers everything.
 
     Attributes:
         request_async_queue: `SubmitRequest`, `AbortRequests` and `OutputUnusable`, in order.
@@ -80,6 +77,7 @@ class Orchestrator:
         peer_calls: tells other heads what administrators tell this one, and heeds what they are told; None likewise.
         drained: replicas that an operator drained, whether they are here or not.
         on_serving: called on the loop after every step that lets a replica take requests.
+        request_states: unfinished requests by the client's id.
         stage_pools: the pools; their `members` and `serving` may be read from any thread.
         needed_pools: those that must serve for a plain request to be answered.
         async_chunk: whether a stage may start on parts of its input.
@@ -88,45 +86,54 @@ class Orchestrator:
     def __init__(
         self,
         stage_pools: list[StagePool],
-        api: RequestApi | Sequence[StageApi],
+        apis: Sequence[RequestApi],
         migration_limit: int,
         clock: Callable[[], float],
         replica_wait: float = 60.0,
-        pipeline: Pipeline | None = None,
-        prompt_text: Callable[[Any], str] = lambda request: "",
+        preparation: Preparation | None = None,
     ) -> None:
-        self.stage_pools = stage_pools
-        self.async_chunk = pipeline is not None and any(stage.async_chunk for stage in pipeline.stages)
-        self.request_async_queue: HandoverQueue[FrontMessage] = HandoverQueue(MAX_QUEUED_REQUESTS)
-        self.output_async_queue: HandoverQueue[Any] = HandoverQueue(MAX_QUEUED_OUTPUTS)
-        self.rpc_async_queue: HandoverQueue[RpcMessage] = HandoverQueue(MAX_QUEUED_REQUESTS)
+        self.stage_pools = self.needed_pools = stage_pools
+        self.async_chunk = False
+        self.request_async_queue: ThreadQueue[FrontMessage] = ThreadQueue(MAX_QUEUED_REQUESTS)
+        self.output_async_queue: ThreadQueue[Any] = ThreadQueue(MAX_QUEUED_OUTPUTS)
+        self.rpc_async_queue: ThreadQueue[RpcMessage] = ThreadQueue(MAX_QUEUED_REQUESTS)
         self.metrics = OrchestratorMetrics()
-        self.fan_out = FanOut(stage_pools, self.distrust)
         self.local_replicas: ReplicaKeeper | None = None
         self.remote_replicas: RemoteKeeper | None = None
         self.exchange: WorkExchange | None = None
         self.peer_calls: PeerCalls | None = None
         self.drained: set[ReplicaKey] = set()
         self.on_serving: Callable[[], None] = lambda: None
+        self._apis = apis
         self._clock = clock
         self._gate = OutputGate(self.output_async_queue, stage_pools)
-        self._moves = MoveLine(clock, self.metrics)
         self._bad_outputs = BadOutputs(stage_pools, clock, self.distrust)
-        self._limits = _Limits(migration_limit, replica_wait)
-        self.needed_pools = stage_pools
-        if pipeline is None:
-            self._apis: Sequence[RequestApi] = [cast(RequestApi, api)]
-            self._requests: Requests = self._single_stage()
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
+        moves, prefills = MoveBudget(clock), set[int]()
+        if preparation is not None:
+            pipeline = preparation.pipeline
+            self.async_chunk = any(stage.async_chunk for stage in pipeline.stages)
+            prefills = {stage.id for stage in pipeline.stages if stage.output is Modality.KV_CACHE}
+            needed = {stage.id for stage in pipeline.needed_for(pipeline.default_modalities)} - prefills
+            self.needed_pools = [pool for pool in stage_pools if pool.stage_id in needed]
+        self._dispatchers = []
+        for pool, api in zip(stage_pools, apis, strict=True):
+            # A prefill that cannot be done at once is left to the stage behind it.
+            limit, wait = (0, 0.0) if pool.stage_id in prefills else (migration_limit, replica_wait)
+            dispatcher = Dispatcher(pool, api, limit, wait, clock, self.metrics, moves, self._wake_at)
+            pool.on_serving = partial(self._replica_began_to_serve, pool.stage_id, dispatcher)
+            self._dispatchers.append(dispatcher)
+        self._requests: Requests
+        pause_order = None
+        if preparation is None:
+            self._requests = SingleStage(apis[0], self._dispatchers[0], self._gate.put)
         else:
-            self._apis = cast(Sequence[StageApi], api)
-            self._requests = self._conductor(pipeline, cast(Sequence[StageApi], api), prompt_text)
-        for pool, dispatcher in zip(stage_pools, self._dispatchers, strict=True):
-            pool.on_serving = partial(self._replica_began_to_serve, dispatcher)
-
-    @property
-    def request_states(self) -> Mapping[str, OrchestratorRequestState]:
-        """Unfinished requests by the client's id."""
-        return self._requests.states
+            put = self._gate.put
+            requests = PipelineRequests(preparation, self._dispatchers, put, self.metrics, clock)
+            self._requests, pause_order = requests, requests.pause_order
+        self.fan_out = FanOut(stage_pools, self.distrust, pause_order)
+        self.request_states: Mapping[str, OrchestratorRequestState] = self._requests.states
 
     @property
     def num_stages(self) -> int:
@@ -150,17 +157,17 @@ class Orchestrator:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._serve_requests(), name="omni-requests")
-                tasks.create_task(self.fan_out.serve(self.rpc_async_queue, self._heed), name="omni-calls")
+                tasks.create_task(self.fan_out.serve(self.rpc_async_queue, self._handle_message), name="omni-calls")
         finally:
             if self.exchange is not None:
                 self.exchange.close()
             if self.peer_calls is not None:
                 await self.peer_calls.close()
             self._gate.close()
-            self._moves.close()
             self._requests.close()
-            for dispatcher in self._dispatchers:
-                dispatcher.close()
+            self._closed = True
+            if self._timer is not None:
+                self._timer.cancel()
 
     def close_queues(self) -> None:
         """End `run` and release everybody who waits on a queue. Idempotent, from any thread."""
@@ -172,18 +179,16 @@ class Orchestrator:
 
     def outputs_received(self, member: PoolMember, outputs: Any) -> None:
         """Outputs came from a replica: release what finished, restore the client's ids, hand them over."""
-        stage_id = member.stage_id
-        dispatcher, take = self._dispatchers[stage_id], self._requests.take
-        kept = [
-            answer
-            for output in outputs.outputs
-            if (run := dispatcher.accept(member, output)) is not None
-            and (answer := take(stage_id, run, output)) is not None
-        ]
-        self.stage_pools[stage_id].settle(member, self._apis[stage_id].load_report(outputs))
-        outputs.outputs = kept
-        outputs.engine_index = engine_index(stage_id, member.replica_id)
-        if kept:
+        stage_id, requests = member.stage_id, self._requests
+        accepted, events = self._dispatchers[stage_id].accept(member, outputs.outputs)
+        if events:
+            requests.handle(stage_id, events)
+        outputs.outputs = requests.take(stage_id, accepted) if accepted else []
+        report = self._apis[stage_id].load_report(outputs)
+        if report is not None:
+            self.stage_pools[stage_id].report(member, report)
+        outputs.engine_index = member.engine_index
+        if outputs.outputs:
             self._gate.put(outputs)
         elif outputs.scheduler_stats is not None:
             self._gate.put_later(outputs)
@@ -244,9 +249,9 @@ class Orchestrator:
             reason,
             len(orphans),
         )
-        self._dispatchers[member.stage_id].move(orphans, member, reason, engine_failed)
-        index = engine_index(member.stage_id, member.replica_id)
-        self._gate.put(self._apis[member.stage_id].idle_report(index))
+        events = self._dispatchers[member.stage_id].move(orphans, member, reason, engine_failed)
+        self._requests.handle(member.stage_id, events)
+        self._gate.put(self._apis[member.stage_id].idle_report(member.engine_index))
 
     def replica_joined(self, member: PoolMember, ready_response: bytes) -> None:
         """A replica that was not there at the start is about to serve: tell AsyncLLM's side."""
@@ -268,48 +273,33 @@ class Orchestrator:
             self.replica_lost(member, reason, ReplicaStatus.ERROR)
             client.mark_dead(reason)
 
-    def _single_stage(self) -> Requests:
-        requests = SingleStage(self._apis[0], self._gate.put)
-        requests.dispatcher = self._dispatcher(self.stage_pools[0], requests, self._limits)
-        self._dispatchers = [requests.dispatcher]
-        return requests
+    def _wake_at(self, time: float) -> None:
+        """See that `_tick` comes at this time, or before."""
+        if self._closed:
+            return
+        loop = asyncio.get_running_loop()
+        at = loop.time() + max(0.0, time - self._clock())
+        if self._timer is not None:
+            if self._timer.when() <= at:
+                return
+            self._timer.cancel()
+        self._timer = loop.call_at(at, self._tick)
 
-    def _conductor(self, pipeline: Pipeline, apis: Sequence[StageApi], prompt_text: Callable[[Any], str]) -> Requests:
-        preparation = Preparation(pipeline, apis, prompt_text)
-        requests = Conductor(pipeline, apis, preparation, self._gate.put, self.metrics, self._clock)
-        self.fan_out.standstill = requests.standstill
-        prefills = {stage.id for stage in pipeline.stages if stage.output is Modality.KV_CACHE}
-        # A prefill that cannot be done at once is left to the stage behind it.
-        requests.dispatchers = self._dispatchers = [
-            self._dispatcher(pool, requests, _Limits(0, 0.0) if pool.stage_id in prefills else self._limits)
-            for pool in self.stage_pools
-        ]
-        needed = {stage.id for stage in pipeline.needed_for(pipeline.default_modalities)} - prefills
-        self.needed_pools = [pool for pool in self.stage_pools if pool.stage_id in needed]
-        return requests
+    def _tick(self) -> None:
+        self._timer = None
+        for stage_id, dispatcher in enumerate(self._dispatchers):
+            self._requests.handle(stage_id, dispatcher.tick())
 
-    def _dispatcher(self, pool: StagePool, requests: Requests, limits: "_Limits") -> Dispatcher:
-        return Dispatcher(
-            pool,
-            self._apis[pool.stage_id],
-            limits.migration_limit,
-            limits.replica_wait,
-            self._clock,
-            self.metrics,
-            self._moves,
-            requests,
-        )
-
-    def _replica_began_to_serve(self, dispatcher: Dispatcher) -> None:
-        dispatcher.replica_serves()
+    def _replica_began_to_serve(self, stage_id: int, dispatcher: Dispatcher) -> None:
+        self._requests.handle(stage_id, dispatcher.replica_serves())
         self.on_serving()
 
-    def _heed(self, message: Membership | Explain | PeerMessage) -> None:
+    def _handle_message(self, message: Membership | Explain | PeerMessage) -> None:
         try:
             if isinstance(message, Explain):
                 explain(message, self.stage_pools)
             elif isinstance(message, PeerMessage):
-                self._heed_peer(message)
+                self._handle_peer_message(message)
             else:
                 change_membership(
                     message, self.stage_pools, self.local_replicas, self.remote_replicas, self.drained, self.peer_calls
@@ -319,7 +309,7 @@ class Orchestrator:
             if isinstance(message, Explain | ManageReplica) and not message.reply.done():
                 message.reply.set_exception(error)
 
-    def _heed_peer(self, message: PeerMessage) -> None:
+    def _handle_peer_message(self, message: PeerMessage) -> None:
         assert self.exchange is not None
         assert self.peer_calls is not None
         match message:
@@ -339,7 +329,7 @@ class Orchestrator:
         while True:
             try:
                 batch = await self.request_async_queue.get_batch()
-            except HandoverClosedError:
+            except QueueClosedError:
                 return
             for message in batch:
                 try:
@@ -366,8 +356,3 @@ class Orchestrator:
                 logger.exception("Nor could its client be told of that.")
         else:
             logger.error("%r could not be dealt with.", message, exc_info=error)
-
-
-class _Limits(NamedTuple):
-    migration_limit: int
-    replica_wait: float

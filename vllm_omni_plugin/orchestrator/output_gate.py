@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from vllm_omni_plugin.orchestrator.handover import HandoverClosedError, HandoverQueue
 from vllm_omni_plugin.orchestrator.stage_pool import StagePool
+from vllm_omni_plugin.orchestrator.thread_queue import QueueClosedError, ThreadQueue
 from vllm_omni_plugin.replicas.stage_client import StageClient
 
 _LATER_S = 0.02
@@ -19,7 +19,7 @@ class OutputGate:
         stage_pools: whose replicas are left unread.
     """
 
-    def __init__(self, queue: HandoverQueue[Any], stage_pools: Sequence[StagePool]) -> None:
+    def __init__(self, queue: ThreadQueue[Any], stage_pools: Sequence[StagePool]) -> None:
         self._queue = queue
         self._pools = stage_pools
         self._throttle: asyncio.Task[None] | None = None
@@ -28,7 +28,8 @@ class OutputGate:
 
     def put(self, item: Any) -> None:
         """Hand one item over, whatever the length of the queue. Lost once the queue is closed."""
-        self._put_waiting()
+        if self._timer is not None:
+            self._put_waiting()
         self._put(item)
 
     def put_later(self, item: Any) -> None:
@@ -44,14 +45,14 @@ class OutputGate:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-            waiting, self._later = self._later, []
-            for item in waiting:
-                self._put(item)
+        waiting, self._later = self._later, []
+        for item in waiting:
+            self._put(item)
 
     def _put(self, item: Any) -> None:
         try:
             self._queue.force_put(item)
-        except HandoverClosedError:
+        except QueueClosedError:
             return
         if self._queue.full and self._throttle is None:
             self._throttle = asyncio.get_running_loop().create_task(self._wait_for_reader(), name="omni-throttle")
@@ -72,7 +73,7 @@ class OutputGate:
         try:
             self._for_all(StageClient.pause_reading)
             await self._queue.wait_for_room()
-        except HandoverClosedError:
+        except QueueClosedError:
             return
         finally:
             self._throttle = None

@@ -5,11 +5,9 @@ from operator import index
 from typing import Any
 
 from vllm_omni_plugin.balancing import (
-    CacheChange,
     DecidingBalancer,
     Decision,
     LoadBalancer,
-    ReplicaView,
     ServingReplicas,
     Task,
 )
@@ -77,31 +75,13 @@ class PolicyGuard:
             raise UnexplainedError(f"Policy {self.name} {flaw}.")
         return decision
 
-    def dispatched(self, task: Task, replica: ReplicaView, decision: Decision) -> None:
-        """See `Observer`."""
-        self._tell("dispatched", task, replica, decision)
+    def tell(self, name: str, *args: object) -> None:
+        """Tell it something, if it wants to know.
 
-    def began(self, task: Task, replica: ReplicaView, cached_tokens: int | None) -> None:
-        """See `Observer`."""
-        self._tell("began", task, replica, cached_tokens)
-
-    def ended(self, task: Task, replica: ReplicaView, seconds: float, output_tokens: int) -> None:
-        """See `Observer`."""
-        self._tell("ended", task, replica, seconds, output_tokens)
-
-    def forgotten(self, replica: ReplicaView) -> None:
-        """See `Observer`."""
-        self._tell("forgotten", replica)
-
-    def cleared(self, replica: ReplicaView) -> None:
-        """See `Observer`."""
-        self._tell("cleared", replica)
-
-    def cache_changed(self, replica: ReplicaView, change: CacheChange) -> None:
-        """See `Observer`."""
-        self._tell("cache_changed", replica, change)
-
-    def _tell(self, name: str, *args: object) -> None:
+        Args:
+            name: the method of `Observer`.
+            args: its arguments.
+        """
         hook = self._hooks.get(name)
         if hook is None:
             return

@@ -1,11 +1,13 @@
 """One replica as its pool knows it."""
 
+import asyncio
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from vllm_omni_plugin.balancing import ReplicaLoad
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.orchestrator.charges import Account, Work
+from vllm_omni_plugin.orchestrator.engine_index import engine_index
 from vllm_omni_plugin.orchestrator.stage_run import StageRun
 from vllm_omni_plugin.replicas.stage_client import StageClient
 
@@ -18,7 +20,6 @@ class PoolMember:
         in_flight: requests charged to the replica, by engine-side id. The charge *is* the entry: inserted before the
             send and removed at the request's end, it makes the count exact and a second release impossible.
         account: what they weigh, and what the engine and other heads report.
-        load: the account's outcome. Replaced with every change, so that other threads may read it.
         dispatched: requests ever sent to it.
         restarts: how often its engine was started again.
         remote: whether its engine belongs to another process, which this head attaches to.
@@ -26,6 +27,9 @@ class PoolMember:
         held_back: why it gets no new requests although it could serve them; empty for one that serves. Replaced, never
             changed, so that other threads may read it.
         changed_at: monotonic seconds at which it last began to serve or was lost.
+        idle: done as soon as nothing is in flight; None if nobody has asked.
+        engine_index: see `engine_index`.
+        name: what users call it, `<stage>.<replica>`.
     """
 
     replica_id: int
@@ -36,23 +40,34 @@ class PoolMember:
     client: StageClient | None = None
     in_flight: dict[str, StageRun] = field(default_factory=dict)
     account: Account = field(default_factory=Account)
-    load: ReplicaLoad = field(default_factory=ReplicaLoad)
     dispatched: int = 0
     restarts: int = 0
     remote: bool = False
     incarnation: int = 0
     held_back: frozenset[str] = frozenset()
     changed_at: float = 0.0
+    idle: "asyncio.Future[None] | None" = None
+    engine_index: int = field(init=False)
+    name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.engine_index = engine_index(self.stage_id, self.replica_id)
+        self.name = f"{self.stage_id}.{self.replica_id}"
 
     @property
     def queue_length(self) -> int:
         """Unfinished requests: this head's, exact at this moment, and those of others as they were reported."""
-        return self.load.requests
+        return self.account.requests
 
     @property
-    def name(self) -> str:
-        """What users call it, `<stage>.<replica>`."""
-        return f"{self.stage_id}.{self.replica_id}"
+    def load(self) -> ReplicaLoad:
+        """What it has to do at this moment. Safe to read from any thread."""
+        return self.account.load
+
+    def tell_if_idle(self) -> None:
+        """Something has left the replica."""
+        if self.idle is not None and not self.in_flight and not self.idle.done():
+            self.idle.set_result(None)
 
 
 class Peers(Protocol):

@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 
 from vllm_omni_plugin.errors import StageError, StageInputError
+from vllm_omni_plugin.orchestrator.chunk_input import ChunkInput, Piece
 from vllm_omni_plugin.orchestrator.daemon_threads import DaemonThreads
-from vllm_omni_plugin.orchestrator.feed import Feed, Piece
 from vllm_omni_plugin.orchestrator.request_state import PipelineRequestState
 from vllm_omni_plugin.orchestrator.stage_api import KvStageApi, StageApi
 from vllm_omni_plugin.pipeline import BuiltInTransform, Modality, Pipeline, Stage
@@ -53,13 +53,17 @@ class Preparation:
         apis: of the stages, by stage id.
         prompt_text: the text of a client's request; called on those threads.
 
+    Attributes:
+        pipeline: as above.
+        apis: as above.
+
     Raises:
         ConfigError: a transform cannot be found.
     """
 
     def __init__(self, pipeline: Pipeline, apis: Sequence[StageApi], prompt_text: Callable[[Any], str]) -> None:
-        self._pipeline = pipeline
-        self._apis = apis
+        self.pipeline = pipeline
+        self.apis = apis
         self._prompt_text = prompt_text
         self._names = {stage.id: pipeline.transform_of(stage) for stage in pipeline.stages}
         self._transforms = {
@@ -106,7 +110,7 @@ class Preparation:
 
     def foresee(self, state: PipelineRequestState) -> None:
         """Make what a stage will need whatever comes out of those in front of it, while these work."""
-        stage_id = next((stage_id for stage_id in state.journey.plan.downstream if stage_id in self._readers), None)
+        stage_id = next((stage_id for stage_id in state.plan.downstream if stage_id in self._readers), None)
         if stage_id is not None:
             self._threads[stage_id].submit(partial(self._foresee, state))
 
@@ -116,7 +120,7 @@ class Preparation:
         Raises:
             StageError: it cannot be made.
         """
-        api, source = self._apis[stage.id], state.request
+        api, source = self.apis[stage.id], state.request
         sampling, front = _sampling(state, stage)
         if stage.output is Modality.KV_CACHE:
             return WholeInput(_kv(api).build_prefill(source))
@@ -124,30 +128,30 @@ class Preparation:
             return _decode_input(_kv(api), state, sampling, front)
         if stage.id not in self._transforms:
             return WholeInput(api.build_root(source, sampling, front=front))
-        readers = state.journey.readers
-        outputs = {upstream.name: readers[upstream.id].whole for upstream in self._pipeline.upstream(stage)}
+        readers = state.readers
+        outputs = {upstream.name: readers[upstream.id].whole for upstream in self.pipeline.upstream(stage)}
         given = self._transformed(state, stage, outputs)
         if given is None:
             raise StageError(f"Stage {stage.name!r}: its transform {self._names[stage.id]!r} returned nothing.")
         return WholeInput(api.build(source, given, sampling, front=front, resumable=False, last=True))
 
-    def chunk(self, state: PipelineRequestState, stage: Stage, feed: Feed, piece: Piece) -> Chunk:
-        """A chunk of a stage's input. Runs on a thread, one at a time for each feed.
+    def chunk(self, state: PipelineRequestState, stage: Stage, chunks: ChunkInput, piece: Piece) -> Chunk:
+        """A chunk of a stage's input. Runs on a thread, one at a time for each `ChunkInput`.
 
         Raises:
             StageError: it cannot be made.
         """
-        api, source = self._apis[stage.id], state.request
+        api, source = self.apis[stage.id], state.request
         sampling, front = _sampling(state, stage)
         outputs = {stage.inputs[0]: joined(piece.outputs)}
-        given = self._transformed(state, stage, outputs, feed.memory, piece.number, piece.last)
+        given = self._transformed(state, stage, outputs, chunks.memory, piece.number, piece.last)
         request = None
         if given is None and piece.last and not stage.is_vllm:
             # It may have something to say when its input ends.
             given = StageInput()
         if given is not None:
-            request = api.build(source, given, sampling, front=front, resumable=True, last=piece.last, held=feed.held)
-            feed.held += api.session_tokens(request)
+            request = api.build(source, given, sampling, front=front, resumable=True, last=piece.last, held=chunks.held)
+            chunks.held += api.session_tokens(request)
         return Chunk(request, api.build_end(source) if piece.last else None)
 
     def close(self) -> None:
@@ -183,21 +187,20 @@ class Preparation:
 
     def _prompt(self, state: PipelineRequestState) -> str:
         # Two threads may both find it missing, and then both find the same.
-        journey = state.journey
-        if journey.prompt is None:
-            journey.prompt = self._prompt_text(state.request)
-        return journey.prompt
+        if state.prompt is None:
+            state.prompt = self._prompt_text(state.request)
+        return state.prompt
 
 
 def _sampling(state: PipelineRequestState, stage: Stage) -> tuple[Mapping[str, Any], bool]:
     """The request's parameters for a stage, and whether the client's own are for it, too."""
-    return state.sampling_params_list[stage.id], stage.id == state.journey.plan.client_sampled
+    return state.sampling_params_list[stage.id], stage.id == state.plan.client_sampled
 
 
 def _decode_input(api: KvStageApi, state: PipelineRequestState, sampling: Mapping[str, Any], front: bool) -> WholeInput:
     # What a prefill left can be fetched once, so only the first attempt is told of it; all else is the same in both.
     request = api.movable(api.build_decode(state.request, None, sampling, front=front))
-    params = state.journey.cache_params
+    params = state.cache_params
     return WholeInput(request, None if params is None else api.build_decode(request, params))
 
 

@@ -3,8 +3,8 @@
 from contextlib import suppress
 
 from vllm_omni_plugin.coordinator import ReplicaInfo, ReplicaKey, ReplicaList, ReplicaStatus
-from vllm_omni_plugin.orchestrator.handover import HandoverClosedError, HandoverQueue
 from vllm_omni_plugin.orchestrator.messages import RegisterRemoteReplica, RpcMessage, UnregisterRemoteReplica
+from vllm_omni_plugin.orchestrator.thread_queue import QueueClosedError, ThreadQueue
 
 
 def key_of(row: ReplicaInfo | UnregisterRemoteReplica) -> ReplicaKey:
@@ -30,7 +30,7 @@ class ReplicaListWatcher:
         queue: the orchestrator's `rpc_async_queue`.
     """
 
-    def __init__(self, queue: HandoverQueue[RpcMessage]) -> None:
+    def __init__(self, queue: ThreadQueue[RpcMessage]) -> None:
         self._queue = queue
         self._last = ReplicaList(replicas=[], timestamp=0.0)
 
@@ -38,7 +38,7 @@ class ReplicaListWatcher:
         """Take the next list. Called from one thread, any."""
         messages, self._last = changes(self._last, replicas), replicas
         # A head that has closed its queues lets go of its replicas without being told.
-        with suppress(HandoverClosedError):
+        with suppress(QueueClosedError):
             for message in messages:
                 self._queue.force_put(message)
 

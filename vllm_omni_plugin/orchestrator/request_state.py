@@ -4,9 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from vllm_omni_plugin.orchestrator.journey import Journey
-from vllm_omni_plugin.orchestrator.messages import StageTimes
+from vllm_omni_plugin.orchestrator.chunk_input import ChunkInput
+from vllm_omni_plugin.orchestrator.messages import Dispatches, StageTimes
 from vllm_omni_plugin.orchestrator.pipeline_call import PipelineCall
+from vllm_omni_plugin.orchestrator.request_plan import Plan
+from vllm_omni_plugin.orchestrator.stage_api import OutputReader
 from vllm_omni_plugin.orchestrator.stage_run import StageRun
 from vllm_omni_plugin.pipeline import Stage
 
@@ -60,10 +62,30 @@ class PipelineRequestState(OrchestratorRequestState):
     """One that runs through the stages of a pipeline.
 
     Attributes:
-        journey: its way.
+        plan: the stages that it needs.
+        dispatches: see `SubmitRequest`.
+        traced: see `SubmitRequest`.
+        readers: read the outputs of the stages in `plan.read` that have begun, by stage id.
+        chunk_inputs: inputs of stages that work on chunks, by stage id.
+        begun: stages whose input is or has been prepared.
+        answered: stages that have put something out.
+        ended: monotonic seconds at which stages ended, by stage id.
+        cache_params: what a prefill said of the KV cache that it left; None if nothing, or there was none.
+        cached_tokens: prompt tokens that the prefill found cached; None if there was no prefill.
+        prompt: the request's as text; None until a transform needs it.
     """
 
-    journey: Journey
+    plan: Plan
+    dispatches: Dispatches | None = None
+    traced: bool = False
+    readers: dict[int, OutputReader] = field(default_factory=dict)
+    chunk_inputs: dict[int, ChunkInput] = field(default_factory=dict)
+    begun: set[int] = field(default_factory=set)
+    answered: set[int] = field(default_factory=set)
+    ended: dict[int, float] = field(default_factory=dict)
+    cache_params: Mapping[str, Any] | None = None
+    cached_tokens: int | None = None
+    prompt: str | None = None
 
     def stage_times(self, stages: Sequence[Stage], now: float) -> tuple[StageTimes, ...]:
         """When the stages that have begun worked for it, in the order of their beginnings.
@@ -72,7 +94,7 @@ class PipelineRequestState(OrchestratorRequestState):
             stages: of the pipeline, by stage id.
             now: monotonic seconds; the end of those that have not ended.
         """
-        ended, timings = self.journey.ended, self.pipeline_timings
+        ended, timings = self.ended, self.pipeline_timings
         return tuple(
             StageTimes(
                 stage_id, (name := stages[stage_id].name), began, ended.get(stage_id, now), timings.get(name, {})

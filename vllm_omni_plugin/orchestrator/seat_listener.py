@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from vllm_omni_plugin.coordinator import PeerCall, ReplicaList, ReplicaWork
-from vllm_omni_plugin.orchestrator.handover import HandoverClosedError, HandoverQueue
 from vllm_omni_plugin.orchestrator.messages import PeerCalled, PeersLost, PeerWork, RpcMessage, SeatTaken, WorkWanted
 from vllm_omni_plugin.orchestrator.replica_list import ReplicaListWatcher
+from vllm_omni_plugin.orchestrator.thread_queue import QueueClosedError, ThreadQueue
 
 
 class SeatListener:
@@ -16,7 +16,7 @@ class SeatListener:
         queue: the orchestrator's `rpc_async_queue`.
     """
 
-    def __init__(self, queue: HandoverQueue[RpcMessage]) -> None:
+    def __init__(self, queue: ThreadQueue[RpcMessage]) -> None:
         self._queue = queue
         self._watcher = ReplicaListWatcher(queue)
 
@@ -50,5 +50,5 @@ class SeatListener:
 
     def _tell(self, message: RpcMessage) -> None:
         # A head that has closed its queues hears nothing more, and the coordinator sees it leave.
-        with suppress(HandoverClosedError):
+        with suppress(QueueClosedError):
             self._queue.force_put(message)

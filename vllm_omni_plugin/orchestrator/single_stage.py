@@ -8,8 +8,9 @@ from vllm_omni_plugin.orchestrator.dispatcher import Dispatcher
 from vllm_omni_plugin.orchestrator.messages import RequestFailed, SubmitRequest
 from vllm_omni_plugin.orchestrator.request_api import RequestApi
 from vllm_omni_plugin.orchestrator.request_state import OrchestratorRequestState
+from vllm_omni_plugin.orchestrator.requests import RequestTable
+from vllm_omni_plugin.orchestrator.run_events import Accepted, RunDispatched, RunEvent, RunFailed
 from vllm_omni_plugin.orchestrator.stage_run import StageRun, StreamingInputState
-from vllm_omni_plugin.orchestrator.unfinished import UnfinishedRequests
 
 _STAGE = 0
 
@@ -19,28 +20,28 @@ class SingleStage:
 
     Args:
         api: see `RequestApi`.
+        dispatcher: of the stage.
         put: gives an item to AsyncLLM's side.
 
     Attributes:
-        dispatcher: of the stage; set before the first request.
         states: unfinished requests by the client's id.
     """
 
-    dispatcher: Dispatcher
-
-    def __init__(self, api: RequestApi, put: Callable[[Any], None]) -> None:
-        self.states: UnfinishedRequests[OrchestratorRequestState] = UnfinishedRequests()
+    def __init__(self, api: RequestApi, dispatcher: Dispatcher, put: Callable[[Any], None]) -> None:
+        self.states: RequestTable[OrchestratorRequestState] = RequestTable()
         self._api = api
+        self._dispatcher = dispatcher
         self._put = put
 
     def submit(self, message: SubmitRequest) -> None:
         """See `Requests`."""
         request = message.request
-        run = self.dispatcher.runs.get(request.request_id)
-        if run is not None and run.streaming is not None:
-            self.dispatcher.add_chunk(run, request)
-            return
-        if run is not None:
+        state = self.states.get(request.request_id)
+        if state is not None:
+            run = state.runs[_STAGE]
+            if run.streaming is not None:
+                self.handle(_STAGE, self._dispatcher.add_chunk(run, request))
+                return
             # Two attempts under one client id could not be told apart; the newer one is the one that is waited for.
             self.abort((request.request_id,), whole=True)
         streaming = StreamingInputState() if request.resumable else None
@@ -50,7 +51,7 @@ class SingleStage:
         self.states[request.request_id] = OrchestratorRequestState(
             request, message.submitted_at, mm_features=request.mm_features, runs={_STAGE: run}
         )
-        self.dispatcher.submit(run)
+        self.handle(_STAGE, self._dispatcher.submit(run))
 
     def fail(self, message: SubmitRequest, error: OmniError) -> None:
         """See `Requests`."""
@@ -60,30 +61,30 @@ class SingleStage:
 
     def abort(self, request_ids: Sequence[str], whole: bool) -> None:
         """See `Requests`."""
-        for request_id in request_ids:
-            self.states.pop(request_id, None)
-        self.dispatcher.abort(request_ids)
+        states = [self.states.pop(request_id, None) for request_id in request_ids]
+        self._dispatcher.abort(state.runs[_STAGE] for state in states if state is not None)
 
-    def take(self, stage_id: int, run: StageRun, output: Any) -> Any:
+    def take(self, stage_id: int, accepted: Sequence[Accepted]) -> list[Any]:
         """See `Requests`."""
-        if output.finish_reason is not None and run.finished:
-            self.states.pop(run.request_id, None)
-        return output
+        for run, _ in accepted:
+            if run.closed:
+                self._forget(run)
+        return [output for _, output in accepted]
 
-    def run_dispatched(self, stage_id: int, run: StageRun) -> None:
-        """See `RunListener`."""
-
-    def run_failed(self, stage_id: int, run: StageRun, error: OmniError) -> None:
-        """See `RunListener`."""
-        self.states.pop(run.request_id, None)
-        self._put(RequestFailed(run.request_id, error))
-
-    def run_ended(self, stage_id: int, run: StageRun, outputs: Any | None) -> None:
-        """See `RunListener`."""
-        self.states.pop(run.request_id, None)
-        if outputs is not None:
-            self._put(outputs)
+    def handle(self, stage_id: int, events: Sequence[RunEvent]) -> None:
+        """See `Requests`."""
+        for event in events:
+            if isinstance(event, RunDispatched):
+                continue
+            self._forget(event.run)
+            if isinstance(event, RunFailed):
+                self._put(RequestFailed(event.run.request_id, event.error))
+            elif event.outputs is not None:
+                self._put(event.outputs)
 
     def close(self) -> None:
         """See `Requests`."""
         self.states.clear()
+
+    def _forget(self, run: StageRun) -> None:
+        self.states.pop(run.request_id, None)

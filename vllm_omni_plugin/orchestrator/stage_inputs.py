@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from vllm_omni_plugin.errors import OmniError, StageError
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.orchestrator.feed import Feed, Piece
+from vllm_omni_plugin.orchestrator.chunk_input import ChunkInput, Piece
 from vllm_omni_plugin.orchestrator.preparation import Chunk, Preparation, WholeInput
 from vllm_omni_plugin.orchestrator.request_state import PipelineRequestState
 from vllm_omni_plugin.orchestrator.stage_run import StageRun, StreamingInputState
@@ -17,7 +17,7 @@ logger = init_logger(__name__)
 
 
 class InputTaker(Protocol):
-    """Who runs stages on their inputs; `conductor.Conductor` in service."""
+    """Who runs stages on their inputs; `PipelineRequests` in service."""
 
     def wants(self, state: PipelineRequestState) -> bool:
         """Whether a request has not ended. Safe to call from any thread."""
@@ -61,48 +61,50 @@ class StageInputs:
         work = partial(self._preparation.whole, state, stage)
         self._prepare(state, stage, work, partial(self._start, state, stage))
 
-    def feed(self, state: PipelineRequestState, stage: Stage, output: StageOutput, last: bool) -> None:
+    def add_output(self, state: PipelineRequestState, stage: Stage, output: StageOutput, last: bool) -> None:
         """The stage in front of one that works on chunks has put something out, and has ended if this is the last."""
-        feed = state.journey.feeds.get(stage.id)
-        if feed is None:
-            feed = state.journey.feeds[stage.id] = Feed(stage.chunk_size)
+        chunks = state.chunk_inputs.get(stage.id)
+        if chunks is None:
+            chunks = state.chunk_inputs[stage.id] = ChunkInput(stage.chunk_size)
             self._note_begin(state, stage)
-        feed.add(output, last)
-        self._pump(state, stage, feed)
+        chunks.add(output, last)
+        self._make_next(state, stage, chunks)
 
     def close(self) -> None:
         """Make no more. Idempotent."""
         self._preparation.close()
 
     def _note_begin(self, state: PipelineRequestState, stage: Stage) -> None:
-        state.journey.begun.add(stage.id)
+        state.begun.add(stage.id)
         state.stage_submit_ts[stage.id] = self._clock()
 
     def _start(self, state: PipelineRequestState, stage: Stage, given: WholeInput) -> None:
         self._taker.start_run(state, stage, given, None)
 
-    def _pump(self, state: PipelineRequestState, stage: Stage, feed: Feed) -> None:
+    def _make_next(self, state: PipelineRequestState, stage: Stage, chunks: ChunkInput) -> None:
         """Let the transform have the next piece, if there is one and it has time."""
-        piece = feed.take()
+        piece = chunks.take()
         if piece is not None:
-            work = partial(self._preparation.chunk, state, stage, feed, piece)
-            self._prepare(state, stage, work, partial(self._fed, state, stage, feed, piece))
+            work = partial(self._preparation.chunk, state, stage, chunks, piece)
+            self._prepare(state, stage, work, partial(self._chunk_made, state, stage, chunks, piece))
 
-    def _fed(self, state: PipelineRequestState, stage: Stage, feed: Feed, piece: Piece, chunk: Chunk) -> None:
-        feed.busy = False
+    def _chunk_made(
+        self, state: PipelineRequestState, stage: Stage, chunks: ChunkInput, piece: Piece, chunk: Chunk
+    ) -> None:
+        chunks.busy = False
         if chunk.request is not None:
-            self._hand_over(state, stage, feed, chunk.request)
-        if piece.last and not feed.begun:
+            self._hand_over(state, stage, chunks, chunk.request)
+        if piece.last and not chunks.begun:
             error = StageError(f"Stage {stage.name!r}: its transform returned nothing for the whole input.")
             self._taker.input_failed(state, stage, error)
         if chunk.end is not None and self._taker.wants(state):
-            self._hand_over(state, stage, feed, chunk.end)
+            self._hand_over(state, stage, chunks, chunk.end)
         if self._taker.wants(state):
-            self._pump(state, stage, feed)
+            self._make_next(state, stage, chunks)
 
-    def _hand_over(self, state: PipelineRequestState, stage: Stage, feed: Feed, chunk: Any) -> None:
-        if not feed.begun:
-            feed.begun = True
+    def _hand_over(self, state: PipelineRequestState, stage: Stage, chunks: ChunkInput, chunk: Any) -> None:
+        if not chunks.begun:
+            chunks.begun = True
             self._taker.start_run(state, stage, WholeInput(chunk), StreamingInputState(replayable=True))
             return
         run = state.runs[stage.id]

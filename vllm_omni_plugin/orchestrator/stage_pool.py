@@ -8,16 +8,14 @@ from vllm_omni_plugin.balancing import (
     CacheChange,
     Decision,
     LoadBalancer,
-    ReplicaLoad,
     ServingReplicas,
     Task,
     UnreportedRequests,
 )
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import NoReplicaError
-from vllm_omni_plugin.orchestrator.charges import UNKNOWN_CACHE, Account, Charge, Work
+from vllm_omni_plugin.orchestrator.charges import UNKNOWN_CACHE, Account, Work
 from vllm_omni_plugin.orchestrator.decision_log import DecisionLog
-from vllm_omni_plugin.orchestrator.idle import IdleWaits
 from vllm_omni_plugin.orchestrator.messages import Explanation
 from vllm_omni_plugin.orchestrator.policy_guard import PolicyGuard
 from vllm_omni_plugin.orchestrator.pool_member import Peers, PoolMember
@@ -25,7 +23,6 @@ from vllm_omni_plugin.orchestrator.roster import Roster, with_member, without_me
 from vllm_omni_plugin.orchestrator.stage_run import StageRun
 from vllm_omni_plugin.replicas.stage_client import StageClient
 from vllm_omni_plugin.vllm_api.facts import CacheSize, LoadReport
-from vllm_omni_plugin.vllm_api.move import Move
 
 __all__ = ["BOUND", "PoolMember", "StagePool"]
 
@@ -48,6 +45,9 @@ class StagePool:
 
     Attributes:
         on_serving: called after every step that lets a replica take new requests.
+        policy: the policy's name.
+        serving: the replicas that take new requests, in order of their ids. Replaced when membership changes, so that
+            other threads may read it.
         peers: the other heads, which are told of what is charged here; None if there cannot be any.
         lockstep: whether engines die with others of their group, so that a death says nothing of what runs there.
     """
@@ -64,13 +64,12 @@ class StagePool:
         self.peers: Peers | None = None
         self.lockstep = False
         self._policy = PolicyGuard(balancer, policy)
-        self._log = DecisionLog(self._policy.name)
+        self.policy = self._policy.name
+        self._log = DecisionLog(self.policy)
         self._clock = clock
         self._roster = Roster(stage_id)
         self._unreported = UnreportedRequests()
-        # Replaced when membership changes, so that other threads may read it.
-        self._serving: ServingReplicas[PoolMember] = ServingReplicas((), self._unreported)
-        self._idle_waits = IdleWaits()
+        self.serving: ServingReplicas[PoolMember] = ServingReplicas((), self._unreported)
 
     def __repr__(self) -> str:
         replicas = ", ".join(f"{m.replica_id}: {m.status.value} {m.queue_length}" for m in self.members)
@@ -80,16 +79,6 @@ class StagePool:
     def members(self) -> tuple[PoolMember, ...]:
         """All replicas, in order of their ids. Safe to read from any thread."""
         return self._roster.members
-
-    @property
-    def serving(self) -> ServingReplicas[PoolMember]:
-        """The replicas that take new requests, in order of their ids. Safe to read from any thread."""
-        return self._serving
-
-    @property
-    def policy(self) -> str:
-        """The policy's name."""
-        return self._policy.name
 
     @property
     def follows_caches(self) -> bool:
@@ -138,8 +127,7 @@ class StagePool:
         member.client, member.input_addr, member.output_addr = client, input_addr, output_addr
         member.account = Account(cache)
         if self.peers is not None:
-            member.account.heed(self.peers.serves(member))
-        self._refresh(member)
+            member.account.join(self.peers.serves(member))
         self._enter_service(member)
 
     def lose(self, member: PoolMember, status: ReplicaStatus) -> list[StageRun]:
@@ -149,12 +137,12 @@ class StagePool:
         self._unreported.ended(len(orphans))
         served, member.client = member.client is not None, None
         self._set_status(member, status)
-        member.account, member.load = Account(), ReplicaLoad()
+        member.account = Account()
         if served:
-            self._policy.forgotten(member)
+            self._policy.tell("forgotten", member)
             if self.peers is not None:
                 self.peers.lost(member)
-        self._idle_waits.tell_if_idle(member)
+        member.tell_if_idle()
         return orphans
 
     def hold_back(self, member: PoolMember, reason: str) -> None:
@@ -170,7 +158,10 @@ class StagePool:
 
     def when_idle(self, member: PoolMember) -> "asyncio.Future[None]":
         """Done as soon as nothing is in flight on a replica; it may get more unless it is held back."""
-        return self._idle_waits.wait_for(member)
+        if member.idle is None or member.idle.done():
+            member.idle = asyncio.get_running_loop().create_future()
+        member.tell_if_idle()
+        return member.idle
 
     def pick(self, task: Task, affinity_key: int | None = None) -> PoolMember:
         """The replica that shall run a request; see `decide`."""
@@ -189,7 +180,7 @@ class StagePool:
         Raises:
             NoReplicaError: no replica serves.
         """
-        serving = self._serving
+        serving = self.serving
         if not serving:
             raise self.unavailable()
         if affinity_key is not None:
@@ -212,10 +203,10 @@ class StagePool:
             NoReplicaError: no replica serves.
             UnexplainedError: the policy cannot say.
         """
-        if not self._serving:
+        if not self.serving:
             raise self.unavailable()
-        decision = self._policy.explain(task, self._serving)
-        return Explanation(self.policy, decision, tuple((member.name, member.load) for member in self._serving))
+        decision = self._policy.explain(task, self.serving)
+        return Explanation(self.policy, decision, tuple((member.name, member.load) for member in self.serving))
 
     def unavailable(self, waited: float = 0.0) -> NoReplicaError:
         """The error of a request that finds no replica serving. Safe to call from any thread.
@@ -229,74 +220,62 @@ class StagePool:
             "Please try again later."
         )
 
-    def charge(self, member: PoolMember, state: StageRun, task: Task, decision: Decision) -> None:
+    def charge(self, member: PoolMember, run: StageRun) -> None:
         """Count an attempt of a request as in flight on a replica, before it is sent there."""
-        resumed = len(state.produced) if state.move is Move.RESUME else 0
-        charge = state.charge = Charge(task, decision, self._clock(), resumed)
-        member.in_flight[state.engine_request_id] = state
+        member.in_flight[run.engine_request_id] = run
         member.dispatched += 1
-        member.account.charge(charge)
+        member.account.charge(run, run.attempt_at)
         self._unreported.dispatched()
-        self._refresh(member)
-        self._policy.dispatched(task, member, decision)
+        self._work_changed(member)
+        self._policy.tell("dispatched", run.task, member, run.decision)
 
-    def begin(self, member: PoolMember, charge: Charge, cached_tokens: int | None) -> None:
+    def begin(self, member: PoolMember, run: StageRun, cached_tokens: int | None) -> None:
         """The first output of an attempt came; the engine had so many prompt tokens cached, None if it did not say."""
-        member.account.begin(charge, self._clock())
-        self._policy.began(charge.task, member, cached_tokens)
+        member.account.begin(run, self._clock())
+        self._work_changed(member)
+        self._policy.tell("began", run.task, member, cached_tokens)
 
-    def settle(self, member: PoolMember, report: LoadReport | None) -> None:
-        """A message of the engine has been dealt with, all outputs in it and the report, if it has one."""
-        if report is not None:
-            member.account.report(report)
-        self._refresh(member)
+    def report(self, member: PoolMember, report: LoadReport) -> None:
+        """The engine reported its load; the outputs that it has sent with that have been dealt with."""
+        if member.account.report(report):
+            self.serving.changed(member)
 
-    def release(self, state: StageRun) -> None:
+    def release(self, run: StageRun) -> None:
         """The request is no longer in flight; nothing to do if it was released before."""
-        charge, state.charge = state.charge, None
-        member = self._roster.get(state.replica_id) if state.replica_id is not None else None
-        if charge is None or member is None or member.in_flight.pop(state.engine_request_id, None) is None:
+        member = self._roster.get(run.replica_id) if run.replica_id is not None else None
+        if member is None or member.in_flight.pop(run.engine_request_id, None) is None:
             return
         self._unreported.ended(1)
         now = self._clock()
-        member.account.release(charge, now)
-        self._refresh(member)
-        answer_ends = charge.answer_begins + charge.output_tokens
-        charge.task["answer_ids"] = state.produced[charge.answer_begins : answer_ends]
-        self._policy.ended(charge.task, member, now - charge.dispatched_at, charge.output_tokens)
-        self._idle_waits.tell_if_idle(member)
+        member.account.release(run, now)
+        self._work_changed(member)
+        run.task["answer_ids"] = run.produced[run.answer_begins : run.answer_begins + run.output_tokens]
+        self._policy.tell("ended", run.task, member, now - run.attempt_at, run.output_tokens)
+        member.tell_if_idle()
 
     def share_with(self, heads: int) -> None:
         """So many heads balance over these replicas now, this one included."""
         self._unreported.share_with(heads)
 
-    def heed(self, member: PoolMember, others: Work | None) -> None:
+    def join(self, member: PoolMember, others: Work | None) -> None:
         """The other heads have charged so much to a replica; None: they do not say, and its engine's word counts."""
-        member.account.heed(others)
-        self._set_load(member)
+        member.account.join(others)
+        self.serving.changed(member)
 
     def cache_changed(self, member: PoolMember, change: CacheChange) -> None:
         """The replica's engine reported what it has cached; of no interest once the replica is lost."""
         if member.client is not None:
-            self._policy.cache_changed(member, change)
+            self._policy.tell("cache_changed", member, change)
 
     def cache_cleared(self, member: PoolMember) -> None:
         """The replica's engine has dropped what it had cached, because it was told to."""
         if member.client is not None:
-            self._policy.cleared(member)
+            self._policy.tell("cleared", member)
 
-    def _refresh(self, member: PoolMember) -> None:
-        if self._set_load(member) and self.peers is not None:
+    def _work_changed(self, member: PoolMember) -> None:
+        self.serving.changed(member)
+        if self.peers is not None:
             self.peers.changed(member)
-
-    def _set_load(self, member: PoolMember) -> bool:
-        """Bring a replica's load up to date. Returns whether there is more or less to do."""
-        load, before = member.account.load, member.load
-        member.load = load
-        changed = load.requests != before.requests or load.prefill_tokens != before.prefill_tokens
-        if changed and member.status is ReplicaStatus.UP:
-            self._serving.changed(member)
-        return changed
 
     def _hold(self, member: PoolMember, reasons: frozenset[str]) -> None:
         member.held_back = reasons
@@ -314,6 +293,6 @@ class StagePool:
         served, serves = member.status is ReplicaStatus.UP, status is ReplicaStatus.UP
         member.status = status
         if served and not serves:
-            self._serving = ServingReplicas(without_member(self._serving, member), self._unreported)
+            self.serving = ServingReplicas(without_member(self.serving, member), self._unreported)
         elif serves and not served:
-            self._serving = ServingReplicas(with_member(self._serving, member), self._unreported)
+            self.serving = ServingReplicas(with_member(self.serving, member), self._unreported)

@@ -4,11 +4,10 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Final
+from typing import Any
 
 from vllm_omni_plugin.balancing import Decision, Task
 from vllm_omni_plugin.errors import NoReplicaError, OmniError, RequestLostError
-from vllm_omni_plugin.orchestrator.charges import Charge
 from vllm_omni_plugin.orchestrator.messages import Dispatches
 from vllm_omni_plugin.vllm_api.move import Move
 
@@ -47,6 +46,8 @@ class Fail:
 
 
 Action = Redispatch | Fail
+
+_UNDECIDED = Decision(0, "")
 
 
 @dataclass(slots=True, eq=False)
@@ -124,14 +125,21 @@ class StageRun:
         move: how the current attempt continues the ones before it.
         joining: whether the current attempt has yet to reach the end of what was delivered.
         waits_since: monotonic seconds at which the request began to wait for a replica that serves.
-        task: what the policy was told of the last attempt, None before there was one.
-        decision: why it went where it went.
-        charge: what the current attempt weighs on its replica, None while there is none.
         dispatches: see `SubmitRequest`.
         first_request: what the first attempt sends in place of `request`, if anything.
         dispatched_at: monotonic seconds at which the first attempt was sent.
         losses: of the replicas that it has lost.
         suspicions: those of them that it may have caused; none once it has had output since, see `Suspects`.
+        closed: whether it has left its dispatcher, which keeps nothing of it any more.
+        request_id: the id under which the client knows the request.
+        task: what the policy was told of the last attempt.
+        decision: what it answered.
+        attempt_at: monotonic seconds at which the last attempt was charged to its replica.
+        answer_begins: how many of the tokens produced before that attempt are in the prompt that it sent.
+        prompt_tokens: tokens of that prompt.
+        prefill_tokens: those of them that count as still to be computed until the first output.
+        began: whether the attempt's first output has come.
+        output_tokens: tokens that the engine has produced in it.
     """
 
     request: Any
@@ -146,41 +154,56 @@ class StageRun:
     move: Move = Move.RESTART
     joining: bool = False
     waits_since: float = 0.0
-    task: Task | None = None
-    decision: Decision | None = None
-    charge: Charge | None = None
     dispatches: Dispatches | None = None
     first_request: Any = None
     dispatched_at: float = 0.0
     losses: list[Loss] = field(default_factory=list)
     suspicions: list[Loss] = field(default_factory=list)
+    closed: bool = field(default=False, init=False)
+    request_id: str = field(init=False)
+    task: Task = field(default_factory=Task, init=False)
+    decision: Decision = field(default=_UNDECIDED, init=False)
+    attempt_at: float = field(default=0.0, init=False)
+    answer_begins: int = field(default=0, init=False)
+    prompt_tokens: int = field(default=0, init=False)
+    prefill_tokens: int = field(default=0, init=False)
+    began: bool = field(default=False, init=False)
+    output_tokens: int = field(default=0, init=False)
     _to_swallow: int = field(default=0, init=False)
     _loss: str = field(default="", init=False)
 
-    @property
-    def request_id(self) -> str:
-        """The id under which the client knows the request."""
-        request_id: Final[str] = self.request.request_id
-        return request_id
+    def __post_init__(self) -> None:
+        self.request_id = self.request.request_id
 
     @property
     def finished(self) -> bool:
         """Whether the request has ended."""
         return self.phase is RequestPhase.FINISHED
 
-    @property
-    def next_request(self) -> Any:
-        """What the next attempt is made of."""
-        return self.first_request if self.first_request is not None and not self.attempts else self.request
+    def dispatch(self, replica_id: int, engine_request_id: str, task: Task, decision: Decision, now: float) -> None:
+        """Bind the next attempt to a replica, before it is charged there and sent.
 
-    def dispatch(self, replica_id: int, engine_request_id: str) -> None:
-        """Bind the next attempt to a replica, before anything is sent."""
+        Args:
+            replica_id: the replica.
+            engine_request_id: new for every attempt.
+            task: what the policy was asked.
+            decision: what it answered.
+            now: monotonic seconds.
+        """
         self._require(RequestPhase.QUEUED, RequestPhase.MOVING)
         self.phase = RequestPhase.DISPATCHED
         self.replica_id = replica_id
         self.engine_request_id = engine_request_id
+        if not self.attempts:
+            self.dispatched_at = now
         self.attempts += 1
-        self.sent = False
+        self.sent = self.began = False
+        self.task, self.decision, self.attempt_at = task, decision, now
+        prompt = task.get("prompt")
+        self.prompt_tokens = len(prompt.token_ids) if prompt is not None else 0
+        self.prefill_tokens = max(0, self.prompt_tokens - decision.matched_tokens)
+        self.output_tokens = 0
+        self.answer_begins = len(self.produced) if self.move is Move.RESUME else 0
 
     def join(self, tokens: Sequence[int], finished: bool) -> int:
         """Output of a moved request came: find where what was delivered ends in it.
@@ -267,7 +290,6 @@ class StageRun:
         """
         self._require(RequestPhase.DISPATCHED, RequestPhase.STREAMING)
         self.losses.append(loss)
-        self.charge = None
         self._loss = f"Replica {loss.replica_id} was lost while it served this request ({loss.reason})"
         replayable = self.streaming is not None and self.streaming.replayable
         move = Move.RESTART if not self.produced else Move.REPLAY if replayable else on_delivered

@@ -166,7 +166,7 @@ class WorkExchange:
         for key in keys:
             member = self._members.get(key)
             if member is not None:
-                self._pools[member.stage_id].heed(member, self._others_of(key))
+                self._pools[member.stage_id].join(member, self._others_of(key))
 
     def _others_of(self, key: int) -> Work | None:
         return self._others.get(key, NO_WORK) if self._heads else None

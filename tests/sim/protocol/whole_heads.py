@@ -15,13 +15,13 @@ from tests.fakes.conditions import eventually
 from tests.sim.protocol.heads import FAST
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.coordinator import OmniCoordClientForHead, OmniCoordinator, ReplicaWork
-from vllm_omni_plugin.orchestrator.handover import HandoverClosedError
 from vllm_omni_plugin.orchestrator.messages import AbortRequests, RequestFailed, SubmitRequest
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.peer_calls import PeerCalls
 from vllm_omni_plugin.orchestrator.remote_replicas import RemoteReplicas
 from vllm_omni_plugin.orchestrator.seat_listener import SeatListener
 from vllm_omni_plugin.orchestrator.stage_pool import PoolMember, StagePool
+from vllm_omni_plugin.orchestrator.thread_queue import QueueClosedError
 from vllm_omni_plugin.orchestrator.work_exchange import WorkExchange
 from vllm_omni_plugin.replicas.remote import AttachSettings
 from vllm_omni_plugin.replicas.server import ReplicaServer, ServerSettings
@@ -49,7 +49,7 @@ class WholeHead:
         self.ended: dict[str, Any] = {}
         self.statistics: Any = None
         self.pool = StagePool(0, LeastQueueLengthBalancer())
-        self.orchestrator = Orchestrator([self.pool], EngineApi(), 3, time.monotonic)
+        self.orchestrator = Orchestrator([self.pool], [EngineApi()], 3, time.monotonic)
         self.orchestrator.exchange = WorkExchange([self.pool], self._report)
         self.orchestrator.peer_calls = PeerCalls(self.orchestrator, head_id, lambda: self._seat)
         self._remote = self.orchestrator.remote_replicas = RemoteReplicas(
@@ -103,7 +103,7 @@ class WholeHead:
             try:
                 for item in await self.orchestrator.output_async_queue.get_batch():
                     self._note(item)
-            except HandoverClosedError:
+            except QueueClosedError:
                 return
             self._more.set()
 

@@ -61,9 +61,8 @@ class ServingReplicas(tuple[R, ...]):
         return index.lengths, self._prefill_tokens
 
     def changed(self, replica: R) -> None:
-        """The queue length of one of the replicas or its prefill tokens may have changed."""
-        if self._index is not None:
-            place = self._places[id(replica)]
+        """The queue length of a replica or its prefill tokens may have changed. It may be none of these."""
+        if self._index is not None and (place := self._places.get(id(replica))) is not None:
             self._index.change(place, replica.queue_length)
             self._prefill_tokens[place] = load_of(replica).prefill_tokens
 

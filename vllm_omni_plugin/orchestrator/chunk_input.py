@@ -22,7 +22,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(slots=True)
-class Feed:
+class ChunkInput:
     """Cuts one stage's output into pieces, and keeps those that the next stage's transform has not taken yet.
 
     A piece has at least `size` tokens (rows, where a tensor comes without tokens), but for the last one. Where outputs

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm_omni_plugin.orchestrator.handover import HandoverClosedError, HandoverQueue
+from vllm_omni_plugin.orchestrator.thread_queue import QueueClosedError, ThreadQueue
 
 
 async def blocked(awaitable: Any) -> asyncio.Task[Any]:
@@ -22,11 +22,11 @@ async def blocked(awaitable: Any) -> asyncio.Task[Any]:
 @pytest.mark.parametrize("maxsize", [0, -1])
 def test_a_queue_that_holds_nothing_is_a_value_error(maxsize: int) -> None:
     with pytest.raises(ValueError, match=f"maxsize must be positive, got {maxsize}"):
-        HandoverQueue(maxsize)
+        ThreadQueue(maxsize)
 
 
 async def test_items_come_in_one_batch_and_in_order() -> None:
-    queue: HandoverQueue[int] = HandoverQueue(8)
+    queue: ThreadQueue[int] = ThreadQueue(8)
     await queue.put(1)
     queue.force_put(2)
     await queue.put(3)
@@ -35,7 +35,7 @@ async def test_items_come_in_one_batch_and_in_order() -> None:
 
 
 async def test_a_burst_wakes_the_consumer_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    queue: HandoverQueue[int] = HandoverQueue(8)
+    queue: ThreadQueue[int] = ThreadQueue(8)
     loop = asyncio.get_running_loop()
     wakes: list[Callable[..., object]] = []
     wake = loop.call_soon_threadsafe
@@ -53,7 +53,7 @@ async def test_a_burst_wakes_the_consumer_once(monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_put_waits_while_the_queue_is_full_and_goes_on_when_it_is_taken() -> None:
-    queue: HandoverQueue[int] = HandoverQueue(2)
+    queue: ThreadQueue[int] = ThreadQueue(2)
     full = [queue.full]
     for item in (1, 2):
         await queue.put(item)
@@ -66,7 +66,7 @@ async def test_put_waits_while_the_queue_is_full_and_goes_on_when_it_is_taken() 
 
 
 async def test_producers_that_wait_never_exceed_the_size() -> None:
-    queue: HandoverQueue[int] = HandoverQueue(2)
+    queue: ThreadQueue[int] = ThreadQueue(2)
     producers = [asyncio.create_task(queue.put(item)) for item in range(9)]
     taken: list[int] = []
     while len(taken) < 9:
@@ -78,14 +78,14 @@ async def test_producers_that_wait_never_exceed_the_size() -> None:
 
 
 async def test_force_put_exceeds_the_size() -> None:
-    queue: HandoverQueue[int] = HandoverQueue(1)
+    queue: ThreadQueue[int] = ThreadQueue(1)
     queue.force_put(1)
     queue.force_put(2)
     assert await queue.get_batch() == [1, 2]
 
 
 async def test_a_cancelled_consumer_loses_nothing() -> None:
-    queue: HandoverQueue[int] = HandoverQueue(2)
+    queue: ThreadQueue[int] = ThreadQueue(2)
     consumer = await blocked(queue.get_batch())
     queue.force_put(1)
     consumer.cancel()
@@ -95,7 +95,7 @@ async def test_a_cancelled_consumer_loses_nothing() -> None:
 
 
 async def test_a_cancelled_producer_adds_nothing_and_holds_up_nobody() -> None:
-    queue: HandoverQueue[int] = HandoverQueue(1)
+    queue: ThreadQueue[int] = ThreadQueue(1)
     await queue.put(1)
     given_up = await blocked(queue.put(2))
     patient = await blocked(queue.put(3))
@@ -106,8 +106,8 @@ async def test_a_cancelled_producer_adds_nothing_and_holds_up_nobody() -> None:
 
 
 async def test_close_releases_everybody_on_both_sides() -> None:
-    empty: HandoverQueue[int] = HandoverQueue(1)
-    full: HandoverQueue[int] = HandoverQueue(1)
+    empty: ThreadQueue[int] = ThreadQueue(1)
+    full: ThreadQueue[int] = ThreadQueue(1)
     await full.put(1)
     waiting = [
         await blocked(empty.get_batch()),
@@ -118,25 +118,25 @@ async def test_close_releases_everybody_on_both_sides() -> None:
     empty.close()
     full.close()
     results = await asyncio.gather(*waiting, return_exceptions=True)
-    assert [type(result) for result in results] == [HandoverClosedError] * 4
+    assert [type(result) for result in results] == [QueueClosedError] * 4
 
 
 async def test_a_closed_queue_refuses_and_has_dropped_what_was_in_it() -> None:
-    queue: HandoverQueue[int] = HandoverQueue(4)
+    queue: ThreadQueue[int] = ThreadQueue(4)
     queue.force_put(1)
     assert queue.close() == [1]
     assert queue.close() == []
     assert len(queue) == 0
-    with pytest.raises(HandoverClosedError):
+    with pytest.raises(QueueClosedError):
         queue.force_put(2)
-    with pytest.raises(HandoverClosedError):
+    with pytest.raises(QueueClosedError):
         await queue.put(2)
-    with pytest.raises(HandoverClosedError):
+    with pytest.raises(QueueClosedError):
         await queue.get_batch()
 
 
 async def test_another_threads_loop_may_produce() -> None:
-    queue: HandoverQueue[int] = HandoverQueue(3)
+    queue: ThreadQueue[int] = ThreadQueue(3)
 
     async def produce() -> None:
         for item in range(100):
@@ -152,17 +152,17 @@ async def test_another_threads_loop_may_produce() -> None:
 
 
 async def test_close_from_another_thread_releases_the_consumer() -> None:
-    queue: HandoverQueue[int] = HandoverQueue(1)
+    queue: ThreadQueue[int] = ThreadQueue(1)
     consumer = await blocked(queue.get_batch())
     thread = threading.Thread(target=queue.close)
     thread.start()
-    with pytest.raises(HandoverClosedError):
+    with pytest.raises(QueueClosedError):
         await consumer
     thread.join()
 
 
 def test_a_consumer_whose_loop_has_ended_stops_nobody() -> None:
-    queue: HandoverQueue[int] = HandoverQueue(1)
+    queue: ThreadQueue[int] = ThreadQueue(1)
 
     async def leave_while_waiting() -> None:
         await blocked(queue.get_batch())
@@ -173,7 +173,7 @@ def test_a_consumer_whose_loop_has_ended_stops_nobody() -> None:
 
 
 def test_a_consumer_whose_loop_ends_at_that_moment_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    queue: HandoverQueue[int] = HandoverQueue(1)
+    queue: ThreadQueue[int] = ThreadQueue(1)
 
     async def leave_while_waiting() -> None:
         await blocked(queue.get_batch())

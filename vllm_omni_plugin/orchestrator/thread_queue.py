@@ -11,15 +11,17 @@ from vllm_omni_plugin.errors import OmniError
 T = TypeVar("T")
 
 
-class HandoverClosedError(OmniError):
+class QueueClosedError(OmniError):
     """The queue's owner has closed it; what was in it is gone."""
 
 
-class HandoverQueue(Generic[T]):
+class ThreadQueue(Generic[T]):
     """Hands items from any thread to the one event loop that takes them, in order.
 
     An idle queue costs nothing: the consumer sleeps in its loop until the first item wakes it, and takes all that has
     come by then, so a burst is one wake-up. Producers that find the queue full wait in their own loops.
+
+    All methods but `close` and `full` raise QueueClosedError if the queue is or becomes closed.
 
     Args:
         maxsize: items held before `put` waits. `force_put` exceeds it, for items whose number is bounded elsewhere.
@@ -31,8 +33,8 @@ class HandoverQueue(Generic[T]):
         self._maxsize = maxsize
         self._lock = threading.Lock()
         self._items: deque[T] = deque()
-        self._consumer: _Waiter | None = None
-        self._producers: list[_Waiter] = []
+        self._consumer: asyncio.Future[None] | None = None
+        self._producers: list[asyncio.Future[None]] = []
         self._closed = False
 
     def __len__(self) -> int:
@@ -44,60 +46,52 @@ class HandoverQueue(Generic[T]):
         return len(self._items) >= self._maxsize
 
     def force_put(self, item: T) -> None:
-        """Add an item whatever the length, from any thread; never waits.
-
-        Raises:
-            HandoverClosedError: the queue is closed.
-        """
+        """Add an item whatever the length, from any thread; never waits."""
         with self._lock:
-            self._require_open()
+            if self._closed:
+                raise QueueClosedError("the queue is closed")
             self._items.append(item)
             consumer, self._consumer = self._consumer, None
         if consumer is not None:
-            consumer.wake()
+            _wake(consumer)
 
     async def put(self, item: T) -> None:
-        """Add an item, waiting in the caller's loop while the queue is full.
-
-        Raises:
-            HandoverClosedError: the queue is or becomes closed.
-        """
-        await self.wait_for_room()
+        """Add an item, waiting in the caller's loop while the queue is full."""
+        if self.full:
+            await self.wait_for_room()
         self.force_put(item)
 
     async def wait_for_room(self) -> None:
-        """Return once the queue is not full. Raises HandoverClosedError as `put` does."""
+        """Return once the queue is not full."""
         while True:
             with self._lock:
-                self._require_open()
+                if self._closed:
+                    raise QueueClosedError("the queue is closed")
                 if len(self._items) < self._maxsize:
                     return
-                waiter = _Waiter()
-                self._producers.append(waiter)
-            await waiter.future
+                room = asyncio.get_running_loop().create_future()
+                self._producers.append(room)
+            await room
 
     async def get_batch(self) -> list[T]:
-        """Wait for at least one item and take all there are. One consumer at a time.
-
-        Raises:
-            HandoverClosedError: the queue is or becomes closed.
-        """
+        """Wait for at least one item and take all there are. One consumer at a time."""
         while True:
             with self._lock:
-                self._require_open()
+                if self._closed:
+                    raise QueueClosedError("the queue is closed")
                 if self._items:
                     batch = list(self._items)
                     self._items.clear()
                     producers, self._producers = self._producers, []
                     break
-                waiter = self._consumer = _Waiter()
-            await waiter.future
+                items = self._consumer = asyncio.get_running_loop().create_future()
+            await items
         for producer in producers:
-            producer.wake()
+            _wake(producer)
         return batch
 
     def close(self) -> list[T]:
-        """Release everybody who waits, with HandoverClosedError. Idempotent, any thread. Returns what was queued."""
+        """Release everybody who waits. Idempotent, from any thread. Returns what was queued."""
         with self._lock:
             self._closed = True
             dropped = list(self._items)
@@ -105,26 +99,17 @@ class HandoverQueue(Generic[T]):
             waiters = [*self._producers, *([self._consumer] if self._consumer else [])]
             self._producers, self._consumer = [], None
         for waiter in waiters:
-            waiter.wake()
+            _wake(waiter)
         return dropped
 
-    def _require_open(self) -> None:
-        if self._closed:
-            raise HandoverClosedError("the queue is closed")
+
+def _wake(waiter: "asyncio.Future[None]") -> None:
+    """Complete a future of another thread's loop."""
+    # A loop that has ended waits for nothing; it may end between a look at it and the call.
+    with suppress(RuntimeError):
+        waiter.get_loop().call_soon_threadsafe(_complete, waiter)
 
 
-class _Waiter:
-    """A future of the running loop that other threads may complete."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self.future: asyncio.Future[None] = self._loop.create_future()
-
-    def wake(self) -> None:
-        # A loop that has ended waits for nothing; it may end between a look at it and the call.
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._complete)
-
-    def _complete(self) -> None:
-        if not self.future.done():
-            self.future.set_result(None)
+def _complete(waiter: "asyncio.Future[None]") -> None:
+    if not waiter.done():
+        waiter.set_result(None)

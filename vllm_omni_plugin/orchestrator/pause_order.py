@@ -9,7 +9,7 @@ from vllm_omni_plugin.pipeline import Pipeline, Stage
 from vllm_omni_plugin.vllm_api.rest_state import REST_CALLS, pause_mode
 
 
-class Standstill:
+class PauseOrder:
     """The order in which stages are told to rest. Lives on the orchestrator's loop.
 
     A pipeline comes to rest from its beginning: a stage that rests before it has what is still on its way to it would
@@ -75,9 +75,8 @@ class Standstill:
             owed = [each for each in owed if id(each[0]) in unfinished and self._owes(*each, begun)]
 
     def _owes(self, state: PipelineRequestState, stage: Stage, begun: bool) -> bool:
-        journey = state.journey
-        if not stage.inputs or stage.id not in journey.plan.downstream or stage.id in journey.ended:
+        if not stage.inputs or stage.id not in state.plan.downstream or stage.id in state.ended:
             return False
         if begun and stage.id in state.runs:
             return False
-        return all(upstream.id in journey.ended for upstream in self._pipeline.upstream(stage))
+        return all(upstream.id in state.ended for upstream in self._pipeline.upstream(stage))

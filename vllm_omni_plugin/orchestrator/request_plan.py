@@ -1,13 +1,9 @@
-"""The way of one request through a pipeline: which stages it needs, and how far it has come."""
+"""Which stages of a pipeline a request needs."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-from vllm_omni_plugin.orchestrator.feed import Feed
-from vllm_omni_plugin.orchestrator.messages import Dispatches
 from vllm_omni_plugin.orchestrator.pipeline_call import PipelineCall
-from vllm_omni_plugin.orchestrator.stage_api import OutputReader
 from vllm_omni_plugin.pipeline import Modality, Pipeline, Stage
 
 
@@ -65,34 +61,3 @@ def make_plan(pipeline: Pipeline, call: PipelineCall | None) -> Plan:
     sampled = pipeline.sampled_by_client(modalities)
     client_sampled = None if sampled is None else sampled.id
     return Plan(roots, downstream, front, client_sampled, finals, frozenset(read), frozenset(shown))
-
-
-@dataclass(slots=True, eq=False)
-class Journey:
-    """How far a request has come.
-
-    Attributes:
-        plan: see `Plan`.
-        dispatches: see `SubmitRequest`.
-        traced: see `SubmitRequest`.
-        readers: read the outputs of the stages in `plan.read` that have begun, by stage id.
-        feeds: inputs of stages that work on chunks, by stage id.
-        begun: stages whose input is or has been prepared.
-        answered: stages that have put something out.
-        ended: monotonic seconds at which stages ended, by stage id.
-        cache_params: what a prefill said of the KV cache that it left; None if nothing, or there was none.
-        cached_tokens: prompt tokens that the prefill found cached; None if there was no prefill.
-        prompt: the request's as text; None until a transform needs it.
-    """
-
-    plan: Plan
-    dispatches: Dispatches | None = None
-    traced: bool = False
-    readers: dict[int, OutputReader] = field(default_factory=dict)
-    feeds: dict[int, Feed] = field(default_factory=dict)
-    begun: set[int] = field(default_factory=set)
-    answered: set[int] = field(default_factory=set)
-    ended: dict[int, float] = field(default_factory=dict)
-    cache_params: Mapping[str, Any] | None = None
-    cached_tokens: int | None = None
-    prompt: str | None = None

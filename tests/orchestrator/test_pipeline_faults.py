@@ -14,14 +14,15 @@ from tests.fakes.stage_api import FakeStageApi
 from tests.fakes.transforms import leaving, raising, refusing
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.errors import NoReplicaError, StageError, StageInputError
-from vllm_omni_plugin.orchestrator.conductor import Conductor
 from vllm_omni_plugin.orchestrator.dispatcher import Dispatcher
 from vllm_omni_plugin.orchestrator.messages import RequestFailed, SubmitRequest
 from vllm_omni_plugin.orchestrator.metrics import OrchestratorMetrics
-from vllm_omni_plugin.orchestrator.move_line import MoveLine
+from vllm_omni_plugin.orchestrator.move_budget import MoveBudget
 from vllm_omni_plugin.orchestrator.pipeline_call import CallEnded, PipelineCall, StageEvent
+from vllm_omni_plugin.orchestrator.pipeline_requests import PipelineRequests
 from vllm_omni_plugin.orchestrator.preparation import Preparation
 from vllm_omni_plugin.orchestrator.request_state import PipelineRequestState
+from vllm_omni_plugin.orchestrator.run_events import RunDispatched, RunEnded, RunFailed
 from vllm_omni_plugin.orchestrator.stage_pool import StagePool
 from vllm_omni_plugin.pipeline import Pipeline, Stage
 
@@ -346,51 +347,48 @@ async def test_a_request_waits_for_a_stage_no_longer_than_it_may() -> None:
 
 
 @pytest.fixture
-def conductor() -> Iterator[tuple[Conductor, list[Any]]]:
-    """A conductor without replicas, and what it says to vLLM's server."""
+def requests() -> Iterator[tuple[PipelineRequests, list[Any]]]:
+    """Requests of a pipeline without replicas, and what it says to vLLM's server."""
     pipeline, said, metrics = Pipeline(CHAIN), list[Any](), OrchestratorMetrics()
     apis = [FakeStageApi(each) for each in CHAIN]
     preparation = Preparation(pipeline, apis, lambda request: "")
-    conductor = Conductor(pipeline, apis, preparation, said.append, metrics, lambda: 0.0)
-    pools = [StagePool(each.id, LeastQueueLengthBalancer()) for each in CHAIN]
-    conductor.dispatchers = [
-        Dispatcher(pool, api, 3, 600.0, lambda: 0.0, metrics, MoveLine(lambda: 0.0, metrics), conductor)
+    pools, moves = [StagePool(each.id, LeastQueueLengthBalancer()) for each in CHAIN], MoveBudget(lambda: 0.0)
+    dispatchers = [
+        Dispatcher(pool, api, 3, 600.0, lambda: 0.0, metrics, moves, lambda time: None)
         for pool, api in zip(pools, apis, strict=True)
     ]
-    yield conductor, said
-    conductor.close()
-    for dispatcher in conductor.dispatchers:
-        dispatcher.close()
+    requests = PipelineRequests(preparation, dispatchers, said.append, metrics, lambda: 0.0)
+    yield requests, said
+    requests.close()
 
 
-async def started(conductor: Conductor, events: list[Any]) -> PipelineRequestState:
+async def started(requests: PipelineRequests, events: list[Any]) -> PipelineRequestState:
     """A new request whose first stage waits for a replica."""
     call = PipelineCall(("text",), events.append)
-    conductor.submit(SubmitRequest(FakeRequest("r"), 0.0, None, call))
-    state = conductor.states["r"]
+    requests.submit(SubmitRequest(FakeRequest("r"), 0.0, None, call))
+    state = requests.states["r"]
     await eventually(lambda: state.runs, "the first run")
     return state
 
 
-async def test_a_request_fails_once(conductor: tuple[Conductor, list[Any]]) -> None:
+async def test_a_request_fails_once(requests: tuple[PipelineRequests, list[Any]]) -> None:
     events: list[Any] = []
-    state = await started(conductor[0], events)
+    state = await started(requests[0], events)
     for _ in range(2):
-        conductor[0].input_failed(state, CHAIN[0], StageError("no"))
-    assert [type(item) for item in conductor[1]] == [RequestFailed]
+        requests[0].input_failed(state, CHAIN[0], StageError("no"))
+    assert [type(item) for item in requests[1]] == [RequestFailed]
     assert [type(event) for event in events] == [CallEnded]
 
 
 async def test_what_is_said_of_a_run_of_an_earlier_request_with_the_same_id_is_ignored(
-    conductor: tuple[Conductor, list[Any]],
+    requests: tuple[PipelineRequests, list[Any]],
 ) -> None:
-    earlier = (await started(conductor[0], [])).runs[0]
+    earlier = (await started(requests[0], [])).runs[0]
     events: list[Any] = []
-    state = await started(conductor[0], events)
-    assert conductor[0].take(0, earlier, FakeOutput("r", [1], "stop")) is None
-    conductor[0].run_dispatched(0, earlier)
-    conductor[0].run_ended(0, earlier, None)
-    conductor[0].run_failed(0, earlier, StageError("no"))
-    assert conductor[0].states == {"r": state}
-    assert (conductor[1], events) == ([], [])
+    state = await started(requests[0], events)
+    assert requests[0].take(0, [(earlier, FakeOutput("r", [1], "stop"))]) == []
+    events_of_it = [RunDispatched(earlier), RunEnded(earlier, None), RunFailed(earlier, StageError("no"))]
+    requests[0].handle(0, events_of_it)
+    assert requests[0].states == {"r": state}
+    assert (requests[1], events) == ([], [])
     assert "queue" not in state.pipeline_timings["thinker"]

@@ -7,18 +7,19 @@ from typing import Any
 from vllm_omni_plugin.errors import OmniError, StageError, StageInputError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.dispatcher import Dispatcher
-from vllm_omni_plugin.orchestrator.journey import Journey, make_plan
 from vllm_omni_plugin.orchestrator.messages import RequestFailed, RequestStages, SubmitRequest
 from vllm_omni_plugin.orchestrator.metrics import OrchestratorMetrics
+from vllm_omni_plugin.orchestrator.pause_order import PauseOrder
 from vllm_omni_plugin.orchestrator.pipeline_call import CallEnded, StageEvent
 from vllm_omni_plugin.orchestrator.preparation import Preparation, WholeInput
+from vllm_omni_plugin.orchestrator.request_plan import make_plan
 from vllm_omni_plugin.orchestrator.request_state import PipelineRequestState
-from vllm_omni_plugin.orchestrator.stage_api import NOTHING, StageApi
+from vllm_omni_plugin.orchestrator.requests import RequestTable
+from vllm_omni_plugin.orchestrator.run_events import Accepted, RunDispatched, RunEvent, RunFailed
+from vllm_omni_plugin.orchestrator.stage_api import NOTHING
 from vllm_omni_plugin.orchestrator.stage_inputs import StageInputs
 from vllm_omni_plugin.orchestrator.stage_run import StageRun, StreamingInputState
-from vllm_omni_plugin.orchestrator.standstill import Standstill
-from vllm_omni_plugin.orchestrator.unfinished import UnfinishedRequests
-from vllm_omni_plugin.pipeline import BuiltInTransform, Modality, Pipeline, Stage
+from vllm_omni_plugin.pipeline import BuiltInTransform, Modality, Stage
 from vllm_omni_plugin.pipeline.transfer import StageOutput
 
 logger = init_logger(__name__)
@@ -27,38 +28,34 @@ _NOTHING_READ = StageOutput()
 _END = StageOutput(finish_reason="stop")
 
 
-class Conductor:
+class PipelineRequests:
     """Satisfies `Requests` and `InputTaker`. Lives on the orchestrator's loop; nothing in it blocks.
 
     Args:
-        pipeline: the stages.
-        apis: of the stages, by stage id.
-        preparation: makes inputs.
+        preparation: makes inputs; knows the pipeline.
+        dispatchers: of the stages, by stage id.
         put: gives an item to AsyncLLM's side.
         metrics: what it counts.
         clock: monotonic seconds.
 
     Attributes:
-        dispatchers: of the stages, by stage id; set before the first request.
         states: unfinished requests by the client's id.
-        standstill: how the stages come to rest.
+        pause_order: how the stages come to rest.
     """
-
-    dispatchers: Sequence[Dispatcher]
 
     def __init__(
         self,
-        pipeline: Pipeline,
-        apis: Sequence[StageApi],
         preparation: Preparation,
+        dispatchers: Sequence[Dispatcher],
         put: Callable[[Any], None],
         metrics: OrchestratorMetrics,
         clock: Callable[[], float],
     ) -> None:
-        self.states: UnfinishedRequests[PipelineRequestState] = UnfinishedRequests()
-        self.standstill = Standstill(pipeline, self.states.values)
-        self._pipeline = pipeline
-        self._apis = apis
+        pipeline = self._pipeline = preparation.pipeline
+        self.states: RequestTable[PipelineRequestState] = RequestTable()
+        self.pause_order = PauseOrder(pipeline, self.states.values)
+        self._apis = preparation.apis
+        self._dispatchers = dispatchers
         self._inputs = StageInputs(preparation, self, clock)
         self._put = put
         self._metrics = metrics
@@ -86,7 +83,7 @@ class Conductor:
             _refuse(message, StageInputError(str(error)), self._put)
             return
         self.states[state.request_id] = state
-        for stage in state.journey.plan.roots:
+        for stage in state.plan.roots:
             self._begin(state, stage)
         self._inputs.foresee(state)
 
@@ -105,46 +102,32 @@ class Conductor:
             if state is not None and (state.call is None or whole or not self._ends_front_alone(state)):
                 self._drop(state, StageError("The request was aborted."))
 
-    def take(self, stage_id: int, run: StageRun, output: Any) -> Any | None:
+    def take(self, stage_id: int, accepted: Sequence[Accepted]) -> list[Any]:
         """See `Requests`."""
-        state, stage = self._state_of(stage_id, run), self._pipeline.stages[stage_id]
-        if state is None:
-            return None
-        try:
-            return self._take(state, stage, run, output)
-        except Exception as error:  # of one request, which must not stop the others
-            logger.exception("Stage %r cannot go on with request %s.", stage.name, state.request_id)
-            self._fail(state, StageError(f"Stage {stage.name!r}: its output could not be read: {error}"))
-            return None
+        answers = [self._take_one(stage_id, run, output) for run, output in accepted]
+        return [answer for answer in answers if answer is not None]
 
-    def run_dispatched(self, stage_id: int, run: StageRun) -> None:
-        """See `RunListener`."""
-        state = self._state_of(stage_id, run)
-        if state is not None:
-            self.spend(state, self._pipeline.stages[stage_id], "queue", run.dispatched_at - run.submitted_at)
-
-    def run_failed(self, stage_id: int, run: StageRun, error: OmniError) -> None:
-        """See `RunListener`."""
-        state, stage = self._state_of(stage_id, run), self._pipeline.stages[stage_id]
-        if state is None:
-            return
-        self._stage_failed(state, stage, type(error)(f"Stage {stage.name!r}: {error}"))
-
-    def run_ended(self, stage_id: int, run: StageRun, outputs: Any | None) -> None:
-        """See `RunListener`."""
-        state = self._state_of(stage_id, run)
-        if state is None:
-            return
-        if outputs is None:
-            # A session whose input was closed after its last turn.
-            if stage_id == state.final_stage_id:
-                self._put(self._apis[stage_id].end(state.request_id))
-            self._pass_on(state, self._pipeline.stages[stage_id], _END, ended=True)
-            return
-        answers = [self.take(stage_id, run, output) for output in outputs.outputs]
-        outputs.outputs = [answer for answer in answers if answer is not None]
-        if outputs.outputs:
-            self._put(outputs)
+    def handle(self, stage_id: int, events: Sequence[RunEvent]) -> None:
+        """See `Requests`."""
+        stage = self._pipeline.stages[stage_id]
+        for event in events:
+            run = event.run
+            state = self._state_of(stage_id, run)
+            if state is None:
+                continue
+            if isinstance(event, RunDispatched):
+                self.spend(state, stage, "queue", run.dispatched_at - run.submitted_at)
+            elif isinstance(event, RunFailed):
+                self._stage_failed(state, stage, type(event.error)(f"Stage {stage.name!r}: {event.error}"))
+            elif event.outputs is not None:
+                event.outputs.outputs = self.take(stage_id, [(run, output) for output in event.outputs.outputs])
+                if event.outputs.outputs:
+                    self._put(event.outputs)
+            else:
+                # A session whose input was closed after its last turn.
+                if stage_id == state.final_stage_id:
+                    self._put(self._apis[stage_id].end(state.request_id))
+                self._pass_on(state, stage, _END, ended=True)
 
     def close(self) -> None:
         """See `Requests`."""
@@ -162,22 +145,22 @@ class Conductor:
         self, state: PipelineRequestState, stage: Stage, given: WholeInput, session: StreamingInputState | None
     ) -> None:
         """See `InputTaker`."""
-        api, journey = self._apis[stage.id], state.journey
+        api = self._apis[stage.id]
         run = state.runs[stage.id] = StageRun(
             api.movable(given.request),
             self._clock(),
             streaming=session,
-            dispatches=journey.dispatches,
+            dispatches=state.dispatches,
             first_request=given.first_request,
         )
-        if stage.id in journey.plan.read:
-            journey.readers[stage.id] = api.reader(run.request)
-        self.dispatchers[stage.id].submit(run)
-        self.standstill.note_progress()
+        if stage.id in state.plan.read:
+            state.readers[stage.id] = api.reader(run.request)
+        self.handle(stage.id, self._dispatchers[stage.id].submit(run))
+        self.pause_order.note_progress()
 
     def add_chunk(self, stage: Stage, run: StageRun, chunk: Any) -> None:
         """See `InputTaker`."""
-        self.dispatchers[stage.id].add_chunk(run, chunk)
+        self.handle(stage.id, self._dispatchers[stage.id].add_chunk(run, chunk))
 
     def input_failed(self, state: PipelineRequestState, stage: Stage, error: OmniError) -> None:
         """See `InputTaker`."""
@@ -211,7 +194,9 @@ class Conductor:
             ),
             mm_features=request.mm_features,
             call=call,
-            journey=Journey(plan, message.dispatches, message.traced),
+            plan=plan,
+            dispatches=message.dispatches,
+            traced=message.traced,
         )
 
     def _state_of(self, stage_id: int, run: StageRun) -> PipelineRequestState | None:
@@ -228,40 +213,52 @@ class Conductor:
 
     def _may_skip(self, state: PipelineRequestState, prefill: Stage) -> bool:
         tokens = len(state.request.prompt_token_ids or ())
-        return tokens < prefill.min_prompt_tokens or not self.dispatchers[prefill.id].can_dispatch
+        return tokens < prefill.min_prompt_tokens or not self._dispatchers[prefill.id].can_dispatch
+
+    def _take_one(self, stage_id: int, run: StageRun, output: Any) -> Any | None:
+        """What of an output goes to vLLM's server; the rest goes to the next stages, and to who watches this one."""
+        state, stage = self._state_of(stage_id, run), self._pipeline.stages[stage_id]
+        if state is None:
+            return None
+        try:
+            return self._take(state, stage, run, output)
+        except Exception as error:  # of one request, which must not stop the others
+            logger.exception("Stage %r cannot go on with request %s.", stage.name, state.request_id)
+            self._fail(state, StageError(f"Stage {stage.name!r}: its output could not be read: {error}"))
+            return None
 
     def _take(self, state: PipelineRequestState, stage: Stage, run: StageRun, output: Any) -> Any | None:
-        api, journey = self._apis[stage.id], state.journey
-        if stage.id not in journey.answered:
-            journey.answered.add(stage.id)
+        api = self._apis[stage.id]
+        if stage.id not in state.answered:
+            state.answered.add(stage.id)
             self.spend(state, stage, "first_output", self._clock() - run.dispatched_at)
         if output.finish_reason is not None and api.cut_short(output):
             return self._cut_short(state, stage, output)
         if stage.output is Modality.KV_CACHE:
             if run.finished:
-                journey.cache_params, journey.cached_tokens = output.kv_transfer_params, api.cached_tokens(output) or 0
+                state.cache_params, state.cached_tokens = output.kv_transfer_params, api.cached_tokens(output) or 0
                 self._end(state, stage)
             return None
         read, answer = self._read(state, stage, run, output), None
-        if stage.id == journey.plan.front:
+        if stage.id == state.plan.front:
             answer = self._answer(state, stage, run, output, read)
         self._pass_on(state, stage, read, run.finished)
         return answer
 
     def _read(self, state: PipelineRequestState, stage: Stage, run: StageRun, output: Any) -> StageOutput:
         """What an output says, if anybody here wants to know."""
-        reader = state.journey.readers.get(stage.id)
+        reader = state.readers.get(stage.id)
         if reader is None:
             return _NOTHING_READ
         read = reader.read(output, run.finished)
         if read.finish_reason is not None and not run.finished:
             # At a stop string, of which the engine knows nothing.
-            self.dispatchers[stage.id].abort((run.request_id,))
+            self._dispatchers[stage.id].abort((run,))
         return read
 
     def _answer(self, state: PipelineRequestState, stage: Stage, run: StageRun, output: Any, read: StageOutput) -> Any:
         """What of a front stage's output goes to vLLM's server."""
-        api, cached_tokens = self._apis[stage.id], state.journey.cached_tokens
+        api, cached_tokens = self._apis[stage.id], state.cached_tokens
         if cached_tokens is not None and run.attempts == 1 and stage.id in self._decodes:
             # Any later attempt computes the prompt itself, and its own word is right.
             api.restate_cached(output, cached_tokens)
@@ -271,21 +268,20 @@ class Conductor:
         return api.answer(output, read)
 
     def _pass_on(self, state: PipelineRequestState, stage: Stage, read: StageOutput, ended: bool) -> None:
-        """A stage has put something out: show it, and feed it to those that work on chunks."""
-        plan = state.journey.plan
+        """A stage has put something out: show it, and give it to those that work on chunks."""
+        plan = state.plan
         if state.call is not None and stage.id in plan.shown:
             state.call.put(StageEvent(stage.name, read))
         for downstream in plan.downstream[stage.id]:
             if downstream.async_chunk:
-                self._inputs.feed(state, downstream, read, ended)
+                self._inputs.add_output(state, downstream, read, ended)
         if ended:
             self._end(state, stage)
 
     def _end(self, state: PipelineRequestState, stage: Stage) -> None:
         """A stage has ended: those that waited for it begin, or the request is complete."""
-        journey = state.journey
-        journey.ended[stage.id] = now = self._clock()
-        self.standstill.note_progress()
+        state.ended[stage.id] = now = self._clock()
+        self.pause_order.note_progress()
         run = state.runs.get(stage.id)
         if run is not None and run.attempts:
             self.spend(state, stage, "run", now - run.dispatched_at)
@@ -294,13 +290,13 @@ class Conductor:
         if state.finished:
             self._complete(state)
             return
-        for downstream in journey.plan.downstream[stage.id]:
+        for downstream in state.plan.downstream[stage.id]:
             inputs = {upstream.id for upstream in self._pipeline.upstream(downstream)}
-            if downstream.id not in journey.begun and inputs <= journey.ended.keys():
+            if downstream.id not in state.begun and inputs <= state.ended.keys():
                 self._begin(state, downstream)
 
     def _complete(self, state: PipelineRequestState) -> None:
-        del self.states[state.request_id]
+        self.states.pop(state.request_id)
         self._abort_runs(state)
         if state.final_stage_id is None:
             self._put(self._apis[self._pipeline.prompt_stage.id].end(state.request_id))
@@ -318,7 +314,7 @@ class Conductor:
         if stage.output is Modality.KV_CACHE:
             self._end(state, stage)
             return None
-        reader = state.journey.readers.get(stage.id)
+        reader = state.readers.get(stage.id)
         read = _NOTHING_READ if reader is None else reader.read(output, True)
         if "error" in read.metadata:
             # A Python stage has said what is wrong, and whose fault it is.
@@ -337,14 +333,14 @@ class Conductor:
 
     def _drop(self, state: PipelineRequestState, error: Exception) -> None:
         """Give a request up with all that stages do for it."""
-        del self.states[state.request_id]
-        self.standstill.note_progress()
+        self.states.pop(state.request_id)
+        self.pause_order.note_progress()
         self._abort_runs(state)
         self._tell(state, error)
 
     def _tell(self, state: PipelineRequestState, error: Exception | None) -> None:
         """Tell whoever wants to know that nothing more comes for a request."""
-        if state.journey.traced:
+        if state.traced:
             times = state.stage_times(self._pipeline.stages, self._clock())
             self._put(RequestStages(state.request_id, times))
         if state.call is not None:
@@ -352,19 +348,18 @@ class Conductor:
 
     def _abort_runs(self, state: PipelineRequestState) -> None:
         for stage_id, run in state.runs.items():
-            if not run.finished:
-                self.dispatchers[stage_id].abort((state.request_id,))
+            self._dispatchers[stage_id].abort((run,))
 
     def _ends_front_alone(self, state: PipelineRequestState) -> bool:
         """vLLM's server needs no more of the front stage. Returns whether that is all that it means."""
-        front, journey = state.final_stage_id, state.journey
-        if front is None or front in journey.ended:
+        front = state.final_stage_id
+        if front is None or front in state.ended:
             return front is not None
         stage = self._pipeline.stages[front]
-        if front not in state.runs or (stage.is_vllm and front in journey.readers):
+        if front not in state.runs or (stage.is_vllm and front in state.readers):
             # A stop string would have been seen here, too: its client has left.
             return False
-        self.dispatchers[front].abort((state.request_id,))
+        self._dispatchers[front].abort((state.runs[front],))
         self._pass_on(state, stage, _END, ended=True)
         return True
 

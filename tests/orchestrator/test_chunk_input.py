@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_omni_plugin.orchestrator.feed import Feed, Piece
+from vllm_omni_plugin.orchestrator.chunk_input import ChunkInput, Piece
 from vllm_omni_plugin.pipeline.transfer import StageOutput
 from vllm_omni_plugin.vllm_api.joining import joined
 
 
 class Rows(NamedTuple):
-    """What a feed reads of a tensor."""
+    """What is read of a tensor."""
 
     rows: int
     ndim: int = 1
@@ -26,11 +26,11 @@ def tokens(*token_ids: int) -> StageOutput:
 
 
 def pieces(size: int, *outputs: StageOutput, end: bool = True) -> list[Piece]:
-    """What a feed of some size makes of these outputs, the last of which ends the stage in front."""
-    feed = Feed(size)
+    """What an input of some size makes of these outputs, the last of which ends the stage in front."""
+    chunks = ChunkInput(size)
     for position, output in enumerate(outputs, start=1):
-        feed.add(output, last=end and position == len(outputs))
-    return list(feed.pieces)
+        chunks.add(output, last=end and position == len(outputs))
+    return list(chunks.pieces)
 
 
 def sizes(cut: list[Piece]) -> list[int]:
@@ -54,12 +54,12 @@ def test_outputs_of_one_token_each_are_cut_by_their_number(size: int, count: int
 
 
 def test_a_piece_waits_until_it_is_known_whether_it_is_the_last() -> None:
-    feed = Feed(2)
-    feed.add(tokens(1), last=False)
-    feed.add(tokens(2), last=False)
-    assert feed.take() is None
-    feed.add(tokens(3), last=False)
-    assert feed.take() == Piece((tokens(1), tokens(2)), 0, last=False)
+    chunks = ChunkInput(2)
+    chunks.add(tokens(1), last=False)
+    chunks.add(tokens(2), last=False)
+    assert chunks.take() is None
+    chunks.add(tokens(3), last=False)
+    assert chunks.take() == Piece((tokens(1), tokens(2)), 0, last=False)
 
 
 def test_an_end_without_tokens_closes_the_input_with_an_empty_piece() -> None:
@@ -89,14 +89,14 @@ def test_what_counts_as_the_size_of_an_output(output: Any, expected: list[int]) 
 
 
 def test_one_piece_is_taken_at_a_time() -> None:
-    feed = Feed(1)
+    chunks = ChunkInput(1)
     for number in range(3):
-        feed.add(tokens(number), last=number == 2)
-    first = feed.take()
+        chunks.add(tokens(number), last=number == 2)
+    first = chunks.take()
     assert first is not None
-    assert feed.take() is None
-    feed.busy = False
-    second = feed.take()
+    assert chunks.take() is None
+    chunks.busy = False
+    second = chunks.take()
     assert second is not None
     assert (first.number, second.number) == (0, 1)
 

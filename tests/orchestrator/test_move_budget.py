@@ -1,0 +1,80 @@
+"""So many moves per second, in order."""
+
+import pytest
+
+from tests.fakes.conditions import eventually
+from tests.fakes.fleet import FakeFleet
+from vllm_omni_plugin.orchestrator import move_budget
+from vllm_omni_plugin.orchestrator.move_budget import MoveBudget
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    monkeypatch.setattr(move_budget, "MOVES_AT_ONCE", 3)
+    monkeypatch.setattr(move_budget, "MOVES_PER_S", 10.0)
+    return Clock()
+
+
+def test_those_beyond_the_budget_have_to_wait(clock: Clock) -> None:
+    budget = MoveBudget(clock)
+    assert [budget.take() for _ in range(4)] == [True, True, True, False]
+    assert budget.next_at == pytest.approx(0.1)
+    clock.now = 0.35
+    assert [budget.take() for _ in range(4)] == [True, True, True, False]
+    assert budget.next_at == pytest.approx(0.45)
+
+
+def test_a_quiet_time_allows_so_many_at_once_and_no_more(clock: Clock) -> None:
+    budget = MoveBudget(clock)
+    clock.now = 3600.0
+    assert [budget.take() for _ in range(4)] == [True, True, True, False]
+
+
+async def test_requests_of_lost_replicas_wait_for_the_budget_in_order_and_may_be_aborted_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(move_budget, "MOVES_AT_ONCE", 2)
+    async with FakeFleet(replicas=1) as fleet:
+        for name in "abcd":
+            await fleet.submit(name)
+            link, attempt = fleet.attempt(name)
+            link.output(attempt, 5)
+        fleet.join(fleet.pool.add())
+        fleet.lose(0)
+        assert (fleet.in_flight, fleet.orchestrator.metrics.moves_waiting) == ([0, 2], 2)
+        assert all(fleet.attempt(name)[0] is fleet.links[1] for name in "ab")
+        await fleet.abort("c")
+        fleet.now = 1.0
+        await eventually(lambda: fleet.in_flight == [0, 3], "the last move")
+        assert fleet.orchestrator.metrics.moves_waiting == 0
+
+
+async def test_a_head_that_has_ended_moves_nobody_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(move_budget, "MOVES_AT_ONCE", 1)
+    async with FakeFleet(replicas=1) as fleet:
+        for name in "abc":
+            await fleet.submit(name)
+            link, attempt = fleet.attempt(name)
+            link.output(attempt, 5)
+        fleet.join(fleet.pool.add())
+    # It has ended by now, and has no timer.
+    fleet.lose(0)
+    assert fleet.in_flight == [0, 1]
+    fleet.now = 1.0
+    assert fleet.in_flight == [0, 1]
+
+
+async def test_a_request_gets_past_any_number_of_dead_replicas() -> None:
+    async with FakeFleet(replicas=500, migration_limit=500) as fleet:
+        for link in fleet.links.values():
+            link.broken = True
+        fleet.links[499].broken = False
+        await fleet.submit("a", affinity=0)
+        assert fleet.attempt("a")[0] is fleet.links[499]
