@@ -19,6 +19,7 @@ from vllm_omni_plugin.orchestrator.messages import SubmitRequest
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.thread import OrchestratorThread
+from vllm_omni_plugin.orchestrator.thread_queue import QueueClosedError
 from vllm_omni_plugin.replicas.engine_keeper import Timing
 
 # Nothing that AsyncLLM hands over looks like this, so the orchestrator cannot deal with it.
