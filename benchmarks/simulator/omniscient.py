@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 from simulator.replica import SimReplica
 from simulator.requests import Request
-from vllm_omni_plugin.balancing import Candidate, Decision, Task
+from vllm_omni_plugin.balancing import Decision, Task
 from vllm_omni_plugin.balancing.caches.block_keys import prompt_keys
-from vllm_omni_plugin.balancing.sampling import least
+from vllm_omni_plugin.balancing.sampling import lowest
 
 
 class Omniscient:
@@ -34,13 +34,14 @@ class Omniscient:
         request: Request = task["engine_inputs"]
         prompt = task["prompt"]
         keys = prompt_keys(prompt, replicas[0].engine.settings.block_size)
-        candidates = []
-        for place, replica in enumerate(replicas):
-            matched = replica.matched_tokens(keys, len(prompt.token_ids))
-            uncached, answer = len(prompt.token_ids) - matched, request.output_tokens - request.produced
-            candidates.append(Candidate(place, _added_seconds(replica, uncached, answer), matched))
-        best = least(candidates, self._rng)
-        return Decision(best.position, "least-added-latency", matched_tokens=best.matched_tokens)
+        tokens, answer = len(prompt.token_ids), request.output_tokens - request.produced
+        matches = [replica.matched_tokens(keys, tokens) for replica in replicas]
+        added = [
+            _added_seconds(replica, tokens - matched, answer)
+            for replica, matched in zip(replicas, matches, strict=True)
+        ]
+        place = lowest(added, self._rng)
+        return Decision(place, "least-added-latency", matched_tokens=matches[place])
 
 
 def _added_seconds(replica: SimReplica, uncached: int, answer: int) -> float:

@@ -255,13 +255,6 @@ def test_a_policy_that_wants_reports_says_when_it_has_none() -> None:
     assert kv_aware.decide(TASK, pool.replicas).fallback == ""
 
 
-def test_prompts_of_other_adapters_and_salts_match_nothing() -> None:
-    pool = reporting(ReplicaLoad())
-    is_reported(pool, 0)
-    for other in ({"lora_name": "a"}, {"cache_salt": "s"}):
-        assert matched(pool, prompt_task(PROMPT, **other)) == [0]
-
-
 def test_a_replica_that_takes_no_new_work_is_not_chosen_for_its_cache() -> None:
     pool, task = pool_of(policy(), 20), prompt_task(PROMPT)
     holder = pool.send(task, finish=True).position

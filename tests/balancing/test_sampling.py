@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_omni_plugin.balancing import Candidate
 from vllm_omni_plugin.balancing.loads.serving_replicas import ServingReplicas
-from vllm_omni_plugin.balancing.sampling import few, least, sample
+from vllm_omni_plugin.balancing.sampling import few, sample
 
 from .fakes import with_queues
 
@@ -31,24 +30,6 @@ def test_every_position_is_drawn_equally_often() -> None:
     drawn = Counter(position for _ in range(3000) for position in sample(2, 6, rng))
     # Four standard deviations around 1,000; the seed makes the counts the same in every run.
     assert all(900 <= drawn[position] <= 1100 for position in range(6)), drawn
-
-
-def test_the_lowest_score_wins() -> None:
-    candidates = [Candidate(4, 2.0), Candidate(7, 0.5), Candidate(1, 3.0)]
-    assert least(candidates, random.Random(1)) == Candidate(7, 0.5)
-
-
-def test_equal_scores_win_equally_often() -> None:
-    rng = random.Random(1)
-    candidates = [Candidate(0, 1.0), Candidate(1, 0.0), Candidate(2, 0.0), Candidate(3, 0.0)]
-    wins = Counter(least(candidates, rng).position for _ in range(3000))
-    assert wins.keys() == {1, 2, 3}
-    assert all(900 <= count <= 1100 for count in wins.values()), wins
-
-
-def test_no_candidate_is_a_value_error() -> None:
-    with pytest.raises(ValueError, match="empty"):
-        least([], random.Random(1))
 
 
 def test_of_a_fleet_that_knows_its_shortest_queue_that_one_is_among_the_few() -> None:

@@ -73,12 +73,6 @@ def test_ties_are_broken_uniformly_after_changes(size: int) -> None:
     assert all(850 <= count <= 1150 for count in picks.values()), picks
 
 
-def test_a_decision_in_a_small_fleet_lists_all() -> None:
-    decision = LeastQueueLengthBalancer().decide({}, serving(3, 1, 2))
-    assert (decision.position, decision.reason, decision.fallback) == (1, "least-load", "")
-    assert [(c.position, c.score) for c in decision.candidates] == [(0, 3.0), (1, 1.0), (2, 2.0)]
-
-
 def test_the_work_of_all_is_known_as_it_changes() -> None:
     replicas = ServingReplicas(pool_of(None, 2).replicas)
     replicas[0].charge(2, prefill_tokens=70)
@@ -86,9 +80,3 @@ def test_the_work_of_all_is_known_as_it_changes() -> None:
     replicas[1].charge(1, prefill_tokens=9)
     replicas.changed(replicas[1])
     assert [list(each) for each in replicas.work] == [[2, 1], [70, 9]]
-
-
-def test_it_is_a_tuple_of_its_replicas() -> None:
-    replicas = serving(3, 1)
-    assert [replica.queue_length for replica in replicas] == [3, 1]
-    assert replicas == tuple(replicas)

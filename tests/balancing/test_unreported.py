@@ -2,7 +2,6 @@
 
 import random
 from collections import Counter
-from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -146,8 +145,3 @@ def test_of_what_is_coming_those_compared_get_their_share() -> None:
     unreported.estimate(0.0, in_flight=3)
     assert coming_to(replicas([0] * 8, unreported), 2) == pytest.approx(0.5)
     assert coming_to([PooledReplica(0, ReplicaLoad())], 1) == 0.0
-
-
-def test_the_more_is_coming_the_more_evenly_it_is_sent() -> None:
-    shares = [drawn([(0.0, 1), (1.0, 1)], coming)[0] for coming in (1.0, 2.0, 4.0, 50.0)]
-    assert all(more > less for more, less in pairwise(shares))

@@ -29,8 +29,7 @@ from vllm_omni_plugin.balancing.caches.block_keys import prompt_keys
 from vllm_omni_plugin.orchestrator.tasks import make_task
 from vllm_omni_plugin.replicas.kv_events import cache_listener
 from vllm_omni_plugin.replicas.kv_events.block_names import BlockNames
-from vllm_omni_plugin.replicas.kv_events.cache_listener import CacheListener
-from vllm_omni_plugin.replicas.kv_events.cache_source import find_cache_source
+from vllm_omni_plugin.replicas.kv_events.cache_listener import listen_to_cache
 from vllm_omni_plugin.replicas.kv_events.engine_events import decode_events
 from vllm_omni_plugin.vllm_api.cache_events import remove_event_sockets, turn_on_cache_events, why_no_cache_events
 from vllm_omni_plugin.vllm_api.requests import describe
@@ -146,7 +145,7 @@ async def test_vllms_publisher_is_followed_at_the_addresses_that_it_says(publish
     ready = msgspec.msgpack.encode({"num_gpu_blocks": 16, "kv_events_config": published.get_publisher_config()})
     pool, mirror = Pool(request()), Mirror()
     published.publish(KVEventBatch(ts=0.0, events=pool.pool.take_events()))
-    listener = CacheListener(find_cache_source(ready), mirror.take, "replica 3")
+    listener = listen_to_cache(ready, mirror.take, "replica 3")
     cached = request()
     keys = prompt_keys(make_task(cached, describe(cached))["prompt"], SIZE)
     await eventually(lambda: mirror.keys == set(keys))
@@ -155,6 +154,7 @@ async def test_vllms_publisher_is_followed_at_the_addresses_that_it_says(publish
     published.publish(KVEventBatch(ts=0.0, events=pool.pool.take_events()))
     await eventually(lambda: mirror.restarts == 2)
     assert (mirror.keys, mirror.complete) == (set(), True)
+    assert listener is not None
     listener.close()
 
 
@@ -211,7 +211,7 @@ async def test_a_publisher_that_outran_us_is_followed_again(
     monkeypatch.setattr(cache_listener, "_MAX_UNREAD", 10)
     ready = msgspec.msgpack.encode({"num_gpu_blocks": 16, "kv_events_config": publisher.get_publisher_config()})
     pool, mirror = Pool(request()), Mirror()
-    listener = CacheListener(find_cache_source(ready), mirror.take, "replica 0")
+    listener = listen_to_cache(ready, mirror.take, "replica 0")
     await eventually(lambda: mirror.complete)
     # More than sockets hold. Nothing is read until the publisher's thread has sent them all.
     padding = [BlockRemoved(block_hashes=[number], medium="GPU") for number in range(10_000)]
@@ -230,6 +230,7 @@ async def test_a_publisher_that_outran_us_is_followed_again(
     publisher.publish(KVEventBatch(ts=0.0, events=pool.pool.take_events()))
     await eventually(lambda: mirror.complete)
     assert mirror.keys == set()
+    assert listener is not None
     listener.close()
     publisher.shutdown()
     remove_event_sockets(config)

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from vllm_omni_plugin.balancing import CacheChange, MediaSpan, Prompt
+from vllm_omni_plugin.balancing import CacheChange, Prompt
 from vllm_omni_plugin.balancing.caches.block_keys import prompt_keys
 from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.replicas.kv_events.block_names import BlockNames
@@ -46,27 +46,6 @@ def test_blocks_stored_at_once_or_one_after_another_have_the_keys_of_their_promp
     names = BlockNames()
     assert names.apply([stored(1)]).stored == KEYS[:1]
     assert names.apply([stored(2, 3, parent=1, first=1)]).stored == KEYS[1:]
-
-
-@pytest.mark.parametrize(
-    ("prompt", "extra_keys"),
-    [
-        pytest.param(Prompt([*TOKENS, 0], lora_name="a"), [["a"]] * 3, id="adapter"),
-        pytest.param(Prompt([*TOKENS, 0], cache_salt="s"), [["s"], None, None], id="salt"),
-        pytest.param(
-            Prompt([*TOKENS, 0], lora_name="a", cache_salt="s"), [["a", "s"], ["a"], ["a"]], id="adapter and salt"
-        ),
-        pytest.param(
-            Prompt([*TOKENS, 0], media=(MediaSpan("m", 2, 5),)),
-            [[["m", 2]], [["m", -2]], None],
-            id="two blocks of media",
-        ),
-    ],
-)
-def test_what_else_tells_blocks_apart_is_heeded_as_for_prompts(prompt: Prompt, extra_keys: object) -> None:
-    keys = tuple(prompt_keys(prompt, SIZE))
-    assert keys != KEYS
-    assert BlockNames().apply([stored(1, 2, 3, extra_keys=extra_keys)]).stored == keys
 
 
 def test_a_block_is_reusable_until_the_last_of_its_copies_is_removed() -> None:
@@ -156,12 +135,3 @@ def test_an_event_that_cannot_be_read_leaves_the_others_of_its_batch(event: dict
     assert BlockNames().apply(events) == CacheChange(stored=KEYS[1:2], removed=KEYS[:1])
     assert len(skipped) == 1
     assert skipped[0].startswith(reason)
-
-
-@pytest.mark.parametrize("medium", ["CPU", "GPU"])
-def test_blocks_of_which_no_tokens_are_told_leave_the_others_of_their_batch(medium: str) -> None:
-    untold = {"block_size": 0, "token_ids": [], "medium": medium}
-    events = decode_events(
-        msgspec.msgpack.encode([1.0, [as_sent(stored(1)), as_sent(stored(7)) | untold]]), pytest.fail
-    )
-    assert BlockNames().apply(events) == CacheChange(stored=KEYS[:1])

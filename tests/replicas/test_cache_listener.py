@@ -13,7 +13,6 @@ from vllm_omni_plugin.balancing import Prompt
 from vllm_omni_plugin.balancing.caches.block_keys import prompt_keys
 from vllm_omni_plugin.replicas.kv_events import cache_listener
 from vllm_omni_plugin.replicas.kv_events.cache_listener import CacheListener, listen_to_cache
-from vllm_omni_plugin.replicas.kv_events.cache_source import find_cache_source
 
 TOKENS = list(range(12))
 KEYS = prompt_keys(Prompt([*TOKENS, 0]), BLOCK_SIZE)
@@ -38,8 +37,9 @@ async def listen(publisher: FakePublisher) -> AsyncIterator[Listen]:
     async def follow(blocks: int = 1000, *, can_ask: bool = True) -> Mirror:
         mirror = Mirror()
         other = {} if can_ask else {"replay_endpoint": None}
-        source = find_cache_source(publisher.ready_response(blocks, **other))
-        listeners.append(CacheListener(source, mirror.take, "replica 3"))
+        listener = listen_to_cache(publisher.ready_response(blocks, **other), mirror.take, "replica 3")
+        assert listener is not None
+        listeners.append(listener)
         await eventually(lambda: publisher.is_subscribed, "a subscription")
         if can_ask and publisher.answers:
             await eventually(lambda: mirror.restarts == 1, "the first answer")

@@ -107,9 +107,13 @@ def _load_policy(offender: str, load: Callable[[], object]) -> type[LoadBalancer
 
 def _unknown(name: str) -> str:
     known = known_policies()
-    close = get_close_matches(name, known, n=1)
-    suggestion = f" (did you mean {close[0]!r}?)" if close else ""
-    return f"unknown load balancing policy {name!r}{suggestion}: use one of {', '.join(known)}, or package.module:Class"
+    use = f"use one of {', '.join(known)}, or package.module:Class"
+    return f"unknown load balancing policy {name!r}{_suggestion(name, known)}: {use}"
+
+
+def _suggestion(word: str, known: list[str]) -> str:
+    close = get_close_matches(word, known, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def _checked_factory(
@@ -148,9 +152,8 @@ def _refuse_unknown(offender: str, policy: type[LoadBalancer], options: Mapping[
             continue
         if not accepted:
             raise ConfigError(f"{offender}: unknown option {name!r}: it has no options")
-        close = get_close_matches(name, accepted, n=1)
-        suggestion = f" (did you mean {close[0]!r}?)" if close else ""
-        raise ConfigError(f"{offender}: unknown option {name!r}{suggestion}: use {', '.join(accepted)}")
+        use = f"use {', '.join(accepted)}"
+        raise ConfigError(f"{offender}: unknown option {name!r}{_suggestion(name, accepted)}: {use}")
 
 
 def _accepted(policy: type[LoadBalancer]) -> list[str] | None:

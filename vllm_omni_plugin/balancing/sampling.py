@@ -3,7 +3,7 @@
 import random
 from collections.abc import Sequence
 
-from vllm_omni_plugin.balancing.interface import Candidate, ReplicaView
+from vllm_omni_plugin.balancing.interface import ReplicaView
 from vllm_omni_plugin.balancing.loads.serving_replicas import ServingReplicas
 from vllm_omni_plugin.balancing.loads.unreported import draw_by_water_filling
 
@@ -79,12 +79,3 @@ def lowest(scores: Sequence[float], rng: random.Random, coming: float = 0.0) -> 
     if scores.count(best) == 1:
         return scores.index(best)
     return rng.choice([place for place, score in enumerate(scores) if score == best])
-
-
-def least(candidates: Sequence[Candidate], rng: random.Random) -> Candidate:
-    """The candidate with the lowest score, ties uniformly at random.
-
-    Raises:
-        ValueError: there is none.
-    """
-    return candidates[lowest([candidate.score for candidate in candidates], rng)]

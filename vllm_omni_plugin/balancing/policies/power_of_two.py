@@ -11,7 +11,7 @@ from vllm_omni_plugin.balancing.interface import (
     Task,
     require_replicas,
 )
-from vllm_omni_plugin.balancing.sampling import MOST_COMPARED, least, sample
+from vllm_omni_plugin.balancing.sampling import MOST_COMPARED, lowest, sample
 
 _CHOICES = 2
 _LARGE_FLEET = 64
@@ -36,5 +36,6 @@ class PowerOfTwoBalancer(DecidingBalancer):
         require_replicas(replicas)
         total = len(replicas)
         positions = sample(MOST_COMPARED if total > _LARGE_FLEET else _CHOICES, total, self._rng)
-        candidates = tuple([Candidate(position, replicas[position].queue_length) for position in positions])
-        return Decision(least(candidates, self._rng).position, "least-load", candidates)
+        lengths = [replicas[position].queue_length for position in positions]
+        position = positions[lowest(lengths, self._rng)]
+        return Decision(position, "least-load", tuple(map(Candidate, positions, lengths)))

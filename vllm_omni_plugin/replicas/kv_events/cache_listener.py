@@ -10,7 +10,7 @@ from vllm_omni_plugin.balancing import CacheChange
 from vllm_omni_plugin.errors import ReplicaError, WireError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.kv_events.block_names import BlockNames
-from vllm_omni_plugin.replicas.kv_events.cache_source import CacheSource, find_cache_source, publishes_cache_events
+from vllm_omni_plugin.replicas.kv_events.cache_source import CacheSource, find_cache_source
 from vllm_omni_plugin.replicas.kv_events.engine_events import decode_events
 from vllm_omni_plugin.replicas.link import SocketReader
 
@@ -166,10 +166,9 @@ class CacheListener:
 
 def listen_to_cache(ready_response: bytes, on_change: OnCacheChange, name: str) -> CacheListener | None:
     """A listener to an engine of this machine, or None if it reports nothing, or to where it cannot be listened to."""
-    if not publishes_cache_events(ready_response):
-        return None
     try:
-        return CacheListener(find_cache_source(ready_response), on_change, name)
+        source = find_cache_source(ready_response)
+        return CacheListener(source, on_change, name) if source else None
     except ReplicaError as error:
         logger.warning("KV cache events of %s cannot be followed: %s.", name, error)
         return None

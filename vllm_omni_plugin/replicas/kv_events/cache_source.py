@@ -50,16 +50,16 @@ def publishes_cache_events(ready_response: bytes) -> bool:
     return _decode(ready_response).kv_events_config is not None
 
 
-def find_cache_source(ready_response: bytes) -> CacheSource:
-    """Where an engine of this machine reports what it has cached.
+def find_cache_source(ready_response: bytes) -> CacheSource | None:
+    """Where an engine of this machine reports what it has cached; None if it does not.
 
     Raises:
-        ReplicaError: it does not, or to where we cannot be; the message says why.
+        ReplicaError: it reports to where we cannot be; the message says why.
     """
     ready = _decode(ready_response)
     publisher = ready.kv_events_config
     if publisher is None:
-        raise ReplicaError("its engine reports no KV cache events")
+        return None
     endpoint = _from_here(publisher.endpoint)
     if endpoint == publisher.endpoint and not endpoint.startswith("ipc://"):
         # vLLM connects to such an address instead of binding it.
