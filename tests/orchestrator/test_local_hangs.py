@@ -158,15 +158,6 @@ async def test_an_engine_that_dies_while_it_hangs_is_started_again(node: Node) -
     await node.until_back(0, restarts=1)
 
 
-async def test_a_replica_that_hangs_can_be_removed(node: Node) -> None:
-    first, second = node.pool.members
-    engine = node.engine_of(0)
-    ToldProbe.made[0].hangs()
-    node.replicas.leave(first)
-    assert node.pool.members == (second,)
-    await eventually(lambda: engine.process.ended)
-
-
 async def test_a_replica_that_is_removed_while_it_is_taken_back_does_not_serve(node: Node) -> None:
     first, second = node.pool.members
     engine, admitting, admitted = node.engine_of(0), asyncio.Event(), asyncio.Event()

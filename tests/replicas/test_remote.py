@@ -156,18 +156,14 @@ async def test_the_senders_times_are_told_in_our_clock(head: Head, server: FakeS
         assert head.outputs[0].outputs[0].events[0].timestamp == 999.0
 
 
-async def test_closing_gives_the_lease_back(head: Head, server: FakeServer) -> None:
+async def test_leaving_is_told_to_the_server_and_closing_gives_the_lease_back(head: Head, server: FakeServer) -> None:
     replica = await head.attach(server)
+    replica.leave()
     replica.close()
     replica.close()
     await eventually(lambda: Detach(LEASE) in server.heard)
+    assert Leave(LEASE) in server.heard
     assert head.deaths == ["closed"]
-
-
-async def test_leaving_is_told_to_the_server(head: Head, server: FakeServer) -> None:
-    async with head.attached(server) as replica:
-        replica.leave()
-        await eventually(lambda: Leave(LEASE) in server.heard)
 
 
 @pytest.mark.parametrize("lasting", [True, False])
@@ -314,24 +310,15 @@ async def test_an_engine_lost_while_attaching_is_an_error_at_once(head: Head, se
         await attaching
 
 
+@pytest.mark.parametrize("which", ["control_addr", "output_addr"])
 async def test_an_address_that_nobody_answers_is_named_with_ours_and_the_systems_reason(
-    head: Head, server: FakeServer
+    head: Head, server: FakeServer, which: str
 ) -> None:
-    head.set(heartbeat_timeout=0.2)
+    head.set(heartbeat_timeout=0.5)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    server.info = with_changes(server.info, control_addr=f"tcp://127.0.0.1:{port}")
-    told = f"announced tcp://127.0.0.1:{port}, which this head cannot reach from 127.0.0.1: Connection refused"
-    with pytest.raises(ReplicaError, match=re.escape(told)):
-        await head.attach(server)
-
-
-async def test_a_data_address_that_nobody_answers_is_named(head: Head, server: FakeServer) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    server.info = with_changes(server.info, output_addr=f"tcp://127.0.0.1:{port}")
+    server.info = with_changes(server.info, **{which: f"tcp://127.0.0.1:{port}"})
     told = f"announced tcp://127.0.0.1:{port}, which this head cannot reach from 127.0.0.1: Connection refused"
     with pytest.raises(ReplicaError, match=re.escape(told)):
         await head.attach(server)

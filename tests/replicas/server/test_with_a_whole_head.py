@@ -5,13 +5,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
-from tests.replicas.server.conftest import FINGERPRINT, StartNode
+from tests.replicas.server.conftest import FINGERPRINT, Node, StartNode
 from tests.replicas.server.real_head import TimedSlotCodec
-from tests.replicas.server.test_with_a_real_head import added
 from vllm_omni_plugin.coordinator import OmniCoordClientForHub, OmniCoordinator
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.orchestrator.messages import ReplicaJoined, ReplicaLeft
@@ -37,6 +37,11 @@ async def whole_head(coordinator: OmniCoordinator, secrets: Secrets | None = Non
         finally:
             hub.close()
             await remote.close()
+
+
+def added(node: Node) -> list[str]:
+    """Engine-side ids of the requests that reached the engine."""
+    return [msgspec.json.decode(frames[1])["request_id"] for frames in node.engine.frames if frames[0] == b"add"]
 
 
 async def serving(fleet: FakeFleet, count: int) -> None:

@@ -106,26 +106,3 @@ async def test_a_stream_goes_on_elsewhere_token_by_token_when_its_engine_is_kill
     second.client.add_request(resumed, "b")
     await eventually(lambda: len(said) + len(fleet.tokens("b")) == LONG)
     assert said + fleet.tokens("b") == answer(sim_request("a", max_tokens=LONG), FAST)
-
-
-async def test_a_killed_engine_is_started_again_as_a_new_incarnation(fleet: Fleet) -> None:
-    await fleet.attach(0)
-    info = fleet.info(0)
-    assert info is not None
-    fleet.launcher.processes[0].kill()
-    again = await fleet.attach(0, info.incarnation)
-    again.client.add_request(request("a", max_tokens=3), "a")
-    await eventually(lambda: len(fleet.tokens("a")) == 3)
-
-
-async def test_a_hung_engine_is_given_up_and_comes_back_when_it_answers(fleet: Fleet) -> None:
-    await fleet.attach(0)
-    info = fleet.info(0)
-    assert info is not None
-    process = fleet.launcher.processes[0]
-    process.hang()
-    await eventually(lambda: fleet.deaths, "the hang is noticed")
-    process.unhang()
-    again = await fleet.attach(0, info.incarnation)
-    assert fleet.launcher.processes[0] is process
-    assert await again.client.call("is_sleeping") is False
