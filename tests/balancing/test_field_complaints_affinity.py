@@ -256,15 +256,3 @@ def test_blocks_of_another_adapter_salt_or_image_are_no_match(other: dict[str, A
     assert predicted(LongestPrefix()) > 0
     assert predicted(prefix()) == 0
     assert predicted(prefix(), **other) == 124 * BLOCK
-
-
-def test_turns_of_a_conversation_stay_together_where_loads_are_equal() -> None:
-    """vllm#52463: ties that rotate send every turn to another engine."""
-    pool, rng = pool_of(prefix(), 4), random.Random(1)
-    talks = {talk: tokens(talk, 300) for talk in range(8)}
-    homes: dict[int, set[int]] = {talk: set() for talk in talks}
-    for _ in range(10):
-        for talk in rng.sample(sorted(talks), 8):
-            homes[talk].add(pool.send(prompt_task(talks[talk]), finish=True).position)
-            talks[talk] += [rng.randrange(32_000) for _ in range(200)]
-    assert {len(home) for home in homes.values()} == {1}

@@ -41,13 +41,3 @@ async def test_a_local_engine_is_followed_until_its_replica_is_closed(
     await eventually(lambda: len(mirror.keys) == 1 and mirror.complete)
     await replica.close(executor, 0.0)
     publisher.close()
-
-
-async def test_a_local_engine_that_reports_nothing_is_none_to_follow(
-    launcher: ServedFakeLauncher, executor: ThreadPoolExecutor
-) -> None:
-    mirror = Mirror()
-    replica = await start(launcher, executor)
-    replica.follow_cache(mirror.take)
-    await replica.close(executor, 0.0)
-    assert mirror.restarts == 0

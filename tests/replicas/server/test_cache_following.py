@@ -159,20 +159,6 @@ async def test_a_question_is_answered_when_there_is_something_to_say(
         assert (change.since, change.restart, unpack_keys(change.stored)) == (beginning.cursor, False, tuple(KEYS))
 
 
-async def test_a_question_asked_again_is_answered_again(start_node: StartNode, publisher: FakePublisher) -> None:
-    node = await start_node()
-    publisher.publish(stored(TOKENS, 1, 2))
-    async with node.attached() as head:
-        await follow(head, BEGINNING)
-        await changes(head)
-        await follow(head, BEGINNING)
-        answer = await changes(head)
-        assert answer.restart
-        while unpack_keys(answer.stored) != tuple(KEYS):
-            await follow(head, answer.cursor)
-            answer = await changes(head)
-
-
 async def test_who_holds_no_lease_is_told_nothing(start_node: StartNode, publisher: FakePublisher) -> None:
     node = await start_node()
     async with node.attached() as head, node.head() as stranger:

@@ -20,7 +20,7 @@ _MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 _MAX_UNREAD = 10_000
 _NUMBER_BYTES = 8
 _MOST_MISSED = 1000
-"""Batches that are waited for at most; then they count as lost, whether the publisher answers or not."""
+"""Batches that are waited for at most once something is known; more count as lost, whether the publisher answers or not."""
 _END_OF_REPLAY = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 
 OnCacheChange = Callable[[CacheChange], None]
@@ -88,7 +88,7 @@ class CacheListener:
         match frames:
             case [_, number, payload] if len(number) == _NUMBER_BYTES:
                 missed = int.from_bytes(bytes(number), "big") - self._expected
-                if self._asker is not None and 0 < missed <= _MOST_MISSED:
+                if self._asker is not None and missed > 0 and (missed <= _MOST_MISSED or not self._begun):
                     self._ask(self._asker)
                 else:
                     self._take(missed, bytes(payload))
