@@ -1,12 +1,18 @@
-"""The head's end of following a remote cache: it asks on, and takes each answer once."""
+"""Following a remote cache: the head asks on and takes each answer once, the server answers now and then."""
+
+from typing import Any
 
 import pytest
 
+from tests.fakes.conditions import eventually
 from tests.replicas.cache_publisher import Mirror
+from vllm_omni_plugin.balancing import CacheChange
 from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.replicas.control import CacheChanges, Follow, ToServer, decode_to_head, decode_to_server, encode
-from vllm_omni_plugin.replicas.kv_events.cache_following import CacheFollower, pack_keys, unpack_keys
-from vllm_omni_plugin.replicas.kv_events.cache_log import BEGINNING, MAX_PART, Cursor
+from vllm_omni_plugin.replicas.kv_events import cache_following
+from vllm_omni_plugin.replicas.kv_events.cache_following import CacheFollower, CacheFollowers, pack_keys, unpack_keys
+from vllm_omni_plugin.replicas.kv_events.cache_log import BEGINNING, MAX_PART, CacheLog, Cursor
+from vllm_omni_plugin.replicas.leases import Lease
 
 LEASE = 5
 
@@ -58,3 +64,19 @@ def test_messages_arrive_as_they_were_sent() -> None:
 def test_a_message_with_more_keys_than_a_part_has_is_refused() -> None:
     with pytest.raises(WireError):
         decode_to_head(encode(changes(BEGINNING, Cursor(1, 1), *range(MAX_PART + 1))))
+
+
+async def test_what_changes_in_the_pause_after_an_answer_is_told_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_following, "_PAUSE_S", 0.0)
+    sent: list[Any] = []
+    followers, log = CacheFollowers(lambda peer, message: sent.append(message)), CacheLog()
+    lease = Lease(LEASE, slot=0, peer=b"head", head_id="head", ends_at=0.0)
+    followers.read(log)
+    followers.follow(lease, BEGINNING)
+    log.append(CacheChange(restart=True))
+    followers.follow(lease, sent[-1].cursor)
+    for key in (1, 2, 3):
+        log.append(CacheChange([key]))
+    assert len(sent) == 1
+    await eventually(lambda: len(sent) == 2)
+    assert unpack_keys(sent[-1].stored) == (1, 2, 3)

@@ -1,5 +1,6 @@
 """How a head follows what a remote replica has cached: long polling over the control link, from both ends."""
 
+import asyncio
 import struct
 from collections.abc import Callable, Sequence
 
@@ -12,10 +13,13 @@ from vllm_omni_plugin.replicas.leases import Lease
 logger = init_logger(__name__)
 
 _KEY_BYTES = 8
+_PAUSE_S = 0.04
+"""Between answers: an engine reports with each step, and a head that took each report would do little else."""
 
 
 class CacheFollowers:
-    """The server's end: answers each `Follow` when there is something to tell. One may be open for each lease.
+    """The server's end: answers each `Follow` when there is something to tell, at once after a quiet time and then in
+    intervals. One may be open for each lease. Lives on the running event loop.
 
     Args:
         send: sends a message to a routing id of the control link.
@@ -25,6 +29,7 @@ class CacheFollowers:
         self._send = send
         self._log = CacheLog()
         self._waiting: dict[int, tuple[Lease, Cursor]] = {}
+        self._pause: asyncio.TimerHandle | None = None
 
     def read(self, log: CacheLog) -> None:
         """Tell of this engine from now on."""
@@ -35,20 +40,27 @@ class CacheFollowers:
     def follow(self, lease: Lease, cursor: Cursor) -> None:
         """A head asks for what comes after its cursor."""
         self._waiting[lease.lease_id] = (lease, cursor)
-        self._answer(lease, cursor)
+        self._answer_all()
 
     def forget(self, lease: Lease) -> None:
         """The lease has ended."""
         self._waiting.pop(lease.lease_id, None)
 
     def _answer_all(self) -> None:
-        for lease, cursor in list(self._waiting.values()):
-            self._answer(lease, cursor)
+        if self._pause is not None:
+            return
+        answered = [self._answer(lease, cursor) for lease, cursor in list(self._waiting.values())]
+        if any(answered):
+            self._pause = asyncio.get_running_loop().call_later(_PAUSE_S, self._go_on)
 
-    def _answer(self, lease: Lease, since: Cursor) -> None:
+    def _go_on(self) -> None:
+        self._pause = None
+        self._answer_all()
+
+    def _answer(self, lease: Lease, since: Cursor) -> bool:
         part = self._log.since(since)
         if part is None:
-            return
+            return False
         del self._waiting[lease.lease_id]
         change = part.change
         stored, removed = pack_keys(change.stored), pack_keys(change.removed)
@@ -56,6 +68,7 @@ class CacheFollowers:
             lease.peer,
             CacheChanges(lease.lease_id, since, part.cursor, stored, removed, change.restart, change.complete),
         )
+        return True
 
 
 class CacheFollower:

@@ -20,7 +20,7 @@ _MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 _MAX_UNREAD = 10_000
 _NUMBER_BYTES = 8
 _MOST_MISSED = 1000
-"""Batches that are waited for at most once something is known; more count as lost, whether the publisher answers or not."""
+"""Batches that are waited for at most, once something is known; more count as lost, even if nobody answers."""
 _END_OF_REPLAY = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 
 OnCacheChange = Callable[[CacheChange], None]
