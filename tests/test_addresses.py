@@ -7,7 +7,12 @@ import pytest
 
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.errors import ConfigError
-from vllm_omni_plugin.integration.listening import bind_address, coordinator_address, say_how_to_join, warn_of_exposure
+from vllm_omni_plugin.integration.options.listening import (
+    bind_address,
+    coordinator_address,
+    say_how_to_join,
+    warn_of_exposure,
+)
 
 V4 = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))
 V6 = (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", 0, 0, 0))

@@ -10,7 +10,7 @@ import pytest
 
 from tests.fakes.conditions import eventually
 from vllm_omni_plugin.errors import OmniError
-from vllm_omni_plugin.integration.api_servers import NOT_ACCEPTING, ApiServers
+from vllm_omni_plugin.integration.processes.api_servers import NOT_ACCEPTING, ApiServers
 
 KILLED = -9
 GRACE_S = 30.0

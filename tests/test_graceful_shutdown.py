@@ -10,7 +10,7 @@ import pytest
 from vllm.exceptions import GracefulHTTPError
 
 from tests.fakes.conditions import eventually
-from vllm_omni_plugin.integration.graceful_shutdown import GracefulShutdown
+from vllm_omni_plugin.integration.engine_client.graceful_shutdown import GracefulShutdown
 from vllm_omni_plugin.orchestrator.pipeline_call import CallEnded, PipelineCall, StageEvent
 
 

@@ -18,8 +18,8 @@ from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.coordinator import OmniCoordClientForStage, OmniCoordinatorRuntime
 from vllm_omni_plugin.curve import Secrets, own_secret
 from vllm_omni_plugin.errors import ConfigError
-from vllm_omni_plugin.integration.listening import secured
-from vllm_omni_plugin.integration.rules import check
+from vllm_omni_plugin.integration.options.flag_rules import check
+from vllm_omni_plugin.integration.options.listening import secured
 
 FOLDER = f"vllm-omni-plugin-{os.geteuid()}"
 

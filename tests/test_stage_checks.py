@@ -45,8 +45,7 @@ def test_what_a_drawing_names_need_not_be_installed(file: Path, capsys: pytest.C
 
 
 def test_looking_up_imports_neither_vllm_nor_torch() -> None:
-    script = (
-        "import sys, vllm_omni_plugin.integration.stage_checks; print(sorted({'vllm', 'torch'} & set(sys.modules)))"
-    )
+    module = "vllm_omni_plugin.integration.fleet_setup.stage_checks"
+    script = f"import sys, {module}; print(sorted({{'vllm', 'torch'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

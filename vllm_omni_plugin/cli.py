@@ -155,7 +155,7 @@ def _check_pipeline(args: argparse.Namespace) -> int:
     if args.mermaid:
         sys.stdout.write(mermaid(load_pipeline(args.file)))
         return 0
-    from vllm_omni_plugin.integration.stage_checks import STAGE_CHECKS
+    from vllm_omni_plugin.integration.fleet_setup.stage_checks import STAGE_CHECKS
 
     sys.stdout.write(_table(summary(load_pipeline(args.file, STAGE_CHECKS))))
     return 0

@@ -25,11 +25,11 @@ with warnings.catch_warnings():
 from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admin import hold
-from vllm_omni_plugin.admin.fleet import FleetAdmin
+from vllm_omni_plugin.admin.replica_admin import FleetAdmin
 from vllm_omni_plugin.admin.replica_header import new_dispatches
 from vllm_omni_plugin.balancing import Decision
-from vllm_omni_plugin.integration.app import INFERENCE_PATHS, FleetEndpoints, patch_app
-from vllm_omni_plugin.integration.flag_table import FLAGS
+from vllm_omni_plugin.integration.http.app import INFERENCE_PATHS, FleetEndpoints, patch_app
+from vllm_omni_plugin.integration.options.flag_table import FLAGS
 
 NEED_NO_ENGINE = {
     "/detokenize",

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from tests.fakes.engine_api import FakeEngineApi
 from tests.fakes.fleet import FakeFleet
 from tests.orchestrator.work_bus import Timers
-from vllm_omni_plugin.admin.metrics import FleetCollector
+from vllm_omni_plugin.admin.fleet_metrics import FleetCollector
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.orchestrator.messages import PeersLost, PeerWork
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admin.access import Access
-from vllm_omni_plugin.admin.fleet import FleetAdmin
+from vllm_omni_plugin.admin.replica_admin import FleetAdmin
 from vllm_omni_plugin.admin.routes import build_router
 from vllm_omni_plugin.orchestrator.stage_pool import PoolMember
 

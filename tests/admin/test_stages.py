@@ -7,8 +7,8 @@ import pytest
 
 from tests.fakes.engine_api import FakeEngineApi
 from tests.fakes.links import FakeLink
-from vllm_omni_plugin.admin.fleet import FleetAdmin
 from vllm_omni_plugin.admin.hold import Hold
+from vllm_omni_plugin.admin.replica_admin import FleetAdmin
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.errors import NoReplicaError
 from vllm_omni_plugin.orchestrator.messages import ManageReplica

@@ -10,8 +10,8 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.errors import ConfigError, ReplicaError
 from vllm_omni_plugin.integration import async_llm
-from vllm_omni_plugin.integration.client import FleetClient
-from vllm_omni_plugin.integration.options import carry_options
+from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
+from vllm_omni_plugin.integration.options.carried_options import carry_options
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from vllm.renderers import renderer_from_config
 from vllm.renderers.online_renderer import OnlineRenderer
 
 from vllm_omni_plugin.admin.explain import BadPromptError, UnknownModelError
-from vllm_omni_plugin.integration.prompts import read_prompt
+from vllm_omni_plugin.integration.http.completion_prompts import read_prompt
 
 TINY_MODEL = Path(__file__).parents[2] / "examples" / "cpu" / "tiny_model.py"
 MAX_MODEL_LEN = 32

@@ -14,7 +14,7 @@ from tests.fakes.engine_api import FakeRequest
 from tests.fakes.idle_fleet import IdleFleet
 from vllm_omni_plugin.balancing import RandomBalancer
 from vllm_omni_plugin.errors import ReplicaError
-from vllm_omni_plugin.integration.client import FleetClient
+from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
 from vllm_omni_plugin.orchestrator.messages import AbortRequests, CallReplicas
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.stage_pool import StagePool

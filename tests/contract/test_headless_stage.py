@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_omni_plugin.integration.headless import serve_replicas
+from vllm_omni_plugin.integration.processes.headless import serve_replicas
 
 from .pipeline_files import STAGES, read, write_pipeline
 

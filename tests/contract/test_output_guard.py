@@ -20,8 +20,8 @@ from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 from tests.fakes.engine_api import FakeRequest
 from tests.fakes.idle_fleet import IdleFleet
 from vllm_omni_plugin.balancing import RandomBalancer
-from vllm_omni_plugin.integration.client import FleetClient
-from vllm_omni_plugin.integration.output_guard import guard_outputs, guard_statistics
+from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
+from vllm_omni_plugin.integration.engine_client.output_guard import guard_outputs, guard_statistics
 from vllm_omni_plugin.orchestrator.messages import AbortRequests, FrontMessage, OutputUnusable, ReplicaJoined
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.stage_pool import StagePool

@@ -17,9 +17,9 @@ from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadL
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core import EngineCoreProc
 
-from vllm_omni_plugin.integration.adapters import open_adapters
-from vllm_omni_plugin.integration.client import FleetClient
-from vllm_omni_plugin.integration.peer_front import AdapterIds, PeerFront
+from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
+from vllm_omni_plugin.integration.engine_client.peer_front import AdapterIds, PeerFront
+from vllm_omni_plugin.integration.http.adapters import open_adapters
 from vllm_omni_plugin.orchestrator.told_elsewhere import ToldElsewhere
 from vllm_omni_plugin.vllm_api.adapter import Adapter, adapter_of
 

@@ -17,12 +17,12 @@ from tests.fakes.engine_api import FakeEngineApi, FakeRequest
 from vllm_omni_plugin.balancing import RandomBalancer
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.errors import MessageTooLargeError, NoReplicaError, ReplicaError, StageError, StageInputError
-from vllm_omni_plugin.integration.app import FleetEndpoints
-from vllm_omni_plugin.integration.client import FleetClient
-from vllm_omni_plugin.integration.failures import to_http
-from vllm_omni_plugin.integration.fleet_stages import FleetStages
-from vllm_omni_plugin.integration.options import carry_options
-from vllm_omni_plugin.integration.pipeline_calls import RunningCall
+from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
+from vllm_omni_plugin.integration.engine_client.pipeline_calls import RunningCall
+from vllm_omni_plugin.integration.engine_client.request_failures import to_http
+from vllm_omni_plugin.integration.fleet_setup.fleet_stages import FleetStages
+from vllm_omni_plugin.integration.http.app import FleetEndpoints
+from vllm_omni_plugin.integration.options.carried_options import carry_options
 from vllm_omni_plugin.orchestrator.messages import AbortRequests, CallReplicas, ReplicaJoined, SubmitRequest
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pipeline_call import PipelineCall

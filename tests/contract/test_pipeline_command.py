@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from vllm_omni_plugin.errors import ConfigError
-from vllm_omni_plugin.integration import pipeline_command
 from vllm_omni_plugin.integration.command_line import parse_options
-from vllm_omni_plugin.integration.pipeline_command import command_of, local_engines, pipeline_of
+from vllm_omni_plugin.integration.fleet_setup import pipeline_command
+from vllm_omni_plugin.integration.fleet_setup.pipeline_command import command_of, local_engines, pipeline_of
 
 from .pipeline_files import JOIN, STAGES, read, write_disaggregated, write_pipeline
 

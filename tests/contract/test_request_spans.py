@@ -14,7 +14,7 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.metrics.stats import IterationStats
 
 from vllm_omni_plugin.balancing import Decision
-from vllm_omni_plugin.integration.tracing import RequestSpans
+from vllm_omni_plugin.integration.engine_client.request_tracing import RequestSpans
 from vllm_omni_plugin.orchestrator.messages import Dispatches, RequestStages, StageTimes
 
 TRACE_ID = 0x0AF7651916CD43DD8448EB211C80319C

@@ -13,7 +13,7 @@ from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 
-from vllm_omni_plugin.integration.app import take_user_for_session
+from vllm_omni_plugin.integration.http.app import take_user_for_session
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}]}
 REQUESTS = [

@@ -15,12 +15,12 @@ from vllm.entrypoints.launchers import launcher
 from vllm.v1.engine.admission_control import SharedAdmissionStats
 
 from vllm_omni_plugin.config import OmniConfig
-from vllm_omni_plugin.integration import several_servers
-from vllm_omni_plugin.integration.api_server_process import ApiServerProcesses
-from vllm_omni_plugin.integration.api_servers import NOT_ACCEPTING
-from vllm_omni_plugin.integration.pipeline_config import stage_plans
-from vllm_omni_plugin.integration.several_servers import serve_api_servers
-from vllm_omni_plugin.integration.stage_plan import StagePlan
+from vllm_omni_plugin.integration.fleet_setup.stage_plan import StagePlan
+from vllm_omni_plugin.integration.fleet_setup.stage_planning import stage_plans
+from vllm_omni_plugin.integration.processes import several_servers
+from vllm_omni_plugin.integration.processes.api_server_process import ApiServerProcesses
+from vllm_omni_plugin.integration.processes.api_servers import NOT_ACCEPTING
+from vllm_omni_plugin.integration.processes.several_servers import serve_api_servers
 from vllm_omni_plugin.replicas.node import SIGNALS
 
 from .pipeline_files import read, write_pipeline, write_text_model

@@ -14,7 +14,7 @@ import pytest
 from vllm.v1.engine import coordinator as vllm_coordinator
 
 from tests.engine.experts import MIXTRAL
-from vllm_omni_plugin.integration.api_server_process import ApiServerProcesses
+from vllm_omni_plugin.integration.processes.api_server_process import ApiServerProcesses
 from vllm_omni_plugin.stages.process import StageProcess
 from vllm_omni_plugin.vllm_api import launch
 from vllm_omni_plugin.vllm_api.group_launch import LockstepGeneration, split_ranks

@@ -24,7 +24,7 @@ with warnings.catch_warnings():
     from vllm.entrypoints.speech_to_text.transcription.protocol import TranscriptionRequest
     from vllm.entrypoints.speech_to_text.translation.protocol import TranslationRequest
 
-from vllm_omni_plugin.integration.fleet_stages import FleetStages
+from vllm_omni_plugin.integration.fleet_setup.fleet_stages import FleetStages
 from vllm_omni_plugin.pipeline.graph import Pipeline
 from vllm_omni_plugin.pipeline.stage import VLLM_ENGINE, Modality, Stage
 from vllm_omni_plugin.vllm_api.requests import build_engine_core_request_from_tokens

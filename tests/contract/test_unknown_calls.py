@@ -15,8 +15,8 @@ from vllm.v1.engine.core_client import EngineCoreClient
 
 from tests.fakes.idle_fleet import IdleFleet
 from vllm_omni_plugin.balancing import RandomBalancer
-from vllm_omni_plugin.integration.client import FleetClient
-from vllm_omni_plugin.integration.unknown_calls import UnknownCallError, refuse_unknown_calls
+from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
+from vllm_omni_plugin.integration.engine_client.unknown_calls import UnknownCallError, refuse_unknown_calls
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.stage_pool import StagePool
 from vllm_omni_plugin.vllm_api.engine_api import EngineApi

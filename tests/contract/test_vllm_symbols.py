@@ -10,7 +10,7 @@ from vllm.v1.engine import async_llm
 from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
 
 import vllm_omni_plugin
-from vllm_omni_plugin.integration.client import FleetClient
+from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
 from vllm_omni_plugin.vllm_api.symbols import CALLS, SYMBOLS, Symbol
 
 from .resolution import check

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from vllm_omni_plugin.admin.access import Access
 from vllm_omni_plugin.admin.explain import BadPromptError, DecisionReport, Explainer, UnknownModelError
-from vllm_omni_plugin.admin.fleet import Action, FleetAdmin, ReplicaReport, UnknownReplicaError
+from vllm_omni_plugin.admin.replica_admin import Action, FleetAdmin, ReplicaReport, UnknownReplicaError
 from vllm_omni_plugin.errors import NoReplicaError, OmniError, ReplicaError, UnexplainedError
 from vllm_omni_plugin.orchestrator.thread_queue import QueueClosedError
 

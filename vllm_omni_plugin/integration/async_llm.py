@@ -9,10 +9,10 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.errors import ConfigError
-from vllm_omni_plugin.integration.app import patch_app
-from vllm_omni_plugin.integration.client import FleetClient
-from vllm_omni_plugin.integration.fleet import Fleet
-from vllm_omni_plugin.integration.options import exit_with, options_of
+from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
+from vllm_omni_plugin.integration.fleet_setup.fleet import Fleet
+from vllm_omni_plugin.integration.http.app import patch_app
+from vllm_omni_plugin.integration.options.carried_options import exit_with, options_of
 
 _PATCHED = "_vllm_omni_plugin_async_llm"
 

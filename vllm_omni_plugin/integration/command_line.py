@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.errors import ConfigError
-from vllm_omni_plugin.integration.flag_table import FLAGS
+from vllm_omni_plugin.integration.options.flag_table import FLAGS
 
 JOINED = "omni_joined"
 """Attribute of the parsed arguments that makes an API server process a head without engines: its supervisor, which
@@ -43,7 +43,7 @@ def parse_or_exit(args: argparse.Namespace) -> OmniConfig | None:
     try:
         return parse_options(args)
     except ConfigError as error:
-        from vllm_omni_plugin.integration.options import exit_with
+        from vllm_omni_plugin.integration.options.carried_options import exit_with
 
         exit_with(error)
 
@@ -69,8 +69,8 @@ def parse_options(args: argparse.Namespace) -> OmniConfig | None:
         options = replace(options, join=True, **joined)
 
     from vllm_omni_plugin.balancing import build_load_balancer_factory
-    from vllm_omni_plugin.integration.compatibility import refuse_unsupported
-    from vllm_omni_plugin.integration.rules import check
+    from vllm_omni_plugin.integration.options.compatibility import refuse_unsupported
+    from vllm_omni_plugin.integration.options.flag_rules import check
 
     try:
         build_load_balancer_factory(options.lb_policy)
@@ -87,7 +87,7 @@ def parse_options(args: argparse.Namespace) -> OmniConfig | None:
     if options.join:
         options = replace(options, dp_size_local=0)
     if options.pipeline is not None:
-        from vllm_omni_plugin.integration.pipeline_command import lay_pipeline
+        from vllm_omni_plugin.integration.fleet_setup.pipeline_command import lay_pipeline
 
         lay_pipeline(args, options, headless)
     return options
@@ -101,9 +101,9 @@ def _api_servers(args: argparse.Namespace) -> int:
 
 def _switch_fleet_on(engine_args: Any, options: OmniConfig, headless: bool) -> None:
     from vllm_omni_plugin.integration.async_llm import patch_async_llm
-    from vllm_omni_plugin.integration.compatibility import prepare_engine_args
-    from vllm_omni_plugin.integration.options import carry_options
-    from vllm_omni_plugin.integration.pipeline_command import local_engines
+    from vllm_omni_plugin.integration.fleet_setup.pipeline_command import local_engines
+    from vllm_omni_plugin.integration.options.carried_options import carry_options
+    from vllm_omni_plugin.integration.options.compatibility import prepare_engine_args
 
     carry_options(engine_args, options)
     prepare_engine_args(engine_args, local_engines(options, headless))

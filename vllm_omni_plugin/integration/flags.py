@@ -11,7 +11,7 @@ from functools import wraps
 from typing import Any
 
 from vllm_omni_plugin.integration.command_line import read_our_flags
-from vllm_omni_plugin.integration.flag_table import FLAGS, NO_MODEL
+from vllm_omni_plugin.integration.options.flag_table import FLAGS, NO_MODEL
 
 GROUP = "OmniConfig"
 _PIPELINE = re.compile(r"--omni[-_]pipeline(=|$)")
@@ -56,7 +56,7 @@ class GivenFlag(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         """Called by argparse when it meets the flag."""
-        from vllm_omni_plugin.integration.command import take_over_command
+        from vllm_omni_plugin.integration.processes.serve_command import take_over_command
 
         setattr(namespace, self.dest, True if self.nargs == 0 else values)
         take_over_command()

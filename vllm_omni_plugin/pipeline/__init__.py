@@ -1,4 +1,7 @@
-"""Pipelines: several stages with a pool of replicas each, and what follows from their graph."""
+"""Pipelines: several stages with a pool of replicas each, and what follows from their graph.
+
+Knows files and graphs only; may import the foundation. Start with `loading`, then `graph`.
+"""
 
 from vllm_omni_plugin.pipeline.drawing import mermaid
 from vllm_omni_plugin.pipeline.fitting import BuiltInTransform

@@ -87,7 +87,7 @@ def settings_of(vllm_config: Any, args: argparse.Namespace) -> EngineSettings:
 def _run(args: argparse.Namespace) -> int:
     """Run the sub-command; returns the exit code."""
     from vllm_omni_plugin.integration.command_line import parse_or_exit
-    from vllm_omni_plugin.integration.headless import serve_replicas
+    from vllm_omni_plugin.integration.processes.headless import serve_replicas
     from vllm_omni_plugin.sim.host import EngineHost
     from vllm_omni_plugin.vllm_api.serve_parser import parse_headless_args
 

@@ -26,8 +26,8 @@ from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.sampling_params import RequestOutputKind
 
 from tests.admin.asgi import Client
-from vllm_omni_plugin.integration.pipeline_calls import submitted
-from vllm_omni_plugin.integration.pipeline_http import serve_pipeline
+from vllm_omni_plugin.integration.engine_client.pipeline_calls import submitted
+from vllm_omni_plugin.integration.http.pipeline_http import serve_pipeline
 from vllm_omni_plugin.orchestrator.pipeline_call import CallEnded, PipelineCall, StageEvent
 from vllm_omni_plugin.pipeline.graph import Pipeline
 from vllm_omni_plugin.pipeline.stage import Modality, Stage

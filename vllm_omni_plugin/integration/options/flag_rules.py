@@ -7,8 +7,8 @@ from vllm_omni_plugin.admin.keys import read_admin_keys
 from vllm_omni_plugin.config import ADMIN_KEY_FLAG, OmniConfig
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError
-from vllm_omni_plugin.integration.flag_table import FLAGS, Side
-from vllm_omni_plugin.integration.listening import bind_address, check_exposure
+from vllm_omni_plugin.integration.options.flag_table import FLAGS, Side
+from vllm_omni_plugin.integration.options.listening import bind_address, check_exposure
 from vllm_omni_plugin.replicas.ports import PortRange
 from vllm_omni_plugin.replicas.served_engine import HEAD_SLOTS
 

@@ -29,7 +29,7 @@ def take_over_command() -> None:
         if options is None:
             own_run_headless(args)
             return
-        from vllm_omni_plugin.integration.headless import serve_replicas
+        from vllm_omni_plugin.integration.processes.headless import serve_replicas
 
         raise SystemExit(serve_replicas(args, options))
 
@@ -39,7 +39,7 @@ def take_over_command() -> None:
         if options is None:
             own_run_multi_api_server(args)
             return
-        from vllm_omni_plugin.integration.several_servers import serve_api_servers
+        from vllm_omni_plugin.integration.processes.several_servers import serve_api_servers
 
         raise SystemExit(serve_api_servers(args, options))
 

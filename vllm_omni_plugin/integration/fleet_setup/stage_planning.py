@@ -9,10 +9,10 @@ from vllm.v1.executor import Executor
 
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.errors import ConfigError
-from vllm_omni_plugin.integration.compatibility import prepare_engine_args
-from vllm_omni_plugin.integration.options import without_options
-from vllm_omni_plugin.integration.pipeline_command import PipelineCommand, command_of
-from vllm_omni_plugin.integration.stage_plan import StagePlan
+from vllm_omni_plugin.integration.fleet_setup.pipeline_command import PipelineCommand, command_of
+from vllm_omni_plugin.integration.fleet_setup.stage_plan import StagePlan
+from vllm_omni_plugin.integration.options.carried_options import without_options
+from vllm_omni_plugin.integration.options.compatibility import prepare_engine_args
 from vllm_omni_plugin.pipeline import Modality, Stage
 from vllm_omni_plugin.replicas.engine_start import Launcher
 from vllm_omni_plugin.stages.api import PythonStageApi

@@ -9,11 +9,11 @@ from msgspec.structs import replace
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from vllm_omni_plugin.errors import OmniError
-from vllm_omni_plugin.integration.failures import RequestFailures
-from vllm_omni_plugin.integration.fleet_stages import FleetStages
-from vllm_omni_plugin.integration.output_guard import guard_outputs, guard_statistics
-from vllm_omni_plugin.integration.peer_front import PeerFront
-from vllm_omni_plugin.integration.stat_labels import StatLabels
+from vllm_omni_plugin.integration.engine_client.output_guard import guard_outputs, guard_statistics
+from vllm_omni_plugin.integration.engine_client.peer_front import PeerFront
+from vllm_omni_plugin.integration.engine_client.request_failures import RequestFailures
+from vllm_omni_plugin.integration.engine_client.stat_labels import StatLabels
+from vllm_omni_plugin.integration.fleet_setup.fleet_stages import FleetStages
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.engine_index import engine_index
 from vllm_omni_plugin.orchestrator.messages import (
@@ -27,7 +27,7 @@ from vllm_omni_plugin.orchestrator.told_elsewhere import ToldElsewhere
 from vllm_omni_plugin.vllm_api.ready import apply_ready_responses
 
 if TYPE_CHECKING:
-    from vllm_omni_plugin.integration.tracing import RequestSpans
+    from vllm_omni_plugin.integration.engine_client.request_tracing import RequestSpans
 
 logger = init_logger(__name__)
 
@@ -89,7 +89,7 @@ class FleetEvents:
             read_answers_with(output_processor, self._stages.front_tokenizer())
         if output_processor.tracing_enabled:
             # OpenTelemetry need not be there.
-            from vllm_omni_plugin.integration.tracing import RequestSpans
+            from vllm_omni_plugin.integration.engine_client.request_tracing import RequestSpans
 
             self.spans = RequestSpans(output_processor, policies)
         self.peer.loggers = logger_manager

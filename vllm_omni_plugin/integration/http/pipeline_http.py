@@ -2,9 +2,9 @@
 
 from fastapi import FastAPI
 
-from vllm_omni_plugin.integration.pipeline_answers import PipelineAnswers
-from vllm_omni_plugin.integration.pipeline_calls import Abort
-from vllm_omni_plugin.integration.pipeline_speech import Speaker, build_speech_router
+from vllm_omni_plugin.integration.engine_client.pipeline_calls import Abort
+from vllm_omni_plugin.integration.http.pipeline_answers import PipelineAnswers
+from vllm_omni_plugin.integration.http.pipeline_speech import Speaker, build_speech_router
 from vllm_omni_plugin.pipeline.graph import Pipeline
 from vllm_omni_plugin.pipeline.stage import Modality
 

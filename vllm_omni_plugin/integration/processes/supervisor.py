@@ -4,7 +4,7 @@ import asyncio
 import signal
 from collections.abc import Sequence
 
-from vllm_omni_plugin.integration.api_servers import ApiServers
+from vllm_omni_plugin.integration.processes.api_servers import ApiServers
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.node import running_together
 from vllm_omni_plugin.replicas.server import ReplicaServer

@@ -27,10 +27,11 @@ from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.coordinator import OmniCoordinatorRuntime
 from vllm_omni_plugin.curve import new_secret
 from vllm_omni_plugin.errors import ConfigError, OmniError
-from vllm_omni_plugin.integration.api_server_process import ApiServerProcesses
-from vllm_omni_plugin.integration.api_servers import ApiServers
 from vllm_omni_plugin.integration.command_line import JOINED
-from vllm_omni_plugin.integration.listening import (
+from vllm_omni_plugin.integration.fleet_setup.stage_plan import StagePlan
+from vllm_omni_plugin.integration.fleet_setup.stage_planning import stage_plans
+from vllm_omni_plugin.integration.options.carried_options import exit_with
+from vllm_omni_plugin.integration.options.listening import (
     bind_address,
     coordinator_address,
     say_how_to_join,
@@ -38,10 +39,9 @@ from vllm_omni_plugin.integration.listening import (
     server_settings,
     warn_of_exposure,
 )
-from vllm_omni_plugin.integration.options import exit_with
-from vllm_omni_plugin.integration.pipeline_config import stage_plans
-from vllm_omni_plugin.integration.stage_plan import StagePlan
-from vllm_omni_plugin.integration.supervisor import supervise
+from vllm_omni_plugin.integration.processes.api_server_process import ApiServerProcesses
+from vllm_omni_plugin.integration.processes.api_servers import ApiServers
+from vllm_omni_plugin.integration.processes.supervisor import supervise
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.limits import raise_limits
 from vllm_omni_plugin.replicas.node import SIGNALS

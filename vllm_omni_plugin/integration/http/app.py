@@ -16,15 +16,15 @@ from starlette.middleware import Middleware
 
 from vllm_omni_plugin.admin.access import Access, HasKey
 from vllm_omni_plugin.admin.explain import Explainer
-from vllm_omni_plugin.admin.fleet import FleetAdmin
 from vllm_omni_plugin.admin.hold import Hold, HoldMiddleware
 from vllm_omni_plugin.admin.keys import read_admin_keys
+from vllm_omni_plugin.admin.replica_admin import FleetAdmin
 from vllm_omni_plugin.admin.replica_header import ReplicaHeaderMiddleware
 from vllm_omni_plugin.admin.routes import build_router
 from vllm_omni_plugin.config import ADMIN_KEY_FLAG
-from vllm_omni_plugin.integration.adapters import open_adapters
-from vllm_omni_plugin.integration.client import FleetClient
-from vllm_omni_plugin.integration.options import options_of
+from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
+from vllm_omni_plugin.integration.http.adapters import open_adapters
+from vllm_omni_plugin.integration.options.carried_options import options_of
 from vllm_omni_plugin.logger import init_logger
 
 logger = init_logger(__name__)
@@ -125,8 +125,8 @@ class FleetEndpoints:
         options = options_of(engine_client.vllm_config)
         assert options is not None
         _warn_of_access(options.admin_key_file)
-        from vllm_omni_plugin.integration.pipeline_http import serve_pipeline
-        from vllm_omni_plugin.integration.prompts import read_prompt
+        from vllm_omni_plugin.integration.http.completion_prompts import read_prompt
+        from vllm_omni_plugin.integration.http.pipeline_http import serve_pipeline
 
         state.omni_explainer = Explainer(fleet.orchestrator, partial(read_prompt, state), fleet.stages.prompt_stage)
         state.omni_fleet = FleetAdmin(fleet.orchestrator, time.monotonic)

@@ -9,7 +9,7 @@ from uuid import uuid4
 
 from vllm_omni_plugin.admin.call_options import CallOptions
 from vllm_omni_plugin.admin.stage_results import Heard, StageResults
-from vllm_omni_plugin.integration.pipeline_calls import RunningCall, with_events
+from vllm_omni_plugin.integration.engine_client.pipeline_calls import RunningCall, with_events
 from vllm_omni_plugin.orchestrator.pipeline_call import CallEnded, StageEvent
 
 DONE: Final = "data: [DONE]\n\n"

@@ -19,15 +19,15 @@ from vllm.v1.executor import Executor
 
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.errors import ConfigError, OmniError
-from vllm_omni_plugin.integration.listening import (
+from vllm_omni_plugin.integration.fleet_setup.pipeline_command import pipeline_of
+from vllm_omni_plugin.integration.options.carried_options import without_options
+from vllm_omni_plugin.integration.options.listening import (
     bind_address,
     coordinator_address,
     secured,
     server_settings,
     warn_of_exposure,
 )
-from vllm_omni_plugin.integration.options import without_options
-from vllm_omni_plugin.integration.pipeline_command import pipeline_of
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.engine_start import Launcher
 from vllm_omni_plugin.replicas.node import run_node

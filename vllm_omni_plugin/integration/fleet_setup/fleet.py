@@ -12,16 +12,16 @@ from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.coordinator import OmniCoordClientForHead, OmniCoordinatorRuntime, ReplicaWork
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError
-from vllm_omni_plugin.integration.fleet_stages import FleetStages
-from vllm_omni_plugin.integration.listening import (
+from vllm_omni_plugin.integration.fleet_setup.fleet_stages import FleetStages
+from vllm_omni_plugin.integration.fleet_setup.stage_plan import StagePlan
+from vllm_omni_plugin.integration.fleet_setup.stage_planning import stage_plans
+from vllm_omni_plugin.integration.options.listening import (
     bind_address,
     coordinator_address,
     say_how_to_join,
     secured,
     warn_of_exposure,
 )
-from vllm_omni_plugin.integration.pipeline_config import stage_plans
-from vllm_omni_plugin.integration.stage_plan import StagePlan
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.local_replicas import LocalReplicas, LocalStage
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from vllm_omni_plugin.errors import SHUTTING_DOWN, NoReplicaError
-from vllm_omni_plugin.integration.failures import to_http
+from vllm_omni_plugin.integration.engine_client.request_failures import to_http
 from vllm_omni_plugin.orchestrator.pipeline_call import CallEnded, PipelineCall
 
 _ANSWER_S = 1.0

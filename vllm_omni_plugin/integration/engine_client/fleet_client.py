@@ -15,19 +15,19 @@ from prometheus_client import REGISTRY
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from vllm_omni_plugin.admin.metrics import FleetCollector
+from vllm_omni_plugin.admin.fleet_metrics import FleetCollector
 from vllm_omni_plugin.admin.multiprocess_metrics import MetricFiles, in_multiprocess_mode
 from vllm_omni_plugin.admin.replica_header import new_dispatches
 from vllm_omni_plugin.admin.replies import result_of
 from vllm_omni_plugin.errors import NoReplicaError, ReplicaError, StageError
-from vllm_omni_plugin.integration.fleet import Fleet
-from vllm_omni_plugin.integration.fleet_events import FleetEvents
-from vllm_omni_plugin.integration.fleet_stages import FleetStages
-from vllm_omni_plugin.integration.graceful_shutdown import GracefulShutdown
-from vllm_omni_plugin.integration.peer_front import PeerFront
-from vllm_omni_plugin.integration.pipeline_calls import submitted
-from vllm_omni_plugin.integration.serving import ServingSignal
-from vllm_omni_plugin.integration.unknown_calls import refuse_unknown_calls
+from vllm_omni_plugin.integration.engine_client.fleet_events import FleetEvents
+from vllm_omni_plugin.integration.engine_client.graceful_shutdown import GracefulShutdown
+from vllm_omni_plugin.integration.engine_client.peer_front import PeerFront
+from vllm_omni_plugin.integration.engine_client.pipeline_calls import submitted
+from vllm_omni_plugin.integration.engine_client.serving_signal import ServingSignal
+from vllm_omni_plugin.integration.engine_client.unknown_calls import refuse_unknown_calls
+from vllm_omni_plugin.integration.fleet_setup.fleet import Fleet
+from vllm_omni_plugin.integration.fleet_setup.fleet_stages import FleetStages
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.engine_calls import FORGET_LORA
 from vllm_omni_plugin.orchestrator.engine_index import engine_index
