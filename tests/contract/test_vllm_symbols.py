@@ -17,9 +17,10 @@ from .resolution import check
 from .usage import attributes_of, called_by_name, names_of, vllm_names
 
 PACKAGE = Path(vllm_omni_plugin.__file__).parent
-THE_LIST = frozenset((PACKAGE / "vllm_api").glob("*symbol*.py"))
+THE_LIST = frozenset((PACKAGE / "vllm_api").rglob("*symbol*.py"))
 SOURCES = {path: path.read_text() for path in sorted(PACKAGE.rglob("*.py")) if path not in THE_LIST}
-TOUCH_VLLM = {path: text for path, text in SOURCES.items() if path.parent.name in {"vllm_api", "integration"}}
+KNOW_VLLM = {"vllm_api", "integration"}
+TOUCH_VLLM = {path: text for path, text in SOURCES.items() if path.relative_to(PACKAGE).parts[0] in KNOW_VLLM}
 CALLERS = frozenset({"_call", "_call_model", "_call_prompt", "_call_stages", "_consensus"})
 INSTANCE_ATTRIBUTES = {"engine_ranks_managed", "resources"}
 """What AsyncLLM reads of its engine client that is no method of a class."""
