@@ -57,7 +57,7 @@ class ThreadQueue(Generic[T]):
 
     async def put(self, item: T) -> None:
         """Add an item, waiting in the caller's loop while the queue is full."""
-        if self.full:
+        if len(self._items) >= self._maxsize:
             await self.wait_for_room()
         self.force_put(item)
 

@@ -155,7 +155,7 @@ class SocketReader:
         if self._reading:
             return
         self._reading = True
-        self._loop.add_reader(self._socket.fileno(), self._schedule)
+        self._loop.add_reader(self._socket.fileno(), self._readable)
         self._schedule()
 
     def pause(self) -> None:
@@ -178,6 +178,11 @@ class SocketReader:
         while (frames := self._receive()) is not None:
             self._on_message(frames)
 
+    def _readable(self) -> None:
+        # At once, since another turn of the loop for every message would be dear.
+        if self._next_burst is None:
+            self._read_burst()
+
     def _schedule(self) -> None:
         if self._next_burst is None:
             self._next_burst = self._loop.call_soon(self._read_burst)
@@ -196,6 +201,9 @@ class SocketReader:
                 # The loop reports it; what is left in the socket raises no event.
                 self._schedule()
                 raise
+            # Cheaper than the exception of a receive in vain, and most bursts have one message.
+            if self._reading and not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                return
         self._schedule()
 
     def _receive(self) -> list[Any] | None:
