@@ -15,7 +15,7 @@ import resource
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
@@ -26,18 +26,20 @@ import zmq
 from processes import percentile, wait_for
 
 from vllm_omni_plugin.coordinator import (
-    HeadListener,
     OmniCoordClientForHead,
     OmniCoordinatorRuntime,
-    PeerCall,
+    PeerWork,
     ReplicaEvent,
     ReplicaList,
     ReplicaStatus,
     ReplicaWork,
+    SessionEvent,
+    SessionLost,
+    Welcome,
     encode_event,
     engine_key,
 )
-from vllm_omni_plugin.coordinator.head_messages import SEAT_PROTOCOL, Beat, Work
+from vllm_omni_plugin.coordinator.head_messages import SESSION_PROTOCOL, Beat, Hello, Work
 from vllm_omni_plugin.coordinator.head_wire import encode_from_head
 from vllm_omni_plugin.coordinator.sockets import ROLE
 from vllm_omni_plugin.curve import Secrets, secure_client
@@ -112,7 +114,7 @@ def storm(options: argparse.Namespace, secret: str | None) -> None:
         print(f"storm: {options.heads} heads list all {options.replicas} replicas after {last - began:.2f} s")
 
 
-class Observer(HeadListener):
+class Observer:
     """Measures how old news are when they come. Seconds, monotonic."""
 
     def __init__(self) -> None:
@@ -126,42 +128,28 @@ class Observer(HeadListener):
         self.work_delays: list[float] = []
         self.list_delays: list[float] = []
 
-    def seat_taken(self) -> None:
-        """Nothing to do."""
-
-    def replicas_listed(self, replicas: ReplicaList) -> None:
-        """Look at the replica that changes."""
+    def hear(self, event: SessionEvent) -> None:
+        """Look at the replica that changes, and at when reports were sent."""
         now = time.monotonic()
-        self.listed = len(replicas.replicas)
-        self.told_at = now
-        said = next((row.queue_length for row in replicas.replicas if row.queue_length), None)
-        if said is not None:
-            self.list_delays.append(_since(said))
-
-    def work_reported(self, head_id: str, work: Sequence[ReplicaWork], full: bool) -> None:
-        """Look at when it was sent."""
-        if not full:
-            self.work_delays += map(_since, {row.prefill_tokens for row in work})
-
-    def head_left(self, head_id: str) -> None:
-        """Nothing to do."""
-
-    def called(self, call: PeerCall) -> None:
-        """Nothing to do."""
-
-    def work_wanted(self) -> None:
-        """Say that there is nothing."""
-        self.client.result().report_work([], full=True)
-
-    def seat_lost(self) -> None:
-        """Say so."""
-        print("a seat was lost")
+        match event:
+            case Welcome():
+                self.client.result().report_work([], full=True)
+            case ReplicaList():
+                self.listed = len(event.replicas)
+                self.told_at = now
+                said = next((row.queue_length for row in event.replicas if row.queue_length), None)
+                if said is not None:
+                    self.list_delays.append(_since(said))
+            case PeerWork(full=False):
+                self.work_delays += map(_since, {row.prefill_tokens for row in event.work})
+            case SessionLost():
+                print("a session was lost")
 
 
 @contextmanager
 def _client(address: str, head_id: str, secret: str | None) -> Iterator[Observer]:
     observer = Observer()
-    client = OmniCoordClientForHead(address, head_id, observer, secrets=_secrets(secret))
+    client = OmniCoordClientForHead(address, head_id, observer.hear, secrets=_secrets(secret))
     # The client's thread may have asked for work before this.
     observer.client.set_result(client)
     try:
@@ -232,15 +220,14 @@ class _Drone:
         self._head_id = f"drone-{number}"
         self._socket = socket
         self._replicas = replicas
-        self._sequence = 0
 
     def turn(self, turn: int) -> None:
         """Do what is to be done 20 times in a second."""
-        if turn % REPORTS_PER_S == 0:
-            self._socket.send(encode_from_head(Beat(self._head_id, 1, self._sequence, turn == 0, SEAT_PROTOCOL)))
-        self._sequence += 1
-        work = [] if self._sequence == 1 else _rows(turn, self._replicas)
-        self._socket.send(encode_from_head(Work(self._sequence, self._sequence == 1, work)))
+        if turn == 0:
+            self._socket.send(encode_from_head(Hello(self._head_id, 1, SESSION_PROTOCOL)))
+        elif turn % REPORTS_PER_S == 0:
+            self._socket.send(encode_from_head(Beat()))
+        self._socket.send(encode_from_head(Work(turn == 0, _rows(turn, self._replicas) if turn else [])))
         while self._socket.poll(0):
             self._socket.recv(copy=False)
 

@@ -36,6 +36,10 @@ class NoReplicaError(OmniError):
     """No replica of a stage can serve right now. The request was never dispatched and is safe to retry."""
 
 
+class CoordinatorAwayError(OmniError):
+    """An operator's call cannot reach the other heads of the fleet. It is safe to repeat it later."""
+
+
 class RequestLostError(OmniError):
     """The replica serving a request died and the request could not be moved exactly. Its output so far stands."""
 

@@ -11,9 +11,8 @@ from simulator.head import Head, Policy
 from simulator.replica import Clock, SimReplica
 from simulator.requests import Job, Request
 from vllm_omni_plugin.balancing import CacheChange, ReplicaLoad, ServingReplicas
-from vllm_omni_plugin.coordinator import ReplicaWork
+from vllm_omni_plugin.coordinator import PeerWork, ReplicaWork
 from vllm_omni_plugin.orchestrator.charges import Work
-from vllm_omni_plugin.orchestrator.messages import PeerWork
 from vllm_omni_plugin.orchestrator.pool_member import Peers
 from vllm_omni_plugin.orchestrator.stage_run import StageRun
 from vllm_omni_plugin.orchestrator.work_exchange import REPORT_INTERVAL_S, WorkExchange
@@ -185,7 +184,7 @@ class SeveralHeads(Head):
         def report(number: int, work: Sequence[ReplicaWork], full: bool) -> None:
             for other, exchange in enumerate(exchanges):
                 if other != number:
-                    after(delay - interval, exchange.peer_work, PeerWork(str(number), work, full))
+                    after(delay - interval, exchange.peer_work, PeerWork(str(number), full, list(work)))
 
         for number, head in enumerate(self._heads):
             exchange = WorkExchange([cast(Any, head)], partial(report, number), interval, call_later)
@@ -193,7 +192,7 @@ class SeveralHeads(Head):
             for replica in cast(Sequence[SharedReplica], head.serving):
                 replica.peers = exchange
                 replica.account.join(exchange.serves(cast(Any, replica)))
-            exchange.work_wanted()
+            exchange.welcomed([])
 
 
 def _follows_caches(policy: Policy) -> bool:

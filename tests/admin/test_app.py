@@ -25,11 +25,13 @@ with warnings.catch_warnings():
 from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admin import hold
+from vllm_omni_plugin.admin.operator_calls import OPERATOR_PATHS
 from vllm_omni_plugin.admin.replica_admin import FleetAdmin
 from vllm_omni_plugin.admin.replica_header import new_dispatches
 from vllm_omni_plugin.balancing import Decision
 from vllm_omni_plugin.integration.http.app import INFERENCE_PATHS, FleetEndpoints, patch_app
 from vllm_omni_plugin.integration.options.flag_table import FLAGS
+from vllm_omni_plugin.orchestrator.fleet_calls import FleetCalls
 
 NEED_NO_ENGINE = {
     "/detokenize",
@@ -48,6 +50,9 @@ NEED_NO_ENGINE = {
     "/v1/responses/{response_id}/cancel",
 }
 """POST routes of vLLM that nobody has to wait for, with those that operate the server as a whole."""
+
+LEAVE_NOTHING = {"/abort_requests", "/weight_checker"}
+"""Routes for operators that change nothing of which other heads must know."""
 
 BuildApp = Callable[..., FastAPI]
 EVERYTHING = ("generate", "transcription", "realtime", "embed", "classify")
@@ -89,6 +94,30 @@ def test_the_plugin_is_what_vllm_takes_for_one() -> None:
 def test_opening_twice_adds_the_plugin_once(build: BuildApp) -> None:
     patch_app()
     assert [plugin.name for plugin in build().state.endpoint_plugins] == ["omni"]
+
+
+def test_every_call_of_an_operator_is_one_that_may_be_refused(build: BuildApp, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    paths = {route.path for route in build().routes if isinstance(route, APIRoute) and "POST" in route.methods}
+    vllms = {path for path in paths if not path.startswith("/omni/")} - INFERENCE_PATHS - NEED_NO_ENGINE
+    assert vllms - OPERATOR_PATHS == LEAVE_NOTHING
+    # What needs more than that mode: a profiler, or that adapters may be loaded at run time.
+    more = {"/start_profile", "/stop_profile", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters"}
+    assert OPERATOR_PATHS - vllms <= more
+
+
+async def test_an_operator_s_call_is_refused_while_other_heads_cannot_be_told(
+    build: BuildApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    app = build()
+    async with FakeFleet() as fleet, client_of(app) as client:
+        give_fleet(app, fleet)
+        fleet.orchestrator.fleet_calls = FleetCalls(fleet.orchestrator, "head", lambda: None)
+        answer = await client.post("/sleep")
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+        assert "coordinator" in answer.json()["error"]["message"]
+        assert (await client.post("/tokenize")).status_code != 503
 
 
 def test_every_post_route_of_vllm_is_known_to_wait_or_not_to(build: BuildApp) -> None:

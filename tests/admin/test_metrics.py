@@ -10,7 +10,7 @@ from tests.fakes.fleet import FakeFleet
 from tests.orchestrator.work_bus import Timers
 from vllm_omni_plugin.admin.fleet_metrics import FleetCollector
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
-from vllm_omni_plugin.orchestrator.messages import PeersLost, PeerWork
+from vllm_omni_plugin.coordinator import PeerWork
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.work_exchange import WorkExchange
@@ -67,12 +67,12 @@ def test_a_head_that_can_be_joined_says_who_it_hears_of() -> None:
     registry = registry_of(orchestrator)
     assert registry.get_sample_value("vllm_omni_fleet:heads") == 1
     assert registry.get_sample_value("vllm_omni_fleet:coordinator_connected") is None
-    exchange.peer_work(PeerWork("another", [], True))
-    orchestrator.metrics.has_seat = True
+    exchange.peer_work(PeerWork("another", True, []))
+    orchestrator.metrics.has_session = True
     assert registry.get_sample_value("vllm_omni_fleet:heads") == 2
     assert registry.get_sample_value("vllm_omni_fleet:coordinator_connected") == 1
-    exchange.peers_lost(PeersLost(None))
-    orchestrator.metrics.has_seat = False
+    exchange.session_lost()
+    orchestrator.metrics.has_session = False
     assert registry.get_sample_value("vllm_omni_fleet:heads") == 1
     assert registry.get_sample_value("vllm_omni_fleet:coordinator_connected") == 0
 

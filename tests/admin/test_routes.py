@@ -13,6 +13,7 @@ from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admin.access import Access
 from vllm_omni_plugin.admin.replica_admin import FleetAdmin
 from vllm_omni_plugin.admin.routes import build_router
+from vllm_omni_plugin.orchestrator.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.stage_pool import PoolMember
 
 EVERYBODY = Access(lambda _: True, lambda _: True, unix_socket=False)
@@ -162,3 +163,14 @@ async def test_a_server_without_a_fleet_says_so() -> None:
         answers = [await client.get("/omni/replicas"), await client.post("/omni/explain", json={"prompt": "x"})]
     assert [answer.status_code for answer in answers] == [404, 404]
     assert {answer.json()["detail"] for answer in answers} == {"This server has no fleet of replicas."}
+
+
+async def test_a_change_that_other_heads_cannot_be_told_of_is_refused_for_now(
+    fleet: FakeFleet, client: httpx.AsyncClient
+) -> None:
+    fleet.orchestrator.fleet_calls = FleetCalls(fleet.orchestrator, "head", lambda: None)
+    fleet.pool.member(1).remote = True
+    answer = await client.post("/omni/replicas/0.1/drain")
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+    assert "coordinator" in answer.json()["detail"]
+    assert (await client.post("/omni/replicas/0.0/drain")).status_code == 204, "it is of this head alone"

@@ -20,7 +20,7 @@ from vllm.v1.engine.core import EngineCoreProc
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
 from vllm_omni_plugin.integration.engine_client.peer_front import AdapterIds, PeerFront
 from vllm_omni_plugin.integration.http.adapters import open_adapters
-from vllm_omni_plugin.orchestrator.told_elsewhere import ToldElsewhere
+from vllm_omni_plugin.orchestrator.front_update import FrontUpdate
 from vllm_omni_plugin.vllm_api.adapter import Adapter, adapter_of
 
 STORY = Adapter("story", 7, "/loras/story")
@@ -62,8 +62,8 @@ def server(
     )
 
 
-def told(loaded: tuple[Adapter, ...] = (), unloaded: tuple[int, ...] = (), level: int | None = None) -> ToldElsewhere:
-    return ToldElsewhere(loaded, unloaded, level, Future())
+def told(loaded: tuple[Adapter, ...] = (), unloaded: tuple[int, ...] = (), level: int | None = None) -> FrontUpdate:
+    return FrontUpdate(loaded, unloaded, level, Future())
 
 
 async def listed(models: OpenAIServingModels) -> list[str]:
@@ -86,17 +86,17 @@ async def test_an_adapter_of_another_server_can_be_asked_for_until_it_is_unloade
     models = server(client)
     await models.init_static_loras()
     loaded, unloaded = told(loaded=(replace(STORY, digest="0a1b"),)), told(unloaded=(7,))
-    client.peer_front.heed(loaded)
+    client.peer_front.apply(loaded)
     assert await listed(models) == ["base", "story"]
     assert vars_of(models.lora_requests["story"]) == vars_of(LoRARequest("story", 7, "/loras/story"))
-    client.peer_front.heed(unloaded)
+    client.peer_front.apply(unloaded)
     assert await listed(models) == ["base"]
-    assert loaded.heeded.done()
-    assert unloaded.heeded.done()
+    assert loaded.applied.done()
+    assert unloaded.applied.done()
 
 
 async def test_what_the_fleet_has_loaded_before_the_server_starts_stays(client: FakeFleetClient) -> None:
-    client.peer_front.heed(told(loaded=(STORY,)))
+    client.peer_front.apply(told(loaded=(STORY,)))
     models = server(client, ("story", "/other"), ("brief", "/loras/brief"))
     await models.init_static_loras()
     assert await listed(models) == ["base", "story", "brief"]
@@ -115,7 +115,7 @@ async def test_a_module_that_another_server_loads_meanwhile_is_not_loaded_again_
     def other_is_faster(request: LoRARequest) -> None:
         client.added.append(request)
         if request.lora_name == "first":
-            client.peer_front.heed(told(loaded=(second,)))
+            client.peer_front.apply(told(loaded=(second,)))
 
     models = server(client, *modules, on_add=other_is_faster)
     await models.init_static_loras()
@@ -180,17 +180,17 @@ async def test_a_server_without_a_fleet_keeps_its_own_registry() -> None:
 
 def test_sleep_that_came_by_another_server_is_counted(client: FakeFleetClient) -> None:
     recorded: list[tuple[int, int]] = []
-    client.peer_front.heed(told(level=2))
+    client.peer_front.apply(told(level=2))
     client.peer_front.loggers = SimpleNamespace(record_sleep_state=lambda *state: recorded.append(state))
     for level in (2, None, 0):
-        client.peer_front.heed(told(level=level))
+        client.peer_front.apply(told(level=level))
     assert recorded == [(1, 2), (0, 0)]
 
 
-async def test_news_that_nobody_waits_for_any_more_are_heeded(client: FakeFleetClient) -> None:
+async def test_news_that_nobody_waits_for_any_more_are_applied(client: FakeFleetClient) -> None:
     news = told(loaded=(STORY,))
-    news.heeded.cancel()
-    client.peer_front.heed(news)
+    news.applied.cancel()
+    client.peer_front.apply(news)
     models = server(client)
     await models.init_static_loras()
     assert await listed(models) == ["base", "story"]

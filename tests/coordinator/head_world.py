@@ -4,16 +4,22 @@ from collections import deque
 
 import zmq
 
-from vllm_omni_plugin.coordinator import HeadListener, PeerCall, ReplicaEvent, ReplicaList, ReplicaWork
-from vllm_omni_plugin.coordinator.deliveries import Refused
-from vllm_omni_plugin.coordinator.editions import ListEditions
-from vllm_omni_plugin.coordinator.head_desk import HeadDesk
-from vllm_omni_plugin.coordinator.head_listener import tell
+from vllm_omni_plugin.coordinator import (
+    HeadLeft,
+    PeerWork,
+    ReplicaEvent,
+    ReplicaList,
+    ReplicaWork,
+    SessionLost,
+    Welcome,
+)
+from vllm_omni_plugin.coordinator.head_frames import HeadFrames
+from vllm_omni_plugin.coordinator.head_messages import Refused
 from vllm_omni_plugin.coordinator.head_session import HeadSession, News
-from vllm_omni_plugin.coordinator.head_table import HeadTable
+from vllm_omni_plugin.coordinator.list_deltas import ListDeltas
 from vllm_omni_plugin.coordinator.membership import MembershipTable
 from vllm_omni_plugin.coordinator.numbering import Numbering
-from vllm_omni_plugin.coordinator.pending_calls import Settled
+from vllm_omni_plugin.coordinator.sessions import Sessions
 from vllm_omni_plugin.coordinator.snapshot import replica_list
 from vllm_omni_plugin.errors import WireError
 
@@ -31,7 +37,7 @@ def rows(replicas: ReplicaList) -> frozenset[Row]:
     )
 
 
-class Head(HeadListener):
+class Head:
     """One head with its connection: what it was told, and what is on its way."""
 
     def __init__(self, name: str) -> None:
@@ -43,62 +49,33 @@ class Head(HeadListener):
         self.in_flight: dict[int, ReplicaWork] = {}
         self.lists: list[ReplicaList] = []
         self.others: dict[str, dict[int, ReplicaWork]] = {}
-        self.calls: list[PeerCall] = []
         self.dropped: list[WireError] = []
         self.refusals: list[str] = []
-        self.seats = 0
-
-    def seat_taken(self) -> None:
-        self.seats += 1
-        self.refusals.clear()
-
-    def replicas_listed(self, replicas: ReplicaList) -> None:
-        self.lists.append(replicas)
-
-    def work_reported(self, head_id: str, work: object, full: bool) -> None:
-        assert isinstance(work, list)
-        known = self.others.setdefault(head_id, {})
-        if full:
-            known.clear()
-        for row in work:
-            known[row.engine] = row
-            if not row.requests:
-                del known[row.engine]
-
-    def head_left(self, head_id: str) -> None:
-        self.others.pop(head_id, None)
-
-    def called(self, call: PeerCall) -> None:
-        self.calls.append(call)
-
-    def work_wanted(self) -> None:
-        self.session.report(list(self.in_flight.values()), full=True)
-
-    def seat_lost(self) -> None:
-        self.others.clear()
+        self.resyncs = 0
 
     def hear(self, news: list[News]) -> None:
-        """Take in what the session says."""
+        """Take in what the session says, as an orchestrator does."""
         for one in news:
-            if isinstance(one, Settled):
-                one.tell()
-            elif isinstance(one, WireError):
-                self.dropped.append(one)
-            elif isinstance(one, Refused):
-                self.refusals.append(one.reason)
-            else:
-                tell(self, one)
-
-
-class Coordinator:
-    """What `OmniCoordinator` is made of."""
-
-    def __init__(self, world: "World", epoch: int) -> None:
-        self.table = MembershipTable(30.0)
-        self.numbering = Numbering()
-        self.editions = ListEditions(self.table, self.numbering)
-        self.heads = HeadTable(epoch, self.editions)
-        self.desk = HeadDesk(self.heads, self.editions, world)  # type: ignore[arg-type]
+            match one:
+                case Welcome():
+                    self.resyncs += 1
+                    self.refusals.clear()
+                    self.others = {name: work for name, work in self.others.items() if name in one.heads}
+                    self.session.report(list(self.in_flight.values()), full=True)
+                case ReplicaList():
+                    self.lists.append(one)
+                case PeerWork():
+                    known = {} if one.full else self.others.get(one.head_id, {})
+                    known |= {row.engine: row for row in one.work}
+                    self.others[one.head_id] = {engine: row for engine, row in known.items() if row.requests}
+                case HeadLeft():
+                    self.others.pop(one.head_id, None)
+                case SessionLost():
+                    self.others.clear()
+                case Refused():
+                    self.refusals.append(one.reason)
+                case WireError():
+                    self.dropped.append(one)
 
 
 class World:
@@ -110,7 +87,6 @@ class World:
         self.heads: dict[str, Head] = {}
         self.published: dict[float, frozenset[Row]] = {}
         self._connections = 0
-        self._epochs = 0
         self.restart()
 
     def send_multipart(self, letter: tuple[bytes, bytes], flags: int) -> None:
@@ -124,8 +100,11 @@ class World:
 
     def restart(self) -> None:
         """Begin with another coordinator; all connections break."""
-        self._epochs += 1
-        self.coordinator = Coordinator(self, self._epochs)
+        self.table = MembershipTable(30.0)
+        self.numbering = Numbering()
+        self.lists = ListDeltas(self.table, self.numbering)
+        self.sessions = Sessions(self.lists)
+        self.frames = HeadFrames(self.sessions, self)  # type: ignore[arg-type]
         for name in self.heads:
             self.connect(name)
 
@@ -137,42 +116,41 @@ class World:
         head.up.clear()
         head.down.clear()
         head.session.disconnected()
-        head.session.connected(self._connections)
+        head.session.open(self._connections)
         return head
 
     def announce(self, event: ReplicaEvent) -> None:
         """Let a replica say something."""
-        change = self.coordinator.table.apply(event, self.now)
+        change = self.table.apply(event, self.now)
         if change is not None:
-            self.coordinator.editions.note([change])
+            self.lists.note([change])
 
     def tick(self, seconds: float = 0.5) -> None:
         """Let time pass at the coordinator."""
         self.now += seconds
-        self.coordinator.editions.note(self.coordinator.table.expire(self.now))
-        self.coordinator.desk.send(self.coordinator.heads.expire(self.now))
-        self.coordinator.desk.send(self.coordinator.heads.relay(self.now))
-        edition = self.coordinator.editions.revise(self.now, self.now)
-        if edition is not None:
+        self.lists.note(self.table.expire(self.now))
+        self.frames.send(self.sessions.expire(self.now))
+        self.resync()
+        delta = self.lists.revise(self.now, self.now)
+        if delta is not None:
             self.published[self.now] = rows(self.listed())
-            self.coordinator.desk.send(self.coordinator.heads.announce(edition))
+            self.frames.send(self.sessions.broadcast([delta]))
+
+    def resync(self) -> None:
+        """Let the coordinator welcome who has come, and tell all of the others' work."""
+        self.frames.send(self.sessions.tick(self.now))
 
     def listed(self) -> ReplicaList:
         """Return what the table says now."""
-        return replica_list(self.coordinator.table, self.coordinator.numbering, self.now, self.now)
-
-    def flush(self, name: str) -> None:
-        """Move what a head has to send into its connection."""
-        head = self.heads[name]
-        while head.session.frames and len(head.up) < self.queue_frames:
-            head.up.append(head.session.frames.popleft())
+        return replica_list(self.table, self.numbering, self.now, self.now)
 
     def deliver_up(self, name: str) -> bool:
         """Let one frame of a head arrive; return whether there was one."""
-        self.flush(name)
         head = self.heads[name]
+        while head.session.frames and len(head.up) < self.queue_frames:
+            head.up.append(head.session.frames.popleft())
         if head.up:
-            self.coordinator.desk.take(head.peer, head.up.popleft(), self.now)
+            self.frames.take(head.peer, head.up.popleft(), self.now)
             return True
         return False
 
@@ -194,9 +172,16 @@ class World:
         self.queue_frames = 1000
         for _ in range(7):
             for head in self.heads.values():
+                head.hear(head.session.watch(self.now, int(self.now * 1000)))
                 head.session.beat()
+            self.exchange(*self.heads)
+            self.resync()
+            self.exchange(*self.heads)
             self.tick(1.0)
             self.exchange(*self.heads)
+        for head in self.heads.values():
+            head.session.beat()
+        self.exchange(*self.heads)
         self.queue_frames = QUEUE_FRAMES
 
     def report(self, name: str, work: ReplicaWork) -> None:

@@ -3,8 +3,7 @@
 import os
 import random
 import signal
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import msgspec
@@ -14,38 +13,47 @@ from coordinator_support import ANY, OpenDealer, Socket, eventually, free_addres
 
 from tests.fakes.hostile_frames import hostile_message
 from vllm_omni_plugin.coordinator import (
-    HeadListener,
-    NoSeatError,
+    HeadLeft,
     OmniCoordClientForHead,
     OmniCoordClientForStage,
     OmniCoordinator,
     OmniCoordinatorRuntime,
-    PeerCall,
+    PeerWork,
     ReplicaList,
     ReplicaWork,
+    SessionEvent,
+    SessionLost,
+    Welcome,
     engine_key,
 )
-from vllm_omni_plugin.coordinator.deliveries import FullList, ListDelta, Seated, WorkWanted
 from vllm_omni_plugin.coordinator.head_messages import (
-    SEAT_PROTOCOL,
-    Answer,
+    SESSION_PROTOCOL,
     Beat,
     Bye,
     Call,
+    CallDone,
+    CallOutcome,
+    FleetState,
+    FullList,
+    Hello,
+    ListDelta,
+    NumberedCall,
     Numbers,
     ReplicaNumber,
+    StageState,
     Work,
 )
-from vllm_omni_plugin.coordinator.head_wire import encode_from_head, encode_to_head
+from vllm_omni_plugin.coordinator.head_wire import encode_from_head, encode_to_head, frames_to_head
 from vllm_omni_plugin.coordinator.sockets import ROLE
 from vllm_omni_plugin.curve import Secrets, secure_client
 from vllm_omni_plugin.errors import ConfigError, WireError
 
 ROW = ReplicaWork(engine_key(0, "tcp://a:1", "tcp://a:2", 7), 3, 500)
 SECRETS = Secrets(["a secret that heads share"])
+CALL = Call(7, "pause_scheduler", ["keep", True], [0], [])
 
 
-class Listener(HeadListener):
+class Listener:
     """Remembers what it is told, answers calls with its own name, and says what it has in flight when it is asked."""
 
     def __init__(self, address: str, head_id: str, secrets: Secrets | None = None, interval: float = 0.2) -> None:
@@ -56,61 +64,59 @@ class Listener(HeadListener):
         self.wanted = 0
         self.losses = 0
         self.troubles: list[str] = []
-        self.answers = True
+        self.calls: list[NumberedCall] = []
         self.client = OmniCoordClientForHead(
-            address, head_id, self, secrets=secrets, heartbeat_interval=interval, on_unreachable=self.troubles.append
+            address,
+            head_id,
+            self.hear,
+            secrets=secrets,
+            heartbeat_interval=interval,
+            on_unreachable=self.troubles.append,
         )
 
-    def replicas_listed(self, replicas: ReplicaList) -> None:
-        self.replicas = replicas
-
-    def work_reported(self, head_id: str, work: Sequence[ReplicaWork], full: bool) -> None:
-        known = {} if full else self.work.get(head_id, {})
-        self.work[head_id] = known | {row.engine: row for row in work}
-
-    def head_left(self, head_id: str) -> None:
-        self.work.pop(head_id, None)
-
-    def called(self, call: PeerCall) -> None:
-        if call.method == "fail":
-            raise RuntimeError("listeners may fail")
-        if self.answers:
-            self.client.answer(call, {"from": self.head_id, "arguments": call.arguments})
-
-    def work_wanted(self) -> None:
-        self.wanted += 1
-        self.client.report_work(self.in_flight, full=True)
-
-    def seat_lost(self) -> None:
-        self.losses += 1
-        self.work.clear()
+    def hear(self, event: SessionEvent) -> None:
+        """Take in what the client says."""
+        match event:
+            case Welcome():
+                self.wanted += 1
+                self.client.report_work(self.in_flight, full=True)
+            case ReplicaList():
+                self.replicas = event
+            case PeerWork():
+                known = {} if event.full else self.work.get(event.head_id, {})
+                self.work[event.head_id] = known | {row.engine: row for row in event.work}
+            case HeadLeft():
+                self.work.pop(event.head_id, None)
+            case SessionLost():
+                self.losses += 1
+                self.work.clear()
+            case NumberedCall():
+                if event.method == "profile":
+                    raise RuntimeError("who is told may fail")
+                self.calls.append(event)
 
     def report(self, *in_flight: ReplicaWork) -> None:
         """Tell the others what is in flight here from now on."""
         self.in_flight = list(in_flight)
         self.client.report_work(self.in_flight, full=True)
 
-    def seated(self) -> bool:
-        """Whether its coordinator knows it."""
-        return self.client.call("ping", None, 0.3).exception(20) is None
 
-
-Sit = Callable[..., Listener]
+Connect = Callable[..., Listener]
 
 
 @pytest.fixture
-def sit() -> Iterator[Sit]:
-    """Let heads take seats."""
+def connect() -> Iterator[Connect]:
+    """Let heads have sessions."""
     with ExitStack() as stack:
 
-        def sit(address: str, *head_ids: str, secrets: Secrets | None = None) -> list[Listener]:
+        def connect(address: str, *head_ids: str, secrets: Secrets | None = None) -> list[Listener]:
             heads = [Listener(address, head_id, secrets) for head_id in head_ids]
             for head in heads:
                 stack.callback(head.client.close)
-            eventually(lambda: all(head.wanted and head.seated() for head in heads))
+            eventually(lambda: all(head.wanted for head in heads))
             return heads
 
-        yield sit
+        yield connect
 
 
 @pytest.fixture(params=[None, SECRETS], ids=["open", "secret"])
@@ -122,9 +128,9 @@ def fleet(request: pytest.FixtureRequest) -> Iterator[OmniCoordinator]:
     coordinator.close()
 
 
-def test_heads_hear_of_replicas_of_work_and_of_calls(fleet: OmniCoordinator, sit: Sit) -> None:
+def test_heads_hear_of_replicas_of_work_and_of_calls(fleet: OmniCoordinator, connect: Connect) -> None:
     secrets: Secrets | None = fleet.secrets  # type: ignore[attr-defined]
-    first, second = sit(fleet.router_zmq_addr, "first", "second", secrets=secrets)
+    first, second = connect(fleet.router_zmq_addr, "first", "second", secrets=secrets)
     fleet.add_new_replica(make_event("b"))
     fleet.add_new_replica(make_event("a"))
     eventually(lambda: names(first.replicas) == names(second.replicas) == ["a", "b"])
@@ -134,91 +140,65 @@ def test_heads_hear_of_replicas_of_work_and_of_calls(fleet: OmniCoordinator, sit
 
     first.report(ROW)
     eventually(lambda: second.work.get("first") == {ROW.engine: ROW})
-    (answer,) = first.client.call("greet", [1, "x"], timeout=20.0).result(20)
-    assert (answer.head_id, answer.result) == ("second", {"from": "second", "arguments": [1, "x"]})
+    assert first.client.send(CALL)
+    eventually(lambda: [call.head_id for call in first.calls + second.calls] == ["first", "first"])
+    assert first.calls[0].arguments == second.calls[0].arguments == ["keep", True]
 
 
-def test_report_of_thousands_of_replicas_arrives_whole(coordinator: OmniCoordinator, sit: Sit) -> None:
-    first, second = sit(coordinator.router_zmq_addr, "first", "second")
+def test_report_of_thousands_of_replicas_arrives_whole(coordinator: OmniCoordinator, connect: Connect) -> None:
+    first, second = connect(coordinator.router_zmq_addr, "first", "second")
     work = [ReplicaWork(number, 1, 1) for number in range(2000)]
     first.report(*work)
-    late = sit(coordinator.router_zmq_addr, "late")[0]
+    late = connect(coordinator.router_zmq_addr, "late")[0]
     eventually(lambda: list(late.work.get("first", {}).values()) == work)
     assert second.losses == 0
 
 
-def test_late_head_is_told_of_everything(coordinator: OmniCoordinator, sit: Sit) -> None:
-    (first,) = sit(coordinator.router_zmq_addr, "first")
+def test_late_head_is_told_of_everything(coordinator: OmniCoordinator, connect: Connect) -> None:
+    (first,) = connect(coordinator.router_zmq_addr, "first")
     coordinator.add_new_replica(make_event("a"))
     first.report(ROW)
-    (late,) = sit(coordinator.router_zmq_addr, "late")
+    (late,) = connect(coordinator.router_zmq_addr, "late")
     eventually(lambda: names(late.replicas) == ["a"] and late.work == {"first": {ROW.engine: ROW}})
 
 
-def test_head_that_closes_has_left_at_once(coordinator: OmniCoordinator, sit: Sit) -> None:
-    (first,) = sit(coordinator.router_zmq_addr, "first")
+def test_head_that_closes_has_left_at_once(coordinator: OmniCoordinator, connect: Connect) -> None:
+    (first,) = connect(coordinator.router_zmq_addr, "first")
     leaver = Listener(coordinator.router_zmq_addr, "leaver")
-    eventually(leaver.seated)
+    eventually(lambda: leaver.wanted)
     leaver.report(ROW)
     eventually(lambda: first.work.get("leaver") == {ROW.engine: ROW})
     leaver.client.close()
     eventually(lambda: "leaver" not in first.work, within=3)
     leaver.report(ROW)
-    assert isinstance(leaver.client.call("greet", None, 1.0).exception(0), NoSeatError)
+    assert not leaver.client.send(CALL)
+    leaver.client.resync()
     with pytest.raises(RuntimeError, match="closed"):
         leaver.client.close()
 
 
-def test_calls_that_nobody_answers_end_when_the_caller_closes(coordinator: OmniCoordinator, sit: Sit) -> None:
-    (mute,) = sit(coordinator.router_zmq_addr, "mute")
-    mute.answers = False
-    caller = Listener(coordinator.router_zmq_addr, "caller")
-    eventually(lambda: caller.wanted)
-    future = caller.client.call("greet", None, 1000.0)
-    caller.client.close()
-    assert isinstance(future.exception(20), NoSeatError)
-
-
-def test_call_that_is_not_answered_in_time_says_so(coordinator: OmniCoordinator, sit: Sit) -> None:
-    mute, caller = sit(coordinator.router_zmq_addr, "mute", "caller")
-    mute.answers = False
-    (answer,) = caller.client.call("greet", None, 0.3).result(20)
-    assert "in time" in answer.error
-
-
-def test_many_calls_at_once_each_get_their_own_answers(coordinator: OmniCoordinator, sit: Sit) -> None:
-    heads = sit(coordinator.router_zmq_addr, "h1", "h2", "h3")
-    with ThreadPoolExecutor(4) as pool:
-        calls = [(head, number) for number in range(20) for head in heads]
-        futures = list(pool.map(lambda call: call[0].client.call("count", call[1], 30.0), calls))
-    for (head, number), future in zip(calls, futures, strict=True):
-        answers = future.result(30)
-        assert {answer.head_id for answer in answers} == {"h1", "h2", "h3"} - {head.head_id}
-        assert {answer.result["arguments"] for answer in answers} == {number}
-
-
-def test_listener_that_fails_is_told_of_what_comes_next(coordinator: OmniCoordinator, sit: Sit) -> None:
-    first, _ = sit(coordinator.router_zmq_addr, "first", "second")
-    failed = first.client.call("fail", None, 0.3).result(20)
-    assert failed[0].error
-    assert first.client.call("greet", None, 20.0).result(20)[0].result
+def test_listener_that_fails_is_told_of_what_comes_next(coordinator: OmniCoordinator, connect: Connect) -> None:
+    first, second = connect(coordinator.router_zmq_addr, "first", "second")
+    first.client.send(Call(1, "profile", [True, None, None, None], [], []))
+    first.client.send(CALL)
+    eventually(lambda: len(first.calls) == len(second.calls) == 1)
 
 
 def test_coordinator_that_is_not_there_yet_is_no_error() -> None:
     address = free_address()
     head = Listener(address, "early")
     eventually(lambda: any("no coordinator answers" in trouble for trouble in head.troubles))
-    assert isinstance(head.client.call("greet", None, 1.0).exception(0), NoSeatError)
+    assert not head.client.send(CALL)
     coordinator = OmniCoordinator(address, ANY)
     eventually(lambda: head.wanted)
     head.client.close()
     coordinator.close()
 
 
-def test_killed_coordinator_is_followed_by_one_that_knows_the_numbers(sit: Sit) -> None:
+def test_killed_coordinator_is_followed_by_one_that_knows_the_numbers(connect: Connect) -> None:
     runtime = OmniCoordinatorRuntime(heartbeat_timeout=3.0, first_numbers={0: 2})
     try:
-        first, second = sit(runtime.router_address, "first", "second")
+        first, second = connect(runtime.router_address, "first", "second")
         replicas = []
         for name in ("a", "b"):
             replicas.append(
@@ -255,70 +235,75 @@ def test_impossible_address_interval_and_id_are_refused() -> None:
         Listener(free_address(), "head", interval=0.0)
 
 
-def test_call_that_is_too_large_or_no_json_is_the_callers_error(coordinator: OmniCoordinator, sit: Sit) -> None:
-    (head,) = sit(coordinator.router_zmq_addr, "head")
-    for arguments in ("x" * 300_000, object(), {"a": {1, 2}, "b": "\ud800"}):
+def test_call_that_is_too_large_or_no_json_is_the_callers_error(coordinator: OmniCoordinator, connect: Connect) -> None:
+    (head,) = connect(coordinator.router_zmq_addr, "head")
+    for argument in ("x" * 300_000, object(), {"a": {1, 2}, "b": "\ud800"}):
         with pytest.raises(WireError):
-            head.client.call("greet", arguments, 1.0)
+            head.client.send(Call(1, "collective_rpc", [argument], [0], []))
 
 
 FROM_HEADS = [
-    Beat("stranger", 5, 3, True, SEAT_PROTOCOL),
-    Work(1, True, [ROW]),
+    Hello("stranger", 5, SESSION_PROTOCOL),
+    Work(True, [ROW]),
     Numbers([ReplicaNumber(0, "tcp://a:1", "tcp://a:2", 3)]),
-    Call(1, "greet", {"x": [1]}),
-    Answer("neighbour", 1, "result"),
+    Call(1, "collective_rpc", ["greet", None, [[1]], {}], [0], [5]),
+    CallOutcome(1, [True], [5], [5]),
+    CallDone(1),
+    FleetState(1, [StageState(0, [("resume_scheduler", [])], False)], [(0, "tcp://a:1", "tcp://a:2")]),
     Bye(),
+    Beat(),
 ]
-BEAT, WORK, CALL = (encode_from_head(FROM_HEADS[index]) for index in (0, 1, 3))
+HELLO, WORK, RPC = (encode_from_head(FROM_HEADS[index]) for index in (0, 1, 3))
 BAD_FRAMES = {
-    "unknown-type": BEAT.replace(b"beat", b"bite"),
-    "no-id": BEAT.replace(b"stranger", b""),
-    "long-id": BEAT.replace(b"stranger", b"x" * 129),
-    "truncated": BEAT[:-3],
-    "negative-seat": BEAT.replace(b'"seat":5', b'"seat":-5'),
+    "unknown-type": HELLO.replace(b"hello", b"hallo"),
+    "no-id": HELLO.replace(b"stranger", b""),
+    "long-id": HELLO.replace(b"stranger", b"x" * 129),
+    "truncated": HELLO[:-3],
+    "negative-session": HELLO.replace(b'"session":5', b'"session":-5'),
     "short-row": WORK.replace(b",500]", b"]"),
     "negative-work": WORK.replace(b"500", b"-500"),
-    "too-many-rows": b'{"type":"work","sequence":1,"full":true,"work":[%s]}'
-    % b",".join([msgspec.json.encode(ROW)] * 401),
-    "no-utf8": CALL.replace(b"greet", b"\xff\xfe"),
-    "deep": CALL.replace(b"[1]", b"[" * 5000 + b"]" * 5000),
-    "deep-enough-to-be-read-here-only": CALL.replace(b"[1]", b"[" * 960 + b"]" * 960),
+    "too-many-rows": b'{"type":"work","full":true,"work":[%s]}' % b",".join([msgspec.json.encode(ROW)] * 401),
+    "no-utf8": RPC.replace(b"greet", b"\xff\xfe"),
+    "deep": RPC.replace(b"[1]", b"[" * 5000 + b"]" * 5000),
+    "deep-enough-to-be-read-here-only": RPC.replace(b"[1]", b"[" * 960 + b"]" * 960),
     "type-only": b'{"type":',
 }
 
 
 @pytest.mark.parametrize("frame", BAD_FRAMES.values(), ids=BAD_FRAMES.keys())
 def test_malformed_frame_of_a_head_is_counted_and_dropped(
-    coordinator: OmniCoordinator, sit: Sit, dealer: OpenDealer, frame: bytes
+    coordinator: OmniCoordinator, connect: Connect, dealer: OpenDealer, frame: bytes
 ) -> None:
-    (neighbour,) = sit(coordinator.router_zmq_addr, "neighbour")
+    (neighbour,) = connect(coordinator.router_zmq_addr, "neighbour")
     peer = dealer(coordinator.router_zmq_addr)
-    peer.send(BEAT)
+    peer.send(HELLO)
     peer.send(frame)
     eventually(lambda: coordinator.invalid_frames["malformed"] == 1)
-    eventually(neighbour.seated)
+    neighbour.report(ROW)
+    eventually(lambda: neighbour.client.send(CALL) and neighbour.calls)
     assert neighbour.client.invalid_frames == 0
 
 
-def test_frames_without_a_seat_are_stale(coordinator: OmniCoordinator, dealer: OpenDealer) -> None:
+def test_frames_without_a_session_are_stale(coordinator: OmniCoordinator, dealer: OpenDealer) -> None:
     peer = dealer(coordinator.router_zmq_addr)
     for message in FROM_HEADS:
-        if not isinstance(message, Beat):
+        if not isinstance(message, Hello):
             peer.send(encode_from_head(message))
-    eventually(lambda: coordinator.invalid_frames["stale"] == 5)
+    eventually(lambda: coordinator.invalid_frames["stale"] == 8)
 
 
-def test_more_heads_than_seats_are_counted_and_dropped(coordinator: OmniCoordinator, dealer: OpenDealer) -> None:
+def test_more_heads_than_sessions_are_counted_and_dropped(coordinator: OmniCoordinator, dealer: OpenDealer) -> None:
     for number in range(66):
-        dealer(coordinator.router_zmq_addr).send(encode_from_head(Beat(f"head-{number}", 1, 0, True, SEAT_PROTOCOL)))
+        dealer(coordinator.router_zmq_addr).send(encode_from_head(Hello(f"head-{number}", 1, SESSION_PROTOCOL)))
     eventually(lambda: coordinator.invalid_frames["table-full"] == 2)
 
 
-def test_a_head_says_why_it_has_no_seat_and_when_it_has_one(coordinator: OmniCoordinator, dealer: OpenDealer) -> None:
+def test_a_head_says_why_it_has_no_session_and_when_it_has_one(
+    coordinator: OmniCoordinator, dealer: OpenDealer
+) -> None:
     peers = [dealer(coordinator.router_zmq_addr) for _ in range(64)]
     for number, peer in enumerate(peers):
-        peer.send(encode_from_head(Beat(f"head-{number}", 1, 0, True, SEAT_PROTOCOL)))
+        peer.send(encode_from_head(Hello(f"head-{number}", 1, SESSION_PROTOCOL)))
     for peer in peers:
         peer.recv()
     head = Listener(coordinator.router_zmq_addr, "late", interval=0.05)
@@ -328,15 +313,15 @@ def test_a_head_says_why_it_has_no_seat_and_when_it_has_one(coordinator: OmniCoo
         eventually(lambda: len(head.troubles) == 2)
     finally:
         head.client.close()
-    full = f"the coordinator at {coordinator.router_zmq_addr} gives this head no seat: there are 64 heads already"
+    full = f"the coordinator at {coordinator.router_zmq_addr} gives this head no session: there are 64 heads already"
     assert head.troubles == [full, ""]
 
 
 def test_hostile_frames_of_heads_harm_neither_service_nor_neighbours(
-    fleet: OmniCoordinator, sit: Sit, dealer: OpenDealer, open_socket: Callable[[int], Socket]
+    fleet: OmniCoordinator, connect: Connect, dealer: OpenDealer, open_socket: Callable[[int], Socket]
 ) -> None:
     secrets: Secrets | None = fleet.secrets  # type: ignore[attr-defined]
-    first, second = sit(fleet.router_zmq_addr, "neighbour", "second", secrets=secrets)
+    first, second = connect(fleet.router_zmq_addr, "neighbour", "second", secrets=secrets)
     fleet.add_new_replica(make_event("a"))
     rng = random.Random(6)
     peers = []
@@ -354,12 +339,8 @@ def test_hostile_frames_of_heads_harm_neither_service_nor_neighbours(
     eventually(lambda: second.work.get("neighbour") == {ROW.engine: ROW})
     eventually(lambda: names(first.replicas) == names(second.replicas) == ["a"])
 
-    def answered() -> list[str]:
-        # Strangers with a seat do not answer, so every call takes its whole time.
-        answers = first.client.call("greet", None, 1.0).result(20)
-        return [answer.head_id for answer in answers if not answer.error]
-
-    eventually(lambda: answered() == ["second"])
+    first.client.send(CALL)
+    eventually(lambda: any(call.head_id == "neighbour" for call in second.calls))
     assert (first.losses, second.losses) == (0, 0)
 
 
@@ -369,12 +350,8 @@ def test_hostile_coordinator_harms_no_head(open_socket: Callable[[int], Socket])
     head = Listener(f"tcp://127.0.0.1:{port}", "head")
     peer = router.recv_multipart()[0]
     rng = random.Random(7)
-    samples = [
-        b'{"epoch":1,"sequence":%d,"messages":[%s]}' % (number, encode_to_head(message))
-        for number, message in enumerate(
-            [Seated(["x"]), FullList(1, [], [], 1.0), ListDelta(2, [], [], [(0, "a", "b")], 2.0), WorkWanted()]
-        )
-    ]
+    messages = [Welcome(["x"], False), FullList([], [], 1.0), ListDelta([], [], [(0, "a", "b")], 2.0)]
+    samples = [frame for message in messages for frame in frames_to_head([encode_to_head(message)])]
     for _ in range(2000):
         router.send_multipart([peer, *hostile_message(rng, samples)])
     eventually(lambda: head.client.invalid_frames > 1000)

@@ -48,27 +48,17 @@ class HeadHistories(RuleBasedStateMachine):
     def work(self, name: str, replica: str, requests: int, incarnation: int) -> None:
         if name in self.world.heads:
             engine = engine_key(1, f"tcp://{replica}:1", f"tcp://{replica}:2", incarnation)
-            work = ReplicaWork(engine, requests, 7 * requests)
-            self.world.report(name, work)
+            self.world.report(name, ReplicaWork(engine, requests, 7 * requests))
 
     @rule(name=heads)
     def exchange(self, name: str) -> None:
         if name in self.world.heads:
             self.world.exchange(name)
 
-    @rule(name=heads)
-    def lose_upwards(self, name: str) -> None:
-        """What an outbox that is full drops is its oldest frame."""
-        head = self.world.heads.get(name)
-        if head and head.session.frames:
-            head.session.frames.popleft()
-
-    @rule(name=heads)
-    def lose_downwards(self, name: str) -> None:
-        """What a queue that is full does not take is the last frame."""
-        head = self.world.heads.get(name)
-        if head and head.down:
-            head.down.pop()
+    @rule(name=heads, frame=st.sampled_from([b"", b"[{}]", b'[{"type":"welcome"}]']))
+    def garble(self, name: str, frame: bytes) -> None:
+        if head := self.world.heads.get(name):
+            head.session.take(frame, self.world.now)
 
     @rule(name=heads)
     def beat(self, name: str) -> None:

@@ -1,132 +1,97 @@
-"""Several heads of one fleet whose messages to each other are passed on by the test."""
+"""Several heads of one fleet at a coordinator in memory, whose frames the test may hold back."""
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-import msgspec
-
 from tests.fakes.conditions import eventually
+from tests.fakes.engine_api import FakeEngineApi
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.links import FakeLink, answer_calls
-from vllm_omni_plugin.coordinator import PeerAnswer, PeerCall
+from vllm_omni_plugin.coordinator import MembershipTable, ReplicaStatus, SessionLost
+from vllm_omni_plugin.coordinator.head_messages import Call, OperatorMessage
+from vllm_omni_plugin.coordinator.head_session import HeadSession, News
+from vllm_omni_plugin.coordinator.head_wire import decode_from_head
+from vllm_omni_plugin.coordinator.list_deltas import ListDeltas
+from vllm_omni_plugin.coordinator.numbering import Numbering
+from vllm_omni_plugin.coordinator.sessions import Letter, Sessions
+from vllm_omni_plugin.orchestrator.fleet_calls import FleetCalls
+from vllm_omni_plugin.orchestrator.front_update import FrontUpdate
 from vllm_omni_plugin.orchestrator.messages import CallReplicas, ManageReplica
-from vllm_omni_plugin.orchestrator.peer_calls import PeerCalls
-from vllm_omni_plugin.orchestrator.told_elsewhere import ToldElsewhere
+from vllm_omni_plugin.orchestrator.session_listener import SessionListener
+from vllm_omni_plugin.orchestrator.work_exchange import WorkExchange
+from vllm_omni_plugin.replicas.stage_client import StageClient
 from vllm_omni_plugin.vllm_api.adapter import Adapter
-
-SILENT = "did not answer in time"
 
 
 class HeadBus:
-    """Satisfies what the coordinator does for heads. Messages arrive in the order in which they were sent.
+    """The coordinator, without sockets. Frames arrive in the order in which they were sent.
 
     Attributes:
-        deaf: heads that get nothing, and are said not to answer.
-        sent: method and arguments of all calls, in order.
-        holding: whether messages wait for `deliver`.
+        calls: what heads asked the coordinator to number.
+        deaf: heads whose frames wait until they are no longer in here.
     """
 
     def __init__(self) -> None:
-        self.seats: dict[str, Seat] = {}
+        self.calls: list[Call] = []
         self.deaf: set[str] = set()
-        self.sent: list[tuple[str, Any]] = []
-        self.holding = False
-        self._waiting: deque[Callable[[], None]] = deque()
+        self._heads: dict[bytes, FakeHead] = {}
+        self._now = 0.0
+        self._connections = 0
+        self.start()
 
-    def pass_on(self, deliver: Callable[[], None]) -> None:
-        self._waiting.append(deliver)
-        if not self.holding:
-            asyncio.get_running_loop().call_soon(self.deliver)
+    def start(self) -> None:
+        """A coordinator that knows nothing."""
+        self._sessions = Sessions(ListDeltas(MembershipTable(30.0), Numbering()))
 
-    def deliver(self, count: int = 1) -> None:
-        """Pass the oldest messages on."""
-        for _ in range(min(count, len(self._waiting))):
-            self._waiting.popleft()()
+    def connect(self, head: "FakeHead") -> None:
+        """A head has a new connection."""
+        self._connections += 1
+        self._heads = {peer: other for peer, other in self._heads.items() if other is not head}
+        head.peer = b"%d" % self._connections
+        head.inbox.clear()
+        self._heads[head.peer] = head
+        head.session.disconnected()
+        head.session.open(self._connections)
+        self.wake()
 
-    def release(self) -> None:
-        """Hold nothing back any more."""
-        self.holding = False
-        self.deliver(len(self._waiting))
+    def cut(self, head: "FakeHead", noticed: bool = True) -> None:
+        """A head has no connection any more, which the coordinator may have noticed."""
+        self._heads.pop(head.peer, None)
+        head.session.disconnected()
+        head.hear([SessionLost()])
+        if noticed:
+            self._deliver(self._sessions.leave(head.peer))
 
-    def leave(self, head_id: str) -> None:
-        """A head is gone, and the others hear of it."""
-        self.seats.pop(head_id).vacate()
-        for seat in self.seats.values():
-            seat.peers.peers_lost((head_id,))
+    def wake(self) -> None:
+        """Let frames arrive in the loop's next turn."""
+        asyncio.get_running_loop().call_soon(self._pump)
 
+    def _pump(self) -> None:
+        for head in list(self._heads.values()):
+            while head.session.frames:
+                frame = decode_from_head(head.session.frames.popleft())
+                self._deliver(self._sessions.take(head.peer, frame, self._now) or [])
+        self._now += 1.0
+        self._deliver(self._sessions.tick(self._now))
+        for head in list(self._heads.values()):
+            while head.inbox and head.head_id not in self.deaf:
+                head.hear(head.session.take(head.inbox.popleft(), self._now))
 
-class Seat:
-    """Satisfies `PeerLink`."""
-
-    def __init__(self, bus: HeadBus, head_id: str) -> None:
-        self.head_id = head_id
-        self.peers: PeerCalls
-        self._bus = bus
-        self._asked: dict[int, tuple[Future[list[PeerAnswer]], dict[str, PeerAnswer | None]]] = {}
-
-    def call(self, method: str, arguments: Any, timeout: float) -> Future[list[PeerAnswer]]:
-        call = PeerCall(self.head_id, len(self._bus.sent), method, msgspec.json.decode(msgspec.json.encode(arguments)))
-        self._bus.sent.append((method, call.arguments))
-        others = [seat for seat in self._bus.seats.values() if seat is not self]
-        answers: dict[str, PeerAnswer | None] = dict.fromkeys(seat.head_id for seat in others)
-        reply: Future[list[PeerAnswer]] = Future()
-        self._asked[call.call_id] = (reply, answers)
-        for seat in others:
-            if seat.head_id in self._bus.deaf or self.head_id in self._bus.deaf:
-                self._bus.pass_on(lambda seat=seat: self.answered(call, PeerAnswer(seat.head_id, error=SILENT)))  # type: ignore[misc]
-            else:
-                self._bus.pass_on(lambda seat=seat: seat.arrive(call))  # type: ignore[misc]
-        self._resolve(call.call_id)
-        return reply
-
-    def answer(self, call: PeerCall, result: Any = None, error: str = "") -> None:
-        asker = self._bus.seats.get(call.head_id)
-        if asker is not None:
-            answer = PeerAnswer(self.head_id, msgspec.json.decode(msgspec.json.encode(result)), error)
-            self._bus.pass_on(lambda: asker.answered(call, answer))
-
-    def arrive(self, call: PeerCall) -> None:
-        if self._bus.seats.get(self.head_id) is self:
-            self.peers.called(call)
-        elif call.head_id in self._bus.seats:
-            self._bus.seats[call.head_id].answered(call, PeerAnswer(self.head_id, error="has left"))
-
-    def answered(self, call: PeerCall, answer: PeerAnswer) -> None:
-        if call.call_id in self._asked:
-            self._asked[call.call_id][1].setdefault(answer.head_id)
-            self._asked[call.call_id][1][answer.head_id] = answer
-            self._resolve(call.call_id)
-
-    def vacate(self) -> None:
-        """The head is gone: who waits for it is told so."""
-        for seat in self._bus.seats.values():
-            seat.gone(self.head_id)
-
-    def gone(self, head_id: str) -> None:
-        for call_id, (_, answers) in list(self._asked.items()):
-            if head_id in answers and answers[head_id] is None:
-                answers[head_id] = PeerAnswer(head_id, error="has left")
-                self._resolve(call_id)
-
-    def _resolve(self, call_id: int) -> None:
-        reply, answers = self._asked[call_id]
-        if None not in answers.values():
-            del self._asked[call_id]
-            if reply.set_running_or_notify_cancel():
-                reply.set_result([answer for answer in answers.values() if answer is not None])
+    def _deliver(self, letters: list[Letter]) -> None:
+        for peer, frame in letters:
+            if peer in self._heads:
+                self._heads[peer].inbox.append(frame)
+                self.wake()
 
 
 class FakeHead(FakeFleet):
-    """A head with a seat at the bus. Its replicas have the same addresses as those of the other heads.
+    """A head at the bus. Its replicas have the same addresses as those of the other heads.
 
     Attributes:
-        seat: None before it has one.
         adapters: what requests may ask for, by name, as AsyncLLM's side was told.
         sleep_level: how deep the engines sleep, as it was told.
-        may_remind: attempts to reach silent heads wait for it.
     """
 
     def __init__(self, bus: HeadBus, head_id: str, replicas: int = 2) -> None:
@@ -134,13 +99,14 @@ class FakeHead(FakeFleet):
         for replica_id, link in self.links.items():
             self._share(replica_id, link)
         self.bus, self.head_id = bus, head_id
-        self.seat: Seat | None = None
+        self.peer = b""
+        self.inbox: deque[bytes] = deque()
+        self.session = HeadSession(head_id)
         self.adapters: dict[str, Adapter] = {}
         self.sleep_level = 0
-        self.may_remind = asyncio.Event()
-        self.peers = PeerCalls(self.orchestrator, head_id, lambda: self.seat, self._delay)
-        self.orchestrator.peer_calls = self.peers
-        self._reader: asyncio.Task[None] | None = None
+        self.orchestrator.exchange = WorkExchange([self.pool], self.session.report)
+        self.fleet_calls = self.orchestrator.fleet_calls = FleetCalls(self.orchestrator, head_id, lambda: self)
+        self._listener = SessionListener(self.orchestrator.rpc_async_queue)
 
     async def __aenter__(self) -> "FakeHead":
         await super().__aenter__()
@@ -148,27 +114,34 @@ class FakeHead(FakeFleet):
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self.leave()
+        self.bus.cut(self)
         await super().__aexit__()
-        assert self._reader is not None
         self._reader.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
 
-    async def take_seat(self) -> None:
-        """Take a seat at the bus; returns when this head knows what the others do."""
-        self.connect()
-        async with asyncio.timeout(10):
-            await self.peers.synchronised()
+    async def join_fleet(self) -> None:
+        """Connect; returns when this head knows what the fleet was told."""
+        self.bus.connect(self)
+        await eventually(lambda: self.fleet_calls.refusal is None)
+        await self.fleet_calls.synced()
 
-    def connect(self) -> None:
-        seat = self.seat = self.bus.seats[self.head_id] = Seat(self.bus, self.head_id)
-        seat.peers = self.peers
-        self.peers.synchronise()
+    def hear(self, news: list[News]) -> None:
+        """What the session says."""
+        for one in news:
+            assert not isinstance(one, Exception), one
+            self._listener(one)  # type: ignore[arg-type]
 
-    def leave(self) -> None:
-        if self.seat is not None and self.bus.seats.get(self.head_id) is self.seat:
-            self.bus.leave(self.head_id)
-        self.seat = None
+    def send(self, message: OperatorMessage) -> bool:
+        """As `OmniCoordClientForHead`."""
+        if isinstance(message, Call):
+            self.bus.calls.append(message)
+        self.bus.wake()
+        return self.session.send(message)
+
+    def resync(self) -> None:
+        """As `OmniCoordClientForHead`."""
+        self.session.open(0)
+        self.bus.wake()
 
     def attach(self, replica_id: int, private: bool = False) -> FakeLink:
         """This head reaches a replica from now on."""
@@ -177,14 +150,28 @@ class FakeHead(FakeFleet):
         self.pool.member(replica_id).remote = not private
         return link
 
-    def send(self, method: str, *args: Any) -> Future[list[Any]]:
+    async def bring_up(self, replica_id: int, told: bool = False, link: FakeLink | None = None) -> list[Any]:
+        """A replica of another process attaches; returns what this head tells it before it serves."""
+        if link is None:
+            link = FakeLink(f"replica-{replica_id}")
+            link.on_call = answer_calls
+        member = self.pool.add(replica_id)
+        member.remote, member.input_addr, member.output_addr = True, link.input_addr, link.output_addr
+        client = StageClient(link, FakeEngineApi(), str(replica_id), lambda outputs: None, lambda reason: None)
+        client.start()
+        async with asyncio.timeout(10):
+            await self.orchestrator.admit(member, client, b"", told)
+        self.pool.serve(member, client, link.input_addr, link.output_addr)
+        return [(method, args) for _, method, args in link.calls]
+
+    def ask(self, method: str, *args: Any) -> Future[list[Any]]:
         reply: Future[list[Any]] = Future()
         self.orchestrator.rpc_async_queue.force_put(CallReplicas(method, args, reply))
         return reply
 
     async def call(self, method: str, *args: Any) -> list[Any]:
         async with asyncio.timeout(10):
-            return await asyncio.wrap_future(self.send(method, *args))
+            return await asyncio.wrap_future(self.ask(method, *args))
 
     async def manage(self, action: Any, replica_id: int) -> None:
         reply: Future[None] = Future()
@@ -195,6 +182,20 @@ class FakeHead(FakeFleet):
     def calls(self, replica_id: int) -> list[tuple[str, list[Any]]]:
         """What this head told a replica."""
         return [(method, args) for _, method, args in self.links[replica_id].calls]
+
+    def stand_still(self) -> None:
+        """Its replicas do not answer any more."""
+        for link in self.links.values():
+            link.on_call = None
+
+    def let_answer(self) -> None:
+        """They answer what they were asked last."""
+        for link in self.links.values():
+            link.answer(link.calls[-1][0])
+
+    @property
+    def statuses(self) -> list[ReplicaStatus]:
+        return [member.status for member in self.pool.members]
 
     @property
     def replay(self) -> list[tuple[str, tuple[Any, ...]]]:
@@ -208,13 +209,10 @@ class FakeHead(FakeFleet):
         link.on_call = answer_calls
         self.pool.member(replica_id).remote = True
 
-    async def _delay(self, seconds: float) -> None:
-        await self.may_remind.wait()
-
     async def _read_front(self) -> None:
         while True:
             for item in await self.orchestrator.output_async_queue.get_batch():
-                if not isinstance(item, ToldElsewhere):
+                if not isinstance(item, FrontUpdate):
                     continue
                 for adapter in item.loaded:
                     self.adapters[adapter.lora_name] = adapter
@@ -222,4 +220,4 @@ class FakeHead(FakeFleet):
                     del self.adapters[name]
                 if item.sleep_level is not None:
                     self.sleep_level = item.sleep_level
-                item.heeded.set_result(None)
+                item.applied.set_result(None)

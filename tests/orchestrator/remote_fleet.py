@@ -19,6 +19,7 @@ class Attachment:
     """Satisfies `RemoteReplica` over a link in memory."""
 
     ready_response = b"ready"
+    told = False
 
     def __init__(self, info: ReplicaInfo, replica_id: int, listeners: Listeners) -> None:
         self.info = info
@@ -29,6 +30,9 @@ class Attachment:
         self.client = StageClient(self.link, FakeEngineApi(), replica_id, listeners.outputs, listeners.dead)
         self.client.start()
         self.told_to_leave = self.closed = False
+
+    def say_told(self) -> None:
+        self.told = True
 
     def leave(self) -> None:
         self.told_to_leave = True

@@ -15,8 +15,9 @@ from tests.fakes.links import FakeLink
 from tests.fakes.pipeline_fleet import FakePipelineFleet
 from tests.fakes.pipelines import CHAIN
 from tests.orchestrator.local_node import Node
+from vllm_omni_plugin.coordinator import SessionLost
 from vllm_omni_plugin.errors import OmniError
-from vllm_omni_plugin.orchestrator.messages import ManageReplica, PeersLost
+from vllm_omni_plugin.orchestrator.messages import ManageReplica
 from vllm_omni_plugin.orchestrator.single_stage import SingleStage
 
 
@@ -114,7 +115,7 @@ async def test_a_pipelines_request_that_cannot_be_begun_fails_alone(monkeypatch:
 async def test_a_word_of_other_heads_that_cannot_be_heeded_stops_nothing() -> None:
     async with FakeFleet() as fleet:
         # This head has no way to other heads at all.
-        fleet.orchestrator.rpc_async_queue.force_put(PeersLost(None))
+        fleet.orchestrator.rpc_async_queue.force_put(SessionLost())
         reply: Future[None] = Future()
         fleet.orchestrator.rpc_async_queue.force_put(ManageReplica("drain", 0, 0, reply))
         async with asyncio.timeout(5):
@@ -124,18 +125,20 @@ async def test_a_word_of_other_heads_that_cannot_be_heeded_stops_nothing() -> No
 
 async def test_an_administrators_wish_that_fails_halfway_is_answered() -> None:
     class Deaf:
+        refusal = None
+
         def managed(self, *_: object) -> None:
             raise KeyError("gone")
 
     async with FakeFleet() as fleet:
         fleet.pool.member(0).remote = True
-        fleet.orchestrator.peer_calls = Deaf()  # type: ignore[assignment]
+        fleet.orchestrator.fleet_calls = Deaf()  # type: ignore[assignment]
         reply: Future[None] = Future()
         fleet.orchestrator.rpc_async_queue.force_put(ManageReplica("drain", 0, 0, reply))
         async with asyncio.timeout(5):
             with pytest.raises(KeyError, match="gone"):
                 await asyncio.wrap_future(reply)
-        fleet.orchestrator.peer_calls = None
+        fleet.orchestrator.fleet_calls = None
 
 
 async def test_a_replica_whose_engine_cannot_be_ended_in_order_is_started_again(

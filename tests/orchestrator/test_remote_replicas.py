@@ -71,6 +71,20 @@ async def test_a_replica_that_joins_is_told_what_the_others_were_told_first(flee
     assert [call[1:] for call in fleet.attachments[1].link.calls] == [("pin_lora", [3])]
 
 
+async def test_a_replica_that_serves_is_marked_as_told_and_one_that_was_told_is_not_told_again(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fleet.joined(row(1))
+    reply: Future[list[Any]] = Future()
+    fleet.orchestrator.rpc_async_queue.force_put(CallReplicas("pin_lora", (3,), reply))
+    await asyncio.wrap_future(reply)
+    assert fleet.attachments[0].told
+    monkeypatch.setattr(Attachment, "told", True)
+    fleet.register(row(2))
+    await fleet.serving(2)
+    assert fleet.attachments[1].link.calls == []
+
+
 async def test_outputs_before_a_replica_serves_are_of_nobody_here(fleet: Fleet) -> None:
     (replica,) = await fleet.joined(row(1))
     replica.link.say_dead()

@@ -15,7 +15,7 @@ HEADS = ("a", "b", "c")
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(
-            ["join", "leave", "unseat", "attach", "lose", "charge", "charge", "begin", "release", "deliver", "advance"]
+            ["join", "leave", "cut off", "attach", "lose", "charge", "charge", "begin", "release", "deliver", "advance"]
         ),
         st.sampled_from(HEADS),
         st.integers(0, 5),
@@ -40,8 +40,8 @@ def step(bus: WorkBus, incarnations: list[int], action: str, head_id: str, numbe
     match action:
         case "leave":
             bus.leave(head_id)
-        case "unseat":
-            bus.unseat(head_id, noticed=number % 2 == 0)
+        case "cut off":
+            bus.cut_off(head_id, noticed=number % 2 == 0)
         case "attach" if member is None:
             head.attach(replica, incarnations[replica])
         case "lose" if member is not None:

@@ -10,14 +10,15 @@ from typing import Any, cast
 
 from tests.fakes.engine_api import FakeRequest
 from vllm_omni_plugin.balancing import Decision, LeastQueueLengthBalancer, Prompt, Task
-from vllm_omni_plugin.coordinator import ReplicaStatus, ReplicaWork
-from vllm_omni_plugin.orchestrator.messages import PeersLost, PeerWork, WorkWanted
+from vllm_omni_plugin.coordinator import HeadLeft, PeerWork, ReplicaStatus, ReplicaWork, SessionLost, Welcome
 from vllm_omni_plugin.orchestrator.stage_pool import PoolMember, StagePool
 from vllm_omni_plugin.orchestrator.stage_run import StageRun
 from vllm_omni_plugin.orchestrator.work_exchange import WorkExchange
 from vllm_omni_plugin.replicas.stage_client import StageClient
 
 PROMPT_TOKENS = 100
+
+Message = PeerWork | HeadLeft | SessionLost | Welcome
 
 
 class Timers:
@@ -92,14 +93,17 @@ class WorkingHead:
         self.runs.remove(run)
         self.pool.release(run)
 
-    def heed(self, message: PeerWork | PeersLost | WorkWanted) -> None:
+    def hear(self, message: Message) -> None:
         """As the orchestrator does."""
-        if isinstance(message, PeerWork):
-            self.exchange.peer_work(message)
-        elif isinstance(message, PeersLost):
-            self.exchange.peers_lost(message)
-        else:
-            self.exchange.work_wanted()
+        match message:
+            case PeerWork():
+                self.exchange.peer_work(message)
+            case HeadLeft():
+                self.exchange.head_left(message.head_id)
+            case SessionLost():
+                self.exchange.session_lost()
+            case Welcome():
+                self.exchange.welcomed(message.heads)
 
 
 class WorkBus:
@@ -109,35 +113,39 @@ class WorkBus:
         self.timers = Timers()
         self.heads: dict[str, WorkingHead] = {}
         self.reports: list[tuple[str, float, list[ReplicaWork], bool]] = []
-        self._inboxes: dict[str, deque[PeerWork | PeersLost | WorkWanted]] = {}
+        self._work: dict[str, dict[int, ReplicaWork]] = {}
+        self._inboxes: dict[str, deque[Message]] = {}
 
     def join(self, head_id: str) -> WorkingHead:
-        """A head takes its seat: all are asked for everything."""
+        """A head opens a session, and is told of the work of the others."""
         head = self.heads[head_id] = WorkingHead(self.timers, partial(self._report, head_id))
         self._inboxes[head_id] = deque()
-        self._tell_all(WorkWanted())
+        self._welcome(head_id)
         return head
 
     def leave(self, head_id: str) -> None:
         """A head is gone."""
         self.heads.pop(head_id).exchange.close()
         del self._inboxes[head_id]
-        self._tell_all(PeersLost((head_id,)))
+        self._work.pop(head_id, None)
+        for inbox in self._inboxes.values():
+            inbox.append(HeadLeft(head_id))
 
-    def unseat(self, head_id: str, noticed: bool) -> None:
-        """A head loses its seat and what was on its way there, and has it back; the others may have noticed."""
+    def cut_off(self, head_id: str, noticed: bool) -> None:
+        """A head loses its session and what was on its way there, and has it back; the others may have noticed."""
         self._inboxes[head_id].clear()
-        self.heads[head_id].heed(PeersLost(None))
+        self.heads[head_id].hear(SessionLost())
         if noticed:
+            self._work.pop(head_id, None)
             for other in self._inboxes.keys() - {head_id}:
-                self._inboxes[other].append(PeersLost((head_id,)))
-        self._tell_all(WorkWanted())
+                self._inboxes[other].append(HeadLeft(head_id))
+        self._welcome(head_id)
 
     def deliver(self, head_id: str, messages: int = 1) -> None:
         """So many messages arrive."""
         inbox = self._inboxes[head_id]
         for _ in range(min(messages, len(inbox))):
-            self.heads[head_id].heed(inbox.popleft())
+            self.heads[head_id].hear(inbox.popleft())
 
     def settle(self) -> None:
         """Everything due is done, and everything said arrives."""
@@ -148,9 +156,14 @@ class WorkBus:
 
     def _report(self, head_id: str, work: Sequence[ReplicaWork], full: bool) -> None:
         self.reports.append((head_id, self.timers.now, list(work), full))
+        known = {} if full else self._work.get(head_id, {})
+        self._work[head_id] = known | {row.engine: row for row in work}
         for other in self._inboxes.keys() - {head_id}:
-            self._inboxes[other].append(PeerWork(head_id, work, full))
+            self._inboxes[other].append(PeerWork(head_id, full, list(work)))
 
-    def _tell_all(self, message: PeersLost | WorkWanted) -> None:
-        for inbox in self._inboxes.values():
-            inbox.append(message)
+    def _welcome(self, head_id: str) -> None:
+        others = [other for other in self._inboxes if other != head_id]
+        self._inboxes[head_id].append(Welcome(others, False))
+        for other in others:
+            if other in self._work:
+                self._inboxes[head_id].append(PeerWork(other, True, list(self._work[other].values())))

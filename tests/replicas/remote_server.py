@@ -74,6 +74,7 @@ class FakeServer:
         answers_calls: whether the engine answers utility calls; False: it hangs.
         status: what a sign of life says.
         admits: whether the data sockets admit the head.
+        told: whether another head has told the engine everything.
     """
 
     def __init__(self, secrets: Secrets | None = None) -> None:
@@ -81,6 +82,7 @@ class FakeServer:
         self.received: list[list[bytes]] = []
         self.refusal: Refused | None = None
         self.answers_attach = self.answers_beats = self.answers_calls = self.admits = True
+        self.told = False
         self.status = ReplicaStatus.UP
         self._encrypted = secrets is not None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -181,6 +183,7 @@ class FakeServer:
                 max_message_bytes=2**20,
                 data_key=self._data_key.decode() if self._encrypted else "",
                 fingerprint={},
+                told=self.told,
             )
         )
 

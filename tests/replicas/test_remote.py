@@ -28,7 +28,7 @@ from tests.replicas.remote_server import (
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ReplicaError
-from vllm_omni_plugin.replicas.control import PROTOCOL_VERSION, Attach, Detach, Expired, Leave, Refused, Status
+from vllm_omni_plugin.replicas.control import PROTOCOL_VERSION, Attach, Detach, Expired, Leave, Refused, Status, Told
 from vllm_omni_plugin.replicas.remote import (
     AttachRefusedError,
     AttachSettings,
@@ -164,6 +164,15 @@ async def test_leaving_is_told_to_the_server_and_closing_gives_the_lease_back(he
     await eventually(lambda: Detach(LEASE) in server.heard)
     assert Leave(LEASE) in server.heard
     assert head.deaths == ["closed"]
+
+
+async def test_the_server_hears_that_the_engine_was_told_everything_and_shall_leave(
+    head: Head, server: FakeServer
+) -> None:
+    async with head.attached(server) as replica:
+        replica.say_told()
+        replica.leave()
+        await eventually(lambda: server.heard[-2:] == [Told(LEASE), Leave(LEASE)])
 
 
 @pytest.mark.parametrize("lasting", [True, False])

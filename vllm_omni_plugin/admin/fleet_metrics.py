@@ -102,9 +102,9 @@ class FleetCollector(Collector):
         )
 
     def _heads(self) -> Iterator[Metric]:
-        has_seat, exchange = self._orchestrator.metrics.has_seat, self._orchestrator.exchange
-        if has_seat is not None:
-            yield _gauge("coordinator_connected", "Whether the coordinator answers this head: 1 or 0.", has_seat)
+        has_session, exchange = self._orchestrator.metrics.has_session, self._orchestrator.exchange
+        if has_session is not None:
+            yield _gauge("coordinator_connected", "Whether the coordinator answers this head: 1 or 0.", has_session)
         if exchange is not None:
             yield _gauge("heads", "Heads of the fleet that this one hears of, and itself.", exchange.heads)
 

@@ -13,7 +13,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vllm_omni_plugin.errors import SHUTTING_DOWN, NoReplicaError
+from vllm_omni_plugin.errors import SHUTTING_DOWN, NoReplicaError, OmniError
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 
 MAX_WAITING = 1024
@@ -145,7 +145,7 @@ class HoldMiddleware:
             else:
                 await Response(status_code=CLIENT_CLOSED_REQUEST)(scope, receive, send)
         except NoReplicaError as error:
-            await _refusal(error)(scope, receive, send)
+            await refusal(error)(scope, receive, send)
         finally:
             ahead.close()
 
@@ -181,10 +181,11 @@ class _ReadAhead:
             self._pending.cancel()
 
 
-def _refusal(error: NoReplicaError) -> Response:
+def refusal(error: OmniError) -> Response:
+    """The 503 that says why, in the shape of OpenAI's errors."""
     status = HTTPStatus.SERVICE_UNAVAILABLE
     details = {"message": str(error), "type": status.phrase, "param": None, "code": status.value}
-    return JSONResponse({"error": details}, status)
+    return JSONResponse({"error": details}, status, {"Retry-After": str(RETRY_AFTER_S)})
 
 
 def _with_retry_after(send: Send) -> Send:

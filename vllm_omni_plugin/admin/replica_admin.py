@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from vllm_omni_plugin.admin.replies import result_of
-from vllm_omni_plugin.errors import OmniError, ReplicaError
+from vllm_omni_plugin.errors import CoordinatorAwayError, OmniError, ReplicaError
 from vllm_omni_plugin.orchestrator.membership import ADMIN_HOLD
 from vllm_omni_plugin.orchestrator.messages import ManageReplica
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
@@ -64,6 +64,12 @@ class FleetAdmin:
     def __init__(self, orchestrator: Orchestrator, clock: Callable[[], float]) -> None:
         self._orchestrator = orchestrator
         self._clock = clock
+
+    @property
+    def refusal(self) -> CoordinatorAwayError | None:
+        """Why calls to the engines as a whole are refused now; None if they are not."""
+        fleet_calls = self._orchestrator.fleet_calls
+        return None if fleet_calls is None else fleet_calls.refusal
 
     def replicas(self) -> list[ReplicaReport]:
         """All replicas, in order of stages and ids."""

@@ -10,8 +10,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from vllm_omni_plugin.admin.access import Access
 from vllm_omni_plugin.admin.explain import BadPromptError, DecisionReport, Explainer, UnknownModelError
+from vllm_omni_plugin.admin.hold import RETRY_AFTER_S
 from vllm_omni_plugin.admin.replica_admin import Action, FleetAdmin, ReplicaReport, UnknownReplicaError
-from vllm_omni_plugin.errors import NoReplicaError, OmniError, ReplicaError, UnexplainedError
+from vllm_omni_plugin.errors import CoordinatorAwayError, NoReplicaError, OmniError, ReplicaError, UnexplainedError
 from vllm_omni_plugin.orchestrator.thread_queue import QueueClosedError
 
 
@@ -45,6 +46,7 @@ _STATUS: tuple[tuple[type[OmniError], HTTPStatus], ...] = (
     (ReplicaError, HTTPStatus.CONFLICT),
     (UnexplainedError, HTTPStatus.CONFLICT),
     (NoReplicaError, HTTPStatus.SERVICE_UNAVAILABLE),
+    (CoordinatorAwayError, HTTPStatus.SERVICE_UNAVAILABLE),
     (QueueClosedError, HTTPStatus.SERVICE_UNAVAILABLE),
 )
 
@@ -54,7 +56,8 @@ def build_router(access: Access) -> APIRouter:
 
     Errors are `HTTPException`s, which vLLM's server answers in the shape of OpenAI's errors: 400 for a question that
     makes no sense or a prompt that could not be completed, 404 for an unknown id or model, 409 for a replica in the
-    wrong state or a policy that cannot explain itself, 503 while no replica serves or the server ends.
+    wrong state or a policy that cannot explain itself, 503 while no replica serves, the server ends, or other heads
+    cannot be told.
 
     Args:
         access: who may look, and who may change and ask about prompts, which tells what others have sent.
@@ -130,5 +133,7 @@ def _told_in_http() -> Iterator[None]:
     except OmniError as error:
         for kind, status in _STATUS:
             if isinstance(error, kind):
-                raise HTTPException(status, str(error)) from error
+                is_away = isinstance(error, CoordinatorAwayError)
+                headers = {"Retry-After": str(RETRY_AFTER_S)} if is_away else None
+                raise HTTPException(status, str(error), headers) from error
         raise

@@ -1,19 +1,21 @@
-"""A head's seat at the coordinator."""
+"""A head's connection to the coordinator."""
 
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import zmq
 
-from vllm_omni_plugin.coordinator.deliveries import Refused, Seated
-from vllm_omni_plugin.coordinator.head_listener import HeadListener, SeatLost, tell
-from vllm_omni_plugin.coordinator.head_messages import PeerAnswer, PeerCall, ReplicaWork
-from vllm_omni_plugin.coordinator.head_session import HeadSession, News
+from vllm_omni_plugin.coordinator.head_messages import (
+    OperatorMessage,
+    Refused,
+    ReplicaWork,
+    SessionLost,
+    Welcome,
+)
+from vllm_omni_plugin.coordinator.head_session import HeadSession, News, SessionEvent
 from vllm_omni_plugin.coordinator.link import CoordinatorLink
-from vllm_omni_plugin.coordinator.pending_calls import Settled
 from vllm_omni_plugin.coordinator.sockets import open_head_dealer
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError, WireError
@@ -32,16 +34,17 @@ class OmniCoordClientForHead:
     """Tells a head of the replicas and of the other heads, and them of this one.
 
     One thread owns the socket; all methods are thread-safe. A coordinator that is away is no error: the last list
-    stands, the others' work is unknown, and calls fail until it is back.
+    stands, and the others' work is unknown until it is back.
 
     Args:
         coord_zmq_addr: The coordinator's ROUTER address.
         head_id: Of this process, unlike that of any other head; at most 128 characters.
-        listener: Is told what comes.
+        on_event: Called with what comes, in the client's own thread, one call after the other; must not block. After a
+            `Welcome` the head reports its work in full.
         secrets: The fleet's, or None where it has none; tried in turn.
         heartbeat_interval: Seconds between beats; more than 1 counts as 1.
-        on_unreachable: Called in the client's own thread with why the coordinator cannot be reached or gives no seat,
-            whenever that changes, and with "" once there is a seat; must not block.
+        on_unreachable: Called in the client's own thread with why there is no session, whenever that changes, and
+            with "" once there is one; must not block.
 
     Raises:
         ConfigError: ``coord_zmq_addr`` is no address, or the interval is not positive.
@@ -52,7 +55,7 @@ class OmniCoordClientForHead:
         self,
         coord_zmq_addr: str,
         head_id: str,
-        listener: HeadListener,
+        on_event: Callable[[SessionEvent], None],
         *,
         secrets: Secrets | None = None,
         heartbeat_interval: float = 1.0,
@@ -61,7 +64,7 @@ class OmniCoordClientForHead:
         if not heartbeat_interval > 0:
             raise ConfigError(f"heartbeat_interval must be positive, got {heartbeat_interval}")
         self._interval = min(heartbeat_interval, MAX_INTERVAL)
-        self._listener = listener
+        self._on_event = on_event
         self._on_unreachable = on_unreachable
         self._lock = threading.Lock()
         self._closed = False
@@ -82,61 +85,54 @@ class OmniCoordClientForHead:
     def report_work(self, work: Sequence[ReplicaWork], *, full: bool) -> None:
         """Tell the other heads what is in flight here: all of it (``full``), or what changed.
 
-        Without a seat, or once closed, it is not sent: `HeadListener.work_wanted` follows with the next seat.
+        Without a session, or once closed, it is not sent.
         """
         with self._lock:
             if not self._closed:
                 self._session.report(work, full)
                 self._link.wake()
 
-    def call(self, method: str, arguments: Any, timeout: float) -> "Future[list[PeerAnswer]]":
-        """Ask all other heads that have a seat now; return what will hold one answer of each, within that many seconds.
-
-        A head that fails, leaves, or is too slow has an answer with an ``error``. The future holds a `NoSeatError` if
-        there is no seat, or if the coordinator does not say in time whom it asked. It is done in the client's thread.
+    def send(self, message: OperatorMessage) -> bool:
+        """Say something of operators' calls; return False without a session, or once closed.
 
         Raises:
-            WireError: The call is too large, or its arguments are no plain JSON.
+            WireError: The coordinator would refuse it: it is too large, or its arguments are no plain JSON.
         """
         with self._lock:
-            future = self._session.call(method, arguments, time.monotonic() + timeout)
-            if not self._closed:
+            sent = not self._closed and self._session.send(message)
+            if sent:
                 self._link.wake()
-            return future
+            return sent
 
-    def answer(self, call: PeerCall, result: Any = None, error: str = "") -> None:
-        """Answer another head's call with plain JSON, or with why it failed. Not sent without a seat."""
+    def resync(self) -> None:
+        """Ask to be told everything anew, beginning with a `Welcome`."""
         with self._lock:
             if not self._closed:
-                self._session.answer(call, result, error)
+                self._session.open(time.time_ns())
                 self._link.wake()
 
     def close(self) -> None:
-        """Leave, wait up to 2 s for the word to go out, give everything back. RuntimeError when called again.
-
-        Calls that are not answered end with a `NoSeatError`.
-        """
+        """Leave, wait up to 2 s for the word to go out, give everything back. RuntimeError when called again."""
         with self._lock:
             if self._closed:
                 raise RuntimeError("the head client is closed already")
             self._closed = True
-            unanswered = self._session.leave()
+            self._session.leave()
             self._link.wake()
         self._thread.join()
         self._link.close(linger=CLOSE_GRACE)
-        self._tell(unanswered)
 
     def _run(self) -> None:
-        self._keep_seat()
+        self._serve()
         deadline = time.monotonic() + CLOSE_GRACE
         while self._link.connected and not self._flush() and time.monotonic() < deadline:
             self._link.wait(deadline, zmq.POLLOUT)
 
-    def _keep_seat(self) -> None:
+    def _serve(self) -> None:
         next_beat = time.monotonic() + self._interval
         while True:
             is_blocked = not self._flush() and self._link.connected
-            self._link.wait(self._next_wake(next_beat), zmq.POLLIN | (zmq.POLLOUT if is_blocked else 0))
+            self._link.wait(next_beat, zmq.POLLIN | (zmq.POLLOUT if is_blocked else 0))
             self._take_frames()
             now = time.monotonic()
             with self._lock:
@@ -147,11 +143,6 @@ class OmniCoordClientForHead:
                     self._session.beat()
                 news = self._session.watch(now, time.time_ns())
             self._tell(news)
-
-    def _next_wake(self, next_beat: float) -> float:
-        with self._lock:
-            deadline = self._session.next_deadline()
-        return next_beat if deadline is None else min(next_beat, deadline)
 
     def _flush(self) -> bool:
         """Send what the socket takes; return whether that was all."""
@@ -184,7 +175,7 @@ class OmniCoordClientForHead:
                 self._session.disconnected()
             elif not self._closed:
                 # The wall clock, because it also grows over a restart of the process.
-                self._session.connected(time.time_ns())
+                self._session.open(time.time_ns())
         if trouble:
             self._say(trouble)
 
@@ -196,18 +187,16 @@ class OmniCoordClientForHead:
 
     def _tell(self, news: Sequence[News]) -> None:
         for one in news:
-            if isinstance(one, Settled):
-                one.tell()
-            elif isinstance(one, WireError):
+            if isinstance(one, WireError):
                 self._note_invalid(one)
             elif isinstance(one, Refused):
-                self._say(f"{self._coordinator} gives this head no seat: {one.reason}")
+                self._say(f"{self._coordinator} gives this head no session: {one.reason}")
             else:
-                if isinstance(one, Seated):
+                if isinstance(one, Welcome):
                     self._say("")
-                elif isinstance(one, SeatLost):
+                elif isinstance(one, SessionLost):
                     self._say(f"{self._coordinator} is silent")
-                self._guarded(tell, self._listener, one)
+                self._guarded(self._on_event, one)
 
     def _note_invalid(self, error: WireError) -> None:
         with self._lock:
@@ -220,4 +209,4 @@ class OmniCoordClientForHead:
         try:
             callback(*args)
         except Exception:
-            logger.exception("A listener of the head's seat failed; it will be told of what comes next")
+            logger.exception("What the coordinator said could not be dealt with; what comes next will be.")

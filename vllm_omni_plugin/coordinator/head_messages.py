@@ -1,7 +1,7 @@
-"""What heads say to the coordinator, and through it to one another.
+"""What heads and the coordinator say to each other.
 
-A head's frames are objects whose first key is ``type``, which no replica's announcement is. The coordinator's own words
-are in `deliveries`.
+A head's frames are objects whose first key is ``type``, which no replica's announcement is. A frame to a head is a list
+of such objects; an empty one answers a beat.
 """
 
 from hashlib import blake2b
@@ -9,13 +9,23 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from vllm_omni_plugin.coordinator.messages import Address, Ordinal, QueueLength, ReplicaId, StageId
+from vllm_omni_plugin.coordinator.messages import (
+    Address,
+    Ordinal,
+    QueueLength,
+    ReplicaId,
+    ReplicaInfo,
+    StageId,
+    WallSeconds,
+)
 
-SEAT_PROTOCOL = 1
-"""Of what heads, the coordinator and through it the heads say to each other. Ends that differ do not work together."""
+SESSION_PROTOCOL = 2
+"""Version of these messages. Ends that differ do not work together."""
 
 MAX_HEAD_ID_CHARS = 128
 MAX_METHOD_CHARS = 128
+MAX_TOLD = 8192
+MAX_STAGES = 1024
 MAX_ERROR_CHARS = 4096
 # As many as every reader of JSON takes for exact integers.
 ENGINE_KEYS = 2**53
@@ -61,64 +71,32 @@ class ReplicaNumber(Struct, frozen=True, array_like=True, gc=False):
     replica_id: ReplicaId
 
 
-class PeerCall(Struct, frozen=True, tag="call"):
-    """A call from another head.
+class Hello(Struct, frozen=True, tag="hello"):
+    """Opens a session, or opens it anew after a lost connection or an overflow. Repeated until it is answered.
 
     Attributes:
-        head_id: Who asks.
-        call_id: That head's number of it.
-        method: What is asked.
-        arguments: Plain JSON.
+        head_id: The head's.
+        session: Grows with each session of the head, so that what is left of an older connection is recognised.
+        protocol: `SESSION_PROTOCOL` of the head.
     """
 
     head_id: HeadId
-    call_id: Ordinal
-    method: Method
-    arguments: Any = None
-
-
-class PeerAnswer(Struct, frozen=True):
-    """What became of a call at one other head.
-
-    Attributes:
-        head_id: Which head.
-        result: Its answer, plain JSON.
-        error: Why it failed or did not answer; empty if it answered.
-    """
-
-    head_id: HeadId
-    result: Any = None
-    error: ErrorText = ""
-
-
-class Beat(Struct, frozen=True, tag="beat"):
-    """A head is there; the first of a connection takes a seat.
-
-    Attributes:
-        head_id: Its own id.
-        seat: Grows whenever it asks for another seat, so that what is left of an older connection is recognised.
-        work_sequence: The number of its last `Work`.
-        anew: Whether it has missed something, and wants to be told everything again.
-        protocol: `SEAT_PROTOCOL` of the head.
-    """
-
-    head_id: HeadId
-    seat: Ordinal
-    work_sequence: Ordinal
-    anew: bool
+    session: Ordinal
     protocol: Ordinal
 
 
+class Beat(Struct, frozen=True, tag="beat"):
+    """The head is there; answered by an empty list."""
+
+
 class Work(Struct, frozen=True, tag="work"):
-    """What a head has in flight.
+    """What a head has in flight. The first of a session is full.
 
     Attributes:
-        sequence: Grows by one with each of these frames of a head.
         full: Whether replicas that are not in it have nothing; otherwise it has those that changed.
         work: By replica.
     """
 
-    sequence: Ordinal
     full: bool
     work: Annotated[list[ReplicaWork], Meta(max_length=ROWS_PER_FRAME)]
 
@@ -130,24 +108,181 @@ class Numbers(Struct, frozen=True, tag="numbers"):
 
 
 class Call(Struct, frozen=True, tag="call"):
-    """A call to all other heads; `PeerCall` where it arrives."""
+    """An operator's call, to be numbered and passed on to all heads; see `NumberedCall`.
+
+    Attributes:
+        call_id: The caller's name for it.
+        method: See `call_arguments`.
+        arguments: Likewise.
+        stages: Whose engines are called.
+        told: The engines that the caller calls itself.
+    """
 
     call_id: Ordinal
     method: Method
-    arguments: Any = None
+    arguments: list[Any]
+    stages: Annotated[list[StageId], Meta(max_length=MAX_STAGES)]
+    told: Annotated[list[EngineKey], Meta(max_length=MAX_TOLD)]
 
 
-class Answer(Struct, frozen=True, tag="answer"):
-    """An answer to the call of head ``head_id``; `Answered` where it arrives."""
+class CallOutcome(Struct, frozen=True, tag="call_outcome"):
+    """What became of a call, said by its caller and passed on to the other heads.
 
-    head_id: HeadId
-    call_id: Ordinal
-    result: Any = None
-    error: ErrorText = ""
+    Attributes:
+        number: The call's.
+        taken: For each of its stages, whether any engine took it.
+        failed: Engines that did not take what others took.
+        cleared: Engines that dropped their prefix caches.
+    """
+
+    number: Ordinal
+    taken: Annotated[list[bool], Meta(max_length=MAX_STAGES)]
+    failed: Annotated[list[EngineKey], Meta(max_length=MAX_TOLD)] = []
+    cleared: Annotated[list[EngineKey], Meta(max_length=MAX_TOLD)] = []
+
+
+class CallDone(Struct, frozen=True, tag="call_done"):
+    """This head has done what the outcome of a call asks of it."""
+
+    number: Ordinal
+
+
+class StageState(Struct, frozen=True):
+    """What the engines of one stage were told.
+
+    Attributes:
+        stage_id: The stage.
+        replay: The calls that bring a fresh engine to this state: method and arguments.
+        unreplayable: Whether that is not all.
+    """
+
+    stage_id: StageId
+    replay: list[tuple[Method, list[Any]]]
+    unreplayable: bool
+
+
+class FleetState(Struct, frozen=True, tag="fleet_state"):
+    """A snapshot of what operators have told the fleet: to a head at each resync, from one that knows more.
+
+    Attributes:
+        number: Of the last call in it.
+        stages: Those that were told anything.
+        drained: Replicas that an operator has drained: stage, input and output address.
+    """
+
+    number: Ordinal
+    stages: Annotated[list[StageState], Meta(max_length=MAX_STAGES)]
+    drained: list[tuple[StageId, Address, Address]]
 
 
 class Bye(Struct, frozen=True, tag="bye"):
     """The head leaves."""
 
 
-FromHead = Beat | Work | Numbers | Call | Answer | Bye
+class Welcome(Struct, frozen=True, tag="welcome"):
+    """A full resync begins: these are the other heads, then the replica list and the loads of the others.
+
+    Attributes:
+        heads: Of a head whose load does not follow, what was known stands until it reports.
+        starting: Whether the coordinator has just started, and wants `Numbers`.
+    """
+
+    heads: list[HeadId]
+    starting: bool
+
+
+class Refused(Struct, frozen=True, tag="refused"):
+    """This head gets no session; the answer to each `Hello`."""
+
+    reason: ErrorText
+
+
+class FullList(Struct, frozen=True, tag="full_list"):
+    """The replicas of all stages, as in `ReplicaList`.
+
+    Attributes:
+        replicas: Rows that take new work. Here and in `ListDelta`, `last_heartbeat` is of when the row last changed.
+        no_new_work: Rows that do not.
+        timestamp: Wall-clock seconds since the epoch.
+    """
+
+    replicas: list[ReplicaInfo]
+    no_new_work: list[ReplicaInfo]
+    timestamp: WallSeconds
+
+
+class ListDelta(Struct, frozen=True, tag="list_delta"):
+    """What makes a list out of the one before it.
+
+    Attributes:
+        replicas: New or changed rows that take new work.
+        no_new_work: New or changed rows that do not.
+        removed: Keys of the rows that are gone: stage, input and output address.
+        timestamp: Of the list that it makes.
+    """
+
+    replicas: list[ReplicaInfo]
+    no_new_work: list[ReplicaInfo]
+    removed: list[tuple[StageId, Address, Address]]
+    timestamp: WallSeconds
+
+
+class PeerWork(Struct, frozen=True, tag="work"):
+    """What a head has in flight: all of it (`full`), or what changed. A head's own reports come back to it, too."""
+
+    head_id: HeadId
+    full: bool
+    work: list[ReplicaWork]
+
+
+class NumberedCall(Struct, frozen=True, tag="numbered_call"):
+    """A call of a head, its own included, in the order in which all heads get them.
+
+    Attributes:
+        number: One more than that of the call before.
+        head_id: The caller.
+        call_id: See `Call`, as the following.
+    """
+
+    number: Ordinal
+    head_id: HeadId
+    call_id: Ordinal
+    method: Method
+    arguments: list[Any]
+    stages: list[StageId]
+    told: list[EngineKey]
+
+
+class CallRefused(Struct, frozen=True, tag="call_refused"):
+    """To the caller: its call gets no number."""
+
+    call_id: Ordinal
+    reason: ErrorText
+
+
+class TakeOver(Struct, frozen=True, tag="take_over"):
+    """The caller has gone before it said what became of its call: this head makes it again, as its caller."""
+
+    call: NumberedCall
+
+
+class CallFinished(Struct, frozen=True, tag="call_finished"):
+    """To the caller: all other heads have done what the outcome asks of them."""
+
+    number: Ordinal
+
+
+class HeadLeft(Struct, frozen=True, tag="head_left"):
+    """Another head has left, or was silent for too long."""
+
+    head_id: HeadId
+
+
+class SessionLost(Struct, frozen=True):
+    """Never sent: a head's client says so of a coordinator that is silent. The last list stands."""
+
+
+OperatorMessage = Call | CallOutcome | CallDone | FleetState
+FromHead = Hello | Beat | Work | Numbers | OperatorMessage | Bye
+CallMessage = NumberedCall | CallRefused | TakeOver | CallOutcome | CallFinished | FleetState
+ToHead = Welcome | Refused | FullList | ListDelta | PeerWork | HeadLeft | CallMessage

@@ -1,45 +1,55 @@
-"""What a head and the coordinator have said to each other so far. Pure: frames in, frames and news out."""
+"""What a head and the coordinator have said to each other so far. Pure: frames in, frames and events out."""
 
-import itertools
 from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import Future
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-from vllm_omni_plugin.coordinator.deliveries import (
-    Answered,
-    CallSent,
-    Delivery,
-    HeadLeft,
-    NumbersWanted,
-    Refused,
-    Seated,
-    ToHead,
-)
-from vllm_omni_plugin.coordinator.head_listener import SeatLost, Told
 from vllm_omni_plugin.coordinator.head_messages import (
-    MAX_ERROR_CHARS,
-    Answer,
+    ROWS_PER_FRAME,
+    SESSION_PROTOCOL,
+    Beat,
     Bye,
-    Call,
-    PeerAnswer,
-    PeerCall,
+    CallFinished,
+    CallMessage,
+    CallOutcome,
+    CallRefused,
+    FleetState,
+    FromHead,
+    FullList,
+    HeadLeft,
+    Hello,
+    ListDelta,
+    NumberedCall,
+    Numbers,
+    OperatorMessage,
+    PeerWork,
+    Refused,
+    ReplicaNumber,
     ReplicaWork,
+    SessionLost,
+    TakeOver,
+    ToHead,
+    Welcome,
+    Work,
 )
-from vllm_omni_plugin.coordinator.head_outbox import HeadOutbox
-from vllm_omni_plugin.coordinator.head_view import HeadView, Notice
-from vllm_omni_plugin.coordinator.head_wire import decode_delivery, decode_to_head
-from vllm_omni_plugin.coordinator.pending_calls import NoSeatError, PendingCalls, Settled
+from vllm_omni_plugin.coordinator.head_wire import decode_to_head, encode_from_head
+from vllm_omni_plugin.coordinator.membership import ReplicaKey
+from vllm_omni_plugin.coordinator.messages import ReplicaInfo, ReplicaList
+from vllm_omni_plugin.coordinator.sockets import HEAD_QUEUE_FRAMES
 from vllm_omni_plugin.errors import WireError
 
-SEAT_TIMEOUT = 2.0
+SILENCE_TIMEOUT = 2.0
 
-News = Told | Settled | Refused | WireError
-"""What the listener is told, a call that has come to its end, that there is no seat, or what was dropped."""
+SessionEvent = Welcome | ReplicaList | PeerWork | HeadLeft | CallMessage | SessionLost
+"""What a head is told."""
+News = SessionEvent | Refused | WireError
+"""An event, why there is no session, or what was dropped."""
 
 
 class HeadSession:
-    """One head's side. Times are monotonic seconds; ``number`` of a seat: greater than that of any seat before.
+    """One head's side. Times are monotonic seconds; ``number`` of a session: see `Hello`.
+
+    A session ends with its connection, with silence, with a frame that cannot be read, and when more than
+    `HEAD_QUEUE_FRAMES` wait to be sent. Everything is then told anew, in both directions.
 
     Attributes:
         frames: What is to be sent while there is a connection, the first first.
@@ -49,106 +59,122 @@ class HeadSession:
     """
 
     def __init__(self, head_id: str) -> None:
-        self._outbox = HeadOutbox(head_id)
-        self._view = HeadView()
-        self._calls = PendingCalls()
-        self._call_ids = itertools.count(1)
+        self._head_id = head_id
+        self._number = 0
         self._heard_at: float | None = None
-        self.frames: deque[bytes] = self._outbox.frames
+        self._welcomed = False
+        self._takes_work: dict[ReplicaKey, ReplicaInfo] = {}
+        self._held_back: dict[ReplicaKey, ReplicaInfo] = {}
+        self.frames: deque[bytes] = deque()
+        self.open(0)
 
-    def connected(self, number: int) -> None:
-        """Take a seat: there is a new connection."""
-        self._view.in_step = False
-        self._outbox.take_seat(number)
+    def open(self, number: int) -> None:
+        """Ask for a session, since there is a new connection or this one is of no use. What was to be sent is not."""
+        self._number = max(number, self._number + 1)
+        self._welcomed = False
+        self._say_hello()
 
     def disconnected(self) -> None:
         """Send nothing until there is another connection."""
-        self._outbox.has_seat = False
+        self._welcomed = False
 
     def beat(self) -> None:
-        """Say that the head is there, and whether it has missed anything."""
-        self._outbox.beat(anew=not self._view.in_step)
+        """Say that the head is there; ask again for a session where there is none."""
+        if self._welcomed:
+            self._add(Beat())
+        else:
+            self._say_hello()
 
     def report(self, work: Sequence[ReplicaWork], full: bool) -> None:
         """See `OmniCoordClientForHead.report_work`."""
-        self._outbox.report(work, full)
+        for start in range(0, len(work) or 1, ROWS_PER_FRAME):
+            if self._welcomed:
+                self._add(Work(full and start == 0, list(work[start : start + ROWS_PER_FRAME])))
 
-    def call(self, method: str, arguments: Any, deadline: float) -> "Future[list[PeerAnswer]]":
-        """See `OmniCoordClientForHead.call`."""
-        message = Call(next(self._call_ids), method, arguments)
-        if not self._outbox.has_seat:
-            refused: Future[list[PeerAnswer]] = Future()
-            refused.set_exception(NoSeatError("there is no connection to the coordinator"))
-            return refused
-        self._outbox.add(message)
-        return self._calls.open(message.call_id, deadline)
+    def send(self, message: OperatorMessage) -> bool:
+        """See `OmniCoordClientForHead.send`."""
+        if self._welcomed:
+            self._add(message)
+        return self._welcomed
 
-    def answer(self, call: PeerCall, result: Any, error: str) -> None:
-        """See `OmniCoordClientForHead.answer`."""
-        if self._outbox.has_seat:
-            self._outbox.answer(Answer(call.head_id, call.call_id, result, error[:MAX_ERROR_CHARS]))
-
-    def leave(self) -> list[Settled]:
-        """Say that the head leaves; all its calls end."""
-        self._outbox.add(Bye())
-        self._outbox.has_seat = False
-        return self._calls.end("this head is leaving")
+    def leave(self) -> None:
+        """Say that the head leaves."""
+        self.frames.append(encode_from_head(Bye()))
+        self._welcomed = False
 
     def watch(self, now: float, number: int) -> list[News]:
-        """See to what time alone brings: calls without an answer, and silence, after which another seat is taken."""
-        news: list[News] = [*self._calls.expire(now)]
-        if self._heard_at is not None and now - self._heard_at >= SEAT_TIMEOUT:
-            self._heard_at = None
-            self._view.lose()
-            self._outbox.take_seat(number)
-            news.append(SeatLost())
-        return news
-
-    def next_deadline(self) -> float | None:
-        """Return when a call will be over, or None if there is none."""
-        return self._calls.next_deadline()
+        """See to what time alone brings: silence, after which another session begins."""
+        if self._heard_at is None or now - self._heard_at < SILENCE_TIMEOUT:
+            return []
+        self._heard_at = None
+        self.open(number)
+        return [SessionLost()]
 
     def take(self, frame: bytes, now: float) -> list[News]:
         """Take in a frame of the coordinator."""
-        try:
-            delivery = decode_delivery(frame)
-        except WireError as error:
-            return [error]
-        messages, news = _decoded(delivery)
         self._heard_at = now
-        was_in_step = self._view.in_step
-        notices = self._view.take(delivery, messages)
-        seated = next((message for message in messages if isinstance(message, Seated)), None)
-        if seated is not None:
-            self._outbox.has_seat = True
-            news.append(seated)
-        elif was_in_step and not self._view.in_step:
-            self._outbox.beat(anew=True)
-        for notice in notices:
-            news += self._heed(notice)
-        return news
-
-    def _heed(self, notice: Notice) -> list[News]:
-        match notice:
-            case NumbersWanted():
-                self._outbox.number(self._view.numbers())
-                return []
-            case CallSent():
-                return [*self._calls.sent(notice.call_id, notice.heads)]
-            case Answered():
-                return [*self._calls.answered(notice)]
-            case HeadLeft():
-                return [*self._calls.left(notice.head_id), notice]
-        return [notice]
-
-
-def _decoded(delivery: Delivery) -> tuple[list[ToHead], list[News]]:
-    """Return the messages of a delivery that are valid, and what is wrong with the others."""
-    messages: list[ToHead] = []
-    dropped: list[News] = []
-    for message in delivery.messages:
         try:
-            messages.append(decode_to_head(message))
+            messages = decode_to_head(frame)
         except WireError as error:
-            dropped.append(error)
-    return messages, dropped
+            # Whatever it said is missing now. The next beat asks for everything.
+            self._welcomed = False
+            return [error]
+        return [news for message in messages for news in self._take(message)]
+
+    def _take(self, message: ToHead) -> Iterator[News]:
+        match message:
+            case Welcome():
+                self._welcomed = True
+                if message.starting:
+                    self._report_numbers()
+                yield message
+            case Refused():
+                yield message
+            case _ if not self._welcomed:
+                # It is what was left of another session.
+                return
+            case FullList() | ListDelta():
+                yield self._take_list(message)
+            case PeerWork():
+                if message.head_id != self._head_id:
+                    yield message
+            case (
+                HeadLeft() | NumberedCall() | CallRefused() | TakeOver() | CallOutcome() | CallFinished() | FleetState()
+            ):
+                yield message
+
+    def _take_list(self, news: FullList | ListDelta) -> ReplicaList:
+        if isinstance(news, FullList):
+            self._takes_work.clear()
+            self._held_back.clear()
+        else:
+            for removed in news.removed:
+                self._forget(ReplicaKey(*removed))
+        for rows, told in ((self._takes_work, news.replicas), (self._held_back, news.no_new_work)):
+            for row in told:
+                key = ReplicaKey(row.stage_id, row.input_addr, row.output_addr)
+                self._forget(key)
+                rows[key] = row
+        return ReplicaList(list(self._takes_work.values()), news.timestamp, list(self._held_back.values()))
+
+    def _forget(self, key: ReplicaKey) -> None:
+        self._takes_work.pop(key, None)
+        self._held_back.pop(key, None)
+
+    def _report_numbers(self) -> None:
+        rows = [*self._takes_work.items(), *self._held_back.items()]
+        numbers = [ReplicaNumber(*key, row.replica_id) for key, row in rows if row.replica_id >= 0]
+        for start in range(0, len(numbers), ROWS_PER_FRAME):
+            self._add(Numbers(numbers[start : start + ROWS_PER_FRAME]))
+
+    def _say_hello(self) -> None:
+        self.frames.clear()
+        self.frames.append(encode_from_head(Hello(self._head_id, self._number, SESSION_PROTOCOL)))
+
+    def _add(self, message: FromHead) -> None:
+        """Send a message. Raises `WireError` if the coordinator would refuse it."""
+        frame = encode_from_head(message)
+        if len(self.frames) < HEAD_QUEUE_FRAMES:
+            self.frames.append(frame)
+        else:
+            self.open(0)

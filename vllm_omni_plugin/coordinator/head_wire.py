@@ -1,24 +1,26 @@
 """The codec of what heads and the coordinator say to each other."""
 
-import msgspec
+from collections.abc import Iterable, Iterator
+from typing import Any
 
-from vllm_omni_plugin.coordinator.deliveries import Answered, Delivery, ToHead
-from vllm_omni_plugin.coordinator.head_messages import FromHead, PeerCall
+import msgspec
+from msgspec import Raw
+
+from vllm_omni_plugin.coordinator.head_messages import FromHead, ToHead
 from vllm_omni_plugin.coordinator.wire import MAX_REPLICA_LIST_BYTES, decode_strictly
 from vllm_omni_plugin.errors import WireError
 
 MAX_HEAD_FRAME_BYTES = 256 * 1024
-# Several messages share a delivery up to this size; the largest is a full list.
-DELIVERY_BYTES = 1024 * 1024
-MAX_DELIVERY_BYTES = MAX_REPLICA_LIST_BYTES + DELIVERY_BYTES
+# Several messages share a frame up to this size; the largest message is a full list.
+SHARED_FRAME_BYTES = 1024 * 1024
+MAX_FRAME_TO_HEAD_BYTES = MAX_REPLICA_LIST_BYTES + SHARED_FRAME_BYTES
 _HEAD_PREFIX = b'{"type":'
 
 _encoder = msgspec.json.Encoder()
 _from_head: msgspec.json.Decoder[FromHead] = msgspec.json.Decoder(FromHead)
-_delivery = msgspec.json.Decoder(Delivery)
+_to_head: msgspec.json.Decoder[list[ToHead]] = msgspec.json.Decoder(list[ToHead])
 _anything = msgspec.json.Decoder()
 _DEEPER, _NO_DEEPER = b"[" * 64, b"]" * 64
-_to_head: msgspec.json.Decoder[ToHead] = msgspec.json.Decoder(ToHead)
 
 
 def is_of_head(frame: bytes) -> bool:
@@ -41,32 +43,34 @@ def decode_from_head(frame: bytes) -> FromHead:
     return decode_strictly(_from_head, frame, "message of a head", MAX_HEAD_FRAME_BYTES)
 
 
-def encode_to_head(message: ToHead) -> msgspec.Raw:
-    """Return ``message`` as a part of any number of deliveries."""
-    return msgspec.Raw(_encoder.encode(message))
+def encode_to_head(message: ToHead) -> Raw:
+    """Return ``message`` as a part of any number of frames."""
+    return Raw(_encoder.encode(message))
 
 
-def encode_passed_on(message: PeerCall | Answered) -> msgspec.Raw:
-    """Return ``message`` as a part of any number of deliveries; raise `WireError` if it is nested too deeply."""
+def require_flat(value: Any) -> None:
+    """Raise `WireError` if a value is nested so deeply that a reader may refuse the frame that it is passed on in."""
     try:
-        encoded = msgspec.Raw(_encoder.encode(message))
+        # What is just not too deep here may be so where it arrives: the limit depends on the stack of the reader.
+        decode_strictly(_anything, _DEEPER + _encoder.encode(value) + _NO_DEEPER, "value", MAX_FRAME_TO_HEAD_BYTES)
     except RecursionError as error:
-        raise WireError(f"message to a head: {error}") from error
-    # What is just not too deep here may be so where it arrives: the limit depends on the stack of the reader.
-    decode_strictly(_anything, _DEEPER + encoded + _NO_DEEPER, "message to a head", MAX_DELIVERY_BYTES)
-    return encoded
+        raise WireError(f"value: {error}") from error
 
 
-def decode_to_head(message: msgspec.Raw) -> ToHead:
-    """Return one message of a delivery; raise `WireError` naming the field and what is wrong with it."""
-    return decode_strictly(_to_head, message, "message to a head", MAX_DELIVERY_BYTES)
+def frames_to_head(messages: Iterable[Raw]) -> Iterator[bytes]:
+    """Yield frames with these messages in order, of a limited size each unless one message is larger."""
+    batch: list[Raw] = []
+    size = 0
+    for message in messages:
+        if batch and size + len(message) > SHARED_FRAME_BYTES:
+            yield _encoder.encode(batch)
+            batch, size = [], 0
+        batch.append(message)
+        size += len(message)
+    if batch:
+        yield _encoder.encode(batch)
 
 
-def encode_delivery(delivery: Delivery) -> bytes:
-    """Return ``delivery`` as one frame."""
-    return _encoder.encode(delivery)
-
-
-def decode_delivery(frame: bytes) -> Delivery:
-    """Return the delivery in ``frame``, its messages still encoded; raise `WireError` if it is none."""
-    return decode_strictly(_delivery, frame, "delivery", MAX_DELIVERY_BYTES)
+def decode_to_head(frame: bytes) -> list[ToHead]:
+    """Return the messages in ``frame``; raise `WireError` naming the field and what is wrong with it."""
+    return decode_strictly(_to_head, frame, "frame to a head", MAX_FRAME_TO_HEAD_BYTES)

@@ -1,4 +1,4 @@
-"""The list of replicas for third parties, who have no seat: the last one that the coordinator published."""
+"""The list of replicas for third parties, who have no session: the last one that the coordinator published."""
 
 import threading
 from collections.abc import Callable

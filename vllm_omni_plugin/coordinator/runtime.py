@@ -17,7 +17,7 @@ from vllm_omni_plugin.logger import init_logger
 
 logger = init_logger(__name__)
 
-# Whoever subscribes to lists runs on this machine; our own heads take a seat instead.
+# Whoever subscribes to lists runs on this machine; our own heads have sessions instead.
 LIST_HOST = "127.0.0.1"
 START_TIMEOUT = 30.0
 ANSWER_TIMEOUT = 10.0
@@ -43,7 +43,7 @@ class OmniCoordinatorRuntime:
         answer_timeout: Seconds without a beat after which the process is killed and restarted.
 
     Attributes:
-        router_address: Where replicas report, and heads take their seats.
+        router_address: Where replicas report, and heads connect.
         pub_address: Where third parties subscribe to lists.
 
     Raises:

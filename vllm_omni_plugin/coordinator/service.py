@@ -1,6 +1,5 @@
-"""The coordinator: replicas report to its ROUTER, one table, heads are told at their seats or read its PUB."""
+"""The coordinator: replicas report to its ROUTER, one table, heads have sessions or read its PUB."""
 
-import random
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -9,15 +8,15 @@ import zmq
 from msgspec.structs import replace
 
 from vllm_omni_plugin.coordinator.drops import DropLog, DropReason, peer_of
-from vllm_omni_plugin.coordinator.editions import ListEditions
-from vllm_omni_plugin.coordinator.head_desk import HeadDesk
-from vllm_omni_plugin.coordinator.head_table import RELAY_INTERVAL, HeadTable
+from vllm_omni_plugin.coordinator.head_frames import HeadFrames
 from vllm_omni_plugin.coordinator.head_wire import is_of_head
+from vllm_omni_plugin.coordinator.list_deltas import ListDeltas
 from vllm_omni_plugin.coordinator.membership import Change, MembershipTable, TableFullError
 from vllm_omni_plugin.coordinator.messages import ReplicaEvent, ReplicaList, ReplicaStatus
 from vllm_omni_plugin.coordinator.numbering import Numbering
 from vllm_omni_plugin.coordinator.ports import Ports
 from vllm_omni_plugin.coordinator.publishing import PublishSchedule
+from vllm_omni_plugin.coordinator.sessions import RELAY_INTERVAL, Sessions
 from vllm_omni_plugin.coordinator.snapshot import replica_list
 from vllm_omni_plugin.coordinator.sockets import MAX_TOPICS_PER_PEER, Socket, poll_ms
 from vllm_omni_plugin.coordinator.topics import TopicCounts
@@ -31,7 +30,7 @@ BATCH_FRAMES = 256
 # Being late by less than this part of the heartbeat timeout is scheduling noise.
 LATENESS_TOLERANCE_FRACTION = 0.1
 _STALE = "older than what the table holds, or leaving while unknown"
-_UNSEATED = "from a head without a seat on this connection"
+_NO_SESSION = "from a head without a session on this connection"
 
 
 class OmniCoordinator:
@@ -41,7 +40,7 @@ class OmniCoordinator:
     over the network, it goes on: a frame that is not valid is counted in `invalid_frames` and dropped.
 
     Attributes:
-        router_zmq_addr: Address bound for replicas, and for heads that take a seat (`OmniCoordClientForHead`).
+        router_zmq_addr: Address bound for replicas, and for heads (`OmniCoordClientForHead`).
         pub_zmq_addr: Address bound for subscribers; each new one is sent the list at once.
     """
 
@@ -86,16 +85,16 @@ class OmniCoordinator:
         self._stopped = threading.Event()
         self._table = MembershipTable(heartbeat_timeout)
         self._numbering = Numbering(first_numbers)
-        self._editions = ListEditions(self._table, self._numbering)
-        self._heads = HeadTable(random.getrandbits(62) + 1, self._editions)
+        self._lists = ListDeltas(self._table, self._numbering)
+        self._sessions = Sessions(self._lists)
         self._drops = DropLog()
         self._ticked_at = clock()
         self._schedule = PublishSchedule(self._ticked_at, quiet_until=self._ticked_at + settle_time)
-        self._edition_schedule = PublishSchedule(self._ticked_at, self._ticked_at + settle_time, RELAY_INTERVAL)
+        self._delta_schedule = PublishSchedule(self._ticked_at, self._ticked_at + settle_time, RELAY_INTERVAL)
         self._ports = Ports(router_zmq_addr, pub_zmq_addr, secrets)
         self._router = self._ports.router
         self._pub = self._ports.pub
-        self._desk = HeadDesk(self._heads, self._editions, self._router)
+        self._heads = HeadFrames(self._sessions, self._router)
         self._topics = TopicCounts()
         self._has_subscribers = False
         self.router_zmq_addr = self._ports.router_address
@@ -194,9 +193,9 @@ class OmniCoordinator:
         return change is not None
 
     def _note(self, changes: list[Change], now: float) -> None:
-        if self._editions.note(changes):
+        if self._lists.note(changes):
             self._schedule.request(now)
-            self._edition_schedule.request(now)
+            self._delta_schedule.request(now)
 
     def _snapshot(self, now: float) -> ReplicaList:
         return replica_list(self._table, self._numbering, now, self._wall_clock())
@@ -226,8 +225,8 @@ class OmniCoordinator:
         with self._turned:
             self._turns += 1
             self._turned.notify_all()
-            deadlines = (self._table.next_deadline(), self._heads.next_deadline())
-            due_at = min(self._schedule.due_at, self._edition_schedule.due_at)
+            deadlines = (self._table.next_deadline(), self._sessions.next_deadline())
+            due_at = min(self._schedule.due_at, self._delta_schedule.due_at)
             wake_at = min([due_at, *(deadline for deadline in deadlines if deadline is not None)])
             # A request that came since the last tick may have been due long before it: that is no lateness of ours.
             return max(wake_at, self._ticked_at)
@@ -250,7 +249,7 @@ class OmniCoordinator:
         try:
             if is_of_head(frame.bytes):
                 if not self._take_from_head(peer, frame.bytes):
-                    self._drops.record(DropReason.STALE, peer_of(frame), _UNSEATED)
+                    self._drops.record(DropReason.STALE, peer_of(frame), _NO_SESSION)
             elif not self._apply(decode_event(frame.bytes), authoritative=False):
                 self._drops.record(DropReason.STALE, peer_of(frame), _STALE)
         except WireError as error:
@@ -260,10 +259,10 @@ class OmniCoordinator:
 
     def _take_from_head(self, peer: bytes, frame: bytes) -> bool:
         now = self._clock()
-        if not self._editions.version:
+        if not self._lists.has_begun:
             # The head shall not wait for a change to have its first list.
-            self._edition_schedule.request(now)
-        return self._desk.take(peer, frame, now)
+            self._delta_schedule.request(now)
+        return self._heads.take(peer, frame, now)
 
     def _take_subscriptions(self) -> None:
         for _ in range(BATCH_FRAMES):
@@ -292,7 +291,7 @@ class OmniCoordinator:
             late_by = now - wake_at
             late_by = late_by if late_by > self._late_tolerance else 0.0
             self._note(self._table.expire(now, late_by), now)
-            self._desk.send(self._heads.expire(now, late_by))
+            self._heads.send(self._sessions.expire(now, late_by))
             self._tell_heads(now)
             if now < self._schedule.due_at:
                 return
@@ -303,13 +302,13 @@ class OmniCoordinator:
             self._pub.send(encode_replica_list(replicas))
 
     def _tell_heads(self, now: float) -> None:
-        self._desk.send(self._heads.relay(now))
-        if now < self._edition_schedule.due_at:
+        self._heads.send(self._sessions.tick(now))
+        if now < self._delta_schedule.due_at:
             return
-        self._edition_schedule.published(now)
-        edition = self._editions.revise(now, self._wall_clock())
-        if edition is not None:
-            self._desk.send(self._heads.announce(edition))
+        self._delta_schedule.published(now)
+        delta = self._lists.revise(now, self._wall_clock())
+        if delta is not None:
+            self._heads.send(self._sessions.broadcast([delta]))
 
 
 def _skip_rest(socket: Socket, frame: zmq.Frame) -> bool:

@@ -4,7 +4,7 @@ import math
 
 import zmq
 
-from vllm_omni_plugin.coordinator.head_wire import MAX_DELIVERY_BYTES, MAX_HEAD_FRAME_BYTES
+from vllm_omni_plugin.coordinator.head_wire import MAX_FRAME_TO_HEAD_BYTES, MAX_HEAD_FRAME_BYTES
 from vllm_omni_plugin.coordinator.wire import MAX_REPLICA_LIST_BYTES
 from vllm_omni_plugin.curve import (
     HANDSHAKE_FRAME_BYTES,
@@ -38,7 +38,7 @@ MAX_TOPICS_PER_PEER = 8
 LIST_QUEUE_FRAMES = 16
 # Each announcement replaces those before it, too; what is queued here while the coordinator is away comes out stale.
 EVENT_QUEUE_FRAMES = 4
-# What a head may be behind by, each way, before frames are dropped and it is told, or asked for, everything again. Some
+# What a head may be behind by, each way, before everything is told anew. Some
 # 25 of them go each way in a second.
 HEAD_QUEUE_FRAMES = 128
 LINK_FAILURES = (
@@ -85,9 +85,9 @@ def open_dealer(context: Context) -> Socket:
 
 
 def open_head_dealer(context: Context) -> Socket:
-    """Return a DEALER for a head's seat, not connected yet."""
+    """Return a DEALER for a head, not connected yet."""
     dealer = context.socket(zmq.DEALER)
-    dealer.maxmsgsize = MAX_DELIVERY_BYTES
+    dealer.maxmsgsize = MAX_FRAME_TO_HEAD_BYTES
     dealer.sndhwm = dealer.rcvhwm = HEAD_QUEUE_FRAMES
     return dealer
 

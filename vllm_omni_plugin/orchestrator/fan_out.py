@@ -1,14 +1,15 @@
 """Calls that must reach every replica, now and those that attach later."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from vllm_omni_plugin.coordinator.call_arguments import FORGET_LORA, encode
 from vllm_omni_plugin.errors import NoReplicaError
-from vllm_omni_plugin.orchestrator.engine_calls import FORGET_LORA
+from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.messages import CallReplicas, Explain, Membership, PeerMessage, RpcMessage
 from vllm_omni_plugin.orchestrator.pause_order import PauseOrder
 from vllm_omni_plugin.orchestrator.stage_calls import StageCall, StageCalls
@@ -16,46 +17,62 @@ from vllm_omni_plugin.orchestrator.stage_pool import PoolMember, StagePool
 from vllm_omni_plugin.orchestrator.thread_queue import QueueClosedError, ThreadQueue
 from vllm_omni_plugin.replicas.stage_client import StageClient
 
+logger = init_logger(__name__)
+
 _CACHE_CALLS = frozenset({"reset_mm_cache", "reset_encoder_cache", "reset_prefix_cache"})
 """Done where there is no replica: one that comes later comes with empty caches."""
 
-_Begun = list[tuple[StageCalls, StageCall]]
+
+@dataclass(eq=False, slots=True)
+class BegunCall:
+    """A call that is recorded, and on its way to the replicas that this head calls.
+
+    Attributes:
+        number: the fleet's; 0 for one that other heads do not follow.
+        method: of vLLM's engine core.
+        args: its arguments.
+        calls: the call in each of its stages.
+        sending: done when all of these have answered or failed.
+    """
+
+    number: int
+    method: str
+    args: tuple[Any, ...]
+    calls: list[tuple[StageCalls, StageCall]]
+    sending: "asyncio.Future[Any]"
 
 
-class SharedCall(Protocol):
-    """A call that other heads are told of. No method raises: who could not be told hears of it later."""
+class SharedCalls(Protocol):
+    """The fleet's calls; `FleetCalls` in service."""
 
-    async def heard(self) -> None:
-        """Returns when the others have recorded it."""
+    async def synced(self) -> bool:
+        """Returns when this head knows what the fleet was told before, or cannot learn it: whether it does."""
 
-    async def over(self, taken: list[bool], calls: Sequence[StageCall]) -> None:
-        """Tell the others what became of it; returns when they have heeded that.
+    async def begin(self, method: str, arguments: list[Any], stage_ids: Sequence[int]) -> BegunCall:
+        """Begin a call when its turn among those of all heads has come.
 
         Args:
-            taken: for each stage, whether any engine took it.
-            calls: what the engines answered, by stage.
+            method: of vLLM's engine core.
+            arguments: see `call_arguments.encode`.
+            stage_ids: the stages that are called.
+
+        Raises:
+            CoordinatorAwayError: other heads cannot be told.
         """
 
-    def withdraw(self) -> None:
-        """It was not made after all. Returns at once."""
-
-
-class PeerHeads(Protocol):
-    """The other heads of the fleet, as calls of this one see them; `PeerCalls` in service."""
-
-    async def synchronised(self) -> None:
-        """Returns when this head knows what the others were told before it came, or nobody answers."""
-
-    async def have_told(self, member: PoolMember, ask: bool) -> bool:
-        """Whether another head has told a replica everything so far. Waits as `synchronised` does.
+    async def finish(self, begun: BegunCall, taken: list[bool]) -> None:
+        """Tell the other heads what became of a call; returns when they have done their part.
 
         Args:
-            member: the replica.
-            ask: inquire again if that is not known.
+            begun: the call.
+            taken: for each of its stages, whether any engine took it.
+
+        Raises:
+            CoordinatorAwayError: it is not known whether they have been told.
         """
 
-    def begin(self, stages: list[int], calls: Sequence[StageCall]) -> SharedCall | None:
-        """This head makes a call of these stages in this step. Returns None if it concerns no other head."""
+    def withdraw(self, begun: BegunCall) -> None:
+        """The call was not made after all. Returns at once."""
 
 
 class FanOut:
@@ -67,8 +84,8 @@ class FanOut:
         pause_order: how the stages of a pipeline come to rest; None: all at once.
 
     Attributes:
-        stages: the same by stage.
-        peers: the other heads; None where there can be none.
+        stages: one `StageCalls` per stage, by id.
+        shared: the calls of all heads; None where there can be no other.
     """
 
     def __init__(
@@ -78,7 +95,7 @@ class FanOut:
         pause_order: PauseOrder | None = None,
     ) -> None:
         self.stages = tuple(StageCalls(pool, distrust) for pool in stage_pools)
-        self.peers: PeerHeads | None = None
+        self.shared: SharedCalls | None = None
         self._pause_order = pause_order
 
     async def serve(
@@ -107,18 +124,77 @@ class FanOut:
                 task.cancel()
                 reply.cancel()
 
-    async def bring_up_to_date(self, member: PoolMember, client: StageClient) -> None:
+    async def bring_up_to_date(self, member: PoolMember, client: StageClient, told: bool = False) -> bool:
         """Tell a replica that attaches what the others of its stage were told. When this returns, nothing was missed.
 
         The caller must let the replica serve without awaiting anything in between.
 
+        Args:
+            member: the replica.
+            client: speaks to its engine.
+            told: whether another head has told it everything.
+
+        Returns:
+            Whether what it was told is everything that the fleet knows.
+
         Raises:
             ReplicaError: the replica refused, or no calls can give it the state of the others.
         """
-        stage, told = self.stages[member.stage_id], False
-        if self.peers is not None and member.remote:
-            told = await self.peers.have_told(member, ask=stage.shared.unreplayable is not None)
-        await stage.bring_up_to_date(client, told, remote=member.remote)
+        is_everything = self.shared is None or not member.remote or await self.shared.synced()
+        await self.stages[member.stage_id].bring_up_to_date(client, told, remote=member.remote)
+        return is_everything
+
+    def begin(
+        self,
+        stage_ids: Sequence[int],
+        method: str,
+        args: tuple[Any, ...],
+        told: Collection[int] | None = None,
+        number: int = 0,
+    ) -> BegunCall:
+        """Record a call and begin to send it, in this step. For `told` see `StageCalls.begin`."""
+        stages = [self.stages[stage_id] for stage_id in stage_ids]
+        calls = [(stage, stage.begin(method, args, told)) for stage in stages]
+        return BegunCall(number, method, args, calls, _sending(calls))
+
+    def begin_again(self, begun: BegunCall) -> BegunCall:
+        """Send a call that is recorded to all replicas."""
+        calls = [(stage, StageCall(c.method, c.args, stage.members, c.settle)) for stage, c in begun.calls]
+        return BegunCall(begun.number, begun.method, begun.args, calls, _sending(calls))
+
+    async def settle(self, begun: BegunCall) -> list[Any]:
+        """Wait for the answers to a call of this head, and see that all heads come to the same end of it.
+
+        Returns:
+            What the replicas answered that took it.
+
+        Raises:
+            ReplicaError: none took it.
+            CoordinatorAwayError: it is not known whether other heads have been told.
+        """
+        try:
+            await begun.sending
+        except BaseException:
+            for _, call in begun.calls:
+                call.settle(False)
+            if begun.number and self.shared is not None:
+                self.shared.withdraw(begun)
+            raise
+        results = [result for _, call in begun.calls for result in call.results]
+        # A stage without replicas goes with the others: what they have taken, its first replica is told.
+        forgets = begun.method == FORGET_LORA
+        taken = [forgets or bool(call.results if call.members else results) for _, call in begun.calls]
+        for (stage, call), was_taken in zip(begun.calls, taken, strict=True):
+            call.settle(was_taken)
+            stage.distrust_the_failed(call)
+        if begun.number and self.shared is not None:
+            await self.shared.finish(begun, taken)
+        for _, call in begun.calls:
+            if call.refused:
+                raise call.answers[0]
+            if call.not_allowed is not None:
+                raise call.not_allowed
+        return results
 
     async def _serve_call(self, message: CallReplicas) -> None:
         try:
@@ -142,42 +218,19 @@ class FanOut:
 
     async def _call_at_once(self, message: CallReplicas) -> list[Any]:
         method, args = message.method, message.args
-        if self.peers is not None:
-            await self.peers.synchronised()
-        stage_ids = list(range(len(self.stages)) if message.stages is None else message.stages)
+        stage_ids = range(len(self.stages)) if message.stages is None else message.stages
         stages = [self.stages[stage_id] for stage_id in stage_ids]
         if method != FORGET_LORA and not any(stage.members for stage in stages):
             if method in _CACHE_CALLS:
                 return []
             raise NoReplicaError(f"No replica can take the call {method} right now. Please try again later.")
-        calls = [(stage, stage.begin(method, args)) for stage in stages]
-        shared = self.peers.begin(stage_ids, [call for _, call in calls]) if self.peers else None
-        await self._send(calls, shared)
-        return await self._settle(calls, shared)
+        arguments = None if self.shared is None else encode(method, args)
+        if self.shared is not None and arguments is not None:
+            return await self.settle(await self.shared.begin(method, arguments, stage_ids))
+        if self.shared is not None and stages[0].shared.leaves_state(method, args):
+            logger.warning("Other heads cannot be told of this call of %s.", method)
+        return await self.settle(self.begin(stage_ids, method, args))
 
-    async def _send(self, calls: _Begun, shared: SharedCall | None) -> None:
-        """Send everywhere at once; returns when all have answered or failed."""
-        try:
-            await asyncio.gather(*(stage.send(call) for stage, call in calls), *([shared.heard()] if shared else []))
-        except BaseException:
-            for _, call in calls:
-                call.settle(False)
-            if shared is not None:
-                shared.withdraw()
-            raise
 
-    async def _settle(self, calls: _Begun, shared: SharedCall | None) -> list[Any]:
-        results = [result for _, call in calls for result in call.results]
-        # A stage without replicas goes with the others: what they have taken, its first replica is told.
-        taken = [call.method == FORGET_LORA or bool(call.results if call.members else results) for _, call in calls]
-        for (stage, call), was_taken in zip(calls, taken, strict=True):
-            call.settle(was_taken)
-            stage.distrust_the_failed(call)
-        if shared is not None:
-            await shared.over(taken, [call for _, call in calls])
-        for _, call in calls:
-            if call.refused:
-                raise call.answers[0]
-            if call.not_allowed is not None:
-                raise call.not_allowed
-        return results
+def _sending(calls: Sequence[tuple[StageCalls, StageCall]]) -> "asyncio.Future[Any]":
+    return asyncio.gather(*(stage.send(call) for stage, call in calls))

@@ -6,7 +6,8 @@ from contextlib import suppress
 from typing import Protocol
 
 from vllm_omni_plugin.coordinator import ReplicaKey
-from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.coordinator.operator_calls import note_drained
+from vllm_omni_plugin.errors import CoordinatorAwayError, ReplicaError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.messages import (
     Explain,
@@ -15,7 +16,6 @@ from vllm_omni_plugin.orchestrator.messages import (
     RegisterRemoteReplica,
     UnregisterRemoteReplica,
 )
-from vllm_omni_plugin.orchestrator.peer_messages import Action
 from vllm_omni_plugin.orchestrator.stage_pool import PoolMember, StagePool
 
 logger = init_logger(__name__)
@@ -40,10 +40,14 @@ class RemoteKeeper(ReplicaKeeper, Protocol):
 
 
 class OtherHeads(Protocol):
-    """The other heads of the fleet; `PeerCalls` in service."""
+    """The other heads of the fleet; `FleetCalls` in service."""
 
-    def managed(self, action: Action, key: ReplicaKey, reply: "Future[None]") -> None:
-        """Let them do the same with a replica of another process, then answer the administrator."""
+    @property
+    def refusal(self) -> CoordinatorAwayError | None:
+        """Why they cannot be told of anything now; None if they can, or there are none."""
+
+    def managed(self, action: str, key: ReplicaKey, reply: "Future[None]") -> None:
+        """Let them do the same with a replica of another process, then answer the operator."""
 
 
 def change_membership(
@@ -76,7 +80,7 @@ def change_membership(
 
 
 def manage_by_key(
-    action: Action,
+    action: str,
     key: ReplicaKey,
     stage_pools: Sequence[StagePool],
     remote_replicas: RemoteKeeper | None,
@@ -90,14 +94,6 @@ def manage_by_key(
                 # Who is not attached to it has nobody to tell, and another head has told it.
                 with suppress(ReplicaError):
                     _carry_out(action, pool, member, remote_replicas)
-
-
-def note_drained(action: Action, key: ReplicaKey, drained: set[ReplicaKey]) -> None:
-    """Keep in mind which replicas are held back when they come back."""
-    if action == "drain":
-        drained.add(key)
-    else:
-        drained.discard(key)
 
 
 def key_of(member: PoolMember) -> ReplicaKey:
@@ -127,6 +123,8 @@ def _manage(
         pool = stage_pools[message.stage_id]
         member = pool.member(message.replica_id)
         key = key_of(member)
+        if member.remote and others is not None and others.refusal is not None:
+            raise others.refusal
         _carry_out(message.action, pool, member, remote_replicas if member.remote else local_replicas)
     except LookupError:
         message.reply.set_exception(
@@ -143,7 +141,7 @@ def _manage(
             message.reply.set_result(None)
 
 
-def _carry_out(action: Action, pool: StagePool, member: PoolMember, keeper: ReplicaKeeper | None) -> None:
+def _carry_out(action: str, pool: StagePool, member: PoolMember, keeper: ReplicaKeeper | None) -> None:
     if action == "drain":
         pool.hold_back(member, ADMIN_HOLD)
     elif action == "resume":

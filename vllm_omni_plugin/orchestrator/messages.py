@@ -1,12 +1,13 @@
 """What crosses between AsyncLLM's event loop and the orchestrator's."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from vllm_omni_plugin.balancing import Decision, ReplicaLoad, Task
-from vllm_omni_plugin.coordinator import PeerCall, ReplicaInfo, ReplicaWork
+from vllm_omni_plugin.coordinator import HeadLeft, PeerWork, ReplicaInfo, SessionLost, Welcome
+from vllm_omni_plugin.coordinator.head_messages import CallMessage
 from vllm_omni_plugin.orchestrator.pipeline_call import PipelineCall
 
 Dispatches = list[tuple[str, Decision]]
@@ -213,51 +214,8 @@ class Explain:
     reply: "Future[Explanation]"
 
 
-@dataclass(frozen=True, slots=True)
-class PeerWork:
-    """What another head of this fleet has in flight.
-
-    Attributes:
-        head_id: which head.
-        work: by replica; 0 requests: nothing any more.
-        full: whether this is all of it, and what is not in it has ended; otherwise what changed.
-    """
-
-    head_id: str
-    work: Sequence[ReplicaWork]
-    full: bool
-
-
-@dataclass(frozen=True, slots=True)
-class PeersLost:
-    """What other heads have in flight is no longer known.
-
-    Attributes:
-        head_ids: the heads that have left; None: all, since the coordinator is silent.
-    """
-
-    head_ids: tuple[str, ...] | None
-
-
-@dataclass(frozen=True, slots=True)
-class SeatTaken:
-    """This head has its seat at the coordinator anew, and may have missed calls of other heads."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkWanted:
-    """The other heads shall be told of everything that this one has in flight."""
-
-
-@dataclass(frozen=True, slots=True)
-class PeerCalled:
-    """Another head asks something of this one."""
-
-    call: PeerCall
-
-
 Membership = RegisterRemoteReplica | UnregisterRemoteReplica | ManageReplica
 """What changes who serves."""
-PeerMessage = SeatTaken | PeerWork | PeersLost | WorkWanted | PeerCalled
-"""What a head hears at its seat, but for replicas."""
+PeerMessage = Welcome | PeerWork | HeadLeft | SessionLost | CallMessage
+"""What a head hears of the coordinator, but for replicas."""
 RpcMessage = CallReplicas | Membership | Explain | PeerMessage

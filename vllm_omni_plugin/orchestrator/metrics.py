@@ -33,7 +33,7 @@ class OrchestratorMetrics:
         cached_tokens: prompt tokens that these engines said they had cached.
         stage_seconds: what requests spent in stages of a pipeline, by its id and name and by part: `transfer`,
             `queue`, `first_output`, `run`; see `OrchestratorRequestState.pipeline_timings`.
-        has_seat: whether the coordinator answers this head; None where there is none. Written by the seat's thread.
+        has_session: whether the coordinator answers this head; None where there is none. Written by its client's.
         waiting: requests that are held for that reason now, before that. It and `turned_away` are written by
             AsyncLLM's thread, all else by ours.
     """
@@ -59,7 +59,7 @@ class OrchestratorMetrics:
         self.fallbacks: dict[tuple[int, str, str], int] = {}
         self.matched_tokens = 0
         self.cached_tokens = 0
-        self.has_seat: bool | None = None
+        self.has_session: bool | None = None
         self.waiting = 0
 
     def decided(self, stage_id: int, policy: str, decision: Decision) -> None:

@@ -5,12 +5,20 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from vllm_omni_plugin.coordinator import ReplicaKey, ReplicaStatus
+from vllm_omni_plugin.coordinator import (
+    HeadLeft,
+    PeerWork,
+    ReplicaKey,
+    ReplicaStatus,
+    SessionLost,
+    Welcome,
+)
 from vllm_omni_plugin.errors import OmniError, ReplicaError, WireError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.bad_outputs import BadOutputs
 from vllm_omni_plugin.orchestrator.dispatcher import Dispatcher
 from vllm_omni_plugin.orchestrator.fan_out import FanOut
+from vllm_omni_plugin.orchestrator.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.membership import RemoteKeeper, ReplicaKeeper, change_membership, explain
 from vllm_omni_plugin.orchestrator.messages import (
     AbortRequests,
@@ -20,21 +28,15 @@ from vllm_omni_plugin.orchestrator.messages import (
     ManageReplica,
     Membership,
     OutputUnusable,
-    PeerCalled,
     PeerMessage,
-    PeersLost,
-    PeerWork,
     ReplicaJoined,
     ReplicaLeft,
     RpcMessage,
-    SeatTaken,
     SubmitRequest,
-    WorkWanted,
 )
 from vllm_omni_plugin.orchestrator.metrics import OrchestratorMetrics
 from vllm_omni_plugin.orchestrator.move_budget import MoveBudget
 from vllm_omni_plugin.orchestrator.output_gate import OutputGate
-from vllm_omni_plugin.orchestrator.peer_calls import PeerCalls
 from vllm_omni_plugin.orchestrator.pipeline_requests import PipelineRequests
 from vllm_omni_plugin.orchestrator.preparation import Preparation
 from vllm_omni_plugin.orchestrator.request_api import RequestApi
@@ -74,7 +76,7 @@ class Orchestrator:
         local_replicas: keeps the replicas of this node; None without any.
         remote_replicas: keeps those of other processes; None in a head that nobody can join.
         exchange: tells other heads of this one's work and hears of theirs; None in a head that nobody can join.
-        peer_calls: tells other heads what administrators tell this one, and heeds what they are told; None likewise.
+        fleet_calls: makes and follows operators' calls; None in a head that nobody can join.
         drained: replicas that an operator drained, whether they are here or not.
         on_serving: called on the loop after every step that lets a replica take requests.
         request_states: unfinished requests by the client's id.
@@ -101,7 +103,7 @@ class Orchestrator:
         self.local_replicas: ReplicaKeeper | None = None
         self.remote_replicas: RemoteKeeper | None = None
         self.exchange: WorkExchange | None = None
-        self.peer_calls: PeerCalls | None = None
+        self.fleet_calls: FleetCalls | None = None
         self.drained: set[ReplicaKey] = set()
         self.on_serving: Callable[[], None] = lambda: None
         self._apis = apis
@@ -161,8 +163,8 @@ class Orchestrator:
         finally:
             if self.exchange is not None:
                 self.exchange.close()
-            if self.peer_calls is not None:
-                await self.peer_calls.close()
+            if self.fleet_calls is not None:
+                await self.fleet_calls.close()
             self._gate.close()
             self._requests.close()
             self._closed = True
@@ -193,7 +195,7 @@ class Orchestrator:
         elif outputs.scheduler_stats is not None:
             self._gate.put_later(outputs)
 
-    async def admit(self, member: PoolMember, client: StageClient, ready_response: bytes) -> None:
+    async def admit(self, member: PoolMember, client: StageClient, ready_response: bytes, told: bool = False) -> bool:
         """See that a replica that attaches can do what its stage is for, and tell it what the others were told.
 
         The caller must let the replica serve without awaiting anything in between.
@@ -202,6 +204,10 @@ class Orchestrator:
             member: the replica.
             client: speaks to its engine.
             ready_response: what its engine said of itself when it was ready. AsyncLLM's side relies on it.
+            told: whether another head has told it everything.
+
+        Returns:
+            Whether it has been told everything that the fleet knows.
 
         Raises:
             ReplicaError: it cannot, it cannot be brought up to date, or what its engine said cannot be read.
@@ -217,7 +223,7 @@ class Orchestrator:
             raise ReplicaError(
                 f"its model cannot {task!r}: its stage needs 'sampling: {{task: ...}}' with one of {known}"
             )
-        await self.fan_out.bring_up_to_date(member, client)
+        return await self.fan_out.bring_up_to_date(member, client, told)
 
     def replica_serves(
         self, member: PoolMember, client: StageClient, input_addr: str, output_addr: str, ready_response: bytes
@@ -302,7 +308,7 @@ class Orchestrator:
                 self._handle_peer_message(message)
             else:
                 change_membership(
-                    message, self.stage_pools, self.local_replicas, self.remote_replicas, self.drained, self.peer_calls
+                    message, self.stage_pools, self.local_replicas, self.remote_replicas, self.drained, self.fleet_calls
                 )
         except Exception as error:
             logger.exception("A message could not be dealt with: %r", message)
@@ -311,19 +317,22 @@ class Orchestrator:
 
     def _handle_peer_message(self, message: PeerMessage) -> None:
         assert self.exchange is not None
-        assert self.peer_calls is not None
+        assert self.fleet_calls is not None
         match message:
+            case Welcome():
+                self.exchange.welcomed(message.heads)
+                self.fleet_calls.welcomed(message.heads)
             case PeerWork():
                 self.exchange.peer_work(message)
-            case PeersLost():
-                self.exchange.peers_lost(message)
-                self.peer_calls.peers_lost(message.head_ids)
-            case WorkWanted():
-                self.exchange.work_wanted()
-            case SeatTaken():
-                self.peer_calls.synchronise()
-            case PeerCalled():
-                self.peer_calls.called(message.call)
+                self.fleet_calls.head_joined(message.head_id)
+            case HeadLeft():
+                self.exchange.head_left(message.head_id)
+                self.fleet_calls.head_left(message.head_id)
+            case SessionLost():
+                self.exchange.session_lost()
+                self.fleet_calls.session_lost()
+            case _:
+                self.fleet_calls.take(message)
 
     async def _serve_requests(self) -> None:
         while True:

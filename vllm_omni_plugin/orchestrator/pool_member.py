@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from vllm_omni_plugin.balancing import ReplicaLoad
-from vllm_omni_plugin.coordinator import ReplicaStatus
+from vllm_omni_plugin.coordinator import ReplicaStatus, engine_key
 from vllm_omni_plugin.orchestrator.charges import Account, Work
 from vllm_omni_plugin.orchestrator.engine_index import engine_index
 from vllm_omni_plugin.orchestrator.stage_run import StageRun
@@ -68,6 +68,11 @@ class PoolMember:
         """Something has left the replica."""
         if self.idle is not None and not self.in_flight and not self.idle.done():
             self.idle.set_result(None)
+
+    @property
+    def engine_key(self) -> int:
+        """By what all heads name the start of the replica that this head is or was attached to."""
+        return engine_key(self.stage_id, self.input_addr, self.output_addr, self.incarnation)
 
 
 class Peers(Protocol):

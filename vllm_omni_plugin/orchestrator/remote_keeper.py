@@ -119,7 +119,8 @@ class RemoteReplicaKeeper:
         self._replica = replica
         try:
             member.incarnation = replica.incarnation
-            await self._orchestrator.admit(member, replica.client, replica.ready_response)
+            if await self._orchestrator.admit(member, replica.client, replica.ready_response, replica.told):
+                replica.say_told()
             if self._gone.done():
                 raise ReplicaError("it was lost as soon as it was attached")
             self._serve(replica)

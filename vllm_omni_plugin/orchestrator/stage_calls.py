@@ -2,16 +2,17 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_omni_plugin.coordinator.call_arguments import FORGET_LORA
+from vllm_omni_plugin.coordinator.head_messages import StageState
+from vllm_omni_plugin.coordinator.shared_state import SharedState
 from vllm_omni_plugin.errors import NotAllowedError, ReplicaError
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.orchestrator.engine_calls import FORGET_LORA
-from vllm_omni_plugin.orchestrator.peer_messages import Mark, mark_of
 from vllm_omni_plugin.orchestrator.pool_member import PoolMember
-from vllm_omni_plugin.orchestrator.shared_state import SharedState
 from vllm_omni_plugin.orchestrator.stage_pool import StagePool
 from vllm_omni_plugin.replicas.stage_client import StageClient
 from vllm_omni_plugin.vllm_api.adapter import why_other_files
@@ -77,7 +78,8 @@ class StageCalls:
         self._shared = SharedState()
         # What each replica that is attaching has yet to be told.
         self._joiners: dict[StageClient, deque[Call]] = {}
-        self._last: StageCall | None = None
+        self._unnumbered = 0
+        self._numbered = asyncio.Event()
 
     @property
     def members(self) -> list[PoolMember]:
@@ -102,17 +104,32 @@ class StageCalls:
         try:
             if not told:
                 self._require_replayable()
-            while backlog:
-                method, args = backlog.popleft()
-                await _tell(client, remote, method, args)
-                self._require_replayable()
+            while backlog or self._unnumbered:
+                if backlog:
+                    method, args = backlog.popleft()
+                    await _tell(client, remote, method, args)
+                    self._require_replayable()
+                else:
+                    await self._numbered.wait()
         finally:
             del self._joiners[client]
         if self._shared.refusals != refusals:
             # It may have taken what the others did not, and there is no call that undoes another.
             raise ReplicaError("it cannot be brought up to date: a call was refused by the others meanwhile")
 
-    def begin(self, method: str, args: tuple[Any, ...], told: Collection[Mark] | None = None) -> StageCall:
+    @contextmanager
+    def unnumbered(self) -> Iterator[list[int]]:
+        """Replicas that attach wait meanwhile: a call of this head waits for its number. Gives who is to be called."""
+        self._unnumbered += 1
+        self._numbered.clear()
+        try:
+            yield [member.engine_key for member in self.members]
+        finally:
+            self._unnumbered -= 1
+            if not self._unnumbered:
+                self._numbered.set()
+
+    def begin(self, method: str, args: tuple[Any, ...], told: Collection[int] | None = None) -> StageCall:
         """Choose who is called, and record the call in the same step: a joiner is called or replays the record.
 
         Args:
@@ -120,34 +137,32 @@ class StageCalls:
             args: its arguments.
             told: replicas that another head calls, whose call it is; None: it is this head's own.
         """
-        settle = self._shared.record(method, args, own=told is None)
-        members = [member for member in self.members if told is None or mark_of(member) not in told]
+        settle = self._shared.record(method, args)
+        members = [member for member in self.members if told is None or member.engine_key not in told]
         call = StageCall(method, args, [] if method == FORGET_LORA else members, settle)
-        if self._shared.leaves_state(method, args):
-            self._last = call
+        if self._shared.leaves_state(method, args) and method != FORGET_LORA:
             for backlog in self._joiners.values():
-                if method != FORGET_LORA:
-                    backlog.append((method, args))
+                backlog.append((method, args))
         return call
 
-    def is_last(self, call: StageCall) -> bool:
-        """Whether no other call that leaves state has begun since."""
-        return self._last is call
-
-    def adopt(self, replay: list[Call], unreplayable: bool) -> list[Call]:
-        """Take another head's record for this one's; see `SharedState.adopt`.
+    def adopt(self, snapshot: StageState) -> list[Call]:
+        """Take the fleet's state for this head's.
 
         Returns:
-            The calls by which a replica that was told what this head knew comes to know what the other does.
-        """
-        missed = self._shared.undo() + replay
-        self._shared.adopt(replay, unreplayable)
-        return missed
+            The calls by which a replica that was told what this head knew comes to know what the fleet does.
 
-    async def catch_up(self, calls: list[Call], told: Collection[Mark]) -> None:
-        """Tell this head's replicas, but those that other heads have `told`, what they have missed."""
-        missing = [member for member in self.members if mark_of(member) not in told]
-        await asyncio.gather(*(self._catch_up(member, calls) for member in missing))
+        Raises:
+            WireError: it is none. Nothing has changed.
+        """
+        if snapshot == self._shared.snapshot(self._pool.stage_id):
+            return []
+        undo = self._shared.undo()
+        self._shared.adopt(snapshot)
+        return undo + self._shared.replay()
+
+    async def catch_up(self, calls: list[Call]) -> None:
+        """Tell the replicas that only this head reaches what they have missed. Other heads have told the others."""
+        await asyncio.gather(*(self._catch_up(member, calls) for member in self.members if not member.remote))
 
     async def send(self, call: StageCall) -> None:
         """Call all at once; returns when each has answered or failed."""
@@ -186,9 +201,9 @@ class StageCalls:
             self._pool.cache_cleared(member)
         return result
 
-    def find(self, marks: Collection[Mark]) -> list[PoolMember]:
-        """This head's replicas among those marked."""
-        return [member for member in self.members if mark_of(member) in marks]
+    def find(self, engines: Collection[int]) -> list[PoolMember]:
+        """This head's replicas among these, by their engine keys."""
+        return [member for member in self.members if member.engine_key in engines]
 
     def cache_cleared(self, member: PoolMember) -> None:
         """Another head's call made a replica drop its prefix cache."""

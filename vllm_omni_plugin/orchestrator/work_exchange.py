@@ -1,12 +1,10 @@
 """What the heads of a fleet tell each other of their work, so that each sees a replica's whole load."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from vllm_omni_plugin.coordinator import ReplicaWork
+from vllm_omni_plugin.coordinator import PeerWork, ReplicaWork
 from vllm_omni_plugin.orchestrator.charges import NO_WORK, Work
-from vllm_omni_plugin.orchestrator.messages import PeersLost, PeerWork
-from vllm_omni_plugin.orchestrator.peer_messages import mark_of
 from vllm_omni_plugin.orchestrator.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.stage_pool import StagePool
 
@@ -42,7 +40,7 @@ class WorkExchange:
         self._interval = interval
         self._call_later = call_later or _call_later
         self._timer: asyncio.TimerHandle | None = None
-        # What is kept of replicas is kept by `mark_of`.
+        # What is kept of replicas is kept by `engine_key`.
         self._members: dict[int, PoolMember] = {}
         self._keys: dict[PoolMember, int] = {}
         # Keys whose work may differ from what was reported, in order, and what was reported.
@@ -64,7 +62,7 @@ class WorkExchange:
         """See `Peers`. Replicas that belong to this head alone are nobody else's business."""
         if not member.remote:
             return None
-        key = self._keys[member] = mark_of(member)
+        key = self._keys[member] = member.engine_key
         self._members[key] = member
         return self._others_of(key)
 
@@ -95,28 +93,36 @@ class WorkExchange:
         self._count(known, rows | dict.fromkeys(gone, NO_WORK))
         self._tell_pools(self._members if is_first else (*rows, *gone))
 
-    def peers_lost(self, message: PeersLost) -> None:
-        """Heads have left, or nothing of any is known any more."""
-        touched: dict[int, Work] = {}
-        for head_id in list(self._heads) if message.head_ids is None else message.head_ids:
-            known = self._heads.pop(head_id, {})
-            touched |= known
-            self._count(known, dict.fromkeys(known, NO_WORK))
-        self._tell_number()
-        self._tell_pools(touched if self._heads else self._members)
-
-    def work_wanted(self) -> None:
-        """Another head has come, or this one has its seat anew: the next report has everything."""
+    def welcomed(self, heads: Collection[str]) -> None:
+        """A session begins, with these other heads: the next report has everything."""
+        self._forget([head_id for head_id in self._heads if head_id not in heads])
         self._all_wanted = True
         self._wake()
+
+    def head_left(self, head_id: str) -> None:
+        """Another head has left."""
+        self._forget([head_id])
+
+    def session_lost(self) -> None:
+        """What other heads have in flight is no longer known."""
+        self._forget(list(self._heads))
 
     def close(self) -> None:
         """Report no more, and let the engines' word count again. Idempotent."""
         for pool in self._pools:
             pool.peers = None
-        self.peers_lost(PeersLost(None))
+        self.session_lost()
         if self._timer is not None:
             self._timer.cancel()
+
+    def _forget(self, head_ids: Collection[str]) -> None:
+        touched: dict[int, Work] = {}
+        for head_id in head_ids:
+            known = self._heads.pop(head_id, {})
+            touched |= known
+            self._count(known, dict.fromkeys(known, NO_WORK))
+        self._tell_number()
+        self._tell_pools(touched if self._heads else self._members)
 
     def _note(self, key: int | None) -> None:
         """Remember what to report, if there is anybody to report to."""

@@ -62,6 +62,12 @@ class Leave(Struct, frozen=True, tag="leave"):
     lease: int
 
 
+class Told(Struct, frozen=True, tag="told"):
+    """Head to server: the engine has been told everything that the fleet's operators have told the others."""
+
+    lease: int
+
+
 class Follow(Struct, frozen=True, tag="follow"):
     """Head to server: tell me what the engine has cached, from here on, as soon as there is something to tell.
 
@@ -89,6 +95,7 @@ class Attached(Struct, frozen=True, tag="attached"):
         max_message_bytes: what one message to the engine may have at most, all of its frames together.
         data_key: public CURVE key (Z85) of the data sockets, or "" where links are not encrypted.
         fingerprint: the server's configuration.
+        told: whether a head has said `Told` of this engine, and it has had heads ever since.
     """
 
     lease: int
@@ -100,6 +107,7 @@ class Attached(Struct, frozen=True, tag="attached"):
     max_message_bytes: Annotated[int, Meta(ge=0)]
     data_key: Text
     fingerprint: Fingerprint
+    told: bool
 
 
 class Refused(Struct, frozen=True, tag="refused"):
@@ -159,7 +167,7 @@ class CacheChanges(Struct, frozen=True, tag="cache_changes"):
     complete: bool
 
 
-ToServer = Attach | Beat | Detach | Leave | Follow
+ToServer = Attach | Beat | Detach | Leave | Told | Follow
 ToHead = Attached | Refused | Status | Expired | CacheChanges
 
 _T = TypeVar("_T")

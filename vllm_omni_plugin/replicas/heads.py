@@ -22,6 +22,7 @@ from vllm_omni_plugin.replicas.control import (
     Refused,
     Status,
     ToHead,
+    Told,
     ToServer,
 )
 from vllm_omni_plugin.replicas.kv_events.cache_following import CacheFollowers
@@ -83,7 +84,7 @@ class Heads:
         self._leases = Leases(HEAD_SLOTS, settings.heartbeat_timeout)
         self._followers = CacheFollowers(send)
         self._cleaning: set[asyncio.Task[None]] = set()
-        self._resetting = False
+        self._resetting = self._told = False
         self._last_lost: tuple[bytes, int] | None = None
         self._logged_refusals: set[tuple[str, str]] = set()
 
@@ -162,6 +163,8 @@ class Heads:
                 self._send(peer, Status(lease.lease_id, self._status, self._reason))
             case Follow():
                 self._followers.follow(lease, message.cursor)
+            case Told():
+                self._told = True
             case Detach():
                 self._end(lease, "it detached")
             case Leave():
@@ -222,6 +225,7 @@ class Heads:
             max_message_bytes=self._settings.max_message_bytes,
             data_key=relay.data_key,
             fingerprint=dict(self._settings.fingerprint),
+            told=self._told,
         )
 
     def _connection_lost(self, lease: Lease) -> None:
@@ -250,7 +254,7 @@ class Heads:
             return
         cleaning = self._start(self._clean(engine, lease.slot))
         if not self._leases:
-            self._resetting = True
+            self._resetting, self._told = True, False
             self._start(self._reset(engine, [*self._cleaning, cleaning]))
             self._on_alone()
 

@@ -27,6 +27,7 @@ from vllm_omni_plugin.replicas.control import (
     Refused,
     Status,
     ToHead,
+    Told,
 )
 from vllm_omni_plugin.replicas.control_link import ControlLink, open_control_link
 from vllm_omni_plugin.replicas.kv_events.cache_following import CacheFollower
@@ -112,10 +113,12 @@ class RemoteReplica:
         client: speaks to the engine.
         ready_response: what the engine said of itself when it was ready, as vLLM encoded it.
         incarnation: the one that this is a lease of.
+        told: whether another head has told the engine what operators have told the fleet.
     """
 
     client: StageClient
     ready_response: bytes
+    told: bool
 
     def __init__(self, info: ReplicaInfo, replica_id: int, settings: AttachSettings, listeners: Listeners) -> None:
         self._info = info
@@ -168,7 +171,7 @@ class RemoteReplica:
         self._link = RemoteLink(
             settings.context, lease, credential, settings.max_message_bytes, self._data_connection_lost
         )
-        self.ready_response = lease.ready_response
+        self.ready_response, self.told = lease.ready_response, lease.told
         self.client = StageClient(
             self._link,
             settings.codecs[self._info.stage_id],
@@ -202,6 +205,11 @@ class RemoteReplica:
         if self._link is None:
             return f"its server at {address} did not answer {seconds}"
         return f"its engine did not answer {seconds}"
+
+    def say_told(self) -> None:
+        """Other heads need not tell the engine what operators have told the fleet."""
+        if self._control is not None and self._lease is not None:
+            self._control.send(Told(self._lease))
 
     def leave(self) -> None:
         """Tell the server to end the engine, for good, once its heads are done with it."""

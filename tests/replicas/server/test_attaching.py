@@ -11,7 +11,7 @@ from tests.fakes.conditions import eventually
 from tests.replicas.server.conftest import StartNode
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.curve import Secrets
-from vllm_omni_plugin.replicas.control import Expired, Refused, Status, encode
+from vllm_omni_plugin.replicas.control import Expired, Refused, Status, Told, encode
 from vllm_omni_plugin.replicas.relay import Relay
 from vllm_omni_plugin.replicas.served_engine import HEAD_SLOTS
 
@@ -41,6 +41,25 @@ async def test_two_heads_have_slots_of_their_own(start_node: StartNode) -> None:
         node.engine.say(slot, *["second"] * 100)
         assert await second.read_ids(100) == ["second"] * 100
         assert await first.read_ids(100) == ["first"] * 100
+
+
+async def test_the_next_heads_hear_that_an_engine_was_told_everything_until_its_last_head_has_gone(
+    start_node: StartNode,
+) -> None:
+    node = await start_node()
+    async with node.attached() as first:
+        assert first.attached is not None
+        assert not first.attached.told
+        await first.say(Told(first.attached.lease))
+        await first.beat()
+        async with node.attached() as second:
+            assert second.attached is not None
+            assert second.attached.told
+            await second.detach()
+        await first.detach()
+    async with node.attached() as later:
+        assert later.attached is not None
+        assert not later.attached.told
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Whole heads in front of one replica server with a simulated engine: orchestrator, attachment, and a seat."""
+"""Whole heads in front of one replica server with a simulated engine: orchestrator, attachment, and a session."""
 
 import asyncio
 import itertools
@@ -15,11 +15,11 @@ from tests.fakes.conditions import eventually
 from tests.sim.protocol.heads import FAST
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.coordinator import OmniCoordClientForHead, OmniCoordinator, ReplicaWork
+from vllm_omni_plugin.orchestrator.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.messages import AbortRequests, RequestFailed, SubmitRequest
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.peer_calls import PeerCalls
 from vllm_omni_plugin.orchestrator.remote_replicas import RemoteReplicas
-from vllm_omni_plugin.orchestrator.seat_listener import SeatListener
+from vllm_omni_plugin.orchestrator.session_listener import SessionListener
 from vllm_omni_plugin.orchestrator.stage_pool import PoolMember, StagePool
 from vllm_omni_plugin.orchestrator.thread_queue import QueueClosedError
 from vllm_omni_plugin.orchestrator.work_exchange import WorkExchange
@@ -51,12 +51,12 @@ class WholeHead:
         self.pool = StagePool(0, LeastQueueLengthBalancer())
         self.orchestrator = Orchestrator([self.pool], [EngineApi()], 3, time.monotonic)
         self.orchestrator.exchange = WorkExchange([self.pool], self._report)
-        self.orchestrator.peer_calls = PeerCalls(self.orchestrator, head_id, lambda: self._seat)
+        self.orchestrator.fleet_calls = FleetCalls(self.orchestrator, head_id, lambda: self._client)
         self._remote = self.orchestrator.remote_replicas = RemoteReplicas(
             self.orchestrator,
             AttachSettings({0: EngineApi()}, head_id, {0: FINGERPRINT}, INTERVAL, TIMEOUT),
         )
-        self._seat = OmniCoordClientForHead(coordinator, head_id, SeatListener(self.orchestrator.rpc_async_queue))
+        self._client = OmniCoordClientForHead(coordinator, head_id, SessionListener(self.orchestrator.rpc_async_queue))
         self._more = asyncio.Event()
 
     async def __aenter__(self) -> "WholeHead":
@@ -65,7 +65,7 @@ class WholeHead:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await asyncio.to_thread(self._seat.close)
+        await asyncio.to_thread(self._client.close)
         await self._remote.close()
         self.orchestrator.close_queues()
         await asyncio.gather(*self._tasks)
@@ -96,7 +96,7 @@ class WholeHead:
         self.ended.clear()
 
     def _report(self, work: Sequence[ReplicaWork], full: bool) -> None:
-        self._seat.report_work(work, full=full)
+        self._client.report_work(work, full=full)
 
     async def _read(self) -> None:
         while True:

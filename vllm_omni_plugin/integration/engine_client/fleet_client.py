@@ -19,6 +19,7 @@ from vllm_omni_plugin.admin.fleet_metrics import FleetCollector
 from vllm_omni_plugin.admin.multiprocess_metrics import MetricFiles, in_multiprocess_mode
 from vllm_omni_plugin.admin.replica_header import new_dispatches
 from vllm_omni_plugin.admin.replies import result_of
+from vllm_omni_plugin.coordinator.call_arguments import FORGET_LORA
 from vllm_omni_plugin.errors import NoReplicaError, ReplicaError, StageError
 from vllm_omni_plugin.integration.engine_client.fleet_events import FleetEvents
 from vllm_omni_plugin.integration.engine_client.graceful_shutdown import GracefulShutdown
@@ -29,7 +30,6 @@ from vllm_omni_plugin.integration.engine_client.unknown_calls import refuse_unkn
 from vllm_omni_plugin.integration.fleet_setup.fleet import Fleet
 from vllm_omni_plugin.integration.fleet_setup.fleet_stages import FleetStages
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.orchestrator.engine_calls import FORGET_LORA
 from vllm_omni_plugin.orchestrator.engine_index import engine_index
 from vllm_omni_plugin.orchestrator.messages import (
     AbortRequests,

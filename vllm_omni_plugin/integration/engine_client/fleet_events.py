@@ -16,6 +16,7 @@ from vllm_omni_plugin.integration.engine_client.stat_labels import StatLabels
 from vllm_omni_plugin.integration.fleet_setup.fleet_stages import FleetStages
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.engine_index import engine_index
+from vllm_omni_plugin.orchestrator.front_update import FrontUpdate
 from vllm_omni_plugin.orchestrator.messages import (
     OutputUnusable,
     ReplicaJoined,
@@ -23,7 +24,6 @@ from vllm_omni_plugin.orchestrator.messages import (
     RequestFailed,
     RequestStages,
 )
-from vllm_omni_plugin.orchestrator.told_elsewhere import ToldElsewhere
 from vllm_omni_plugin.vllm_api.ready import apply_ready_responses
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ logger = init_logger(__name__)
 _TEXT_IN_FRONT = "a"
 """An answer's first word keeps the space in front of it when it follows some text, as it does behind any prompt."""
 
-_EVENTS = (RequestFailed, RequestStages, ReplicaJoined, ReplicaLeft, ToldElsewhere)
+_EVENTS = (RequestFailed, RequestStages, ReplicaJoined, ReplicaLeft, FrontUpdate)
 
 
 class FleetEvents:
@@ -123,8 +123,8 @@ class FleetEvents:
                     self.spans.stages_ended(item)
             case ReplicaJoined() | ReplicaLeft():
                 self._replica_changed(item)
-            case ToldElsewhere():
-                self.peer.heed(item)
+            case FrontUpdate():
+                self.peer.apply(item)
 
     def _output_failed(self, request_id: str, error: Exception) -> None:
         logger.error("Request %s fails, since vLLM cannot process its output.", request_id, exc_info=error)

@@ -1,4 +1,4 @@
-"""What other heads were told, in this head's server."""
+"""What operators told other heads, in this head's server."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from vllm.lora.request import LoRARequest
 
-from vllm_omni_plugin.orchestrator.told_elsewhere import ToldElsewhere
+from vllm_omni_plugin.orchestrator.front_update import FrontUpdate
 
 _ID_BITS = 53
 """Ids pass through JSON."""
@@ -44,7 +44,7 @@ class PeerFront:
                 own.add(module.name)
                 yield module
 
-    def heed(self, news: ToldElsewhere) -> None:
+    def apply(self, news: FrontUpdate) -> None:
         """Another head was told something."""
         gone = {name for name, request in self._requests.items() if request.lora_int_id in news.unloaded}
         for name in gone:
@@ -53,8 +53,8 @@ class PeerFront:
             self._requests[adapter.lora_name] = msgspec.convert(msgspec.to_builtins(adapter), LoRARequest)
         if news.sleep_level is not None and self.loggers is not None:
             self.loggers.record_sleep_state(int(news.sleep_level > 0), news.sleep_level)
-        if news.heeded.set_running_or_notify_cancel():
-            news.heeded.set_result(None)
+        if news.applied.set_running_or_notify_cancel():
+            news.applied.set_result(None)
 
 
 class AdapterIds:

@@ -23,12 +23,12 @@ from vllm_omni_plugin.integration.options.listening import (
     warn_of_exposure,
 )
 from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.orchestrator.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.local_replicas import LocalReplicas, LocalStage
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.peer_calls import PeerCalls
 from vllm_omni_plugin.orchestrator.preparation import Preparation
 from vllm_omni_plugin.orchestrator.remote_replicas import RemoteReplicas
-from vllm_omni_plugin.orchestrator.seat_listener import SeatListener
+from vllm_omni_plugin.orchestrator.session_listener import SessionListener
 from vllm_omni_plugin.orchestrator.stage_api import StageApi
 from vllm_omni_plugin.orchestrator.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.thread import OrchestratorThread
@@ -45,10 +45,10 @@ logger = init_logger(__name__)
 
 
 class Fleet:
-    """The coordinator's process, this head's seat at it, and the orchestrator's thread with this head's own replicas.
+    """The coordinator's process, this head's session, and the orchestrator's thread with this head's own replicas.
 
-    A head that joins a fleet has a seat at the coordinator of another process and no replicas of its own. An API server
-    of several is such a head.
+    A head that joins a fleet has a session with the coordinator of another process and no replicas of its own. An API
+    server of several is such a head.
 
     Args:
         options: the head's.
@@ -83,9 +83,9 @@ class Fleet:
         )
         self._head_id = f"{socket.gethostname()}-{uuid.uuid4().hex}"
         self.coordinator = self._start_coordinator() if options.is_open and not options.join else None
-        # Held while the seat is taken: its thread may speak of what others want before it is there to answer by.
-        self._seating = threading.Lock()
-        self._seat: OmniCoordClientForHead | None = None
+        # Held while the client is made: its thread may speak before it is there to answer by.
+        self._connecting = threading.Lock()
+        self._client: OmniCoordClientForHead | None = None
 
     def start(self) -> list[list[bytes]]:
         """Start the local replicas and begin to take others in. Blocks; returns their ready responses, by stage.
@@ -96,8 +96,8 @@ class Fleet:
         try:
             ready_responses = self._thread.start()
             if self._options.is_open:
-                with self._seating:
-                    self._seat = self._take_seat()
+                with self._connecting:
+                    self._client = self._connect()
         except BaseException:
             self.close(0.0)
             raise
@@ -112,9 +112,9 @@ class Fleet:
 
         Replicas of other processes keep running, and join the next head.
         """
-        seat, self._seat = self._seat, None
-        if seat is not None:
-            seat.close()
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
         self._thread.close(timeout)
         if self.coordinator is not None:
             self.coordinator.close()
@@ -147,33 +147,33 @@ class Fleet:
         say_how_to_join(options, address)
         return coordinator
 
-    def _take_seat(self) -> OmniCoordClientForHead:
+    def _connect(self) -> OmniCoordClientForHead:
         address = coordinator_address(self._options) if self.coordinator is None else self.coordinator.router_address
         return OmniCoordClientForHead(
             address,
             self._head_id,
-            SeatListener(self.orchestrator.rpc_async_queue),
+            SessionListener(self.orchestrator.rpc_async_queue),
             secrets=self._secrets,
             heartbeat_interval=self._options.heartbeat_interval,
-            on_unreachable=self._seat_changed,
+            on_unreachable=self._session_changed,
         )
 
-    def _seat_changed(self, trouble: str) -> None:
-        self.orchestrator.metrics.has_seat = not trouble
+    def _session_changed(self, trouble: str) -> None:
+        self.orchestrator.metrics.has_session = not trouble
         if trouble:
             logger.warning("%s. Replicas that serve go on; trying again.", trouble)
         else:
-            logger.info("This head has its seat at the coordinator.")
+            logger.info("This head has a session with the coordinator.")
 
-    def _seat_now(self) -> OmniCoordClientForHead | None:
-        with self._seating:
-            return self._seat
+    def _client_now(self) -> OmniCoordClientForHead | None:
+        with self._connecting:
+            return self._client
 
     def _report_work(self, work: Sequence[ReplicaWork], full: bool) -> None:
-        # Before there is a seat nobody wants to know, and whoever takes one is asked for everything.
-        seat = self._seat_now()
-        if seat is not None:
-            seat.report_work(work, full=full)
+        # Before there is a session nobody wants to know, and with one everything is reported.
+        client = self._client_now()
+        if client is not None:
+            client.report_work(work, full=full)
 
     def _local_replicas(self) -> LocalReplicas:
         stages = [
@@ -187,7 +187,7 @@ class Fleet:
 
     def _remote_replicas(self) -> RemoteReplicas:
         self.orchestrator.exchange = WorkExchange(self._pools, self._report_work)
-        self.orchestrator.peer_calls = PeerCalls(self.orchestrator, self._head_id, self._seat_now)
+        self.orchestrator.fleet_calls = FleetCalls(self.orchestrator, self._head_id, self._client_now)
         settings = AttachSettings(
             codecs={plan.stage_id: plan.api for plan in self._plans},
             head_id=self._head_id,

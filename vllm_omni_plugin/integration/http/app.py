@@ -18,6 +18,7 @@ from vllm_omni_plugin.admin.access import Access, HasKey
 from vllm_omni_plugin.admin.explain import Explainer
 from vllm_omni_plugin.admin.hold import Hold, HoldMiddleware
 from vllm_omni_plugin.admin.keys import read_admin_keys
+from vllm_omni_plugin.admin.operator_calls import OperatorCallMiddleware
 from vllm_omni_plugin.admin.replica_admin import FleetAdmin
 from vllm_omni_plugin.admin.replica_header import ReplicaHeaderMiddleware
 from vllm_omni_plugin.admin.routes import build_router
@@ -116,6 +117,7 @@ class FleetEndpoints:
         # Innermost, so that vLLM refuses wrong keys where it looks at them, and the wait counts in its HTTP metrics.
         app.user_middleware.append(Middleware(HoldMiddleware, paths=INFERENCE_PATHS, has_key=has_api_key))
         app.user_middleware.append(Middleware(ReplicaHeaderMiddleware))
+        app.user_middleware.append(Middleware(OperatorCallMiddleware))
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Tell routes and middleware which fleet they stand before, if the server has one."""

@@ -1,4 +1,4 @@
-"""What AsyncLLM's side is told of calls that came by other heads."""
+"""What AsyncLLM's side is told of operators' calls that came through other heads."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -7,27 +7,27 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_omni_plugin.orchestrator.shared_state import SharedState
+from vllm_omni_plugin.coordinator.shared_state import SharedState
 from vllm_omni_plugin.vllm_api.adapter import Adapter
 
 _LONGEST_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class ToldElsewhere:
+class FrontUpdate:
     """Another head has loaded or unloaded adapters, or put the engines to sleep.
 
     Attributes:
         loaded: adapters that can be asked for from now on, or under whose name there is another one now.
         unloaded: ids of those that cannot any more.
         sleep_level: how deep the engines sleep now, 0 while they have their weights; None: as before.
-        heeded: to be done when that holds here.
+        applied: done when that holds here.
     """
 
     loaded: tuple[Adapter, ...]
     unloaded: tuple[int, ...]
     sleep_level: int | None
-    heeded: "Future[None]"
+    applied: "Future[None]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +43,18 @@ class FrontView:
         adapters = {adapter.lora_int_id: adapter for state in states for adapter in state.adapters}
         return cls(adapters, states[0].sleep_level)
 
-    def difference(self, now: "FrontView") -> ToldElsewhere | None:
+    def difference(self, now: "FrontView") -> FrontUpdate | None:
         """What has to be told of a change from this view to another, None if there is nothing."""
         loaded = tuple(a for lora_id, a in now.adapters.items() if self.adapters.get(lora_id) != a)
         unloaded = tuple(self.adapters.keys() - now.adapters.keys())
         level = now.sleep_level if now.sleep_level != self.sleep_level else None
-        return ToldElsewhere(loaded, unloaded, level, Future()) if loaded or unloaded or level is not None else None
+        return FrontUpdate(loaded, unloaded, level, Future()) if loaded or unloaded or level is not None else None
 
 
-async def tell(tell_front: Callable[[Any], None], news: ToldElsewhere | None) -> None:
-    """Tell AsyncLLM's side; returns when it has heeded it, or takes too long for that."""
+async def tell(tell_front: Callable[[Any], None], news: FrontUpdate | None) -> None:
+    """Tell AsyncLLM's side; returns when it has applied that, or takes too long for that."""
     if news is not None:
         tell_front(news)
         with suppress(TimeoutError):
             async with asyncio.timeout(_LONGEST_S):
-                await asyncio.wrap_future(news.heeded)
+                await asyncio.wrap_future(news.applied)

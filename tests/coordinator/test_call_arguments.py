@@ -5,9 +5,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from vllm_omni_plugin.coordinator.call_arguments import FORGET_LORA, decode, encode
+from vllm_omni_plugin.coordinator.shared_state import SharedState
 from vllm_omni_plugin.errors import WireError
-from vllm_omni_plugin.orchestrator.engine_calls import FORGET_LORA, decode, encode
-from vllm_omni_plugin.orchestrator.shared_state import SharedState
 from vllm_omni_plugin.vllm_api.adapter import Adapter
 
 CALLS: list[tuple[Any, ...]] = [

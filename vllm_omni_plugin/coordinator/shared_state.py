@@ -1,14 +1,17 @@
 """What the engines of a stage have been told and a replica that attaches later must be told too."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from msgspec import to_builtins
 from msgspec.structs import replace
 
-from vllm_omni_plugin.orchestrator.engine_calls import FORGET_LORA
+from vllm_omni_plugin.coordinator.call_arguments import FORGET_LORA, decode
+from vllm_omni_plugin.coordinator.head_messages import StageState
+from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.vllm_api.adapter import Adapter
 from vllm_omni_plugin.vllm_api.rest_state import Call, RestState
 
@@ -28,11 +31,10 @@ class _Facts:
 
 @dataclass(eq=False, slots=True)
 class _Note:
-    """A recorded call, whether this head makes it, and whether its replicas have taken it yet."""
+    """A recorded call, and whether replicas have taken it yet."""
 
     method: str
     args: tuple[Any, ...]
-    own: bool
     taken: bool = False
 
     def apply_to(self, facts: _Facts) -> None:
@@ -74,15 +76,15 @@ class SharedState:
         """Whether a joiner must be told of this call."""
         return method in _RECORDERS and (method != "collective_rpc" or args[0] in _WEIGHT_UPDATES)
 
-    def record(self, method: str, args: tuple[Any, ...], own: bool = True) -> Callable[[bool], None]:
-        """Note a call that is about to go to all replicas, sent by this head or another.
+    def record(self, method: str, args: tuple[Any, ...]) -> Callable[[bool], None]:
+        """Note a call that is about to go to all replicas.
 
         Returns:
             A function to call once with whether any replica took it.
         """
         if not self.leaves_state(method, args):
             return lambda taken: None
-        note = _Note(method, args, own)
+        note = _Note(method, args)
         self._open.append(note)
         return partial(self._settle, note)
 
@@ -99,18 +101,25 @@ class SharedState:
         """The calls that let an engine of this state schedule and have its memory again; adapters may stay."""
         return self._facts().rest.undo()
 
-    def adopt(self, replay: Sequence[Call], unreplayable: bool) -> None:
-        """Take another head's state for this one's. Of what is recorded, only own calls under way still count.
+    def snapshot(self, stage_id: int) -> StageState:
+        """The whole state of a stage, for who follows from here on. Calls that are not settled count as taken."""
+        calls = [(method, to_builtins(list(args))) for method, args in self.replay()]
+        return StageState(stage_id, calls, self.unreplayable is not None)
 
-        Args:
-            replay: what the other head's `replay` returned.
-            unreplayable: whether that is not all of it.
+    def adopt(self, snapshot: StageState) -> None:
+        """Take a snapshot for this state. Whatever was recorded here is forgotten.
+
+        Raises:
+            WireError: it is none. Nothing has changed.
         """
-        facts = _Facts(weights_changed=unreplayable)
-        for method, args in replay:
+        facts = _Facts(weights_changed=snapshot.unreplayable)
+        for method, arguments in snapshot.replay:
+            args = decode(method, arguments)
+            if not self.leaves_state(method, args):
+                raise WireError(f"{method} leaves no state")
             _RECORDERS[method](facts, args)
         self._settled = facts
-        self._open = [note for note in self._open if note.own and not note.taken]
+        self._open.clear()
         self.refusals += 1
 
     def _facts(self) -> _Facts:

@@ -1,4 +1,4 @@
-"""Calls of the engine core in the form in which heads tell each other of them: one for each method, and no other."""
+"""Operators' calls as heads and the coordinator pass them on: one form for each method, strictly decoded."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -6,12 +6,17 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from vllm_omni_plugin.coordinator.head_wire import require_flat
+from vllm_omni_plugin.coordinator.membership import ReplicaKey
+from vllm_omni_plugin.coordinator.messages import Address, StageId
 from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.vllm_api.adapter import Adapter, AdapterId
-from vllm_omni_plugin.vllm_api.rest_state import Call
 
 FORGET_LORA = "forget_lora"
 """Recorded and not sent: engines keep an adapter that requests no longer can ask for, as vLLM's do."""
+
+MANAGE_CALLS = frozenset({"drain", "resume", "remove"})
+"""What an operator wants with one replica of another process; their argument is its `ReplicaKey`."""
 
 _MAX_RPC_CHARS = 128 * 1024
 _OF_ONE_REQUEST = frozenset({"release_late_interaction_query_cache"})
@@ -22,6 +27,8 @@ _Mode = Literal["abort", "wait", "keep"]
 _Tags = Annotated[list[Literal["weights", "kv_cache", "scheduling"]], Meta(max_length=3)]
 _Text = Annotated[str, Meta(max_length=4096)]
 _Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+
+_ReplicaKey = tuple[StageId, Address, Address]
 
 _ARGUMENTS: dict[str, Any] = {
     "add_lora": tuple[Adapter],
@@ -38,6 +45,7 @@ _ARGUMENTS: dict[str, Any] = {
     "reset_prefix_cache": tuple[bool, bool],
     "reset_mm_cache": tuple[()],
     "reset_encoder_cache": tuple[()],
+    **dict.fromkeys(MANAGE_CALLS, tuple[_ReplicaKey]),
     "profile": tuple[bool, _Text | None, _Count | None, _Count | None],
 }
 
@@ -52,6 +60,7 @@ def encode(method: str, args: Sequence[Any]) -> list[Any] | None:
     try:
         plain: list[Any] = msgspec.to_builtins(list(args))
         decode(method, plain)
+        require_flat(plain)
     except (TypeError, WireError):
         return None
     if method == "collective_rpc" and len(msgspec.json.encode(plain)) > _MAX_RPC_CHARS:
@@ -67,7 +76,7 @@ def decode(method: str, arguments: Any) -> tuple[Any, ...]:
     """
     kind = _ARGUMENTS.get(method)
     if kind is None:
-        raise WireError(f"not a call for other heads: {method}")
+        raise WireError(f"not an operator's call: {method}")
     try:
         args: tuple[Any, ...] = msgspec.convert(arguments, kind)
     except msgspec.ValidationError as error:
@@ -75,6 +84,6 @@ def decode(method: str, arguments: Any) -> tuple[Any, ...]:
     return args
 
 
-def decode_all(calls: Sequence[tuple[str, list[Any]]]) -> list[Call]:
-    """The calls of a replay. Raises WireError as `decode` does."""
-    return [(method, decode(method, arguments)) for method, arguments in calls]
+def key_in(args: tuple[Any, ...]) -> ReplicaKey:
+    """The replica that one of `MANAGE_CALLS` is about."""
+    return ReplicaKey(*args[0])

@@ -1,28 +1,21 @@
-"""Seats, numbers of replicas and lists, without sockets."""
+"""Sessions of heads, numbers of replicas and lists, without sockets."""
 
 import itertools
 from collections.abc import Iterator
 
 import pytest
 from coordinator_support import make_event
-from head_world import World, rows
+from head_world import QUEUE_FRAMES, World, rows
 
-from vllm_omni_plugin.coordinator import (
-    PeerAnswer,
-    ReplicaEvent,
-    ReplicaKey,
-    ReplicaStatus,
-    ReplicaWork,
-    engine_key,
-)
-from vllm_omni_plugin.coordinator.editions import ListEditions
-from vllm_omni_plugin.coordinator.head_messages import SEAT_PROTOCOL, Beat, ReplicaNumber, Work
-from vllm_omni_plugin.coordinator.head_table import HEAD_TIMEOUT, MAX_HEADS
+from vllm_omni_plugin.coordinator import ReplicaEvent, ReplicaKey, ReplicaStatus, ReplicaWork, engine_key
+from vllm_omni_plugin.coordinator.head_messages import SESSION_PROTOCOL, Beat, Hello, ReplicaNumber, Work
 from vllm_omni_plugin.coordinator.head_wire import encode_from_head
+from vllm_omni_plugin.coordinator.list_deltas import ListDeltas
 from vllm_omni_plugin.coordinator.membership import MembershipTable, TableFullError
 from vllm_omni_plugin.coordinator.numbering import Numbering
-from vllm_omni_plugin.coordinator.pending_calls import NoSeatError
-from vllm_omni_plugin.coordinator.seat import MAX_WORK_ROWS, Seat
+from vllm_omni_plugin.coordinator.session import MAX_WORK_ROWS, Session
+from vllm_omni_plugin.coordinator.sessions import HEAD_TIMEOUT, MAX_HEADS
+from vllm_omni_plugin.coordinator.sockets import HEAD_QUEUE_FRAMES
 from vllm_omni_plugin.errors import WireError
 
 
@@ -34,12 +27,16 @@ def number(name: str, replica_id: int) -> ReplicaNumber:
     return ReplicaNumber(*key(name), replica_id)
 
 
+def engine(name: str = "a") -> int:
+    return engine_key(*key(name), 0)
+
+
 def work(name: str = "a", requests: int = 1) -> ReplicaWork:
-    return ReplicaWork(engine_key(*key(name), 0), requests, 10 * requests)
+    return ReplicaWork(engine(name), requests, 10 * requests)
 
 
-def beat(head_id: str, seat: int, anew: bool = True) -> Beat:
-    return Beat(head_id, seat, 0, anew, SEAT_PROTOCOL)
+def hello(head_id: str, session: int = 10**9) -> Hello:
+    return Hello(head_id, session, SESSION_PROTOCOL)
 
 
 @pytest.fixture
@@ -91,13 +88,13 @@ def test_numbers_of_the_heads_own_engines_are_given_to_nobody() -> None:
 
 def test_number_of_a_row_that_was_displaced_is_free_again() -> None:
     table, numbering = MembershipTable(10.0, max_replicas=1), Numbering()
-    editions = ListEditions(table, numbering)
+    lists = ListDeltas(table, numbering)
 
     def announce(event: ReplicaEvent) -> None:
         change = table.apply(event, 0.0)
         assert change is not None
-        editions.note([change])
-        editions.revise(0.0, 0.0)
+        lists.note([change])
+        lists.revise(0.0, 0.0)
 
     announce(make_event("a"))
     announce(make_event("a", status=ReplicaStatus.DOWN))
@@ -118,6 +115,8 @@ def test_replica_keeps_its_number_when_it_comes_back_and_when_the_coordinator_do
     assert {row[0]: row[5] for row in rows(world.heads["h1"].lists[-1])} == numbers
 
     world.restart()
+    world.exchange("h1", "h2", "h3")
+    world.resync()
     world.exchange("h1", "h2", "h3")
     for name in "xcba":
         world.announce(make_event(name))
@@ -151,28 +150,41 @@ def test_heartbeats_alone_make_no_list(world: World) -> None:
     assert not world.heads["h1"].down
 
 
-def test_lost_delta_is_healed_by_the_next_message(world: World) -> None:
+def test_a_queue_that_overflows_is_followed_by_a_full_resync(world: World) -> None:
     head = world.heads["h1"]
-    for name in "abc":
+    resyncs = head.resyncs
+    for name in "abcdefgh"[: QUEUE_FRAMES + 3]:
         world.announce(make_event(name))
         world.tick()
-        if name == "b":
-            head.down.pop()
-        world.exchange("h1")
+    world.report("h2", work())
+    world.exchange("h1", "h2")
+    assert len(head.lists[-1].replicas) == QUEUE_FRAMES, "no list came after the one that was lost"
+    world.tick()
+    world.exchange("h1")
     assert rows(head.lists[-1]) == rows(world.listed())
+    assert head.others["h2"] == {engine(): work()}
+    assert head.resyncs == resyncs + 1
 
 
-def test_a_head_that_has_missed_a_delivery_is_told_so_since_it_may_have_been_a_call(world: World) -> None:
+def test_a_head_that_has_too_much_to_send_begins_anew(world: World) -> None:
     head = world.heads["h1"]
-    assert head.seats == 1
-    asking = world.heads["h2"].session.call("greet", None, world.now + 1.0)
-    world.exchange("h2")
-    head.down.pop()
+    for requests in range(HEAD_QUEUE_FRAMES + 5):
+        world.report("h1", work(requests=requests % 5 + 1))
+    world.settle()
+    assert world.heads["h2"].others["h1"] == head.in_flight
+    assert head.resyncs == 2
+
+
+def test_a_frame_that_cannot_be_read_is_followed_by_a_full_resync(world: World) -> None:
+    head = world.heads["h1"]
+    (dropped,) = head.session.take(b"[{}]", world.now)
+    assert isinstance(dropped, WireError)
     world.announce(make_event("a"))
     world.tick()
-    world.exchange("h1", "h2")
-    assert not asking.done()
-    assert head.seats == 2
+    world.exchange("h1")
+    assert head.lists[-1].replicas == []
+    world.settle()
+    assert (head.resyncs, len(head.lists[-1].replicas)) == (2, 1)
 
 
 def test_report_reaches_the_other_heads_and_not_its_own(world: World) -> None:
@@ -180,11 +192,11 @@ def test_report_reaches_the_other_heads_and_not_its_own(world: World) -> None:
     world.exchange("h1")
     world.tick()
     world.exchange("h1", "h2", "h3")
-    assert world.heads["h2"].others["h1"] == world.heads["h3"].others["h1"] == {engine_key(*key("a"), 0): work()}
+    assert world.heads["h2"].others["h1"] == world.heads["h3"].others["h1"] == {engine(): work()}
     assert "h1" not in world.heads["h1"].others
 
 
-def test_reports_of_one_interval_share_a_delivery_with_the_last_of_each_replica(world: World) -> None:
+def test_reports_of_one_interval_share_a_frame_with_the_last_of_each_replica(world: World) -> None:
     for requests in (1, 2, 3):
         world.report("h1", work("a", requests))
         world.report("h3", work("b", requests))
@@ -192,28 +204,7 @@ def test_reports_of_one_interval_share_a_delivery_with_the_last_of_each_replica(
     world.tick()
     assert len(world.heads["h2"].down) == 1
     world.exchange("h2")
-    assert world.heads["h2"].others["h1"] == {engine_key(*key("a"), 0): work("a", 3)}
-
-
-def test_lost_report_is_asked_for_in_full(world: World) -> None:
-    world.report("h1", work("a"))
-    world.heads["h1"].session.frames.popleft()
-    world.report("h1", work("b"))
-    world.exchange("h1")
-    world.tick()
-    world.exchange("h2")
-    assert set(world.heads["h2"].others["h1"]) == {engine_key(*key(name), 0) for name in "ab"}
-    assert world.heads["h1"].seats == 1, "nothing that others said was lost"
-
-
-def test_lost_last_report_is_noticed_by_the_next_beat(world: World) -> None:
-    world.report("h1", work("a"))
-    world.heads["h1"].session.frames.popleft()
-    world.heads["h1"].session.beat()
-    world.exchange("h1")
-    world.tick()
-    world.exchange("h2")
-    assert set(world.heads["h2"].others["h1"]) == {engine_key(*key("a"), 0)}
+    assert world.heads["h2"].others["h1"] == {engine(): work("a", 3)}
 
 
 def test_silent_head_has_left(world: World) -> None:
@@ -240,137 +231,74 @@ def test_head_whose_connection_broke_has_left_with_the_next_word_for_it(world: W
 
 def test_coordinator_that_was_late_itself_lets_nobody_go(world: World) -> None:
     world.now += 100.0
-    assert not world.coordinator.heads.expire(world.now, late_by=100.0)
-    assert len(world.coordinator.heads) == 3
+    assert not world.sessions.expire(world.now, late_by=100.0)
+    assert len(world.sessions) == 3
 
 
-def test_older_connection_of_a_head_does_not_take_the_seat_back(world: World) -> None:
-    heads = world.coordinator.heads
-    assert heads.beat(b"new", beat("h1", 10**9), world.now)
-    assert heads.beat(b"old", beat("h1", 10**9 - 1), world.now) is None
-    assert heads.beat(b"other", beat("h1", 10**9), world.now) is None
-    assert heads.work(b"old", Work(1, True, [work()])) is None
+def test_older_connection_of_a_head_does_not_take_the_session_back(world: World) -> None:
+    sessions = world.sessions
+    assert sessions.take(b"new", hello("h1"), world.now) is not None
+    assert sessions.take(b"old", hello("h1", 10**9 - 1), world.now) is None
+    assert sessions.take(b"other", hello("h1"), world.now) is None
+    assert sessions.take(b"old", Work(True, [work()]), world.now) is None
 
 
-def test_connection_with_a_seat_cannot_take_another(world: World) -> None:
+def test_a_connection_is_of_one_head(world: World) -> None:
     peer = world.heads["h1"].peer
-    assert world.coordinator.heads.beat(peer, beat("h2", 10**9), world.now) is None
-    assert world.coordinator.heads.beat(peer, beat("h9", 10**9), world.now) is None
+    assert world.sessions.take(peer, hello("h2"), world.now) is None
+    assert world.sessions.take(peer, hello("h9"), world.now) is None
 
 
-def test_seats_are_bounded(world: World) -> None:
-    heads = world.coordinator.heads
-    for count in range(MAX_HEADS - len(heads)):
-        assert heads.beat(b"p%d" % count, beat(f"x{count}", 1), world.now)
-    with pytest.raises(TableFullError, match="64 heads"):
-        heads.beat(b"one too many", beat("one too many", 1), world.now)
-    assert heads.beat(world.heads["h1"].peer, beat("h1", 10**6, anew=False), world.now)
-
-
-def test_a_head_without_a_seat_is_told_why_until_there_is_one(world: World) -> None:
-    world.coordinator.heads.beat(b"elsewhere", beat("h9", 1), world.now)
-    for count in range(MAX_HEADS - len(world.coordinator.heads)):
-        world.coordinator.heads.beat(b"p%d" % count, beat(f"x{count}", 1), world.now)
+def test_a_head_without_a_session_is_told_why_until_there_is_one(world: World) -> None:
+    for count in range(MAX_HEADS - len(world.sessions)):
+        assert world.sessions.take(b"p%d" % count, hello(f"x{count}"), world.now) is not None
     late = world.connect("late")
     with pytest.raises(TableFullError):
         world.exchange("late")
     world.exchange("late")
     assert late.refusals == ["there are 64 heads already"]
-    world.coordinator.heads.leave(b"elsewhere")
+    world.sessions.leave(b"p0")
     late.session.beat()
+    world.exchange("late")
+    world.tick()
     world.exchange("late")
     assert late.refusals == []
     assert late.lists
 
 
-@pytest.mark.parametrize("protocol", [0, SEAT_PROTOCOL + 1])
-def test_a_head_of_another_version_gets_no_seat_and_is_told_what_to_do(world: World, protocol: int) -> None:
+@pytest.mark.parametrize("protocol", [0, SESSION_PROTOCOL + 1])
+def test_a_head_of_another_version_gets_no_session_and_is_told_what_to_do(world: World, protocol: int) -> None:
     stranger = world.connect("stranger")
     stranger.session.frames.clear()
-    stranger.up.append(encode_from_head(Beat("stranger", 1, 0, True, protocol)))
+    stranger.up.append(encode_from_head(Hello("stranger", 1, protocol)))
     with pytest.raises(WireError, match="same version of vllm-omni-plugin"):
         world.exchange("stranger")
-    assert len(world.coordinator.heads) == 3
+    assert len(world.sessions) == 3
     world.exchange("stranger")
     (refusal,) = stranger.refusals
-    assert f"head stranger speaks version {protocol} and the coordinator version {SEAT_PROTOCOL}" in refusal
+    assert f"head stranger speaks version {protocol} and the coordinator version {SESSION_PROTOCOL}" in refusal
 
 
-def test_being_told_everything_again_and_again_is_limited(world: World) -> None:
+def test_full_resyncs_are_limited(world: World) -> None:
     head = world.heads["h1"]
-    told = [world.coordinator.heads.beat(head.peer, beat("h1", 10**6), world.now) for _ in range(100)]
-    assert sum(len(frame) for letters in told[1:] if letters for _, frame in letters) < 100 * 150
+    world.tick(1.0)
+    head.down.clear()
+    for _ in range(100):
+        world.sessions.take(head.peer, hello("h1"), world.now)
+        world.tick(0.001)
+    assert len(head.down) == 1
 
 
 def test_work_of_one_head_is_bounded() -> None:
-    seat = Seat("h", b"p", 1, 0.0)
-    assert seat.report(Work(1, True, []))
-    for sequence in range(2, 100):
-        rows_of_frame = [work(f"r{sequence}-{number}") for number in range(400)]
-        if not seat.report(Work(sequence, False, rows_of_frame)):
-            break
-    assert len(seat.all_work().work) <= MAX_WORK_ROWS
-    assert sequence < 30
-    assert not seat.report(Work(sequence + 1, False, []))
-    assert seat.report(Work(sequence + 2, True, [work()]))
-    assert seat.all_work().work == [work()]
-
-
-def test_call_gets_one_answer_of_each_other_head(world: World) -> None:
-    future = world.heads["h1"].session.call("greet", {"name": "x"}, deadline=world.now + 5)
-    world.exchange("h1", "h2", "h3")
-    for name in ("h2", "h3"):
-        (call,) = world.heads[name].calls
-        assert (call.head_id, call.method, call.arguments) == ("h1", "greet", {"name": "x"})
-        world.heads[name].session.answer(call, [name], "" if name == "h2" else "no")
-        assert not future.done()
-        world.exchange("h1", "h2", "h3")
-    assert future.result(0) == [PeerAnswer("h2", ["h2"]), PeerAnswer("h3", ["h3"], "no")]
-
-
-def test_head_that_leaves_or_is_too_slow_answers_with_an_error(world: World) -> None:
-    caller = world.heads["h1"]
-    future = caller.session.call("greet", None, deadline=world.now + 1)
-    world.exchange("h1", "h2", "h3")
-    world.heads["h2"].session.leave()
-    world.exchange("h1", "h2")
-    caller.hear(caller.session.watch(world.now + 0.9, 10**6))
-    assert not future.done()
-    caller.hear(caller.session.watch(world.now + 1.0, 10**6))
-    answers = {answer.head_id: answer.error for answer in future.result(0)}
-    assert "left" in answers["h2"]
-    assert "in time" in answers["h3"]
-
-
-def test_call_of_the_only_head_has_no_answers() -> None:
-    world = World()
-    world.connect("h1")
-    world.exchange("h1")
-    future = world.heads["h1"].session.call("greet", None, deadline=world.now + 1)
-    world.exchange("h1")
-    assert future.result(0) == []
-
-
-def test_call_that_the_coordinator_does_not_confirm_fails_in_time(world: World) -> None:
-    caller = world.heads["h1"]
-    future = caller.session.call("greet", None, deadline=world.now + 1)
-    caller.session.frames.clear()
-    caller.hear(caller.session.watch(world.now + 1.0, 10**6))
-    assert isinstance(future.exception(0), NoSeatError)
-
-
-def test_call_without_a_seat_fails_at_once(world: World) -> None:
-    world.heads["h1"].session.disconnected()
-    assert isinstance(world.heads["h1"].session.call("greet", None, world.now + 9).exception(0), NoSeatError)
-
-
-def test_answer_that_cannot_be_sent_is_an_error_for_the_caller(world: World) -> None:
-    future = world.heads["h1"].session.call("greet", None, deadline=world.now + 5)
-    world.exchange("h1", "h2", "h3")
-    world.heads["h2"].session.answer(world.heads["h2"].calls[0], object(), "")
-    world.heads["h3"].session.answer(world.heads["h3"].calls[0], "x" * 300_000, "")
-    world.exchange("h1", "h2", "h3")
-    assert all(answer.error for answer in future.result(0))
+    session = Session(hello("h"), b"p", 0.0)
+    session.report(Work(True, []))
+    for frame in range(30):
+        session.report(Work(False, [work(f"r{frame}-{number}") for number in range(400)]))
+    known = session.all_work()
+    assert known is not None
+    assert len(known.work) <= MAX_WORK_ROWS
+    session.report(Work(True, [work()]))
+    assert session.take_news().work == [work()]
 
 
 def test_silence_of_the_coordinator_voids_what_others_said_but_not_the_list(world: World) -> None:
@@ -395,5 +323,12 @@ def test_head_that_left_while_another_was_cut_off_is_forgotten(world: World) -> 
     world.heads["h1"].session.disconnected()
     world.exchange("h2")
     world.connect("h1")
+    world.tick()
+    world.exchange("h1")
+    world.tick()
     world.exchange("h1")
     assert "h2" not in world.heads["h1"].others
+
+
+def test_a_beat_is_answered(world: World) -> None:
+    assert world.sessions.take(world.heads["h1"].peer, Beat(), world.now) == [(world.heads["h1"].peer, b"[]")]

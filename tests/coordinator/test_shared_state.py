@@ -1,83 +1,22 @@
 """What a late joiner is told, against a model of the engine."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_omni_plugin.orchestrator.shared_state import SharedState
+from tests.fakes.engine_model import EngineModel, RefusedError
+from vllm_omni_plugin.coordinator.head_messages import StageState
+from vllm_omni_plugin.coordinator.shared_state import SharedState
+from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.vllm_api.adapter import Adapter
 
 
 def lora(lora_int_id: int, path: str = "p") -> Adapter:
     """An adapter; its path is all that tells those of the same id apart."""
     return Adapter("name", lora_int_id, path)
-
-
-class RefusedError(Exception):
-    """The engine would have failed the call."""
-
-
-@dataclass
-class EngineModel:
-    """What vLLM's engine core and its executor remember of these calls."""
-
-    loras: dict[int, Adapter] = field(default_factory=dict)
-    pinned: set[int] = field(default_factory=set)
-    weight_version: str | None = None
-    pause: str | None = None
-    asleep: set[str] = field(default_factory=set)
-
-    def apply(self, method: str, args: tuple[Any, ...]) -> None:
-        """Raises RefusedError where the engine fails the call."""
-        getattr(self, method)(*args)
-
-    def add_lora(self, adapter: Adapter) -> None:
-        self.loras[adapter.lora_int_id] = adapter
-
-    def remove_lora(self, lora_id: int) -> None:
-        self.loras.pop(lora_id, None)
-        self.pinned.discard(lora_id)
-
-    def pin_lora(self, lora_id: int) -> None:
-        if lora_id not in self.loras:
-            raise RefusedError
-        self.pinned.add(lora_id)
-
-    def set_weight_version(self, version: str) -> None:
-        self.weight_version = version
-
-    def pause_scheduler(self, mode: str = "abort", clear_cache: bool = True) -> None:
-        self.pause = "all" if mode == "keep" else "new"
-
-    def resume_scheduler(self) -> None:
-        self.pause = None
-
-    def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        self.pause_scheduler(mode)
-        # vLLM's executor does not put away again what sleeps already.
-        if level >= 1 and "weights" not in self.asleep:
-            self.asleep = {"weights", "kv_cache"}
-
-    def release_kv_cache_memory(self) -> None:
-        if self.pause is None or self.asleep:
-            raise RefusedError
-        self.asleep = {"kv_cache"}
-
-    def wake_up(self, tags: list[str] | None = None) -> None:
-        memory = None if tags is None else set(tags) - {"scheduling"}
-        if memory is None:
-            self.asleep = set()
-        elif memory <= self.asleep:
-            self.asleep = self.asleep - memory
-        if not self.asleep:
-            self.pause = None
-
-    def profile(self) -> None:
-        """Leaves nothing behind."""
 
 
 CALLS = st.one_of(
@@ -203,3 +142,26 @@ def test_calls_that_leave_nothing_behind_are_not_recorded(method: str, args: tup
     settle(True)
     assert shared.replay() == []
     assert shared.unreplayable is None
+
+
+def test_a_snapshot_gives_another_the_whole_state() -> None:
+    shared, other = SharedState(), SharedState()
+    shared.record("add_lora", (lora(1),))(True)
+    shared.record("collective_rpc", ("update_weights", None, (), {}))(True)
+    shared.record("sleep", (1, "abort"))
+    other.record("pause_scheduler", ("keep",))
+    other.adopt(shared.snapshot(3))
+    assert other.snapshot(3) == shared.snapshot(3)
+    assert other.unreplayable
+
+
+@pytest.mark.parametrize(
+    "call", [("shutdown", []), ("pause_scheduler", ["kill", True]), ("profile", [True, None, None, None])], ids=str
+)
+def test_a_snapshot_that_is_none_changes_nothing(call: tuple[str, list[Any]]) -> None:
+    shared = SharedState()
+    shared.record("sleep", (1, "abort"))(True)
+    before = shared.replay()
+    with pytest.raises(WireError):
+        shared.adopt(StageState(0, [call], False))
+    assert shared.replay() == before

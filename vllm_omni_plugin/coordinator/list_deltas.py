@@ -1,11 +1,10 @@
-"""The list of replicas for heads at their seats: whole once, then only what changes."""
+"""The list of replicas as heads are told of it: whole once, then only what changes."""
 
 from collections.abc import Iterable
 
 from msgspec import Raw
 
-from vllm_omni_plugin.coordinator.deliveries import FullList, ListDelta
-from vllm_omni_plugin.coordinator.head_messages import Numbers
+from vllm_omni_plugin.coordinator.head_messages import FullList, ListDelta, Numbers
 from vllm_omni_plugin.coordinator.head_wire import encode_to_head
 from vllm_omni_plugin.coordinator.membership import Change, MembershipTable, ReplicaKey
 from vllm_omni_plugin.coordinator.messages import ReplicaInfo
@@ -13,31 +12,29 @@ from vllm_omni_plugin.coordinator.numbering import Numbering
 from vllm_omni_plugin.coordinator.snapshot import row_of
 
 
-class ListEditions:
-    """One version of the list after the other.
-
-    A full list is that of the last version: it is never ahead of the deltas.
+class ListDeltas:
+    """One delta after the other. A full list is that of the last delta, never ahead of it.
 
     Args:
         table: What is listed.
         numbering: The numbers of the rows.
 
     Attributes:
-        version: Of the last list; 0: there was none yet.
+        has_begun: Whether there was a list yet.
     """
 
     def __init__(self, table: MembershipTable, numbering: Numbering) -> None:
         self._table = table
         self._numbering = numbering
         self._touched: set[ReplicaKey] = set()
-        self.version = 0
+        self.has_begun = False
         self._timestamp = 0.0
         self._takes_work: dict[ReplicaKey, ReplicaInfo] = {}
         self._held_back: dict[ReplicaKey, ReplicaInfo] = {}
         self._encoded: Raw | None = None
 
     def note(self, changes: Iterable[Change]) -> bool:
-        """Note what changed in the table; return whether there is something for the next version."""
+        """Note what changed in the table; return whether there is something for the next delta."""
         for change in changes:
             if change.alters_list:
                 self._touched.add(ReplicaKey.of(change.member.event))
@@ -46,33 +43,34 @@ class ListEditions:
         return bool(self._touched)
 
     def reserve(self, numbers: Numbers) -> None:
-        """Heed the numbers that replicas had before this coordinator. Once there is a first version it is too late."""
-        if not self.version:
+        """Keep the numbers that replicas had before this coordinator. Once there is a first list it is too late."""
+        if not self.has_begun:
             self._numbering.reserve(numbers.numbers)
 
     def full(self) -> Raw | None:
-        """Return the last version as a `FullList`, or None if there was none yet."""
-        if self._encoded is None and self.version:
+        """Return the last list as a `FullList`, or None if there was none yet."""
+        if self._encoded is None and self.has_begun:
             rows, held_back = self._takes_work.values(), self._held_back.values()
-            full = FullList(self.version, list(rows), list(held_back), self._timestamp)
+            full = FullList(list(rows), list(held_back), self._timestamp)
             self._encoded = encode_to_head(full)
         return self._encoded
 
     def revise(self, now: float, wall_now: float) -> Raw | None:
-        """Make the next version and return it as heads that have the last one are told, or None if nothing changed.
+        """Return what changed since the last time, for heads that have the last list; None if nothing did.
 
-        ``now`` and ``wall_now`` are one moment in monotonic and in wall-clock seconds.
+        The first time it is the whole list. ``now`` and ``wall_now`` are one moment in monotonic and in wall-clock
+        seconds.
         """
         changed = self._change(wall_now - now)
-        if self.version and not any(changed):
+        if self.has_begun and not any(changed):
             return None
-        self.version += 1
+        is_first, self.has_begun = not self.has_begun, True
         self._timestamp = wall_now
         self._encoded = None
-        if self.version == 1:
+        if is_first:
             self._numbering.end_reservations()
             return self.full()
-        return encode_to_head(ListDelta(self.version, *changed, wall_now))
+        return encode_to_head(ListDelta(*changed, wall_now))
 
     def _change(self, wall_offset: float) -> tuple[list[ReplicaInfo], list[ReplicaInfo], list[tuple[int, str, str]]]:
         replicas: list[ReplicaInfo] = []

@@ -1,0 +1,64 @@
+"""Heads with sessions at a real coordinator agree on what they were told, also over its death."""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+
+import pytest
+
+from tests.fakes.conditions import eventually
+from tests.orchestrator.head_bus import FakeHead, HeadBus
+from tests.orchestrator.test_fleet_calls import PAUSED, STORY
+from vllm_omni_plugin.coordinator import OmniCoordClientForHead, OmniCoordinator, ReplicaWork
+from vllm_omni_plugin.errors import CoordinatorAwayError
+from vllm_omni_plugin.orchestrator.session_listener import SessionListener
+from vllm_omni_plugin.orchestrator.work_exchange import WorkExchange
+
+
+class ConnectedHead(FakeHead):
+    """A head whose client is `OmniCoordClientForHead`."""
+
+    def __init__(self, head_id: str, coordinator: str) -> None:
+        super().__init__(HeadBus(), head_id)
+        listener = SessionListener(self.orchestrator.rpc_async_queue)
+        self.client = OmniCoordClientForHead(coordinator, head_id, listener)
+        self.orchestrator.exchange = WorkExchange([self.pool], self._report)
+        self.send, self.resync = self.client.send, self.client.resync  # type: ignore[method-assign]
+
+    def _report(self, work: Sequence[ReplicaWork], full: bool) -> None:
+        self.client.report_work(work, full=full)
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.client.close)
+        await super().__aexit__()
+
+
+async def connected(stack: AsyncExitStack, head_id: str, coordinator: OmniCoordinator) -> ConnectedHead:
+    head = await stack.enter_async_context(ConnectedHead(head_id, coordinator.router_zmq_addr))
+    await eventually(lambda: head.fleet_calls.refusal is None)
+    await head.fleet_calls.synced()
+    return head
+
+
+async def test_what_one_head_is_told_holds_for_all_and_survives_the_coordinator(stack: AsyncExitStack) -> None:
+    coordinator = OmniCoordinator("tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
+    first, second = [await connected(stack, head_id, coordinator) for head_id in "ab"]
+    await first.call("pause_scheduler", "keep", True)
+    assert second.replay == PAUSED
+    await second.call("add_lora", STORY)
+    assert first.adapters == {"story": STORY}
+    await second.manage("drain", 1)
+    address, pub = coordinator.router_zmq_addr, coordinator.pub_zmq_addr
+    await asyncio.to_thread(coordinator.close)
+    await eventually(lambda: first.fleet_calls.refusal is not None)
+    with pytest.raises(CoordinatorAwayError):
+        await first.call("resume_scheduler")
+    coordinator = await asyncio.to_thread(OmniCoordinator, address, pub)
+    stack.callback(coordinator.close)
+    await eventually(lambda: first.fleet_calls.refusal is None and second.fleet_calls.refusal is None)
+    late = await connected(stack, "c", coordinator)
+    await late.until(first.replay)
+    await eventually(lambda: late.adapters == {"story": STORY})
+    await late.call("resume_scheduler")
+    assert first.replay == second.replay == [("add_lora", (STORY,))]
+    assert [head.pool.member(1).held_back for head in (first, second, late)] == [{"admin"}] * 3

@@ -1,0 +1,265 @@
+"""What an operator tells one head holds for all heads, and for those that come later."""
+
+import asyncio
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+
+from tests.fakes.conditions import eventually
+from tests.fakes.engine_api import FakeEngineApi
+from tests.fakes.links import FakeLink, answer_calls, refuse_calls
+from tests.orchestrator.head_bus import FakeHead, HeadBus
+from vllm_omni_plugin.coordinator import ReplicaStatus
+from vllm_omni_plugin.coordinator.call_arguments import FORGET_LORA
+from vllm_omni_plugin.coordinator.head_messages import FleetState, NumberedCall, StageState
+from vllm_omni_plugin.errors import NoReplicaError, ReplicaError
+from vllm_omni_plugin.orchestrator.membership import ADMIN_HOLD
+from vllm_omni_plugin.vllm_api.adapter import Adapter
+
+STORY = Adapter("story", 7, "/loras/story")
+PAUSED = [("pause_scheduler", ("keep", False))]
+
+
+async def joined(stack: AsyncExitStack, bus: HeadBus, head_id: str, replicas: int = 2) -> FakeHead:
+    head = await stack.enter_async_context(FakeHead(bus, head_id, replicas))
+    await head.join_fleet()
+    return head
+
+
+@pytest.fixture
+async def heads(stack: AsyncExitStack, bus: HeadBus) -> list[FakeHead]:
+    return [await joined(stack, bus, head_id) for head_id in "abc"]
+
+
+async def test_a_call_reaches_every_engine_once_and_every_head_records_it(heads: list[FakeHead]) -> None:
+    first, *others = heads
+    assert await first.call("pause_scheduler", "keep", True) == ["pause_scheduler"] * 2
+    for replica_id in (0, 1):
+        assert first.calls(replica_id) == [("pause_scheduler", ["keep", True])]
+        assert [head.calls(replica_id) for head in others] == [[], []]
+    assert [head.replay for head in heads] == [PAUSED] * 3
+    assert await others[0].bring_up(2) == [("pause_scheduler", ["keep", False])]
+
+
+async def test_calls_through_different_heads_hold_in_one_order(heads: list[FakeHead]) -> None:
+    await asyncio.gather(*(asyncio.wrap_future(head.ask("set_weight_version", head.head_id)) for head in heads))
+    assert heads[0].replay == heads[1].replay == heads[2].replay != []
+    await heads[1].call("set_weight_version", "last")
+    assert [head.replay for head in heads] == [[("set_weight_version", ("last",))]] * 3
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        ("is_sleeping",),
+        ("list_loras",),
+        ("get_supported_tasks",),
+        ("collective_rpc", "release_late_interaction_query_cache", None, [["q"]], {}),
+        ("pause_scheduler", "nonsense", True),
+    ],
+    ids=str,
+)
+async def test_what_leaves_nothing_behind_or_no_engine_takes_concerns_no_other_head(
+    bus: HeadBus, heads: list[FakeHead], call: tuple[Any, ...]
+) -> None:
+    await heads[0].call(*call)
+    assert bus.calls == []
+
+
+async def test_a_call_that_all_engines_refuse_leaves_no_record_anywhere(heads: list[FakeHead]) -> None:
+    for link in heads[0].links.values():
+        link.on_call = refuse_calls
+    with pytest.raises(ReplicaError, match="refuses sleep"):
+        await heads[0].call("sleep", 1, "abort")
+    with pytest.raises(ReplicaError):
+        await heads[0].call("add_lora", STORY)
+    assert [head.replay for head in heads] == [[]] * 3
+    assert [head.adapters for head in heads] == [{}] * 3
+    assert [head.statuses for head in heads] == [[ReplicaStatus.UP] * 2] * 3
+
+
+async def test_a_call_without_replicas_is_an_error_that_no_other_head_hears_of(
+    bus: HeadBus, heads: list[FakeHead]
+) -> None:
+    for replica_id in (0, 1):
+        heads[0].lose(replica_id)
+    with pytest.raises(NoReplicaError):
+        await heads[0].call("sleep", 1, "abort")
+    assert bus.calls == []
+
+
+async def test_a_replica_that_fails_what_others_took_is_taken_out_by_every_head(heads: list[FakeHead]) -> None:
+    heads[0].links[1].on_call = refuse_calls
+    assert await heads[0].call("sleep", 1, "abort") == ["sleep"]
+    assert [head.statuses for head in heads] == [[ReplicaStatus.UP, ReplicaStatus.ERROR]] * 3
+
+
+async def test_a_replica_that_attaches_to_another_head_during_a_call_is_told(heads: list[FakeHead]) -> None:
+    heads[0].stand_still()
+    reply = heads[0].ask("set_weight_version", "v2")
+    await heads[1].until([("set_weight_version", ("v2",))])
+    assert await heads[1].bring_up(2) == [("set_weight_version", ["v2"])]
+    heads[0].let_answer()
+    await asyncio.wrap_future(reply)
+
+
+async def test_a_replica_that_attaches_while_a_call_waits_for_its_number_is_called_once(
+    bus: HeadBus, heads: list[FakeHead]
+) -> None:
+    bus.deaf.add("a")
+    reply = heads[0].ask("set_weight_version", "v2")
+    await heads[1].until([("set_weight_version", ("v2",))])
+    link = FakeLink("replica-2")
+    link.on_call = answer_calls
+    attaching = asyncio.create_task(heads[0].bring_up(2, link=link))
+    await asyncio.wait([attaching], timeout=0.02)
+    assert not attaching.done()
+    bus.deaf.clear()
+    bus.wake()
+    assert await attaching == [("set_weight_version", ["v2"])]
+    assert len(await asyncio.wrap_future(reply)) == 2
+
+
+async def test_a_call_made_elsewhere_while_a_replica_attaches_reaches_it_after_its_replay(
+    heads: list[FakeHead],
+) -> None:
+    await heads[0].call("pause_scheduler", "keep", True)
+    link = FakeLink("replica-2")
+    attaching = asyncio.create_task(heads[1].bring_up(2, link=link))
+    await eventually(lambda: link.calls)
+    await heads[0].call("resume_scheduler")
+    link.on_call = answer_calls
+    link.answer(link.calls[0][0])
+    assert [method for method, _ in await attaching] == ["pause_scheduler", "resume_scheduler"]
+
+
+async def test_a_replica_that_only_another_head_reaches_is_told_by_that_one_before_the_call_returns(
+    heads: list[FakeHead],
+) -> None:
+    private = heads[1].attach(5, private=True)
+    private.on_call = None
+    reply = heads[0].ask("pause_scheduler", "wait", True)
+    await eventually(lambda: private.calls and heads[0].links[0].calls)
+    assert not reply.done()
+    assert heads[1].calls(0) == []
+    private.answer(private.calls[0][0])
+    await asyncio.wrap_future(reply)
+
+
+@pytest.mark.parametrize("refused", ["there", "here"])
+async def test_a_replica_that_did_otherwise_than_those_of_the_caller_is_taken_out(
+    heads: list[FakeHead], refused: str
+) -> None:
+    private = heads[1].attach(5, private=True)
+    for link in [private] if refused == "there" else heads[0].links.values():
+        link.on_call = refuse_calls
+    answer = asyncio.ensure_future(heads[0].call("sleep", 1, "abort"))
+    await asyncio.wait([answer])
+    assert (answer.exception() is None) == (refused == "there")
+    assert heads[1].statuses == [ReplicaStatus.UP, ReplicaStatus.UP, ReplicaStatus.ERROR]
+
+
+async def test_the_policies_of_all_heads_hear_that_a_cache_was_cleared(
+    heads: list[FakeHead], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cleared: list[int] = []
+    monkeypatch.setattr(heads[2].pool, "cache_cleared", lambda member: cleared.append(member.replica_id))
+    await heads[0].call("reset_prefix_cache", False, False)
+    assert cleared == [0, 1]
+    assert heads[2].calls(0) == []
+
+
+async def test_a_call_that_cannot_be_sent_is_withdrawn_everywhere(
+    heads: list[FakeHead], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise TypeError("no way to encode it")
+
+    monkeypatch.setattr(FakeEngineApi, "encode_utility", fail)
+    with pytest.raises(TypeError):
+        await heads[0].call("set_weight_version", "v9")
+    for head in heads:
+        await head.until([])
+
+
+async def test_an_adapter_is_known_to_all_heads_when_the_call_returns(heads: list[FakeHead]) -> None:
+    await heads[0].call("add_lora", STORY)
+    assert [head.adapters for head in heads[1:]] == [{"story": STORY}] * 2
+    await heads[1].call(FORGET_LORA, 7)
+    assert [head.adapters for head in (heads[0], heads[2])] == [{}] * 2
+    assert [head.replay for head in heads] == [[]] * 3
+    assert [len(head.calls(0)) for head in heads] == [1, 0, 0]
+
+
+async def test_the_servers_of_all_heads_hear_how_deep_the_engines_sleep(heads: list[FakeHead]) -> None:
+    await heads[0].call("sleep", 2, "abort")
+    assert [head.sleep_level for head in heads[1:]] == [2, 2]
+    await heads[1].call("wake_up", ["weights"])
+    await heads[2].call("wake_up", ["kv_cache"])
+    assert heads[1].sleep_level == 0
+
+
+async def test_a_drained_replica_is_held_back_by_all_heads_until_any_resumes_it(heads: list[FakeHead]) -> None:
+    await heads[0].manage("drain", 1)
+    assert [head.pool.member(1).held_back for head in heads] == [{ADMIN_HOLD}] * 3
+    await heads[2].manage("resume", 1)
+    assert [head.pool.member(1).held_back for head in heads] == [frozenset()] * 3
+    assert [head.orchestrator.drained for head in heads] == [set()] * 3
+
+
+async def test_a_replica_drained_where_it_is_not_attached_yet_is_known_there(heads: list[FakeHead]) -> None:
+    heads[0].attach(4)
+    await heads[0].manage("drain", 4)
+    member = heads[0].pool.member(4)
+    assert heads[1].orchestrator.drained == {(0, member.input_addr, member.output_addr)}
+
+
+async def test_a_private_replica_is_drained_by_its_own_head_only(bus: HeadBus, heads: list[FakeHead]) -> None:
+    heads[0].attach(4, private=True)
+    await heads[0].manage("drain", 4)
+    assert (bus.calls, heads[0].orchestrator.drained) == ([], set())
+
+
+class Keeper:
+    """Notes whom it lets go."""
+
+    def __init__(self, fault: Exception | None = None) -> None:
+        self.left: set[int] = set()
+        self._fault = fault
+
+    def leave(self, member: Any) -> None:
+        if self._fault is not None:
+            raise self._fault
+        self.left.add(member.replica_id)
+
+
+async def test_a_replica_told_to_leave_is_let_go_by_all_heads_attached_to_it(heads: list[FakeHead]) -> None:
+    keepers = [Keeper(), Keeper(ReplicaError("not attached")), Keeper()]
+    for head, keeper in zip(heads, keepers, strict=True):
+        head.orchestrator.remote_replicas = keeper  # type: ignore[assignment]
+    await heads[0].manage("remove", 1)
+    assert [keeper.left for keeper in keepers] == [{1}, set(), {1}]
+
+
+async def test_what_cannot_be_followed_ends_nothing(heads: list[FakeHead], bus: HeadBus) -> None:
+    for message in (
+        NumberedCall(90, "x", 1, "shutdown", [], [0], []),
+        NumberedCall(91, "x", 1, "pause_scheduler", ["keep", True], [1], []),
+        FleetState(92, [StageState(1, [], False)], []),
+        FleetState(93, [StageState(0, [("profile", [True, None, None, None])], False)], []),
+    ):
+        heads[0].orchestrator.rpc_async_queue.force_put(message)
+    assert await heads[0].call("is_sleeping") == ["is_sleeping"] * 2
+    assert heads[0].replay == []
+
+
+async def test_closing_leaves_nothing_behind(bus: HeadBus) -> None:
+    async with FakeHead(bus, "a") as head, FakeHead(bus, "b") as other:
+        await head.join_fleet()
+        await other.join_fleet()
+        bus.deaf.add("b")
+        head.ask("pause_scheduler", "keep", True)
+        await head.until(PAUSED)
+        head.ask("resume_scheduler")
+    await eventually(lambda: [t for t in asyncio.all_tasks() if t.get_name().startswith("omni")] == [])

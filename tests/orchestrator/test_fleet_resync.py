@@ -1,0 +1,201 @@
+"""Heads that come late, lose the coordinator, or die in the middle of a call."""
+
+import asyncio
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+
+from tests.fakes.conditions import eventually
+from tests.fakes.links import refuse_calls
+from tests.orchestrator.head_bus import FakeHead, HeadBus
+from tests.orchestrator.test_fleet_calls import PAUSED, STORY, joined
+from vllm_omni_plugin.coordinator import ReplicaStatus
+from vllm_omni_plugin.errors import CoordinatorAwayError, ReplicaError
+from vllm_omni_plugin.orchestrator.membership import ADMIN_HOLD
+
+
+@pytest.fixture
+async def heads(stack: AsyncExitStack, bus: HeadBus) -> list[FakeHead]:
+    return [await joined(stack, bus, head_id) for head_id in "abc"]
+
+
+async def test_a_head_that_comes_late_knows_everything(
+    stack: AsyncExitStack, bus: HeadBus, heads: list[FakeHead]
+) -> None:
+    await heads[0].call("add_lora", STORY)
+    await heads[1].call("sleep", 1, "keep")
+    await heads[0].manage("drain", 1)
+    late = await joined(stack, bus, "late")
+    assert late.replay == heads[0].replay
+    await eventually(lambda: (late.adapters, late.sleep_level) == ({"story": STORY}, 1))
+    assert late.pool.member(1).held_back == {ADMIN_HOLD}
+    assert late.calls(0) == [], "it was told by the others"
+
+
+async def test_a_replica_waits_until_its_head_knows_everything(
+    stack: AsyncExitStack, bus: HeadBus, heads: list[FakeHead]
+) -> None:
+    await heads[0].call("pause_scheduler", "keep", True)
+    late = await stack.enter_async_context(FakeHead(bus, "late", replicas=0))
+    attaching = asyncio.create_task(late.bring_up(7))
+    done, _ = await asyncio.wait([attaching], timeout=0.02)
+    assert not done
+    bus.connect(late)
+    assert await attaching == [("pause_scheduler", ["keep", False])]
+
+
+async def test_a_replica_that_others_have_told_is_not_told_again_and_may_have_updated_weights(
+    stack: AsyncExitStack, bus: HeadBus, heads: list[FakeHead]
+) -> None:
+    await heads[0].call("collective_rpc", "update_weights", None, [], {"update_info": {}})
+    late = await joined(stack, bus, "late", replicas=0)
+    assert await late.bring_up(0, told=True) == []
+    with pytest.raises(ReplicaError, match="weights were updated at run time"):
+        await late.bring_up(7)
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+async def test_the_replicas_that_only_a_late_head_reaches_are_told_what_it_learns_or_taken_out(
+    stack: AsyncExitStack, bus: HeadBus, heads: list[FakeHead], refuses: bool
+) -> None:
+    await heads[0].call("pause_scheduler", "keep", True)
+    late = await stack.enter_async_context(FakeHead(bus, "late", replicas=0))
+    private = late.attach(5, private=True)
+    if refuses:
+        private.on_call = refuse_calls
+    await late.join_fleet()
+    await eventually(lambda: private.calls)
+    assert [method for _, method, _ in private.calls] == ["pause_scheduler"]
+    await eventually(lambda: late.statuses == [ReplicaStatus.ERROR if refuses else ReplicaStatus.UP])
+    late.resync()
+    await asyncio.sleep(0.01)
+    assert len(private.calls) == 1, "nothing that it knows is told again"
+
+
+async def test_a_call_that_is_refused_leaves_no_record_where_only_the_snapshot_had_it(
+    stack: AsyncExitStack, bus: HeadBus, heads: list[FakeHead]
+) -> None:
+    heads[0].stand_still()
+    reply = heads[0].ask("pause_scheduler", "keep", True)
+    await heads[1].until(PAUSED)
+    late = await joined(stack, bus, "late", replicas=0)
+    assert late.replay == PAUSED
+    for link in heads[0].links.values():
+        link.refuse(link.calls[0][0])
+    with pytest.raises(ReplicaError):
+        await asyncio.wrap_future(reply)
+    await late.until([])
+
+
+async def test_a_head_that_is_alone_needs_no_coordinator_and_tells_it_later(
+    stack: AsyncExitStack, bus: HeadBus
+) -> None:
+    alone = await joined(stack, bus, "alone")
+    bus.cut(alone)
+    assert len(await alone.call("pause_scheduler", "keep", True)) == 2
+    await alone.manage("drain", 1)
+    await alone.join_fleet()
+    late = await joined(stack, bus, "late")
+    await late.until(PAUSED)
+    assert late.pool.member(1).held_back == {ADMIN_HOLD}
+
+
+async def test_a_call_to_several_heads_is_refused_while_the_coordinator_is_away(
+    bus: HeadBus, heads: list[FakeHead]
+) -> None:
+    for head in heads:
+        bus.cut(head, noticed=False)
+    for attempt in (heads[0].call("pause_scheduler", "keep", True), heads[0].manage("drain", 1)):
+        with pytest.raises(CoordinatorAwayError, match="coordinator"):
+            await attempt
+    assert heads[0].calls(0) == []
+    assert heads[0].pool.member(1).held_back == frozenset()
+    assert await heads[0].call("is_sleeping") == ["is_sleeping"] * 2
+    assert await heads[0].bring_up(4) == []
+    for head in heads:
+        await head.join_fleet()
+    assert len(await heads[0].call("pause_scheduler", "keep", True)) == 3
+
+
+async def test_a_new_coordinator_learns_from_the_heads_what_the_fleet_was_told(
+    bus: HeadBus, heads: list[FakeHead]
+) -> None:
+    await heads[0].call("add_lora", STORY)
+    bus.cut(heads[2])
+    await heads[0].manage("drain", 1)
+    for head in heads[:2]:
+        bus.cut(head)
+    bus.start()
+    for head in reversed(heads):
+        await head.join_fleet()
+    await eventually(lambda: heads[2].pool.member(1).held_back == {ADMIN_HOLD})
+    await heads[2].call("set_weight_version", "v2")
+    assert [head.replay for head in heads] == [[("add_lora", (STORY,)), ("set_weight_version", ("v2",))]] * 3
+
+
+async def test_a_call_whose_head_dies_is_made_again_by_one_other(bus: HeadBus, heads: list[FakeHead]) -> None:
+    heads[0].stand_still()
+    heads[0].ask("add_lora", STORY)
+    await heads[2].until([("add_lora", (STORY,))])
+    bus.cut(heads[0])
+    for head in heads[1:]:
+        await eventually(lambda head=head: head.adapters == {"story": STORY})  # type: ignore[misc]
+        assert head.replay == [("add_lora", (STORY,))]
+    assert sorted(len(head.calls(0)) for head in heads[1:]) == [0, 1]
+
+
+async def test_a_call_whose_head_dies_and_that_engines_refuse_leaves_no_record(
+    bus: HeadBus, heads: list[FakeHead]
+) -> None:
+    heads[0].stand_still()
+    heads[0].ask("add_lora", STORY)
+    await heads[2].until([("add_lora", (STORY,))])
+    for head in heads[1:]:
+        for link in head.links.values():
+            link.on_call = refuse_calls
+    bus.cut(heads[0])
+    for head in heads[1:]:
+        await head.until([])
+        assert head.adapters == {}
+        assert head.statuses == [ReplicaStatus.UP] * 2
+
+
+@pytest.mark.parametrize(
+    "call", [("pause_scheduler", "keep", True), ("collective_rpc", "update_weights", None, [], {})], ids=str
+)
+async def test_a_call_whose_head_dies_is_not_made_again_over_a_later_one_nor_an_update_of_weights(
+    bus: HeadBus, heads: list[FakeHead], call: tuple[Any, ...]
+) -> None:
+    heads[0].stand_still()
+    heads[0].ask(*call)
+    stage = heads[1].orchestrator.fan_out.stages[0]
+    await eventually(lambda: heads[1].replay == PAUSED or stage.shared.unreplayable)
+    if heads[1].replay == PAUSED:
+        await heads[1].call("resume_scheduler")
+    bus.cut(heads[0])
+    await heads[2].call("set_weight_version", "later")
+    assert [method for method, _ in heads[1].calls(0)] in ([], ["resume_scheduler"])
+    assert heads[1].replay == heads[2].replay == [("set_weight_version", ("later",))]
+
+
+async def test_a_caller_that_loses_the_coordinator_during_its_call_says_so(bus: HeadBus, heads: list[FakeHead]) -> None:
+    heads[0].stand_still()
+    reply = heads[0].ask("set_weight_version", "v2")
+    await eventually(lambda: heads[0].links[1].calls)
+    bus.cut(heads[0])
+    heads[0].let_answer()
+    with pytest.raises(CoordinatorAwayError, match="lost during the call"):
+        await asyncio.wrap_future(reply)
+
+
+async def test_a_head_that_does_not_answer_holds_a_call_up_until_it_has_left(
+    bus: HeadBus, heads: list[FakeHead]
+) -> None:
+    bus.deaf.add("b")
+    reply = heads[0].ask("pause_scheduler", "keep", True)
+    await heads[2].until(PAUSED)
+    await eventually(lambda: heads[0].links[0].calls)
+    assert not reply.done()
+    bus.cut(heads[1])
+    assert len(await asyncio.wrap_future(reply)) == 2
