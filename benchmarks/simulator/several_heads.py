@@ -33,10 +33,10 @@ class SharedReplica(SimReplica):
     """
 
     remote = True
-    incarnation = 0
 
     def __init__(self, replica: SimReplica, settings: EngineSettings, clock: Clock) -> None:
         super().__init__(replica.replica_id, settings, clock)
+        self.engine_key = replica.replica_id
         self.engine = replica.engine
         self.peers: Peers | None = None
 

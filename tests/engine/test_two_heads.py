@@ -16,7 +16,7 @@ from .suspended import standing_still
 TOKENS = 500
 SHUTDOWN_S = 60
 PROMPT = "the second head"
-SEAT = ("vllm_omni_fleet:coordinator_connected", "vllm_omni_fleet:heads")
+SESSION = ("vllm_omni_fleet:coordinator_connected", "vllm_omni_fleet:heads")
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def replicas(head: Server) -> dict[str, Any]:
 
 
 def coordinator_and_heads(head: Server) -> list[float]:
-    return [value for name in SEAT for value in head.metrics(name).values()]
+    return [value for name in SESSION for value in head.metrics(name).values()]
 
 
 def test_both_answer_alike_and_call_the_replicas_by_the_same_names(nodes: NodeFleet, second: Server) -> None:
