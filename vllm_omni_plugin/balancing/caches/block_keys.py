@@ -34,7 +34,7 @@ def block_key(parent: int, tokens: "bytes | memoryview", extra: ExtraKeys = ()) 
         parent: that block's key, or `ROOT`.
         tokens: the block's, see `pack_tokens`.
         extra: the name of a LoRA, multimodal inputs with their offsets in the block, a cache salt. Names and salts are
-            heeded in the first block; the chain carries them on.
+            part of the first block's key only; the chain carries them on.
     """
     if extra and parent != ROOT:
         extra = [item for item in extra if not isinstance(item, str)]

@@ -12,7 +12,7 @@ from vllm_omni_plugin.balancing.prompt import Prompt
 
 _BUCKETS = 8192
 _FEW_JOINERS = 8
-"""Above, deciding all buckets anew is left to those who ask."""
+"""With more joiners at once, buckets are decided again when they are asked for."""
 _EXPECTED_SHARE = 0.75
 """Of what this head does not know of a prompt, the part that the replica where all heads look for it is expected to
 have. Chosen with benchmarks/spread.py: more unites a few more prompts that belong together, and spreads prompts that

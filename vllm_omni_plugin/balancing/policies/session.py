@@ -30,7 +30,7 @@ class SessionBalancer(DecidingBalancer):
     sixteen in that order are too busy, the shortest queue wins.
 
     Source: Mirrokni, Thorup and Zadimoghaddam, "Consistent Hashing with Bounded Loads" (2018); the order of replicas
-    is drawn anew for each session instead of clockwise, after Chen, Coleman and Shrivastava, "Revisiting Consistent
+    is drawn for each session instead of clockwise, after Chen, Coleman and Shrivastava, "Revisiting Consistent
     Hashing with Bounded Loads" (2021): the neighbour of a busy replica would get all that this one cannot take.
 
     Reasons: `session`, `session-spilled`, `least-load`. Fallback: `no-session`.
