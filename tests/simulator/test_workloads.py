@@ -8,7 +8,7 @@ import pytest
 from simulator.profiles import accelerator
 from simulator.requests import Session
 from simulator.traffic import bursts, daily, length, poisson
-from simulator.workload import Scale, Workload
+from simulator.workload import Scale
 from simulator.workloads import WORKLOADS
 
 SCALE = Scale(replicas=8, requests=600, settings=accelerator(), seed=1)
@@ -85,21 +85,6 @@ def test_churn_has_replicas_die_and_leave_one_at_a_time() -> None:
     assert all(before.until <= after.at for before, after in pairwise(incidents))
 
 
-def test_a_quarter_of_the_replicas_joins_after_a_third_of_the_time() -> None:
-    workload = WORKLOADS["cold-joiners"](SCALE)
-    lasts = list(workload.sessions)[-1].starts
-    assert [(incident.kind, incident.at, incident.replica) for incident in workload.incidents] == [
-        ("leave", 0.0, 6),
-        ("leave", 0.0, 7),
-    ]
-    assert all(incident.until == pytest.approx(lasts / 3, rel=0.1) for incident in workload.incidents)
-
-
-def test_one_replica_is_slow() -> None:
-    (incident,) = WORKLOADS["slow-replica"](SCALE).incidents
-    assert (incident.kind, incident.at, incident.factor) == ("slow", 0.0, 3.0)
-
-
 def test_lengths_have_the_mean_asked_for() -> None:
     rng = random.Random(0)
     drawn = [length(rng, 500, 0.5, 100_000) for _ in range(20_000)]
@@ -111,7 +96,3 @@ def test_arrivals_know_nothing_of_each_other() -> None:
     mean = sum(gaps) / len(gaps)
     assert mean == pytest.approx(0.2, rel=0.03)
     assert sum((gap - mean) ** 2 for gap in gaps) / len(gaps) == pytest.approx(mean**2, rel=0.05)
-
-
-def test_a_workload_is_made_of_sessions_and_incidents() -> None:
-    assert Workload([]).incidents == ()
