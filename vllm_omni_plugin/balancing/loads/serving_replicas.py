@@ -3,7 +3,7 @@
 import random
 from array import array
 from collections.abc import Iterable, Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from typing import TypeVar
 
 from vllm_omni_plugin.balancing.interface import ReplicaView
@@ -33,23 +33,23 @@ class ServingReplicas(tuple[R, ...]):
 
     def __init__(self, replicas: Iterable[R], unreported: UnreportedRequests | None = None) -> None:
         self.unreported = unreported or UnreportedRequests()
-        self._index: _QueueIndex | None = None
-        self._places: dict[int, int] = {}
+        # By place, and empty until somebody asks.
+        self._lengths: list[int] = []
         self._prefill_tokens = array("q")
+        self._total = 0
+        self._places: dict[int, int] = {}
+        # Places by queue length, and where each place stands in the bucket of its length.
+        self._buckets: dict[int, list[int]] = {}
+        self._ranks: list[int] = []
+        # Every length that has a bucket, some of them empty.
+        self._heap: list[int] = []
 
     @property
     def total_queue_length(self) -> int:
         """The sum of all queue lengths."""
-        return self._indexed().total
-
-    def shortest(self, rng: random.Random) -> int:
-        """The place of a replica with the shortest queue, ties uniformly at random. There must be one at least.
-
-        Where others choose as well, one of the short queues, see `draw_by_water_filling`.
-        """
-        index = self._index or self._indexed()
-        coming = self.unreported.requests
-        return index.short(rng, coming) if coming > 0 else index.shortest(rng)
+        if not self._places:
+            self._gather()
+        return self._total
 
     @property
     def work(self) -> tuple[Sequence[int], Sequence[int]]:
@@ -57,75 +57,54 @@ class ServingReplicas(tuple[R, ...]):
 
         They stand side by side: the loads of a large fleet are all over the memory, most in no cache of a processor.
         """
-        index = self._index or self._indexed()
-        return index.lengths, self._prefill_tokens
+        if not self._places:
+            self._gather()
+        return self._lengths, self._prefill_tokens
+
+    def shortest(self, rng: random.Random) -> int:
+        """The place of a replica with the shortest queue, ties uniformly at random. There must be one at least.
+
+        Where others choose as well, one of the short queues, see `draw_by_water_filling`.
+        """
+        if not self._places:
+            self._gather()
+        buckets, heap, coming = self._buckets, self._heap, self.unreported.requests
+        if coming > 0:
+            levels = [(length, count) for length in sorted(heap) if (count := len(buckets[length]))]
+            bucket = buckets[levels[draw_by_water_filling(levels, coming, rng)][0]]
+        else:
+            while not (bucket := buckets[heap[0]]):
+                del buckets[heappop(heap)]
+        return bucket[int(rng.random() * len(bucket))]
 
     def changed(self, replica: R) -> None:
-        """The queue length of a replica or its prefill tokens may have changed. It may be none of these."""
-        if self._index is not None and (place := self._places.get(id(replica))) is not None:
-            self._index.change(place, replica.queue_length)
-            self._prefill_tokens[place] = load_of(replica).prefill_tokens
-
-    def _indexed(self) -> "_QueueIndex":
-        if self._index is None:
-            self._places = {id(replica): place for place, replica in enumerate(self)}
-            self._prefill_tokens = array("q", [load_of(replica).prefill_tokens for replica in self])
-            self._index = _QueueIndex([replica.queue_length for replica in self])
-        return self._index
-
-
-class _QueueIndex:
-    """Places by queue length.
-
-    Args:
-        lengths: the length at each place.
-
-    Attributes:
-        total: the sum of all lengths.
-        lengths: as they are now.
-    """
-
-    def __init__(self, lengths: list[int]) -> None:
-        self.total = sum(lengths)
-        self.lengths = lengths
-        self._buckets: dict[int, list[int]] = {}
-        # Where each place stands in the bucket of its length.
-        self._ranks = [0] * len(lengths)
-        for place, length in enumerate(lengths):
-            self._put(place, self._buckets.setdefault(length, []))
-        # Every length that has a bucket, some of them empty.
-        self._heap = list(self._buckets)
-        heapify(self._heap)
-
-    def change(self, place: int, length: int) -> None:
-        """Give a place another length."""
-        before = self.lengths[place]
-        if length == before:
+        """The queue length of one of the replicas or its prefill tokens may have changed."""
+        if not self._places:
             return
-        self._take(place, self._buckets[before])
+        place, length = self._places[id(replica)], replica.queue_length
+        self._prefill_tokens[place] = load_of(replica).prefill_tokens
+        before = self._lengths[place]
+        if length != before:
+            self._take(place, self._buckets[before])
+            self._put(place, length)
+            self._total += length - before
+
+    def _gather(self) -> None:
+        self._places = {id(replica): place for place, replica in enumerate(self)}
+        self._prefill_tokens = array("q", [load_of(replica).prefill_tokens for replica in self])
+        self._lengths = [0] * len(self)
+        self._ranks = [0] * len(self)
+        for place, replica in enumerate(self):
+            self._put(place, replica.queue_length)
+        self._total = sum(self._lengths)
+
+    def _put(self, place: int, length: int) -> None:
         bucket = self._buckets.get(length)
         if bucket is None:
             bucket = self._buckets[length] = []
             heappush(self._heap, length)
-        self._put(place, bucket)
-        self.lengths[place] = length
-        self.total += length - before
-
-    def shortest(self, rng: random.Random) -> int:
-        """A place of the smallest length."""
-        while not (bucket := self._buckets[self._heap[0]]):
-            del self._buckets[heappop(self._heap)]
-        return bucket[int(rng.random() * len(bucket))]
-
-    def short(self, rng: random.Random, coming: float) -> int:
-        """A place drawn by `draw_by_water_filling`."""
-        buckets = self._buckets
-        levels = [(length, count) for length in sorted(self._heap) if (count := len(buckets[length]))]
-        bucket = buckets[levels[draw_by_water_filling(levels, coming, rng)][0]]
-        return bucket[int(rng.random() * len(bucket))]
-
-    def _put(self, place: int, bucket: list[int]) -> None:
         self._ranks[place] = len(bucket)
+        self._lengths[place] = length
         bucket.append(place)
 
     def _take(self, place: int, bucket: list[int]) -> None:
