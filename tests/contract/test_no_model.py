@@ -26,40 +26,31 @@ def parser() -> Any:
     return parser
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> Path:
-    return tmp_path / "config.yaml"
+@pytest.mark.parametrize(
+    ("line", "file", "model"),
+    [
+        pytest.param("--omni-pipeline f --served-model-name both", "", NO_MODEL, id="a name"),
+        pytest.param("--config", "omni-pipeline: f\nport: 9000\n", NO_MODEL, id="the file names the pipeline"),
+        pytest.param("--config", "omni_pipeline: f\nport: 9000\n", NO_MODEL, id="with an underscore"),
+        pytest.param("--omni-pipeline=f --config", "port: 9000\n", NO_MODEL, id="a file beside the pipeline"),
+        pytest.param("some/model --omni-pipeline f --served-model-name both", "", "some/model", id="a model"),
+    ],
+)
+def test_beside_a_pipeline_a_model_may_be_missing_and_is_left_where_it_is(
+    parser: Any, tmp_path: Path, line: str, file: str, model: str
+) -> None:
+    (config := tmp_path / "config.yaml").write_text(file)
+    args = parser.parse_args(["serve", *line.split(), *([str(config)] if file else [])])
+    assert (args.model_tag, args.omni_pipeline) == (model, "f")
+    assert (args.port, args.served_model_name) == (("9000", None) if file else (None, "both"))
 
 
-def test_a_name_may_be_given_without_a_model(parser: Any) -> None:
-    args = parser.parse_args(["serve", "--omni-pipeline", "f", "--served-model-name", "both"])
-    assert (args.model_tag, args.served_model_name, args.omni_pipeline) == (NO_MODEL, "both", "f")
-
-
-@pytest.mark.parametrize("key", ["omni-pipeline", "omni_pipeline"])
-def test_a_config_file_may_name_the_pipeline(parser: Any, config: Path, key: str) -> None:
-    config.write_text(f"{key}: f\nport: 9000\n")
-    args = parser.parse_args(["serve", "--config", str(config)])
-    assert (args.model_tag, args.omni_pipeline, args.port) == (NO_MODEL, "f", "9000")
-
-
-def test_a_config_file_may_stand_beside_the_pipeline(parser: Any, config: Path) -> None:
-    config.write_text("port: 9000\n")
-    args = parser.parse_args(["serve", "--omni-pipeline=f", "--config", str(config)])
-    assert (args.model_tag, args.omni_pipeline, args.port) == (NO_MODEL, "f", "9000")
-
-
-def test_without_a_pipeline_vllm_wants_a_model_as_ever(parser: Any, config: Path) -> None:
-    config.write_text("port: 9000\n")
+def test_without_a_pipeline_vllm_wants_a_model_as_ever(parser: Any, tmp_path: Path) -> None:
+    (config := tmp_path / "config.yaml").write_text("port: 9000\n")
     with pytest.raises(ValueError, match="model"):
         parser.parse_args(["serve", "--served-model-name", "both"])
     with pytest.raises(ValueError, match="No model specified"):
         parser.parse_args(["serve", "--config", str(config)])
-
-
-def test_a_model_is_left_where_it_is(parser: Any) -> None:
-    args = parser.parse_args(["serve", "some/model", "--omni-pipeline", "f", "--served-model-name", "both"])
-    assert args.model_tag == "some/model"
 
 
 def test_a_parser_is_changed_once(parser: Any) -> None:
