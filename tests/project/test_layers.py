@@ -25,6 +25,9 @@ LAYERS = (
 )
 """From top to bottom."""
 
+HAVE_FOLDERS = ("balancing", "integration")
+"""Layers whose folders import each other in no cycle. Not yet: replicas, where `kv_events` and `control` do."""
+
 FOUNDATION = ("errors", "config", "clock", "keep_running", "logger", "key_file", "curve")
 """Single modules below all layers, which anyone may import."""
 
@@ -117,6 +120,23 @@ def test_nobody_imports_the_entry_points() -> None:
 
 def test_layers_import_each_other_in_no_cycle() -> None:
     TopologicalSorter(layer_graph(imports())).prepare()
+
+
+def folder_graph(imports: Imports, layer: str) -> dict[str, set[str]]:
+    """Return what each folder of a layer, or module directly in it, imports of the others."""
+    prefix = f"{PACKAGE}.{layer}."
+    graph: dict[str, set[str]] = {}
+    for importer, names in imports.items():
+        if importer.startswith(prefix):
+            folder = importer.removeprefix(prefix).partition(".")[0]
+            others = {name.removeprefix(prefix).partition(".")[0] for name in names if name.startswith(prefix)}
+            graph.setdefault(folder, set()).update(others - {folder})
+    return graph
+
+
+@pytest.mark.parametrize("layer", HAVE_FOLDERS)
+def test_folders_of_a_layer_import_each_other_in_no_cycle(layer: str) -> None:
+    TopologicalSorter(folder_graph(imports(), layer)).prepare()
 
 
 def own(**imports: str) -> Imports:

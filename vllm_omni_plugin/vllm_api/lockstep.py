@@ -3,22 +3,14 @@
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import wait
-from typing import Generic, Protocol, TypeVar
+from multiprocessing.process import BaseProcess
+from typing import Generic, TypeVar
 
 from vllm_omni_plugin.errors import ReplicaError
 
 _PATIENCE_S = 90.0
 """Longer than the longest pause before a replica is started again, since the ranks of a group need not pause alike."""
 _DEATH_TAKES_AT_MOST_S = 10.0
-
-
-class Process(Protocol):
-    """`multiprocessing.Process`, as far as it is needed."""
-
-    @property
-    def sentinel(self) -> int: ...
-
-    def kill(self) -> None: ...
 
 
 class Generation:
@@ -31,13 +23,13 @@ class Generation:
     def __init__(self, ranks: int) -> None:
         self._size = ranks
         self._changed = threading.Condition()
-        self._ranks: list[Process] = []
-        self._helpers: list[Process] = []
-        self._running: set[Process] = set()
+        self._ranks: list[BaseProcess] = []
+        self._helpers: list[BaseProcess] = []
+        self._running: set[BaseProcess] = set()
         self._leaving: set[int] = set()
         self._ended = False
 
-    def add(self, rank: Process) -> None:
+    def add(self, rank: BaseProcess) -> None:
         """Take in the process of a rank, which is killed at once if the generation has ended.
 
         Raises:
@@ -45,7 +37,7 @@ class Generation:
         """
         self._add(self._ranks, rank, None)
 
-    def add_helper(self, helper: Process, on_exit: Callable[[], None]) -> None:
+    def add_helper(self, helper: BaseProcess, on_exit: Callable[[], None]) -> None:
         """The same for a process that ends with the last rank; `on_exit` is called then, in a thread of its own."""
         self._add(self._helpers, helper, on_exit)
 
@@ -73,7 +65,7 @@ class Generation:
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._ended or self._all_leave, timeout)
 
-    def close(self, rank: Process) -> None:
+    def close(self, rank: BaseProcess) -> None:
         """Forget a rank that has exited; the last one takes the helpers with it. Blocks until they have ended."""
         with self._changed:
             self._changed.wait_for(lambda: rank not in self._running, _DEATH_TAKES_AT_MOST_S)
@@ -96,7 +88,7 @@ class Generation:
     def _all_leave(self) -> bool:
         return len(self._leaving) == self._size
 
-    def _add(self, processes: list[Process], process: Process, on_exit: Callable[[], None] | None) -> None:
+    def _add(self, processes: list[BaseProcess], process: BaseProcess, on_exit: Callable[[], None] | None) -> None:
         with self._changed:
             processes.append(process)
             self._running.add(process)
@@ -106,7 +98,7 @@ class Generation:
             process.kill()
         self.require()
 
-    def _watch(self, process: Process, on_exit: Callable[[], None] | None) -> None:
+    def _watch(self, process: BaseProcess, on_exit: Callable[[], None] | None) -> None:
         # Not by joining it: that would reap it, and with it goes the number by which vLLM may be about to kill it.
         wait([process.sentinel])
         if on_exit is not None:

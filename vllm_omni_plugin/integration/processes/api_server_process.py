@@ -68,8 +68,8 @@ class ApiServerProcesses:
         self._on_spawn(process.pid)
         return process
 
-    def bury(self, index: int, pid: int) -> None:
-        """Let nobody count on what a process that has ended said last."""
+    def forget(self, index: int, pid: int) -> None:
+        """Take back what a process that has ended counted for all."""
         self.admitted[index * _SLOT] = 0
         multiprocess.mark_process_dead(pid)  # type: ignore[no-untyped-call]
 

@@ -28,7 +28,7 @@ class ApiServers:
     Args:
         connections: how many each has open, shared with them; `NOT_ACCEPTING` for one that does not serve.
         start: starts the process with this number; called in a thread of its own, since it may block.
-        bury: told number and process id of each that has ended, before the next one is started.
+        on_end: called with number and process id of each that has ended, before the next one is started.
         clock: monotonic seconds.
         delay: sleeps between restarts.
     """
@@ -37,14 +37,14 @@ class ApiServers:
         self,
         connections: MutableSequence[int],
         start: Callable[[int], BaseProcess],
-        bury: Callable[[int, int], None],
+        on_end: Callable[[int, int], None],
         *,
         clock: Callable[[], float] = time.monotonic,
         delay: Callable[[float], Coroutine[Any, Any, None]] = asyncio.sleep,
     ) -> None:
         self._connections = connections
         self._start = start
-        self._bury = bury
+        self._on_end = on_end
         self._clock = clock
         self._delay = delay
         self._running: dict[int, BaseProcess] = {}
@@ -127,7 +127,7 @@ class ApiServers:
         process.join()
         self._connections[index] = NOT_ACCEPTING
         assert process.pid is not None
-        self._bury(index, process.pid)
+        self._on_end(index, process.pid)
 
     async def _pause(self, index: int, seconds: float, reason: str | Exception) -> bool:
         if self._stopping.is_set():

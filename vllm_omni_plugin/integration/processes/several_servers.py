@@ -150,7 +150,7 @@ def _joined(args: argparse.Namespace, home: OmniConfig) -> argparse.Namespace:
 async def _serve(
     home: OmniConfig, plans: Sequence[StagePlan], processes: ApiServerProcesses, reaper: Reaper, timeout: float
 ) -> None:
-    api_servers = ApiServers(processes.connections, processes.start, processes.bury)
+    api_servers = ApiServers(processes.connections, processes.start, processes.forget)
     engines = sum(plan.replicas for plan in plans)
     settings = {
         plan.stage_id: server_settings(
