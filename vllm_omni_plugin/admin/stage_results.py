@@ -13,16 +13,18 @@ from vllm_omni_plugin.pipeline.stage import Modality, Stage
 from vllm_omni_plugin.pipeline.transfer import StageOutput
 
 
-class Heard(NamedTuple):
+class AudioPart(NamedTuple):
     """What an event adds to the answer's audio.
 
     Attributes:
         samples: 16 bit PCM.
-        transcript: what is spoken, as text.
+        transcript: the spoken text.
+        last: no more samples follow.
     """
 
     samples: bytes = b""
     transcript: str = ""
+    last: bool = False
 
 
 class StageResults:
@@ -39,61 +41,62 @@ class StageResults:
     def __init__(self, options: CallOptions, pipeline: Pipeline) -> None:
         self._options = options
         self._pipeline = pipeline
-        self._speaker = _speaker(pipeline) if options.audio else None
-        self._spoken = _spoken(self._speaker, pipeline) if self._speaker is not None else None
+        self._audio_stage = _audio_stage(pipeline) if options.audio else None
+        self._text_stage = _text_stage(self._audio_stage, pipeline) if self._audio_stage is not None else None
         self._outputs: defaultdict[str, list[StageOutput]] = defaultdict(list)
         self._timings: Mapping[str, Mapping[str, float]] = {}
         self.rate = DEFAULT_SAMPLE_RATE
 
     def call(self, put: Callable[[StageEvent | CallEnded], None]) -> PipelineCall:
         """What the orchestrator is asked for."""
-        spoken = {self._spoken.name} if self._spoken is not None else set()
+        transcript = {self._text_stage.name} if self._text_stage is not None else set()
         options = self._options
-        return PipelineCall(options.modalities, put, options.outputs | spoken, options.sampling, options.params)
+        return PipelineCall(options.modalities, put, options.outputs | transcript, options.sampling, options.params)
 
-    def add(self, event: StageEvent) -> Heard:
-        """A stage has put something out.
+    def read(self, event: StageEvent | CallEnded) -> AudioPart:
+        """Take one event of the call.
 
         Raises:
-            StageError: its audio is no audio.
+            StageError: the tensor of the audio stage cannot be audio.
+            Exception: the error that ended the call early.
         """
-        if event.stage in self._options.outputs:
-            self._outputs[event.stage].append(event.output)
-        if self._speaker is not None and event.stage == self._speaker.name:
-            if event.output.tensor is not None:
-                self.rate = sample_rate(event.stage, event.output)
-            return Heard(samples=pcm16(event.stage, event.output))
-        if self._spoken is not None and event.stage == self._spoken.name:
-            return Heard(transcript=event.output.text)
-        return Heard()
-
-    def end(self, ended: CallEnded) -> None:
-        """Nothing more comes. Raises the error that ended the call early, if there was one."""
-        if ended.error is not None:
-            raise ended.error
-        self._timings = ended.timings
+        if isinstance(event, CallEnded):
+            if event.error is not None:
+                raise event.error
+            self._timings = event.timings
+            return AudioPart()
+        stage, output = event.stage, event.output
+        if stage in self._options.outputs:
+            self._outputs[stage].append(output)
+        if self._audio_stage is not None and stage == self._audio_stage.name:
+            if output.tensor is not None:
+                self.rate = sample_rate(stage, output)
+            return AudioPart(pcm16(stage, output), last=output.finish_reason is not None)
+        if self._text_stage is not None and stage == self._text_stage.name:
+            return AudioPart(transcript=output.text)
+        return AudioPart()
 
     @property
     def omni(self) -> dict[str, Any]:
-        """The answer's field `omni`; empty if nothing was asked for that stands there."""
+        """The field `omni` of the answer; empty if the request asked for nothing in it."""
         options, stage = self._options, self._pipeline.stage
         shown = {name: _shown(stage(name), self._outputs[name]) for name in sorted(options.outputs)}
         timings = {name: dict(seconds) for name, seconds in self._timings.items()}
         return ({"outputs": shown} if shown else {}) | ({"timings": timings} if options.timings else {})
 
 
-def _speaker(pipeline: Pipeline) -> Stage:
+def _audio_stage(pipeline: Pipeline) -> Stage:
     return [stage for stage in pipeline.order if stage.final and stage.output is Modality.AUDIO][-1]
 
 
-def _spoken(speaker: Stage, pipeline: Pipeline) -> Stage | None:
-    """The nearest stage in front of it that puts out text."""
-    front = pipeline.upstream(speaker)
-    while front:
-        for stage in front:
+def _text_stage(audio_stage: Stage, pipeline: Pipeline) -> Stage | None:
+    """The nearest stage in front of the audio stage that puts out text: the transcript."""
+    nearest = pipeline.upstream(audio_stage)
+    while nearest:
+        for stage in nearest:
             if stage.output is Modality.TEXT:
                 return stage
-        front = tuple(up for stage in front for up in pipeline.upstream(stage))
+        nearest = tuple(up for stage in nearest for up in pipeline.upstream(stage))
     return None
 
 

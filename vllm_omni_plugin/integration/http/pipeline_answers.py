@@ -1,6 +1,6 @@
-"""vLLM's handlers of chat and completions in front of a pipeline: they answer, we add what other stages put out.
+"""Chat and completions of a pipeline: vLLM's handlers answer, and the outputs of other stages are added.
 
-Templates, tools, usage, errors and streams stay vLLM's: its handler makes the request and words the answer.
+Templates, tools, usage, errors and streams stay vLLM's: its handler makes the request and writes the answer.
 """
 
 import time
@@ -29,14 +29,14 @@ Create = Callable[[Any, Request], Awaitable[Any]]
 
 
 class PipelineAnswers:
-    """Stands before one of vLLM's handlers.
+    """Wraps one of vLLM's handlers.
 
     Args:
-        serving: vLLM's serving object, which words errors and knows the model's names.
+        serving: vLLM's serving object, which formats errors and knows the names of the model.
         create: its handler.
         pipeline: what it serves.
         abort: see `Abort`.
-        chat: whether it is the handler of chat completions, whose answers can have audio.
+        chat: it is the handler of chat completions, whose answers can have audio.
     """
 
     def __init__(self, serving: Any, create: Create, pipeline: Pipeline, abort: Abort, chat: bool) -> None:
@@ -88,12 +88,10 @@ class PipelineAnswers:
         async with aclosing(with_events(running, answer)) as items:
             async for item in items:
                 match item:
-                    case StageEvent():
-                        heard = results.add(item)
-                        samples += heard.samples
-                        transcript += heard.transcript
-                    case CallEnded():
-                        results.end(item)
+                    case StageEvent() | CallEnded():
+                        part = results.read(item)
+                        samples += part.samples
+                        transcript += part.transcript
                     case ErrorResponse():
                         return item
                     case _:
@@ -135,7 +133,7 @@ def _makes_one_request(request: Any) -> bool:
 
 
 def _audio(data: bytes, transcript: str, created: int) -> Any:
-    # Nothing is kept: the audio cannot be referred to in a later turn.
+    # The server stores no audio, so a later turn cannot refer to it: it expires at once.
     return OpenAIChatCompletionAudio(
         id=f"audio_{uuid4().hex}", data=b64encode(data).decode(), expires_at=created, transcript=transcript
     )

@@ -4,13 +4,13 @@ from fastapi import FastAPI
 
 from vllm_omni_plugin.integration.engine_client.pipeline_calls import Abort
 from vllm_omni_plugin.integration.http.pipeline_answers import PipelineAnswers
-from vllm_omni_plugin.integration.http.pipeline_speech import Speaker, build_speech_router
+from vllm_omni_plugin.integration.http.pipeline_speech import SpeechAnswers, build_speech_router
 from vllm_omni_plugin.pipeline.graph import Pipeline
 from vllm_omni_plugin.pipeline.stage import Modality
 
 
 def serve_pipeline(app: FastAPI, pipeline: Pipeline, abort: Abort) -> None:
-    """Let vLLM's chat and completions answer for a pipeline, and our route of speech if it has audio.
+    """Wrap vLLM's handlers of chat and completions, and add the route of speech if the pipeline puts out audio.
 
     Args:
         app: vLLM's; its state has vLLM's serving objects, and None for what the model cannot do.
@@ -20,8 +20,8 @@ def serve_pipeline(app: FastAPI, pipeline: Pipeline, abort: Abort) -> None:
     chat, completion = app.state.openai_serving_chat, app.state.openai_serving_completion
     if completion is not None:
         if Modality.AUDIO in pipeline.modalities:
-            speaker = Speaker(completion, completion.create_completion, pipeline, abort)
-            app.include_router(build_speech_router(speaker))
+            speech = SpeechAnswers(completion, completion.create_completion, pipeline, abort)
+            app.include_router(build_speech_router(speech))
         answers = PipelineAnswers(completion, completion.create_completion, pipeline, abort, chat=False)
         completion.create_completion = answers.create
     if chat is not None:

@@ -1,4 +1,4 @@
-"""`POST /v1/audio/speech`: a text spoken by a pipeline that puts out audio."""
+"""`POST /v1/audio/speech`: a pipeline that puts out audio speaks a text."""
 
 import json
 from base64 import b64encode
@@ -41,8 +41,8 @@ class SpeechRequest(BaseModel):
 
     Attributes:
         input: the prompt of the pipeline's entry stage.
-        voice: for stages to read, as `params["voice"]`; `instructions` likewise.
-        speed: 1. Stages that can speak faster read it from `omni.params`.
+        voice: stages read it as `params["voice"]`; `instructions` likewise.
+        speed: only 1. Stages that can speak faster read a speed from `omni.params`.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -57,12 +57,12 @@ class SpeechRequest(BaseModel):
     omni: SpeechStages = Field(default_factory=SpeechStages)
 
 
-class Speaker:
+class SpeechAnswers:
     """Answers requests for speech.
 
     Args:
-        serving: vLLM's serving object of completions, which words errors.
-        create: its handler; the text goes the way of a completion's prompt.
+        serving: vLLM's serving object of completions, which formats errors.
+        create: its handler; the text is the prompt of a completion.
         pipeline: one that puts out audio.
         abort: see `Abort`.
     """
@@ -73,7 +73,7 @@ class Speaker:
         self._pipeline = pipeline
         self._abort = abort
 
-    async def speak(self, request: SpeechRequest, raw_request: Request) -> Response:
+    async def create(self, request: SpeechRequest, raw_request: Request) -> Response:
         """The answer, whose status is known once the first audio is there."""
         try:
             options = self._options(request)
@@ -82,17 +82,19 @@ class Speaker:
         results = StageResults(options, self._pipeline)
         running = RunningCall(results.call, self._abort)
         completion = CompletionRequest(model=request.model, prompt=request.input, max_tokens=1)
-        speech = _Speech(results, with_events(running, once(self._create, completion, raw_request)))
-        audio = speech.file(wav=request.response_format == "wav")
+        items = with_events(running, once(self._create, completion, raw_request))
+        usage: dict[str, int] = {}
+        audio = _audio(results, items, request.response_format == "wav", usage)
         try:
             first = await anext(audio)
         except _RefusedError as refused:
             return _refusal(refused.response)
         except OmniError as error:
             raise to_http(error) from error
+        audio = _joined(first, audio)
         if request.stream_format == "sse":
-            return StreamingResponse(self._events(speech, first, audio), media_type="text/event-stream")
-        return StreamingResponse(_joined(first, audio), media_type=f"audio/{request.response_format}")
+            return StreamingResponse(self._events(audio, usage), media_type="text/event-stream")
+        return StreamingResponse(audio, media_type=f"audio/{request.response_format}")
 
     def _options(self, request: SpeechRequest) -> CallOptions:
         fields = {"modalities": ["audio"], "omni": request.omni.model_dump()}
@@ -100,16 +102,14 @@ class Speaker:
         own = request.model_dump(include={"voice", "instructions"}, exclude_none=True)
         return replace(options, params={**own, **options.params})
 
-    async def _events(
-        self, speech: "_Speech", first: bytes, rest: AsyncGenerator[bytes, None]
-    ) -> AsyncGenerator[str, None]:
+    async def _events(self, audio: AsyncGenerator[bytes, None], usage: dict[str, int]) -> AsyncGenerator[str, None]:
         try:
-            async for audio in _joined(first, rest):
-                yield _event({"type": "speech.audio.delta", "audio": b64encode(audio).decode()})
+            async for part in audio:
+                yield _event({"type": "speech.audio.delta", "audio": b64encode(part).decode()})
         except OmniError as error:
             yield f"data: {self._serving.create_streaming_error_response(to_http(error))}\n\n"
             return
-        yield _event({"type": "speech.audio.done", "usage": speech.usage})
+        yield _event({"type": "speech.audio.done", "usage": usage})
 
 
 class _RefusedError(Exception):
@@ -120,54 +120,41 @@ class _RefusedError(Exception):
         self.response = response
 
 
-class _Speech:
-    """One text being spoken.
+async def _audio(
+    results: StageResults, items: AsyncGenerator[Any, None], wav: bool, usage: dict[str, int]
+) -> AsyncGenerator[bytes, None]:
+    """The audio as it comes, in at least one part; the header of a WAV file comes with the first.
 
-    Attributes:
-        usage: tokens, as OpenAI's last event of speech tells them; known in the end.
+    Args:
+        results: reads the events of the stages.
+        items: of `with_events`.
+        wav: whether it is a WAV file.
+        usage: is filled with the numbers of tokens, as OpenAI's last event of speech has them.
     """
-
-    def __init__(self, results: StageResults, items: AsyncGenerator[Any, None]) -> None:
-        self._results = results
-        self._items = items
-        self.usage: dict[str, int] = {}
-
-    async def file(self, wav: bool) -> AsyncGenerator[bytes, None]:
-        """The audio as it comes, at least once; of a WAV file, the header comes with the first."""
-        began = False
-        async with aclosing(self._items) as items:
-            async for item in items:
-                samples = self._read(item)
-                if samples:
-                    whole = item.output.finish_reason is not None
-                    header = self._header(len(samples) if whole else None) if wav and not began else b""
-                    began = True
-                    yield header + samples
-        if not began:
-            yield self._header(0) if wav else b""
-
-    def _read(self, item: Any) -> bytes:
-        match item:
-            case StageEvent():
-                return self._results.add(item).samples
-            case CallEnded():
-                self._results.end(item)
-            case ErrorResponse():
-                raise _RefusedError(item)
-            case _:
-                read, made = item.usage.prompt_tokens, item.usage.completion_tokens
-                self.usage = {"input_tokens": read, "output_tokens": made, "total_tokens": read + made}
-        return b""
-
-    def _header(self, size: int | None) -> bytes:
-        return wav_header(self._results.rate, size)
+    started = False
+    async with aclosing(items):
+        async for item in items:
+            match item:
+                case StageEvent() | CallEnded():
+                    part = results.read(item)
+                    if part.samples:
+                        size = len(part.samples) if part.last else None
+                        yield (wav_header(results.rate, size) if wav and not started else b"") + part.samples
+                        started = True
+                case ErrorResponse():
+                    raise _RefusedError(item)
+                case _:
+                    read, made = item.usage.prompt_tokens, item.usage.completion_tokens
+                    usage |= {"input_tokens": read, "output_tokens": made, "total_tokens": read + made}
+    if not started:
+        yield wav_header(results.rate, 0) if wav else b""
 
 
-def build_speech_router(speaker: Speaker) -> APIRouter:
+def build_speech_router(answers: SpeechAnswers) -> APIRouter:
     """The route of a pipeline that puts out audio."""
     router = APIRouter()
-    # In vLLM's own wrapping, as its routes are: a client that leaves before the first audio ends the handler.
-    endpoint = with_cancellation(load_aware_call(speaker.speak))
+    # Wrapped as vLLM's own routes are: the handler is cancelled when the client leaves before the first audio.
+    endpoint = with_cancellation(load_aware_call(answers.create))
     guards = [Depends(validate_json_request)]
     router.add_api_route(SPEECH_PATH, endpoint, methods=["POST"], dependencies=guards, response_class=Response)
     return router

@@ -8,7 +8,7 @@ from typing import Any, Final
 from uuid import uuid4
 
 from vllm_omni_plugin.admin.call_options import CallOptions
-from vllm_omni_plugin.admin.stage_results import Heard, StageResults
+from vllm_omni_plugin.admin.stage_results import AudioPart, StageResults
 from vllm_omni_plugin.integration.engine_client.pipeline_calls import RunningCall, with_events
 from vllm_omni_plugin.orchestrator.pipeline_call import CallEnded, StageEvent
 
@@ -22,13 +22,13 @@ _ENVELOPE: Final = ("id", "object", "created", "model")
 class AnswerStream:
     """The events of one answer.
 
-    Audio leaves as soon as it is there. Whatever ends the answer waits for the stages: clients stop reading there.
+    Audio is sent at once. What ends the answer is sent after all stages have ended: clients stop reading there.
 
     Args:
         options: what the request wants.
         results: of its stages.
         envelope: `id`, `object`, `created` and `model` of events before vLLM's first.
-        error_event: an error's JSON as vLLM's server says it in a stream.
+        error_event: formats an error as vLLM's server does in a stream.
     """
 
     def __init__(
@@ -72,47 +72,44 @@ class AnswerStream:
 
     def _read(self, item: str | StageEvent | CallEnded) -> Iterator[str]:
         match item:
-            case StageEvent():
-                return self._heard(self._results.add(item))
-            case CallEnded():
-                self._results.end(item)
-                return iter(())
+            case StageEvent() | CallEnded():
+                return self._audio_events(self._results.read(item))
             case _:
-                return self._said(item)
+                return self._text_events(item)
 
-    def _heard(self, heard: Heard) -> Iterator[str]:
-        if heard.transcript:
-            yield self._audio({"transcript": heard.transcript})
-        self._samples += heard.samples
+    def _audio_events(self, part: AudioPart) -> Iterator[str]:
+        if part.transcript:
+            yield self._audio({"transcript": part.transcript})
+        self._samples += part.samples
         whole = len(self._samples) // _WHOLE * _WHOLE
         if whole:
             yield self._data(whole)
 
-    def _said(self, event: str) -> Iterator[str]:
-        """What of vLLM's event may go on now; what ends the answer is kept."""
+    def _text_events(self, event: str) -> Iterator[str]:
+        """The part of vLLM's event that is sent now; what ends the answer is kept."""
         if event == DONE:
             return
-        said: dict[str, Any] = json.loads(event.removeprefix("data: "))
-        if "error" in said:
+        chunk: dict[str, Any] = json.loads(event.removeprefix("data: "))
+        if "error" in chunk:
             self._failed = True
             yield event
             return
-        self._envelope |= {key: said[key] for key in _ENVELOPE}
+        self._envelope |= {key: chunk[key] for key in _ENVELOPE}
         if not self._options.audio:
             yield event
-        elif not said["choices"]:
+        elif not chunk["choices"]:
             self._usage.append(event)
-        elif said["choices"][0].get("finish_reason") is None:
+        elif chunk["choices"][0].get("finish_reason") is None:
             if self._options.text:
                 yield event
         else:
-            yield from self._finished(said)
+            yield from self._split_last(chunk)
 
-    def _finished(self, said: dict[str, Any]) -> Iterator[str]:
-        """The last of the text goes on, the end itself is kept."""
-        (choice,) = said["choices"]
+    def _split_last(self, chunk: dict[str, Any]) -> Iterator[str]:
+        """Send the last text now, and keep the finish reason."""
+        (choice,) = chunk["choices"]
         end = {key: choice.pop(key) for key in ("finish_reason", "stop_reason") if key in choice}
-        self._finish = said | {"choices": [{"index": 0, "delta": {}, **end}]}
+        self._finish = chunk | {"choices": [{"index": 0, "delta": {}, **end}]}
         if self._options.text:
             yield self._chunk([{**choice, "finish_reason": None}])
 
@@ -120,7 +117,7 @@ class AnswerStream:
         if self._options.audio:
             if self._samples:
                 yield self._data(len(self._samples))
-            # Nothing is kept: the audio cannot be referred to in a later turn.
+            # The server stores no audio, so a later turn cannot refer to it: it expires at once.
             yield self._audio({"expires_at": self._envelope["created"]})
             # vLLM does not finish a choice that has no text.
             no_text = [{"index": 0, "delta": {}, "finish_reason": "stop"}]
