@@ -11,7 +11,7 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 
 from vllm_omni_plugin.errors import StageInputError
-from vllm_omni_plugin.orchestrator.stage_api import KvStageApi
+from vllm_omni_plugin.orchestrator.stage_api import StageApi
 from vllm_omni_plugin.pipeline import Modality, StageInput
 from vllm_omni_plugin.vllm_api.stage_requests import VllmStageApi
 
@@ -50,7 +50,7 @@ def refused(stage_api: VllmStageApi, given: StageInput, sampling: dict[str, Any]
 
 
 def test_it_is_what_the_orchestrator_asks_for(own: Any) -> None:
-    stage_api: KvStageApi = api(own)
+    stage_api: StageApi = api(own)
     request = source()
     assert stage_api.answer(request, stage_api.reader(request).whole) is request
     assert stage_api.vocabulary == own.model_config.get_vocab_size() > 0
@@ -219,8 +219,8 @@ def test_an_image_is_for_the_stages_that_run_the_model_which_reads_the_prompt(
     decode = api(config(folder / "own"), own, inputs=("prefill",))
     for request in (
         api(own).build_root(client, {}, front=False),
-        api(own, output=Modality.KV_CACHE).build_prefill(client),
-        decode.build_decode(client, {"remote": 1}),
+        api(own, output=Modality.KV_CACHE).build_root(client, {}, front=False),
+        decode.with_kv_transfer(decode.build_root(client, {}, front=True), {"remote": 1}),
     ):
         assert request.mm_features is features
     assert api(other, own).build_root(client, {}, front=False).mm_features is None
@@ -229,12 +229,12 @@ def test_an_image_is_for_the_stages_that_run_the_model_which_reads_the_prompt(
 def test_a_prefill_that_is_longer_than_its_context_cannot_be_built(folder: Path, own: Any) -> None:
     short = api(config(folder / "own", max_model_len=16), own, output=Modality.KV_CACHE)
     with pytest.raises(StageInputError, match="the input has 16 tokens and its model takes at most 15"):
-        short.build_prefill(source([3] * 16))
+        short.build_root(source([3] * 16), {}, front=False)
 
 
 def test_a_prefill_computes_one_token_for_another_engine(own: Any) -> None:
     client = source(params=SamplingParams(max_tokens=5, stop="red", logprobs=2, seed=3), session_id="s")
-    request = api(own, output=Modality.KV_CACHE).build_prefill(client)
+    request = api(own, output=Modality.KV_CACHE).build_root(client, {}, front=False)
     params = request.sampling_params
     assert (params.max_tokens, params.temperature, params.ignore_eos, params.stop, params.logprobs) == (
         1,
@@ -259,15 +259,16 @@ def test_a_prefill_computes_one_token_for_another_engine(own: Any) -> None:
 def test_a_decode_is_the_clients_request_with_what_the_prefill_said(folder: Path, own: Any) -> None:
     decode = api(config(folder / "own"), own, inputs=("prefill",))
     client = source(params=SamplingParams(max_tokens=5, extra_args={"a": 1}))
-    request = decode.build_decode(client, {"do_remote_prefill": True, "remote_block_ids": [1]})
+    built = decode.build_root(client, {}, front=True)
+    request = decode.with_kv_transfer(built, {"do_remote_prefill": True, "remote_block_ids": [1]})
     assert request.sampling_params.extra_args == {
         "a": 1,
         "kv_transfer_params": {"do_remote_prefill": True, "remote_block_ids": [1]},
     }
     assert (request.prompt_token_ids, request.sampling_params.max_tokens) == ([1, 3, 4], 5)
     assert client.sampling_params.extra_args == {"a": 1}
-    assert decode.build_decode(client, None).sampling_params.extra_args == {"a": 1}
-    silent = decode.build_decode(client, None, {"max_tokens": 2}, front=False)
+    assert built.sampling_params.extra_args == {"a": 1}
+    silent = decode.build_root(client, {"max_tokens": 2}, front=False)
     assert (silent.sampling_params.max_tokens, silent.sampling_params.extra_args) == (2, None)
 
 

@@ -10,26 +10,22 @@ import msgspec
 from tests.fakes.engine_api import FakeEngineApi, FakeOutput, FakeOutputs, FakeRequest
 from tests.fakes.links import FakeLink
 from vllm_omni_plugin.errors import StageInputError
-from vllm_omni_plugin.pipeline import Stage
+from vllm_omni_plugin.pipeline import Modality, Stage
+from vllm_omni_plugin.pipeline.output_reader import OutputReader
 from vllm_omni_plugin.pipeline.transfer import StageInput, StageOutput
-from vllm_omni_plugin.vllm_api.joining import joined
 
 ROOM = 1000
 """Tokens of the longest input that a stage takes."""
 
 
-class FakeReader:
+class FakeReader(OutputReader):
     """Text is one letter for each token."""
 
     def __init__(self, request: FakeRequest) -> None:
+        super().__init__()
         self._stop = request.stop
-        self._read: list[StageOutput] = []
 
-    @property
-    def whole(self) -> StageOutput:
-        return joined(self._read) if self._read else StageOutput()
-
-    def read(self, output: Any, ended: bool) -> StageOutput:
+    def _read(self, output: Any, ended: bool) -> StageOutput:
         tokens = list(output.new_token_ids)
         stops = self._stop in tokens
         if stops:
@@ -37,12 +33,11 @@ class FakeReader:
         text = "".join(chr(ord("a") + token % 26) for token in tokens)
         told = output.kv_transfer_params or {}
         reason = "stop" if stops else str(output.finish_reason) if ended else None
-        self._read.append(StageOutput(tokens, text, metadata=told, finish_reason=reason))
-        return self._read[-1]
+        return StageOutput(tokens, text, metadata=told, finish_reason=reason)
 
 
 class FakeStageApi(FakeEngineApi):
-    """Satisfies `StageApi` and `KvStageApi`.
+    """Satisfies `StageApi`.
 
     Attributes:
         faults: errors that methods raise, by their names.
@@ -77,7 +72,8 @@ class FakeStageApi(FakeEngineApi):
 
     def build_root(self, source: Any, sampling: Mapping[str, Any], *, front: bool) -> Any:
         self._stumble("build_root")
-        return self._made(source, sampling, front)
+        request = self._made(source, sampling, front)
+        return msgspec.structs.replace(request, length=1) if self._stage.output is Modality.KV_CACHE else request
 
     def build_end(self, source: Any) -> Any:
         return FakeRequest(source.request_id)
@@ -85,21 +81,8 @@ class FakeStageApi(FakeEngineApi):
     def session_tokens(self, chunk: Any) -> int:
         return len(chunk.prompt) + 4
 
-    def build_prefill(self, source: Any) -> Any:
-        self._stumble("build_prefill")
-        return msgspec.structs.replace(source, length=1)
-
-    def build_decode(
-        self,
-        source: Any,
-        kv_transfer_params: Mapping[str, Any] | None,
-        sampling: Mapping[str, Any] = {},
-        *,
-        front: bool = True,
-    ) -> Any:
-        if kv_transfer_params is None:
-            return self._made(source, sampling, front)
-        return msgspec.structs.replace(source, sampling_params={**source.sampling_params, "kv": kv_transfer_params})
+    def with_kv_transfer(self, request: Any, params: Mapping[str, Any]) -> Any:
+        return msgspec.structs.replace(request, sampling_params={**request.sampling_params, "kv": params})
 
     def reader(self, request: Any) -> Any:
         self._stumble("reader")
@@ -130,7 +113,7 @@ class _Stumbling(FakeReader):
         super().__init__(request)
         self._error = api.faults["read"]
 
-    def read(self, output: Any, ended: bool) -> StageOutput:
+    def _read(self, output: Any, ended: bool) -> StageOutput:
         raise self._error
 
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_omni_plugin.orchestrator.chunk_input import ChunkInput, Piece
+from vllm_omni_plugin.pipeline.output_reader import joined
 from vllm_omni_plugin.pipeline.transfer import StageOutput
-from vllm_omni_plugin.vllm_api.joining import joined
 
 
 class Rows(NamedTuple):

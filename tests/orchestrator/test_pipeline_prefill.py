@@ -107,8 +107,8 @@ async def test_a_prefill_whose_last_replica_is_lost_before_its_dispatch_took_no_
     gate = threading.Event()
     try:
         async with FakePipelineFleet(DISAGGREGATED) as fleet:
-            build = fleet.apis[0].build_prefill
-            fleet.apis[0].build_prefill = lambda source: (gate.wait(30), build(source))[1]  # type: ignore[method-assign]
+            build = fleet.apis[0].build_root
+            fleet.apis[0].build_root = lambda *a, **k: (gate.wait(30), build(*a, **k))[1]  # type: ignore[method-assign]
             await fleet.submit("r", "text", prompt=LONG, settle=False)
             fleet.now = 7.0
             fleet.lose(0, 0)
@@ -136,7 +136,7 @@ async def test_the_prefills_last_output_is_the_one_that_counts() -> None:
 @pytest.mark.parametrize("error", [StageInputError("too long"), KeyError("gone")])
 async def test_a_prefill_that_cannot_be_built_is_skipped(error: Exception) -> None:
     async with FakePipelineFleet(DISAGGREGATED) as fleet:
-        fleet.apis[0].faults["build_prefill"] = error
+        fleet.apis[0].faults["build_root"] = error
         await fleet.submit("r", "text", prompt=LONG)
         assert sent(fleet, 0) == []
         assert "kv" not in sent(fleet, 1)[0]["sampling_params"]
@@ -148,13 +148,13 @@ async def test_a_prefill_that_cannot_be_built_is_skipped(error: Exception) -> No
 async def test_a_request_that_has_ended_begins_no_decode_when_its_prefill_cannot_be_built() -> None:
     gate = threading.Event()
 
-    def build(source: Any) -> Any:
+    def build(*_: Any, **__: Any) -> Any:
         gate.wait(30)
         raise StageInputError("too long")
 
     try:
         async with FakePipelineFleet(DISAGGREGATED) as fleet:
-            fleet.apis[0].build_prefill = build  # type: ignore[method-assign]
+            fleet.apis[0].build_root = build  # type: ignore[method-assign]
             await fleet.submit("r", prompt=LONG, settle=False)
             await eventually(lambda: fleet.states)
             await fleet.abort("r")

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeRequest
 from tests.fakes.pipeline_fleet import stage
 from tests.fakes.pipelines import CHAIN, FAN_OUT, SPEECH
@@ -116,31 +115,11 @@ def test_the_prompts_text_is_made_once_and_only_for_those_who_may_read_it() -> N
     assert seen == ["hi"] * 3
 
 
-async def test_the_prompts_text_is_made_while_the_stages_in_front_still_work() -> None:
-    threads = list[str]()
-
+def test_a_prompt_whose_text_cannot_be_made_fails_where_it_is_needed() -> None:
     def prompt_text(request: Any) -> str:
-        threads.append(threading.current_thread().name)
-        return "hi"
-
-    preparation, state = preparation_of(SPEECH, prompt_text), state_of(SPEECH, "audio", talker=lambda transfer: None)
-    preparation.foresee(state)
-    await eventually(lambda: state.prompt == "hi", "the prompt's text")
-    preparation.chunk(state, SPEECH[1], ChunkInput(1), Piece((StageOutput((1,)),), 0, False))
-    preparation.close()
-    assert [name.partition("_")[0] for name in threads] == ["omni-talker"]
-
-
-async def test_a_prompt_whose_text_cannot_be_made_fails_where_it_is_needed() -> None:
-    tried = threading.Event()
-
-    def prompt_text(request: Any) -> str:
-        tried.set()
         raise ValueError("no text")
 
     preparation, state = preparation_of(SPEECH, prompt_text), state_of(SPEECH, "audio", talker=lambda transfer: None)
-    preparation.foresee(state)
-    await eventually(tried.is_set, "the first try")
     with pytest.raises(ValueError, match="no text"):
         preparation.chunk(state, SPEECH[1], ChunkInput(1), Piece((StageOutput((1,)),), 0, False))
     preparation.close()

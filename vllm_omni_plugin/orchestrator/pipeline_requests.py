@@ -85,7 +85,6 @@ class PipelineRequests:
         self.states[state.request_id] = state
         for stage in state.plan.roots:
             self._begin(state, stage)
-        self._inputs.foresee(state)
 
     def fail(self, message: SubmitRequest, error: OmniError) -> None:
         """See `Requests`."""

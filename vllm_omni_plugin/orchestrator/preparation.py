@@ -4,18 +4,17 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from vllm_omni_plugin.errors import StageError, StageInputError
 from vllm_omni_plugin.orchestrator.chunk_input import ChunkInput, Piece
 from vllm_omni_plugin.orchestrator.daemon_threads import DaemonThreads
 from vllm_omni_plugin.orchestrator.request_state import PipelineRequestState
-from vllm_omni_plugin.orchestrator.stage_api import KvStageApi, StageApi
+from vllm_omni_plugin.orchestrator.stage_api import NOTHING, StageApi
 from vllm_omni_plugin.pipeline import BuiltInTransform, Modality, Pipeline, Stage
+from vllm_omni_plugin.pipeline.output_reader import joined
 from vllm_omni_plugin.pipeline.transfer import StageInput, StageOutput, Transfer, Transform
 from vllm_omni_plugin.pipeline.transforms import check_input, resolve_transform
-from vllm_omni_plugin.vllm_api.joining import joined
 
 _THREADS = 2
 """For each stage, so that one slow transform does not keep the other requests of its stage waiting."""
@@ -108,12 +107,6 @@ class Preparation:
 
         self._threads[stage.id].submit(run)
 
-    def foresee(self, state: PipelineRequestState) -> None:
-        """Make what a stage will need whatever comes out of those in front of it, while these work."""
-        stage_id = next((stage_id for stage_id in state.plan.downstream if stage_id in self._readers), None)
-        if stage_id is not None:
-            self._threads[stage_id].submit(partial(self._foresee, state))
-
     def whole(self, state: PipelineRequestState, stage: Stage) -> WholeInput:
         """The input of a stage when all stages in front of it have ended. Runs on a thread.
 
@@ -123,9 +116,11 @@ class Preparation:
         api, source = self.apis[stage.id], state.request
         sampling, front = _sampling(state, stage)
         if stage.output is Modality.KV_CACHE:
-            return WholeInput(_kv(api).build_prefill(source))
+            return WholeInput(api.build_root(source, NOTHING, front=False))
         if self._names[stage.id] == BuiltInTransform.KV_TRANSFER:
-            return _decode_input(_kv(api), state, sampling, front)
+            request, params = api.movable(api.build_root(source, sampling, front=front)), state.cache_params
+            # The cache can be fetched once, so only the first attempt is told of it.
+            return WholeInput(request, None if params is None else api.with_kv_transfer(request, params))
         if stage.id not in self._transforms:
             return WholeInput(api.build_root(source, sampling, front=front))
         readers = state.readers
@@ -180,11 +175,6 @@ class Preparation:
         )
         return check_input(self._transforms[stage.id](outputs, transfer), stage.name)
 
-    def _foresee(self, state: PipelineRequestState) -> None:
-        # What is wrong with it is told where it is needed.
-        with suppress(Exception):
-            self._prompt(state)
-
     def _prompt(self, state: PipelineRequestState) -> str:
         # Two threads may both find it missing, and then both find the same.
         if state.prompt is None:
@@ -195,13 +185,6 @@ class Preparation:
 def _sampling(state: PipelineRequestState, stage: Stage) -> tuple[Mapping[str, Any], bool]:
     """The request's parameters for a stage, and whether the client's own are for it, too."""
     return state.sampling_params_list[stage.id], stage.id == state.plan.client_sampled
-
-
-def _decode_input(api: KvStageApi, state: PipelineRequestState, sampling: Mapping[str, Any], front: bool) -> WholeInput:
-    # What a prefill left can be fetched once, so only the first attempt is told of it; all else is the same in both.
-    request = api.movable(api.build_decode(state.request, None, sampling, front=front))
-    params = state.cache_params
-    return WholeInput(request, None if params is None else api.build_decode(request, params))
 
 
 def _guarded(stage: Stage, transform: Transform) -> Transform:
@@ -216,8 +199,3 @@ def _guarded(stage: Stage, transform: Transform) -> Transform:
             raise StageError(f"Stage {stage.name!r}: its transform failed: {type(error).__name__}: {error}") from error
 
     return guarded
-
-
-def _kv(api: StageApi) -> KvStageApi:
-    # A pipeline is checked to have stages of vLLM's only where a KV cache is handed over.
-    return cast(KvStageApi, api)

@@ -8,9 +8,9 @@ from vllm_omni_plugin.orchestrator.chunk_input import ChunkInput
 from vllm_omni_plugin.orchestrator.messages import Dispatches, StageTimes
 from vllm_omni_plugin.orchestrator.pipeline_call import PipelineCall
 from vllm_omni_plugin.orchestrator.request_plan import Plan
-from vllm_omni_plugin.orchestrator.stage_api import OutputReader
 from vllm_omni_plugin.orchestrator.stage_run import StageRun
 from vllm_omni_plugin.pipeline import Stage
+from vllm_omni_plugin.pipeline.output_reader import OutputReader
 
 
 @dataclass(slots=True, eq=False)

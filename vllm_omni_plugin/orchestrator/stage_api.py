@@ -5,35 +5,17 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from vllm_omni_plugin.orchestrator.request_api import RequestApi
+from vllm_omni_plugin.pipeline.output_reader import OutputReader
 from vllm_omni_plugin.pipeline.transfer import StageInput, StageOutput
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
-
-
-class OutputReader(Protocol):
-    """Reads the outputs of one run of a stage, in order."""
-
-    def read(self, output: Any, ended: bool) -> StageOutput:
-        """What an `EngineCoreOutput` adds to those before it. Cheap enough for the loop of the orchestrator.
-
-        Text is complete up to characters whose tokens are still to come. A stop string ends the text before it: then
-        `finish_reason` is set although the engine goes on, and the caller aborts it.
-
-        Args:
-            output: of the engine.
-            ended: whether the run ends with it; the end of a turn of a streaming-input session alone is none.
-        """
-
-    @property
-    def whole(self) -> StageOutput:
-        """All that has been read; tensors of several outputs are joined along their first dimension."""
 
 
 class StageApi(RequestApi, Protocol):
     """Builds the requests of one stage and reads its outputs."""
 
     def check_front(self, source: Any) -> None:
-        """See whether the stage can answer a client's request through vLLM's server.
+        """Check that the stage can answer a client's request through vLLM's server.
 
         Raises:
             StageInputError: answers would lack what the request asks for; worded for the client.
@@ -71,7 +53,8 @@ class StageApi(RequestApi, Protocol):
         """The engine request of a stage without inputs, made from the client's; see `build`.
 
         For the stage whose model made the prompt it is the client's request, with the stage's sampling parameters
-        unless it is the front stage; any other stage gets the prompt's text.
+        unless it is the front stage; any other stage gets the prompt's text. A stage that puts out a KV cache only
+        computes the prompt and leaves the cache to its KV connector.
         """
 
     def build_end(self, source: Any) -> Any:
@@ -91,19 +74,8 @@ class StageApi(RequestApi, Protocol):
             read: what the reader made of it.
         """
 
+    def with_kv_transfer(self, request: Any, params: Mapping[str, Any]) -> Any:
+        """A request of a decode stage with the `kv_transfer_params` that the prefill stage put out.
 
-class KvStageApi(StageApi, Protocol):
-    """Of a stage of vLLM's: can fill a KV cache for another stage of the same model, or take one over."""
-
-    def build_prefill(self, source: Any) -> Any:
-        """The request that only computes the prompt and leaves its KV cache to a KV connector."""
-
-    def build_decode(
-        self,
-        source: Any,
-        kv_transfer_params: Mapping[str, Any] | None,
-        sampling: Mapping[str, Any] = NOTHING,
-        *,
-        front: bool = True,
-    ) -> Any:
-        """As `build_root`, with what the prefill said of the cache; None where the connector finds it itself."""
+        Only for stages that vLLM runs.
+        """

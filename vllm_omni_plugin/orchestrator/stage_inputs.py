@@ -51,10 +51,6 @@ class StageInputs:
         self._taker = taker
         self._clock = clock
 
-    def foresee(self, state: PipelineRequestState) -> None:
-        """A request has begun: stages further down will want their inputs."""
-        self._preparation.foresee(state)
-
     def begin(self, state: PipelineRequestState, stage: Stage) -> None:
         """All stages in front of this one have ended."""
         self._note_begin(state, stage)

@@ -6,18 +6,38 @@ from typing import Any
 import msgspec
 
 from vllm_omni_plugin.errors import StageInputError
+from vllm_omni_plugin.pipeline.output_reader import OutputReader
 from vllm_omni_plugin.pipeline.stage import Stage
 from vllm_omni_plugin.pipeline.transfer import StageInput, StageOutput
-from vllm_omni_plugin.stages.reader import PythonOutputReader
 from vllm_omni_plugin.vllm_api.engine_api import EngineApi
 from vllm_omni_plugin.vllm_api.facts import RequestFacts
 from vllm_omni_plugin.vllm_api.move import Move
 from vllm_omni_plugin.vllm_api.stage_codec import sendable
-from vllm_omni_plugin.vllm_api.stage_protocol import STOP, StageRequest
+from vllm_omni_plugin.vllm_api.stage_protocol import CONTENT_KEY, STOP, Content, StageRequest
+
+
+class PythonOutputReader(OutputReader):
+    """Reads the outputs of a Python stage.
+
+    Of a request that failed, the metadata has `error`, the text for the client, and `status`, 400 if the request is at
+    fault and 500 if the stage is.
+    """
+
+    def _read(self, output: Any, ended: bool) -> StageOutput:
+        fields = (output.kv_transfer_params or {}).get(CONTENT_KEY, {})
+        content = msgspec.convert(fields, Content)
+        failure = {"error": content.error, "status": content.status} if content.error else {}
+        return StageOutput(
+            token_ids=content.token_ids,
+            text=content.text,
+            tensor=output.pooling_output,
+            metadata=content.metadata | failure,
+            finish_reason=str(output.finish_reason) if ended else None,
+        )
 
 
 class PythonStageApi(EngineApi):
-    """Satisfies `orchestrator.stage_api.StageApi` and `replicas.stage_client.Codec`.
+    """A `StageApi` (in `orchestrator.stage_api`, with the meaning of the methods) for a Python stage.
 
     Outputs are numbered through all of a session: that of number n has n as its only token. So a request that is
     computed again by another replica is joined to what was delivered as an answer of tokens is.
@@ -44,13 +64,11 @@ class PythonStageApi(EngineApi):
         self._end_token = end_token
 
     def check_front(self, source: Any) -> None:
-        """There are no probabilities of its tokens."""
         params = source.sampling_params
         if params is not None and (params.logprobs is not None or params.prompt_logprobs is not None):
             raise StageInputError(f"Stage '{self._stage.name}': what answers is no model, and gives no logprobs.")
 
     def attempt(self, request: Any, engine_request_id: str, client_index: int) -> StageRequest:
-        """There are no waves of a Python stage."""
         attempt: StageRequest = msgspec.structs.replace(
             request, request_id=engine_request_id, client_index=client_index
         )
@@ -67,11 +85,7 @@ class PythonStageApi(EngineApi):
         last: bool,
         held: int = 0,
     ) -> StageRequest:
-        """A stage of Python does not sample: the client's own parameters mean nothing to it.
-
-        Raises:
-            StageInputError: something of the input cannot be sent.
-        """
+        # The client's own sampling parameters are left out: a Python stage does not sample.
         try:
             request = StageRequest(
                 request_id=source.request_id,
@@ -90,7 +104,6 @@ class PythonStageApi(EngineApi):
         return request
 
     def build_root(self, source: Any, sampling: Mapping[str, Any], *, front: bool) -> StageRequest:
-        """It gets tokens and text of the prompt."""
         tokens = source.prompt_token_ids
         given = StageInput(tokens, "" if tokens is None else self._decode(tokens), source.prompt_embeds)
         return self.build(source, given, sampling, front=front, resumable=source.resumable, last=not source.resumable)
@@ -99,14 +112,12 @@ class PythonStageApi(EngineApi):
         return StageRequest(request_id=source.request_id, closing=True)
 
     def session_tokens(self, chunk: Any) -> int:
-        """What a chunk adds to the tokens that an engine holds for its session: none, there is no such limit here."""
         return 0
 
     def reader(self, request: Any) -> PythonOutputReader:
         return PythonOutputReader()
 
     def answer(self, output: Any, read: StageOutput) -> Any:
-        """The tokens that the stage gave, else those of its text."""
         tokens = list(read.token_ids or self._encode(read.text))
         if output.finish_reason == STOP:
             # The server takes the last token of an answer that has come to its end for that end, and does not show it.
@@ -114,33 +125,31 @@ class PythonStageApi(EngineApi):
         return msgspec.structs.replace(output, new_token_ids=tokens, pooling_output=None, kv_transfer_params=None)
 
     def describe(self, request: Any) -> RequestFacts:
-        """The size of the work; there is no cache to hit."""
         rows = 0 if request.tensor is None or not request.tensor.shape else request.tensor.shape[0]
         size = len(request.token_ids or ()) or len(request.text or "") or rows
         return RequestFacts(range(max(1, size)), cacheable=False, session=request.session_id, max_tokens=1)
 
     def affinity_key(self, request: Any) -> int | None:
-        """Any replica will do."""
         return None
 
+    def with_kv_transfer(self, request: Any, params: Mapping[str, Any]) -> Any:
+        raise NotImplementedError("a Python stage has no KV cache")
+
     def movable(self, request: Any) -> Any:
-        """It is as it stands: stages are deterministic."""
         return request
 
     def how_to_move(self, request: Any) -> Move:
-        """From its start."""
         return Move.REPLAY
 
     def moved(self, request: Any, move: Move, produced: Sequence[int]) -> Any:
-        """The request itself."""
         return request
 
     def missing_end(self, request: Any, produced: Sequence[int], engine_index: int) -> Any | None:
-        """None: the end comes with the last output."""
+        # The last output always carries the end.
         return None
 
     def fit(self, output: Any, swallow: int) -> None:
-        """An output that was delivered before carries nothing."""
+        # A repeated output must carry nothing: the client has it.
         if swallow:
             output.new_token_ids = []
             output.pooling_output = output.kv_transfer_params = None

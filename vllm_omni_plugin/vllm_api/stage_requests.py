@@ -28,10 +28,10 @@ _POOLED = (Modality.SCORES, Modality.EMBEDDING, Modality.LATENT)
 
 
 class VllmStageApi(EngineApi):
-    """An `EngineApi` for one stage of a pipeline; see `orchestrator.stage_api.KvStageApi`.
+    """A `StageApi` (in `orchestrator.stage_api`, with the meaning of the methods) for a stage that vLLM runs.
 
-    Requests go through vLLM's own input processing, with the configuration of the stage. `build`, `build_root`,
-    `build_prefill`, `build_decode`, `build_end`, `prompt_text` and `encode` may be called by several threads.
+    Requests go through vLLM's own input processing, with the configuration of the stage. The methods that build
+    requests, `prompt_text` and `encode` may be called by several threads.
 
     Args:
         vllm_config: of the stage's engines. Its maximum length may change, as engines find out what fits.
@@ -95,7 +95,7 @@ class VllmStageApi(EngineApi):
         return self._vocabulary.prompt_text(source.prompt_token_ids)
 
     def check_front(self, source: Any) -> None:
-        """See `StageApi`: it can, or its requests cannot be built."""
+        """Nothing to check: `build` refuses what the model cannot answer."""
 
     def build(
         self,
@@ -108,17 +108,6 @@ class VllmStageApi(EngineApi):
         last: bool,
         held: int = 0,
     ) -> Any:
-        """See `StageApi`.
-
-        Args:
-            source: see there.
-            given: see there.
-            sampling: see there.
-            front: see there.
-            resumable: see there.
-            last: see there; the engine makes no difference.
-            held: tokens that the session has at most before this chunk.
-        """
         try:
             prompt = self._prompts.make(given, source.cache_salt)
             if resumable and prompt["type"] == "embeds":
@@ -130,7 +119,6 @@ class VllmStageApi(EngineApi):
             raise self._refusal(error) from error
 
     def build_root(self, source: Any, sampling: Mapping[str, Any], *, front: bool) -> Any:
-        """See `StageApi`."""
         if front and not sampling and self._config is self._entry_config:
             return source
         if not self._vocabulary.same_model:
@@ -146,48 +134,23 @@ class VllmStageApi(EngineApi):
         return msgspec.structs.replace(source, sampling_params=made.sampling_params, pooling_params=made.pooling_params)
 
     def build_end(self, source: Any) -> Any:
-        """See `StageApi`; its one token is none of the session's, as in vLLM's own."""
+        # Its one token is none of the session's, as in vLLM's own closing request.
         params = self._params.of_stage(_NOTHING)
         return self._processed(source, tokens_input([0]), params, False, 0)
 
-    def build_prefill(self, source: Any) -> Any:
-        """See `KvStageApi`."""
-        return self.build_root(source, _NOTHING, front=False)
-
-    def build_decode(
-        self,
-        source: Any,
-        kv_transfer_params: Mapping[str, Any] | None,
-        sampling: Mapping[str, Any] = _NOTHING,
-        *,
-        front: bool = True,
-    ) -> Any:
-        """See `KvStageApi`.
-
-        Args:
-            source: see `build`.
-            kv_transfer_params: see `KvStageApi`.
-            sampling: see `build`.
-            front: see `build`.
-        """
-        request = self.build_root(source, sampling, front=front)
-        if kv_transfer_params is None:
-            return request
-        params = copy.copy(request.sampling_params)
-        params.extra_args = {**(params.extra_args or {}), KV_TRANSFER_PARAMS: dict(kv_transfer_params)}
-        return msgspec.structs.replace(request, sampling_params=params)
+    def with_kv_transfer(self, request: Any, params: Mapping[str, Any]) -> Any:
+        sampling_params = copy.copy(request.sampling_params)
+        sampling_params.extra_args = {**(sampling_params.extra_args or {}), KV_TRANSFER_PARAMS: dict(params)}
+        return msgspec.structs.replace(request, sampling_params=sampling_params)
 
     def session_tokens(self, chunk: Any) -> int:
-        """Tokens that a chunk and the answer to it add to their session at most."""
         tokens: int = len(chunk.prompt_token_ids) + chunk.sampling_params.max_tokens
         return tokens
 
     def reader(self, request: Any) -> TokenReader:
-        """See `StageApi`."""
         return TextReader(request, self.tokenizer) if self._stage.output is Modality.TEXT else TokenReader(request)
 
     def answer(self, output: Any, read: StageOutput) -> Any:
-        """See `StageApi`: the output as it is."""
         return output
 
     def _client_params(self, source: Any, over: Mapping[str, Any], chunked: bool) -> Any:

@@ -5,12 +5,12 @@ from typing import Any
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
+from vllm_omni_plugin.pipeline.output_reader import OutputReader
 from vllm_omni_plugin.pipeline.transfer import StageOutput
-from vllm_omni_plugin.vllm_api.joining import joined
 from vllm_omni_plugin.vllm_api.stage_params import KV_TRANSFER_PARAMS
 
 
-class TokenReader:
+class TokenReader(OutputReader):
     """Reads tokens and tensors as they come.
 
     A stop token is not among the tokens, as it is not in the text, unless the request wants it there.
@@ -20,29 +20,21 @@ class TokenReader:
     """
 
     def __init__(self, request: Any) -> None:
+        super().__init__()
         params = request.sampling_params
         self._keeps_stop = params is None or params.include_stop_str_in_output
-        self._read: list[StageOutput] = []
 
-    @property
-    def whole(self) -> StageOutput:
-        """See `OutputReader`."""
-        return joined(self._read) if self._read else StageOutput()
-
-    def read(self, output: Any, ended: bool) -> StageOutput:
-        """See `OutputReader`."""
+    def _read(self, output: Any, ended: bool) -> StageOutput:
         reason = output.finish_reason if ended else None
         token_ids = output.new_token_ids
         if self._at_stop_token(output) and not self._keeps_stop:
             token_ids = token_ids[:-1]
-        read = StageOutput(
+        return StageOutput(
             token_ids=token_ids,
             tensor=output.pooling_output,
             metadata=_metadata(output),
             finish_reason=None if reason is None else str(reason),
         )
-        self._read.append(read)
-        return read
 
     def _at_stop_token(self, output: Any) -> bool:
         return bool(output.new_token_ids) and output.finish_reason == FinishReason.STOP
@@ -60,8 +52,7 @@ class TextReader(TokenReader):
         super().__init__(request)
         self._detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request)
 
-    def read(self, output: Any, ended: bool) -> StageOutput:
-        """See `OutputReader`."""
+    def _read(self, output: Any, ended: bool) -> StageOutput:
         detokenizer = self._detokenizer
         before = detokenizer.num_output_tokens()
         stop_string = detokenizer.update(output.new_token_ids, output.finish_reason == FinishReason.STOP)
@@ -69,14 +60,12 @@ class TextReader(TokenReader):
         if self._at_stop_token(output) and stop_string is None and not self._keeps_stop:
             token_ids = token_ids[:-1]
         reason = FinishReason.STOP if stop_string is not None else output.finish_reason if ended else None
-        read = StageOutput(
+        return StageOutput(
             token_ids=token_ids,
             text=detokenizer.get_next_output_text(reason is not None, delta=True),
             metadata=_metadata(output),
             finish_reason=None if reason is None else str(reason),
         )
-        self._read.append(read)
-        return read
 
 
 def _metadata(output: Any) -> dict[str, Any]:
