@@ -373,9 +373,8 @@ async def started(requests: PipelineRequests, events: list[Any]) -> PipelineRequ
 
 async def test_a_request_fails_once(requests: tuple[PipelineRequests, list[Any]]) -> None:
     events: list[Any] = []
-    state = await started(requests[0], events)
-    for _ in range(2):
-        requests[0].input_failed(state, CHAIN[0], StageError("no"))
+    run = (await started(requests[0], events)).runs[0]
+    requests[0].handle(0, [RunFailed(run, StageError("no"))] * 2)
     assert [type(item) for item in requests[1]] == [RequestFailed]
     assert [type(event) for event in events] == [CallEnded]
 

@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from vllm_omni_plugin.orchestrator.chunk_input import ChunkInput
-from vllm_omni_plugin.orchestrator.messages import Dispatches, StageTimes
+from vllm_omni_plugin.orchestrator.messages import Dispatches, StageTimes, SubmitRequest
 from vllm_omni_plugin.orchestrator.pipeline_call import PipelineCall
 from vllm_omni_plugin.orchestrator.request_plan import Plan
+from vllm_omni_plugin.orchestrator.stage_api import NOTHING
 from vllm_omni_plugin.orchestrator.stage_run import StageRun
-from vllm_omni_plugin.pipeline import Stage
+from vllm_omni_plugin.pipeline import Pipeline, Stage
 from vllm_omni_plugin.pipeline.output_reader import OutputReader
 
 
@@ -101,3 +102,22 @@ class PipelineRequestState(OrchestratorRequestState):
             )
             for stage_id, began in self.stage_submit_ts.items()
         )
+
+
+def new_state(message: SubmitRequest, plan: Plan, pipeline: Pipeline) -> PipelineRequestState:
+    """The state of a request that has just been submitted."""
+    request, call = message.request, message.call
+    return PipelineRequestState(
+        request,
+        message.submitted_at,
+        final_stage_id=plan.front,
+        final_output_stage_ids=plan.finals,
+        sampling_params_list=tuple(
+            NOTHING if call is None else call.sampling.get(stage.name, NOTHING) for stage in pipeline.stages
+        ),
+        mm_features=request.mm_features,
+        call=call,
+        plan=plan,
+        dispatches=message.dispatches,
+        traced=message.traced,
+    )
