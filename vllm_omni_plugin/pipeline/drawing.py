@@ -1,12 +1,13 @@
-"""A pipeline as a picture."""
+"""A pipeline as a picture and as a table."""
 
 import re
 
 from vllm_omni_plugin.pipeline.graph import Pipeline
 from vllm_omni_plugin.pipeline.stage import Stage
 
+_COLUMNS = ("ID", "NAME", "ENGINE", "INPUTS", "TRANSFORM", "REPLICAS", "POLICY", "OUTPUT")
 _SPECIAL = re.compile(r"[^A-Za-z0-9_ ./:-]")
-"""All but what means nothing in a quoted text of Mermaid's."""
+"""Characters that may have a meaning in Mermaid's quoted text."""
 
 
 def mermaid(pipeline: Pipeline) -> str:
@@ -24,10 +25,39 @@ def mermaid(pipeline: Pipeline) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
+def summary(pipeline: Pipeline) -> list[tuple[str, ...]]:
+    """Return the names of the columns and a row for each stage, in topological order."""
+    return [_COLUMNS, *(_row(pipeline, stage) for stage in pipeline.order)]
+
+
+def _row(pipeline: Pipeline, stage: Stage) -> tuple[str, ...]:
+    return (
+        str(stage.id),
+        stage.name,
+        _engine(stage),
+        _inputs(stage),
+        pipeline.transform_of(stage) or "-",
+        str(stage.replicas) if stage.replicas else "headless",
+        stage.policy,
+        f"{stage.output} (final)" if stage.final else stage.output,
+    )
+
+
+def _inputs(stage: Stage) -> str:
+    if stage.async_chunk:
+        return f"{', '.join(stage.inputs)} (chunks of {stage.chunk_size})"
+    if stage.min_prompt_tokens:
+        return f"request (from {stage.min_prompt_tokens} tokens)"
+    return ", ".join(stage.inputs) or "request"
+
+
+def _engine(stage: Stage) -> str:
+    return f"vLLM: {stage.model}" if stage.is_vllm else stage.engine
+
+
 def _label(stage: Stage) -> str:
-    engine = f"vLLM: {stage.model}" if stage.is_vllm else stage.engine
     count = f"{stage.replicas} replica{'s' * (stage.replicas != 1)}" if stage.replicas else "headless replicas"
-    return "<br/>".join(map(_escaped, (stage.name, engine, count)))
+    return "<br/>".join(map(_escaped, (stage.name, _engine(stage), count)))
 
 
 def _edges(pipeline: Pipeline, stage: Stage) -> list[str]:
