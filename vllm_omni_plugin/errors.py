@@ -1,5 +1,8 @@
 """The errors of the plugin. Each layer raises these; each edge maps them once to what its caller speaks."""
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 SHUTTING_DOWN = "The server is shutting down."
 """Why requests are refused that come when it has been told to end."""
 
@@ -54,3 +57,9 @@ class StageError(OmniError):
 
 class StageInputError(StageError):
     """A stage cannot take what it would have to compute on, such as a prompt that is too long for its model."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A hint for an error message, `` (did you mean 'NAME'?)``; "" if no known name is similar."""
+    close = get_close_matches(word, list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

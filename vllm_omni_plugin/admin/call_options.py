@@ -1,11 +1,10 @@
 """What a request's body says about the pipeline: OpenAI's `modalities` and `audio`, and our `omni`."""
 
-import difflib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from vllm_omni_plugin.errors import OmniError
+from vllm_omni_plugin.errors import OmniError, did_you_mean
 from vllm_omni_plugin.pipeline.graph import Pipeline
 from vllm_omni_plugin.pipeline.stage import Modality
 from vllm_omni_plugin.vllm_api.requests import TRANSFER_PARAMS
@@ -156,10 +155,8 @@ def _known(names: Iterable[str], known: Iterable[str], problem: str, param: str)
     known = list(map(str, known))
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f" (did you mean '{near[0]}'?)" if near else ""
-            complaint = problem.format(f"'{name}'")
-            raise BadOptionError(f"`{param}`: {complaint}{hint}: use one of {', '.join(known)}.", param)
+            fault = problem.format(f"'{name}'") + did_you_mean(name, known)
+            raise BadOptionError(f"`{param}`: {fault}: use one of {', '.join(known)}.", param)
 
 
 def _names(given: Any, param: str) -> tuple[str, ...]:

@@ -3,7 +3,6 @@
 import inspect
 import pkgutil
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
@@ -18,7 +17,7 @@ from vllm_omni_plugin.balancing.policies.prefix_policy import KvAwareBalancer, P
 from vllm_omni_plugin.balancing.policies.random_policy import RandomBalancer
 from vllm_omni_plugin.balancing.policies.round_robin import RoundRobinBalancer
 from vllm_omni_plugin.balancing.policies.session import SessionBalancer
-from vllm_omni_plugin.errors import ConfigError
+from vllm_omni_plugin.errors import ConfigError, did_you_mean
 
 ENTRY_POINT_GROUP = "vllm_omni_plugin.lb_policies"
 _NO_OPTION = "rng"
@@ -107,13 +106,8 @@ def _load_policy(offender: str, load: Callable[[], object]) -> type[LoadBalancer
 
 def _unknown(name: str) -> str:
     known = known_policies()
-    use = f"use one of {', '.join(known)}, or package.module:Class"
-    return f"unknown load balancing policy {name!r}{_suggestion(name, known)}: {use}"
-
-
-def _suggestion(word: str, known: list[str]) -> str:
-    close = get_close_matches(word, known, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    hint = did_you_mean(name, known)
+    return f"unknown load balancing policy {name!r}{hint}: use one of {', '.join(known)}, or package.module:Class"
 
 
 def _checked_factory(
@@ -152,8 +146,8 @@ def _refuse_unknown(offender: str, policy: type[LoadBalancer], options: Mapping[
             continue
         if not accepted:
             raise ConfigError(f"{offender}: unknown option {name!r}: it has no options")
-        use = f"use {', '.join(accepted)}"
-        raise ConfigError(f"{offender}: unknown option {name!r}{_suggestion(name, accepted)}: {use}")
+        hint = did_you_mean(name, accepted)
+        raise ConfigError(f"{offender}: unknown option {name!r}{hint}: use {', '.join(accepted)}")
 
 
 def _accepted(policy: type[LoadBalancer]) -> list[str] | None:

@@ -1,9 +1,9 @@
 """Checks of a pipeline's graph. Each raises PipelineError with the place of the first fault."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from graphlib import CycleError, TopologicalSorter
 
+from vllm_omni_plugin.errors import did_you_mean
 from vllm_omni_plugin.pipeline.places import PipelineError, Place
 from vllm_omni_plugin.pipeline.stage import Modality, Stage
 
@@ -44,9 +44,7 @@ def _check_inputs(stages: Sequence[Stage]) -> None:
     for index, stage in enumerate(stages):
         for position, name in enumerate(stage.inputs):
             if name not in names:
-                close = get_close_matches(name, names, n=1)
-                suggestion = f" (did you mean {close[0]!r}?)" if close else ""
-                message = f"there is no stage {name!r}{suggestion}: use one of {', '.join(names)}"
+                message = f"there is no stage {name!r}{did_you_mean(name, names)}: use one of {', '.join(names)}"
                 raise PipelineError(message, ("stages", index, "inputs", position))
 
 

@@ -1,4 +1,4 @@
-"""The graph of stages that a request travels."""
+"""The graph of the stages of a pipeline."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ _FRONT_OUTPUTS = (
     frozenset({Modality.TOKENS}),
     frozenset({Modality.SCORES, Modality.EMBEDDING}),
 )
-"""What can answer through vLLM's server, in the order of preference."""
+"""Outputs with which a stage can answer through vLLM's server, in order of preference."""
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Stages that hand outputs on, without cycles: each can be computed, and each counts for some final output.
+    """Stages whose outputs are inputs of others, without cycles. Every stage leads to a final output.
 
     Attributes:
         stages: in the order of their ids, so that a stage's id is its index, whatever order they were given in.
@@ -42,7 +42,7 @@ class Pipeline:
 
     @cached_property
     def levels(self) -> tuple[tuple[Stage, ...], ...]:
-        """The stages by how far down they are: each is behind all its inputs. Lower ids come first in a level."""
+        """The stages by depth: each level comes after all inputs of its stages. Lower ids come first in a level."""
         sorter = TopologicalSorter({stage.id: [up.id for up in self.upstream(stage)] for stage in self.stages})
         sorter.prepare()
         levels: list[tuple[Stage, ...]] = []
@@ -54,7 +54,7 @@ class Pipeline:
 
     @cached_property
     def order(self) -> tuple[Stage, ...]:
-        """The stages with each behind all its inputs; of those equally far down, lower ids come first."""
+        """The stages in topological order; lower ids come first in a level."""
         return tuple(stage for level in self.levels for stage in level)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What passes from stage to stage, and the functions that turn one stage's output into the next one's input."""
+"""What passes from stage to stage, and the type of transforms, which turn outputs into inputs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,7 +46,7 @@ class StageInput:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One hand-over to a stage, as its transform may know it.
+    """What a transform is told about the request and the chunk that it works on.
 
     Attributes:
         request_id: the client's id.

@@ -1,4 +1,4 @@
-"""The functions that turn outputs of stages into the next one's input: found by name, and what they return checked."""
+"""Transforms: the built-in ones, those of users found by name, and a check of what they return."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -41,7 +41,7 @@ _BUILT_IN: Mapping[str, Transform] = MappingProxyType(
 
 
 def resolve_transform(name: str) -> Transform | None:
-    """Return the transform of this name; None for `kv_transfer`, by which no data of ours passes.
+    """Return the transform of this name; None for `kv_transfer`, where engines exchange the data themselves.
 
     Args:
         name: a `BuiltInTransform`, or `package.module:function`, which is imported.
@@ -53,7 +53,7 @@ def resolve_transform(name: str) -> Transform | None:
         return _BUILT_IN.get(name)
     function = _imported(name)
     if not callable(function):
-        raise ConfigError(f"the transform {name!r} is no function, but {_kind(function)}")
+        raise ConfigError(f"the transform {name!r} is no function, but {_type_of(function)}")
     if inspect.iscoroutinefunction(function):
         raise ConfigError(f"the transform {name!r} is asynchronous: write it as a plain function, which may block")
     try:
@@ -90,15 +90,15 @@ def check_input(returned: Any, stage: str) -> StageInput | None:
     """
     if returned is None:
         return None
-    given = returned if isinstance(returned, StageInput) else _spelt_out(returned)
-    fault = f"returned {_kind(returned)}" if given is None else _fault(given)
+    given = returned if isinstance(returned, StageInput) else _from_shorthand(returned)
+    fault = f"returned {_type_of(returned)}" if given is None else _fault(given)
     if given is None or fault:
         raise StageError(f"Stage {stage!r}: its transform {fault}.")
     return given
 
 
-def _spelt_out(returned: Any) -> StageInput | None:
-    """What the shorthand for an input stands for."""
+def _from_shorthand(returned: Any) -> StageInput | None:
+    """The input that a shorthand stands for; None if it is no shorthand."""
     if isinstance(returned, str):
         return StageInput(text=returned)
     if _is_tensor(returned):
@@ -111,14 +111,14 @@ def _spelt_out(returned: Any) -> StageInput | None:
 def _fault(given: Any) -> str:
     """What is wrong with an input, "" if nothing is."""
     if given.text is not None and not isinstance(given.text, str):
-        return f"returned {_kind(given.text)} as text"
+        return f"returned {_type_of(given.text)} as text"
     if given.token_ids is not None and not _are_tokens(given.token_ids):
         return "returned token ids that are no sequence of whole numbers from 0 on"
     if given.tensor is not None and not _is_tensor(given.tensor):
-        return f"returned {_kind(given.tensor)} as a tensor"
+        return f"returned {_type_of(given.tensor)} as a tensor"
     for name in ("metadata", "sampling"):
         if not isinstance(getattr(given, name), Mapping):
-            return f"returned {_kind(getattr(given, name))} as {name}"
+            return f"returned {_type_of(getattr(given, name))} as {name}"
     has_rows = given.tensor is not None and given.tensor.numel() > 0
     return "" if given.text or given.token_ids or has_rows or given.metadata else "returned nothing to compute on"
 
@@ -134,5 +134,5 @@ def _is_tensor(value: Any) -> bool:
     return callable(getattr(value, "numel", None)) and hasattr(value, "dtype")
 
 
-def _kind(value: Any) -> str:
+def _type_of(value: Any) -> str:
     return f"a value of type {type(value).__name__}"

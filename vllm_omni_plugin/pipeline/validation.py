@@ -1,13 +1,13 @@
 """Whether a pipeline's file has the shape that `schema.json` describes."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
-from difflib import get_close_matches
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.resources import files
 from types import MappingProxyType
 from typing import Any
 
+from vllm_omni_plugin.errors import did_you_mean
 from vllm_omni_plugin.pipeline.document import Document
 from vllm_omni_plugin.pipeline.places import Place
 
@@ -49,7 +49,7 @@ def validate(document: Document) -> None:
     faults = sorted(
         (error.validator == "required", document.line(place), str(place), place, message)
         for error in Draft202012Validator(dict(schema())).iter_errors(document.data)
-        for place, message in [_told(error)]
+        for place, message in [_place_and_message(error)]
     )
     if faults:
         # A key that is missing may be one that is misspelt, and then that is the better message.
@@ -57,13 +57,13 @@ def validate(document: Document) -> None:
         raise document.error(message, place)
 
 
-def _told(error: Any) -> tuple[Place, str]:
-    """Where a jsonschema error is and what it says, in words for who wrote the file."""
+def _place_and_message(error: Any) -> tuple[Place, str]:
+    """The place of a jsonschema error, and a message for the author of the file."""
     place: Place = tuple(error.absolute_path)
     if error.validator == "additionalProperties":
         known = error.schema["properties"]
         unknown = next(key for key in error.instance if key not in known)
-        return (*place, unknown), f"unknown key{_suggestion(unknown, known)}: use {', '.join(known)}"
+        return (*place, unknown), f"unknown key{did_you_mean(unknown, known)}: use {', '.join(known)}"
     if "propertyNames" in error.absolute_schema_path:
         place = (*place, error.instance)
     return place, _WORDING[error.validator](error)
@@ -77,7 +77,7 @@ _WORDING: Mapping[str, Callable[[Any], str]] = MappingProxyType(
     {
         "enum": lambda error: (
             _must(f"one of {', '.join(error.validator_value)}", error)
-            + _suggestion(str(error.instance), error.validator_value)
+            + did_you_mean(str(error.instance), error.validator_value)
         ),
         "minItems": lambda error: "must not be empty",
         "minLength": lambda error: "must not be empty",
@@ -92,11 +92,6 @@ _WORDING: Mapping[str, Callable[[Any], str]] = MappingProxyType(
     }
 )
 """What is said of an error, by the keyword of JSON Schema that it is of."""
-
-
-def _suggestion(word: str, known: Iterable[str]) -> str:
-    close = get_close_matches(word, list(known), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def _shown(value: Any) -> str:

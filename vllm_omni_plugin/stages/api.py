@@ -1,4 +1,4 @@
-"""What the orchestrator asks about a Python stage: its requests built, moved and counted, its outputs read."""
+"""The requests of a Python stage: built, moved and measured; and its outputs read."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -39,8 +39,8 @@ class PythonOutputReader(OutputReader):
 class PythonStageApi(EngineApi):
     """A `StageApi` (in `orchestrator.stage_api`, with the meaning of the methods) for a Python stage.
 
-    Outputs are numbered through all of a session: that of number n has n as its only token. So a request that is
-    computed again by another replica is joined to what was delivered as an answer of tokens is.
+    Outputs are numbered through a session: output n has n as its only token. So when another replica computes a
+    request again, the repeated outputs are recognised in the same way as repeated tokens.
 
     Args:
         stage: of the pipeline's file.

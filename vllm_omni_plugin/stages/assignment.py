@@ -1,4 +1,4 @@
-"""What a head or node tells the process of a Python stage, and what that answers, before they speak over sockets."""
+"""The messages with which the process of a Python stage is started, before it uses sockets."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class Assignment(msgspec.Struct, frozen=True):
-    """What a process shall do.
+    """What the process of a stage needs to start.
 
     Attributes:
         stage: name of the stage.

@@ -1,4 +1,4 @@
-"""Calling a user's class, whatever it does, and bringing what it returns into the form that travels."""
+"""Calls a user's stage class, catches its errors, and checks that its results can be sent."""
 
 import sys
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ _CLIENT_ERROR, _SERVER_ERROR = 400, 500
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one job has brought.
+    """The result of one job.
 
     Attributes:
         tensor: on the CPU and contiguous; None where there is none.

@@ -1,4 +1,4 @@
-"""A Python stage on its sockets: the engine-core protocol in front of a thread that computes."""
+"""A Python stage as an engine: speaks the engine-core protocol and computes on one thread."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""What of a Python stage must be the same on a head and a replica for their answers to be the same."""
+"""The settings of a Python stage that must be equal on a head and a replica."""
 
 import hashlib
 from importlib.metadata import version

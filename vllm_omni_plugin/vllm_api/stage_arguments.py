@@ -5,14 +5,13 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
-from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, propagate_flash_late_interaction
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from vllm_omni_plugin.errors import ConfigError
+from vllm_omni_plugin.errors import ConfigError, did_you_mean
 from vllm_omni_plugin.pipeline.places import PipelineError, Place
 
 DEFAULT_MODEL: str = AsyncEngineArgs.model
@@ -71,9 +70,8 @@ class StageArgumentParser:
     def _refusal(self, flag: str) -> str:
         if flag in self._known or flag.startswith(_OWN_FLAG):
             return f"{flag} is not an engine's: give it on the command line, where it holds for the whole server"
-        close = get_close_matches(flag, self._engine_flags, n=1)
-        suggestion = f" (did you mean {close[0][2:]!r}?)" if close else ""
-        return f"vLLM has no engine argument {flag}{suggestion}: see vllm serve --help=all"
+        hint = did_you_mean(flag[2:], [name[2:] for name in self._engine_flags])
+        return f"vLLM has no engine argument {flag}{hint}: see vllm serve --help=all"
 
 
 def _raise(message: str) -> NoReturn:

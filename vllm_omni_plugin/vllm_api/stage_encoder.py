@@ -1,4 +1,4 @@
-"""Tokens of a text by the tokenizer's own library alone, where nothing else has a say in them."""
+"""Tokenizes text with the tokenizer's own library, where that gives the same tokens as vLLM's renderer."""
 
 import copy
 from collections.abc import Callable
@@ -11,11 +11,11 @@ from vllm.tokenizers import hf
 
 _PLAIN = TokenizeParams(max_total_tokens=None)
 _HOOKS = frozenset({"__call__", "_encode_plus", "_switch_to_input_mode", "set_truncation_and_padding"})
-"""By which a model's own tokenizer class changes what transformers makes of a text."""
+"""Methods with which a model's own tokenizer class can change the tokens."""
 
 
 def plain_encoder(tokenizer: Any, params: Any) -> Callable[[str], list[int]] | None:
-    """What makes the same tokens as vLLM's renderer, in half the time.
+    """A function that makes the same tokens as vLLM's renderer in half the time.
 
     The other half is what transformers does in Python around each call, 0.2 ms when its caches are cold.
 
@@ -24,11 +24,11 @@ def plain_encoder(tokenizer: Any, params: Any) -> Callable[[str], list[int]] | N
         params: the `TokenizeParams` by which the renderer calls it.
 
     Returns:
-        A function that any number of threads may call; None if more than the tokenizer's library decides.
+        The function, safe for any number of threads; None if more than the tokenizer's library decides on the tokens.
     """
     if params != replace(_PLAIN, add_special_tokens=params.add_special_tokens) or not _is_plain(type(tokenizer)):
         return None
-    # Whoever else uses the tokenizer sets truncation and padding in it, and they stay set.
+    # A copy, since other users of the tokenizer set truncation and padding in it.
     library = copy.deepcopy(tokenizer._tokenizer)
     library.no_truncation()
     library.no_padding()
@@ -42,7 +42,7 @@ def plain_encoder(tokenizer: Any, params: Any) -> Callable[[str], list[int]] | N
 
 
 def _is_plain(kind: type) -> bool:
-    """Whether transformers' own class encodes, below vLLM's wrappers, which only lend and cache."""
+    """Whether transformers' own class encodes. vLLM's wrappers around it only share and cache tokenizers."""
     if not issubclass(kind, hf.TokenizersBackend):
         return False
     of_model = takewhile(lambda base: base is not hf.TokenizersBackend, kind.__mro__)

@@ -18,7 +18,7 @@ KV_TRANSFER_PARAMS = "kv_transfer_params"
 INVALID = (ValueError, VLLMClientError)
 """What vLLM raises of parameters and prompts that it cannot take."""
 _NOT_FOR_STAGES = {"n", "detokenize", "output_kind", "output_text_buffer_length", "skip_clone", "stream_interval"}
-_SEEN_BY_NOBODY = {
+_LOGPROBS = {
     "flat_logprobs",
     "logprob_token_ids",
     "logprobs",
@@ -26,11 +26,11 @@ _SEEN_BY_NOBODY = {
     "prompt_logprob_token_ids",
     "prompt_logprobs",
 }
-"""Probabilities are for those who ask the stage that answers, with parameters of their own."""
+"""Only the stage that answers can show log-probabilities, and the client's own parameters ask for them."""
 _SAMPLING_KEYS = tuple(
     field.name
     for field in msgspec.structs.fields(SamplingParams)
-    if not field.name.startswith("_") and field.name not in _NOT_FOR_STAGES | _SEEN_BY_NOBODY
+    if not field.name.startswith("_") and field.name not in _NOT_FOR_STAGES | _LOGPROBS
 )
 _INT64 = range(-(2**63), 2**63)
 """What vLLM's server takes as a number; engines have no more room."""
@@ -56,7 +56,7 @@ _PREFILL: Mapping[str, Any] = {
         }
     },
 }
-"""What a prefill stage samples by; as vLLM's own proxies for disaggregated prefill ask for it."""
+"""Sampling parameters of a prefill stage: those that vLLM's own proxies for disaggregated prefill send."""
 
 
 class ParameterError(ValueError):
@@ -164,7 +164,7 @@ class StageParams:
         try:
             return self._read(values)
         except INVALID as error:
-            raise ParameterError(str(error), self._culprit(values)) from None
+            raise ParameterError(str(error), self._wrong_key(values)) from None
 
     def _check_stop(self) -> None:
         if self._stage.output is not Modality.TEXT:
@@ -172,8 +172,8 @@ class StageParams:
         if self._stage.async_chunk:
             raise ParameterError("a stage that works on chunks cannot stop at strings; use 'stop_token_ids'", "stop")
 
-    def _culprit(self, values: Mapping[str, Any]) -> str | None:
-        """The value that cannot be used whatever the others are."""
+    def _wrong_key(self, values: Mapping[str, Any]) -> str | None:
+        """The key whose value cannot be used by itself; None if only the combination is wrong."""
         for key, value in values.items():
             try:
                 self._read({key: value})
@@ -188,7 +188,7 @@ class StageParams:
 
 
 def _copied(params: Any) -> Any:
-    """A copy that shares nothing that vLLM or `Vocabulary` changes in place; a deep one takes 0.1 ms of every hop."""
+    """A copy that shares nothing that vLLM or `Vocabulary` changes in place; a deep copy would take 0.1 ms more."""
     own = copy.copy(params)
     if not isinstance(own, PoolingParams):
         own._all_stop_token_ids = set(own._all_stop_token_ids)

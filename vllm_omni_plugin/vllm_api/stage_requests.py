@@ -1,4 +1,4 @@
-"""The requests of a stage that vLLM's engines run: built of what other stages put out, and their outputs read."""
+"""The requests of a stage that vLLM's engines run: built of the outputs of other stages; and its outputs read."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -159,9 +159,9 @@ class VllmStageApi(EngineApi):
             return params
         room_of_entry = self._entry_config.max_model_len - len(source.prompt_token_ids or ())
         if params.max_tokens == room_of_entry and "max_tokens" not in over and not chunked:
-            # So vLLM's server words a request without a limit.
+            # vLLM's server sets this value in a request without a limit.
             params.max_tokens = None
-        self._vocabulary.disown(params)
+        self._vocabulary.clear_entry_tokens(params)
         return params
 
     def _root_params(self, source: Any, over: Mapping[str, Any], front: bool) -> Any:

@@ -1,4 +1,4 @@
-"""The tokenizers of a stage and of the entry stage, and what of a request belongs to one of them."""
+"""The tokenizers of a stage and of the entry stage, and the parameters of a request that depend on them."""
 
 import copy
 from collections.abc import Sequence
@@ -40,11 +40,11 @@ class Vocabulary:
         text: str = self._entry_tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text
 
-    def disown(self, params: Any) -> None:
-        """Take out of a copy of a client's sampling parameters what the entry's tokenizer and configuration put in.
+    def clear_entry_tokens(self, params: Any) -> None:
+        """Remove from a copy of a client's sampling parameters what depends on the entry stage's tokenizer.
 
-        vLLM's input processing then puts in what this stage's say. Ids of tokens at which to stop are dropped with a
-        vocabulary that differs, since nothing tells those of the client from those of the entry's model.
+        vLLM's input processing then adds what this stage's tokenizer says. With another vocabulary all ids of stop
+        tokens are dropped, since those of the client cannot be told from those of the entry's model.
 
         Raises:
             ForeignParameterError: the client asks for what only the entry stage could do.
