@@ -1,4 +1,4 @@
-"""Calls of a pipeline while they run: how an HTTP handler's wishes reach the orchestrator, and what comes back."""
+"""Calls of a pipeline while they run: from an HTTP handler to the orchestrator, and the events that come back."""
 
 import asyncio
 from collections import deque
@@ -21,7 +21,7 @@ _current: ContextVar["RunningCall | None"] = ContextVar("omni_call", default=Non
 
 
 def submitted(request_id: str) -> PipelineCall | None:
-    """A request is handed to the orchestrator: the call that it is made for, None for a plain request.
+    """Note that a request is submitted; returns the call that it belongs to, None for a plain request.
 
     One call may make several requests (`n`, several prompts), each in an asyncio task of its own: tasks inherit the
     context.
@@ -34,27 +34,27 @@ def submitted(request_id: str) -> PipelineCall | None:
 
 
 class RunningCall:
-    """One call from the side of the loop that answers it.
+    """One call, on the loop of the HTTP handler.
 
-    What comes back waits here until it is read. A client that reads slowly slows no stage down; what waits for it is
-    bounded by what the stages may put out for one request.
+    Events wait here until they are read, so a client that reads slowly slows no stage down. Their size is bounded by
+    what the stages may put out for one request.
 
     Args:
-        wanted: makes what the orchestrator gets of where events go.
+        make_call: makes what the orchestrator gets, given where its events go.
         abort: see `Abort`.
 
     Attributes:
         call: what the orchestrator gets.
         request_ids: the requests that have been made for it.
-        news: set when there may be something to take.
+        changed: set when there may be an event to take.
     """
 
-    def __init__(self, wanted: Callable[[Put], PipelineCall], abort: Abort) -> None:
-        self.call = wanted(self._put)
+    def __init__(self, make_call: Callable[[Put], PipelineCall], abort: Abort) -> None:
+        self.call = make_call(self._put)
         self.request_ids: list[str] = []
         self._abort = abort
         self._loop = asyncio.get_running_loop()
-        self.news = asyncio.Event()
+        self.changed = asyncio.Event()
         self._events: deque[StageEvent | CallEnded] = deque()
         self._ended = 0
 
@@ -66,7 +66,7 @@ class RunningCall:
         return context
 
     @property
-    def over(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether all its requests have ended and everything has been taken."""
         return not self._events and self._ended == len(self.request_ids)
 
@@ -74,26 +74,26 @@ class RunningCall:
         """The next event, if there is one; each request ends with a `CallEnded`."""
         return self._events.popleft() if self._events else None
 
-    def leave(self) -> None:
-        """Nobody reads any more: whatever still runs for the call is aborted."""
+    def abort_rest(self) -> None:
+        """Abort what still runs for the call, since nobody reads its events any more."""
         if self._ended < len(self.request_ids):
             self._abort(tuple(self.request_ids))
 
     def _put(self, event: StageEvent | CallEnded) -> None:
-        # On the orchestrator's thread, which must not notice a loop that has ended: it answers nobody any more.
+        # Called on the orchestrator's thread, which must not fail if this loop has ended.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._received, event)
 
     def _received(self, event: StageEvent | CallEnded) -> None:
         self._ended += isinstance(event, CallEnded)
         self._events.append(event)
-        self.news.set()
+        self.changed.set()
 
 
 async def with_events(
     running: RunningCall, chunks: AsyncGenerator[T, None]
 ) -> AsyncGenerator[T | StageEvent | CallEnded, None]:
-    """What vLLM says in answer to a call and what stages put out for it, each as it comes.
+    """vLLM's answer to a call and the events of its stages, each as it comes.
 
     Ends when both have ended. Closing it, or dropping it once it has begun, ends both.
 
@@ -105,29 +105,29 @@ async def with_events(
 
     def advance() -> "asyncio.Task[T]":
         task = loop.create_task(_next_of(chunks), context=context)
-        task.add_done_callback(lambda _: running.news.set())
+        task.add_done_callback(lambda _: running.changed.set())
         return task
 
     chunk: asyncio.Task[T] | None = advance()
     try:
-        while chunk is not None or not running.over:
+        while chunk is not None or not running.is_complete:
             # Events first: what was put out before vLLM's answer ended comes before its end.
             if (event := running.take()) is not None:
                 yield event
             elif chunk is not None and chunk.done():
                 try:
-                    said = chunk.result()
+                    item = chunk.result()
                 except StopAsyncIteration:
                     chunk = None
                     continue
-                yield said
+                yield item
                 chunk = advance()
             else:
-                running.news.clear()
-                await running.news.wait()
+                running.changed.clear()
+                await running.changed.wait()
     finally:
-        # First, since a server that gives up cancels whatever is awaited below.
-        running.leave()
+        # First, since a server that shuts down cancels the awaits below.
+        running.abort_rest()
         if chunk is not None:
             chunk.cancel()
             with suppress(asyncio.CancelledError):
