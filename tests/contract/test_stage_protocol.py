@@ -1,7 +1,5 @@
 """What Python stages say in vLLM's protocol is what vLLM reads, although they do not import it."""
 
-import subprocess
-import sys
 from typing import Any
 
 import msgspec
@@ -93,8 +91,3 @@ def test_a_stage_reads_what_vllms_encoder_writes(size: int) -> None:
     assert torch.equal(request.tensor.to_torch(), tensor)
     frames = MsgpackEncoder().encode((1, 2, "sleep", (1, "abort")))
     assert StageSide().decode([EngineCoreRequestType.UTILITY.value, *frames]) == ("call", (1, 2, "sleep", [1, "abort"]))
-
-
-def test_a_stages_process_imports_neither_vllm_nor_torch() -> None:
-    found = "import vllm_omni_plugin.stages.child, sys; print({'vllm', 'torch'} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", found], capture_output=True, text=True, check=True).stdout == "set()\n"

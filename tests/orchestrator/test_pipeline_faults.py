@@ -60,33 +60,28 @@ def the_error(fleet: FakePipelineFleet, request_id: str) -> Exception:
     return error
 
 
+@pytest.mark.parametrize(
+    ("stages", "asked", "name"),
+    [
+        pytest.param(CHAIN, ["text"], "refiner", id="whole"),
+        pytest.param(SPEECH, ["text", "audio"], "talker", id="chunks"),
+    ],
+)
 @pytest.mark.parametrize(("wish", "kind", "text"), WISHES)
 async def test_a_transform_that_fails_is_one_error_that_names_the_stage(
-    wish: Any, kind: type[Exception], text: str
+    stages: Sequence[Stage], asked: list[str], name: str, wish: Any, kind: type[Exception], text: str
 ) -> None:
-    async with FakePipelineFleet(CHAIN) as fleet:
-        await fleet.submit("r", "text", params={"refiner": wish})
+    async with FakePipelineFleet(stages) as fleet:
+        await fleet.submit("r", *asked, params={name: wish})
         await fleet.submit("other", "text")
         await fleet.finish()
-        error = the_error(fleet, "r")
+        (error,) = fleet.call_ends("r")
+        assert isinstance(fleet.events["r"][-1], CallEnded)
+        assert ("r", error) in fleet.ends
         assert type(error) is kind
-        assert str(error).startswith("Stage 'refiner': ")
+        assert str(error).startswith(f"Stage {name!r}: ")
         assert text in str(error)
         assert fleet.call_ends("other") == [None]
-        assert fleet.in_flight == 0
-
-
-@pytest.mark.parametrize(("wish", "kind", "text"), WISHES)
-async def test_a_transform_of_chunks_that_fails_ends_all_stages(wish: Any, kind: type[Exception], text: str) -> None:
-    async with FakePipelineFleet(SPEECH) as fleet:
-        await fleet.submit("r", "text", "audio", params={"talker": wish})
-        await fleet.finish()
-        # The thinker may have answered before.
-        error = fleet.ends[-1][1]
-        assert type(error) is kind
-        assert str(error).startswith("Stage 'talker': ")
-        assert text in str(error)
-        assert fleet.call_ends("r") == [error]
         assert fleet.in_flight == 0
 
 

@@ -14,7 +14,7 @@ from tests.fakes.stage_api import FakeStageApi
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.orchestrator.chunk_input import ChunkInput, Piece
 from vllm_omni_plugin.orchestrator.pipeline_call import PipelineCall
-from vllm_omni_plugin.orchestrator.preparation import Preparation, WholeInput
+from vllm_omni_plugin.orchestrator.preparation import Preparation
 from vllm_omni_plugin.orchestrator.request_plan import make_plan
 from vllm_omni_plugin.orchestrator.request_state import PipelineRequestState
 from vllm_omni_plugin.pipeline import Pipeline, Stage
@@ -47,36 +47,6 @@ def preparation() -> Any:
     preparation = preparation_of(CHAIN)
     yield preparation
     preparation.close()
-
-
-async def test_work_is_done_off_the_loop_on_a_thread_of_its_stage(preparation: Preparation) -> None:
-    name = await outcome(preparation, CHAIN[1], lambda: threading.current_thread().name)
-    assert name.startswith("omni-refiner")
-
-
-async def test_what_work_raises_is_raised_where_its_outcome_is_wanted(preparation: Preparation) -> None:
-    def work() -> None:
-        raise KeyError("gone")
-
-    with pytest.raises(KeyError, match="gone"):
-        await outcome(preparation, CHAIN[1], work)
-
-
-async def test_work_that_is_not_wanted_any_more_is_not_done(preparation: Preparation) -> None:
-    done = list[int]()
-    assert await outcome(preparation, CHAIN[1], lambda: done.append(1), wanted=lambda: False) is None
-    assert done == []
-
-
-async def test_a_stage_whose_threads_are_all_blocked_keeps_no_other_stage_waiting(preparation: Preparation) -> None:
-    gate = threading.Event()
-    try:
-        blocked = [asyncio.ensure_future(outcome(preparation, CHAIN[1], lambda: gate.wait(30))) for _ in range(3)]
-        assert await outcome(preparation, CHAIN[0], lambda: 5) == 5
-        assert not any(each.done() for each in blocked)
-    finally:
-        gate.set()
-    assert await asyncio.gather(*blocked) == [True] * 3
 
 
 async def test_one_blocked_request_leaves_its_stage_a_thread(preparation: Preparation) -> None:
@@ -137,13 +107,6 @@ def test_a_transform_knows_the_request_and_the_chunk() -> None:
     assert transfer.memory is chunks.memory
 
 
-def test_a_chunk_is_built_of_all_that_is_in_its_piece() -> None:
-    preparation, state = preparation_of(SPEECH), state_of(SPEECH, "audio")
-    chunk = preparation.chunk(state, SPEECH[1], ChunkInput(1), Piece((StageOutput((1,)), StageOutput((2,))), 0, False))
-    preparation.close()
-    assert (chunk.request.prompt, chunk.request.resumable, chunk.end) == ([1, 2], True, None)
-
-
 def test_outputs_that_cannot_be_joined_fail_where_they_are_joined() -> None:
     """Not on the loop, where tensors of different shapes would stop every request."""
     preparation, state = preparation_of(FAN_OUT), state_of(FAN_OUT, "text", "image")
@@ -157,26 +120,6 @@ def test_outputs_that_cannot_be_joined_fail_where_they_are_joined() -> None:
     with pytest.raises(RuntimeError, match="shapes differ"):
         preparation.whole(state, FAN_OUT[2])
     preparation.close()
-
-
-def test_a_root_gets_the_request_itself() -> None:
-    preparation, state = preparation_of(CHAIN), state_of(CHAIN, "text")
-    given = preparation.whole(state, CHAIN[0])
-    preparation.close()
-    assert isinstance(given, WholeInput)
-    assert (given.request.prompt, given.first_request) == ([1, 2], None)
-
-
-async def test_closing_twice_or_with_work_at_hand_waits_for_nothing() -> None:
-    gate = threading.Event()
-    preparation = preparation_of(CHAIN)
-    told = list[Any]()
-    for _ in range(4):
-        preparation.prepare(CHAIN[1], lambda: gate.wait(30), lambda: True, told.append)
-    preparation.close()
-    preparation.close()
-    assert not gate.is_set()
-    gate.set()
 
 
 def test_the_end_of_work_after_the_end_of_the_loop_is_nobodys_concern() -> None:

@@ -30,43 +30,27 @@ def plan_of(stages: Sequence[Stage], modalities: Sequence[str] = (), outputs: Se
 
 
 @pytest.mark.parametrize(
-    ("stages", "modalities", "front", "finals"),
+    ("stages", "modalities", "front", "finals", "sampled"),
     [
-        pytest.param(CHAIN, [], 1, {1}, id="plain: the last text"),
-        pytest.param(CHAIN, ["text"], 1, {0, 1}, id="a call: all texts"),
-        pytest.param(SPEECH, [], 0, {0}, id="plain speech pipeline: text"),
-        pytest.param(SPEECH, ["text"], 0, {0}, id="text alone"),
-        pytest.param(SPEECH, ["text", "audio"], 0, {0, 2}, id="text and speech"),
-        pytest.param(SPEECH, ["audio"], None, {2}, id="speech alone"),
-        pytest.param(FAN_OUT, ["text", "image"], 0, {0, 2}, id="one branch"),
-        pytest.param(FAN_OUT, ["scores", "image"], 1, {1, 2}, id="scores answer, if there is no text"),
-        pytest.param(VECTORS, [], 0, {0}, id="plain: embeddings"),
-        pytest.param(PAINTER, [], None, {1}, id="plain, and nothing that vLLM's server knows"),
-        pytest.param(GUARDED, [], 1, {1}, id="a Python stage in front"),
+        pytest.param(CHAIN, [], 1, {1}, 1, id="plain: the last text"),
+        pytest.param(CHAIN, ["text"], 1, {0, 1}, 1, id="a call: all texts"),
+        pytest.param(SPEECH, [], 0, {0}, 0, id="plain speech pipeline: text"),
+        pytest.param(SPEECH, ["text", "audio"], 0, {0, 2}, 0, id="text and speech"),
+        pytest.param(SPEECH, ["audio"], None, {2}, None, id="speech alone"),
+        pytest.param(FAN_OUT, ["text", "image"], 0, {0, 2}, 0, id="one branch"),
+        pytest.param(FAN_OUT, ["scores", "image"], 1, {1, 2}, 1, id="scores answer, if there is no text"),
+        pytest.param(VECTORS, [], 0, {0}, 0, id="plain: embeddings"),
+        pytest.param(PAINTER, [], None, {1}, None, id="plain, and nothing that vLLM's server knows"),
+        pytest.param(GUARDED, [], 1, {1}, 0, id="a Python stage answers, the entry samples"),
+        pytest.param(DISAGGREGATED, [], 1, {1}, 1, id="the decode answers and samples"),
+        pytest.param(DISAGGREGATED_GUARDED, [], 2, {2}, 1, id="a Python stage answers, the decode samples"),
     ],
 )
-def test_who_answers_and_what_is_waited_for(
-    stages: Sequence[Stage], modalities: list[str], front: int | None, finals: set[int]
+def test_who_answers_what_is_waited_for_and_whose_sampling_the_clients_own_is(
+    stages: Sequence[Stage], modalities: list[str], front: int | None, finals: set[int], sampled: int | None
 ) -> None:
     plan = plan_of(stages, modalities)
-    assert plan.front == front
-    assert plan.finals == finals
-
-
-@pytest.mark.parametrize(
-    ("stages", "modalities", "sampled"),
-    [
-        (CHAIN, ["text"], 1),
-        (SPEECH, ["text", "audio"], 0),
-        (SPEECH, ["audio"], None),
-        (GUARDED, [], 0),
-        (DISAGGREGATED, [], 1),
-        (DISAGGREGATED_GUARDED, [], 1),
-    ],
-    ids=["front", "front in the middle", "no front", "entry of a Python front", "decode", "decode of a Python front"],
-)
-def test_whose_sampling_the_clients_own_is(stages: Sequence[Stage], modalities: list[str], sampled: int | None) -> None:
-    assert plan_of(stages, modalities).client_sampled == sampled
+    assert (plan.front, plan.finals, plan.client_sampled) == (front, finals, sampled)
 
 
 @pytest.mark.parametrize(

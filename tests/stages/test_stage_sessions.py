@@ -31,24 +31,25 @@ async def test_chunks_are_answered_in_order_with_one_memory_and_numbered() -> No
         assert {str(output.finish_reason) for output in head.outputs} == {"stop"}
 
 
-async def test_a_session_waits_for_further_chunks_after_its_turns_have_ended() -> None:
+async def test_a_session_is_open_until_it_is_closed_or_aborted_and_then_its_id_begins_anew() -> None:
     async with open_head(stage("classes:Counting")) as head:
-        await head.start()
+        client = (await head.start()).client
         for number in range(3):
-            head.send("a", chunk(1), resumable=True, last=False)
-            assert texts(await head.answers("a", number + 1))[-1] == f"{number + 1}"
-        head.close_input("a")
-        head.send("a", chunk(5))
-        assert texts(await head.answers("a", 4))[-1] == "5 in all"
-        assert head.numbers("a") == [[0], [1], [2], [0]]
-
-
-async def test_the_input_may_be_closed_by_a_chunk_with_content() -> None:
-    async with open_head(stage("classes:Counting")) as head:
-        await head.start()
-        head.send("a", chunk(1), resumable=True, last=False)
-        head.send("a", chunk(2))
-        assert texts(await head.answers("a", 2)) == ["1", "3 in all"]
+            head.send("closed", chunk(1), resumable=True, last=False)
+            assert texts(await head.answers("closed", number + 1))[-1] == f"{number + 1}"
+        head.close_input("closed")
+        head.send("closed", chunk(5))
+        assert texts(await head.answers("closed", 4))[-1] == "5 in all"
+        assert head.numbers("closed") == [[0], [1], [2], [0]]
+        head.send("by content", chunk(1), resumable=True, last=False)
+        head.send("by content", chunk(2))
+        assert texts(await head.answers("by content", 2)) == ["1", "3 in all"]
+        head.send("aborted", chunk(1), resumable=True, last=False)
+        await head.answers("aborted")
+        client.abort_requests(["aborted"])
+        head.close_input("aborted")
+        head.send("aborted", chunk(7))
+        assert texts(await head.answers("aborted", 2)) == ["1", "7 in all"]
 
 
 async def test_a_failed_chunk_ends_its_session_and_what_follows_is_dropped() -> None:
@@ -65,14 +66,3 @@ async def test_a_failed_chunk_ends_its_session_and_what_follows_is_dropped() -> 
         head.send("b", chunk(4))
         assert (await head.answer("b")).text == "4 in all"
         assert len(await head.answers("a")) == 2
-
-
-async def test_an_aborted_session_is_forgotten() -> None:
-    async with open_head(stage("classes:Counting")) as head:
-        client = (await head.start()).client
-        head.send("a", chunk(1), resumable=True, last=False)
-        await head.answers("a")
-        client.abort_requests(["a"])
-        head.close_input("a")
-        head.send("a", chunk(7))
-        assert texts(await head.answers("a", 2)) == ["1", "7 in all"]
