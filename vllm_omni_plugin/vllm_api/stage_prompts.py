@@ -12,10 +12,6 @@ from vllm_omni_plugin.vllm_api.stage_encoder import plain_encoder
 NO_EMBEDDINGS = "its engine takes no embeddings: add 'enable-prompt-embeds: true' to its engine_args"
 
 
-class PromptError(ValueError):
-    """An input that is no prompt for this stage's engine."""
-
-
 class StagePrompts:
     """Makes prompts; may be used by several threads.
 
@@ -35,12 +31,12 @@ class StagePrompts:
         """The prompt that vLLM's input processing takes.
 
         Raises:
-            PromptError: there is not exactly one of tokens, text and embeddings, or the engine cannot take it.
+            ValueError: there is not exactly one of tokens, text and embeddings, or the engine cannot take it.
         """
         there = [name for name in ("token_ids", "text", "tensor") if getattr(given, name) is not None]
         if len(there) != 1:
             what = " and ".join(there) or "neither"
-            raise PromptError(f"it takes one of token_ids, text and tensor, and was given {what}")
+            raise ValueError(f"it takes one of token_ids, text and tensor, and was given {what}")
         if given.text is not None:
             return self._of_text(given.text, cache_salt)
         if given.tensor is not None:
@@ -50,7 +46,7 @@ class StagePrompts:
 
     def _of_text(self, text: str, cache_salt: str | None) -> Mapping[str, Any]:
         if self._renderer.tokenizer is None:
-            raise PromptError("it has no tokenizer for text")
+            raise ValueError("it has no tokenizer for text")
         given = TextPrompt(prompt=text)
         if self._encode is not None:
             given = TokensPrompt(prompt=text, prompt_token_ids=self._encode(text))
@@ -62,10 +58,10 @@ class StagePrompts:
 
     def _of_tensor(self, tensor: Any, cache_salt: str | None) -> Mapping[str, Any]:
         if not self._config.enable_prompt_embeds:
-            raise PromptError(NO_EMBEDDINGS)
+            raise ValueError(NO_EMBEDDINGS)
         width = self._config.get_inputs_embeds_size()
         if tensor.ndim != 2 or tensor.shape[1] != width or not tensor.is_floating_point():
-            raise PromptError(
+            raise ValueError(
                 f"it takes embeddings as floats of the shape [tokens, {width}], not {tensor.dtype} of the shape "
                 f"{list(tensor.shape)}"
             )

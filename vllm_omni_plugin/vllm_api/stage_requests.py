@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Mapping, Sequence
 from random import Random
-from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -22,7 +21,6 @@ from vllm_omni_plugin.vllm_api.stage_prompts import NO_EMBEDDINGS, StagePrompts,
 from vllm_omni_plugin.vllm_api.stage_text import TextReader, TokenReader
 from vllm_omni_plugin.vllm_api.stage_vocabulary import Vocabulary
 
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
 _GENERATED = (Modality.TEXT, Modality.TOKENS, Modality.KV_CACHE)
 _POOLED = (Modality.SCORES, Modality.EMBEDDING, Modality.LATENT)
 
@@ -135,7 +133,7 @@ class VllmStageApi(EngineApi):
 
     def build_end(self, source: Any) -> Any:
         # Its one token is none of the session's, as in vLLM's own closing request.
-        params = self._params.of_stage(_NOTHING)
+        params = self._params.of_stage({})
         return self._processed(source, tokens_input([0]), params, False, 0)
 
     def with_kv_transfer(self, request: Any, params: Mapping[str, Any]) -> Any:
@@ -215,7 +213,7 @@ class VllmStageApi(EngineApi):
 
     def _check_sampling(self) -> None:
         """Let vLLM check the stage's parameters against the model."""
-        params = self._params.of_stage(_NOTHING)
+        params = self._params.of_stage({})
         try:
             self._processor.process_inputs("", tokens_input([0]), params, self._tasks)
         except (*INVALID, TypeError) as error:

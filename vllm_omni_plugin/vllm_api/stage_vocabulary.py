@@ -12,10 +12,6 @@ _ABOUT_THE_PROMPT = ("prompt_logprobs", "prompt_logprob_token_ids")
 _TOKENIZER = ("tokenizer", "tokenizer_mode", "tokenizer_revision", "trust_remote_code")
 
 
-class ForeignParameterError(ValueError):
-    """A client's parameter means something to the model that reads its prompt only."""
-
-
 class Vocabulary:
     """The tokens of a stage beside those of the entry stage, whose model reads the prompts of requests.
 
@@ -47,12 +43,12 @@ class Vocabulary:
         tokens are dropped, since those of the client cannot be told from those of the entry's model.
 
         Raises:
-            ForeignParameterError: the client asks for what only the entry stage could do.
+            ValueError: the client asks for what only the entry stage could do.
         """
         names = _ABOUT_THE_PROMPT if self._same else _ABOUT_THE_PROMPT + _NAME_TOKENS
         foreign = [name for name in names if getattr(params, name) not in (None, [], {})]
         if foreign:
-            raise ForeignParameterError(f"{foreign[0]!r} is about tokens of the model that reads the prompt")
+            raise ValueError(f"{foreign[0]!r} is about tokens of the model that reads the prompt")
         kept = set(params.stop_token_ids or ()) - self._entry_ends if self._same else set()
         params.stop_token_ids = sorted(kept)
         params._all_stop_token_ids = kept
