@@ -62,28 +62,29 @@ async def test_an_aborted_request_says_nothing_whether_it_waits_or_is_computed(g
         assert {output.request_id for output in head.outputs} == {"last"}
 
 
-@pytest.mark.parametrize(
-    ("text", "error"),
-    [
-        ("fail", "Faulty: ValueError: no such voice"),
-        ("nothing", "Faulty: TypeError: compute returned a NoneType where a StageOutput belongs"),
-        ("no tensor", "Faulty: TypeError: compute returned a StageOutput whose tensor is a list"),
-        ("metadata", "Faulty: TypeError: compute returned a StageOutput that cannot be sent: Encoding objects"),
-        ("keys", "Faulty: TypeError: compute returned a StageOutput that cannot be sent: Expected `str`, got `int`"),
-        ("text", "Faulty: TypeError: compute returned a StageOutput that cannot be sent: Expected `str`"),
-        ("raise for all", "Faulty: RuntimeError: out of paper"),
-        ("one too many", "Faulty: TypeError: compute returned 2 results for 1 jobs"),
-    ],
-)
-async def test_a_fault_is_the_requests_error_and_the_process_goes_on(text: str, error: str) -> None:
+CANNOT_BE_SENT = "TypeError: compute returned a StageOutput that cannot be sent: "
+FAULTS = {
+    "fail": "ValueError: no such voice",
+    "nothing": "TypeError: compute returned a NoneType where a StageOutput belongs",
+    "no tensor": "TypeError: compute returned a StageOutput whose tensor is a list",
+    "metadata": f"{CANNOT_BE_SENT}Encoding objects",
+    "keys": f"{CANNOT_BE_SENT}Expected `str`, got `int`",
+    "text": f"{CANNOT_BE_SENT}Expected `str`",
+    "raise for all": "RuntimeError: out of paper",
+    "one too many": "TypeError: compute returned 2 results for 1 jobs",
+}
+
+
+async def test_a_fault_is_the_requests_error_and_the_process_goes_on() -> None:
     async with open_head(stage("classes:Faulty")) as head:
         await head.start()
-        head.send("a", text)
-        answer = await head.answer("a")
-        assert answer.finish_reason == "error"
-        assert answer.metadata["error"].startswith(f"Stage 'vocoder': {error}")
-        assert answer.metadata["status"] == 500
-        assert head.api.cut_short(head.outputs[0])
+        for text, error in FAULTS.items():
+            head.send(text, text)
+            answer = await head.answer(text)
+            assert answer.finish_reason == "error", text
+            assert answer.metadata["error"].startswith(f"Stage 'vocoder': Faulty: {error}"), text
+            assert answer.metadata["status"] == 500, text
+            assert head.api.cut_short(head.outputs[-1])
         head.send("b", "all right")
         assert (await head.answer("b")).text == "all right"
 
@@ -151,29 +152,25 @@ async def test_calls_that_mean_nothing_to_it_are_answered_and_those_it_cannot_do
             await client.call("is_sleeping", 1)
 
 
-@pytest.mark.parametrize(
-    "frames",
-    [
-        pytest.param((b"\x00",), id="one frame"),
-        pytest.param((b"\x00", b"garbage"), id="not msgpack"),
-        pytest.param((b"\x09", b"\x90"), id="unknown type"),
-        pytest.param((b"", b""), id="empty"),
-        pytest.param((b"\x00", b"\x92\xa1x\x63"), id="a client that is not there"),
-        pytest.param((b"\x03", b"\x94\x63\x01\xa1x\x90"), id="a call of a client that is not there"),
-        pytest.param(
-            (b"\x00", b"\x97\xa1x\x00\xc2\xc3\xc0\xc0\x93\xa7float32\x91\x05\x09"), id="a frame that is missing"
-        ),
-        pytest.param((b"\x01", b"\x81\x01\x02"), id="no ids"),
-    ],
-)
-async def test_frames_that_are_no_message_are_dropped(
-    frames: tuple[bytes, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+NO_MESSAGES = {
+    "one frame": (b"\x00",),
+    "not msgpack": (b"\x00", b"garbage"),
+    "unknown type": (b"\x09", b"\x90"),
+    "empty": (b"", b""),
+    "a client that is not there": (b"\x00", b"\x92\xa1x\x63"),
+    "a call of a client that is not there": (b"\x03", b"\x94\x63\x01\xa1x\x90"),
+    "a frame that is missing": (b"\x00", b"\x97\xa1x\x00\xc2\xc3\xc0\xc0\x93\xa7float32\x91\x05\x09"),
+    "no ids": (b"\x01", b"\x81\x01\x02"),
+}
+
+
+async def test_frames_that_are_no_message_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     async with open_head(stage()) as head:
         client = (await head.start()).client
-        with monkeypatch.context() as patch:
-            patch.setattr(head.api, "encode_add", lambda *_: frames)
-            head.send("garbage", "")
-        head.send("a", "still here")
-        assert (await head.answer("a")).text == "still here!"
+        for name, frames in NO_MESSAGES.items():
+            with monkeypatch.context() as patch:
+                patch.setattr(head.api, "encode_add", lambda *_, frames=frames: frames)
+                head.send("garbage", "")
+            head.send(name, "still here")
+            assert (await head.answer(name)).text == "still here!", name
         assert await client.call("is_sleeping") is False

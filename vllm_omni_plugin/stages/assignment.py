@@ -1,4 +1,4 @@
-"""The messages with which the process of a Python stage is started, before it uses sockets."""
+"""The message with which the process of a Python stage is started, before it uses sockets."""
 
 from typing import Any
 
@@ -31,13 +31,3 @@ class Assignment(msgspec.Struct, frozen=True):
     output_addrs: list[str]
     import_path: list[str]
     memory_fd: int | None = None
-
-
-class Started(msgspec.Struct, frozen=True, tag=True):
-    """The stage is ready."""
-
-
-class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The stage cannot start, and its process ends."""
-
-    reason: str

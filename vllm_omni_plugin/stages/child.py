@@ -1,7 +1,7 @@
 """Entry of a Python stage's own process: ``python -m vllm_omni_plugin.stages.child <descriptor> <name>``.
 
-The descriptor is that of a connection. It brings an `Assignment` and takes the answer; after that it stays silent, and
-when it ends, so has the parent.
+The descriptor is that of a connection. It brings an `Assignment` and takes the answer: why the stage cannot start, or
+nothing if it has started. After that it is silent, and when it ends, so has the parent.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ import zmq
 
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.shared_memory import SharedMemory
-from vllm_omni_plugin.stages.assignment import Assignment, Failed, Started
+from vllm_omni_plugin.stages.assignment import Assignment
 from vllm_omni_plugin.stages.base import PythonStage
 from vllm_omni_plugin.stages.computing import Computation
 from vllm_omni_plugin.stages.construction import construct
@@ -49,9 +49,9 @@ def main() -> int:
             stage = executor.submit(_start, assignment).result()
         except Exception as error:
             logger.error("Stage '%s' cannot start.", assignment.stage, exc_info=error)
-            connection.send_bytes(msgspec.msgpack.encode(Failed(f"{type(error).__name__}: {error}")))
+            connection.send_bytes(f"{type(error).__name__}: {error}".encode(errors="replace"))
             return 1
-        connection.send_bytes(msgspec.msgpack.encode(Started()))
+        connection.send_bytes(b"")
         asyncio.run(_serve(assignment, stage, executor, memory))
         executor.submit(stage.stop).result()
     return 0

@@ -15,7 +15,7 @@ import msgspec
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.shared_memory import SharedMemory, new_shared_memory
-from vllm_omni_plugin.stages.assignment import Assignment, Failed, Started
+from vllm_omni_plugin.stages.assignment import Assignment
 from vllm_omni_plugin.vllm_api.spawning import SPAWNING, describe_exit
 
 logger = init_logger(__name__)
@@ -37,9 +37,9 @@ class StageProcess:
     Attributes:
         pid: its process id.
         sentinel: file descriptor that becomes readable when it exits; closed with this object.
-        connection: to it; nothing but the start is spoken of here.
-        memory: our end of what is shared; None once it was told to end.
-        memory_fd: its descriptor of that.
+        connection: to it; used for the start only.
+        memory: our end of the shared memory; None once it was told to end.
+        memory_fd: its descriptor of the shared memory.
     """
 
     def __init__(self, name: str, share_memory: bool = False) -> None:
@@ -116,11 +116,11 @@ class StartingStage:
             ReplicaError: it failed, or was ended.
         """
         told = msgspec.structs.replace(self._assignment, input_addr=input_addr, output_addrs=list(output_addrs))
-        answer = _ask(self.process.connection, self.process.sentinel, msgspec.msgpack.encode(told))
-        if isinstance(answer, Started):
+        reason = _ask(self.process.connection, self.process.sentinel, msgspec.msgpack.encode(told))
+        if reason == "":
             return
         ended = describe_exit(self.process.exit_code(_SHUTDOWN_S))
-        reason = answer.reason if answer is not None else f"its process {ended}"
+        reason = reason or f"its process {ended}"
         raise ReplicaError(f"replica {told.replica_id} of stage '{told.stage}' ({told.engine}) did not start: {reason}")
 
     def abandon(self) -> None:
@@ -129,11 +129,11 @@ class StartingStage:
         self.process.connection.close()
 
 
-def _ask(connection: Connection, sentinel: int, message: bytes) -> Started | Failed | None:
-    """What the process answers; None if it ends without a word."""
+def _ask(connection: Connection, sentinel: int, message: bytes) -> str | None:
+    """Why the stage cannot start, "" if it has started; None if its process ends without an answer."""
     try:
         connection.send_bytes(message)
         wait([connection, sentinel])
-        return msgspec.msgpack.decode(connection.recv_bytes(), type=Started | Failed)
+        return connection.recv_bytes().decode()
     except (EOFError, OSError):
         return None
