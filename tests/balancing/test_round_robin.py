@@ -52,12 +52,6 @@ def test_start_index_picks_the_first(start_index: int, expected: str) -> None:
     assert picks(RoundRobinBalancer(start_index), *["abc"] * 4) == expected
 
 
-def test_a_flapping_replica_gains_nothing() -> None:
-    balancer = RoundRobinBalancer()
-    served = picks(balancer, "abc", *["bc", "abc"] * 30)
-    assert Counter(served)["a"] <= min(Counter(served)["b"], Counter(served)["c"])
-
-
 def test_new_views_of_the_same_replicas_do_not_disturb_the_turns() -> None:
     balancer = RoundRobinBalancer()
     assert [balancer.select({}, with_queues(load, 9, load + 1)) for load in range(6)] == [0, 1, 2, 0, 1, 2]

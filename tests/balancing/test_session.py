@@ -72,15 +72,11 @@ def test_where_all_but_one_of_many_are_too_busy_that_one_is_found() -> None:
     assert (decision.position, decision.reason) == (77, "session-spilled")
 
 
-def test_a_join_and_a_leave_move_the_least_and_a_restart_nothing() -> None:
-    balancer, replicas = policy(), pool_of(None, 9).replicas
-    before = homes(balancer, replicas[:8])
-    joined = homes(balancer, replicas)
-    assert sum(map(int.__ne__, before, joined)) / len(SESSIONS) < 1 / 9 + 0.02
-    left = homes(balancer, replicas[1:])
-    assert sum(map(int.__ne__, joined, left)) / len(SESSIONS) < 1 / 9 + 0.02
+def test_a_restart_moves_nothing() -> None:
+    balancer, replicas = policy(), pool_of(None, 8).replicas
+    before = homes(balancer, replicas)
     restarted = PooledReplica(4, replicas[4].load, "tcp://elsewhere:1")
-    assert homes(balancer, (*replicas[1:4], restarted, *replicas[5:])) == left
+    assert homes(balancer, (*replicas[:4], restarted, *replicas[5:])) == before
 
 
 def test_replicas_without_an_id_are_known_by_address() -> None:

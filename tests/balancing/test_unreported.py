@@ -31,38 +31,25 @@ def drawn(levels: list[tuple[float, int]], coming: float) -> Counter[int]:
     return Counter(draw_by_water_filling(levels, coming, rng) for _ in range(DRAWS))
 
 
-def test_the_others_are_taken_to_send_as_much_as_this_head() -> None:
-    unreported = heads(4)
-    for _ in range(3):
+@pytest.mark.parametrize(
+    ("number", "sent", "ended", "now", "in_flight", "expected"),
+    [
+        pytest.param(4, 3, 0, 0.0, 12, 9.0, id="as much as this head"),
+        pytest.param(2, 99, 50, 0.0, 49, 99 * 1 / 50, id="little by one that stands by"),
+        pytest.param(2, 99, 50, 0.0, 49 + 199, 99 * 200 / 50, id="in proportion of what they have"),
+        pytest.param(4, 1, 1, 0.0, 0, 3.0, id="alike before anything is in flight"),
+        pytest.param(4, 1, 0, 10.0, 4, 0.0, id="what was sent long ago has been reported"),
+    ],
+)
+def test_what_the_others_are_taken_to_have_sent(
+    number: int, sent: int, ended: int, now: float, in_flight: int, expected: float
+) -> None:
+    unreported = heads(number)
+    for _ in range(sent):
         unreported.dispatched()
-    unreported.estimate(0.0, in_flight=12)
-    assert unreported.requests == pytest.approx(9.0)
-
-
-def test_the_others_are_taken_to_send_in_proportion_of_what_they_have() -> None:
-    unreported = heads(2)
-    for _ in range(99):
-        unreported.dispatched()
-    unreported.ended(50)
-    unreported.estimate(0.0, in_flight=49)
-    standing_by = unreported.requests
-    unreported.estimate(0.0, in_flight=49 + 199)
-    assert (standing_by, unreported.requests) == (pytest.approx(99 * 1 / 50), pytest.approx(99 * 200 / 50))
-
-
-def test_before_anything_is_in_flight_all_heads_count_alike() -> None:
-    unreported = heads(4)
-    unreported.dispatched()
-    unreported.ended(1)
-    unreported.estimate(0.0, in_flight=0)
-    assert unreported.requests == pytest.approx(3.0)
-
-
-def test_what_was_sent_long_ago_has_been_seen() -> None:
-    unreported = heads(4)
-    unreported.dispatched()
-    unreported.estimate(10.0, in_flight=4)
-    assert unreported.requests == pytest.approx(0.0, abs=1e-9)
+    unreported.ended(ended)
+    unreported.estimate(now, in_flight)
+    assert unreported.requests == pytest.approx(expected, abs=1e-9)
 
 
 def test_a_head_that_is_alone_again_expects_nothing() -> None:

@@ -2,8 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from itertools import compress
-from operator import attrgetter, is_not
+from operator import attrgetter
 from threading import Lock
 
 from vllm_omni_plugin.balancing.interface import DecidingBalancer, Decision, ReplicaView, Task, require_replicas
@@ -22,9 +21,8 @@ class RoundRobinBalancer(DecidingBalancer):
     Leaving and coming back gains nothing, since a departed replica keeps its place until it is the first of the queue;
     there it is forgotten without loss, because as a joiner it would enter at that very place.
 
-    A pick is O(1) when it is given the same tuple as the one before; else it compares replicas with those before, which
-    is fast where they are the same objects. Memory is bounded by the live replicas and those that have left since the
-    longest waiting live one was served.
+    A pick is O(1) when it is given the same tuple as the one before, else O(replicas). Memory is bounded by the live
+    replicas and those that have left since the longest waiting live one was served.
 
     The reason of its decisions is `turn`; there is no fallback.
 
@@ -75,9 +73,9 @@ class RoundRobinBalancer(DecidingBalancer):
         require_replicas(replicas)
         # A copy of what the caller may change in place.
         snapshot = replicas if isinstance(replicas, tuple) else tuple(replicas)
-        if not _same_replicas(snapshot, self._seen):
+        if snapshot is not self._seen:
             self._update_membership(snapshot)
-        self._seen = snapshot
+            self._seen = snapshot
         while (identity := next(iter(self._queue))) not in self._live:
             del self._queue[identity]
         return identity
@@ -90,12 +88,3 @@ class RoundRobinBalancer(DecidingBalancer):
                 self._queue[identity] = None
                 self._queue.move_to_end(identity, last=False)
         self._live = {identity: index for index, identity in enumerate(identities)}
-
-
-def _same_replicas(left: tuple[ReplicaView, ...], right: tuple[ReplicaView, ...]) -> bool:
-    if left is right:
-        return True
-    if len(left) != len(right):
-        return False
-    replaced = compress(zip(left, right, strict=True), map(is_not, left, right))
-    return all(_identity_of(new) == _identity_of(old) for new, old in replaced)
