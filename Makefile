@@ -7,10 +7,10 @@ PYTEST_ARGS ?=
 ARGS ?=
 PY := .venv/bin/python
 # Two lanes; what takes longest begins first (see tests/conftest.py and tests/engine/conftest.py).
-LANES := -n 2 --dist loadgroup --no-loadscope-reorder --durations=30
+LANES := -n 2 --dist loadgroup --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint types suite suite-fast test test-fast test-long demo clean
+.PHONY: help setup lint types suite check-suite check test test-long demo clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -26,17 +26,17 @@ types: setup ## check types
 	$(PY) -m mypy vllm_omni_plugin $(wildcard entrypoints/*.py examples/*.py examples/*/*.py examples/*/*/*.py benchmarks/*.py benchmarks/*/*.py)
 
 suite: setup
-	$(PY) -m pytest $(LANES) $(PYTEST_ARGS)
+	$(PY) -m pytest $(LANES) --durations=30 $(PYTEST_ARGS)
 
-suite-fast: setup
-	$(PY) -m pytest -m "not engine" $(LANES) $(PYTEST_ARGS)
+check-suite: setup
+	$(PY) -m pytest -m "not engine and not long" --ignore=tests/engine $(LANES) $(PYTEST_ARGS)
 
-# Types are checked beside the tests.
-test: lint ## lint, types and the whole test suite
+# Types are checked beside the tests. Those of tests/project check layers and cycles of imports.
+check: lint ## lint, types and the tests that start no engine: under two minutes
+	@$(MAKE) --no-print-directory -j 2 types check-suite
+
+test: lint ## the gate: the same, and the tests on real engines: under ten minutes
 	@$(MAKE) --no-print-directory -j 2 types suite
-
-test-fast: lint ## the same without the tests that start an engine
-	@$(MAKE) --no-print-directory -j 2 types suite-fast
 
 test-long: setup ## tests that take long and repeat in another way what others show, and histories drawn at random
 	$(PY) -m pytest -m "long or hypothesis" --hypothesis-profile=random $(PYTEST_ARGS)

@@ -1,1 +1,1 @@
-"""All tests. `make test-fast` runs those that need no engine."""
+"""All tests. `make check` runs those that need no engine."""

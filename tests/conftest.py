@@ -1,5 +1,6 @@
 """What every test takes for granted."""
 
+import gc
 import logging
 import os
 import tempfile
@@ -10,9 +11,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-# What is drawn is the same in every run of the gate; `make test-long` draws anew.
+# The gate draws a few examples, the same in every run; `make test-long` draws more, and anew.
 _ANY_TIME = settings(deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("fixed", _ANY_TIME, derandomize=True)
+settings.register_profile("fixed", _ANY_TIME, derandomize=True, max_examples=40)
 settings.register_profile("random", _ANY_TIME, print_blob=True)
 settings.load_profile("fixed")
 
@@ -23,6 +24,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from tests.lanes import Lanes
 
     return Lanes(config, log)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now lives as long as the run, so tests that collect garbage need not look through it."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Libraries complain of what is left at the end of the process."""
+    gc.unfreeze()
 
 
 # Servers under test are on this machine: a proxy that the user's environment names must not come between.

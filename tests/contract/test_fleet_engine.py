@@ -43,6 +43,12 @@ def executor_of(*workers: Any) -> FleetExecutor:
     return executor
 
 
+@pytest.fixture(autouse=True)
+def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers that are left here never end by themselves."""
+    monkeypatch.setenv("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "0")
+
+
 @pytest.fixture
 def last_words() -> Iterator[LastWords]:
     words = LastWords()

@@ -4,7 +4,7 @@ import asyncio
 from contextlib import AsyncExitStack
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fakes.conditions import eventually
@@ -92,7 +92,6 @@ class Fleet:
         return answer
 
 
-@settings(max_examples=40)
 @given(st.lists(STEPS, max_size=14))
 def test_heads_agree_with_each_other_and_with_the_engines(steps: list[tuple[str, str, Any]]) -> None:
     asyncio.run(run(steps))

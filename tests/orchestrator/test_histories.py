@@ -174,7 +174,7 @@ class Histories(RuleBasedStateMachine):
 
 
 TestHistories = Histories.TestCase
-TestHistories.settings = settings(max_examples=50, stateful_step_count=30)
+TestHistories.settings = settings(stateful_step_count=30)
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -170,7 +170,7 @@ class Histories(RuleBasedStateMachine):
 
 
 TestHistories = Histories.TestCase
-TestHistories.settings = settings(max_examples=40, stateful_step_count=30)
+TestHistories.settings = settings(stateful_step_count=30)
 
 
 def test_long_histories() -> None:

@@ -115,4 +115,4 @@ class Histories(RuleBasedStateMachine):
 
 
 TestHistories = Histories.TestCase
-TestHistories.settings = settings(max_examples=60, stateful_step_count=30)
+TestHistories.settings = settings(stateful_step_count=30)

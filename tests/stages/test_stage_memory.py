@@ -5,14 +5,16 @@ import gc
 import logging
 import os
 import signal
+from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
+import pytest_asyncio
 import torch
 
 from tests.fakes.conditions import eventually
 from tests.fakes.mappings import descriptors, is_shared, mappings
-from tests.stages.heads import open_head, stage
+from tests.stages.heads import Head, open_head, stage
 from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.pipeline.transfer import StageInput
 from vllm_omni_plugin.vllm_api.stage_codec import StageSide
@@ -20,52 +22,69 @@ from vllm_omni_plugin.vllm_api.stage_codec import StageSide
 LARGE = 30 << 20
 """Bytes; there is room for four of them."""
 
-
-@pytest.mark.parametrize("share_memory", [False, True])
-async def test_tensors_are_equal_both_ways_and_their_places_are_used_again(share_memory: bool) -> None:
-    async with open_head(stage("torch_classes:Keeping"), share_memory) as head:
-        await head.start()
-        for number in range(8):
-            tensor = torch.full((LARGE,), number, dtype=torch.uint8)
-            head.send(str(number), StageInput(tensor=tensor))
-            answer = await head.answer(str(number))
-            assert torch.equal(answer.tensor, tensor)
-            assert (answer.metadata, is_shared(answer.tensor.data_ptr())) == ({"shared": share_memory}, share_memory)
-            del answer
-            head.outputs.clear()
+WITH_THE_SHARED_HEAD = pytest.mark.asyncio(loop_scope="module")
 
 
-async def test_small_tensors_go_through_the_socket() -> None:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared() -> AsyncIterator[Head]:
+    """One with a replica of its own; starting one imports torch, which takes long."""
     async with open_head(stage("torch_classes:Keeping")) as head:
         await head.start()
-        head.send("a", StageInput(tensor=torch.ones(64 << 10)))
-        assert (await head.answer("a")).metadata == {"shared": False}
+        # It keeps this one.
+        head.send("first", StageInput(tensor=torch.zeros(LARGE, dtype=torch.uint8)))
+        await head.answer("first")
+        yield head
 
 
-async def test_more_than_there_is_room_for_arrives_all_the_same() -> None:
-    async with open_head(stage("torch_classes:Keeping")) as head:
-        client = (await head.start()).client
-        await client.call("pause_scheduler", "keep", False)
-        tensors = {str(number): torch.full((LARGE,), number, dtype=torch.uint8) for number in range(6)}
-        for request_id, tensor in tensors.items():
-            head.send(request_id, StageInput(tensor=tensor))
-        await client.call("resume_scheduler")
-        answers = {request_id: await head.answer(request_id) for request_id in tensors}
-        assert all(torch.equal(answers[request_id].tensor, tensor) for request_id, tensor in tensors.items())
-        assert [answer.metadata["shared"] for answer in answers.values()] == [True] * 4 + [False] * 2
+@pytest.fixture
+def head(shared: Head) -> Head:
+    """One that has heard nothing yet; three places are free."""
+    shared.outputs.clear()
+    return shared
 
 
-async def test_the_inputs_of_aborted_requests_are_given_back() -> None:
-    async with open_head(stage("torch_classes:Keeping")) as head:
-        client = (await head.start()).client
-        tensor = torch.ones(LARGE, dtype=torch.uint8)
-        await client.call("pause_scheduler", "keep", False)
-        for number in range(4):
-            head.send(f"aborted {number}", StageInput(tensor=tensor))
-        client.abort_requests([f"aborted {number}" for number in range(4)])
-        await client.call("resume_scheduler")
-        head.send("a", StageInput(tensor=tensor))
-        assert (await head.answer("a")).metadata == {"shared": True}
+@WITH_THE_SHARED_HEAD
+async def test_tensors_are_equal_both_ways_and_their_places_are_used_again(head: Head) -> None:
+    for number in range(8):
+        tensor = torch.full((LARGE,), number, dtype=torch.uint8)
+        head.send(str(number), StageInput(tensor=tensor))
+        answer = await head.answer(str(number))
+        assert torch.equal(answer.tensor, tensor)
+        assert (answer.metadata, is_shared(answer.tensor.data_ptr())) == ({"shared": True}, True)
+        del answer
+        head.outputs.clear()
+
+
+@WITH_THE_SHARED_HEAD
+async def test_small_tensors_go_through_the_socket(head: Head) -> None:
+    head.send("a", StageInput(tensor=torch.ones(64 << 10)))
+    assert (await head.answer("a")).metadata == {"shared": False}
+
+
+@WITH_THE_SHARED_HEAD
+async def test_more_than_there_is_room_for_arrives_all_the_same(head: Head) -> None:
+    client = head.replicas[0].client
+    await client.call("pause_scheduler", "keep", False)
+    tensors = {str(number): torch.full((LARGE,), number, dtype=torch.uint8) for number in range(6)}
+    for request_id, tensor in tensors.items():
+        head.send(request_id, StageInput(tensor=tensor))
+    await client.call("resume_scheduler")
+    answers = {request_id: await head.answer(request_id) for request_id in tensors}
+    assert all(torch.equal(answers[request_id].tensor, tensor) for request_id, tensor in tensors.items())
+    assert [answer.metadata["shared"] for answer in answers.values()] == [True] * 3 + [False] * 3
+
+
+@WITH_THE_SHARED_HEAD
+async def test_the_inputs_of_aborted_requests_are_given_back(head: Head) -> None:
+    client = head.replicas[0].client
+    tensor = torch.ones(LARGE, dtype=torch.uint8)
+    await client.call("pause_scheduler", "keep", False)
+    for number in range(3):
+        head.send(f"aborted {number}", StageInput(tensor=tensor))
+    client.abort_requests([f"aborted {number}" for number in range(3)])
+    await client.call("resume_scheduler")
+    head.send("a", StageInput(tensor=tensor))
+    assert (await head.answer("a")).metadata == {"shared": True}
 
 
 @pytest.mark.parametrize("killed", [False, True])

@@ -1,49 +1,64 @@
 """Tensors travel both ways as frames of their own, which no way they take is to be seen in."""
 
 import re
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
 import pytest
+import pytest_asyncio
 import torch
 
-from tests.stages.heads import open_head, source, stage
+from tests.stages.heads import Head, open_head, source, stage
 from vllm_omni_plugin.pipeline.transfer import StageInput
 from vllm_omni_plugin.vllm_api.stage_codec import ReceivedTensor
 
 ROWS = 1 << 20
 """Of two float32: 8 MB."""
 
+WITH_THE_SHARED_HEAD = pytest.mark.asyncio(loop_scope="module")
+
 ADD_OF_NO_TENSOR = msgspec.msgpack.encode(("bad", 0, False, True, None, None, ("float32", (3,), b"1234")))
 
 
-@pytest.mark.parametrize("share_memory", [False, True])
-async def test_large_tensors_are_frames_of_their_own_both_ways(
-    monkeypatch: pytest.MonkeyPatch, share_memory: bool
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    async with open_head(stage("torch_classes:Doubling"), share_memory) as head:
-        await head.start()
-        tensor = torch.arange(2 * ROWS, dtype=torch.float32).view(ROWS, 2)
-        request = head.api.build(source(), StageInput(tensor=tensor), {}, front=False, resumable=False, last=True)
-        _, message, frame = head.api.encode_add(request, "a")
-        assert (len(message) < 200, memoryview(frame).nbytes) == (True, tensor.nbytes)
-        assert torch.frombuffer(frame, dtype=torch.uint8).data_ptr() == tensor.data_ptr()
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[False, True], ids=["copied", "shared"])
+async def head(request: pytest.FixtureRequest) -> AsyncIterator[Head]:
+    """One with a replica, which shares memory or not; starting one imports torch, which takes long."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        async with open_head(stage("torch_classes:Doubling"), request.param) as opened:
+            await opened.start()
+            yield opened
 
-        received: list[list[int]] = []
-        decode = head.api.decode_outputs
 
-        def watched(frames: Any) -> Any:
-            received.append([memoryview(frame).nbytes for frame in frames])
-            return decode(frames)
+@pytest.fixture(autouse=True)
+def nothing_said_yet(request: pytest.FixtureRequest) -> None:
+    if "head" in request.fixturenames:
+        request.getfixturevalue("head").outputs.clear()
 
-        monkeypatch.setattr(head.api, "decode_outputs", watched)
-        head.replicas[0].client.add_request(request, "a")
-        answer = await head.answer("a")
-        assert answer.metadata == {"device": "cpu", "threads": 1, "dtype": "torch.float32"}
-        assert torch.equal(answer.tensor, 2 * tensor.T)
-        ((message_bytes, tensor_bytes),) = received
-        assert (message_bytes < 300, tensor_bytes) == (True, tensor.nbytes)
+
+@WITH_THE_SHARED_HEAD
+async def test_large_tensors_are_frames_of_their_own_both_ways(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.arange(2 * ROWS, dtype=torch.float32).view(ROWS, 2)
+    request = head.api.build(source(), StageInput(tensor=tensor), {}, front=False, resumable=False, last=True)
+    _, message, frame = head.api.encode_add(request, "a")
+    assert (len(message) < 200, memoryview(frame).nbytes) == (True, tensor.nbytes)
+    assert torch.frombuffer(frame, dtype=torch.uint8).data_ptr() == tensor.data_ptr()
+
+    received: list[list[int]] = []
+    decode = head.api.decode_outputs
+
+    def watched(frames: Any) -> Any:
+        received.append([memoryview(frame).nbytes for frame in frames])
+        return decode(frames)
+
+    monkeypatch.setattr(head.api, "decode_outputs", watched)
+    head.replicas[0].client.add_request(request, "a")
+    answer = await head.answer("a")
+    assert answer.metadata == {"device": "cpu", "threads": 1, "dtype": "torch.float32"}
+    assert torch.equal(answer.tensor, 2 * tensor.T)
+    ((message_bytes, tensor_bytes),) = received
+    assert (message_bytes < 300, tensor_bytes) == (True, tensor.nbytes)
 
 
 KINDS = {
@@ -56,16 +71,15 @@ KINDS = {
 }
 
 
-async def test_tensors_of_all_kinds_arrive_as_they_were() -> None:
-    async with open_head(stage("torch_classes:Doubling")) as head:
-        await head.start()
-        for name, tensor in KINDS.items():
-            head.send(name, StageInput(tensor=tensor))
-        for name, tensor in KINDS.items():
-            answer = await head.answer(name)
-            turned = tensor.T if tensor.ndim == 2 else tensor
-            assert (answer.tensor.dtype, answer.tensor.shape) == (tensor.dtype, turned.shape), name
-            assert torch.equal(answer.tensor, 2 * turned), name
+@WITH_THE_SHARED_HEAD
+async def test_tensors_of_all_kinds_arrive_as_they_were(head: Head) -> None:
+    for name, tensor in KINDS.items():
+        head.send(name, StageInput(tensor=tensor))
+    for name, tensor in KINDS.items():
+        answer = await head.answer(name)
+        turned = tensor.T if tensor.ndim == 2 else tensor
+        assert (answer.tensor.dtype, answer.tensor.shape) == (tensor.dtype, turned.shape), name
+        assert torch.equal(answer.tensor, 2 * turned), name
 
 
 @pytest.mark.parametrize(
@@ -82,26 +96,22 @@ def test_bytes_that_are_no_tensor_are_refused(encoded: Any, complaint: str) -> N
         ReceivedTensor(name, list(shape), data).to_torch()
 
 
-async def test_a_tensor_that_is_none_is_its_requests_error_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with open_head(stage("torch_classes:Doubling")) as head:
-        client = (await head.start()).client
-        await client.call("pause_scheduler", "keep", False)
-        head.send("good", StageInput(tensor=torch.ones(1)))
-        with monkeypatch.context() as patch:
-            patch.setattr(head.api, "encode_add", lambda request, name, index: (b"\x00", ADD_OF_NO_TENSOR))
-            head.send("bad", "")
-        await client.call("resume_scheduler")
-        assert (await head.answer("good")).tensor.tolist() == [2.0]
-        assert (
-            (await head.answer("bad"))
-            .metadata["error"]
-            .startswith("Stage 'vocoder': Doubling: TypeError: its input is no tensor")
-        )
+@WITH_THE_SHARED_HEAD
+async def test_a_tensor_that_is_none_is_its_requests_error_alone(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = head.replicas[0].client
+    await client.call("pause_scheduler", "keep", False)
+    head.send("good", StageInput(tensor=torch.ones(1)))
+    with monkeypatch.context() as patch:
+        patch.setattr(head.api, "encode_add", lambda request, name, index: (b"\x00", ADD_OF_NO_TENSOR))
+        head.send("bad", "")
+    await client.call("resume_scheduler")
+    assert (await head.answer("good")).tensor.tolist() == [2.0]
+    error = (await head.answer("bad")).metadata["error"]
+    assert error.startswith("Stage 'vocoder': Doubling: TypeError: its input is no tensor")
 
 
-async def test_a_tensor_that_cannot_be_sent_is_its_requests_error() -> None:
-    async with open_head(stage("torch_classes:Sparse")) as head:
-        await head.start()
-        for request_id in ("a", "b"):
-            head.send(request_id, "")
-            assert (await head.answer(request_id)).metadata["error"].startswith("Stage 'vocoder': Sparse: ")
+@WITH_THE_SHARED_HEAD
+async def test_a_tensor_that_cannot_be_sent_is_its_requests_error(head: Head) -> None:
+    for request_id in ("sparse", "sparse again"):
+        head.send(request_id, "sparse")
+        assert (await head.answer(request_id)).metadata["error"].startswith("Stage 'vocoder': Doubling: ")

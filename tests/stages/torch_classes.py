@@ -8,9 +8,14 @@ from tests.fakes.mappings import is_shared
 from vllm_omni_plugin.pipeline.transfer import StageOutput
 from vllm_omni_plugin.stages import PythonStage, StageJob
 
+SPARSE = StageOutput(tensor=torch.eye(3).to_sparse())
+
 
 class Doubling(PythonStage):
-    """Gives back twice what it got, turned: neither contiguous nor free of a graph of gradients."""
+    """Gives back twice what it got, turned: neither contiguous nor free of a graph of gradients.
+
+    Asked for it with a text it gives what cannot be sent: a tensor without a place for each element.
+    """
 
     def start(self) -> None:
         """Load the weights."""
@@ -18,20 +23,12 @@ class Doubling(PythonStage):
 
     def compute(self, jobs: Sequence[StageJob]) -> Sequence[StageOutput | Exception]:
         """With what it was computed from and by."""
-        return [self._double(job.input.tensor) for job in jobs]
+        return [SPARSE if job.input.tensor is None else self._double(job.input.tensor) for job in jobs]
 
     def _double(self, tensor: torch.Tensor) -> StageOutput:
         facts = {"device": self.device, "threads": torch.get_num_threads(), "dtype": str(tensor.dtype)}
         turned = tensor.T if tensor.ndim == 2 else tensor
         return StageOutput(tensor=self._weights.to(tensor.dtype) * turned, metadata=facts)
-
-
-class Sparse(PythonStage):
-    """Gives what cannot be sent."""
-
-    def compute(self, jobs: Sequence[StageJob]) -> Sequence[StageOutput | Exception]:
-        """A tensor without a place for each element."""
-        return [StageOutput(tensor=torch.eye(3).to_sparse())] * len(jobs)
 
 
 class Keeping(PythonStage):

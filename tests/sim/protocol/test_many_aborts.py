@@ -8,12 +8,14 @@ import threading
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import pytest
+
 from tests.fakes.conditions import eventually
 from tests.sim.protocol.requests import request
 from tests.sim.protocol.whole_heads import Site, WholeHead, open_site
 from vllm_omni_plugin.replicas.served_engine import HEAD_SLOTS
 
-REQUESTS, AT_ONCE = 10_000, 40
+AT_ONCE = 40
 HEADS = 3
 HELD = "test"
 ENDLESS = 90_000
@@ -88,13 +90,13 @@ async def leave_in_the_middle(head: WholeHead, stack: AsyncExitStack, draw: rand
         await head.more()
 
 
-async def abort_many(site: Site) -> None:
+async def abort_many(site: Site, requests: int) -> None:
     """All requests, through heads of which one leaves and is replaced with every round; then look at what is left."""
     draw = random.Random(11)
     async with AsyncExitStack() as stack:
         heads = [await stack.enter_async_context(site.head()) for _ in range(HEADS)]
         at_rest: dict[str, int] = {}
-        for first in range(0, REQUESTS, (HEADS + 1) * AT_ONCE):
+        for first in range(0, requests, (HEADS + 1) * AT_ONCE):
             own = AsyncExitStack()
             guest = await own.enter_async_context(site.head())
             lots = (one_lot(head, draw, f"{first}-{index}") for index, head in enumerate(heads))
@@ -148,12 +150,13 @@ async def gets_its_own(head: WholeHead) -> None:
     assert head.produced == {"own": 2}
 
 
-async def test_ten_thousand_aborts_leave_nothing_behind(short_path: Path) -> None:
+@pytest.mark.parametrize("requests", [800, pytest.param(10_000, marks=pytest.mark.long)])
+async def test_many_aborts_leave_nothing_behind(short_path: Path, requests: int) -> None:
     # What a process makes once is no leak.
     async with open_site(short_path) as site, site.head():
         pass
     gc.collect()
     before = held()
     async with open_site(short_path) as site:
-        await abort_many(site)
+        await abort_many(site, requests)
     await no_more_is_held_than(before)

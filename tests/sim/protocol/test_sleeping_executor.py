@@ -46,9 +46,9 @@ def engine(model: Path, **arguments: Any) -> Iterator[EngineCore]:
         yield core
     finally:
         core.shutdown()
-        # It settles the whole process for serving.
+        # It settles the whole process for serving, and unsettles it with what tests share.
         vllm.envs.disable_envs_cache()
-        gc.unfreeze()
+        gc.freeze()
 
 
 def submit(core: EngineCore, asked: EngineCoreRequest) -> None:
