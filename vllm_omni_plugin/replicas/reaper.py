@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -27,8 +27,7 @@ class Reaper:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
-        # By descriptors, which tell a process from a later one with its number.
-        self._engines: dict[int, int] = {}
+        self._pids: list[int] = []
         self._closed = False
 
     def __enter__(self) -> "Reaper":
@@ -48,41 +47,28 @@ class Reaper:
         with self._lock:
             if self._closed:
                 raise RuntimeError("the reaper is closed")
-            self._forget(filter(_has_exited, list(self._engines)))
-            with contextlib.suppress(ProcessLookupError):
-                self._engines[os.pidfd_open(pid)] = pid
-                if not self._told(pid):
-                    self._told(pid)
+            self._pids.append(pid)
+            news = [pid]
+            if self._child is None or self._child.poll() is not None:
+                # In place of one that has ended. It is told of all but those whose number may be another's by now.
+                self._end_child()
+                ours = _children(os.getpid())
+                self._child, news = self._start(), [each for each in self._pids if each in ours]
+            assert self._child.stdin is not None
+            # A child that ends at this moment is replaced with the next process to be watched.
+            with contextlib.suppress(BrokenPipeError):
+                self._child.stdin.write(b"".join(b"%d\n" % each for each in news))
 
     def close(self) -> None:
         """Kill what still runs of the watched processes and wait for that. Idempotent."""
         with self._lock:
             self._closed = True
-            if self._child is not None:
-                self._child.communicate()
-                self._child = None
-            self._forget(list(self._engines))
+            self._end_child()
 
-    def _forget(self, descriptors: Iterable[int]) -> None:
-        for descriptor in descriptors:
-            del self._engines[descriptor]
-            os.close(descriptor)
-
-    def _told(self, pid: int) -> bool:
-        """Tell the child of a process; a new child, in place of one that has ended, of all. False if it just ends."""
-        pids = [pid]
-        if self._child is not None and self._child.poll() is not None:
-            self._child.communicate()
-            self._child = None
-        if self._child is None:
-            self._child, pids = self._start(), list(self._engines.values())
-        assert self._child.stdin is not None
-        try:
-            self._child.stdin.write(b"".join(b"%d\n" % each for each in pids))
-        except BrokenPipeError:
-            self._child.wait()
-            return False
-        return True
+    def _end_child(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            child.communicate()
 
     def _start(self) -> "subprocess.Popen[bytes]":
         return subprocess.Popen(

@@ -71,14 +71,6 @@ def test_a_process_of_another_parent_is_left_alone() -> None:
         parent.kill()
 
 
-def test_engines_that_have_ended_are_forgotten() -> None:
-    with Reaper() as reaper:
-        for _ in range(3):
-            with subprocess.Popen([sys.executable, "-c", ""]) as engine:
-                reaper.watch(engine.pid)
-                assert engine.wait(10) == 0
-
-
 def test_a_reaper_that_was_killed_is_replaced_by_one_that_knows_all_engines() -> None:
     with subprocess.Popen(SLEEPER) as first, subprocess.Popen(SLEEPER) as second:
         try:
