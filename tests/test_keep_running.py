@@ -17,6 +17,7 @@ class Runs:
         self.now = 0.0
         self.pauses: list[tuple[float, str]] = []
         self.left = 0
+        self.fault: Exception | None = None
 
     @asynccontextmanager
     async def start(self) -> AsyncIterator[Awaitable[str]]:
@@ -27,6 +28,8 @@ class Runs:
             yield self.end(life)
         finally:
             self.left += 1
+            if self.fault is not None:
+                raise self.fault
 
     async def end(self, served: float) -> str:
         self.now += served
@@ -68,8 +71,10 @@ async def test_an_error_of_the_first_start_is_tried_again_where_it_need_not_star
     assert await Runs(OSError("no memory"), 1.0).keep(must_start=False) == [1, 2]
 
 
-async def test_what_runs_is_left_when_it_is_no_longer_to_be_kept() -> None:
-    runs = Runs(1.0)
+@pytest.mark.parametrize("fault", [None, OSError("nothing can be freed")])
+async def test_what_runs_is_left_when_it_is_no_longer_to_be_kept(fault: Exception | None) -> None:
+    runs = Runs(1.0, 1.0)
+    runs.fault = fault
     never: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     runs.end = lambda served: never  # type: ignore[assignment,method-assign,return-value]
     keeping = asyncio.create_task(runs.keep())

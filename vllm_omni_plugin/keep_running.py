@@ -1,5 +1,6 @@
 """Keeping something running that may end: it is started again after pauses that grow while it keeps ending."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 
@@ -57,8 +58,14 @@ async def keep_running(
                 reason: str | Exception = await end
                 served = clock() - served_since
         except Exception as error:
-            if must_start and not has_served:
+            # A fault in freeing what is left must not turn a cancellation into a restart.
+            if (must_start and not has_served) or _is_cancelled():
                 raise
             reason = error
         if not await pause(backoff.after(served), reason):
             return
+
+
+def _is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

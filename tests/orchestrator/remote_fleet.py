@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from tests.fakes.conditions import eventually
@@ -11,7 +12,7 @@ from tests.fakes.links import FakeLink, answer_calls
 from vllm_omni_plugin.coordinator import ReplicaInfo
 from vllm_omni_plugin.orchestrator.messages import RegisterRemoteReplica, UnregisterRemoteReplica
 from vllm_omni_plugin.orchestrator.remote_replicas import RemoteReplicas
-from vllm_omni_plugin.replicas.remote import AttachSettings, Listeners
+from vllm_omni_plugin.replicas.remote import AttachSettings, OnOutputs, OnStatus
 from vllm_omni_plugin.replicas.stage_client import StageClient
 
 
@@ -21,24 +22,31 @@ class Attachment:
     ready_response = b"ready"
     told = False
 
-    def __init__(self, info: ReplicaInfo, replica_id: int, listeners: Listeners) -> None:
+    def __init__(self, info: ReplicaInfo, replica_id: int, on_outputs: OnOutputs, on_status: OnStatus) -> None:
         self.info = info
         self.incarnation = info.incarnation
         self.link = FakeLink(info.control_addr)
         self.link.on_call = answer_calls
-        self.listeners = listeners
-        self.client = StageClient(self.link, FakeEngineApi(), replica_id, listeners.outputs, listeners.dead)
+        self.on_outputs, self.on_status = on_outputs, on_status
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.on_lost: Callable[[str], None] = lambda reason: None
+        self.client = StageClient(self.link, FakeEngineApi(), replica_id, on_outputs, self._end)
         self.client.start()
         self.told_to_leave = self.closed = False
 
     def say_told(self) -> None:
         self.told = True
 
+    def _end(self, reason: str) -> None:
+        self.lost.set_result(reason)
+        self.on_lost(reason)
+
     def leave(self) -> None:
         self.told_to_leave = True
 
     def close(self) -> None:
         self.closed = True
+        self.on_lost = lambda reason: None
         self.client.close()
 
 
@@ -71,14 +79,21 @@ class Fleet(FakeFleet):
         )
         self.orchestrator.remote_replicas = self.remote
 
-    async def attach(self, info: ReplicaInfo, replica_id: int, settings: AttachSettings, listeners: Listeners) -> Any:
+    async def attach(
+        self,
+        info: ReplicaInfo,
+        replica_id: int,
+        settings: AttachSettings,
+        on_outputs: OnOutputs,
+        on_status: OnStatus,
+    ) -> Any:
         self.attaching += 1
         self.most_attaching = max(self.most_attaching, self.attaching)
         await self.may_attach.wait()
         self.attaching -= 1
         if self.failures:
             raise self.failures.popleft()
-        self.attachments.append(Attachment(info, replica_id, listeners))
+        self.attachments.append(Attachment(info, replica_id, on_outputs, on_status))
         return self.attachments[-1]
 
     async def delay(self, seconds: float) -> None:

@@ -88,7 +88,7 @@ async def test_a_replica_that_serves_is_marked_as_told_and_one_that_was_told_is_
 async def test_outputs_before_a_replica_serves_are_of_nobody_here(fleet: Fleet) -> None:
     (replica,) = await fleet.joined(row(1))
     replica.link.say_dead()
-    replica.listeners.outputs(None)
+    replica.on_outputs(None)
     await fleet.serving(1)
     assert len(fleet.attachments) == 2
 
@@ -155,7 +155,7 @@ async def test_a_draining_replica_finishes_what_it_has_and_is_let_go(fleet: Flee
     if by_list:
         fleet.register(row(1, status=ReplicaStatus.DRAINING), accepts=False)
     else:
-        replica.listeners.status(ReplicaStatus.DRAINING)
+        replica.on_status(ReplicaStatus.DRAINING)
     await fleet.serving(0)
     await fleet.all_heard()
     assert not replica.closed
@@ -170,11 +170,11 @@ async def test_a_draining_replica_finishes_what_it_has_and_is_let_go(fleet: Flee
 async def test_a_list_that_lags_behind_does_not_undo_what_the_server_said(fleet: Fleet) -> None:
     (replica,) = await fleet.joined(row(1))
     await fleet.submit("a")
-    replica.listeners.status(ReplicaStatus.DRAINING)
+    replica.on_status(ReplicaStatus.DRAINING)
     fleet.register(row(1, control_addr="tcp://n:7"))
     await fleet.all_heard()
     assert fleet.pool.serving == ()
-    replica.listeners.status(ReplicaStatus.UP)
+    replica.on_status(ReplicaStatus.UP)
     assert len(fleet.pool.serving) == 1
     assert not replica.closed
 

@@ -83,22 +83,13 @@ async def test_a_head_that_is_never_found_ends_the_node_with_its_address_and_the
     assert server.cancelled
 
 
-async def test_the_time_to_join_begins_when_the_engine_is_ready() -> None:
+async def test_the_time_to_join_begins_when_the_engine_is_ready_and_ends_with_the_joining() -> None:
     server = FakeServer()
     node = asyncio.create_task(run_node([server], 0.01, HEAD))
     await asyncio.wait({node}, timeout=0.05)
     assert not node.done()
     server.joined.set()
     server.ready.set()
-    server.end.set_result(None)
-    await node
-
-
-async def test_a_node_that_has_joined_waits_for_ever() -> None:
-    server = FakeServer()
-    server.ready.set()
-    server.joined.set()
-    node = asyncio.create_task(run_node([server], 0.01, HEAD))
     await asyncio.wait({node}, timeout=0.05)
     assert not node.done()
     server.end.set_result(None)

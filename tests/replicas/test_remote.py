@@ -32,7 +32,6 @@ from vllm_omni_plugin.replicas.control import PROTOCOL_VERSION, Attach, Detach, 
 from vllm_omni_plugin.replicas.remote import (
     AttachRefusedError,
     AttachSettings,
-    Listeners,
     RemoteReplica,
     attach_remote,
 )
@@ -64,8 +63,9 @@ class Head:
         self.settings = replace(self.settings, **changes)
 
     async def attach(self, server: FakeServer) -> RemoteReplica:
-        listeners = Listeners(self.outputs.append, self.deaths.append, self.statuses.append)
-        return await attach_remote(server.info, 7, self.settings, listeners)
+        replica = await attach_remote(server.info, 7, self.settings, self.outputs.append, self.statuses.append)
+        replica.on_lost = self.deaths.append
+        return replica
 
     @asynccontextmanager
     async def attached(self, server: FakeServer) -> AsyncIterator[RemoteReplica]:
@@ -163,7 +163,7 @@ async def test_leaving_is_told_to_the_server_and_closing_gives_the_lease_back(he
     replica.close()
     await eventually(lambda: Detach(LEASE) in server.heard)
     assert Leave(LEASE) in server.heard
-    assert head.deaths == ["closed"]
+    assert (head.deaths, replica.lost.result()) == ([], "closed")
 
 
 async def test_the_server_hears_that_the_engine_was_told_everything_and_shall_leave(

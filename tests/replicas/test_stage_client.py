@@ -69,16 +69,7 @@ async def test_calls_are_answered_each_with_its_own_reply() -> None:
     assert peer.outputs == []
 
 
-async def test_a_refused_call_raises_the_engines_message() -> None:
-    peer = Peer()
-    call = await peer.open_call("one")
-    peer.link.refuse(peer.link.calls[0][0], "no such method")
-    with pytest.raises(ReplicaError, match="no such method"):
-        await call
-    assert peer.deaths == []
-
-
-async def test_replies_to_unknown_calls_are_ignored() -> None:
+async def test_a_call_is_answered_by_its_own_reply_alone_which_may_be_a_refusal() -> None:
     peer = Peer()
     call = await peer.open_call("one")
     call_id = peer.link.calls[0][0]
@@ -87,6 +78,11 @@ async def test_replies_to_unknown_calls_are_ignored() -> None:
     peer.link.answer(call_id, "mine")
     peer.link.answer(call_id, "again")
     assert await call == "mine"
+    call = await peer.open_call("two")
+    peer.link.refuse(peer.link.calls[1][0], "no such method")
+    with pytest.raises(ReplicaError, match="no such method"):
+        await call
+    assert peer.deaths == []
 
 
 async def test_a_reply_to_a_cancelled_call_is_ignored() -> None:

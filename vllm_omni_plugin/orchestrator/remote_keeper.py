@@ -62,7 +62,6 @@ class RemoteReplicaKeeper:
         self._clock = clock
         self._delay = delay
         self._news = asyncio.Event()
-        self._gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._server_drains = False
         self.joined = False
         self._replica: RemoteReplica | None = None
@@ -94,9 +93,8 @@ class RemoteReplicaKeeper:
             self._server_drains = drains
             self._place_holds()
 
-    def on_dead(self, reason: str) -> None:
-        """The attachment is void: a loss, unless it has not come into service or we end it ourselves."""
-        self._let_go(reason)
+    def _on_lost(self, reason: str) -> None:
+        # Not before it has come into service, or if we end it ourselves.
         if self.attached is not None:
             self._orchestrator.replica_lost(self.member, reason)
 
@@ -112,19 +110,20 @@ class RemoteReplicaKeeper:
             self._news.clear()
             await self._news.wait()
         self._news.clear()
-        self._gone = asyncio.get_running_loop().create_future()
         self._server_drains = False
         member = self.member
         replica: RemoteReplica = await attach(member.stage_id, member.replica_id)
         self._replica = replica
+        replica.on_lost = self._on_lost
         try:
             member.incarnation = replica.incarnation
             if await self._orchestrator.admit(member, replica.client, replica.ready_response, replica.told):
                 replica.say_told()
-            if self._gone.done():
+            if replica.lost.done():
                 raise ReplicaError("it was lost as soon as it was attached")
             self._serve(replica)
-            yield self._gone
+            # Shielded, because to stop waiting for its end is not to end it.
+            yield asyncio.shield(replica.lost)
         finally:
             self._replica = None
             replica.close()
@@ -159,16 +158,12 @@ class RemoteReplicaKeeper:
             self._pool.when_idle(self.member).add_done_callback(self._let_go_if_drained)
 
     def _let_go_if_drained(self, idle: "asyncio.Future[None]") -> None:
-        member = self.member
-        if idle.cancelled() or member.client is None or member.in_flight or DRAIN_HOLD not in member.held_back:
+        member, client = self.member, self.member.client
+        if idle.cancelled() or client is None or member.in_flight or DRAIN_HOLD not in member.held_back:
             return
         logger.info("Replica %s has drained.", member.name)
         self._pool.lose(member, ReplicaStatus.DRAINING)
-        self._let_go("it has drained")
-
-    def _let_go(self, reason: str) -> None:
-        if not self._gone.done():
-            self._gone.set_result(reason)
+        client.mark_dead("it has drained")
 
     async def _pause(self, seconds: float, reason: str | Exception) -> bool:
         """Wait before the next attempt, but not longer than for news of the replica."""

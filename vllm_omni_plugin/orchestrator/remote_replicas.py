@@ -15,7 +15,7 @@ from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.remote_keeper import RemoteReplicaKeeper
 from vllm_omni_plugin.orchestrator.replica_list import key_of
 from vllm_omni_plugin.orchestrator.stage_pool import PoolMember
-from vllm_omni_plugin.replicas.remote import AttachRemote, AttachSettings, Listeners, RemoteReplica, attach_remote
+from vllm_omni_plugin.replicas.remote import AttachRemote, AttachSettings, RemoteReplica, attach_remote
 
 logger = init_logger(__name__)
 
@@ -106,9 +106,8 @@ class RemoteReplicas:
     async def _turn_away(self, info: ReplicaInfo) -> None:
         """Let a replica of a stage that is not ours refuse this head, so that both ends say why."""
         ours = replace(info, stage_id=self._orchestrator.num_stages - 1)
-        listeners = Listeners(lambda _: None, lambda _: None, lambda _: None)
         try:
-            (await self._attach(ours, -1, self._settings, listeners)).close()
+            (await self._attach(ours, -1, self._settings, lambda outputs: None, lambda status: None)).close()
         except ReplicaError as error:
             logger.error("A replica of stage %d cannot serve here: %s", info.stage_id, error)
 
@@ -142,6 +141,5 @@ class RemoteReplicas:
             logger.info("Replica %s has left: %s.", member.name, reason)
 
     async def _open(self, keeper: RemoteReplicaKeeper, stage_id: int, replica_id: int) -> RemoteReplica:
-        listeners = Listeners(keeper.on_outputs, keeper.on_dead, keeper.on_status)
         async with self._attaching:
-            return await self._attach(keeper.info, replica_id, self._settings, listeners)
+            return await self._attach(keeper.info, replica_id, self._settings, keeper.on_outputs, keeper.on_status)

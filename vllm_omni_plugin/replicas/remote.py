@@ -45,6 +45,10 @@ _SERVER_SAYS_WHY_S = 1.0
 """An engine's own word of its death takes the shorter way; its server knows how it ended."""
 
 
+OnOutputs = Callable[[Any], None]
+OnStatus = Callable[[ReplicaStatus], None]
+
+
 class AttachRefusedError(ReplicaError):
     """The replica's server said no.
 
@@ -91,21 +95,6 @@ class AttachSettings:
     context: Context = field(default_factory=attaching_context)
 
 
-@dataclass(frozen=True, slots=True)
-class Listeners:
-    """Whom a `RemoteReplica` tells what.
-
-    Attributes:
-        outputs: see `StageClient`; the times in them are in our clock.
-        dead: see `StageClient`.
-        status: called with UP or DRAINING when the server says so.
-    """
-
-    outputs: Callable[[Any], None]
-    dead: Callable[[str], None]
-    status: Callable[[ReplicaStatus], None]
-
-
 class RemoteReplica:
     """A lease of one replica. Made by `attach_remote`; lives on the loop that made it.
 
@@ -114,24 +103,31 @@ class RemoteReplica:
         ready_response: what the engine said of itself when it was ready, as vLLM encoded it.
         incarnation: the one that this is a lease of.
         told: whether another head has told the engine what operators have told the fleet.
+        lost: done with the reason when the lease has ended, or the engine.
+        on_lost: called with the reason in the same step; does nothing unless replaced.
     """
 
     client: StageClient
     ready_response: bytes
     told: bool
 
-    def __init__(self, info: ReplicaInfo, replica_id: int, settings: AttachSettings, listeners: Listeners) -> None:
+    def __init__(
+        self, info: ReplicaInfo, replica_id: int, settings: AttachSettings, on_outputs: OnOutputs, on_status: OnStatus
+    ) -> None:
         self._info = info
         self.incarnation = info.incarnation
         self._name = f"{info.stage_id}.{replica_id}"
         self._settings = settings
-        self._listeners = listeners
+        self._on_status = on_status
+        self._on_outputs = on_outputs
         self._offset = ClockOffset()
-        self._answer: asyncio.Future[Attached | Refused] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self.lost: asyncio.Future[str] = loop.create_future()
+        self.on_lost: Callable[[str], None] = _nothing
+        self._answer: asyncio.Future[Attached | Refused] = loop.create_future()
         self._control: ControlLink | None = None
         self._lease: int | None = None
         self._link: RemoteLink | None = None
-        self._lost_reason = ""
         self._beats_unanswered = 0
         self._next_beat: asyncio.TimerHandle | None = None
         self._follower: CacheFollower | None = None
@@ -176,16 +172,16 @@ class RemoteReplica:
             self._link,
             settings.codecs[self._info.stage_id],
             self._name,
-            self._on_outputs,
-            self._listeners.dead,
+            self._rebase,
+            self._end,
             lease.client_index,
             _SERVER_SAYS_WHY_S,
         )
         self._beat()
         await self._link.established()
         self.client.start()
-        if self._lost_reason:
-            raise ReplicaError(self._lost_reason)
+        if self.lost.done():
+            raise ReplicaError(self.lost.result())
         # Connections that are open prove nothing of the engine behind them.
         await self.client.call("is_sleeping")
 
@@ -221,6 +217,7 @@ class RemoteReplica:
         if self._next_beat is not None:
             self._next_beat.cancel()
         self._answer.cancel()
+        self.on_lost = _nothing
         if self._link is not None:
             self.client.close()
         if self._control is not None:
@@ -238,7 +235,7 @@ class RemoteReplica:
             case Status(lease=lease) if lease == self._lease:
                 self._beats_unanswered = 0
                 if message.status in (ReplicaStatus.UP, ReplicaStatus.DRAINING):
-                    self._listeners.status(message.status)
+                    self._on_status(message.status)
                 else:
                     self._lose(message.reason or f"its server says {message.status.value}", message.engine_failed)
             case CacheChanges(lease=lease) if lease == self._lease and self._follower is not None:
@@ -246,16 +243,16 @@ class RemoteReplica:
             case Expired(lease=lease) if lease == self._lease:
                 self._lose("its server has ended this head's lease")
 
-    def _on_outputs(self, outputs: Any) -> None:
+    def _rebase(self, outputs: Any) -> None:
         rebase(outputs, self._offset, self._settings.clock())
-        self._listeners.outputs(outputs)
+        self._on_outputs(outputs)
 
     def _beat(self) -> None:
         """Ask for a sign of life. Beats without answer are counted, so a head that was itself late blames nobody."""
         assert self._control is not None
         assert self._lease is not None
         self._control.drain()
-        if self._lost_reason:
+        if self.lost.done():
             return
         settings = self._settings
         if self._beats_unanswered * settings.heartbeat_interval >= settings.heartbeat_timeout:
@@ -275,20 +272,25 @@ class RemoteReplica:
         self._lose(reason)
 
     def _lose(self, reason: str, engine_failed: bool = False) -> None:
-        if self._lost_reason:
-            return
-        self._lost_reason = reason
-        self._follower = None
         if self._link is not None:
             # What the engine has still said is good, and need not be computed again elsewhere.
             self.client.drain()
             self.client.mark_dead(reason, engine_failed)
-        elif not self._answer.done():
+        else:
+            self._end(reason)
+
+    def _end(self, reason: str) -> None:
+        if self.lost.done():
+            return
+        self._follower = None
+        self.lost.set_result(reason)
+        if not self._answer.done():
             self._answer.set_exception(ReplicaError(reason))
+        self.on_lost(reason)
 
 
 async def attach_remote(
-    info: ReplicaInfo, replica_id: int, settings: AttachSettings, listeners: Listeners
+    info: ReplicaInfo, replica_id: int, settings: AttachSettings, on_outputs: OnOutputs, on_status: OnStatus
 ) -> RemoteReplica:
     """Attach to a replica; returns when its engine has answered.
 
@@ -296,13 +298,14 @@ async def attach_remote(
         info: as the coordinator published it.
         replica_id: its id in this head.
         settings: of this head.
-        listeners: told of outputs, status and death, of the latter during attaching too.
+        on_outputs: see `StageClient`; the times in them are in our clock.
+        on_status: called with UP or DRAINING when the server says so.
 
     Raises:
         AttachRefusedError: the server said no.
         ReplicaError: it cannot be reached, did not answer in time, refused the handshake, or was lost meanwhile.
     """
-    replica = RemoteReplica(info, replica_id, settings, listeners)
+    replica = RemoteReplica(info, replica_id, settings, on_outputs, on_status)
     try:
         async with asyncio.timeout(settings.heartbeat_timeout):
             await replica.attach()
@@ -317,5 +320,9 @@ async def attach_remote(
     return replica
 
 
-AttachRemote = Callable[[ReplicaInfo, int, AttachSettings, Listeners], Awaitable[RemoteReplica]]
+AttachRemote = Callable[[ReplicaInfo, int, AttachSettings, OnOutputs, OnStatus], Awaitable[RemoteReplica]]
 """What `attach_remote` is."""
+
+
+def _nothing(reason: str) -> None:
+    """Before anybody wants to know of a loss, and afterwards."""

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Self
 
 import msgspec
@@ -14,7 +15,6 @@ from vllm_omni_plugin.coordinator import ReplicaInfo
 from vllm_omni_plugin.replicas.remote import (
     AttachRefusedError,
     AttachSettings,
-    Listeners,
     RemoteReplica,
     attach_remote,
 )
@@ -80,11 +80,12 @@ class FrontEnd:
             return list(await asyncio.gather(*(replica.client.call(method, *args) for replica in self.ranks)))
 
     async def _attach(self, rank: int, info: ReplicaInfo, settings: AttachSettings) -> RemoteReplica:
-        listeners = Listeners(lambda outputs: self._take(rank, outputs), lambda _: self._lose(rank), lambda _: None)
         async with asyncio.timeout(_ANSWER_S):
             while True:
                 try:
-                    return await attach_remote(info, rank, settings, listeners)
+                    replica = await attach_remote(info, rank, settings, partial(self._take, rank), lambda status: None)
+                    replica.on_lost = lambda reason: self._lose(rank)
+                    return replica
                 except AttachRefusedError as error:
                     if error.lasting:
                         raise

@@ -17,7 +17,6 @@ from vllm_omni_plugin.replicas.link import Frames
 from vllm_omni_plugin.replicas.remote import (
     AttachRefusedError,
     AttachSettings,
-    Listeners,
     RemoteReplica,
     attach_remote,
 )
@@ -63,11 +62,12 @@ class RealHead:
 
     async def _attach(self, info: ReplicaInfo) -> RemoteReplica:
         """Attach, trying again while the server says that this may help."""
-        listeners = Listeners(self._note, self.deaths.append, self.statuses.append)
         async with asyncio.timeout(10):
             while True:
                 try:
-                    return await attach_remote(info, 0, self._settings, listeners)
+                    replica = await attach_remote(info, 0, self._settings, self._note, self.statuses.append)
+                    replica.on_lost = self.deaths.append
+                    return replica
                 except AttachRefusedError as error:
                     if error.lasting:
                         raise

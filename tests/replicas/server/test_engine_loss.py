@@ -24,6 +24,7 @@ async def test_an_engine_that_exits_is_reported_and_replaced_on_the_same_ports(s
         await head.attach(after.incarnation)
         node.engine.say(0, "of the new engine")
         assert await head.read_ids(1) == ["of the new engine"]
+        assert node.launcher.engines[0].process.shutdowns == [0.0], "what was lost has nothing to finish"
 
 
 @pytest.mark.parametrize(("ended", "failed"), [("SIGILL", True), ("SIGKILL", False)])
@@ -49,14 +50,6 @@ async def test_an_engine_that_is_given_up_has_not_crashed_unless_it_says_so(
         else:
             node.engine.failure = "the executor is gone"
         assert (await head.hear_status()).engine_failed is reported
-
-
-async def test_an_engine_that_announces_its_death_is_replaced(start_node: StartNode) -> None:
-    node = await start_node()
-    before = await node.up()
-    node.engine.announce_death()
-    await node.up(after=before.incarnation)
-    assert node.launcher.engines[0].process.ended
 
 
 async def test_an_engine_that_hangs_is_reported_kept_and_taken_back(start_node: StartNode) -> None:

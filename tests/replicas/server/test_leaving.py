@@ -51,12 +51,12 @@ async def test_a_head_that_does_not_detach_cannot_keep_a_replica(start_node: Sta
         await node.running
 
 
-async def test_an_idle_replica_leaves_at_once(start_node: StartNode) -> None:
+async def test_an_idle_replica_leaves_at_once_and_its_engine_has_time_to_end(start_node: StartNode) -> None:
     node = await start_node()
     await node.up()
     node.server.drain()
     await node.running
-    assert node.engine.process.ended
+    assert node.engine.process.shutdowns == [None]
 
 
 @pytest.mark.parametrize(("leave", "why"), [("drain", "draining: it is leaving"), ("leave_now", "down: it was told")])
@@ -115,14 +115,14 @@ async def test_a_head_that_lets_go_at_once_is_still_heard(start_node: StartNode)
         await node.running
 
 
-async def test_draining_while_the_engine_is_down_ends_at_once(start_node: StartNode) -> None:
+@pytest.mark.parametrize("leave", ["drain", "restart_no_more"])
+async def test_a_replica_that_is_to_leave_ends_at_once_if_its_engine_hangs(start_node: StartNode, leave: str) -> None:
     node = await start_node(heartbeat_timeout=0.2)
-    info = await node.up()
+    await node.up()
     node.engine.hang()
     await eventually(lambda: node.info is None)
-    assert info.incarnation
-    node.server.drain()
-    await node.running
+    getattr(node.server, leave)()
+    await asyncio.wait_for(node.running, 10)
 
 
 async def test_draining_before_the_engine_is_ready_gives_up_its_start(start_node: StartNode) -> None:
@@ -133,49 +133,17 @@ async def test_draining_before_the_engine_is_ready_gives_up_its_start(start_node
     assert not node.server.ready.is_set()
 
 
-async def test_the_engine_dying_in_a_drain_ends_the_server(start_node: StartNode) -> None:
+@pytest.mark.parametrize("leave", ["drain", "restart_no_more"])
+async def test_an_engine_that_dies_when_its_replica_is_to_leave_is_not_started_again(
+    start_node: StartNode, leave: str
+) -> None:
     node = await start_node()
     async with node.attached() as head:
-        node.server.drain()
-        await head.hear_status()
-        node.engine.process.die()
-        assert (await head.hear_status()).status is ReplicaStatus.ERROR
-        await asyncio.wait_for(node.running, 10)
-    assert len(node.launcher.engines) == 1
-
-
-async def test_an_engine_has_time_to_end_when_its_replica_leaves(start_node: StartNode) -> None:
-    node = await start_node()
-    await node.up()
-    node.server.drain()
-    await node.running
-    assert node.engine.process.shutdowns == [None]
-
-
-async def test_an_engine_that_was_lost_has_none(start_node: StartNode) -> None:
-    node = await start_node()
-    info = await node.up()
-    lost = node.engine
-    lost.announce_death()
-    await node.up(after=info.incarnation)
-    assert lost.process.shutdowns == [0.0]
-
-
-async def test_an_engine_that_ends_when_all_are_to_end_is_not_started_again(start_node: StartNode) -> None:
-    node = await start_node()
-    async with node.attached() as head:
-        node.server.restart_no_more()
+        getattr(node.server, leave)()
+        if leave == "drain":
+            assert (await head.hear_status()).status is ReplicaStatus.DRAINING
         assert not node.running.done(), "the engine still serves"
         node.engine.process.die()
         assert (await head.hear_status()).status is ReplicaStatus.ERROR
         await asyncio.wait_for(node.running, 10)
     assert len(node.launcher.engines) == 1
-
-
-async def test_a_replica_without_an_engine_is_gone_when_all_are_to_end(start_node: StartNode) -> None:
-    node = await start_node(heartbeat_timeout=0.2)
-    await node.up()
-    node.engine.hang()
-    await eventually(lambda: node.info is None)
-    node.server.restart_no_more()
-    await asyncio.wait_for(node.running, 10)

@@ -16,7 +16,7 @@ from tests.sim.drive import request as sim_request
 from tests.sim.protocol.heads import FAST
 from tests.sim.protocol.requests import LONG, request
 from vllm_omni_plugin.coordinator import OmniCoordClientForHub, OmniCoordinator, ReplicaInfo, ReplicaStatus
-from vllm_omni_plugin.replicas.remote import AttachSettings, Listeners, RemoteReplica, attach_remote
+from vllm_omni_plugin.replicas.remote import AttachSettings, RemoteReplica, attach_remote
 from vllm_omni_plugin.replicas.server import ReplicaServer, ServerSettings
 from vllm_omni_plugin.sim.host import EngineHost
 from vllm_omni_plugin.sim.launcher import SimLauncher
@@ -61,10 +61,10 @@ class Fleet:
         settings = AttachSettings(
             {0: EngineApi()}, "test", {0: FINGERPRINT}, INTERVAL, TIMEOUT, context=zmq.Context.instance()
         )
-        listeners = Listeners(
-            lambda outputs: self.outputs.extend(outputs.outputs), self.deaths.append, lambda status: None
+        replica = await attach_remote(
+            info, index, settings, lambda outputs: self.outputs.extend(outputs.outputs), lambda status: None
         )
-        replica = await attach_remote(info, index, settings, listeners)
+        replica.on_lost = self.deaths.append
         self.attached.append(replica)
         return replica
 
