@@ -68,18 +68,10 @@ def parse_options(args: argparse.Namespace) -> OmniConfig | None:
     if joined is not None:
         options = replace(options, join=True, **joined)
 
-    from vllm_omni_plugin.balancing import build_load_balancer_factory
     from vllm_omni_plugin.integration.options.compatibility import refuse_unsupported
-    from vllm_omni_plugin.integration.options.flag_rules import check
+    from vllm_omni_plugin.integration.options.flag_rules import check, check_policy
 
-    try:
-        build_load_balancer_factory(options.lb_policy)
-    except ConfigError as error:
-        raise ConfigError(f"argument --omni-lb-policy: {error}") from error
-    try:
-        build_load_balancer_factory(options.lb_policy, options.lb_config)
-    except ConfigError as error:
-        raise ConfigError(f"argument --omni-lb-config: {error}") from error
+    check_policy(options)
     headless = bool(getattr(args, "headless", False))
     if joined is None:
         refuse_unsupported(args)

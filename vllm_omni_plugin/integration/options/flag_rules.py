@@ -4,6 +4,7 @@ import socket
 from collections.abc import Collection
 
 from vllm_omni_plugin.admin.keys import read_admin_keys
+from vllm_omni_plugin.balancing import build_load_balancer_factory
 from vllm_omni_plugin.config import ADMIN_KEY_FLAG, OmniConfig
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError
@@ -66,6 +67,19 @@ def check(options: OmniConfig, given: Collection[str], headless: bool, api_serve
             # The head's name may come with the head; the node looks for it again when it starts.
             return
     check_exposure(options, address, headless)
+
+
+def check_policy(options: OmniConfig) -> None:
+    """Build the load-balancing policy.
+
+    Raises:
+        ConfigError: naming the flag that it fails for.
+    """
+    for flag, config in (("--omni-lb-policy", None), ("--omni-lb-config", options.lb_config)):
+        try:
+            build_load_balancer_factory(options.lb_policy, config)
+        except ConfigError as error:
+            raise ConfigError(f"argument {flag}: {error}") from error
 
 
 def _check_side(given: Collection[str], headless: bool) -> None:

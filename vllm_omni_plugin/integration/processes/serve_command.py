@@ -2,9 +2,11 @@
 
 import argparse
 import sys
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.integration.command_line import parse_or_exit
 
 _SERVE = "vllm.entrypoints.cli.serve"
@@ -19,36 +21,39 @@ def take_over_command() -> None:
     serve: Any = sys.modules.get(_SERVE)
     if serve is None or hasattr(serve.run_headless, _TAKEN_OVER):
         return
-    own_run_headless = serve.run_headless
-    own_run_multi_api_server = serve.run_multi_api_server
     own_validate = serve.validate_parsed_serve_args
-
-    @wraps(own_run_headless)
-    def run_headless(args: argparse.Namespace) -> None:
-        options = parse_or_exit(args)
-        if options is None:
-            own_run_headless(args)
-            return
-        from vllm_omni_plugin.integration.processes.headless import serve_replicas
-
-        raise SystemExit(serve_replicas(args, options))
-
-    @wraps(own_run_multi_api_server)
-    def run_multi_api_server(args: argparse.Namespace) -> None:
-        options = parse_or_exit(args)
-        if options is None:
-            own_run_multi_api_server(args)
-            return
-        from vllm_omni_plugin.integration.processes.several_servers import serve_api_servers
-
-        raise SystemExit(serve_api_servers(args, options))
 
     @wraps(own_validate)
     def validate(args: argparse.Namespace) -> None:
         parse_or_exit(args)
         own_validate(args)
 
-    setattr(run_headless, _TAKEN_OVER, True)
-    serve.run_headless = run_headless
-    serve.run_multi_api_server = run_multi_api_server
+    serve.run_headless = _with_our_flags(serve.run_headless, _run_headless)
+    serve.run_multi_api_server = _with_our_flags(serve.run_multi_api_server, _run_api_servers)
     serve.validate_parsed_serve_args = validate
+    setattr(serve.run_headless, _TAKEN_OVER, True)
+
+
+def _with_our_flags(own: Any, ours: Callable[[argparse.Namespace, OmniConfig], int]) -> Any:
+    """What runs `ours` for a command line with our flags, and vLLM's `own` for any other."""
+
+    @wraps(own)
+    def run(args: argparse.Namespace) -> None:
+        options = parse_or_exit(args)
+        if options is not None:
+            raise SystemExit(ours(args, options))
+        own(args)
+
+    return run
+
+
+def _run_headless(args: argparse.Namespace, options: OmniConfig) -> int:
+    from vllm_omni_plugin.integration.processes.headless import serve_replicas
+
+    return serve_replicas(args, options)
+
+
+def _run_api_servers(args: argparse.Namespace, options: OmniConfig) -> int:
+    from vllm_omni_plugin.integration.processes.several_servers import serve_api_servers
+
+    return serve_api_servers(args, options)
