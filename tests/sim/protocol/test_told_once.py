@@ -1,0 +1,50 @@
+"""Heads with one replica server: an operator's call reaches its engine once, also when heads come and go."""
+
+import asyncio
+from concurrent.futures import Future
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fakes.conditions import eventually
+from tests.sim.protocol.whole_heads import WholeHead, open_site
+from vllm_omni_plugin.orchestrator.messages import CallReplicas
+from vllm_omni_plugin.replicas.stage_client import StageClient
+
+
+async def call(head: WholeHead, method: str, *args: Any) -> list[Any]:
+    reply: Future[list[Any]] = Future()
+    head.orchestrator.rpc_async_queue.force_put(CallReplicas(method, args, reply))
+    async with asyncio.timeout(10):
+        return await asyncio.wrap_future(reply)
+
+
+async def test_an_engine_is_told_once_until_its_last_head_has_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    own_call = StageClient.call
+
+    async def noted(client: StageClient, method: str, *args: Any) -> Any:
+        if method in ("pause_scheduler", "resume_scheduler"):
+            told.append(method)
+        return await own_call(client, method, *args)
+
+    monkeypatch.setattr(StageClient, "call", noted)
+    async with open_site(tmp_path) as site:
+        async with AsyncExitStack() as stack:
+            first, second = [await stack.enter_async_context(site.head()) for _ in range(2)]
+            await call(first, "pause_scheduler", "keep", True)
+            late = await stack.enter_async_context(site.head())
+            assert told == ["pause_scheduler"]
+            assert await call(late, "is_scheduler_paused") == [True]
+            await call(second, "resume_scheduler")
+            await call(late, "pause_scheduler", "keep", True)
+            assert told == ["pause_scheduler", "resume_scheduler", "pause_scheduler"]
+        told.clear()
+        async with site.head() as next_head:
+            await eventually(lambda: next_head.orchestrator.fleet_calls.refusal is None)
+            assert await call(next_head, "is_scheduler_paused") == [False]
+            assert told == []
