@@ -154,14 +154,6 @@ def test_report_of_thousands_of_replicas_arrives_whole(coordinator: OmniCoordina
     assert second.losses == 0
 
 
-def test_late_head_is_told_of_everything(coordinator: OmniCoordinator, connect: Connect) -> None:
-    (first,) = connect(coordinator.router_zmq_addr, "first")
-    coordinator.add_new_replica(make_event("a"))
-    first.report(ROW)
-    (late,) = connect(coordinator.router_zmq_addr, "late")
-    eventually(lambda: names(late.replicas) == ["a"] and late.work == {"first": {ROW.engine: ROW}})
-
-
 def test_head_that_closes_has_left_at_once(coordinator: OmniCoordinator, connect: Connect) -> None:
     (first,) = connect(coordinator.router_zmq_addr, "first")
     leaver = Listener(coordinator.router_zmq_addr, "leaver")
@@ -292,12 +284,6 @@ def test_frames_without_a_session_are_stale(coordinator: OmniCoordinator, dealer
     eventually(lambda: coordinator.invalid_frames["stale"] == 8)
 
 
-def test_more_heads_than_sessions_are_counted_and_dropped(coordinator: OmniCoordinator, dealer: OpenDealer) -> None:
-    for number in range(66):
-        dealer(coordinator.router_zmq_addr).send(encode_from_head(Hello(f"head-{number}", 1, SESSION_PROTOCOL)))
-    eventually(lambda: coordinator.invalid_frames["table-full"] == 2)
-
-
 def test_a_head_says_why_it_has_no_session_and_when_it_has_one(
     coordinator: OmniCoordinator, dealer: OpenDealer
 ) -> None:
@@ -315,6 +301,7 @@ def test_a_head_says_why_it_has_no_session_and_when_it_has_one(
         head.client.close()
     full = f"the coordinator at {coordinator.router_zmq_addr} gives this head no session: there are 64 heads already"
     assert head.troubles == [full, ""]
+    assert coordinator.invalid_frames["table-full"] > 0
 
 
 def test_hostile_frames_of_heads_harm_neither_service_nor_neighbours(

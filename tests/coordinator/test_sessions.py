@@ -187,15 +187,6 @@ def test_a_frame_that_cannot_be_read_is_followed_by_a_full_resync(world: World) 
     assert (head.resyncs, len(head.lists[-1].replicas)) == (2, 1)
 
 
-def test_report_reaches_the_other_heads_and_not_its_own(world: World) -> None:
-    world.report("h1", work())
-    world.exchange("h1")
-    world.tick()
-    world.exchange("h1", "h2", "h3")
-    assert world.heads["h2"].others["h1"] == world.heads["h3"].others["h1"] == {engine(): work()}
-    assert "h1" not in world.heads["h1"].others
-
-
 def test_reports_of_one_interval_share_a_frame_with_the_last_of_each_replica(world: World) -> None:
     for requests in (1, 2, 3):
         world.report("h1", work("a", requests))
@@ -314,20 +305,6 @@ def test_silence_of_the_coordinator_voids_what_others_said_but_not_the_list(worl
     assert len(head.lists) == before
     world.settle()
     assert head.others["h2"]
-
-
-def test_head_that_left_while_another_was_cut_off_is_forgotten(world: World) -> None:
-    world.report("h2", work())
-    world.settle()
-    world.heads["h2"].session.leave()
-    world.heads["h1"].session.disconnected()
-    world.exchange("h2")
-    world.connect("h1")
-    world.tick()
-    world.exchange("h1")
-    world.tick()
-    world.exchange("h1")
-    assert "h2" not in world.heads["h1"].others
 
 
 def test_a_beat_is_answered(world: World) -> None:

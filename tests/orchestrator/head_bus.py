@@ -105,7 +105,7 @@ class FakeHead(FakeFleet):
         self.adapters: dict[str, Adapter] = {}
         self.sleep_level = 0
         self.orchestrator.exchange = WorkExchange([self.pool], self.session.report)
-        self.fleet_calls = self.orchestrator.fleet_calls = FleetCalls(self.orchestrator, head_id, lambda: self)
+        self.fleet_calls = self.orchestrator.fleet_calls = FleetCalls(self.orchestrator, head_id, lambda: self)  # type: ignore[arg-type, return-value]
         self._listener = SessionListener(self.orchestrator.rpc_async_queue)
 
     async def __aenter__(self) -> "FakeHead":

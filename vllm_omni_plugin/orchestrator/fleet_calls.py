@@ -5,9 +5,9 @@ import itertools
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
-from typing import Any, Protocol
+from typing import Any
 
-from vllm_omni_plugin.coordinator import ReplicaKey
+from vllm_omni_plugin.coordinator import OmniCoordClientForHead, ReplicaKey
 from vllm_omni_plugin.coordinator.call_arguments import FORGET_LORA, MANAGE_CALLS, decode, key_in
 from vllm_omni_plugin.coordinator.head_messages import (
     Call,
@@ -19,16 +19,15 @@ from vllm_omni_plugin.coordinator.head_messages import (
     FleetState,
     NumberedCall,
     OperatorMessage,
-    StageState,
     TakeOver,
 )
 from vllm_omni_plugin.errors import CoordinatorAwayError, NotAllowedError, OmniError, ReplicaError, WireError
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.orchestrator.fan_out import BegunCall, FanOut
-from vllm_omni_plugin.orchestrator.front_update import FrontUpdate, FrontView, tell
-from vllm_omni_plugin.orchestrator.membership import ADMIN_HOLD, RemoteKeeper, key_of, manage_by_key
+from vllm_omni_plugin.orchestrator.fan_out import BegunCall
+from vllm_omni_plugin.orchestrator.fleet_snapshot import Head, adopt, snapshot_of
+from vllm_omni_plugin.orchestrator.front_update import FrontUpdate, tell
+from vllm_omni_plugin.orchestrator.membership import manage_by_key
 from vllm_omni_plugin.orchestrator.stage_calls import StageCall, StageCalls
-from vllm_omni_plugin.orchestrator.stage_pool import StagePool
 
 logger = init_logger(__name__)
 
@@ -38,32 +37,6 @@ FOLLOW_S = 300.0
 """Seconds that other heads have for what only they can do, such as calling engines of their own process."""
 
 _SLEEP_CALLS = frozenset({"sleep", "wake_up"})
-
-
-class Head(Protocol):
-    """This head; `Orchestrator` in service."""
-
-    @property
-    def stage_pools(self) -> Sequence[StagePool]: ...
-
-    @property
-    def fan_out(self) -> FanOut: ...
-
-    @property
-    def drained(self) -> set[ReplicaKey]: ...
-
-    @property
-    def remote_replicas(self) -> RemoteKeeper | None: ...
-
-    def tell_front(self, item: Any) -> None: ...
-
-
-class CoordinatorClient(Protocol):
-    """The way to the coordinator; `OmniCoordClientForHead` in service."""
-
-    def send(self, message: OperatorMessage) -> bool: ...
-
-    def resync(self) -> None: ...
 
 
 class FleetCalls:
@@ -79,7 +52,7 @@ class FleetCalls:
         client: returns the way to the coordinator, None before there is one.
     """
 
-    def __init__(self, head: Head, head_id: str, client: Callable[[], CoordinatorClient | None]) -> None:
+    def __init__(self, head: Head, head_id: str, client: Callable[[], OmniCoordClientForHead | None]) -> None:
         self._head = head
         self._head_id = head_id
         self._client = client
@@ -307,37 +280,16 @@ class FleetCalls:
         try:
             if state.number < self._number:
                 # The coordinator has started after the call that this head saw last.
-                stages = [stage.shared.snapshot(number) for number, stage in enumerate(self._head.fan_out.stages)]
-                self._say(FleetState(self._number, stages, sorted(self._head.drained)))
+                self._say(snapshot_of(self._head, self._number))
             else:
-                self._adopt(state)
+                telling = adopt(self._head, state)
+                self._number = state.number
+                for each in telling:
+                    self._spawn(each)
         except WireError as error:
             logger.error("What the fleet was told cannot be told here: %s", error)
         finally:
             self._synced.set()
-
-    def _adopt(self, state: FleetState) -> None:
-        stages = self._head.fan_out.stages
-        told = {stage.stage_id: stage for stage in state.stages}
-        if max(told, default=0) >= len(stages):
-            raise WireError(f"a state of stage {max(told)}: this head has {len(stages)} stages")
-        before = FrontView.of([stage.shared for stage in stages])
-        missed = [stage.adopt(told.get(i, StageState(i, [], False))) for i, stage in enumerate(stages)]
-        self._number = state.number
-        self._adopt_drained({ReplicaKey(*key) for key in state.drained})
-        for stage, calls in zip(stages, missed, strict=True):
-            self._spawn(stage.catch_up(calls))
-        self._spawn(tell(self._head.tell_front, before.difference(FrontView.of([stage.shared for stage in stages]))))
-
-    def _adopt_drained(self, drained: set[ReplicaKey]) -> None:
-        self._head.drained.clear()
-        self._head.drained.update(drained)
-        for pool in self._head.stage_pools:
-            for member in pool.members:
-                if member.remote and key_of(member) in drained:
-                    pool.hold_back(member, ADMIN_HOLD)
-                elif member.remote:
-                    pool.release_hold(member, ADMIN_HOLD)
 
     async def _tell_front(self, begun: BegunCall) -> None:
         if not begun.calls:

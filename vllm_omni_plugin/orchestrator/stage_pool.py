@@ -19,7 +19,7 @@ from vllm_omni_plugin.orchestrator.decision_log import DecisionLog
 from vllm_omni_plugin.orchestrator.messages import Explanation
 from vllm_omni_plugin.orchestrator.policy_guard import PolicyGuard
 from vllm_omni_plugin.orchestrator.pool_member import Peers, PoolMember
-from vllm_omni_plugin.orchestrator.roster import Roster, with_member, without_member
+from vllm_omni_plugin.orchestrator.pool_members import PoolMembers, with_member, without_member
 from vllm_omni_plugin.orchestrator.stage_run import StageRun
 from vllm_omni_plugin.replicas.stage_client import StageClient
 from vllm_omni_plugin.vllm_api.facts import CacheSize, LoadReport
@@ -67,7 +67,7 @@ class StagePool:
         self.policy = self._policy.name
         self._log = DecisionLog(self.policy)
         self._clock = clock
-        self._roster = Roster(stage_id)
+        self._members = PoolMembers(stage_id)
         self._unreported = UnreportedRequests()
         self.serving: ServingReplicas[PoolMember] = ServingReplicas((), self._unreported)
 
@@ -78,7 +78,7 @@ class StagePool:
     @property
     def members(self) -> tuple[PoolMember, ...]:
         """All replicas, in order of their ids. Safe to read from any thread."""
-        return self._roster.members
+        return self._members.members
 
     @property
     def follows_caches(self) -> bool:
@@ -96,7 +96,7 @@ class StagePool:
         Raises:
             ValueError: the id is taken.
         """
-        return self._roster.add(replica_id)
+        return self._members.add(replica_id)
 
     def remove(self, member: PoolMember) -> None:
         """Forget a member and free its id. Nothing to do if it was removed before.
@@ -106,11 +106,11 @@ class StagePool:
         """
         if member.client is not None:
             raise ValueError(f"replica {member.replica_id} of stage {self.stage_id} still serves")
-        self._roster.remove(member)
+        self._members.remove(member)
 
     def member(self, replica_id: int) -> PoolMember:
         """The replica with this id. Raises KeyError if there is none."""
-        member = self._roster.get(replica_id)
+        member = self._members.get(replica_id)
         if member is None:
             raise KeyError(replica_id)
         return member
@@ -216,7 +216,7 @@ class StagePool:
         """
         wait = f"; the request waited {waited:.0f} s for one" if waited else ""
         return NoReplicaError(
-            f"No replica of stage {self.stage_id} can serve right now ({self._roster.describe()}){wait}. "
+            f"No replica of stage {self.stage_id} can serve right now ({self._members.describe()}){wait}. "
             "Please try again later."
         )
 
@@ -242,7 +242,7 @@ class StagePool:
 
     def release(self, run: StageRun) -> None:
         """The request is no longer in flight; nothing to do if it was released before."""
-        member = self._roster.get(run.replica_id) if run.replica_id is not None else None
+        member = self._members.get(run.replica_id) if run.replica_id is not None else None
         if member is None or member.in_flight.pop(run.engine_request_id, None) is None:
             return
         self._unreported.ended(1)

@@ -1,8 +1,7 @@
 """The members of a pool by id. Ids are given lowest first, and those of members that have left are given again."""
 
-from bisect import bisect_left
+import itertools
 from collections import Counter
-from heapq import heappop, heappush
 
 from vllm_omni_plugin.orchestrator.pool_member import PoolMember
 
@@ -10,7 +9,7 @@ _MAX_DESCRIBED = 8
 """Members that a description names one by one."""
 
 
-class Roster:
+class PoolMembers:
     """Who belongs to one stage's pool.
 
     Args:
@@ -20,9 +19,6 @@ class Roster:
     def __init__(self, stage_id: int) -> None:
         self._stage_id = stage_id
         self._by_id: dict[int, PoolMember] = {}
-        # All free ids are in the heap or not below the number. Some may have been taken by name since.
-        self._freed: list[int] = []
-        self._next_id = 0
         # Replaced, never changed, so that other threads may read it.
         self._all: tuple[PoolMember, ...] = ()
 
@@ -42,7 +38,7 @@ class Roster:
             ValueError: the id is taken.
         """
         if replica_id is None:
-            replica_id = self._lowest_free_id()
+            replica_id = next(number for number in itertools.count() if number not in self._by_id)
         if replica_id in self._by_id:
             raise ValueError(f"stage {self._stage_id} has a replica {replica_id} already")
         member = PoolMember(replica_id, self._stage_id)
@@ -54,8 +50,6 @@ class Roster:
         """Forget a member and free its id. Nothing to do if it was removed before."""
         if self._by_id.get(member.replica_id) is member:
             del self._by_id[member.replica_id]
-            if member.replica_id < self._next_id:
-                heappush(self._freed, member.replica_id)
             self._all = without_member(self._all, member)
 
     def describe(self) -> str:
@@ -67,27 +61,12 @@ class Roster:
             return "of its replicas " + ", ".join(f"{count} are {status}" for status, count in sorted(counts.items()))
         return ", ".join(f"replica {m.replica_id} is {m.status.value}" for m in self._all)
 
-    def _lowest_free_id(self) -> int:
-        while self._freed:
-            replica_id = heappop(self._freed)
-            if replica_id not in self._by_id:
-                return replica_id
-        while self._next_id in self._by_id:
-            self._next_id += 1
-        return self._next_id
-
 
 def with_member(members: tuple[PoolMember, ...], member: PoolMember) -> tuple[PoolMember, ...]:
     """The members, and this one in its place."""
-    place = _place(members, member)
-    return (*members[:place], member, *members[place:])
+    return tuple(sorted((*members, member), key=lambda m: m.replica_id))
 
 
 def without_member(members: tuple[PoolMember, ...], member: PoolMember) -> tuple[PoolMember, ...]:
     """The members but this one."""
-    place = _place(members, member)
-    return (*members[:place], *members[place + 1 :])
-
-
-def _place(members: tuple[PoolMember, ...], member: PoolMember) -> int:
-    return bisect_left(members, member.replica_id, key=lambda m: m.replica_id)
+    return tuple(m for m in members if m is not member)
