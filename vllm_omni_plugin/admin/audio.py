@@ -14,7 +14,7 @@ _SAMPLE_BYTES: Final = 2
 _FORMAT_PCM: Final = 1
 _CHANNELS: Final = 1
 _GREATEST_RATE: Final = _UNKNOWN // (_CHANNELS * _SAMPLE_BYTES)
-"""A WAV file says bytes per second in 32 bits."""
+"""A WAV file has 32 bits for the bytes per second."""
 
 
 def sample_rate(stage: str, output: StageOutput) -> int:
@@ -65,7 +65,7 @@ def wav_header(rate: int, size: int | None) -> bytes:
 
     Args:
         rate: hertz.
-        size: bytes of samples; None while they are still being made: then the header says as much as it can, which
+        size: bytes of samples; None while they are still being made: then the header has the largest value, which
             players take for "to the end of the file".
     """
     data = _UNKNOWN if size is None else size

@@ -1,4 +1,4 @@
-"""What a request's body says about the pipeline: OpenAI's `modalities` and `audio`, and our `omni`."""
+"""The fields of a request's body for the pipeline: OpenAI's `modalities` and `audio`, and our `omni`."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -13,9 +13,9 @@ OMNI_KEYS: Final = ("outputs", "params", "sampling", "timings")
 AUDIO_FORMATS: Final = ("wav", "pcm16")
 
 _SHOWN: Final = {Modality.TEXT, Modality.TOKENS, Modality.SCORES, Modality.EMBEDDING, Modality.AUDIO}
-"""What can be said in JSON."""
+"""Outputs that can be sent as JSON."""
 _ANSWERS: Final = {Modality.TEXT, Modality.TOKENS, Modality.AUDIO}
-"""What a request that samples can be answered with; the rest may stand beside it."""
+"""Outputs that can be the answer of a request that samples; the others can be sent beside it."""
 _NOT_RUN: Final = "no stage {} runs for this request"
 
 
@@ -74,7 +74,7 @@ def read_call_options(fields: Mapping[str, Any], pipeline: Pipeline) -> CallOpti
         fields: of the body; `modalities`, `audio` and `omni` count.
 
     Raises:
-        BadOptionError: a modality, stage or key that there is none of, or a value of the wrong kind.
+        BadOptionError: an unknown modality, stage or key, or a value of the wrong type.
     """
     modalities = _modalities(fields.get("modalities"), pipeline)
     omni = _mapping(fields.get("omni"), "omni")

@@ -1,4 +1,4 @@
-"""A client's call of a pipeline, beyond what vLLM's request says: what it wants, and where that goes."""
+"""A client's call of a pipeline, beyond vLLM's request: the outputs that it asks for, and where they go."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -99,7 +99,7 @@ class Preparation:
                 outcome.set_result(work() if wanted() else None)
             except BaseException as error:  # raised where the outcome is wanted
                 outcome.set_exception(error)
-            # A loop that has ended serves nobody any more.
+            # The loop may have ended.
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(done, outcome.result)
             # An error refers to this frame, which must not refer to the error in turn.
@@ -119,7 +119,7 @@ class Preparation:
             return WholeInput(api.build_root(source, NOTHING, front=False))
         if self._names[stage.id] == BuiltInTransform.KV_TRANSFER:
             request, params = api.movable(api.build_root(source, sampling, front=front)), state.cache_params
-            # The cache can be fetched once, so only the first attempt is told of it.
+            # The cache can be fetched once, so only the first attempt gets the parameters.
             return WholeInput(request, None if params is None else api.with_kv_transfer(request, params))
         if stage.id not in self._transforms:
             return WholeInput(api.build_root(source, sampling, front=front))
@@ -195,7 +195,7 @@ def _guarded(stage: Stage, transform: Transform) -> Transform:
             return transform(outputs, transfer)
         except StageInputError as error:
             raise StageInputError(f"Stage {stage.name!r}: {error}") from error
-        except BaseException as error:  # not even SystemExit may reach the loop that is told
+        except BaseException as error:  # SystemExit, too, must not end the loop
             raise StageError(f"Stage {stage.name!r}: its transform failed: {type(error).__name__}: {error}") from error
 
     return guarded

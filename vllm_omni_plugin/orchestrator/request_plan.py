@@ -18,7 +18,7 @@ class Plan:
         client_sampled: see `Pipeline.sampled_by_client`.
         finals: stages after which the request is complete.
         read: stages whose outputs somebody here reads.
-        shown: stages whose outputs the call is told.
+        shown: stages whose outputs are sent to the call.
     """
 
     roots: tuple[Stage, ...]

@@ -67,7 +67,7 @@ class StageApi(RequestApi, Protocol):
         """A reader for the run that begins with this request."""
 
     def answer(self, output: Any, read: StageOutput) -> Any:
-        """What of a front stage's output goes to vLLM's server: the `EngineCoreOutput`, or one made of what it says.
+        """The output for vLLM's server, of the stage that answers: the `EngineCoreOutput` itself, or one made of it.
 
         Args:
             output: of the engine, under the client's id.

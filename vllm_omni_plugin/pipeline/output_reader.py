@@ -57,5 +57,5 @@ def joined(outputs: Sequence[StageOutput]) -> StageOutput:
 def _concatenated(tensors: list[Any]) -> Any:
     if len(tensors) < 2:
         return tensors[0] if tensors else None
-    # Whoever made the tensors has imported it.
+    # There are tensors, so torch has been imported.
     return sys.modules["torch"].cat(tensors)

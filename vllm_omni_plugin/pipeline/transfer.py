@@ -13,7 +13,7 @@ class StageOutput:
         token_ids: tokens of its model, without those of the prompt.
         text: the same as text, where the stage's output is text.
         tensor: a `torch.Tensor` on the CPU: embeddings or hidden states `[rows, width]`, scores `[classes]`, samples
-            `[samples]`, or whatever else a Python stage makes; None where there is none.
+            `[samples]`, or any other tensor of a Python stage; None if there is none.
         metadata: plain data (what JSON can hold) that belongs to it.
         finish_reason: why the stage ended (`stop`, `length`); None for a chunk that is not the last.
     """
@@ -52,7 +52,7 @@ class Transfer:
         request_id: the client's id.
         stage: name of the stage that gets the input.
         prompt_token_ids: the request's prompt, in tokens of the model that it was made for.
-        prompt: the same as text, without special tokens; "" where it cannot be told.
+        prompt: the same as text, without special tokens; "" where it is unknown.
         params: what the client gave for stages to read, such as `voice`; plain data.
         chunk: number of the chunk, from 0; always 0 where the stage waits for whole outputs.
         last: whether nothing follows; always true where the stage waits for whole outputs.

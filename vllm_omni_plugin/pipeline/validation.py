@@ -18,7 +18,7 @@ _OUT_OF_PLACE = {
     "chunk_size": "only with async_chunk: true",
     "min_prompt_tokens": "only with output: kv_cache",
 }
-"""What is said of a key that does not go with the others of its stage."""
+"""Messages for keys that other keys of the stage exclude."""
 _MAX_SHOWN = 60
 """Characters of a value in a message."""
 _TYPES = {
@@ -91,7 +91,7 @@ _WORDING: Mapping[str, Callable[[Any], str]] = MappingProxyType(
         "uniqueItems": lambda error: "must name each only once",
     }
 )
-"""What is said of an error, by the keyword of JSON Schema that it is of."""
+"""Messages for errors, by the keyword of JSON Schema that failed."""
 
 
 def _shown(value: Any) -> str:

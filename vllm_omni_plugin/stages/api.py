@@ -99,7 +99,7 @@ class PythonStageApi(EngineApi):
                 session_id=source.session_id,
             )
             msgspec.msgpack.encode((request.token_ids, request.metadata, request.sampling))
-        except Exception as error:  # what torch says of tensors is of many kinds
+        except Exception as error:  # torch raises many kinds of errors
             raise StageInputError(f"Stage '{self._stage.name}': its input cannot be sent: {error}") from error
         return request
 

@@ -56,7 +56,7 @@ class Computation:
             return job
         try:
             return replace(job, input=replace(job.input, tensor=job.input.tensor.to_torch()))
-        except Exception as error:  # what torch says of sizes and types that cannot be is of many kinds
+        except Exception as error:  # torch raises many kinds of errors for wrong sizes and types
             return self._failure(TypeError(f"its input is no tensor: {error}"))
 
     def _compute(self, jobs: Sequence[StageJob]) -> list[Result]:
@@ -91,7 +91,7 @@ class Computation:
 
 
 def _checked(output: Any) -> Result:
-    """Raises TypeError, or whatever torch raises, if it is no output that can travel."""
+    """Raises TypeError, or an error of torch's, if it is no output that can be sent."""
     if not isinstance(output, StageOutput):
         raise TypeError(f"compute returned a {type(output).__name__} where a StageOutput belongs")
     try:
@@ -99,7 +99,7 @@ def _checked(output: Any) -> Result:
             {"text": output.text, "token_ids": list(map(int, output.token_ids)), "metadata": dict(output.metadata)},
             Content,
         )
-        # Whatever cannot be sent would take the outputs of others in the same message with it.
+        # Otherwise the whole message, with the outputs of other requests, could not be sent.
         msgspec.msgpack.encode(content)
     except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(f"compute returned a StageOutput that cannot be sent: {error}") from error

@@ -114,7 +114,7 @@ class StageEngine:
             return
         try:
             answer = self._codec.encode_result(call_id, self._calls.call(method, args), time.monotonic())
-        except Exception as error:  # whatever is wrong with a call is the caller's to know, as in vLLM
+        except Exception as error:  # every error of a call goes to its caller, as in vLLM
             answer = self._codec.encode_failure(call_id, f"Call to {method} method failed: {error}", time.monotonic())
         if self._batch and method in ("pause_scheduler", "sleep") and self._calls.pause_mode == "wait":
             self._delayed_answers.append((client_index, answer))
@@ -132,7 +132,7 @@ class StageEngine:
     def _computed(self, computing: "asyncio.Future[list[Result]]") -> None:
         try:
             self._deliver(computing.result())
-        except BaseException as error:  # nobody would ever hear of these requests again
+        except BaseException as error:  # otherwise these requests would never be answered
             self.ended.set_exception(error)
 
     def _deliver(self, results: list[Result]) -> None:

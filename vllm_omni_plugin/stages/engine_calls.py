@@ -12,8 +12,8 @@ class EngineCalls:
     """Answers calls and keeps what they leave behind.
 
     Args:
-        abort: drops requests by their ids, None for all; with True, their clients are told.
-        clear_cache: clears the prefix cache, and says whether it could.
+        abort: drops requests by their ids, None for all; with True, their clients get an aborted output.
+        clear_cache: clears the prefix cache; returns whether it could.
         own: further methods of the engine, by name.
         kind: what it is, for errors.
     """

@@ -16,9 +16,9 @@ class PythonStageLauncher:
 
     Args:
         stage: whose replicas it starts.
-        on_spawn: told the process id of each, from the thread that starts it.
+        on_spawn: called with the process id of each, on the thread that starts it.
         first_engine: number of engines on this node that come before those of this stage.
-        share_memory: whether whoever starts them is also their only client.
+        share_memory: whether this process is their only client, so that memory can be shared with them.
     """
 
     ready_timeout: float = 30.0

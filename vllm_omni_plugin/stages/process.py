@@ -38,7 +38,7 @@ class StageProcess:
         pid: its process id.
         sentinel: file descriptor that becomes readable when it exits; closed with this object.
         connection: to it; used for the start only.
-        memory: our end of the shared memory; None once it was told to end.
+        memory: our end of the shared memory; None once it was asked to end.
         memory_fd: its descriptor of the shared memory.
     """
 
@@ -101,8 +101,8 @@ class StartingStage:
     """Satisfies `replicas.engine_start.Starting`.
 
     Args:
-        process: told nothing yet.
-        assignment: what it will be told, but for the addresses.
+        process: has not got its assignment yet.
+        assignment: all of it but the addresses.
     """
 
     def __init__(self, process: StageProcess, assignment: Assignment) -> None:
@@ -115,16 +115,17 @@ class StartingStage:
         Raises:
             ReplicaError: it failed, or was ended.
         """
-        told = msgspec.structs.replace(self._assignment, input_addr=input_addr, output_addrs=list(output_addrs))
-        reason = _ask(self.process.connection, self.process.sentinel, msgspec.msgpack.encode(told))
+        assignment = msgspec.structs.replace(self._assignment, input_addr=input_addr, output_addrs=list(output_addrs))
+        reason = _ask(self.process.connection, self.process.sentinel, msgspec.msgpack.encode(assignment))
         if reason == "":
             return
         ended = describe_exit(self.process.exit_code(_SHUTDOWN_S))
         reason = reason or f"its process {ended}"
-        raise ReplicaError(f"replica {told.replica_id} of stage '{told.stage}' ({told.engine}) did not start: {reason}")
+        replica = f"replica {assignment.replica_id} of stage '{assignment.stage}' ({assignment.engine})"
+        raise ReplicaError(f"{replica} did not start: {reason}")
 
     def abandon(self) -> None:
-        """End a process that nobody will wait for."""
+        """End the process instead of waiting for it."""
         self.process.kill()
         self.process.connection.close()
 

@@ -34,7 +34,7 @@ class Session:
 
     @property
     def over(self) -> bool:
-        """Whether nothing more will be said in it."""
+        """Whether no further output will come in it."""
         return not (self.open or self.waiting or self.computing)
 
 
@@ -79,7 +79,7 @@ class Turns:
         return True
 
     def take(self, limit: int) -> list[tuple[Session, StageJob]]:
-        """The next batch; each of its sessions is to be told of its end by `finish`."""
+        """The next batch; the caller calls `finish` for each of its sessions."""
         batch: list[tuple[Session, StageJob]] = []
         while self._ready and len(batch) < limit:
             session = self._ready.popleft()

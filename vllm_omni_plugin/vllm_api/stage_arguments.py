@@ -79,7 +79,7 @@ def _raise(message: str) -> NoReturn:
 
 
 def _switched(flag: str, action: argparse.Action, value: Any) -> Any:
-    """What a flag without a value is set to; null stands for vLLM's default, whatever the command line says."""
+    """The value of a flag without an argument; null is vLLM's default, even if the command line has the flag."""
     if value is None:
         return action.default
     if not isinstance(value, bool):

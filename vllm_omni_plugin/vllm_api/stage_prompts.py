@@ -23,7 +23,7 @@ class StagePrompts:
     def __init__(self, renderer: Any, fed: bool) -> None:
         self._renderer = renderer
         self._config = renderer.model_config
-        # Whether the prompt is too long is found out later, and said with its length.
+        # A prompt that is too long is refused later, with its length in the error.
         self._tokenizing = replace(renderer.default_cmpl_tok_params, max_total_tokens=None)
         self._encode = plain_encoder(renderer.tokenizer, self._tokenizing) if fed else None
 

@@ -64,7 +64,7 @@ class Content(msgspec.Struct, omit_defaults=True):
         token_ids: see there.
         metadata: see there.
         error: why the request failed, for the client; "" if it did not.
-        status: with `error`, the HTTP status that says whose fault it is: 400 or 500.
+        status: with `error`, the HTTP status: 400 if the request is at fault, 500 if the stage is.
     """
 
     text: str = ""
@@ -96,7 +96,7 @@ class SchedulerStats(msgspec.Struct):
 
 
 class UtilityOutput(msgspec.Struct, array_like=True):
-    """The answer to a call; the result comes behind the description of its type, which plain data needs none of."""
+    """The answer to a call; before the result comes the description of its type, None for plain data."""
 
     call_id: int
     failure_message: str | None = None

@@ -132,7 +132,7 @@ class VllmStageApi(EngineApi):
         return msgspec.structs.replace(source, sampling_params=made.sampling_params, pooling_params=made.pooling_params)
 
     def build_end(self, source: Any) -> Any:
-        # Its one token is none of the session's, as in vLLM's own closing request.
+        # Its one token does not become part of the session, as in vLLM's own closing request.
         params = self._params.of_stage({})
         return self._processed(source, tokens_input([0]), params, False, 0)
 

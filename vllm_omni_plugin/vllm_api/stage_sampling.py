@@ -34,7 +34,7 @@ def check_sampling(stage: Stage, *, by_client: bool) -> None:
         PipelineError: its place is that in the stage.
     """
     if stage.output is not Modality.LATENT:
-        # What the model's configuration says comes later, and counts for no check.
+        # The model's configuration is read later; the check does not need it.
         runner = "pooling" if stage.output in _OF_POOLING else "generate"
         StageParams(stage, SimpleNamespace(runner_type=runner, pooler_config=SimpleNamespace(task="embed")))
     for name in stage.sampling:
@@ -59,6 +59,6 @@ def set_server_defaults(model_config: Any, stage_model_config: Any, sampling: Ma
     if stage_model_config is not model_config:
         # With a None for each of the others, or those of the entry stage's model would stay.
         of_model = dict.fromkeys(_SERVER_DEFAULTS) | stage_model_config.get_diff_sampling_param()
-        # What the server is told here as a default bounds what requests ask for, which a model's own does not.
+        # A default of `max_tokens` set here limits what requests ask for, which a model's own default does not.
         defaults = of_model | {"max_tokens": None} | defaults
     model_config.override_generation_config |= {_SERVER_DEFAULTS[name]: value for name, value in defaults.items()}
