@@ -17,7 +17,7 @@ from vllm.v1.metrics.stats import SchedulerStats as EngineSchedulerStats
 from vllm.v1.serial_utils import CUSTOM_TYPE_RAW_VIEW, MsgpackDecoder, MsgpackEncoder
 
 from vllm_omni_plugin.vllm_api import stage_protocol
-from vllm_omni_plugin.vllm_api.stage_codec import StageSide
+from vllm_omni_plugin.vllm_api.stage_codec import StageCodec
 from vllm_omni_plugin.vllm_api.stage_protocol import Content, Output, Outputs, SchedulerStats, StageRequest
 
 
@@ -58,7 +58,7 @@ def test_vllm_reads_outputs_with_tensors_and_statistics(size: int) -> None:
     tensor = torch.arange(float(size))
     content = {stage_protocol.CONTENT_KEY: Content("text", [7], {"rate": 24000})}
     said = Output("a", [0], pooling_output=tensor, finish_reason=stage_protocol.STOP, kv_transfer_params=content)
-    read = decoded(StageSide().encode(Outputs(0, [said], SchedulerStats(2, 3), 1.5)))
+    read = decoded(StageCodec().encode(Outputs(0, [said], SchedulerStats(2, 3), 1.5)))
     assert (read.timestamp, read.scheduler_stats) == (
         1.5,
         EngineSchedulerStats(num_running_reqs=2, num_waiting_reqs=3),
@@ -70,7 +70,7 @@ def test_vllm_reads_outputs_with_tensors_and_statistics(size: int) -> None:
 
 
 def test_vllm_reads_answers_to_calls() -> None:
-    side = StageSide()
+    side = StageCodec()
     result = decoded(side.encode_result(5, ("x", 1), 1.0)).utility_output
     assert (result.call_id, result.failure_message, result.result.result) == (5, None, ["x", 1])
     failure = decoded(side.encode_failure(6, "no", 1.0)).utility_output
@@ -86,8 +86,11 @@ def test_vllm_reads_the_ready_response() -> None:
 def test_a_stage_reads_what_vllms_encoder_writes(size: int) -> None:
     tensor = torch.arange(float(size)).view(2, -1)
     frames = MsgpackEncoder().encode(StageRequest("a", text="x", tensor=tensor, metadata={"k": [1]}))
-    kind, request = StageSide().decode([EngineCoreRequestType.ADD.value, *frames])
+    kind, request = StageCodec().decode([EngineCoreRequestType.ADD.value, *frames])
     assert (kind, request.request_id, request.text, request.metadata) == ("add", "a", "x", {"k": [1]})
     assert torch.equal(request.tensor.to_torch(), tensor)
     frames = MsgpackEncoder().encode((1, 2, "sleep", (1, "abort")))
-    assert StageSide().decode([EngineCoreRequestType.UTILITY.value, *frames]) == ("call", (1, 2, "sleep", [1, "abort"]))
+    assert StageCodec().decode([EngineCoreRequestType.UTILITY.value, *frames]) == (
+        "call",
+        (1, 2, "sleep", [1, "abort"]),
+    )

@@ -156,6 +156,16 @@ async def test_the_end_of_a_preparation_is_of_no_interest_to_an_id_that_was_give
         gate.set()
 
 
+async def test_what_the_front_stage_cannot_answer_is_refused_before_any_stage_begins() -> None:
+    async with FakePipelineFleet(CHAIN) as fleet:
+        refusal = fleet.apis[-1].faults["check_front"] = StageInputError("Stage 'last': no logprobs")
+        await fleet.submit("r", "text")
+        error = the_error(fleet, "r")
+        assert (type(error), str(error)) == (StageInputError, str(refusal))
+        assert (fleet.states, fleet.in_flight) == ({}, 0)
+        assert not any(link.requests for link in fleet.links.values())
+
+
 @pytest.mark.parametrize(
     ("method", "stage_id"),
     [("build_root", 0), ("build", 1), ("reader", 0), ("reader", 1), ("read", 0), ("read", 1), ("answer", 1)],
@@ -317,6 +327,7 @@ async def test_a_stage_without_replicas_fails_its_requests_and_no_others(held: b
             await fleet.finish()
             (error,) = fleet.call_ends("r")
             assert isinstance(error, NoReplicaError)
+            assert str(error).startswith("Stage 'judge': No replica of stage 1 can serve")
 
 
 async def test_what_is_held_in_one_stage_may_be_aborted() -> None:

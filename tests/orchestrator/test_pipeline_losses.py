@@ -221,6 +221,7 @@ async def test_the_last_replica_of_a_stage_is_lost(delivered: bool) -> None:
         await fleet.read()
         ((_, error),) = fleet.ends
         assert type(error) is (RequestLostError if delivered else NoReplicaError)
+        assert str(error).startswith("Stage 'thinker': ")
         assert fleet.call_ends("r") == [error]
 
 

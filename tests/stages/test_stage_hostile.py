@@ -7,7 +7,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 
 from tests.fakes.hostile_frames import hostile_message
 from vllm_omni_plugin.errors import WireError
-from vllm_omni_plugin.vllm_api.stage_codec import StageSide
+from vllm_omni_plugin.vllm_api.stage_codec import StageCodec
 from vllm_omni_plugin.vllm_api.stage_protocol import StageRequest
 
 MESSAGES = 20_000
@@ -15,7 +15,7 @@ MESSAGES = 20_000
 
 def test_what_is_no_message_is_a_wire_error_and_nothing_else() -> None:
     rng = random.Random(5)
-    side = StageSide()
+    side = StageCodec()
     request = StageRequest("a", token_ids=[1, 2], tensor=("float32", (1,), b"1234"), metadata={"a": [1.5, None]})
     samples = [
         MsgpackEncoder().encode(request)[0],

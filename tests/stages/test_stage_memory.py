@@ -17,7 +17,7 @@ from tests.fakes.mappings import descriptors, is_shared, mappings
 from tests.stages.heads import Head, open_head, stage
 from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.pipeline.transfer import StageInput
-from vllm_omni_plugin.vllm_api.stage_codec import StageSide
+from vllm_omni_plugin.vllm_api.stage_codec import StageCodec
 
 LARGE = 30 << 20
 """Bytes; there is room for four of them."""
@@ -128,4 +128,4 @@ async def test_without_memory_to_share_tensors_go_through_the_socket(
 def test_a_loan_from_elsewhere_is_no_message() -> None:
     loans = msgspec.msgpack.encode([(1, 0, LARGE)])
     with pytest.raises(WireError):
-        StageSide().decode([b"", loans, b"\x00", b""])
+        StageCodec().decode([b"", loans, b"\x00", b""])

@@ -4,16 +4,16 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_omni_plugin.sim.model import EngineModel
-from vllm_omni_plugin.stages.engine_calls import EngineCalls
+from vllm_omni_plugin.stages.engine_calls import UtilityMethods
 from vllm_omni_plugin.vllm_api.sim_protocol import lora_id
 
 
-class SimCalls(EngineCalls):
+class SimCalls(UtilityMethods):
     """Answers calls as far as they mean something to an engine without a model.
 
     Args:
         model: the engine; pausing takes effect on it.
-        abort: see `EngineCalls`.
+        abort: see `UtilityMethods`.
     """
 
     def __init__(self, model: EngineModel, abort: Callable[[list[str] | None, bool], None]) -> None:

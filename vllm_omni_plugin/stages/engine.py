@@ -15,9 +15,9 @@ from vllm_omni_plugin.replicas.link import SocketReader
 from vllm_omni_plugin.replicas.shared_memory import SharedMemory
 from vllm_omni_plugin.stages.base import StageJob
 from vllm_omni_plugin.stages.computing import Result
-from vllm_omni_plugin.stages.engine_calls import EngineCalls
-from vllm_omni_plugin.stages.turns import Session, Turns
-from vllm_omni_plugin.vllm_api.stage_codec import Frames, StageSide
+from vllm_omni_plugin.stages.engine_calls import UtilityMethods
+from vllm_omni_plugin.stages.turns import ComputeQueue, Session
+from vllm_omni_plugin.vllm_api.stage_codec import Frames, StageCodec
 from vllm_omni_plugin.vllm_api.stage_protocol import (
     ABORTED,
     CONTENT_KEY,
@@ -63,9 +63,9 @@ class StageEngine:
         self._max_batch_size = max_batch_size
         self._outputs = outputs
         self._memory = memory
-        self._codec = StageSide()
-        self._turns = Turns()
-        self._calls = EngineCalls(self._abort, lambda: True, {"get_supported_tasks": lambda: ()}, "a Python stage")
+        self._codec = StageCodec()
+        self._queue = ComputeQueue()
+        self._calls = UtilityMethods(self._abort, lambda: True, {"get_supported_tasks": lambda: ()}, "a Python stage")
         self._batch: Batch = []
         self._delayed_answers: list[tuple[int, Frames]] = []
         self._loop = asyncio.get_running_loop()
@@ -100,11 +100,11 @@ class StageEngine:
     def _add(self, request: StageRequest) -> None:
         if request.client_index not in range(len(self._outputs)):
             logger.warning("Request %s is dropped: there is no client %d.", request.request_id, request.client_index)
-        elif not self._turns.add(request):
+        elif not self._queue.add(request):
             logger.warning("Request %s came twice; the second one is dropped.", request.request_id)
 
     def _abort(self, request_ids: list[str] | None, tell: bool) -> None:
-        dropped = self._turns.abort(self._turns.request_ids if request_ids is None else request_ids)
+        dropped = self._queue.abort(self._queue.request_ids if request_ids is None else request_ids)
         if tell:
             self._send([(session, Output(session.request_id, [], finish_reason=ABORTED)) for session in dropped])
 
@@ -124,7 +124,7 @@ class StageEngine:
     def _compute_next(self) -> None:
         if self._batch or self._ending or self._calls.pause_mode is not None:
             return
-        self._batch = self._turns.take(self._max_batch_size)
+        self._batch = self._queue.take(self._max_batch_size)
         if self._batch:
             jobs = [job for _, job in self._batch]
             self._loop.run_in_executor(self._executor, self._compute, jobs).add_done_callback(self._computed)
@@ -140,10 +140,10 @@ class StageEngine:
         answers = [
             (session, _output(session, result))
             for (session, _), result in zip(batch, results, strict=True)
-            if self._turns.finish(session, failed=bool(result.content.error))
+            if self._queue.finish(session, failed=bool(result.content.error))
         ]
         self._compute_next()
-        self._send(answers, SchedulerStats(len(self._batch), self._turns.waiting))
+        self._send(answers, SchedulerStats(len(self._batch), self._queue.waiting))
         if not self._batch:
             self._send_delayed_answers()
         self._end_if_idle()

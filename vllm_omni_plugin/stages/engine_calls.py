@@ -8,7 +8,7 @@ from vllm_omni_plugin.vllm_api.rest_state import RestState
 _FIRST_WEIGHTS = "default"
 
 
-class EngineCalls:
+class UtilityMethods:
     """Answers calls and keeps what they leave behind.
 
     Args:

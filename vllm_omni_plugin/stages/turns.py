@@ -41,7 +41,7 @@ class Session:
 _FAILED_TO_REMEMBER = 1024
 
 
-class Turns:
+class ComputeQueue:
     """The sessions of a stage. First come, first served, and at most one chunk of a session at a time."""
 
     def __init__(self) -> None:

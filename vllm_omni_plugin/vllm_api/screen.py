@@ -14,7 +14,7 @@ import msgspec
 
 from vllm_omni_plugin.errors import NOT_ALLOWED
 from vllm_omni_plugin.vllm_api.adapter import Adapter, why_other_files
-from vllm_omni_plugin.vllm_api.stage_codec import Call, StageSide
+from vllm_omni_plugin.vllm_api.stage_codec import Call, StageCodec
 from vllm_omni_plugin.vllm_api.stage_protocol import ABORT, ADD, UTILITY
 
 Frames = Sequence[Any]
@@ -106,7 +106,7 @@ def screen(frames: Frames) -> Refusal | None:
 
 
 def _refusal(call_id: int, reason: str, told: str) -> Refusal:
-    return Refusal(reason, StageSide().encode_failure(call_id, told, time.monotonic()))
+    return Refusal(reason, StageCodec().encode_failure(call_id, told, time.monotonic()))
 
 
 def _other_files(args: list[Any]) -> str:

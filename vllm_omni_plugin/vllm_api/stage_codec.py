@@ -50,7 +50,7 @@ class ReceivedTensor(NamedTuple):
         return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).view(self.shape)
 
 
-class StageSide:
+class StageCodec:
     """Decodes what heads send and encodes what a stage answers. Not thread-safe."""
 
     def __init__(self) -> None:
