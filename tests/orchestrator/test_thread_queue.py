@@ -1,4 +1,4 @@
-"""The hand-over queue between two event loops."""
+"""The queue between two event loops."""
 
 import asyncio
 import threading

@@ -39,7 +39,7 @@ class BadOutputs:
         # By the replica's name, when its last one was.
         self._last: dict[str, float] = {}
 
-    def heed(self, message: OutputUnusable) -> None:
+    def handle(self, message: OutputUnusable) -> None:
         """There was one."""
         stage_id, replica_id = stage_and_replica(message.engine_index)
         pool = self._pools[stage_id]

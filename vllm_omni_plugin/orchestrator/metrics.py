@@ -15,7 +15,7 @@ class OrchestratorMetrics:
     """Counters of one orchestrator since its start.
 
     Attributes:
-        queue_time: seconds between the hand-over of a request and its first dispatch.
+        queue_time: seconds between the submission of a request and its first dispatch.
         hold_time: seconds that requests waited because no replica served, each time they had to.
         held_by_stage: requests that wait for that reason now, by stage.
         moves_by_way: requests sent again to another replica because theirs was lost, by how they went on there.

@@ -353,7 +353,7 @@ class Orchestrator:
             case AbortRequests():
                 self._requests.abort(message.request_ids, message.whole)
             case OutputUnusable():
-                self._bad_outputs.heed(message)
+                self._bad_outputs.handle(message)
 
     def _fail_alone(self, message: FrontMessage, error: Exception) -> None:
         """What is wrong with one message, or with our handling of it, ends that request and nothing else."""

@@ -20,7 +20,7 @@ class OrchestratorRequestState:
 
     Attributes:
         request: vLLM's `EngineCoreRequest` as the client submitted it.
-        submitted_at: monotonic seconds of the hand-over.
+        submitted_at: monotonic seconds at which it was submitted.
         final_stage_id: the stage that answers through vLLM's server; None if what the client wants does not come from
             there.
         final_output_stage_ids: stages whose output the client wants.

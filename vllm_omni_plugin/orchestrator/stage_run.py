@@ -114,7 +114,7 @@ class StageRun:
 
     Attributes:
         request: vLLM's `EngineCoreRequest`, or what stands for it in a stage of another kind.
-        submitted_at: monotonic seconds of the hand-over.
+        submitted_at: monotonic seconds at which it was submitted.
         phase: see `RequestPhase`; changed by the methods below only.
         replica_id: the replica of the current attempt, or None.
         engine_request_id: the id of the current attempt on its engine, new for every attempt.
