@@ -34,14 +34,8 @@ class Head:
         self.launcher = FakeLauncher(folder)
         pool = StagePool(0, LeastQueueLengthBalancer())
         self.orchestrator = Orchestrator([pool], [FakeEngineApi()], 3, lambda: 0.0)
-        self.thread = OrchestratorThread(
-            self.orchestrator,
-            lambda: LocalReplicas(
-                self.orchestrator,
-                [LocalStage(0, 2, self.launcher, FakeEngineApi())],
-                Timing(*UNPROBED, lambda: 0.0),
-            ),
-        )
+        stages, timing = [LocalStage(0, 2, self.launcher, FakeEngineApi())], Timing(*UNPROBED, lambda: 0.0)
+        self.thread = OrchestratorThread(self.orchestrator, LocalReplicas(self.orchestrator, stages, timing))
 
     def is_closed(self) -> bool:
         """Whether nothing of it is left: no engine, no thread, and queues that refuse."""

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_omni_plugin.coordinator import (
     HeadLeft,
@@ -57,6 +57,26 @@ MAX_QUEUED_OUTPUTS = 4096
 """Output messages AsyncLLM has not taken yet before the replicas' sockets are left unread."""
 
 
+class FleetParts(NamedTuple):
+    """What keeps an orchestrator's replicas, and what ties it to other heads.
+
+    Attributes:
+        local_replicas: keeps the replicas of this node; None without any.
+        remote_replicas: keeps those of other processes; None in a head that nobody can join.
+        exchange: tells other heads of this one's work and hears of theirs; None in a head that nobody can join.
+        fleet_calls: makes and follows operators' calls; None in a head that nobody can join.
+    """
+
+    local_replicas: ReplicaKeeper | None = None
+    remote_replicas: RemoteKeeper | None = None
+    exchange: WorkExchange | None = None
+    fleet_calls: FleetCalls | None = None
+
+
+def _no_parts(orchestrator: "Orchestrator") -> FleetParts:
+    return FleetParts()
+
+
 class Orchestrator:
     """Owns the requests and the pools. Everything but the queues belongs to the loop that runs `run`.
 
@@ -67,16 +87,14 @@ class Orchestrator:
         clock: monotonic seconds.
         replica_wait: seconds that a request waits while no replica serves.
         preparation: of a pipeline, whose stages have these pools and APIs; None: one stage answers everything.
+        parts: builds what keeps replicas, which has to know the orchestrator; called once, when all else is there.
 
     Attributes:
         request_async_queue: `SubmitRequest`, `AbortRequests` and `OutputUnusable`, in order.
         output_async_queue: vLLM's `EngineCoreOutputs`, `RequestFailed`, `ReplicaJoined` and `ReplicaLeft`.
         rpc_async_queue: `CallReplicas`, changes of membership, `ManageReplica` among them, `Explain`, and what other
             heads say.
-        local_replicas: keeps the replicas of this node; None without any.
-        remote_replicas: keeps those of other processes; None in a head that nobody can join.
-        exchange: tells other heads of this one's work and hears of theirs; None in a head that nobody can join.
-        fleet_calls: makes and follows operators' calls; None in a head that nobody can join.
+        local_replicas, remote_replicas, exchange, fleet_calls: see `FleetParts`.
         drained: replicas that an operator drained, whether they are here or not.
         on_serving: called on the loop after every step that lets a replica take requests.
         request_states: unfinished requests by the client's id.
@@ -93,6 +111,7 @@ class Orchestrator:
         clock: Callable[[], float],
         replica_wait: float = 60.0,
         preparation: Preparation | None = None,
+        parts: Callable[["Orchestrator"], FleetParts] = _no_parts,
     ) -> None:
         self.stage_pools = self.needed_pools = stage_pools
         self.async_chunk = False
@@ -100,10 +119,6 @@ class Orchestrator:
         self.output_async_queue: ThreadQueue[Any] = ThreadQueue(MAX_QUEUED_OUTPUTS)
         self.rpc_async_queue: ThreadQueue[RpcMessage] = ThreadQueue(MAX_QUEUED_REQUESTS)
         self.metrics = OrchestratorMetrics()
-        self.local_replicas: ReplicaKeeper | None = None
-        self.remote_replicas: RemoteKeeper | None = None
-        self.exchange: WorkExchange | None = None
-        self.fleet_calls: FleetCalls | None = None
         self.drained: set[ReplicaKey] = set()
         self.on_serving: Callable[[], None] = lambda: None
         self._apis = apis
@@ -136,6 +151,7 @@ class Orchestrator:
             self._requests, pause_order = requests, requests.pause_order
         self.fan_out = FanOut(stage_pools, self.distrust, pause_order)
         self.request_states: Mapping[str, OrchestratorRequestState] = self._requests.states
+        self.local_replicas, self.remote_replicas, self.exchange, self.fleet_calls = parts(self)
 
     @property
     def num_stages(self) -> int:

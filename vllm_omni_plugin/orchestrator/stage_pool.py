@@ -42,6 +42,7 @@ class StagePool:
         balancer: the policy; it runs on the orchestrator's loop and must not block.
         policy: the policy's name, that of its class by default.
         clock: monotonic seconds.
+        lockstep: whether engines die with others of their group, so that a death says nothing of what runs there.
 
     Attributes:
         on_serving: called after every step that lets a replica take new requests.
@@ -49,7 +50,7 @@ class StagePool:
         serving: the replicas that take new requests, in order of their ids. Replaced when membership changes, so that
             other threads may read it.
         peers: the other heads, which are told of what is charged here; None if there cannot be any.
-        lockstep: whether engines die with others of their group, so that a death says nothing of what runs there.
+        lockstep: as above.
     """
 
     def __init__(
@@ -58,11 +59,12 @@ class StagePool:
         balancer: LoadBalancer,
         policy: str = "",
         clock: Callable[[], float] = time.monotonic,
+        lockstep: bool = False,
     ) -> None:
         self.stage_id = stage_id
         self.on_serving: Callable[[], None] = lambda: None
         self.peers: Peers | None = None
-        self.lockstep = False
+        self.lockstep = lockstep
         self._policy = PolicyGuard(balancer, policy)
         self.policy = self._policy.name
         self._log = DecisionLog(self.policy)

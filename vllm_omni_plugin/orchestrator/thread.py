@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from typing import Any
@@ -28,23 +27,22 @@ class OrchestratorThread:
 
     Args:
         orchestrator: runs on the thread's loop; its queues are the way to it.
-        local_replicas: builds the keeper of this node's replicas, called on the thread's loop.
-        remote_replicas: the same for those of other processes, if there may be any.
+        local_replicas: keeps the replicas of this node.
+        remote_replicas: keeps those of other processes; None if there cannot be any.
     """
 
     def __init__(
         self,
         orchestrator: Orchestrator,
-        local_replicas: Callable[[], LocalReplicas],
-        remote_replicas: Callable[[], RemoteReplicas] | None = None,
+        local_replicas: LocalReplicas,
+        remote_replicas: RemoteReplicas | None = None,
     ) -> None:
         self._orchestrator = orchestrator
-        self._build_local_replicas = local_replicas
-        self._build_remote_replicas = remote_replicas
+        self._local_replicas = local_replicas
+        self._remote_replicas = remote_replicas
         self._started: Future[list[list[bytes]]] = Future()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Future[float | None] | None = None
-        self._local_replicas: LocalReplicas | None = None
         self._serving: asyncio.Task[None] | None = None
         self._running = threading.Event()
         self._closing = threading.Lock()
@@ -125,30 +123,25 @@ class OrchestratorThread:
         self._loop = asyncio.get_running_loop()
         self._stop = self._loop.create_future()
         self._running.set()
-        local_replicas = self._local_replicas = self._orchestrator.local_replicas = self._build_local_replicas()
-        remote_replicas = None
-        if self._build_remote_replicas is not None:
-            remote_replicas = self._orchestrator.remote_replicas = self._build_remote_replicas()
         timeout: float | None = None
         serving = self._serving = asyncio.create_task(self._orchestrator.run(), name="omni-orchestrator")
         try:
-            if not await self._start(local_replicas):
+            if not await self._start():
                 return
             awaited: list[asyncio.Future[Any]] = [self._stop, serving]
             await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
             timeout = self._stop.result() if self._stop.done() else None
         finally:
-            if remote_replicas is not None:
-                await remote_replicas.close()
-            await local_replicas.close(timeout)
+            if self._remote_replicas is not None:
+                await self._remote_replicas.close()
+            await self._local_replicas.close(timeout)
             self._orchestrator.close_queues()
             await serving
 
     async def _let_finish(self, timeout: float) -> float:
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + timeout
-        if self._local_replicas is not None:
-            self._local_replicas.restart_no_more()
+        self._local_replicas.restart_no_more()
         finished = asyncio.create_task(self._orchestrator.until_all_finished(), name="omni-finish")
         awaited: list[asyncio.Future[Any]] = [finished]
         if self._serving is not None:
@@ -161,10 +154,10 @@ class OrchestratorThread:
         finally:
             finished.cancel()
 
-    async def _start(self, local_replicas: LocalReplicas) -> bool:
+    async def _start(self) -> bool:
         """Start the local replicas unless told to stop first. Returns whether they all serve."""
         assert self._stop is not None
-        starting = asyncio.create_task(local_replicas.start(), name="omni-start")
+        starting = asyncio.create_task(self._local_replicas.start(), name="omni-start")
         awaited: list[asyncio.Future[Any]] = [starting, self._stop]
         await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():

@@ -25,7 +25,7 @@ from vllm_omni_plugin.integration.options.listening import (
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.local_replicas import LocalReplicas, LocalStage
-from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator.orchestrator import FleetParts, Orchestrator
 from vllm_omni_plugin.orchestrator.preparation import Preparation
 from vllm_omni_plugin.orchestrator.remote_replicas import RemoteReplicas
 from vllm_omni_plugin.orchestrator.session_listener import SessionListener
@@ -77,11 +77,9 @@ class Fleet:
         self.stages = FleetStages.of(self._plans)
         self._reaper = Reaper()
         self._pools = [_pool(plan) for plan in self._plans]
-        self.orchestrator = self._make_orchestrator()
-        self._thread = OrchestratorThread(
-            self.orchestrator, self._local_replicas, self._remote_replicas if options.is_open else None
-        )
         self._head_id = f"{socket.gethostname()}-{uuid.uuid4().hex}"
+        self.orchestrator = self._make_orchestrator()
+        self._thread = OrchestratorThread(self.orchestrator, self._local_replicas, self._remote_replicas)
         self.coordinator = self._start_coordinator() if options.is_open and not options.join else None
         # Held while the client is made: its thread may speak before it is there to answer by.
         self._connecting = threading.Lock()
@@ -129,8 +127,18 @@ class Fleet:
             assert isinstance(reader, VllmStageApi)
             preparation = Preparation(pipeline, cast(list[StageApi], apis), reader.prompt_text)
         return Orchestrator(
-            self._pools, apis, options.migration_limit, time.monotonic, options.replica_wait, preparation
+            self._pools, apis, options.migration_limit, time.monotonic, options.replica_wait, preparation, self._parts
         )
+
+    def _parts(self, orchestrator: Orchestrator) -> FleetParts:
+        self._local_replicas = self._keep_local(orchestrator)
+        self._remote_replicas: RemoteReplicas | None = None
+        if not self._options.is_open:
+            return FleetParts(self._local_replicas)
+        self._remote_replicas = self._keep_remote(orchestrator)
+        exchange = WorkExchange(self._pools, self._report_work)
+        calls = FleetCalls(orchestrator, self._head_id, self._client_now)
+        return FleetParts(self._local_replicas, self._remote_replicas, exchange, calls)
 
     def _start_coordinator(self) -> OmniCoordinatorRuntime:
         options = self._options
@@ -175,7 +183,7 @@ class Fleet:
         if client is not None:
             client.report_work(work, full=full)
 
-    def _local_replicas(self) -> LocalReplicas:
+    def _keep_local(self, orchestrator: Orchestrator) -> LocalReplicas:
         stages = [
             LocalStage(
                 plan.stage_id, plan.replicas, plan.launcher_for(self._reaper.watch, pool.wants_cache_events), plan.api
@@ -183,11 +191,9 @@ class Fleet:
             for plan, pool in zip(self._plans, self._pools, strict=True)
         ]
         timing = Timing(self._options.heartbeat_interval, self._options.heartbeat_timeout, time.monotonic)
-        return LocalReplicas(self.orchestrator, stages, timing)
+        return LocalReplicas(orchestrator, stages, timing)
 
-    def _remote_replicas(self) -> RemoteReplicas:
-        self.orchestrator.exchange = WorkExchange(self._pools, self._report_work)
-        self.orchestrator.fleet_calls = FleetCalls(self.orchestrator, self._head_id, self._client_now)
+    def _keep_remote(self, orchestrator: Orchestrator) -> RemoteReplicas:
         settings = AttachSettings(
             codecs={plan.stage_id: plan.api for plan in self._plans},
             head_id=self._head_id,
@@ -197,7 +203,7 @@ class Fleet:
             secrets=self._secrets,
             max_message_bytes=self._options.max_message_bytes,
         )
-        return RemoteReplicas(self.orchestrator, settings)
+        return RemoteReplicas(orchestrator, settings)
 
 
 def _secured(options: OmniConfig) -> OmniConfig:
@@ -214,8 +220,7 @@ def _secured(options: OmniConfig) -> OmniConfig:
 
 def _pool(plan: StagePlan) -> StagePool:
     balancer = build_load_balancer_factory(plan.policy, plan.policy_config)()
-    pool = StagePool(plan.stage_id, balancer, policy=plan.policy)
-    pool.lockstep = plan.lockstep
+    pool = StagePool(plan.stage_id, balancer, policy=plan.policy, lockstep=plan.lockstep)
     reports = plan.vllm_config is not None and pool.wants_cache_events
     if reports and (reason := why_no_cache_events(plan.vllm_config)):
         logger.warning("Policy %s of stage %s estimates what engines have cached: %s.", plan.policy, plan.name, reason)
