@@ -271,3 +271,13 @@ async def test_a_rank_that_is_removed_takes_its_group_with_it(node: Node) -> Non
     assert node.pool.members == ()
     await eventually(lambda: all(engine.process.ended for engine in engines), "the end of both engines")
     assert node.pauses == []
+
+
+async def test_a_replica_that_ends_for_good_before_the_others_are_ready_ends_the_start(node: Node) -> None:
+    node.launcher.plan(1, Plan(ready=False))
+    starting = asyncio.create_task(node.replicas.start())
+    await node.until_statuses(UP, DOWN)
+    node.replicas.restart_no_more()
+    node.engine_of(0).process.die()
+    with pytest.raises(ReplicaError, match="it ended before all others were ready"):
+        await starting

@@ -130,7 +130,8 @@ class LocalReplicas:
         awaited: list[asyncio.Future[Any]] = [keeper.ready, *self._running]
         await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
         for member, other in self._keepers.items():
-            if other.running.done() and (error := other.running.exception()) is not None:
+            if other.running.done():
+                error = other.running.exception() or ReplicaError("it ended before all others were ready")
                 if self._orchestrator.num_stages > 1 and isinstance(error, ReplicaError):
                     raise ReplicaError(f"stage {member.stage_id}: {error}") from error
                 raise error

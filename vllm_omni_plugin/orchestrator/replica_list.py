@@ -1,4 +1,4 @@
-"""What the coordinator's list means for a head: replicas to attach to, to heed, to let go."""
+"""What the coordinator's list means for a head: replicas to attach to, to hold back, to let go."""
 
 from contextlib import suppress
 
@@ -20,7 +20,7 @@ def changes(before: ReplicaList, now: ReplicaList) -> list[RegisterRemoteReplica
     """
     old, new = _rows(before), _rows(now)
     gone = [UnregisterRemoteReplica(*key, reason="the coordinator no longer lists it") for key in old if key not in new]
-    return gone + [row for key, row in new.items() if key not in old or _heeded(old[key]) != _heeded(row)]
+    return gone + [row for key, row in new.items() if key not in old or _state(old[key]) != _state(row)]
 
 
 class ReplicaListWatcher:
@@ -49,6 +49,6 @@ def _rows(replicas: ReplicaList) -> dict[ReplicaKey, RegisterRemoteReplica]:
     return {key_of(row.info): row for row in rows if row.info.control_addr}
 
 
-def _heeded(row: RegisterRemoteReplica) -> tuple[bool, ReplicaStatus, int, str]:
+def _state(row: RegisterRemoteReplica) -> tuple[bool, ReplicaStatus, int, str]:
     """What of a row matters to a head; the rest changes with every heartbeat."""
     return row.accepts, row.info.status, row.info.incarnation, row.info.control_addr
