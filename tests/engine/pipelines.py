@@ -3,12 +3,17 @@
 import re
 import secrets
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from .server import IN_PROCESS, MODEL, ServeProcess, Server, free_port, until
+from .servers import Servers
 from .suspended import PATIENT, Engine
+
+Answer = TypeVar("Answer")
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "pipelines"
 START_S = 300.0
@@ -102,6 +107,15 @@ class PipelineServer(Server):
         finally:
             engine.resume()
 
+    def killed_while(self, stage: int, ask: Callable[[], Answer]) -> Answer:
+        """The answer to a request that is in this stage when its local replica is killed."""
+        with ThreadPoolExecutor() as threads:
+            with self.suspended(stage) as engine:
+                answer = threads.submit(ask)
+                until(lambda: self.in_flight(stage) == 1, "the stage has the request")
+                engine.core.kill()
+            return answer.result()
+
     @contextmanager
     def drained(self, stage: int) -> Iterator[None]:
         """The stage's local replica takes no new request meanwhile."""
@@ -115,3 +129,16 @@ class PipelineServer(Server):
     def _command(self, *flags: str) -> list[str]:
         script = str(EXAMPLES / "serve.py")
         return [sys.executable, script, self._kind, "--models", str(self.models), *self._join, *IN_PROCESS, *flags]
+
+
+def shared_example(
+    servers: Servers, kind: str, replicas: int, *flags: str, **environment: str
+) -> Iterator[PipelineServer]:
+    """For a fixture: an example whose replicas all serve before each test, and after it, with nothing left to do."""
+    server: PipelineServer = servers.keep(
+        kind, lambda log: PipelineServer(kind, log, *flags, **environment).__enter__(), engines=2
+    )
+    server.wait_for_replicas(replicas)
+    yield server
+    server.wait_for_replicas(replicas)
+    server.wait_until_idle()

@@ -30,6 +30,7 @@ def fleet_with(arguments: str, flag: str, reason: str, **environment: str) -> Ca
     return Case(f"--omni-dp-size-local 2 {arguments}", flag, reason, tuple(environment.items()))
 
 
+LEAST_TOKENS = "--omni-lb-policy least-tokens --omni-lb-config"
 OWN_FLAGS = (
     Case("--omni-lb-policy roundrobin", "--omni-lb-policy", "unknown load balancing policy 'roundrobin'"),
     Case("--omni-lb-policy roundrobin", "--omni-lb-policy", "did you mean 'round-robin'?"),
@@ -47,6 +48,19 @@ OWN_FLAGS = (
     Case("--omni-pipeline", "--omni-pipeline", "expected one argument"),
     Case("--omni-admin-key-file /nowhere/keys", "--omni-admin-key-file", "/nowhere/keys: No such file or directory"),
     Case("--omni-admin-key-file /dev/null", "--omni-admin-key-file", "it is not a regular file"),
+    Case("--omni-lb-config {x", "--omni-lb-config", "'{x' is not JSON: "),
+    Case("--omni-lb-config [1]", "--omni-lb-config", "'[1]' is not an object in JSON"),
+    Case('--omni-lb-policy least-queue-length --omni-lb-config {"weight":1}', "--omni-lb-config", "it has no options"),
+    Case(
+        f'{LEAST_TOKENS} {{"decode_wait":1}}',
+        "--omni-lb-config",
+        "did you mean 'decode_weight'?): use decode_weight, kv_seconds",
+    ),
+    Case(
+        f'{LEAST_TOKENS} {{"decode_weight":-1}}',
+        "--omni-lb-config",
+        "option decode_weight: -1 is out of range: give a number",
+    ),
     Case("--omni-migration-limit -1", "--omni-migration-limit", "-1 is below 0"),
     Case("--omni-migration-limit many", "--omni-migration-limit", "'many' is not a whole number"),
 )
@@ -56,6 +70,7 @@ FLEET_FLAGS = (
     Case(f"{NODE} --omni-dp-size-local 0", "--omni-dp-size-local", "at least one with --headless"),
     Case(f"{NODE} --api-server-count 2", "--api-server-count", "such a node has no API server"),
     Case(f"{NODE} --omni-lb-policy random", "--omni-lb-policy", "it is the head's"),
+    Case(f"{NODE} --omni-lb-config {{}}", "--omni-lb-config", "not allowed with --headless: it is the head's"),
     Case(f"{NODE} --omni-replica-address 192.0.2.1", "--omni-replica-address", "cannot be bound on this machine"),
     Case(f"{NODE} --omni-replica-address no.such.name.", "--omni-replica-address", "no known name"),
     Case(f"{NODE} --omni-replica-ports 9-3", "--omni-replica-ports", "9-3"),
@@ -126,6 +141,10 @@ HONOURED = {
     "a head without engines": Case(f"{HEAD} --omni-dp-size-local 0", "", ""),
     "a node": Case(f"{NODE} --omni-stage-id 0 --omni-drain-timeout 5 --omni-replica-ports 20000-20010", "", ""),
     "open to all": Case("-oma 0.0.0.0 -omp 23900 --omni-insecure", "", ""),
+    "options of a policy": Case(f'{LEAST_TOKENS} {{"decode_weight":0.5}}', "", ""),
+    "a flag for each option": Case(f"{LEAST_TOKENS}.decode_weight 0.5", "", ""),
+    "a policy without options": Case("--omni-lb-config {}", "", ""),
+    "options in a file": Case("--config FILE", "", ""),
     "no flag of ours": Case("--data-parallel-size 2", "", ""),
 }
 
@@ -134,11 +153,16 @@ HONOURED = {
 def answers(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """How vLLM's parser and ours answer each command line, all in one process."""
     folder = tmp_path_factory.mktemp("cases")
+    file = folder / "fleet.yaml"
+    file.write_text("omni-lb-policy: least-tokens\nomni-lb-config:\n  decode_weight: 0.5\n")
     cases = folder / "cases.json"
     cases.write_text(
         json.dumps(
             {
-                name: {"arguments": ["some-model", *case.arguments.split()], "environment": dict(case.environment)}
+                name: {
+                    "arguments": ["some-model", *case.arguments.replace("FILE", str(file)).split()],
+                    "environment": dict(case.environment),
+                }
                 for name, case in {**CASES, **HONOURED}.items()
             }
         )

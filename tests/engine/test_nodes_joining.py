@@ -8,7 +8,6 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -49,27 +48,10 @@ def start_sim(served: NodeFleet) -> Iterator[StartSim]:
         node.stop()
 
 
-@pytest.fixture
-def other_model(tmp_path: Path, tiny_model_maker: ModuleType) -> Path:
-    """A model of the same shape with other weights."""
-    directory: Path = tiny_model_maker.make_tiny_model(tmp_path / "other", seed=1)
-    return directory
-
-
-@pytest.mark.long
-def test_a_simulated_node_with_the_same_model_joins_and_leaves(served: NodeFleet, start_sim: StartSim) -> None:
-    node = start_sim()
-    served.wait_for_replicas(3)
-    node.stop()
-    assert node.process.returncode == 0
-    served.wait_for_replicas(2)
-
-
 @pytest.mark.parametrize(
     ("flags", "field"),
     [
         (("--max-model-len", "512"), "max model length: head has 1024, replica 512"),
-        pytest.param(("--dtype", "bfloat16"), "dtype: head has float32, replica bfloat16", marks=pytest.mark.long),
         pytest.param(("--omni-stage-id", "1"), "stage", marks=pytest.mark.long),
     ],
 )
@@ -79,12 +61,6 @@ def test_another_configuration_is_refused_with_both_values_at_both_ends(
     node = start_sim(*flags)
     until(lambda: node.says(field), "the node says why", START_S)
     until(lambda: field in served.head.log.read_text(), "the head says why")
-
-
-@pytest.mark.long
-def test_another_model_is_refused(served: NodeFleet, start_sim: StartSim, other_model: Path) -> None:
-    node = start_sim(model=other_model)
-    until(lambda: node.says("model: head has"), "the node says why", START_S)
 
 
 def test_a_node_with_other_files_of_an_adapter_joins_when_nobody_can_ask_for_it_any_more(

@@ -1,14 +1,13 @@
 """Prompts computed by one replica and answered by another: the example `prefill_decode`."""
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 
 import pytest
 from openai.types import Completion
 
 from . import by_hand
-from .pipelines import PipelineServer
+from .pipelines import PipelineServer, shared_example
 from .server import MODEL, until
 from .servers import Servers
 
@@ -25,16 +24,7 @@ _numbers = count(1)
 
 @pytest.fixture
 def disaggregated(servers: Servers) -> Iterator[PipelineServer]:
-    """The example with one replica of each stage, both in service before each test and after it."""
-    server: PipelineServer = servers.keep(
-        "prefill-decode",
-        lambda log: PipelineServer("prefill_decode", log, "--enable-prompt-tokens-details").__enter__(),
-        engines=2,
-    )
-    server.wait_for_replicas(2)
-    yield server
-    server.wait_for_replicas(2)
-    server.wait_until_idle()
+    yield from shared_example(servers, "prefill_decode", 2, "--enable-prompt-tokens-details")
 
 
 def new_prompt(server: PipelineServer, tokens: int) -> list[int]:
@@ -104,12 +94,7 @@ def test_nothing_is_left_of_a_request_whose_client_leaves_during_the_second_stag
 def test_the_second_stage_computes_what_a_killed_prefill_replica_leaves(disaggregated: PipelineServer) -> None:
     prompt = new_prompt(disaggregated, 200)
     handed_before = handed_over(disaggregated)
-    with ThreadPoolExecutor() as threads:
-        with disaggregated.suspended(PREFILL) as engine:
-            pending = threads.submit(ask, disaggregated, prompt)
-            until(lambda: disaggregated.in_flight(PREFILL) == 1, "the first stage has the request")
-            engine.core.kill()
-        answer = pending.result()
+    answer = disaggregated.killed_while(PREFILL, lambda: ask(disaggregated, prompt))
     assert answer.choices[0].text == expected(disaggregated, prompt)
     assert handed_over(disaggregated) == handed_before
     assert cached_tokens(answer) == 0
@@ -118,12 +103,8 @@ def test_the_second_stage_computes_what_a_killed_prefill_replica_leaves(disaggre
 @pytest.mark.long
 def test_a_killed_decode_replica_costs_no_answer(disaggregated: PipelineServer) -> None:
     prompt = new_prompt(disaggregated, 200)
-    with ThreadPoolExecutor() as threads:
-        with disaggregated.suspended(DECODE) as engine:
-            pending = threads.submit(ask, disaggregated, prompt)
-            until(lambda: disaggregated.in_flight(DECODE) == 1, "the second stage has the request")
-            engine.core.kill()
-        assert pending.result().choices[0].text == expected(disaggregated, prompt)
+    answer = disaggregated.killed_while(DECODE, lambda: ask(disaggregated, prompt))
+    assert answer.choices[0].text == expected(disaggregated, prompt)
 
 
 @pytest.mark.long

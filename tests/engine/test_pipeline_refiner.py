@@ -12,7 +12,7 @@ from openai.types.chat import ChatCompletion
 from . import by_hand
 from .conftest import DEV_MODE, RUNTIME_LORA
 from .lora import make_lora
-from .pipelines import PipelineServer
+from .pipelines import PipelineServer, shared_example
 from .server import MODEL, until
 from .servers import Servers
 
@@ -31,16 +31,7 @@ BROKEN_TRANSFERS = {
 
 @pytest.fixture
 def refiner(servers: Servers) -> Iterator[PipelineServer]:
-    """The example with one replica of each stage, all in service before each test and after it."""
-
-    def start(log: Path) -> PipelineServer:
-        return PipelineServer("refiner", log, "--enable-lora", **DEV_MODE, **RUNTIME_LORA).__enter__()
-
-    server: PipelineServer = servers.keep("refiner", start, engines=2)
-    server.wait_for_replicas(2)
-    yield server
-    server.wait_for_replicas(2)
-    server.wait_until_idle()
+    yield from shared_example(servers, "refiner", 2, "--enable-lora", **DEV_MODE, **RUNTIME_LORA)
 
 
 def ask(server: PipelineServer, prompt: str, model: str = MODEL, **omni: Any) -> ChatCompletion:
@@ -101,26 +92,6 @@ def test_parameters_of_the_request_reach_the_transform(refiner: PipelineServer) 
     assert "omni" not in (answer.model_extra or {})
 
 
-def test_a_stream_says_what_the_whole_answer_says(refiner: PipelineServer) -> None:
-    with refiner.client() as client:
-        stream = client.chat.completions.create(
-            model=MODEL,
-            messages=[{"role": "user", "content": PROMPTS[0]}],
-            max_tokens=ANSWER_TOKENS,
-            stream=True,
-        )
-        choices = [chunk.choices[0] for chunk in stream if chunk.choices]
-    assert "".join(choice.delta.content or "" for choice in choices) == refined(refiner, PROMPTS[0])[1]
-    assert [choice.finish_reason for choice in choices if choice.finish_reason] == ["length"]
-
-
-def test_a_completion_runs_through_the_stages_too(refiner: PipelineServer) -> None:
-    prompt = by_hand.chat_prompt(refiner.models / "thinker", PROMPTS[0])
-    with refiner.client() as client:
-        answer = client.completions.create(model=MODEL, prompt=prompt, max_tokens=ANSWER_TOKENS)
-    assert answer.choices[0].text == refined(refiner, PROMPTS[0])[1]
-
-
 @pytest.mark.parametrize("case", BROKEN_TRANSFERS)
 def test_a_hand_over_that_fails_is_one_error_that_names_the_stage(refiner: PipelineServer, case: str) -> None:
     omni, status, words = BROKEN_TRANSFERS[case]
@@ -129,23 +100,6 @@ def test_a_hand_over_that_fails_is_one_error_that_names_the_stage(refiner: Pipel
     assert caught.value.status_code == status
     assert "Stage 'refiner'" in caught.value.message
     assert words in caught.value.message
-
-
-def test_a_transform_that_gives_nothing_is_one_error_that_names_the_stage(refiner: PipelineServer) -> None:
-    draft, _ = refined(refiner, PROMPTS[0])
-    with pytest.raises(openai.APIStatusError, match="Stage 'refiner'") as caught:
-        ask(refiner, PROMPTS[0], sampling={"thinker": {"stop": [draft[0]]}})
-    assert caught.value.status_code == 500
-
-
-def test_nothing_is_left_of_a_request_whose_client_leaves_during_the_second_stage(refiner: PipelineServer) -> None:
-    with refiner.suspended(REFINER), refiner.client() as client:
-        stream = client.completions.create(model=MODEL, prompt="Leaves soon", max_tokens=400, stream=True)
-        until(lambda: refiner.in_flight(REFINER) == 1, "the second stage has the request")
-        stream.close()
-        until(lambda: refiner.in_flight(REFINER) == 0, "the second stage is rid of the request")
-    refiner.wait_until_idle()
-    assert text_of(ask(refiner, PROMPTS[0])) == refined(refiner, PROMPTS[0])[1]
 
 
 def test_a_pause_that_waits_lets_what_has_begun_run_through_both_stages(refiner: PipelineServer) -> None:
@@ -203,13 +157,3 @@ def test_a_headless_node_serves_the_second_stage(refiner: PipelineServer) -> Non
         )
     assert answer.headers["X-Omni-Replica"].split(", ") == ["0.0", "1.1"]
     assert text_of(answer.parse()) == refined(refiner, PROMPTS[1])[1]
-
-
-@pytest.mark.parametrize("stage", [THINKER, REFINER])
-def test_a_replica_killed_in_the_middle_of_a_request_costs_no_answer(refiner: PipelineServer, stage: int) -> None:
-    with ThreadPoolExecutor() as threads:
-        with refiner.suspended(stage) as engine:
-            answer = threads.submit(ask, refiner, PROMPTS[1])
-            until(lambda: refiner.in_flight(stage) == 1, "the stage has the request")
-            engine.core.kill()
-        assert text_of(answer.result()) == refined(refiner, PROMPTS[1])[1]

@@ -6,7 +6,6 @@ import importlib.util
 import io
 from array import array
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 import soundfile
 
 from . import by_hand
-from .pipelines import EXAMPLES, PipelineServer
+from .pipelines import EXAMPLES, PipelineServer, shared_example
 from .server import MODEL, until
 from .servers import Servers
 
@@ -38,12 +37,7 @@ RAW: Any = {"voice": "any", "format": "pcm16"}
 
 @pytest.fixture
 def speech(servers: Servers) -> Iterator[PipelineServer]:
-    """The example, all stages in service before each test and after it."""
-    server: PipelineServer = servers.keep("speech", lambda log: PipelineServer("speech", log).__enter__(), engines=2)
-    server.wait_for_replicas(3)
-    yield server
-    server.wait_for_replicas(3)
-    server.wait_until_idle()
+    yield from shared_example(servers, "speech", 3)
 
 
 def spoken(server: PipelineServer, tokens: int = ANSWER_TOKENS) -> bytes:
@@ -207,12 +201,8 @@ def test_a_headless_node_serves_the_vocoder(speech: PipelineServer) -> None:
     "stage", [pytest.param(THINKER, marks=pytest.mark.long), pytest.param(TALKER, marks=pytest.mark.long), VOCODER]
 )
 def test_a_replica_killed_in_the_middle_of_a_request_costs_no_sound(speech: PipelineServer, stage: int) -> None:
-    with ThreadPoolExecutor() as threads:
-        with speech.suspended(stage) as engine:
-            answer = threads.submit(ask, speech, modalities=BOTH, audio=VOICE)
-            until(lambda: speech.in_flight(stage) == 1, "the stage has the request")
-            engine.core.kill()
-        message = answer.result().choices[0].message
+    answer = speech.killed_while(stage, lambda: ask(speech, modalities=BOTH, audio=VOICE))
+    message = answer.choices[0].message
     assert message.content == text_by_hand(speech)
     assert_same_sound(pcm_of(base64.b64decode(message.audio.data)), spoken(speech))
 
