@@ -1,13 +1,13 @@
 """Requests that come while no replica serves are held, or refused before their answer begins."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 
 import pytest
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from tests.fakes.conditions import eventually
@@ -265,18 +265,6 @@ async def test_a_503_of_the_application_gets_retry_after_and_keeps_its_own() -> 
         client = server.request()
         assert await client.status() == 503
         assert client.headers["retry-after"] == expected
-
-
-async def test_a_stream_is_refused_before_it_begins() -> None:
-    async def stream(_: Request) -> Response:
-        async def events() -> AsyncIterator[bytes]:
-            yield b"data"
-
-        return StreamingResponse(events())
-
-    refused = Server(replica_wait=0.01, answer=stream).request()
-    assert await refused.status() == 503
-    assert len(refused.sent) == 2
 
 
 async def test_a_server_without_a_fleet_is_left_alone() -> None:
