@@ -52,11 +52,12 @@ class EngineKeeper(Generic[E]):
         timing: how often to ask, and when to restart.
 
     Attributes:
-        ready: done with the engine once the first one serves.
+        ready: done with the engine once the first one serves; as `running`, there from `begin` on.
         running: the task that keeps it; done when the engine is not to be started again, or with the error of the
             first start.
     """
 
+    ready: "asyncio.Future[E]"
     running: "asyncio.Task[None]"
 
     def __init__(
@@ -77,10 +78,10 @@ class EngineKeeper(Generic[E]):
         self._restarting = True
         self._grace: float | None = None
         self._stopping = False
-        self.ready: asyncio.Future[E] = asyncio.get_running_loop().create_future()
 
     def begin(self) -> None:
-        """Start the engine in the background. To be called once."""
+        """Start the engine in the background, on the running loop. To be called once."""
+        self.ready = asyncio.get_running_loop().create_future()
         keeping = keep_running(self._engine, Backoff(), self._timing.clock, self._pause)
         self.running = asyncio.create_task(keeping, name=f"omni-replica-{self._name}")
 
