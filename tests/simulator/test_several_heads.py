@@ -24,7 +24,7 @@ def test_the_same_seed_gives_the_same_run() -> None:
     assert of("prefix", 4, "100") == of("prefix", 4, "100")
 
 
-@pytest.mark.parametrize("policy", ["prefix", "least-queue-length"])
+@pytest.mark.parametrize("policy", [pytest.param("prefix", marks=pytest.mark.long), "least-queue-length"])
 def test_heads_that_hear_each_other_late_spread_better_than_heads_that_do_not(policy: str) -> None:
     assert of(policy, 8, "100", scale=LARGE).in_flight < of(policy, 8, "none", scale=LARGE).in_flight
 

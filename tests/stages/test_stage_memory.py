@@ -87,7 +87,7 @@ async def test_the_inputs_of_aborted_requests_are_given_back(head: Head) -> None
     assert (await head.answer("a")).metadata == {"shared": True}
 
 
-@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("killed", [pytest.param(False, marks=pytest.mark.long), True])
 async def test_an_output_outlives_its_replica_and_nothing_else_does(killed: bool) -> None:
     # What earlier tests have left in cycles.
     gc.collect()

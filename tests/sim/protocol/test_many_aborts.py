@@ -150,7 +150,7 @@ async def gets_its_own(head: WholeHead) -> None:
     assert head.produced == {"own": 2}
 
 
-@pytest.mark.parametrize("requests", [800, pytest.param(10_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("requests", [480, pytest.param(10_000, marks=pytest.mark.long)])
 async def test_many_aborts_leave_nothing_behind(short_path: Path, requests: int) -> None:
     # What a process makes once is no leak.
     async with open_site(short_path) as site, site.head():
