@@ -11,8 +11,8 @@ from vllm_omni_plugin.coordinator.head_messages import (
 )
 from vllm_omni_plugin.coordinator.head_session import SessionEvent
 from vllm_omni_plugin.coordinator.hub_client import OmniCoordClientForHub
-from vllm_omni_plugin.coordinator.membership import Change, ChangeKind, Liveness, Member, MembershipTable, ReplicaKey
-from vllm_omni_plugin.coordinator.messages import ReplicaEvent, ReplicaInfo, ReplicaList, ReplicaStatus
+from vllm_omni_plugin.coordinator.membership import Change, ChangeKind, Liveness, Member, MembershipTable
+from vllm_omni_plugin.coordinator.messages import ReplicaEvent, ReplicaInfo, ReplicaKey, ReplicaList, ReplicaStatus
 from vllm_omni_plugin.coordinator.runtime import OmniCoordinatorRuntime
 from vllm_omni_plugin.coordinator.service import OmniCoordinator
 from vllm_omni_plugin.coordinator.stage_client import OmniCoordClientForStage

@@ -7,8 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from vllm_omni_plugin.coordinator.head_wire import require_flat
-from vllm_omni_plugin.coordinator.membership import ReplicaKey
-from vllm_omni_plugin.coordinator.messages import Address, StageId
+from vllm_omni_plugin.coordinator.messages import Address, ReplicaKey, StageId
 from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.vllm_api.adapter import Adapter, AdapterId
 

@@ -32,8 +32,7 @@ from vllm_omni_plugin.coordinator.head_messages import (
     Work,
 )
 from vllm_omni_plugin.coordinator.head_wire import decode_to_head, encode_from_head
-from vllm_omni_plugin.coordinator.membership import ReplicaKey
-from vllm_omni_plugin.coordinator.messages import ReplicaInfo, ReplicaList
+from vllm_omni_plugin.coordinator.messages import ReplicaInfo, ReplicaKey, ReplicaList
 from vllm_omni_plugin.coordinator.sockets import HEAD_QUEUE_FRAMES
 from vllm_omni_plugin.errors import WireError
 

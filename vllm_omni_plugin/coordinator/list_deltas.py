@@ -6,8 +6,8 @@ from msgspec import Raw
 
 from vllm_omni_plugin.coordinator.head_messages import FullList, ListDelta, Numbers
 from vllm_omni_plugin.coordinator.head_wire import encode_to_head
-from vllm_omni_plugin.coordinator.membership import Change, MembershipTable, ReplicaKey
-from vllm_omni_plugin.coordinator.messages import ReplicaInfo
+from vllm_omni_plugin.coordinator.membership import Change, MembershipTable
+from vllm_omni_plugin.coordinator.messages import ReplicaInfo, ReplicaKey
 from vllm_omni_plugin.coordinator.numbering import Numbering
 from vllm_omni_plugin.coordinator.snapshot import row_of
 

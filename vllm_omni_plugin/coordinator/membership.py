@@ -7,12 +7,11 @@ never go back from one call to the next.
 
 from collections.abc import Iterator
 from enum import StrEnum
-from typing import NamedTuple
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from vllm_omni_plugin.coordinator.messages import ReplicaEvent, ReplicaStatus
+from vllm_omni_plugin.coordinator.messages import ReplicaEvent, ReplicaKey, ReplicaStatus
 from vllm_omni_plugin.errors import OmniError
 
 # A heartbeat interval is under a third of the timeout, so a suspect has missed at least one.
@@ -46,19 +45,6 @@ class ChangeKind(StrEnum):
     DIED = "died"
     LEFT = "left"
     FORGOTTEN = "forgotten"
-
-
-class ReplicaKey(NamedTuple):
-    """What makes two announcements be about the same replica."""
-
-    stage_id: int
-    input_addr: str
-    output_addr: str
-
-    @classmethod
-    def of(cls, event: ReplicaEvent) -> "ReplicaKey":
-        """Return the key of the replica that ``event`` is about."""
-        return cls(event.stage_id, event.input_addr, event.output_addr)
 
 
 class Member(Struct, frozen=True):

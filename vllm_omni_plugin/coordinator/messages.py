@@ -1,7 +1,7 @@
 """What replicas, the coordinator and the heads say to each other. Field names are the wire's keys."""
 
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from msgspec import Meta, Struct
 
@@ -57,6 +57,19 @@ class ReplicaEvent(Struct, frozen=True):
     incarnation: Ordinal = 0
     sequence: Ordinal = 0
     control_addr: OptionalAddress = ""
+
+
+class ReplicaKey(NamedTuple):
+    """What makes two announcements be about the same replica."""
+
+    stage_id: int
+    input_addr: str
+    output_addr: str
+
+    @classmethod
+    def of(cls, event: ReplicaEvent) -> "ReplicaKey":
+        """Return the key of the replica that ``event`` is about."""
+        return cls(event.stage_id, event.input_addr, event.output_addr)
 
 
 class ReplicaInfo(Struct, frozen=True):

@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Mapping
 
 from vllm_omni_plugin.coordinator.head_messages import ReplicaNumber
-from vllm_omni_plugin.coordinator.membership import DEFAULT_MAX_REPLICAS, ReplicaKey
+from vllm_omni_plugin.coordinator.membership import DEFAULT_MAX_REPLICAS
+from vllm_omni_plugin.coordinator.messages import ReplicaKey
 
 
 class Numbering:

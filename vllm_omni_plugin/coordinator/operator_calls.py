@@ -19,7 +19,7 @@ from vllm_omni_plugin.coordinator.head_messages import (
     TakeOver,
 )
 from vllm_omni_plugin.coordinator.head_wire import require_flat
-from vllm_omni_plugin.coordinator.membership import ReplicaKey
+from vllm_omni_plugin.coordinator.messages import ReplicaKey
 from vllm_omni_plugin.coordinator.shared_state import SharedState
 from vllm_omni_plugin.errors import WireError
 

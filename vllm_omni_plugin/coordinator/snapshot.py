@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
-from vllm_omni_plugin.coordinator.membership import Member, ReplicaKey
-from vllm_omni_plugin.coordinator.messages import ReplicaInfo, ReplicaList
+from vllm_omni_plugin.coordinator.membership import Member
+from vllm_omni_plugin.coordinator.messages import ReplicaInfo, ReplicaKey, ReplicaList
 from vllm_omni_plugin.coordinator.numbering import Numbering
 
 
