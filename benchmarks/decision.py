@@ -20,11 +20,11 @@ from typing import Any, NamedTuple, cast
 
 from vllm_omni_plugin.balancing import CacheChange, Prompt, Task, build_load_balancer_factory, known_policies
 from vllm_omni_plugin.balancing.caches.block_keys import prompt_keys
-from vllm_omni_plugin.orchestrator.pool_member import PoolMember
-from vllm_omni_plugin.orchestrator.stage_pool import StagePool
-from vllm_omni_plugin.orchestrator.stage_run import StageRun
-from vllm_omni_plugin.replicas.stage_client import StageClient
-from vllm_omni_plugin.vllm_api.facts import CacheSize, LoadReport
+from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
+from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
+from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
+from vllm_omni_plugin.replicas.client.stage_client import StageClient
+from vllm_omni_plugin.vllm_api.requests.facts import CacheSize, LoadReport
 
 PROMPT_TOKENS = 4096
 SHARED_TOKENS = 3072

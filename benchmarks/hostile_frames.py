@@ -34,7 +34,7 @@ from streams import Stream, run_stream
 
 from vllm_omni_plugin.coordinator import OmniCoordClientForHub, ReplicaInfo
 from vllm_omni_plugin.curve import Secrets
-from vllm_omni_plugin.replicas.control import PROTOCOL_VERSION, Attach
+from vllm_omni_plugin.replicas.control.lease_messages import PROTOCOL_VERSION, Attach
 
 REPLICAS = 2
 STREAMS = 4
@@ -81,7 +81,7 @@ def fingerprint_of(model: Path) -> dict[str, str]:
     """What a head of these processes must show to be attached."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from vllm_omni_plugin.vllm_api.fingerprint import fingerprint
+    from vllm_omni_plugin.vllm_api.launch.model_fingerprint import fingerprint
 
     return fingerprint(AsyncEngineArgs(str(model), enforce_eager=True, max_model_len=4096).create_engine_config(), 0)
 
@@ -330,7 +330,7 @@ class Siege:
 
     def _find_processes(self) -> dict[str, psutil.Process]:
         head = psutil.Process(self._head.popen.pid)
-        coordinator = next(child for child in head.children() if "coordinator.child" in " ".join(child.cmdline()))
+        coordinator = next(child for child in head.children() if "coordinator_main" in " ".join(child.cmdline()))
         return {"head": head, "coordinator": coordinator, "sim": psutil.Process(self._sim.popen.pid)}
 
     def _find_publisher(self) -> str:

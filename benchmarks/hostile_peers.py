@@ -16,7 +16,7 @@ import zmq
 
 from vllm_omni_plugin.coordinator import ReplicaEvent, ReplicaStatus, encode_event
 from vllm_omni_plugin.curve import PLAIN_USERNAME, Secrets, secure_client
-from vllm_omni_plugin.replicas.control import (
+from vllm_omni_plugin.replicas.control.lease_messages import (
     PROTOCOL_VERSION,
     Attach,
     Attached,

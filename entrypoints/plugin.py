@@ -17,7 +17,7 @@ def register() -> None:
     names as ours, and leaves their values where ours would be.
     """
     if FLEET_ENGINE in os.environ:
-        from vllm_omni_plugin.vllm_api.tiles import ask_for_tiles
+        from vllm_omni_plugin.vllm_api.launch.tiles import ask_for_tiles
 
         ask_for_tiles()
     arg_utils = sys.modules.get("vllm.engine.arg_utils")

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from vllm_omni_plugin.errors import ReplicaError
-from vllm_omni_plugin.vllm_api.lockstep import Generation, Meeting
+from vllm_omni_plugin.vllm_api.launch.lockstep import Generation, Meeting
 
 SOON_S = 10.0
 
@@ -115,7 +115,7 @@ def test_who_comes_to_an_ended_generation_is_killed() -> None:
 
 
 def test_what_cannot_be_killed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_omni_plugin.vllm_api.lockstep._DEATH_TAKES_AT_MOST_S", 0.0)
+    monkeypatch.setattr("vllm_omni_plugin.vllm_api.launch.lockstep._DEATH_TAKES_AT_MOST_S", 0.0)
     generation, undying = Generation(1), Undying()
     generation.add(undying)
     generation.end()
@@ -182,7 +182,7 @@ def test_a_rank_that_starts_anew_ends_the_generation_before(threads: ThreadPoolE
 def test_no_generation_begins_beside_processes_that_do_not_end(
     threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllm_omni_plugin.vllm_api.lockstep._DEATH_TAKES_AT_MOST_S", 0.0)
+    monkeypatch.setattr("vllm_omni_plugin.vllm_api.launch.lockstep._DEATH_TAKES_AT_MOST_S", 0.0)
     meeting = two_ranks()
     first = [attend(threads, meeting, rank) for rank in (0, 1)]
     undying = Undying()

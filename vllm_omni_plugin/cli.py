@@ -16,7 +16,7 @@ from urllib.error import HTTPError
 from urllib.parse import quote, urlsplit
 from urllib.request import HTTPRedirectHandler, OpenerDirector, ProxyHandler, Request, build_opener
 
-from vllm_omni_plugin.admin.keys import read_admin_keys
+from vllm_omni_plugin.admin.admin_keys import read_admin_keys
 from vllm_omni_plugin.errors import OmniError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -46,7 +46,7 @@ def _parser(simulate: bool) -> argparse.ArgumentParser:
     _add_explain(commands)
     _add_pipeline(commands)
     if simulate:
-        from vllm_omni_plugin.sim.command import add_parser
+        from vllm_omni_plugin.sim.sim_command import add_parser
 
         add_parser(commands)
     else:

@@ -6,7 +6,7 @@ from simulator.requests import Job
 
 
 class BlockCache:
-    """What `vllm_omni_plugin.sim.kv_cache.KVCache` does, for sequences that grow between the moments anyone looks.
+    """What `vllm_omni_plugin.sim` has a `KVCache` for, for sequences that grow between the moments anyone looks.
 
     Blocks of answers are counted together, to about half a block per sequence, and can be reused when the answer ends.
 

@@ -8,8 +8,8 @@ from simulator.engine import Outcome
 from simulator.replica import Clock, SimReplica
 from simulator.requests import Job, Request
 from vllm_omni_plugin.balancing import CacheChange, Decision, ServingReplicas, Task, UnreportedRequests
-from vllm_omni_plugin.orchestrator.stage_run import StageRun
-from vllm_omni_plugin.vllm_api.facts import LoadReport
+from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
+from vllm_omni_plugin.vllm_api.requests.facts import LoadReport
 
 
 class Policy(Protocol):

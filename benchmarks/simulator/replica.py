@@ -6,10 +6,10 @@ from math import inf
 from simulator.engine import LeapEngine
 from simulator.requests import Job
 from vllm_omni_plugin.balancing import ReplicaLoad
-from vllm_omni_plugin.orchestrator.charges import Account
-from vllm_omni_plugin.orchestrator.stage_run import StageRun
+from vllm_omni_plugin.orchestrator.requests.charges import Account
+from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 from vllm_omni_plugin.sim import EngineSettings
-from vllm_omni_plugin.vllm_api.facts import CacheSize, LoadReport
+from vllm_omni_plugin.vllm_api.requests.facts import CacheSize, LoadReport
 
 
 class Clock:

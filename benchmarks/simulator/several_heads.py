@@ -12,12 +12,12 @@ from simulator.replica import Clock, SimReplica
 from simulator.requests import Job, Request
 from vllm_omni_plugin.balancing import CacheChange, ReplicaLoad, ServingReplicas
 from vllm_omni_plugin.coordinator import PeerWork, ReplicaWork
-from vllm_omni_plugin.orchestrator.charges import Work
-from vllm_omni_plugin.orchestrator.pool_member import Peers
-from vllm_omni_plugin.orchestrator.stage_run import StageRun
-from vllm_omni_plugin.orchestrator.work_exchange import REPORT_INTERVAL_S, WorkExchange
+from vllm_omni_plugin.orchestrator.fleet_state.work_exchange import REPORT_INTERVAL_S, WorkExchange
+from vllm_omni_plugin.orchestrator.pool.pool_member import Peers
+from vllm_omni_plugin.orchestrator.requests.charges import Work
+from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 from vllm_omni_plugin.sim import EngineSettings
-from vllm_omni_plugin.vllm_api.facts import LoadReport
+from vllm_omni_plugin.vllm_api.requests.facts import LoadReport
 
 After = Callable[..., Any]
 """Runs a function after some seconds, which come first."""

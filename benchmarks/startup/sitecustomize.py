@@ -4,6 +4,6 @@ It asks for the processor's tile registers (AMX), as the engines of a fleet do b
 dies of SIGILL at its first request where there are some.
 """
 
-from vllm_omni_plugin.vllm_api.tiles import ask_for_tiles
+from vllm_omni_plugin.vllm_api.launch.tiles import ask_for_tiles
 
 ask_for_tiles()

@@ -15,7 +15,7 @@ from starlette.datastructures import Headers
 
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admin.access import Access
-from vllm_omni_plugin.admin.keys import read_admin_keys
+from vllm_omni_plugin.admin.admin_keys import read_admin_keys
 from vllm_omni_plugin.admin.replica_admin import FleetAdmin
 from vllm_omni_plugin.admin.routes import build_router
 from vllm_omni_plugin.errors import ConfigError

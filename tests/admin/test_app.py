@@ -31,7 +31,7 @@ from vllm_omni_plugin.admin.replica_header import new_dispatches
 from vllm_omni_plugin.balancing import Decision
 from vllm_omni_plugin.integration.http.app import INFERENCE_PATHS, FleetEndpoints, patch_app
 from vllm_omni_plugin.integration.options.flag_table import FLAGS
-from vllm_omni_plugin.orchestrator.fleet_calls import FleetCalls
+from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 
 NEED_NO_ENGINE = {
     "/detokenize",

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.pipeline.files import SPEECH
-from vllm_omni_plugin.admin.call_options import BadOptionError, CallOptions, read_call_options
+from vllm_omni_plugin.admin.answers.call_options import BadOptionError, CallOptions, read_call_options
 from vllm_omni_plugin.pipeline.graph import Pipeline
 from vllm_omni_plugin.pipeline.loading import load_pipeline
 from vllm_omni_plugin.pipeline.stage import Modality, Stage

@@ -8,12 +8,12 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from tests.fakes.engine_api import FakeEngineApi
 from tests.fakes.fleet import FakeFleet
 from tests.orchestrator.work_bus import Timers
-from vllm_omni_plugin.admin.fleet_metrics import FleetCollector
+from vllm_omni_plugin.admin.metrics.fleet_metrics import FleetCollector
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.coordinator import PeerWork
+from vllm_omni_plugin.orchestrator.fleet_state.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.stage_pool import StagePool
-from vllm_omni_plugin.orchestrator.work_exchange import WorkExchange
+from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 
 
 def registry_of(orchestrator: Orchestrator) -> CollectorRegistry:

@@ -14,9 +14,9 @@ from prometheus_client.registry import Collector
 
 from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
-from vllm_omni_plugin.admin.fleet_metrics import FleetCollector
-from vllm_omni_plugin.admin.multiprocess_metrics import MetricFiles, in_multiprocess_mode
-from vllm_omni_plugin.orchestrator.metrics import OrchestratorMetrics
+from vllm_omni_plugin.admin.metrics.fleet_metrics import FleetCollector
+from vllm_omni_plugin.admin.metrics.multiprocess_metrics import MetricFiles, in_multiprocess_mode
+from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
 
 NEVER_S = 1000.0
 

@@ -13,8 +13,8 @@ from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admin.access import Access
 from vllm_omni_plugin.admin.replica_admin import FleetAdmin
 from vllm_omni_plugin.admin.routes import build_router
-from vllm_omni_plugin.orchestrator.fleet_calls import FleetCalls
-from vllm_omni_plugin.orchestrator.stage_pool import PoolMember
+from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
+from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember
 
 EVERYBODY = Access(lambda _: True, lambda _: True, unix_socket=False)
 

@@ -11,13 +11,13 @@ from vllm_omni_plugin.admin.hold import Hold
 from vllm_omni_plugin.admin.replica_admin import FleetAdmin
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.errors import NoReplicaError
-from vllm_omni_plugin.orchestrator.messages import ManageReplica
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.preparation import Preparation
-from vllm_omni_plugin.orchestrator.stage_pool import StagePool
+from vllm_omni_plugin.orchestrator.pipeline.preparation import Preparation
+from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import ManageReplica
 from vllm_omni_plugin.pipeline.graph import Pipeline
 from vllm_omni_plugin.pipeline.stage import VLLM_ENGINE, Modality, Stage
-from vllm_omni_plugin.replicas.stage_client import StageClient
+from vllm_omni_plugin.replicas.client.stage_client import StageClient
 
 PIPELINE = Pipeline(
     (

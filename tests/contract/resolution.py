@@ -7,7 +7,7 @@ from importlib import import_module
 from types import FunctionType, ModuleType
 from typing import Any
 
-from vllm_omni_plugin.vllm_api.symbols import Symbol
+from vllm_omni_plugin.vllm_api.symbols.all_symbols import Symbol
 
 
 class BrokenSymbolError(AssertionError):

@@ -13,10 +13,10 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReadyR
 from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
 
 from vllm_omni_plugin.errors import WireError
-from vllm_omni_plugin.vllm_api.engine_api import EngineApi
-from vllm_omni_plugin.vllm_api.facts import CacheSize, LoadReport, RequestFacts
-from vllm_omni_plugin.vllm_api.move import Move
-from vllm_omni_plugin.vllm_api.requests import build_engine_core_request_from_tokens
+from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
+from vllm_omni_plugin.vllm_api.requests.facts import CacheSize, LoadReport, RequestFacts
+from vllm_omni_plugin.vllm_api.requests.move import Move
+from vllm_omni_plugin.vllm_api.requests.request_building import build_engine_core_request_from_tokens
 
 PROMPT = [5, 6, 7]
 READY: dict[str, Any] = {

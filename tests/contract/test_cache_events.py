@@ -26,13 +26,17 @@ from vllm.v1.request import Request
 from tests.fakes.conditions import eventually
 from tests.replicas.cache_publisher import Mirror
 from vllm_omni_plugin.balancing.caches.block_keys import prompt_keys
-from vllm_omni_plugin.orchestrator.tasks import make_task
+from vllm_omni_plugin.orchestrator.requests.policy_tasks import make_task
 from vllm_omni_plugin.replicas.kv_events import cache_listener
 from vllm_omni_plugin.replicas.kv_events.block_names import BlockNames
 from vllm_omni_plugin.replicas.kv_events.cache_listener import listen_to_cache
 from vllm_omni_plugin.replicas.kv_events.engine_events import decode_events
-from vllm_omni_plugin.vllm_api.cache_events import remove_event_sockets, turn_on_cache_events, why_no_cache_events
-from vllm_omni_plugin.vllm_api.requests import describe
+from vllm_omni_plugin.vllm_api.launch.kv_event_settings import (
+    remove_event_sockets,
+    turn_on_cache_events,
+    why_no_cache_events,
+)
+from vllm_omni_plugin.vllm_api.requests.request_building import describe
 
 from .configs import vllm_config, write_model
 

@@ -17,10 +17,10 @@ from vllm.v1.request import Request
 
 from tests.balancing.pool import PooledReplica
 from vllm_omni_plugin.balancing import KvAwareBalancer, ReplicaLoad
-from vllm_omni_plugin.orchestrator.tasks import make_task
+from vllm_omni_plugin.orchestrator.requests.policy_tasks import make_task
 from vllm_omni_plugin.replicas.kv_events.block_names import BlockNames
 from vllm_omni_plugin.replicas.kv_events.engine_events import decode_events
-from vllm_omni_plugin.vllm_api.requests import describe
+from vllm_omni_plugin.vllm_api.requests.request_building import describe
 
 SIZE = 4
 BLOCKS = 60

@@ -16,10 +16,10 @@ from tests.fakes.idle_fleet import IdleFleet
 from vllm_omni_plugin.admin.replica_header import ReplicaHeaderMiddleware
 from vllm_omni_plugin.balancing import Decision, RandomBalancer
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
-from vllm_omni_plugin.orchestrator.messages import SubmitRequest
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.stage_pool import StagePool
-from vllm_omni_plugin.vllm_api.engine_api import EngineApi
+from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import SubmitRequest
+from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 
 
 @pytest.fixture

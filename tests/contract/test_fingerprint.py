@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests.contract.configs import vllm_config, write_model
-from vllm_omni_plugin.replicas.control import MAX_TEXT_CHARS
-from vllm_omni_plugin.replicas.heads import differences
-from vllm_omni_plugin.vllm_api.fingerprint import fingerprint
+from vllm_omni_plugin.replicas.control.lease_messages import MAX_TEXT_CHARS
+from vllm_omni_plugin.replicas.server.attached_heads import differences
+from vllm_omni_plugin.vllm_api.launch.model_fingerprint import fingerprint
 
 COMMIT, OTHER = "0a1b" * 10, "2c3d" * 10
 

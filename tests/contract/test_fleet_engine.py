@@ -13,10 +13,10 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from vllm_omni_plugin.config import FLEET_ENGINE
-from vllm_omni_plugin.vllm_api import launch
-from vllm_omni_plugin.vllm_api.fleet_engine import FleetExecutor, LastWords, as_fleet_engine, fleet_executor
-from vllm_omni_plugin.vllm_api.launch import spawn_engine
-from vllm_omni_plugin.vllm_api.spawning import describe_exit
+from vllm_omni_plugin.vllm_api.launch import engine_launch as launch
+from vllm_omni_plugin.vllm_api.launch.engine_launch import spawn_engine
+from vllm_omni_plugin.vllm_api.launch.fleet_engine import FleetExecutor, LastWords, as_fleet_engine, fleet_executor
+from vllm_omni_plugin.vllm_api.launch.spawning import describe_exit
 
 ENOUGH_S = 60.0
 

@@ -13,12 +13,13 @@ from vllm.v1.engine.utils import CoreEngine
 from tests.engine.experts import MIXTRAL
 from tests.sim.protocol.requests import request
 from vllm_omni_plugin.errors import ReplicaError
-from vllm_omni_plugin.vllm_api import group_launch, launch
-from vllm_omni_plugin.vllm_api.engine_api import EngineApi
-from vllm_omni_plugin.vllm_api.group_launch import GroupLauncher, new_launcher, split_ranks
-from vllm_omni_plugin.vllm_api.launch import EngineLauncher
-from vllm_omni_plugin.vllm_api.ready import apply_ready_responses
-from vllm_omni_plugin.vllm_api.sim_protocol import ready_response
+from vllm_omni_plugin.vllm_api.launch import engine_launch as launch
+from vllm_omni_plugin.vllm_api.launch import group_launch
+from vllm_omni_plugin.vllm_api.launch.engine_launch import EngineLauncher
+from vllm_omni_plugin.vllm_api.launch.group_launch import GroupLauncher, new_launcher, split_ranks
+from vllm_omni_plugin.vllm_api.protocol.sim_protocol import ready_response
+from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
+from vllm_omni_plugin.vllm_api.requests.ready import apply_ready_responses
 
 from .configs import vllm_config, write_model
 

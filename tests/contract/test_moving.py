@@ -13,10 +13,10 @@ from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutpu
 from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors, SamplingMaskLists
 
-from vllm_omni_plugin.vllm_api import moving
-from vllm_omni_plugin.vllm_api.engine_api import EngineApi
-from vllm_omni_plugin.vllm_api.move import Move
-from vllm_omni_plugin.vllm_api.requests import build_engine_core_request_from_tokens
+from vllm_omni_plugin.vllm_api.requests import moving
+from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
+from vllm_omni_plugin.vllm_api.requests.move import Move
+from vllm_omni_plugin.vllm_api.requests.request_building import build_engine_core_request_from_tokens
 
 PROMPT = [1, 2, 3]
 GREEDY: dict[str, Any] = {"temperature": 0.0}

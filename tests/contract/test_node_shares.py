@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from vllm_omni_plugin.errors import ConfigError
-from vllm_omni_plugin.vllm_api import launch
-from vllm_omni_plugin.vllm_api.launch import EngineLauncher, share_cores, take_devices
+from vllm_omni_plugin.vllm_api.launch import engine_launch as launch
+from vllm_omni_plugin.vllm_api.launch.engine_launch import EngineLauncher, share_cores, take_devices
 
 from .configs import vllm_config, write_model
 

@@ -22,10 +22,15 @@ from tests.fakes.idle_fleet import IdleFleet
 from vllm_omni_plugin.balancing import RandomBalancer
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
 from vllm_omni_plugin.integration.engine_client.output_guard import guard_outputs, guard_statistics
-from vllm_omni_plugin.orchestrator.messages import AbortRequests, FrontMessage, OutputUnusable, ReplicaJoined
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.stage_pool import StagePool
-from vllm_omni_plugin.vllm_api.engine_api import EngineApi
+from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
+    AbortRequests,
+    FrontMessage,
+    OutputUnusable,
+    ReplicaJoined,
+)
+from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 
 
 def logprobs(*shape: int, ranks: tuple[int, ...] = (1,)) -> LogprobsLists:

@@ -13,7 +13,7 @@ from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
 from vllm_omni_plugin.errors import WireError
-from vllm_omni_plugin.vllm_api.engine_api import EngineApi
+from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 
 HIGHEST = 2**31 - 1
 

@@ -20,8 +20,8 @@ from vllm.v1.engine.core import EngineCoreProc
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
 from vllm_omni_plugin.integration.engine_client.peer_front import AdapterIds, PeerFront
 from vllm_omni_plugin.integration.http.adapters import open_adapters
-from vllm_omni_plugin.orchestrator.front_update import FrontUpdate
-from vllm_omni_plugin.vllm_api.adapter import Adapter, adapter_of
+from vllm_omni_plugin.orchestrator.fleet_state.front_update import FrontUpdate
+from vllm_omni_plugin.vllm_api.requests.adapter import Adapter, adapter_of
 
 STORY = Adapter("story", 7, "/loras/story")
 

@@ -23,17 +23,22 @@ from vllm_omni_plugin.integration.engine_client.request_failures import to_http
 from vllm_omni_plugin.integration.fleet_setup.fleet_stages import FleetStages
 from vllm_omni_plugin.integration.http.app import FleetEndpoints
 from vllm_omni_plugin.integration.options.carried_options import carry_options
-from vllm_omni_plugin.orchestrator.messages import AbortRequests, CallReplicas, ReplicaJoined, SubmitRequest
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pipeline_call import PipelineCall
-from vllm_omni_plugin.orchestrator.preparation import Preparation
-from vllm_omni_plugin.orchestrator.stage_pool import StagePool
+from vllm_omni_plugin.orchestrator.pipeline.preparation import Preparation
+from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
+    AbortRequests,
+    CallReplicas,
+    ReplicaJoined,
+    SubmitRequest,
+)
+from vllm_omni_plugin.orchestrator.requests.pipeline_call import PipelineCall
 from vllm_omni_plugin.pipeline.graph import Pipeline
 from vllm_omni_plugin.pipeline.stage import VLLM_ENGINE, Modality, Stage
-from vllm_omni_plugin.vllm_api.engine_api import EngineApi
-from vllm_omni_plugin.vllm_api.requests import build_engine_core_request_from_tokens
-from vllm_omni_plugin.vllm_api.screen import CALLS
-from vllm_omni_plugin.vllm_api.sim_protocol import ready_response
+from vllm_omni_plugin.vllm_api.protocol.screen import CALLS
+from vllm_omni_plugin.vllm_api.protocol.sim_protocol import ready_response
+from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
+from vllm_omni_plugin.vllm_api.requests.request_building import build_engine_core_request_from_tokens
 
 PIPELINE = Pipeline(
     (

@@ -15,7 +15,7 @@ from vllm.v1.metrics.stats import IterationStats
 
 from vllm_omni_plugin.balancing import Decision
 from vllm_omni_plugin.integration.engine_client.request_tracing import RequestSpans
-from vllm_omni_plugin.orchestrator.messages import Dispatches, RequestStages, StageTimes
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import Dispatches, RequestStages, StageTimes
 
 TRACE_ID = 0x0AF7651916CD43DD8448EB211C80319C
 TRACE_HEADERS = {"traceparent": f"00-{TRACE_ID:032x}-b7ad6b7169203331-01"}

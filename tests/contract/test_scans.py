@@ -2,7 +2,7 @@
 
 import pytest
 
-from vllm_omni_plugin.vllm_api.symbols import Symbol
+from vllm_omni_plugin.vllm_api.symbols.all_symbols import Symbol
 
 from .resolution import BrokenSymbolError, check
 from .usage import attributes_of, called_by_name, names_of, vllm_names

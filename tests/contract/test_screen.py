@@ -13,10 +13,10 @@ from vllm.v1.serial_utils import MsgpackEncoder
 from tests.fakes.adapter_files import write_adapter
 from tests.fakes.hostile_frames import hostile_message
 from vllm_omni_plugin.errors import NOT_ALLOWED
-from vllm_omni_plugin.vllm_api.adapter import Adapter, adapter_of
-from vllm_omni_plugin.vllm_api.digests import adapter_digest
-from vllm_omni_plugin.vllm_api.engine_api import EngineApi
-from vllm_omni_plugin.vllm_api.screen import CALLS, WORKER_CALLS, screen
+from vllm_omni_plugin.vllm_api.protocol.screen import CALLS, WORKER_CALLS, screen
+from vllm_omni_plugin.vllm_api.requests.adapter import Adapter, adapter_of
+from vllm_omni_plugin.vllm_api.requests.digests import adapter_digest
+from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 
 API = EngineApi()
 

@@ -3,7 +3,7 @@
 import pytest
 from vllm.utils.network_utils import get_open_zmq_ipc_path
 
-from vllm_omni_plugin.replicas.socket_folder import new_ipc_address
+from vllm_omni_plugin.replicas.engine.socket_folder import new_ipc_address
 
 
 def test_vllm_looks_at_every_address_where_sockets_shall_lie(monkeypatch: pytest.MonkeyPatch) -> None:

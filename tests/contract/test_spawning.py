@@ -15,11 +15,11 @@ from vllm.v1.engine import coordinator as vllm_coordinator
 
 from tests.engine.experts import MIXTRAL
 from vllm_omni_plugin.integration.processes.api_server_process import ApiServerProcesses
-from vllm_omni_plugin.stages.process import StageProcess
-from vllm_omni_plugin.vllm_api import launch
-from vllm_omni_plugin.vllm_api.group_launch import LockstepGeneration, split_ranks
-from vllm_omni_plugin.vllm_api.launch import spawn_engine
-from vllm_omni_plugin.vllm_api.spawning import SPAWNING
+from vllm_omni_plugin.stages.stage_process import StageProcess
+from vllm_omni_plugin.vllm_api.launch import engine_launch as launch
+from vllm_omni_plugin.vllm_api.launch.engine_launch import spawn_engine
+from vllm_omni_plugin.vllm_api.launch.group_launch import LockstepGeneration, split_ranks
+from vllm_omni_plugin.vllm_api.launch.spawning import SPAWNING
 
 from .configs import vllm_config, write_model
 

@@ -14,8 +14,8 @@ from vllm_omni_plugin.integration.fleet_setup.stage_plan import StagePlan
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import stage_plans
 from vllm_omni_plugin.integration.options.carried_options import carry_options, options_of, without_options
 from vllm_omni_plugin.integration.options.compatibility import prepare_engine_args
-from vllm_omni_plugin.replicas.engine_start import SharingProcess
-from vllm_omni_plugin.vllm_api.fingerprint import fingerprint
+from vllm_omni_plugin.replicas.engine.engine_start import SharingProcess
+from vllm_omni_plugin.vllm_api.launch.model_fingerprint import fingerprint
 
 from .pipeline_files import JOIN, STAGES, read, write_disaggregated, write_pipeline, write_text_model
 

@@ -16,9 +16,9 @@ from vllm.v1.engine import UtilityOutput as EngineUtilityOutput
 from vllm.v1.metrics.stats import SchedulerStats as EngineSchedulerStats
 from vllm.v1.serial_utils import CUSTOM_TYPE_RAW_VIEW, MsgpackDecoder, MsgpackEncoder
 
-from vllm_omni_plugin.vllm_api import stage_protocol
-from vllm_omni_plugin.vllm_api.stage_codec import StageCodec
-from vllm_omni_plugin.vllm_api.stage_protocol import Content, Output, Outputs, SchedulerStats, StageRequest
+from vllm_omni_plugin.vllm_api.protocol import stage_protocol
+from vllm_omni_plugin.vllm_api.protocol.stage_codec import StageCodec
+from vllm_omni_plugin.vllm_api.protocol.stage_protocol import Content, Output, Outputs, SchedulerStats, StageRequest
 
 
 def decoded(frames: Any) -> EngineCoreOutputs:

@@ -8,8 +8,8 @@ import pytest
 from vllm_omni_plugin.entrypoints.plugin import register
 
 from vllm_omni_plugin.config import FLEET_ENGINE
-from vllm_omni_plugin.vllm_api import tiles
-from vllm_omni_plugin.vllm_api.tiles import ask_for_tiles
+from vllm_omni_plugin.vllm_api.launch import tiles
+from vllm_omni_plugin.vllm_api.launch.tiles import ask_for_tiles
 
 ASKED = (158, 0x1023, 18)
 WITH_TILES = "processor\t: 0\nflags\t\t: fpu avx512f amx_bf16 amx_tile amx_int8\n\nprocessor\t: 1\n"

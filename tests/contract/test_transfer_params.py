@@ -27,7 +27,7 @@ with warnings.catch_warnings():
 from vllm_omni_plugin.integration.fleet_setup.fleet_stages import FleetStages
 from vllm_omni_plugin.pipeline.graph import Pipeline
 from vllm_omni_plugin.pipeline.stage import VLLM_ENGINE, Modality, Stage
-from vllm_omni_plugin.vllm_api.requests import build_engine_core_request_from_tokens
+from vllm_omni_plugin.vllm_api.requests.request_building import build_engine_core_request_from_tokens
 
 PREFILL = Stage(0, "prefill", VLLM_ENGINE, Modality.KV_CACHE, "m")
 DECODE = Stage(1, "decode", VLLM_ENGINE, Modality.TEXT, "m", inputs=("prefill",), final=True)

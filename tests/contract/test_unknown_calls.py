@@ -18,8 +18,8 @@ from vllm_omni_plugin.balancing import RandomBalancer
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
 from vllm_omni_plugin.integration.engine_client.unknown_calls import UnknownCallError, refuse_unknown_calls
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.stage_pool import StagePool
-from vllm_omni_plugin.vllm_api.engine_api import EngineApi
+from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
+from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 
 NOT_CALLED_BY_ASYNC_LLM = {
     name.removesuffix("_async") for name in vars(EngineCoreClient) if name.endswith("_async")

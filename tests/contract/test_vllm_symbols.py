@@ -11,7 +11,7 @@ from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
 
 import vllm_omni_plugin
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
-from vllm_omni_plugin.vllm_api.symbols import CALLS, SYMBOLS, Symbol
+from vllm_omni_plugin.vllm_api.symbols.all_symbols import CALLS, SYMBOLS, Symbol
 
 from .resolution import check
 from .usage import attributes_of, called_by_name, names_of, vllm_names

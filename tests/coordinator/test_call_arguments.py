@@ -5,10 +5,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from vllm_omni_plugin.coordinator.call_arguments import FORGET_LORA, decode, encode
-from vllm_omni_plugin.coordinator.shared_state import SharedState
+from vllm_omni_plugin.coordinator.protocol.call_arguments import FORGET_LORA, decode, encode
+from vllm_omni_plugin.coordinator.state.shared_state import SharedState
 from vllm_omni_plugin.errors import WireError
-from vllm_omni_plugin.vllm_api.adapter import Adapter
+from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
 
 CALLS: list[tuple[Any, ...]] = [
     ("add_lora", Adapter("story", 7, "/loras/story", None, True)),

@@ -3,7 +3,7 @@
 import pytest
 import zmq
 
-from vllm_omni_plugin.coordinator.drops import DropLog, DropReason, peer_of
+from vllm_omni_plugin.coordinator.server.drops import DropLog, DropReason, peer_of
 
 
 def test_each_reason_is_counted_apart_from_the_start() -> None:

@@ -16,7 +16,7 @@ from vllm_omni_plugin.coordinator import (
     ReplicaKey,
     ReplicaStatus,
 )
-from vllm_omni_plugin.coordinator.membership import TableFullError
+from vllm_omni_plugin.coordinator.state.membership_table import TableFullError
 
 TIMEOUT = 10.0
 UP, DOWN, ERROR, DRAINING = ReplicaStatus

@@ -18,8 +18,8 @@ from vllm_omni_plugin.coordinator import (
     encode_event,
     encode_replica_list,
 )
-from vllm_omni_plugin.coordinator.membership import DEFAULT_MAX_REPLICAS
-from vllm_omni_plugin.coordinator.messages import MAX_ADDRESS_CHARS, MAX_QUEUE_LENGTH, MAX_STAGE_ID
+from vllm_omni_plugin.coordinator.protocol.control_messages import MAX_ADDRESS_CHARS, MAX_QUEUE_LENGTH, MAX_STAGE_ID
+from vllm_omni_plugin.coordinator.state.membership_table import DEFAULT_MAX_REPLICAS
 from vllm_omni_plugin.errors import WireError
 
 PLAIN = {

@@ -20,8 +20,8 @@ from vllm_omni_plugin.coordinator import (
     OmniCoordinatorRuntime,
     encode_event,
 )
-from vllm_omni_plugin.coordinator import runtime as runtime_module
-from vllm_omni_plugin.coordinator.process import ChildArguments, CoordinatorProcess
+from vllm_omni_plugin.coordinator.process import runtime as runtime_module
+from vllm_omni_plugin.coordinator.process.coordinator_process import ChildArguments, CoordinatorProcess
 from vllm_omni_plugin.curve.descriptors import SPARE_DESCRIPTORS
 from vllm_omni_plugin.errors import ConfigError, OmniError
 
@@ -232,7 +232,7 @@ def test_process_ends_with_its_standard_input() -> None:
 
 def test_import_pulls_in_neither_vllm_nor_torch_nor_other_parts_of_ours() -> None:
     imported = run_python("import sys, vllm_omni_plugin.coordinator; print(*sorted(sys.modules))").split()
-    assert "vllm_omni_plugin.coordinator.service" in imported
+    assert "vllm_omni_plugin.coordinator.server.service" in imported
     assert {"vllm", "torch", "numpy"}.isdisjoint(imported)
     ours = {name for name in imported if name.startswith("vllm_omni_plugin.")}
     parts = {name.split(".")[1] for name in ours}

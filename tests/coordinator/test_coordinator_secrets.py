@@ -20,9 +20,9 @@ from vllm_omni_plugin.coordinator import (
     ReplicaStatus,
     encode_event,
 )
-from vllm_omni_plugin.coordinator import stage_client as stage_client_module
-from vllm_omni_plugin.coordinator.link import CoordinatorLink
-from vllm_omni_plugin.coordinator.sockets import open_dealer
+from vllm_omni_plugin.coordinator.client import announcing_client as stage_client_module
+from vllm_omni_plugin.coordinator.client.coordinator_link import CoordinatorLink
+from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import open_dealer
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError
 

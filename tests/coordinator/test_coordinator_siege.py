@@ -17,8 +17,8 @@ from vllm_omni_plugin.coordinator import (
     ReplicaStatus,
     encode_event,
 )
-from vllm_omni_plugin.coordinator import sockets as sockets_module
-from vllm_omni_plugin.coordinator.sockets import MAX_TOPICS_PER_PEER, ROLE
+from vllm_omni_plugin.coordinator.protocol import coordinator_sockets as sockets_module
+from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import MAX_TOPICS_PER_PEER, ROLE
 from vllm_omni_plugin.curve import Secrets, secure_client
 
 SECRETS = Secrets(["a secret that the hostile may hold"])

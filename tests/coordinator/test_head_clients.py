@@ -26,7 +26,8 @@ from vllm_omni_plugin.coordinator import (
     Welcome,
     engine_key,
 )
-from vllm_omni_plugin.coordinator.head_messages import (
+from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import ROLE
+from vllm_omni_plugin.coordinator.protocol.head_messages import (
     SESSION_PROTOCOL,
     Beat,
     Bye,
@@ -43,8 +44,7 @@ from vllm_omni_plugin.coordinator.head_messages import (
     StageState,
     Work,
 )
-from vllm_omni_plugin.coordinator.head_wire import encode_from_head, encode_to_head, frames_to_head
-from vllm_omni_plugin.coordinator.sockets import ROLE
+from vllm_omni_plugin.coordinator.protocol.head_wire import encode_from_head, encode_to_head, frames_to_head
 from vllm_omni_plugin.curve import Secrets, secure_client
 from vllm_omni_plugin.errors import ConfigError, WireError
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from vllm_omni_plugin.coordinator.head_messages import (
+from vllm_omni_plugin.coordinator.protocol.head_messages import (
     Call,
     CallDone,
     CallFinished,
@@ -15,7 +15,7 @@ from vllm_omni_plugin.coordinator.head_messages import (
     StageState,
     TakeOver,
 )
-from vllm_omni_plugin.coordinator.operator_calls import MAX_OPEN_CALLS, OperatorCalls
+from vllm_omni_plugin.coordinator.state.call_log import MAX_OPEN_CALLS, OperatorCalls
 from vllm_omni_plugin.errors import WireError
 
 HEADS = ["a", "b", "c"]

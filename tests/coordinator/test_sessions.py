@@ -8,14 +8,14 @@ from coordinator_support import make_event
 from head_world import QUEUE_FRAMES, World, rows
 
 from vllm_omni_plugin.coordinator import ReplicaEvent, ReplicaKey, ReplicaStatus, ReplicaWork, engine_key
-from vllm_omni_plugin.coordinator.head_messages import SESSION_PROTOCOL, Beat, Hello, ReplicaNumber, Work
-from vllm_omni_plugin.coordinator.head_wire import encode_from_head
-from vllm_omni_plugin.coordinator.list_deltas import ListDeltas
-from vllm_omni_plugin.coordinator.membership import MembershipTable, TableFullError
-from vllm_omni_plugin.coordinator.numbering import Numbering
-from vllm_omni_plugin.coordinator.session import MAX_WORK_ROWS, Session
-from vllm_omni_plugin.coordinator.sessions import HEAD_TIMEOUT, MAX_HEADS
-from vllm_omni_plugin.coordinator.sockets import HEAD_QUEUE_FRAMES
+from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import HEAD_QUEUE_FRAMES
+from vllm_omni_plugin.coordinator.protocol.head_messages import SESSION_PROTOCOL, Beat, Hello, ReplicaNumber, Work
+from vllm_omni_plugin.coordinator.protocol.head_wire import encode_from_head
+from vllm_omni_plugin.coordinator.state.head_sessions import HEAD_TIMEOUT, MAX_HEADS
+from vllm_omni_plugin.coordinator.state.list_deltas import ListDeltas
+from vllm_omni_plugin.coordinator.state.membership_table import MembershipTable, TableFullError
+from vllm_omni_plugin.coordinator.state.numbering import Numbering
+from vllm_omni_plugin.coordinator.state.session_state import MAX_WORK_ROWS, Session
 from vllm_omni_plugin.errors import WireError
 
 

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fakes.engine_model import EngineModel, RefusedError
-from vllm_omni_plugin.coordinator.head_messages import StageState
-from vllm_omni_plugin.coordinator.shared_state import SharedState
+from vllm_omni_plugin.coordinator.protocol.head_messages import StageState
+from vllm_omni_plugin.coordinator.state.shared_state import SharedState
 from vllm_omni_plugin.errors import WireError
-from vllm_omni_plugin.vllm_api.adapter import Adapter
+from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
 
 
 def lora(lora_int_id: int, path: str = "p") -> Adapter:

@@ -13,7 +13,7 @@ from .namespaces import HEAD_ADDRESS, Cable
 from .server import START_S, ServeProcess, Server, free_port, serve_command, until
 
 _ENGINE = re.compile(r"\(process (\d+)\) serves")
-_COORDINATOR = "vllm_omni_plugin.coordinator.child"
+_COORDINATOR = "vllm_omni_plugin.coordinator.process.coordinator_main"
 
 
 class Node(ServeProcess):

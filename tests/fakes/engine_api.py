@@ -6,9 +6,9 @@ from typing import Any
 import msgspec
 
 from vllm_omni_plugin.errors import WireError
-from vllm_omni_plugin.replicas.link import Frames
-from vllm_omni_plugin.vllm_api.facts import CacheSize, LoadReport, RequestFacts
-from vllm_omni_plugin.vllm_api.move import Move
+from vllm_omni_plugin.replicas.links.link import Frames
+from vllm_omni_plugin.vllm_api.requests.facts import CacheSize, LoadReport, RequestFacts
+from vllm_omni_plugin.vllm_api.requests.move import Move
 
 DEAD_FRAME = b"DEAD"
 UNREADABLE = b"\xc1"

@@ -8,7 +8,9 @@ from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeEngineApi, FakeRequest
 from tests.fakes.links import FakeLink
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer, LoadBalancer
-from vllm_omni_plugin.orchestrator.messages import (
+from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     AbortRequests,
     Dispatches,
     ReplicaJoined,
@@ -16,9 +18,7 @@ from vllm_omni_plugin.orchestrator.messages import (
     RequestFailed,
     SubmitRequest,
 )
-from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.stage_pool import PoolMember, StagePool
-from vllm_omni_plugin.replicas.stage_client import StageClient
+from vllm_omni_plugin.replicas.client.stage_client import StageClient
 
 
 class FakeFleet:

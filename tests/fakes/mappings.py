@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from vllm_omni_plugin.replicas.shared_memory import MEMORY_NAME
+from vllm_omni_plugin.replicas.links.shared_memory import MEMORY_NAME
 
 
 def mappings() -> list[range]:

@@ -10,20 +10,20 @@ from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeRequest
 from tests.fakes.stage_api import FakeStageApi, PlayedLink
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
-from vllm_omni_plugin.orchestrator.messages import (
+from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator.pipeline.preparation import Preparation
+from vllm_omni_plugin.orchestrator.pipeline.request_state import OrchestratorRequestState, PipelineRequestState
+from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     AbortRequests,
     Dispatches,
     RequestFailed,
     RequestStages,
     SubmitRequest,
 )
-from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pipeline_call import CallEnded, PipelineCall, StageEvent
-from vllm_omni_plugin.orchestrator.preparation import Preparation
-from vllm_omni_plugin.orchestrator.request_state import OrchestratorRequestState, PipelineRequestState
-from vllm_omni_plugin.orchestrator.stage_pool import PoolMember, StagePool
+from vllm_omni_plugin.orchestrator.requests.pipeline_call import CallEnded, PipelineCall, StageEvent
 from vllm_omni_plugin.pipeline import Modality, Pipeline, Stage
-from vllm_omni_plugin.replicas.stage_client import StageClient
+from vllm_omni_plugin.replicas.client.stage_client import StageClient
 
 TRANSFORM = "tests.fakes.transforms:obedient"
 

@@ -10,19 +10,19 @@ from tests.fakes.engine_api import FakeEngineApi
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.links import FakeLink, answer_calls
 from vllm_omni_plugin.coordinator import MembershipTable, ReplicaStatus, SessionLost
-from vllm_omni_plugin.coordinator.head_messages import Call, OperatorMessage
-from vllm_omni_plugin.coordinator.head_session import HeadSession, News
-from vllm_omni_plugin.coordinator.head_wire import decode_from_head
-from vllm_omni_plugin.coordinator.list_deltas import ListDeltas
-from vllm_omni_plugin.coordinator.numbering import Numbering
-from vllm_omni_plugin.coordinator.sessions import Letter, Sessions
-from vllm_omni_plugin.orchestrator.fleet_calls import FleetCalls
-from vllm_omni_plugin.orchestrator.front_update import FrontUpdate
-from vllm_omni_plugin.orchestrator.messages import CallReplicas, ManageReplica
-from vllm_omni_plugin.orchestrator.session_listener import SessionListener
-from vllm_omni_plugin.orchestrator.work_exchange import WorkExchange
-from vllm_omni_plugin.replicas.stage_client import StageClient
-from vllm_omni_plugin.vllm_api.adapter import Adapter
+from vllm_omni_plugin.coordinator.client.head_session import HeadSession, News
+from vllm_omni_plugin.coordinator.protocol.head_messages import Call, OperatorMessage
+from vllm_omni_plugin.coordinator.protocol.head_wire import decode_from_head
+from vllm_omni_plugin.coordinator.state.head_sessions import Letter, Sessions
+from vllm_omni_plugin.coordinator.state.list_deltas import ListDeltas
+from vllm_omni_plugin.coordinator.state.numbering import Numbering
+from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
+from vllm_omni_plugin.orchestrator.fleet_state.front_update import FrontUpdate
+from vllm_omni_plugin.orchestrator.fleet_state.session_listener import SessionListener
+from vllm_omni_plugin.orchestrator.fleet_state.work_exchange import WorkExchange
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallReplicas, ManageReplica
+from vllm_omni_plugin.replicas.client.stage_client import StageClient
+from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
 
 
 class HeadBus:

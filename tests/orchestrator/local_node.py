@@ -13,11 +13,11 @@ from tests.fakes.engine_api import FakeEngineApi, FakeOutputs, FakeRequest, Fake
 from tests.fakes.engines import UNPROBED, FakeEngine, FakeLauncher
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.coordinator import ReplicaStatus
-from vllm_omni_plugin.orchestrator.local_replicas import LocalReplicas, LocalStage
-from vllm_omni_plugin.orchestrator.messages import SubmitRequest
+from vllm_omni_plugin.orchestrator.attachment.local_replicas import LocalReplicas, LocalStage
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.stage_pool import StagePool
-from vllm_omni_plugin.replicas.engine_keeper import Timing
+from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import SubmitRequest
+from vllm_omni_plugin.replicas.engine.engine_keeper import Timing
 
 UP = ReplicaStatus.UP
 

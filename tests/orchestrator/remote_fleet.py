@@ -10,10 +10,10 @@ from tests.fakes.engine_api import FakeEngineApi
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.links import FakeLink, answer_calls
 from vllm_omni_plugin.coordinator import ReplicaInfo
-from vllm_omni_plugin.orchestrator.messages import RegisterRemoteReplica, UnregisterRemoteReplica
-from vllm_omni_plugin.orchestrator.remote_replicas import RemoteReplicas
-from vllm_omni_plugin.replicas.remote import AttachSettings, OnOutputs, OnStatus
-from vllm_omni_plugin.replicas.stage_client import StageClient
+from vllm_omni_plugin.orchestrator.attachment.remote_replicas import RemoteReplicas
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import RegisterRemoteReplica, UnregisterRemoteReplica
+from vllm_omni_plugin.replicas.client.remote import AttachSettings, OnOutputs, OnStatus
+from vllm_omni_plugin.replicas.client.stage_client import StageClient
 
 
 class Attachment:

@@ -11,8 +11,8 @@ from tests.orchestrator.head_bus import FakeHead, HeadBus
 from tests.orchestrator.test_fleet_calls import PAUSED, STORY
 from vllm_omni_plugin.coordinator import OmniCoordClientForHead, OmniCoordinator, ReplicaWork
 from vllm_omni_plugin.errors import CoordinatorAwayError
-from vllm_omni_plugin.orchestrator.session_listener import SessionListener
-from vllm_omni_plugin.orchestrator.work_exchange import WorkExchange
+from vllm_omni_plugin.orchestrator.fleet_state.session_listener import SessionListener
+from vllm_omni_plugin.orchestrator.fleet_state.work_exchange import WorkExchange
 
 
 class ConnectedHead(FakeHead):

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from vllm_omni_plugin.balancing import Candidate, Decision
-from vllm_omni_plugin.orchestrator.decision_log import DecisionLog, logger
-from vllm_omni_plugin.orchestrator.stage_pool import PoolMember
+from vllm_omni_plugin.orchestrator.pool.decision_log import DecisionLog, logger
+from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember
 
 REPLICAS = [PoolMember(replica_id, 0) for replica_id in range(12)]
 DECISION = Decision(1, "match", (Candidate(0, 2.0), Candidate(1, 0.123456, 48)), fallback="no-events")

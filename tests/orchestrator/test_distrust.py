@@ -7,8 +7,8 @@ import pytest
 from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.coordinator import ReplicaStatus
-from vllm_omni_plugin.orchestrator.bad_outputs import REMEMBERED_S
-from vllm_omni_plugin.orchestrator.messages import AbortRequests, OutputUnusable
+from vllm_omni_plugin.orchestrator.dispatch.bad_outputs import REMEMBERED_S
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import AbortRequests, OutputUnusable
 
 
 @pytest.fixture

@@ -15,13 +15,13 @@ from tests.fakes.engine_api import FakeEngineApi
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.links import FakeLink, answer_calls, refuse_calls
 from vllm_omni_plugin.coordinator import ReplicaStatus
-from vllm_omni_plugin.coordinator.call_arguments import FORGET_LORA
+from vllm_omni_plugin.coordinator.protocol.call_arguments import FORGET_LORA
 from vllm_omni_plugin.errors import NOT_ALLOWED, NoReplicaError, NotAllowedError, ReplicaError
-from vllm_omni_plugin.orchestrator.messages import CallReplicas
-from vllm_omni_plugin.orchestrator.pool_member import PoolMember
-from vllm_omni_plugin.replicas.stage_client import StageClient
-from vllm_omni_plugin.vllm_api.adapter import Adapter
-from vllm_omni_plugin.vllm_api.digests import adapter_digest
+from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallReplicas
+from vllm_omni_plugin.replicas.client.stage_client import StageClient
+from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
+from vllm_omni_plugin.vllm_api.requests.digests import adapter_digest
 
 
 @pytest.fixture

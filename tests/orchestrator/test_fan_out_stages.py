@@ -11,12 +11,12 @@ from tests.fakes.engine_api import FakeEngineApi
 from tests.fakes.links import FakeLink, answer_calls, refuse_calls
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.errors import NoReplicaError, ReplicaError
-from vllm_omni_plugin.orchestrator.fan_out import FanOut
-from vllm_omni_plugin.orchestrator.messages import CallReplicas, RpcMessage
-from vllm_omni_plugin.orchestrator.pool_member import PoolMember
-from vllm_omni_plugin.orchestrator.stage_pool import StagePool
-from vllm_omni_plugin.orchestrator.thread_queue import ThreadQueue
-from vllm_omni_plugin.replicas.stage_client import StageClient
+from vllm_omni_plugin.orchestrator.fleet_state.fan_out import FanOut
+from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
+from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallReplicas, RpcMessage
+from vllm_omni_plugin.orchestrator.requests.thread_queue import ThreadQueue
+from vllm_omni_plugin.replicas.client.stage_client import StageClient
 
 SLEEP = ("sleep", 1, "abort")
 TOLD_TO_SLEEP = [("sleep", [1, "wait"])]

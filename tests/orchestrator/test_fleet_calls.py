@@ -11,11 +11,11 @@ from tests.fakes.engine_api import FakeEngineApi
 from tests.fakes.links import FakeLink, answer_calls, refuse_calls
 from tests.orchestrator.head_bus import FakeHead, HeadBus
 from vllm_omni_plugin.coordinator import ReplicaStatus
-from vllm_omni_plugin.coordinator.call_arguments import FORGET_LORA
-from vllm_omni_plugin.coordinator.head_messages import FleetState, NumberedCall, StageState
+from vllm_omni_plugin.coordinator.protocol.call_arguments import FORGET_LORA
+from vllm_omni_plugin.coordinator.protocol.head_messages import FleetState, NumberedCall, StageState
 from vllm_omni_plugin.errors import NoReplicaError, ReplicaError
-from vllm_omni_plugin.orchestrator.membership import ADMIN_HOLD
-from vllm_omni_plugin.vllm_api.adapter import Adapter
+from vllm_omni_plugin.orchestrator.pool.member_changes import ADMIN_HOLD
+from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
 
 STORY = Adapter("story", 7, "/loras/story")
 PAUSED = [("pause_scheduler", ("keep", False))]

@@ -12,7 +12,7 @@ from tests.orchestrator.head_bus import FakeHead, HeadBus
 from tests.orchestrator.test_fleet_calls import PAUSED, STORY, joined
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import CoordinatorAwayError, ReplicaError
-from vllm_omni_plugin.orchestrator.membership import ADMIN_HOLD
+from vllm_omni_plugin.orchestrator.pool.member_changes import ADMIN_HOLD
 
 
 @pytest.fixture

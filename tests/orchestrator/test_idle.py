@@ -10,9 +10,9 @@ from tests.fakes.engine_api import FakeEngineApi
 from tests.fakes.engines import connect
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.stage_pool import StagePool
-from vllm_omni_plugin.replicas.link import IpcLink
-from vllm_omni_plugin.replicas.stage_client import StageClient
+from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
+from vllm_omni_plugin.replicas.client.stage_client import StageClient
+from vllm_omni_plugin.replicas.links.link import IpcLink
 
 
 class NotingSelector(selectors.DefaultSelector):

@@ -14,12 +14,12 @@ from tests.fakes.engines import FakeEngine, FakeLauncher
 from tests.orchestrator.local_node import Node, answer, hear, running_node
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.coordinator import ReplicaStatus
-from vllm_omni_plugin.orchestrator.local_replicas import LocalReplicas, LocalStage
-from vllm_omni_plugin.orchestrator.messages import CallReplicas
+from vllm_omni_plugin.orchestrator.attachment.local_replicas import LocalReplicas, LocalStage
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.stage_pool import StagePool
-from vllm_omni_plugin.replicas.engine import Engine
-from vllm_omni_plugin.replicas.engine_keeper import Timing
+from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallReplicas
+from vllm_omni_plugin.replicas.engine.engine_keeper import Timing
+from vllm_omni_plugin.replicas.engine.running_engine import Engine
 
 UP, DOWN, ERROR = ReplicaStatus.UP, ReplicaStatus.DOWN, ReplicaStatus.ERROR
 
@@ -65,7 +65,7 @@ class ToldProbe:
 
 @pytest.fixture
 async def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Node]:
-    monkeypatch.setattr("vllm_omni_plugin.replicas.engine_keeper.Probe", ToldProbe)
+    monkeypatch.setattr("vllm_omni_plugin.replicas.engine.engine_keeper.Probe", ToldProbe)
     ToldProbe.made = []
     async with running_node(tmp_path) as node:
         await node.replicas.start()

@@ -17,7 +17,7 @@ from tests.fakes.engines import READY, FakeLauncher, GroupLauncher, Plan
 from tests.orchestrator.local_node import Node, answer, hear, running_node
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import ReplicaError
-from vllm_omni_plugin.orchestrator.messages import CallReplicas, RequestFailed
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallReplicas, RequestFailed
 
 UP, DOWN = ReplicaStatus.UP, ReplicaStatus.DOWN
 

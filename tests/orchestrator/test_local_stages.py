@@ -11,13 +11,13 @@ from tests.fakes.engine_api import FakeEngineApi
 from tests.fakes.engines import READY, UNPROBED, FakeLauncher, Plan
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.errors import ReplicaError
-from vllm_omni_plugin.orchestrator.local_replicas import LocalReplicas, LocalStage
+from vllm_omni_plugin.orchestrator.attachment.local_replicas import LocalReplicas, LocalStage
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.preparation import Preparation
-from vllm_omni_plugin.orchestrator.stage_pool import StagePool
+from vllm_omni_plugin.orchestrator.pipeline.preparation import Preparation
+from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.pipeline.graph import Pipeline
 from vllm_omni_plugin.pipeline.stage import VLLM_ENGINE, Modality, Stage
-from vllm_omni_plugin.replicas.engine_keeper import Timing
+from vllm_omni_plugin.replicas.engine.engine_keeper import Timing
 
 PIPELINE = Pipeline(
     (

@@ -11,8 +11,12 @@ from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.coordinator import ReplicaInfo, ReplicaStatus
 from vllm_omni_plugin.errors import ReplicaError
-from vllm_omni_plugin.orchestrator.messages import ManageReplica, RegisterRemoteReplica, UnregisterRemoteReplica
-from vllm_omni_plugin.orchestrator.stage_pool import PoolMember
+from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
+    ManageReplica,
+    RegisterRemoteReplica,
+    UnregisterRemoteReplica,
+)
 
 INFO = ReplicaInfo("tcp://a:1", "tcp://a:2", 0, ReplicaStatus.UP, 0, 0.0, 0.0)
 REGISTER = RegisterRemoteReplica(INFO, accepts=True)

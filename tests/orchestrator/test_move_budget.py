@@ -4,8 +4,8 @@ import pytest
 
 from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
-from vllm_omni_plugin.orchestrator import move_budget
-from vllm_omni_plugin.orchestrator.move_budget import MoveBudget
+from vllm_omni_plugin.orchestrator.dispatch import move_budget
+from vllm_omni_plugin.orchestrator.dispatch.move_budget import MoveBudget
 
 
 class Clock:

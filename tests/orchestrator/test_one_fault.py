@@ -17,7 +17,7 @@ from tests.fakes.pipelines import CHAIN
 from tests.orchestrator.local_node import Node
 from vllm_omni_plugin.coordinator import SessionLost
 from vllm_omni_plugin.errors import OmniError
-from vllm_omni_plugin.orchestrator.messages import ManageReplica
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import ManageReplica
 from vllm_omni_plugin.orchestrator.single_stage import SingleStage
 
 

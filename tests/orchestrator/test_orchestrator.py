@@ -12,7 +12,7 @@ from tests.fakes.observations import observed
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import MessageTooLargeError, NoReplicaError, OmniError, RequestLostError
 from vllm_omni_plugin.orchestrator.orchestrator import MAX_QUEUED_OUTPUTS
-from vllm_omni_plugin.orchestrator.thread_queue import QueueClosedError
+from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from vllm_omni_plugin.orchestrator.output_gate import OutputGate
-from vllm_omni_plugin.orchestrator.thread_queue import ThreadQueue
+from vllm_omni_plugin.orchestrator.pool.output_gate import OutputGate
+from vllm_omni_plugin.orchestrator.requests.thread_queue import ThreadQueue
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from tests.fakes.conditions import eventually
 from tests.fakes.links import FakeLink, answer_calls
 from tests.fakes.pipeline_fleet import FakePipelineFleet
 from tests.fakes.pipelines import CHAIN, DISAGGREGATED, SPEECH
-from vllm_omni_plugin.orchestrator.messages import CallReplicas
-from vllm_omni_plugin.orchestrator.stage_pool import PoolMember
-from vllm_omni_plugin.replicas.stage_client import StageClient
+from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallReplicas
+from vllm_omni_plugin.replicas.client.stage_client import StageClient
 
 WAITS = [("pause_scheduler", "wait", True), ("sleep", 1, "wait")]
 ABORTS = [("pause_scheduler",), ("pause_scheduler", "abort", True), ("sleep",), ("sleep", 0), ("sleep", 1, "abort")]

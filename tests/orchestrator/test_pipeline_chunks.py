@@ -7,7 +7,7 @@ import pytest
 
 from tests.fakes.pipeline_fleet import FakePipelineFleet, stage
 from tests.fakes.pipelines import PYTHON, SPEECH
-from vllm_omni_plugin.orchestrator.pipeline_call import StageEvent
+from vllm_omni_plugin.orchestrator.requests.pipeline_call import StageEvent
 
 CHUNKED_FRONT = (
     stage(0, "thinker", "text"),

@@ -11,7 +11,7 @@ from tests.fakes.conditions import eventually
 from tests.fakes.pipeline_fleet import FakePipelineFleet, stage
 from tests.fakes.pipelines import DISAGGREGATED
 from vllm_omni_plugin.errors import StageInputError
-from vllm_omni_plugin.orchestrator.pipeline_call import CallEnded
+from vllm_omni_plugin.orchestrator.requests.pipeline_call import CallEnded
 
 LONG, SHORT = [1, 2, 3], [1, 2]
 PARAMS = {"remote": "here"}

@@ -17,10 +17,10 @@ from vllm_omni_plugin.balancing import (
     Task,
 )
 from vllm_omni_plugin.errors import NoReplicaError, OmniError, UnexplainedError
-from vllm_omni_plugin.orchestrator.messages import CallReplicas, Dispatches, Explain, Explanation
-from vllm_omni_plugin.orchestrator.metrics import OrchestratorMetrics
-from vllm_omni_plugin.orchestrator.policy_guard import POLICY_FAULT, UNEXPLAINED, PolicyGuard
-from vllm_omni_plugin.orchestrator.stage_pool import BOUND
+from vllm_omni_plugin.orchestrator.pool.policy_guard import POLICY_FAULT, UNEXPLAINED, PolicyGuard
+from vllm_omni_plugin.orchestrator.pool.stage_pool import BOUND
+from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallReplicas, Dispatches, Explain, Explanation
 
 
 class SelectOnly:

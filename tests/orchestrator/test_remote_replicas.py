@@ -13,16 +13,16 @@ from tests.orchestrator.remote_fleet import Attachment, Fleet
 from tests.orchestrator.test_replica_list import row
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import ReplicaError
-from vllm_omni_plugin.orchestrator.membership import ADMIN_HOLD
-from vllm_omni_plugin.orchestrator.messages import (
+from vllm_omni_plugin.orchestrator.attachment.remote_keeper import LASTING_REFUSAL_PAUSE_S, LONGEST_PAUSE_S
+from vllm_omni_plugin.orchestrator.attachment.remote_replicas import MAX_ATTACHING
+from vllm_omni_plugin.orchestrator.pool.member_changes import ADMIN_HOLD
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     CallReplicas,
     ManageReplica,
     ReplicaJoined,
     ReplicaLeft,
 )
-from vllm_omni_plugin.orchestrator.remote_keeper import LASTING_REFUSAL_PAUSE_S, LONGEST_PAUSE_S
-from vllm_omni_plugin.orchestrator.remote_replicas import MAX_ATTACHING
-from vllm_omni_plugin.replicas.remote import AttachRefusedError
+from vllm_omni_plugin.replicas.client.remote import AttachRefusedError
 
 
 @pytest.fixture

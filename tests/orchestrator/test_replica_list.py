@@ -3,9 +3,13 @@
 from typing import Any
 
 from vllm_omni_plugin.coordinator import ReplicaInfo, ReplicaList, ReplicaStatus
-from vllm_omni_plugin.orchestrator.messages import RegisterRemoteReplica, RpcMessage, UnregisterRemoteReplica
-from vllm_omni_plugin.orchestrator.replica_list import ReplicaListWatcher, changes
-from vllm_omni_plugin.orchestrator.thread_queue import ThreadQueue
+from vllm_omni_plugin.orchestrator.pool.list_changes import ReplicaListWatcher, changes
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
+    RegisterRemoteReplica,
+    RpcMessage,
+    UnregisterRemoteReplica,
+)
+from vllm_omni_plugin.orchestrator.requests.thread_queue import ThreadQueue
 
 EMPTY = ReplicaList([], 0.0)
 REASON = "the coordinator no longer lists it"

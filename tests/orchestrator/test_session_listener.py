@@ -1,9 +1,9 @@
 """What a head hears of the coordinator reaches its orchestrator in order, and nobody once it has closed."""
 
 from vllm_omni_plugin.coordinator import HeadLeft, PeerWork, ReplicaList, ReplicaWork, SessionLost, Welcome
-from vllm_omni_plugin.orchestrator.messages import RegisterRemoteReplica, RpcMessage
-from vllm_omni_plugin.orchestrator.session_listener import SessionListener
-from vllm_omni_plugin.orchestrator.thread_queue import ThreadQueue
+from vllm_omni_plugin.orchestrator.fleet_state.session_listener import SessionListener
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import RegisterRemoteReplica, RpcMessage
+from vllm_omni_plugin.orchestrator.requests.thread_queue import ThreadQueue
 
 from .test_replica_list import row
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tests.fakes.engine_api import FakeRequest
 from vllm_omni_plugin.balancing import Decision
 from vllm_omni_plugin.errors import RequestLostError
-from vllm_omni_plugin.orchestrator.stage_run import Fail, Loss, Redispatch, StageRun, StreamingInputState
-from vllm_omni_plugin.vllm_api.move import Move
+from vllm_omni_plugin.orchestrator.requests.stage_run import Fail, Loss, Redispatch, StageRun, StreamingInputState
+from vllm_omni_plugin.vllm_api.requests.move import Move
 
 CHUNK = FakeRequest("r", resumable=True)
 LAST = FakeRequest("r")

@@ -7,7 +7,7 @@ import pytest
 from tests.fakes.engine_api import FakeRequest
 from vllm_omni_plugin.balancing import Decision
 from vllm_omni_plugin.errors import NoReplicaError, RequestLostError
-from vllm_omni_plugin.orchestrator.stage_run import (
+from vllm_omni_plugin.orchestrator.requests.stage_run import (
     Fail,
     Loss,
     Redispatch,
@@ -15,7 +15,7 @@ from vllm_omni_plugin.orchestrator.stage_run import (
     StageRun,
     StreamingInputState,
 )
-from vllm_omni_plugin.vllm_api.move import Move
+from vllm_omni_plugin.vllm_api.requests.move import Move
 
 NO_REPLICA = NoReplicaError("none")
 CHUNK = FakeRequest("r", resumable=True)

@@ -7,8 +7,8 @@ import pytest
 from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.errors import NoReplicaError, ReplicaError, RequestLostError
-from vllm_omni_plugin.orchestrator import suspects
-from vllm_omni_plugin.orchestrator.stage_pool import APART
+from vllm_omni_plugin.orchestrator.dispatch import suspects
+from vllm_omni_plugin.orchestrator.pool.stage_pool import APART
 
 LONG = 600.0
 

@@ -14,13 +14,13 @@ from tests.fakes.engine_api import FakeEngineApi, FakeOutput, FakeOutputs, FakeR
 from tests.fakes.engines import READY, UNPROBED, FakeEngine, FakeLauncher, Plan
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.errors import ReplicaError
-from vllm_omni_plugin.orchestrator.local_replicas import LocalReplicas, LocalStage
-from vllm_omni_plugin.orchestrator.messages import SubmitRequest
+from vllm_omni_plugin.orchestrator.attachment.local_replicas import LocalReplicas, LocalStage
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.stage_pool import StagePool
+from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import SubmitRequest
+from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
 from vllm_omni_plugin.orchestrator.thread import OrchestratorThread
-from vllm_omni_plugin.orchestrator.thread_queue import QueueClosedError
-from vllm_omni_plugin.replicas.engine_keeper import Timing
+from vllm_omni_plugin.replicas.engine.engine_keeper import Timing
 
 # Nothing that AsyncLLM hands over looks like this, so the orchestrator cannot deal with it.
 UNKNOWN_TO_ENGINES = SubmitRequest(object(), 0.0)

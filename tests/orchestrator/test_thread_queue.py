@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm_omni_plugin.orchestrator.thread_queue import QueueClosedError, ThreadQueue
+from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError, ThreadQueue
 
 
 async def blocked(awaitable: Any) -> asyncio.Task[Any]:

@@ -8,10 +8,10 @@ import pytest
 from tests.orchestrator.work_bus import PROMPT_TOKENS, WorkBus, WorkingHead
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.coordinator import PeerWork, ReplicaStatus, ReplicaWork, engine_key
-from vllm_omni_plugin.orchestrator.pool_member import PoolMember
-from vllm_omni_plugin.orchestrator.stage_pool import StagePool
-from vllm_omni_plugin.orchestrator.work_exchange import REPORT_INTERVAL_S, WorkExchange
-from vllm_omni_plugin.vllm_api.facts import LoadReport
+from vllm_omni_plugin.orchestrator.fleet_state.work_exchange import REPORT_INTERVAL_S, WorkExchange
+from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
+from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
+from vllm_omni_plugin.vllm_api.requests.facts import LoadReport
 
 
 def work(requests: int, prefill_tokens: int = 0, replica: int = 0, incarnation: int = 0) -> ReplicaWork:

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.orchestrator.work_bus import WorkBus, WorkingHead
-from vllm_omni_plugin.orchestrator.charges import NO_WORK, Work
-from vllm_omni_plugin.orchestrator.pool_member import PoolMember
+from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
+from vllm_omni_plugin.orchestrator.requests.charges import NO_WORK, Work
 
 REPLICAS = 3
 HEADS = ("a", "b", "c")

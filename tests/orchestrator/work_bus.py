@@ -11,10 +11,10 @@ from typing import Any, cast
 from tests.fakes.engine_api import FakeRequest
 from vllm_omni_plugin.balancing import Decision, LeastQueueLengthBalancer, Prompt, Task
 from vllm_omni_plugin.coordinator import HeadLeft, PeerWork, ReplicaStatus, ReplicaWork, SessionLost, Welcome
-from vllm_omni_plugin.orchestrator.stage_pool import PoolMember, StagePool
-from vllm_omni_plugin.orchestrator.stage_run import StageRun
-from vllm_omni_plugin.orchestrator.work_exchange import WorkExchange
-from vllm_omni_plugin.replicas.stage_client import StageClient
+from vllm_omni_plugin.orchestrator.fleet_state.work_exchange import WorkExchange
+from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
+from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
+from vllm_omni_plugin.replicas.client.stage_client import StageClient
 
 PROMPT_TOKENS = 100
 

@@ -7,7 +7,7 @@ import msgspec
 import zmq
 
 from vllm_omni_plugin.balancing import CacheChange
-from vllm_omni_plugin.replicas.link import SocketReader
+from vllm_omni_plugin.replicas.links.link import SocketReader
 
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 BLOCK_SIZE = 4

@@ -9,7 +9,7 @@ import zmq
 from tests.fakes.engine_api import DEAD_FRAME, FakeEngineApi, FakeOutput, FakeOutputs, FakeResult, FakeUtilityOutput
 from vllm_omni_plugin.coordinator import ReplicaInfo, ReplicaStatus
 from vllm_omni_plugin.curve import Gate, Secrets, require_key, require_password, secure_server
-from vllm_omni_plugin.replicas.control import (
+from vllm_omni_plugin.replicas.control.lease_messages import (
     Attach,
     Attached,
     Beat,
@@ -21,7 +21,7 @@ from vllm_omni_plugin.replicas.control import (
     decode_to_server,
     encode,
 )
-from vllm_omni_plugin.replicas.link import Frames, SocketReader
+from vllm_omni_plugin.replicas.links.link import Frames, SocketReader
 
 IDENTITY = b"\x03\x00"
 CLIENT_INDEX = 2

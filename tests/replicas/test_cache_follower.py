@@ -8,11 +8,18 @@ from tests.fakes.conditions import eventually
 from tests.replicas.cache_publisher import Mirror
 from vllm_omni_plugin.balancing import CacheChange
 from vllm_omni_plugin.errors import WireError
-from vllm_omni_plugin.replicas.control import CacheChanges, Follow, ToServer, decode_to_head, decode_to_server, encode
+from vllm_omni_plugin.replicas.control.cache_following import CacheFollower, CacheFollowers, pack_keys, unpack_keys
+from vllm_omni_plugin.replicas.control.lease_messages import (
+    CacheChanges,
+    Follow,
+    ToServer,
+    decode_to_head,
+    decode_to_server,
+    encode,
+)
+from vllm_omni_plugin.replicas.control.leases import Lease
 from vllm_omni_plugin.replicas.kv_events import cache_following
-from vllm_omni_plugin.replicas.kv_events.cache_following import CacheFollower, CacheFollowers, pack_keys, unpack_keys
 from vllm_omni_plugin.replicas.kv_events.cache_log import BEGINNING, MAX_PART, CacheLog, Cursor
-from vllm_omni_plugin.replicas.leases import Lease
 
 LEASE = 5
 

@@ -1,7 +1,7 @@
 """Times of another clock, told in ours."""
 
 from tests.replicas.remote_server import FakeEvent, TimedOutput, TimedOutputs
-from vllm_omni_plugin.replicas.clock_offset import ClockOffset, rebase
+from vllm_omni_plugin.replicas.client.clock_offset import ClockOffset, rebase
 
 
 def test_the_message_that_was_fastest_on_its_way_says_how_far_apart_the_clocks_are() -> None:

@@ -11,7 +11,7 @@ import zmq
 from tests.fakes.conditions import eventually
 from tests.fakes.engines import connect, receive
 from vllm_omni_plugin.errors import ReplicaError
-from vllm_omni_plugin.replicas.link import IpcLink
+from vllm_omni_plugin.replicas.links.link import IpcLink
 
 IDENTITY = b"\x00\x00"
 

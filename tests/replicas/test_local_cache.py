@@ -10,7 +10,7 @@ from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeEngineApi
 from tests.replicas.cache_publisher import FakePublisher, Mirror, stored
 from tests.replicas.server.engines import ServedFakeLauncher
-from vllm_omni_plugin.replicas.engine import Engine, start_local_engine
+from vllm_omni_plugin.replicas.engine.running_engine import Engine, start_local_engine
 
 
 @pytest.fixture

@@ -28,12 +28,16 @@ from tests.replicas.remote_server import (
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ReplicaError
-from vllm_omni_plugin.replicas.control import PROTOCOL_VERSION, Attach, Detach, Expired, Leave, Refused, Status, Told
-from vllm_omni_plugin.replicas.remote import (
-    AttachRefusedError,
-    AttachSettings,
-    RemoteReplica,
-    attach_remote,
+from vllm_omni_plugin.replicas.client.remote import AttachRefusedError, AttachSettings, RemoteReplica, attach_remote
+from vllm_omni_plugin.replicas.control.lease_messages import (
+    PROTOCOL_VERSION,
+    Attach,
+    Detach,
+    Expired,
+    Leave,
+    Refused,
+    Status,
+    Told,
 )
 
 OLD, NEW, FOREIGN = "an old secret of ours", "the new secret of ours", "a secret of others"

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from tests.fakes.mappings import descriptors, mappings
-from vllm_omni_plugin.replicas.shared_memory import SharedMemory, new_shared_memory
+from vllm_omni_plugin.replicas.links.shared_memory import SharedMemory, new_shared_memory
 
 MIB = 1 << 20
 ALL_LARGE = 4

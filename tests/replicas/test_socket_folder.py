@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from vllm_omni_plugin.replicas.socket_folder import sweep
+from vllm_omni_plugin.replicas.engine.socket_folder import sweep
 
 OWNER = (
     "import os, sys\n"
-    "from vllm_omni_plugin.replicas.socket_folder import new_ipc_address, use_socket_folder\n"
+    "from vllm_omni_plugin.replicas.engine.socket_folder import new_ipc_address, use_socket_folder\n"
     "use_socket_folder()\n"
     "use_socket_folder()\n"
     "path = new_ipc_address().removeprefix('ipc://')\n"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from vllm_omni_plugin.errors import ConfigError
-from vllm_omni_plugin.sim.command import add_flags, add_parser, settings_of
+from vllm_omni_plugin.sim.sim_command import add_flags, add_parser, settings_of
 
 
 def flags(*arguments: str) -> argparse.Namespace:

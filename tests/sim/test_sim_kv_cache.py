@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from vllm_omni_plugin.sim.kv_cache import BlockKey, Holding, KVCache
+from vllm_omni_plugin.sim.model.kv_cache import BlockKey, Holding, KVCache
 
 BLOCKS = 8
 

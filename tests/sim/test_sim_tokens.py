@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.sim.drive import SETTINGS, answer, request, run, tokens_of
 from vllm_omni_plugin.sim import EngineModel, SimOutput
-from vllm_omni_plugin.sim.tokens import PrefixHash, choose_token
+from vllm_omni_plugin.sim.model.tokens import PrefixHash, choose_token
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=50), st.integers(0, 50))

@@ -10,9 +10,9 @@ from typing import Any
 from tests.fakes.conditions import eventually
 from vllm_omni_plugin.pipeline.stage import Modality, Stage
 from vllm_omni_plugin.pipeline.transfer import StageInput, StageOutput
-from vllm_omni_plugin.replicas.engine import Engine, start_local_engine
+from vllm_omni_plugin.replicas.engine.running_engine import Engine, start_local_engine
 from vllm_omni_plugin.stages.api import PythonStageApi
-from vllm_omni_plugin.stages.launcher import PythonStageLauncher
+from vllm_omni_plugin.stages.stage_launcher import PythonStageLauncher
 
 END_TOKEN = 2
 

@@ -16,13 +16,13 @@ from tests.stages.heads import END_TOKEN, source, stage
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.orchestrator import Orchestrator, StagePool, StageRun
-from vllm_omni_plugin.orchestrator.local_replicas import LocalReplicas, LocalStage
-from vllm_omni_plugin.orchestrator.messages import SubmitRequest
+from vllm_omni_plugin.orchestrator.attachment.local_replicas import LocalReplicas, LocalStage
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import SubmitRequest
 from vllm_omni_plugin.pipeline.transfer import StageInput, StageOutput
-from vllm_omni_plugin.replicas.engine_keeper import Timing
+from vllm_omni_plugin.replicas.engine.engine_keeper import Timing
 from vllm_omni_plugin.stages.api import PythonStageApi
-from vllm_omni_plugin.stages.launcher import PythonStageLauncher
-from vllm_omni_plugin.stages.process import StartingStage
+from vllm_omni_plugin.stages.stage_launcher import PythonStageLauncher
+from vllm_omni_plugin.stages.stage_process import StartingStage
 
 STAGE = stage()
 

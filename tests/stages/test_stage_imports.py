@@ -6,7 +6,7 @@ import sys
 
 def test_the_process_imports_neither_vllm_nor_torch_nor_the_head() -> None:
     script = (
-        "import sys, vllm_omni_plugin.stages.child\n"
+        "import sys, vllm_omni_plugin.stages.stage_main\n"
         "heavy = {'vllm', 'torch', 'vllm_omni_plugin.orchestrator', 'vllm_omni_plugin.integration', 'jsonschema'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )

@@ -14,12 +14,12 @@ from tests.fakes.conditions import eventually
 from tests.stages.gate import Gate
 from tests.stages.heads import open_head, stage
 from vllm_omni_plugin.errors import ReplicaError
-from vllm_omni_plugin.stages.launcher import PythonStageLauncher
+from vllm_omni_plugin.stages.stage_launcher import PythonStageLauncher
 
 OWNER = [
     sys.executable,
     "-c",
-    "from vllm_omni_plugin.stages.process import StageProcess, StartingStage\n"
+    "from vllm_omni_plugin.stages.stage_process import StageProcess, StartingStage\n"
     "from vllm_omni_plugin.stages.assignment import Assignment\n"
     "import sys\n"
     "engine, options = 'tests.stages.classes:CannotStart', {'how': 'wait'}\n"

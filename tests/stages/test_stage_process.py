@@ -9,7 +9,7 @@ from tests.stages.gate import Gate
 from tests.stages.heads import open_head, stage
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.pipeline.transfer import StageInput
-from vllm_omni_plugin.vllm_api.facts import CacheSize
+from vllm_omni_plugin.vllm_api.requests.facts import CacheSize
 
 
 async def test_a_request_is_answered_with_what_the_class_computes() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 from vllm_omni_plugin.admin.replies import result_of
 from vllm_omni_plugin.balancing import Candidate, Prompt, Task
 from vllm_omni_plugin.errors import OmniError, UnexplainedError
-from vllm_omni_plugin.orchestrator.messages import Explain, Explanation
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import Explain, Explanation
 
 PromptReader = Callable[[str, str | None], Awaitable[Prompt]]
 """Tokenises a text for a model's name, None for the base model. Raises `BadPromptError` and `UnknownModelError`."""

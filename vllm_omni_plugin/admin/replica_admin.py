@@ -7,10 +7,10 @@ from typing import Literal
 
 from vllm_omni_plugin.admin.replies import result_of
 from vllm_omni_plugin.errors import CoordinatorAwayError, OmniError, ReplicaError
-from vllm_omni_plugin.orchestrator.membership import ADMIN_HOLD
-from vllm_omni_plugin.orchestrator.messages import ManageReplica
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.stage_pool import PoolMember
+from vllm_omni_plugin.orchestrator.pool.member_changes import ADMIN_HOLD
+from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import ManageReplica
 
 Action = Literal["drain", "resume", "remove"]
 

@@ -6,7 +6,7 @@ from contextvars import ContextVar
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vllm_omni_plugin.orchestrator.messages import Dispatches
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import Dispatches
 
 HEADER = "X-Omni-Replica"
 

@@ -4,7 +4,7 @@ import asyncio
 from concurrent.futures import Future
 from typing import TypeVar
 
-from vllm_omni_plugin.orchestrator.thread_queue import QueueClosedError
+from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from vllm_omni_plugin.admin.explain import BadPromptError, DecisionReport, Expla
 from vllm_omni_plugin.admin.hold import RETRY_AFTER_S
 from vllm_omni_plugin.admin.replica_admin import Action, FleetAdmin, ReplicaReport, UnknownReplicaError
 from vllm_omni_plugin.errors import CoordinatorAwayError, NoReplicaError, OmniError, ReplicaError, UnexplainedError
-from vllm_omni_plugin.orchestrator.thread_queue import QueueClosedError
+from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,24 @@
 """Who is in the fleet: replicas report to a coordinator, heads follow its list. Needs neither vLLM nor torch."""
 
-from vllm_omni_plugin.coordinator.head_client import OmniCoordClientForHead
-from vllm_omni_plugin.coordinator.head_messages import (
+from vllm_omni_plugin.coordinator.client.announcing_client import OmniCoordClientForStage
+from vllm_omni_plugin.coordinator.client.head_client import OmniCoordClientForHead
+from vllm_omni_plugin.coordinator.client.head_session import SessionEvent
+from vllm_omni_plugin.coordinator.client.hub_client import OmniCoordClientForHub
+from vllm_omni_plugin.coordinator.process.runtime import OmniCoordinatorRuntime
+from vllm_omni_plugin.coordinator.protocol.control_messages import (
+    ReplicaEvent,
+    ReplicaInfo,
+    ReplicaKey,
+    ReplicaList,
+    ReplicaStatus,
+)
+from vllm_omni_plugin.coordinator.protocol.control_wire import (
+    decode_event,
+    decode_replica_list,
+    encode_event,
+    encode_replica_list,
+)
+from vllm_omni_plugin.coordinator.protocol.head_messages import (
     HeadLeft,
     PeerWork,
     ReplicaWork,
@@ -9,14 +26,8 @@ from vllm_omni_plugin.coordinator.head_messages import (
     Welcome,
     engine_key,
 )
-from vllm_omni_plugin.coordinator.head_session import SessionEvent
-from vllm_omni_plugin.coordinator.hub_client import OmniCoordClientForHub
-from vllm_omni_plugin.coordinator.membership import Change, ChangeKind, Liveness, Member, MembershipTable
-from vllm_omni_plugin.coordinator.messages import ReplicaEvent, ReplicaInfo, ReplicaKey, ReplicaList, ReplicaStatus
-from vllm_omni_plugin.coordinator.runtime import OmniCoordinatorRuntime
-from vllm_omni_plugin.coordinator.service import OmniCoordinator
-from vllm_omni_plugin.coordinator.stage_client import OmniCoordClientForStage
-from vllm_omni_plugin.coordinator.wire import decode_event, decode_replica_list, encode_event, encode_replica_list
+from vllm_omni_plugin.coordinator.server.service import OmniCoordinator
+from vllm_omni_plugin.coordinator.state.membership_table import Change, ChangeKind, Liveness, Member, MembershipTable
 
 __all__ = [
     "Change",

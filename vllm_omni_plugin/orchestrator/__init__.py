@@ -1,13 +1,13 @@
 """The head's core: requests as state machines, pools of replicas, one event loop that joins them."""
 
+from vllm_omni_plugin.orchestrator.attachment.remote_keeper import RemoteReplicaFactory
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.remote_keeper import RemoteReplicaFactory
-from vllm_omni_plugin.orchestrator.replica_list import ReplicaListWatcher
-from vllm_omni_plugin.orchestrator.request_state import OrchestratorRequestState
-from vllm_omni_plugin.orchestrator.stage_pool import PoolMember, StagePool
-from vllm_omni_plugin.orchestrator.stage_run import RequestPhase, StageRun, StreamingInputState
+from vllm_omni_plugin.orchestrator.pipeline.request_state import OrchestratorRequestState
+from vllm_omni_plugin.orchestrator.pool.list_changes import ReplicaListWatcher
+from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
+from vllm_omni_plugin.orchestrator.requests.stage_run import RequestPhase, StageRun, StreamingInputState
 from vllm_omni_plugin.orchestrator.thread import OrchestratorThread
-from vllm_omni_plugin.vllm_api.requests import build_engine_core_request_from_tokens
+from vllm_omni_plugin.vllm_api.requests.request_building import build_engine_core_request_from_tokens
 
 __all__ = [
     "Orchestrator",

@@ -15,12 +15,20 @@ from vllm_omni_plugin.coordinator import (
 )
 from vllm_omni_plugin.errors import OmniError, ReplicaError, WireError
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.orchestrator.bad_outputs import BadOutputs
-from vllm_omni_plugin.orchestrator.dispatcher import Dispatcher
-from vllm_omni_plugin.orchestrator.fan_out import FanOut
-from vllm_omni_plugin.orchestrator.fleet_calls import FleetCalls
-from vllm_omni_plugin.orchestrator.membership import RemoteKeeper, ReplicaKeeper, change_membership, explain
-from vllm_omni_plugin.orchestrator.messages import (
+from vllm_omni_plugin.orchestrator.dispatch.bad_outputs import BadOutputs
+from vllm_omni_plugin.orchestrator.dispatch.dispatcher import Dispatcher
+from vllm_omni_plugin.orchestrator.dispatch.move_budget import MoveBudget
+from vllm_omni_plugin.orchestrator.fleet_state.fan_out import FanOut
+from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
+from vllm_omni_plugin.orchestrator.fleet_state.work_exchange import WorkExchange
+from vllm_omni_plugin.orchestrator.pipeline.pipeline_requests import PipelineRequests
+from vllm_omni_plugin.orchestrator.pipeline.preparation import Preparation
+from vllm_omni_plugin.orchestrator.pipeline.request_state import OrchestratorRequestState
+from vllm_omni_plugin.orchestrator.pool.member_changes import RemoteKeeper, ReplicaKeeper, change_membership, explain
+from vllm_omni_plugin.orchestrator.pool.output_gate import OutputGate
+from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
+from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     AbortRequests,
     CallReplicas,
     Explain,
@@ -34,20 +42,12 @@ from vllm_omni_plugin.orchestrator.messages import (
     RpcMessage,
     SubmitRequest,
 )
-from vllm_omni_plugin.orchestrator.metrics import OrchestratorMetrics
-from vllm_omni_plugin.orchestrator.move_budget import MoveBudget
-from vllm_omni_plugin.orchestrator.output_gate import OutputGate
-from vllm_omni_plugin.orchestrator.pipeline_requests import PipelineRequests
-from vllm_omni_plugin.orchestrator.preparation import Preparation
-from vllm_omni_plugin.orchestrator.request_api import RequestApi
-from vllm_omni_plugin.orchestrator.request_state import OrchestratorRequestState
-from vllm_omni_plugin.orchestrator.requests import Requests
+from vllm_omni_plugin.orchestrator.requests.request_api import RequestApi
+from vllm_omni_plugin.orchestrator.requests.request_owner import Requests
+from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError, ThreadQueue
 from vllm_omni_plugin.orchestrator.single_stage import SingleStage
-from vllm_omni_plugin.orchestrator.stage_pool import PoolMember, StagePool
-from vllm_omni_plugin.orchestrator.thread_queue import QueueClosedError, ThreadQueue
-from vllm_omni_plugin.orchestrator.work_exchange import WorkExchange
 from vllm_omni_plugin.pipeline import Modality
-from vllm_omni_plugin.replicas.stage_client import StageClient
+from vllm_omni_plugin.replicas.client.stage_client import StageClient
 
 logger = init_logger(__name__)
 

@@ -4,13 +4,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm_omni_plugin.errors import OmniError
-from vllm_omni_plugin.orchestrator.dispatcher import Dispatcher
-from vllm_omni_plugin.orchestrator.messages import RequestFailed, SubmitRequest
-from vllm_omni_plugin.orchestrator.request_api import RequestApi
-from vllm_omni_plugin.orchestrator.request_state import OrchestratorRequestState
-from vllm_omni_plugin.orchestrator.requests import RequestTable
-from vllm_omni_plugin.orchestrator.run_events import Accepted, RunDispatched, RunEvent, RunFailed
-from vllm_omni_plugin.orchestrator.stage_run import StageRun, StreamingInputState
+from vllm_omni_plugin.orchestrator.dispatch.dispatcher import Dispatcher
+from vllm_omni_plugin.orchestrator.pipeline.request_state import OrchestratorRequestState
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import RequestFailed, SubmitRequest
+from vllm_omni_plugin.orchestrator.requests.request_api import RequestApi
+from vllm_omni_plugin.orchestrator.requests.request_owner import RequestTable
+from vllm_omni_plugin.orchestrator.requests.run_events import Accepted, RunDispatched, RunEvent, RunFailed
+from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun, StreamingInputState
 
 _STAGE = 0
 

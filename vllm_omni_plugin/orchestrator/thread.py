@@ -10,9 +10,9 @@ import uvloop
 
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.orchestrator.local_replicas import LocalReplicas
+from vllm_omni_plugin.orchestrator.attachment.local_replicas import LocalReplicas
+from vllm_omni_plugin.orchestrator.attachment.remote_replicas import RemoteReplicas
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.remote_replicas import RemoteReplicas
 
 logger = init_logger(__name__)
 

@@ -7,9 +7,9 @@ import time
 from typing import Any
 
 from vllm_omni_plugin.errors import ConfigError
-from vllm_omni_plugin.sim.settings import EngineSettings
+from vllm_omni_plugin.sim.model.engine_settings import EngineSettings
 from vllm_omni_plugin.sim.sleeping import SleepingModel, read_service_times
-from vllm_omni_plugin.vllm_api.executor import ModelFreeExecutor
+from vllm_omni_plugin.vllm_api.launch.function_executor import ModelFreeExecutor
 
 _DEFAULT_CONCURRENCY = 32
 """Requests of the maximum length that the KV memory holds, unless the user says otherwise."""

@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm_omni_plugin.errors import ConfigError
-from vllm_omni_plugin.sim.sequence import Sequence
-from vllm_omni_plugin.sim.settings import EngineSettings
+from vllm_omni_plugin.sim.model.engine_settings import EngineSettings
+from vllm_omni_plugin.sim.model.sequence import Sequence
 from vllm_omni_plugin.sim.translation import from_scheduler
-from vllm_omni_plugin.vllm_api.executor import Iteration
+from vllm_omni_plugin.vllm_api.launch.function_executor import Iteration
 
 _KEY = "sleeping_executor"
 _SERVICE_TIMES = ("step_s", "prefill_token_s", "sequence_s")

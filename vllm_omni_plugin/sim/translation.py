@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_omni_plugin.sim.model import LoadReport
-from vllm_omni_plugin.sim.requests import Prefill, SimOutput, SimRequest
-from vllm_omni_plugin.vllm_api import sim_protocol
+from vllm_omni_plugin.sim.model.engine_model import LoadReport
+from vllm_omni_plugin.sim.model.sim_requests import Prefill, SimOutput, SimRequest
+from vllm_omni_plugin.vllm_api.protocol import sim_protocol
 
 
 def to_request(request: Any) -> SimRequest:

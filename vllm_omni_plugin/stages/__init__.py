@@ -1,5 +1,5 @@
 """Stages of a pipeline that are Python classes: what a user writes, its process, and how heads speak to it."""
 
-from vllm_omni_plugin.stages.base import PythonStage, StageJob
+from vllm_omni_plugin.stages.python_stage import PythonStage, StageJob
 
 __all__ = ["PythonStage", "StageJob"]

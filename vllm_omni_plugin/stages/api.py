@@ -9,11 +9,11 @@ from vllm_omni_plugin.errors import StageInputError
 from vllm_omni_plugin.pipeline.output_reader import OutputReader
 from vllm_omni_plugin.pipeline.stage import Stage
 from vllm_omni_plugin.pipeline.transfer import StageInput, StageOutput
-from vllm_omni_plugin.vllm_api.engine_api import EngineApi
-from vllm_omni_plugin.vllm_api.facts import RequestFacts
-from vllm_omni_plugin.vllm_api.move import Move
-from vllm_omni_plugin.vllm_api.stage_codec import sendable
-from vllm_omni_plugin.vllm_api.stage_protocol import CONTENT_KEY, STOP, Content, StageRequest
+from vllm_omni_plugin.vllm_api.protocol.stage_codec import sendable
+from vllm_omni_plugin.vllm_api.protocol.stage_protocol import CONTENT_KEY, STOP, Content, StageRequest
+from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
+from vllm_omni_plugin.vllm_api.requests.facts import RequestFacts
+from vllm_omni_plugin.vllm_api.requests.move import Move
 
 
 class PythonOutputReader(OutputReader):

@@ -10,9 +10,9 @@ import msgspec
 from vllm_omni_plugin.errors import StageInputError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.pipeline.transfer import StageOutput
-from vllm_omni_plugin.stages.base import PythonStage, StageJob
-from vllm_omni_plugin.vllm_api.stage_codec import sendable
-from vllm_omni_plugin.vllm_api.stage_protocol import Content
+from vllm_omni_plugin.stages.python_stage import PythonStage, StageJob
+from vllm_omni_plugin.vllm_api.protocol.stage_codec import sendable
+from vllm_omni_plugin.vllm_api.protocol.stage_protocol import Content
 
 logger = init_logger(__name__)
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.contract.pipeline_http.app import spoken
 from vllm_omni_plugin.integration.engine_client.pipeline_calls import RunningCall, submitted, with_events
-from vllm_omni_plugin.orchestrator.pipeline_call import CallEnded, PipelineCall, StageEvent
+from vllm_omni_plugin.orchestrator.requests.pipeline_call import CallEnded, PipelineCall, StageEvent
 
 ENDED = CallEnded(None)
 

@@ -18,7 +18,7 @@ from tests.engine.experts import make_experts
 from tests.engine.lockstep.group import HeadlessGroup, headless_group
 from tests.engine.lockstep.heads import FrontEnd, Waves
 from tests.engine.servers import Servers
-from vllm_omni_plugin.vllm_api.launch import spawn_only
+from vllm_omni_plugin.vllm_api.launch.engine_launch import spawn_only
 
 
 @pytest_asyncio.fixture(scope="package", loop_scope="package")

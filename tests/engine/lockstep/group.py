@@ -14,9 +14,9 @@ from vllm.v1.executor import Executor
 from tests.contract.configs import vllm_config
 from tests.engine.experts import RANKS
 from vllm_omni_plugin.coordinator import OmniCoordinator, ReplicaInfo
-from vllm_omni_plugin.replicas.server import ReplicaServer, ServerSettings
-from vllm_omni_plugin.vllm_api.engine_api import EngineApi
-from vllm_omni_plugin.vllm_api.group_launch import new_launcher, split_ranks
+from vllm_omni_plugin.replicas.server.replica_server import ReplicaServer, ServerSettings
+from vllm_omni_plugin.vllm_api.launch.group_launch import new_launcher, split_ranks
+from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 
 from .executor import EXECUTOR, additional_config
 from .heads import FINGERPRINT

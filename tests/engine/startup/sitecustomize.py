@@ -16,6 +16,6 @@ import time
 os.sched_yield = lambda: time.sleep(0)
 
 if "ASK_FOR_TILES" in os.environ:
-    from vllm_omni_plugin.vllm_api.tiles import ask_for_tiles
+    from vllm_omni_plugin.vllm_api.launch.tiles import ask_for_tiles
 
     ask_for_tiles()

@@ -16,7 +16,7 @@ from tests.replicas.server.heads import Head
 from tests.replicas.server.real_head import RealHead
 from vllm_omni_plugin.coordinator import OmniCoordinator, ReplicaInfo
 from vllm_omni_plugin.curve import Secrets
-from vllm_omni_plugin.replicas.server import ReplicaServer, ServerSettings
+from vllm_omni_plugin.replicas.server.replica_server import ReplicaServer, ServerSettings
 
 FINGERPRINT = {"model": "tiny", "dtype": "float32"}
 

@@ -15,7 +15,7 @@ import zmq
 from tests.fakes.engine_api import DEAD_FRAME, FakeEngineApi, FakeOutput, FakeOutputs, FakeResult, FakeUtilityOutput
 from tests.fakes.engines import READY, FakeProcess, connect
 from vllm_omni_plugin.errors import ReplicaError
-from vllm_omni_plugin.replicas.link import Frames
+from vllm_omni_plugin.replicas.links.link import Frames
 
 
 class SlotCodec(FakeEngineApi):

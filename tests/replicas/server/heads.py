@@ -12,7 +12,7 @@ import zmq.asyncio
 
 from tests.fakes.engine_api import FakeOutputs
 from vllm_omni_plugin.curve import PLAIN_USERNAME, Secrets, secure_client
-from vllm_omni_plugin.replicas.control import (
+from vllm_omni_plugin.replicas.control.lease_messages import (
     PROTOCOL_VERSION,
     Attach,
     Attached,

@@ -13,13 +13,13 @@ from tests.replicas.remote_server import TimedOutputs
 from tests.replicas.server.engines import SlotCodec
 from vllm_omni_plugin.coordinator import ReplicaInfo, ReplicaStatus
 from vllm_omni_plugin.curve import Secrets
-from vllm_omni_plugin.replicas.link import Frames
-from vllm_omni_plugin.replicas.remote import (
+from vllm_omni_plugin.replicas.client.remote import (
     AttachRefusedError,
     AttachSettings,
     RemoteReplica,
     attach_remote,
 )
+from vllm_omni_plugin.replicas.links.link import Frames
 
 
 class TimedSlotCodec(SlotCodec):

@@ -9,8 +9,8 @@ import pytest
 from tests.fakes.conditions import eventually
 from vllm_omni_plugin.coordinator import OmniCoordinator, ReplicaStatus
 from vllm_omni_plugin.curve import Secrets
-from vllm_omni_plugin.replicas.announcer import Announcer
-from vllm_omni_plugin.replicas.settings import ServerSettings
+from vllm_omni_plugin.replicas.server.announcer import Announcer
+from vllm_omni_plugin.replicas.server.server_settings import ServerSettings
 
 ADDRESSES = ("tcp://127.0.0.1:1", "tcp://127.0.0.1:2", "tcp://127.0.0.1:3")
 

@@ -11,9 +11,9 @@ from tests.fakes.conditions import eventually
 from tests.replicas.server.conftest import StartNode
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.curve import Secrets
-from vllm_omni_plugin.replicas.control import Expired, Refused, Status, Told, encode
-from vllm_omni_plugin.replicas.relay import Relay
-from vllm_omni_plugin.replicas.served_engine import HEAD_SLOTS
+from vllm_omni_plugin.replicas.control.lease_messages import Expired, Refused, Status, Told, encode
+from vllm_omni_plugin.replicas.server.relay import Relay
+from vllm_omni_plugin.replicas.server.served_engine import HEAD_SLOTS
 
 SECRETS = Secrets(["a secret that both ends know"])
 

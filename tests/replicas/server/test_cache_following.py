@@ -15,8 +15,8 @@ from tests.replicas.server.heads import Head
 from vllm_omni_plugin.balancing import Prompt
 from vllm_omni_plugin.balancing.caches.block_keys import prompt_keys
 from vllm_omni_plugin.curve import Secrets
-from vllm_omni_plugin.replicas.control import CacheChanges, Expired, Follow
-from vllm_omni_plugin.replicas.kv_events.cache_following import unpack_keys
+from vllm_omni_plugin.replicas.control.cache_following import unpack_keys
+from vllm_omni_plugin.replicas.control.lease_messages import CacheChanges, Expired, Follow
 from vllm_omni_plugin.replicas.kv_events.cache_log import BEGINNING, MAX_PART, Cursor
 
 SECRET = Secrets(["a secret that both ends know"])

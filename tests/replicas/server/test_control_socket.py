@@ -10,9 +10,9 @@ import zmq
 
 from tests.fakes.conditions import eventually
 from vllm_omni_plugin.coordinator import ReplicaStatus
-from vllm_omni_plugin.replicas.control import Beat, Status, ToServer, encode
-from vllm_omni_plugin.replicas.control_socket import ControlSocket
-from vllm_omni_plugin.replicas.ports import Listener, listen
+from vllm_omni_plugin.replicas.control.control_socket import ControlSocket
+from vllm_omni_plugin.replicas.control.lease_messages import Beat, Status, ToServer, encode
+from vllm_omni_plugin.replicas.links.replica_ports import Listener, listen
 
 
 def has(items: list[bytes], count: int) -> bool:

@@ -7,7 +7,7 @@ import pytest
 from tests.replicas.server.conftest import Node, StartNode
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import ReplicaError
-from vllm_omni_plugin.replicas.control import Refused, Status
+from vllm_omni_plugin.replicas.control.lease_messages import Refused, Status
 
 
 async def test_an_engine_that_exits_is_reported_and_replaced_on_the_same_ports(start_node: StartNode) -> None:

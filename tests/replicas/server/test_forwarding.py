@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import zmq
 
-from vllm_omni_plugin.replicas import forwarding
+from vllm_omni_plugin.replicas.links import forwarding
 
 
 def test_a_socket_that_was_said_to_be_readable_and_is_not_does_not_end_the_forwarding(

@@ -5,7 +5,7 @@ import threading
 
 from tests.fakes.conditions import eventually
 from tests.replicas.server.conftest import Node, StartNode
-from vllm_omni_plugin.replicas.served_engine import HEAD_SLOTS
+from vllm_omni_plugin.replicas.server.served_engine import HEAD_SLOTS
 
 
 def held() -> tuple[int, int]:

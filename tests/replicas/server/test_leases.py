@@ -1,6 +1,6 @@
 """The table of leases."""
 
-from vllm_omni_plugin.replicas.leases import Leases
+from vllm_omni_plugin.replicas.control.leases import Leases
 
 
 def granted(leases: Leases, name: str, now: float = 0.0) -> int:

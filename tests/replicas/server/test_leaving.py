@@ -8,7 +8,7 @@ import pytest
 from tests.fakes.conditions import eventually
 from tests.replicas.server.conftest import StartNode
 from vllm_omni_plugin.coordinator import ReplicaStatus
-from vllm_omni_plugin.replicas.control import Refused
+from vllm_omni_plugin.replicas.control.lease_messages import Refused
 
 
 async def test_a_drained_replica_waits_for_its_head_and_takes_no_other(start_node: StartNode) -> None:

@@ -7,8 +7,8 @@ import zmq
 
 from tests.replicas.server.conftest import StartNode
 from vllm_omni_plugin.errors import ConfigError
-from vllm_omni_plugin.replicas.control import Refused
-from vllm_omni_plugin.replicas.ports import PortRange, close_all, listen, listen_on_many
+from vllm_omni_plugin.replicas.control.lease_messages import Refused
+from vllm_omni_plugin.replicas.links.replica_ports import PortRange, close_all, listen, listen_on_many
 
 LOOPBACK = "127.0.0.1"
 

@@ -9,7 +9,7 @@ import sys
 import psutil
 import pytest
 
-from vllm_omni_plugin.replicas.reaper import Reaper
+from vllm_omni_plugin.replicas.engine.reaper import Reaper
 
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(600)"]
 PARENT_OF_A_SLEEPER = [
@@ -23,7 +23,7 @@ OWNER = [
     sys.executable,
     "-c",
     "import subprocess, sys, time\n"
-    "from vllm_omni_plugin.replicas.reaper import Reaper\n"
+    "from vllm_omni_plugin.replicas.engine.reaper import Reaper\n"
     f"engine = subprocess.Popen({PARENT_OF_A_SLEEPER!r}, stdout=subprocess.PIPE)\n"
     "reaper = Reaper()\n"
     "reaper.watch(engine.pid)\n"

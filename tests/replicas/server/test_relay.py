@@ -10,10 +10,10 @@ import pytest
 import zmq
 
 from vllm_omni_plugin.curve import PLAIN_USERNAME
-from vllm_omni_plugin.replicas.input_hub import InputHub
-from vllm_omni_plugin.replicas.ports import close_all, listen_on_many
-from vllm_omni_plugin.replicas.relay import Relay
-from vllm_omni_plugin.replicas.settings import ServerSettings
+from vllm_omni_plugin.replicas.links.replica_ports import close_all, listen_on_many
+from vllm_omni_plugin.replicas.server.input_hub import InputHub
+from vllm_omni_plugin.replicas.server.relay import Relay
+from vllm_omni_plugin.replicas.server.server_settings import ServerSettings
 
 SETTINGS = ServerSettings("127.0.0.1", None, "", 0, 1.0, 1000.0, 60.0, None, {})
 

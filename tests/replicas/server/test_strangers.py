@@ -23,8 +23,16 @@ from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.curve.newcomers import MAX_HANDSHAKE_BYTES
 from vllm_omni_plugin.errors import MessageTooLargeError, ReplicaError
-from vllm_omni_plugin.replicas.control import PROTOCOL_VERSION, Attach, Beat, Detach, Expired, Status, encode
-from vllm_omni_plugin.vllm_api.screen import Refusal
+from vllm_omni_plugin.replicas.control.lease_messages import (
+    PROTOCOL_VERSION,
+    Attach,
+    Beat,
+    Detach,
+    Expired,
+    Status,
+    encode,
+)
+from vllm_omni_plugin.vllm_api.protocol.screen import Refusal
 
 SECRETS = Secrets(["correct horse battery staple"])
 OTHERS = Secrets(["another secret of enough length"])

@@ -14,10 +14,10 @@ from tests.replicas.server.conftest import FINGERPRINT, Node, StartNode
 from tests.replicas.server.real_head import TimedSlotCodec
 from vllm_omni_plugin.coordinator import OmniCoordClientForHub, OmniCoordinator
 from vllm_omni_plugin.curve import Secrets
-from vllm_omni_plugin.orchestrator.messages import ReplicaJoined, ReplicaLeft
-from vllm_omni_plugin.orchestrator.remote_replicas import RemoteReplicas
-from vllm_omni_plugin.orchestrator.replica_list import ReplicaListWatcher
-from vllm_omni_plugin.replicas.remote import AttachSettings
+from vllm_omni_plugin.orchestrator.attachment.remote_replicas import RemoteReplicas
+from vllm_omni_plugin.orchestrator.pool.list_changes import ReplicaListWatcher
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import ReplicaJoined, ReplicaLeft
+from vllm_omni_plugin.replicas.client.remote import AttachSettings
 
 SECRET = Secrets(["a secret that both ends know"])
 

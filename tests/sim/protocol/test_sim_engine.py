@@ -13,7 +13,7 @@ from tests.sim.drive import request as sim_request
 from tests.sim.protocol.heads import FAST, Head
 from tests.sim.protocol.requests import LONG, request
 from vllm_omni_plugin.errors import ReplicaError
-from vllm_omni_plugin.vllm_api.engine_api import EngineApi
+from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 
 
 def ended(head: Head) -> dict[str, FinishReason]:

@@ -21,12 +21,12 @@ from vllm_omni_plugin.integration.fleet_setup import fleet as fleet_module
 from vllm_omni_plugin.integration.fleet_setup.fleet import Fleet
 from vllm_omni_plugin.integration.fleet_setup.stage_plan import StagePlan
 from vllm_omni_plugin.pipeline.stage import VLLM_ENGINE, Modality, Stage
-from vllm_omni_plugin.replicas.engine_start import Launcher
+from vllm_omni_plugin.replicas.engine.engine_start import Launcher
 from vllm_omni_plugin.sim.host import EngineHost
-from vllm_omni_plugin.sim.launcher import SimLauncher
-from vllm_omni_plugin.vllm_api.fingerprint import fingerprint
-from vllm_omni_plugin.vllm_api.sim_protocol import ready_response
-from vllm_omni_plugin.vllm_api.stage_requests import VllmStageApi
+from vllm_omni_plugin.sim.sim_launcher import SimLauncher
+from vllm_omni_plugin.vllm_api.launch.model_fingerprint import fingerprint
+from vllm_omni_plugin.vllm_api.protocol.sim_protocol import ready_response
+from vllm_omni_plugin.vllm_api.stages.stage_requests import VllmStageApi
 
 SETTINGS = replace(FAST, max_model_len=32, vocabulary_size=len(WORDS))
 THINKER = Stage(0, "thinker", VLLM_ENGINE, Modality.TEXT, "m", sampling={"max_tokens": 3, "temperature": 0})

@@ -2,8 +2,8 @@
 
 from types import SimpleNamespace
 
-from vllm_omni_plugin.vllm_api.ready import apply_ready_responses
-from vllm_omni_plugin.vllm_api.sim_protocol import ready_response
+from vllm_omni_plugin.vllm_api.protocol.sim_protocol import ready_response
+from vllm_omni_plugin.vllm_api.requests.ready import apply_ready_responses
 
 
 def test_a_front_end_applies_it_to_its_configuration() -> None:

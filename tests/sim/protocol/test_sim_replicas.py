@@ -16,11 +16,11 @@ from tests.sim.drive import request as sim_request
 from tests.sim.protocol.heads import FAST
 from tests.sim.protocol.requests import LONG, request
 from vllm_omni_plugin.coordinator import OmniCoordClientForHub, OmniCoordinator, ReplicaInfo, ReplicaStatus
-from vllm_omni_plugin.replicas.remote import AttachSettings, RemoteReplica, attach_remote
-from vllm_omni_plugin.replicas.server import ReplicaServer, ServerSettings
+from vllm_omni_plugin.replicas.client.remote import AttachSettings, RemoteReplica, attach_remote
+from vllm_omni_plugin.replicas.server.replica_server import ReplicaServer, ServerSettings
 from vllm_omni_plugin.sim.host import EngineHost
-from vllm_omni_plugin.sim.launcher import SimLauncher
-from vllm_omni_plugin.vllm_api.engine_api import EngineApi
+from vllm_omni_plugin.sim.sim_launcher import SimLauncher
+from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 
 FINGERPRINT = {"model": "simulated"}
 INTERVAL, TIMEOUT = 0.1, 1.0

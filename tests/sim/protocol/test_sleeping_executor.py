@@ -21,7 +21,7 @@ from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.sim import EngineSettings
 from vllm_omni_plugin.sim.executor import SleepingExecutor
 from vllm_omni_plugin.sim.sleeping import SleepingModel
-from vllm_omni_plugin.vllm_api.executor import Iteration
+from vllm_omni_plugin.vllm_api.launch.function_executor import Iteration
 
 BACKEND = "vllm_omni_plugin.sim.executor.SleepingExecutor"
 NO_TIME = {"sleeping_executor": {"step_s": 0, "prefill_token_s": 0, "sequence_s": 0}}

@@ -10,8 +10,8 @@ import pytest
 
 from tests.fakes.conditions import eventually
 from tests.sim.protocol.whole_heads import WholeHead, open_site
-from vllm_omni_plugin.orchestrator.messages import CallReplicas
-from vllm_omni_plugin.replicas.stage_client import StageClient
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallReplicas
+from vllm_omni_plugin.replicas.client.stage_client import StageClient
 
 
 async def call(head: WholeHead, method: str, *args: Any) -> list[Any]:

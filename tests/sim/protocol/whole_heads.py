@@ -15,20 +15,20 @@ from tests.fakes.conditions import eventually
 from tests.sim.protocol.heads import FAST
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.coordinator import OmniCoordClientForHead, OmniCoordinator, ReplicaWork
-from vllm_omni_plugin.orchestrator.fleet_calls import FleetCalls
-from vllm_omni_plugin.orchestrator.messages import AbortRequests, RequestFailed, SubmitRequest
+from vllm_omni_plugin.orchestrator.attachment.remote_replicas import RemoteReplicas
+from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
+from vllm_omni_plugin.orchestrator.fleet_state.session_listener import SessionListener
+from vllm_omni_plugin.orchestrator.fleet_state.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.remote_replicas import RemoteReplicas
-from vllm_omni_plugin.orchestrator.session_listener import SessionListener
-from vllm_omni_plugin.orchestrator.stage_pool import PoolMember, StagePool
-from vllm_omni_plugin.orchestrator.thread_queue import QueueClosedError
-from vllm_omni_plugin.orchestrator.work_exchange import WorkExchange
-from vllm_omni_plugin.replicas.remote import AttachSettings
-from vllm_omni_plugin.replicas.server import ReplicaServer, ServerSettings
+from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import AbortRequests, RequestFailed, SubmitRequest
+from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
+from vllm_omni_plugin.replicas.client.remote import AttachSettings
+from vllm_omni_plugin.replicas.server.replica_server import ReplicaServer, ServerSettings
 from vllm_omni_plugin.sim.host import EngineHost
-from vllm_omni_plugin.sim.launcher import SimLauncher
-from vllm_omni_plugin.vllm_api.engine_api import EngineApi
-from vllm_omni_plugin.vllm_api.stage_protocol import ready_response
+from vllm_omni_plugin.sim.sim_launcher import SimLauncher
+from vllm_omni_plugin.vllm_api.protocol.stage_protocol import ready_response
+from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 
 FINGERPRINT = {"model": "simulated"}
 INTERVAL, TIMEOUT = 0.1, 10.0

@@ -15,11 +15,11 @@ from prometheus_client import REGISTRY
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from vllm_omni_plugin.admin.fleet_metrics import FleetCollector
-from vllm_omni_plugin.admin.multiprocess_metrics import MetricFiles, in_multiprocess_mode
+from vllm_omni_plugin.admin.metrics.fleet_metrics import FleetCollector
+from vllm_omni_plugin.admin.metrics.multiprocess_metrics import MetricFiles, in_multiprocess_mode
 from vllm_omni_plugin.admin.replica_header import new_dispatches
 from vllm_omni_plugin.admin.replies import result_of
-from vllm_omni_plugin.coordinator.call_arguments import FORGET_LORA
+from vllm_omni_plugin.coordinator.protocol.call_arguments import FORGET_LORA
 from vllm_omni_plugin.errors import NoReplicaError, ReplicaError, StageError
 from vllm_omni_plugin.integration.engine_client.fleet_events import FleetEvents
 from vllm_omni_plugin.integration.engine_client.graceful_shutdown import GracefulShutdown
@@ -30,17 +30,17 @@ from vllm_omni_plugin.integration.engine_client.unknown_calls import refuse_unkn
 from vllm_omni_plugin.integration.fleet_setup.fleet import Fleet
 from vllm_omni_plugin.integration.fleet_setup.fleet_stages import FleetStages
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.orchestrator.engine_index import engine_index
-from vllm_omni_plugin.orchestrator.messages import (
+from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator.pool.engine_index import engine_index
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     AbortRequests,
     CallReplicas,
     FrontMessage,
     SubmitRequest,
 )
-from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pipeline_call import CallEnded
-from vllm_omni_plugin.orchestrator.thread_queue import QueueClosedError
-from vllm_omni_plugin.vllm_api.adapter import adapter_of
+from vllm_omni_plugin.orchestrator.requests.pipeline_call import CallEnded
+from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
+from vllm_omni_plugin.vllm_api.requests.adapter import adapter_of
 
 logger = init_logger(__name__)
 

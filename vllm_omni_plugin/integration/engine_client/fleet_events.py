@@ -15,16 +15,16 @@ from vllm_omni_plugin.integration.engine_client.request_failures import RequestF
 from vllm_omni_plugin.integration.engine_client.stat_labels import StatLabels
 from vllm_omni_plugin.integration.fleet_setup.fleet_stages import FleetStages
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.orchestrator.engine_index import engine_index
-from vllm_omni_plugin.orchestrator.front_update import FrontUpdate
-from vllm_omni_plugin.orchestrator.messages import (
+from vllm_omni_plugin.orchestrator.fleet_state.front_update import FrontUpdate
+from vllm_omni_plugin.orchestrator.pool.engine_index import engine_index
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     OutputUnusable,
     ReplicaJoined,
     ReplicaLeft,
     RequestFailed,
     RequestStages,
 )
-from vllm_omni_plugin.vllm_api.ready import apply_ready_responses
+from vllm_omni_plugin.vllm_api.requests.ready import apply_ready_responses
 
 if TYPE_CHECKING:
     from vllm_omni_plugin.integration.engine_client.request_tracing import RequestSpans

@@ -7,7 +7,7 @@ from contextlib import suppress
 from contextvars import Context, ContextVar, copy_context
 from typing import TypeVar
 
-from vllm_omni_plugin.orchestrator.pipeline_call import CallEnded, PipelineCall, StageEvent
+from vllm_omni_plugin.orchestrator.requests.pipeline_call import CallEnded, PipelineCall, StageEvent
 
 T = TypeVar("T")
 

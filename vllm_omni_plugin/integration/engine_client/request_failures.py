@@ -6,7 +6,7 @@ from typing import Any
 from vllm.exceptions import GracefulHTTPError
 
 from vllm_omni_plugin.errors import MessageTooLargeError, NoReplicaError, StageInputError
-from vllm_omni_plugin.orchestrator.messages import RequestFailed
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import RequestFailed
 
 
 class RequestFailures:

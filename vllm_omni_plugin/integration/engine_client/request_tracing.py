@@ -11,7 +11,7 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace import Span, SpanProcessor, TracerProvider
 
-from vllm_omni_plugin.orchestrator.messages import Dispatches, RequestStages, StageTimes
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import Dispatches, RequestStages, StageTimes
 
 
 @dataclass

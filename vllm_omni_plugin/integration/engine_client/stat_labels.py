@@ -9,7 +9,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerBase, StatLoggerManager
 from vllm.v1.metrics.stats import SchedulerStats
 
-from vllm_omni_plugin.admin.multiprocess_metrics import in_multiprocess_mode
+from vllm_omni_plugin.admin.metrics.multiprocess_metrics import in_multiprocess_mode
 
 _ENGINE = "engine"
 _PREFIX = "vllm:"

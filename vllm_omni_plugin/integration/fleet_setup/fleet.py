@@ -23,23 +23,23 @@ from vllm_omni_plugin.integration.options.listening import (
     warn_of_exposure,
 )
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.orchestrator.fleet_calls import FleetCalls
-from vllm_omni_plugin.orchestrator.local_replicas import LocalReplicas, LocalStage
+from vllm_omni_plugin.orchestrator.attachment.local_replicas import LocalReplicas, LocalStage
+from vllm_omni_plugin.orchestrator.attachment.remote_replicas import RemoteReplicas
+from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
+from vllm_omni_plugin.orchestrator.fleet_state.session_listener import SessionListener
+from vllm_omni_plugin.orchestrator.fleet_state.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.orchestrator import FleetParts, Orchestrator
-from vllm_omni_plugin.orchestrator.preparation import Preparation
-from vllm_omni_plugin.orchestrator.remote_replicas import RemoteReplicas
-from vllm_omni_plugin.orchestrator.session_listener import SessionListener
-from vllm_omni_plugin.orchestrator.stage_api import StageApi
-from vllm_omni_plugin.orchestrator.stage_pool import StagePool
+from vllm_omni_plugin.orchestrator.pipeline.preparation import Preparation
+from vllm_omni_plugin.orchestrator.pipeline.stage_api import StageApi
+from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.thread import OrchestratorThread
-from vllm_omni_plugin.orchestrator.work_exchange import WorkExchange
-from vllm_omni_plugin.replicas.engine_keeper import Timing
-from vllm_omni_plugin.replicas.reaper import Reaper
-from vllm_omni_plugin.replicas.remote import AttachSettings
-from vllm_omni_plugin.replicas.socket_folder import use_socket_folder
-from vllm_omni_plugin.vllm_api.cache_events import why_no_cache_events
-from vllm_omni_plugin.vllm_api.launch import spawn_only
-from vllm_omni_plugin.vllm_api.stage_requests import VllmStageApi
+from vllm_omni_plugin.replicas.client.remote import AttachSettings
+from vllm_omni_plugin.replicas.engine.engine_keeper import Timing
+from vllm_omni_plugin.replicas.engine.reaper import Reaper
+from vllm_omni_plugin.replicas.engine.socket_folder import use_socket_folder
+from vllm_omni_plugin.vllm_api.launch.engine_launch import spawn_only
+from vllm_omni_plugin.vllm_api.launch.kv_event_settings import why_no_cache_events
+from vllm_omni_plugin.vllm_api.stages.stage_requests import VllmStageApi
 
 logger = init_logger(__name__)
 

@@ -8,8 +8,8 @@ from vllm_omni_plugin.integration.fleet_setup.stage_plan import StagePlan
 from vllm_omni_plugin.pipeline.fitting import BuiltInTransform
 from vllm_omni_plugin.pipeline.graph import Pipeline
 from vllm_omni_plugin.pipeline.stage import Modality
-from vllm_omni_plugin.vllm_api.requests import drop_transfers
-from vllm_omni_plugin.vllm_api.stage_requests import VllmStageApi
+from vllm_omni_plugin.vllm_api.requests.request_building import drop_transfers
+from vllm_omni_plugin.vllm_api.stages.stage_requests import VllmStageApi
 
 _GENERATE = "generate"
 _OF_THE_TOKENIZER = ("tokenizer", "tokenizer mode")

@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from vllm_omni_plugin.orchestrator.request_api import RequestApi
+from vllm_omni_plugin.orchestrator.requests.request_api import RequestApi
 from vllm_omni_plugin.pipeline.stage import Stage
-from vllm_omni_plugin.replicas.engine_start import Launcher
-from vllm_omni_plugin.replicas.stage_client import Codec
+from vllm_omni_plugin.replicas.client.stage_client import Codec
+from vllm_omni_plugin.replicas.engine.engine_start import Launcher
 
 LauncherFor = Callable[..., Launcher]
 """Makes what starts the local engines of a stage from what is told the id of every process that is started, whether

@@ -14,17 +14,17 @@ from vllm_omni_plugin.integration.fleet_setup.stage_plan import StagePlan
 from vllm_omni_plugin.integration.options.carried_options import without_options
 from vllm_omni_plugin.integration.options.compatibility import prepare_engine_args
 from vllm_omni_plugin.pipeline import Modality, Stage
-from vllm_omni_plugin.replicas.engine_start import Launcher
+from vllm_omni_plugin.replicas.engine.engine_start import Launcher
 from vllm_omni_plugin.stages.api import PythonStageApi
-from vllm_omni_plugin.stages.fingerprint import python_fingerprint
-from vllm_omni_plugin.stages.launcher import PythonStageLauncher
-from vllm_omni_plugin.vllm_api.engine_api import EngineApi
-from vllm_omni_plugin.vllm_api.fingerprint import fingerprint
-from vllm_omni_plugin.vllm_api.group_launch import new_launcher, split_ranks
-from vllm_omni_plugin.vllm_api.launch import share_cores, take_devices
-from vllm_omni_plugin.vllm_api.moving import has_custom_logits_processors
-from vllm_omni_plugin.vllm_api.stage_requests import VllmStageApi
-from vllm_omni_plugin.vllm_api.stage_sampling import set_server_defaults
+from vllm_omni_plugin.stages.stage_fingerprint import python_fingerprint
+from vllm_omni_plugin.stages.stage_launcher import PythonStageLauncher
+from vllm_omni_plugin.vllm_api.launch.engine_launch import share_cores, take_devices
+from vllm_omni_plugin.vllm_api.launch.group_launch import new_launcher, split_ranks
+from vllm_omni_plugin.vllm_api.launch.model_fingerprint import fingerprint
+from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
+from vllm_omni_plugin.vllm_api.requests.moving import has_custom_logits_processors
+from vllm_omni_plugin.vllm_api.stages.stage_requests import VllmStageApi
+from vllm_omni_plugin.vllm_api.stages.stage_sampling import set_server_defaults
 
 _SAMPLED = (Modality.TEXT, Modality.TOKENS)
 

@@ -15,9 +15,9 @@ from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 
 from vllm_omni_plugin.admin.access import Access, HasKey
+from vllm_omni_plugin.admin.admin_keys import read_admin_keys
 from vllm_omni_plugin.admin.explain import Explainer
 from vllm_omni_plugin.admin.hold import Hold, HoldMiddleware
-from vllm_omni_plugin.admin.keys import read_admin_keys
 from vllm_omni_plugin.admin.operator_calls import OperatorCallMiddleware
 from vllm_omni_plugin.admin.replica_admin import FleetAdmin
 from vllm_omni_plugin.admin.replica_header import ReplicaHeaderMiddleware

@@ -14,14 +14,14 @@ from fastapi import Request
 from vllm.entrypoints.openai.chat_completion.protocol import OpenAIChatCompletionAudio
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
-from vllm_omni_plugin.admin.audio import wav
-from vllm_omni_plugin.admin.call_options import BadOptionError, CallOptions, read_call_options
-from vllm_omni_plugin.admin.stage_results import StageResults
+from vllm_omni_plugin.admin.answers.audio import wav
+from vllm_omni_plugin.admin.answers.call_options import BadOptionError, CallOptions, read_call_options
+from vllm_omni_plugin.admin.answers.stage_results import StageResults
 from vllm_omni_plugin.errors import OmniError
 from vllm_omni_plugin.integration.engine_client.pipeline_calls import Abort, RunningCall, with_events
 from vllm_omni_plugin.integration.engine_client.request_failures import to_http
 from vllm_omni_plugin.integration.http.pipeline_stream import AnswerStream
-from vllm_omni_plugin.orchestrator.pipeline_call import CallEnded, StageEvent
+from vllm_omni_plugin.orchestrator.requests.pipeline_call import CallEnded, StageEvent
 from vllm_omni_plugin.pipeline.graph import Pipeline
 
 Create = Callable[[Any, Request], Awaitable[Any]]

@@ -14,14 +14,14 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
 
-from vllm_omni_plugin.admin.audio import wav_header
-from vllm_omni_plugin.admin.call_options import BadOptionError, CallOptions, read_call_options
-from vllm_omni_plugin.admin.stage_results import StageResults
+from vllm_omni_plugin.admin.answers.audio import wav_header
+from vllm_omni_plugin.admin.answers.call_options import BadOptionError, CallOptions, read_call_options
+from vllm_omni_plugin.admin.answers.stage_results import StageResults
 from vllm_omni_plugin.errors import OmniError
 from vllm_omni_plugin.integration.engine_client.pipeline_calls import Abort, RunningCall, with_events
 from vllm_omni_plugin.integration.engine_client.request_failures import to_http
 from vllm_omni_plugin.integration.http.pipeline_answers import Create, once
-from vllm_omni_plugin.orchestrator.pipeline_call import CallEnded, StageEvent
+from vllm_omni_plugin.orchestrator.requests.pipeline_call import CallEnded, StageEvent
 from vllm_omni_plugin.pipeline.graph import Pipeline
 
 SPEECH_PATH: Final = "/v1/audio/speech"

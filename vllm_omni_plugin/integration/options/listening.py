@@ -10,8 +10,8 @@ from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.curve import Secrets, own_secret
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.replicas.ports import PortRange
-from vllm_omni_plugin.replicas.settings import ServerSettings
+from vllm_omni_plugin.replicas.links.replica_ports import PortRange
+from vllm_omni_plugin.replicas.server.server_settings import ServerSettings
 
 logger = init_logger(__name__)
 

@@ -15,7 +15,7 @@ from vllm.v1.utils import run_api_server_worker_proc
 
 from vllm_omni_plugin.integration.command_line import read_our_flags
 from vllm_omni_plugin.integration.processes.api_servers import NOT_ACCEPTING
-from vllm_omni_plugin.vllm_api.spawning import SPAWNING
+from vllm_omni_plugin.vllm_api.launch.spawning import SPAWNING
 
 _SLOT = SharedAdmissionStats.COUNTERS_PER_SLOT
 

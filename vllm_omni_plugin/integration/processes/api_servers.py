@@ -12,7 +12,7 @@ from typing import Any
 from vllm_omni_plugin.errors import OmniError
 from vllm_omni_plugin.keep_running import Backoff, keep_running
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.replicas.engine_start import spawn
+from vllm_omni_plugin.replicas.engine.engine_start import spawn
 
 logger = init_logger(__name__)
 

@@ -29,17 +29,17 @@ from vllm_omni_plugin.integration.options.listening import (
     warn_of_exposure,
 )
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.replicas.engine_start import Launcher
-from vllm_omni_plugin.replicas.node import run_node
-from vllm_omni_plugin.replicas.reaper import Reaper
-from vllm_omni_plugin.replicas.server import ReplicaServer
-from vllm_omni_plugin.replicas.socket_folder import use_socket_folder
-from vllm_omni_plugin.stages.fingerprint import python_fingerprint
-from vllm_omni_plugin.stages.launcher import PythonStageLauncher
-from vllm_omni_plugin.vllm_api.engine_api import EngineApi
-from vllm_omni_plugin.vllm_api.fingerprint import fingerprint
-from vllm_omni_plugin.vllm_api.group_launch import new_launcher, split_ranks
-from vllm_omni_plugin.vllm_api.launch import share_cores, spawn_only
+from vllm_omni_plugin.replicas.engine.engine_start import Launcher
+from vllm_omni_plugin.replicas.engine.reaper import Reaper
+from vllm_omni_plugin.replicas.engine.socket_folder import use_socket_folder
+from vllm_omni_plugin.replicas.server.node import run_node
+from vllm_omni_plugin.replicas.server.replica_server import ReplicaServer
+from vllm_omni_plugin.stages.stage_fingerprint import python_fingerprint
+from vllm_omni_plugin.stages.stage_launcher import PythonStageLauncher
+from vllm_omni_plugin.vllm_api.launch.engine_launch import share_cores, spawn_only
+from vllm_omni_plugin.vllm_api.launch.group_launch import new_launcher, split_ranks
+from vllm_omni_plugin.vllm_api.launch.model_fingerprint import fingerprint
+from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 
 logger = init_logger(__name__)
 

@@ -43,12 +43,12 @@ from vllm_omni_plugin.integration.processes.api_server_process import ApiServerP
 from vllm_omni_plugin.integration.processes.api_servers import ApiServers
 from vllm_omni_plugin.integration.processes.supervisor import supervise
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.replicas.limits import raise_limits
-from vllm_omni_plugin.replicas.node import SIGNALS
-from vllm_omni_plugin.replicas.reaper import Reaper
-from vllm_omni_plugin.replicas.server import ReplicaServer
-from vllm_omni_plugin.replicas.socket_folder import use_socket_folder
-from vllm_omni_plugin.vllm_api.launch import spawn_only
+from vllm_omni_plugin.replicas.engine.reaper import Reaper
+from vllm_omni_plugin.replicas.engine.socket_folder import use_socket_folder
+from vllm_omni_plugin.replicas.server.descriptor_limits import raise_limits
+from vllm_omni_plugin.replicas.server.node import SIGNALS
+from vllm_omni_plugin.replicas.server.replica_server import ReplicaServer
+from vllm_omni_plugin.vllm_api.launch.engine_launch import spawn_only
 
 logger = init_logger(__name__)
 

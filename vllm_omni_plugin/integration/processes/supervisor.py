@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from vllm_omni_plugin.integration.processes.api_servers import ApiServers
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.replicas.node import running_together
-from vllm_omni_plugin.replicas.server import ReplicaServer
+from vllm_omni_plugin.replicas.server.node import running_together
+from vllm_omni_plugin.replicas.server.replica_server import ReplicaServer
 
 logger = init_logger(__name__)
 

@@ -1,0 +1,164 @@
+"""Our Prometheus metrics, computed from the orchestrator's state when they are scraped and never before."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from vllm_omni_plugin.coordinator import ReplicaStatus
+from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember
+from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
+
+Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
+Samples = Iterable[tuple[tuple[object, ...], float]]
+"""Values of labels, and a number."""
+
+
+class FleetCollector(Collector):
+    """Reads counts that the orchestrator's thread writes; each is one number, so a scrape needs no lock.
+
+    Args:
+        orchestrator: what to report on.
+    """
+
+    def __init__(self, orchestrator: Orchestrator) -> None:
+        self._orchestrator = orchestrator
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing in advance: names are unique by their prefix, and asking for them would take a scrape."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """All metric families, with one sample per stage or replica."""
+        metrics = self._orchestrator.metrics
+        yield self._replicas_by_state()
+        yield from self._by_replica()
+        yield from self._heads()
+        yield _family(
+            GaugeMetricFamily,
+            "requests_held",
+            "Requests that wait because no replica can serve: before they are accepted (http) or after (fleet); or, "
+            "with their replica lost, for their turn to move (move).",
+            ("where",),
+            [(("http",), metrics.waiting), (("fleet",), metrics.held), (("move",), metrics.moves_waiting)],
+        )
+        yield from _counters(metrics)
+        for histogram in (metrics.queue_time, metrics.hold_time, metrics.stage_seconds):
+            yield from histogram.collect()
+
+    def _members(self) -> Iterator[PoolMember]:
+        for pool in self._orchestrator.stage_pools:
+            yield from pool.members
+
+    def _replicas_by_state(self) -> Metric:
+        states = Counter((member.stage_id, member.status) for member in self._members())
+        return _family(
+            GaugeMetricFamily,
+            "replicas",
+            "Replicas by state.",
+            ("stage", "state"),
+            [
+                ((pool.stage_id, status.value), states[pool.stage_id, status])
+                for pool in self._orchestrator.stage_pools
+                for status in ReplicaStatus
+            ],
+        )
+
+    def _by_replica(self) -> Iterator[Metric]:
+        def family(kind: Family, name: str, documentation: str, value: Callable[[PoolMember], float]) -> Metric:
+            samples = [((member.stage_id, member.replica_id), value(member)) for member in self._members()]
+            return _family(kind, name, documentation, ("stage", "replica"), samples)
+
+        counter, gauge = CounterMetricFamily, GaugeMetricFamily
+        yield family(counter, "dispatches", "Requests sent to a replica.", lambda member: member.dispatched)
+        yield family(
+            counter, "replica_restarts", "Attempts to start a lost replica again.", lambda member: member.restarts
+        )
+        yield family(
+            gauge, "requests_in_flight", "Requests a replica is charged with.", lambda member: len(member.in_flight)
+        )
+        yield family(
+            gauge,
+            "prefill_tokens",
+            "Prompt tokens that a replica still has to compute.",
+            # What other heads have there is in the load, and they tell it themselves.
+            lambda member: member.account.own.prefill_tokens,
+        )
+        yield family(
+            gauge,
+            "decode_tokens",
+            "Tokens of requests that a replica is producing output for.",
+            lambda member: member.load.decode_tokens,
+        )
+        yield family(
+            gauge,
+            "kv_cache_usage_ratio",
+            "Share of KV memory in use, as a replica reported.",
+            lambda member: member.load.kv_usage,
+        )
+
+    def _heads(self) -> Iterator[Metric]:
+        has_session, exchange = self._orchestrator.metrics.has_session, self._orchestrator.exchange
+        if has_session is not None:
+            yield _gauge("coordinator_connected", "Whether the coordinator answers this head: 1 or 0.", has_session)
+        if exchange is not None:
+            yield _gauge("heads", "Heads of the fleet that this one hears of, and itself.", exchange.heads)
+
+
+def _counters(metrics: OrchestratorMetrics) -> Iterator[Metric]:
+    by_policy = ("stage", "policy")
+    # The orchestrator's thread may add a key meanwhile: hence the copies.
+    yield _counter(
+        "request_moves",
+        "Requests sent again to another replica because theirs was lost, by how they went on there.",
+        ("way",),
+        [((way.value,), count) for way, count in metrics.moves_by_way.items()],
+    )
+    yield _counter(
+        "requests_failed",
+        "Requests that ended with an error of the fleet.",
+        ("reason",),
+        [
+            (("replica_lost",), metrics.lost),
+            (("query_of_death",), metrics.queries_of_death),
+            (("no_replica",), metrics.refused + metrics.turned_away),
+        ],
+    )
+    yield _counter(
+        "decisions",
+        "Dispatches by what decided on the replica.",
+        (*by_policy, "reason"),
+        metrics.decisions.copy().items(),
+    )
+    yield _counter(
+        "decision_fallbacks",
+        "Dispatches by why the policy decided by something less than its rule.",
+        (*by_policy, "fallback"),
+        metrics.fallbacks.copy().items(),
+    )
+    for name, documentation, count in (
+        ("tokens_swallowed", "Tokens that replays repeated and no client got twice.", metrics.swallowed_tokens),
+        ("replays_diverged", "Replays that did not repeat what had been delivered.", metrics.diverged),
+        ("matched_tokens", "Prompt tokens that the policy expected to be cached.", metrics.matched_tokens),
+        ("cached_tokens", "Prompt tokens that engines took from their caches.", metrics.cached_tokens),
+    ):
+        yield _counter(name, documentation, (), [((), count)])
+
+
+def _counter(name: str, documentation: str, labels: tuple[str, ...], samples: Samples) -> Metric:
+    return _family(CounterMetricFamily, name, documentation, labels, samples)
+
+
+def _gauge(name: str, documentation: str, value: float) -> Metric:
+    return _family(GaugeMetricFamily, name, documentation, (), [((), value)])
+
+
+def _family(kind: Family, name: str, documentation: str, labels: tuple[str, ...], samples: Samples) -> Metric:
+    family: Any = kind(f"vllm_omni_fleet:{name}", documentation, labels=labels)
+    for values, number in samples:
+        family.add_metric(tuple(map(str, values)), number)
+    return family  # type: ignore[no-any-return]

@@ -1,0 +1,132 @@
+"""A client's connection to the coordinator: how it stands, and the next secret when one is refused."""
+
+import struct
+import time
+from collections.abc import Callable
+
+import zmq
+
+from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import (
+    LINK_FAILURES,
+    RECONNECT_MAX_MS,
+    Context,
+    Socket,
+    connect_watched,
+    poll_ms,
+)
+from vllm_omni_plugin.coordinator.protocol.wakeup import Wakeup
+from vllm_omni_plugin.curve import Secrets, why_refused
+
+
+class CoordinatorLink:
+    """One socket at a time, opened anew when its handshake failed, since libzmq may never try that one again.
+
+    All methods but `wake` are for one thread.
+
+    Args:
+        address: The coordinator's.
+        open_socket: Returns a socket that is not connected yet.
+        secrets: Tried in turn; once all were refused, again every second.
+        on_change: Called with why there is no connection, whenever that changes, and with "" when there is one.
+
+    Attributes:
+        connected: Whether the handshake of the current connection succeeded.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        open_socket: Callable[[Context], Socket],
+        secrets: Secrets | None,
+        on_change: Callable[[str], None],
+    ) -> None:
+        self._address = address
+        self._open_socket = open_socket
+        self._secrets = secrets
+        self._on_change = on_change
+        self._failures = 0
+        self._reopen_at: float | None = None
+        self._trouble: str | None = None
+        self.connected = False
+        self._context: Context = zmq.Context()
+        try:
+            self.socket, self._monitor = self._connect()
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self._wakeup = Wakeup()
+        self._poller = zmq.Poller()
+        self._poller.register(self._wakeup.fileno(), zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+
+    def wake(self) -> None:
+        """End the `wait` of the thread that waits. Thread-safe; not to be called after `close`."""
+        self._wakeup.set()
+
+    def wait(self, until: float | None, events: int) -> None:
+        """Sleep until ``until`` (monotonic seconds), `wake`, one of the socket's ``events`` or a change of the link."""
+        self._poller.register(self.socket, events)
+        deadlines = [deadline for deadline in (until, self._reopen_at) if deadline is not None]
+        self._poller.poll(poll_ms(min(deadlines) - time.monotonic()) if deadlines else None)
+        self._wakeup.clear()
+        self._take_events()
+        if self._reopen_at is not None and self._reopen_at <= time.monotonic():
+            self._reopen()
+
+    def close(self, linger: float = 0.0) -> None:
+        """Give everything back, after up to ``linger`` seconds for what was sent to leave."""
+        self._close_sockets(linger)
+        self._context.term()
+        self._wakeup.close()
+
+    def _connect(self) -> tuple[Socket, Socket]:
+        socket = self._open_socket(self._context)
+        return socket, connect_watched(socket, self._address, self._secrets, self._failures)
+
+    def _reopen(self) -> None:
+        self._reopen_at = None
+        self._poller.unregister(self._monitor)
+        self._poller.register(self.socket, 0)
+        self._close_sockets(linger=0.0)
+        self.socket, self._monitor = self._connect()
+        self._poller.register(self._monitor, zmq.POLLIN)
+
+    def _close_sockets(self, linger: float) -> None:
+        # In this order: the end of monitoring is an event as well, and waits for a reader.
+        self.socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self.socket.close(linger=poll_ms(linger))
+
+    def _take_events(self) -> None:
+        while True:
+            try:
+                event, value = struct.unpack("=Hi", self._monitor.recv_multipart(zmq.NOBLOCK)[0])
+            except zmq.Again:
+                return
+            # What comes of a socket that will be replaced tells nothing new; left unread it would keep `wait` awake.
+            if self._reopen_at is None:
+                self._take_event(event, value)
+
+    def _take_event(self, event: int, value: int) -> None:
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._set_state(True, "")
+        elif event & LINK_FAILURES:
+            self._failed(event, value)
+        elif event == zmq.EVENT_DISCONNECTED:
+            self._set_state(False, f"the connection to the coordinator at {self._address} was lost")
+        elif event == zmq.EVENT_CONNECT_RETRIED:
+            self._set_state(False, f"no coordinator answers at {self._address}")
+
+    def _failed(self, event: int, value: int) -> None:
+        self._failures += 1
+        tried_all = self._failures % (self._secrets.count if self._secrets else 1) == 0
+        self._reopen_at = time.monotonic() + (RECONNECT_MAX_MS / 1000 if tried_all else 0.0)
+        if tried_all:
+            why = why_refused(event, value, self._secrets)
+            self._set_state(False, f"cannot join the coordinator at {self._address}: {why}")
+
+    def _set_state(self, connected: bool, trouble: str) -> None:
+        self.connected = connected
+        if trouble != self._trouble:
+            self._trouble = trouble
+            self._on_change(trouble)

@@ -1,0 +1,179 @@
+"""What a head and the coordinator have said to each other so far. Pure: frames in, frames and events out."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from vllm_omni_plugin.coordinator.protocol.control_messages import ReplicaInfo, ReplicaKey, ReplicaList
+from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import HEAD_QUEUE_FRAMES
+from vllm_omni_plugin.coordinator.protocol.head_messages import (
+    ROWS_PER_FRAME,
+    SESSION_PROTOCOL,
+    Beat,
+    Bye,
+    CallFinished,
+    CallMessage,
+    CallOutcome,
+    CallRefused,
+    FleetState,
+    FromHead,
+    FullList,
+    HeadLeft,
+    Hello,
+    ListDelta,
+    NumberedCall,
+    Numbers,
+    OperatorMessage,
+    PeerWork,
+    Refused,
+    ReplicaNumber,
+    ReplicaWork,
+    SessionLost,
+    TakeOver,
+    ToHead,
+    Welcome,
+    Work,
+)
+from vllm_omni_plugin.coordinator.protocol.head_wire import decode_to_head, encode_from_head
+from vllm_omni_plugin.errors import WireError
+
+SILENCE_TIMEOUT = 2.0
+
+SessionEvent = Welcome | ReplicaList | PeerWork | HeadLeft | CallMessage | SessionLost
+"""What a head is told."""
+News = SessionEvent | Refused | WireError
+"""An event, why there is no session, or what was dropped."""
+
+
+class HeadSession:
+    """One head's side. Times are monotonic seconds; ``number`` of a session: see `Hello`.
+
+    A session ends with its connection, with silence, with a frame that cannot be read, and when more than
+    `HEAD_QUEUE_FRAMES` wait to be sent. Everything is then told anew, in both directions.
+
+    Attributes:
+        frames: What is to be sent while there is a connection, the first first.
+
+    Raises:
+        WireError: The coordinator would refuse this id.
+    """
+
+    def __init__(self, head_id: str) -> None:
+        self._head_id = head_id
+        self._number = 0
+        self._heard_at: float | None = None
+        self._welcomed = False
+        self._takes_work: dict[ReplicaKey, ReplicaInfo] = {}
+        self._held_back: dict[ReplicaKey, ReplicaInfo] = {}
+        self.frames: deque[bytes] = deque()
+        self.open(0)
+
+    def open(self, number: int) -> None:
+        """Ask for a session, since there is a new connection or this one is of no use. What was to be sent is not."""
+        self._number = max(number, self._number + 1)
+        self._welcomed = False
+        self._say_hello()
+
+    def disconnected(self) -> None:
+        """Send nothing until there is another connection."""
+        self._welcomed = False
+
+    def beat(self) -> None:
+        """Say that the head is there; ask again for a session where there is none."""
+        if self._welcomed:
+            self._add(Beat())
+        else:
+            self._say_hello()
+
+    def report(self, work: Sequence[ReplicaWork], full: bool) -> None:
+        """See `OmniCoordClientForHead.report_work`."""
+        for start in range(0, len(work) or 1, ROWS_PER_FRAME):
+            if self._welcomed:
+                self._add(Work(full and start == 0, list(work[start : start + ROWS_PER_FRAME])))
+
+    def send(self, message: OperatorMessage) -> bool:
+        """See `OmniCoordClientForHead.send`."""
+        if self._welcomed:
+            self._add(message)
+        return self._welcomed
+
+    def leave(self) -> None:
+        """Say that the head leaves."""
+        self.frames.append(encode_from_head(Bye()))
+        self._welcomed = False
+
+    def watch(self, now: float, number: int) -> list[News]:
+        """See to what time alone brings: silence, after which another session begins."""
+        if self._heard_at is None or now - self._heard_at < SILENCE_TIMEOUT:
+            return []
+        self._heard_at = None
+        self.open(number)
+        return [SessionLost()]
+
+    def take(self, frame: bytes, now: float) -> list[News]:
+        """Take in a frame of the coordinator."""
+        self._heard_at = now
+        try:
+            messages = decode_to_head(frame)
+        except WireError as error:
+            # Whatever it said is missing now. The next beat asks for everything.
+            self._welcomed = False
+            return [error]
+        return [news for message in messages for news in self._take(message)]
+
+    def _take(self, message: ToHead) -> Iterator[News]:
+        match message:
+            case Welcome():
+                self._welcomed = True
+                if message.starting:
+                    self._report_numbers()
+                yield message
+            case Refused():
+                yield message
+            case _ if not self._welcomed:
+                # It is what was left of another session.
+                return
+            case FullList() | ListDelta():
+                yield self._take_list(message)
+            case PeerWork():
+                if message.head_id != self._head_id:
+                    yield message
+            case (
+                HeadLeft() | NumberedCall() | CallRefused() | TakeOver() | CallOutcome() | CallFinished() | FleetState()
+            ):
+                yield message
+
+    def _take_list(self, news: FullList | ListDelta) -> ReplicaList:
+        if isinstance(news, FullList):
+            self._takes_work.clear()
+            self._held_back.clear()
+        else:
+            for removed in news.removed:
+                self._forget(ReplicaKey(*removed))
+        for rows, told in ((self._takes_work, news.replicas), (self._held_back, news.no_new_work)):
+            for row in told:
+                key = ReplicaKey(row.stage_id, row.input_addr, row.output_addr)
+                self._forget(key)
+                rows[key] = row
+        return ReplicaList(list(self._takes_work.values()), news.timestamp, list(self._held_back.values()))
+
+    def _forget(self, key: ReplicaKey) -> None:
+        self._takes_work.pop(key, None)
+        self._held_back.pop(key, None)
+
+    def _report_numbers(self) -> None:
+        rows = [*self._takes_work.items(), *self._held_back.items()]
+        numbers = [ReplicaNumber(*key, row.replica_id) for key, row in rows if row.replica_id >= 0]
+        for start in range(0, len(numbers), ROWS_PER_FRAME):
+            self._add(Numbers(numbers[start : start + ROWS_PER_FRAME]))
+
+    def _say_hello(self) -> None:
+        self.frames.clear()
+        self.frames.append(encode_from_head(Hello(self._head_id, self._number, SESSION_PROTOCOL)))
+
+    def _add(self, message: FromHead) -> None:
+        """Send a message. Raises `WireError` if the coordinator would refuse it."""
+        frame = encode_from_head(message)
+        if len(self.frames) < HEAD_QUEUE_FRAMES:
+            self.frames.append(frame)
+        else:
+            self.open(0)

@@ -1,0 +1,133 @@
+"""The list of replicas for third parties, who have no session: the last one that the coordinator published."""
+
+import threading
+from collections.abc import Callable
+
+import zmq
+
+from vllm_omni_plugin.coordinator.client.coordinator_link import CoordinatorLink
+from vllm_omni_plugin.coordinator.protocol.control_messages import ReplicaList
+from vllm_omni_plugin.coordinator.protocol.control_wire import decode_replica_list
+from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import open_sub
+from vllm_omni_plugin.curve import Secrets
+from vllm_omni_plugin.errors import WireError
+from vllm_omni_plugin.logger import init_logger
+
+logger = init_logger(__name__)
+
+
+class OmniCoordClientForHub:
+    """Follows the replica list. The last one stands while the coordinator is away. All methods are thread-safe.
+
+    Args:
+        coord_zmq_addr: The coordinator's PUB address.
+        on_update: Called in the client's own thread with each new list; must not block.
+        secrets: The fleet's, or None where it has none.
+
+    Raises:
+        ConfigError: ``coord_zmq_addr`` is no address. That nobody listens there yet is no error.
+    """
+
+    def __init__(
+        self,
+        coord_zmq_addr: str,
+        on_update: Callable[[ReplicaList], None] | None = None,
+        *,
+        secrets: Secrets | None = None,
+    ) -> None:
+        self._on_update = on_update
+        self._news = threading.Condition()
+        self._latest = ReplicaList(replicas=[], timestamp=0.0)
+        self._generation = 0
+        self._invalid_frames = 0
+        self._closed = False
+        self._link = CoordinatorLink(coord_zmq_addr, open_sub, secrets, _log_trouble)
+        self._thread = threading.Thread(target=self._follow, name="omni-hub-client", daemon=True)
+        self._thread.start()
+
+    @property
+    def generation(self) -> int:
+        """How many lists were received."""
+        with self._news:
+            return self._generation
+
+    @property
+    def invalid_frames(self) -> int:
+        """How many frames were dropped because they were no list."""
+        with self._news:
+            return self._invalid_frames
+
+    def get_replica_list(self) -> ReplicaList:
+        """Return the last list received; before the first an empty one with timestamp 0.0."""
+        with self._news:
+            return self._latest
+
+    def get_replicas_for_stage(self, stage_id: int) -> ReplicaList:
+        """Return the last list received, reduced to one stage."""
+        latest = self.get_replica_list()
+        return ReplicaList(
+            replicas=[replica for replica in latest.replicas if replica.stage_id == stage_id],
+            timestamp=latest.timestamp,
+            no_new_work=[replica for replica in latest.no_new_work if replica.stage_id == stage_id],
+        )
+
+    def wait_for_update(self, after_generation: int, timeout: float | None = None) -> bool:
+        """Block until more than ``after_generation`` lists came; return False after ``timeout`` seconds or a close."""
+        with self._news:
+            self._news.wait_for(lambda: self._closed or self._generation > after_generation, timeout)
+            return self._generation > after_generation
+
+    def close(self) -> None:
+        """Stop following and give everything back. Raises RuntimeError when called again."""
+        with self._news:
+            if self._closed:
+                raise RuntimeError("the hub client is closed already")
+            self._closed = True
+            self._news.notify_all()
+            self._link.wake()
+        self._thread.join()
+        self._link.close()
+
+    def _follow(self) -> None:
+        while not self._closed:
+            self._link.wait(None, zmq.POLLIN)
+            self._take_frames()
+
+    def _take_frames(self) -> None:
+        while not self._closed:
+            try:
+                parts = self._link.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                if len(parts) != 1:
+                    raise WireError(f"replica list: {len(parts)} frames instead of one")
+                self._take_list(decode_replica_list(parts[0]))
+            except WireError as error:
+                self._drop(error)
+
+    def _take_list(self, replicas: ReplicaList) -> None:
+        with self._news:
+            self._latest = replicas
+            self._generation += 1
+            self._news.notify_all()
+        if self._on_update is None:
+            return
+        try:
+            self._on_update(replicas)
+        except Exception:
+            logger.exception("The hub client's on_update failed; the next list will be handed to it again")
+
+    def _drop(self, error: WireError) -> None:
+        with self._news:
+            self._invalid_frames += 1
+            first = self._invalid_frames == 1
+        if first:
+            logger.warning("Dropped a frame of the coordinator: %r; more are counted, not logged", str(error))
+
+
+def _log_trouble(trouble: str) -> None:
+    if trouble:
+        logger.warning("No replica list for now: %s; the last one stands", trouble)
+    else:
+        logger.info("Following the replica list")

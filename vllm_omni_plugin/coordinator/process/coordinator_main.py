@@ -1,0 +1,80 @@
+"""Entry of the coordinator's own process: ``python -m`` with this module and its arguments as JSON."""
+
+import contextlib
+import ctypes
+import logging
+import os
+import resource
+import signal
+import sys
+import threading
+
+import msgspec
+
+from vllm_omni_plugin.coordinator.process.coordinator_process import BEAT, ChildArguments, Ready, Refused
+from vllm_omni_plugin.coordinator.server.service import OmniCoordinator
+from vllm_omni_plugin.curve import Secrets
+from vllm_omni_plugin.errors import ConfigError
+
+EXIT_REFUSED = 2
+EXIT_FAILED = 1
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    """Serve until standard input ends; return the exit code."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    _die_with_parent()
+    _allow_many_connections()
+    arguments = msgspec.json.decode(sys.argv[1], type=ChildArguments)
+    try:
+        coordinator = OmniCoordinator(
+            arguments.router_zmq_addr,
+            arguments.pub_zmq_addr,
+            arguments.heartbeat_timeout,
+            settle_time=arguments.settle_time,
+            first_numbers=arguments.first_numbers,
+            secrets=Secrets.from_file(arguments.secret_file) if arguments.secret_file else None,
+        )
+    except ConfigError as error:
+        _answer(Refused(str(error)))
+        return EXIT_REFUSED
+    _answer(Ready(coordinator.router_zmq_addr, coordinator.pub_zmq_addr))
+    orderly = threading.Event()
+    threading.Thread(target=_close_at_end_of_input, args=(coordinator, orderly), daemon=True).start()
+    while not coordinator.wait_for_shutdown(arguments.beat_interval):
+        coordinator.wait_for_turn()
+        _write(BEAT)
+    return 0 if orderly.is_set() else EXIT_FAILED
+
+
+def _close_at_end_of_input(coordinator: OmniCoordinator, orderly: threading.Event) -> None:
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    orderly.set()
+    coordinator.close()
+
+
+def _answer(answer: Ready | Refused) -> None:
+    _write(msgspec.json.encode(answer) + b"\n")
+
+
+def _write(said: bytes) -> None:
+    # A parent that is gone is noticed by the end of standard input.
+    with contextlib.suppress(BrokenPipeError):
+        os.write(sys.stdout.fileno(), said)
+
+
+def _allow_many_connections() -> None:
+    # Each replica and each head is one, and the usual limit is 1,024 descriptors.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _die_with_parent() -> None:
+    # Beside the end of standard input, because another child of the parent may hold a copy of that pipe's other end.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""The coordinator's process seen from its parent, and what the child says: one line, then a beat now and then."""
+
+import os
+import select
+import subprocess
+import sys
+
+import msgspec
+
+from vllm_omni_plugin.errors import ConfigError, OmniError
+
+_CHILD_MODULE = "vllm_omni_plugin.coordinator.process.coordinator_main"
+# glibc raises its threshold with the first large block that is freed, and then keeps what a burst of long lists took.
+_MEMORY_SETTINGS = {"MALLOC_MMAP_THRESHOLD_": str(128 * 1024)}
+
+BEAT = b"."
+"""What the child writes for as long as its coordinator serves."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The child serves on these addresses."""
+
+    router_address: str
+    pub_address: str
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """The child cannot serve as it was told to, and ends."""
+
+    reason: str
+
+
+class ChildArguments(msgspec.Struct, frozen=True):
+    """What the child is told to do, as one JSON argument; the fields are those of `OmniCoordinator`, times in seconds.
+
+    Everybody may read the arguments of a process, so they name the file of the secrets instead of holding them.
+    """
+
+    router_zmq_addr: str
+    pub_zmq_addr: str
+    heartbeat_timeout: float
+    beat_interval: float = 1.0
+    settle_time: float = 0.0
+    secret_file: str | None = None
+    first_numbers: dict[int, int] = {}
+
+
+class CoordinatorProcess:
+    """One child process. It ends when its standard input does, hence also with its parent.
+
+    Must be created in a thread that lives as long as the child should: Linux tells the child of the end of the thread
+    that made it, not of the process.
+    """
+
+    def __init__(self, arguments: ChildArguments) -> None:
+        command = [sys.executable, "-m", _CHILD_MODULE, msgspec.json.encode(arguments).decode()]
+        # An own session: Ctrl-C is for the parent, which needs the coordinator until it has shut down in order.
+        self._popen: subprocess.Popen[bytes] = subprocess.Popen(
+            command,
+            env=_MEMORY_SETTINGS | os.environ,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            # Poll knows nothing of a buffer of ours.
+            bufsize=0,
+            start_new_session=True,
+        )
+        assert self._popen.stdin is not None
+        assert self._popen.stdout is not None
+        self._stdin = self._popen.stdin
+        self._stdout = self._popen.stdout
+        self._poll = select.poll()
+        self._poll.register(self._stdout, select.POLLIN)
+        self.pid = self._popen.pid
+
+    def wait_ready(self, timeout: float) -> Ready:
+        """Block until the child serves.
+
+        Raises:
+            ConfigError: It cannot serve as it was told to.
+            OmniError: It ended otherwise, or is not ready after ``timeout`` seconds.
+        """
+        if not self._poll.poll(timeout * 1000):
+            raise OmniError(f"the coordinator process was not ready after {timeout} s")
+        line = self._stdout.readline()
+        if not line:
+            raise OmniError(f"the coordinator process ended with code {self.wait()} before it was ready")
+        try:
+            answer = msgspec.json.decode(line, type=Ready | Refused)
+        except msgspec.DecodeError as error:
+            raise OmniError(f"the coordinator process answered {line!r} instead of being ready") from error
+        if isinstance(answer, Refused):
+            self.wait()
+            raise ConfigError(answer.reason)
+        return answer
+
+    def beats(self, timeout: float) -> bool:
+        """Block until the next beat and return True, or False if the child has ended.
+
+        Raises:
+            TimeoutError: Neither came within ``timeout`` seconds.
+        """
+        # In two halves: to a child that was stopped together with its parent, the second is left after both go on.
+        if self._poll.poll(timeout * 500) or self._poll.poll(timeout * 500):
+            return bool(self._stdout.read(4096))
+        raise TimeoutError
+
+    def wait(self) -> int:
+        """Block until the child has ended and return its code, negative for a signal."""
+        code = self._popen.wait()
+        self._stdin.close()
+        self._stdout.close()
+        return code
+
+    def stop(self) -> None:
+        """Ask the child to end."""
+        self._stdin.close()
+
+    def kill(self) -> None:
+        """End the child at once."""
+        self._popen.kill()

@@ -1,0 +1,147 @@
+"""The coordinator's five kinds of sockets and their limits, all in one place."""
+
+import math
+
+import zmq
+
+from vllm_omni_plugin.coordinator.protocol.control_wire import MAX_REPLICA_LIST_BYTES
+from vllm_omni_plugin.coordinator.protocol.head_wire import MAX_FRAME_TO_HEAD_BYTES, MAX_HEAD_FRAME_BYTES
+from vllm_omni_plugin.curve import (
+    HANDSHAKE_FRAME_BYTES,
+    HANDSHAKE_MS,
+    Gate,
+    Secrets,
+    secure_client,
+    secure_server,
+)
+from vllm_omni_plugin.errors import ConfigError
+
+ROLE = "coordinator"
+"""Of the coordinator's sockets in key derivation, and the ZAP domain of both."""
+
+Context = zmq.Context[zmq.Socket[bytes]]
+Socket = zmq.Socket[bytes]
+
+# A link cut without a word is noticed and opened again after about this time, instead of TCP's quarter of an hour; the
+# other end gives up on it a little later. As long may a connection take to be made, and its handshake.
+LINK_CHECK_MS = 5000
+LINK_TTL_MS = 15000
+RECONNECT_MS = 100
+RECONNECT_MAX_MS = 1000
+# Frames queued per peer before TCP pushes back on it: bounds what one peer can make the coordinator hold to 8 MiB.
+RECEIVE_QUEUE_FRAMES = 32
+# libzmq keeps about 50 bytes for every byte of a topic that somebody subscribes to, without a limit. Our own client
+# subscribes to everything, which is no topic.
+MAX_SUBSCRIPTION_BYTES = HANDSHAKE_FRAME_BYTES
+MAX_TOPICS_PER_PEER = 8
+# Each list replaces those before it, so there is no use in keeping many; but dropping the last one would cost 5 s.
+LIST_QUEUE_FRAMES = 16
+# Each announcement replaces those before it, too; what is queued here while the coordinator is away comes out stale.
+EVENT_QUEUE_FRAMES = 4
+# What a head may be behind by, each way, before everything is told anew. Some
+# 25 of them go each way in a second.
+HEAD_QUEUE_FRAMES = 128
+LINK_FAILURES = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+_LINK_EVENTS = LINK_FAILURES | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+
+
+def bind_router(context: Context, address: str, secrets: Secrets | None, gate: Gate) -> Socket:
+    """Return a ROUTER for announcements and heads bound to ``address``; see `bound_address`. Raises `ConfigError`.
+
+    What it sends raises `zmq.ZMQError`: EAGAIN if the peer's queue is full, EHOSTUNREACH if it is not connected.
+    """
+    router = context.socket(zmq.ROUTER)
+    router.maxmsgsize = MAX_HEAD_FRAME_BYTES
+    router.rcvhwm = RECEIVE_QUEUE_FRAMES
+    router.sndhwm = HEAD_QUEUE_FRAMES
+    router.router_mandatory = True
+    # The connection of a head that takes nothing for so long is ended, and with it its queue.
+    router.tcp_maxrt = LINK_TTL_MS
+    _bind(router, address, secrets, gate)
+    return router
+
+
+def bind_pub(context: Context, address: str, secrets: Secrets | None, gate: Gate) -> Socket:
+    """Return an XPUB for lists bound to ``address``; it also reads each new subscription. Raises `ConfigError`."""
+    pub = context.socket(zmq.XPUB)
+    pub.maxmsgsize = MAX_SUBSCRIPTION_BYTES
+    pub.rcvhwm = RECEIVE_QUEUE_FRAMES
+    pub.sndhwm = LIST_QUEUE_FRAMES
+    # Without it only the first of several subscribers is heard of.
+    pub.xpub_verbose = True
+    _bind(pub, address, secrets, gate)
+    return pub
+
+
+def open_dealer(context: Context) -> Socket:
+    """Return a DEALER for announcements, not connected yet."""
+    dealer = context.socket(zmq.DEALER)
+    # The coordinator never answers: only its handshake comes.
+    dealer.maxmsgsize = HANDSHAKE_FRAME_BYTES
+    dealer.sndhwm = EVENT_QUEUE_FRAMES
+    return dealer
+
+
+def open_head_dealer(context: Context) -> Socket:
+    """Return a DEALER for a head, not connected yet."""
+    dealer = context.socket(zmq.DEALER)
+    dealer.maxmsgsize = MAX_FRAME_TO_HEAD_BYTES
+    dealer.sndhwm = dealer.rcvhwm = HEAD_QUEUE_FRAMES
+    return dealer
+
+
+def open_sub(context: Context) -> Socket:
+    """Return a SUB for lists, not connected yet."""
+    sub = context.socket(zmq.SUB)
+    sub.maxmsgsize = MAX_REPLICA_LIST_BYTES
+    sub.rcvhwm = LIST_QUEUE_FRAMES
+    sub.setsockopt(zmq.SUBSCRIBE, b"")
+    return sub
+
+
+def connect_watched(socket: Socket, address: str, secrets: Secrets | None, attempt: int) -> Socket:
+    """Let ``socket`` stay connected to ``address`` with the secret number ``attempt``; return its monitor.
+
+    The monitor must be read for as long as the socket is open, or libzmq blocks. Raises `ConfigError`.
+    """
+    socket.ipv6 = "[" in address
+    socket.heartbeat_ivl = LINK_CHECK_MS
+    socket.heartbeat_ttl = LINK_TTL_MS
+    socket.handshake_ivl = LINK_CHECK_MS
+    socket.connect_timeout = LINK_CHECK_MS
+    socket.reconnect_ivl = RECONNECT_MS
+    socket.reconnect_ivl_max = RECONNECT_MAX_MS
+    secure_client(socket, secrets, ROLE, attempt)
+    monitor = socket.get_monitor_socket(_LINK_EVENTS)
+    try:
+        socket.connect(address)
+    except zmq.ZMQError as error:
+        raise ConfigError(f"cannot connect to a coordinator at {address}: {error.strerror}") from error
+    return monitor
+
+
+def bound_address(socket: Socket) -> str:
+    """Return the address ``socket`` is bound to, its port resolved."""
+    return socket.get_string(zmq.LAST_ENDPOINT)
+
+
+def poll_ms(seconds: float) -> int:
+    """Return ``seconds`` as a poll timeout that never ends before them; 0 if they are over."""
+    return max(0, math.ceil(seconds * 1000))
+
+
+def _bind(socket: Socket, address: str, secrets: Secrets | None, gate: Gate) -> None:
+    socket.ipv6 = "[" in address
+    socket.handshake_ivl = HANDSHAKE_MS
+    secure_server(socket, secrets, ROLE)
+    # Where the gate admits everybody it still makes libzmq refuse peers of its version 3 or older, of which it knows
+    # neither address nor connection.
+    socket.zap_domain = ROLE.encode()
+    gate.watch(socket, ROLE)
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        socket.close(linger=0)
+        raise ConfigError(f"the coordinator cannot bind {address}: {error.strerror}") from error

@@ -1,0 +1,288 @@
+"""What heads and the coordinator say to each other.
+
+A head's frames are objects whose first key is ``type``, which no replica's announcement is. A frame to a head is a list
+of such objects; an empty one answers a beat.
+"""
+
+from hashlib import blake2b
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+
+from vllm_omni_plugin.coordinator.protocol.control_messages import (
+    Address,
+    Ordinal,
+    QueueLength,
+    ReplicaId,
+    ReplicaInfo,
+    StageId,
+    WallSeconds,
+)
+
+SESSION_PROTOCOL = 2
+"""Version of these messages. Ends that differ do not work together."""
+
+MAX_HEAD_ID_CHARS = 128
+MAX_METHOD_CHARS = 128
+MAX_TOLD = 8192
+MAX_STAGES = 1024
+MAX_ERROR_CHARS = 4096
+# As many as every reader of JSON takes for exact integers.
+ENGINE_KEYS = 2**53
+# A frame of so many rows with addresses of the greatest length is not larger than a head's frame may be.
+ROWS_PER_FRAME = 400
+
+HeadId = Annotated[str, Meta(min_length=1, max_length=MAX_HEAD_ID_CHARS)]
+Method = Annotated[str, Meta(min_length=1, max_length=MAX_METHOD_CHARS)]
+EngineKey = Annotated[int, Meta(ge=0, lt=ENGINE_KEYS)]
+ErrorText = Annotated[str, Meta(max_length=MAX_ERROR_CHARS)]
+
+
+def engine_key(stage_id: int, input_addr: str, output_addr: str, incarnation: int) -> int:
+    """By what heads name one start of a replica to each other, so that its work never counts for another start.
+
+    A hash, since addresses would be three quarters of what the coordinator has to write. That two of 8,192 share one
+    has a chance of 4 in 10**9; what others have on one of the two would then count for the other as well.
+    """
+    identity = f"{stage_id} {input_addr} {output_addr} {incarnation}"
+    return int.from_bytes(blake2b(identity.encode(), digest_size=8).digest()) % ENGINE_KEYS
+
+
+class ReplicaWork(Struct, frozen=True, array_like=True, gc=False):
+    """What one head has in flight on one replica.
+
+    Attributes:
+        engine: See `engine_key`.
+        requests: How many; 0: none any more.
+        prefill_tokens: Tokens of their prompts that it has yet to compute.
+    """
+
+    engine: EngineKey
+    requests: QueueLength
+    prefill_tokens: Ordinal
+
+
+class ReplicaNumber(Struct, frozen=True, array_like=True, gc=False):
+    """The number by which a head knows a replica."""
+
+    stage_id: StageId
+    input_addr: Address
+    output_addr: Address
+    replica_id: ReplicaId
+
+
+class Hello(Struct, frozen=True, tag="hello"):
+    """Opens a session, or opens it anew after a lost connection or an overflow. Repeated until it is answered.
+
+    Attributes:
+        head_id: The head's.
+        session: Grows with each session of the head, so that what is left of an older connection is recognised.
+        protocol: `SESSION_PROTOCOL` of the head.
+    """
+
+    head_id: HeadId
+    session: Ordinal
+    protocol: Ordinal
+
+
+class Beat(Struct, frozen=True, tag="beat"):
+    """The head is there; answered by an empty list."""
+
+
+class Work(Struct, frozen=True, tag="work"):
+    """What a head has in flight. The first of a session is full.
+
+    Attributes:
+        full: Whether replicas that are not in it have nothing; otherwise it has those that changed.
+        work: By replica.
+    """
+
+    full: bool
+    work: Annotated[list[ReplicaWork], Meta(max_length=ROWS_PER_FRAME)]
+
+
+class Numbers(Struct, frozen=True, tag="numbers"):
+    """The numbers by which a head has known replicas, for a coordinator that has just started."""
+
+    numbers: Annotated[list[ReplicaNumber], Meta(max_length=ROWS_PER_FRAME)]
+
+
+class Call(Struct, frozen=True, tag="call"):
+    """An operator's call, to be numbered and passed on to all heads; see `NumberedCall`.
+
+    Attributes:
+        call_id: The caller's name for it.
+        method: See `call_arguments`.
+        arguments: Likewise.
+        stages: Whose engines are called.
+        told: The engines that the caller calls itself.
+    """
+
+    call_id: Ordinal
+    method: Method
+    arguments: list[Any]
+    stages: Annotated[list[StageId], Meta(max_length=MAX_STAGES)]
+    told: Annotated[list[EngineKey], Meta(max_length=MAX_TOLD)]
+
+
+class CallOutcome(Struct, frozen=True, tag="call_outcome"):
+    """What became of a call, said by its caller and passed on to the other heads.
+
+    Attributes:
+        number: The call's.
+        taken: For each of its stages, whether any engine took it.
+        failed: Engines that did not take what others took.
+        cleared: Engines that dropped their prefix caches.
+    """
+
+    number: Ordinal
+    taken: Annotated[list[bool], Meta(max_length=MAX_STAGES)]
+    failed: Annotated[list[EngineKey], Meta(max_length=MAX_TOLD)] = []
+    cleared: Annotated[list[EngineKey], Meta(max_length=MAX_TOLD)] = []
+
+
+class CallDone(Struct, frozen=True, tag="call_done"):
+    """This head has done what the outcome of a call asks of it."""
+
+    number: Ordinal
+
+
+class StageState(Struct, frozen=True):
+    """What the engines of one stage were told.
+
+    Attributes:
+        stage_id: The stage.
+        replay: The calls that bring a fresh engine to this state: method and arguments.
+        unreplayable: Whether that is not all.
+    """
+
+    stage_id: StageId
+    replay: list[tuple[Method, list[Any]]]
+    unreplayable: bool
+
+
+class FleetState(Struct, frozen=True, tag="fleet_state"):
+    """A snapshot of what operators have told the fleet: to a head at each resync, from one that knows more.
+
+    Attributes:
+        number: Of the last call in it.
+        stages: Those that were told anything.
+        drained: Replicas that an operator has drained: stage, input and output address.
+    """
+
+    number: Ordinal
+    stages: Annotated[list[StageState], Meta(max_length=MAX_STAGES)]
+    drained: list[tuple[StageId, Address, Address]]
+
+
+class Bye(Struct, frozen=True, tag="bye"):
+    """The head leaves."""
+
+
+class Welcome(Struct, frozen=True, tag="welcome"):
+    """A full resync begins: these are the other heads, then the replica list and the loads of the others.
+
+    Attributes:
+        heads: Of a head whose load does not follow, what was known stands until it reports.
+        starting: Whether the coordinator has just started, and wants `Numbers`.
+    """
+
+    heads: list[HeadId]
+    starting: bool
+
+
+class Refused(Struct, frozen=True, tag="refused"):
+    """This head gets no session; the answer to each `Hello`."""
+
+    reason: ErrorText
+
+
+class FullList(Struct, frozen=True, tag="full_list"):
+    """The replicas of all stages, as in `ReplicaList`.
+
+    Attributes:
+        replicas: Rows that take new work. Here and in `ListDelta`, `last_heartbeat` is of when the row last changed.
+        no_new_work: Rows that do not.
+        timestamp: Wall-clock seconds since the epoch.
+    """
+
+    replicas: list[ReplicaInfo]
+    no_new_work: list[ReplicaInfo]
+    timestamp: WallSeconds
+
+
+class ListDelta(Struct, frozen=True, tag="list_delta"):
+    """What makes a list out of the one before it.
+
+    Attributes:
+        replicas: New or changed rows that take new work.
+        no_new_work: New or changed rows that do not.
+        removed: Keys of the rows that are gone: stage, input and output address.
+        timestamp: Of the list that it makes.
+    """
+
+    replicas: list[ReplicaInfo]
+    no_new_work: list[ReplicaInfo]
+    removed: list[tuple[StageId, Address, Address]]
+    timestamp: WallSeconds
+
+
+class PeerWork(Struct, frozen=True, tag="work"):
+    """What a head has in flight: all of it (`full`), or what changed. A head's own reports come back to it, too."""
+
+    head_id: HeadId
+    full: bool
+    work: list[ReplicaWork]
+
+
+class NumberedCall(Struct, frozen=True, tag="numbered_call"):
+    """A call of a head, its own included, in the order in which all heads get them.
+
+    Attributes:
+        number: One more than that of the call before.
+        head_id: The caller.
+        call_id: See `Call`, as the following.
+    """
+
+    number: Ordinal
+    head_id: HeadId
+    call_id: Ordinal
+    method: Method
+    arguments: list[Any]
+    stages: list[StageId]
+    told: list[EngineKey]
+
+
+class CallRefused(Struct, frozen=True, tag="call_refused"):
+    """To the caller: its call gets no number."""
+
+    call_id: Ordinal
+    reason: ErrorText
+
+
+class TakeOver(Struct, frozen=True, tag="take_over"):
+    """The caller has gone before it said what became of its call: this head makes it again, as its caller."""
+
+    call: NumberedCall
+
+
+class CallFinished(Struct, frozen=True, tag="call_finished"):
+    """To the caller: all other heads have done what the outcome asks of them."""
+
+    number: Ordinal
+
+
+class HeadLeft(Struct, frozen=True, tag="head_left"):
+    """Another head has left, or was silent for too long."""
+
+    head_id: HeadId
+
+
+class SessionLost(Struct, frozen=True):
+    """Never sent: a head's client says so of a coordinator that is silent. The last list stands."""
+
+
+OperatorMessage = Call | CallOutcome | CallDone | FleetState
+FromHead = Hello | Beat | Work | Numbers | OperatorMessage | Bye
+CallMessage = NumberedCall | CallRefused | TakeOver | CallOutcome | CallFinished | FleetState
+ToHead = Welcome | Refused | FullList | ListDelta | PeerWork | HeadLeft | CallMessage

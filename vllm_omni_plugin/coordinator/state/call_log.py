@@ -1,0 +1,166 @@
+"""Operators' calls at the coordinator: numbers, who has yet to follow, and the state that they leave. Pure."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from vllm_omni_plugin.coordinator.protocol.call_arguments import FORGET_LORA, MANAGE_CALLS, decode, key_in
+from vllm_omni_plugin.coordinator.protocol.control_messages import ReplicaKey
+from vllm_omni_plugin.coordinator.protocol.head_messages import (
+    Call,
+    CallDone,
+    CallFinished,
+    CallMessage,
+    CallOutcome,
+    CallRefused,
+    FleetState,
+    NumberedCall,
+    OperatorMessage,
+    TakeOver,
+)
+from vllm_omni_plugin.coordinator.protocol.head_wire import require_flat
+from vllm_omni_plugin.coordinator.state.shared_state import SharedState
+from vllm_omni_plugin.errors import WireError
+
+MAX_OPEN_CALLS = 1024
+_NOT_REPEATED = MANAGE_CALLS | {FORGET_LORA, "collective_rpc"}
+"""What is not sent to engines, and what may not be done twice."""
+_OF_ADAPTERS = frozenset({"add_lora", "pin_lora", "remove_lora"})
+
+Said = list[tuple[str, CallMessage]]
+"""Messages, after the head that each is for."""
+
+
+@dataclass(eq=False, slots=True)
+class _OpenCall:
+    call: NumberedCall
+    settle: list[Callable[[bool], None]]
+    has_outcome: bool = False
+    waiting: set[str] = field(default_factory=set)
+
+
+class OperatorCalls:
+    """Gives each call its number, and keeps a snapshot for heads that come later.
+
+    A call is open from its number until all heads that were there at its outcome have done their part, or left. One
+    whose caller leaves before the outcome is made again by another head if it may be made twice and no later one
+    could be undone by that; otherwise it counts as taken.
+    """
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._last_lasting = 0
+        self._stages: dict[int, SharedState] = {}
+        self._drained: set[ReplicaKey] = set()
+        self._open: dict[int, _OpenCall] = {}
+
+    @property
+    def state(self) -> FleetState:
+        """The snapshot."""
+        stages = [stage.snapshot(stage_id) for stage_id, stage in self._stages.items()]
+        return FleetState(self._number, stages, sorted(self._drained))
+
+    def take(self, head_id: str, message: OperatorMessage, heads: Sequence[str]) -> Said:
+        """Take in what a head says of calls.
+
+        Args:
+            head_id: The head.
+            message: What it says.
+            heads: All that follow, this one among them.
+
+        Raises:
+            WireError: It is no such message. Nothing has changed.
+        """
+        match message:
+            case Call():
+                return self._call(head_id, message, heads)
+            case CallOutcome():
+                open_call = self._open.get(message.number)
+                if open_call is None or open_call.has_outcome or open_call.call.head_id != head_id:
+                    return []
+                if len(message.taken) != len(open_call.call.stages):
+                    raise WireError(f"the outcome of a call of {len(open_call.call.stages)} stages has another number")
+                return self._end(open_call, message, heads)
+            case CallDone():
+                return self._done(message.number, head_id)
+            case FleetState():
+                return self._adopt(head_id, message, heads)
+
+    def left(self, head_id: str, others: Sequence[str]) -> Said:
+        """A head follows no longer, or begins anew. ``others``: who still follows."""
+        said: Said = []
+        for number, open_call in list(self._open.items()):
+            call = open_call.call
+            if call.head_id != head_id:
+                said += self._done(number, head_id)
+            elif open_call.has_outcome:
+                del self._open[number]
+            elif others and self._may_repeat(call):
+                open_call.call = replace(call, head_id=others[0], told=[])
+                said.append((others[0], TakeOver(open_call.call)))
+            else:
+                said += self._end(open_call, CallOutcome(number, [True] * len(call.stages)), others)
+        return said
+
+    def _call(self, head_id: str, call: Call, heads: Sequence[str]) -> Said:
+        args = decode(call.method, call.arguments)
+        require_flat(call.arguments)
+        if len(self._open) >= MAX_OPEN_CALLS:
+            return [(head_id, CallRefused(call.call_id, f"{MAX_OPEN_CALLS} calls are under way"))]
+        self._number += 1
+        stages = [self._stages.setdefault(stage_id, SharedState()) for stage_id in call.stages]
+        settle = [stage.record(call.method, args) for stage in stages]
+        if any(stage.leaves_state(call.method, args) for stage in stages):
+            self._last_lasting = self._number
+        if call.method in MANAGE_CALLS:
+            note_drained(call.method, key_in(args), self._drained)
+        numbered = NumberedCall(
+            self._number, head_id, call.call_id, call.method, call.arguments, call.stages, call.told
+        )
+        self._open[self._number] = _OpenCall(numbered, settle)
+        return [(head, numbered) for head in heads]
+
+    def _end(self, open_call: _OpenCall, outcome: CallOutcome, heads: Collection[str]) -> Said:
+        for settle, taken in zip(open_call.settle, outcome.taken, strict=True):
+            settle(taken)
+        open_call.has_outcome = True
+        open_call.waiting = {head for head in heads if head != open_call.call.head_id}
+        said: Said = [(head, outcome) for head in open_call.waiting]
+        return said + self._finish(open_call)
+
+    def _done(self, number: int, head_id: str) -> Said:
+        open_call = self._open.get(number)
+        if open_call is None:
+            return []
+        open_call.waiting.discard(head_id)
+        return self._finish(open_call)
+
+    def _finish(self, open_call: _OpenCall) -> Said:
+        if not open_call.has_outcome or open_call.waiting:
+            return []
+        del self._open[open_call.call.number]
+        return [(open_call.call.head_id, CallFinished(open_call.call.number))]
+
+    def _may_repeat(self, call: NumberedCall) -> bool:
+        is_last = call.number == self._last_lasting
+        return call.method not in _NOT_REPEATED and (is_last or call.method in _OF_ADAPTERS)
+
+    def _adopt(self, head_id: str, state: FleetState, heads: Sequence[str]) -> Said:
+        """This coordinator has started after the call that the head saw last."""
+        if state.number <= self._number:
+            return []
+        stages = {stage.stage_id: SharedState() for stage in state.stages}
+        for stage in state.stages:
+            stages[stage.stage_id].adopt(stage)
+        self._number, self._stages = state.number, stages
+        self._drained = {ReplicaKey(*key) for key in state.drained}
+        return [(head, self.state) for head in heads if head != head_id]
+
+
+def note_drained(action: str, key: ReplicaKey, drained: set[ReplicaKey]) -> None:
+    """Keep in mind which replicas an operator holds back."""
+    if action == "drain":
+        drained.add(key)
+    else:
+        drained.discard(key)

@@ -1,0 +1,4 @@
+"""Keeping replicas: those of this node running, those of others attached.
+
+Imports everything else here. Start with `remote_replicas`.
+"""

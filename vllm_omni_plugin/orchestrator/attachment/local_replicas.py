@@ -1,0 +1,159 @@
+"""The replicas that the head runs itself, on its node: engines that are kept in service, each a member of a pool."""
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from vllm_omni_plugin.coordinator import ReplicaStatus
+from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember
+from vllm_omni_plugin.replicas.client.stage_client import Codec
+from vllm_omni_plugin.replicas.engine.engine_keeper import EngineKeeper, Timing
+from vllm_omni_plugin.replicas.engine.engine_start import GroupedLauncher, Launcher
+from vllm_omni_plugin.replicas.engine.running_engine import Engine, start_local_engine
+
+logger = init_logger(__name__)
+
+
+@dataclass(frozen=True)
+class LocalStage:
+    """The local replicas of one stage.
+
+    Attributes:
+        stage_id: the stage.
+        count: how many, with ids from 0.
+        launcher: starts engines.
+        codec: see `StageClient`.
+    """
+
+    stage_id: int
+    count: int
+    launcher: Launcher
+    codec: Codec
+
+
+class LocalReplicas:
+    """The replicas of this node, of all stages. Lives on the orchestrator's loop.
+
+    Args:
+        orchestrator: gets their outputs and learns of their deaths.
+        stages: what to run.
+        timing: see `EngineKeeper`.
+    """
+
+    def __init__(self, orchestrator: Orchestrator, stages: Sequence[LocalStage], timing: Timing) -> None:
+        self._orchestrator = orchestrator
+        self._stages = {stage.stage_id: stage for stage in stages}
+        self._timing = timing
+        count = sum(stage.count for stage in stages)
+        # A replica may be ended while another thread still waits for its start to fail.
+        self._executor = ThreadPoolExecutor(2 * max(count, 1), thread_name_prefix="omni-engine")
+        self._keepers: dict[PoolMember, EngineKeeper[Engine]] = {}
+        self._running: list[asyncio.Future[None]] = []
+        for stage in stages:
+            for replica_id in range(stage.count):
+                member = orchestrator.stage_pools[stage.stage_id].add(replica_id)
+                self._keepers[member] = self._keeper(member, stage)
+
+    async def start(self) -> list[list[bytes]]:
+        """Start all replicas at once and return their ready responses, by stage, when all serve.
+
+        Raises:
+            ReplicaError: one did not start. The others end; `close` waits for that.
+        """
+        for keeper in self._keepers.values():
+            keeper.begin()
+            self._running.append(keeper.running)
+        started: list[list[bytes]] = [[] for _ in self._stages]
+        try:
+            for member, keeper in self._keepers.items():
+                started[member.stage_id].append((await self._first(keeper)).ready_response)
+        except BaseException:
+            for keeper in self._keepers.values():
+                keeper.stop(0.0)
+            raise
+        return started
+
+    def leave(self, member: PoolMember) -> None:
+        """End a replica for good: its requests move, its engine ends, its id becomes free. Returns at once.
+
+        The other ranks of a lockstep group end with it, since they cannot compute without it.
+        """
+        launcher = self._stages[member.stage_id].launcher
+        group = launcher.group_of(member.replica_id) if isinstance(launcher, GroupedLauncher) else (member.replica_id,)
+        for rank in [each for each in self._keepers if each.stage_id == member.stage_id and each.replica_id in group]:
+            self._keepers.pop(rank).stop(0.0)
+            if rank.client is not None:
+                self._orchestrator.replica_lost(rank, "it was removed")
+            self._orchestrator.replica_left(rank)
+
+    def restart_no_more(self) -> None:
+        """Engines that end from here on stay away, since all of them are about to."""
+        for keeper in self._keepers.values():
+            keeper.restart_no_more()
+
+    async def close(self, timeout: float | None = None) -> None:
+        """End all engines in parallel, giving each `timeout` seconds (None: vLLM's default). Idempotent."""
+        for keeper in self._keepers.values() if self._running else ():
+            keeper.stop(timeout)
+        await asyncio.gather(*self._running, return_exceptions=True)
+        self._executor.shutdown(wait=False)
+
+    def _keeper(self, member: PoolMember, stage: LocalStage) -> EngineKeeper[Engine]:
+        return EngineKeeper(
+            member.name,
+            partial(self._start, member, stage),
+            partial(self._serve, member),
+            partial(self._withdraw, member),
+            self._executor,
+            self._timing,
+        )
+
+    async def _start(self, member: PoolMember, stage: LocalStage) -> Engine:
+        member.restarts += self._keepers[member].ready.done()
+        return await start_local_engine(
+            stage.launcher,
+            stage.codec,
+            self._executor,
+            member.replica_id,
+            partial(self._orchestrator.outputs_received, member),
+            stage.stage_id,
+        )
+
+    async def _first(self, keeper: EngineKeeper[Engine]) -> Engine:
+        """Wait for a first engine, unless any does not start: the error names its stage where there are several."""
+        awaited: list[asyncio.Future[Any]] = [keeper.ready, *self._running]
+        await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+        for member, other in self._keepers.items():
+            if other.running.done():
+                error = other.running.exception() or ReplicaError("it ended before all others were ready")
+                if self._orchestrator.num_stages > 1 and isinstance(error, ReplicaError):
+                    raise ReplicaError(f"stage {member.stage_id}: {error}") from error
+                raise error
+        return keeper.ready.result()
+
+    async def _serve(self, member: PoolMember, engine: Engine) -> None:
+        """Tell a replica what the others were told, and let it serve."""
+        if engine.client.is_interrupted:
+            await engine.client.reset()
+        await self._orchestrator.admit(member, engine.client, engine.ready_response)
+        if engine.lost.done():
+            raise ReplicaError(f"replica {member.name} died as soon as it was ready")
+        self._orchestrator.replica_serves(
+            member, engine.client, engine.input_addr, engine.output_addr, engine.ready_response
+        )
+        pool = self._orchestrator.stage_pools[member.stage_id]
+        if pool.follows_caches:
+            engine.follow_cache(partial(pool.cache_changed, member))
+        logger.info("Replica %s serves (engine process %d).", member.name, engine.pid)
+
+    def _withdraw(self, member: PoolMember, engine: Engine, reason: str, hangs: bool) -> None:
+        if member.client is not None:
+            self._orchestrator.replica_lost(member, reason, ReplicaStatus.ERROR if hangs else ReplicaStatus.DOWN)
+        if hangs:
+            engine.client.interrupt(reason)

@@ -1,0 +1,185 @@
+"""Keeps the head attached to one replica of another process, for as long as the coordinator lists it."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+from vllm_omni_plugin.coordinator import ReplicaInfo, ReplicaStatus
+from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.keep_running import Backoff, keep_running
+from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember
+from vllm_omni_plugin.replicas.client.remote import AttachRefusedError, RemoteReplica
+
+logger = init_logger(__name__)
+
+DRAIN_HOLD = "drain"
+"""The hold of a replica whose server drains."""
+SUSPECT_HOLD = "suspect"
+"""The hold of a replica that the coordinator has not heard of for long."""
+
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 5.0
+LASTING_REFUSAL_PAUSE_S = 30.0
+
+RemoteReplicaFactory = Callable[[int, int], Awaitable[Any]]
+"""Attaches to a replica, given its stage and the id it has here, and returns a `RemoteReplica`."""
+
+
+class RemoteReplicaKeeper:
+    """One listed replica and its member of the pool. Lives on the orchestrator's loop.
+
+    Args:
+        orchestrator: learns when the replica serves and when it is lost.
+        member: stands for the replica in its pool.
+        info: as the coordinator published it.
+        accepts: see `RegisterRemoteReplica`.
+        clock: monotonic seconds.
+        delay: waits between attempts.
+
+    Attributes:
+        joined: whether it has ever served.
+    """
+
+    def __init__(
+        self,
+        orchestrator: Orchestrator,
+        member: PoolMember,
+        info: ReplicaInfo,
+        accepts: bool,
+        clock: Callable[[], float],
+        delay: Callable[[float], Awaitable[None]],
+    ) -> None:
+        self.member = member
+        self.info = info
+        self._orchestrator = orchestrator
+        self._pool = orchestrator.stage_pools[member.stage_id]
+        self._accepts = accepts
+        self._clock = clock
+        self._delay = delay
+        self._news = asyncio.Event()
+        self._server_drains = False
+        self.joined = False
+        self._replica: RemoteReplica | None = None
+        self._last_failure = ""
+
+    @property
+    def attached(self) -> RemoteReplica | None:
+        """The current attachment, if there is one that serves."""
+        return self._replica if self.member.client is not None else None
+
+    def update(self, info: ReplicaInfo, accepts: bool) -> None:
+        """The coordinator says something new of the replica."""
+        restarted = info.incarnation > self.info.incarnation
+        self.info, self._accepts = info, accepts
+        self._news.set()
+        self._place_holds()
+        if restarted and self._replica is not None:
+            self._replica.client.mark_dead("its server has started it again")
+
+    def on_outputs(self, outputs: Any) -> None:
+        """The replica's engine has said something. Before it serves, that is of no request of ours."""
+        if self.member.client is not None:
+            self._orchestrator.outputs_received(self.member, outputs)
+
+    def on_status(self, status: ReplicaStatus) -> None:
+        """The replica's server says whether it drains."""
+        drains = status is ReplicaStatus.DRAINING
+        if drains is not self._server_drains:
+            self._server_drains = drains
+            self._place_holds()
+
+    def _on_lost(self, reason: str) -> None:
+        # Not before it has come into service, or if we end it ourselves.
+        if self.attached is not None:
+            self._orchestrator.replica_lost(self.member, reason)
+
+    async def run(self, attach: RemoteReplicaFactory) -> None:
+        """Attach, serve, and attach again after a loss, until cancelled."""
+        backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, LONGEST_PAUSE_S)
+        await keep_running(partial(self._attachment, attach), backoff, self._clock, self._pause, must_start=False)
+
+    @asynccontextmanager
+    async def _attachment(self, attach: RemoteReplicaFactory) -> AsyncIterator[Awaitable[str]]:
+        """Attach as soon as the replica is listed as UP, and serve; raises if it cannot come into service."""
+        while not self._accepts:
+            self._news.clear()
+            await self._news.wait()
+        self._news.clear()
+        self._server_drains = False
+        member = self.member
+        replica: RemoteReplica = await attach(member.stage_id, member.replica_id)
+        self._replica = replica
+        replica.on_lost = self._on_lost
+        try:
+            member.incarnation = replica.incarnation
+            if await self._orchestrator.admit(member, replica.client, replica.ready_response, replica.told):
+                replica.say_told()
+            if replica.lost.done():
+                raise ReplicaError("it was lost as soon as it was attached")
+            self._serve(replica)
+            # Shielded, because to stop waiting for its end is not to end it.
+            yield asyncio.shield(replica.lost)
+        finally:
+            self._replica = None
+            replica.close()
+
+    def _serve(self, replica: RemoteReplica) -> None:
+        member = self.member
+        if not self.joined:
+            self.joined = True
+            self._orchestrator.replica_joined(member, replica.ready_response)
+        self._place_holds()
+        self._orchestrator.replica_serves(
+            member, replica.client, self.info.input_addr, self.info.output_addr, replica.ready_response
+        )
+        if self._pool.follows_caches:
+            replica.follow_cache(partial(self._pool.cache_changed, member))
+        self._await_drain()
+        self._last_failure = ""
+        logger.info("Replica %s serves (attached to %s).", member.name, self.info.control_addr)
+
+    def _place_holds(self) -> None:
+        drains = self._server_drains or (not self._accepts and self.info.status is ReplicaStatus.DRAINING)
+        suspected = not self._accepts and not drains
+        for reason, held in ((DRAIN_HOLD, drains), (SUSPECT_HOLD, suspected)):
+            if held:
+                self._pool.hold_back(self.member, reason)
+            else:
+                self._pool.release_hold(self.member, reason)
+        self._await_drain()
+
+    def _await_drain(self) -> None:
+        if DRAIN_HOLD in self.member.held_back and self.member.client is not None:
+            self._pool.when_idle(self.member).add_done_callback(self._let_go_if_drained)
+
+    def _let_go_if_drained(self, idle: "asyncio.Future[None]") -> None:
+        member, client = self.member, self.member.client
+        if idle.cancelled() or client is None or member.in_flight or DRAIN_HOLD not in member.held_back:
+            return
+        logger.info("Replica %s has drained.", member.name)
+        self._pool.lose(member, ReplicaStatus.DRAINING)
+        client.mark_dead("it has drained")
+
+    async def _pause(self, seconds: float, reason: str | Exception) -> bool:
+        """Wait before the next attempt, but not longer than for news of the replica."""
+        lasting = isinstance(reason, AttachRefusedError) and reason.lasting
+        if isinstance(reason, Exception):
+            self._report(reason, logging.ERROR if lasting else logging.WARNING)
+        pause = asyncio.ensure_future(self._delay(LASTING_REFUSAL_PAUSE_S if lasting else seconds))
+        news = asyncio.ensure_future(self._news.wait())
+        try:
+            await asyncio.wait({pause, news}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            pause.cancel()
+            news.cancel()
+        return True
+
+    def _report(self, error: Exception, level: int) -> None:
+        text = str(error) or repr(error)
+        repeated, self._last_failure = text == self._last_failure, text
+        logger.log(logging.DEBUG if repeated else level, "Replica %s cannot be attached to: %s", self.member.name, text)

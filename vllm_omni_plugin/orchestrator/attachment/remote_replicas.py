@@ -1,0 +1,145 @@
+"""The replicas of other processes: attached to as the coordinator lists them, let go as it does not."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+from msgspec.structs import replace
+
+from vllm_omni_plugin.coordinator import ReplicaInfo, ReplicaKey
+from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.orchestrator.attachment.remote_keeper import RemoteReplicaKeeper
+from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator.pool.list_changes import key_of
+from vllm_omni_plugin.orchestrator.pool.member_changes import ADMIN_HOLD
+from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import RegisterRemoteReplica, UnregisterRemoteReplica
+from vllm_omni_plugin.replicas.client.remote import AttachRemote, AttachSettings, RemoteReplica, attach_remote
+
+logger = init_logger(__name__)
+
+MAX_ATTACHING = 256
+"""Attempts at once. Opening the sockets of one takes a third of a millisecond, in which no request moves on."""
+
+
+class RemoteReplicas:
+    """All listed replicas. Lives on the orchestrator's loop.
+
+    Args:
+        orchestrator: gets their outputs and learns of their losses.
+        settings: this head's; its context is terminated by `close`.
+        attach: opens one.
+        delay: waits between attempts.
+    """
+
+    def __init__(
+        self,
+        orchestrator: Orchestrator,
+        settings: AttachSettings,
+        *,
+        attach: AttachRemote = attach_remote,
+        delay: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._orchestrator = orchestrator
+        self._settings = settings
+        self._attach = attach
+        self._delay = delay
+        self._keepers: dict[ReplicaKey, RemoteReplicaKeeper] = {}
+        self._tasks: dict[RemoteReplicaKeeper, asyncio.Task[None]] = {}
+        self._attaching = asyncio.Semaphore(MAX_ATTACHING)
+        self._turning_away: set[asyncio.Task[None]] = set()
+        # Replicas that were told to leave for good, and the incarnation that was; they are listed until they have.
+        self._dismissed: dict[ReplicaKey, int] = {}
+        self._closed = False
+
+    def register(self, message: RegisterRemoteReplica) -> None:
+        """A replica is listed, or listed otherwise than before."""
+        info, key = message.info, key_of(message.info)
+        if self._closed or info.incarnation <= self._dismissed.get(key, -1):
+            return
+        self._dismissed.pop(key, None)
+        keeper = self._keepers.get(key)
+        if keeper is not None:
+            keeper.update(info, message.accepts)
+        elif info.stage_id < self._orchestrator.num_stages:
+            self._add(key, message)
+        else:
+            task = asyncio.get_running_loop().create_task(self._turn_away(info), name="omni-turn-away")
+            self._turning_away.add(task)
+            task.add_done_callback(self._turning_away.discard)
+
+    def unregister(self, message: UnregisterRemoteReplica) -> None:
+        """A replica is no longer listed: its requests move, and its id, sockets and labels are free again."""
+        self._dismissed.pop(key_of(message), None)
+        keeper = self._keepers.pop(key_of(message), None)
+        if keeper is not None:
+            self._remove(keeper, message.reason)
+
+    def leave(self, member: PoolMember) -> None:
+        """The replica's engine ends and does not come back; its requests move. Returns at once.
+
+        Raises:
+            ReplicaError: it is not attached, so there is nobody to tell.
+        """
+        key, keeper = next((key, keeper) for key, keeper in self._keepers.items() if keeper.member is member)
+        replica = keeper.attached
+        if replica is None:
+            raise ReplicaError(f"replica {member.name} is not attached at this moment and cannot be told to leave")
+        replica.leave()
+        self._dismissed[key] = keeper.info.incarnation
+        del self._keepers[key]
+        self._remove(keeper, "it was told to leave")
+
+    async def close(self) -> None:
+        """Detach from all. Idempotent."""
+        # What is attached to from here on would never be closed, and the context waits for its sockets.
+        self._closed = True
+        self._keepers.clear()
+        tasks = [*self._tasks.values(), *self._turning_away]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        # Waits until the servers have been told, or half a second.
+        await asyncio.to_thread(self._settings.context.term)
+
+    async def _turn_away(self, info: ReplicaInfo) -> None:
+        """Let a replica of a stage that is not ours refuse this head, so that both ends say why."""
+        ours = replace(info, stage_id=self._orchestrator.num_stages - 1)
+        try:
+            (await self._attach(ours, -1, self._settings, lambda outputs: None, lambda status: None)).close()
+        except ReplicaError as error:
+            logger.error("A replica of stage %d cannot serve here: %s", info.stage_id, error)
+
+    def _add(self, key: ReplicaKey, message: RegisterRemoteReplica) -> None:
+        info = message.info
+        pool = self._orchestrator.stage_pools[info.stage_id]
+        # All heads call a replica what the coordinator calls it, unless a replica of this head's own has the number.
+        taken = {member.replica_id for member in pool.members}
+        member = pool.add(info.replica_id if info.replica_id >= 0 and info.replica_id not in taken else None)
+        member.remote = True
+        member.input_addr, member.output_addr = info.input_addr, info.output_addr
+        if key in self._orchestrator.drained:
+            pool.hold_back(member, ADMIN_HOLD)
+        keeper = self._keepers[key] = RemoteReplicaKeeper(
+            self._orchestrator, member, info, message.accepts, self._settings.clock, self._delay
+        )
+        task = asyncio.get_running_loop().create_task(
+            keeper.run(partial(self._open, keeper)), name=f"omni-replica-{member.name}"
+        )
+        self._tasks[keeper] = task
+        task.add_done_callback(lambda _: self._tasks.pop(keeper))
+
+    def _remove(self, keeper: RemoteReplicaKeeper, reason: str) -> None:
+        member = keeper.member
+        if member.client is not None:
+            self._orchestrator.replica_lost(member, reason)
+        # It closes the attachment on its way out.
+        self._tasks[keeper].cancel()
+        self._orchestrator.replica_left(member)
+        if keeper.joined:
+            logger.info("Replica %s has left: %s.", member.name, reason)
+
+    async def _open(self, keeper: RemoteReplicaKeeper, stage_id: int, replica_id: int) -> RemoteReplica:
+        async with self._attaching:
+            return await self._attach(keeper.info, replica_id, self._settings, keeper.on_outputs, keeper.on_status)

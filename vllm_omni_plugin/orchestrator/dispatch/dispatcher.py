@@ -1,0 +1,392 @@
+"""The requests of one stage: each goes to a replica, its outputs come back, and it moves when its replica is lost."""
+
+import itertools
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from vllm_omni_plugin.errors import MessageTooLargeError, OmniError, ReplicaError, RequestLostError
+from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.orchestrator.dispatch.held_requests import HeldRequests
+from vllm_omni_plugin.orchestrator.dispatch.move_budget import MoveBudget
+from vllm_omni_plugin.orchestrator.dispatch.suspects import Suspects
+from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
+from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
+from vllm_omni_plugin.orchestrator.requests.policy_tasks import make_task
+from vllm_omni_plugin.orchestrator.requests.request_api import RequestApi
+from vllm_omni_plugin.orchestrator.requests.run_events import Accepted, RunDispatched, RunEnded, RunEvent, RunFailed
+from vllm_omni_plugin.orchestrator.requests.stage_run import Fail, Loss, RequestPhase, StageRun
+from vllm_omni_plugin.vllm_api.requests.move import Move
+
+logger = init_logger(__name__)
+
+
+class Dispatcher:
+    """Sends the runs of one stage to its replicas. Lives on the orchestrator's loop; nothing in it waits for anything.
+
+    What happens to runs, other than by an output of theirs, is returned as events by the method in which it happened.
+
+    Args:
+        pool: the stage's replicas.
+        api: see `RequestApi`.
+        migration_limit: moves a request may make, without those for which another one is to blame.
+        replica_wait: seconds that a request waits while no replica serves.
+        clock: monotonic seconds.
+        metrics: what it counts.
+        moves: how many requests of lost replicas may go on.
+        wake_at: asks for a call of `tick` at this time or before, in monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        pool: StagePool,
+        api: RequestApi,
+        migration_limit: int,
+        replica_wait: float,
+        clock: Callable[[], float],
+        metrics: OrchestratorMetrics,
+        moves: MoveBudget,
+        wake_at: Callable[[float], None],
+    ) -> None:
+        self._pool = pool
+        self._api = api
+        self._migration_limit = migration_limit
+        self._clock = clock
+        self._metrics = metrics
+        metrics.held_by_stage[pool.stage_id] = 0
+        self._wake_at = wake_at
+        self._held = HeldRequests(replica_wait, wake_at)
+        self._moves = moves
+        # In the order of their losses.
+        self._moving: dict[StageRun, None] = {}
+        self._is_moving = False
+        self._suspects = Suspects(pool, wake_at, clock, metrics)
+        self._events: list[RunEvent] = []
+        # Two heads may share an engine, and so may one head before and after its restart: ids must not meet there.
+        self._head_tag = secrets.token_hex(4)
+        self._attempts = itertools.count(1)
+
+    @property
+    def can_dispatch(self) -> bool:
+        """Whether a replica takes requests now."""
+        return bool(self._pool.serving)
+
+    def submit(self, run: StageRun) -> Sequence[RunEvent]:
+        """Take a new run. There must be no other one of the same request."""
+        self._dispatch(run)
+        return self._take_events()
+
+    def add_chunk(self, run: StageRun, chunk: Any) -> Sequence[RunEvent]:
+        """A further chunk of a streaming-input session was submitted; one that is not resumable closes the input."""
+        session = run.streaming
+        assert session is not None
+        member = self._member_of(run)
+        run.add_chunk(chunk)
+        if run.finished:
+            self._end(run)
+        if member is not None:
+            session.note_sent(chunk)
+            self._send(member, run, chunk)
+        else:
+            session.unsent.append(chunk)
+        if run.finished:
+            self._events.append(RunEnded(run, None))
+        return self._take_events()
+
+    def abort(self, runs: Iterable[StageRun]) -> None:
+        """Forget these runs and tell their replicas. Nothing to do for those that have ended."""
+        by_member: dict[PoolMember, list[str]] = {}
+        for run in runs:
+            if run.closed:
+                continue
+            member = self._member_of(run)
+            if member is not None:
+                by_member.setdefault(member, []).append(run.engine_request_id)
+            run.abort()
+            self._end(run)
+        for member, engine_request_ids in by_member.items():
+            # A replica that turns out to be dead has nothing left to abort.
+            with suppress(ReplicaError):
+                if member.client is not None:
+                    member.client.abort_requests(engine_request_ids)
+
+    def accept(self, member: PoolMember, outputs: Iterable[Any]) -> tuple[list[Accepted], Sequence[RunEvent]]:
+        """A message came from a replica.
+
+        Returns:
+            What of it is to be delivered: outputs of current attempts that have not been delivered yet, under the
+            client's ids. What is finished is released, anything else dropped.
+        """
+        accepted = []
+        for output in outputs:
+            run = member.in_flight.get(output.request_id)
+            if run is None:
+                self._abort_if_orphan(member, output)
+                continue
+            output.request_id = run.request_id
+            try:
+                if run.phase is RequestPhase.STREAMING and output.finish_reason is None:
+                    # Most outputs are in the middle of an answer.
+                    member.account.produce(run, len(output.new_token_ids))
+                    run.produced.extend(output.new_token_ids)
+                elif not self._take(member, run, output):
+                    continue
+                accepted.append((run, output))
+            except Exception as error:
+                self._give_up_alone(run, error)
+        return accepted, self._take_events()
+
+    def move(self, runs: Sequence[StageRun], lost: PoolMember, reason: str, engine_failed: bool) -> Sequence[RunEvent]:
+        """These requests' replica is lost, and they are no longer charged to it: each moves or fails.
+
+        Args:
+            runs: the requests.
+            lost: the replica.
+            reason: why it is lost, for errors.
+            engine_failed: whether its engine crashed by itself or said what cannot be used: a request may be the cause.
+        """
+        loss = Loss(lost.replica_id, reason)
+        if engine_failed and not self._pool.lockstep:
+            self._suspects.engine_failed(runs, loss)
+        self._suspects.lost(lost)
+        self._dispatch_suspects()
+        # Suspects first, so that the others can avoid the replicas where they are tried.
+        for run in sorted(runs, key=lambda run: not run.suspicions):
+            try:
+                self._move(run, lost, loss)
+            except Exception as error:
+                self._give_up_alone(run, error)
+        return self._take_events()
+
+    def replica_serves(self) -> Sequence[RunEvent]:
+        """A replica takes new requests: dispatch what was held, in order."""
+        while self._pool.serving and (run := self._held.take()) is not None:
+            self._metrics.hold_time.observe(self._clock() - run.waits_since)
+            self._dispatch(run)
+        self._count_held()
+        self._dispatch_suspects()
+        return self._take_events()
+
+    def tick(self) -> Sequence[RunEvent]:
+        """Time has passed, as `wake_at` was told: refuse what has waited in vain, and let others go on."""
+        while (run := self._held.take_overdue(self._clock())) is not None:
+            self._count_held()
+            self._metrics.hold_time.observe(self._held.wait)
+            self._refuse(run, waited=self._held.wait)
+        self._dispatch_moving()
+        self._dispatch_suspects()
+        return self._take_events()
+
+    def _take_events(self) -> Sequence[RunEvent]:
+        if not self._events:
+            return ()
+        events, self._events = self._events, []
+        return events
+
+    def _take(self, member: PoolMember, run: StageRun, output: Any) -> bool:
+        """Take in an output of a current attempt. Returns whether it is to be delivered."""
+        tokens, finished = output.new_token_ids, output.finish_reason is not None
+        cut_short = finished and self._api.cut_short(output)
+        if not (run.began or cut_short):
+            self._begin(member, run, output)
+        # Counted whether the client gets it or not.
+        member.account.produce(run, len(tokens))
+        if run.joining and not self._fit(run, output, cut_short):
+            return False
+        run.deliver(output.new_token_ids, finished, cut_short)
+        if finished and run.finished:
+            self._end(run)
+        return True
+
+    def _begin(self, member: PoolMember, run: StageRun, output: Any) -> None:
+        cached_tokens = self._api.cached_tokens(output)
+        self._pool.begin(member, run, cached_tokens)
+        self._metrics.began(run.decision, cached_tokens)
+        if run.suspicions:
+            self._suspects.clear(run)
+
+    def _move(self, run: StageRun, lost: PoolMember, loss: Loss) -> None:
+        move = self._api.how_to_move(run.request)
+        action = run.lose_replica(loss, self._migration_limit, move, self._api.vocabulary)
+        if isinstance(action, Fail):
+            if loss.culprit is run:
+                self._metrics.queries_of_death += 1
+            else:
+                self._metrics.lost += 1
+            self._fail(run, action.error)
+        elif not self._end_if_whole(run, lost):
+            self._metrics.moves_by_way[action.move] += 1
+            self._metrics.moves_waiting += 1
+            self._moving[run] = None
+            self._dispatch_moving()
+
+    def _dispatch_moving(self) -> None:
+        # The next replica may turn out to be dead, too; then its requests come in here and have their turn below.
+        if self._is_moving:
+            return
+        self._is_moving = True
+        try:
+            while self._moving and self._moves.take():
+                run = next(iter(self._moving))
+                self._stop_moving(run)
+                self._dispatch(run)
+        finally:
+            self._is_moving = False
+            if self._moving:
+                self._wake_at(self._moves.next_at)
+
+    def _stop_moving(self, run: StageRun) -> None:
+        if run in self._moving:
+            del self._moving[run]
+            self._metrics.moves_waiting -= 1
+
+    def _dispatch_suspects(self) -> None:
+        while (run := self._suspects.next_free()) is not None:
+            self._dispatch(run, may_wait=False)
+
+    def _dispatch(self, run: StageRun, may_wait: bool = True) -> None:
+        """Send a request to the replica its pool picks, or hold it; on to the next if that one turns out to be dead."""
+        if run.suspicions and may_wait and self._suspects.hold(run):
+            return
+        try:
+            if self._pool.serving:
+                self._send_to_one(run)
+            else:
+                self._hold(run)
+        except Exception as error:
+            self._give_up_alone(run, error)
+
+    def _send_to_one(self, run: StageRun) -> None:
+        request = run.request if run.attempts or run.first_request is None else run.first_request
+        if run.move is not Move.RESTART:
+            request = self._api.moved(request, run.move, run.produced)
+        member = self._choose(run, request)
+        attempt = run.engine_request_id
+        self._send(member, run, request)
+        if run.engine_request_id != attempt:
+            # The replica turned out to be dead, so the request has moved, or waits with all that has not been sent.
+            return
+        if run.streaming is not None:
+            for chunk in run.streaming.take_unsent():
+                self._send(member, run, chunk)
+        if request.abort_immediately:
+            # vLLM submits such a request only for the clean-up it causes in the engine, which never answers it.
+            run.abort()
+            self._end(run)
+            self._events.append(RunEnded(run, None))
+
+    def _choose(self, run: StageRun, request: Any) -> PoolMember:
+        """The replica of the next attempt, which is charged with it from here on."""
+        is_first = not run.attempts
+        task = run.task
+        if is_first or run.move is not Move.RESTART:
+            task = make_task(request, self._api.describe(request))
+        key = self._api.affinity_key(request)
+        # What is bound to a replica finds what it needs nowhere else.
+        avoid = self._suspects.avoided(run) if run.suspicions or (key is None and self._suspects.tries) else ()
+        member, decision = self._pool.decide(task, key, avoid)
+        attempt = f"{run.request_id}-{self._head_tag}-{next(self._attempts):x}"
+        run.dispatch(member.replica_id, attempt, task, decision, self._clock())
+        self._pool.charge(member, run)
+        self._metrics.decided(self._pool.stage_id, self._pool.policy, decision)
+        if is_first:
+            self._metrics.queue_time.observe(run.dispatched_at - run.submitted_at)
+            self._events.append(RunDispatched(run))
+        if run.suspicions:
+            self._suspects.begin(run, member)
+        if run.dispatches is not None and not run.produced:
+            run.dispatches.append((member.name, decision))
+        return member
+
+    def _send(self, member: PoolMember, run: StageRun, request: Any) -> None:
+        if run.replica_id != member.replica_id or member.client is None:
+            # An earlier chunk of the same session was the last that could be sent.
+            return
+        try:
+            member.client.add_request(request, run.engine_request_id)
+            run.sent = True
+        except MessageTooLargeError as error:
+            self._fail(run, error)
+        except ReplicaError:
+            # The client has reported its death meanwhile, and with it every request charged to the replica.
+            return
+        except Exception as error:
+            self._give_up_alone(run, OmniError(f"The request could not be encoded for the engine: {error}"))
+
+    def _hold(self, run: StageRun) -> None:
+        # Without an engine there is nothing to clean up either.
+        if run.request.abort_immediately or not self._held.hold(run, self._clock()):
+            self._refuse(run, waited=0.0)
+        self._count_held()
+
+    def _refuse(self, run: StageRun, waited: float) -> None:
+        self._metrics.refused += 1
+        self._fail(run, run.give_up(self._pool.unavailable(waited)).error)
+
+    def _count_held(self) -> None:
+        self._metrics.held_by_stage[self._pool.stage_id] = len(self._held)
+
+    def _fit(self, run: StageRun, output: Any, cut_short: bool) -> bool:
+        """Fit output of a moved request to what was delivered before. Returns whether anything of it is new."""
+        tokens, finished = output.new_token_ids, output.finish_reason is not None
+        try:
+            swallow = len(tokens) if cut_short else run.join(tokens, finished)
+        except RequestLostError as error:
+            self._metrics.diverged += 1
+            self._metrics.lost += 1
+            self._fail(run, error)
+            return False
+        self._metrics.swallowed_tokens += swallow
+        if run.finished:
+            # The last turn of a session, of which nothing was missing.
+            self._end(run)
+            self._events.append(RunEnded(run, None))
+            return False
+        if run.joining and not cut_short:
+            return False
+        self._api.fit(output, swallow)
+        return True
+
+    def _end_if_whole(self, run: StageRun, lost: PoolMember) -> bool:
+        """End a lost request of which only the end was missing. Returns whether it was one."""
+        if run.streaming is not None:
+            # Its parameters bound a turn and not the whole.
+            return False
+        outputs = self._api.missing_end(run.request, run.produced, lost.engine_index)
+        if outputs is None:
+            return False
+        run.abort()
+        self._end(run)
+        self._events.append(RunEnded(run, outputs))
+        return True
+
+    def _abort_if_orphan(self, member: PoolMember, output: Any) -> None:
+        """A request that this head never sent was left behind by another one; nobody else would end it."""
+        if self._head_tag in output.request_id or output.finish_reason is not None or member.client is None:
+            return
+        with suppress(ReplicaError):
+            member.client.abort_requests([output.request_id])
+
+    def _member_of(self, run: StageRun) -> PoolMember | None:
+        return self._pool.member(run.replica_id) if run.replica_id is not None else None
+
+    def _end(self, run: StageRun) -> None:
+        run.closed = True
+        self._pool.release(run)
+        self._stop_moving(run)
+        if run.suspicions:
+            self._suspects.forget(run)
+        if self._held.remove(run):
+            self._count_held()
+
+    def _give_up_alone(self, run: StageRun, error: Exception) -> None:
+        """What is wrong with one request, or with our handling of it, ends that request and nothing else."""
+        logger.error("Request %s is given up: %s", run.request_id, error, exc_info=error)
+        self._fail(run, error if isinstance(error, OmniError) else OmniError(f"The request failed: {error!r}"))
+
+    def _fail(self, run: StageRun, error: OmniError) -> None:
+        """End a request with an error, unless it has ended; its engine may have some of it."""
+        if not run.closed:
+            self.abort((run,))
+            self._events.append(RunFailed(run, error))

@@ -1,0 +1,60 @@
+"""Requests that wait, in order, for a replica that serves."""
+
+from collections.abc import Callable
+
+from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
+
+MAX_HELD_REQUESTS = 4096
+"""Requests that may wait at once. Those beyond are refused at once: after a gap they would only be late."""
+
+
+class HeldRequests:
+    """A bounded waiting line. All wait equally long at most, so the first is the first to be overdue.
+
+    Args:
+        wait: seconds a request may wait; with 0, none does.
+        wake_at: asks for a call of `take_overdue` at this time, in monotonic seconds.
+    """
+
+    def __init__(self, wait: float, wake_at: Callable[[float], None]) -> None:
+        self.wait = wait
+        self._wake_at = wake_at
+        # In order of arrival and so of their deadlines.
+        self._line: dict[StageRun, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._line)
+
+    def hold(self, run: StageRun, now: float) -> bool:
+        """Put a request at the end of the line. Returns False if it may not wait."""
+        if self.wait <= 0 or len(self._line) >= MAX_HELD_REQUESTS:
+            return False
+        run.waits_since = now
+        self._line[run] = None
+        if len(self._line) == 1:
+            self._wake_at(now + self.wait)
+        return True
+
+    def remove(self, run: StageRun) -> bool:
+        """A request no longer waits. Returns whether it did."""
+        waited = run in self._line
+        self._line.pop(run, None)
+        return waited
+
+    def take(self) -> StageRun | None:
+        """Remove and return the first in the line, None if there is nobody."""
+        first = next(iter(self._line), None)
+        if first is not None:
+            del self._line[first]
+        return first
+
+    def take_overdue(self, now: float) -> StageRun | None:
+        """Remove and return the first in the line if it has waited in vain."""
+        first = next(iter(self._line), None)
+        if first is None:
+            return None
+        due = first.waits_since + self.wait
+        if due > now:
+            self._wake_at(due)
+            return None
+        return self.take()

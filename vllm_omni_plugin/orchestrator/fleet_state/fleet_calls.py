@@ -1,0 +1,337 @@
+"""Operators' calls in a fleet of several heads: each has a number of the coordinator, and all heads follow in order."""
+
+import asyncio
+import itertools
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, suppress
+from typing import Any
+
+from vllm_omni_plugin.coordinator import OmniCoordClientForHead, ReplicaKey
+from vllm_omni_plugin.coordinator.protocol.call_arguments import FORGET_LORA, MANAGE_CALLS, decode, key_in
+from vllm_omni_plugin.coordinator.protocol.head_messages import (
+    Call,
+    CallDone,
+    CallFinished,
+    CallMessage,
+    CallOutcome,
+    CallRefused,
+    FleetState,
+    NumberedCall,
+    OperatorMessage,
+    TakeOver,
+)
+from vllm_omni_plugin.errors import CoordinatorAwayError, NotAllowedError, OmniError, ReplicaError, WireError
+from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.orchestrator.fleet_state.fan_out import BegunCall
+from vllm_omni_plugin.orchestrator.fleet_state.fleet_snapshot import Head, adopt, snapshot_of
+from vllm_omni_plugin.orchestrator.fleet_state.front_update import FrontUpdate, tell
+from vllm_omni_plugin.orchestrator.fleet_state.stage_calls import StageCall, StageCalls
+from vllm_omni_plugin.orchestrator.pool.member_changes import manage_by_key
+
+logger = init_logger(__name__)
+
+FIRST_S = 5.0
+"""Seconds that a head which has just started waits for the fleet's state at most."""
+FOLLOW_S = 300.0
+"""Seconds that other heads have for what only they can do, such as calling engines of their own process."""
+
+_SLEEP_CALLS = frozenset({"sleep", "wake_up"})
+
+
+class FleetCalls:
+    """Follows all heads' calls, and makes this head's own. Satisfies `SharedCalls`. Lives on the orchestrator's loop.
+
+    A call is recorded by all heads when it comes with its number. Its caller sends it to the engines that it reaches
+    and says what became of it; the others send it to those that the caller did not name. A head that knows of no other
+    needs no coordinator: it numbers its calls itself, and tells the coordinator when there is one.
+
+    Args:
+        head: this head; its calls come by here from now on.
+        head_id: its id.
+        client: returns the way to the coordinator, None before there is one.
+    """
+
+    def __init__(self, head: Head, head_id: str, client: Callable[[], OmniCoordClientForHead | None]) -> None:
+        self._head = head
+        self._head_id = head_id
+        self._client = client
+        self._in_session = False
+        self._synced = asyncio.Event()
+        self._others: set[str] | None = None
+        self._number = 0
+        self._call_ids = itertools.count(1)
+        # This head's own calls: by call id until there is a number, then by number.
+        self._asked: dict[int, asyncio.Future[BegunCall]] = {}
+        self._own: dict[int, BegunCall] = {}
+        self._finishing: dict[int, asyncio.Future[None]] = {}
+        # Those of other heads that have no outcome yet, by number.
+        self._followed: dict[int, BegunCall] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        head.fan_out.shared = self
+
+    @property
+    def refusal(self) -> CoordinatorAwayError | None:
+        """Why an operator's call is refused now; None if it is not. Safe to read from any thread."""
+        if self._in_session or self._others == set():
+            return None
+        return CoordinatorAwayError(
+            "The coordinator of the fleet cannot be reached, and without it other servers cannot be told. "
+            "Requests are served. Please try again later."
+        )
+
+    async def close(self) -> None:
+        """Stop making and following calls."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def welcomed(self, heads: Sequence[str]) -> None:
+        """A session begins, with these other heads; the fleet's state follows."""
+        self._forget_calls()
+        self._in_session, self._others = True, set(heads)
+        self._synced.clear()
+
+    def head_joined(self, head_id: str) -> None:
+        """Another head reports."""
+        if self._others is not None:
+            self._others.add(head_id)
+
+    def head_left(self, head_id: str) -> None:
+        """Another head has left."""
+        if self._others is not None:
+            self._others.discard(head_id)
+
+    def session_lost(self) -> None:
+        """The coordinator is silent."""
+        self._in_session = False
+        self._synced.set()
+        self._forget_calls()
+
+    def take(self, message: CallMessage) -> None:
+        """The coordinator says something of calls."""
+        match message:
+            case NumberedCall():
+                self._numbered(message)
+            case TakeOver():
+                self._take_over(message.call)
+            case CallOutcome():
+                self._outcome(message)
+            case CallFinished():
+                if message.number in self._finishing:
+                    self._finishing.pop(message.number).set_result(None)
+            case CallRefused():
+                if message.call_id in self._asked:
+                    self._asked[message.call_id].set_exception(OmniError(message.reason))
+            case FleetState():
+                self._take_state(message)
+
+    async def synced(self) -> bool:
+        """See `SharedCalls`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_S):
+                await self._synced.wait()
+        return self._in_session
+
+    async def begin(self, method: str, arguments: list[Any], stage_ids: Sequence[int]) -> BegunCall:
+        """See `SharedCalls`."""
+        await self.synced()
+        if self.refusal is not None:
+            raise self.refusal
+        if not self._in_session:
+            self._number += 1
+            return self._head.fan_out.begin(stage_ids, method, decode(method, arguments))
+        call_id = next(self._call_ids)
+        numbered: asyncio.Future[BegunCall] = asyncio.get_running_loop().create_future()
+        self._asked[call_id] = numbered
+        with ExitStack() as stack:
+            stack.callback(self._asked.pop, call_id)
+            stages = [self._head.fan_out.stages[stage_id] for stage_id in stage_ids]
+            told = [engine for stage in stages for engine in stack.enter_context(stage.unnumbered())]
+            if not self._say(Call(call_id, method, arguments, list(stage_ids), told)):
+                raise _lost()
+            return await numbered
+
+    async def finish(self, begun: BegunCall, taken: list[bool]) -> None:
+        """See `SharedCalls`."""
+        calls = [call for _, call in begun.calls]
+        failed = [m.engine_key for call, took in zip(calls, taken, strict=True) if took for m in call.failed]
+        cleared = [member.engine_key for call in calls for member in call.cleared]
+        finished = self._finishing[begun.number] = asyncio.get_running_loop().create_future()
+        try:
+            is_lost = self._own.pop(begun.number, None) is not begun
+            if is_lost or not self._say(CallOutcome(begun.number, taken, failed, cleared)):
+                raise _lost()
+            async with asyncio.timeout(FOLLOW_S):
+                await finished
+        except TimeoutError:
+            logger.warning("Not all other heads have followed the call %s.", begun.method)
+        finally:
+            self._finishing.pop(begun.number, None)
+
+    def withdraw(self, begun: BegunCall) -> None:
+        """See `SharedCalls`."""
+        self._spawn(self._finish_quietly(begun, [False] * len(begun.calls)))
+
+    def managed(self, action: str, key: ReplicaKey, reply: "Future[None]") -> None:
+        """This head has done what an operator wants with a replica. Answers when all others have done so, too."""
+        self._spawn(self._manage(action, key, reply))
+
+    async def _manage(self, action: str, key: ReplicaKey, reply: "Future[None]") -> None:
+        try:
+            begun = await self.begin(action, [list(key)], [])
+            if begun.number:
+                await self.finish(begun, [])
+        except Exception as error:
+            reply.set_exception(error)
+        else:
+            reply.set_result(None)
+
+    def _numbered(self, call: NumberedCall) -> None:
+        self._number = max(self._number, call.number)
+        if call.method in MANAGE_CALLS:
+            self._manage_here(call)
+        own = call.head_id == self._head_id
+        begun = self._begin(call, None if own else call.told)
+        if not own:
+            self.head_joined(call.head_id)
+            self._followed[call.number] = begun
+            return
+        self._own[call.number] = begun
+        asked = self._asked.get(call.call_id)
+        if asked is None or asked.done():
+            # Nobody here waits for it any more.
+            self._spawn(self._carry_through(begun))
+        else:
+            asked.set_result(begun)
+
+    def _take_over(self, call: NumberedCall) -> None:
+        logger.warning("A head was lost during its call %s: it is made again.", call.method)
+        known = self._followed.pop(call.number, None)
+        begun = self._begin(call, None) if known is None else self._head.fan_out.begin_again(known)
+        self._own[call.number] = begun
+        self._spawn(self._carry_through(begun))
+
+    def _begin(self, call: NumberedCall, told: Sequence[int] | None) -> BegunCall:
+        args = decode(call.method, call.arguments)
+        if max(call.stages, default=0) >= len(self._head.fan_out.stages):
+            raise WireError(f"a call of stages {call.stages}: this head has {len(self._head.fan_out.stages)}")
+        engines = None if told is None else set(told)
+        return self._head.fan_out.begin(call.stages, call.method, args, engines, call.number)
+
+    def _manage_here(self, call: NumberedCall) -> None:
+        head, key = self._head, key_in(decode(call.method, call.arguments))
+        manage_by_key(call.method, key, head.stage_pools, head.remote_replicas, head.drained)
+
+    async def _carry_through(self, begun: BegunCall) -> None:
+        """Be the caller of a call that nobody here waits for."""
+        try:
+            await self._head.fan_out.settle(begun)
+        except ReplicaError:
+            return
+        except CoordinatorAwayError:
+            pass
+        await self._tell_front(begun)
+
+    async def _finish_quietly(self, begun: BegunCall, taken: list[bool]) -> None:
+        with suppress(CoordinatorAwayError):
+            await self.finish(begun, taken)
+
+    def _outcome(self, outcome: CallOutcome) -> None:
+        begun = self._followed.pop(outcome.number, None)
+        if begun is None and not all(outcome.taken):
+            # The state that this head adopted holds the call, which nobody has taken.
+            self._resync()
+            return
+        if begun is not None:
+            for (_, call), taken in zip(begun.calls, outcome.taken, strict=True):
+                call.settle(taken)
+        for stage in self._head.fan_out.stages:
+            for member in stage.find(outcome.cleared):
+                stage.cache_cleared(member)
+            for member in stage.find(outcome.failed):
+                stage.distrust(member, begun.method if begun is not None else "of another head")
+        self._spawn(self._follow(begun, outcome))
+
+    async def _follow(self, begun: BegunCall | None, outcome: CallOutcome) -> None:
+        if begun is not None:
+            await begun.sending
+            for (stage, call), taken in zip(begun.calls, outcome.taken, strict=True):
+                _distrust_the_different(stage, call, taken)
+            if any(outcome.taken):
+                await self._tell_front(begun)
+        self._say(CallDone(outcome.number))
+
+    def _forget_calls(self) -> None:
+        """What becomes of calls under way is for the next state to tell; until then they count as taken."""
+        for begun in (*self._own.values(), *self._followed.values()):
+            for _, call in begun.calls:
+                call.settle(True)
+        for begun in self._followed.values():
+            self._spawn(self._tell_front(begun))
+        self._own.clear()
+        self._followed.clear()
+        waits: list[asyncio.Future[Any]] = [*self._asked.values(), *self._finishing.values()]
+        for waiting in waits:
+            if not waiting.done():
+                waiting.set_exception(_lost())
+
+    def _take_state(self, state: FleetState) -> None:
+        try:
+            if state.number < self._number:
+                # The coordinator has started after the call that this head saw last.
+                self._say(snapshot_of(self._head, self._number))
+            else:
+                telling = adopt(self._head, state)
+                self._number = state.number
+                for each in telling:
+                    self._spawn(each)
+        except WireError as error:
+            logger.error("What the fleet was told cannot be told here: %s", error)
+        finally:
+            self._synced.set()
+
+    async def _tell_front(self, begun: BegunCall) -> None:
+        if not begun.calls:
+            return
+        method, args = begun.method, begun.args
+        update = FrontUpdate(
+            args if method == "add_lora" else (),
+            args if method == FORGET_LORA else (),
+            begun.calls[0][0].shared.sleep_level if method in _SLEEP_CALLS else None,
+            Future(),
+        )
+        if update.loaded or update.unloaded or update.sleep_level is not None:
+            await tell(self._head.tell_front, update)
+
+    def _say(self, message: OperatorMessage) -> bool:
+        client = self._client()
+        return client is not None and client.send(message)
+
+    def _resync(self) -> None:
+        client = self._client()
+        if client is not None:
+            client.resync()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work, name="omni-fleet-calls")
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("A call of another head could not be followed.", exc_info=error)
+
+
+def _lost() -> CoordinatorAwayError:
+    return CoordinatorAwayError(
+        "The coordinator of the fleet was lost during the call, and other servers may not know of it. Please repeat it."
+    )
+
+
+def _distrust_the_different(stage: StageCalls, call: StageCall, taken: bool) -> None:
+    """Take out those of this head's replicas that did otherwise than the caller's."""
+    for member, answer in zip(call.members, call.answers, strict=True):
+        if isinstance(answer, ReplicaError) is taken and not isinstance(answer, NotAllowedError):
+            stage.distrust(member, call.method)

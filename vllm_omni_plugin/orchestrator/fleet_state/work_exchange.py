@@ -1,0 +1,189 @@
+"""What the heads of a fleet tell each other of their work, so that each sees a replica's whole load."""
+
+import asyncio
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+from vllm_omni_plugin.coordinator import PeerWork, ReplicaWork
+from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
+from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
+from vllm_omni_plugin.orchestrator.requests.charges import NO_WORK, Work
+
+REPORT_INTERVAL_S = 0.04
+"""Seconds between two reports. With as long again at the coordinator, heads know each other's work within 0.1 s."""
+
+
+class WorkExchange:
+    """Reports this head's work to the others, and gives the pools what the others report.
+
+    A report has what changed since the one before, as it is now, so that any number of changes costs one row. The first
+    after a quiet time leaves as soon as the loop is free. While no other head is known none is made.
+
+    Others' work is kept for replicas that this head is not attached to yet. While no other head is known, what the
+    engines report counts. Lives on the orchestrator's loop.
+
+    Args:
+        pools: by stage id; this is their `peers` until `close`.
+        report: hands a report to the others: rows, and whether they are all there are. Must not block.
+        interval: seconds between two reports at least.
+        call_later: runs a function after some seconds; on the running loop by default.
+    """
+
+    def __init__(
+        self,
+        pools: Sequence[StagePool],
+        report: Callable[[Sequence[ReplicaWork], bool], None],
+        interval: float = REPORT_INTERVAL_S,
+        call_later: Callable[[float, Callable[[], None]], asyncio.TimerHandle] | None = None,
+    ) -> None:
+        self._pools = pools
+        self._report = report
+        self._interval = interval
+        self._call_later = call_later or _call_later
+        self._timer: asyncio.TimerHandle | None = None
+        # What is kept of replicas is kept by `engine_key`.
+        self._members: dict[int, PoolMember] = {}
+        self._keys: dict[PoolMember, int] = {}
+        # Keys whose work may differ from what was reported, in order, and what was reported.
+        self._changed: dict[int, None] = {}
+        self._reported: dict[int, Work] = {}
+        self._all_wanted = False
+        self._heads: dict[str, dict[int, Work]] = {}
+        # The sums over `_heads`, without those that are nothing.
+        self._others: dict[int, Work] = {}
+        for pool in pools:
+            pool.peers = self
+
+    @property
+    def heads(self) -> int:
+        """How many heads are known, this one among them. May be read by any thread."""
+        return len(self._heads) + 1
+
+    def serves(self, member: PoolMember) -> Work | None:
+        """See `Peers`. Replicas that belong to this head alone are nobody else's business."""
+        if not member.remote:
+            return None
+        key = self._keys[member] = member.engine_key
+        self._members[key] = member
+        return self._others_of(key)
+
+    def changed(self, member: PoolMember) -> None:
+        """See `Peers`."""
+        self._note(self._keys.get(member))
+
+    def lost(self, member: PoolMember) -> None:
+        """See `Peers`."""
+        key = self._keys.pop(member, None)
+        if key is not None:
+            self._members.pop(key, None)
+        self._note(key)
+
+    def peer_work(self, message: PeerWork) -> None:
+        """Another head has reported."""
+        is_first = not self._heads
+        if message.head_id not in self._heads:
+            self._heads[message.head_id] = {}
+            self._tell_number()
+        known = self._heads[message.head_id]
+        if is_first:
+            # Nobody was told of what changed while nobody was there.
+            self._changed |= dict.fromkeys((*self._members, *self._reported))
+            self._wake()
+        rows = {row.engine: Work(row.requests, row.prefill_tokens) for row in message.work}
+        gone = [key for key in known if key not in rows] if message.full else []
+        self._count(known, rows | dict.fromkeys(gone, NO_WORK))
+        self._tell_pools(self._members if is_first else (*rows, *gone))
+
+    def welcomed(self, heads: Collection[str]) -> None:
+        """A session begins, with these other heads: the next report has everything."""
+        self._forget([head_id for head_id in self._heads if head_id not in heads])
+        self._all_wanted = True
+        self._wake()
+
+    def head_left(self, head_id: str) -> None:
+        """Another head has left."""
+        self._forget([head_id])
+
+    def session_lost(self) -> None:
+        """What other heads have in flight is no longer known."""
+        self._forget(list(self._heads))
+
+    def close(self) -> None:
+        """Report no more, and let the engines' word count again. Idempotent."""
+        for pool in self._pools:
+            pool.peers = None
+        self.session_lost()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _forget(self, head_ids: Collection[str]) -> None:
+        touched: dict[int, Work] = {}
+        for head_id in head_ids:
+            known = self._heads.pop(head_id, {})
+            touched |= known
+            self._count(known, dict.fromkeys(known, NO_WORK))
+        self._tell_number()
+        self._tell_pools(touched if self._heads else self._members)
+
+    def _note(self, key: int | None) -> None:
+        """Remember what to report, if there is anybody to report to."""
+        if self._heads and key is not None:
+            self._changed[key] = None
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._timer is None:
+            self._timer = self._call_later(0.0, self._report_changes)
+
+    def _report_changes(self) -> None:
+        self._timer = None
+        full, self._all_wanted = self._all_wanted, False
+        if full:
+            self._reported.clear()
+            self._changed |= dict.fromkeys(self._members)
+        rows = self._take_changes()
+        if rows or full:
+            self._timer = self._call_later(self._interval, self._report_changes)
+            self._report(rows, full)
+
+    def _take_changes(self) -> list[ReplicaWork]:
+        rows: list[ReplicaWork] = []
+        for key in self._changed:
+            member = self._members.get(key)
+            work = NO_WORK if member is None else member.account.own
+            if work != self._reported.get(key, NO_WORK):
+                rows.append(ReplicaWork(key, *work))
+                _put(self._reported, key, work)
+        self._changed.clear()
+        return rows
+
+    def _count(self, known: dict[int, Work], rows: Mapping[int, Work]) -> None:
+        """Replace what is known of one head, and correct the sums."""
+        for key, work in rows.items():
+            before, others = known.get(key, NO_WORK), self._others.get(key, NO_WORK)
+            requests = others.requests + work.requests - before.requests
+            _put(self._others, key, Work(requests, others.prefill_tokens + work.prefill_tokens - before.prefill_tokens))
+            _put(known, key, work)
+
+    def _tell_number(self) -> None:
+        for pool in self._pools:
+            pool.share_with(self.heads)
+
+    def _tell_pools(self, keys: Iterable[int]) -> None:
+        for key in keys:
+            member = self._members.get(key)
+            if member is not None:
+                self._pools[member.stage_id].join(member, self._others_of(key))
+
+    def _others_of(self, key: int) -> Work | None:
+        return self._others.get(key, NO_WORK) if self._heads else None
+
+
+def _put(works: dict[int, Work], key: int, work: Work) -> None:
+    if work == NO_WORK:
+        works.pop(key, None)
+    else:
+        works[key] = work
+
+
+def _call_later(seconds: float, function: Callable[[], None]) -> asyncio.TimerHandle:
+    return asyncio.get_running_loop().call_later(seconds, function)

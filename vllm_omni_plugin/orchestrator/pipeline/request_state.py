@@ -1,0 +1,123 @@
+"""A request on its way through the stages of a pipeline."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from vllm_omni_plugin.orchestrator.pipeline.chunk_input import ChunkInput
+from vllm_omni_plugin.orchestrator.pipeline.request_plan import Plan
+from vllm_omni_plugin.orchestrator.pipeline.stage_api import NOTHING
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import Dispatches, StageTimes, SubmitRequest
+from vllm_omni_plugin.orchestrator.requests.pipeline_call import PipelineCall
+from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
+from vllm_omni_plugin.pipeline import Pipeline, Stage
+from vllm_omni_plugin.pipeline.output_reader import OutputReader
+
+
+@dataclass(slots=True, eq=False)
+class OrchestratorRequestState:
+    """One request from acceptance until every stage that it needs has ended.
+
+    Attributes:
+        request: vLLM's `EngineCoreRequest` as the client submitted it.
+        submitted_at: monotonic seconds at which it was submitted.
+        final_stage_id: the stage that answers through vLLM's server; None if what the client wants does not come from
+            there.
+        final_output_stage_ids: stages whose output the client wants.
+        finished_final_output_stage_ids: those of them that have ended.
+        sampling_params_list: sampling parameters of the request, by stage id; {} where it has none for a stage.
+        stage_submit_ts: monotonic seconds at which each stage was given its first input, by stage id.
+        pipeline_timings: seconds by stage name: `transfer` in transforms and building inputs, `queue` until dispatch,
+            `first_output` from dispatch to the first output, `run` from dispatch to the end.
+        mm_features: processed multimodal inputs of the prompt, as vLLM leaves them.
+        call: what the client wants of a pipeline; None for a plain request.
+        runs: what stages do for it, by stage id; one for each that has begun.
+    """
+
+    request: Any
+    submitted_at: float
+    final_stage_id: int | None = 0
+    final_output_stage_ids: frozenset[int] = frozenset((0,))
+    finished_final_output_stage_ids: set[int] = field(default_factory=set)
+    sampling_params_list: tuple[Mapping[str, Any], ...] = ()
+    stage_submit_ts: dict[int, float] = field(default_factory=dict)
+    pipeline_timings: dict[str, dict[str, float]] = field(default_factory=dict)
+    mm_features: Any = None
+    call: PipelineCall | None = None
+    runs: dict[int, StageRun] = field(default_factory=dict)
+
+    @property
+    def request_id(self) -> str:
+        """The id under which the client knows the request."""
+        request_id: Final[str] = self.request.request_id
+        return request_id
+
+    @property
+    def finished(self) -> bool:
+        """Whether everything that the client wants has been put out."""
+        return self.finished_final_output_stage_ids >= self.final_output_stage_ids
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class PipelineRequestState(OrchestratorRequestState):
+    """One that runs through the stages of a pipeline.
+
+    Attributes:
+        plan: the stages that it needs.
+        dispatches: see `SubmitRequest`.
+        traced: see `SubmitRequest`.
+        readers: read the outputs of the stages in `plan.read` that have begun, by stage id.
+        chunk_inputs: inputs of stages that work on chunks, by stage id.
+        begun: stages whose input is or has been prepared.
+        answered: stages that have put something out.
+        ended: monotonic seconds at which stages ended, by stage id.
+        cache_params: what a prefill said of the KV cache that it left; None if nothing, or there was none.
+        cached_tokens: prompt tokens that the prefill found cached; None if there was no prefill.
+        prompt: the request's as text; None until a transform needs it.
+    """
+
+    plan: Plan
+    dispatches: Dispatches | None = None
+    traced: bool = False
+    readers: dict[int, OutputReader] = field(default_factory=dict)
+    chunk_inputs: dict[int, ChunkInput] = field(default_factory=dict)
+    begun: set[int] = field(default_factory=set)
+    answered: set[int] = field(default_factory=set)
+    ended: dict[int, float] = field(default_factory=dict)
+    cache_params: Mapping[str, Any] | None = None
+    cached_tokens: int | None = None
+    prompt: str | None = None
+
+    def stage_times(self, stages: Sequence[Stage], now: float) -> tuple[StageTimes, ...]:
+        """When the stages that have begun worked for it, in the order of their beginnings.
+
+        Args:
+            stages: of the pipeline, by stage id.
+            now: monotonic seconds; the end of those that have not ended.
+        """
+        ended, timings = self.ended, self.pipeline_timings
+        return tuple(
+            StageTimes(
+                stage_id, (name := stages[stage_id].name), began, ended.get(stage_id, now), timings.get(name, {})
+            )
+            for stage_id, began in self.stage_submit_ts.items()
+        )
+
+
+def new_state(message: SubmitRequest, plan: Plan, pipeline: Pipeline) -> PipelineRequestState:
+    """The state of a request that has just been submitted."""
+    request, call = message.request, message.call
+    return PipelineRequestState(
+        request,
+        message.submitted_at,
+        final_stage_id=plan.front,
+        final_output_stage_ids=plan.finals,
+        sampling_params_list=tuple(
+            NOTHING if call is None else call.sampling.get(stage.name, NOTHING) for stage in pipeline.stages
+        ),
+        mm_features=request.mm_features,
+        call=call,
+        plan=plan,
+        dispatches=message.dispatches,
+        traced=message.traced,
+    )

@@ -1,0 +1,81 @@
+"""What the orchestrator asks about one stage of a pipeline beyond `RequestApi`: its inputs built, its outputs read."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from vllm_omni_plugin.orchestrator.requests.request_api import RequestApi
+from vllm_omni_plugin.pipeline.output_reader import OutputReader
+from vllm_omni_plugin.pipeline.transfer import StageInput, StageOutput
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class StageApi(RequestApi, Protocol):
+    """Builds the requests of one stage and reads its outputs."""
+
+    def check_front(self, source: Any) -> None:
+        """Check that the stage can answer a client's request through vLLM's server.
+
+        Raises:
+            StageInputError: answers would lack what the request asks for; worded for the client.
+        """
+
+    def build(
+        self,
+        source: Any,
+        given: StageInput,
+        sampling: Mapping[str, Any],
+        *,
+        front: bool,
+        resumable: bool,
+        last: bool,
+        held: int = 0,
+    ) -> Any:
+        """The engine request of this stage. Runs on a thread of the stage's, and may tokenise.
+
+        Args:
+            source: vLLM's `EngineCoreRequest` as the client submitted it: its id, arrival time, priority, trace
+                headers, session and cache salt carry over.
+            given: what the transform returned.
+            sampling: what the request has for this stage by the stage's name, over the stage's own and the transform's.
+            front: whether this stage answers the client: then the client's own sampling parameters apply, read anew
+                for this stage's tokenizer, with `max_tokens` bounded by the room that the prompt leaves.
+            resumable: it is a chunk of a streaming-input session.
+            last: with `resumable`, no chunk with content will follow.
+            held: with `resumable`, tokens that the session has at most before this chunk.
+
+        Raises:
+            StageInputError: the input is not one that the stage can take; worded for the client.
+        """
+
+    def build_root(self, source: Any, sampling: Mapping[str, Any], *, front: bool) -> Any:
+        """The engine request of a stage without inputs, made from the client's; see `build`.
+
+        For the stage whose model made the prompt it is the client's request, with the stage's sampling parameters
+        unless it is the front stage; any other stage gets the prompt's text. A stage that puts out a KV cache only
+        computes the prompt and leaves the cache to its KV connector.
+        """
+
+    def build_end(self, source: Any) -> Any:
+        """What closes the input of a streaming-input session."""
+
+    def session_tokens(self, chunk: Any) -> int:
+        """Tokens that a chunk and the answer to it add to their session at most."""
+
+    def reader(self, request: Any) -> OutputReader:
+        """A reader for the run that begins with this request."""
+
+    def answer(self, output: Any, read: StageOutput) -> Any:
+        """The output for vLLM's server, of the stage that answers: the `EngineCoreOutput` itself, or one made of it.
+
+        Args:
+            output: of the engine, under the client's id.
+            read: what the reader made of it.
+        """
+
+    def with_kv_transfer(self, request: Any, params: Mapping[str, Any]) -> Any:
+        """A request of a decode stage with the `kv_transfer_params` that the prefill stage put out.
+
+        Only for stages that vLLM runs.
+        """

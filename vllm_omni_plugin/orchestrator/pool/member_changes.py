@@ -1,0 +1,151 @@
+"""Changes of who serves: replicas of other processes that come and go, and the administrator's wishes and questions."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Protocol
+
+from vllm_omni_plugin.coordinator import ReplicaKey
+from vllm_omni_plugin.coordinator.state.call_log import note_drained
+from vllm_omni_plugin.errors import CoordinatorAwayError, ReplicaError
+from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
+    Explain,
+    ManageReplica,
+    Membership,
+    RegisterRemoteReplica,
+    UnregisterRemoteReplica,
+)
+
+logger = init_logger(__name__)
+
+ADMIN_HOLD = "admin"
+"""The hold of a replica that the administrator drains."""
+
+
+class ReplicaKeeper(Protocol):
+    """Keeps replicas in their pools; `LocalReplicas` and `RemoteReplicas` in service."""
+
+    def leave(self, member: PoolMember) -> None:
+        """The replica ends, its requests move, and it does not come back. Returns at once."""
+
+
+class RemoteKeeper(ReplicaKeeper, Protocol):
+    """Attaches to replicas of other processes and lets them go. No method blocks."""
+
+    def register(self, message: RegisterRemoteReplica) -> None: ...
+
+    def unregister(self, message: UnregisterRemoteReplica) -> None: ...
+
+
+class OtherHeads(Protocol):
+    """The other heads of the fleet; `FleetCalls` in service."""
+
+    @property
+    def refusal(self) -> CoordinatorAwayError | None:
+        """Why they cannot be told of anything now; None if they can, or there are none."""
+
+    def managed(self, action: str, key: ReplicaKey, reply: "Future[None]") -> None:
+        """Let them do the same with a replica of another process, then answer the operator."""
+
+
+def change_membership(
+    message: Membership,
+    stage_pools: Sequence[StagePool],
+    local_replicas: ReplicaKeeper | None,
+    remote_replicas: RemoteKeeper | None,
+    drained: set[ReplicaKey],
+    others: OtherHeads | None,
+) -> None:
+    """Carry out one change.
+
+    Args:
+        message: the change.
+        stage_pools: the pools by stage.
+        local_replicas: keeps the replicas of this node, None without any.
+        remote_replicas: keeps those of other processes, None in a head that nobody can join.
+        drained: replicas of other processes that an administrator has drained, whether they are here or not.
+        others: the other heads, None in a head that nobody can join.
+    """
+    if isinstance(message, ManageReplica):
+        if message.reply.set_running_or_notify_cancel():
+            _manage(message, stage_pools, local_replicas, remote_replicas, drained, others)
+    elif remote_replicas is None:
+        logger.error("A head without --omni-master-address cannot take remote replicas: %r", message)
+    elif isinstance(message, RegisterRemoteReplica):
+        remote_replicas.register(message)
+    else:
+        remote_replicas.unregister(message)
+
+
+def manage_by_key(
+    action: str,
+    key: ReplicaKey,
+    stage_pools: Sequence[StagePool],
+    remote_replicas: RemoteKeeper | None,
+    drained: set[ReplicaKey],
+) -> None:
+    """Do with a replica of another process what an administrator wants who told another head. It need not be here."""
+    note_drained(action, key, drained)
+    for pool in stage_pools:
+        for member in pool.members:
+            if member.remote and key_of(member) == key:
+                # Who is not attached to it has nobody to tell, and another head has told it.
+                with suppress(ReplicaError):
+                    _carry_out(action, pool, member, remote_replicas)
+
+
+def key_of(member: PoolMember) -> ReplicaKey:
+    """What all heads know a replica of another process by."""
+    return ReplicaKey(member.stage_id, member.input_addr, member.output_addr)
+
+
+def explain(message: Explain, stage_pools: Sequence[StagePool]) -> None:
+    """Answer where a request would go."""
+    if not message.reply.set_running_or_notify_cancel():
+        return
+    try:
+        message.reply.set_result(stage_pools[message.stage_id].explain(message.task))
+    except Exception as error:
+        message.reply.set_exception(error)
+
+
+def _manage(
+    message: ManageReplica,
+    stage_pools: Sequence[StagePool],
+    local_replicas: ReplicaKeeper | None,
+    remote_replicas: RemoteKeeper | None,
+    drained: set[ReplicaKey],
+    others: OtherHeads | None,
+) -> None:
+    try:
+        pool = stage_pools[message.stage_id]
+        member = pool.member(message.replica_id)
+        key = key_of(member)
+        if member.remote and others is not None and others.refusal is not None:
+            raise others.refusal
+        _carry_out(message.action, pool, member, remote_replicas if member.remote else local_replicas)
+    except LookupError:
+        message.reply.set_exception(
+            ReplicaError(f"stage {message.stage_id} has no replica {message.replica_id}"),
+        )
+    except Exception as error:
+        message.reply.set_exception(error)
+    else:
+        if member.remote:
+            note_drained(message.action, key, drained)
+        if member.remote and others is not None:
+            others.managed(message.action, key, message.reply)
+        else:
+            message.reply.set_result(None)
+
+
+def _carry_out(action: str, pool: StagePool, member: PoolMember, keeper: ReplicaKeeper | None) -> None:
+    if action == "drain":
+        pool.hold_back(member, ADMIN_HOLD)
+    elif action == "resume":
+        pool.release_hold(member, ADMIN_HOLD)
+    else:
+        assert keeper is not None
+        keeper.leave(member)

@@ -1,0 +1,88 @@
+"""One replica as its pool knows it."""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from vllm_omni_plugin.balancing import ReplicaLoad
+from vllm_omni_plugin.coordinator import ReplicaStatus, engine_key
+from vllm_omni_plugin.orchestrator.pool.engine_index import engine_index
+from vllm_omni_plugin.orchestrator.requests.charges import Account, Work
+from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
+from vllm_omni_plugin.replicas.client.stage_client import StageClient
+
+
+@dataclass(slots=True, eq=False)
+class PoolMember:
+    """One replica in a pool; a policy sees it as a `balancing.ReplicaView`.
+
+    Attributes:
+        in_flight: requests charged to the replica, by engine-side id. The charge *is* the entry: inserted before the
+            send and removed at the request's end, it makes the count exact and a second release impossible.
+        account: what they weigh, and what the engine and other heads report.
+        dispatched: requests ever sent to it.
+        restarts: how often its engine was started again.
+        remote: whether its engine belongs to another process, which this head attaches to.
+        incarnation: of a remote one, the incarnation that this head is or was attached to.
+        held_back: why it gets no new requests although it could serve them; empty for one that serves. Replaced, never
+            changed, so that other threads may read it.
+        changed_at: monotonic seconds at which it last began to serve or was lost.
+        idle: done as soon as nothing is in flight; None if nobody has asked.
+        engine_index: see `engine_index`.
+        name: what users call it, `<stage>.<replica>`.
+    """
+
+    replica_id: int
+    stage_id: int
+    input_addr: str = ""
+    output_addr: str = ""
+    status: ReplicaStatus = ReplicaStatus.DOWN
+    client: StageClient | None = None
+    in_flight: dict[str, StageRun] = field(default_factory=dict)
+    account: Account = field(default_factory=Account)
+    dispatched: int = 0
+    restarts: int = 0
+    remote: bool = False
+    incarnation: int = 0
+    held_back: frozenset[str] = frozenset()
+    changed_at: float = 0.0
+    idle: "asyncio.Future[None] | None" = None
+    engine_index: int = field(init=False)
+    name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.engine_index = engine_index(self.stage_id, self.replica_id)
+        self.name = f"{self.stage_id}.{self.replica_id}"
+
+    @property
+    def queue_length(self) -> int:
+        """Unfinished requests: this head's, exact at this moment, and those of others as they were reported."""
+        return self.account.requests
+
+    @property
+    def load(self) -> ReplicaLoad:
+        """What it has to do at this moment. Safe to read from any thread."""
+        return self.account.load
+
+    def tell_if_idle(self) -> None:
+        """Something has left the replica."""
+        if self.idle is not None and not self.in_flight and not self.idle.done():
+            self.idle.set_result(None)
+
+    @property
+    def engine_key(self) -> int:
+        """By what all heads name the start of the replica that this head is or was attached to."""
+        return engine_key(self.stage_id, self.input_addr, self.output_addr, self.incarnation)
+
+
+class Peers(Protocol):
+    """The other heads of the fleet, as a pool sees them; `work_exchange.WorkExchange` in service."""
+
+    def serves(self, member: PoolMember) -> Work | None:
+        """A replica is about to serve. Returns what the others have charged to it; None: they do not say."""
+
+    def changed(self, member: PoolMember) -> None:
+        """What this head has charged to a replica may have changed."""
+
+    def lost(self, member: PoolMember) -> None:
+        """A replica is lost, and nothing is charged to it any more."""

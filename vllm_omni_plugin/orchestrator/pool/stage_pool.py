@@ -1,0 +1,300 @@
+"""The replicas of one stage: who serves, what each has to do, and who gets the next request."""
+
+import asyncio
+import time
+from collections.abc import Callable, Collection
+
+from vllm_omni_plugin.balancing import (
+    CacheChange,
+    Decision,
+    LoadBalancer,
+    ServingReplicas,
+    Task,
+    UnreportedRequests,
+)
+from vllm_omni_plugin.coordinator import ReplicaStatus
+from vllm_omni_plugin.errors import NoReplicaError
+from vllm_omni_plugin.orchestrator.pool.decision_log import DecisionLog
+from vllm_omni_plugin.orchestrator.pool.policy_guard import PolicyGuard
+from vllm_omni_plugin.orchestrator.pool.pool_member import Peers, PoolMember
+from vllm_omni_plugin.orchestrator.pool.pool_members import PoolMembers, with_member, without_member
+from vllm_omni_plugin.orchestrator.requests.charges import UNKNOWN_CACHE, Account, Work
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import Explanation
+from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
+from vllm_omni_plugin.replicas.client.stage_client import StageClient
+from vllm_omni_plugin.vllm_api.requests.facts import CacheSize, LoadReport
+
+__all__ = ["BOUND", "PoolMember", "StagePool"]
+
+BOUND = "bound"
+"""The reason where a request may go to one replica only, and no policy is asked."""
+APART = "apart"
+"""The reason where a request and others are kept apart, because an engine may have died of one; see `Suspects`."""
+
+
+class StagePool:
+    """The replicas of one stage and the policy that chooses among those that serve.
+
+    Members are added and change status rarely; a pick happens for every request and looks only at those that serve.
+
+    Args:
+        stage_id: stage of the pipeline.
+        balancer: the policy; it runs on the orchestrator's loop and must not block.
+        policy: the policy's name, that of its class by default.
+        clock: monotonic seconds.
+        lockstep: whether engines die with others of their group, so that a death says nothing of what runs there.
+
+    Attributes:
+        on_serving: called after every step that lets a replica take new requests.
+        policy: the policy's name.
+        serving: the replicas that take new requests, in order of their ids. Replaced when membership changes, so that
+            other threads may read it.
+        peers: the other heads, which are told of what is charged here; None if there cannot be any.
+        lockstep: as above.
+    """
+
+    def __init__(
+        self,
+        stage_id: int,
+        balancer: LoadBalancer,
+        policy: str = "",
+        clock: Callable[[], float] = time.monotonic,
+        lockstep: bool = False,
+    ) -> None:
+        self.stage_id = stage_id
+        self.on_serving: Callable[[], None] = lambda: None
+        self.peers: Peers | None = None
+        self.lockstep = lockstep
+        self._policy = PolicyGuard(balancer, policy)
+        self.policy = self._policy.name
+        self._log = DecisionLog(self.policy)
+        self._clock = clock
+        self._members = PoolMembers(stage_id)
+        self._unreported = UnreportedRequests()
+        self.serving: ServingReplicas[PoolMember] = ServingReplicas((), self._unreported)
+
+    def __repr__(self) -> str:
+        replicas = ", ".join(f"{m.replica_id}: {m.status.value} {m.queue_length}" for m in self.members)
+        return f"<StagePool {self.stage_id} [{replicas}]>"
+
+    @property
+    def members(self) -> tuple[PoolMember, ...]:
+        """All replicas, in order of their ids. Safe to read from any thread."""
+        return self._members.members
+
+    @property
+    def follows_caches(self) -> bool:
+        """Whether the policy takes what engines report of their caches."""
+        return self._policy.follows_caches
+
+    @property
+    def wants_cache_events(self) -> bool:
+        """Whether this head's own engines shall report what they have cached."""
+        return self._policy.wants_cache_events
+
+    def add(self, replica_id: int | None = None) -> PoolMember:
+        """A new member, not serving yet, with this id or the lowest free one.
+
+        Raises:
+            ValueError: the id is taken.
+        """
+        return self._members.add(replica_id)
+
+    def remove(self, member: PoolMember) -> None:
+        """Forget a member and free its id. Nothing to do if it was removed before.
+
+        Raises:
+            ValueError: it has not been lost, so requests may be in flight on it.
+        """
+        if member.client is not None:
+            raise ValueError(f"replica {member.replica_id} of stage {self.stage_id} still serves")
+        self._members.remove(member)
+
+    def member(self, replica_id: int) -> PoolMember:
+        """The replica with this id. Raises KeyError if there is none."""
+        member = self._members.get(replica_id)
+        if member is None:
+            raise KeyError(replica_id)
+        return member
+
+    def serve(
+        self,
+        member: PoolMember,
+        client: StageClient,
+        input_addr: str,
+        output_addr: str,
+        cache: CacheSize = UNKNOWN_CACHE,
+    ) -> None:
+        """The replica takes requests from now on, over this client, unless it is held back."""
+        member.client, member.input_addr, member.output_addr = client, input_addr, output_addr
+        member.account = Account(cache)
+        if self.peers is not None:
+            member.account.join(self.peers.serves(member))
+        self._enter_service(member)
+
+    def lose(self, member: PoolMember, status: ReplicaStatus) -> list[StageRun]:
+        """The replica is gone or no longer trusted. Returns the requests that were in flight there."""
+        orphans = list(member.in_flight.values())
+        member.in_flight.clear()
+        self._unreported.ended(len(orphans))
+        served, member.client = member.client is not None, None
+        self._set_status(member, status)
+        member.account = Account()
+        if served:
+            self._policy.tell("forgotten", member)
+            if self.peers is not None:
+                self.peers.lost(member)
+        member.tell_if_idle()
+        return orphans
+
+    def hold_back(self, member: PoolMember, reason: str) -> None:
+        """Give a replica no new requests, for a reason of the caller's; those in flight go on.
+
+        Holds of different reasons add up, and one outlives the loss of the replica: who placed it releases it.
+        """
+        self._hold(member, member.held_back | {reason})
+
+    def release_hold(self, member: PoolMember, reason: str) -> None:
+        """Undo `hold_back` with the same reason. Nothing to do if there is no such hold."""
+        self._hold(member, member.held_back - {reason})
+
+    def when_idle(self, member: PoolMember) -> "asyncio.Future[None]":
+        """Done as soon as nothing is in flight on a replica; it may get more unless it is held back."""
+        if member.idle is None or member.idle.done():
+            member.idle = asyncio.get_running_loop().create_future()
+        member.tell_if_idle()
+        return member.idle
+
+    def pick(self, task: Task, affinity_key: int | None = None) -> PoolMember:
+        """The replica that shall run a request; see `decide`."""
+        return self.decide(task, affinity_key)[0]
+
+    def decide(
+        self, task: Task, affinity_key: int | None = None, avoid: Collection[int] = ()
+    ) -> tuple[PoolMember, Decision]:
+        """The replica that shall run a request, and why.
+
+        Args:
+            task: what the policy may know of the request.
+            affinity_key: requests with the same key go to the same replica while membership stands.
+            avoid: ids of replicas that shall not get it if others serve, whatever policy and key say.
+
+        Raises:
+            NoReplicaError: no replica serves.
+        """
+        serving = self.serving
+        if not serving:
+            raise self.unavailable()
+        if affinity_key is not None:
+            decision = Decision(affinity_key % len(serving), BOUND)
+        else:
+            if self._unreported.heads > 1:
+                self._unreported.estimate(self._clock(), serving.total_queue_length)
+            decision = self._policy.decide(task, serving)
+        if serving[decision.position].replica_id in avoid:
+            places = [place for place, member in enumerate(serving) if member.replica_id not in avoid]
+            if places:
+                decision = Decision(min(places, key=lambda place: serving[place].queue_length), APART)
+        self._log.note(decision, serving, task.get("request_id", ""))
+        return serving[decision.position], decision
+
+    def explain(self, task: Task) -> Explanation:
+        """What `decide` would say now; nothing is run or remembered.
+
+        Raises:
+            NoReplicaError: no replica serves.
+            UnexplainedError: the policy cannot say.
+        """
+        if not self.serving:
+            raise self.unavailable()
+        decision = self._policy.explain(task, self.serving)
+        return Explanation(self.policy, decision, tuple((member.name, member.load) for member in self.serving))
+
+    def unavailable(self, waited: float = 0.0) -> NoReplicaError:
+        """The error of a request that finds no replica serving. Safe to call from any thread.
+
+        Args:
+            waited: seconds that the request has waited for one.
+        """
+        wait = f"; the request waited {waited:.0f} s for one" if waited else ""
+        return NoReplicaError(
+            f"No replica of stage {self.stage_id} can serve right now ({self._members.describe()}){wait}. "
+            "Please try again later."
+        )
+
+    def charge(self, member: PoolMember, run: StageRun) -> None:
+        """Count an attempt of a request as in flight on a replica, before it is sent there."""
+        member.in_flight[run.engine_request_id] = run
+        member.dispatched += 1
+        member.account.charge(run, run.attempt_at)
+        self._unreported.dispatched()
+        self._work_changed(member)
+        self._policy.tell("dispatched", run.task, member, run.decision)
+
+    def begin(self, member: PoolMember, run: StageRun, cached_tokens: int | None) -> None:
+        """The first output of an attempt came; the engine had so many prompt tokens cached, None if it did not say."""
+        member.account.begin(run, self._clock())
+        self._work_changed(member)
+        self._policy.tell("began", run.task, member, cached_tokens)
+
+    def report(self, member: PoolMember, report: LoadReport) -> None:
+        """The engine reported its load; the outputs that it has sent with that have been dealt with."""
+        if member.account.report(report):
+            self.serving.changed(member)
+
+    def release(self, run: StageRun) -> None:
+        """The request is no longer in flight; nothing to do if it was released before."""
+        member = self._members.get(run.replica_id) if run.replica_id is not None else None
+        if member is None or member.in_flight.pop(run.engine_request_id, None) is None:
+            return
+        self._unreported.ended(1)
+        now = self._clock()
+        member.account.release(run, now)
+        self._work_changed(member)
+        run.task["answer_ids"] = run.produced[run.answer_begins : run.answer_begins + run.output_tokens]
+        self._policy.tell("ended", run.task, member, now - run.attempt_at, run.output_tokens)
+        member.tell_if_idle()
+
+    def share_with(self, heads: int) -> None:
+        """So many heads balance over these replicas now, this one included."""
+        self._unreported.share_with(heads)
+
+    def join(self, member: PoolMember, others: Work | None) -> None:
+        """The other heads have charged so much to a replica; None: they do not say, and its engine's word counts."""
+        member.account.join(others)
+        self.serving.changed(member)
+
+    def cache_changed(self, member: PoolMember, change: CacheChange) -> None:
+        """The replica's engine reported what it has cached; of no interest once the replica is lost."""
+        if member.client is not None:
+            self._policy.tell("cache_changed", member, change)
+
+    def cache_cleared(self, member: PoolMember) -> None:
+        """The replica's engine has dropped what it had cached, because it was told to."""
+        if member.client is not None:
+            self._policy.tell("cleared", member)
+
+    def _work_changed(self, member: PoolMember) -> None:
+        self.serving.changed(member)
+        if self.peers is not None:
+            self.peers.changed(member)
+
+    def _hold(self, member: PoolMember, reasons: frozenset[str]) -> None:
+        member.held_back = reasons
+        if member.client is not None:
+            self._enter_service(member)
+
+    def _enter_service(self, member: PoolMember) -> None:
+        if member.held_back:
+            self._set_status(member, ReplicaStatus.DRAINING)
+            return
+        self._set_status(member, ReplicaStatus.UP)
+        self.on_serving()
+
+    def _set_status(self, member: PoolMember, status: ReplicaStatus) -> None:
+        served, serves = member.status is ReplicaStatus.UP, status is ReplicaStatus.UP
+        member.status = status
+        if served and not serves:
+            self.serving = ServingReplicas(without_member(self.serving, member), self._unreported)
+        elif serves and not served:
+            self.serving = ServingReplicas(with_member(self.serving, member), self._unreported)

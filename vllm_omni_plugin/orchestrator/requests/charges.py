@@ -1,0 +1,147 @@
+"""What one replica has to do: charged before a request is sent, released once, joined with what others report."""
+
+from math import exp
+from typing import NamedTuple
+
+from vllm_omni_plugin.balancing import ReplicaLoad
+from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
+from vllm_omni_plugin.vllm_api.requests.facts import CacheSize, LoadReport
+
+_RATE_MEMORY_S = 30.0
+"""Seconds of computing prompts after which what was seen weighs 1/e in the rate."""
+
+UNKNOWN_CACHE = CacheSize()
+_NO_REPORT = LoadReport(0, 0, 0.0)
+
+
+class Work(NamedTuple):
+    """What one head, or several, have charged to a replica.
+
+    Attributes:
+        requests: unfinished ones.
+        prefill_tokens: prompt tokens of theirs that count as still to be computed.
+    """
+
+    requests: int = 0
+    prefill_tokens: int = 0
+
+
+NO_WORK = Work()
+
+
+class Account:
+    """Sums over the requests on one replica, joined with what its engine and other heads report.
+
+    Args:
+        cache: its engine's.
+
+    Attributes:
+        requests: see `ReplicaLoad`.
+        others: likewise.
+        prefill_tokens: likewise.
+    """
+
+    def __init__(self, cache: CacheSize = UNKNOWN_CACHE) -> None:
+        self.requests = 0
+        self.others = 0
+        self.prefill_tokens = 0
+        self._cache = cache
+        self._decode_tokens = 0
+        self._peers: Work | None = None
+        self._peers_prefill_tokens = 0
+        self._report = _NO_REPORT
+        self._reported_others = 0
+        # Of the time in which there were prompts to compute, recent time weighing more.
+        self._computed_tokens = 0.0
+        self._computing_s = 0.0
+        self._seen_until = 0.0
+
+    @property
+    def own(self) -> Work:
+        """What this head has charged."""
+        return Work(self.requests - self.others, self.prefill_tokens - self._peers_prefill_tokens)
+
+    @property
+    def load(self) -> ReplicaLoad:
+        """All of it at this moment."""
+        return ReplicaLoad(
+            self.requests,
+            self.others,
+            self.prefill_tokens,
+            self._decode_tokens,
+            *self._report,
+            self._computed_tokens / self._computing_s if self._computing_s else 0.0,
+            *self._cache,
+            self._peers is not None,
+        )
+
+    def join(self, peers: Work | None) -> None:
+        """The other heads have charged so much; None: they do not say, and the engine's word counts."""
+        self._peers = peers
+        self._count_others()
+
+    def charge(self, run: StageRun, now: float) -> None:
+        """An attempt is about to be sent."""
+        self.requests += 1
+        if run.prefill_tokens:
+            self._pass_time(now, busy=self.prefill_tokens > self._peers_prefill_tokens)
+            self.prefill_tokens += run.prefill_tokens
+
+    def begin(self, run: StageRun, now: float) -> None:
+        """Its first output came: the prompt is computed, and what it holds of the KV memory stays to its end."""
+        run.began = True
+        self._end_prefill(run, now, computed=run.prefill_tokens)
+        self._decode_tokens += run.prompt_tokens + run.output_tokens
+
+    def produce(self, run: StageRun, tokens: int) -> None:
+        """The engine has produced so many tokens more."""
+        run.output_tokens += tokens
+        if run.began:
+            self._decode_tokens += tokens
+
+    def release(self, run: StageRun, now: float) -> None:
+        """The attempt is over, for whatever reason. To be called once."""
+        self.requests -= 1
+        if run.began:
+            self._decode_tokens -= run.prompt_tokens + run.output_tokens
+        else:
+            self._end_prefill(run, now, computed=0)
+        if self.requests == self.others:
+            # An engine tells each report to one of its clients, those with outputs first. One that has no more requests
+            # there may hear nothing again, and what it heard last would keep it away for ever.
+            self._reported_others, self._report = 0, _NO_REPORT
+            self._count_others()
+
+    def report(self, report: LoadReport) -> bool:
+        """The engine reported, and what it finished by then has been released; void while nothing is in flight there.
+
+        What was dispatched since the report was taken is charged and not in it, so it can hide others but not itself.
+
+        Returns:
+            Whether `requests` has changed.
+        """
+        own, before = self.requests - self.others, self.requests
+        if own:
+            self._report = report
+            self._reported_others = max(0, report.waiting + report.running - own)
+            self._count_others()
+        return self.requests != before
+
+    def _count_others(self) -> None:
+        requests, prefill_tokens = (self._reported_others, 0) if self._peers is None else self._peers
+        self.requests += requests - self.others
+        self.prefill_tokens += prefill_tokens - self._peers_prefill_tokens
+        self.others, self._peers_prefill_tokens = requests, prefill_tokens
+
+    def _end_prefill(self, run: StageRun, now: float, computed: int) -> None:
+        if run.prefill_tokens:
+            self._pass_time(now, busy=True, computed=computed)
+            self.prefill_tokens -= run.prefill_tokens
+
+    def _pass_time(self, now: float, busy: bool, computed: int = 0) -> None:
+        """Account for the time since the last call, in which the replica was or was not computing prompts."""
+        elapsed = max(0.0, now - self._seen_until) if busy else 0.0
+        self._seen_until = now
+        weight = exp(-elapsed / _RATE_MEMORY_S)
+        self._computed_tokens = self._computed_tokens * weight + computed
+        self._computing_s = self._computing_s * weight + elapsed

@@ -1,0 +1,100 @@
+"""What the orchestrator counts, in plain numbers and histograms that any thread may read."""
+
+from prometheus_client import Histogram
+
+from vllm_omni_plugin.balancing import Decision
+from vllm_omni_plugin.vllm_api.requests.move import Move
+
+_MAX_REASONS = 64
+"""Reasons and fallbacks that are told apart. They label metrics, and a third party's policy may invent any number."""
+_OTHER_REASON = "other"
+_BUCKETS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0)
+
+
+class OrchestratorMetrics:
+    """Counters of one orchestrator since its start.
+
+    Attributes:
+        queue_time: seconds between the submission of a request and its first dispatch.
+        hold_time: seconds that requests waited because no replica served, each time they had to.
+        held_by_stage: requests that wait for that reason now, by stage.
+        moves_by_way: requests sent again to another replica because theirs was lost, by how they went on there.
+        swallowed_tokens: tokens that replays repeated and nobody got a second time.
+        diverged: replays that did not repeat what had been delivered; these are among `lost`.
+        lost: requests that ended with an error because their replica was lost.
+        queries_of_death: requests that ended with an error because engines seemed to die of them.
+        moves_waiting: requests of lost replicas that wait for their turn to move.
+        refused: requests refused because no replica could serve, after they had been accepted.
+        turned_away: requests refused for the same reason before that.
+        decisions: dispatches by stage, policy and reason.
+        fallbacks: those among them that a policy decided by something less than its rule, by stage, policy and what.
+        matched_tokens: prompt tokens that policies expected to be cached where they sent them, of the attempts whose
+            engine said how many were.
+        cached_tokens: prompt tokens that these engines said they had cached.
+        stage_seconds: what requests spent in stages of a pipeline, by its id and name and by part: `transfer`,
+            `queue`, `first_output`, `run`; see `OrchestratorRequestState.pipeline_timings`.
+        has_session: whether the coordinator answers this head; None where there is none. Written by its client's.
+        waiting: requests that are held for that reason now, before that. It and `turned_away` are written by
+            AsyncLLM's thread, all else by ours.
+    """
+
+    def __init__(self) -> None:
+        self.queue_time = _seconds(
+            "queue_time", "Seconds between the arrival of a request at the orchestrator and its first dispatch."
+        )
+        self.hold_time = _seconds("hold_time", "Seconds that accepted requests waited because no replica could serve.")
+        self.stage_seconds = _seconds(
+            "stage", "Seconds that requests spent in the stages of a pipeline.", ("stage", "name", "part")
+        )
+        self.held_by_stage: dict[int, int] = {}
+        self.moves_by_way = dict.fromkeys((Move.RESTART, Move.RESUME, Move.REPLAY), 0)
+        self.swallowed_tokens = 0
+        self.diverged = 0
+        self.lost = 0
+        self.queries_of_death = 0
+        self.moves_waiting = 0
+        self.refused = 0
+        self.turned_away = 0
+        self.decisions: dict[tuple[int, str, str], int] = {}
+        self.fallbacks: dict[tuple[int, str, str], int] = {}
+        self.matched_tokens = 0
+        self.cached_tokens = 0
+        self.has_session: bool | None = None
+        self.waiting = 0
+
+    def decided(self, stage_id: int, policy: str, decision: Decision) -> None:
+        """Count a decision that is carried out."""
+        _count(self.decisions, (stage_id, policy, decision.reason))
+        if decision.fallback:
+            _count(self.fallbacks, (stage_id, policy, decision.fallback))
+
+    def spent(self, stage_id: int, name: str, part: str, seconds: float) -> None:
+        """Count what a request has spent in one part of a stage."""
+        self.stage_seconds.labels(str(stage_id), name, part).observe(seconds)
+
+    def began(self, decision: Decision, cached_tokens: int | None) -> None:
+        """Count what a first output says of a decision."""
+        if cached_tokens is not None:
+            self.matched_tokens += decision.matched_tokens
+            self.cached_tokens += cached_tokens
+
+    @property
+    def held(self) -> int:
+        """Requests that wait for a replica now, whatever their stage."""
+        return sum(self.held_by_stage.values())
+
+    @property
+    def moves(self) -> int:
+        """All moves, whatever their way."""
+        return sum(self.moves_by_way.values())
+
+
+def _seconds(name: str, documentation: str, labels: tuple[str, ...] = ()) -> Histogram:
+    # In no registry: a process may have several orchestrators, and each head's collector shows its own.
+    return Histogram(f"vllm_omni_fleet:{name}_seconds", documentation, labels, buckets=_BUCKETS_S, registry=None)
+
+
+def _count(counts: dict[tuple[int, str, str], int], key: tuple[int, str, str]) -> None:
+    if key not in counts and len(counts) >= _MAX_REASONS:
+        key = (*key[:2], _OTHER_REASON)
+    counts[key] = counts.get(key, 0) + 1

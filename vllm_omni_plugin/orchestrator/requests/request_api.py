@@ -1,0 +1,62 @@
+"""What the orchestrator asks about requests and outputs, whose structs are vLLM's."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from vllm_omni_plugin.vllm_api.requests.facts import CacheSize, LoadReport, RequestFacts
+from vllm_omni_plugin.vllm_api.requests.move import Move
+
+
+class RequestApi(Protocol):
+    """Reads and rebuilds requests and outputs; `vllm_api.engine_api.EngineApi` in service."""
+
+    @property
+    def pooling_task(self) -> str | None:
+        """What all requests ask their pooling model for; an engine that does not know it dies of it. None: it varies,
+        and vLLM's server has checked it."""
+
+    @property
+    def vocabulary(self) -> int | None:
+        """Ids of the model's tokens are below this; None: it is not known."""
+
+    def describe(self, request: Any) -> RequestFacts:
+        """What policies may know of a request, or of an attempt to go on with it."""
+
+    def cached_tokens(self, output: Any) -> int | None:
+        """Prompt tokens that the engine took from its cache, told with the first output; None if it does not say."""
+
+    def load_report(self, outputs: Any) -> LoadReport | None:
+        """What the engine reports of its load with a message, None if it does not."""
+
+    def cache_size(self, ready_response: bytes) -> CacheSize:
+        """What an engine said of its KV memory when it was ready. Raises `WireError` if it cannot be read."""
+
+    def affinity_key(self, request: Any) -> int | None: ...
+
+    def cut_short(self, output: Any) -> bool: ...
+
+    def aborted(self, output: Any) -> bool:
+        """Whether the engine has ended the request because it was paused or put to sleep."""
+
+    def idle_report(self, engine_index: int) -> Any: ...
+
+    def movable(self, request: Any) -> Any:
+        """The request, or a copy with a seed where only that makes its answer repeatable."""
+
+    def how_to_move(self, request: Any) -> Move:
+        """How the request goes on elsewhere once part of its answer has been delivered."""
+
+    def moved(self, request: Any, move: Move, produced: Sequence[int]) -> Any:
+        """What to send to the next replica, given the tokens delivered so far. The request itself is not changed."""
+
+    def fit(self, output: Any, swallow: int) -> None:
+        """Make a moved request's first output one in the middle: without its first tokens and what is told once."""
+
+    def end(self, request_id: str) -> Any:
+        """Outputs that end a request of which nothing is to come."""
+
+    def restate_cached(self, output: Any, cached_tokens: int) -> None:
+        """Let a first output say that so many of the prompt's tokens were cached."""
+
+    def missing_end(self, request: Any, produced: Sequence[int], engine_index: int) -> Any | None:
+        """Outputs that end a request whose tokens have all been delivered; None while some are to come."""

@@ -1,0 +1,346 @@
+"""What one stage does for one request, as a state machine whose transitions do no I/O."""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from vllm_omni_plugin.balancing import Decision, Task
+from vllm_omni_plugin.errors import NoReplicaError, OmniError, RequestLostError
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import Dispatches
+from vllm_omni_plugin.vllm_api.requests.move import Move
+
+
+class RequestPhase(Enum):
+    """Where a request is."""
+
+    QUEUED = "queued"
+    """Accepted, with no replica yet."""
+    DISPATCHED = "dispatched"
+    """Sent to a replica that has not answered."""
+    STREAMING = "streaming"
+    """The current replica's output goes to the client."""
+    MOVING = "moving"
+    """Its replica was lost, and it has no other one yet."""
+    FINISHED = "finished"
+    """Ended in any way; nothing more may be delivered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Redispatch:
+    """Action: send the request to another replica.
+
+    Attributes:
+        move: how it goes on there.
+    """
+
+    move: Move
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """Action: end the request with this error."""
+
+    error: OmniError
+
+
+Action = Redispatch | Fail
+
+_UNDECIDED = Decision(0, "")
+
+
+@dataclass(slots=True, eq=False)
+class Loss:
+    """The loss of one replica, the same for all requests that were in flight on it.
+
+    Attributes:
+        replica_id: the replica.
+        reason: why it is gone, for errors.
+        culprit: the request that its engine died of; None: there is none, or it is not known.
+    """
+
+    replica_id: int
+    reason: str
+    culprit: "StageRun | None" = None
+
+
+@dataclass(slots=True, eq=False)
+class StreamingInputState:
+    """A session whose prompt arrives in chunks, each answered by a turn of output.
+
+    The engine keeps the session between its turns, and ends it after the last turn once the input is closed.
+
+    Attributes:
+        replayable: whether chunks are kept, so that the session can move. Those of a client are not: they may have no
+            end.
+        open_turns: chunks submitted whose turn has not finished.
+        input_closed: the last chunk has come.
+        unsent: chunks after the first that wait for a replica.
+        sent: those that a replica has got, of a replayable session.
+    """
+
+    replayable: bool = False
+    open_turns: int = 1
+    input_closed: bool = False
+    unsent: list[Any] = field(default_factory=list)
+    sent: list[Any] = field(default_factory=list)
+
+    @property
+    def over(self) -> bool:
+        """Whether the engine has nothing more to say in this session."""
+        return self.input_closed and self.open_turns == 0
+
+    def take_unsent(self) -> list[Any]:
+        """What waits to be sent, which counts as sent from here on."""
+        chunks, self.unsent = self.unsent, []
+        self.note_sent(*chunks)
+        return chunks
+
+    def note_sent(self, *chunks: Any) -> None:
+        """These have gone to the replica."""
+        if self.replayable:
+            self.sent.extend(chunks)
+
+    def rewind(self) -> None:
+        """All turns are to come again."""
+        self.unsent, self.sent = [*self.sent, *self.unsent], []
+        self.open_turns = 1 + sum(chunk.resumable for chunk in self.unsent)
+
+
+@dataclass(slots=True, eq=False)
+class StageRun:
+    """A stage's work on one request, from its input to its end, over all attempts.
+
+    Attributes:
+        request: vLLM's `EngineCoreRequest`, or what stands for it in a stage of another kind.
+        submitted_at: monotonic seconds at which it was submitted.
+        phase: see `RequestPhase`; changed by the methods below only.
+        replica_id: the replica of the current attempt, or None.
+        engine_request_id: the id of the current attempt on its engine, new for every attempt.
+        attempts: how often the request was dispatched.
+        sent: whether the replica has got the current attempt.
+        streaming: state of a streaming-input session, or None for an ordinary request.
+        produced: tokens delivered so far, over all attempts.
+        move: how the current attempt continues the ones before it.
+        joining: whether the current attempt has yet to reach the end of what was delivered.
+        waits_since: monotonic seconds at which the request began to wait for a replica that serves.
+        dispatches: see `SubmitRequest`.
+        first_request: what the first attempt sends in place of `request`, if anything.
+        dispatched_at: monotonic seconds at which the first attempt was sent.
+        losses: of the replicas that it has lost.
+        suspicions: those of them that it may have caused; none once it has had output since, see `Suspects`.
+        closed: whether it has left its dispatcher, which keeps nothing of it any more.
+        request_id: the id under which the client knows the request.
+        task: what the policy was told of the last attempt.
+        decision: what it answered.
+        attempt_at: monotonic seconds at which the last attempt was charged to its replica.
+        answer_begins: how many of the tokens produced before that attempt are in the prompt that it sent.
+        prompt_tokens: tokens of that prompt.
+        prefill_tokens: those of them that count as still to be computed until the first output.
+        began: whether the attempt's first output has come.
+        output_tokens: tokens that the engine has produced in it.
+    """
+
+    request: Any
+    submitted_at: float
+    phase: RequestPhase = RequestPhase.QUEUED
+    replica_id: int | None = None
+    engine_request_id: str = ""
+    attempts: int = 0
+    sent: bool = False
+    streaming: StreamingInputState | None = None
+    produced: "array[int]" = field(default_factory=lambda: array("q"))
+    move: Move = Move.RESTART
+    joining: bool = False
+    waits_since: float = 0.0
+    dispatches: Dispatches | None = None
+    first_request: Any = None
+    dispatched_at: float = 0.0
+    losses: list[Loss] = field(default_factory=list)
+    suspicions: list[Loss] = field(default_factory=list)
+    closed: bool = field(default=False, init=False)
+    request_id: str = field(init=False)
+    task: Task = field(default_factory=Task, init=False)
+    decision: Decision = field(default=_UNDECIDED, init=False)
+    attempt_at: float = field(default=0.0, init=False)
+    answer_begins: int = field(default=0, init=False)
+    prompt_tokens: int = field(default=0, init=False)
+    prefill_tokens: int = field(default=0, init=False)
+    began: bool = field(default=False, init=False)
+    output_tokens: int = field(default=0, init=False)
+    _to_swallow: int = field(default=0, init=False)
+    _loss: str = field(default="", init=False)
+
+    def __post_init__(self) -> None:
+        self.request_id = self.request.request_id
+
+    @property
+    def finished(self) -> bool:
+        """Whether the request has ended."""
+        return self.phase is RequestPhase.FINISHED
+
+    def dispatch(self, replica_id: int, engine_request_id: str, task: Task, decision: Decision, now: float) -> None:
+        """Bind the next attempt to a replica, before it is charged there and sent.
+
+        Args:
+            replica_id: the replica.
+            engine_request_id: new for every attempt.
+            task: what the policy was asked.
+            decision: what it answered.
+            now: monotonic seconds.
+        """
+        self._require(RequestPhase.QUEUED, RequestPhase.MOVING)
+        self.phase = RequestPhase.DISPATCHED
+        self.replica_id = replica_id
+        self.engine_request_id = engine_request_id
+        if not self.attempts:
+            self.dispatched_at = now
+        self.attempts += 1
+        self.sent = self.began = False
+        self.task, self.decision, self.attempt_at = task, decision, now
+        prompt = task.get("prompt")
+        self.prompt_tokens = len(prompt.token_ids) if prompt is not None else 0
+        self.prefill_tokens = max(0, self.prompt_tokens - decision.matched_tokens)
+        self.output_tokens = 0
+        self.answer_begins = len(self.produced) if self.move is Move.RESUME else 0
+
+    def join(self, tokens: Sequence[int], finished: bool) -> int:
+        """Output of a moved request came: find where what was delivered ends in it.
+
+        Args:
+            tokens: the output's.
+            finished: whether it is the attempt's last.
+
+        Returns:
+            How many of its tokens the client has already; all of them may be.
+
+        Raises:
+            RequestLostError: the replay differs from what was delivered. The request has ended with this error.
+        """
+        self._require(RequestPhase.DISPATCHED)
+        swallow = min(self._to_swallow, len(tokens))
+        begin = len(self.produced) - self._to_swallow
+        self._to_swallow -= swallow
+        repeats = self.produced[begin : begin + swallow].tolist() == list(tokens[:swallow])
+        if not repeats or (finished and self._to_swallow and self.streaming is None):
+            self.phase = RequestPhase.FINISHED
+            raise RequestLostError(
+                f"{self._loss}, and the replica that took over did not repeat the part of the answer that had been "
+                "delivered. Please send it again."
+            )
+        all_known = swallow == len(tokens)
+        if self.streaming is None:
+            self.joining = all_known and not finished
+            return swallow
+        self.joining = all_known
+        if all_known and finished:
+            # The end of a turn comes with its last token, so it has been delivered, too.
+            self._end_turn(self.streaming)
+        return swallow
+
+    def _end_turn(self, session: StreamingInputState) -> None:
+        session.open_turns -= 1
+        if session.over:
+            self.phase = RequestPhase.FINISHED
+
+    def deliver(self, tokens: Sequence[int], finished: bool, cut_short: bool = False) -> None:
+        """Output of the current attempt goes to the client.
+
+        Args:
+            tokens: the output's.
+            finished: it is the last, or the last of a streaming-input session's turn.
+            cut_short: with `finished`, no turn of the session will follow.
+        """
+        if self.phase is not RequestPhase.STREAMING:
+            self._require(RequestPhase.DISPATCHED)
+            self.phase = RequestPhase.STREAMING
+        self.produced.extend(tokens)
+        if not finished:
+            return
+        if self.streaming is not None and not cut_short:
+            self._end_turn(self.streaming)
+        else:
+            self.phase = RequestPhase.FINISHED
+
+    def add_chunk(self, chunk: Any) -> None:
+        """A further chunk of a streaming-input session was submitted; one that is not resumable closes the input."""
+        assert self.streaming is not None
+        if chunk.resumable:
+            self.streaming.open_turns += 1
+        else:
+            self.streaming.input_closed = True
+        if self.streaming.over:
+            self.phase = RequestPhase.FINISHED
+
+    def abort(self) -> None:
+        """The client gave up. Nothing to do if the request has ended."""
+        self.phase = RequestPhase.FINISHED
+
+    def lose_replica(
+        self, loss: Loss, migration_limit: int, on_delivered: Move, vocabulary: int | None = None
+    ) -> Action:
+        """The replica of the current attempt is gone.
+
+        Args:
+            loss: which replica, and why.
+            migration_limit: moves a request may make in its life, without those for which another one is to blame.
+            on_delivered: how this request can go on if part of its answer has been delivered.
+            vocabulary: see `RequestApi`.
+        """
+        self._require(RequestPhase.DISPATCHED, RequestPhase.STREAMING)
+        self.losses.append(loss)
+        self._loss = f"Replica {loss.replica_id} was lost while it served this request ({loss.reason})"
+        replayable = self.streaming is not None and self.streaming.replayable
+        move = Move.RESTART if not self.produced else Move.REPLAY if replayable else on_delivered
+        error = self._why_not_movable(move, migration_limit, vocabulary)
+        if error is not None:
+            self.phase = RequestPhase.FINISHED
+            return Fail(error)
+        self.phase = RequestPhase.MOVING
+        self.replica_id = None
+        self.engine_request_id = ""
+        self.move = move
+        self.joining = move is not Move.RESTART
+        self._to_swallow = len(self.produced) if move is Move.REPLAY else 0
+        if self.streaming is not None:
+            self.streaming.rewind()
+        return Redispatch(move)
+
+    def give_up(self, error: NoReplicaError) -> Fail:
+        """No replica can take the request."""
+        self._require(RequestPhase.QUEUED, RequestPhase.MOVING)
+        self.phase = RequestPhase.FINISHED
+        if self.produced:
+            return Fail(RequestLostError(f"{self._loss}, after part of the answer had been delivered. {error}"))
+        return Fail(error)
+
+    def _why_not_movable(self, move: Move, migration_limit: int, vocabulary: int | None) -> RequestLostError | None:
+        if self.losses[-1].culprit is self:
+            before = ", ".join(f"replica {loss.replica_id} ({loss.reason})" for loss in self.suspicions)
+            return RequestLostError(
+                f"{self._loss}, as was {before} before it, each without any output of it. The engines may have died of "
+                "this request, so no other replica gets it."
+            )
+        if self.streaming is not None and not self.streaming.replayable:
+            return RequestLostError(f"{self._loss}, and a streaming-input session cannot move. Please open it again.")
+        if move is Move.NEVER:
+            return RequestLostError(
+                f"{self._loss}, after part of the answer had been delivered, and its transfer parameters are spent. "
+                "Please send it again."
+            )
+        if move is Move.RESUME and vocabulary is not None and (token := max(self.produced)) >= vocabulary:
+            # An engine may die of such a prompt. Engines' outputs are not checked, since most never become one.
+            return RequestLostError(
+                f"{self._loss}, and had sent token id {token}, which the model's vocabulary of {vocabulary} does not "
+                "have, so no other replica can go on with it. Please send it again."
+            )
+        if sum(loss.culprit is None for loss in self.losses) > migration_limit:
+            return RequestLostError(
+                f"{self._loss}; it had moved {migration_limit} times, the limit of --omni-migration-limit."
+            )
+        return None
+
+    def _require(self, *phases: RequestPhase) -> None:
+        if self.phase not in phases:
+            raise AssertionError(f"request {self.request_id} is {self.phase.value}")

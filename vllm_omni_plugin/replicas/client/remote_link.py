@@ -1,0 +1,138 @@
+"""The link to an engine behind a replica server, whose two sockets we connect to."""
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
+
+import zmq
+
+from vllm_omni_plugin.curve import CURVE_BYTES, HANDSHAKE_FRAME_BYTES, PLAIN_USERNAME
+from vllm_omni_plugin.errors import MessageTooLargeError, ReplicaError
+from vllm_omni_plugin.replicas.client.unreachable import why_unreachable
+from vllm_omni_plugin.replicas.control.lease_messages import Attached
+from vllm_omni_plugin.replicas.links.connection import (
+    Connection,
+    Context,
+    HandshakeRefusedError,
+    Socket,
+    never_reconnect,
+)
+from vllm_omni_plugin.replicas.links.link import Frames, Link
+
+_CONNECT_TIMEOUT_MS = 3000
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class DataCredential:
+    """What a head shows on the data sockets of one attachment.
+
+    Attributes:
+        public: what the server is told to admit, 40 characters: a CURVE public key (Z85), or a random word.
+        secret: the secret half of the key (Z85), or "" where links are not encrypted.
+    """
+
+    public: str
+    secret: str
+
+    @classmethod
+    def new(cls, encrypted: bool) -> Self:
+        """A credential that nobody else has."""
+        if not encrypted:
+            return cls(secrets.token_hex(20), "")
+        public, secret = zmq.curve_keypair()
+        return cls(public.decode(), secret.decode())
+
+    def show(self, socket: Socket, data_key: str) -> None:
+        """Use it for a socket's connections, made from now on to the holder of `data_key`."""
+        if self.secret:
+            socket.curve_serverkey = data_key.encode()
+            socket.curve_publickey = self.public.encode()
+            socket.curve_secretkey = self.secret.encode()
+        else:
+            socket.plain_username = PLAIN_USERNAME.encode()
+            socket.plain_password = self.public.encode()
+
+
+class RemoteLink(Link):
+    """Over tcp, for the time of one lease. Lives on the running event loop.
+
+    Args:
+        context: makes the sockets.
+        lease: where to connect, and as whom.
+        credential: the one that the lease was granted for.
+        max_output_bytes: the engine's largest message.
+        on_lost: called with the reason when a connection breaks after both were established.
+
+    Raises:
+        ReplicaError: an address or key of the lease is not valid.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        lease: Attached,
+        credential: DataCredential,
+        max_output_bytes: int,
+        on_lost: Callable[[], None],
+    ) -> None:
+        self.input_addr = lease.input_addr
+        self.output_addr = lease.output_addr
+        self._identity = lease.identity
+        self._max_bytes = lease.max_message_bytes
+        self._sockets = (context.socket(zmq.PUSH), context.socket(zmq.PULL))
+        self._input, self.output_socket = self._sockets
+        self._connections: list[Connection] = []
+        try:
+            for socket, address in zip(self._sockets, (self.input_addr, self.output_addr), strict=True):
+                self._connections.append(Connection(socket, on_lost))
+                credential.show(socket, lease.data_key)
+                # What is sent to us for requests is a handshake.
+                socket.maxmsgsize = HANDSHAKE_FRAME_BYTES if socket is self._input else max_output_bytes + CURVE_BYTES
+                _connect(socket, address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ReplicaError(f"cannot connect to {self.input_addr} and {self.output_addr}: {error}") from error
+
+    async def established(self) -> None:
+        """Return when both directions are open.
+
+        Raises:
+            ReplicaError: one cannot be reached, or refused us; says which.
+        """
+        for connection, address in zip(self._connections, (self.input_addr, self.output_addr), strict=True):
+            try:
+                await connection.established
+            except HandshakeRefusedError as error:
+                raise ReplicaError(f"{address} refused the data connection: {error}") from error
+            except ReplicaError as error:
+                raise ReplicaError(f"announced {address}, which {await why_unreachable(address)}") from error
+
+    def send(self, frames: Frames) -> None:
+        size = sum(memoryview(frame).nbytes for frame in frames)
+        if size > self._max_bytes:
+            raise MessageTooLargeError(
+                f"The request takes {size / MIB:.1f} MiB on its way to the engine, where {self._max_bytes // MIB} MiB "
+                f"are allowed (--omni-max-message-size of the replica's node)"
+            )
+        try:
+            self._input.send_multipart((self._identity, *frames), zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            raise ReplicaError(f"cannot send to {self.input_addr}: {error}") from error
+
+    def close(self) -> None:
+        self._stop_reading()
+        for connection in self._connections:
+            connection.close()
+        for socket in self._sockets:
+            socket.close(linger=0)
+
+
+def _connect(socket: Socket, address: str) -> None:
+    # Unbounded, as vLLM's own are: requests are bounded before they come here, and outputs by the reader's pauses.
+    socket.sndhwm = socket.rcvhwm = 0
+    socket.ipv6 = "[" in address
+    socket.connect_timeout = _CONNECT_TIMEOUT_MS
+    never_reconnect(socket)
+    socket.connect(address)

@@ -1,0 +1,265 @@
+"""The one client of an engine replica: the engine-core protocol over a link, however that link was opened."""
+
+import asyncio
+import itertools
+import secrets
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from vllm_omni_plugin.errors import NOT_ALLOWED, MessageTooLargeError, NotAllowedError, ReplicaError, WireError
+from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.replicas.links.link import Frames, Link
+
+logger = init_logger(__name__)
+
+_REPORTED = "the engine reported its own death"
+_MAX_DETAIL_CHARS = 300
+
+
+_LONG_CALLS = frozenset(
+    {
+        "add_lora",
+        "collective_rpc",
+        "compute_weight_checksums",
+        "profile",
+        "release_kv_cache_memory",
+        "save_sharded_state",
+        "sleep",
+        "wake_up",
+    }
+)
+"""Methods in which engines move, load or save weights, or whatever a user likes."""
+
+
+class Codec(Protocol):
+    """How calls become frames and frames outputs; `vllm_api.engine_api.EngineApi` in service."""
+
+    def encode_add(self, request: Any, engine_request_id: str, client_index: int) -> Frames: ...
+
+    def encode_abort(self, engine_request_ids: Sequence[str]) -> Frames: ...
+
+    def encode_utility(self, call_id: int, method: str, args: tuple[Any, ...], client_index: int) -> Frames: ...
+
+    def decode_outputs(self, frames: Frames) -> Any: ...
+
+    def is_engine_dead(self, frames: Frames) -> bool: ...
+
+
+class StageClient:
+    """Talks to one engine replica. Lives on one event loop.
+
+    Args:
+        link: the open link; the client owns it from here on.
+        codec: encodes and decodes; may be shared between the clients of one loop.
+        name: of the replica, in errors and logs.
+        on_outputs: called with every `EngineCoreOutputs` that carries request outputs or statistics.
+        on_dead: called at most once, with the reason, when the replica is dead, or has said what cannot be used.
+        client_index: which of the engine's outputs is the link's, for an engine that several clients share.
+        patience: seconds that somebody who knows more has to call `mark_dead` after the engine reported its own death.
+
+    Attributes:
+        engine_failed: whether it is dead because the engine crashed by itself or said what cannot be used.
+        is_interrupted: whether what the engine says of requests is dropped, from `interrupt` to `reset`.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        codec: Codec,
+        name: str,
+        on_outputs: Callable[[Any], None],
+        on_dead: Callable[[str], None],
+        client_index: int = 0,
+        patience: float = 0.0,
+    ) -> None:
+        self._link = link
+        self._codec = codec
+        self._name = name
+        self._on_outputs = on_outputs
+        self._on_dead = on_dead
+        self._client_index = client_index
+        self._patience = patience
+        self._last_word: asyncio.TimerHandle | None = None
+        # Begun anywhere: an answer to another client of the same engine must not be taken for one of ours.
+        self._call_ids = itertools.count(secrets.randbits(48))
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._long_calls = 0
+        # Apart from calls, since these fail when the engine hangs, and the end of that has to be heard of.
+        self._probes: dict[int, asyncio.Future[Any]] = {}
+        self._is_read = True
+        self.is_interrupted = False
+        self._dead_reason: str | None = None
+        self.engine_failed = False
+
+    def __repr__(self) -> str:
+        state = self._dead_reason or "alive"
+        return f"<StageClient replica {self._name} {self._link.input_addr}: {state}, {len(self._calls)} calls>"
+
+    def start(self) -> None:
+        """Begin to read the replica's outputs on the running loop."""
+        self._link.start_reading(self._receive)
+
+    def add_request(self, request: Any, engine_request_id: str) -> None:
+        """Submit an `EngineCoreRequest` under an id that must be new to the engine, or vLLM's engine dies of it.
+
+        Raises:
+            MessageTooLargeError: the replica takes no message of this size.
+            ReplicaError: the replica is dead.
+        """
+        self._send(self._codec.encode_add(request, engine_request_id, self._client_index))
+
+    def abort_requests(self, engine_request_ids: Sequence[str]) -> None:
+        """Abort requests by their engine-side ids; those already finished are ignored by the engine.
+
+        Raises:
+            ReplicaError: the replica is dead.
+        """
+        self._send(self._codec.encode_abort(engine_request_ids))
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Call a method of the engine core and return its result.
+
+        Raises:
+            ReplicaError: the engine refused or failed the call, or died before it answered.
+        """
+        is_long = method in _LONG_CALLS
+        self._long_calls += is_long
+        try:
+            return await self._ask(self._calls, method, args)
+        finally:
+            self._long_calls -= is_long
+
+    async def answers(self) -> None:
+        """Returns when the engine's own loop has answered, which it does between two steps; see `Probe`.
+
+        Raises:
+            ReplicaError: as `call`, but for `interrupt`.
+        """
+        await self._ask(self._probes, "is_sleeping", ())
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there are calls that may keep the engine's loop for long. Others say nothing, and may be many."""
+        return self._long_calls > 0
+
+    @property
+    def is_read(self) -> bool:
+        """Whether what the engine says is read; see `pause_reading`."""
+        return self._is_read
+
+    def interrupt(self, reason: str) -> None:
+        """The engine hangs: fail open calls with `reason`, and drop what it says of requests until `reset`."""
+        self.is_interrupted = True
+        self._fail(self._calls, ReplicaError(f"replica {self._name} hangs: {reason}"))
+
+    async def reset(self) -> None:
+        """Abort every request and end any pause or sleep, for heads that know nothing of what was before.
+
+        Raises:
+            ReplicaError: as `call`.
+        """
+        # vLLM's scheduler takes None for all requests.
+        await self.call("abort_requests", None)
+        self.is_interrupted = False
+        if await self.call("is_sleeping"):
+            await self.call("wake_up")
+
+    def pause_reading(self) -> None:
+        """Leave the replica's outputs in the socket until `resume_reading`."""
+        self._is_read = False
+        self._link.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Go on reading after `pause_reading`."""
+        self._is_read = True
+        self._link.resume_reading()
+
+    def drain(self) -> None:
+        """Handle what the replica sent before it died. Call before `mark_dead` when its process has exited."""
+        self._link.drain()
+
+    def mark_dead(self, reason: str, engine_failed: bool = False) -> None:
+        """Fail open calls and refuse new ones with `reason`; the first reason stays. Tells `on_dead`."""
+        if self._dead_reason is not None:
+            return
+        self._dead_reason, self.engine_failed = reason, engine_failed
+        if self._last_word is not None:
+            self._last_word.cancel()
+        self._fail(self._calls, self._dead_error())
+        self._fail(self._probes, self._dead_error())
+        self._on_dead(reason)
+
+    def close(self) -> None:
+        """Close the link; open calls fail. Idempotent."""
+        self._link.close()
+        self.mark_dead("closed")
+
+    async def _ask(self, open_calls: dict[int, "asyncio.Future[Any]"], method: str, args: tuple[Any, ...]) -> Any:
+        call_id = next(self._call_ids)
+        frames = self._codec.encode_utility(call_id, method, args, self._client_index)
+        self._send(frames)
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        open_calls[call_id] = future
+        try:
+            return await future
+        finally:
+            open_calls.pop(call_id, None)
+
+    def _fail(self, open_calls: dict[int, "asyncio.Future[Any]"], error: ReplicaError) -> None:
+        for future in open_calls.values():
+            if not future.done():
+                future.set_exception(error)
+        open_calls.clear()
+
+    def _dead_error(self) -> ReplicaError:
+        return ReplicaError(f"replica {self._name} is gone: {self._dead_reason}")
+
+    def _send(self, frames: Frames) -> None:
+        if self._dead_reason is not None:
+            raise self._dead_error()
+        try:
+            self._link.send(frames)
+        except MessageTooLargeError:
+            raise
+        except ReplicaError as error:
+            self.mark_dead(str(error))
+            raise
+
+    def _receive(self, frames: list[Any]) -> None:
+        if self._dead_reason is not None:
+            # Its requests are elsewhere by now, and its statistics would count as those of a replica that serves.
+            return
+        if self._codec.is_engine_dead(frames):
+            self._reported_dead()
+            return
+        try:
+            outputs = self._codec.decode_outputs(frames)
+            if outputs.utility_output is not None:
+                self._resolve_call(outputs.utility_output)
+            elif not self.is_interrupted:
+                self._on_outputs(outputs)
+        except WireError as error:
+            # What was in it is lost, so nothing that follows can be delivered.
+            self.mark_dead(f"it sent a message that cannot be used: {str(error)[:_MAX_DETAIL_CHARS]}", True)
+        except Exception as error:
+            # Of one replica: it must not end the reading of the others, nor let its requests wait for what was lost.
+            logger.exception("Outputs of replica %s could not be handled.", self._name)
+            self.mark_dead(f"its outputs could not be handled: {str(error)[:_MAX_DETAIL_CHARS]}", True)
+
+    def _reported_dead(self) -> None:
+        if not self._patience:
+            self.mark_dead(_REPORTED, engine_failed=True)
+        elif self._last_word is None:
+            mark_dead = partial(self.mark_dead, _REPORTED, engine_failed=True)
+            self._last_word = asyncio.get_running_loop().call_later(self._patience, mark_dead)
+
+    def _resolve_call(self, reply: Any) -> None:
+        future = self._calls.get(reply.call_id) or self._probes.get(reply.call_id)
+        if future is None or future.done():
+            return
+        if reply.failure_message is not None:
+            kind = NotAllowedError if reply.failure_message.startswith(NOT_ALLOWED) else ReplicaError
+            future.set_exception(kind(reply.failure_message))
+        else:
+            future.set_result(reply.result.result)

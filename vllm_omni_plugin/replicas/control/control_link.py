@@ -1,0 +1,129 @@
+"""The head's end of a replica server's control socket."""
+
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from vllm_omni_plugin.curve import Secrets, secure_client, why_refused
+from vllm_omni_plugin.errors import ReplicaError, WireError
+from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.replicas.control.lease_messages import MAX_CONTROL_BYTES, ToHead, ToServer, decode_to_head, encode
+from vllm_omni_plugin.replicas.links.connection import Connection, Context, HandshakeRefusedError
+from vllm_omni_plugin.replicas.links.link import SocketReader
+
+logger = init_logger(__name__)
+
+LINK_ROLE = "replica"
+"""Of the keys derived from a secret: those of control sockets."""
+
+# A link cut without a word is noticed in about a second, and one that heals is opened again as fast.
+_CHECK_MS = 250
+_CHECK_TIMEOUT_MS = 800
+_RECONNECT_MS = 100
+_CONNECT_TIMEOUT_MS = 1000
+# The last words to a server that is still there are worth this much of the closing head's time.
+_LINGER_MS = 500
+
+
+class ControlLink:
+    """Sends and receives the messages of `control`. Lives on the running event loop.
+
+    Args:
+        context: makes the socket.
+        address: the server's control address.
+        secrets: what the server and we know, None where links are open.
+        attempt: which of the secrets to show.
+        on_message: called with each message of the server.
+        on_lost: called when the connection breaks after it was established.
+
+    Raises:
+        ReplicaError: the address is not valid.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        address: str,
+        secrets: Secrets | None,
+        attempt: int,
+        on_message: Callable[[ToHead], None],
+        on_lost: Callable[[], None],
+    ) -> None:
+        self._address = address
+        self._on_message = on_message
+        self._invalid_frames = 0
+        self._socket = context.socket(zmq.DEALER)
+        self.connection = Connection(self._socket, on_lost)
+        self._reader = SocketReader(self._socket, self._receive)
+        try:
+            secure_client(self._socket, secrets, LINK_ROLE, attempt)
+            self._socket.ipv6 = "[" in address
+            self._socket.maxmsgsize = MAX_CONTROL_BYTES
+            self._socket.heartbeat_ivl, self._socket.heartbeat_timeout = _CHECK_MS, _CHECK_TIMEOUT_MS
+            self._socket.reconnect_ivl, self._socket.connect_timeout = _RECONNECT_MS, _CONNECT_TIMEOUT_MS
+            self._socket.connect(address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ReplicaError(f"cannot connect to {address!r}: {error}") from error
+        self._reader.resume()
+
+    def send(self, message: ToServer) -> None:
+        """Queue a message; dropped if there is no connection and too much is queued already."""
+        try:
+            self._socket.send(encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            logger.debug("A message to %s was dropped.", self._address)
+        self._reader.look_again()
+
+    def drain(self) -> None:
+        """Handle at once every message that has arrived."""
+        self._reader.drain()
+
+    def close(self) -> None:
+        """Stop reading; what was sent may still go out for half a second. Idempotent."""
+        if not self._socket.closed:
+            self.connection.close()
+            self._reader.pause()
+            self._socket.close(linger=_LINGER_MS)
+
+    def _receive(self, frames: list[Any]) -> None:
+        try:
+            if len(frames) != 1:
+                raise WireError(f"control message: {len(frames)} frames instead of one")
+            message = decode_to_head(bytes(frames[0]))
+        except WireError as error:
+            self._invalid_frames += 1
+            if self._invalid_frames == 1:
+                logger.warning("Dropped a frame of %s, and will drop more without a word: %s", self._address, error)
+            return
+        self._on_message(message)
+
+
+async def open_control_link(
+    context: Context,
+    address: str,
+    secrets: Secrets | None,
+    on_message: Callable[[ToHead], None],
+    on_lost: Callable[[], None],
+) -> ControlLink:
+    """Connect with the first of our secrets that the server takes, waiting as long as nobody answers.
+
+    Raises:
+        ReplicaError: the address is not valid, or the server takes none of them.
+    """
+    refusal: HandshakeRefusedError | None = None
+    for attempt in range(secrets.count if secrets else 1):
+        # A socket whose handshake was refused may never connect again, so each secret gets a fresh one.
+        link = ControlLink(context, address, secrets, attempt, on_message, on_lost)
+        try:
+            await link.connection.established
+            return link
+        except HandshakeRefusedError as error:
+            link.close()
+            refusal = error
+        except BaseException:
+            link.close()
+            raise
+    assert refusal is not None
+    raise ReplicaError(f"{address}: {why_refused(refusal.event, refusal.value, secrets)}") from refusal

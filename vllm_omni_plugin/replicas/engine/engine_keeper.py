@@ -1,0 +1,143 @@
+"""Keeping one engine of this node in service, for the head or for the replica server that has it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Executor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from vllm_omni_plugin.keep_running import Backoff, keep_running
+from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.replicas.engine.probe import Probe
+from vllm_omni_plugin.replicas.engine.running_engine import Engine
+
+logger = init_logger(__name__)
+
+E = TypeVar("E", bound=Engine)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What keepers go by.
+
+    Attributes:
+        heartbeat_interval: seconds between questions to an engine whether it still answers.
+        heartbeat_timeout: seconds without an answer after which it hangs; see `Probe`.
+        clock: monotonic seconds.
+        delay: sleeps between restarts.
+    """
+
+    heartbeat_interval: float
+    heartbeat_timeout: float
+    clock: Callable[[], float]
+    delay: Callable[[float], Awaitable[None]] = asyncio.sleep
+
+
+class EngineKeeper(Generic[E]):
+    """Starts an engine, asks it at intervals whether it answers, and starts it again when it is lost.
+
+    An engine that hangs is taken out of service but not killed, since a long step looks the same. It is put back into
+    service when it has answered.
+
+    Args:
+        name: of the replica, for logs.
+        start: starts the engine and returns when it is ready.
+        serve: puts an engine into service that is new, or that hung and has answered. If it raises, the engine is
+            ended and started again.
+        withdraw: takes it out of service, told the reason and whether it hangs. Called in the step in which that is
+            known, and not while the engine is ended in order.
+        executor: where its end is waited for.
+        timing: how often to ask, and when to restart.
+
+    Attributes:
+        ready: done with the engine once the first one serves; as `running`, there from `begin` on.
+        running: the task that keeps it; done when the engine is not to be started again, or with the error of the
+            first start.
+    """
+
+    ready: "asyncio.Future[E]"
+    running: "asyncio.Task[None]"
+
+    def __init__(
+        self,
+        name: str,
+        start: Callable[[], Awaitable[E]],
+        serve: Callable[[E], Awaitable[None]],
+        withdraw: Callable[[E, str, bool], None],
+        executor: Executor,
+        timing: Timing,
+    ) -> None:
+        self._name = name
+        self._start = start
+        self._serve = serve
+        self._withdraw = withdraw
+        self._executor = executor
+        self._timing = timing
+        self._restarting = True
+        self._grace: float | None = None
+        self._stopping = False
+
+    def begin(self) -> None:
+        """Start the engine in the background, on the running loop. To be called once."""
+        self.ready = asyncio.get_running_loop().create_future()
+        keeping = keep_running(self._engine, Backoff(), self._timing.clock, self._pause)
+        self.running = asyncio.create_task(keeping, name=f"omni-replica-{self._name}")
+
+    def restart_no_more(self) -> None:
+        """An engine that is lost from here on stays away."""
+        self._restarting = False
+
+    def stop(self, timeout: float | None) -> None:
+        """End the engine, which has `timeout` seconds (None: vLLM's default); see `running`. Idempotent."""
+        # A second cancellation would break off the waiting for a process that is just being spawned.
+        if not self._stopping:
+            self._stopping, self._grace = True, timeout
+            self.running.cancel()
+
+    @asynccontextmanager
+    async def _engine(self) -> AsyncIterator[Awaitable[str]]:
+        engine = await self._start()
+        try:
+            engine.on_lost = lambda reason: self._withdraw(engine, reason, False)
+            await self._serve(engine)
+            if not self.ready.done():
+                self.ready.set_result(engine)
+            timing = self._timing
+            yield Probe(
+                engine,
+                timing.heartbeat_interval,
+                timing.heartbeat_timeout,
+                lambda reason: self._withdraw(engine, reason, True),
+                partial(self._take_back, engine),
+                timing.clock,
+            ).run()
+        finally:
+            # One that was lost has nothing to finish; nor have, in a lockstep group, those that are lost with it.
+            await finish(engine.close(self._executor, 0.0 if engine.lost.done() else self._grace))
+
+    async def _take_back(self, engine: E) -> None:
+        try:
+            await self._serve(engine)
+        except Exception as error:
+            engine.give_up(f"it hung, and could not be taken back: {error}")
+
+    async def _pause(self, seconds: float, reason: str | Exception) -> bool:
+        if self._restarting:
+            logger.warning("Replica %s is started again in %.0f s: %s", self._name, seconds, reason)
+            await self._timing.delay(seconds)
+        return self._restarting
+
+
+async def finish(work: Awaitable[Any]) -> None:
+    """Wait for what may not be left half done, however often the caller is cancelled meanwhile."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled

@@ -1,0 +1,293 @@
+"""The heads of one replica: who may attach, what they hold, and what is put in order when they have gone."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+import zmq
+
+from vllm_omni_plugin.coordinator import ReplicaStatus
+from vllm_omni_plugin.errors import ConfigError, ReplicaError
+from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.replicas.control.cache_following import CacheFollowers
+from vllm_omni_plugin.replicas.control.lease_messages import (
+    MAX_TEXT_CHARS,
+    PROTOCOL_VERSION,
+    Attach,
+    Attached,
+    Beat,
+    Detach,
+    Expired,
+    Follow,
+    Leave,
+    Refused,
+    Status,
+    ToHead,
+    Told,
+    ToServer,
+)
+from vllm_omni_plugin.replicas.control.leases import Lease, Leases
+from vllm_omni_plugin.replicas.links.replica_ports import Listener, close_all, listen_on_many
+from vllm_omni_plugin.replicas.server.served_engine import HEAD_SLOTS, ServedEngine
+from vllm_omni_plugin.replicas.server.server_settings import ServerSettings
+
+logger = init_logger(__name__)
+
+_MAX_LOGGED_REFUSALS = 1024
+_NOTHING = "nothing"
+_DIFFERS = Refused("it is of another version or configured differently; without a secret only its log says how", True)
+
+
+def differences(head: Mapping[str, str], replica: Mapping[str, str]) -> list[str]:
+    """What differs between two fingerprints (`vllm_api.fingerprint`), sorted, each with the field and both values."""
+    return [
+        f"{name}: head has {head.get(name, _NOTHING)}, replica {replica.get(name, _NOTHING)}"
+        for name in sorted(head.keys() | replica.keys())
+        if head.get(name) != replica.get(name)
+    ]
+
+
+class Heads:
+    """Answers the control link on behalf of whichever engine the replica has. Lives on one event loop.
+
+    Args:
+        settings: the node's.
+        first_ports: the ports of slot 0 (inputs, outputs), which are the announced ones and stay bound. Other slots
+            have ports while they are leased.
+        send: sends a message to a routing id of the control link.
+        incarnation: the one announced now.
+        on_leave: called when a head asks, for its operator, that the replica leaves.
+        on_alone: called whenever the last lease has ended.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        first_ports: list[Listener],
+        send: Callable[[bytes, ToHead], None],
+        incarnation: Callable[[], int],
+        on_leave: Callable[[], None],
+        on_alone: Callable[[], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._settings = settings
+        self._ports: dict[int, list[Listener]] = {0: first_ports}
+        self._send = send
+        self._incarnation = incarnation
+        self._on_leave = on_leave
+        self._on_alone = on_alone
+        self._clock = clock
+        self._engine: ServedEngine | None = None
+        self._status = ReplicaStatus.DOWN
+        self._reason = "its engine is not ready"
+        self._leases = Leases(HEAD_SLOTS, settings.heartbeat_timeout)
+        self._followers = CacheFollowers(send)
+        self._cleaning: set[asyncio.Task[None]] = set()
+        self._resetting = self._told = False
+        self._last_lost: tuple[bytes, int] | None = None
+        self._logged_refusals: set[tuple[str, str]] = set()
+
+    def __len__(self) -> int:
+        """How many leases there are."""
+        return len(self._leases)
+
+    def admit(self, engine: ServedEngine) -> None:
+        """Let heads attach to an engine: a new one, or the one they were turned away from."""
+        if engine is not self._engine:
+            self._engine = engine
+            self._leases.all_clean()
+            self._followers.read(engine.cache_log)
+        self._status, self._reason = ReplicaStatus.UP, ""
+
+    def tell(self, status: ReplicaStatus, reason: str, engine_failed: bool = False) -> None:
+        """Tell all heads, who keep their leases; nobody new may attach unless it is UP."""
+        self._status, self._reason = status, reason[:MAX_TEXT_CHARS]
+        for lease in self._leases.current:
+            self._send(lease.peer, Status(lease.lease_id, status, self._reason, engine_failed))
+
+    def turn_away(self, status: ReplicaStatus, reason: str, engine_failed: bool = False) -> None:
+        """Tell all heads and end their leases; nobody may attach until `admit`."""
+        self.tell(status, reason, engine_failed)
+        for lease in self._leases.current:
+            self._end(lease, reason)
+
+    def forget_engine(self) -> None:
+        """Stop dealing with an engine that is about to be closed. Heads must have been turned away."""
+        self._engine = None
+        for task in self._cleaning:
+            task.cancel()
+        self._resetting = False
+
+    async def watch(self) -> None:
+        """End leases without beats, until cancelled."""
+        interval = self._settings.heartbeat_interval
+        while True:
+            due_at = self._clock() + interval
+            await asyncio.sleep(interval)
+            try:
+                self._end_silent(due_at)
+            except Exception:
+                # Without this watch, what lost heads hold would be theirs for ever.
+                logger.exception("Heads that are silent could not be let go; they are looked at again.")
+
+    def _end_silent(self, due_at: float) -> None:
+        now = self._clock()
+        late_by = now - due_at
+        for lease in self._leases.expired(now, late_by if late_by > self._settings.heartbeat_interval else 0.0):
+            self._send(lease.peer, Expired(lease.lease_id))
+            self._end(lease, f"it was silent for {self._settings.heartbeat_timeout:g} s")
+
+    def handle(self, peer: bytes, message: ToServer) -> None:
+        """Answer one message of the control link."""
+        if isinstance(message, Attach):
+            answer = self._attach(peer, message)
+            if isinstance(answer, Refused):
+                self._log_refusal(message.head_id, answer)
+                if answer.lasting and self._settings.secrets is None:
+                    # Whoever can reach an open port may ask; what runs here is not everybody's to know.
+                    answer = _DIFFERS
+            self._send(peer, answer)
+            return
+        lease = self._leases.find(message.lease, peer)
+        if lease is None:
+            if isinstance(message, Leave) and (peer, message.lease) == self._last_lost:
+                # It says so before it lets go, but over another connection than the one that is gone.
+                self._on_leave()
+            elif not isinstance(message, Detach):
+                self._send(peer, Expired(message.lease))
+            return
+        match message:
+            case Beat():
+                self._leases.beat(lease, self._clock())
+                self._send(peer, Status(lease.lease_id, self._status, self._reason))
+            case Follow():
+                self._followers.follow(lease, message.cursor)
+            case Told():
+                self._told = True
+            case Detach():
+                self._end(lease, "it detached")
+            case Leave():
+                logger.info("Head %s asks this replica to leave.", lease.head_id)
+                self._on_leave()
+
+    def _attach(self, peer: bytes, message: Attach) -> Attached | Refused:
+        refusal = self._why_not(message)
+        if refusal is not None:
+            return refusal
+        for former in self._leases.superseded(peer, message.head_id):
+            self._end(former, "it attached anew")
+        if self._engine is None or self._resetting:
+            return Refused("the engine is still dealing with what a former head left", lasting=False)
+        lease = self._leases.grant(peer, message.head_id, self._clock())
+        if lease is None:
+            return Refused(f"all {HEAD_SLOTS} heads it can serve are attached", lasting=False)
+        try:
+            return self._attached(self._engine, lease, message.credential)
+        except (ConfigError, OSError, zmq.ZMQError) as error:
+            self._leases.end(lease)
+            self._leases.cleaned(lease.slot)
+            self._close_ports(lease.slot)
+            return Refused(str(error), lasting=False)
+
+    def _why_not(self, message: Attach) -> Refused | None:
+        if message.protocol != PROTOCOL_VERSION:
+            return Refused(f"protocol: head has {message.protocol}, replica {PROTOCOL_VERSION}", lasting=True)
+        if differing := differences(message.fingerprint, self._settings.fingerprint):
+            return Refused("; ".join(differing)[:MAX_TEXT_CHARS], lasting=True)
+        if self._status is not ReplicaStatus.UP:
+            return Refused(f"it is {self._status}: {self._reason}", lasting=False)
+        if message.incarnation != self._incarnation():
+            return Refused(
+                f"incarnation: head means {message.incarnation}, replica is {self._incarnation()}", lasting=False
+            )
+        return None
+
+    def _attached(self, engine: ServedEngine, lease: Lease, credential: str) -> Attached:
+        if lease.slot not in self._ports:
+            self._ports[lease.slot] = listen_on_many(self._settings.host, self._settings.ports, 2)
+        inputs, outputs = self._ports[lease.slot]
+        relay = engine.slots[lease.slot].lease(
+            inputs,
+            outputs,
+            credential,
+            self._settings,
+            lambda: self._connection_lost(lease),
+        )
+        logger.info("Head %s is attached, on slot %d.", lease.head_id, lease.slot)
+        return Attached(
+            lease=lease.lease_id,
+            input_addr=inputs.address,
+            output_addr=outputs.address,
+            client_index=lease.slot,
+            identity=engine.identity,
+            ready_response=engine.ready_response,
+            max_message_bytes=self._settings.max_message_bytes,
+            data_key=relay.data_key,
+            fingerprint=dict(self._settings.fingerprint),
+            told=self._told,
+        )
+
+    def _connection_lost(self, lease: Lease) -> None:
+        if self._leases.find(lease.lease_id, lease.peer) is not None:
+            reason = (
+                "its connection for outputs is gone, took nothing for too long, or perhaps got more than its "
+                "--omni-max-message-size"
+            )
+            self._send(lease.peer, Status(lease.lease_id, ReplicaStatus.ERROR, reason))
+            self._end(lease, reason)
+            self._last_lost = (lease.peer, lease.lease_id)
+
+    def _end(self, lease: Lease, reason: str) -> None:
+        if not self._leases.end(lease):
+            return
+        self._followers.forget(lease)
+        engine = self._engine
+        assert engine is not None
+        logger.info("Head %s is no longer attached: %s.", lease.head_id, reason)
+        try:
+            engine.slots[lease.slot].release()
+            self._close_ports(lease.slot)
+        except Exception as error:
+            # All other leases end with the engine; one that is started anew has all its outputs free.
+            engine.give_up(f"an output could not be taken back from head {lease.head_id}: {error}")
+            return
+        cleaning = self._start(self._clean(engine, lease.slot))
+        if not self._leases:
+            self._resetting, self._told = True, False
+            self._start(self._reset(engine, [*self._cleaning, cleaning]))
+            self._on_alone()
+
+    def _close_ports(self, slot: int) -> None:
+        if slot:
+            close_all(self._ports.pop(slot, ()))
+
+    async def _clean(self, engine: ServedEngine, slot: int) -> None:
+        try:
+            await engine.slots[slot].clean()
+        except ReplicaError as error:
+            engine.give_up(f"an output could not be put in order: {error}")
+        else:
+            self._leases.cleaned(slot)
+
+    async def _reset(self, engine: ServedEngine, cleaning: list["asyncio.Task[None]"]) -> None:
+        await asyncio.wait(cleaning)
+        try:
+            await engine.client.reset()
+        except ReplicaError as error:
+            engine.give_up(f"what its heads left could not be put in order: {error}")
+        else:
+            self._resetting = False
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        task = asyncio.create_task(work)
+        self._cleaning.add(task)
+        task.add_done_callback(self._cleaning.discard)
+        return task
+
+    def _log_refusal(self, head_id: str, refusal: Refused) -> None:
+        refused = (head_id, refusal.reason)
+        if refused not in self._logged_refusals and len(self._logged_refusals) < _MAX_LOGGED_REFUSALS:
+            self._logged_refusals.add(refused)
+            log = logger.warning if refusal.lasting else logger.info
+            log("Head %s may not attach: %s.", head_id, refusal.reason)

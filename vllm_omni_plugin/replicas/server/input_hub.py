@@ -1,0 +1,60 @@
+"""The one way into an engine: what heads and the server itself send to it, in one stream."""
+
+import threading
+from pathlib import Path
+
+import zmq
+
+from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.replicas.links.forwarding import QUEUE_MESSAGES, forward, forwarding_context
+
+
+class InputHub:
+    """Passes messages from any number of PUSH sockets on this node to the engine's DEALER.
+
+    A ROUTER socket may be used by one thread only, so whoever writes to the engine does it through the hub.
+
+    Args:
+        engine_addr: ipc address to bind for the engine.
+        local_addr: ipc address to bind for those that write.
+    """
+
+    def __init__(self, engine_addr: str, local_addr: str) -> None:
+        self.engine_addr = engine_addr
+        self.local_addr = local_addr
+        self._context = forwarding_context()
+        self._thread: threading.Thread | None = None
+        try:
+            self._router = self._context.socket(zmq.ROUTER)
+            # Unbounded as vLLM's own: a ROUTER that is full drops messages. Heads stop writing to an engine that
+            # takes nothing when it is found to hang.
+            self._router.sndhwm = 0
+            self._router.bind(engine_addr)
+            self._pull = self._context.socket(zmq.PULL)
+            self._pull.rcvhwm = QUEUE_MESSAGES
+            self._pull.bind(local_addr)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+
+    def receive_ready(self, timeout: float) -> bytes:
+        """The engine's ready response. Blocks up to `timeout` seconds, before `start`; `ReplicaError` if none came."""
+        if not self._router.poll(int(timeout * 1000)):
+            raise ReplicaError(f"no ready response on {self.engine_addr} within {timeout:.0f} s")
+        payload: bytes = self._router.recv_multipart()[1]
+        return payload
+
+    def start(self) -> None:
+        """Begin to pass messages on; what was sent before has waited."""
+        self._thread = forward("omni-engine-input", self._pull, self._router, (self._pull, self._router))
+
+    def close(self) -> None:
+        """End the thread and drop what is queued. Idempotent; not while another thread is in `receive_ready`."""
+        if self._thread is None:
+            self._context.destroy(linger=0)
+        else:
+            self._context.term()
+            self._thread.join()
+        for address in (self.engine_addr, self.local_addr):
+            # libzmq leaves the file of an ipc address behind.
+            Path(address.removeprefix("ipc://")).unlink(missing_ok=True)

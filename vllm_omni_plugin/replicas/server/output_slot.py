@@ -1,0 +1,134 @@
+"""One output of an engine: read by a relay while a head holds its lease, and by the server itself otherwise."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.replicas.client.stage_client import Codec, StageClient
+from vllm_omni_plugin.replicas.links.forwarding import QUEUE_MESSAGES, Socket
+from vllm_omni_plugin.replicas.links.link import Frames, Link
+from vllm_omni_plugin.replicas.links.replica_ports import Listener
+from vllm_omni_plugin.replicas.server.relay import Relay
+from vllm_omni_plugin.replicas.server.server_settings import ServerSettings
+
+
+class SlotLink(Link):
+    """The server's own way to its engine: into the hub, out of one slot.
+
+    Args:
+        to_hub: a PUSH connected to the engine's hub; shared by the links of one engine, and not closed by them.
+        output_addr: ipc address to bind for the engine's outputs.
+        identity: the engine's ZMQ identity.
+    """
+
+    def __init__(self, to_hub: Socket, output_addr: str, identity: bytes) -> None:
+        self.input_addr = to_hub.get_string(zmq.LAST_ENDPOINT)
+        self.output_addr = output_addr
+        self._to_hub = to_hub
+        self._identity = identity
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self.output_socket = context.socket(zmq.PULL)
+        self.output_socket.rcvhwm = QUEUE_MESSAGES
+        try:
+            self.output_socket.bind(output_addr)
+        except BaseException:
+            self.output_socket.close(linger=0)
+            raise
+
+    def send(self, frames: Frames) -> None:
+        try:
+            self._to_hub.send_multipart((self._identity, *frames), zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            raise ReplicaError(f"cannot send on {self.input_addr}: {error}") from error
+
+    def close(self) -> None:
+        self._stop_reading()
+        self.output_socket.close(linger=0)
+        Path(self.output_addr.removeprefix("ipc://")).unlink(missing_ok=True)
+
+
+class OutputSlot:
+    """One output of an engine that heads may lease. Lives on the loop that made it.
+
+    While nobody holds it, everything that comes is taken and thrown away, and what it belongs to is aborted: a request
+    whose head has gone must not keep the engine busy, and an output nobody reads would pile up in it.
+
+    Args:
+        link: the server's way to the engine, out of this slot.
+        codec: see `StageClient`.
+        name: see `StageClient`.
+        index: the slot's `client_index`.
+        on_dead: called when the engine announces its death here, with the reason and whether it crashed by itself.
+    """
+
+    def __init__(
+        self, link: SlotLink, codec: Codec, name: str, index: int, on_dead: Callable[[str, bool], None]
+    ) -> None:
+        self.client = StageClient(
+            link,
+            codec,
+            name,
+            self._abort_orphans,
+            lambda reason: on_dead(reason, self.client.engine_failed),
+            index,
+        )
+        self._link = link
+        self._relay: Relay | None = None
+        self.client.start()
+
+    def lease(
+        self,
+        inputs: Listener,
+        outputs: Listener,
+        credential: str,
+        settings: ServerSettings,
+        on_lost: Callable[[], None],
+    ) -> Relay:
+        """Give the slot to a head; see `Relay`."""
+        self.client.pause_reading()
+        # What has come is another head's.
+        self.client.drain()
+        try:
+            self._relay = Relay(
+                inputs,
+                outputs,
+                self._link.input_addr,
+                self._link.output_socket,
+                credential,
+                settings,
+                on_lost,
+            )
+        except BaseException:
+            self.client.resume_reading()
+            raise
+        return self._relay
+
+    def release(self) -> None:
+        """Take the slot back at once; its head gets nothing more and can send nothing more. Idempotent."""
+        relay, self._relay = self._relay, None
+        if relay is not None:
+            relay.close()
+            self.client.resume_reading()
+
+    async def clean(self) -> None:
+        """Return when all that the former holder sent has reached the engine and all answers to it were taken here.
+
+        The engine handles its input in order, so the answer to a call of ours says both.
+
+        Raises:
+            ReplicaError: the engine is dead.
+        """
+        await self.client.call("is_sleeping")
+
+    def close(self) -> None:
+        """Give everything back."""
+        self.release()
+        self.client.close()
+
+    def _abort_orphans(self, outputs: Any) -> None:
+        orphans = [output.request_id for output in outputs.outputs if output.finish_reason is None]
+        if orphans:
+            self.client.abort_requests(orphans)

@@ -1,0 +1,152 @@
+"""The data path of one lease: what one head sends and gets, between tcp and the engine's ipc sockets."""
+
+import asyncio
+import contextlib
+import math
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import zmq
+
+from vllm_omni_plugin.curve import (
+    CURVE_BYTES,
+    HANDSHAKE_FRAME_BYTES,
+    HANDSHAKE_MS,
+    Gate,
+    require_key,
+    require_password,
+)
+from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.replicas.links.forwarding import QUEUE_MESSAGES, Socket, forward, forwarding_context
+from vllm_omni_plugin.replicas.links.replica_ports import Listener
+from vllm_omni_plugin.replicas.server.server_settings import ServerSettings
+from vllm_omni_plugin.vllm_api.protocol.screen import Refusal
+
+logger = init_logger(__name__)
+
+DATA_ROLE = "data"
+
+
+class Relay:
+    """Passes requests of one head to the engine's hub and outputs of one slot to that head.
+
+    Outputs pass in C. Of what the head sends the kind is read, and calls are; what may not reach the engine is refused.
+    To load an adapter waits for its files to be read, see `vllm_api.digests`, and so does all that is sent after it.
+
+    It has a ZMQ context of its own, whose end stops everything at once whatever its peers do, drops what the head has
+    not taken, and cuts the head's connections: a head whose lease is over cannot write into the engine any more.
+
+    Args:
+        inputs: port on which the head sends.
+        outputs: port on which the head receives.
+        hub_addr: where the engine's input takes messages.
+        slot_socket: where the engine's outputs for this slot come from. Belongs to the relay until `close`.
+        credential: what the head must show; nobody else is let in.
+        settings: the node's. A head that takes nothing of what there is for it is cut off after the heartbeat timeout.
+        on_lost: called on the running loop when the head's output connection has gone.
+
+    Attributes:
+        data_key: public CURVE key (Z85) of both ports, or "" where links are not encrypted.
+
+    Raises:
+        zmq.ZMQError: the system has no descriptors left; likewise `OSError`.
+    """
+
+    def __init__(
+        self,
+        inputs: Listener,
+        outputs: Listener,
+        hub_addr: str,
+        slot_socket: Socket,
+        credential: str,
+        settings: ServerSettings,
+        on_lost: Callable[[], None],
+    ) -> None:
+        self.data_key, self._secret_key = "", b""
+        if settings.secrets is not None:
+            public, self._secret_key = zmq.curve_keypair()
+            self.data_key = public.decode()
+        with ExitStack() as undo:
+            self._context = forwarding_context()
+            undo.callback(self._context.destroy, linger=0)
+            self._gate = Gate(self._context, settings.secrets)
+            undo.callback(self._gate.close)
+            self._gate.admit(DATA_ROLE, credential)
+            self._threads = self._open(inputs, outputs, hub_addr, slot_socket, settings, on_lost)
+            undo.pop_all()
+
+    def _open(
+        self,
+        inputs: Listener,
+        outputs: Listener,
+        hub_addr: str,
+        slot_socket: Socket,
+        settings: ServerSettings,
+        on_lost: Callable[[], None],
+    ) -> tuple[threading.Thread, threading.Thread]:
+        loop = asyncio.get_running_loop()
+        pull = self._serve(zmq.PULL, settings.max_message_bytes + CURVE_BYTES)
+        pull.rcvhwm = QUEUE_MESSAGES
+        self._gate.watch(pull, f"requests {inputs.address}")
+        push = self._serve(zmq.PUSH, HANDSHAKE_FRAME_BYTES)
+        push.sndhwm = QUEUE_MESSAGES
+        # The kernel closes a connection whose peer acknowledges nothing, or keeps its window shut, for so long.
+        push.setsockopt(zmq.TCP_MAXRT, math.ceil(settings.heartbeat_timeout * 1000))
+        self._gate.watch(push, f"outputs {outputs.address}", lambda: loop.call_soon_threadsafe(on_lost))
+        to_hub = self._context.socket(zmq.PUSH)
+        to_hub.sndhwm = QUEUE_MESSAGES
+        to_hub.connect(hub_addr)
+        to_slot = self._context.socket(zmq.PUSH)
+        to_slot.connect(slot_socket.get_string(zmq.LAST_ENDPOINT))
+        inputs.bind(pull)
+        outputs.bind(push)
+        return (
+            forward("omni-head-input", pull, to_hub, (pull, to_hub, to_slot), self._screened(settings, to_slot)),
+            forward("omni-head-output", slot_socket, push, (push,)),
+        )
+
+    def close(self) -> None:
+        """End both threads, within milliseconds; the slot's socket is the caller's again. Once only.
+
+        Only while the files of an adapter are being read does it take longer, some tenth of a second.
+        """
+        self._gate.close()
+        self._context.term()
+        for thread in self._threads:
+            thread.join()
+
+    def _screened(self, settings: ServerSettings, to_slot: Socket) -> Callable[[Sequence[Any]], bool] | None:
+        """What `forward` asks; the answers to calls that are refused go to ``to_slot``, as the engine's would."""
+        screen = settings.screen
+        if screen is None:
+            return None
+        refused = 0
+
+        def passes(frames: Sequence[Any]) -> bool:
+            nonlocal refused
+            # ZMQ bounds each frame, and not how many a message has.
+            is_too_large = sum(map(len, frames[1:])) > settings.max_message_bytes
+            refusal = Refusal("it is too large", ()) if is_too_large else screen(frames[1:])
+            if refusal is None:
+                return True
+            refused += 1
+            if refused == 1:
+                logger.warning("A message of a head is refused, more of them without a word: %s.", refusal.reason)
+            if refusal.answer:
+                with contextlib.suppress(zmq.Again):
+                    to_slot.send_multipart(refusal.answer, zmq.NOBLOCK)
+            return False
+
+        return passes
+
+    def _serve(self, kind: int, max_frame_bytes: int) -> Socket:
+        socket = self._context.socket(kind)
+        socket.handshake_ivl = HANDSHAKE_MS
+        socket.maxmsgsize = max_frame_bytes
+        if self._secret_key:
+            require_key(socket, self._secret_key, DATA_ROLE)
+        else:
+            require_password(socket, DATA_ROLE)
+        return socket

@@ -1,0 +1,211 @@
+"""A simulated engine without sockets, threads or a clock: continuous batching in iterations of a computed length."""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from vllm_omni_plugin.sim.model.engine_settings import EngineSettings
+from vllm_omni_plugin.sim.model.kv_cache import KVCache
+from vllm_omni_plugin.sim.model.sequence import Sequence
+from vllm_omni_plugin.sim.model.sim_requests import SimOutput, SimRequest
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What an engine says of itself after an iteration.
+
+    Attributes:
+        running: sequences that have been admitted.
+        waiting: requests that have not.
+        kv_cache_usage: share of the KV memory in use, 0 to 1.
+        admitted: requests admitted since the last report.
+        queried_tokens: prompt tokens of these.
+        cached_tokens: how many of them came from the prefix cache.
+    """
+
+    running: int
+    waiting: int
+    kv_cache_usage: float
+    admitted: int = 0
+    queried_tokens: int = 0
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What came of a step.
+
+    Attributes:
+        outputs: of the iteration that has ended, if one has.
+        next_time: when to step again, or None: not before something is submitted or resumed.
+        report: if an iteration has ended.
+    """
+
+    outputs: list[SimOutput]
+    next_time: float | None
+    report: LoadReport | None = None
+
+
+class EngineModel:
+    """Batches what is submitted as vLLM's scheduler does: running sequences first, then waiting ones in order.
+
+    Source: continuous batching (Yu et al., "Orca", OSDI 2022) with chunked prefill (Agrawal et al., "Sarathi-Serve",
+    OSDI 2024). A pure function of its calls: whoever drives it says what time it is.
+
+    Args:
+        settings: capacities and service times.
+
+    Attributes:
+        slowdown: factor on the length of the iterations that begin from here on.
+        admitting: whether waiting requests may start; those that run go on.
+        scheduling: whether iterations begin at all.
+    """
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self.settings = settings
+        self.slowdown = 1.0
+        self.admitting = True
+        self.scheduling = True
+        self._cache = KVCache(settings.kv_blocks)
+        self._waiting: OrderedDict[str, Sequence] = OrderedDict()
+        self._running: dict[str, Sequence] = {}
+        self._batch: dict[str, int] = {}
+        self._batch_ends: float | None = None
+        self._admitted = self._queried_tokens = self._cached_tokens = 0
+
+    def submit(self, request: SimRequest, now: float) -> None:
+        """Queue a request. It is looked at by the next `step` that begins an iteration.
+
+        Raises:
+            KeyError: the engine has a request of this id. vLLM's engine would die of it.
+            ValueError: the prompt is empty, or leaves no room for a token.
+            OverflowError: a token id is no unsigned 32-bit number.
+        """
+        if request.request_id in self:
+            raise KeyError(request.request_id)
+        self._waiting[request.request_id] = Sequence(request, self.settings, now)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Drop requests without an output; unknown ids are ignored."""
+        for request_id in request_ids:
+            self._waiting.pop(request_id, None)
+            self._end(request_id)
+
+    def step(self, now: float) -> Step:
+        """End the iteration that is due and begin the next one.
+
+        Args:
+            now: seconds on any clock that does not go back.
+        """
+        outputs: list[SimOutput] = []
+        report = None
+        if self._batch_ends is not None and now >= self._batch_ends:
+            outputs = self._end_iteration()
+            report = self._report()
+        if self._batch_ends is None and self.scheduling:
+            self._begin_iteration(now)
+        return Step(outputs, self._batch_ends, report)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached blocks; False, and nothing is forgotten, while any are in use."""
+        return self._cache.clear()
+
+    @property
+    def request_ids(self) -> list[str]:
+        """All requests, those that run first."""
+        return [*self._running, *self._waiting]
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests have been admitted."""
+        return bool(self._running)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._running or request_id in self._waiting
+
+    def __repr__(self) -> str:
+        return (
+            f"<EngineModel {len(self._running)} running, {len(self._waiting)} waiting, "
+            f"KV {self._cache.usage:.0%} used, {self._cache.idle} blocks cached>"
+        )
+
+    def _begin_iteration(self, now: float) -> None:
+        budget = self.settings.max_num_batched_tokens
+        prefill_tokens = decoding = 0
+        for sequence in self._scheduled(now):
+            tokens = min(sequence.pending, budget)
+            budget -= tokens
+            self._batch[sequence.request.request_id] = tokens
+            self._allocate(sequence, tokens)
+            if sequence.decoding:
+                decoding += 1
+            else:
+                prefill_tokens += tokens
+            if budget == 0:
+                break
+        if self._batch:
+            self._batch_ends = now + self.settings.duration(prefill_tokens, decoding) * self.slowdown
+
+    def _scheduled(self, now: float) -> Iterable[Sequence]:
+        """Running sequences, then as many waiting ones as are asked for and fit, each admitted as it is taken."""
+        yield from list(self._running.values())
+        while self.admitting and self._waiting and len(self._running) < self.settings.max_num_seqs:
+            sequence = next(iter(self._waiting.values()))
+            if not self._admit(sequence, now):
+                return
+            yield sequence
+
+    def _admit(self, sequence: Sequence, now: float) -> bool:
+        cached = sequence.reusable_keys
+        cached = cached[: self._cache.cached_prefix(cached)]
+        holding = self._cache.admit(cached, -(-sequence.limit // self.settings.block_size))
+        if holding is None:
+            return False
+        sequence.admitted(holding, now)
+        request_id = sequence.request.request_id
+        self._running[request_id] = self._waiting.pop(request_id)
+        self._admitted += 1
+        self._queried_tokens += sequence.length
+        self._cached_tokens += sequence.computed
+        return True
+
+    def _allocate(self, sequence: Sequence, tokens: int) -> None:
+        blocks = -(-(sequence.computed + tokens) // self.settings.block_size)
+        self._cache.allocate(sequence.holding, blocks - sequence.holding.blocks)
+
+    def _end_iteration(self) -> list[SimOutput]:
+        batch, self._batch, self._batch_ends = self._batch, {}, None
+        outputs = []
+        for request_id, tokens in batch.items():
+            sequence = self._running[request_id]
+            sequence.computed += tokens
+            self._share_complete_blocks(sequence)
+            if sequence.pending == 0:
+                output = sequence.next_output()
+                outputs.append(output)
+                if output.finish is not None:
+                    self._end(request_id)
+        return outputs
+
+    def _share_complete_blocks(self, sequence: Sequence) -> None:
+        complete = min(sequence.computed // self.settings.block_size, len(sequence.keys))
+        for key in sequence.keys[len(sequence.holding.keys) : complete]:
+            self._cache.share(sequence.holding, key)
+
+    def _end(self, request_id: str) -> None:
+        self._batch.pop(request_id, None)
+        sequence = self._running.pop(request_id, None)
+        if sequence is not None:
+            self._cache.release(sequence.holding)
+
+    def _report(self) -> LoadReport:
+        report = LoadReport(
+            len(self._running),
+            len(self._waiting),
+            self._cache.usage,
+            self._admitted,
+            self._queried_tokens,
+            self._cached_tokens,
+        )
+        self._admitted = self._queried_tokens = self._cached_tokens = 0
+        return report

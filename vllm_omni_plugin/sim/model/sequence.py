@@ -1,0 +1,99 @@
+"""One request inside a simulated engine."""
+
+from collections.abc import Collection
+from collections.abc import Sequence as Tokens
+
+from vllm_omni_plugin.sim.model.engine_settings import EngineSettings
+from vllm_omni_plugin.sim.model.kv_cache import BlockKey, Holding
+from vllm_omni_plugin.sim.model.sim_requests import FinishReason, Prefill, SimOutput, SimRequest
+from vllm_omni_plugin.sim.model.tokens import PrefixHash, choose_token
+
+
+class Sequence:
+    """A request with the tokens it has so far.
+
+    Attributes:
+        request: the request.
+        length: tokens of prompt and answer.
+        limit: the length at which it ends.
+        computed: tokens whose KV entries are there.
+        keys: of all its complete blocks, whether computed or not.
+        holding: its blocks once it has been admitted.
+
+    Raises:
+        ValueError: the prompt is empty, or leaves no room for a token.
+        OverflowError: a token id is no unsigned 32-bit number.
+    """
+
+    def __init__(self, request: SimRequest, settings: EngineSettings, queued_at: float) -> None:
+        prompt_tokens = len(request.prompt)
+        if not 0 < prompt_tokens < settings.max_model_len:
+            raise ValueError(f"a prompt of {prompt_tokens} tokens; it must have 1 to {settings.max_model_len - 1}")
+        self.request = request
+        self.length = 0
+        self.limit = min(prompt_tokens + (request.max_tokens or settings.max_model_len), settings.max_model_len)
+        self.computed = 0
+        self.keys: list[BlockKey] = []
+        self.holding = Holding()
+        self._settings = settings
+        self._hash = PrefixHash(b"%d/%d" % (settings.seed, request.lora_id))
+        self._queued_at = queued_at
+        self._scheduled_at = queued_at
+        self._cached_tokens = 0
+        self._extend(request.prompt)
+
+    @property
+    def pending(self) -> int:
+        """Tokens to compute before the next one comes."""
+        return self.length - self.computed
+
+    @property
+    def decoding(self) -> bool:
+        """Whether the prompt has been computed."""
+        return self.computed >= len(self.request.prompt)
+
+    @property
+    def reusable_keys(self) -> list[BlockKey]:
+        """Keys of the prompt's blocks that may come from the cache: never all of it, or nothing would be computed."""
+        return self.keys[: (len(self.request.prompt) - 1) // self._settings.block_size]
+
+    def admitted(self, holding: Holding, now: float) -> None:
+        """It runs from here on, with the cached blocks it was given."""
+        self.holding = holding
+        self.computed = self._cached_tokens = len(holding.keys) * self._settings.block_size
+        self._scheduled_at = now
+
+    def next_output(self) -> SimOutput:
+        """Choose and append the next token. All before must have been computed."""
+        request, produced = self.request, self.length - len(self.request.prompt)
+        token = choose_token(self._hash.value, self._settings.vocabulary_size, request.allowed, self._avoided(produced))
+        self._extend((token,))
+        finish = self._finish_reason(token, produced + 1)
+        stop_token = token if finish == "stop" and token != request.eos_token_id else None
+        return SimOutput(request.request_id, token, finish, stop_token, None if produced else self._prefill())
+
+    def _prefill(self) -> Prefill:
+        return Prefill(self._queued_at, self._scheduled_at, len(self.request.prompt), self._cached_tokens)
+
+    def _extend(self, tokens: Tokens[int]) -> None:
+        size, position = self._settings.block_size, 0
+        while position < len(tokens):
+            portion = tokens[position : position + size - self.length % size]
+            self._hash.extend(portion)
+            self.length += len(portion)
+            position += len(portion)
+            if self.length % size == 0 and self._settings.prefix_caching:
+                self.keys.append((self.request.cache_salt, self._hash.value))
+
+    def _avoided(self, produced: int) -> Collection[int]:
+        request = self.request
+        eos = () if request.eos_token_id is None else (request.eos_token_id,)
+        if produced < request.min_tokens:
+            return request.stop_token_ids.union(eos)
+        return () if request.allowed else eos
+
+    def _finish_reason(self, token: int, produced: int) -> FinishReason | None:
+        request = self.request
+        if produced >= request.min_tokens and (token == request.eos_token_id or token in request.stop_token_ids):
+            return "stop"
+        return "length" if self.length >= self.limit else None

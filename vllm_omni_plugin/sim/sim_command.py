@@ -1,0 +1,132 @@
+"""`vllm-omni-plugin sim`: a headless node whose engines are simulated."""
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from vllm_omni_plugin.replicas.server.descriptor_limits import raise_limits
+from vllm_omni_plugin.sim.model.engine_settings import EngineSettings
+
+_PROG = "vllm-omni-plugin sim"
+_DESCRIPTION = """Start simulated replicas of a model that join a head as headless nodes do. They need no accelerator
+and hardly any memory; what they answer is a function of the prompt, and how long they take that of a linear model."""
+_EPILOG = """Takes every argument of `vllm serve MODEL --headless`; give those that the head has too.
+Use --help=SimConfig for the arguments of the simulation, --help=OmniConfig for those of the fleet."""
+
+_MARGINAL_COST = 0.01
+"""Of a further sequence, as a share of an iteration with one."""
+_OF_AN_ENGINE = 70
+"""Descriptors of a simulated engine, which has the other ends of its replica's sockets."""
+_DEFAULT_CONCURRENCY = 32
+"""Requests of the maximum length that the KV memory holds, unless the user says otherwise."""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the sub-command. Its arguments are taken as they are: vLLM's own parser reads them when it runs."""
+    # With no prefix character nothing looks like an option, `--help` included.
+    parser = subparsers.add_parser(
+        "sim", help="start simulated replicas that join a head", prefix_chars="\0", add_help=False
+    )
+    parser.add_argument("arguments", nargs="*")
+    parser.set_defaults(run=_run)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the simulation."""
+    group = parser.add_argument_group("SimConfig", "Simulated engines.")
+    group.add_argument("--replicas", type=_positive(int), default=1, metavar="N", help="Replicas to start.")
+    group.add_argument(
+        "--tokens-per-second",
+        type=_positive(float),
+        default=100.0,
+        metavar="N",
+        help="Tokens that a sequence alone in its engine gets per second; each further one makes iterations about 1%% "
+        "longer.",
+    )
+    group.add_argument(
+        "--prefill-tokens-per-second",
+        type=_positive(float),
+        default=10_000.0,
+        metavar="N",
+        help="Prompt tokens that an engine computes per second.",
+    )
+    group.add_argument(
+        "--kv-blocks",
+        type=_positive(int),
+        metavar="N",
+        # The end prints nothing, but keeps vLLM's formatter from adding a default of None.
+        help=f"Blocks of KV memory of each engine. (default: room for {_DEFAULT_CONCURRENCY} requests of the maximum "
+        "length)%(default).0s",
+    )
+
+
+def settings_of(vllm_config: Any, args: argparse.Namespace) -> EngineSettings:
+    """What the engines of this command line are like: capacities from vLLM's configuration, speed from our flags.
+
+    Raises:
+        ConfigError: the KV memory is too small.
+    """
+    model, cache, scheduler = vllm_config.model_config, vllm_config.cache_config, vllm_config.scheduler_config
+    iteration_s = 1.0 / args.tokens_per_second
+    return EngineSettings(
+        step_s=iteration_s * (1 - _MARGINAL_COST),
+        prefill_token_s=1.0 / args.prefill_tokens_per_second,
+        sequence_s=iteration_s * _MARGINAL_COST,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        kv_blocks=args.kv_blocks or _DEFAULT_CONCURRENCY * -(-model.max_model_len // cache.block_size),
+        block_size=cache.block_size,
+        max_model_len=model.max_model_len,
+        vocabulary_size=model.get_vocab_size(),
+        prefix_caching=bool(cache.enable_prefix_caching),
+        seed=model.seed,
+    )
+
+
+def _run(args: argparse.Namespace) -> int:
+    """Run the sub-command; returns the exit code."""
+    from vllm_omni_plugin.integration.command_line import parse_or_exit
+    from vllm_omni_plugin.integration.processes.headless import serve_replicas
+    from vllm_omni_plugin.sim.host import EngineHost
+    from vllm_omni_plugin.vllm_api.launch.serve_parser import parse_headless_args
+
+    args = parse_headless_args(args.arguments, _PROG, _DESCRIPTION, _EPILOG, add_flags)
+    args.omni_dp_size_local = args.replicas
+    options = parse_or_exit(args)
+    assert options is not None, "the number of replicas is one of our flags"
+    raise_limits(args.replicas, more=_OF_AN_ENGINE)
+    with EngineHost() as host:
+        return serve_replicas(args, options, partial(_launcher, args, host))
+
+
+def _launcher(
+    args: argparse.Namespace,
+    host: Any,
+    vllm_config: Any,
+    log_stats: bool,
+    on_spawn: Callable[[int], None],
+) -> Any:
+    """A launcher of simulated engines; no process is spawned, so there is none to tell of."""
+    from vllm_omni_plugin.sim.sim_launcher import SimLauncher
+    from vllm_omni_plugin.vllm_api.protocol.sim_protocol import ready_response
+
+    settings = settings_of(vllm_config, args)
+
+    def ready(replica_id: int) -> bytes:
+        return ready_response(vllm_config, replica_id, settings.kv_blocks, settings.block_size)
+
+    return SimLauncher(host, settings, ready, log_stats=log_stats)
+
+
+def _positive(number: Callable[[str], Any]) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        try:
+            value = number(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+        if not value > 0:
+            raise argparse.ArgumentTypeError(f"{text} is not above 0")
+        return value
+
+    return parse

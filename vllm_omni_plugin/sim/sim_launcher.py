@@ -1,0 +1,149 @@
+"""Starting simulated engines the way real ones are started: what looks like a process is an engine of this one."""
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from uuid import uuid4
+
+from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.replicas.engine.socket_folder import new_ipc_address
+from vllm_omni_plugin.sim.host import EngineHost
+from vllm_omni_plugin.sim.model.engine_model import EngineModel
+from vllm_omni_plugin.sim.model.engine_settings import EngineSettings
+from vllm_omni_plugin.sim.sim_engine import SimulatedEngine
+
+_IDENTITY_BYTES = 2
+
+
+class SimProcess:
+    """Satisfies `replicas.engine_start.Process`, and has the faults that tests need. Safe to use from any thread.
+
+    Args:
+        host: where the engine runs; must outlive it.
+        model: what it does.
+        log_stats: whether it reports scheduler statistics.
+
+    Attributes:
+        pid: of this process: there is no other.
+        sentinel: file descriptor that becomes readable when the engine has ended; closed with this object.
+    """
+
+    def __init__(self, host: EngineHost, model: EngineModel, log_stats: bool) -> None:
+        self.pid = os.getpid()
+        self.sentinel = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        weakref.finalize(self, os.close, self.sentinel)
+        self._host = host
+        self._ended = threading.Event()
+        self.engine = host.run(lambda: SimulatedEngine(model, log_stats, self._on_end))
+
+    @property
+    def ended(self) -> bool:
+        """Whether the engine has ended in any way."""
+        return self._ended.is_set()
+
+    def how_it_ended(self) -> str:
+        """There is no process that could have ended."""
+        return ""
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """End the engine at once; what it has said still arrives. Idempotent."""
+        self._unless_ended(lambda engine: engine.end())
+
+    def kill(self) -> None:
+        """End the engine without a word, as SIGKILL does. Idempotent."""
+        self._unless_ended(lambda engine: engine.end(linger_ms=0))
+
+    def hang(self) -> None:
+        """Stop it in the middle of everything, as SIGSTOP does."""
+        self._unless_ended(SimulatedEngine.hang)
+
+    def unhang(self) -> None:
+        """Let it go on, as SIGCONT does."""
+        self._unless_ended(SimulatedEngine.unhang)
+
+    def slow_down(self, factor: float) -> None:
+        """Let its iterations take `factor` times as long as they should."""
+        self._unless_ended(lambda engine: engine.slow_down(factor))
+
+    def _unless_ended(self, action: Callable[[SimulatedEngine], None]) -> None:
+        if not self.ended:
+            self._host.run(lambda: action(self.engine))
+
+    def _on_end(self) -> None:
+        self._ended.set()
+        os.eventfd_write(self.sentinel, 1)
+
+
+class SimLauncher:
+    """Satisfies `replicas.engine_start.Launcher` with simulated engines.
+
+    Args:
+        host: where the engines run; must outlive them.
+        settings: of every engine.
+        ready_response: what an engine says of itself when it is ready, by replica id.
+        folder: where ipc sockets go; None: where those of this process do.
+        log_stats: whether engines report scheduler statistics.
+
+    Attributes:
+        processes: the last engine of each replica, by replica id.
+    """
+
+    ready_timeout: float = 10.0
+
+    def __init__(
+        self,
+        host: EngineHost,
+        settings: EngineSettings,
+        ready_response: Callable[[int], bytes],
+        folder: Path | None = None,
+        log_stats: bool = True,
+    ) -> None:
+        self.processes: dict[int, SimProcess] = {}
+        self._host = host
+        self._settings = settings
+        self._ready_response = ready_response
+        self._folder = folder
+        self._log_stats = log_stats
+
+    def new_ipc_address(self) -> str:
+        """A fresh ipc address."""
+        return new_ipc_address() if self._folder is None else f"ipc://{self._folder}/{uuid4()}"
+
+    def identity(self, replica_id: int) -> bytes:
+        """The ZMQ identity under which the engine of a replica connects, as in vLLM."""
+        return replica_id.to_bytes(_IDENTITY_BYTES, "little")
+
+    def start(self, replica_id: int) -> "StartingSimProcess":
+        """Make the engine of a replica; it takes no time to load."""
+        process = SimProcess(self._host, EngineModel(self._settings), self._log_stats)
+        self.processes[replica_id] = process
+        return StartingSimProcess(process, self._host, self.identity(replica_id), self._ready_response(replica_id))
+
+
+class StartingSimProcess:
+    """Satisfies `replicas.engine_start.Starting`."""
+
+    def __init__(self, process: SimProcess, host: EngineHost, identity: bytes, ready_response: bytes) -> None:
+        self.process = process
+        self._host = host
+        self._identity = identity
+        self._ready_response = ready_response
+
+    def wait(self, input_addr: str, output_addrs: Sequence[str]) -> None:
+        """Let the engine connect to these addresses and serve.
+
+        Raises:
+            ReplicaError: it has been ended.
+        """
+        if self.process.ended:
+            raise ReplicaError("the simulated engine was ended before it was ready")
+        engine = self.process.engine
+        self._host.run(
+            lambda: engine.connect(self._host.context, self._identity, input_addr, output_addrs, self._ready_response)
+        )
+
+    def abandon(self) -> None:
+        """End an engine that nobody will wait for."""
+        self.process.kill()

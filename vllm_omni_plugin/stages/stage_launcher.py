@@ -1,0 +1,64 @@
+"""Starting the processes of a Python stage the way engines are started."""
+
+import sys
+from collections.abc import Callable
+
+from vllm_omni_plugin.pipeline.stage import Stage
+from vllm_omni_plugin.replicas.engine.socket_folder import new_ipc_address
+from vllm_omni_plugin.stages.assignment import Assignment
+from vllm_omni_plugin.stages.stage_process import StageProcess, StartingStage
+
+_IDENTITY_BYTES = 2
+
+
+class PythonStageLauncher:
+    """Satisfies `replicas.engine_start.Launcher`.
+
+    Args:
+        stage: whose replicas it starts.
+        on_spawn: called with the process id of each, on the thread that starts it.
+        first_engine: number of engines on this node that come before those of this stage.
+        share_memory: whether this process is their only client, so that memory can be shared with them.
+    """
+
+    ready_timeout: float = 30.0
+    """Seconds a process may take to connect once it has loaded."""
+
+    def __init__(
+        self, stage: Stage, on_spawn: Callable[[int], None], first_engine: int = 0, share_memory: bool = False
+    ) -> None:
+        self._stage = stage
+        self._on_spawn = on_spawn
+        self._first_engine = first_engine
+        self._share_memory = share_memory
+
+    def new_ipc_address(self) -> str:
+        """A fresh ipc address."""
+        return new_ipc_address()
+
+    def identity(self, replica_id: int) -> bytes:
+        """The ZMQ identity under which a replica connects, as in vLLM."""
+        return replica_id.to_bytes(_IDENTITY_BYTES, "little")
+
+    def start(self, replica_id: int) -> StartingStage:
+        """Spawn the process of a replica."""
+        process = StageProcess(f"{self._stage.name}.{replica_id}", self._share_memory)
+        assignment = Assignment(
+            stage=self._stage.name,
+            engine=self._stage.engine,
+            options=dict(self._stage.options),
+            device_index=self._first_engine + replica_id,
+            replica_id=replica_id,
+            identity=self.identity(replica_id),
+            input_addr="",
+            output_addrs=[],
+            import_path=sys.path,
+            memory_fd=process.memory_fd,
+        )
+        starting = StartingStage(process, assignment)
+        try:
+            self._on_spawn(starting.process.pid)
+        except BaseException:
+            starting.abandon()
+            raise
+        return starting

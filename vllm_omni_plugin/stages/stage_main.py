@@ -1,0 +1,105 @@
+"""Entry of a Python stage's own process: ``python -m vllm_omni_plugin.stages.stage_main <descriptor> <name>``.
+
+The descriptor is that of a connection. It brings an `Assignment` and takes the answer: why the stage cannot start, or
+nothing if it has started. After that it is silent, and when it ends, so has the parent.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from concurrent.futures import Executor, ThreadPoolExecutor
+from multiprocessing.connection import Connection
+
+import msgspec
+import zmq
+
+from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.replicas.links.shared_memory import SharedMemory
+from vllm_omni_plugin.stages.assignment import Assignment
+from vllm_omni_plugin.stages.computing import Computation
+from vllm_omni_plugin.stages.python_stage import PythonStage
+from vllm_omni_plugin.stages.stage_class import construct
+from vllm_omni_plugin.stages.stage_engine import StageEngine
+from vllm_omni_plugin.vllm_api.protocol.stage_protocol import ready_response
+
+logger = init_logger("vllm_omni_plugin.stages.stage_main")
+
+_LINGER_MS = 4000
+"""How long last words may take, as in vLLM."""
+_ORPHAN_ENDS_WITHIN_S = 10.0
+
+
+def main() -> int:
+    """Serve until SIGTERM; return the exit code."""
+    connection = Connection(int(sys.argv[1]))
+    assignment = msgspec.msgpack.decode(connection.recv_bytes(), type=Assignment)
+    logging.basicConfig(
+        level=os.environ.get("VLLM_LOGGING_LEVEL", "INFO"),
+        format=f"(Stage {assignment.stage} pid={os.getpid()}) %(levelname)s %(asctime)s [%(name)s] %(message)s",
+    )
+    threading.Thread(target=_end_with_parent, args=(connection,), daemon=True).start()
+    sys.path[:] = assignment.import_path
+    with ThreadPoolExecutor(1, thread_name_prefix="stage") as executor:
+        try:
+            memory = _shared_memory(assignment)
+            stage = executor.submit(_start, assignment).result()
+        except Exception as error:
+            logger.error("Stage '%s' cannot start.", assignment.stage, exc_info=error)
+            connection.send_bytes(f"{type(error).__name__}: {error}".encode(errors="replace"))
+            return 1
+        connection.send_bytes(b"")
+        asyncio.run(_serve(assignment, stage, executor, memory))
+        executor.submit(stage.stop).result()
+    return 0
+
+
+def _start(assignment: Assignment) -> PythonStage:
+    stage = construct(assignment)
+    stage.start()
+    return stage
+
+
+def _shared_memory(assignment: Assignment) -> SharedMemory | None:
+    if assignment.memory_fd is None:
+        return None
+    try:
+        return SharedMemory(assignment.memory_fd, 1)
+    finally:
+        os.close(assignment.memory_fd)
+
+
+async def _serve(assignment: Assignment, stage: PythonStage, executor: Executor, memory: SharedMemory | None) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        dealer = context.socket(zmq.DEALER)
+        dealer.setsockopt(zmq.IDENTITY, assignment.identity)
+        outputs = [context.socket(zmq.PUSH) for _ in assignment.output_addrs]
+        addresses = (assignment.input_addr, *assignment.output_addrs)
+        for socket, address in zip((dealer, *outputs), addresses, strict=True):
+            socket.setsockopt(zmq.SNDHWM, 0)
+            socket.setsockopt(zmq.RCVHWM, 0)
+            socket.connect(address)
+        compute = Computation(stage, assignment.stage).compute
+        engine = StageEngine(compute, executor, stage.max_batch_size, dealer, outputs, memory)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, engine.end)
+        dealer.send(ready_response(assignment.replica_id))
+        await engine.ended
+    finally:
+        context.destroy(linger=_LINGER_MS)
+
+
+def _end_with_parent(connection: Connection) -> None:
+    try:
+        connection.recv_bytes()
+    except (EOFError, OSError):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_ORPHAN_ENDS_WITHIN_S)
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""The process of a Python stage seen from its parent."""
+
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+
+import msgspec
+
+from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.replicas.links.shared_memory import SharedMemory, new_shared_memory
+from vllm_omni_plugin.stages.assignment import Assignment
+from vllm_omni_plugin.vllm_api.launch.spawning import SPAWNING, describe_exit
+
+logger = init_logger(__name__)
+
+_CHILD_MODULE = "vllm_omni_plugin.stages.stage_main"
+_SHUTDOWN_S = 5.0
+
+
+class StageProcess:
+    """Satisfies `replicas.engine_start.Process`. Ends with this process at the latest.
+
+    Not a `multiprocessing.Process`: that runs the parent's main module again in the child, and with it imports all of
+    vLLM.
+
+    Args:
+        name: what lists of processes show beside the module's name.
+        share_memory: share memory with it, if the system has some.
+
+    Attributes:
+        pid: its process id.
+        sentinel: file descriptor that becomes readable when it exits; closed with this object.
+        connection: to it; used for the start only.
+        memory: our end of the shared memory; None once it was asked to end.
+        memory_fd: its descriptor of the shared memory.
+    """
+
+    def __init__(self, name: str, share_memory: bool = False) -> None:
+        self.memory: SharedMemory | None = None
+        self.memory_fd: int | None = None
+        self.connection, theirs = Pipe()
+        with theirs, ExitStack() as ours:
+            if share_memory:
+                self._share_memory(ours)
+            inherited = [theirs.fileno()] if self.memory_fd is None else [theirs.fileno(), self.memory_fd]
+            # An own session: Ctrl-C is for the parent, which needs its stages until it has shut down in order.
+            with SPAWNING:
+                self._popen = subprocess.Popen(
+                    [sys.executable, "-m", _CHILD_MODULE, str(theirs.fileno()), name],
+                    pass_fds=inherited,
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+        self.pid = self._popen.pid
+        self.sentinel = os.pidfd_open(self.pid)
+        weakref.finalize(self, os.close, self.sentinel)
+
+    def _share_memory(self, until_spawned: ExitStack) -> None:
+        try:
+            fd = new_shared_memory()
+            until_spawned.callback(os.close, fd)
+            self.memory = SharedMemory(fd, 0)
+            self.memory_fd = fd
+        except OSError as error:
+            logger.warning("Tensors go through sockets, since there is no memory to share: %s", error)
+
+    def how_it_ended(self) -> str:
+        code = self._popen.poll()
+        return "" if code is None else f"it {describe_exit(code)}"
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Ask it to end, wait `timeout` seconds (None: 5), then kill it. Blocks; idempotent."""
+        self.memory = None
+        self._popen.terminate()
+        self.exit_code(_SHUTDOWN_S if timeout is None else timeout)
+        self.connection.close()
+
+    def kill(self) -> None:
+        """End it at once. Does not block; idempotent."""
+        self.memory = None
+        if self._popen.poll() is None:
+            self._popen.kill()
+            threading.Thread(target=self._popen.wait, name="stage-reaper", daemon=True).start()
+
+    def exit_code(self, timeout: float) -> int:
+        """Wait `timeout` seconds for its end, then kill it; return its exit code, negative for a signal. Blocks."""
+        with suppress(subprocess.TimeoutExpired):
+            self._popen.wait(timeout)
+        self._popen.kill()
+        return self._popen.wait()
+
+
+class StartingStage:
+    """Satisfies `replicas.engine_start.Starting`.
+
+    Args:
+        process: has not got its assignment yet.
+        assignment: all of it but the addresses.
+    """
+
+    def __init__(self, process: StageProcess, assignment: Assignment) -> None:
+        self.process = process
+        self._assignment = assignment
+
+    def wait(self, input_addr: str, output_addrs: Sequence[str]) -> None:
+        """Tell the process what to do, and block until it has loaded.
+
+        Raises:
+            ReplicaError: it failed, or was ended.
+        """
+        assignment = msgspec.structs.replace(self._assignment, input_addr=input_addr, output_addrs=list(output_addrs))
+        reason = _ask(self.process.connection, self.process.sentinel, msgspec.msgpack.encode(assignment))
+        if reason == "":
+            return
+        ended = describe_exit(self.process.exit_code(_SHUTDOWN_S))
+        reason = reason or f"its process {ended}"
+        replica = f"replica {assignment.replica_id} of stage '{assignment.stage}' ({assignment.engine})"
+        raise ReplicaError(f"{replica} did not start: {reason}")
+
+    def abandon(self) -> None:
+        """End the process instead of waiting for it."""
+        self.process.kill()
+        self.process.connection.close()
+
+
+def _ask(connection: Connection, sentinel: int, message: bytes) -> str | None:
+    """Why the stage cannot start, "" if it has started; None if its process ends without an answer."""
+    try:
+        connection.send_bytes(message)
+        wait([connection, sentinel])
+        return connection.recv_bytes().decode()
+    except (EOFError, OSError):
+        return None

@@ -1,0 +1,324 @@
+"""Starting an engine process with vLLM's own process manager and start-up handshake."""
+
+import copy
+import os
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import zmq
+from vllm import envs
+from vllm.platforms import current_platform
+from vllm.utils.network_utils import get_open_zmq_ipc_path
+from vllm.v1.engine.utils import (
+    CoreEngine,
+    CoreEngineLaunch,
+    CoreEngineProcManager,
+    EngineZmqAddresses,
+    set_assigned_physical_gpu_ids_for_dp_rank,
+    wait_for_engine_startup,
+)
+
+from vllm_omni_plugin.errors import ConfigError, ReplicaError
+from vllm_omni_plugin.vllm_api.launch.fleet_engine import LastWords, as_fleet_engine, fleet_executor
+from vllm_omni_plugin.vllm_api.launch.kv_event_settings import remove_event_sockets, turn_on_cache_events
+from vllm_omni_plugin.vllm_api.launch.spawning import SPAWNING, describe_exit
+
+
+def replica_config(vllm_config: Any, rank: int) -> Any:
+    """A copy of the configuration in which an engine takes its own share of this node's devices.
+
+    Replicas share a node as vLLM's independent data-parallel ranks do: rank i takes the i-th block of devices.
+    """
+    config = copy.deepcopy(vllm_config)
+    parallel = config.parallel_config
+    user_devices = parallel.assigned_physical_gpu_ids
+    parallel.data_parallel_rank_local = rank
+    if not (current_platform.is_cuda_alike() or current_platform.is_xpu() or current_platform.is_cpu()):
+        set_assigned_physical_gpu_ids_for_dp_rank(config, rank, user_devices)
+    return config
+
+
+def spawn_only() -> None:
+    """Let no engine be started by a fork of this process from now on, nor any of their workers."""
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+
+
+def share_cores(vllm_configs: Iterable[Any], engines: int) -> None:
+    """Let each engine on a CPU bind its threads to cores of its own, unless the user has bound them.
+
+    vLLM binds the threads of each engine to the cores of a NUMA node, the same for all engines of independent ranks.
+    It has a switch that divides the cores by the number of engines instead, which is what several of them need.
+
+    Args:
+        vllm_configs: of the engines; each is told how many there will be.
+        engines: how many there will be on this node.
+    """
+    if not current_platform.is_cpu() or engines < 2 or envs.VLLM_CPU_OMP_THREADS_BIND != "auto":
+        return
+    vllm_configs = list(vllm_configs)
+    for config in vllm_configs:
+        # The number that vLLM divides by; it was set before the ranks of each stage were known.
+        config.parallel_config._api_process_count = engines
+    workers = max(config.parallel_config.local_world_size for config in vllm_configs)
+    if len(os.sched_getaffinity(0)) >= engines * workers:
+        os.environ.setdefault("VLLM_CPU_SIM_MULTI_NUMA", "1")
+
+
+def take_devices(vllm_config: Any, first: int, replicas: int) -> int:
+    """Give the replicas of a configuration devices of their own on a node where other engines run.
+
+    Args:
+        vllm_config: its `parallel_config` is changed.
+        first: how many devices are taken already, of those that the user chose or else of all.
+        replicas: how many share the new ones.
+
+    Returns:
+        How many were taken; 0 on a CPU.
+
+    Raises:
+        ConfigError: there are not enough.
+    """
+    if current_platform.is_cpu():
+        return 0
+    parallel = vllm_config.parallel_config
+    world_size: int = parallel.world_size
+    end = first + world_size * replicas
+    chosen = parallel.assigned_physical_gpu_ids
+    try:
+        # By index, since a slice beyond the end would be shorter without a word.
+        own = [
+            current_platform.device_id_to_physical_device_id(index) if chosen is None else chosen[index]
+            for index in range(first, end)
+        ]
+    except IndexError:
+        raise ConfigError(f"devices {first} to {end - 1} are needed, and there are not so many") from None
+    parallel.assigned_physical_gpu_ids = own
+    return end - first
+
+
+class EngineProcess:
+    """One engine core with its workers, as vLLM's process manager owns it.
+
+    Args:
+        manager: vLLM's.
+        config: the engine's.
+        last_words: where the engine says how one of its workers ended.
+
+    Attributes:
+        sentinel: a file descriptor that becomes readable when the engine core exits; closed with this object.
+    """
+
+    def __init__(self, manager: CoreEngineProcManager, config: Any, last_words: LastWords) -> None:
+        self._manager = manager
+        self._config = config
+        self._last_words = last_words
+        # Multiprocessing's own becomes readable a moment before there is an exit code.
+        self.sentinel = os.pidfd_open(self.pid)
+        weakref.finalize(self, os.close, self.sentinel)
+
+    @property
+    def core(self) -> Any:
+        """The engine core's `multiprocessing.Process`."""
+        return self._manager.processes[0]
+
+    @property
+    def pid(self) -> int:
+        """Process id of the engine core."""
+        pid: int = self.core.pid
+        return pid
+
+    def how_it_ended(self) -> str:
+        words, code = self._last_words.read(), self.core.exitcode
+        return words or ("" if code is None else f"it {describe_exit(code)}")
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Ask the engine to end, wait `timeout` seconds (None: vLLM's default), then kill it. Blocks; idempotent."""
+        self._manager.shutdown(timeout=timeout)
+        remove_event_sockets(self._config)
+
+    def kill(self) -> None:
+        """End an engine that is no longer trusted, with everything it started. Does not block."""
+        for process in self._manager.processes:
+            if process.is_alive():
+                process.kill()
+        remove_event_sockets(self._config)
+
+
+class EngineLauncher:
+    """Starts the engines of this node's replicas, all with the same configuration.
+
+    Args:
+        vllm_config: vLLM's configuration of one replica.
+        executor_class: vLLM's executor for it.
+        log_stats: whether engines report scheduler statistics.
+        on_spawn: told the process id of every engine core, from the thread that starts it.
+        report_cache: whether engines report what their prefix caches hold, if they can.
+        first_engine: index of the first of these among all engines of this node, of whatever configuration.
+    """
+
+    ready_timeout: float = envs.VLLM_ENGINE_READY_TIMEOUT_S
+    """Seconds an engine may take to send its ready response once vLLM's handshake is through."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        executor_class: Any,
+        log_stats: bool,
+        on_spawn: Callable[[int], None],
+        report_cache: bool = False,
+        first_engine: int = 0,
+    ) -> None:
+        self._vllm_config = vllm_config
+        self._executor_class = executor_class
+        self._log_stats = log_stats
+        self._on_spawn = on_spawn
+        self._report_cache = report_cache
+        self._first_engine = first_engine
+
+    def new_ipc_address(self) -> str:
+        """A fresh ipc address where vLLM puts its own."""
+        address: str = get_open_zmq_ipc_path()
+        return address
+
+    def identity(self, replica_id: int) -> bytes:
+        """The ZMQ identity under which the engine of a replica connects to our ROUTER."""
+        identity: bytes = CoreEngine(index=self._index(replica_id)).identity
+        return identity
+
+    def start(self, replica_id: int) -> "StartingEngine":
+        """Spawn the engine process of a replica. Blocks while the configuration is passed to the new process."""
+        engine = self._first_engine + replica_id
+        # All engines share the cores; of devices these have a block of their own.
+        rank = engine if current_platform.is_cpu() else replica_id
+        config = replica_config(self._vllm_config, rank)
+        if config.model_config.is_moe:
+            separate_transfers(config, f"replica{engine}")
+        if self._report_cache:
+            turn_on_cache_events(config)
+        return spawn_engine(
+            config, self._executor_class, self._log_stats, self._index(replica_id), rank, self._on_spawn
+        )
+
+    def _index(self, replica_id: int) -> int:
+        # vLLM takes an engine of a mixture of experts with an index above 0 for the rank of a lockstep group.
+        return 0 if self._vllm_config.model_config.is_moe else self._first_engine + replica_id
+
+
+def separate_transfers(config: Any, name: str) -> None:
+    """Give an engine a name of its own in KV transfers, where vLLM itself would not tell it from its siblings."""
+    if config.kv_transfer_config is not None:
+        config.kv_transfer_config.engine_id = f"{config.kv_transfer_config.engine_id}_{name}"
+
+
+def spawn_engine(
+    config: Any, executor_class: Any, log_stats: bool, engine: int, rank: int, on_spawn: Callable[[int], None]
+) -> "StartingEngine":
+    """Spawn an engine process. Blocks while the configuration is passed to it.
+
+    Args:
+        config: its configuration, which nobody else may use.
+        executor_class: vLLM's executor for it.
+        log_stats: whether it reports scheduler statistics.
+        engine: its index, on which its identity depends.
+        rank: which share of this node it takes.
+        on_spawn: told its process id.
+    """
+    last_words, handshake = LastWords(), _Handshake()
+    try:
+        with SPAWNING, as_fleet_engine(last_words):
+            manager = CoreEngineProcManager(
+                local_engine_count=1,
+                start_index=engine,
+                local_start_index=rank,
+                vllm_config=config,
+                local_client=True,
+                handshake_address=handshake.address,
+                executor_class=fleet_executor(executor_class),
+                log_stats=log_stats,
+            )
+        process = EngineProcess(manager, config, last_words)
+    except BaseException:
+        handshake.close()
+        raise
+    starting = StartingEngine(process, manager, handshake, config, engine)
+    try:
+        on_spawn(starting.process.pid)
+    except BaseException:
+        starting.abandon()
+        raise
+    return starting
+
+
+class _Handshake:
+    """Where an engine reports for duty."""
+
+    def __init__(self) -> None:
+        self.address: str = get_open_zmq_ipc_path()
+        self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.bind(self.address)
+
+    def close(self) -> None:
+        self.socket.close()
+        # libzmq leaves it behind.
+        Path(self.address.removeprefix("ipc://")).unlink(missing_ok=True)
+
+
+class StartingEngine:
+    """An engine between its spawn and its readiness. `process` may be shut down at any moment from any thread."""
+
+    def __init__(
+        self,
+        process: EngineProcess,
+        manager: CoreEngineProcManager,
+        handshake: _Handshake,
+        config: Any,
+        index: int,
+    ) -> None:
+        self.process = process
+        self._manager = manager
+        self._handshake = handshake
+        self._config = config
+        self._index = index
+
+    def abandon(self) -> None:
+        """End an engine that nobody will wait for; not while `wait` runs, which ends with its engine."""
+        self.process.kill()
+        self._handshake.close()
+
+    def wait(self, input_addr: str, output_addrs: Sequence[str], coordinator: Any = None) -> None:
+        """Play vLLM's start-up handshake: tell the engine its addresses, and block until it has loaded the model.
+
+        Args:
+            input_addr: where the engine takes requests.
+            output_addrs: where it gives outputs; a request's `client_index` says to which.
+            coordinator: vLLM's `DPCoordinator`, for a rank of a lockstep group.
+
+        Raises:
+            ReplicaError: the engine ended or misbehaved before it was ready.
+        """
+        addresses = EngineZmqAddresses(inputs=[input_addr], outputs=list(output_addrs))
+        # Every rank has a handshake of its own, so of the local ranks of this one there is one.
+        parallel = copy.copy(self._config.parallel_config)
+        parallel.data_parallel_size_local = 1
+        if coordinator is not None:
+            addresses.coordinator_input, addresses.coordinator_output = coordinator.get_engine_socket_addresses()
+            addresses.frontend_stats_publish_address = coordinator.get_stats_publish_address()
+        launch = CoreEngineLaunch(
+            engine_manager=self._manager, coordinator=coordinator, addresses=addresses, tensor_queue=None
+        )
+        try:
+            wait_for_engine_startup(
+                self._handshake.socket,
+                [CoreEngine(index=self._index, local=True)],
+                parallel,
+                coordinator is not None,
+                self._config.cache_config,
+                launch,
+            )
+        except RuntimeError as error:
+            raise ReplicaError(f"engine {self._index} of this node did not start: {error}") from error
+        finally:
+            self._handshake.close()

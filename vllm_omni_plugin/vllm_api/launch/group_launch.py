@@ -1,0 +1,342 @@
+"""Starting the ranks of lockstep groups: the engines of `--data-parallel-size` for a mixture of experts.
+
+The ranks of a group compute every step together, so they live and die together. To everyone but the launcher each of
+them is a replica of its own.
+"""
+
+import copy
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vllm.distributed.utils import create_tcp_store
+from vllm.utils.network_utils import get_open_zmq_ipc_path
+from vllm.v1.engine.coordinator import DPCoordinator
+from vllm.v1.engine.utils import CoreEngine
+
+from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.vllm_api.launch.engine_launch import (
+    EngineLauncher,
+    EngineProcess,
+    StartingEngine,
+    separate_transfers,
+    spawn_engine,
+    take_devices,
+)
+from vllm_omni_plugin.vllm_api.launch.kv_event_settings import turn_on_cache_events
+from vllm_omni_plugin.vllm_api.launch.lockstep import Generation, Meeting
+from vllm_omni_plugin.vllm_api.launch.spawning import SPAWNING
+
+_IPC = "ipc://"
+_AT_ONCE = 0.0
+
+
+class Engines(NamedTuple):
+    """What a front end's configuration says of the engines behind it.
+
+    Attributes:
+        config: vLLM's configuration of each.
+        ranks: how many of them make a replica: those of a lockstep group, or else engines that have nothing in common.
+    """
+
+    config: Any
+    ranks: int
+
+
+def split_ranks(vllm_config: Any) -> Engines:
+    """Tell the ranks of a replica (`--data-parallel-size`) apart.
+
+    Args:
+        vllm_config: of engines and front end. It becomes that of the front end alone if there are several ranks: each
+            of them is a replica to it, so that vLLM's own parts there must know of one only.
+    """
+    ranks: int = vllm_config.parallel_config.data_parallel_size
+    if ranks == 1:
+        return Engines(vllm_config, 1)
+    engine_config = copy.copy(vllm_config)
+    engine_config.parallel_config = copy.copy(vllm_config.parallel_config)
+    vllm_config.parallel_config.reconfigure_for_independent_dp_rank()
+    return Engines(engine_config if vllm_config.model_config.is_moe else vllm_config, ranks)
+
+
+def new_launcher(
+    engine_config: Any,
+    executor_class: Any,
+    log_stats: bool,
+    on_spawn: Callable[[int], None],
+    report_cache: bool = False,
+    first_engine: int = 0,
+) -> "EngineLauncher | GroupLauncher":
+    """What starts the engines of this configuration; the arguments are those of `EngineLauncher`."""
+    if engine_config.parallel_config.data_parallel_size > 1:
+        return GroupLauncher(engine_config, executor_class, log_stats, on_spawn, report_cache)
+    return EngineLauncher(engine_config, executor_class, log_stats, on_spawn, report_cache, first_engine)
+
+
+class GroupLauncher:
+    """Satisfies `replicas.engine_start.Launcher` and `GroupedLauncher`. Replica i is rank i % K of group i // K.
+
+    A group begins when all its ranks are started: a start waits for the others. When a rank ends in any way, so do the
+    others, and whoever keeps them starts them all again.
+
+    Args:
+        vllm_config: vLLM's configuration of all ranks, with the number of a group's in it.
+        executor_class: vLLM's executor for it.
+        log_stats: whether engines report scheduler statistics.
+        on_spawn: told the process id of every engine core and of every group's coordinator.
+        report_cache: whether engines report what their prefix caches hold, if they can.
+    """
+
+    ready_timeout: float = EngineLauncher.ready_timeout
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        executor_class: Any,
+        log_stats: bool,
+        on_spawn: Callable[[int], None],
+        report_cache: bool = False,
+    ) -> None:
+        self._vllm_config = vllm_config
+        self._executor_class = executor_class
+        self._log_stats = log_stats
+        self._on_spawn = on_spawn
+        self._report_cache = report_cache
+        self._ranks: int = vllm_config.parallel_config.data_parallel_size
+        self._lock = threading.Lock()
+        self._meetings: dict[int, Meeting[LockstepGeneration]] = {}
+
+    def new_ipc_address(self) -> str:
+        """A fresh ipc address where vLLM puts its own."""
+        address: str = get_open_zmq_ipc_path()
+        return address
+
+    def identity(self, replica_id: int) -> bytes:
+        """The ZMQ identity under which the engine of a replica connects to our ROUTER."""
+        identity: bytes = CoreEngine(index=replica_id % self._ranks).identity
+        return identity
+
+    def group_of(self, replica_id: int) -> range:
+        """The replicas that live and die with this one, itself among them."""
+        first = replica_id - replica_id % self._ranks
+        return range(first, first + self._ranks)
+
+    def start(self, replica_id: int) -> "StartingRank":
+        """Prepare the start of a rank. Its process is spawned once all of its group are to start."""
+        group, rank = divmod(replica_id, self._ranks)
+        config = copy.deepcopy(self._vllm_config)
+        if group > 0:
+            # Of its own, from which vLLM gives each rank a block; the first group begins where vLLM itself would.
+            take_devices(config, group * self._ranks * config.parallel_config.world_size, self._ranks)
+            separate_transfers(config, f"group{group}")
+        if self._report_cache:
+            turn_on_cache_events(config)
+        return StartingRank(RankProcess(self._meeting(group), rank), partial(self._spawn, config, rank), config)
+
+    def _meeting(self, group: int) -> "Meeting[LockstepGeneration]":
+        with self._lock:
+            if group not in self._meetings:
+                self._meetings[group] = Meeting(
+                    self._ranks, lambda: LockstepGeneration(self._ranks, self._vllm_config, self._on_spawn)
+                )
+            return self._meetings[group]
+
+    def _spawn(self, config: Any, rank: int) -> StartingEngine:
+        return spawn_engine(config, self._executor_class, self._log_stats, rank, rank, self._on_spawn)
+
+
+class LockstepGeneration(Generation):
+    """One life of a group, with vLLM's coordinator of its waves and the store where its ranks leave their ports.
+
+    Args:
+        ranks: how many there are.
+        vllm_config: of all ranks.
+        on_spawn: told the process id of the coordinator.
+    """
+
+    def __init__(self, ranks: int, vllm_config: Any, on_spawn: Callable[[int], None]) -> None:
+        super().__init__(ranks)
+        self._vllm_config = vllm_config
+        self._on_spawn = on_spawn
+        self._lock = threading.Lock()
+        self._coordinator: Any = None
+        self._store: Any = None
+        self._store_port = 0
+
+    def coordinate(self, parallel_config: Any) -> Any:
+        """Tell a rank where the others leave their ports; returns vLLM's `DPCoordinator`. Blocks while that starts.
+
+        Raises:
+            ReplicaError: the generation has ended.
+        """
+        with self._lock:
+            if self._coordinator is None:
+                self.require()
+                self._store, self._store_port = _new_store(parallel_config.data_parallel_master_ip)
+                self._coordinator = self._new_coordinator()
+        parallel_config._coord_store_port = self._store_port
+        return self._coordinator
+
+    def _new_coordinator(self) -> Any:
+        try:
+            with SPAWNING:
+                coordinator = _Coordinator(
+                    self._vllm_config.parallel_config, logging_config=self._vllm_config.logging_config
+                )
+        except RuntimeError as error:
+            raise ReplicaError(f"vLLM's coordinator of its group did not start: {error}") from error
+        self.add_helper(coordinator.proc, lambda: self._forget(coordinator))
+        self._on_spawn(coordinator.proc.pid)
+        return coordinator
+
+    def _forget(self, coordinator: Any) -> None:
+        coordinator.proc.join()
+        self._store = None
+        for address in (*coordinator.get_engine_socket_addresses(), coordinator.get_stats_publish_address()):
+            if address.startswith(_IPC):
+                Path(address.removeprefix(_IPC)).unlink(missing_ok=True)
+
+
+class _Coordinator(DPCoordinator):  # type: ignore[misc]
+    """vLLM's, which is made while `SPAWNING` is held."""
+
+    def _wait_for_zmq_addrs(self, zmq_addr_pipe: Any) -> tuple[str, str, str]:
+        # The end of its constructor: the process is there, and takes seconds to import vLLM.
+        SPAWNING.release()
+        try:
+            addresses: tuple[str, str, str] = super()._wait_for_zmq_addrs(zmq_addr_pipe)
+            return addresses
+        finally:
+            SPAWNING.acquire()
+
+
+def _new_store(host: str) -> tuple[Any, int]:
+    """A store for the ranks of a group, and its port. Left to itself it would listen on all addresses."""
+    listener = socket.socket()
+    listener.bind((host, 0))
+    listener.listen()
+    port: int = listener.getsockname()[1]
+    store = create_tcp_store(host, port, listen_socket=listener, is_master=True, world_size=-1, wait_for_workers=False)
+    return store, port
+
+
+class RankProcess:
+    """Satisfies `replicas.engine_start.Process`: one rank's engine core. To end it is to end its group.
+
+    Args:
+        meeting: where it waits for the other ranks.
+        rank: which it is.
+    """
+
+    def __init__(self, meeting: Meeting[LockstepGeneration], rank: int) -> None:
+        self._meeting = meeting
+        self._rank = rank
+        self._given_up = threading.Event()
+        self._generation: LockstepGeneration | None = None
+        self._engine: EngineProcess | None = None
+        self._ended_in_order = False
+
+    @property
+    def pid(self) -> int:
+        """Process id of the engine core; there is one once it is ready."""
+        assert self._engine is not None
+        return self._engine.pid
+
+    @property
+    def sentinel(self) -> int:
+        """A file descriptor that becomes readable when the engine core exits."""
+        assert self._engine is not None
+        return self._engine.sentinel
+
+    def how_it_ended(self) -> str:
+        return "" if self._engine is None else self._engine.how_it_ended()
+
+    def meet(self) -> LockstepGeneration:
+        """Wait for the other ranks.
+
+        Raises:
+            ReplicaError: see `Meeting.attend`.
+        """
+        generation = self._generation = self._meeting.attend(self._rank, self._given_up)
+        return generation
+
+    def run(self, engine: EngineProcess) -> None:
+        """Let an engine be this rank's.
+
+        Raises:
+            ReplicaError: its group has ended meanwhile.
+        """
+        assert self._generation is not None
+        self._engine = engine
+        if self._given_up.is_set():
+            self._generation.end()
+        self._generation.add(engine.core)
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Ask the engine to end, in order once no rank of its group is needed any more. Blocks; idempotent.
+
+        Until then it computes with the others. A rank that is to end at once takes the others with it.
+
+        Args:
+            timeout: seconds to wait for the other ranks, and seconds that the engine may take then until it is killed;
+                None: no limit for the ranks, vLLM's default for the engine.
+        """
+        if self._generation is not None:
+            if timeout == _AT_ONCE:
+                self._generation.end()
+            else:
+                self._generation.leave(self._rank, timeout)
+        if self._engine is not None:
+            self._engine.shutdown(timeout)
+            self._ended_in_order = True
+            if self._generation is not None:
+                self._generation.close(self._engine.core)
+
+    def kill(self) -> None:
+        """End the group, or let this rank wait no longer for it to begin. Does not block.
+
+        After `shutdown` nothing is left of this rank, and others of its group may be ending in order.
+        """
+        self._meeting.give_up(self._given_up)
+        if self._generation is not None and not self._ended_in_order:
+            self._generation.end()
+        if self._engine is not None:
+            self._engine.kill()
+
+
+class StartingRank:
+    """Satisfies `replicas.engine_start.Starting`.
+
+    Args:
+        process: the rank's.
+        spawn: spawns its engine.
+        config: that engine's own.
+    """
+
+    def __init__(self, process: RankProcess, spawn: Callable[[], StartingEngine], config: Any) -> None:
+        self.process = process
+        self._spawn = spawn
+        self._config = config
+
+    def abandon(self) -> None:
+        """End a rank that nobody will wait for."""
+        self.process.kill()
+
+    def wait(self, input_addr: str, output_addrs: Sequence[str]) -> None:
+        """Wait for the other ranks, start the engine, and block until it has loaded the model with them.
+
+        Raises:
+            ReplicaError: a rank of the group ended or misbehaved, or did not come.
+        """
+        generation = self.process.meet()
+        with ExitStack() as undoing:
+            undoing.callback(generation.end)
+            engine = self._spawn()
+            undoing.callback(engine.abandon)
+            self.process.run(engine.process)
+            engine.wait(input_addr, output_addrs, generation.coordinate(self._config.parallel_config))
+            undoing.pop_all()

@@ -1,0 +1,150 @@
+"""What of a configuration must be the same on a head and a replica for their answers to be the same."""
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import vllm
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+
+from vllm_omni_plugin.vllm_api.requests.digests import adapter_digest, digest, samples
+from vllm_omni_plugin.vllm_api.requests.moving import PROCESSOR_PLUGINS
+
+_HUB_CACHE_PREFIX = "models--"
+_HUB_SNAPSHOTS = "snapshots"
+_CONFIGS = ("config.json", "params.json")
+_WEIGHTS = (("*.safetensors", "*.safetensors.index.json"), ("*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors"))
+"""Of several kinds vLLM loads the first, and what lies beside it, such as the state of a training, is none of it."""
+_VOCABULARY = ("tokenizer.json", "*.model", "vocab*", "merges.txt", "tekken.json", "*.tiktoken")
+_SAME_FILES = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
+"""Load formats that read a checkpoint's usual files, each in its own way."""
+_PLATFORM = re.compile(r"cpu|cu\d+|rocm\d*|xpu|tpu|empty|precompiled")
+_SAMPLES, _LEAST_SAMPLES, _SAMPLE_BYTES = 256, 3, 4096
+"""Of all files together, of each file, and of what size: on a file system of the network each costs a millisecond."""
+_LONGEST_TEXT = 200
+
+
+def fingerprint(vllm_config: Any, stage_id: int) -> dict[str, str]:
+    """The fields to compare with `replicas.heads.differences`, as text for an operator to read.
+
+    Models and tokenizers on the hub go by their names, and weights there by the commit; local ones by their content:
+    paths differ from node to node. To be made once, since files are read.
+    """
+    model = vllm_config.model_config
+    return {
+        "stage": str(stage_id),
+        "vLLM version": _build(vllm.__version__),
+        "model": _identity(model.model, _model_digest)
+        + (f" with {model.model_weights}" if model.model_weights else ""),
+        "revision": _commit(model) or str(model.revision),
+        "load format": _load_format(str(vllm_config.load_config.load_format)),
+        "hf-overrides": _overrides(model.hf_overrides),
+        "tokenizer": _identity(model.tokenizer, _tokenizer_digest),
+        "tokenizer mode": str(model.tokenizer_mode),
+        "runner": f"{model.runner_type}, convert {model.convert_type}",
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "KV cache dtype": str(vllm_config.cache_config.cache_dtype),
+        "quantization": str(model.quantization),
+        "max model length": str(model.max_model_len),
+        "logprobs mode": str(model.logprobs_mode),
+        "logits processors": _logits_processors(model.logits_processors),
+        "LoRA": _lora(vllm_config.lora_config),
+    }
+
+
+def _build(version: str) -> str:
+    """Of two builds of one commit for different hardware the same: a head on a CPU may serve engines on GPUs."""
+    public, _, local = version.partition("+")
+    kept = [part for part in local.split(".") if part and not _PLATFORM.fullmatch(part)]
+    return "+".join([public, ".".join(kept)]) if kept else public
+
+
+def _load_format(load_format: str) -> str:
+    return "auto" if load_format in _SAME_FILES else load_format
+
+
+def _overrides(overrides: Any) -> str:
+    if not overrides:
+        return "none"
+    if callable(overrides):
+        return _name(overrides)
+    return _short(json.dumps(overrides, sort_keys=True, default=str))
+
+
+def _logits_processors(configured: Any) -> str:
+    names = [each if isinstance(each, str) else _name(each) for each in configured or ()]
+    installed = sorted(plugin.value for plugin in entry_points(group=PROCESSOR_PLUGINS))
+    return _short(", ".join(names + installed)) or "none"
+
+
+def _name(thing: Any) -> str:
+    return f"{thing.__module__}:{thing.__qualname__}"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LONGEST_TEXT else f"digest {digest([text.encode()])}"
+
+
+def _lora(config: Any) -> str:
+    if config is None:
+        return "off"
+    kind = str(config.lora_dtype).removeprefix("torch.")
+    adapters = {what: _identity(path, _adapter_digest) for what, path in (config.default_mm_loras or {}).items()}
+    always = f", always {_short(str(sorted(adapters.items())))}" if adapters else ""
+    return f"at most {config.max_loras} adapters of rank {config.max_lora_rank} in {kind}{always}"
+
+
+def _commit(model: Any) -> str:
+    """The commit of a model on the hub, whatever branch or tag was asked for; "" if it is not known."""
+    parts = Path(model.model).parts
+    if any(part.startswith(_HUB_CACHE_PREFIX) for part in parts) and _HUB_SNAPSHOTS in parts[:-1]:
+        return parts[parts.index(_HUB_SNAPSHOTS) + 1]
+    if Path(model.model).exists():
+        return ""
+    for config in _CONFIGS:
+        with suppress(HFValidationError):
+            # What vLLM has just read, without asking the hub again; a model elsewhere has a name that is none there.
+            found = try_to_load_from_cache(model.model, config, revision=model.revision)
+            if isinstance(found, str):
+                return Path(found).parent.name
+    return ""
+
+
+def _identity(name: str, digest_of: Callable[[Path], str]) -> str:
+    path = Path(name)
+    if not path.exists():
+        return name
+    # Offline, vLLM puts the folder of its download cache in place of the name.
+    hub_name = next((part for part in path.parts if part.startswith(_HUB_CACHE_PREFIX)), None)
+    if hub_name is not None:
+        return hub_name.removeprefix(_HUB_CACHE_PREFIX).replace("--", "/")
+    return f"local files {digest_of(path)}"
+
+
+def _model_digest(path: Path) -> str:
+    """Of the configuration's content, and of names, sizes and samples of the weights; to read all takes minutes."""
+    config = path / "config.json"
+    content = config.read_bytes() if config.is_file() else b""
+    weights = next(filter(None, (_files(path, patterns) for patterns in _WEIGHTS)), [])
+    of_each = max(_LEAST_SAMPLES, _SAMPLES // max(1, len(weights)))
+    return digest([content, *samples(weights, of_each, _SAMPLE_BYTES)])
+
+
+def _adapter_digest(path: Path) -> str:
+    return adapter_digest(str(path))
+
+
+def _tokenizer_digest(path: Path) -> str:
+    """Of the vocabulary only: what else lies beside it, such as chat templates, matters to the head alone."""
+    return digest(file.read_bytes() for file in _files(path, _VOCABULARY))
+
+
+def _files(path: Path, patterns: Iterable[str]) -> list[Path]:
+    if path.is_file():
+        return [path]
+    return sorted({file for pattern in patterns for file in path.glob(pattern) if file.is_file()})

@@ -1,0 +1,138 @@
+"""The Python stage's side of the engine-core protocol. Importing this imports neither vLLM nor torch."""
+
+import importlib
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from vllm_omni_plugin.errors import WireError
+from vllm_omni_plugin.vllm_api.protocol.stage_protocol import (
+    ABORT,
+    ADD,
+    RAW_VIEW,
+    UTILITY,
+    Outputs,
+    StageRequest,
+    UtilityOutput,
+)
+
+Frames = Sequence[Any]
+Kind = Literal["add", "abort", "call"]
+Call = tuple[int, int, str, list[Any]]
+"""Client index, call id, method, arguments."""
+
+_INLINE_BYTES = 256
+"""Tensors below this size travel within the message, larger ones as frames of their own; as vLLM does by default."""
+
+
+class ReceivedTensor(NamedTuple):
+    """A tensor as it came: its type, its shape, and what has its bytes."""
+
+    dtype: str
+    shape: list[int]
+    data: Any
+
+    def to_torch(self) -> Any:
+        """The tensor, sharing memory with what came. May import torch, which takes seconds.
+
+        Raises:
+            Exception: it is none.
+        """
+        torch = _torch()
+        dtype = getattr(torch, self.dtype)
+        buffer = memoryview(self.data)
+        if buffer.nbytes != math.prod(self.shape) * dtype.itemsize:
+            raise ValueError(f"{buffer.nbytes} bytes are no tensor {self.shape} of {self.dtype}")
+        if not buffer.nbytes:
+            return torch.empty(self.shape, dtype=dtype)
+        return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).view(self.shape)
+
+
+class StageCodec:
+    """Decodes what heads send and encodes what a stage answers. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._requests = msgspec.msgpack.Decoder(StageRequest, ext_hook=_raw_view)
+        self._ids = msgspec.msgpack.Decoder(list[str])
+        self._calls = msgspec.msgpack.Decoder(Call)
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=self._encode_tensor)
+        self._frames: list[Any] = []
+
+    def decode(self, frames: Frames) -> tuple[Kind, Any]:
+        """What a message asks for: a `StageRequest`, a list of ids, or a `Call`. A tensor is a `ReceivedTensor`.
+
+        Raises:
+            WireError: the frames are not such a message.
+        """
+        try:
+            kind, body = bytes(frames[0]), frames[1]
+            if kind == ADD:
+                request = self._requests.decode(body)
+                if request.tensor is not None:
+                    request.tensor = _received(request.tensor, frames[1:])
+                return "add", request
+            if kind == ABORT:
+                return "abort", self._ids.decode(body)
+            if kind == UTILITY:
+                return "call", self._calls.decode(body)
+        except (msgspec.MsgspecError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise WireError(f"not a valid message to a stage: {error}") from error
+        raise WireError(f"a message of type {kind!r}")
+
+    def encode(self, outputs: Outputs) -> Frames:
+        """One message; the memory of large tensors is not copied and must not change any more."""
+        self._frames = frames = [b""]
+        frames[0] = self._encoder.encode(outputs)
+        self._frames = []
+        return frames
+
+    def encode_result(self, call_id: int, result: Any, timestamp: float) -> Frames:
+        """The answer to a call."""
+        answer = UtilityOutput(call_id, result=(None, result))
+        return self.encode(Outputs(timestamp=timestamp, utility_output=answer))
+
+    def encode_failure(self, call_id: int, message: str, timestamp: float) -> Frames:
+        """The answer to a call that failed."""
+        answer = UtilityOutput(call_id, failure_message=message)
+        return self.encode(Outputs(timestamp=timestamp, utility_output=answer))
+
+    def _encode_tensor(self, tensor: Any) -> Any:
+        data = _bytes_of(tensor)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if data.nbytes < _INLINE_BYTES:
+            return dtype, tuple(tensor.shape), msgspec.msgpack.Ext(RAW_VIEW, data)
+        self._frames.append(data)
+        return dtype, tuple(tensor.shape), len(self._frames) - 1
+
+
+def sendable(tensor: Any) -> Any:
+    """The tensor as it travels: on the CPU, contiguous, without gradients; the same memory if it is so already.
+
+    Raises:
+        Exception: it is no tensor whose elements lie in memory one after the other.
+    """
+    dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    _bytes_of(dense)
+    return dense
+
+
+def _bytes_of(tensor: Any) -> memoryview:
+    return memoryview(tensor.reshape(-1).view(_torch().uint8).numpy()) if tensor.numel() else memoryview(b"")
+
+
+def _received(encoded: Any, frames: Frames) -> ReceivedTensor:
+    dtype, shape, data = encoded
+    return ReceivedTensor(dtype, shape, frames[data] if isinstance(data, int) else bytearray(data))
+
+
+def _torch() -> Any:
+    # Only stages that get or give tensors need it, and it is most of their memory.
+    return importlib.import_module("torch")
+
+
+def _raw_view(code: int, data: memoryview) -> Any:
+    if code != RAW_VIEW:
+        raise NotImplementedError(f"extension type {code}")
+    return data

@@ -1,0 +1,161 @@
+"""vLLM's engine-core protocol and the few things read from and built of its request and output structs."""
+
+from collections.abc import Sequence
+from random import Random, SystemRandom
+from typing import Any
+
+import msgspec
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequestType, FinishReason
+from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.pool.late_interaction import get_late_interaction_engine_index
+from vllm.v1.serial_utils import MsgpackEncoder
+
+from vllm_omni_plugin.errors import WireError
+from vllm_omni_plugin.vllm_api.requests import moving, ready
+from vllm_omni_plugin.vllm_api.requests import request_building as requests
+from vllm_omni_plugin.vllm_api.requests.facts import CacheSize, LoadReport, RequestFacts
+from vllm_omni_plugin.vllm_api.requests.move import Move
+from vllm_omni_plugin.vllm_api.requests.outputs import outputs_decoder
+
+Frames = Sequence[Any]
+"""Frames of one message, each anything that supports the buffer protocol (bytes, memoryview, zmq.Frame)."""
+
+_HASH_SPACE = 1 << 32
+_STALE_WAVE = -1
+"""Before every wave of a lockstep group, so that a rank that stands still starts the next one itself and vLLM's
+coordinator wakes the others: whoever sends requests need not know of waves. Other engines take no notice."""
+
+
+class EngineApi:
+    """Turns calls into frames for an engine's input, and frames of its output into vLLM's structs.
+
+    Not thread-safe, as vLLM's encoder is not: one per event loop.
+
+    Args:
+        custom_processors: see `moving.has_custom_logits_processors`.
+        random: seeds of requests that need one to be movable.
+        vocabulary: number of the model's tokens; 0: unknown.
+
+    Attributes:
+        vocabulary: see `RequestApi`.
+    """
+
+    def __init__(self, custom_processors: bool = False, random: Random | None = None, vocabulary: int = 0) -> None:
+        self._custom_processors = custom_processors
+        self.vocabulary = vocabulary or None
+        self._random = random or SystemRandom()
+        self._encoder = MsgpackEncoder()
+        self._decoder = outputs_decoder()
+
+    @property
+    def pooling_task(self) -> str | None:
+        """None: vLLM's server checks what requests ask a pooling model for."""
+        return None
+
+    def encode_add(self, request: Any, engine_request_id: str, client_index: int = 0) -> Frames:
+        """Frames that submit an `EngineCoreRequest` under an id of this attempt's own. Its tensors are not copied.
+
+        Args:
+            request: what to submit; it is not changed.
+            engine_request_id: the id under which the engine shall know it.
+            client_index: which of the engine's output sockets shall answer.
+        """
+        attempt = self.attempt(request, engine_request_id, client_index)
+        return (EngineCoreRequestType.ADD.value, *self._encoder.encode(attempt))
+
+    def attempt(self, request: Any, engine_request_id: str, client_index: int) -> Any:
+        """The request as one attempt of it is sent; see `encode_add`."""
+        return msgspec.structs.replace(
+            request, request_id=engine_request_id, client_index=client_index, current_wave=_STALE_WAVE
+        )
+
+    def encode_abort(self, engine_request_ids: Sequence[str]) -> Frames:
+        """Frames that abort requests by the ids the engine knows them under; unknown ids are harmless to it."""
+        return (EngineCoreRequestType.ABORT.value, *self._encoder.encode(list(engine_request_ids)))
+
+    def encode_utility(self, call_id: int, method: str, args: tuple[Any, ...], client_index: int = 0) -> Frames:
+        """Frames that call `method(*args)` on the engine; its reply carries `call_id` and comes on `client_index`."""
+        call = (client_index, call_id, method, args)
+        return (EngineCoreRequestType.UTILITY.value, *self._encoder.encode(call))
+
+    def decode_outputs(self, frames: Frames) -> Any:
+        """The `EngineCoreOutputs` of one message.
+
+        Raises:
+            WireError: the frames are not such a message.
+        """
+        try:
+            return self._decoder.decode(frames)
+        except Exception as error:  # vLLM's decode hooks raise whatever their payload makes them raise
+            raise WireError(f"not a valid EngineCoreOutputs message: {error}") from error
+
+    def is_engine_dead(self, frames: Frames) -> bool:
+        """Whether an engine announces its own death, the one output that is not an `EngineCoreOutputs`."""
+        return len(frames) == 1 and memoryview(frames[0]) == EngineCoreProc.ENGINE_CORE_DEAD
+
+    def describe(self, request: Any) -> RequestFacts:
+        return requests.describe(request)
+
+    def cached_tokens(self, output: Any) -> int | None:
+        """Prompt tokens that the engine took from caches, told with a request's first output; else None."""
+        stats = output.prefill_stats
+        cached: int | None = None if stats is None else stats.num_cached_tokens
+        return cached
+
+    def restate_cached(self, output: Any, cached_tokens: int) -> None:
+        """Let a request's first output say that the engine took so many prompt tokens from caches."""
+        if output.prefill_stats is not None:
+            output.prefill_stats.num_cached_tokens = cached_tokens
+
+    def end(self, request_id: str) -> Any:
+        """The `EngineCoreOutputs` that end a request as a stop token does, without a token."""
+        return EngineCoreOutputs(
+            outputs=[EngineCoreOutput(request_id=request_id, new_token_ids=[], finish_reason=FinishReason.STOP)]
+        )
+
+    def load_report(self, outputs: Any) -> LoadReport | None:
+        """What the engine says of its load, None if the message does not say."""
+        stats = outputs.scheduler_stats
+        if stats is None:
+            return None
+        waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
+        return LoadReport(waiting, stats.num_running_reqs, stats.kv_cache_usage)
+
+    def cache_size(self, ready_response: bytes) -> CacheSize:
+        return ready.cache_size(ready_response)
+
+    def affinity_key(self, request: Any) -> int | None:
+        """A stable hash of what binds a request to one replica, or None if any replica will do.
+
+        Late-interaction scoring caches the query's embeddings in one engine's worker, and its documents must follow.
+        """
+        index: int | None = get_late_interaction_engine_index(request.pooling_params, _HASH_SPACE)
+        return index
+
+    def cut_short(self, output: Any) -> bool:
+        """Whether an `EngineCoreOutput` ends its request for good, with all turns of a streaming-input session."""
+        return output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
+
+    def aborted(self, output: Any) -> bool:
+        """Whether the engine has ended the request because it was paused or put to sleep."""
+        return bool(output.finish_reason == FinishReason.ABORT)
+
+    def movable(self, request: Any) -> Any:
+        return moving.with_seed(request, self._custom_processors, self._random)
+
+    def how_to_move(self, request: Any) -> Move:
+        return moving.how_to_move(request, self._custom_processors)
+
+    def moved(self, request: Any, move: Move, produced: Sequence[int]) -> Any:
+        return moving.moved(request, move, produced)
+
+    def missing_end(self, request: Any, produced: Sequence[int], engine_index: int) -> Any | None:
+        return moving.missing_end(request, produced, engine_index)
+
+    def fit(self, output: Any, swallow: int) -> None:
+        moving.fit(output, swallow)
+
+    def idle_report(self, engine_index: int) -> Any:
+        """The `EngineCoreOutputs` of an engine with nothing waiting or running, for the gauges of one that is gone."""
+        return EngineCoreOutputs(engine_index=engine_index, scheduler_stats=SchedulerStats())

@@ -1,0 +1,206 @@
+"""Sampling and pooling parameters of the requests of one stage: those of its file, of transforms, of clients."""
+
+import copy
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any
+
+import msgspec
+from vllm.exceptions import VLLMClientError
+from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import SamplingParams
+
+from vllm_omni_plugin.pipeline.places import PipelineError
+from vllm_omni_plugin.pipeline.stage import Modality, Stage
+from vllm_omni_plugin.vllm_api.requests.pooling_tasks import default_task
+
+KV_TRANSFER_PARAMS = "kv_transfer_params"
+INVALID = (ValueError, VLLMClientError)
+"""What vLLM raises of parameters and prompts that it cannot take."""
+_NOT_FOR_STAGES = {"n", "detokenize", "output_kind", "output_text_buffer_length", "skip_clone", "stream_interval"}
+_LOGPROBS = {
+    "flat_logprobs",
+    "logprob_token_ids",
+    "logprobs",
+    "prompt_logprob_start",
+    "prompt_logprob_token_ids",
+    "prompt_logprobs",
+}
+"""Only the stage that answers can show log-probabilities, and the client's own parameters ask for them."""
+_SAMPLING_KEYS = tuple(
+    field.name
+    for field in msgspec.structs.fields(SamplingParams)
+    if not field.name.startswith("_") and field.name not in _NOT_FOR_STAGES | _LOGPROBS
+)
+_INT64 = range(-(2**63), 2**63)
+"""What vLLM's server takes as a number; engines have no more room."""
+_POOLING_KEYS = {
+    field.name: field.type
+    for field in msgspec.structs.fields(PoolingParams)
+    if field.name in {"task", "use_activation", "dimensions", "step_tag_id", "returned_token_ids"}
+}
+"""With the types of their values."""
+_PREFILL: Mapping[str, Any] = {
+    "max_tokens": 1,
+    "temperature": 0.0,
+    # Connectors keep the cache only of a request that ends for its length.
+    "ignore_eos": True,
+    "extra_args": {
+        KV_TRANSFER_PARAMS: {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "remote_engine_id": None,
+            "remote_block_ids": None,
+            "remote_host": None,
+            "remote_port": None,
+        }
+    },
+}
+"""Sampling parameters of a prefill stage: those that vLLM's own proxies for disaggregated prefill send."""
+
+
+class ParameterError(ValueError):
+    """Parameters that a stage cannot take.
+
+    Attributes:
+        key: which of them, None if it is not one alone.
+    """
+
+    def __init__(self, message: str, key: str | None = None) -> None:
+        super().__init__(message)
+        self.key = key
+
+
+class StageParams:
+    """Makes the parameters of a stage's requests.
+
+    Args:
+        stage: the stage.
+        model_config: vLLM's, of its engines.
+
+    Raises:
+        PipelineError: the stage's `sampling` has what cannot be used; its place begins at the stage.
+    """
+
+    def __init__(self, stage: Stage, model_config: Any) -> None:
+        self._stage = stage
+        self._is_pooling = model_config.runner_type == "pooling"
+        self._own = dict(_PREFILL if stage.output is Modality.KV_CACHE else stage.sampling)
+        self._default: dict[str, Any] = {"task": default_task(model_config)} if self._is_pooling else {}
+        try:
+            self._template = self._made({})
+        except ParameterError as error:
+            place = ("sampling",) if error.key is None else ("sampling", error.key)
+            raise PipelineError(str(error), place) from None
+
+    @property
+    def task(self) -> str | None:
+        """What a pooling stage's engines are asked for; None of a stage that generates."""
+        task: str | None = self._template.task if self._is_pooling else None
+        return task
+
+    def of_stage(self, given: Mapping[str, Any]) -> Any:
+        """Parameters of the file, and over them those given for one request.
+
+        Raises:
+            ParameterError: what is given cannot be used.
+        """
+        if not given:
+            return copy.copy(self._template)
+        self._check_request(given)
+        return self._made(given)
+
+    def of_client(self, params: Any, given: Mapping[str, Any], chunked: bool) -> Any:
+        """A client's own parameters, and over them those given for this request.
+
+        Args:
+            params: of the client; not changed.
+            given: by name.
+            chunked: they are for one turn of a session, which the file's `max_tokens` bounds as well.
+
+        Raises:
+            ParameterError: what is given cannot be used, or a client that wants text has reached a stage of scores or
+                the other way round.
+        """
+        if isinstance(params, PoolingParams) is not self._is_pooling or (self._is_pooling and params.task != self.task):
+            kind = "scores or embeds" if self._is_pooling else "generates"
+            raise ParameterError(f"it {kind}, which is not what the request asks for")
+        own = _copied(params)
+        if given:
+            self._check_request(given)
+            _overlay(own, given, self._converted(given))
+        if self._is_pooling:
+            return own
+        # It is this request's only.
+        own.skip_clone = True
+        if chunked:
+            own.max_tokens = min(own.max_tokens or self._own["max_tokens"], self._own["max_tokens"])
+        return own
+
+    def _check_request(self, given: Mapping[str, Any]) -> None:
+        if self._is_pooling and "task" in given:
+            # An engine dies of a task that its model does not know.
+            raise ParameterError("the task is set in the pipeline's file only", "task")
+
+    def _made(self, given: Mapping[str, Any]) -> Any:
+        params = self._converted({**self._default, **self._own, **given})
+        if not self._is_pooling:
+            params.detokenize = self._stage.output is Modality.TEXT
+            params.skip_clone = True
+        return params
+
+    def _converted(self, values: Mapping[str, Any]) -> Any:
+        """The parameters that these values are; anything else has vLLM's default, but no limit of tokens."""
+        known = tuple(_POOLING_KEYS) if self._is_pooling else _SAMPLING_KEYS
+        for key, value in values.items():
+            if isinstance(value, int) and value not in _INT64:
+                raise ParameterError(f"{key!r} has more than 64 bits", key)
+            if key not in known:
+                close = get_close_matches(key, known, n=1)
+                known_ones = f"did you mean {close[0]!r}?" if close else f"use {', '.join(known)}"
+                raise ParameterError(f"unknown parameter {key!r}: {known_ones}", key)
+        if values.get("stop"):
+            self._check_stop()
+        try:
+            return self._read(values)
+        except INVALID as error:
+            raise ParameterError(str(error), self._wrong_key(values)) from None
+
+    def _check_stop(self) -> None:
+        if self._stage.output is not Modality.TEXT:
+            raise ParameterError("stop strings are for stages that put out text; use 'stop_token_ids'", "stop")
+        if self._stage.async_chunk:
+            raise ParameterError("a stage that works on chunks cannot stop at strings; use 'stop_token_ids'", "stop")
+
+    def _wrong_key(self, values: Mapping[str, Any]) -> str | None:
+        """The key whose value cannot be used by itself; None if only the combination is wrong."""
+        for key, value in values.items():
+            try:
+                self._read({key: value})
+            except INVALID:
+                return key
+        return None
+
+    def _read(self, values: Mapping[str, Any]) -> Any:
+        if self._is_pooling:
+            return PoolingParams(**{key: msgspec.convert(value, _POOLING_KEYS[key]) for key, value in values.items()})
+        return msgspec.convert({"max_tokens": None, **values}, SamplingParams)
+
+
+def _copied(params: Any) -> Any:
+    """A copy that shares nothing that vLLM or `Vocabulary` changes in place; a deep copy would take 0.1 ms more."""
+    own = copy.copy(params)
+    if not isinstance(own, PoolingParams):
+        own._all_stop_token_ids = set(own._all_stop_token_ids)
+        own.structured_outputs = copy.copy(own.structured_outputs)
+    return own
+
+
+def _overlay(params: Any, given: Mapping[str, Any], values: Any) -> None:
+    for key in given:
+        setattr(params, key, getattr(values, key))
+    try:
+        # What follows from the parameters, such as that greedy sampling has no top_p.
+        params.__post_init__()
+    except INVALID as error:
+        raise ParameterError(str(error)) from None
