@@ -3,6 +3,7 @@
 import ast
 import re
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 from .source_tree import PACKAGE, PACKAGE_FOLDERS, ROOT, modules, packages, python_files, relative, text_files
 
 MAX_LINES = 400
+MAX_MODULES = 12
+"""In one folder of the package, `__init__.py` not counted."""
 MACHINE_PATH = re.compile(r"(?<![\w~})])/(?:work|tmp/dev)(?![\w-])")
 """A folder of the machine the project is developed on. Not one below another folder or a variable: `$HOME/work`."""
 
@@ -33,6 +36,16 @@ def _is_import_or_all(statement: ast.stmt) -> bool:
 def test_no_python_file_is_longer_than_the_limit() -> None:
     lengths = {relative(path): len(path.read_text().splitlines()) for path in python_files()}
     assert {path: lines for path, lines in lengths.items() if lines > MAX_LINES} == {}
+
+
+def test_no_folder_of_the_package_holds_too_many_modules() -> None:
+    folders = Counter(module.path.parent for module in modules().values() if module.path.name != "__init__.py")
+    assert {relative(folder): count for folder, count in folders.items() if count > MAX_MODULES} == {}
+
+
+def test_no_two_modules_of_the_package_have_the_same_name() -> None:
+    names = Counter(module.path.name for module in modules().values() if module.path.name != "__init__.py")
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_package_files_hold_only_docstring_imports_and_all() -> None:

@@ -25,9 +25,6 @@ LAYERS = (
 )
 """From top to bottom."""
 
-HAVE_FOLDERS = ("balancing", "integration")
-"""Layers whose folders import each other in no cycle. Not yet: replicas, where `kv_events` and `control` do."""
-
 FOUNDATION = ("errors", "config", "clock", "keep_running", "logger", "key_file", "curve")
 """Single modules below all layers, which anyone may import."""
 
@@ -134,7 +131,7 @@ def folder_graph(imports: Imports, layer: str) -> dict[str, set[str]]:
     return graph
 
 
-@pytest.mark.parametrize("layer", HAVE_FOLDERS)
+@pytest.mark.parametrize("layer", LAYERS)
 def test_folders_of_a_layer_import_each_other_in_no_cycle(layer: str) -> None:
     TopologicalSorter(folder_graph(imports(), layer)).prepare()
 
