@@ -8,6 +8,7 @@ from tests.fakes.conditions import eventually
 from tests.replicas.cache_publisher import Mirror
 from vllm_omni_plugin.balancing import CacheChange
 from vllm_omni_plugin.errors import WireError
+from vllm_omni_plugin.replicas.control import cache_following
 from vllm_omni_plugin.replicas.control.cache_following import CacheFollower, CacheFollowers, pack_keys, unpack_keys
 from vllm_omni_plugin.replicas.control.lease_messages import (
     CacheChanges,
@@ -18,7 +19,6 @@ from vllm_omni_plugin.replicas.control.lease_messages import (
     encode,
 )
 from vllm_omni_plugin.replicas.control.leases import Lease
-from vllm_omni_plugin.replicas.kv_events import cache_following
 from vllm_omni_plugin.replicas.kv_events.cache_log import BEGINNING, MAX_PART, CacheLog, Cursor
 
 LEASE = 5
