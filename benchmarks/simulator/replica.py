@@ -27,7 +27,7 @@ class Clock:
 
 
 class SimReplica:
-    """A `balancing.ReplicaView` with the head's own bookkeeping (`orchestrator.charges`) and an engine.
+    """A `balancing.ReplicaView` with the head's own bookkeeping (`orchestrator.requests.charges`) and an engine.
 
     Args:
         replica_id: its place in the fleet.

@@ -25,7 +25,7 @@ LAYERS = (
 )
 """From top to bottom."""
 
-FOUNDATION = ("errors", "config", "clock", "keep_running", "logger", "key_file", "curve")
+FOUNDATION = ("errors", "config", "keep_running", "logger", "key_file", "curve")
 """Single modules below all layers, which anyone may import."""
 
 KNOW_VLLM = {"integration", "vllm_api"}

@@ -18,7 +18,7 @@ _IDENTITY_BYTES = 2
 
 
 class SimProcess:
-    """Satisfies `replicas.engine_start.Process`, and has the faults that tests need. Safe to use from any thread.
+    """Satisfies `engine_start.Process`, and has the faults that tests need. Safe to use from any thread.
 
     Args:
         host: where the engine runs; must outlive it.
@@ -77,7 +77,7 @@ class SimProcess:
 
 
 class SimLauncher:
-    """Satisfies `replicas.engine_start.Launcher` with simulated engines.
+    """Satisfies `replicas.engine.engine_start.Launcher` with simulated engines.
 
     Args:
         host: where the engines run; must outlive them.
@@ -123,7 +123,7 @@ class SimLauncher:
 
 
 class StartingSimProcess:
-    """Satisfies `replicas.engine_start.Starting`."""
+    """Satisfies `replicas.engine.engine_start.Starting`."""
 
     def __init__(self, process: SimProcess, host: EngineHost, identity: bytes, ready_response: bytes) -> None:
         self.process = process

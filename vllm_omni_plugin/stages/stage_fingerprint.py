@@ -11,7 +11,7 @@ _DIGEST_BYTES = 8
 
 
 def python_fingerprint(stage: Stage) -> dict[str, str]:
-    """The fields to compare with `replicas.heads.differences`, as text for an operator to read."""
+    """The fields to compare with `replicas.server.attached_heads.differences`, as text for an operator to read."""
     options = msgspec.json.encode(stage.options, order="deterministic")
     return {
         "stage": str(stage.id),

@@ -12,7 +12,7 @@ _IDENTITY_BYTES = 2
 
 
 class PythonStageLauncher:
-    """Satisfies `replicas.engine_start.Launcher`.
+    """Satisfies `replicas.engine.engine_start.Launcher`.
 
     Args:
         stage: whose replicas it starts.

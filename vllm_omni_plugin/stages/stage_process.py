@@ -25,7 +25,7 @@ _SHUTDOWN_S = 5.0
 
 
 class StageProcess:
-    """Satisfies `replicas.engine_start.Process`. Ends with this process at the latest.
+    """Satisfies `replicas.engine.engine_start.Process`. Ends with this process at the latest.
 
     Not a `multiprocessing.Process`: that runs the parent's main module again in the child, and with it imports all of
     vLLM.
@@ -98,7 +98,7 @@ class StageProcess:
 
 
 class StartingStage:
-    """Satisfies `replicas.engine_start.Starting`.
+    """Satisfies `replicas.engine.engine_start.Starting`.
 
     Args:
         process: has not got its assignment yet.

@@ -144,7 +144,7 @@ class CallReplicas:
 
 @dataclass(frozen=True, slots=True)
 class RegisterRemoteReplica:
-    """A replica of another process is there, or has changed: attach to it, or heed what its status says.
+    """A replica of another process is there, or has changed: attach to it, or act on its new status.
 
     Attributes:
         info: as the coordinator published it.

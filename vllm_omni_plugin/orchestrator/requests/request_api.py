@@ -8,7 +8,7 @@ from vllm_omni_plugin.vllm_api.requests.move import Move
 
 
 class RequestApi(Protocol):
-    """Reads and rebuilds requests and outputs; `vllm_api.engine_api.EngineApi` in service."""
+    """Reads and rebuilds requests and outputs; `vllm_api.requests.engine_api.EngineApi` in service."""
 
     @property
     def pooling_task(self) -> str | None:

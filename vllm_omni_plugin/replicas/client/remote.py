@@ -75,7 +75,7 @@ class AttachSettings:
     Attributes:
         codecs: see `StageClient`; by stage.
         head_id: names this process to servers and in their logs; no other has it.
-        fingerprints: this head's configuration by stage, see `vllm_api.fingerprint`.
+        fingerprints: this head's configuration by stage, see `vllm_api.launch.model_fingerprint`.
         heartbeat_interval: seconds between signs of life.
         heartbeat_timeout: seconds without one after which a server is lost; also how long attaching may take.
         max_message_bytes: the largest message of an engine.

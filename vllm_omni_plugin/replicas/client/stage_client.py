@@ -33,7 +33,7 @@ _LONG_CALLS = frozenset(
 
 
 class Codec(Protocol):
-    """How calls become frames and frames outputs; `vllm_api.engine_api.EngineApi` in service."""
+    """How calls become frames and frames outputs; `vllm_api.requests.engine_api.EngineApi` in service."""
 
     def encode_add(self, request: Any, engine_request_id: str, client_index: int) -> Frames: ...
 

@@ -34,7 +34,7 @@ class Attach(Struct, frozen=True, tag="attach"):
         head_id: names the head process in the server's log.
         credential: what the head will show on the data sockets, made for this attachment only: the public half of a
             CURVE key pair (Z85) where links are encrypted, else a random word of the same length.
-        fingerprint: the head's configuration, see `vllm_api.fingerprint`.
+        fingerprint: the head's configuration, see `vllm_api.launch.model_fingerprint`.
     """
 
     protocol: int

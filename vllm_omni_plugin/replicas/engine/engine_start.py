@@ -16,7 +16,7 @@ _ENDED_FROM_OUTSIDE = re.compile(r"SIGKILL|SIGTERM|SIGINT|exited with code 0\b")
 
 
 class Process(Protocol):
-    """A running engine; `vllm_api.launch.EngineProcess` in service."""
+    """A running engine; `vllm_api.launch.engine_launch.EngineProcess` in service."""
 
     @property
     def pid(self) -> int: ...
@@ -62,7 +62,7 @@ class SharingProcess(Protocol):
 
 
 class Starting(Protocol):
-    """An engine that has been spawned and is not ready; `vllm_api.launch.StartingEngine` in service."""
+    """An engine that has been spawned and is not ready; `vllm_api.launch.engine_launch.StartingEngine` in service."""
 
     @property
     def process(self) -> Process: ...
@@ -73,7 +73,7 @@ class Starting(Protocol):
 
 
 class Launcher(Protocol):
-    """How engines are started; `vllm_api.launch.EngineLauncher` in service."""
+    """How engines are started; `vllm_api.launch.engine_launch.EngineLauncher` in service."""
 
     ready_timeout: float
 
@@ -86,7 +86,7 @@ class Launcher(Protocol):
 
 @runtime_checkable
 class GroupedLauncher(Protocol):
-    """A `Launcher` whose replicas live and die in groups; `vllm_api.group_launch.GroupLauncher` in service."""
+    """A `Launcher` whose replicas live and die in groups; `vllm_api.launch.group_launch.GroupLauncher` in service."""
 
     def group_of(self, replica_id: int) -> Sequence[int]: ...
 

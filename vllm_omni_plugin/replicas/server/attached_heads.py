@@ -39,7 +39,7 @@ _DIFFERS = Refused("it is of another version or configured differently; without 
 
 
 def differences(head: Mapping[str, str], replica: Mapping[str, str]) -> list[str]:
-    """What differs between two fingerprints (`vllm_api.fingerprint`), sorted, each with the field and both values."""
+    """What differs between two fingerprints, sorted, each with the field and both values."""
     return [
         f"{name}: head has {head.get(name, _NOTHING)}, replica {replica.get(name, _NOTHING)}"
         for name in sorted(head.keys() | replica.keys())

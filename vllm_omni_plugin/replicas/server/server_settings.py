@@ -24,7 +24,7 @@ class ServerSettings:
         secrets: of the fleet, or None without authentication.
         screen: says which messages of heads may not reach an engine; None: all may.
         max_message_bytes: a head's largest message to an engine.
-        fingerprint: the configuration that heads must share, see `vllm_api.fingerprint`.
+        fingerprint: the configuration that heads must share, see `vllm_api.launch.model_fingerprint`.
     """
 
     host: str

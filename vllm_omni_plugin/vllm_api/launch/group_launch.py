@@ -78,7 +78,7 @@ def new_launcher(
 
 
 class GroupLauncher:
-    """Satisfies `replicas.engine_start.Launcher` and `GroupedLauncher`. Replica i is rank i % K of group i // K.
+    """Satisfies `replicas.engine.engine_start.Launcher` and `GroupedLauncher`. Replica i is rank i % K of group i // K.
 
     A group begins when all its ranks are started: a start waits for the others. When a rank ends in any way, so do the
     others, and whoever keeps them starts them all again.
@@ -225,7 +225,7 @@ def _new_store(host: str) -> tuple[Any, int]:
 
 
 class RankProcess:
-    """Satisfies `replicas.engine_start.Process`: one rank's engine core. To end it is to end its group.
+    """Satisfies `replicas.engine.engine_start.Process`: one rank's engine core. To end it is to end its group.
 
     Args:
         meeting: where it waits for the other ranks.
@@ -309,7 +309,7 @@ class RankProcess:
 
 
 class StartingRank:
-    """Satisfies `replicas.engine_start.Starting`.
+    """Satisfies `replicas.engine.engine_start.Starting`.
 
     Args:
         process: the rank's.

@@ -30,7 +30,7 @@ _LONGEST_TEXT = 200
 
 
 def fingerprint(vllm_config: Any, stage_id: int) -> dict[str, str]:
-    """The fields to compare with `replicas.heads.differences`, as text for an operator to read.
+    """The fields to compare with `replicas.server.attached_heads.differences`, as text for an operator to read.
 
     Models and tokenizers on the hub go by their names, and weights there by the commit; local ones by their content:
     paths differ from node to node. To be made once, since files are read.

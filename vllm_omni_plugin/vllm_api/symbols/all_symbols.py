@@ -15,7 +15,7 @@ from vllm_omni_plugin.vllm_api.symbols.engine_symbols import (
 from vllm_omni_plugin.vllm_api.symbols.front_symbols import (
     ANSWERS,
     COMMAND,
-    DOOR,
+    ENGINE_CLIENT,
     FLAGS,
     LABELS,
     SERVER,
@@ -34,7 +34,7 @@ SYMBOLS = (
     *FLAGS,
     *COMMAND,
     *SEVERAL_SERVERS,
-    *DOOR,
+    *ENGINE_CLIENT,
     *SERVER,
     *ANSWERS,
     *TRACING,

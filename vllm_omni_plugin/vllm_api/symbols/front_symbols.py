@@ -64,7 +64,7 @@ SEVERAL_SERVERS = (
 )
 """What `vllm serve` does with `--api-server-count`."""
 
-DOOR = (
+ENGINE_CLIENT = (
     Symbol(
         f"{_CLIENT}.EngineCoreClient.make_async_mp_client",
         "wrapped: AsyncLLM gets the fleet's client from it",
