@@ -26,6 +26,9 @@ class Ports:
     def __init__(self, router_address: str, pub_address: str, secrets: Secrets | None) -> None:
         """Bind both. Raises `ConfigError`."""
         self._context: Context = zmq.Context()
+        # Now: libzmq keeps what an endpoint lingers from its bind on. With its default, for ever, `close` would hang
+        # when a connection with unread messages ends in the same moment (libzmq's issues 2733 and 3252).
+        self._context.linger = 0
         self.gate = Gate(self._context, secrets)
         self.gate.admit_secret_holders(ROLE)
         if secrets is None:
@@ -35,7 +38,7 @@ class Ports:
             try:
                 self.pub = bind_pub(self._context, pub_address, secrets, self.gate)
             except BaseException:
-                self.router.close(linger=0)
+                self.router.close()
                 raise
         except BaseException:
             self._close_gate()
@@ -45,8 +48,8 @@ class Ports:
 
     def close(self) -> None:
         """Give everything back; what was not sent yet is dropped."""
-        self.router.close(linger=0)
-        self.pub.close(linger=0)
+        self.router.close()
+        self.pub.close()
         self._close_gate()
 
     def _close_gate(self) -> None:

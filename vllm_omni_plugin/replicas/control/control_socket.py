@@ -46,6 +46,8 @@ class ControlSocket:
         self._context: Context = zmq.Context()
         self._gate: Gate | None = None
         self._router = self._context.socket(zmq.ROUTER)
+        # Before bind, also where `close` gives more: see `Ports` of the coordinator.
+        self._router.linger = 0
         self._router.maxmsgsize = MAX_CONTROL_BYTES
         self._router.rcvhwm = self._router.sndhwm = _QUEUE_MESSAGES
         self._router.handshake_ivl = HANDSHAKE_MS
