@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 
 from tests.fakes.conditions import eventually
-from tests.fakes.links import refuse_calls
+from tests.fakes.links import answer_calls, refuse_calls
 from tests.orchestrator.head_bus import FakeHead, HeadBus
 from tests.orchestrator.test_fleet_calls import PAUSED, STORY, joined
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import CoordinatorAwayError, ReplicaError
 from vllm_omni_plugin.orchestrator.pool.member_changes import ADMIN_HOLD
+from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
 
 
 @pytest.fixture
@@ -190,6 +191,54 @@ async def test_a_caller_that_loses_the_coordinator_during_its_call_says_so(bus: 
     heads[0].let_answer()
     with pytest.raises(CoordinatorAwayError, match="lost during the call"):
         await asyncio.wrap_future(reply)
+
+
+@pytest.mark.parametrize("when", ["before its outcome", "after its outcome"])
+async def test_a_server_whose_own_call_was_lost_on_the_way_knows_what_the_fleet_does(
+    bus: HeadBus, heads: list[FakeHead], when: str
+) -> None:
+    if when == "before its outcome":
+        heads[0].stand_still()
+    bus.deaf.add("b")
+    reply = heads[0].ask("add_lora", STORY)
+    if when == "before its outcome":
+        await eventually(lambda: heads[0].links[1].calls)
+    else:
+        await eventually(lambda: heads[2].adapters)
+    bus.cut(heads[0])
+    bus.deaf.clear()
+    if when == "before its outcome":
+        heads[0].let_answer()
+    with pytest.raises(CoordinatorAwayError, match="lost during the call"):
+        await asyncio.wrap_future(reply)
+    await heads[0].join_fleet()
+    for head in heads:
+        await eventually(lambda head=head: head.adapters == {"story": STORY})  # type: ignore[misc]
+
+
+async def test_a_server_whose_own_call_was_lost_and_refused_by_the_others_knows_nothing_of_it(
+    bus: HeadBus, heads: list[FakeHead]
+) -> None:
+    heads[0].stand_still()
+    reply = heads[0].ask("add_lora", STORY)
+    await eventually(lambda: heads[0].links[1].calls)
+    for head in heads[1:]:
+        for link in head.links.values():
+            link.on_call = refuse_calls
+    bus.cut(heads[0])
+    await heads[1].until([])
+    await heads[0].join_fleet()
+    await heads[0].until([])
+    heads[0].let_answer()
+    with pytest.raises(CoordinatorAwayError):
+        await asyncio.wrap_future(reply)
+    # What AsyncLLM's side is told comes in order.
+    other = Adapter("other", 8, "/loras/other")
+    for link in heads[1].links.values():
+        link.on_call = answer_calls
+    await heads[1].call("add_lora", other)
+    await eventually(lambda: heads[0].adapters)
+    assert heads[0].adapters == {"other": other}
 
 
 async def test_a_head_that_does_not_answer_holds_a_call_up_until_it_has_left(

@@ -166,6 +166,10 @@ class FleetCalls:
                 await finished
         except TimeoutError:
             logger.warning("Not all other heads have followed the call %s.", begun.method)
+        except CoordinatorAwayError:
+            # AsyncLLM's side takes this for a failure, and the fleet counts the call as taken until it knows better.
+            self._spawn(self._tell_front(begun))
+            raise
         finally:
             self._finishing.pop(begun.number, None)
 
@@ -227,10 +231,9 @@ class FleetCalls:
         """Be the caller of a call that nobody here waits for."""
         try:
             await self._head.fan_out.settle(begun)
-        except ReplicaError:
+        except (ReplicaError, CoordinatorAwayError):
+            # In the second case `finish` has told AsyncLLM's side.
             return
-        except CoordinatorAwayError:
-            pass
         await self._tell_front(begun)
 
     async def _finish_quietly(self, begun: BegunCall, taken: list[bool]) -> None:
@@ -294,11 +297,12 @@ class FleetCalls:
     async def _tell_front(self, begun: BegunCall) -> None:
         if not begun.calls:
             return
-        method, args = begun.method, begun.args
+        method, args, shared = begun.method, begun.args, begun.calls[0][0].shared
+        known = {adapter.lora_int_id for adapter in shared.adapters}
         update = FrontUpdate(
-            args if method == "add_lora" else (),
+            args if method == "add_lora" and args[0].lora_int_id in known else (),
             args if method == FORGET_LORA else (),
-            begun.calls[0][0].shared.sleep_level if method in _SLEEP_CALLS else None,
+            shared.sleep_level if method in _SLEEP_CALLS else None,
             Future(),
         )
         if update.loaded or update.unloaded or update.sleep_level is not None:
