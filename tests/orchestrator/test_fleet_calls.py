@@ -121,6 +121,24 @@ async def test_a_replica_that_attaches_while_a_call_waits_for_its_number_is_call
     assert len(await asyncio.wrap_future(reply)) == 2
 
 
+@pytest.mark.parametrize("refuses", [False, True])
+async def test_a_replica_that_the_caller_loses_before_it_can_call_it_is_taken_out_by_the_others(
+    bus: HeadBus, heads: list[FakeHead], refuses: bool
+) -> None:
+    bus.deaf.add("a")
+    reply = heads[0].ask("set_weight_version", "v2")
+    await heads[1].until([("set_weight_version", ("v2",))])
+    heads[0].kill(1)
+    if refuses:
+        heads[0].links[0].on_call = refuse_calls
+    bus.deaf.clear()
+    bus.wake()
+    await asyncio.wait([asyncio.wrap_future(reply)])
+    assert (reply.exception() is not None) is refuses
+    status = ReplicaStatus.UP if refuses else ReplicaStatus.ERROR
+    assert [head.statuses for head in heads[1:]] == [[ReplicaStatus.UP, status]] * 2
+
+
 async def test_a_call_made_elsewhere_while_a_replica_attaches_reaches_it_after_its_replay(
     heads: list[FakeHead],
 ) -> None:

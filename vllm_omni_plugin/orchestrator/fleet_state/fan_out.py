@@ -39,6 +39,7 @@ class BegunCall:
         args: its arguments.
         calls: the call in each of its stages.
         sending: done when all of these have answered or failed.
+        unreached: engine keys of replicas that the other heads leave to this one, which has lost them since.
     """
 
     number: int
@@ -46,6 +47,7 @@ class BegunCall:
     args: tuple[Any, ...]
     calls: list[tuple[StageCalls, StageCall]]
     sending: "asyncio.Future[Any]"
+    unreached: Collection[int] = ()
 
 
 class SharedCalls(Protocol):

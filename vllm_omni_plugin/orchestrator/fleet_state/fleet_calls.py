@@ -156,6 +156,8 @@ class FleetCalls:
         """See `SharedCalls`."""
         calls = [call for _, call in begun.calls]
         failed = [m.engine_key for call, took in zip(calls, taken, strict=True) if took for m in call.failed]
+        if any(taken):
+            failed += begun.unreached
         cleared = [member.engine_key for call in calls for member in call.cleared]
         finished = self._finishing[begun.number] = asyncio.get_running_loop().create_future()
         try:
@@ -202,6 +204,7 @@ class FleetCalls:
             self._followed[call.number] = begun
             return
         self._own[call.number] = begun
+        begun.unreached = set(call.told) - {m.engine_key for stage, _ in begun.calls for m in stage.members}
         asked = self._asked.get(call.call_id)
         if asked is None or asked.done():
             # Nobody here waits for it any more.
