@@ -165,6 +165,23 @@ async def test_a_call_whose_head_dies_and_that_engines_refuse_leaves_no_record(
         assert head.statuses == [ReplicaStatus.UP] * 2
 
 
+async def test_a_call_whose_head_dies_and_that_engines_refuse_leaves_no_record_where_only_the_snapshot_had_it(
+    stack: AsyncExitStack, bus: HeadBus
+) -> None:
+    caller = await joined(stack, bus, "caller")
+    caller.stand_still()
+    caller.ask("add_lora", STORY)
+    await caller.until([("add_lora", (STORY,))])
+    late = await joined(stack, bus, "late")
+    assert late.replay == caller.replay
+    for link in late.links.values():
+        link.on_call = refuse_calls
+    bus.cut(caller)
+    await late.until([])
+    await eventually(lambda: late.adapters == {})
+    assert late.statuses == [ReplicaStatus.UP] * 2
+
+
 @pytest.mark.parametrize(
     "call", [("pause_scheduler", "keep", True), ("collective_rpc", "update_weights", None, [], {})], ids=str
 )

@@ -217,7 +217,7 @@ class FleetCalls:
         known = self._followed.pop(call.number, None)
         begun = self._begin(call, None) if known is None else self._head.fan_out.begin_again(known)
         self._own[call.number] = begun
-        self._spawn(self._carry_through(begun))
+        self._spawn(self._carry_through(begun, in_snapshot=known is None))
 
     def _begin(self, call: NumberedCall, told: Sequence[int] | None) -> BegunCall:
         args = decode(call.method, call.arguments)
@@ -230,12 +230,21 @@ class FleetCalls:
         head, key = self._head, key_in(decode(call.method, call.arguments))
         manage_by_key(call.method, key, head.stage_pools, head.remote_replicas, head.drained)
 
-    async def _carry_through(self, begun: BegunCall) -> None:
-        """Be the caller of a call that nobody here waits for."""
+    async def _carry_through(self, begun: BegunCall, in_snapshot: bool = False) -> None:
+        """Be the caller of a call that nobody here waits for.
+
+        Args:
+            begun: the call.
+            in_snapshot: whether the state that this head adopted holds it, too.
+        """
         try:
             await self._head.fan_out.settle(begun)
-        except (ReplicaError, CoordinatorAwayError):
-            # In the second case `finish` has told AsyncLLM's side.
+        except CoordinatorAwayError:
+            # `finish` has told AsyncLLM's side.
+            return
+        except ReplicaError:
+            if in_snapshot:
+                self._resync()
             return
         await self._tell_front(begun)
 
