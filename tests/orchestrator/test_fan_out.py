@@ -106,6 +106,15 @@ async def test_a_replica_that_dies_during_a_call_is_left_out_of_its_result(fleet
     assert await call(fleet, "add") == ["add", "add"]
 
 
+async def test_a_replica_that_dies_in_the_step_in_which_a_call_begins_is_left_out_of_its_result(
+    fleet: FakeFleet,
+) -> None:
+    begun = fleet.orchestrator.fan_out.begin([0], "sleep", (1, "abort"))
+    fleet.kill(1)
+    assert await fleet.orchestrator.fan_out.settle(begun) == ["sleep"] * 2
+    assert fleet.orchestrator.fan_out.stages[0].shared.sleep_level == 1
+
+
 async def test_a_call_that_all_fail_is_an_error_and_no_replica_is_to_blame(fleet: FakeFleet) -> None:
     for link in fleet.links.values():
         link.on_call = refuse_calls

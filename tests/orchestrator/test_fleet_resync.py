@@ -77,6 +77,26 @@ async def test_the_replicas_that_only_a_late_head_reaches_are_told_what_it_learn
     assert told_again == 0, "nothing that it knows is told again"
 
 
+@pytest.mark.parametrize("refuses", [False, True])
+async def test_a_call_does_not_overtake_what_a_replica_of_this_head_is_still_told_of_the_snapshot(
+    stack: AsyncExitStack, bus: HeadBus, heads: list[FakeHead], refuses: bool
+) -> None:
+    await heads[0].call("add_lora", STORY)
+    await heads[0].call("pause_scheduler", "keep", True)
+    late = await stack.enter_async_context(FakeHead(bus, "late", replicas=0))
+    private = late.attach(5, private=True)
+    private.on_call = None
+    await late.join_fleet()
+    await eventually(lambda: private.calls)
+    reply = heads[0].ask("resume_scheduler")
+    await late.until([("add_lora", (STORY,))])
+    private.on_call = answer_calls
+    (private.refuse if refuses else private.answer)(private.calls[0][0])
+    assert len(await asyncio.wrap_future(reply)) == 2
+    told = ["add_lora"] if refuses else ["add_lora", "pause_scheduler", "resume_scheduler"]
+    assert [method for _, method, _ in private.calls] == told
+
+
 async def test_a_call_that_is_refused_leaves_no_record_where_only_the_snapshot_had_it(
     stack: AsyncExitStack, bus: HeadBus, heads: list[FakeHead]
 ) -> None:

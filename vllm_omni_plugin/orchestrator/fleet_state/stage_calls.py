@@ -80,6 +80,8 @@ class StageCalls:
         self._joiners: dict[StageClient, deque[Call]] = {}
         self._unnumbered = 0
         self._numbered = asyncio.Event()
+        # Held while replicas of this node are told what they have missed: later calls must not overtake that.
+        self._catching_up = asyncio.Lock()
 
     @property
     def members(self) -> list[PoolMember]:
@@ -162,11 +164,12 @@ class StageCalls:
 
     async def catch_up(self, calls: list[Call]) -> None:
         """Tell the replicas that only this head reaches what they have missed. Other heads have told the others."""
-        await asyncio.gather(*(self._catch_up(member, calls) for member in self.members if not member.remote))
+        async with self._catching_up:
+            await asyncio.gather(*(self._catch_up(member, calls) for member in self.members if not member.remote))
 
     async def send(self, call: StageCall) -> None:
         """Call all at once; returns when each has answered or failed."""
-        call.answers = await asyncio.gather(*(self._call_one(member, call) for member in call.members))
+        call.answers = await asyncio.gather(*(self._call_in_turn(member, call) for member in call.members))
 
     def distrust_the_failed(self, call: StageCall) -> None:
         """Take out the replicas that failed what others of the stage took."""
@@ -184,15 +187,22 @@ class StageCalls:
     async def _catch_up(self, member: PoolMember, calls: list[Call]) -> None:
         for method, args in calls:
             call = StageCall(method, args, [member], lambda taken: None)
-            await self.send(call)
+            call.answers = [await self._call_one(member, call)]
             if call.failed:
                 logger.error("Replica %s cannot be told what other heads were: %s", member.name, call.answers[0])
                 self.distrust(member, method)
                 return
 
+    async def _call_in_turn(self, member: PoolMember, call: StageCall) -> Any:
+        if not member.remote:
+            async with self._catching_up:
+                pass
+        return await self._call_one(member, call)
+
     async def _call_one(self, member: PoolMember, call: StageCall) -> Any:
+        if member.client is None:
+            return ReplicaError(f"replica {member.name} was lost before it could be called")
         try:
-            assert member.client is not None
             result = await _tell(member.client, member.remote, call.method, call.args)
         except ReplicaError as error:
             return error
