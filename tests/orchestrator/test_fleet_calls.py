@@ -1,6 +1,7 @@
 """What an operator tells one head holds for all heads, and for those that come later."""
 
 import asyncio
+from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -10,11 +11,12 @@ from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeEngineApi
 from tests.fakes.links import FakeLink, answer_calls, refuse_calls
 from tests.orchestrator.head_bus import FakeHead, HeadBus
-from vllm_omni_plugin.coordinator import ReplicaStatus
+from vllm_omni_plugin.coordinator import ReplicaKey, ReplicaStatus
 from vllm_omni_plugin.coordinator.protocol.call_arguments import FORGET_LORA
 from vllm_omni_plugin.coordinator.protocol.head_messages import FleetState, NumberedCall, StageState
 from vllm_omni_plugin.errors import NoReplicaError, ReplicaError
 from vllm_omni_plugin.orchestrator.pool.member_changes import ADMIN_HOLD
+from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
 from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
 
 STORY = Adapter("story", 7, "/loras/story")
@@ -270,6 +272,22 @@ async def test_what_cannot_be_followed_ends_nothing(heads: list[FakeHead], bus: 
         heads[0].orchestrator.rpc_async_queue.force_put(message)
     assert await heads[0].call("is_sleeping") == ["is_sleeping"] * 2
     assert heads[0].replay == []
+
+
+@pytest.mark.parametrize("when", ["at once", "while others follow"])
+async def test_closing_answers_an_operator_whose_wish_other_heads_have_not_followed(
+    bus: HeadBus, heads: list[FakeHead], when: str
+) -> None:
+    bus.deaf.add("b")
+    reply: Future[None] = Future()
+    reply.set_running_or_notify_cancel()
+    member = heads[0].pool.member(1)
+    heads[0].fleet_calls.managed("drain", ReplicaKey(0, member.input_addr, member.output_addr), reply)
+    if when == "while others follow":
+        await eventually(lambda: heads[2].pool.member(1).held_back)
+    await heads[0].fleet_calls.close()
+    with pytest.raises(QueueClosedError, match="about to end"):
+        await asyncio.wrap_future(reply)
 
 
 async def test_closing_leaves_nothing_behind(bus: HeadBus) -> None:

@@ -28,6 +28,7 @@ from vllm_omni_plugin.orchestrator.fleet_state.fleet_snapshot import Head, adopt
 from vllm_omni_plugin.orchestrator.fleet_state.front_update import FrontUpdate, tell
 from vllm_omni_plugin.orchestrator.fleet_state.stage_calls import StageCall, StageCalls
 from vllm_omni_plugin.orchestrator.pool.member_changes import manage_by_key
+from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
 
 logger = init_logger(__name__)
 
@@ -181,7 +182,12 @@ class FleetCalls:
 
     def managed(self, action: str, key: ReplicaKey, reply: "Future[None]") -> None:
         """This head has done what an operator wants with a replica. Answers when all others have done so, too."""
-        self._spawn(self._manage(action, key, reply))
+
+        def answer_if_closed(_: "asyncio.Task[None]") -> None:
+            if not reply.done():
+                reply.set_exception(QueueClosedError("The server is about to end."))
+
+        self._spawn(self._manage(action, key, reply)).add_done_callback(answer_if_closed)
 
     async def _manage(self, action: str, key: ReplicaKey, reply: "Future[None]") -> None:
         try:
@@ -329,10 +335,11 @@ class FleetCalls:
         if client is not None:
             client.resync()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         task = asyncio.create_task(work, name="omni-fleet-calls")
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)
