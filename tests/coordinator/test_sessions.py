@@ -7,10 +7,27 @@ import pytest
 from coordinator_support import make_event
 from head_world import QUEUE_FRAMES, World, rows
 
-from vllm_omni_plugin.coordinator import ReplicaEvent, ReplicaKey, ReplicaStatus, ReplicaWork, engine_key
+from vllm_omni_plugin.coordinator import (
+    PeerWork,
+    ReplicaEvent,
+    ReplicaKey,
+    ReplicaStatus,
+    ReplicaWork,
+    SessionLost,
+    Welcome,
+    engine_key,
+)
+from vllm_omni_plugin.coordinator.client.head_session import SILENCE_TIMEOUT, HeadSession
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import HEAD_QUEUE_FRAMES
-from vllm_omni_plugin.coordinator.protocol.head_messages import SESSION_PROTOCOL, Beat, Hello, ReplicaNumber, Work
-from vllm_omni_plugin.coordinator.protocol.head_wire import encode_from_head
+from vllm_omni_plugin.coordinator.protocol.head_messages import (
+    SESSION_PROTOCOL,
+    Beat,
+    Hello,
+    Refused,
+    ReplicaNumber,
+    Work,
+)
+from vllm_omni_plugin.coordinator.protocol.head_wire import encode_from_head, encode_to_head, frames_to_head
 from vllm_omni_plugin.coordinator.state.head_sessions import HEAD_TIMEOUT, MAX_HEADS
 from vllm_omni_plugin.coordinator.state.list_deltas import ListDeltas
 from vllm_omni_plugin.coordinator.state.membership_table import MembershipTable, TableFullError
@@ -305,6 +322,23 @@ def test_silence_of_the_coordinator_voids_what_others_said_but_not_the_list(worl
     assert len(head.lists) == before
     world.settle()
     assert head.others["h2"]
+
+
+@pytest.mark.parametrize("answer", ["refused", "unreadable"])
+def test_a_coordinator_that_gives_a_head_no_session_any_more_is_as_good_as_silent(answer: str) -> None:
+    session = HeadSession("head")
+    state = encode_to_head(PeerWork("other", True, [work()]))
+    (welcome,) = frames_to_head([encode_to_head(Welcome(["other"], False)), state])
+    assert session.take(welcome, 0.0) == [Welcome(["other"], False), PeerWork("other", True, [work()])]
+    session.disconnected()
+    session.open(2)
+    (refused,) = frames_to_head([encode_to_head(Refused("there are 64 heads already"))])
+    for now in (0.5, 1.0, 1.5):
+        session.take(refused if answer == "refused" else b"nonsense", now)
+        session.beat()
+        assert session.watch(now, 3) == []
+    assert session.watch(SILENCE_TIMEOUT, 4) == [SessionLost()]
+    assert session.watch(2 * SILENCE_TIMEOUT, 5) == []
 
 
 def test_a_beat_is_answered(world: World) -> None:

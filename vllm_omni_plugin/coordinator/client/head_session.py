@@ -111,14 +111,17 @@ class HeadSession:
 
     def take(self, frame: bytes, now: float) -> list[News]:
         """Take in a frame of the coordinator."""
-        self._heard_at = now
         try:
             messages = decode_to_head(frame)
         except WireError as error:
             # Whatever it said is missing now. The next beat asks for everything.
             self._welcomed = False
             return [error]
-        return [news for message in messages for news in self._take(message)]
+        news = [news for message in messages for news in self._take(message)]
+        if self._welcomed:
+            # A coordinator that gives this head no session tells it nothing of the others.
+            self._heard_at = now
+        return news
 
     def _take(self, message: ToHead) -> Iterator[News]:
         match message:
