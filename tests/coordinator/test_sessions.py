@@ -22,6 +22,8 @@ from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import HEAD_QUEUE
 from vllm_omni_plugin.coordinator.protocol.head_messages import (
     SESSION_PROTOCOL,
     Beat,
+    Call,
+    CallRefused,
     Hello,
     Refused,
     ReplicaNumber,
@@ -285,6 +287,20 @@ def test_a_head_of_another_version_gets_no_session_and_is_told_what_to_do(world:
     world.exchange("stranger")
     (refusal,) = stranger.refusals
     assert f"head stranger speaks version {protocol} and the coordinator version {SESSION_PROTOCOL}" in refusal
+
+
+@pytest.mark.parametrize(
+    "call", [Call(7, "of_a_later_version", [], [0], []), Call(7, "pause_scheduler", ["x" * 9000, True], [0], [])]
+)
+def test_a_caller_whose_call_the_coordinator_does_not_know_is_told_so(world: World, call: Call) -> None:
+    head = world.heads["h1"]
+    assert head.session.send(call)
+    with pytest.raises(WireError, match=call.method):
+        world.exchange("h1")
+    (refused,) = head.session.take(head.down.popleft(), world.now)
+    assert isinstance(refused, CallRefused)
+    assert refused.call_id == 7
+    assert call.method in refused.reason
 
 
 def test_full_resyncs_are_limited(world: World) -> None:

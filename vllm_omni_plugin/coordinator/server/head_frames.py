@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import zmq
 
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import Socket
-from vllm_omni_plugin.coordinator.protocol.head_messages import Hello
+from vllm_omni_plugin.coordinator.protocol.head_messages import Call, Hello
 from vllm_omni_plugin.coordinator.protocol.head_wire import decode_from_head
 from vllm_omni_plugin.coordinator.state.head_sessions import Letter, Sessions
 from vllm_omni_plugin.coordinator.state.membership_table import TableFullError
@@ -36,8 +36,9 @@ class HeadFrames:
         try:
             letters = self._sessions.take(peer, message, now)
         except (TableFullError, WireError) as error:
-            if isinstance(message, Hello):
-                self.send([self._sessions.refusal(peer, str(error))])
+            # Both are waited for.
+            if isinstance(message, Hello | Call):
+                self.send([self._sessions.refusal(peer, message, str(error))])
             raise
         self.send(letters or ())
         return letters is not None

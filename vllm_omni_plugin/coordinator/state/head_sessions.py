@@ -9,12 +9,14 @@ from collections.abc import Iterable
 from msgspec import Raw
 
 from vllm_omni_plugin.coordinator.protocol.head_messages import (
+    MAX_ERROR_CHARS,
     SESSION_PROTOCOL,
     Beat,
     Bye,
     Call,
     CallDone,
     CallOutcome,
+    CallRefused,
     FleetState,
     FromHead,
     HeadLeft,
@@ -133,9 +135,11 @@ class Sessions:
             deadlines.append(self._relayed_at + RELAY_INTERVAL)
         return min(deadlines, default=None)
 
-    def refusal(self, peer: bytes, reason: str) -> Letter:
-        """What a connection is told that gets no session."""
-        (frame,) = frames_to_head([encode_to_head(Refused(reason))])
+    def refusal(self, peer: bytes, message: Hello | Call, reason: str) -> Letter:
+        """What a connection is told that gets no session, or no number for a call."""
+        reason = reason[:MAX_ERROR_CHARS]
+        refused = Refused(reason) if isinstance(message, Hello) else CallRefused(message.call_id, reason)
+        (frame,) = frames_to_head([encode_to_head(refused)])
         return peer, frame
 
     def _open(self, peer: bytes, hello: Hello, now: float) -> list[Letter] | None:
