@@ -2,12 +2,42 @@
 
 import ast
 import inspect
+import re
 import textwrap
+from collections.abc import Iterator
 from importlib import import_module
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
-from vllm_omni_plugin.vllm_api.symbols.all_symbols import Symbol
+
+class Symbol(NamedTuple):
+    """One thing of vLLM's that we name, read, call or replace.
+
+    Attributes:
+        path: its dotted path; the last part may be an attribute that exists on instances only.
+        used_for: what would no longer work without it.
+        positional: names of the parameters we pass by position, in order; None for what is not called.
+        keywords: names of the parameters we pass by name.
+    """
+
+    path: str
+    used_for: str
+    positional: tuple[str, ...] | None = None
+    keywords: tuple[str, ...] = ()
+
+
+def read_symbols(text: str) -> Iterator[Symbol]:
+    """The symbols of a list that is written like `symbols.txt`."""
+    for section in re.split(r"^\[", text, flags=re.MULTILINE)[1:]:
+        used_for, _, lines = section.partition("]\n")
+        for owner, names in re.findall(r"^([\w.]+): (.*(?:\n .*)*)", lines, re.MULTILINE):
+            for name, call in re.findall(r"(\w+)(\([^)]*\))?", names):
+                positional, _, keywords = call.partition("*")
+                yield Symbol(f"{owner}.{name}", used_for, _words(positional) if call else None, _words(keywords))
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(re.findall(r"\w+", text))
 
 
 class BrokenSymbolError(AssertionError):

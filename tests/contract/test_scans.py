@@ -2,10 +2,18 @@
 
 import pytest
 
-from vllm_omni_plugin.vllm_api.symbols.all_symbols import Symbol
-
-from .resolution import BrokenSymbolError, check
+from .resolution import BrokenSymbolError, Symbol, check, read_symbols
 from .usage import attributes_of, called_by_name, names_of, vllm_names
+
+
+def test_a_list_of_symbols_is_read() -> None:
+    text = "# About it.\n\n[what x is]\na.B: c, d(e,\n    *, f)\na: G()\n"
+    use = "what x is"
+    assert list(read_symbols(text)) == [
+        Symbol("a.B.c", use),
+        Symbol("a.B.d", use, ("e",), ("f",)),
+        Symbol("a.G", use, ()),
+    ]
 
 
 @pytest.mark.parametrize(

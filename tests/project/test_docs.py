@@ -29,7 +29,7 @@ def _anchors(text: str) -> set[str]:
 
 @pytest.mark.parametrize("document", FOR_DEVELOPERS, ids=relative)
 def test_every_name_of_code_exists(document: Path) -> None:
-    files = python_files()
+    files = [*python_files(), *(path for path in text_files() if path.name == "symbols.txt")]
     words = {word for path in files for word in [path.stem, *re.findall(r"\w+", path.read_text())]}
     paths = [relative(path) for path in text_files()]
     missing = []
