@@ -11,10 +11,16 @@ from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import UNREADABLE, FakeEngineApi
 from tests.orchestrator.remote_fleet import Attachment, Fleet
 from tests.orchestrator.test_replica_list import row
-from vllm_omni_plugin.coordinator import ReplicaStatus
+from vllm_omni_plugin.coordinator import PeerWork, ReplicaStatus
 from vllm_omni_plugin.errors import ReplicaError
-from vllm_omni_plugin.orchestrator.attachment.remote_keeper import LASTING_REFUSAL_PAUSE_S, LONGEST_PAUSE_S
+from vllm_omni_plugin.orchestrator.attachment.remote_keeper import (
+    ALL_HEADS_LEAVE_S,
+    FIRST_PAUSE_S,
+    LASTING_REFUSAL_PAUSE_S,
+    LONGEST_PAUSE_S,
+)
 from vllm_omni_plugin.orchestrator.attachment.remote_replicas import MAX_ATTACHING
+from vllm_omni_plugin.orchestrator.fleet_state.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.pool.member_changes import ADMIN_HOLD
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     CallReplicas,
@@ -246,6 +252,24 @@ async def test_a_replica_that_fails_what_others_took_is_attached_to_anew(fleet: 
     await asyncio.wrap_future(reply)
     await eventually(lambda: first.closed)
     await fleet.serving(2)
+    assert fleet.pauses == [FIRST_PAUSE_S]
+
+
+async def test_a_replica_that_is_taken_out_is_left_alone_until_all_heads_have_left_it(fleet: Fleet) -> None:
+    (replica,) = await fleet.joined(row(1))
+    exchange = fleet.orchestrator.exchange = WorkExchange([fleet.pool], lambda work, full: None)
+    exchange.welcomed(["other"])
+    exchange.peer_work(PeerWork("other", True, []))
+    fleet.pause_over.clear()
+    fleet.orchestrator.distrust(fleet.pool.member(0), "it failed a call that others took")
+    await eventually(lambda: fleet.pauses)
+    # Its server puts the engine in order, and may say something new, only after that.
+    fleet.register(row(1, incarnation=2))
+    await fleet.all_heard()
+    assert replica.closed
+    assert (fleet.pauses, fleet.attachments) == ([ALL_HEADS_LEAVE_S], [replica])
+    fleet.pause_over.set()
+    await fleet.serving(1)
 
 
 async def test_a_replica_that_is_told_to_leave_does_not_come_back_in_that_incarnation(fleet: Fleet) -> None:

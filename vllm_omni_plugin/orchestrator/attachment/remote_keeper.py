@@ -25,6 +25,9 @@ SUSPECT_HOLD = "suspect"
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0
 LASTING_REFUSAL_PAUSE_S = 30.0
+ALL_HEADS_LEAVE_S = 2.0
+"""An engine that all heads take out is put in order once the last of them has left. Who attached again before that
+would keep it as it is; a head that takes longer than this has lost its session."""
 
 RemoteReplicaFactory = Callable[[int, int], Awaitable[Any]]
 """Attaches to a replica, given its stage and the id it has here, and returns a `RemoteReplica`."""
@@ -167,6 +170,9 @@ class RemoteReplicaKeeper:
 
     async def _pause(self, seconds: float, reason: str | Exception) -> bool:
         """Wait before the next attempt, but not longer than for news of the replica."""
+        if isinstance(reason, str) and self._was_taken_out:
+            await self._delay(ALL_HEADS_LEAVE_S)
+            return True
         lasting = isinstance(reason, AttachRefusedError) and reason.lasting
         if isinstance(reason, Exception):
             self._report(reason, logging.ERROR if lasting else logging.WARNING)
@@ -178,6 +184,12 @@ class RemoteReplicaKeeper:
             pause.cancel()
             news.cancel()
         return True
+
+    @property
+    def _was_taken_out(self) -> bool:
+        """Whether its state differs from that of others, so that other heads have been told to take it out, too."""
+        exchange = self._orchestrator.exchange
+        return self.member.status is ReplicaStatus.ERROR and exchange is not None and exchange.heads > 1
 
     def _report(self, error: Exception, level: int) -> None:
         text = str(error) or repr(error)
