@@ -141,6 +141,24 @@ async def test_a_replica_that_the_caller_loses_before_it_can_call_it_is_taken_ou
     assert [head.statuses for head in heads[1:]] == [[ReplicaStatus.UP, status]] * 2
 
 
+async def test_a_replica_that_the_caller_loses_before_it_can_call_it_and_gets_back_during_the_call_is_taken_out(
+    bus: HeadBus, heads: list[FakeHead]
+) -> None:
+    bus.deaf.add("a")
+    reply = heads[0].ask("set_weight_version", "v2")
+    await heads[1].until([("set_weight_version", ("v2",))])
+    heads[0].kill(1)
+    heads[0].stand_still()
+    bus.deaf.clear()
+    bus.wake()
+    await eventually(lambda: heads[0].links[0].calls)
+    # To its server it is one that was told everything, since other heads have not left it.
+    heads[0].join(heads[0].pool.member(1))
+    heads[0].links[0].answer(heads[0].links[0].calls[0][0])
+    assert len(await asyncio.wrap_future(reply)) == 1
+    assert [head.statuses for head in heads] == [[ReplicaStatus.UP, ReplicaStatus.ERROR]] * 3
+
+
 async def test_a_call_made_elsewhere_while_a_replica_attaches_reaches_it_after_its_replay(
     heads: list[FakeHead],
 ) -> None:

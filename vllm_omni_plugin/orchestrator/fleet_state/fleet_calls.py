@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from typing import Any
@@ -159,6 +159,7 @@ class FleetCalls:
         failed = [m.engine_key for call, took in zip(calls, taken, strict=True) if took for m in call.failed]
         if any(taken):
             failed += begun.unreached
+            self._distrust(begun.unreached, begun.method)
         cleared = [member.engine_key for call in calls for member in call.cleared]
         finished = self._finishing[begun.number] = asyncio.get_running_loop().create_future()
         try:
@@ -270,9 +271,13 @@ class FleetCalls:
         for stage in self._head.fan_out.stages:
             for member in stage.find(outcome.cleared):
                 stage.cache_cleared(member)
-            for member in stage.find(outcome.failed):
-                stage.distrust(member, begun.method if begun is not None else "of another head")
+        self._distrust(outcome.failed, begun.method if begun is not None else "of another head")
         self._spawn(self._follow(begun, outcome))
+
+    def _distrust(self, engines: Collection[int], method: str) -> None:
+        for stage in self._head.fan_out.stages:
+            for member in stage.find(engines):
+                stage.distrust(member, method)
 
     async def _follow(self, begun: BegunCall | None, outcome: CallOutcome) -> None:
         if begun is not None:
