@@ -62,6 +62,30 @@ async def test_the_next_heads_hear_that_an_engine_was_told_everything_until_its_
         assert not later.attached.told
 
 
+async def test_an_engine_that_is_started_anew_because_an_output_could_not_be_taken_back_was_told_nothing(
+    start_node: StartNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = await start_node()
+    async with node.attached() as first:
+        assert first.attached is not None
+        await first.say(Told(first.attached.lease))
+        before = await node.up()
+        faults = iter([OSError(errno.EMFILE, "Too many open files")])
+        own_close = Relay.close
+
+        def close(relay: Relay) -> None:
+            own_close(relay)
+            for fault in faults:
+                raise fault
+
+        monkeypatch.setattr(Relay, "close", close)
+        await first.detach()
+        await node.up(after=before.incarnation)
+    async with node.attached() as later:
+        assert later.attached is not None
+        assert not later.attached.told
+
+
 @pytest.mark.parametrize(
     ("field", "value", "lasting", "reason"),
     [

@@ -95,7 +95,7 @@ class Heads:
     def admit(self, engine: ServedEngine) -> None:
         """Let heads attach to an engine: a new one, or the one they were turned away from."""
         if engine is not self._engine:
-            self._engine = engine
+            self._engine, self._told = engine, False
             self._leases.all_clean()
             self._followers.read(engine.cache_log)
         self._status, self._reason = ReplicaStatus.UP, ""
