@@ -11,9 +11,6 @@ from vllm_omni_plugin.sim.model.engine_settings import EngineSettings
 from vllm_omni_plugin.sim.sleeping import SleepingModel, read_service_times
 from vllm_omni_plugin.vllm_api.launch.function_executor import ModelFreeExecutor
 
-_DEFAULT_CONCURRENCY = 32
-"""Requests of the maximum length that the KV memory holds, unless the user says otherwise."""
-
 
 class SleepingExecutor(ModelFreeExecutor):
     """Sleeps as long as a model would compute, and answers with tokens that are a function of those before.
@@ -30,7 +27,12 @@ class SleepingExecutor(ModelFreeExecutor):
 
     def new_model(self, vllm_config: Any) -> SleepingModel:
         _refuse_what_is_not_simulated(vllm_config)
-        return SleepingModel(_settings_of(vllm_config), time.sleep)
+        blocks, times = (
+            vllm_config.cache_config.num_gpu_blocks_override,
+            read_service_times(vllm_config.additional_config),
+        )
+        # The cache is vLLM's; what decides here would only hash the blocks a second time.
+        return SleepingModel(EngineSettings.of(vllm_config, blocks, prefix_caching=False, **times), time.sleep)
 
 
 def _refuse_what_is_not_simulated(vllm_config: Any) -> None:
@@ -43,19 +45,3 @@ def _refuse_what_is_not_simulated(vllm_config: Any) -> None:
     ):
         if given:
             raise ConfigError(f"the sleeping executor cannot stand in for a model with {what}")
-
-
-def _settings_of(vllm_config: Any) -> EngineSettings:
-    model, cache, scheduler = vllm_config.model_config, vllm_config.cache_config, vllm_config.scheduler_config
-    return EngineSettings(
-        **read_service_times(vllm_config.additional_config),
-        max_num_seqs=scheduler.max_num_seqs,
-        max_num_batched_tokens=scheduler.max_num_batched_tokens,
-        kv_blocks=cache.num_gpu_blocks_override or _DEFAULT_CONCURRENCY * -(-model.max_model_len // cache.block_size),
-        block_size=cache.block_size,
-        max_model_len=model.max_model_len,
-        vocabulary_size=model.get_vocab_size(),
-        # The cache is vLLM's; what decides here would only hash the blocks a second time.
-        prefix_caching=False,
-        seed=model.seed,
-    )

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from vllm_omni_plugin.replicas.server.descriptor_limits import raise_limits
-from vllm_omni_plugin.sim.model.engine_settings import EngineSettings
+from vllm_omni_plugin.sim.model.engine_settings import DEFAULT_CONCURRENCY, EngineSettings
 
 _PROG = "vllm-omni-plugin sim"
 _DESCRIPTION = """Start simulated replicas of a model that join a head as headless nodes do. They need no accelerator
@@ -18,8 +18,6 @@ _MARGINAL_COST = 0.01
 """Of a further sequence, as a share of an iteration with one."""
 _OF_AN_ENGINE = 70
 """Descriptors of a simulated engine, which has the other ends of its replica's sockets."""
-_DEFAULT_CONCURRENCY = 32
-"""Requests of the maximum length that the KV memory holds, unless the user says otherwise."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -56,7 +54,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=_positive(int),
         metavar="N",
         # The end prints nothing, but keeps vLLM's formatter from adding a default of None.
-        help=f"Blocks of KV memory of each engine. (default: room for {_DEFAULT_CONCURRENCY} requests of the maximum "
+        help=f"Blocks of KV memory of each engine. (default: room for {DEFAULT_CONCURRENCY} requests of the maximum "
         "length)%(default).0s",
     )
 
@@ -67,20 +65,14 @@ def settings_of(vllm_config: Any, args: argparse.Namespace) -> EngineSettings:
     Raises:
         ConfigError: the KV memory is too small.
     """
-    model, cache, scheduler = vllm_config.model_config, vllm_config.cache_config, vllm_config.scheduler_config
     iteration_s = 1.0 / args.tokens_per_second
-    return EngineSettings(
+    return EngineSettings.of(
+        vllm_config,
+        args.kv_blocks,
+        bool(vllm_config.cache_config.enable_prefix_caching),
         step_s=iteration_s * (1 - _MARGINAL_COST),
         prefill_token_s=1.0 / args.prefill_tokens_per_second,
         sequence_s=iteration_s * _MARGINAL_COST,
-        max_num_seqs=scheduler.max_num_seqs,
-        max_num_batched_tokens=scheduler.max_num_batched_tokens,
-        kv_blocks=args.kv_blocks or _DEFAULT_CONCURRENCY * -(-model.max_model_len // cache.block_size),
-        block_size=cache.block_size,
-        max_model_len=model.max_model_len,
-        vocabulary_size=model.get_vocab_size(),
-        prefix_caching=bool(cache.enable_prefix_caching),
-        seed=model.seed,
     )
 
 

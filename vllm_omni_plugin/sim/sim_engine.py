@@ -14,7 +14,8 @@ from vllm_omni_plugin.replicas.links.link import SocketReader
 from vllm_omni_plugin.sim.model.engine_model import EngineModel, Step
 from vllm_omni_plugin.sim.model.sim_requests import SimOutput
 from vllm_omni_plugin.sim.sim_calls import SimCalls
-from vllm_omni_plugin.sim.translation import to_engine_output, to_request, to_scheduler_stats
+from vllm_omni_plugin.sim.translation import to_request
+from vllm_omni_plugin.vllm_api.protocol import sim_protocol
 from vllm_omni_plugin.vllm_api.protocol.sim_protocol import ENGINE_DEAD, EngineSide, Frames
 
 logger = init_logger(__name__)
@@ -172,12 +173,12 @@ class SimulatedEngine:
     def _send(self, outputs: Iterable[SimOutput], step: Step | None = None) -> None:
         by_client: defaultdict[int, list[Any]] = defaultdict(list)
         for output in outputs:
-            by_client[self._clients[output.request_id]].append(to_engine_output(output))
+            by_client[self._clients[output.request_id]].append(sim_protocol.output(output))
             if output.finish is not None:
                 del self._clients[output.request_id]
         stats = None
         if step is not None and step.report is not None and self._log_stats:
-            stats = to_scheduler_stats(step.report)
+            stats = sim_protocol.scheduler_stats(step.report)
             # Statistics go to one client, whichever has outputs; as in vLLM, to the first if none has.
             by_client = by_client or defaultdict(list, {0: []})
         for client_index, messages in by_client.items():

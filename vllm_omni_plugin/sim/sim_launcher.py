@@ -18,30 +18,52 @@ _IDENTITY_BYTES = 2
 
 
 class SimProcess:
-    """Satisfies `engine_start.Process`, and has the faults that tests need. Safe to use from any thread.
+    """Satisfies `engine_start.Process` and `Starting`, and has the faults that tests need. Thread-safe.
 
     Args:
         host: where the engine runs; must outlive it.
         model: what it does.
         log_stats: whether it reports scheduler statistics.
+        identity: under which it connects.
+        ready_response: what it says of itself when it is ready.
 
     Attributes:
         pid: of this process: there is no other.
         sentinel: file descriptor that becomes readable when the engine has ended; closed with this object.
     """
 
-    def __init__(self, host: EngineHost, model: EngineModel, log_stats: bool) -> None:
+    def __init__(
+        self, host: EngineHost, model: EngineModel, log_stats: bool, identity: bytes, ready_response: bytes
+    ) -> None:
         self.pid = os.getpid()
         self.sentinel = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         weakref.finalize(self, os.close, self.sentinel)
         self._host = host
+        self._identity = identity
+        self._ready_response = ready_response
         self._ended = threading.Event()
         self.engine = host.run(lambda: SimulatedEngine(model, log_stats, self._on_end))
+
+    @property
+    def process(self) -> "SimProcess":
+        """Itself."""
+        return self
 
     @property
     def ended(self) -> bool:
         """Whether the engine has ended in any way."""
         return self._ended.is_set()
+
+    def wait(self, input_addr: str, output_addrs: Sequence[str]) -> None:
+        """Let the engine connect to these addresses and serve.
+
+        Raises:
+            ReplicaError: it has been ended.
+        """
+        if self.ended:
+            raise ReplicaError("the simulated engine was ended before it was ready")
+        connect, context = self.engine.connect, self._host.context
+        self._host.run(lambda: connect(context, self._identity, input_addr, output_addrs, self._ready_response))
 
     def how_it_ended(self) -> str:
         """There is no process that could have ended."""
@@ -54,6 +76,8 @@ class SimProcess:
     def kill(self) -> None:
         """End the engine without a word, as SIGKILL does. Idempotent."""
         self._unless_ended(lambda engine: engine.end(linger_ms=0))
+
+    abandon = kill
 
     def hang(self) -> None:
         """Stop it in the middle of everything, as SIGSTOP does."""
@@ -115,35 +139,9 @@ class SimLauncher:
         """The ZMQ identity under which the engine of a replica connects, as in vLLM."""
         return replica_id.to_bytes(_IDENTITY_BYTES, "little")
 
-    def start(self, replica_id: int) -> "StartingSimProcess":
+    def start(self, replica_id: int) -> SimProcess:
         """Make the engine of a replica; it takes no time to load."""
-        process = SimProcess(self._host, EngineModel(self._settings), self._log_stats)
+        model, identity = EngineModel(self._settings), self.identity(replica_id)
+        process = SimProcess(self._host, model, self._log_stats, identity, self._ready_response(replica_id))
         self.processes[replica_id] = process
-        return StartingSimProcess(process, self._host, self.identity(replica_id), self._ready_response(replica_id))
-
-
-class StartingSimProcess:
-    """Satisfies `replicas.engine.engine_start.Starting`."""
-
-    def __init__(self, process: SimProcess, host: EngineHost, identity: bytes, ready_response: bytes) -> None:
-        self.process = process
-        self._host = host
-        self._identity = identity
-        self._ready_response = ready_response
-
-    def wait(self, input_addr: str, output_addrs: Sequence[str]) -> None:
-        """Let the engine connect to these addresses and serve.
-
-        Raises:
-            ReplicaError: it has been ended.
-        """
-        if self.process.ended:
-            raise ReplicaError("the simulated engine was ended before it was ready")
-        engine = self.process.engine
-        self._host.run(
-            lambda: engine.connect(self._host.context, self._identity, input_addr, output_addrs, self._ready_response)
-        )
-
-    def abandon(self) -> None:
-        """End an engine that nobody will wait for."""
-        self.process.kill()
+        return process

@@ -36,7 +36,7 @@ def read_service_times(additional_config: Any) -> dict[str, float]:
 
 
 class SleepingModel:
-    """Satisfies `vllm_api.launch.function_executor.Model` by the linear model of `EngineSettings`.
+    """What a `ModelFreeExecutor` computes with: the linear model of `EngineSettings`.
 
     Args:
         settings: capacities and service times.

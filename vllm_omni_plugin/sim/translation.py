@@ -1,11 +1,8 @@
-"""Between vLLM's structs and the model's own."""
+"""vLLM's requests as those of the model."""
 
-from collections.abc import Sequence
 from typing import Any
 
-from vllm_omni_plugin.sim.model.engine_model import LoadReport
-from vllm_omni_plugin.sim.model.sim_requests import Prefill, SimOutput, SimRequest
-from vllm_omni_plugin.vllm_api.protocol import sim_protocol
+from vllm_omni_plugin.sim.model.sim_requests import SimRequest
 
 
 def to_request(request: Any) -> SimRequest:
@@ -37,29 +34,4 @@ def _sim_request(request_id: str, request: Any, cache_salt: str = "") -> SimRequ
         params.allowed_token_ids or (),
         request.lora_request.lora_int_id if request.lora_request else 0,
         cache_salt,
-    )
-
-
-def to_engine_output(output: SimOutput) -> Any:
-    """The `EngineCoreOutput` of a step of an answer."""
-    tokens: Sequence[int] = () if output.token is None else (output.token,)
-    prefill = None if output.prefill is None else _prefill_fields(output.prefill)
-    return sim_protocol.output(output.request_id, tokens, output.finish, output.stop_token, prefill)
-
-
-def _prefill_fields(prefill: Prefill) -> dict[str, Any]:
-    return sim_protocol.prefill_fields(
-        prefill.queued_at, prefill.scheduled_at, prefill.prompt_tokens, prefill.cached_tokens
-    )
-
-
-def to_scheduler_stats(report: LoadReport) -> Any:
-    """The `SchedulerStats` of a report."""
-    return sim_protocol.scheduler_stats(
-        report.running,
-        report.waiting,
-        report.kv_cache_usage,
-        report.admitted,
-        report.queried_tokens,
-        report.cached_tokens,
     )

@@ -1,8 +1,12 @@
 """What one simulated engine can do and how long it takes."""
 
 from dataclasses import dataclass
+from typing import Any, Self
 
 from vllm_omni_plugin.errors import ConfigError
+
+DEFAULT_CONCURRENCY = 32
+"""Requests of the maximum length that the KV memory holds, unless the user says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,26 @@ class EngineSettings:
                 f"{self.kv_blocks} KV blocks of {self.block_size} tokens cannot hold one request of the maximum model "
                 f"length {self.max_model_len}: give at least {-(-self.max_model_len // self.block_size)}"
             )
+
+    @classmethod
+    def of(cls, vllm_config: Any, kv_blocks: int | None, prefix_caching: bool, **service_times: float) -> Self:
+        """With vLLM's capacities; without `kv_blocks` there is room for `DEFAULT_CONCURRENCY` requests.
+
+        Raises:
+            ConfigError: the KV memory is too small.
+        """
+        model, cache, scheduler = vllm_config.model_config, vllm_config.cache_config, vllm_config.scheduler_config
+        return cls(
+            **service_times,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            kv_blocks=kv_blocks or DEFAULT_CONCURRENCY * -(-model.max_model_len // cache.block_size),
+            block_size=cache.block_size,
+            max_model_len=model.max_model_len,
+            vocabulary_size=model.get_vocab_size(),
+            prefix_caching=prefix_caching,
+            seed=model.seed,
+        )
 
     def duration(self, prefill_tokens: int, decoding: int) -> float:
         """Seconds of an iteration that computes so many prompt tokens and decodes so many sequences."""

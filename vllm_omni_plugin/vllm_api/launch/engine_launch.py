@@ -99,10 +99,10 @@ def take_devices(vllm_config: Any, first: int, replicas: int) -> int:
 
 
 class EngineProcess:
-    """One engine core with its workers, as vLLM's process manager owns it.
+    """One engine core with its workers.
 
     Args:
-        manager: vLLM's.
+        manager: vLLM's process manager, which owns it.
         config: the engine's.
         last_words: where the engine says how one of its workers ended.
 
@@ -111,8 +111,8 @@ class EngineProcess:
     """
 
     def __init__(self, manager: CoreEngineProcManager, config: Any, last_words: LastWords) -> None:
-        self._manager = manager
-        self._config = config
+        self.manager = manager
+        self.config = config
         self._last_words = last_words
         # Multiprocessing's own becomes readable a moment before there is an exit code.
         self.sentinel = os.pidfd_open(self.pid)
@@ -121,7 +121,7 @@ class EngineProcess:
     @property
     def core(self) -> Any:
         """The engine core's `multiprocessing.Process`."""
-        return self._manager.processes[0]
+        return self.manager.processes[0]
 
     @property
     def pid(self) -> int:
@@ -135,15 +135,15 @@ class EngineProcess:
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Ask the engine to end, wait `timeout` seconds (None: vLLM's default), then kill it. Blocks; idempotent."""
-        self._manager.shutdown(timeout=timeout)
-        remove_event_sockets(self._config)
+        self.manager.shutdown(timeout=timeout)
+        remove_event_sockets(self.config)
 
     def kill(self) -> None:
         """End an engine that is no longer trusted, with everything it started. Does not block."""
-        for process in self._manager.processes:
+        for process in self.manager.processes:
             if process.is_alive():
                 process.kill()
-        remove_event_sockets(self._config)
+        remove_event_sockets(self.config)
 
 
 class EngineLauncher:
@@ -153,7 +153,7 @@ class EngineLauncher:
         vllm_config: vLLM's configuration of one replica.
         executor_class: vLLM's executor for it.
         log_stats: whether engines report scheduler statistics.
-        on_spawn: told the process id of every engine core, from the thread that starts it.
+        on_spawn: told the process id of every process that is started, from the thread that starts it.
         report_cache: whether engines report what their prefix caches hold, if they can.
         first_engine: index of the first of these among all engines of this node, of whatever configuration.
     """
@@ -215,15 +215,9 @@ def separate_transfers(config: Any, name: str) -> None:
 def spawn_engine(
     config: Any, executor_class: Any, log_stats: bool, engine: int, rank: int, on_spawn: Callable[[int], None]
 ) -> "StartingEngine":
-    """Spawn an engine process. Blocks while the configuration is passed to it.
+    """Spawn the engine with this index, which takes this share (`rank`) of the node. Blocks while that is told to it.
 
-    Args:
-        config: its configuration, which nobody else may use.
-        executor_class: vLLM's executor for it.
-        log_stats: whether it reports scheduler statistics.
-        engine: its index, on which its identity depends.
-        rank: which share of this node it takes.
-        on_spawn: told its process id.
+    The configuration must be its own; the other arguments are those of `EngineLauncher`.
     """
     last_words, handshake = LastWords(), _Handshake()
     try:
@@ -242,7 +236,7 @@ def spawn_engine(
     except BaseException:
         handshake.close()
         raise
-    starting = StartingEngine(process, manager, handshake, config, engine)
+    starting = StartingEngine(process, handshake, engine)
     try:
         on_spawn(starting.process.pid)
     except BaseException:
@@ -269,18 +263,9 @@ class _Handshake:
 class StartingEngine:
     """An engine between its spawn and its readiness. `process` may be shut down at any moment from any thread."""
 
-    def __init__(
-        self,
-        process: EngineProcess,
-        manager: CoreEngineProcManager,
-        handshake: _Handshake,
-        config: Any,
-        index: int,
-    ) -> None:
+    def __init__(self, process: EngineProcess, handshake: _Handshake, index: int) -> None:
         self.process = process
-        self._manager = manager
         self._handshake = handshake
-        self._config = config
         self._index = index
 
     def abandon(self) -> None:
@@ -301,13 +286,13 @@ class StartingEngine:
         """
         addresses = EngineZmqAddresses(inputs=[input_addr], outputs=list(output_addrs))
         # Every rank has a handshake of its own, so of the local ranks of this one there is one.
-        parallel = copy.copy(self._config.parallel_config)
+        parallel = copy.copy(self.process.config.parallel_config)
         parallel.data_parallel_size_local = 1
         if coordinator is not None:
             addresses.coordinator_input, addresses.coordinator_output = coordinator.get_engine_socket_addresses()
             addresses.frontend_stats_publish_address = coordinator.get_stats_publish_address()
         launch = CoreEngineLaunch(
-            engine_manager=self._manager, coordinator=coordinator, addresses=addresses, tensor_queue=None
+            engine_manager=self.process.manager, coordinator=coordinator, addresses=addresses, tensor_queue=None
         )
         try:
             wait_for_engine_startup(
@@ -315,7 +300,7 @@ class StartingEngine:
                 [CoreEngine(index=self._index, local=True)],
                 parallel,
                 coordinator is not None,
-                self._config.cache_config,
+                self.process.config.cache_config,
                 launch,
             )
         except RuntimeError as error:

@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from vllm.v1.attention.backends.utils import record_kv_cache_layout
@@ -33,30 +33,12 @@ class Iteration:
     ended: Collection[str]
 
 
-class Model(Protocol):
-    """What stands in for a model.
-
-    Attributes:
-        kv_blocks: blocks of KV memory.
-    """
-
-    kv_blocks: int
-
-    def compute(self, iteration: Iteration) -> Mapping[str, int]:
-        """Take as long as it takes; returns the next token of each request that has one."""
-        ...
-
-    def compute_nothing(self) -> None:
-        """Take as long as an iteration without requests, which a rank computes because another one has some."""
-        ...
-
-
 class ModelFreeExecutor(UniProcExecutor):  # type: ignore[misc]
     """Runs in the process of the engine core. Nothing is loaded and no KV memory is taken."""
 
     @abstractmethod
-    def new_model(self, vllm_config: Any) -> Model:
-        """What computes. Raises ConfigError for a configuration that it cannot serve."""
+    def new_model(self, vllm_config: Any) -> Any:
+        """What computes, like `sim.sleeping.SleepingModel`. Raises ConfigError for a configuration it cannot serve."""
 
     @classmethod
     def supports_async_scheduling(cls) -> bool:
@@ -70,7 +52,7 @@ class ModelFreeExecutor(UniProcExecutor):  # type: ignore[misc]
 class _Worker:
     """What the executor's calls to its workers arrive at; they are found by name, and others are an error."""
 
-    def __init__(self, vllm_config: Any, model: Model) -> None:
+    def __init__(self, vllm_config: Any, model: Any) -> None:
         self._cache_config = vllm_config.cache_config
         self._model = model
         self._loras: set[int] = set()
@@ -102,7 +84,7 @@ class _Worker:
         record_kv_cache_layout(self._cache_config, layout)
 
     def determine_available_memory(self) -> int:
-        return self._model.kv_blocks * int(self._layer.page_size_bytes)
+        return int(self._model.kv_blocks * self._layer.page_size_bytes)
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         return ("generate",)

@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vllm.distributed.utils import create_tcp_store
-from vllm.utils.network_utils import get_open_zmq_ipc_path
 from vllm.v1.engine.coordinator import DPCoordinator
-from vllm.v1.engine.utils import CoreEngine
 
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.vllm_api.launch.engine_launch import (
@@ -77,21 +75,12 @@ def new_launcher(
     return EngineLauncher(engine_config, executor_class, log_stats, on_spawn, report_cache, first_engine)
 
 
-class GroupLauncher:
-    """Satisfies `replicas.engine.engine_start.Launcher` and `GroupedLauncher`. Replica i is rank i % K of group i // K.
+class GroupLauncher(EngineLauncher):
+    """Starts ranks: replica i is rank i % K of group i // K. The arguments are those of `EngineLauncher`.
 
     A group begins when all its ranks are started: a start waits for the others. When a rank ends in any way, so do the
     others, and whoever keeps them starts them all again.
-
-    Args:
-        vllm_config: vLLM's configuration of all ranks, with the number of a group's in it.
-        executor_class: vLLM's executor for it.
-        log_stats: whether engines report scheduler statistics.
-        on_spawn: told the process id of every engine core and of every group's coordinator.
-        report_cache: whether engines report what their prefix caches hold, if they can.
     """
-
-    ready_timeout: float = EngineLauncher.ready_timeout
 
     def __init__(
         self,
@@ -101,31 +90,17 @@ class GroupLauncher:
         on_spawn: Callable[[int], None],
         report_cache: bool = False,
     ) -> None:
-        self._vllm_config = vllm_config
-        self._executor_class = executor_class
-        self._log_stats = log_stats
-        self._on_spawn = on_spawn
-        self._report_cache = report_cache
+        super().__init__(vllm_config, executor_class, log_stats, on_spawn, report_cache)
         self._ranks: int = vllm_config.parallel_config.data_parallel_size
         self._lock = threading.Lock()
         self._meetings: dict[int, Meeting[LockstepGeneration]] = {}
-
-    def new_ipc_address(self) -> str:
-        """A fresh ipc address where vLLM puts its own."""
-        address: str = get_open_zmq_ipc_path()
-        return address
-
-    def identity(self, replica_id: int) -> bytes:
-        """The ZMQ identity under which the engine of a replica connects to our ROUTER."""
-        identity: bytes = CoreEngine(index=replica_id % self._ranks).identity
-        return identity
 
     def group_of(self, replica_id: int) -> range:
         """The replicas that live and die with this one, itself among them."""
         first = replica_id - replica_id % self._ranks
         return range(first, first + self._ranks)
 
-    def start(self, replica_id: int) -> "StartingRank":
+    def start(self, replica_id: int) -> "RankProcess":  # type: ignore[override]
         """Prepare the start of a rank. Its process is spawned once all of its group are to start."""
         group, rank = divmod(replica_id, self._ranks)
         config = copy.deepcopy(self._vllm_config)
@@ -135,7 +110,10 @@ class GroupLauncher:
             separate_transfers(config, f"group{group}")
         if self._report_cache:
             turn_on_cache_events(config)
-        return StartingRank(RankProcess(self._meeting(group), rank), partial(self._spawn, config, rank), config)
+        return RankProcess(self._meeting(group), rank, partial(self._spawn, config, rank), config.parallel_config)
+
+    def _index(self, replica_id: int) -> int:
+        return replica_id % self._ranks
 
     def _meeting(self, group: int) -> "Meeting[LockstepGeneration]":
         with self._lock:
@@ -225,20 +203,35 @@ def _new_store(host: str) -> tuple[Any, int]:
 
 
 class RankProcess:
-    """Satisfies `replicas.engine.engine_start.Process`: one rank's engine core. To end it is to end its group.
+    """Satisfies `replicas.engine.engine_start.Process` and `Starting`: one rank. To end it is to end its group.
 
     Args:
         meeting: where it waits for the other ranks.
         rank: which it is.
+        spawn: spawns its engine.
+        parallel_config: that engine's own.
     """
 
-    def __init__(self, meeting: Meeting[LockstepGeneration], rank: int) -> None:
+    def __init__(
+        self,
+        meeting: Meeting[LockstepGeneration],
+        rank: int,
+        spawn: Callable[[], StartingEngine],
+        parallel_config: Any,
+    ) -> None:
         self._meeting = meeting
         self._rank = rank
+        self._spawn = spawn
+        self._parallel_config = parallel_config
         self._given_up = threading.Event()
         self._generation: LockstepGeneration | None = None
         self._engine: EngineProcess | None = None
         self._ended_in_order = False
+
+    @property
+    def process(self) -> "RankProcess":
+        """Itself."""
+        return self
 
     @property
     def pid(self) -> int:
@@ -264,17 +257,23 @@ class RankProcess:
         generation = self._generation = self._meeting.attend(self._rank, self._given_up)
         return generation
 
-    def run(self, engine: EngineProcess) -> None:
-        """Let an engine be this rank's.
+    def wait(self, input_addr: str, output_addrs: Sequence[str]) -> None:
+        """Wait for the other ranks, start the engine, and block until it has loaded the model with them.
 
         Raises:
-            ReplicaError: its group has ended meanwhile.
+            ReplicaError: a rank of the group ended or misbehaved, or did not come.
         """
-        assert self._generation is not None
-        self._engine = engine
-        if self._given_up.is_set():
-            self._generation.end()
-        self._generation.add(engine.core)
+        generation = self.meet()
+        with ExitStack() as undoing:
+            undoing.callback(generation.end)
+            starting = self._spawn()
+            undoing.callback(starting.abandon)
+            self._engine = starting.process
+            if self._given_up.is_set():
+                generation.end()
+            generation.add(self._engine.core)
+            starting.wait(input_addr, output_addrs, generation.coordinate(self._parallel_config))
+            undoing.pop_all()
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Ask the engine to end, in order once no rank of its group is needed any more. Blocks; idempotent.
@@ -307,36 +306,4 @@ class RankProcess:
         if self._engine is not None:
             self._engine.kill()
 
-
-class StartingRank:
-    """Satisfies `replicas.engine.engine_start.Starting`.
-
-    Args:
-        process: the rank's.
-        spawn: spawns its engine.
-        config: that engine's own.
-    """
-
-    def __init__(self, process: RankProcess, spawn: Callable[[], StartingEngine], config: Any) -> None:
-        self.process = process
-        self._spawn = spawn
-        self._config = config
-
-    def abandon(self) -> None:
-        """End a rank that nobody will wait for."""
-        self.process.kill()
-
-    def wait(self, input_addr: str, output_addrs: Sequence[str]) -> None:
-        """Wait for the other ranks, start the engine, and block until it has loaded the model with them.
-
-        Raises:
-            ReplicaError: a rank of the group ended or misbehaved, or did not come.
-        """
-        generation = self.process.meet()
-        with ExitStack() as undoing:
-            undoing.callback(generation.end)
-            engine = self._spawn()
-            undoing.callback(engine.abandon)
-            self.process.run(engine.process)
-            engine.wait(input_addr, output_addrs, generation.coordinate(self._config.parallel_config))
-            undoing.pop_all()
+    abandon = kill

@@ -11,7 +11,6 @@ from vllm.v1.engine import (
     EngineCoreEventType,
     EngineCoreOutput,
     EngineCoreOutputs,
-    EngineCoreReadyResponse,
     EngineCoreRequest,
     EngineCoreRequestType,
     FinishReason,
@@ -22,6 +21,7 @@ from vllm.v1.metrics.stats import PrefillStats, PrefixCacheStats, SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
 from vllm_omni_plugin.errors import WireError
+from vllm_omni_plugin.vllm_api.protocol import stage_protocol
 
 Frames = Sequence[Any]
 
@@ -83,47 +83,35 @@ class EngineSide:
         return self._encoder.encode(EngineCoreOutputs(utility_output=answer))  # type: ignore[no-any-return]
 
 
-def output(
-    request_id: str, tokens: Sequence[int], finish: str | None, stop_token: int | None, prefill: Any | None
-) -> Any:
-    """The `EngineCoreOutput` of one step of an answer.
-
-    Args:
-        request_id: the id the front end gave it.
-        tokens: new tokens.
-        finish: a name of vLLM's `FinishReason` in lower case, or None.
-        stop_token: the stop token that ended it, if any.
-        prefill: with the first token; made by `prefill_fields`.
-    """
-    return EngineCoreOutput(
-        request_id,
-        list(tokens),
-        finish_reason=None if finish is None else FinishReason[finish.upper()],
-        stop_reason=stop_token,
-        **(prefill or {}),
+def output(step: Any) -> Any:
+    """The `EngineCoreOutput` of a `SimOutput`."""
+    made = EngineCoreOutput(
+        step.request_id,
+        [] if step.token is None else [step.token],
+        finish_reason=None if step.finish is None else FinishReason[step.finish.upper()],
+        stop_reason=step.stop_token,
     )
+    if (prefill := step.prefill) is not None:
+        made.prefill_stats = PrefillStats()
+        made.prefill_stats.set(
+            prefill.prompt_tokens, num_local_cached_tokens=prefill.cached_tokens, num_external_cached_tokens=0
+        )
+        made.events = [
+            EngineCoreEvent(EngineCoreEventType.QUEUED, prefill.queued_at),
+            EngineCoreEvent(EngineCoreEventType.SCHEDULED, prefill.scheduled_at),
+        ]
+    return made
 
 
-def prefill_fields(queued_at: float, scheduled_at: float, prompt_tokens: int, cached_tokens: int) -> dict[str, Any]:
-    """What the first output of a request says of the time before: seconds of the monotonic clock, and tokens."""
-    stats = PrefillStats()
-    stats.set(prompt_tokens, num_local_cached_tokens=cached_tokens, num_external_cached_tokens=0)
-    events = [
-        EngineCoreEvent(EngineCoreEventType.QUEUED, queued_at),
-        EngineCoreEvent(EngineCoreEventType.SCHEDULED, scheduled_at),
-    ]
-    return {"prefill_stats": stats, "events": events}
-
-
-def scheduler_stats(
-    running: int, waiting: int, kv_cache_usage: float, admitted: int, queried_tokens: int, cached_tokens: int
-) -> Any:
-    """The `SchedulerStats` of an iteration; the last three count since the one before."""
+def scheduler_stats(report: Any) -> Any:
+    """The `SchedulerStats` of a `LoadReport`."""
     return SchedulerStats(
-        num_running_reqs=running,
-        num_waiting_reqs=waiting,
-        kv_cache_usage=kv_cache_usage,
-        prefix_cache_stats=PrefixCacheStats(requests=admitted, queries=queried_tokens, hits=cached_tokens),
+        num_running_reqs=report.running,
+        num_waiting_reqs=report.waiting,
+        kv_cache_usage=report.kv_cache_usage,
+        prefix_cache_stats=PrefixCacheStats(
+            requests=report.admitted, queries=report.queried_tokens, hits=report.cached_tokens
+        ),
     )
 
 
@@ -135,22 +123,16 @@ def lora_id(fields: Any) -> int:
 
 def ready_response(vllm_config: Any, engine_index: int, kv_blocks: int, block_size: int) -> bytes:
     """What an engine with this configuration and this KV memory says of itself when it is ready."""
-    model, parallel, scheduler = vllm_config.model_config, vllm_config.parallel_config, vllm_config.scheduler_config
-    lora = vllm_config.lora_config
+    model, scheduler, lora = vllm_config.model_config, vllm_config.scheduler_config, vllm_config.lora_config
     tokens = kv_blocks * block_size
-    response = EngineCoreReadyResponse(
+    return stage_protocol.ready_response(
+        engine_index,
+        **{name: getattr(vllm_config.parallel_config, name) for name in stage_protocol.PARALLEL_SIZES},
         max_model_len=model.max_model_len,
         num_gpu_blocks=kv_blocks,
         block_size=block_size,
-        dp_stats_address=None,
         dtype=str(model.dtype).removeprefix("torch."),
         vllm_version=vllm_version,
-        world_size=parallel.world_size,
-        data_parallel_size=parallel.data_parallel_size,
-        tensor_parallel_size=parallel.tensor_parallel_size,
-        pipeline_parallel_size=parallel.pipeline_parallel_size,
-        decode_context_parallel_size=parallel.decode_context_parallel_size,
-        data_parallel_rank=engine_index,
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
         instance_id=vllm_config.instance_id,
@@ -160,4 +142,3 @@ def ready_response(vllm_config: Any, engine_index: int, kv_blocks: int, block_si
         kv_cache_max_concurrency=tokens / model.max_model_len,
         effective_attention_block_size=block_size,
     )
-    return msgspec.msgpack.encode(response)

@@ -113,30 +113,26 @@ class Outputs(msgspec.Struct, array_like=True):
     utility_output: UtilityOutput | None = None
 
 
-def ready_response(engine_index: int) -> bytes:
-    """The `EngineCoreReadyResponse` of a stage: it has neither a model length nor a KV cache."""
-    counts = dict.fromkeys(
-        (
-            "max_model_len",
-            "num_gpu_blocks",
-            "block_size",
-            "decode_context_parallel_size",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "max_loras",
-        ),
-        0,
-    )
-    sizes = dict.fromkeys(("world_size", "data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size"), 1)
+PARALLEL_SIZES = (
+    "world_size",
+    "data_parallel_size",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "decode_context_parallel_size",
+)
+_COUNTS = ("max_model_len", "num_gpu_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_loras")
+
+
+def ready_response(engine_index: int, **known: Any) -> bytes:
+    """An `EngineCoreReadyResponse` with these fields; of a stage none, which has no model length and no KV cache."""
     return msgspec.msgpack.encode(
         {
-            **counts,
-            **sizes,
+            **dict.fromkeys(_COUNTS, 0),
+            **dict.fromkeys(PARALLEL_SIZES, 1),
+            **dict.fromkeys(("dtype", "vllm_version", "instance_id"), ""),
             "data_parallel_rank": engine_index,
             "dp_stats_address": None,
-            "dtype": "",
-            "vllm_version": "",
-            "instance_id": "",
             "supports_lora": False,
+            **known,
         }
     )
