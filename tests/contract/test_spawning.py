@@ -15,6 +15,7 @@ from vllm.v1.engine import coordinator as vllm_coordinator
 
 from tests.engine.experts import MIXTRAL
 from vllm_omni_plugin.integration.processes.api_server_process import ApiServerProcesses
+from vllm_omni_plugin.stages.assignment import Assignment
 from vllm_omni_plugin.stages.stage_process import StageProcess
 from vllm_omni_plugin.vllm_api.launch import engine_launch as launch
 from vllm_omni_plugin.vllm_api.launch.engine_launch import spawn_engine
@@ -72,7 +73,7 @@ def start_api_server() -> None:
 
 
 def start_stage() -> None:
-    StageProcess("stage").connection.close()
+    StageProcess(Assignment("stage", "", {}, 0, 0, b"", [])).connection.close()
 
 
 @pytest.mark.parametrize("other", [start_engine, start_api_server, start_stage])

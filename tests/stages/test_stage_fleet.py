@@ -22,7 +22,7 @@ from vllm_omni_plugin.pipeline.transfer import StageInput, StageOutput
 from vllm_omni_plugin.replicas.engine.engine_keeper import Timing
 from vllm_omni_plugin.stages.api import PythonStageApi
 from vllm_omni_plugin.stages.stage_launcher import PythonStageLauncher
-from vllm_omni_plugin.stages.stage_process import StartingStage
+from vllm_omni_plugin.stages.stage_process import StageProcess
 
 STAGE = stage()
 
@@ -45,7 +45,7 @@ class Launcher(PythonStageLauncher):
         super().__init__(STAGE, lambda pid: None)
         self.pids: dict[int, int] = {}
 
-    def start(self, replica_id: int) -> StartingStage:
+    def start(self, replica_id: int) -> StageProcess:
         starting = super().start(replica_id)
         self.pids[replica_id] = starting.process.pid
         return starting

@@ -19,14 +19,14 @@ from vllm_omni_plugin.stages.stage_launcher import PythonStageLauncher
 OWNER = [
     sys.executable,
     "-c",
-    "from vllm_omni_plugin.stages.stage_process import StageProcess, StartingStage\n"
+    "from vllm_omni_plugin.stages.stage_process import StageProcess\n"
     "from vllm_omni_plugin.stages.assignment import Assignment\n"
     "import sys\n"
     "engine, options = 'tests.stages.classes:CannotStart', {'how': 'wait'}\n"
-    "assignment = Assignment('vocoder', engine, options, 0, 0, b'00', '', [], sys.path)\n"
-    "process = StageProcess('vocoder')\n"
+    "assignment = Assignment('vocoder', engine, options, 0, 0, b'00', sys.path)\n"
+    "process = StageProcess(assignment)\n"
     "print(process.pid, flush=True)\n"
-    "StartingStage(process, assignment).wait('', [])\n",
+    "process.wait('', [])\n",
 ]
 """A process with a stage that loads for ever."""
 

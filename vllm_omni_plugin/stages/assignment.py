@@ -15,9 +15,9 @@ class Assignment(msgspec.Struct, frozen=True):
         device_index: which of the node's accelerators it takes, counted round.
         replica_id: index of the replica among those of its node.
         identity: its ZMQ identity.
+        import_path: where modules are found.
         input_addr: where requests come from.
         output_addrs: where answers go, by client index.
-        import_path: where modules are found.
         memory_fd: descriptor of memory shared with the head, which then is the only client.
     """
 
@@ -27,7 +27,7 @@ class Assignment(msgspec.Struct, frozen=True):
     device_index: int
     replica_id: int
     identity: bytes
-    input_addr: str
-    output_addrs: list[str]
     import_path: list[str]
+    input_addr: str = ""
+    output_addrs: list[str] = []
     memory_fd: int | None = None

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from vllm_omni_plugin.pipeline.stage import Stage
 from vllm_omni_plugin.replicas.engine.socket_folder import new_ipc_address
 from vllm_omni_plugin.stages.assignment import Assignment
-from vllm_omni_plugin.stages.stage_process import StageProcess, StartingStage
+from vllm_omni_plugin.stages.stage_process import StageProcess
 
 _IDENTITY_BYTES = 2
 
@@ -40,9 +40,8 @@ class PythonStageLauncher:
         """The ZMQ identity under which a replica connects, as in vLLM."""
         return replica_id.to_bytes(_IDENTITY_BYTES, "little")
 
-    def start(self, replica_id: int) -> StartingStage:
+    def start(self, replica_id: int) -> StageProcess:
         """Spawn the process of a replica."""
-        process = StageProcess(f"{self._stage.name}.{replica_id}", self._share_memory)
         assignment = Assignment(
             stage=self._stage.name,
             engine=self._stage.engine,
@@ -50,15 +49,12 @@ class PythonStageLauncher:
             device_index=self._first_engine + replica_id,
             replica_id=replica_id,
             identity=self.identity(replica_id),
-            input_addr="",
-            output_addrs=[],
             import_path=sys.path,
-            memory_fd=process.memory_fd,
         )
-        starting = StartingStage(process, assignment)
+        process = StageProcess(assignment, self._share_memory)
         try:
-            self._on_spawn(starting.process.pid)
+            self._on_spawn(process.pid)
         except BaseException:
-            starting.abandon()
+            process.abandon()
             raise
-        return starting
+        return process

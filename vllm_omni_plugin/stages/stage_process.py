@@ -25,13 +25,13 @@ _SHUTDOWN_S = 5.0
 
 
 class StageProcess:
-    """Satisfies `replicas.engine.engine_start.Process`. Ends with this process at the latest.
+    """Satisfies `replicas.engine.engine_start.Process` and `Starting`. Ends with this process at the latest.
 
     Not a `multiprocessing.Process`: that runs the parent's main module again in the child, and with it imports all of
     vLLM.
 
     Args:
-        name: what lists of processes show beside the module's name.
+        assignment: what it shall do, all of it but addresses and memory.
         share_memory: share memory with it, if the system has some.
 
     Attributes:
@@ -39,22 +39,22 @@ class StageProcess:
         sentinel: file descriptor that becomes readable when it exits; closed with this object.
         connection: to it; used for the start only.
         memory: our end of the shared memory; None once it was asked to end.
-        memory_fd: its descriptor of the shared memory.
     """
 
-    def __init__(self, name: str, share_memory: bool = False) -> None:
+    def __init__(self, assignment: Assignment, share_memory: bool = False) -> None:
         self.memory: SharedMemory | None = None
-        self.memory_fd: int | None = None
+        self._assignment = assignment
         self.connection, theirs = Pipe()
         with theirs, ExitStack() as ours:
             if share_memory:
                 self._share_memory(ours)
-            inherited = [theirs.fileno()] if self.memory_fd is None else [theirs.fileno(), self.memory_fd]
+            memory_fd = self._assignment.memory_fd
+            name = f"{assignment.stage}.{assignment.replica_id}"
             # An own session: Ctrl-C is for the parent, which needs its stages until it has shut down in order.
             with SPAWNING:
                 self._popen = subprocess.Popen(
                     [sys.executable, "-m", _CHILD_MODULE, str(theirs.fileno()), name],
-                    pass_fds=inherited,
+                    pass_fds=[theirs.fileno()] if memory_fd is None else [theirs.fileno(), memory_fd],
                     stdin=subprocess.DEVNULL,
                     start_new_session=True,
                 )
@@ -67,9 +67,34 @@ class StageProcess:
             fd = new_shared_memory()
             until_spawned.callback(os.close, fd)
             self.memory = SharedMemory(fd, 0)
-            self.memory_fd = fd
+            self._assignment = msgspec.structs.replace(self._assignment, memory_fd=fd)
         except OSError as error:
             logger.warning("Tensors go through sockets, since there is no memory to share: %s", error)
+
+    @property
+    def process(self) -> "StageProcess":
+        """Itself."""
+        return self
+
+    def wait(self, input_addr: str, output_addrs: Sequence[str]) -> None:
+        """Tell the process what to do, and block until it has loaded.
+
+        Raises:
+            ReplicaError: it failed, or was ended.
+        """
+        given = msgspec.structs.replace(self._assignment, input_addr=input_addr, output_addrs=list(output_addrs))
+        reason = _ask(self.connection, self.sentinel, msgspec.msgpack.encode(given))
+        if reason == "":
+            return
+        ended = describe_exit(self.exit_code(_SHUTDOWN_S))
+        reason = reason or f"its process {ended}"
+        replica = f"replica {given.replica_id} of stage '{given.stage}' ({given.engine})"
+        raise ReplicaError(f"{replica} did not start: {reason}")
+
+    def abandon(self) -> None:
+        """End the process instead of waiting for it."""
+        self.kill()
+        self.connection.close()
 
     def how_it_ended(self) -> str:
         code = self._popen.poll()
@@ -95,39 +120,6 @@ class StageProcess:
             self._popen.wait(timeout)
         self._popen.kill()
         return self._popen.wait()
-
-
-class StartingStage:
-    """Satisfies `replicas.engine.engine_start.Starting`.
-
-    Args:
-        process: has not got its assignment yet.
-        assignment: all of it but the addresses.
-    """
-
-    def __init__(self, process: StageProcess, assignment: Assignment) -> None:
-        self.process = process
-        self._assignment = assignment
-
-    def wait(self, input_addr: str, output_addrs: Sequence[str]) -> None:
-        """Tell the process what to do, and block until it has loaded.
-
-        Raises:
-            ReplicaError: it failed, or was ended.
-        """
-        assignment = msgspec.structs.replace(self._assignment, input_addr=input_addr, output_addrs=list(output_addrs))
-        reason = _ask(self.process.connection, self.process.sentinel, msgspec.msgpack.encode(assignment))
-        if reason == "":
-            return
-        ended = describe_exit(self.process.exit_code(_SHUTDOWN_S))
-        reason = reason or f"its process {ended}"
-        replica = f"replica {assignment.replica_id} of stage '{assignment.stage}' ({assignment.engine})"
-        raise ReplicaError(f"{replica} did not start: {reason}")
-
-    def abandon(self) -> None:
-        """End the process instead of waiting for it."""
-        self.process.kill()
-        self.process.connection.close()
 
 
 def _ask(connection: Connection, sentinel: int, message: bytes) -> str | None:

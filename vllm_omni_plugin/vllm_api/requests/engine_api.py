@@ -12,9 +12,8 @@ from vllm.v1.pool.late_interaction import get_late_interaction_engine_index
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from vllm_omni_plugin.errors import WireError
-from vllm_omni_plugin.vllm_api.requests import moving, ready
-from vllm_omni_plugin.vllm_api.requests import request_building as requests
-from vllm_omni_plugin.vllm_api.requests.facts import CacheSize, LoadReport, RequestFacts
+from vllm_omni_plugin.vllm_api.requests import moving, ready, request_building
+from vllm_omni_plugin.vllm_api.requests.facts import LoadReport
 from vllm_omni_plugin.vllm_api.requests.move import Move
 from vllm_omni_plugin.vllm_api.requests.outputs import outputs_decoder
 
@@ -47,6 +46,12 @@ class EngineApi:
         self._random = random or SystemRandom()
         self._encoder = MsgpackEncoder()
         self._decoder = outputs_decoder()
+
+    cache_size = staticmethod(ready.cache_size)
+    describe = staticmethod(request_building.describe)
+    moved = staticmethod(moving.moved)
+    missing_end = staticmethod(moving.missing_end)
+    fit = staticmethod(moving.fit)
 
     @property
     def pooling_task(self) -> str | None:
@@ -94,9 +99,6 @@ class EngineApi:
         """Whether an engine announces its own death, the one output that is not an `EngineCoreOutputs`."""
         return len(frames) == 1 and memoryview(frames[0]) == EngineCoreProc.ENGINE_CORE_DEAD
 
-    def describe(self, request: Any) -> RequestFacts:
-        return requests.describe(request)
-
     def cached_tokens(self, output: Any) -> int | None:
         """Prompt tokens that the engine took from caches, told with a request's first output; else None."""
         stats = output.prefill_stats
@@ -122,9 +124,6 @@ class EngineApi:
         waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
         return LoadReport(waiting, stats.num_running_reqs, stats.kv_cache_usage)
 
-    def cache_size(self, ready_response: bytes) -> CacheSize:
-        return ready.cache_size(ready_response)
-
     def affinity_key(self, request: Any) -> int | None:
         """A stable hash of what binds a request to one replica, or None if any replica will do.
 
@@ -146,15 +145,6 @@ class EngineApi:
 
     def how_to_move(self, request: Any) -> Move:
         return moving.how_to_move(request, self._custom_processors)
-
-    def moved(self, request: Any, move: Move, produced: Sequence[int]) -> Any:
-        return moving.moved(request, move, produced)
-
-    def missing_end(self, request: Any, produced: Sequence[int], engine_index: int) -> Any | None:
-        return moving.missing_end(request, produced, engine_index)
-
-    def fit(self, output: Any, swallow: int) -> None:
-        moving.fit(output, swallow)
 
     def idle_report(self, engine_index: int) -> Any:
         """The `EngineCoreOutputs` of an engine with nothing waiting or running, for the gauges of one that is gone."""
