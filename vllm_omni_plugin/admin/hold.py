@@ -5,7 +5,7 @@ Later would be too late for a stream: its status line says 200 by then, and a re
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from http import HTTPStatus
 from typing import Any
 
@@ -74,12 +74,11 @@ class Hold:
         metrics = self._orchestrator.metrics
         if metrics.waiting >= MAX_WAITING:
             raise self._refusal(f"{MAX_WAITING} requests wait already")
-        gone = asyncio.create_task(disconnected(), name="omni-disconnect")
-        served = asyncio.create_task(self._until_serving(), name="omni-waiting")
-        ending = asyncio.create_task(self._until_ending(), name="omni-ending")
+        waits = (disconnected(), self._until_serving(), self._until_ending())
+        gone, served, ending = tasks = [asyncio.create_task(wait, name="omni-waiting") for wait in waits]
         metrics.waiting += 1
         try:
-            await asyncio.wait({gone, served, ending}, timeout=self._replica_wait, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(tasks, timeout=self._replica_wait, return_when=asyncio.FIRST_COMPLETED)
             if ending.done():
                 raise self._ending()
             if not gone.done() and not served.done():
@@ -87,10 +86,9 @@ class Hold:
             return not gone.done()
         finally:
             metrics.waiting -= 1
-            gone.cancel()
-            served.cancel()
-            ending.cancel()
-            await asyncio.gather(gone, served, ending, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _ending(self) -> NoReplicaError:
         self._orchestrator.metrics.turned_away += 1
@@ -110,7 +108,7 @@ class HoldMiddleware:
     header: vLLM's error handlers set none.
 
     Args:
-        app: the next application.
+        app: what answers.
         paths: the inference paths, below the root path.
         has_key: whether headers have a valid API key, or the server wants none. vLLM does not check the keys of all
             paths, and requests without one must not take the places of those with one.
@@ -122,20 +120,13 @@ class HoldMiddleware:
         self._has_key = has_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        hold = self._hold_of(scope)
+        hold: Hold | None = getattr(scope["app"].state, "omni_hold", None) if is_post_to(self._paths, scope) else None
         if hold is None:
             await self._app(scope, receive, send)
         elif not hold.is_needed:
             await self._app(scope, receive, _with_retry_after(send))
         else:
             await self._wait(hold, scope, receive, _with_retry_after(send))
-
-    def _hold_of(self, scope: Scope) -> Hold | None:
-        if scope["type"] != "http" or scope["method"] != "POST":
-            return None
-        if scope["path"].removeprefix(scope.get("root_path", "")) not in self._paths:
-            return None
-        return getattr(scope["app"].state, "omni_hold", None)
 
     async def _wait(self, hold: Hold, scope: Scope, receive: Receive, send: Send) -> None:
         ahead = _ReadAhead(receive)
@@ -179,6 +170,13 @@ class _ReadAhead:
         """The request is over."""
         if self._pending is not None:
             self._pending.cancel()
+
+
+def is_post_to(paths: Collection[str], scope: Scope) -> bool:
+    """Whether a request is a POST to one of these paths, which are below the server's root path."""
+    if scope["type"] != "http" or scope["method"] != "POST":
+        return False
+    return scope["path"].removeprefix(scope.get("root_path", "")) in paths
 
 
 def refusal(error: OmniError) -> Response:

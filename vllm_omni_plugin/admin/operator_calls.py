@@ -2,7 +2,7 @@
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from vllm_omni_plugin.admin.hold import refusal
+from vllm_omni_plugin.admin.hold import is_post_to, refusal
 from vllm_omni_plugin.admin.replica_admin import FleetAdmin
 
 OPERATOR_PATHS = frozenset(
@@ -34,21 +34,14 @@ OPERATOR_PATHS = frozenset(
 
 
 class OperatorCallMiddleware:
-    """Answers a POST to one of `OPERATOR_PATHS` with 503 and `Retry-After` if `app.state.omni_fleet` says why.
-
-    Args:
-        app: the next application.
-    """
+    """Answers a POST to one of `OPERATOR_PATHS` with 503 and `Retry-After` if `app.state.omni_fleet` says why."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = None
-        if scope["type"] == "http" and scope["method"] == "POST" and self._path(scope) in OPERATOR_PATHS:
+        if is_post_to(OPERATOR_PATHS, scope):
             fleet: FleetAdmin | None = getattr(scope["app"].state, "omni_fleet", None)
             error = None if fleet is None else fleet.refusal
         await (self._app if error is None else refusal(error))(scope, receive, send)
-
-    def _path(self, scope: Scope) -> str:
-        return str(scope["path"]).removeprefix(scope.get("root_path", ""))

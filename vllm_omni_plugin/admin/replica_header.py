@@ -33,9 +33,6 @@ class ReplicaHeaderMiddleware:
     pipeline's names one of each stage. vLLM begins a stream of events before it asks an engine for anything, so such an
     answer has no header. If the request has a header of this name, the stream ends with a comment of the same content,
     which clients skip.
-
-    Args:
-        app: the next application.
     """
 
     def __init__(self, app: ASGIApp) -> None:

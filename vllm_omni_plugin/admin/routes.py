@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
+from typing import Any
 
 from fastapi import APIRouter, Depends, HTTPException, Request, Response
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -88,7 +89,8 @@ def build_router(access: Access) -> APIRouter:
         # Not a parameter: FastAPI would read the body before it is known who sends it.
         question = _question(await request.body())
         with _told_in_http():
-            return await _explainer(request).explain(question.prompt, question.session, question.model)
+            explainer: Explainer = _of_app(request, "omni_explainer")
+            return await explainer.explain(question.prompt, question.session, question.model)
 
     router.include_router(admins)
     return router
@@ -103,21 +105,15 @@ def _question(body: bytes) -> Question:
 
 
 def _fleet(request: Request) -> FleetAdmin:
-    fleet: FleetAdmin | None = getattr(request.app.state, "omni_fleet", None)
-    if fleet is None:
-        raise _no_fleet()
+    fleet: FleetAdmin = _of_app(request, "omni_fleet")
     return fleet
 
 
-def _explainer(request: Request) -> Explainer:
-    explainer: Explainer | None = getattr(request.app.state, "omni_explainer", None)
-    if explainer is None:
-        raise _no_fleet()
-    return explainer
-
-
-def _no_fleet() -> HTTPException:
-    return HTTPException(HTTPStatus.NOT_FOUND, "This server has no fleet of replicas.")
+def _of_app(request: Request, name: str) -> Any:
+    found = getattr(request.app.state, name, None)
+    if found is None:
+        raise HTTPException(HTTPStatus.NOT_FOUND, "This server has no fleet of replicas.")
+    return found
 
 
 async def _manage(request: Request, replica: str, action: Action) -> Response:

@@ -11,9 +11,9 @@ DEFAULT_SAMPLE_RATE: Final = 24_000
 
 _UNKNOWN: Final = 0xFFFF_FFFF
 _SAMPLE_BYTES: Final = 2
-_FORMAT_PCM: Final = 1
+_PCM: Final = 1
 _CHANNELS: Final = 1
-_GREATEST_RATE: Final = _UNKNOWN // (_CHANNELS * _SAMPLE_BYTES)
+_GREATEST_RATE: Final = _UNKNOWN // _SAMPLE_BYTES
 """A WAV file has 32 bits for the bytes per second."""
 
 
@@ -70,19 +70,6 @@ def wav_header(rate: int, size: int | None) -> bytes:
     """
     data = _UNKNOWN if size is None else size
     riff = _UNKNOWN if size is None else size + 36
-    bytes_per_second = rate * _CHANNELS * _SAMPLE_BYTES
-    return struct.pack(
-        "<4sI8sIHHIIHH4sI",
-        b"RIFF",
-        riff,
-        b"WAVEfmt ",
-        16,
-        _FORMAT_PCM,
-        _CHANNELS,
-        rate,
-        bytes_per_second,
-        _CHANNELS * _SAMPLE_BYTES,
-        8 * _SAMPLE_BYTES,
-        b"data",
-        data,
-    )
+    bytes_per_second = rate * _SAMPLE_BYTES
+    described = struct.pack("<IHHIIHH", 16, _PCM, _CHANNELS, rate, bytes_per_second, _SAMPLE_BYTES, 8 * _SAMPLE_BYTES)
+    return b"RIFF" + struct.pack("<I", riff) + b"WAVEfmt " + described + b"data" + struct.pack("<I", data)
