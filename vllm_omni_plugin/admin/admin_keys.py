@@ -9,10 +9,6 @@ MIN_KEY_CHARS = 16
 def read_admin_keys(path: str, flag: str) -> list[str]:
     """The keys in a file, one per line that is not empty.
 
-    Args:
-        path: of the file.
-        flag: that it was given by, for errors.
-
     Raises:
         ConfigError: it cannot be read, is no regular file, or holds no key or what cannot be one.
     """

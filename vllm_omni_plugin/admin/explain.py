@@ -51,8 +51,6 @@ class Explainer:
     """Asks the policy what it would do now.
 
     Args:
-        orchestrator: whose policy; asked on its own loop.
-        read_prompt: see `PromptReader`.
         stage_id: the stage that answers prompts.
     """
 

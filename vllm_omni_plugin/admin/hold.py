@@ -108,7 +108,6 @@ class HoldMiddleware:
     header: vLLM's error handlers set none.
 
     Args:
-        app: what answers.
         paths: the inference paths, below the root path.
         has_key: whether headers have a valid API key, or the server wants none. vLLM does not check the keys of all
             paths, and requests without one must not take the places of those with one.

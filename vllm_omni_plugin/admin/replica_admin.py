@@ -57,7 +57,6 @@ class FleetAdmin:
     """Reports from tuples that are replaced, never changed, so without a lock; changes go to the orchestrator's loop.
 
     Args:
-        orchestrator: whose replicas.
         clock: monotonic seconds, the same as the orchestrator's.
     """
 
@@ -83,7 +82,6 @@ class FleetAdmin:
 
         Args:
             replica: its `ReplicaReport.id`.
-            action: what to do.
 
         Raises:
             UnknownReplicaError: there is none with this id.

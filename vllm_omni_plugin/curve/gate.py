@@ -31,8 +31,6 @@ class Gate:
     sends more than a handshake takes without having been let in is cut off. All methods are thread-safe.
 
     Args:
-        context: Of the sockets it guards.
-        secrets: Whose holders `admit_secret_holders` admits.
         clock: Monotonic seconds, for the log's rate.
 
     Raises:
@@ -92,8 +90,6 @@ class Gate:
         the gate, unless the context is terminated then: libzmq blocks a monitored socket when nobody reads its events.
 
         Args:
-            socket: Whose connections are watched.
-            name: What the log calls it.
             on_alone: Called in the gate's thread when the last of those that were let in is gone.
         """
         with self._lock:

@@ -72,11 +72,6 @@ class HandshakeWatch:
     """Reads the monitor of one server socket, because those who fail before they have shown a key never reach ZAP.
 
     Args:
-        reader: The monitor.
-        name: Of the socket, in the log.
-        refusals: Where they are recorded.
-        newcomers: Told of every connection, if the socket demands something.
-        mechanism: What it demands.
         on_alone: Called when the last peer that was let in is gone, from the thread that calls `take_event`.
     """
 

@@ -88,10 +88,6 @@ def _fault(node: yaml.Node, message: str) -> ConstructorError:
 def parse(text: str, source: str) -> Document:
     """Read YAML, with anchors and merge keys; nothing in it is executed.
 
-    Args:
-        text: what the file holds.
-        source: its name, for messages.
-
     Raises:
         ConfigError: it is empty or no YAML, repeats a key, or holds what JSON could not: one line with its number.
     """

@@ -33,11 +33,6 @@ _FITTING = {
 def fitting_transform(stage: Stage, upstream: Sequence[Stage], place: Place) -> str | None:
     """Return the transform in front of a stage; None: it gets the request as it is.
 
-    Args:
-        stage: the stage.
-        upstream: the stages whose outputs it gets.
-        place: where the stage is.
-
     Raises:
         PipelineError: the stage names none and none fits, or it names one that does not.
     """

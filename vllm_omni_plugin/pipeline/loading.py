@@ -24,7 +24,6 @@ def load_pipeline(path: str | os.PathLike[str], checks: Iterable[StageCheck] = (
     """Read and check a pipeline's file, which `schema.json` and docs/pipelines.md describe.
 
     Args:
-        path: the file.
         checks: what else must be right with each stage, in this order.
 
     Raises:

@@ -81,10 +81,6 @@ def _imported(name: str) -> Any:
 def check_input(returned: Any, stage: str) -> StageInput | None:
     """Return what a transform returned as a `StageInput`; None if it returned None.
 
-    Args:
-        returned: of the transform.
-        stage: name of the stage in front of which it runs, for the error.
-
     Raises:
         StageError: it is nothing that can be an input, or holds nothing to compute on.
     """

@@ -9,12 +9,7 @@ from vllm_omni_plugin.vllm_api.protocol.sim_protocol import lora_id
 
 
 class SimCalls(UtilityMethods):
-    """Answers calls as far as they mean something to an engine without a model.
-
-    Args:
-        model: the engine; pausing takes effect on it.
-        abort: see `UtilityMethods`.
-    """
+    """Answers calls as far as they mean something to an engine without a model."""
 
     def __init__(self, model: EngineModel, abort: Callable[[list[str] | None, bool], None]) -> None:
         self._model = model

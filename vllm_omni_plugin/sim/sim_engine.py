@@ -28,8 +28,6 @@ class SimulatedEngine:
     """Does what vLLM's engine core does between its sockets. Lives on the running event loop.
 
     Args:
-        model: what it does, and how fast.
-        log_stats: whether it reports scheduler statistics.
         on_end: called once when it has ended in any way.
     """
 

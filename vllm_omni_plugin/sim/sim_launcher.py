@@ -22,10 +22,6 @@ class SimProcess:
 
     Args:
         host: where the engine runs; must outlive it.
-        model: what it does.
-        log_stats: whether it reports scheduler statistics.
-        identity: under which it connects.
-        ready_response: what it says of itself when it is ready.
 
     Attributes:
         pid: of this process: there is no other.
@@ -105,10 +101,8 @@ class SimLauncher:
 
     Args:
         host: where the engines run; must outlive them.
-        settings: of every engine.
         ready_response: what an engine says of itself when it is ready, by replica id.
         folder: where ipc sockets go; None: where those of this process do.
-        log_stats: whether engines report scheduler statistics.
 
     Attributes:
         processes: the last engine of each replica, by replica id.

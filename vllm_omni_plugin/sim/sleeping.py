@@ -38,10 +38,6 @@ def read_service_times(additional_config: Any) -> dict[str, float]:
 class SleepingModel:
     """What a `ModelFreeExecutor` computes with: the linear model of `EngineSettings`.
 
-    Args:
-        settings: capacities and service times.
-        sleep: lets so many seconds pass.
-
     Attributes:
         kv_blocks: blocks of KV memory.
     """

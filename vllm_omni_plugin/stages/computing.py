@@ -33,12 +33,7 @@ class Result:
 
 
 class Computation:
-    """Computes batches for one replica. All methods are called on the stage's own thread.
-
-    Args:
-        stage: what computes; `start` has been called.
-        name: of the stage, for errors.
-    """
+    """Computes batches for one replica. All methods are called on the stage's own thread."""
 
     def __init__(self, stage: PythonStage, name: str) -> None:
         self._stage = stage

@@ -38,9 +38,6 @@ class StageEngine:
     """Lives on the running event loop, which never waits for what is computed.
 
     Args:
-        compute: gives a result for each of some jobs; see `Computation`.
-        executor: the thread it runs on.
-        max_batch_size: jobs that it gets at most.
         dealer: where requests come in; connected.
         outputs: where answers go, by client index; connected.
         memory: what is shared with the only client.

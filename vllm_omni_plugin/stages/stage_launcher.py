@@ -15,7 +15,6 @@ class PythonStageLauncher:
     """Satisfies `replicas.engine.engine_start.Launcher`.
 
     Args:
-        stage: whose replicas it starts.
         on_spawn: called with the process id of each, on the thread that starts it.
         first_engine: number of engines on this node that come before those of this stage.
         share_memory: whether this process is their only client, so that memory can be shared with them.

@@ -20,10 +20,6 @@ _GREATEST_RATE: Final = _UNKNOWN // _SAMPLE_BYTES
 def sample_rate(stage: str, output: StageOutput) -> int:
     """Hertz of its audio: `sample_rate` of its metadata.
 
-    Args:
-        stage: name of the stage, for the error.
-        output: the audio.
-
     Raises:
         StageError: that is none which a WAV file can have.
     """
@@ -37,7 +33,6 @@ def pcm16(stage: str, output: StageOutput) -> bytes:
     """The samples of its tensor; b"" without one.
 
     Args:
-        stage: name of the stage, for the error.
         output: with a tensor `[samples]` of floats, where -1 to 1 is the range (what is beyond it is clipped, what is
             no number is silence), or of int16.
 

@@ -30,10 +30,6 @@ class AudioPart(NamedTuple):
 class StageResults:
     """Reads the events of one call.
 
-    Args:
-        options: what the request wants.
-        pipeline: what runs it.
-
     Attributes:
         rate: hertz of the audio, once some has come.
     """

@@ -52,9 +52,6 @@ class EngineModel:
     Source: continuous batching (Yu et al., "Orca", OSDI 2022) with chunked prefill (Agrawal et al., "Sarathi-Serve",
     OSDI 2024). A pure function of its calls: whoever drives it says what time it is.
 
-    Args:
-        settings: capacities and service times.
-
     Attributes:
         slowdown: factor on the length of the iterations that begin from here on.
         admitting: whether waiting requests may start; those that run go on.

@@ -33,9 +33,6 @@ class KVCache:
 
     Source: paged attention (Kwon et al., SOSP 2023) with hash-chained blocks as in vLLM. Unlike there, a sequence is
     promised all it can ever need when it is admitted, so none is ever preempted.
-
-    Args:
-        blocks: how many there are.
     """
 
     def __init__(self, blocks: int) -> None:

@@ -101,11 +101,6 @@ def take_devices(vllm_config: Any, first: int, replicas: int) -> int:
 class EngineProcess:
     """One engine core with its workers.
 
-    Args:
-        manager: vLLM's process manager, which owns it.
-        config: the engine's.
-        last_words: where the engine says how one of its workers ended.
-
     Attributes:
         sentinel: a file descriptor that becomes readable when the engine core exits; closed with this object.
     """
@@ -150,8 +145,6 @@ class EngineLauncher:
     """Starts the engines of this node's replicas, all with the same configuration.
 
     Args:
-        vllm_config: vLLM's configuration of one replica.
-        executor_class: vLLM's executor for it.
         log_stats: whether engines report scheduler statistics.
         on_spawn: told the process id of every process that is started, from the thread that starts it.
         report_cache: whether engines report what their prefix caches hold, if they can.

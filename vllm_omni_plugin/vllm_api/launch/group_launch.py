@@ -128,13 +128,7 @@ class GroupLauncher(EngineLauncher):
 
 
 class LockstepGeneration(Generation):
-    """One life of a group, with vLLM's coordinator of its waves and the store where its ranks leave their ports.
-
-    Args:
-        ranks: how many there are.
-        vllm_config: of all ranks.
-        on_spawn: told the process id of the coordinator.
-    """
+    """One life of a group, with vLLM's coordinator of its waves and the store where its ranks leave their ports."""
 
     def __init__(self, ranks: int, vllm_config: Any, on_spawn: Callable[[int], None]) -> None:
         super().__init__(ranks)
@@ -203,14 +197,7 @@ def _new_store(host: str) -> tuple[Any, int]:
 
 
 class RankProcess:
-    """Satisfies `replicas.engine.engine_start.Process` and `Starting`: one rank. To end it is to end its group.
-
-    Args:
-        meeting: where it waits for the other ranks.
-        rank: which it is.
-        spawn: spawns its engine.
-        parallel_config: that engine's own.
-    """
+    """Satisfies `replicas.engine.engine_start.Process` and `Starting`: one rank. To end it is to end its group."""
 
     def __init__(
         self,

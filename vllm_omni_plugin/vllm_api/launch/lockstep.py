@@ -118,8 +118,6 @@ class Meeting(Generic[G]):
     """Where those who start the ranks of one group wait for each other. Thread-safe.
 
     Args:
-        ranks: how many there are.
-        new_generation: called when all are there.
         patience: seconds that a rank waits for the others.
     """
 

@@ -17,10 +17,6 @@ def parse_headless_args(
     """Parse arguments as `vllm serve --headless` gets them, plugins' flags included.
 
     Args:
-        arguments: without the command's name.
-        prog: the command, for messages.
-        description: shown by `--help`.
-        epilog: the last lines of `--help`.
         add_flags: adds what the command takes beyond that.
     """
     parser = make_arg_parser(FlexibleArgumentParser(prog=prog, description=description, epilog=epilog))

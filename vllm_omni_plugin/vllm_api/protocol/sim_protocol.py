@@ -64,8 +64,6 @@ class EngineSide:
         """What one iteration has brought the requests of one client.
 
         Args:
-            outputs: made by `output`.
-            stats: made by `scheduler_stats`, for at most one client per iteration.
             timestamp: seconds of the monotonic clock.
         """
         message = EngineCoreOutputs(outputs=list(outputs), scheduler_stats=stats, timestamp=timestamp)

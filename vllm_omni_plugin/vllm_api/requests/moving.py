@@ -28,12 +28,7 @@ def has_custom_logits_processors(model_config: Any) -> bool:
 
 
 def how_to_move(request: Any, custom_processors: bool) -> Move:
-    """How an `EngineCoreRequest` goes on once part of its answer has been delivered; see the module.
-
-    Args:
-        request: as it was sent.
-        custom_processors: see `has_custom_logits_processors`.
-    """
+    """How an `EngineCoreRequest` goes on once part of its answer has been delivered; see the module."""
     params = request.sampling_params
     if params is None or request.resumable:
         return Move.NEVER

@@ -15,9 +15,6 @@ def default_task(model_config: Any) -> str:
     """What `sampling: {task: ...}` is without it.
 
     The engine alone knows what its model can do; this follows from what the configuration says of it.
-
-    Args:
-        model_config: vLLM's, of a model whose runner is `pooling`.
     """
     pooler = model_config.pooler_config
     if pooler is not None and pooler.task is not None:

@@ -74,10 +74,6 @@ class ParameterError(ValueError):
 class StageParams:
     """Makes the parameters of a stage's requests.
 
-    Args:
-        stage: the stage.
-        model_config: vLLM's, of its engines.
-
     Raises:
         PipelineError: the stage's `sampling` has what cannot be used; its place begins at the stage.
     """
@@ -114,8 +110,6 @@ class StageParams:
         """A client's own parameters, and over them those given for this request.
 
         Args:
-            params: of the client; not changed.
-            given: by name.
             chunked: they are for one turn of a session, which the file's `max_tokens` bounds as well.
 
         Raises:

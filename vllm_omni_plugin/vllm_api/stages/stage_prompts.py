@@ -16,7 +16,6 @@ class StagePrompts:
     """Makes prompts; may be used by several threads.
 
     Args:
-        renderer: vLLM's, of the stage.
         fed: whether other stages feed it: what makes the tokens of their texts soon is a copy of the tokenizer.
     """
 

@@ -34,9 +34,6 @@ class VllmStageApi(EngineApi):
     Args:
         vllm_config: of the stage's engines. Its maximum length may change, as engines find out what fits.
         entry_config: of the stage whose model reads the prompts of clients; maybe the same object.
-        stage: the stage.
-        custom_processors: see `moving.has_custom_logits_processors`.
-        random: see `EngineApi`.
 
     Raises:
         PipelineError: the stage asks for what its engines cannot do. Its place begins at the stage.

@@ -26,7 +26,6 @@ def check_sampling(stage: Stage, *, by_client: bool) -> None:
     """Check the sampling parameters of a stage that vLLM runs.
 
     Args:
-        stage: the stage.
         by_client: whether a client's own parameters are for it: vLLM's server completes these, and has defaults of
             some only.
 

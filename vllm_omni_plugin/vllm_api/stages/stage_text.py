@@ -14,9 +14,6 @@ class TokenReader(OutputReader):
     """Reads tokens and tensors as they come.
 
     A stop token is not among the tokens, as it is not in the text, unless the request wants it there.
-
-    Args:
-        request: the `EngineCoreRequest` with which the run begins.
     """
 
     def __init__(self, request: Any) -> None:
@@ -41,12 +38,7 @@ class TokenReader(OutputReader):
 
 
 class TextReader(TokenReader):
-    """Reads text as vLLM's server makes it of tokens, stop strings included.
-
-    Args:
-        request: the `EngineCoreRequest` with which the run begins.
-        tokenizer: of the stage.
-    """
+    """Reads text as vLLM's server makes it of tokens, stop strings included."""
 
     def __init__(self, request: Any, tokenizer: Any) -> None:
         super().__init__(request)

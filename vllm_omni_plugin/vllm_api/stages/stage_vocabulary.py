@@ -17,8 +17,6 @@ class Vocabulary:
 
     Args:
         tokenizer: of the stage, safe to be used by several threads; None if it has none.
-        config: vLLM's model configuration of the stage.
-        entry_config: that of the entry stage.
     """
 
     def __init__(self, tokenizer: Any, config: Any, entry_config: Any) -> None:
