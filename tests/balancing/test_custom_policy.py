@@ -76,8 +76,3 @@ def test_its_options_are_checked(policy: str, options: dict[str, int], reason: s
 
 def test_it_works_on_replicas_that_say_nothing_but_their_queue_length() -> None:
     assert build_load_balancer_factory("warm-up")().select({}, with_queues(2, 0, 1)) == 1
-
-
-def test_no_replica_is_a_value_error() -> None:
-    with pytest.raises(ValueError, match=r"^replicas must not be empty$"):
-        build_load_balancer_factory("warm-up")().select({}, [])

@@ -14,7 +14,7 @@ from vllm_omni_plugin.balancing.caches.block_keys import prompt_keys
 from vllm_omni_plugin.balancing.interface import Decision
 from vllm_omni_plugin.balancing.policies.prefix_policy import PrefixBalancer
 from vllm_omni_plugin.balancing.policies.session import SessionBalancer
-from vllm_omni_plugin.balancing.prompt import MediaSpan, Prompt
+from vllm_omni_plugin.balancing.prompt import Prompt
 
 from .pool import BLOCK, Pool, pool_of, prompt_task
 
@@ -232,27 +232,3 @@ def test_a_hot_session_does_not_thrash_one_replica() -> None:
 
     assert busiest(SessionBalancer(load_factor=100)) >= 90
     assert busiest(SessionBalancer()) <= 1.25 * 100 / 4 + 5
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"lora_name": "sql"},
-        {"cache_salt": "tenant-2"},
-        {"media": (MediaSpan("a-dog", 0, 64),)},
-    ],
-    ids=["lora", "salt", "image"],
-)
-def test_blocks_of_another_adapter_salt_or_image_are_no_match(other: dict[str, Any]) -> None:
-    """ps#1045, ps#1052: routing by tokens alone predicts hits that the engine cannot have, and misses those it has."""
-    context = tokens(0, 2000)
-
-    def predicted(policy: Any, **asked: Any) -> int:
-        pool = pool_of(policy, 1)
-        pool.send(prompt_task(context, **other), finish=True)
-        matched: int = policy.decide(prompt_task(context, **asked), pool.replicas).matched_tokens
-        return matched
-
-    assert predicted(LongestPrefix()) > 0
-    assert predicted(prefix()) == 0
-    assert predicted(prefix(), **other) == 124 * BLOCK

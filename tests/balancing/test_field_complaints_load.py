@@ -90,14 +90,6 @@ def test_long_contexts_are_work_and_not_one_request_each(
     assert by_work < 0.82 * by_requests
 
 
-def test_a_long_context_keeps_short_requests_away_though_it_is_a_single_request() -> None:
-    """vllm#48808: a replica with one long prompt looks less loaded than one with two short ones."""
-    replicas = [QueueingReplica("tcp://replica:0", prompts=[30_000]), QueueingReplica("tcp://replica:1")]
-    replicas[1].prompts += [100, 100]
-    assert LeastTokensBalancer().select(prompt_task(1, 100), replicas) == 1
-    assert LeastQueueLengthBalancer().select(prompt_task(1, 100), replicas) == 0
-
-
 def conversation(balancer: DecidingBalancer, turns: int) -> list[int]:
     """Where the turns of one conversation go while all replicas are equally idle."""
     replicas = [FakeReplica(f"tcp://replica:{port}", load=ReplicaLoad(block_size=16)) for port in range(4)]

@@ -311,12 +311,3 @@ def test_a_large_fleet_finds_its_shortest_queue() -> None:
     for position, replica in enumerate(pool.replicas):
         replica.charge(0 if position == 123 else 5)
     assert pool.policy.select(TASK, ServingReplicas(pool.replicas)) == 123
-
-
-def test_the_same_prompt_object_is_not_hashed_again() -> None:
-    prompt = Prompt(PROMPT)
-    pool = pool_of(policy(), 2)
-    pool.send({"prompt": prompt})
-    keys = prompt.known_keys[16]
-    pool.policy.decide({"prompt": prompt}, pool.replicas)
-    assert prompt.known_keys[16] is keys

@@ -115,17 +115,6 @@ def test_heads_that_see_the_same_fill_up_the_short_queues_together() -> None:
     assert len(sent) == 10
 
 
-@pytest.mark.parametrize("count", [3, 20], ids=["searched", "indexed"])
-def test_a_head_that_is_alone_takes_the_shortest_queue(count: int) -> None:
-    queues = [5] * count
-    queues[1] = 4
-    unreported = UnreportedRequests()
-    unreported.dispatched()
-    view = replicas(queues, unreported)
-    policy = LeastQueueLengthBalancer(random.Random(1))
-    assert {policy.decide({}, view).position for _ in range(50)} == {1}
-
-
 def test_of_what_is_coming_those_compared_get_their_share() -> None:
     unreported = heads(3)
     unreported.dispatched()

@@ -3,7 +3,7 @@
 import pytest
 
 from .resolution import BrokenSymbolError, Symbol, check, read_symbols
-from .usage import attributes_of, called_by_name, names_of, vllm_names
+from .usage import called_by_name, names_of, vllm_names
 
 
 def test_a_list_of_symbols_is_read() -> None:
@@ -70,7 +70,3 @@ def test_names_are_seen_however_they_are_used() -> None:
 
 def test_methods_called_by_name_are_seen() -> None:
     assert called_by_name("self.call('a', 1)\nself.call(b)\nother('c')", frozenset({"call"})) == {"a"}
-
-
-def test_attributes_of_a_client_are_seen_through_self_and_a_local_name() -> None:
-    assert attributes_of("self.core.a\ncore.b()\nother.core.c\nself.d", "core") == {"a", "b"}

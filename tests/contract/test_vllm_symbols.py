@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.v1.engine import async_llm
 from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
 
 import vllm_omni_plugin
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
 
 from .resolution import Symbol, check, read_symbols
-from .usage import attributes_of, called_by_name, names_of, vllm_names
+from .usage import called_by_name, names_of, vllm_names
 
 SYMBOLS = list(read_symbols(Path(__file__).with_name("symbols.txt").read_text()))
 PACKAGE = Path(vllm_omni_plugin.__file__).parent
@@ -21,8 +20,6 @@ SOURCES = {path: path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
 KNOW_VLLM = {"vllm_api", "integration"}
 TOUCH_VLLM = {path: text for path, text in SOURCES.items() if path.relative_to(PACKAGE).parts[0] in KNOW_VLLM}
 CALLERS = frozenset({"_call", "_call_model", "_call_prompt", "_call_stages", "_consensus"})
-INSTANCE_ATTRIBUTES = {"engine_ranks_managed", "resources"}
-"""What AsyncLLM reads of its engine client that is no method of a class."""
 
 
 @pytest.mark.parametrize("symbol", SYMBOLS, ids=lambda symbol: symbol.path)
@@ -56,19 +53,6 @@ def test_every_engine_method_called_by_name_is_listed() -> None:
     listed = {symbol.path.rpartition(".") for symbol in SYMBOLS}
     assert called - {name for owner, _, name in listed if owner.endswith((".EngineCoreProc", ".Worker"))} == set()
     assert "add_lora" in called
-
-
-def test_the_fleet_answers_everything_async_llm_asks_of_its_engine_client() -> None:
-    asked = attributes_of(inspect.getsource(async_llm), "engine_core")
-    methods = asked - INSTANCE_ATTRIBUTES
-    assert {"add_request_async", "get_output_async", "shutdown"} <= methods
-    assert {name for name in methods if name not in vars(FleetClient)} == set()
-
-
-def test_the_fleet_sets_the_attributes_async_llm_reads() -> None:
-    read = attributes_of(inspect.getsource(async_llm), "engine_core") & INSTANCE_ATTRIBUTES
-    assert read == INSTANCE_ATTRIBUTES
-    assert read - attributes_of(inspect.getsource(FleetClient), "self") == set()
 
 
 def overridden() -> list[str]:

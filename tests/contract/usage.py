@@ -55,19 +55,3 @@ def called_by_name(source: str, callers: frozenset[str]) -> set[str]:
             ):
                 called.add(name)
     return called
-
-
-def attributes_of(source: str, name: str) -> set[str]:
-    """Return the attributes taken off `self.<name>`, and off a local variable of the same name."""
-    return {
-        node.attr
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Attribute) and _names(node.value, name)
-    }
-
-
-def _names(node: ast.expr, name: str) -> bool:
-    match node:
-        case ast.Name(id=found) | ast.Attribute(value=ast.Name(id="self"), attr=found):
-            return found == name
-    return False

@@ -64,13 +64,6 @@ def test_duplicate_of_an_unnumbered_event_only_refreshes() -> None:
     assert (row(table).heard_at, row(table).registered_at) == (3.0, 0.0)
 
 
-def test_duplicate_of_a_numbered_event_is_ignored() -> None:
-    event = make_event(incarnation=1, sequence=1)
-    table = table_of(event)
-    assert table.apply(event, 3.0) is None
-    assert row(table).heard_at == 0.0
-
-
 def test_new_queue_length_updates() -> None:
     table = table_of(make_event())
     assert kind(table.apply(make_event(queue_length=3), 1.0)) is ChangeKind.UPDATED
@@ -114,31 +107,11 @@ def test_same_address_in_two_stages_is_two_replicas() -> None:
     assert row(table).takes_new_work
 
 
-def test_heartbeat_from_old_incarnation_is_ignored() -> None:
-    table = table_of(make_event(incarnation=2, sequence=1))
-    assert table.apply(make_event(incarnation=1, sequence=99, status=DOWN), 1.0) is None
-    assert row(table).takes_new_work
-
-
-def test_replay_of_an_older_sequence_is_ignored() -> None:
-    table = table_of(make_event(incarnation=1, sequence=1, queue_length=9))
-    table.apply(make_event(incarnation=1, sequence=2), 1.0)
-    assert table.apply(make_event(incarnation=1, sequence=1, queue_length=9), 2.0) is None
-    assert row(table).event.queue_length == 0
-
-
 def test_unnumbered_event_does_not_override_a_numbered_one() -> None:
     table = table_of(make_event(incarnation=1, sequence=1))
     assert table.apply(make_event(status=DOWN), 1.0) is None
     assert table.apply(make_event(status=DOWN, incarnation=1), 1.0) is None
     assert row(table).takes_new_work
-
-
-def test_new_incarnation_joins_anew() -> None:
-    table = table_of(make_event(incarnation=1, sequence=50))
-    assert kind(table.apply(make_event(incarnation=2, sequence=1), 4.0)) is ChangeKind.JOINED
-    assert row(table).registered_at == 4.0
-    assert len(table) == 1
 
 
 def test_authoritative_removal_needs_no_numbers_and_replays_stay_refused() -> None:
@@ -165,13 +138,6 @@ def test_leaving_of_an_unknown_replica_is_ignored() -> None:
     table = table_of()
     assert table.apply(make_event(status=DOWN), 0.0) is None
     assert len(table) == 0
-
-
-def test_late_heartbeat_does_not_undo_a_leave() -> None:
-    table = table_of(make_event(incarnation=1, sequence=1))
-    table.apply(make_event(incarnation=1, sequence=3, status=DOWN), 1.0)
-    assert table.apply(make_event(incarnation=1, sequence=2), 2.0) is None
-    assert row(table).liveness is Liveness.LEFT
 
 
 def test_replica_that_left_may_join_again() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from coordinator_support import ANY, OpenDealer, eventually, free_address, make_event, names, process_status
+from coordinator_support import OpenDealer, eventually, free_address, make_event, names, process_status
 
 from vllm_omni_plugin.coordinator import (
     OmniCoordClientForHub,
@@ -21,7 +21,7 @@ from vllm_omni_plugin.coordinator import (
     encode_event,
 )
 from vllm_omni_plugin.coordinator.process import runtime as runtime_module
-from vllm_omni_plugin.coordinator.process.coordinator_process import ChildArguments, CoordinatorProcess
+from vllm_omni_plugin.coordinator.process.coordinator_process import CoordinatorProcess
 from vllm_omni_plugin.curve.descriptors import SPARE_DESCRIPTORS
 from vllm_omni_plugin.errors import ConfigError, OmniError
 
@@ -52,39 +52,11 @@ def run_python(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60).stdout
 
 
-def test_replica_and_head_meet_over_it(runtime: OmniCoordinatorRuntime) -> None:
-    hub = OmniCoordClientForHub(runtime.pub_address)
-    client = OmniCoordClientForStage(runtime.router_address, "tcp://a:1", "tcp://a:2", 0)
-    eventually(lambda: names(hub.get_replica_list()) == ["a"])
-    client.close()
-    eventually(lambda: hub.get_replica_list().replicas == [])
-    hub.close()
-
-
 def test_it_is_small_and_runs_in_its_own_process(runtime: OmniCoordinatorRuntime) -> None:
     status = process_status(process_of(runtime))
     assert int(status["PPid"]) == os.getpid()
     resident_kib = int(status["VmRSS"].removesuffix(" kB"))
     assert resident_kib < 60 * 1024
-
-
-def test_killed_process_is_restarted_on_the_same_ports_and_replicas_come_back(runtime: OmniCoordinatorRuntime) -> None:
-    lists: list[list[str]] = []
-    hub = OmniCoordClientForHub(runtime.pub_address, lambda replicas: lists.append(names(replicas)))
-    clients = [
-        OmniCoordClientForStage(runtime.router_address, f"tcp://{name}:1", f"tcp://{name}:2", 0, heartbeat_interval=0.1)
-        for name in "ab"
-    ]
-    eventually(lambda: lists[-1:] == [["a", "b"]])
-    addresses, seen = (runtime.router_address, runtime.pub_address), len(lists)
-    kill_and_wait_for_the_next(runtime)
-    assert (runtime.router_address, runtime.pub_address) == addresses
-    clients[0].update_info(queue_length=9)
-    eventually(lambda: [info.queue_length for info in hub.get_replica_list().replicas] == [9, 0])
-    assert all(listed == ["a", "b"] for listed in lists[seen:])
-    for client in clients:
-        client.close()
-    hub.close()
 
 
 def test_stopped_process_is_killed_and_replaced_on_the_same_ports(caplog: pytest.LogCaptureFixture) -> None:
@@ -175,11 +147,6 @@ def test_busy_port_is_a_config_error_naming_it() -> None:
             OmniCoordinatorRuntime(port=port)
 
 
-def test_impossible_timeout_is_a_config_error() -> None:
-    with pytest.raises(ConfigError, match="heartbeat_timeout"):
-        OmniCoordinatorRuntime(heartbeat_timeout=-1.0)
-
-
 def test_close_ends_the_process_and_may_be_repeated() -> None:
     runtime = OmniCoordinatorRuntime()
     pid = process_of(runtime)
@@ -220,14 +187,6 @@ def test_process_dies_with_its_parent_although_a_fork_holds_its_pipe() -> None:
         assert runs(fork)
     finally:
         os.kill(fork, signal.SIGKILL)
-
-
-def test_process_ends_with_its_standard_input() -> None:
-    arguments = ChildArguments(ANY, ANY, 30.0)
-    child = CoordinatorProcess(arguments)
-    assert child.wait_ready(20.0).router_address.startswith("tcp://127.0.0.1:")
-    child.stop()
-    assert child.wait() == 0
 
 
 def test_import_pulls_in_neither_vllm_nor_torch_nor_other_parts_of_ours() -> None:

@@ -17,7 +17,6 @@ from vllm_omni_plugin.coordinator import (
     OmniCoordinator,
     OmniCoordinatorRuntime,
     ReplicaList,
-    ReplicaStatus,
     encode_event,
 )
 from vllm_omni_plugin.coordinator.client import announcing_client as stage_client_module
@@ -212,21 +211,6 @@ def test_failing_callback_does_not_end_the_client(
     report(coordinator.router_zmq_addr, OLD, on_unreachable=on_unreachable)
     eventually(lambda: names(coordinator.get_active_replicas()) == ["a"])
     assert "on_unreachable failed" in caplog.text
-
-
-def test_new_incarnation_joins_anew_after_an_error(serve: OpenCoordinator, report: OpenReplica) -> None:
-    coordinator = serve(OLD)
-    replica = report(coordinator.router_zmq_addr, OLD)
-    eventually(lambda: names(coordinator.get_active_replicas()) == ["a"])
-    (before,) = coordinator.get_active_replicas().replicas
-    replica.update_info(ReplicaStatus.ERROR)
-    eventually(lambda: coordinator.get_active_replicas().replicas == [])
-    assert coordinator.get_active_replicas().no_new_work == []
-    replica.update_info(ReplicaStatus.UP, new_incarnation=True)
-    eventually(lambda: names(coordinator.get_active_replicas()) == ["a"])
-    (after,) = coordinator.get_active_replicas().replicas
-    assert after.incarnation == replica.incarnation > before.incarnation
-    assert after.registered_at > before.registered_at
 
 
 def secret_file(folder: Path, line: str = OLD_LINE, mode: int = 0o600) -> str:

@@ -84,20 +84,6 @@ def tcp_connection(address: str) -> socket.socket:
     return socket.create_connection((host, int(port)), timeout=20)
 
 
-def test_hostile_frames_of_a_holder_on_the_port_for_replicas(fleet: Fleet, open_socket: OpenSocket) -> None:
-    rng = random.Random(3)
-    peers = [insider(open_socket, zmq.DEALER, fleet.coordinator.router_zmq_addr) for _ in range(3)]
-    for _ in range(FRAMES):
-        rng.choice(peers).send_multipart(hostile_message(rng, SAMPLES))
-    for number, peer in enumerate(peers):
-        peer.send(encode_event(make_event(f"last{number}")))
-    eventually(lambda: {"last0", "last1", "last2"} <= set(names(fleet.coordinator.get_active_replicas())))
-    counts = fleet.coordinator.invalid_frames
-    assert counts["malformed"] > FRAMES / 2
-    assert counts["multipart"] > FRAMES / 10
-    fleet.check()
-
-
 def test_hostile_frames_of_a_holder_on_the_port_for_heads(fleet: Fleet, open_socket: OpenSocket) -> None:
     rng = random.Random(4)
     peers = [insider(open_socket, zmq.XSUB, fleet.coordinator.pub_zmq_addr) for _ in range(3)]

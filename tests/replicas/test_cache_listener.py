@@ -54,34 +54,12 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-async def test_an_engine_that_has_not_said_anything_is_known_to_have_nothing(listen: Listen) -> None:
-    mirror = await listen()
-    assert (mirror.keys, mirror.complete) == (set(), True)
-
-
 async def test_what_was_published_before_we_listened_is_known(publisher: FakePublisher, listen: Listen) -> None:
     publisher.publish(stored(TOKENS, 1, 2, 3))
     publisher.publish(removed(3))
     mirror = await listen()
     await eventually(lambda: mirror.keys == set(KEYS[:2]))
     assert (mirror.complete, mirror.restarts) == (True, 1)
-
-
-async def test_blocks_come_and_go(publisher: FakePublisher, listen: Listen) -> None:
-    mirror = await listen()
-    publisher.publish(stored(FIRST, 1))
-    publisher.publish(stored(SECOND + THIRD, 2, 3, parent=1))
-    await eventually(lambda: mirror.keys == set(KEYS))
-    publisher.publish(removed(3))
-    await eventually(lambda: mirror.keys == set(KEYS[:2]))
-    assert (mirror.complete, mirror.restarts) == (True, 1)
-
-
-async def test_a_cleared_cache_is_a_restart(publisher: FakePublisher, listen: Listen) -> None:
-    mirror = await listen()
-    publisher.publish(stored(FIRST, 1), CLEARED)
-    await eventually(lambda: mirror.restarts == 2)
-    assert (mirror.keys, mirror.complete) == (set(), True)
 
 
 async def test_a_batch_that_got_lost_is_asked_for(
@@ -202,22 +180,6 @@ async def test_without_a_replay_endpoint_batches_from_the_first_on_are_complete(
     publisher.publish(stored(FIRST, 4))
     await eventually(lambda: mirror.complete is False)
     assert publisher.asked == []
-
-
-async def test_a_new_engine_is_followed_from_its_beginning(
-    publisher: FakePublisher, listen: Listen, tmp_path: Path
-) -> None:
-    old = await listen()
-    publisher.publish(stored(FIRST, 1))
-    await eventually(lambda: old.keys == {KEYS[0]})
-    successor = FakePublisher(tmp_path, "successor")
-    mirror = Mirror()
-    following = listen_to_cache(successor.ready_response(), mirror.take, "replica 3")
-    assert following is not None
-    await eventually(lambda: mirror.complete)
-    assert (mirror.keys, mirror.restarts) == (set(), 1)
-    following.close()
-    successor.close()
 
 
 async def test_a_closed_listener_says_nothing_more_and_may_be_closed_again(publisher: FakePublisher) -> None:

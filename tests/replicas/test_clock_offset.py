@@ -18,10 +18,6 @@ def test_clocks_that_drift_apart_are_followed() -> None:
     assert offset.observe(timestamp=140.0, now=241.0) == 101.0
 
 
-def test_a_clock_ahead_of_ours_gives_a_negative_offset() -> None:
-    assert ClockOffset().observe(timestamp=50.0, now=20.0) == -30.0
-
-
 def test_intervals_within_a_message_stay_as_they_are() -> None:
     outputs = TimedOutputs(timestamp=9.0, outputs=[TimedOutput("a", events=[FakeEvent(7.0)]), TimedOutput("b")])
     rebase(outputs, ClockOffset(), now=100.0)

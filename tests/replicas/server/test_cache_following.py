@@ -159,14 +159,6 @@ async def test_a_question_is_answered_when_there_is_something_to_say(
         assert (change.since, change.restart, unpack_keys(change.stored)) == (beginning.cursor, False, tuple(KEYS))
 
 
-async def test_who_holds_no_lease_is_told_nothing(start_node: StartNode, publisher: FakePublisher) -> None:
-    node = await start_node()
-    async with node.attached() as head, node.head() as stranger:
-        assert head.attached is not None
-        await stranger.say(Follow(head.attached.lease, BEGINNING))
-        assert await stranger.hear() == Expired(head.attached.lease)
-
-
 async def test_after_its_lease_a_head_is_told_nothing_more(start_node: StartNode, publisher: FakePublisher) -> None:
     node = await start_node()
     async with node.attached() as head:

@@ -9,11 +9,6 @@ def granted(leases: Leases, name: str, now: float = 0.0) -> int:
     return -1 if lease is None else lease.slot
 
 
-def test_the_lowest_free_slot_is_given_until_none_is_left() -> None:
-    leases = Leases(2, 10.0)
-    assert [granted(leases, name) for name in "abc"] == [0, 1, -1]
-
-
 def test_a_slot_is_free_again_only_when_cleaned() -> None:
     leases = Leases(1, 10.0)
     granted(leases, "a")
@@ -21,14 +16,6 @@ def test_a_slot_is_free_again_only_when_cleaned() -> None:
     assert granted(leases, "b") == -1
     leases.cleaned(0)
     assert granted(leases, "b") == 0
-
-
-def test_a_lease_ends_once() -> None:
-    leases = Leases(1, 10.0)
-    granted(leases, "a")
-    lease = leases.current[0]
-    assert leases.end(lease)
-    assert not leases.end(lease)
 
 
 def test_a_lease_number_is_never_used_twice() -> None:
@@ -61,15 +48,6 @@ def test_a_server_that_was_late_itself_gives_heads_as_much_more_time() -> None:
     assert leases.expired(12.0, late_by=5.0) == []
     assert leases.expired(14.9) == []
     assert leases.expired(15.0) == leases.current
-
-
-def test_a_lease_is_found_by_its_holder_only() -> None:
-    leases = Leases(1, 10.0)
-    granted(leases, "a")
-    lease = leases.current[0]
-    assert leases.find(lease.lease_id, b"a") == lease
-    assert leases.find(lease.lease_id, b"b") is None
-    assert leases.find(lease.lease_id + 1, b"a") is None
 
 
 def test_a_head_is_known_by_its_name_or_its_connection() -> None:
