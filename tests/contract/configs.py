@@ -31,8 +31,8 @@ def write_model(folder: Path, **other: Any) -> Path:
 
 
 def vllm_config(model: Path | str, **arguments: Any) -> Any:
-    """What vLLM makes of these arguments."""
+    """What vLLM makes of these arguments, without a tokenizer unless they say otherwise."""
     with warnings.catch_warnings():
         # Some of vLLM's imports warn.
         warnings.simplefilter("ignore")
-        return EngineArgs(model=str(model), skip_tokenizer_init=True, **arguments).create_engine_config()
+        return EngineArgs(model=str(model), **{"skip_tokenizer_init": True, **arguments}).create_engine_config()

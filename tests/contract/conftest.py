@@ -1,8 +1,40 @@
-"""Imports vLLM before any test does: importing it warns, and warnings are errors here."""
+"""Imports vLLM before any test does: importing it warns, and warnings are errors here. And a client without engines."""
 
+import time
 import warnings
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import vllm.v1.engine.async_llm
     import vllm.v1.worker.gpu_worker  # noqa: F401
+
+from tests.fakes.idle_fleet import IdleFleet
+from vllm_omni_plugin.balancing import RandomBalancer
+from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
+from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
+from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
+
+
+@pytest.fixture
+def orchestrator() -> Orchestrator:
+    """One that does not run, and has no replica."""
+    return Orchestrator([StagePool(0, RandomBalancer())], [EngineApi()], 0, time.monotonic)
+
+
+@pytest.fixture
+def fleet(orchestrator: Orchestrator) -> IdleFleet:
+    """One that runs nothing."""
+    return IdleFleet(orchestrator)
+
+
+@pytest.fixture
+def client(fleet: IdleFleet) -> Iterator[FleetClient]:
+    """AsyncLLM's client of that fleet."""
+    client = FleetClient(fleet, SimpleNamespace(), [])
+    yield client
+    client.shutdown()

@@ -1,20 +1,18 @@
 """Tiny models with tokenizers that differ in a way one can read, as stages of a pipeline. Nothing is ever loaded."""
 
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
-from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
 from vllm_omni_plugin.pipeline import Modality, Stage
 from vllm_omni_plugin.vllm_api.stages.stage_requests import VllmStageApi
 
-from .configs import write_model
+from .configs import vllm_config, write_model
 
 CONTEXT = 32
 WORDS = ("<end>", "<begin>", "<unknown>", "red", "green", "blue", "white", "black", "stop")
@@ -37,10 +35,7 @@ def model(folder: Path, words: Sequence[str] = WORDS, **config: Any) -> Path:
 
 def config(folder: Path, **arguments: Any) -> Any:
     """What vLLM makes of a model's folder, with a context of `CONTEXT` tokens."""
-    with warnings.catch_warnings():
-        # Some of vLLM's imports warn.
-        warnings.simplefilter("ignore")
-        return EngineArgs(model=str(folder), **{"max_model_len": CONTEXT, **arguments}).create_engine_config()
+    return vllm_config(folder, **{"max_model_len": CONTEXT, "skip_tokenizer_init": False, **arguments})
 
 
 def stage(**fields: Any) -> Stage:

@@ -1,33 +1,18 @@
 """Requests that AsyncLLM hands over carry a list of dispatches where somebody will read it, and none elsewhere."""
 
 import asyncio
-import time
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
 from starlette.types import Receive, Scope, Send
 from vllm.utils.async_utils import merge_async_iterators
 from vllm.v1.engine.output_processor import OutputProcessor
 
 from tests.admin.asgi import Client
 from tests.fakes.engine_api import FakeRequest
-from tests.fakes.idle_fleet import IdleFleet
 from vllm_omni_plugin.admin.replica_header import ReplicaHeaderMiddleware
-from vllm_omni_plugin.balancing import Decision, RandomBalancer
+from vllm_omni_plugin.balancing import Decision
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
-from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import SubmitRequest
-from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
-
-
-@pytest.fixture
-def client() -> Iterator[FleetClient]:
-    orchestrator = Orchestrator([StagePool(0, RandomBalancer())], [EngineApi()], 0, time.monotonic)
-    client = FleetClient(IdleFleet(orchestrator), None, [])
-    yield client
-    client.shutdown()
 
 
 async def submitted(client: FleetClient) -> list[SubmitRequest]:

@@ -1,44 +1,27 @@
 """Prompts of `POST /omni/explain` are read by vLLM's own renderer, within the model's limits."""
 
-import runpy
-import warnings
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.lora.request import LoRARequest
-from vllm.renderers import renderer_from_config
-from vllm.renderers.online_renderer import OnlineRenderer
 
+from tests.contract.pipeline_http.app import make_model
 from vllm_omni_plugin.admin.explain import BadPromptError, UnknownModelError
 from vllm_omni_plugin.integration.http.completion_prompts import read_prompt
 
-TINY_MODEL = Path(__file__).parents[2] / "examples" / "cpu" / "tiny_model.py"
 MAX_MODEL_LEN = 32
 
 
 @pytest.fixture(scope="module")
 def state(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """What vLLM's application holds once its server has started, as far as it takes no engine."""
-    model = runpy.run_path(str(TINY_MODEL))["make_tiny_model"](tmp_path_factory.mktemp("model") / "tiny")
-    with warnings.catch_warnings():
-        # Some of vLLM's imports warn.
-        warnings.simplefilter("ignore")
-        config = EngineArgs(model=str(model), max_model_len=MAX_MODEL_LEN).create_engine_config()
-        renderer = renderer_from_config(config)
-        online = OnlineRenderer(
-            config.model_config,
-            renderer,
-            request_logger=None,
-            chat_template=None,
-            chat_template_content_format="auto",
-        )
     models = OpenAIServingModels.__new__(OpenAIServingModels)
     models.lora_requests = {"adapter": LoRARequest("adapter", 1, "/nowhere")}
     models.registry = SimpleNamespace(is_base_model=lambda name: name in {"tiny", "alias"})
-    return SimpleNamespace(online_renderer=online, openai_serving_models=models)
+    return SimpleNamespace(
+        online_renderer=make_model(tmp_path_factory.mktemp("model"), MAX_MODEL_LEN).online, openai_serving_models=models
+    )
 
 
 @pytest.mark.parametrize("model", [None, "", "tiny", "alias"])

@@ -1,8 +1,6 @@
 """What AsyncLLM takes for granted of any engine client, asked of the fleet's."""
 
 import asyncio
-import time
-from collections.abc import Iterator
 from threading import Thread
 from types import SimpleNamespace
 
@@ -12,30 +10,11 @@ from vllm.v1.engine.output_processor import OutputProcessor
 
 from tests.fakes.engine_api import FakeRequest
 from tests.fakes.idle_fleet import IdleFleet
-from vllm_omni_plugin.balancing import RandomBalancer
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import AbortRequests, CallReplicas
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
-
-
-@pytest.fixture
-def orchestrator() -> Orchestrator:
-    return Orchestrator([StagePool(0, RandomBalancer())], [EngineApi()], 0, time.monotonic)
-
-
-@pytest.fixture
-def fleet(orchestrator: Orchestrator) -> IdleFleet:
-    return IdleFleet(orchestrator)
-
-
-@pytest.fixture
-def client(fleet: IdleFleet) -> Iterator[FleetClient]:
-    client = FleetClient(fleet, SimpleNamespace(), [])
-    yield client
-    client.shutdown()
 
 
 def test_a_fleet_is_closed_once_with_the_time_its_requests_have(fleet: IdleFleet, client: FleetClient) -> None:

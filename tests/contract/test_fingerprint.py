@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.contract.configs import vllm_config, write_model
+from tests.contract.configs import LLAMA, vllm_config, write_model
 from vllm_omni_plugin.replicas.control.lease_messages import MAX_TEXT_CHARS
 from vllm_omni_plugin.replicas.server.attached_heads import differences
 from vllm_omni_plugin.vllm_api.launch.model_fingerprint import fingerprint
@@ -25,30 +25,25 @@ def between(head: Any, replica: Any) -> list[str]:
     return [line.partition(":")[0] for line in differences(fingerprint(head, 0), fingerprint(replica, 0))]
 
 
-def test_the_same_model_at_another_path_is_the_same(model: Path, tmp_path: Path) -> None:
-    copy = shutil.copytree(model, tmp_path / "elsewhere" / "copy")
-    assert between(vllm_config(model), vllm_config(copy)) == []
-
-
 @pytest.mark.parametrize(
-    ("file", "content", "field"),
+    ("file", "content", "fields"),
     [
-        ("model.safetensors", "other weights", "model"),
-        ("another.safetensors", "weights", "model"),
-        ("tokenizer.json", "[]", "tokenizer"),
+        pytest.param("config.json", json.dumps(LLAMA), [], id="the same at another path"),
+        pytest.param("config.json", json.dumps(LLAMA | {"rope_theta": 5.0}), ["model"], id="another configuration"),
+        pytest.param("model.safetensors", "other weights", ["model"], id="other weights"),
+        pytest.param("model.safetensors", "weightz", ["model"], id="other weights of the same size"),
+        pytest.param("another.safetensors", "weights", ["model"], id="more weights"),
+        pytest.param("tokenizer.json", "[]", ["tokenizer"], id="another vocabulary"),
+        pytest.param("tokenizer_config.json", '{"chat_template": "hello"}', [], id="a chat template, the head's own"),
+        pytest.param("training_args.bin", "state", [], id="what no loader reads beside the weights"),
     ],
 )
-def test_other_content_is_another_model(model: Path, tmp_path: Path, file: str, content: str, field: str) -> None:
+def test_what_of_a_models_files_makes_it_another(
+    model: Path, tmp_path: Path, file: str, content: str, fields: list[str]
+) -> None:
     other = shutil.copytree(model, tmp_path / "other")
     (other / file).write_text(content)
-    assert between(vllm_config(model), vllm_config(other)) == [field]
-
-
-def test_other_weights_of_the_same_size_are_another_model(model: Path, tmp_path: Path) -> None:
-    other = shutil.copytree(model, tmp_path / "other")
-    weights = (other / "model.safetensors").read_bytes()
-    (other / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
-    assert between(vllm_config(model), vllm_config(other)) == ["model"]
+    assert between(vllm_config(model), vllm_config(other)) == fields
 
 
 def test_a_change_of_few_tensors_in_a_large_file_is_another_model(model: Path, tmp_path: Path) -> None:
@@ -75,17 +70,6 @@ def test_builds_of_one_commit_for_other_hardware_are_the_same(
 ) -> None:
     monkeypatch.setattr("vllm.__version__", build)
     assert fingerprint(vllm_config(model), 0)["vLLM version"] == told
-
-
-def test_another_configuration_is_another_model(model: Path, tmp_path: Path) -> None:
-    other = write_model(tmp_path / "other", rope_theta=5.0)
-    assert between(vllm_config(model), vllm_config(other)) == ["model"]
-
-
-def test_a_chat_template_is_the_heads_own(model: Path, tmp_path: Path) -> None:
-    other = shutil.copytree(model, tmp_path / "other")
-    (other / "tokenizer_config.json").write_text(json.dumps({"chat_template": "hello"}))
-    assert between(vllm_config(model), vllm_config(other)) == []
 
 
 @pytest.mark.parametrize(
@@ -154,12 +138,6 @@ def test_a_model_on_the_hub_is_told_by_the_commit_that_was_resolved(hub: Hub, re
     assert differences(found, fingerprint(hub.online(OTHER, None), 0)) == [
         f"revision: head has {COMMIT}, replica {OTHER}"
     ]
-
-
-def test_what_no_loader_reads_beside_the_weights_does_not_count(model: Path, tmp_path: Path) -> None:
-    other = shutil.copytree(model, tmp_path / "other")
-    (other / "training_args.bin").write_bytes(b"state")
-    assert between(vllm_config(model), vllm_config(other)) == []
 
 
 def test_other_ways_to_read_the_same_files_are_the_same(model: Path) -> None:

@@ -1,8 +1,6 @@
 """vLLM's OutputProcessor behind our guard: what it cannot process fails one request, and AsyncLLM's loop goes on."""
 
 import asyncio
-import time
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,12 +16,8 @@ from vllm.v1.metrics.stats import IterationStats
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
 from tests.fakes.engine_api import FakeRequest
-from tests.fakes.idle_fleet import IdleFleet
-from vllm_omni_plugin.balancing import RandomBalancer
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
 from vllm_omni_plugin.integration.engine_client.output_guard import guard_outputs, guard_statistics
-from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     AbortRequests,
     FrontMessage,
@@ -45,9 +39,9 @@ def prompt_logprobs(*shape: int, ranks: tuple[int, ...] = (1,)) -> LogprobsTenso
 class Front:
     """AsyncLLM's side of a fleet that runs nothing."""
 
-    def __init__(self) -> None:
-        self.orchestrator = Orchestrator([StagePool(0, RandomBalancer())], [EngineApi()], 0, time.monotonic)
-        self.client = FleetClient(IdleFleet(self.orchestrator), SimpleNamespace(), [])
+    def __init__(self, client: FleetClient) -> None:
+        self.client = client
+        self.orchestrator = client.orchestrator
         self.processor = OutputProcessor(None, log_stats=True)
         self.loggers = SimpleNamespace(record=self.record)
         self.recorded: list[int] = []
@@ -98,10 +92,8 @@ class Front:
 
 
 @pytest.fixture
-def front() -> Iterator[Front]:
-    front = Front()
-    yield front
-    front.client.shutdown()
+def front(client: FleetClient) -> Front:
+    return Front(client)
 
 
 def bad(request_id: str) -> EngineCoreOutput:

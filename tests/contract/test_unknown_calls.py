@@ -2,37 +2,21 @@
 
 import inspect
 import re
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from importlib.metadata import version
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.v1.engine import async_llm
 from vllm.v1.engine.core_client import EngineCoreClient
 
-from tests.fakes.idle_fleet import IdleFleet
-from vllm_omni_plugin.balancing import RandomBalancer
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
 from vllm_omni_plugin.integration.engine_client.unknown_calls import UnknownCallError, refuse_unknown_calls
-from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
-from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 
 NOT_CALLED_BY_ASYNC_LLM = {
     name.removesuffix("_async") for name in vars(EngineCoreClient) if name.endswith("_async")
 } | {"execute_dummy_batch_async", "save_sharded_state_async"}
 """What is for engines in the caller's thread, and what nobody calls."""
-
-
-@pytest.fixture
-def client() -> Iterator[FleetClient]:
-    orchestrator = Orchestrator([StagePool(0, RandomBalancer())], [EngineApi()], 0, time.monotonic)
-    client = FleetClient(IdleFleet(orchestrator), SimpleNamespace(), [])
-    yield client
-    client.shutdown()
 
 
 def vllms_methods() -> dict[str, Any]:

@@ -4,19 +4,18 @@ import random
 
 import pytest
 
+from tests.replicas.cache_publisher import Mirror
 from vllm_omni_plugin.balancing import CacheChange
 from vllm_omni_plugin.replicas.kv_events import cache_log
 from vllm_omni_plugin.replicas.kv_events.cache_log import BEGINNING, CacheLog, Cursor
 
 
-class Reader:
-    """Applies what it reads, as a policy does."""
+class Reader(Mirror):
+    """Takes what it reads."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.cursor = BEGINNING
-        self.keys: set[int] = set()
-        self.complete = False
-        self.restarts = 0
         self.parts = 0
 
     def read(self, log: CacheLog, parts: int = 10**6) -> "Reader":
@@ -27,12 +26,7 @@ class Reader:
                 break
             self.cursor, change = part
             self.parts += 1
-            if change.restart:
-                self.restarts += 1
-                self.keys.clear()
-            self.keys.difference_update(change.removed)
-            self.keys.update(change.stored)
-            self.complete = change.complete
+            self.take(change)
         return self
 
 

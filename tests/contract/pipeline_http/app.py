@@ -125,13 +125,13 @@ class Model:
     online: Any
 
 
-def make_model(folder: Path) -> Model:
+def make_model(folder: Path, max_model_len: int = 64) -> Model:
     """A tiny model's configuration and its renderers."""
     path = runpy.run_path(str(TINY_MODEL))["make_tiny_model"](folder / "tiny")
     with warnings.catch_warnings():
         # Some of vLLM's imports warn.
         warnings.simplefilter("ignore")
-        config = EngineArgs(model=str(path), max_model_len=64).create_engine_config()
+        config = EngineArgs(model=str(path), max_model_len=max_model_len).create_engine_config()
         renderer = renderer_from_config(config)
         online = OnlineRenderer(
             config.model_config,
