@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fakes.engine_model import EngineModel, RefusedError
+from vllm_omni_plugin.coordinator.protocol.call_arguments import FORGET_LORA
 from vllm_omni_plugin.coordinator.protocol.head_messages import StageState
 from vllm_omni_plugin.coordinator.state.shared_state import SharedState
 from vllm_omni_plugin.errors import WireError
@@ -110,6 +111,19 @@ def test_taking_a_call_back_leaves_those_recorded_since() -> None:
     shared.record("add_lora", (lora(2),))(True)
     settle_lora(False)
     assert joiner(shared).loras.keys() == {2}
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_an_adapter_that_is_pinned_after_it_was_forgotten_or_before_it_was_refused_bars_no_joiner(known: bool) -> None:
+    shared = SharedState()
+    settle_lora = shared.record("add_lora", (lora(1),))
+    if known:
+        settle_lora(True)
+        # Engines keep it.
+        shared.record(FORGET_LORA, (1,))(True)
+    shared.record("pin_lora", (1,))(True)
+    settle_lora(False)
+    assert joiner(shared) == EngineModel()
 
 
 def test_calls_count_in_the_order_they_were_made_whichever_is_answered_first() -> None:

@@ -150,7 +150,9 @@ def _remove_lora(facts: _Facts, args: tuple[Any, ...]) -> None:
 
 
 def _pin_lora(facts: _Facts, args: tuple[Any, ...]) -> None:
-    facts.pinned[args[0]] = None
+    # Engines keep an adapter that is forgotten, and can pin it; one that attaches later has none to pin.
+    if args[0] in facts.loras:
+        facts.pinned[args[0]] = None
 
 
 def _set_weight_version(facts: _Facts, args: tuple[Any, ...]) -> None:
