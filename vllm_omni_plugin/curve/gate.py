@@ -71,17 +71,9 @@ class Gate:
                 self.admit(domain, self._secrets.client_keys(domain, attempt).public.decode())
 
     def admit(self, domain: str, credential: str) -> None:
-        """Admit to sockets of ``domain`` who shows this public CURVE key (Z85) or password, until it is dismissed."""
+        """Admit to sockets of ``domain`` who shows this public CURVE key (Z85) or password."""
         with self._lock:
             self._admitted.setdefault(domain, set()).add(credential.encode())
-
-    def dismiss(self, domain: str, credential: str) -> None:
-        """Take an admission back, if there is one. Connections that stand are not cut."""
-        with self._lock:
-            credentials = self._admitted.get(domain, set())
-            credentials.discard(credential.encode())
-            if not credentials:
-                self._admitted.pop(domain, None)
 
     def watch(self, socket: Socket, name: str, on_alone: Callable[[], object] | None = None) -> None:
         """Log and count also those who fail before they have shown a key, and cut off those who send too much.

@@ -165,16 +165,8 @@ class OmniCoordClientForStage:
         self._link.wait(until, zmq.POLLOUT if blocked else 0)
 
     def _flush(self) -> bool:
-        """Send what the socket takes; return whether that was all."""
         with self._lock:
-            try:
-                # Only then, because what a socket holds is lost when another secret has to be tried.
-                while self._outbox and self._link.connected:
-                    self._link.socket.send(self._outbox[0], zmq.NOBLOCK)
-                    self._outbox.popleft()
-            except zmq.Again:
-                return False
-            return not self._outbox
+            return self._link.send_all(self._outbox)
 
     def _link_changed(self, trouble: str) -> None:
         if not trouble:

@@ -1,7 +1,9 @@
 """A client's connection to the coordinator: how it stands, and the next secret when one is refused."""
 
 import struct
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 import zmq
@@ -16,6 +18,10 @@ from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import (
 )
 from vllm_omni_plugin.coordinator.protocol.wakeup import Wakeup
 from vllm_omni_plugin.curve import Secrets, why_refused
+from vllm_omni_plugin.errors import WireError
+from vllm_omni_plugin.logger import init_logger
+
+logger = init_logger(__name__)
 
 
 class CoordinatorLink:
@@ -62,6 +68,17 @@ class CoordinatorLink:
     def wake(self) -> None:
         """End the `wait` of the thread that waits. Thread-safe; not to be called after `close`."""
         self._wakeup.set()
+
+    def send_all(self, frames: deque[bytes]) -> bool:
+        """Take out of ``frames`` and send what the socket takes; return whether that was all."""
+        try:
+            # Only then, because what a socket holds is lost when another secret has to be tried.
+            while frames and self.connected:
+                self.socket.send(frames[0], zmq.NOBLOCK)
+                frames.popleft()
+        except zmq.Again:
+            return False
+        return not frames
 
     def wait(self, until: float | None, events: int) -> None:
         """Sleep until ``until`` (monotonic seconds), `wake`, one of the socket's ``events`` or a change of the link."""
@@ -130,3 +147,19 @@ class CoordinatorLink:
         if trouble != self._trouble:
             self._trouble = trouble
             self._on_change(trouble)
+
+
+class InvalidFrames:
+    """Counts what of the coordinator was no valid frame or message, and logs the first. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.count = 0
+
+    def note(self, error: WireError) -> None:
+        """One was dropped, and why."""
+        with self._lock:
+            self.count += 1
+            first = self.count == 1
+        if first:
+            logger.warning("Dropped a frame of the coordinator: %r; more are counted, not logged", str(error))

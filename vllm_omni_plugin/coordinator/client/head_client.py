@@ -7,7 +7,7 @@ from typing import Any
 
 import zmq
 
-from vllm_omni_plugin.coordinator.client.coordinator_link import CoordinatorLink
+from vllm_omni_plugin.coordinator.client.coordinator_link import CoordinatorLink, InvalidFrames
 from vllm_omni_plugin.coordinator.client.head_session import HeadSession, News, SessionEvent
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import open_head_dealer
 from vllm_omni_plugin.coordinator.protocol.head_messages import (
@@ -69,7 +69,7 @@ class OmniCoordClientForHead:
         self._lock = threading.Lock()
         self._closed = False
         self._session = HeadSession(head_id)
-        self._invalid_frames = 0
+        self._invalid_frames = InvalidFrames()
         self._coordinator = f"the coordinator at {coord_zmq_addr}"
         self._trouble: str | None = None
         self._link = CoordinatorLink(coord_zmq_addr, open_head_dealer, secrets, self._link_changed)
@@ -79,8 +79,7 @@ class OmniCoordClientForHead:
     @property
     def invalid_frames(self) -> int:
         """How many frames and messages of the coordinator were dropped because they were not valid."""
-        with self._lock:
-            return self._invalid_frames
+        return self._invalid_frames.count
 
     def report_work(self, work: Sequence[ReplicaWork], *, full: bool) -> None:
         """Tell the other heads what is in flight here: all of it (``full``), or what changed.
@@ -145,17 +144,8 @@ class OmniCoordClientForHead:
             self._tell(news)
 
     def _flush(self) -> bool:
-        """Send what the socket takes; return whether that was all."""
         with self._lock:
-            frames = self._session.frames
-            try:
-                # Only then, because what a socket holds is lost when another secret has to be tried.
-                while frames and self._link.connected:
-                    self._link.socket.send(frames[0], zmq.NOBLOCK)
-                    frames.popleft()
-            except zmq.Again:
-                return False
-            return not frames
+            return self._link.send_all(self._session.frames)
 
     def _take_frames(self) -> None:
         for _ in range(BATCH_FRAMES):
@@ -188,7 +178,7 @@ class OmniCoordClientForHead:
     def _tell(self, news: Sequence[News]) -> None:
         for one in news:
             if isinstance(one, WireError):
-                self._note_invalid(one)
+                self._invalid_frames.note(one)
             elif isinstance(one, Refused):
                 self._say(f"{self._coordinator} gives this head no session: {one.reason}")
             else:
@@ -197,13 +187,6 @@ class OmniCoordClientForHead:
                 elif isinstance(one, SessionLost):
                     self._say(f"{self._coordinator} is silent")
                 self._guarded(self._on_event, one)
-
-    def _note_invalid(self, error: WireError) -> None:
-        with self._lock:
-            self._invalid_frames += 1
-            first = self._invalid_frames == 1
-        if first:
-            logger.warning("Dropped a frame of the coordinator: %r; more are counted, not logged", str(error))
 
     def _guarded(self, callback: Callable[..., None], *args: Any) -> None:
         try:

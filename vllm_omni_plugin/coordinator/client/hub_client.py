@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import zmq
 
-from vllm_omni_plugin.coordinator.client.coordinator_link import CoordinatorLink
+from vllm_omni_plugin.coordinator.client.coordinator_link import CoordinatorLink, InvalidFrames
 from vllm_omni_plugin.coordinator.protocol.control_messages import ReplicaList
 from vllm_omni_plugin.coordinator.protocol.control_wire import decode_replica_list
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import open_sub
@@ -39,7 +39,7 @@ class OmniCoordClientForHub:
         self._news = threading.Condition()
         self._latest = ReplicaList(replicas=[], timestamp=0.0)
         self._generation = 0
-        self._invalid_frames = 0
+        self._invalid_frames = InvalidFrames()
         self._closed = False
         self._link = CoordinatorLink(coord_zmq_addr, open_sub, secrets, _log_trouble)
         self._thread = threading.Thread(target=self._follow, name="omni-hub-client", daemon=True)
@@ -54,8 +54,7 @@ class OmniCoordClientForHub:
     @property
     def invalid_frames(self) -> int:
         """How many frames were dropped because they were no list."""
-        with self._news:
-            return self._invalid_frames
+        return self._invalid_frames.count
 
     def get_replica_list(self) -> ReplicaList:
         """Return the last list received; before the first an empty one with timestamp 0.0."""
@@ -104,7 +103,7 @@ class OmniCoordClientForHub:
                     raise WireError(f"replica list: {len(parts)} frames instead of one")
                 self._take_list(decode_replica_list(parts[0]))
             except WireError as error:
-                self._drop(error)
+                self._invalid_frames.note(error)
 
     def _take_list(self, replicas: ReplicaList) -> None:
         with self._news:
@@ -117,13 +116,6 @@ class OmniCoordClientForHub:
             self._on_update(replicas)
         except Exception:
             logger.exception("The hub client's on_update failed; the next list will be handed to it again")
-
-    def _drop(self, error: WireError) -> None:
-        with self._news:
-            self._invalid_frames += 1
-            first = self._invalid_frames == 1
-        if first:
-            logger.warning("Dropped a frame of the coordinator: %r; more are counted, not logged", str(error))
 
 
 def _log_trouble(trouble: str) -> None:

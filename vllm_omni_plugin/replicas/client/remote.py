@@ -204,13 +204,11 @@ class RemoteReplica:
 
     def say_told(self) -> None:
         """Other heads need not tell the engine what operators have told the fleet."""
-        if self._control is not None and self._lease is not None:
-            self._control.send(Told(self._lease))
+        self._say(Told)
 
     def leave(self) -> None:
         """Tell the server to end the engine, for good, once its heads are done with it."""
-        if self._control is not None and self._lease is not None:
-            self._control.send(Leave(self._lease))
+        self._say(Leave)
 
     def close(self) -> None:
         """Give the lease back and free everything. What still runs is aborted by the server. Idempotent."""
@@ -220,11 +218,14 @@ class RemoteReplica:
         self.on_lost = _nothing
         if self._link is not None:
             self.client.close()
+        self._say(Detach)
+        self._lease = None
         if self._control is not None:
-            if self._lease is not None:
-                self._control.send(Detach(self._lease))
-                self._lease = None
             self._control.close()
+
+    def _say(self, kind: type[Told] | type[Leave] | type[Detach]) -> None:
+        if self._control is not None and self._lease is not None:
+            self._control.send(kind(self._lease))
 
     def _on_message(self, message: ToHead) -> None:
         match message:

@@ -12,11 +12,11 @@ from vllm_omni_plugin.errors import MessageTooLargeError, ReplicaError
 from vllm_omni_plugin.replicas.client.unreachable import why_unreachable
 from vllm_omni_plugin.replicas.control.lease_messages import Attached
 from vllm_omni_plugin.replicas.links.connection import (
+    NEVER_RECONNECT,
     Connection,
     Context,
     HandshakeRefusedError,
     Socket,
-    never_reconnect,
 )
 from vllm_omni_plugin.replicas.links.link import Frames, Link
 
@@ -134,5 +134,6 @@ def _connect(socket: Socket, address: str) -> None:
     socket.sndhwm = socket.rcvhwm = 0
     socket.ipv6 = "[" in address
     socket.connect_timeout = _CONNECT_TIMEOUT_MS
-    never_reconnect(socket)
+    # What is queued for one peer must not reach its successor.
+    socket.reconnect_ivl = NEVER_RECONNECT
     socket.connect(address)

@@ -60,6 +60,7 @@ class StageClient:
 
     Attributes:
         engine_failed: whether it is dead because the engine crashed by itself or said what cannot be used.
+        is_read: whether what the engine says is read, and not left in the socket by `pause_reading`.
         is_interrupted: whether what the engine says of requests is dropped, from `interrupt` to `reset`.
     """
 
@@ -87,7 +88,7 @@ class StageClient:
         self._long_calls = 0
         # Apart from calls, since these fail when the engine hangs, and the end of that has to be heard of.
         self._probes: dict[int, asyncio.Future[Any]] = {}
-        self._is_read = True
+        self.is_read = True
         self.is_interrupted = False
         self._dead_reason: str | None = None
         self.engine_failed = False
@@ -143,11 +144,6 @@ class StageClient:
         """Whether there are calls that may keep the engine's loop for long. Others say nothing, and may be many."""
         return self._long_calls > 0
 
-    @property
-    def is_read(self) -> bool:
-        """Whether what the engine says is read; see `pause_reading`."""
-        return self._is_read
-
     def interrupt(self, reason: str) -> None:
         """The engine hangs: fail open calls with `reason`, and drop what it says of requests until `reset`."""
         self.is_interrupted = True
@@ -167,12 +163,12 @@ class StageClient:
 
     def pause_reading(self) -> None:
         """Leave the replica's outputs in the socket until `resume_reading`."""
-        self._is_read = False
+        self.is_read = False
         self._link.pause_reading()
 
     def resume_reading(self) -> None:
         """Go on reading after `pause_reading`."""
-        self._is_read = True
+        self.is_read = True
         self._link.resume_reading()
 
     def drain(self) -> None:

@@ -8,14 +8,18 @@ import zmq
 from vllm_omni_plugin.curve import Secrets, secure_client, why_refused
 from vllm_omni_plugin.errors import ReplicaError, WireError
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.replicas.control.lease_messages import MAX_CONTROL_BYTES, ToHead, ToServer, decode_to_head, encode
+from vllm_omni_plugin.replicas.control.lease_messages import (
+    CONTROL_ROLE,
+    MAX_CONTROL_BYTES,
+    ToHead,
+    ToServer,
+    decode_to_head,
+    encode,
+)
 from vllm_omni_plugin.replicas.links.connection import Connection, Context, HandshakeRefusedError
 from vllm_omni_plugin.replicas.links.link import SocketReader
 
 logger = init_logger(__name__)
-
-LINK_ROLE = "replica"
-"""Of the keys derived from a secret: those of control sockets."""
 
 # A link cut without a word is noticed in about a second, and one that heals is opened again as fast.
 _CHECK_MS = 250
@@ -57,7 +61,7 @@ class ControlLink:
         self.connection = Connection(self._socket, on_lost)
         self._reader = SocketReader(self._socket, self._receive)
         try:
-            secure_client(self._socket, secrets, LINK_ROLE, attempt)
+            secure_client(self._socket, secrets, CONTROL_ROLE, attempt)
             self._socket.ipv6 = "[" in address
             self._socket.maxmsgsize = MAX_CONTROL_BYTES
             self._socket.heartbeat_ivl, self._socket.heartbeat_timeout = _CHECK_MS, _CHECK_TIMEOUT_MS

@@ -10,6 +10,7 @@ from vllm_omni_plugin.curve import HANDSHAKE_MS, Gate, Secrets, secure_server
 from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.control.lease_messages import (
+    CONTROL_ROLE,
     MAX_CONTROL_BYTES,
     ToHead,
     ToServer,
@@ -22,7 +23,6 @@ from vllm_omni_plugin.replicas.links.replica_ports import Listener
 
 logger = init_logger(__name__)
 
-CONTROL_ROLE = "replica"
 _QUEUE_MESSAGES = 64
 # A head on a link that was cut without a word is forgotten after this time, instead of TCP's quarter of an hour.
 _LINK_CHECK_MS = 5000

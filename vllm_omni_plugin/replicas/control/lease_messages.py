@@ -3,21 +3,23 @@
 UTF-8 JSON, one message per frame, as on the coordinator's wire. The head's socket is a DEALER, the server's a ROUTER.
 """
 
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta, Struct
 
 from vllm_omni_plugin.coordinator import ReplicaStatus
-from vllm_omni_plugin.errors import WireError
+from vllm_omni_plugin.coordinator.protocol.control_wire import decode_strictly
 from vllm_omni_plugin.replicas.kv_events.cache_log import MAX_PART, Cursor
 
 PROTOCOL_VERSION = 4
 """Of the messages below and of the data path. Ends that differ do not work together."""
 
+CONTROL_ROLE = "replica"
+"""Of the keys derived from a secret: those of control sockets."""
+
 MAX_CONTROL_BYTES = 256 * 1024
 MAX_TEXT_CHARS = 4096
-_MAX_DETAIL_CHARS = 200
 
 Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
 Credential = Annotated[str, Meta(min_length=40, max_length=40)]
@@ -170,7 +172,6 @@ class CacheChanges(Struct, frozen=True, tag="cache_changes"):
 ToServer = Attach | Beat | Detach | Leave | Told | Follow
 ToHead = Attached | Refused | Status | Expired | CacheChanges
 
-_T = TypeVar("_T")
 _encoder = msgspec.json.Encoder()
 _to_server: msgspec.json.Decoder[ToServer] = msgspec.json.Decoder(ToServer)
 _to_head: msgspec.json.Decoder[ToHead] = msgspec.json.Decoder(ToHead)
@@ -183,19 +184,9 @@ def encode(message: ToServer | ToHead) -> bytes:
 
 def decode_to_server(frame: bytes) -> ToServer:
     """The head's message in a frame; raises `WireError` naming the field and what is wrong with it."""
-    return _decode(_to_server, frame)
+    return decode_strictly(_to_server, frame, "control message", MAX_CONTROL_BYTES)
 
 
 def decode_to_head(frame: bytes) -> ToHead:
     """The server's message in a frame; raises `WireError` naming the field and what is wrong with it."""
-    return _decode(_to_head, frame)
-
-
-def _decode(decoder: "msgspec.json.Decoder[_T]", frame: bytes) -> _T:
-    if len(frame) > MAX_CONTROL_BYTES:
-        raise WireError(f"control message: {len(frame)} bytes, at most {MAX_CONTROL_BYTES} allowed")
-    try:
-        return decoder.decode(frame)
-    # RecursionError: msgspec descends into the value of an unknown key to skip it.
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise WireError(f"control message: {str(error)[:_MAX_DETAIL_CHARS]}") from error
+    return decode_strictly(_to_head, frame, "control message", MAX_CONTROL_BYTES)

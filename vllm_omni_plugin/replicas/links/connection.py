@@ -15,7 +15,8 @@ Socket = zmq.Socket[bytes]
 
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | _REFUSED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
-_NEVER_RECONNECT = -1
+NEVER_RECONNECT = -1
+"""The `reconnect_ivl` of a socket whose broken connection stays broken."""
 
 
 class HandshakeRefusedError(ReplicaError):
@@ -82,10 +83,5 @@ class Connection:
             self.established.set_result(None)
         elif event & _REFUSED:
             self.established.set_exception(HandshakeRefusedError(event, message["value"]))
-        elif self._socket.reconnect_ivl == _NEVER_RECONNECT:
+        elif self._socket.reconnect_ivl == NEVER_RECONNECT:
             self.established.set_exception(ReplicaError("the connection could not be made"))
-
-
-def never_reconnect(socket: Socket) -> None:
-    """Let a broken connection stay broken: what is queued for one peer must not reach its successor."""
-    socket.reconnect_ivl = _NEVER_RECONNECT

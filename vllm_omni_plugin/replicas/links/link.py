@@ -100,15 +100,8 @@ class IpcLink(Link):
             raise
 
     def receive_ready(self, timeout: float) -> bytes:
-        """The engine's ready response, the one message that comes on the input side. Blocks up to `timeout` seconds.
-
-        Raises:
-            ReplicaError: nothing came in time.
-        """
-        if not self._input.poll(int(timeout * 1000)):
-            raise ReplicaError(f"no ready response on {self.input_addr} within {timeout:.0f} s")
-        payload: bytes = self._input.recv_multipart()[1]
-        return payload
+        """The engine's ready response, the one message that comes on the input side; `ReplicaError` if none came."""
+        return receive_ready(self._input, self.input_addr, timeout)
 
     def share(self, memory: SharedMemory) -> None:
         """Let large frames go through memory that the engine has the other end of. Before anything is sent or read."""
@@ -131,9 +124,25 @@ class IpcLink(Link):
         self._memory = None
         self._input.close()
         self.output_socket.close()
-        for address in (self.input_addr, self.output_addr):
-            # libzmq leaves the file of an ipc address behind.
-            Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
+        remove_ipc_files(self.input_addr, self.output_addr)
+
+
+def receive_ready(router: "zmq.Socket[Any]", address: str, timeout: float) -> bytes:
+    """An engine's ready response, the first message that comes to a ROUTER. Blocks up to `timeout` seconds.
+
+    Raises:
+        ReplicaError: nothing came in time; the message names `address`.
+    """
+    if not router.poll(int(timeout * 1000)):
+        raise ReplicaError(f"no ready response on {address} within {timeout:.0f} s")
+    payload: bytes = router.recv_multipart()[1]
+    return payload
+
+
+def remove_ipc_files(*addresses: str) -> None:
+    """Remove the files of ipc addresses that are bound no more; libzmq leaves them behind."""
+    for address in addresses:
+        Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
 
 
 class SocketReader:

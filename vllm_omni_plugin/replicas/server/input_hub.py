@@ -1,12 +1,11 @@
 """The one way into an engine: what heads and the server itself send to it, in one stream."""
 
 import threading
-from pathlib import Path
 
 import zmq
 
-from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.replicas.links.forwarding import QUEUE_MESSAGES, forward, forwarding_context
+from vllm_omni_plugin.replicas.links.link import receive_ready, remove_ipc_files
 
 
 class InputHub:
@@ -39,10 +38,7 @@ class InputHub:
 
     def receive_ready(self, timeout: float) -> bytes:
         """The engine's ready response. Blocks up to `timeout` seconds, before `start`; `ReplicaError` if none came."""
-        if not self._router.poll(int(timeout * 1000)):
-            raise ReplicaError(f"no ready response on {self.engine_addr} within {timeout:.0f} s")
-        payload: bytes = self._router.recv_multipart()[1]
-        return payload
+        return receive_ready(self._router, self.engine_addr, timeout)
 
     def start(self) -> None:
         """Begin to pass messages on; what was sent before has waited."""
@@ -55,6 +51,4 @@ class InputHub:
         else:
             self._context.term()
             self._thread.join()
-        for address in (self.engine_addr, self.local_addr):
-            # libzmq leaves the file of an ipc address behind.
-            Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
+        remove_ipc_files(self.engine_addr, self.local_addr)

@@ -1,7 +1,6 @@
 """One output of an engine: read by a relay while a head holds its lease, and by the server itself otherwise."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import zmq
@@ -9,7 +8,7 @@ import zmq
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.replicas.client.stage_client import Codec, StageClient
 from vllm_omni_plugin.replicas.links.forwarding import QUEUE_MESSAGES, Socket
-from vllm_omni_plugin.replicas.links.link import Frames, Link
+from vllm_omni_plugin.replicas.links.link import Frames, Link, remove_ipc_files
 from vllm_omni_plugin.replicas.links.replica_ports import Listener
 from vllm_omni_plugin.replicas.server.relay import Relay
 from vllm_omni_plugin.replicas.server.server_settings import ServerSettings
@@ -47,7 +46,7 @@ class SlotLink(Link):
     def close(self) -> None:
         self._stop_reading()
         self.output_socket.close(linger=0)
-        Path(self.output_addr.removeprefix("ipc://")).unlink(missing_ok=True)
+        remove_ipc_files(self.output_addr)
 
 
 class OutputSlot:
