@@ -56,7 +56,7 @@ def group(helper_exits: Callable[[], None] = lambda: None) -> tuple[Generation, 
     one, other, helper = FakeProcess(), FakeProcess(), FakeProcess()
     generation.add(one)
     generation.add(other)
-    generation.add_helper(helper, helper_exits)
+    generation.add(helper, helper_exits)
     return generation, one, other, helper
 
 

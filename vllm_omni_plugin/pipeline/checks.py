@@ -1,10 +1,10 @@
 """Checks of a pipeline's graph. Each raises PipelineError with the place of the first fault."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 
 from vllm_omni_plugin.errors import did_you_mean
-from vllm_omni_plugin.pipeline.places import PipelineError, Place
+from vllm_omni_plugin.pipeline.places import PipelineError
 from vllm_omni_plugin.pipeline.stage import Modality, Stage
 
 
@@ -81,50 +81,33 @@ def _check_chunks_and_caches(stages: Sequence[Stage]) -> None:
     """Check that chunks and KV caches can pass between the stages."""
     by_name = {stage.name: stage for stage in stages}
     for index, stage in enumerate(stages):
-        place: Place = ("stages", index)
-        upstream = [by_name[name] for name in stage.inputs]
-        if stage.output is Modality.KV_CACHE:
-            _check_prefill(stage, place)
-        for source in upstream:
-            if source.output is Modality.KV_CACHE:
-                _check_decode(stage, source, place)
-        if stage.async_chunk:
-            _check_chunks(stage, place)
+        for is_wrong, key, message in _rules(stage, [by_name[name] for name in stage.inputs]):
+            if is_wrong:
+                raise PipelineError(message, ("stages", index, key))
 
 
-def _check_prefill(stage: Stage, place: Place) -> None:
-    if not stage.is_vllm:
-        raise PipelineError("only vLLM's engine puts out a KV cache", (*place, "output"))
-    if stage.final:
-        raise PipelineError("a KV cache leaves no pipeline: a stage must take it", (*place, "final"))
-    if stage.inputs:
-        raise PipelineError("the KV cache is that of the request's own prompt: leave out 'inputs'", (*place, "inputs"))
-    if stage.sampling:
-        raise PipelineError("a stage that only fills a KV cache samples nothing", (*place, "sampling"))
-
-
-def _check_decode(stage: Stage, source: Stage, place: Place) -> None:
-    if len(stage.inputs) > 1:
-        raise PipelineError(f"the KV cache of {source.name!r} must be the only input", (*place, "inputs"))
+def _rules(stage: Stage, upstream: Iterable[Stage]) -> Iterator[tuple[bool, str, str]]:
+    """What may be wrong with a stage and whether it is, with the key that is to blame."""
+    if stage.output is Modality.KV_CACHE:
+        yield not stage.is_vllm, "output", "only vLLM's engine puts out a KV cache"
+        yield stage.final, "final", "a KV cache leaves no pipeline: a stage must take it"
+        yield bool(stage.inputs), "inputs", "the KV cache is that of the request's own prompt: leave out 'inputs'"
+        yield bool(stage.sampling), "sampling", "a stage that only fills a KV cache samples nothing"
+    for source in upstream:
+        if source.output is Modality.KV_CACHE:
+            cache = f"the KV cache of {source.name!r}"
+            yield len(stage.inputs) > 1, "inputs", f"{cache} must be the only input"
+            yield stage.async_chunk, "async_chunk", "a KV cache is handed over whole, not in chunks"
+            yield not stage.is_vllm, "engine", f"only vLLM's engine takes {cache}"
+            yield stage.model != source.model, "model", f"{cache} belongs to its model, {source.model!r}"
     if stage.async_chunk:
-        raise PipelineError("a KV cache is handed over whole, not in chunks", (*place, "async_chunk"))
-    if not stage.is_vllm:
-        raise PipelineError(f"only vLLM's engine takes the KV cache of {source.name!r}", (*place, "engine"))
-    if stage.model != source.model:
-        message = f"the KV cache of {source.name!r} belongs to its model, {source.model!r}"
-        raise PipelineError(message, (*place, "model"))
-
-
-def _check_chunks(stage: Stage, place: Place) -> None:
-    if not stage.inputs:
-        raise PipelineError("no stage's chunks reach a stage without inputs", (*place, "async_chunk"))
-    if len(stage.inputs) > 1:
-        message = f"chunks come from one stage, and this one has {len(stage.inputs)} inputs"
-        raise PipelineError(message, (*place, "async_chunk"))
-    if stage.is_vllm and "max_tokens" not in stage.sampling:
+        count = len(stage.inputs)
+        yield not count, "async_chunk", "no stage's chunks reach a stage without inputs"
+        yield count > 1, "async_chunk", f"chunks come from one stage, and this one has {count} inputs"
         # Its first answer could otherwise fill the model's whole context, and leave no room for the next chunk.
-        message = "set 'max_tokens', which bounds the answer to each chunk"
-        raise PipelineError(message, (*place, "sampling" if stage.sampling else "async_chunk"))
+        unbounded = stage.is_vllm and "max_tokens" not in stage.sampling
+        key = "sampling" if stage.sampling else "async_chunk"
+        yield unbounded, key, "set 'max_tokens', which bounds the answer to each chunk"
 
 
 def ancestors(inputs: Mapping[str, Iterable[str]], ends: Iterable[str]) -> set[str]:

@@ -161,7 +161,7 @@ class LockstepGeneration(Generation):
                 )
         except RuntimeError as error:
             raise ReplicaError(f"vLLM's coordinator of its group did not start: {error}") from error
-        self.add_helper(coordinator.proc, lambda: self._forget(coordinator))
+        self.add(coordinator.proc, lambda: self._forget(coordinator))
         self._on_spawn(coordinator.proc.pid)
         return coordinator
 

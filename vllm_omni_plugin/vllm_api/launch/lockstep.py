@@ -29,17 +29,22 @@ class Generation:
         self._leaving: set[int] = set()
         self._ended = False
 
-    def add(self, rank: BaseProcess) -> None:
-        """Take in the process of a rank, which is killed at once if the generation has ended.
+    def add(self, process: BaseProcess, on_exit: Callable[[], None] | None = None) -> None:
+        """Take in the process of a rank, or with `on_exit` a helper, which ends with the last rank.
+
+        It is killed at once if the generation has ended. `on_exit` is called when it exits, in a thread of its own.
 
         Raises:
             ReplicaError: the generation has ended.
         """
-        self._add(self._ranks, rank, None)
-
-    def add_helper(self, helper: BaseProcess, on_exit: Callable[[], None]) -> None:
-        """The same for a process that ends with the last rank; `on_exit` is called then, in a thread of its own."""
-        self._add(self._helpers, helper, on_exit)
+        with self._changed:
+            (self._ranks if on_exit is None else self._helpers).append(process)
+            self._running.add(process)
+            ended = self._ended
+        threading.Thread(target=self._watch, args=(process, on_exit), name="omni-rank-watch", daemon=True).start()
+        if ended:
+            process.kill()
+        self.require()
 
     def require(self) -> None:
         """Raises ReplicaError if the generation has ended."""
@@ -87,16 +92,6 @@ class Generation:
     @property
     def _all_leave(self) -> bool:
         return len(self._leaving) == self._size
-
-    def _add(self, processes: list[BaseProcess], process: BaseProcess, on_exit: Callable[[], None] | None) -> None:
-        with self._changed:
-            processes.append(process)
-            self._running.add(process)
-            ended = self._ended
-        threading.Thread(target=self._watch, args=(process, on_exit), name="omni-rank-watch", daemon=True).start()
-        if ended:
-            process.kill()
-        self.require()
 
     def _watch(self, process: BaseProcess, on_exit: Callable[[], None] | None) -> None:
         # Not by joining it: that would reap it, and with it goes the number by which vLLM may be about to kill it.
