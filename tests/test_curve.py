@@ -1,9 +1,9 @@
-"""Who may connect: the gate, over real sockets."""
+"""Who may connect: the gate, over real sockets, and connections that send too much before they are let in."""
 
 import logging
 import os
+import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -12,6 +12,7 @@ import pytest
 import zmq
 import zmq.utils.monitor
 
+from tests.coordinator.coordinator_support import eventually
 from tests.fakes.strangers import stranger
 from vllm_omni_plugin.curve import (
     HANDSHAKE_FRAME_BYTES,
@@ -24,7 +25,7 @@ from vllm_omni_plugin.curve import (
     secure_server,
     why_refused,
 )
-from vllm_omni_plugin.curve.newcomers import MAX_HANDSHAKE_BYTES
+from vllm_omni_plugin.curve.newcomers import MAX_HANDSHAKE_BYTES, Newcomers
 from vllm_omni_plugin.curve.refusals import LOG_INTERVAL, MAX_LOGGED_PEERS, RefusalLog
 
 OLD, NEW, OTHER = "the old secret of the fleet", "the new secret of the fleet", "somebody else's secret"
@@ -122,13 +123,6 @@ def with_keys(server_key: bytes, public: bytes, secret: bytes) -> Callable[[Sock
         socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = server_key, public, secret
 
     return secure
-
-
-def eventually(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.005)
 
 
 def test_holder_of_the_secret_is_let_in(sites: OpenSite) -> None:
@@ -378,3 +372,20 @@ def test_log_of_refusals_is_bounded_however_many_peers_there_are(caplog: pytest.
             log.record(f"host{number}", f"host{number}", "test", "why not")
     assert len(caplog.records) == MAX_LOGGED_PEERS
     assert log.count == 2 * MAX_LOGGED_PEERS
+
+
+def test_a_connection_is_watched_although_its_descriptor_was_told_of_before_at_another_port() -> None:
+    newcomers = Newcomers()
+    with (
+        socket.create_server(("127.0.0.1", 0)) as own,
+        socket.create_server(("127.0.0.1", 0)) as other,
+        socket.create_connection(own.getsockname()) as client,
+        own.accept()[0] as server,
+    ):
+        for listening in (other, own):
+            newcomers.add(server.fileno(), f"tcp://127.0.0.1:{listening.getsockname()[1]}", 100)
+        client.sendall(bytes(MAX_HANDSHAKE_BYTES + 1))
+        eventually(lambda: newcomers.end_the_greedy() == [server.fileno()])
+        client.settimeout(20)
+        assert client.recv(1) == b""
+    newcomers.close()

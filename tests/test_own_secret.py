@@ -7,13 +7,12 @@ import stat
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from tests.coordinator.coordinator_support import eventually
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.coordinator import OmniCoordClientForStage, OmniCoordinatorRuntime
 from vllm_omni_plugin.curve import Secrets, own_secret
@@ -83,13 +82,6 @@ def test_a_coordinator_that_starts_again_has_it_when_its_file_is_gone(temporary:
     finally:
         client.close()
         runtime.close()
-
-
-def eventually(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.01)
 
 
 def test_those_who_make_it_at_the_same_time_share_one(temporary: Path) -> None:

@@ -110,11 +110,9 @@ async def served(app: FastAPI, listener: socket.socket, **settings: Any) -> Asyn
             await serving
 
 
-def tcp(host: str = "127.0.0.1") -> tuple[socket.socket, str]:
+def tcp() -> tuple[socket.socket, str]:
     """A listening socket and its address."""
-    listener = socket.socket()
-    listener.bind((host, 0))
-    listener.listen()
+    listener = socket.create_server(("127.0.0.1", 0))
     return listener, f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
@@ -162,7 +160,6 @@ def test_keys_are_the_lines_that_are_not_empty(tmp_path: Path) -> None:
         (b"0123456789abcdef\nshort\n", "key 2 is not 16 or more characters without spaces"),
         (b"0123456789 abcdef\n", "key 1 is not"),
         (b"0123456789\x00abcdef\n", "key 1 is not"),
-        (b"\xff" * 32, "it is not UTF-8"),
         ("0123456789äbcdef\n".encode(), "key 1 is not ASCII"),
     ],
 )
@@ -174,13 +171,3 @@ def test_a_file_that_holds_anything_but_keys_is_an_error_that_names_it(
     with pytest.raises(ConfigError, match=fault) as raised:
         read_admin_keys(str(path), "--flag")
     assert str(raised.value).startswith(f"argument --flag: {path}: ")
-
-
-def test_a_file_that_cannot_be_read_or_is_none_is_named(tmp_path: Path) -> None:
-    for path, fault in (
-        (tmp_path / "missing", "No such file"),
-        (tmp_path, "Is a directory"),
-        (Path("/dev/null"), "it is not a regular file"),
-    ):
-        with pytest.raises(ConfigError, match=fault):
-            read_admin_keys(str(path), "--flag")

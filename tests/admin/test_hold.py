@@ -103,8 +103,8 @@ async def test_a_request_waits_until_a_replica_serves() -> None:
     assert server.metrics.turned_away == 0
 
 
-async def test_a_request_passes_at_once_while_a_replica_serves() -> None:
-    server = Server(replica_wait=0.0)
+async def test_a_request_passes_at_once_while_a_replica_serves_also_without_a_key() -> None:
+    server = Server(replica_wait=0.0, has_key=right_key)
     server.serve()
     client = server.request()
     client.upload(b"prompt")
@@ -172,14 +172,6 @@ async def test_requests_without_a_valid_key_take_no_place_from_one_that_has_it(m
     known.upload(b"prompt")
     assert await known.status() == 200
     assert server.metrics.turned_away == 2
-
-
-async def test_a_request_without_a_key_passes_while_a_replica_serves() -> None:
-    server = Server(has_key=right_key)
-    server.serve()
-    stranger = server.request("/pooling")
-    stranger.upload(b"prompt")
-    assert await stranger.status() == 200
 
 
 async def test_a_server_that_is_told_to_end_refuses_those_that_wait_and_those_that_come() -> None:

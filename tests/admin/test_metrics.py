@@ -1,9 +1,6 @@
 """Our metrics as Prometheus sees them."""
 
-from typing import Any
-
-import pytest
-from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client import CollectorRegistry
 
 from tests.fakes.engine_api import FakeEngineApi
 from tests.fakes.fleet import FakeFleet
@@ -200,37 +197,6 @@ async def test_requests_that_wait_and_those_refused_are_counted_wherever_they_do
         fleet.join(fleet.pool.member(0))
         assert values(registry, "vllm_omni_fleet:requests_held", "where")["fleet"] == 0
         assert registry.get_sample_value("vllm_omni_fleet:hold_time_seconds_sum") == 0.25
-
-
-def test_the_queue_time_has_cumulative_buckets() -> None:
-    orchestrator = empty_orchestrator()
-    for seconds in (0.0001, 0.002, 0.002, 1000.0):
-        orchestrator.metrics.queue_time.observe(seconds)
-    registry = registry_of(orchestrator)
-    buckets = values(registry, "vllm_omni_fleet:queue_time_seconds_bucket", "le")
-    assert (buckets["0.0001"], buckets["0.001"], buckets["0.003"]) == (1, 1, 3)
-    assert (buckets["60.0"], buckets["+Inf"]) == (3, 4)
-    assert list(buckets.values()) == sorted(buckets.values())
-    assert registry.get_sample_value("vllm_omni_fleet:queue_time_seconds_count") == 4
-    assert registry.get_sample_value("vllm_omni_fleet:queue_time_seconds_sum") == pytest.approx(1000.0041)
-
-
-async def test_the_page_is_rendered_beside_other_metrics() -> None:
-    async with FakeFleet(replicas=1) as fleet:
-        registry = registry_of(fleet.orchestrator)
-        Counter("vllm:request_success", "Another's.", registry=registry)
-        page = generate_latest(registry).decode()
-    assert 'vllm_omni_fleet:replicas{stage="0",state="up"} 1.0' in page
-    assert 'vllm_omni_fleet:requests_in_flight{replica="0",stage="0"} 0.0' in page
-
-
-def test_a_scrape_sees_replicas_that_were_added_since() -> None:
-    orchestrator = empty_orchestrator()
-    registry = registry_of(orchestrator)
-    before: dict[str, Any] = values(registry, "vllm_omni_fleet:requests_in_flight", "replica")
-    orchestrator.stage_pools[0].add(7)
-    assert before == {}
-    assert values(registry, "vllm_omni_fleet:requests_in_flight", "replica") == {"7": 0}
 
 
 def test_times_in_stages_are_told_apart_by_stage_and_part() -> None:

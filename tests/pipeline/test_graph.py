@@ -130,11 +130,6 @@ def test_a_diamond_fans_out_and_joins_in_the_order_of_its_inputs() -> None:
     assert ids(pipeline.order) == [0, 1, 2, 3]
 
 
-def test_a_pipeline_may_begin_with_several_stages() -> None:
-    pipeline = Pipeline((stage(0, 1, 2), stage(1, final=False), stage(2, final=False)))
-    assert ids(pipeline.order) == [1, 2, 0]
-
-
 def test_a_longer_way_puts_a_stage_further_down() -> None:
     assert ids(Pipeline((stage(0, 3), stage(1), stage(2, 0), stage(3), stage(4, 1))).order) == [1, 3, 0, 4, 2]
 

@@ -101,19 +101,6 @@ async def test_a_fault_of_one_job_is_not_that_of_others_in_its_batch() -> None:
         assert (await head.answer("refuse")).metadata == {"error": "Stage 'vocoder': speak up", "status": 400}
 
 
-async def test_a_repeated_id_is_dropped_and_its_first_request_answered(gate: Gate) -> None:
-    async with open_head(stage()) as head:
-        client = (await head.start()).client
-        head.send("a", gate.job)
-        await gate.reached()
-        head.send("a", "again")
-        await client.call("is_sleeping")
-        gate.release()
-        assert (await head.answer("a")).text == "slow!"
-        head.send("a", "afterwards")
-        assert [answer.text for answer in await head.answers("a", 2)] == ["slow!", "afterwards!"]
-
-
 async def test_a_pause_holds_requests_and_one_that_waits_awaits_what_runs(gate: Gate) -> None:
     async with open_head(stage()) as head:
         client = (await head.start()).client

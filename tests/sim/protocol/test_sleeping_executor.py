@@ -125,11 +125,6 @@ def test_preempted_requests_go_on_as_if_nothing_had_happened(model: Path) -> Non
     assert tokens == {"a": expected(50, 60), "b": expected(50, 60)}
 
 
-def test_the_kv_memory_holds_32_long_requests_unless_told_otherwise(model: Path) -> None:
-    with engine(model, max_model_len=256) as core:
-        assert core.vllm_config.cache_config.num_gpu_blocks == 32 * 256 // BLOCK_SIZE
-
-
 def test_an_id_that_comes_again_is_another_request(model: Path) -> None:
     with engine(model) as core:
         assert answers(core, request("a", 10, max_tokens=3)) == {"a": expected(10, 3)}
