@@ -124,7 +124,7 @@ def test_what_cannot_be_killed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> N
     undying.exit()
 
 
-def attend(threads: ThreadPoolExecutor, meeting: Meeting[Generation], rank: int) -> "Attendance":
+def attend(threads: ThreadPoolExecutor, meeting: Meeting, rank: int) -> "Attendance":
     given_up = threading.Event()
     return Attendance(threads.submit(meeting.attend, rank, given_up), given_up)
 
@@ -140,7 +140,7 @@ class Attendance:
         return self.future.result(SOON_S)
 
 
-def two_ranks(patience: float = SOON_S) -> Meeting[Generation]:
+def two_ranks(patience: float = SOON_S) -> Meeting:
     return Meeting(2, lambda: Generation(2), patience)
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Any
 
 import httpx
@@ -12,7 +13,7 @@ from fastapi import FastAPI
 from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admin.access import Access
-from vllm_omni_plugin.admin.explain import BadPromptError, Explainer, UnknownModelError
+from vllm_omni_plugin.admin.explain import BadPromptError, UnknownModelError, explain
 from vllm_omni_plugin.admin.routes import build_router
 from vllm_omni_plugin.balancing import Candidate, Decision, Prompt, ReplicaView, Task
 
@@ -62,7 +63,7 @@ async def read_prompt(text: str, model: str | None) -> Prompt:
 def client_of(fleet: FakeFleet) -> httpx.AsyncClient:
     app = FastAPI()
     app.include_router(build_router(Access(lambda _: True, lambda _: True, unix_socket=False)))
-    app.state.omni_explainer = Explainer(fleet.orchestrator, read_prompt)
+    app.state.omni_explain = partial(explain, fleet.orchestrator, read_prompt, 0)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://head")
 
 

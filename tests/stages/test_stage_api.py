@@ -11,7 +11,7 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 from tests.stages.heads import END_TOKEN, api, source, stage
 from vllm_omni_plugin.errors import StageInputError
 from vllm_omni_plugin.pipeline.transfer import StageInput, StageOutput
-from vllm_omni_plugin.stages.stage_fingerprint import python_fingerprint
+from vllm_omni_plugin.stages.stage_launcher import python_fingerprint
 from vllm_omni_plugin.vllm_api.protocol.stage_protocol import StageRequest
 from vllm_omni_plugin.vllm_api.requests.facts import RequestFacts
 from vllm_omni_plugin.vllm_api.requests.move import Move

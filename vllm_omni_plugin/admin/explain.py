@@ -47,33 +47,30 @@ class DecisionReport:
     prompt_tokens: int
 
 
-class Explainer:
-    """Asks the policy what it would do now.
+async def explain(
+    orchestrator: Orchestrator,
+    read_prompt: PromptReader,
+    stage_id: int,
+    prompt: str,
+    session: str | None,
+    model: str | None,
+) -> DecisionReport:
+    """What the policy of the stage that answers prompts would decide on a completion of this prompt, in this session.
 
-    Args:
-        stage_id: the stage that answers prompts.
+    Nothing is run, counted or remembered. The policy is asked on the orchestrator's own loop.
+
+    Raises:
+        BadPromptError: the server could not complete it.
+        UnknownModelError: it has no such model.
+        NoReplicaError: no replica serves.
+        UnexplainedError: the policy cannot explain itself.
+        QueueClosedError: the server is about to end.
     """
-
-    def __init__(self, orchestrator: Orchestrator, read_prompt: PromptReader, stage_id: int = 0) -> None:
-        self._orchestrator = orchestrator
-        self._stage_id = stage_id
-        self._read_prompt = read_prompt
-
-    async def explain(self, text: str, session: str | None, model: str | None) -> DecisionReport:
-        """Decide on a completion of this text, in this session if any. Nothing is run, counted or remembered.
-
-        Raises:
-            BadPromptError: the server could not complete it.
-            UnknownModelError: it has no such model.
-            NoReplicaError: no replica serves.
-            UnexplainedError: the policy cannot explain itself.
-            QueueClosedError: the server is about to end.
-        """
-        prompt = await self._read_prompt(text, model)
-        task: Task = {"request_id": "explain", "prompt": prompt, "session": session, "max_tokens": None}
-        reply: Future[Explanation] = Future()
-        self._orchestrator.rpc_async_queue.force_put(Explain(self._stage_id, task, reply))
-        return _report(await result_of(reply), len(prompt.token_ids))
+    read = await read_prompt(prompt, model)
+    task: Task = {"request_id": "explain", "prompt": read, "session": session, "max_tokens": None}
+    reply: Future[Explanation] = Future()
+    orchestrator.rpc_async_queue.force_put(Explain(stage_id, task, reply))
+    return _report(await result_of(reply), len(read.token_ids))
 
 
 def _report(explanation: Explanation, prompt_tokens: int) -> DecisionReport:

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends, HTTPException, Request, Response
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from vllm_omni_plugin.admin.access import Access
-from vllm_omni_plugin.admin.explain import BadPromptError, DecisionReport, Explainer, UnknownModelError
+from vllm_omni_plugin.admin.explain import BadPromptError, DecisionReport, UnknownModelError
 from vllm_omni_plugin.admin.hold import RETRY_AFTER_S
 from vllm_omni_plugin.admin.replica_admin import Action, FleetAdmin, ReplicaReport, UnknownReplicaError
 from vllm_omni_plugin.errors import CoordinatorAwayError, NoReplicaError, OmniError, ReplicaError, UnexplainedError
@@ -53,7 +53,7 @@ _STATUS: tuple[tuple[type[OmniError], HTTPStatus], ...] = (
 
 
 def build_router(access: Access) -> APIRouter:
-    """The routes under `/omni`. They answer for `app.state.omni_fleet`, a `FleetAdmin`, and `omni_explainer`.
+    """The routes under `/omni`. They ask the `omni_fleet` (`FleetAdmin`) and `omni_explain` (`explain`) of `app.state`.
 
     Errors are `HTTPException`s, which vLLM's server answers in the shape of OpenAI's errors: 400 for a question that
     makes no sense or a prompt that could not be completed, 404 for an unknown id or model, 409 for a replica in the
@@ -89,8 +89,8 @@ def build_router(access: Access) -> APIRouter:
         # Not a parameter: FastAPI would read the body before it is known who sends it.
         question = _question(await request.body())
         with _told_in_http():
-            explainer: Explainer = _of_app(request, "omni_explainer")
-            return await explainer.explain(question.prompt, question.session, question.model)
+            explained: DecisionReport = await _of_app(request, "omni_explain")(**question.model_dump())
+        return explained
 
     router.include_router(admins)
     return router

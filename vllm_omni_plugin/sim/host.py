@@ -3,7 +3,6 @@
 import asyncio
 import threading
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self, TypeVar
 
 import uvloop
@@ -31,9 +30,7 @@ class EngineHost:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """End the thread and close what engines have left open."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

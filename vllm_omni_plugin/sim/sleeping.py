@@ -6,7 +6,7 @@ from typing import Any
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.sim.model.engine_settings import EngineSettings
 from vllm_omni_plugin.sim.model.sequence import Sequence
-from vllm_omni_plugin.sim.translation import from_scheduler
+from vllm_omni_plugin.sim.model.sim_requests import from_scheduler
 from vllm_omni_plugin.vllm_api.launch.function_executor import Iteration
 
 _KEY = "sleeping_executor"

@@ -1,7 +1,11 @@
-"""Starting the processes of a Python stage the way engines are started."""
+"""Starting the processes of a Python stage the way engines are started, and what their heads compare."""
 
+import hashlib
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
+
+import msgspec
 
 from vllm_omni_plugin.pipeline.stage import Stage
 from vllm_omni_plugin.replicas.engine.socket_folder import new_ipc_address
@@ -9,6 +13,7 @@ from vllm_omni_plugin.stages.assignment import Assignment
 from vllm_omni_plugin.stages.stage_process import StageProcess
 
 _IDENTITY_BYTES = 2
+_DIGEST_BYTES = 8
 
 
 class PythonStageLauncher:
@@ -57,3 +62,15 @@ class PythonStageLauncher:
             process.abandon()
             raise
         return process
+
+
+def python_fingerprint(stage: Stage) -> dict[str, str]:
+    """The fields to compare with `replicas.server.attached_heads.differences`, as text for an operator to read."""
+    options = msgspec.json.encode(stage.options, order="deterministic")
+    return {
+        "stage": str(stage.id),
+        "stage name": stage.name,
+        "stage class": stage.engine,
+        "options": hashlib.blake2b(options, digest_size=_DIGEST_BYTES).hexdigest(),
+        "plugin version": version("vllm-omni-plugin"),
+    }

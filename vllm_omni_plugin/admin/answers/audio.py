@@ -46,8 +46,7 @@ def pcm16(stage: str, output: StageOutput) -> bytes:
         samples = (samples.float().nan_to_num(0.0).clamp(-1.0, 1.0) * 32767.0).round().short()
     elif str(samples.dtype) != "torch.int16":
         raise StageError(f"Stage '{stage}': audio is a tensor of floats or int16, not {samples.dtype}.")
-    encoded: bytes = samples.detach().cpu().contiguous().numpy().astype("<i2").tobytes()
-    return encoded
+    return bytes(samples.detach().cpu().contiguous().numpy().astype("<i2").tobytes())
 
 
 def wav(samples: bytes, rate: int) -> bytes:

@@ -16,8 +16,7 @@ from vllm_omni_plugin.integration.options.compatibility import prepare_engine_ar
 from vllm_omni_plugin.pipeline import Modality, Stage
 from vllm_omni_plugin.replicas.engine.engine_start import Launcher
 from vllm_omni_plugin.stages.api import PythonStageApi
-from vllm_omni_plugin.stages.stage_fingerprint import python_fingerprint
-from vllm_omni_plugin.stages.stage_launcher import PythonStageLauncher
+from vllm_omni_plugin.stages.stage_launcher import PythonStageLauncher, python_fingerprint
 from vllm_omni_plugin.vllm_api.launch.engine_launch import share_cores, take_devices
 from vllm_omni_plugin.vllm_api.launch.group_launch import new_launcher, split_ranks
 from vllm_omni_plugin.vllm_api.launch.model_fingerprint import fingerprint

@@ -16,7 +16,7 @@ from starlette.middleware import Middleware
 
 from vllm_omni_plugin.admin.access import Access, HasKey
 from vllm_omni_plugin.admin.admin_keys import read_admin_keys
-from vllm_omni_plugin.admin.explain import Explainer
+from vllm_omni_plugin.admin.explain import explain
 from vllm_omni_plugin.admin.hold import Hold, HoldMiddleware
 from vllm_omni_plugin.admin.operator_calls import OperatorCallMiddleware
 from vllm_omni_plugin.admin.replica_admin import FleetAdmin
@@ -130,7 +130,9 @@ class FleetEndpoints:
         from vllm_omni_plugin.integration.http.completion_prompts import read_prompt
         from vllm_omni_plugin.integration.http.pipeline_http import serve_pipeline
 
-        state.omni_explainer = Explainer(fleet.orchestrator, partial(read_prompt, state), fleet.stages.prompt_stage)
+        state.omni_explain = partial(
+            explain, fleet.orchestrator, partial(read_prompt, state), fleet.stages.prompt_stage
+        )
         state.omni_fleet = FleetAdmin(fleet.orchestrator, time.monotonic)
         shutdown = fleet.graceful_shutdown
         state.omni_hold = Hold(

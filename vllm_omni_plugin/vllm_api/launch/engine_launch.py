@@ -121,8 +121,7 @@ class EngineProcess:
     @property
     def pid(self) -> int:
         """Process id of the engine core."""
-        pid: int = self.core.pid
-        return pid
+        return int(self.core.pid)
 
     def how_it_ended(self) -> str:
         words, code = self._last_words.read(), self.core.exitcode
@@ -172,13 +171,11 @@ class EngineLauncher:
 
     def new_ipc_address(self) -> str:
         """A fresh ipc address where vLLM puts its own."""
-        address: str = get_open_zmq_ipc_path()
-        return address
+        return str(get_open_zmq_ipc_path())
 
     def identity(self, replica_id: int) -> bytes:
         """The ZMQ identity under which the engine of a replica connects to our ROUTER."""
-        identity: bytes = CoreEngine(index=self._index(replica_id)).identity
-        return identity
+        return bytes(CoreEngine(index=self._index(replica_id)).identity)
 
     def start(self, replica_id: int) -> "StartingEngine":
         """Spawn the engine process of a replica. Blocks while the configuration is passed to the new process."""

@@ -93,7 +93,7 @@ class GroupLauncher(EngineLauncher):
         super().__init__(vllm_config, executor_class, log_stats, on_spawn, report_cache)
         self._ranks: int = vllm_config.parallel_config.data_parallel_size
         self._lock = threading.Lock()
-        self._meetings: dict[int, Meeting[LockstepGeneration]] = {}
+        self._meetings: dict[int, Meeting] = {}
 
     def group_of(self, replica_id: int) -> range:
         """The replicas that live and die with this one, itself among them."""
@@ -115,7 +115,7 @@ class GroupLauncher(EngineLauncher):
     def _index(self, replica_id: int) -> int:
         return replica_id % self._ranks
 
-    def _meeting(self, group: int) -> "Meeting[LockstepGeneration]":
+    def _meeting(self, group: int) -> Meeting:
         with self._lock:
             if group not in self._meetings:
                 self._meetings[group] = Meeting(
@@ -201,7 +201,7 @@ class RankProcess:
 
     def __init__(
         self,
-        meeting: Meeting[LockstepGeneration],
+        meeting: Meeting,
         rank: int,
         spawn: Callable[[], StartingEngine],
         parallel_config: Any,
@@ -241,7 +241,8 @@ class RankProcess:
         Raises:
             ReplicaError: see `Meeting.attend`.
         """
-        generation = self._generation = self._meeting.attend(self._rank, self._given_up)
+        self._generation = generation = self._meeting.attend(self._rank, self._given_up)
+        assert isinstance(generation, LockstepGeneration)
         return generation
 
     def wait(self, input_addr: str, output_addrs: Sequence[str]) -> None:

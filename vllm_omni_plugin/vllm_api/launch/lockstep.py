@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
-from typing import Generic, TypeVar
+from typing import Any
 
 from vllm_omni_plugin.errors import ReplicaError
 
@@ -106,26 +106,23 @@ class Generation:
             self.end()
 
 
-G = TypeVar("G", bound=Generation)
-
-
-class Meeting(Generic[G]):
+class Meeting:
     """Where those who start the ranks of one group wait for each other. Thread-safe.
 
     Args:
         patience: seconds that a rank waits for the others.
     """
 
-    def __init__(self, ranks: int, new_generation: Callable[[], G], patience: float = _PATIENCE_S) -> None:
+    def __init__(self, ranks: int, new_generation: Callable[[], Any], patience: float = _PATIENCE_S) -> None:
         self._ranks = ranks
         self._new_generation = new_generation
         self._patience = patience
         self._changed = threading.Condition()
         self._waiting: set[int] = set()
-        self._generation: G | None = None
+        self._generation: Any = None
         self._meetings = 0
 
-    def attend(self, rank: int, given_up: threading.Event) -> G:
+    def attend(self, rank: int, given_up: threading.Event) -> Any:
         """Block until all ranks are here, and return the generation that they begin. The one before is ended first.
 
         Args:
@@ -149,7 +146,6 @@ class Meeting(Generic[G]):
                 missing = sorted(set(range(self._ranks)) - self._waiting)
                 self._waiting.discard(rank)
                 raise ReplicaError(_why_alone(missing, given_up.is_set()))
-            assert self._generation is not None
             return self._generation
 
     def give_up(self, given_up: threading.Event) -> None:

@@ -115,8 +115,7 @@ def scheduler_stats(report: Any) -> Any:
 
 def lora_id(fields: Any) -> int:
     """The id of an adapter from a `LoRARequest` that came as the argument of a call. Raises msgspec.ValidationError."""
-    adapter: int = msgspec.convert(fields, LoRARequest).lora_int_id
-    return adapter
+    return int(msgspec.convert(fields, LoRARequest).lora_int_id)
 
 
 def ready_response(vllm_config: Any, engine_index: int, kv_blocks: int, block_size: int) -> bytes:

@@ -12,7 +12,6 @@ from vllm.sampling_params import SamplingParams
 
 from vllm_omni_plugin.pipeline.places import PipelineError
 from vllm_omni_plugin.pipeline.stage import Modality, Stage
-from vllm_omni_plugin.vllm_api.requests.pooling_tasks import default_task
 
 KV_TRANSFER_PARAMS = "kv_transfer_params"
 INVALID = (ValueError, VLLMClientError)
@@ -58,6 +57,13 @@ _PREFILL: Mapping[str, Any] = {
 }
 """Sampling parameters of a prefill stage: those that vLLM's own proxies for disaggregated prefill send."""
 
+_TASKS: Mapping[str, str] = {
+    "ForTokenClassification": "token_classify",
+    "Classification": "classify",
+    "ClassificationModel": "classify",
+}
+"""Ends of the names of architectures."""
+
 
 class ParameterError(ValueError):
     """Parameters that a stage cannot take.
@@ -82,7 +88,7 @@ class StageParams:
         self._stage = stage
         self._is_pooling = model_config.runner_type == "pooling"
         self._own = dict(_PREFILL if stage.output is Modality.KV_CACHE else stage.sampling)
-        self._default: dict[str, Any] = {"task": default_task(model_config)} if self._is_pooling else {}
+        self._default: dict[str, Any] = {"task": _default_task(model_config)} if self._is_pooling else {}
         try:
             self._template = self._made({})
         except ParameterError as error:
@@ -179,6 +185,18 @@ class StageParams:
         if self._is_pooling:
             return PoolingParams(**{key: msgspec.convert(value, _POOLING_KEYS[key]) for key, value in values.items()})
         return msgspec.convert({"max_tokens": None, **values}, SamplingParams)
+
+
+def _default_task(model_config: Any) -> str:
+    """What `sampling: {task: ...}` is without it: the engine alone knows what its model can do, this follows from what
+    its configuration says."""
+    pooler = model_config.pooler_config
+    if pooler is not None and pooler.task is not None:
+        return str(pooler.task)
+    for end, named in _TASKS.items():
+        if any(architecture.endswith(end) for architecture in model_config.architectures):
+            return named
+    return "classify" if model_config.convert_type == "classify" else "embed"
 
 
 def _copied(params: Any) -> Any:

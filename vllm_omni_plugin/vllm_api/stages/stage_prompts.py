@@ -40,8 +40,7 @@ class StagePrompts:
             return self._of_text(given.text, cache_salt)
         if given.tensor is not None:
             return self._of_tensor(given.tensor, cache_salt)
-        prompt: Mapping[str, Any] = tokens_input(list(given.token_ids or ()), cache_salt=cache_salt)
-        return prompt
+        return dict(tokens_input(list(given.token_ids or ()), cache_salt=cache_salt))
 
     def _of_text(self, text: str, cache_salt: str | None) -> Mapping[str, Any]:
         if self._renderer.tokenizer is None:
@@ -64,8 +63,7 @@ class StagePrompts:
                 f"it takes embeddings as floats of the shape [tokens, {width}], not {tensor.dtype} of the shape "
                 f"{list(tensor.shape)}"
             )
-        prompt: Mapping[str, Any] = embeds_input(tensor.detach().cpu(), cache_salt=cache_salt)
-        return prompt
+        return dict(embeds_input(tensor.detach().cpu(), cache_salt=cache_salt))
 
 
 def length_of(prompt: Mapping[str, Any]) -> int:

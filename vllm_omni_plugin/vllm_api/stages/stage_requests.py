@@ -122,7 +122,8 @@ class VllmStageApi(EngineApi):
         if source.lora_request is not None and self._lora is None:
             raise StageInputError(f"Stage {self._stage.name!r}: it runs without LoRA adapters (--enable-lora).")
         try:
-            params = self._root_params(source, sampling, front)
+            of_client, of_stage = self._params.of_client, self._params.of_stage
+            params = of_client(source.params, sampling, chunked=False) if front else of_stage(sampling)
             made = self._processed(source, _prompt_of(source), params, False, 0)
         except INVALID as error:
             raise self._refusal(error) from error
@@ -139,8 +140,7 @@ class VllmStageApi(EngineApi):
         return msgspec.structs.replace(request, sampling_params=sampling_params)
 
     def session_tokens(self, chunk: Any) -> int:
-        tokens: int = len(chunk.prompt_token_ids) + chunk.sampling_params.max_tokens
-        return tokens
+        return int(len(chunk.prompt_token_ids) + chunk.sampling_params.max_tokens)
 
     def reader(self, request: Any) -> TokenReader:
         return TextReader(request, self.tokenizer) if self._stage.output is Modality.TEXT else TokenReader(request)
@@ -158,11 +158,6 @@ class VllmStageApi(EngineApi):
             params.max_tokens = None
         self._vocabulary.clear_entry_tokens(params)
         return params
-
-    def _root_params(self, source: Any, over: Mapping[str, Any], front: bool) -> Any:
-        if front:
-            return self._params.of_client(source.params, over, chunked=False)
-        return self._params.of_stage(over)
 
     def _processed(self, source: Any, prompt: Mapping[str, Any], params: Any, resumable: bool, held: int) -> Any:
         """What vLLM's input processing makes of it, with no more tokens than the model has room for."""
@@ -190,8 +185,7 @@ class VllmStageApi(EngineApi):
         if length > at_most:
             before = f", after {held} of its session," if held else ""
             raise ValueError(f"the input has {length} tokens{before} and its model takes at most {max(at_most, 0)}")
-        room: int = at_most - length + 1
-        return room
+        return int(at_most - length + 1)
 
     def _refusal(self, error: Exception) -> StageInputError:
         return StageInputError(f"Stage {self._stage.name!r}: {error}")
@@ -219,13 +213,7 @@ class VllmStageApi(EngineApi):
 
 def _prompt_of(source: Any) -> Mapping[str, Any]:
     """The prompt of a request, as vLLM's input processing takes it."""
-    prompt: Mapping[str, Any]
+    tokens = source.prompt_token_ids
     if source.prompt_embeds is None:
-        prompt = tokens_input(source.prompt_token_ids)
-    else:
-        prompt = embeds_input(
-            source.prompt_embeds,
-            prompt_token_ids=source.prompt_token_ids,
-            is_token_ids=source.prompt_is_token_ids,
-        )
-    return prompt
+        return dict(tokens_input(tokens))
+    return dict(embeds_input(source.prompt_embeds, prompt_token_ids=tokens, is_token_ids=source.prompt_is_token_ids))

@@ -31,8 +31,7 @@ class Vocabulary:
         """A prompt of the entry's as text, without special tokens; "" where it has no tokens or no tokenizer."""
         if not token_ids or self._entry_tokenizer is None:
             return ""
-        text: str = self._entry_tokenizer.decode(list(token_ids), skip_special_tokens=True)
-        return text
+        return str(self._entry_tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def clear_entry_tokens(self, params: Any) -> None:
         """Remove from a copy of a client's sampling parameters what depends on the entry stage's tokenizer.
