@@ -70,11 +70,11 @@ async def test_a_request_that_waits_is_sent_as_soon_as_a_replica_serves(fleet: F
 async def test_a_replica_that_joins_is_told_what_the_others_were_told_first(fleet: Fleet) -> None:
     await fleet.joined(row(1))
     reply: Future[list[Any]] = Future()
-    fleet.orchestrator.rpc_async_queue.force_put(CallReplicas("pin_lora", (3,), reply))
+    fleet.orchestrator.rpc_async_queue.force_put(CallReplicas("set_weight_version", ("v2",), reply))
     await asyncio.wrap_future(reply)
     fleet.register(row(2))
     await fleet.serving(2)
-    assert [call[1:] for call in fleet.attachments[1].link.calls] == [("pin_lora", [3])]
+    assert [call[1:] for call in fleet.attachments[1].link.calls] == [("set_weight_version", ["v2"])]
 
 
 async def test_a_replica_that_serves_is_marked_as_told_and_one_that_was_told_is_not_told_again(
@@ -82,7 +82,7 @@ async def test_a_replica_that_serves_is_marked_as_told_and_one_that_was_told_is_
 ) -> None:
     await fleet.joined(row(1))
     reply: Future[list[Any]] = Future()
-    fleet.orchestrator.rpc_async_queue.force_put(CallReplicas("pin_lora", (3,), reply))
+    fleet.orchestrator.rpc_async_queue.force_put(CallReplicas("set_weight_version", ("v2",), reply))
     await asyncio.wrap_future(reply)
     assert fleet.attachments[0].told
     monkeypatch.setattr(Attachment, "told", True)
@@ -248,7 +248,7 @@ async def test_a_replica_that_fails_what_others_took_is_attached_to_anew(fleet: 
     first, _ = await fleet.joined(row(1), row(2))
     first.link.on_call = lambda link, call_id, method, args: link.refuse(call_id)
     reply: Future[list[Any]] = Future()
-    fleet.orchestrator.rpc_async_queue.force_put(CallReplicas("pin_lora", (3,), reply))
+    fleet.orchestrator.rpc_async_queue.force_put(CallReplicas("set_weight_version", ("v2",), reply))
     await asyncio.wrap_future(reply)
     await eventually(lambda: first.closed)
     await fleet.serving(2)
