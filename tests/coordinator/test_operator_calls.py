@@ -148,4 +148,4 @@ def test_calls_under_way_are_bounded() -> None:
     for _ in range(MAX_OPEN_CALLS):
         calls.take("a", DRAIN, HEADS)
     ((head, refused),) = calls.take("b", PAUSE, HEADS)
-    assert (head, isinstance(refused, CallRefused)) == ("b", True)
+    assert (head, refused) == ("b", CallRefused(1, "1024 calls are under way. Please try again later."))

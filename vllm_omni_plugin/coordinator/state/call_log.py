@@ -107,7 +107,8 @@ class OperatorCalls:
         args = decode(call.method, call.arguments)
         require_flat(call.arguments)
         if len(self._open) >= MAX_OPEN_CALLS:
-            return [(head_id, CallRefused(call.call_id, f"{MAX_OPEN_CALLS} calls are under way"))]
+            reason = f"{MAX_OPEN_CALLS} calls are under way. Please try again later."
+            return [(head_id, CallRefused(call.call_id, reason))]
         self._number += 1
         stages = [self._stages.setdefault(stage_id, SharedState()) for stage_id in call.stages]
         settle = [stage.record(call.method, args) for stage in stages]
