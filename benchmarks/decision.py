@@ -91,7 +91,7 @@ class Service:
         """Place one request, and let the service go on by one."""
         keys = prompt_keys(task["prompt"], BLOCK_SIZE)
         request: Any = SimpleNamespace(request_id=task["request_id"])
-        state = StageRun(request, 0.0)
+        state = StageRun(task["request_id"], request, 0.0)
         begin = perf_counter_ns()
         member, decision = self._pool.decide(task)
         picked = perf_counter_ns()

@@ -71,7 +71,10 @@ def submit(
     processor.request_states[request_id] = SimpleNamespace(
         detokenizer=None if pooling else "one", queue=SimpleNamespace(put=queue.append, said=queue)
     )
-    return last.take(SimpleNamespace(request_id=request_id), call)
+    last.answered()
+    if last.ending:
+        last.refuse(request_id, call)
+    return not last.ending
 
 
 async def test_the_end_waits_until_asyncllm_has_answered_what_replicas_have_finished(

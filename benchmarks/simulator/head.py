@@ -87,7 +87,7 @@ class Head:
         replica = self.serving[decision.position]
         job = request.job(replica.engine.settings.block_size)
         job.cached_tokens = decision.matched_tokens
-        run = StageRun(SimpleNamespace(**task), self._clock.now)
+        run = StageRun(task["request_id"], SimpleNamespace(**task), self._clock.now)
         run.dispatch(replica.replica_id, task["request_id"], task, decision, self._clock.now)
         replica.charge(job, run)
         self.serving.changed(replica)

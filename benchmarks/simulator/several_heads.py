@@ -12,9 +12,7 @@ from simulator.replica import Clock, SimReplica
 from simulator.requests import Job, Request
 from vllm_omni_plugin.balancing import CacheChange, ReplicaLoad, ServingReplicas
 from vllm_omni_plugin.coordinator import PeerWork, ReplicaWork
-from vllm_omni_plugin.orchestrator.fleet_state.work_exchange import REPORT_INTERVAL_S, WorkExchange
-from vllm_omni_plugin.orchestrator.pool.pool_member import Peers
-from vllm_omni_plugin.orchestrator.requests.charges import Work
+from vllm_omni_plugin.orchestrator.pool.work_exchange import REPORT_INTERVAL_S, OthersWork, WorkExchange
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 from vllm_omni_plugin.sim import EngineSettings
 from vllm_omni_plugin.vllm_api.requests.facts import LoadReport
@@ -38,7 +36,7 @@ class SharedReplica(SimReplica):
         super().__init__(replica.replica_id, settings, clock)
         self.engine_key = replica.replica_id
         self.engine = replica.engine
-        self.peers: Peers | None = None
+        self.exchange: WorkExchange | None = None
 
     @property
     def load(self) -> ReplicaLoad:
@@ -61,14 +59,13 @@ class SharedReplica(SimReplica):
         self._tell_peers()
 
     def _tell_peers(self) -> None:
-        if self.peers is not None:
-            self.peers.changed(cast(Any, self))
+        if self.exchange is not None:
+            self.exchange.changed(cast(Any, self))
 
 
 class SharingHead(Head):
-    """One of several heads; the pool of its own `WorkExchange`."""
+    """One of several heads."""
 
-    peers: Peers | None = None
     aware = True
     """Whether its policy heeds that others choose as well."""
 
@@ -76,30 +73,28 @@ class SharingHead(Head):
         super().__init__(policy, clock)
         self.engines_report = _follows_caches(policy)
 
-    def join(self, member: SharedReplica, others: Work | None) -> None:
-        """See `StagePool`."""
-        member.account.join(others)
-        self.serving.changed(member)
+    def hear(self, heads: int, others_work: OthersWork) -> None:
+        """So many heads are known, this one among them, and the others have said this."""
+        if self.aware:
+            self.unreported.share_with(heads)
+        for member, work in others_work:
+            member.account.join(work)
+            self.serving.changed(cast(Any, member))
 
     def dispatch(self, request: Request) -> tuple[SimReplica, Job]:
         """See `Head`."""
         if self.unreported.heads > 1:
             self.unreported.estimate(self._clock.now, self.serving.total_queue_length)
         replica, job = super().dispatch(request)
-        self.unreported.dispatched()
+        self.unreported.in_flight += 1
         return replica, job
 
     def receive(
         self, replica: SimReplica, outcome: Outcome, report: LoadReport | None, change: CacheChange | None
     ) -> list[Request]:
         """See `Head`."""
-        self.unreported.ended(len(outcome.ended))
+        self.unreported.in_flight -= len(outcome.ended)
         return super().receive(replica, outcome, report, change)
-
-    def share_with(self, heads: int) -> None:
-        """See `StagePool`."""
-        if self.aware:
-            self.unreported.share_with(heads)
 
 
 class SeveralHeads(Head):
@@ -184,13 +179,17 @@ class SeveralHeads(Head):
         def report(number: int, work: Sequence[ReplicaWork], full: bool) -> None:
             for other, exchange in enumerate(exchanges):
                 if other != number:
-                    after(delay - interval, exchange.peer_work, PeerWork(str(number), full, list(work)))
+                    after(delay - interval, hear, self._heads[other], exchange, PeerWork(str(number), full, list(work)))
+
+        def hear(head: SharingHead, exchange: WorkExchange, message: PeerWork) -> None:
+            others_work = exchange.peer_work(message)
+            head.hear(exchange.heads, others_work)
 
         for number, head in enumerate(self._heads):
-            exchange = WorkExchange([cast(Any, head)], partial(report, number), interval, call_later)
+            exchange = WorkExchange(partial(report, number), interval, call_later)
             exchanges.append(exchange)
             for replica in cast(Sequence[SharedReplica], head.serving):
-                replica.peers = exchange
+                replica.exchange = exchange
                 replica.account.join(exchange.serves(cast(Any, replica)))
             exchange.welcomed([])
 

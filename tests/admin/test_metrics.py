@@ -8,9 +8,9 @@ from tests.orchestrator.work_bus import Timers
 from vllm_omni_plugin.admin.metrics.fleet_metrics import FleetCollector
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.coordinator import PeerWork
-from vllm_omni_plugin.orchestrator.fleet_state.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
+from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 
 
 def registry_of(orchestrator: Orchestrator) -> CollectorRegistry:
@@ -60,7 +60,7 @@ def test_the_families_are_these() -> None:
 
 def test_a_head_that_can_be_joined_says_who_it_hears_of() -> None:
     orchestrator = empty_orchestrator()
-    orchestrator.exchange = exchange = WorkExchange(orchestrator.stage_pools, print, call_later=Timers().call_later)
+    orchestrator.exchange = exchange = WorkExchange(print, call_later=Timers().call_later)
     registry = registry_of(orchestrator)
     assert registry.get_sample_value("vllm_omni_fleet:heads") == 1
     assert registry.get_sample_value("vllm_omni_fleet:coordinator_connected") is None

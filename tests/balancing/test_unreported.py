@@ -22,6 +22,11 @@ def heads(number: int) -> UnreportedRequests:
     return unreported
 
 
+def dispatch(unreported: UnreportedRequests) -> None:
+    unreported.estimate(0.0, in_flight=0)
+    unreported.in_flight += 1
+
+
 def replicas(queues: list[int], unreported: UnreportedRequests) -> ServingReplicas[PooledReplica]:
     return ServingReplicas([PooledReplica(n, ReplicaLoad(requests=q)) for n, q in enumerate(queues)], unreported)
 
@@ -46,15 +51,15 @@ def test_what_the_others_are_taken_to_have_sent(
 ) -> None:
     unreported = heads(number)
     for _ in range(sent):
-        unreported.dispatched()
-    unreported.ended(ended)
+        dispatch(unreported)
+    unreported.in_flight -= ended
     unreported.estimate(now, in_flight)
     assert unreported.requests == pytest.approx(expected, abs=1e-9)
 
 
 def test_a_head_that_is_alone_again_expects_nothing() -> None:
     unreported = heads(2)
-    unreported.dispatched()
+    dispatch(unreported)
     unreported.estimate(0.0, in_flight=2)
     assert unreported.requests > 0
     unreported.share_with(1)
@@ -105,8 +110,6 @@ def test_heads_that_see_the_same_fill_up_the_short_queues_together() -> None:
         for _ in range(5):
             unreported.estimate(0.0, in_flight=0)
             position = policy.decide({}, view).position
-            unreported.dispatched()
-            unreported.ended(1)
             sent[position] += 1
             view[position].charge(1)
             view.changed(view[position])
@@ -117,7 +120,7 @@ def test_heads_that_see_the_same_fill_up_the_short_queues_together() -> None:
 
 def test_of_what_is_coming_those_compared_get_their_share() -> None:
     unreported = heads(3)
-    unreported.dispatched()
+    dispatch(unreported)
     unreported.estimate(0.0, in_flight=3)
     assert coming_to(replicas([0] * 8, unreported), 2) == pytest.approx(0.5)
     assert coming_to([PooledReplica(0, ReplicaLoad())], 1) == 0.0

@@ -14,7 +14,7 @@ from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
 
 from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
-from vllm_omni_plugin.vllm_api.requests.facts import CacheSize, LoadReport, RequestFacts
+from vllm_omni_plugin.vllm_api.requests.facts import CacheSize, LoadReport
 from vllm_omni_plugin.vllm_api.requests.move import Move
 from vllm_omni_plugin.vllm_api.requests.request_building import build_engine_core_request_from_tokens
 
@@ -52,7 +52,18 @@ def ready(**fields: Any) -> bytes:
 
 
 def test_a_plain_request() -> None:
-    assert EngineApi().describe(request()) == RequestFacts(PROMPT, max_tokens=9)
+    made = request()
+    task = EngineApi().describe(made)
+    prompt = task.pop("prompt")  # type: ignore[misc]
+    assert (prompt.token_ids, prompt.lora_name, prompt.cache_salt, prompt.media) == (PROMPT, "", "", ())
+    assert prompt.cacheable
+    assert task == {
+        "request_id": "r",
+        "engine_inputs": made,
+        "sampling_params": made.sampling_params,
+        "session": None,
+        "max_tokens": 9,
+    }
 
 
 def test_what_names_the_cached_blocks_of_a_request() -> None:
@@ -60,15 +71,17 @@ def test_what_names_the_cached_blocks_of_a_request() -> None:
         MultiModalFeatureSpec(None, "image", f"hash {offset}", PlaceholderRange(offset=offset, length=1))
         for offset in (0, 2)
     ]
-    facts = EngineApi().describe(
+    task = EngineApi().describe(
         request(lora_request=LoRARequest("adapter", 3, "path"), cache_salt="salt", session_id="s", mm_features=features)
     )
-    assert facts == RequestFacts(PROMPT, True, "adapter", "salt", (("hash 0", 0, 1), ("hash 2", 2, 1)), "s", 9)
+    prompt = task["prompt"]
+    assert (prompt.lora_name, prompt.cache_salt, task["session"]) == ("adapter", "salt", "s")
+    assert prompt.media == (("hash 0", 0, 1), ("hash 2", 2, 1))
 
 
 def test_a_moved_request_is_described_by_the_prompt_that_is_sent() -> None:
-    facts = EngineApi().describe(EngineApi().moved(request(), Move.RESUME, [8, 9]))
-    assert (facts.token_ids, facts.max_tokens) == ([*PROMPT, 8, 9], 7)
+    task = EngineApi().describe(EngineApi().moved(request(), Move.RESUME, [8, 9]))
+    assert (task["prompt"].token_ids, task["max_tokens"]) == ([*PROMPT, 8, 9], 7)
 
 
 @pytest.mark.parametrize(
@@ -81,13 +94,13 @@ def test_a_moved_request_is_described_by_the_prompt_that_is_sent() -> None:
     ],
 )
 def test_whether_a_prompt_can_be_cached(made: EngineCoreRequest, cacheable: bool) -> None:
-    facts = EngineApi().describe(made)
-    assert (facts.token_ids, facts.cacheable) == (PROMPT, cacheable)
+    prompt = EngineApi().describe(made)["prompt"]
+    assert (prompt.token_ids, prompt.cacheable) == (PROMPT, cacheable)
 
 
 def test_a_prompt_of_embeddings_counts_by_its_length() -> None:
-    facts = EngineApi().describe(request(prompt_token_ids=None, prompt_embeds=torch.zeros(40, 2)))
-    assert (len(facts.token_ids), facts.cacheable) == (40, False)
+    prompt = EngineApi().describe(request(prompt_token_ids=None, prompt_embeds=torch.zeros(40, 2)))["prompt"]
+    assert (len(prompt.token_ids), prompt.cacheable) == (40, False)
 
 
 def test_cached_tokens_are_those_of_all_caches() -> None:

@@ -26,7 +26,6 @@ from vllm.v1.request import Request
 from tests.fakes.conditions import eventually
 from tests.replicas.cache_publisher import Mirror
 from vllm_omni_plugin.balancing.caches.block_keys import prompt_keys
-from vllm_omni_plugin.orchestrator.requests.policy_tasks import make_task
 from vllm_omni_plugin.replicas.kv_events import cache_listener
 from vllm_omni_plugin.replicas.kv_events.block_names import BlockNames
 from vllm_omni_plugin.replicas.kv_events.cache_listener import listen_to_cache
@@ -36,7 +35,7 @@ from vllm_omni_plugin.vllm_api.launch.kv_event_settings import (
     turn_on_cache_events,
     why_no_cache_events,
 )
-from vllm_omni_plugin.vllm_api.requests.request_building import describe
+from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 
 from .configs import vllm_config, write_model
 
@@ -93,7 +92,7 @@ def hash_seed() -> None:
 )
 def test_reported_blocks_are_found_by_the_prompt_of_their_request(other: dict[str, Any]) -> None:
     cached = request(**other)
-    task = make_task(cached, describe(cached))
+    task = EngineApi().describe(cached)
     change = BlockNames().apply(decode_events(Pool(cached).take()))
     assert list(change.stored) == prompt_keys(task["prompt"], SIZE)
     assert len(change.stored) == BLOCKS
@@ -151,7 +150,7 @@ async def test_vllms_publisher_is_followed_at_the_addresses_that_it_says(publish
     published.publish(KVEventBatch(ts=0.0, events=pool.pool.take_events()))
     listener = listen_to_cache(ready, mirror.take, "replica 3")
     cached = request()
-    keys = prompt_keys(make_task(cached, describe(cached))["prompt"], SIZE)
+    keys = prompt_keys(EngineApi().describe(cached)["prompt"], SIZE)
     await eventually(lambda: mirror.keys == set(keys))
     pool.pool.free_blocks(reversed(pool.blocks))
     pool.pool.reset_prefix_cache()

@@ -17,10 +17,9 @@ from vllm.v1.request import Request
 
 from tests.balancing.pool import PooledReplica
 from vllm_omni_plugin.balancing import KvAwareBalancer, ReplicaLoad
-from vllm_omni_plugin.orchestrator.requests.policy_tasks import make_task
 from vllm_omni_plugin.replicas.kv_events.block_names import BlockNames
 from vllm_omni_plugin.replicas.kv_events.engine_events import decode_events
-from vllm_omni_plugin.vllm_api.requests.request_building import describe
+from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 
 SIZE = 4
 BLOCKS = 60
@@ -116,7 +115,7 @@ def test_predicted_hits_are_those_of_vllms_cache_manager(seed: int) -> None:
     for _ in range(300):
         policy.cache_changed(replica, names.apply(decode_events(engine.report())))
         request = client.ask()
-        predicted.append(policy.decide(make_task(request, describe(request)), (replica,)).matched_tokens)
+        predicted.append(policy.decide(EngineApi().describe(request), (replica,)).matched_tokens)
         actual.append(engine.add(request))
         for _ in range(rng.randint(0, 6)):
             engine.step(rng.randrange(5))

@@ -57,11 +57,11 @@ async def test_who_waits_for_a_fleet_goes_on_when_a_replica_serves(
 ) -> None:
     waiting = asyncio.create_task(client.until_serving())
     await asyncio.sleep(0)
-    Thread(target=orchestrator.on_serving).start()
+    Thread(target=orchestrator.serving_signal.tell).start()
     done, _ = await asyncio.wait({waiting}, timeout=0.05)
     assert not done, "a wake-up without a replica that serves ends no wait"
     monkeypatch.setattr(Orchestrator, "can_serve", True)
-    Thread(target=orchestrator.on_serving).start()
+    Thread(target=orchestrator.serving_signal.tell).start()
     await asyncio.wait_for(waiting, 10)
 
 
@@ -83,7 +83,7 @@ async def test_one_who_waits_on_a_loop_that_ends_at_that_moment_keeps_nobody_els
     here = asyncio.create_task(client.until_serving())
     await asyncio.sleep(0)
     monkeypatch.setattr(Orchestrator, "can_serve", True)
-    orchestrator.on_serving()
+    orchestrator.serving_signal.tell()
     await asyncio.wait_for(here, 10)
 
 
@@ -132,7 +132,7 @@ async def test_a_head_whose_first_replica_is_lost_at_once_waits_for_the_next(
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(asyncio.shield(asking), 0.05)
     monkeypatch.setattr(Orchestrator, "can_serve", True)
-    orchestrator.on_serving()
+    orchestrator.serving_signal.tell()
     (taken,) = await orchestrator.rpc_async_queue.get_batch()
     assert isinstance(taken, CallReplicas)
     taken.reply.set_result([("generate",)])

@@ -210,8 +210,8 @@ async def test_a_request_that_is_given_up_while_it_waits_to_be_handed_over_leave
     front: Front, samples: int
 ) -> None:
     queue = front.orchestrator.request_async_queue
-    while not queue.full:
-        queue.force_put(AbortRequests(("other",)))
+    while not queue.force_put(AbortRequests(("other",))):
+        pass
     front.add("r", n=samples)
     handed_over = list(front.processor.request_states)[:1]
     waiting = asyncio.create_task(front.client.add_request_async(FakeRequest(handed_over[0])))

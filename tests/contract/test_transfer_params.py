@@ -2,6 +2,7 @@
 
 import copy
 import io
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -24,10 +25,16 @@ with warnings.catch_warnings():
     from vllm.entrypoints.speech_to_text.transcription.protocol import TranscriptionRequest
     from vllm.entrypoints.speech_to_text.translation.protocol import TranslationRequest
 
+from tests.fakes.idle_fleet import IdleFleet
+from vllm_omni_plugin.balancing import RandomBalancer
+from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
 from vllm_omni_plugin.integration.fleet_setup.fleet_stages import FleetStages
+from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.pipeline.graph import Pipeline
 from vllm_omni_plugin.pipeline.stage import VLLM_ENGINE, Modality, Stage
-from vllm_omni_plugin.vllm_api.requests.request_building import build_engine_core_request_from_tokens
+from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
+from vllm_omni_plugin.vllm_api.requests.request_building import build_engine_core_request_from_tokens, drop_transfers
 
 PREFILL = Stage(0, "prefill", VLLM_ENGINE, Modality.KV_CACHE, "m")
 DECODE = Stage(1, "decode", VLLM_ENGINE, Modality.TEXT, "m", inputs=("prefill",), final=True)
@@ -97,7 +104,7 @@ def test_what_a_client_says_of_caches_reaches_no_stage_of_a_pipeline(
 ) -> None:
     made = request(api(**copy.deepcopy(body)))
     assert None not in at_the_engine(made)
-    BEHIND_A_PIPELINE.admit(made)
+    drop_transfers(made)
     assert at_the_engine(made) == (None, None)
     mine = body.get("vllm_xargs", {}).get("mine")
     assert made.sampling_params.extra_args == (None if mine is None else {"mine": mine})
@@ -107,7 +114,7 @@ def test_what_a_client_says_of_caches_reaches_no_stage_of_a_pipeline(
 def test_nothing_else_of_a_request_is_touched(fields: dict[str, Any]) -> None:
     made = request(SamplingParams(**fields))
     before = made.sampling_params
-    BEHIND_A_PIPELINE.admit(made)
+    drop_transfers(made)
     assert made.sampling_params is before
 
 
@@ -115,13 +122,18 @@ def test_parameters_that_samples_share_stay_as_they_are() -> None:
     shared = SamplingParams(n=2, extra_args=dict(FIELDS))
     made, other = request(shared), request(shared)
     made.sampling_params = other.sampling_params = shared
-    BEHIND_A_PIPELINE.admit(made)
+    drop_transfers(made)
     assert at_the_engine(other) == tuple(FIELDS.values())
-    BEHIND_A_PIPELINE.admit(other)
+    drop_transfers(other)
     assert at_the_engine(other) == (None, None)
 
 
-def test_one_model_without_a_pipeline_gets_what_vllm_would() -> None:
+@pytest.mark.parametrize("stages", [OF_ONE_MODEL, BEHIND_A_PIPELINE])
+async def test_one_model_without_a_pipeline_gets_what_vllm_would(stages: FleetStages) -> None:
+    fleet = IdleFleet(Orchestrator([StagePool(0, RandomBalancer())], [EngineApi()], 0, time.monotonic))
+    fleet.stages = stages
+    client = FleetClient(fleet, None, [])
     made = request(completion(**copy.deepcopy(FIELDS)))
-    OF_ONE_MODEL.admit(made)
-    assert at_the_engine(made) == tuple(FIELDS.values())
+    await client.add_request_async(made)
+    client.shutdown()
+    assert at_the_engine(made) == (tuple(FIELDS.values()) if stages is OF_ONE_MODEL else (None, None))

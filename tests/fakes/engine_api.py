@@ -5,9 +5,10 @@ from typing import Any
 
 import msgspec
 
+from vllm_omni_plugin.balancing import Prompt, Task
 from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.replicas.links.link import Frames
-from vllm_omni_plugin.vllm_api.requests.facts import CacheSize, LoadReport, RequestFacts
+from vllm_omni_plugin.vllm_api.requests.facts import CacheSize, LoadReport
 from vllm_omni_plugin.vllm_api.requests.move import Move
 
 DEAD_FRAME = b"DEAD"
@@ -115,8 +116,15 @@ class FakeEngineApi:
     def is_engine_dead(self, frames: Frames) -> bool:
         return bytes(frames[0]) == DEAD_FRAME
 
-    def describe(self, request: Any) -> RequestFacts:
-        return RequestFacts(request.prompt, session=request.session, max_tokens=request.length or None)
+    def describe(self, request: Any) -> Task:
+        return Task(
+            request_id=request.request_id,
+            engine_inputs=request,
+            sampling_params=request.sampling_params,
+            prompt=Prompt(request.prompt),
+            session=request.session,
+            max_tokens=request.length or None,
+        )
 
     def cached_tokens(self, output: Any) -> int | None:
         cached: int | None = output.cached

@@ -8,8 +8,9 @@ from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeEngineApi, FakeRequest
 from tests.fakes.links import FakeLink
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer, LoadBalancer
-from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator.orchestrator import FleetParts, Orchestrator
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
+from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     AbortRequests,
     Dispatches,
@@ -41,11 +42,14 @@ class FakeFleet:
         balancer: LoadBalancer | None = None,
         migration_limit: int = 3,
         replica_wait: float = 0.0,
+        exchange: WorkExchange | None = None,
     ) -> None:
         self.now = 0.0
-        self.pool = StagePool(0, balancer or LeastQueueLengthBalancer(), clock=lambda: self.now)
+        self.pool = StagePool(0, balancer or LeastQueueLengthBalancer(), clock=lambda: self.now, exchange=exchange)
         apis = [FakeEngineApi()]
-        self.orchestrator = Orchestrator([self.pool], apis, migration_limit, lambda: self.now, replica_wait)
+        self.orchestrator = Orchestrator(
+            [self.pool], apis, migration_limit, lambda: self.now, replica_wait, parts=self.make_parts
+        )
         self.ready_response = b""
         self.links: dict[int, FakeLink] = {}
         self.events: list[tuple[str, Any]] = []
@@ -65,6 +69,10 @@ class FakeFleet:
         assert self._running is not None
         self.orchestrator.close_queues()
         await self._running
+
+    def make_parts(self, orchestrator: Orchestrator) -> FleetParts:
+        """What ties the orchestrator to other heads."""
+        return FleetParts()
 
     def join(self, member: PoolMember, broken: bool = False) -> FakeLink:
         """The replica serves from now on, over a fresh link, unless that is broken."""

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -9,7 +10,7 @@ from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeEngineApi
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.links import FakeLink, answer_calls
-from vllm_omni_plugin.coordinator import MembershipTable, ReplicaStatus, SessionLost
+from vllm_omni_plugin.coordinator import MembershipTable, ReplicaStatus, ReplicaWork, SessionLost
 from vllm_omni_plugin.coordinator.client.head_session import HeadSession, News
 from vllm_omni_plugin.coordinator.protocol.head_messages import Call, OperatorMessage
 from vllm_omni_plugin.coordinator.protocol.head_wire import decode_from_head
@@ -19,7 +20,8 @@ from vllm_omni_plugin.coordinator.state.numbering import Numbering
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.fleet_state.front_update import FrontUpdate
 from vllm_omni_plugin.orchestrator.fleet_state.session_listener import SessionListener
-from vllm_omni_plugin.orchestrator.fleet_state.work_exchange import WorkExchange
+from vllm_omni_plugin.orchestrator.orchestrator import FleetParts, Orchestrator
+from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallReplicas, ManageReplica
 from vllm_omni_plugin.replicas.client.stage_client import StageClient
 from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
@@ -95,18 +97,25 @@ class FakeHead(FakeFleet):
     """
 
     def __init__(self, bus: HeadBus, head_id: str, replicas: int = 2) -> None:
-        super().__init__(replicas)
+        self.bus, self.head_id = bus, head_id
+        self.session = HeadSession(head_id)
+        self.exchange = WorkExchange(self.report)
+        super().__init__(replicas, exchange=self.exchange)
         for replica_id, link in self.links.items():
             self._share(replica_id, link)
-        self.bus, self.head_id = bus, head_id
         self.peer = b""
         self.inbox: deque[bytes] = deque()
-        self.session = HeadSession(head_id)
         self.adapters: dict[str, Adapter] = {}
         self.sleep_level = 0
-        self.orchestrator.exchange = WorkExchange([self.pool], self.session.report)
-        self.fleet_calls = self.orchestrator.fleet_calls = FleetCalls(self.orchestrator, head_id, lambda: self)  # type: ignore[arg-type, return-value]
         self._listener = SessionListener(self.orchestrator.rpc_async_queue)
+
+    def make_parts(self, orchestrator: Orchestrator) -> FleetParts:
+        self.fleet_calls = FleetCalls(orchestrator, self.head_id, lambda: self)  # type: ignore[arg-type, return-value]
+        return FleetParts(exchange=self.exchange, fleet_calls=self.fleet_calls)
+
+    def report(self, work: Sequence[ReplicaWork], full: bool) -> None:
+        """As `OmniCoordClientForHead.report_work`."""
+        self.session.report(work, full)
 
     async def __aenter__(self) -> "FakeHead":
         await super().__aenter__()

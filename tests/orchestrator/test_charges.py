@@ -12,7 +12,7 @@ from vllm_omni_plugin.vllm_api.requests.facts import CacheSize, LoadReport
 
 
 def charge(account: Account, task: Task, matched: int = 0, now: float = 0.0) -> StageRun:
-    run = StageRun(FakeRequest("r"), now)
+    run = StageRun("r", FakeRequest("r"), now)
     run.dispatch(0, "r-1", task, Decision(0, "test", matched_tokens=matched), now)
     account.charge(run, now)
     return run

@@ -12,7 +12,6 @@ from tests.orchestrator.test_fleet_calls import PAUSED, STORY
 from vllm_omni_plugin.coordinator import OmniCoordClientForHead, OmniCoordinator, ReplicaWork
 from vllm_omni_plugin.errors import CoordinatorAwayError
 from vllm_omni_plugin.orchestrator.fleet_state.session_listener import SessionListener
-from vllm_omni_plugin.orchestrator.fleet_state.work_exchange import WorkExchange
 
 
 class ConnectedHead(FakeHead):
@@ -22,10 +21,9 @@ class ConnectedHead(FakeHead):
         super().__init__(HeadBus(), head_id)
         listener = SessionListener(self.orchestrator.rpc_async_queue)
         self.client = OmniCoordClientForHead(coordinator, head_id, listener)
-        self.orchestrator.exchange = WorkExchange([self.pool], self._report)
         self.send, self.resync = self.client.send, self.client.resync  # type: ignore[method-assign]
 
-    def _report(self, work: Sequence[ReplicaWork], full: bool) -> None:
+    def report(self, work: Sequence[ReplicaWork], full: bool) -> None:
         self.client.report_work(work, full=full)
 
     async def __aexit__(self, *_: object) -> None:

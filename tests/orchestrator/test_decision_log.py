@@ -1,13 +1,14 @@
 """The sample of decisions in the log."""
 
 import logging
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from vllm_omni_plugin.balancing import Candidate, Decision
+from vllm_omni_plugin.balancing import Candidate, Decision, RandomBalancer
 from vllm_omni_plugin.orchestrator.pool.decision_log import DecisionLog, logger
-from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember
+from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
+from vllm_omni_plugin.replicas.client.stage_client import StageClient
 
 REPLICAS = [PoolMember(replica_id, 0) for replica_id in range(12)]
 DECISION = Decision(1, "match", (Candidate(0, 2.0), Candidate(1, 0.123456, 48)), fallback="no-events")
@@ -48,10 +49,11 @@ def test_candidates_that_make_no_sense_cost_no_request(log: pytest.LogCaptureFix
 
 
 def test_nothing_is_written_or_counted_above_debug(caplog: pytest.LogCaptureFixture) -> None:
+    pool = StagePool(0, RandomBalancer())
+    pool.serve(pool.add(), cast(StageClient, object()), "in", "out")
     caplog.set_level(logging.INFO, logger.name)
-    decisions = DecisionLog("p", every=100)
-    decisions.note(DECISION, REPLICAS, "a")
+    pool.decide({"request_id": "a"})
     assert caplog.messages == []
     caplog.set_level(logging.DEBUG, logger.name)
-    decisions.note(DECISION, REPLICAS, "b")
+    pool.decide({"request_id": "b"})
     assert caplog.messages[0].startswith("Request b ")

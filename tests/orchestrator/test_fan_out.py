@@ -17,7 +17,6 @@ from tests.fakes.links import FakeLink, answer_calls, refuse_calls
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.coordinator.protocol.call_arguments import FORGET_LORA
 from vllm_omni_plugin.errors import NOT_ALLOWED, NoReplicaError, NotAllowedError, ReplicaError
-from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallReplicas
 from vllm_omni_plugin.replicas.client.stage_client import StageClient
 from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
@@ -56,7 +55,7 @@ async def join(fleet: FakeFleet, link: FakeLink) -> list[tuple[str, list[Any]]]:
     client = StageClient(link, FakeEngineApi(), 9, lambda outputs: None, lambda reason: None)
     client.start()
     async with asyncio.timeout(5):
-        await fleet.orchestrator.fan_out.bring_up_to_date(PoolMember(9, 0), client)
+        await fleet.orchestrator.fan_out.stages[0].bring_up_to_date(client, told=False, remote=False)
     return [(method, args) for _, method, args in link.calls]
 
 

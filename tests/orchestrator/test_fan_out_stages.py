@@ -12,7 +12,6 @@ from tests.fakes.links import FakeLink, answer_calls, refuse_calls
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.errors import NoReplicaError, ReplicaError
 from vllm_omni_plugin.orchestrator.fleet_state.fan_out import FanOut
-from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallReplicas, RpcMessage
 from vllm_omni_plugin.orchestrator.requests.thread_queue import ThreadQueue
@@ -63,7 +62,7 @@ class Stages:
         client = StageClient(link, FakeEngineApi(), "joiner", lambda outputs: None, lambda reason: None)
         client.start()
         async with asyncio.timeout(5):
-            await self.fan_out.bring_up_to_date(PoolMember(9, stage_id), client)
+            await self.fan_out.stages[stage_id].bring_up_to_date(client, told=False, remote=False)
         return [(method, args) for _, method, args in link.calls]
 
 

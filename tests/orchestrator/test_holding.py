@@ -144,17 +144,18 @@ async def test_a_replica_that_is_held_back_gets_what_is_held_only_after_its_rele
         await fleet.submit("a")
         link = fleet.join(member)
         assert len(link.added) == (0 if held_back else 1)
-        fleet.pool.release_hold(member, "admin")
+        fleet.orchestrator.release_hold(member, "admin")
         assert len(link.added) == 1
 
 
 async def test_who_waits_for_service_is_told() -> None:
     async with FakeFleet(replicas=1) as fleet:
         told: list[bool] = []
-        fleet.orchestrator.on_serving = lambda: told.append(fleet.orchestrator.can_serve)
+        tell = lambda: told.append(fleet.orchestrator.can_serve)  # noqa: E731
+        fleet.orchestrator.serving_signal.tell = tell  # type: ignore[method-assign]
         member = fleet.pool.member(0)
         fleet.lose(0)
         fleet.join(member)
         fleet.pool.hold_back(member, "admin")
-        fleet.pool.release_hold(member, "admin")
+        fleet.orchestrator.release_hold(member, "admin")
         assert told == [True, True]

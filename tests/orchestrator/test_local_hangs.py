@@ -85,7 +85,7 @@ async def test_requests_of_an_engine_that_hangs_move_and_it_is_neither_killed_no
     node.pool.hold_back(second, "admin")
     node.submit(FakeRequest("a"))
     await eventually(lambda: first.queue_length == 1)
-    node.pool.release_hold(second, "admin")
+    node.orchestrator.release_hold(second, "admin")
     ToldProbe.made[0].hangs()
     assert node.statuses == [ERROR, UP]
     assert (first.queue_length, second.queue_length) == (0, 1)
@@ -128,7 +128,7 @@ async def test_what_an_engine_says_of_requests_that_have_moved_is_dropped(node: 
     node.submit(FakeRequest("a"))
     engine = node.engine_of(0)
     _, body = await hear(engine)
-    node.pool.release_hold(second, "admin")
+    node.orchestrator.release_hold(second, "admin")
     ToldProbe.made[0].hangs()
     late = FakeOutputs(outputs=[FakeOutput(body["request_id"], [1])], scheduler_stats=7)
     engine.say(msgspec.json.encode(late))
@@ -172,7 +172,8 @@ async def test_a_replica_that_is_removed_while_it_is_taken_back_does_not_serve(n
     await take_back(engine)
     await admitting.wait()
     serving: list[int] = []
-    node.pool.on_serving = lambda: serving.append(len(node.pool.serving))
+    serving_signal = node.orchestrator.serving_signal
+    serving_signal.tell = lambda: serving.append(len(node.pool.serving))  # type: ignore[method-assign]
     admitted.set()
     node.replicas.leave(first)
     await eventually(lambda: engine.process.ended)
@@ -199,7 +200,7 @@ async def test_an_engine_that_really_says_nothing_is_left_and_taken_back_on_its_
     # Asserted by the status alone: from here on it may hang again at any moment, as it answers nothing by itself.
     await eventually(lambda: member.status is ERROR)
     back: list[ReplicaStatus] = []
-    pool.on_serving = lambda: back.append(member.status)
+    orchestrator.serving_signal.tell = lambda: back.append(member.status)  # type: ignore[method-assign]
     await answer(engine, "is_sleeping", False)
     await take_back(engine)
     await eventually(lambda: back)

@@ -10,7 +10,6 @@ from tests.fakes.conditions import eventually
 from tests.fakes.links import FakeLink, answer_calls
 from tests.fakes.pipeline_fleet import FakePipelineFleet
 from tests.fakes.pipelines import CHAIN, DISAGGREGATED, SPEECH
-from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallReplicas
 from vllm_omni_plugin.replicas.client.stage_client import StageClient
 
@@ -159,5 +158,5 @@ async def test_a_stage_without_replicas_is_told_with_the_one_in_front_and_holds_
         joiner.on_call = answer_calls
         client = StageClient(joiner, fleet.apis[1], "joiner", lambda outputs: None, lambda reason: None)
         client.start()
-        await fleet.orchestrator.fan_out.bring_up_to_date(PoolMember(9, 1), client)
+        await fleet.orchestrator.fan_out.stages[1].bring_up_to_date(client, told=False, remote=False)
         assert [method for _, method, _ in joiner.calls] == ["pause_scheduler"]

@@ -20,8 +20,8 @@ from vllm_omni_plugin.orchestrator.attachment.remote_keeper import (
     LONGEST_PAUSE_S,
 )
 from vllm_omni_plugin.orchestrator.attachment.remote_replicas import MAX_ATTACHING
-from vllm_omni_plugin.orchestrator.fleet_state.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.pool.member_changes import ADMIN_HOLD
+from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     CallReplicas,
     ManageReplica,
@@ -257,7 +257,7 @@ async def test_a_replica_that_fails_what_others_took_is_attached_to_anew(fleet: 
 
 async def test_a_replica_that_is_taken_out_is_left_alone_until_all_heads_have_left_it(fleet: Fleet) -> None:
     (replica,) = await fleet.joined(row(1))
-    exchange = fleet.orchestrator.exchange = WorkExchange([fleet.pool], lambda work, full: None)
+    exchange = fleet.orchestrator.exchange = WorkExchange(lambda work, full: None)
     exchange.welcomed(["other"])
     exchange.peer_work(PeerWork("other", True, []))
     fleet.pause_over.clear()

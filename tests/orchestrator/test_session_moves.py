@@ -18,7 +18,7 @@ LAST = FakeRequest("r")
 
 def session() -> StageRun:
     """A session on replica 1 whose first chunk has been sent."""
-    run = StageRun(CHUNK, 0.0, streaming=StreamingInputState(replayable=True))
+    run = StageRun(CHUNK.request_id, CHUNK, 0.0, streaming=StreamingInputState(replayable=True))
     dispatch(run, 1, "r-1")
     return run
 

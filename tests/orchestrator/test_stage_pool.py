@@ -41,7 +41,7 @@ def make_pool(size: int, balancer: LoadBalancer | None = None) -> tuple[StagePoo
 
 
 def charge(pool: StagePool, member: PoolMember, name: str) -> StageRun:
-    state = StageRun(FakeRequest(name), 0.0)
+    state = StageRun(name, FakeRequest(name), 0.0)
     state.dispatch(member.replica_id, f"{name}-1", {}, Decision(0, "test"), 0.0)
     pool.charge(member, state)
     return state
@@ -49,7 +49,7 @@ def charge(pool: StagePool, member: PoolMember, name: str) -> StageRun:
 
 def dispatch(pool: StagePool) -> PoolMember:
     member, decision = pool.decide({})
-    state = StageRun(FakeRequest("r"), 0.0)
+    state = StageRun("r", FakeRequest("r"), 0.0)
     state.dispatch(member.replica_id, f"r-{member.dispatched}", {}, decision, 0.0)
     pool.charge(member, state)
     return member
@@ -109,7 +109,7 @@ def test_a_charge_counts_at_once_and_a_release_exactly_once() -> None:
 
 def test_releasing_a_request_without_a_replica_is_nothing() -> None:
     pool, (member,) = make_pool(1)
-    pool.release(StageRun(FakeRequest("a"), 0.0))
+    pool.release(StageRun("a", FakeRequest("a"), 0.0))
     assert member.queue_length == 0
 
 

@@ -29,7 +29,7 @@ def dispatch(state: StageRun, replica_id: int, engine_request_id: str) -> None:
 
 def state_in(phase: RequestPhase, streaming: bool = False) -> StageRun:
     """Return a request that has come to a phase by the usual way."""
-    state = StageRun(FakeRequest("r"), 0.0, streaming=StreamingInputState() if streaming else None)
+    state = StageRun("r", FakeRequest("r"), 0.0, streaming=StreamingInputState() if streaming else None)
     if phase is not RequestPhase.QUEUED:
         dispatch(state, 1, "r-1")
     if phase is RequestPhase.STREAMING:

@@ -54,11 +54,7 @@ async def test_a_burst_wakes_the_consumer_once(monkeypatch: pytest.MonkeyPatch) 
 
 async def test_put_waits_while_the_queue_is_full_and_goes_on_when_it_is_taken() -> None:
     queue: ThreadQueue[int] = ThreadQueue(2)
-    full = [queue.full]
-    for item in (1, 2):
-        await queue.put(item)
-        full.append(queue.full)
-    assert full == [False, False, True]
+    assert [queue.force_put(item) for item in (1, 2)] == [False, True]
     third = await blocked(queue.put(3))
     assert await queue.get_batch() == [1, 2]
     await third

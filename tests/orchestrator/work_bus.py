@@ -11,8 +11,8 @@ from typing import Any, cast
 from tests.fakes.engine_api import FakeRequest
 from vllm_omni_plugin.balancing import Decision, LeastQueueLengthBalancer, Prompt, Task
 from vllm_omni_plugin.coordinator import HeadLeft, PeerWork, ReplicaStatus, ReplicaWork, SessionLost, Welcome
-from vllm_omni_plugin.orchestrator.fleet_state.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
+from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 from vllm_omni_plugin.replicas.client.stage_client import StageClient
 
@@ -55,8 +55,8 @@ class WorkingHead:
     """A pool with an exchange."""
 
     def __init__(self, timers: Timers, report: Callable[[Sequence[ReplicaWork], bool], None]) -> None:
-        self.pool = StagePool(0, LeastQueueLengthBalancer(), clock=lambda: timers.now)
-        self.exchange = WorkExchange([self.pool], report, call_later=timers.call_later)
+        self.exchange = WorkExchange(report, call_later=timers.call_later)
+        self.pool = StagePool(0, LeastQueueLengthBalancer(), clock=lambda: timers.now, exchange=self.exchange)
         self.runs: list[StageRun] = []
         self._number = count()
 
@@ -76,7 +76,7 @@ class WorkingHead:
 
     def charge(self, member: PoolMember) -> StageRun:
         """A request goes there."""
-        run = StageRun(cast(Any, FakeRequest("r")), 0.0)
+        run = StageRun("r", cast(Any, FakeRequest("r")), 0.0)
         task: Task = {"prompt": Prompt(range(PROMPT_TOKENS))}
         run.dispatch(member.replica_id, f"r-{next(self._number)}", task, Decision(0, "test"), 0.0)
         self.pool.charge(member, run)
@@ -97,13 +97,16 @@ class WorkingHead:
         """As the orchestrator does."""
         match message:
             case PeerWork():
-                self.exchange.peer_work(message)
+                others_work = self.exchange.peer_work(message)
             case HeadLeft():
-                self.exchange.head_left(message.head_id)
+                others_work = self.exchange.head_left(message.head_id)
             case SessionLost():
-                self.exchange.session_lost()
+                others_work = self.exchange.session_lost()
             case Welcome():
-                self.exchange.welcomed(message.heads)
+                others_work = self.exchange.welcomed(message.heads)
+        self.pool.share_with(self.exchange.heads)
+        for member, work in others_work:
+            self.pool.join(member, work)
 
 
 class WorkBus:

@@ -19,8 +19,8 @@ LAYERS = (
     "orchestrator",
     "replicas",
     "coordinator",
-    "balancing",
     "vllm_api",
+    "balancing",
     "pipeline",
 )
 """From top to bottom."""

@@ -13,7 +13,6 @@ from vllm_omni_plugin.errors import StageInputError
 from vllm_omni_plugin.pipeline.transfer import StageInput, StageOutput
 from vllm_omni_plugin.stages.stage_launcher import python_fingerprint
 from vllm_omni_plugin.vllm_api.protocol.stage_protocol import StageRequest
-from vllm_omni_plugin.vllm_api.requests.facts import RequestFacts
 from vllm_omni_plugin.vllm_api.requests.move import Move
 
 API = api(stage(sampling={"voice": "low", "speed": 1, "pitch": 1}))
@@ -80,7 +79,8 @@ def test_a_first_stage_gets_the_embeddings_of_a_prompt_without_tokens() -> None:
     ],
 )
 def test_the_size_of_the_work_is_that_of_the_input(given: StageInput, size: int) -> None:
-    assert API.describe(build(given)) == RequestFacts(range(size), cacheable=False, max_tokens=1)
+    task = API.describe(build(given))
+    assert (task["prompt"].token_ids, task["prompt"].cacheable, task["max_tokens"]) == (range(size), False, 1)
 
 
 def test_a_request_moves_by_being_computed_again() -> None:

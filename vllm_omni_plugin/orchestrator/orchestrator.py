@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 from vllm_omni_plugin.coordinator import (
@@ -13,38 +12,36 @@ from vllm_omni_plugin.coordinator import (
     SessionLost,
     Welcome,
 )
-from vllm_omni_plugin.errors import OmniError, ReplicaError, WireError
+from vllm_omni_plugin.errors import ReplicaError, WireError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.dispatch.bad_outputs import BadOutputs
 from vllm_omni_plugin.orchestrator.dispatch.dispatcher import Dispatcher
 from vllm_omni_plugin.orchestrator.dispatch.move_budget import MoveBudget
 from vllm_omni_plugin.orchestrator.fleet_state.fan_out import FanOut
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
-from vllm_omni_plugin.orchestrator.fleet_state.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.pipeline.pipeline_requests import PipelineRequests
 from vllm_omni_plugin.orchestrator.pipeline.preparation import Preparation
 from vllm_omni_plugin.orchestrator.pipeline.request_state import OrchestratorRequestState
 from vllm_omni_plugin.orchestrator.pool.member_changes import RemoteKeeper, ReplicaKeeper, change_membership, explain
 from vllm_omni_plugin.orchestrator.pool.output_gate import OutputGate
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
+from vllm_omni_plugin.orchestrator.pool.work_exchange import OthersWork, WorkExchange
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
-    AbortRequests,
     CallReplicas,
     Explain,
     FrontMessage,
     ManageReplica,
     Membership,
-    OutputUnusable,
     PeerMessage,
     ReplicaJoined,
     ReplicaLeft,
     RpcMessage,
-    SubmitRequest,
 )
 from vllm_omni_plugin.orchestrator.requests.request_api import RequestApi
 from vllm_omni_plugin.orchestrator.requests.request_owner import Requests
-from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError, ThreadQueue
+from vllm_omni_plugin.orchestrator.requests.thread_queue import ThreadQueue
+from vllm_omni_plugin.orchestrator.serving_signal import ServingSignal
 from vllm_omni_plugin.orchestrator.single_stage import SingleStage
 from vllm_omni_plugin.pipeline import Modality
 from vllm_omni_plugin.replicas.client.stage_client import StageClient
@@ -96,7 +93,7 @@ class Orchestrator:
             heads say.
         local_replicas, remote_replicas, exchange, fleet_calls: see `FleetParts`.
         drained: replicas that an operator drained, whether they are here or not.
-        on_serving: called on the loop after every step that lets a replica take requests.
+        serving_signal: wakes those who wait until `can_serve` holds.
         request_states: unfinished requests by the client's id.
         stage_pools: the pools; their `members` and `serving` may be read from any thread.
         needed_pools: those that must serve for a plain request to be answered.
@@ -120,7 +117,7 @@ class Orchestrator:
         self.rpc_async_queue: ThreadQueue[RpcMessage] = ThreadQueue(MAX_QUEUED_REQUESTS)
         self.metrics = OrchestratorMetrics()
         self.drained: set[ReplicaKey] = set()
-        self.on_serving: Callable[[], None] = lambda: None
+        self.serving_signal = ServingSignal(lambda: self.can_serve)
         self._apis = apis
         self._clock = clock
         self._gate = OutputGate(self.output_async_queue, stage_pools)
@@ -138,10 +135,8 @@ class Orchestrator:
         for pool, api in zip(stage_pools, apis, strict=True):
             # A prefill that cannot be done at once is left to the stage behind it.
             limit, wait = (0, 0.0) if pool.stage_id in prefills else (migration_limit, replica_wait)
-            dispatcher = Dispatcher(pool, api, limit, wait, clock, self.metrics, moves, self._wake_at)
-            pool.on_serving = partial(self._replica_began_to_serve, pool.stage_id, dispatcher)
-            self._dispatchers.append(dispatcher)
-        self._requests: Requests
+            self._dispatchers.append(Dispatcher(pool, api, limit, wait, clock, self.metrics, moves, self._wake_at))
+        self._requests: Requests[Any]
         pause_order = None
         if preparation is None:
             self._requests = SingleStage(apis[0], self._dispatchers[0], self._gate.put)
@@ -174,8 +169,10 @@ class Orchestrator:
         """Serve the queues until they are closed. Sleeps while nothing comes."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._serve_requests(), name="omni-requests")
-                tasks.create_task(self.fan_out.serve(self.rpc_async_queue, self._handle_message), name="omni-calls")
+                serving = self._requests.serve(self.request_async_queue, self._bad_outputs.handle)
+                tasks.create_task(serving, name="omni-requests")
+                calls = self.fan_out.serve(self.rpc_async_queue, self._handle_message, self.fleet_calls)
+                tasks.create_task(calls, name="omni-calls")
         finally:
             if self.exchange is not None:
                 self.exchange.close()
@@ -239,7 +236,9 @@ class Orchestrator:
             raise ReplicaError(
                 f"its model cannot {task!r}: its stage needs 'sampling: {{task: ...}}' with one of {known}"
             )
-        return await self.fan_out.bring_up_to_date(member, client, told)
+        is_everything = self.fleet_calls is None or not member.remote or await self.fleet_calls.synced()
+        await self.fan_out.stages[member.stage_id].bring_up_to_date(client, told, remote=member.remote)
+        return is_everything
 
     def replica_serves(
         self, member: PoolMember, client: StageClient, input_addr: str, output_addr: str, ready_response: bytes
@@ -255,8 +254,15 @@ class Orchestrator:
         """
         member.changed_at = self._clock()
         cache = self._apis[member.stage_id].cache_size(ready_response)
-        self.stage_pools[member.stage_id].serve(member, client, input_addr, output_addr, cache)
+        serves = self.stage_pools[member.stage_id].serve(member, client, input_addr, output_addr, cache)
         self._gate.attached(client)
+        if serves:
+            self._began_to_serve(member)
+
+    def release_hold(self, member: PoolMember, reason: str) -> None:
+        """See that a replica takes requests again, unless it is held back for another reason, too."""
+        if self.stage_pools[member.stage_id].release_hold(member, reason):
+            self._began_to_serve(member)
 
     def replica_lost(self, member: PoolMember, reason: str, status: ReplicaStatus = ReplicaStatus.DOWN) -> None:
         """A replica is gone: its requests move or fail, each exactly once."""
@@ -312,9 +318,9 @@ class Orchestrator:
         for stage_id, dispatcher in enumerate(self._dispatchers):
             self._requests.handle(stage_id, dispatcher.tick())
 
-    def _replica_began_to_serve(self, stage_id: int, dispatcher: Dispatcher) -> None:
-        self._requests.handle(stage_id, dispatcher.replica_serves())
-        self.on_serving()
+    def _began_to_serve(self, member: PoolMember) -> None:
+        self._requests.handle(member.stage_id, self._dispatchers[member.stage_id].replica_serves())
+        self.serving_signal.tell()
 
     def _handle_message(self, message: Membership | Explain | PeerMessage) -> None:
         try:
@@ -323,9 +329,7 @@ class Orchestrator:
             elif isinstance(message, PeerMessage):
                 self._handle_peer_message(message)
             else:
-                change_membership(
-                    message, self.stage_pools, self.local_replicas, self.remote_replicas, self.drained, self.fleet_calls
-                )
+                change_membership(self, message)
         except Exception as error:
             logger.exception("A message could not be dealt with: %r", message)
             if isinstance(message, Explain | ManageReplica) and not message.reply.done():
@@ -334,50 +338,24 @@ class Orchestrator:
     def _handle_peer_message(self, message: PeerMessage) -> None:
         assert self.exchange is not None
         assert self.fleet_calls is not None
+        others_work: OthersWork = []
         match message:
             case Welcome():
-                self.exchange.welcomed(message.heads)
+                others_work = self.exchange.welcomed(message.heads)
                 self.fleet_calls.welcomed(message.heads)
             case PeerWork():
-                self.exchange.peer_work(message)
+                others_work = self.exchange.peer_work(message)
                 self.fleet_calls.head_joined(message.head_id)
             case HeadLeft():
-                self.exchange.head_left(message.head_id)
+                others_work = self.exchange.head_left(message.head_id)
                 self.fleet_calls.head_left(message.head_id)
             case SessionLost():
-                self.exchange.session_lost()
+                others_work = self.exchange.session_lost()
                 self.fleet_calls.session_lost()
             case _:
                 self.fleet_calls.take(message)
-
-    async def _serve_requests(self) -> None:
-        while True:
-            try:
-                batch = await self.request_async_queue.get_batch()
-            except QueueClosedError:
                 return
-            for message in batch:
-                try:
-                    self._take(message)
-                except Exception as error:
-                    self._fail_alone(message, error)
-
-    def _take(self, message: FrontMessage) -> None:
-        match message:
-            case SubmitRequest():
-                self._requests.submit(message)
-            case AbortRequests():
-                self._requests.abort(message.request_ids, message.whole)
-            case OutputUnusable():
-                self._bad_outputs.handle(message)
-
-    def _fail_alone(self, message: FrontMessage, error: Exception) -> None:
-        """What is wrong with one message, or with our handling of it, ends that request and nothing else."""
-        if isinstance(message, SubmitRequest):
-            logger.error("Request %s cannot be served.", message.request.request_id, exc_info=error)
-            try:
-                self._requests.fail(message, OmniError(f"The request failed: {error!r}"))
-            except Exception:
-                logger.exception("Nor could its client be told of that.")
-        else:
-            logger.error("%r could not be dealt with.", message, exc_info=error)
+        for pool in self.stage_pools:
+            pool.share_with(self.exchange.heads)
+        for member, work in others_work:
+            self.stage_pools[member.stage_id].join(member, work)

@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from vllm_omni_plugin.balancing import Prompt, Task
 from vllm_omni_plugin.errors import StageInputError
 from vllm_omni_plugin.pipeline.output_reader import OutputReader
 from vllm_omni_plugin.pipeline.stage import Stage
@@ -12,7 +13,6 @@ from vllm_omni_plugin.pipeline.transfer import StageInput, StageOutput
 from vllm_omni_plugin.vllm_api.protocol.stage_codec import sendable
 from vllm_omni_plugin.vllm_api.protocol.stage_protocol import CONTENT_KEY, STOP, Content, StageRequest
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
-from vllm_omni_plugin.vllm_api.requests.facts import RequestFacts
 from vllm_omni_plugin.vllm_api.requests.move import Move
 
 
@@ -50,6 +50,8 @@ class PythonStageApi(EngineApi):
         end_token: the token that ends an answer of theirs.
     """
 
+    _wave: Mapping[str, int] = {}
+
     def __init__(
         self,
         stage: Stage,
@@ -67,12 +69,6 @@ class PythonStageApi(EngineApi):
         params = source.sampling_params
         if params is not None and (params.logprobs is not None or params.prompt_logprobs is not None):
             raise StageInputError(f"Stage '{self._stage.name}': what answers is no model, and gives no logprobs.")
-
-    def attempt(self, request: Any, engine_request_id: str, client_index: int) -> StageRequest:
-        attempt: StageRequest = msgspec.structs.replace(
-            request, request_id=engine_request_id, client_index=client_index
-        )
-        return attempt
 
     def build(
         self,
@@ -124,10 +120,17 @@ class PythonStageApi(EngineApi):
             tokens.append(self._end_token)
         return msgspec.structs.replace(output, new_token_ids=tokens, pooling_output=None, kv_transfer_params=None)
 
-    def describe(self, request: Any) -> RequestFacts:
+    def describe(self, request: Any) -> Task:
         rows = 0 if request.tensor is None or not request.tensor.shape else request.tensor.shape[0]
         size = len(request.token_ids or ()) or len(request.text or "") or rows
-        return RequestFacts(range(max(1, size)), cacheable=False, session=request.session_id, max_tokens=1)
+        return Task(
+            request_id=request.request_id,
+            engine_inputs=request,
+            sampling_params=None,
+            prompt=Prompt(range(max(1, size)), cacheable=False),
+            session=request.session_id,
+            max_tokens=1,
+        )
 
     def affinity_key(self, request: Any) -> int | None:
         return None

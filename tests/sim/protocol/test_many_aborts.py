@@ -77,7 +77,7 @@ async def one_lot(head: WholeHead, draw: random.Random, prefix: str) -> None:
     head.abort(*at_once)
     if how == "held":
         await eventually(lambda: head.orchestrator.request_states.keys().isdisjoint(at_once))
-        head.pool.release_hold(head.member, HELD)
+        head.orchestrator.release_hold(head.member, HELD)
     await abort_each_in_its_moment(head, {name: moment for name, moment in moments.items() if moment})
     assert set(head.ended.values()) <= {"length"}
     head.forget()

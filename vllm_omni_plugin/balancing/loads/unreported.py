@@ -17,12 +17,13 @@ class UnreportedRequests:
     Attributes:
         heads: how many balance over these replicas, this one included.
         requests: that the others have sent and not reported; 0.0 for a head that is alone.
+        in_flight: unfinished requests of this head, which the pool counts.
     """
 
     def __init__(self) -> None:
         self.heads = 1
         self.requests = 0.0
-        self._in_flight = 0
+        self.in_flight = 0
         self._recent = 0.0
         self._as_of = 0.0
 
@@ -31,17 +32,8 @@ class UnreportedRequests:
         self.heads = heads
         self.requests = 0.0
 
-    def dispatched(self) -> None:
-        """This head sends a request."""
-        self._in_flight += 1
-        self._recent += 1.0
-
-    def ended(self, requests: int) -> None:
-        """So many of its requests have ended."""
-        self._in_flight -= requests
-
     def estimate(self, now: float, in_flight: int) -> None:
-        """Bring `requests` up to date.
+        """Bring `requests` up to date for one request more of this head, which counts from the next one on.
 
         Args:
             now: monotonic seconds.
@@ -49,9 +41,10 @@ class UnreportedRequests:
         """
         self._recent *= exp((self._as_of - now) / _AGE_S)
         self._as_of = now
-        others = max(0, in_flight - self._in_flight)
+        others = max(0, in_flight - self.in_flight)
         # As if every head had one more, which stands for those that have nothing in flight yet.
-        self.requests = self._recent * (others + self.heads - 1) / (self._in_flight + 1)
+        self.requests = self._recent * (others + self.heads - 1) / (self.in_flight + 1)
+        self._recent += 1.0
 
 
 def draw_by_water_filling(levels: Sequence[tuple[float, int]], coming: float, rng: random.Random) -> int:

@@ -21,11 +21,10 @@ from vllm_omni_plugin.admin.replica_header import new_dispatches
 from vllm_omni_plugin.admin.replies import result_of
 from vllm_omni_plugin.coordinator.protocol.call_arguments import FORGET_LORA
 from vllm_omni_plugin.errors import NoReplicaError, ReplicaError, StageError
-from vllm_omni_plugin.integration.engine_client.fleet_events import FleetEvents
+from vllm_omni_plugin.integration.engine_client.fleet_events import FLEET_EVENTS, FleetEvents
 from vllm_omni_plugin.integration.engine_client.graceful_shutdown import GracefulShutdown
 from vllm_omni_plugin.integration.engine_client.peer_front import PeerFront
 from vllm_omni_plugin.integration.engine_client.pipeline_calls import submitted
-from vllm_omni_plugin.integration.engine_client.serving_signal import ServingSignal
 from vllm_omni_plugin.integration.engine_client.unknown_calls import refuse_unknown_calls
 from vllm_omni_plugin.integration.fleet_setup.fleet import Fleet
 from vllm_omni_plugin.integration.fleet_setup.fleet_stages import FleetStages
@@ -41,6 +40,7 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
 from vllm_omni_plugin.orchestrator.requests.pipeline_call import CallEnded
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
 from vllm_omni_plugin.vllm_api.requests.adapter import adapter_of
+from vllm_omni_plugin.vllm_api.requests.request_building import drop_transfers
 
 logger = init_logger(__name__)
 
@@ -93,7 +93,6 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         self.graceful_shutdown = GracefulShutdown()
         self.peer_front: PeerFront = self._events.peer
         self._shutting_down = False
-        self._serving = ServingSignal(self._orchestrator)
         self._collector = FleetCollector(self._orchestrator)
         REGISTRY.register(self._collector)
         self._metric_files = MetricFiles(self._collector) if in_multiprocess_mode() else None
@@ -127,7 +126,7 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
 
     async def until_serving(self) -> None:
         """Return once `can_serve` holds."""
-        await self._serving.wait()
+        await self._orchestrator.serving_signal.wait()
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Let requests finish for `timeout` seconds, end the local replicas, then what is left. Idempotent; blocks."""
@@ -151,8 +150,11 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         while True:
             while self._received:
                 item = self._received.popleft()
-                if not self._events.handle(item):
+                if not isinstance(item, FLEET_EVENTS):
+                    # AsyncLLM has processed all outputs in it before it asks for the next one.
+                    self._events.sender = item.engine_index
                     return item
+                self._events.handle(item)
             try:
                 self._received.extend(await queue.get_batch())
             except QueueClosedError:
@@ -174,12 +176,14 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
 
     async def add_request_async(self, request: Any) -> None:
         """Hand a request over. Waits only while the orchestrator is far behind."""
-        self._stages.admit(request)
-        call = submitted(request.request_id)
+        call = None
+        if self._stages.pipeline is not None:
+            # Only the pipeline says to its stages where they fetch caches from.
+            drop_transfers(request)
+            call = submitted(request.request_id)
         # A further part of a session is no new request, unless its first one has not even been taken.
-        if request.request_id not in self._orchestrator.request_states and not self.graceful_shutdown.take(
-            request, call
-        ):
+        if self.graceful_shutdown.ending and request.request_id not in self._orchestrator.request_states:
+            self.graceful_shutdown.refuse(request.request_id, call)
             self.abort_call([request.request_id])
             return
         queue = self._orchestrator.request_async_queue

@@ -34,7 +34,8 @@ logger = init_logger(__name__)
 _TEXT_IN_FRONT = "a"
 """An answer's first word keeps the space in front of it when it follows some text, as it does behind any prompt."""
 
-_EVENTS = (RequestFailed, RequestStages, ReplicaJoined, ReplicaLeft, FrontUpdate)
+FLEET_EVENTS = (RequestFailed, RequestStages, ReplicaJoined, ReplicaLeft, FrontUpdate)
+"""What the orchestrator says that is no output."""
 
 
 class FleetEvents:
@@ -51,6 +52,7 @@ class FleetEvents:
         kv_event_sources: the KV-event publisher of each engine that has one, by engine index.
         peer: follows what other heads were told.
         spans: of traced requests; None if none are.
+        sender: index of the engine whose outputs AsyncLLM was given last.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class FleetEvents:
         self._vllm_config = vllm_config
         self._abort = abort
         self._complain = complain
-        self._sender = 0
+        self.sender = 0
         self._configured: set[int] = set()
         self._failures = RequestFailures()
         self._labels: StatLabels | None = None
@@ -97,34 +99,26 @@ class FleetEvents:
             guard_statistics(logger_manager)
             self._labels = StatLabels(logger_manager)
 
-    def handle(self, item: Any) -> bool:
-        """Deal with an item of the orchestrator's that is no output. Returns whether it was one."""
-        if not isinstance(item, _EVENTS):
-            # AsyncLLM has processed all outputs in it before it asks for the next one.
-            self._sender = item.engine_index
-            return False
+    def handle(self, item: Any) -> None:
+        """Deal with one of `FLEET_EVENTS`."""
         try:
-            self._handle(item)
+            match item:
+                case RequestFailed():
+                    self._abort(self._failures.fail(item))
+                case RequestStages():
+                    if self.spans is not None:
+                        self.spans.stages_ended(item)
+                case ReplicaJoined() | ReplicaLeft():
+                    self._replica_changed(item)
+                case FrontUpdate():
+                    self.peer.apply(item)
         except Exception:
             # AsyncLLM's loop would end of it, and every answer with it.
             logger.exception("%s could not be dealt with.", type(item).__name__)
-        return True
 
     def forget(self, request_id: str) -> None:
         """AsyncLLM gives up a request that it has not handed over."""
         self._abort([request_id, *self._failures.forget(request_id)])
-
-    def _handle(self, item: Any) -> None:
-        match item:
-            case RequestFailed():
-                self._abort(self._failures.fail(item))
-            case RequestStages():
-                if self.spans is not None:
-                    self.spans.stages_ended(item)
-            case ReplicaJoined() | ReplicaLeft():
-                self._replica_changed(item)
-            case FrontUpdate():
-                self.peer.apply(item)
 
     def _output_failed(self, request_id: str, error: Exception) -> None:
         logger.error("Request %s fails, since vLLM cannot process its output.", request_id, exc_info=error)
@@ -132,7 +126,7 @@ class FleetEvents:
         failure = RequestFailed(request_id, OmniError(f"The model's output could not be processed: {what}"))
         # In this order, since the request must not move with those beside it.
         self._abort([request_id, *self._failures.fail(failure)])
-        self._complain(OutputUnusable(request_id, self._sender, what))
+        self._complain(OutputUnusable(request_id, self.sender, what))
 
     def _replica_changed(self, change: ReplicaJoined | ReplicaLeft) -> None:
         if isinstance(change, ReplicaJoined):

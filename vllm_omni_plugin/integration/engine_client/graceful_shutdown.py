@@ -47,7 +47,7 @@ class GracefulShutdown:
     def bind(self, output_processor: Any) -> None:
         """From now on requests are those of AsyncLLM's `OutputProcessor`."""
         self._output_processor = output_processor
-        # vLLM's server makes AsyncLLM on the loop that answers; who makes it elsewhere has no answers before a request.
+        # vLLM's server makes AsyncLLM on the loop that answers; who makes it elsewhere has no answers before it asks.
         with suppress(RuntimeError):
             self._loop = asyncio.get_running_loop()
 
@@ -58,17 +58,16 @@ class GracefulShutdown:
         if not self.ending:
             await self._told.wait()
 
-    def take(self, request: Any, call: PipelineCall | None) -> bool:
-        """Whether a new request is to be served; if not, it has failed, and the call of a pipeline with it."""
-        self._loop = asyncio.get_running_loop()
-        if self.ending:
-            self._abort([request.request_id], begun=False)
-            if call is not None:
-                call.put(CallEnded(NoReplicaError(SHUTTING_DOWN)))
-        return not self.ending
+    def refuse(self, request_id: str, call: PipelineCall | None) -> None:
+        """A new request comes too late: it fails, and the call of a pipeline with it."""
+        self._abort([request_id], begun=False)
+        if call is not None:
+            call.put(CallEnded(NoReplicaError(SHUTTING_DOWN)))
 
     def answered(self) -> None:
-        """AsyncLLM has handled what it was given, or a client has left."""
+        """AsyncLLM asks for outputs, and has handled what it was given, or a client has left."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
         if self.ending and self._output_processor is not None and not self._output_processor.has_unfinished_requests():
             self._all_answered.set()
 

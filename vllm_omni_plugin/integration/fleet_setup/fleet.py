@@ -27,11 +27,11 @@ from vllm_omni_plugin.orchestrator.attachment.local_replicas import LocalReplica
 from vllm_omni_plugin.orchestrator.attachment.remote_replicas import RemoteReplicas
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.fleet_state.session_listener import SessionListener
-from vllm_omni_plugin.orchestrator.fleet_state.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.orchestrator import FleetParts, Orchestrator
 from vllm_omni_plugin.orchestrator.pipeline.preparation import Preparation
 from vllm_omni_plugin.orchestrator.pipeline.stage_api import StageApi
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
+from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.thread import OrchestratorThread
 from vllm_omni_plugin.replicas.client.remote import AttachSettings
 from vllm_omni_plugin.replicas.engine.engine_keeper import Timing
@@ -76,7 +76,8 @@ class Fleet:
         self._plans = stage_plans(options, vllm_config, executor_class, log_stats)
         self.stages = FleetStages.of(self._plans)
         self._reaper = Reaper()
-        self._pools = [_pool(plan) for plan in self._plans]
+        self._exchange = WorkExchange(self._report_work) if options.is_open else None
+        self._pools = [_pool(plan, self._exchange) for plan in self._plans]
         self._head_id = f"{socket.gethostname()}-{uuid.uuid4().hex}"
         self.orchestrator = self._make_orchestrator()
         self._thread = OrchestratorThread(self.orchestrator, self._local_replicas, self._remote_replicas)
@@ -136,9 +137,8 @@ class Fleet:
         if not self._options.is_open:
             return FleetParts(self._local_replicas)
         self._remote_replicas = self._keep_remote(orchestrator)
-        exchange = WorkExchange(self._pools, self._report_work)
         calls = FleetCalls(orchestrator, self._head_id, self._client_now)
-        return FleetParts(self._local_replicas, self._remote_replicas, exchange, calls)
+        return FleetParts(self._local_replicas, self._remote_replicas, self._exchange, calls)
 
     def _start_coordinator(self) -> OmniCoordinatorRuntime:
         options = self._options
@@ -218,9 +218,9 @@ def _secured(options: OmniConfig) -> OmniConfig:
         return options
 
 
-def _pool(plan: StagePlan) -> StagePool:
+def _pool(plan: StagePlan, exchange: WorkExchange | None) -> StagePool:
     balancer = build_load_balancer_factory(plan.policy, plan.policy_config)()
-    pool = StagePool(plan.stage_id, balancer, policy=plan.policy, lockstep=plan.lockstep)
+    pool = StagePool(plan.stage_id, balancer, policy=plan.policy, lockstep=plan.lockstep, exchange=exchange)
     reports = plan.vllm_config is not None and pool.wants_cache_events
     if reports and (reason := why_no_cache_events(plan.vllm_config)):
         logger.warning("Policy %s of stage %s estimates what engines have cached: %s.", plan.policy, plan.name, reason)

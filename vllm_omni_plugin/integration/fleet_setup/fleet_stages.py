@@ -8,7 +8,6 @@ from vllm_omni_plugin.integration.fleet_setup.stage_plan import StagePlan
 from vllm_omni_plugin.pipeline.fitting import BuiltInTransform
 from vllm_omni_plugin.pipeline.graph import Pipeline
 from vllm_omni_plugin.pipeline.stage import Modality
-from vllm_omni_plugin.vllm_api.requests.request_building import drop_transfers
 from vllm_omni_plugin.vllm_api.stages.stage_requests import VllmStageApi
 
 _GENERATE = "generate"
@@ -65,11 +64,6 @@ class FleetStages:
         stages, transform_of = self.pipeline.stages, self.pipeline.transform_of
         given = {stage.id for stage in stages if transform_of(stage) in (None, BuiltInTransform.KV_TRANSFER)}
         return tuple(stage_id for stage_id in self.of_the_model if stage_id in given)
-
-    def admit(self, request: Any) -> None:
-        """Take out of a client's request what only the pipeline says to its stages: where they fetch caches from."""
-        if self.pipeline is not None:
-            drop_transfers(request)
 
     def supported(self, tasks: Sequence[str]) -> tuple[str, ...]:
         """What vLLM's server shall have routes for, given what the model can do."""

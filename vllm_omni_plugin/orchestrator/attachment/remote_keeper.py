@@ -153,7 +153,7 @@ class RemoteReplicaKeeper:
             if held:
                 self._pool.hold_back(self.member, reason)
             else:
-                self._pool.release_hold(self.member, reason)
+                self._orchestrator.release_hold(self.member, reason)
         self._await_drain()
 
     def _await_drain(self) -> None:

@@ -12,8 +12,7 @@ from vllm_omni_plugin.orchestrator.dispatch.held_requests import HeldRequests
 from vllm_omni_plugin.orchestrator.dispatch.move_budget import MoveBudget
 from vllm_omni_plugin.orchestrator.dispatch.suspects import Suspects
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
-from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
-from vllm_omni_plugin.orchestrator.requests.policy_tasks import make_task
+from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics, count
 from vllm_omni_plugin.orchestrator.requests.request_api import RequestApi
 from vllm_omni_plugin.orchestrator.requests.run_events import Accepted, RunDispatched, RunEnded, RunEvent, RunFailed
 from vllm_omni_plugin.orchestrator.requests.stage_run import Fail, Loss, RequestPhase, StageRun
@@ -103,7 +102,6 @@ class Dispatcher:
             member = self._member_of(run)
             if member is not None:
                 by_member.setdefault(member, []).append(run.engine_request_id)
-            run.abort()
             self._end(run)
         for member, engine_request_ids in by_member.items():
             # A replica that turns out to be dead has nothing left to abort.
@@ -202,7 +200,9 @@ class Dispatcher:
     def _begin(self, member: PoolMember, run: StageRun, output: Any) -> None:
         cached_tokens = self._api.cached_tokens(output)
         self._pool.begin(member, run, cached_tokens)
-        self._metrics.began(run.decision, cached_tokens)
+        if cached_tokens is not None:
+            self._metrics.matched_tokens += run.decision.matched_tokens
+            self._metrics.cached_tokens += cached_tokens
         if run.suspicions:
             self._suspects.clear(run)
 
@@ -250,38 +250,34 @@ class Dispatcher:
         if run.suspicions and may_wait and self._suspects.hold(run):
             return
         try:
-            if self._pool.serving:
-                self._send_to_one(run)
-            else:
+            if not self._pool.serving:
                 self._hold(run)
+                return
+            request = run.request if run.attempts or run.first_request is None else run.first_request
+            if run.move is not Move.RESTART:
+                request = self._api.moved(request, run.move, run.produced)
+            member = self._choose(run, request)
+            attempt = run.engine_request_id
+            self._send(member, run, request)
+            if run.engine_request_id != attempt:
+                # The replica turned out to be dead, so the request has moved, or waits with all that has not been sent.
+                return
+            if run.streaming is not None:
+                for chunk in run.streaming.take_unsent():
+                    self._send(member, run, chunk)
+            if request.abort_immediately:
+                # vLLM submits such a request only for the clean-up it causes in the engine, which never answers it.
+                self._end(run)
+                self._events.append(RunEnded(run, None))
         except Exception as error:
             self._give_up_alone(run, error)
-
-    def _send_to_one(self, run: StageRun) -> None:
-        request = run.request if run.attempts or run.first_request is None else run.first_request
-        if run.move is not Move.RESTART:
-            request = self._api.moved(request, run.move, run.produced)
-        member = self._choose(run, request)
-        attempt = run.engine_request_id
-        self._send(member, run, request)
-        if run.engine_request_id != attempt:
-            # The replica turned out to be dead, so the request has moved, or waits with all that has not been sent.
-            return
-        if run.streaming is not None:
-            for chunk in run.streaming.take_unsent():
-                self._send(member, run, chunk)
-        if request.abort_immediately:
-            # vLLM submits such a request only for the clean-up it causes in the engine, which never answers it.
-            run.abort()
-            self._end(run)
-            self._events.append(RunEnded(run, None))
 
     def _choose(self, run: StageRun, request: Any) -> PoolMember:
         """The replica of the next attempt, which is charged with it from here on."""
         is_first = not run.attempts
         task = run.task
         if is_first or run.move is not Move.RESTART:
-            task = make_task(request, self._api.describe(request))
+            task = self._api.describe(request)
         key = self._api.affinity_key(request)
         # What is bound to a replica finds what it needs nowhere else.
         avoid = self._suspects.avoided(run) if run.suspicions or (key is None and self._suspects.tries) else ()
@@ -289,7 +285,9 @@ class Dispatcher:
         attempt = f"{run.request_id}-{self._head_tag}-{next(self._attempts):x}"
         run.dispatch(member.replica_id, attempt, task, decision, self._clock())
         self._pool.charge(member, run)
-        self._metrics.decided(self._pool.stage_id, self._pool.policy, decision)
+        count(self._metrics.decisions, (member.stage_id, self._pool.policy, decision.reason))
+        if decision.fallback:
+            count(self._metrics.fallbacks, (member.stage_id, self._pool.policy, decision.fallback))
         if is_first:
             self._metrics.queue_time.observe(run.dispatched_at - run.submitted_at)
             self._events.append(RunDispatched(run))
@@ -356,7 +354,6 @@ class Dispatcher:
         outputs = self._api.missing_end(run.request, run.produced, lost.engine_index)
         if outputs is None:
             return False
-        run.abort()
         self._end(run)
         self._events.append(RunEnded(run, outputs))
         return True
@@ -372,13 +369,16 @@ class Dispatcher:
         return self._pool.member(run.replica_id) if run.replica_id is not None else None
 
     def _end(self, run: StageRun) -> None:
+        run.abort()
         run.closed = True
-        self._pool.release(run)
-        self._stop_moving(run)
+        if run.replica_id is not None:
+            self._pool.release(run)
+        else:
+            self._stop_moving(run)
+            if self._held.remove(run):
+                self._count_held()
         if run.suspicions:
             self._suspects.forget(run)
-        if self._held.remove(run):
-            self._count_held()
 
     def _give_up_alone(self, run: StageRun, error: Exception) -> None:
         """What is wrong with one request, or with our handling of it, ends that request and nothing else."""

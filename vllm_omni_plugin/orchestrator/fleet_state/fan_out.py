@@ -21,7 +21,6 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     RpcMessage,
 )
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError, ThreadQueue
-from vllm_omni_plugin.replicas.client.stage_client import StageClient
 
 logger = init_logger(__name__)
 
@@ -93,7 +92,6 @@ class FanOut:
 
     Attributes:
         stages: one `StageCalls` per stage, by id.
-        shared: the calls of all heads; None where there can be no other.
     """
 
     def __init__(
@@ -103,17 +101,20 @@ class FanOut:
         pause_order: PauseOrder | None = None,
     ) -> None:
         self.stages = tuple(StageCalls(pool, distrust) for pool in stage_pools)
-        self.shared: SharedCalls | None = None
         self._pause_order = pause_order
 
     async def serve(
-        self, queue: ThreadQueue[RpcMessage], on_message: Callable[[Membership | Explain | PeerMessage], None]
+        self,
+        queue: ThreadQueue[RpcMessage],
+        on_message: Callable[[Membership | Explain | PeerMessage], None],
+        shared: SharedCalls | None = None,
     ) -> None:
         """Run each call of the queue as a task of its own, until the queue is closed; then cancel what still runs.
 
         Args:
             queue: calls, and whatever else the orchestrator is told, in order with them.
             on_message: called with each of the latter.
+            shared: the calls of all heads; None where there can be no other.
         """
         replies: dict[asyncio.Task[None], Future[list[Any]]] = {}
         try:
@@ -122,7 +123,7 @@ class FanOut:
                     if not isinstance(message, CallReplicas):
                         on_message(message)
                         continue
-                    task = asyncio.create_task(self._serve_call(message), name=f"omni-call-{message.method}")
+                    task = asyncio.create_task(self._serve_call(message, shared), name=f"omni-call-{message.method}")
                     replies[task] = message.reply
                     task.add_done_callback(replies.pop)
         except QueueClosedError:
@@ -131,26 +132,6 @@ class FanOut:
             for task, reply in replies.items():
                 task.cancel()
                 reply.cancel()
-
-    async def bring_up_to_date(self, member: PoolMember, client: StageClient, told: bool = False) -> bool:
-        """Tell a replica that attaches what the others of its stage were told. When this returns, nothing was missed.
-
-        The caller must let the replica serve without awaiting anything in between.
-
-        Args:
-            member: the replica.
-            client: speaks to its engine.
-            told: whether another head has told it everything.
-
-        Returns:
-            Whether what it was told is everything that the fleet knows.
-
-        Raises:
-            ReplicaError: the replica refused, or no calls can give it the state of the others.
-        """
-        is_everything = self.shared is None or not member.remote or await self.shared.synced()
-        await self.stages[member.stage_id].bring_up_to_date(client, told, remote=member.remote)
-        return is_everything
 
     def begin(
         self,
@@ -170,8 +151,12 @@ class FanOut:
         calls = [(stage, StageCall(c.method, c.args, stage.members, c.settle)) for stage, c in begun.calls]
         return BegunCall(begun.number, begun.method, begun.args, calls, _sending(calls))
 
-    async def settle(self, begun: BegunCall) -> list[Any]:
+    async def settle(self, begun: BegunCall, shared: SharedCalls | None = None) -> list[Any]:
         """Wait for the answers to a call of this head, and see that all heads come to the same end of it.
+
+        Args:
+            begun: the call.
+            shared: see `serve`.
 
         Returns:
             What the replicas answered that took it.
@@ -185,8 +170,8 @@ class FanOut:
         except BaseException:
             for _, call in begun.calls:
                 call.settle(False)
-            if begun.number and self.shared is not None:
-                self.shared.withdraw(begun)
+            if begun.number and shared is not None:
+                shared.withdraw(begun)
             raise
         results = [result for _, call in begun.calls for result in call.results]
         # A stage without replicas goes with the others: what they have taken, its first replica is told.
@@ -195,8 +180,8 @@ class FanOut:
         for (stage, call), was_taken in zip(begun.calls, taken, strict=True):
             call.settle(was_taken)
             stage.distrust_the_failed(call)
-        if begun.number and self.shared is not None:
-            await self.shared.finish(begun, taken)
+        if begun.number and shared is not None:
+            await shared.finish(begun, taken)
         for _, call in begun.calls:
             if call.refused:
                 raise call.answers[0]
@@ -204,9 +189,9 @@ class FanOut:
                 raise call.not_allowed
         return results
 
-    async def _serve_call(self, message: CallReplicas) -> None:
+    async def _serve_call(self, message: CallReplicas, shared: SharedCalls | None) -> None:
         try:
-            results = await self._call(message)
+            results = await self._call(message, shared)
         except Exception as error:
             if message.reply.set_running_or_notify_cancel():
                 message.reply.set_exception(error)
@@ -214,17 +199,17 @@ class FanOut:
             if message.reply.set_running_or_notify_cancel():
                 message.reply.set_result(results)
 
-    async def _call(self, message: CallReplicas) -> list[Any]:
+    async def _call(self, message: CallReplicas, shared: SharedCalls | None) -> list[Any]:
         if self._pause_order is None or message.stages is not None:
-            return await self._call_at_once(message)
+            return await self._call_at_once(message, shared)
         results = []
         staffed = {stage_id for stage_id, stage in enumerate(self.stages) if stage.members}
         async with aclosing(self._pause_order.turns(message.method, message.args, staffed)) as turns:
             async for stage_ids in turns:
-                results += await self._call_at_once(replace(message, stages=stage_ids))
+                results += await self._call_at_once(replace(message, stages=stage_ids), shared)
         return results
 
-    async def _call_at_once(self, message: CallReplicas) -> list[Any]:
+    async def _call_at_once(self, message: CallReplicas, shared: SharedCalls | None) -> list[Any]:
         method, args = message.method, message.args
         stage_ids = range(len(self.stages)) if message.stages is None else message.stages
         stages = [self.stages[stage_id] for stage_id in stage_ids]
@@ -232,12 +217,12 @@ class FanOut:
             if method in _CACHE_CALLS:
                 return []
             raise NoReplicaError(f"No replica can take the call {method} right now. Please try again later.")
-        arguments = None if self.shared is None else encode(method, args)
-        if self.shared is not None and arguments is not None:
-            return await self.settle(await self.shared.begin(method, arguments, stage_ids))
-        if self.shared is not None and stages[0].shared.leaves_state(method, args):
+        arguments = None if shared is None else encode(method, args)
+        if shared is not None and arguments is not None:
+            return await self.settle(await shared.begin(method, arguments, stage_ids), shared)
+        if shared is not None and stages[0].shared.leaves_state(method, args):
             logger.warning("Other heads cannot be told of this call of %s.", method)
-        return await self.settle(self.begin(stage_ids, method, args))
+        return await self.settle(self.begin(stage_ids, method, args), shared)
 
 
 def _sending(calls: Sequence[tuple[StageCalls, StageCall]]) -> "asyncio.Future[Any]":

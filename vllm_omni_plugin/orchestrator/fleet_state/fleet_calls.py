@@ -24,7 +24,7 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import (
 from vllm_omni_plugin.errors import CoordinatorAwayError, NotAllowedError, OmniError, ReplicaError, WireError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.fleet_state.fan_out import BegunCall
-from vllm_omni_plugin.orchestrator.fleet_state.fleet_snapshot import Head, adopt, snapshot_of
+from vllm_omni_plugin.orchestrator.fleet_state.fleet_snapshot import CallingHead, adopt, snapshot_of
 from vllm_omni_plugin.orchestrator.fleet_state.front_update import FrontUpdate, tell
 from vllm_omni_plugin.orchestrator.fleet_state.stage_calls import StageCall, StageCalls
 from vllm_omni_plugin.orchestrator.pool.member_changes import manage_by_key
@@ -48,12 +48,12 @@ class FleetCalls:
     needs no coordinator: it numbers its calls itself, and tells the coordinator when there is one.
 
     Args:
-        head: this head; its calls come by here from now on.
+        head: this head.
         head_id: its id.
         client: returns the way to the coordinator, None before there is one.
     """
 
-    def __init__(self, head: Head, head_id: str, client: Callable[[], OmniCoordClientForHead | None]) -> None:
+    def __init__(self, head: CallingHead, head_id: str, client: Callable[[], OmniCoordClientForHead | None]) -> None:
         self._head = head
         self._head_id = head_id
         self._client = client
@@ -69,7 +69,6 @@ class FleetCalls:
         # Those of other heads that have no outcome yet, by number.
         self._followed: dict[int, BegunCall] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        head.fan_out.shared = self
 
     @property
     def refusal(self) -> CoordinatorAwayError | None:
@@ -234,8 +233,7 @@ class FleetCalls:
         return self._head.fan_out.begin(call.stages, call.method, args, engines, call.number)
 
     def _manage_here(self, call: NumberedCall) -> None:
-        head, key = self._head, key_in(decode(call.method, call.arguments))
-        manage_by_key(call.method, key, head.stage_pools, head.remote_replicas, head.drained)
+        manage_by_key(self._head, call.method, key_in(decode(call.method, call.arguments)))
 
     async def _carry_through(self, begun: BegunCall, in_snapshot: bool = False) -> None:
         """Be the caller of a call that nobody here waits for.
@@ -245,7 +243,7 @@ class FleetCalls:
             in_snapshot: whether the state that this head adopted holds it, too.
         """
         try:
-            await self._head.fan_out.settle(begun)
+            await self._head.fan_out.settle(begun, self)
         except CoordinatorAwayError:
             # `finish` has told AsyncLLM's side.
             return

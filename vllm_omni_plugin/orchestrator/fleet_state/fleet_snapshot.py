@@ -1,6 +1,6 @@
 """What operators have told the fleet, as one head has followed it: taken as a snapshot, and adopted from one."""
 
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from typing import Any, Protocol
 
 from vllm_omni_plugin.coordinator import ReplicaKey
@@ -8,35 +8,23 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import FleetState, Stag
 from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.orchestrator.fleet_state.fan_out import FanOut
 from vllm_omni_plugin.orchestrator.fleet_state.front_update import FrontView, tell
-from vllm_omni_plugin.orchestrator.pool.member_changes import ADMIN_HOLD, RemoteKeeper, key_of
-from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
+from vllm_omni_plugin.orchestrator.pool.member_changes import ADMIN_HOLD, Head, key_of
 
 
-class Head(Protocol):
-    """This head; `Orchestrator` in service."""
-
-    @property
-    def stage_pools(self) -> Sequence[StagePool]: ...
+class CallingHead(Head, Protocol):
+    """A head whose operators call all replicas."""
 
     @property
     def fan_out(self) -> FanOut: ...
 
-    @property
-    def drained(self) -> set[ReplicaKey]: ...
 
-    @property
-    def remote_replicas(self) -> RemoteKeeper | None: ...
-
-    def tell_front(self, item: Any) -> None: ...
-
-
-def snapshot_of(head: Head, number: int) -> FleetState:
+def snapshot_of(head: CallingHead, number: int) -> FleetState:
     """The state that this head has followed up to the call of this number."""
     stages = [stage.shared.snapshot(stage_id) for stage_id, stage in enumerate(head.fan_out.stages)]
     return FleetState(number, stages, sorted(head.drained))
 
 
-def adopt(head: Head, state: FleetState) -> list[Coroutine[Any, Any, None]]:
+def adopt(head: CallingHead, state: FleetState) -> list[Coroutine[Any, Any, None]]:
     """Take the fleet's state for this head's.
 
     Returns:
@@ -65,4 +53,4 @@ def _adopt_drained(head: Head, drained: set[ReplicaKey]) -> None:
             if member.remote and key_of(member) in drained:
                 pool.hold_back(member, ADMIN_HOLD)
             elif member.remote:
-                pool.release_hold(member, ADMIN_HOLD)
+                head.release_hold(member, ADMIN_HOLD)

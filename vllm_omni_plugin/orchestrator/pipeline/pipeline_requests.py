@@ -16,7 +16,7 @@ from vllm_omni_plugin.orchestrator.pipeline.request_state import PipelineRequest
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import RequestFailed, RequestStages, SubmitRequest
 from vllm_omni_plugin.orchestrator.requests.pipeline_call import CallEnded, StageEvent
-from vllm_omni_plugin.orchestrator.requests.request_owner import RequestTable
+from vllm_omni_plugin.orchestrator.requests.request_owner import Requests
 from vllm_omni_plugin.orchestrator.requests.run_events import Accepted, RunDispatched, RunEvent, RunFailed
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun, StreamingInputState
 from vllm_omni_plugin.pipeline import BuiltInTransform, Modality, Stage
@@ -28,8 +28,8 @@ _NOTHING_READ = StageOutput()
 _END = StageOutput(finish_reason="stop")
 
 
-class PipelineRequests:
-    """Satisfies `Requests`, which documents the public methods. Lives on the orchestrator's loop; nothing in it blocks.
+class PipelineRequests(Requests[PipelineRequestState]):
+    """Takes each request from stage to stage.
 
     Args:
         preparation: makes the inputs of stages on threads; knows the pipeline.
@@ -39,7 +39,6 @@ class PipelineRequests:
         clock: monotonic seconds.
 
     Attributes:
-        states: unfinished requests by the client's id.
         pause_order: the order in which the stages are paused.
     """
 
@@ -51,13 +50,12 @@ class PipelineRequests:
         metrics: OrchestratorMetrics,
         clock: Callable[[], float],
     ) -> None:
+        super().__init__(put)
         pipeline = self._pipeline = preparation.pipeline
-        self.states: RequestTable[PipelineRequestState] = RequestTable()
         self.pause_order = PauseOrder(pipeline, self.states.values)
         self._apis = preparation.apis
         self._dispatchers = dispatchers
         self._preparation = preparation
-        self._put = put
         self._metrics = metrics
         self._clock = clock
         self._default_plan = make_plan(pipeline, None)
@@ -124,7 +122,7 @@ class PipelineRequests:
 
     def close(self) -> None:
         states = list(self.states.values())
-        self.states.clear()
+        super().close()
         for state in states:
             self._tell_end(state, StageError("The server has shut down."))
         self._preparation.close()
@@ -177,6 +175,7 @@ class PipelineRequests:
         """The input of a stage, or the first chunk of it, is ready."""
         api = self._apis[stage.id]
         run = state.runs[stage.id] = StageRun(
+            state.request_id,
             api.movable(given.request),
             self._clock(),
             streaming=session,

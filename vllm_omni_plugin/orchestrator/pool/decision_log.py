@@ -1,6 +1,5 @@
 """Why requests went where they went, in the log: a sample, since all of them would be too many to read or to write."""
 
-import logging
 from collections.abc import Sequence
 from heapq import nsmallest
 
@@ -15,7 +14,7 @@ _MAX_CANDIDATES = 8
 
 
 class DecisionLog:
-    """Logs the first decision and every so manyth one after it, at DEBUG. Costs one comparison while that is off.
+    """Logs the first decision and every so manyth one after it. For whoever finds `logger` enabled for DEBUG.
 
     Args:
         policy: what decides, by its name.
@@ -29,8 +28,6 @@ class DecisionLog:
 
     def note(self, decision: Decision, replicas: Sequence[PoolMember], request_id: str) -> None:
         """A request goes to `replicas[decision.position]`."""
-        if not logger.isEnabledFor(logging.DEBUG):
-            return
         if self._noted % self._every == 0:
             logger.debug("Request %s goes to replica %s", request_id, self._told(decision, replicas))
         self._noted += 1

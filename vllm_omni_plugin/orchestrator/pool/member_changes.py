@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 from vllm_omni_plugin.coordinator import ReplicaKey
 from vllm_omni_plugin.coordinator.state.call_log import note_drained
@@ -50,50 +50,58 @@ class OtherHeads(Protocol):
         """Let them do the same with a replica of another process, then answer the operator."""
 
 
-def change_membership(
-    message: Membership,
-    stage_pools: Sequence[StagePool],
-    local_replicas: ReplicaKeeper | None,
-    remote_replicas: RemoteKeeper | None,
-    drained: set[ReplicaKey],
-    others: OtherHeads | None,
-) -> None:
-    """Carry out one change.
+class Head(Protocol):
+    """This head; `Orchestrator` in service.
 
-    Args:
-        message: the change.
-        stage_pools: the pools by stage.
-        local_replicas: keeps the replicas of this node, None without any.
-        remote_replicas: keeps those of other processes, None in a head that nobody can join.
+    Attributes:
+        local_replicas: keeps the replicas of this node; None without any.
+        remote_replicas: keeps those of other processes; None in a head that nobody can join.
         drained: replicas of other processes that an administrator has drained, whether they are here or not.
-        others: the other heads, None in a head that nobody can join.
+        fleet_calls: the other heads; None in a head that nobody can join.
     """
+
+    @property
+    def stage_pools(self) -> Sequence[StagePool]: ...
+
+    @property
+    def local_replicas(self) -> ReplicaKeeper | None: ...
+
+    @property
+    def remote_replicas(self) -> RemoteKeeper | None: ...
+
+    @property
+    def drained(self) -> set[ReplicaKey]: ...
+
+    @property
+    def fleet_calls(self) -> OtherHeads | None: ...
+
+    def release_hold(self, member: PoolMember, reason: str) -> None: ...
+
+    def tell_front(self, item: Any) -> None: ...
+
+
+def change_membership(head: Head, message: Membership) -> None:
+    """Carry out one change."""
     if isinstance(message, ManageReplica):
         if message.reply.set_running_or_notify_cancel():
-            _manage(message, stage_pools, local_replicas, remote_replicas, drained, others)
-    elif remote_replicas is None:
+            _manage(head, message)
+    elif head.remote_replicas is None:
         logger.error("A head without --omni-master-address cannot take remote replicas: %r", message)
     elif isinstance(message, RegisterRemoteReplica):
-        remote_replicas.register(message)
+        head.remote_replicas.register(message)
     else:
-        remote_replicas.unregister(message)
+        head.remote_replicas.unregister(message)
 
 
-def manage_by_key(
-    action: str,
-    key: ReplicaKey,
-    stage_pools: Sequence[StagePool],
-    remote_replicas: RemoteKeeper | None,
-    drained: set[ReplicaKey],
-) -> None:
+def manage_by_key(head: Head, action: str, key: ReplicaKey) -> None:
     """Do with a replica of another process what an administrator wants who told another head. It need not be here."""
-    note_drained(action, key, drained)
-    for pool in stage_pools:
+    note_drained(action, key, head.drained)
+    for pool in head.stage_pools:
         for member in pool.members:
             if member.remote and key_of(member) == key:
                 # Who is not attached to it has nobody to tell, and another head has told it.
                 with suppress(ReplicaError):
-                    _carry_out(action, pool, member, remote_replicas)
+                    _carry_out(head, action, member)
 
 
 def key_of(member: PoolMember) -> ReplicaKey:
@@ -111,21 +119,14 @@ def explain(message: Explain, stage_pools: Sequence[StagePool]) -> None:
         message.reply.set_exception(error)
 
 
-def _manage(
-    message: ManageReplica,
-    stage_pools: Sequence[StagePool],
-    local_replicas: ReplicaKeeper | None,
-    remote_replicas: RemoteKeeper | None,
-    drained: set[ReplicaKey],
-    others: OtherHeads | None,
-) -> None:
+def _manage(head: Head, message: ManageReplica) -> None:
+    others = head.fleet_calls
     try:
-        pool = stage_pools[message.stage_id]
-        member = pool.member(message.replica_id)
+        member = head.stage_pools[message.stage_id].member(message.replica_id)
         key = key_of(member)
         if member.remote and others is not None and others.refusal is not None:
             raise others.refusal
-        _carry_out(message.action, pool, member, remote_replicas if member.remote else local_replicas)
+        _carry_out(head, message.action, member)
     except LookupError:
         message.reply.set_exception(
             ReplicaError(f"stage {message.stage_id} has no replica {message.replica_id}"),
@@ -134,18 +135,19 @@ def _manage(
         message.reply.set_exception(error)
     else:
         if member.remote:
-            note_drained(message.action, key, drained)
+            note_drained(message.action, key, head.drained)
         if member.remote and others is not None:
             others.managed(message.action, key, message.reply)
         else:
             message.reply.set_result(None)
 
 
-def _carry_out(action: str, pool: StagePool, member: PoolMember, keeper: ReplicaKeeper | None) -> None:
+def _carry_out(head: Head, action: str, member: PoolMember) -> None:
     if action == "drain":
-        pool.hold_back(member, ADMIN_HOLD)
+        head.stage_pools[member.stage_id].hold_back(member, ADMIN_HOLD)
     elif action == "resume":
-        pool.release_hold(member, ADMIN_HOLD)
+        head.release_hold(member, ADMIN_HOLD)
     else:
+        keeper = head.remote_replicas if member.remote else head.local_replicas
         assert keeper is not None
         keeper.leave(member)

@@ -30,7 +30,12 @@ class OutputGate:
         """Hand one item over, whatever the length of the queue. Lost once the queue is closed."""
         if self._timer is not None:
             self._put_waiting()
-        self._put(item)
+        try:
+            is_full = self._queue.force_put(item)
+        except QueueClosedError:
+            return
+        if is_full and self._throttle is None:
+            self._throttle = asyncio.get_running_loop().create_task(self._wait_for_reader(), name="omni-throttle")
 
     def put_later(self, item: Any) -> None:
         """Hand an item over with the next one, and within 20 ms, in order. For what no client waits for.
@@ -47,15 +52,7 @@ class OutputGate:
             self._timer = None
         waiting, self._later = self._later, []
         for item in waiting:
-            self._put(item)
-
-    def _put(self, item: Any) -> None:
-        try:
-            self._queue.force_put(item)
-        except QueueClosedError:
-            return
-        if self._queue.full and self._throttle is None:
-            self._throttle = asyncio.get_running_loop().create_task(self._wait_for_reader(), name="omni-throttle")
+            self.put(item)
 
     def attached(self, client: StageClient) -> None:
         """A replica begins to serve: it waits with the others."""

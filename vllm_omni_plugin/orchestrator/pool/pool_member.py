@@ -2,12 +2,11 @@
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from vllm_omni_plugin.balancing import ReplicaLoad
 from vllm_omni_plugin.coordinator import ReplicaStatus, engine_key
 from vllm_omni_plugin.orchestrator.pool.engine_index import engine_index
-from vllm_omni_plugin.orchestrator.requests.charges import Account, Work
+from vllm_omni_plugin.orchestrator.requests.charges import Account
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 from vllm_omni_plugin.replicas.client.stage_client import StageClient
 
@@ -73,16 +72,3 @@ class PoolMember:
     def engine_key(self) -> int:
         """By what all heads name the start of the replica that this head is or was attached to."""
         return engine_key(self.stage_id, self.input_addr, self.output_addr, self.incarnation)
-
-
-class Peers(Protocol):
-    """The other heads of the fleet, as a pool sees them; `work_exchange.WorkExchange` in service."""
-
-    def serves(self, member: PoolMember) -> Work | None:
-        """A replica is about to serve. Returns what the others have charged to it; None: they do not say."""
-
-    def changed(self, member: PoolMember) -> None:
-        """What this head has charged to a replica may have changed."""
-
-    def lost(self, member: PoolMember) -> None:
-        """A replica is lost, and nothing is charged to it any more."""

@@ -1,8 +1,11 @@
 """The replicas of one stage: who serves, what each has to do, and who gets the next request."""
 
 import asyncio
+import itertools
+import logging
 import time
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
 
 from vllm_omni_plugin.balancing import (
     CacheChange,
@@ -14,10 +17,10 @@ from vllm_omni_plugin.balancing import (
 )
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import NoReplicaError
-from vllm_omni_plugin.orchestrator.pool.decision_log import DecisionLog
+from vllm_omni_plugin.orchestrator.pool import decision_log
 from vllm_omni_plugin.orchestrator.pool.policy_guard import PolicyGuard
-from vllm_omni_plugin.orchestrator.pool.pool_member import Peers, PoolMember
-from vllm_omni_plugin.orchestrator.pool.pool_members import PoolMembers, with_member, without_member
+from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
+from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.requests.charges import UNKNOWN_CACHE, Account, Work
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import Explanation
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
@@ -31,6 +34,9 @@ BOUND = "bound"
 APART = "apart"
 """The reason where a request and others are kept apart, because an engine may have died of one; see `Suspects`."""
 
+_MAX_DESCRIBED = 8
+"""Replicas whose states an error names one by one."""
+
 
 class StagePool:
     """The replicas of one stage and the policy that chooses among those that serve.
@@ -43,13 +49,13 @@ class StagePool:
         policy: the policy's name, that of its class by default.
         clock: monotonic seconds.
         lockstep: whether engines die with others of their group, so that a death says nothing of what runs there.
+        exchange: tells other heads what is charged here; None if there cannot be any.
 
     Attributes:
-        on_serving: called after every step that lets a replica take new requests.
         policy: the policy's name.
-        serving: the replicas that take new requests, in order of their ids. Replaced when membership changes, so that
-            other threads may read it.
-        peers: the other heads, which are told of what is charged here; None if there cannot be any.
+        members: all replicas, in order of their ids. Replaced when membership changes, so that other threads may read
+            it.
+        serving: those that take new requests; likewise.
         lockstep: as above.
     """
 
@@ -60,27 +66,23 @@ class StagePool:
         policy: str = "",
         clock: Callable[[], float] = time.monotonic,
         lockstep: bool = False,
+        exchange: WorkExchange | None = None,
     ) -> None:
         self.stage_id = stage_id
-        self.on_serving: Callable[[], None] = lambda: None
-        self.peers: Peers | None = None
+        self._exchange = exchange
         self.lockstep = lockstep
         self._policy = PolicyGuard(balancer, policy)
         self.policy = self._policy.name
-        self._log = DecisionLog(self.policy)
+        self._log = decision_log.DecisionLog(self.policy)
         self._clock = clock
-        self._members = PoolMembers(stage_id)
+        self._by_id: dict[int, PoolMember] = {}
         self._unreported = UnreportedRequests()
+        self.members: tuple[PoolMember, ...] = ()
         self.serving: ServingReplicas[PoolMember] = ServingReplicas((), self._unreported)
 
     def __repr__(self) -> str:
         replicas = ", ".join(f"{m.replica_id}: {m.status.value} {m.queue_length}" for m in self.members)
         return f"<StagePool {self.stage_id} [{replicas}]>"
-
-    @property
-    def members(self) -> tuple[PoolMember, ...]:
-        """All replicas, in order of their ids. Safe to read from any thread."""
-        return self._members.members
 
     @property
     def follows_caches(self) -> bool:
@@ -98,7 +100,13 @@ class StagePool:
         Raises:
             ValueError: the id is taken.
         """
-        return self._members.add(replica_id)
+        if replica_id is None:
+            replica_id = next(number for number in itertools.count() if number not in self._by_id)
+        if replica_id in self._by_id:
+            raise ValueError(f"stage {self.stage_id} has a replica {replica_id} already")
+        member = self._by_id[replica_id] = PoolMember(replica_id, self.stage_id)
+        self.members = _in_order((*self.members, member))
+        return member
 
     def remove(self, member: PoolMember) -> None:
         """Forget a member and free its id. Nothing to do if it was removed before.
@@ -108,14 +116,13 @@ class StagePool:
         """
         if member.client is not None:
             raise ValueError(f"replica {member.replica_id} of stage {self.stage_id} still serves")
-        self._members.remove(member)
+        if self._by_id.get(member.replica_id) is member:
+            del self._by_id[member.replica_id]
+            self.members = _in_order(self._by_id.values())
 
     def member(self, replica_id: int) -> PoolMember:
         """The replica with this id. Raises KeyError if there is none."""
-        member = self._members.get(replica_id)
-        if member is None:
-            raise KeyError(replica_id)
-        return member
+        return self._by_id[replica_id]
 
     def serve(
         self,
@@ -124,26 +131,26 @@ class StagePool:
         input_addr: str,
         output_addr: str,
         cache: CacheSize = UNKNOWN_CACHE,
-    ) -> None:
-        """The replica takes requests from now on, over this client, unless it is held back."""
+    ) -> bool:
+        """The replica takes requests from now on, over this client, unless it is held back. Returns whether it does."""
         member.client, member.input_addr, member.output_addr = client, input_addr, output_addr
         member.account = Account(cache)
-        if self.peers is not None:
-            member.account.join(self.peers.serves(member))
-        self._enter_service(member)
+        if self._exchange is not None:
+            member.account.join(self._exchange.serves(member))
+        return self._enter_service(member)
 
     def lose(self, member: PoolMember, status: ReplicaStatus) -> list[StageRun]:
         """The replica is gone or no longer trusted. Returns the requests that were in flight there."""
         orphans = list(member.in_flight.values())
         member.in_flight.clear()
-        self._unreported.ended(len(orphans))
+        self._unreported.in_flight -= len(orphans)
         served, member.client = member.client is not None, None
         self._set_status(member, status)
         member.account = Account()
         if served:
             self._policy.tell("forgotten", member)
-            if self.peers is not None:
-                self.peers.lost(member)
+            if self._exchange is not None:
+                self._exchange.lost(member)
         member.tell_if_idle()
         return orphans
 
@@ -152,11 +159,14 @@ class StagePool:
 
         Holds of different reasons add up, and one outlives the loss of the replica: who placed it releases it.
         """
-        self._hold(member, member.held_back | {reason})
+        member.held_back |= {reason}
+        if member.client is not None:
+            self._enter_service(member)
 
-    def release_hold(self, member: PoolMember, reason: str) -> None:
-        """Undo `hold_back` with the same reason. Nothing to do if there is no such hold."""
-        self._hold(member, member.held_back - {reason})
+    def release_hold(self, member: PoolMember, reason: str) -> bool:
+        """Undo `hold_back` with the same reason. Returns whether the replica takes requests from now on."""
+        member.held_back -= {reason}
+        return member.client is not None and self._enter_service(member)
 
     def when_idle(self, member: PoolMember) -> "asyncio.Future[None]":
         """Done as soon as nothing is in flight on a replica; it may get more unless it is held back."""
@@ -195,7 +205,8 @@ class StagePool:
             places = [place for place, member in enumerate(serving) if member.replica_id not in avoid]
             if places:
                 decision = Decision(min(places, key=lambda place: serving[place].queue_length), APART)
-        self._log.note(decision, serving, task.get("request_id", ""))
+        if decision_log.logger.isEnabledFor(logging.DEBUG):
+            self._log.note(decision, serving, task.get("request_id", ""))
         return serving[decision.position], decision
 
     def explain(self, task: Task) -> Explanation:
@@ -218,7 +229,7 @@ class StagePool:
         """
         wait = f"; the request waited {waited:.0f} s for one" if waited else ""
         return NoReplicaError(
-            f"No replica of stage {self.stage_id} can serve right now ({self._members.describe()}){wait}. "
+            f"No replica of stage {self.stage_id} can serve right now ({_states(self.members)}){wait}. "
             "Please try again later."
         )
 
@@ -227,7 +238,7 @@ class StagePool:
         member.in_flight[run.engine_request_id] = run
         member.dispatched += 1
         member.account.charge(run, run.attempt_at)
-        self._unreported.dispatched()
+        self._unreported.in_flight += 1
         self._work_changed(member)
         self._policy.tell("dispatched", run.task, member, run.decision)
 
@@ -244,10 +255,10 @@ class StagePool:
 
     def release(self, run: StageRun) -> None:
         """The request is no longer in flight; nothing to do if it was released before."""
-        member = self._members.get(run.replica_id) if run.replica_id is not None else None
+        member = None if run.replica_id is None else self._by_id.get(run.replica_id)
         if member is None or member.in_flight.pop(run.engine_request_id, None) is None:
             return
-        self._unreported.ended(1)
+        self._unreported.in_flight -= 1
         now = self._clock()
         member.account.release(run, now)
         self._work_changed(member)
@@ -276,25 +287,31 @@ class StagePool:
 
     def _work_changed(self, member: PoolMember) -> None:
         self.serving.changed(member)
-        if self.peers is not None:
-            self.peers.changed(member)
+        if self._exchange is not None:
+            self._exchange.changed(member)
 
-    def _hold(self, member: PoolMember, reasons: frozenset[str]) -> None:
-        member.held_back = reasons
-        if member.client is not None:
-            self._enter_service(member)
-
-    def _enter_service(self, member: PoolMember) -> None:
-        if member.held_back:
-            self._set_status(member, ReplicaStatus.DRAINING)
-            return
-        self._set_status(member, ReplicaStatus.UP)
-        self.on_serving()
+    def _enter_service(self, member: PoolMember) -> bool:
+        self._set_status(member, ReplicaStatus.DRAINING if member.held_back else ReplicaStatus.UP)
+        return not member.held_back
 
     def _set_status(self, member: PoolMember, status: ReplicaStatus) -> None:
         served, serves = member.status is ReplicaStatus.UP, status is ReplicaStatus.UP
         member.status = status
         if served and not serves:
-            self.serving = ServingReplicas(without_member(self.serving, member), self._unreported)
+            self.serving = ServingReplicas([m for m in self.serving if m is not member], self._unreported)
         elif serves and not served:
-            self.serving = ServingReplicas(with_member(self.serving, member), self._unreported)
+            self.serving = ServingReplicas(_in_order((*self.serving, member)), self._unreported)
+
+
+def _in_order(members: Iterable[PoolMember]) -> tuple[PoolMember, ...]:
+    return tuple(sorted(members, key=lambda member: member.replica_id))
+
+
+def _states(members: Collection[PoolMember]) -> str:
+    """In what state replicas are, in words for the API's user."""
+    if not members:
+        return "it has none"
+    if len(members) > _MAX_DESCRIBED:
+        counts = Counter(member.status.value for member in members)
+        return "of its replicas " + ", ".join(f"{count} are {status}" for status, count in sorted(counts.items()))
+    return ", ".join(f"replica {member.replica_id} is {member.status.value}" for member in members)

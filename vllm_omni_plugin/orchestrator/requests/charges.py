@@ -55,6 +55,8 @@ class Account:
         self._computed_tokens = 0.0
         self._computing_s = 0.0
         self._seen_until = 0.0
+        # As it was asked for last; None once something has changed since.
+        self._load: ReplicaLoad | None = None
 
     @property
     def own(self) -> Work:
@@ -63,32 +65,40 @@ class Account:
 
     @property
     def load(self) -> ReplicaLoad:
-        """All of it at this moment."""
-        return ReplicaLoad(
-            self.requests,
-            self.others,
-            self.prefill_tokens,
-            self._decode_tokens,
-            *self._report,
-            self._computed_tokens / self._computing_s if self._computing_s else 0.0,
-            *self._cache,
-            self._peers is not None,
-        )
+        """All of it at this moment; the same object until something changes."""
+        load = self._load
+        if load is None:
+            load = self._load = ReplicaLoad(
+                self.requests,
+                self.others,
+                self.prefill_tokens,
+                self._decode_tokens,
+                *self._report,
+                self._computed_tokens / self._computing_s if self._computing_s else 0.0,
+                *self._cache,
+                self._peers is not None,
+            )
+        return load
 
     def join(self, peers: Work | None) -> None:
         """The other heads have charged so much; None: they do not say, and the engine's word counts."""
+        self._load = None
         self._peers = peers
         self._count_others()
 
     def charge(self, run: StageRun, now: float) -> None:
         """An attempt is about to be sent."""
+        self._load = None
         self.requests += 1
         if run.prefill_tokens:
-            self._pass_time(now, busy=self.prefill_tokens > self._peers_prefill_tokens)
+            if self.prefill_tokens > self._peers_prefill_tokens:
+                self._pass_time(now)
+            self._seen_until = now
             self.prefill_tokens += run.prefill_tokens
 
     def begin(self, run: StageRun, now: float) -> None:
         """Its first output came: the prompt is computed, and what it holds of the KV memory stays to its end."""
+        self._load = None
         run.began = True
         self._end_prefill(run, now, computed=run.prefill_tokens)
         self._decode_tokens += run.prompt_tokens + run.output_tokens
@@ -98,9 +108,11 @@ class Account:
         run.output_tokens += tokens
         if run.began:
             self._decode_tokens += tokens
+            self._load = None
 
     def release(self, run: StageRun, now: float) -> None:
         """The attempt is over, for whatever reason. To be called once."""
+        self._load = None
         self.requests -= 1
         if run.began:
             self._decode_tokens -= run.prompt_tokens + run.output_tokens
@@ -122,6 +134,7 @@ class Account:
         """
         own, before = self.requests - self.others, self.requests
         if own:
+            self._load = None
             self._report = report
             self._reported_others = max(0, report.waiting + report.running - own)
             self._count_others()
@@ -135,12 +148,12 @@ class Account:
 
     def _end_prefill(self, run: StageRun, now: float, computed: int) -> None:
         if run.prefill_tokens:
-            self._pass_time(now, busy=True, computed=computed)
+            self._pass_time(now, computed)
             self.prefill_tokens -= run.prefill_tokens
 
-    def _pass_time(self, now: float, busy: bool, computed: int = 0) -> None:
-        """Account for the time since the last call, in which the replica was or was not computing prompts."""
-        elapsed = max(0.0, now - self._seen_until) if busy else 0.0
+    def _pass_time(self, now: float, computed: int = 0) -> None:
+        """Account for the time since then, in which the replica was computing prompts."""
+        elapsed = max(0.0, now - self._seen_until)
         self._seen_until = now
         weight = exp(-elapsed / _RATE_MEMORY_S)
         self._computed_tokens = self._computed_tokens * weight + computed

@@ -2,7 +2,6 @@
 
 from prometheus_client import Histogram
 
-from vllm_omni_plugin.balancing import Decision
 from vllm_omni_plugin.vllm_api.requests.move import Move
 
 _MAX_REASONS = 64
@@ -62,21 +61,9 @@ class OrchestratorMetrics:
         self.has_session: bool | None = None
         self.waiting = 0
 
-    def decided(self, stage_id: int, policy: str, decision: Decision) -> None:
-        """Count a decision that is carried out."""
-        _count(self.decisions, (stage_id, policy, decision.reason))
-        if decision.fallback:
-            _count(self.fallbacks, (stage_id, policy, decision.fallback))
-
     def spent(self, stage_id: int, name: str, part: str, seconds: float) -> None:
         """Count what a request has spent in one part of a stage."""
         self.stage_seconds.labels(str(stage_id), name, part).observe(seconds)
-
-    def began(self, decision: Decision, cached_tokens: int | None) -> None:
-        """Count what a first output says of a decision."""
-        if cached_tokens is not None:
-            self.matched_tokens += decision.matched_tokens
-            self.cached_tokens += cached_tokens
 
     @property
     def held(self) -> int:
@@ -94,7 +81,8 @@ def _seconds(name: str, documentation: str, labels: tuple[str, ...] = ()) -> His
     return Histogram(f"vllm_omni_fleet:{name}_seconds", documentation, labels, buckets=_BUCKETS_S, registry=None)
 
 
-def _count(counts: dict[tuple[int, str, str], int], key: tuple[int, str, str]) -> None:
+def count(counts: dict[tuple[int, str, str], int], key: tuple[int, str, str]) -> None:
+    """Count a decision by stage, policy and reason; reasons beyond the first 64 as one."""
     if key not in counts and len(counts) >= _MAX_REASONS:
         key = (*key[:2], _OTHER_REASON)
     counts[key] = counts.get(key, 0) + 1

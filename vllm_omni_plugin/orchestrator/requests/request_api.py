@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from vllm_omni_plugin.vllm_api.requests.facts import CacheSize, LoadReport, RequestFacts
+from vllm_omni_plugin.balancing import Task
+from vllm_omni_plugin.vllm_api.requests.facts import CacheSize, LoadReport
 from vllm_omni_plugin.vllm_api.requests.move import Move
 
 
@@ -19,7 +20,7 @@ class RequestApi(Protocol):
     def vocabulary(self) -> int | None:
         """Ids of the model's tokens are below this; None: it is not known."""
 
-    def describe(self, request: Any) -> RequestFacts:
+    def describe(self, request: Any) -> Task:
         """What policies may know of a request, or of an attempt to go on with it."""
 
     def cached_tokens(self, output: Any) -> int | None:

@@ -1,12 +1,22 @@
-"""The unfinished requests, and what the orchestrator asks of those who see them through their stages."""
+"""The unfinished requests, and what AsyncLLM's side says of them."""
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
 
 from vllm_omni_plugin.errors import OmniError
-from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import SubmitRequest
+from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
+    AbortRequests,
+    FrontMessage,
+    OutputUnusable,
+    SubmitRequest,
+)
 from vllm_omni_plugin.orchestrator.requests.run_events import Accepted, RunEvent
+from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError, ThreadQueue
+
+logger = init_logger(__name__)
 
 S = TypeVar("S")
 
@@ -44,22 +54,56 @@ class RequestTable(dict[str, S], Generic[S]):
             self._waiter.set_result(None)
 
 
-class Requests(Protocol):
-    """Owns all unfinished requests; `SingleStage` and `PipelineRequests` in service. Nothing in it blocks."""
+class Requests(ABC, Generic[S]):
+    """Owns all unfinished requests; `SingleStage` and `PipelineRequests` say how. Nothing in it blocks.
 
-    @property
-    def states(self) -> RequestTable[Any]:
-        """By the client's id; each an `OrchestratorRequestState`."""
+    Args:
+        put: gives an item to AsyncLLM's side.
 
+    Attributes:
+        states: unfinished requests by the client's id.
+    """
+
+    def __init__(self, put: Callable[[Any], None]) -> None:
+        self.states: RequestTable[S] = RequestTable()
+        self._put = put
+
+    async def serve(self, queue: ThreadQueue[FrontMessage], on_unusable: Callable[[OutputUnusable], None]) -> None:
+        """Take what AsyncLLM's side says of requests, in order, until the queue is closed.
+
+        Args:
+            queue: of these messages.
+            on_unusable: called with what it says of a replica instead.
+        """
+        while True:
+            try:
+                batch = await queue.get_batch()
+            except QueueClosedError:
+                return
+            for message in batch:
+                try:
+                    if isinstance(message, SubmitRequest):
+                        self.submit(message)
+                    elif isinstance(message, AbortRequests):
+                        self.abort(message.request_ids, message.whole)
+                    else:
+                        on_unusable(message)
+                except Exception as error:
+                    self._fail_alone(message, error)
+
+    @abstractmethod
     def submit(self, message: SubmitRequest) -> None:
         """Take a new request, or a further chunk of a streaming-input session."""
 
+    @abstractmethod
     def fail(self, message: SubmitRequest, error: OmniError) -> None:
         """End a request that `submit` raised an error of, whatever of it has begun."""
 
+    @abstractmethod
     def abort(self, request_ids: Sequence[str], whole: bool) -> None:
         """The client does not want these any more; see `AbortRequests`. Unknown ids are those that have just ended."""
 
+    @abstractmethod
     def take(self, stage_id: int, accepted: Sequence[Accepted]) -> list[Any]:
         """A stage has put something out.
 
@@ -67,8 +111,21 @@ class Requests(Protocol):
             The outputs that go to vLLM's server.
         """
 
+    @abstractmethod
     def handle(self, stage_id: int, events: Sequence[RunEvent]) -> None:
         """What the stage's dispatcher returned."""
 
     def close(self) -> None:
         """Give up what still waits. Idempotent."""
+        self.states.clear()
+
+    def _fail_alone(self, message: FrontMessage, error: Exception) -> None:
+        """What is wrong with one message, or with our handling of it, ends that request and nothing else."""
+        if not isinstance(message, SubmitRequest):
+            logger.error("%r could not be dealt with.", message, exc_info=error)
+            return
+        logger.error("Request %s cannot be served.", message.request.request_id, exc_info=error)
+        try:
+            self.fail(message, OmniError(f"The request failed: {error!r}"))
+        except Exception:
+            logger.exception("Nor could its client be told of that.")

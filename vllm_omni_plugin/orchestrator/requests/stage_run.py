@@ -4,6 +4,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any
 
 from vllm_omni_plugin.balancing import Decision, Task
@@ -108,11 +109,12 @@ class StreamingInputState:
         self.open_turns = 1 + sum(chunk.resumable for chunk in self.unsent)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class StageRun:
     """A stage's work on one request, from its input to its end, over all attempts.
 
     Attributes:
+        request_id: the id under which the client knows the request.
         request: vLLM's `EngineCoreRequest`, or what stands for it in a stage of another kind.
         submitted_at: monotonic seconds at which it was submitted.
         phase: see `RequestPhase`; changed by the methods below only.
@@ -131,7 +133,6 @@ class StageRun:
         losses: of the replicas that it has lost.
         suspicions: those of them that it may have caused; none once it has had output since, see `Suspects`.
         closed: whether it has left its dispatcher, which keeps nothing of it any more.
-        request_id: the id under which the client knows the request.
         task: what the policy was told of the last attempt.
         decision: what it answered.
         attempt_at: monotonic seconds at which the last attempt was charged to its replica.
@@ -142,6 +143,7 @@ class StageRun:
         output_tokens: tokens that the engine has produced in it.
     """
 
+    request_id: str
     request: Any
     submitted_at: float
     phase: RequestPhase = RequestPhase.QUEUED
@@ -150,7 +152,7 @@ class StageRun:
     attempts: int = 0
     sent: bool = False
     streaming: StreamingInputState | None = None
-    produced: "array[int]" = field(default_factory=lambda: array("q"))
+    produced: "array[int]" = field(default_factory=partial(array, "q"))
     move: Move = Move.RESTART
     joining: bool = False
     waits_since: float = 0.0
@@ -160,7 +162,6 @@ class StageRun:
     losses: list[Loss] = field(default_factory=list)
     suspicions: list[Loss] = field(default_factory=list)
     closed: bool = field(default=False, init=False)
-    request_id: str = field(init=False)
     task: Task = field(default_factory=Task, init=False)
     decision: Decision = field(default=_UNDECIDED, init=False)
     attempt_at: float = field(default=0.0, init=False)
@@ -172,8 +173,8 @@ class StageRun:
     _to_swallow: int = field(default=0, init=False)
     _loss: str = field(default="", init=False)
 
-    def __post_init__(self) -> None:
-        self.request_id = self.request.request_id
+    def __repr__(self) -> str:
+        return f"request {self.request_id} is {self.phase.value}"
 
     @property
     def finished(self) -> bool:
@@ -190,7 +191,7 @@ class StageRun:
             decision: what it answered.
             now: monotonic seconds.
         """
-        self._require(RequestPhase.QUEUED, RequestPhase.MOVING)
+        assert self.phase in (RequestPhase.QUEUED, RequestPhase.MOVING), self
         self.phase = RequestPhase.DISPATCHED
         self.replica_id = replica_id
         self.engine_request_id = engine_request_id
@@ -218,7 +219,7 @@ class StageRun:
         Raises:
             RequestLostError: the replay differs from what was delivered. The request has ended with this error.
         """
-        self._require(RequestPhase.DISPATCHED)
+        assert self.phase is RequestPhase.DISPATCHED, self
         swallow = min(self._to_swallow, len(tokens))
         begin = len(self.produced) - self._to_swallow
         self._to_swallow -= swallow
@@ -253,7 +254,7 @@ class StageRun:
             cut_short: with `finished`, no turn of the session will follow.
         """
         if self.phase is not RequestPhase.STREAMING:
-            self._require(RequestPhase.DISPATCHED)
+            assert self.phase is RequestPhase.DISPATCHED, self
             self.phase = RequestPhase.STREAMING
         self.produced.extend(tokens)
         if not finished:
@@ -288,7 +289,7 @@ class StageRun:
             on_delivered: how this request can go on if part of its answer has been delivered.
             vocabulary: see `RequestApi`.
         """
-        self._require(RequestPhase.DISPATCHED, RequestPhase.STREAMING)
+        assert self.phase in (RequestPhase.DISPATCHED, RequestPhase.STREAMING), self
         self.losses.append(loss)
         self._loss = f"Replica {loss.replica_id} was lost while it served this request ({loss.reason})"
         replayable = self.streaming is not None and self.streaming.replayable
@@ -309,7 +310,7 @@ class StageRun:
 
     def give_up(self, error: NoReplicaError) -> Fail:
         """No replica can take the request."""
-        self._require(RequestPhase.QUEUED, RequestPhase.MOVING)
+        assert self.phase in (RequestPhase.QUEUED, RequestPhase.MOVING), self
         self.phase = RequestPhase.FINISHED
         if self.produced:
             return Fail(RequestLostError(f"{self._loss}, after part of the answer had been delivered. {error}"))
@@ -340,7 +341,3 @@ class StageRun:
                 f"{self._loss}; it had moved {migration_limit} times, the limit of --omni-migration-limit."
             )
         return None
-
-    def _require(self, *phases: RequestPhase) -> None:
-        if self.phase not in phases:
-            raise AssertionError(f"request {self.request_id} is {self.phase.value}")

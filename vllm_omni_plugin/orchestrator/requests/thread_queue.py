@@ -10,6 +10,9 @@ from vllm_omni_plugin.errors import OmniError
 
 T = TypeVar("T")
 
+_Waiter = tuple[asyncio.AbstractEventLoop, asyncio.Event]
+"""A loop of any thread, and what somebody on it waits for."""
+
 
 class QueueClosedError(OmniError):
     """The queue's owner has closed it; what was in it is gone."""
@@ -21,7 +24,7 @@ class ThreadQueue(Generic[T]):
     An idle queue costs nothing: the consumer sleeps in its loop until the first item wakes it, and takes all that has
     come by then, so a burst is one wake-up. Producers that find the queue full wait in their own loops.
 
-    All methods but `close` and `full` raise QueueClosedError if the queue is or becomes closed.
+    All methods but `close` raise QueueClosedError if the queue is or becomes closed.
 
     Args:
         maxsize: items held before `put` waits. `force_put` exceeds it, for items whose number is bounded elsewhere.
@@ -33,27 +36,24 @@ class ThreadQueue(Generic[T]):
         self._maxsize = maxsize
         self._lock = threading.Lock()
         self._items: deque[T] = deque()
-        self._consumer: asyncio.Future[None] | None = None
-        self._producers: list[asyncio.Future[None]] = []
+        self._consumer: _Waiter | None = None
+        self._producers: list[_Waiter] = []
         self._closed = False
 
     def __len__(self) -> int:
         return len(self._items)
 
-    @property
-    def full(self) -> bool:
-        """Whether `put` would wait."""
-        return len(self._items) >= self._maxsize
-
-    def force_put(self, item: T) -> None:
-        """Add an item whatever the length, from any thread; never waits."""
+    def force_put(self, item: T) -> bool:
+        """Add an item whatever the length, from any thread; never waits. Returns whether `put` would wait now."""
         with self._lock:
             if self._closed:
                 raise QueueClosedError("the queue is closed")
             self._items.append(item)
+            is_full = len(self._items) >= self._maxsize
             consumer, self._consumer = self._consumer, None
         if consumer is not None:
             _wake(consumer)
+        return is_full
 
     async def put(self, item: T) -> None:
         """Add an item, waiting in the caller's loop while the queue is full."""
@@ -69,9 +69,9 @@ class ThreadQueue(Generic[T]):
                     raise QueueClosedError("the queue is closed")
                 if len(self._items) < self._maxsize:
                     return
-                room = asyncio.get_running_loop().create_future()
-                self._producers.append(room)
-            await room
+                room = asyncio.Event()
+                self._producers.append((asyncio.get_running_loop(), room))
+            await room.wait()
 
     async def get_batch(self) -> list[T]:
         """Wait for at least one item and take all there are. One consumer at a time."""
@@ -84,8 +84,9 @@ class ThreadQueue(Generic[T]):
                     self._items.clear()
                     producers, self._producers = self._producers, []
                     break
-                items = self._consumer = asyncio.get_running_loop().create_future()
-            await items
+                news = asyncio.Event()
+                self._consumer = (asyncio.get_running_loop(), news)
+            await news.wait()
         for producer in producers:
             _wake(producer)
         return batch
@@ -103,13 +104,8 @@ class ThreadQueue(Generic[T]):
         return dropped
 
 
-def _wake(waiter: "asyncio.Future[None]") -> None:
-    """Complete a future of another thread's loop."""
+def _wake(waiter: _Waiter) -> None:
+    loop, event = waiter
     # A loop that has ended waits for nothing; it may end between a look at it and the call.
     with suppress(RuntimeError):
-        waiter.get_loop().call_soon_threadsafe(_complete, waiter)
-
-
-def _complete(waiter: "asyncio.Future[None]") -> None:
-    if not waiter.done():
-        waiter.set_result(None)
+        loop.call_soon_threadsafe(event.set)

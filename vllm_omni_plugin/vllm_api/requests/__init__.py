@@ -1,4 +1,4 @@
 """vLLM's request and output structs: read, built, moved to another replica, checked.
 
-May import the foundation only. Start with `engine_api`.
+May import `balancing` and the foundation only. Start with `engine_api`.
 """

@@ -1,18 +1,22 @@
 """vLLM's engine-core protocol and the few things read from and built of its request and output structs."""
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from random import Random, SystemRandom
 from typing import Any
 
 import msgspec
+from vllm.sampling_params import _SAMPLING_EPS
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequestType, FinishReason
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.pool.late_interaction import get_late_interaction_engine_index
 from vllm.v1.serial_utils import MsgpackEncoder
 
+from vllm_omni_plugin.balancing.interface import Task
+from vllm_omni_plugin.balancing.prompt import MediaSpan, Prompt
 from vllm_omni_plugin.errors import WireError
-from vllm_omni_plugin.vllm_api.requests import moving, ready, request_building
+from vllm_omni_plugin.vllm_api.requests import moving, ready
 from vllm_omni_plugin.vllm_api.requests.facts import LoadReport
 from vllm_omni_plugin.vllm_api.requests.move import Move
 from vllm_omni_plugin.vllm_api.requests.outputs import outputs_decoder
@@ -21,6 +25,7 @@ Frames = Sequence[Any]
 """Frames of one message, each anything that supports the buffer protocol (bytes, memoryview, zmq.Frame)."""
 
 _HASH_SPACE = 1 << 32
+_SEED_BITS = 63
 _STALE_WAVE = -1
 """Before every wave of a lockstep group, so that a rank that stands still starts the next one itself and vLLM's
 coordinator wakes the others: whoever sends requests need not know of waves. Other engines take no notice."""
@@ -40,6 +45,9 @@ class EngineApi:
         vocabulary: see `RequestApi`.
     """
 
+    _wave: Mapping[str, int] = {"current_wave": _STALE_WAVE}
+    """Fields of requests that are the same in all attempts."""
+
     def __init__(self, custom_processors: bool = False, random: Random | None = None, vocabulary: int = 0) -> None:
         self._custom_processors = custom_processors
         self.vocabulary = vocabulary or None
@@ -48,7 +56,6 @@ class EngineApi:
         self._decoder = outputs_decoder()
 
     cache_size = staticmethod(ready.cache_size)
-    describe = staticmethod(request_building.describe)
     moved = staticmethod(moving.moved)
     missing_end = staticmethod(moving.missing_end)
     fit = staticmethod(moving.fit)
@@ -66,14 +73,10 @@ class EngineApi:
             engine_request_id: the id under which the engine shall know it.
             client_index: which of the engine's output sockets shall answer.
         """
-        attempt = self.attempt(request, engine_request_id, client_index)
-        return (EngineCoreRequestType.ADD.value, *self._encoder.encode(attempt))
-
-    def attempt(self, request: Any, engine_request_id: str, client_index: int) -> Any:
-        """The request as one attempt of it is sent; see `encode_add`."""
-        return msgspec.structs.replace(
-            request, request_id=engine_request_id, client_index=client_index, current_wave=_STALE_WAVE
+        attempt = msgspec.structs.replace(
+            request, request_id=engine_request_id, client_index=client_index, **self._wave
         )
+        return (EngineCoreRequestType.ADD.value, *self._encoder.encode(attempt))
 
     def encode_abort(self, engine_request_ids: Sequence[str]) -> Frames:
         """Frames that abort requests by the ids the engine knows them under; unknown ids are harmless to it."""
@@ -98,6 +101,30 @@ class EngineApi:
     def is_engine_dead(self, frames: Frames) -> bool:
         """Whether an engine announces its own death, the one output that is not an `EngineCoreOutputs`."""
         return len(frames) == 1 and memoryview(frames[0]) == EngineCoreProc.ENGINE_CORE_DEAD
+
+    def describe(self, request: Any) -> Task:
+        """What policies may know of an `EngineCoreRequest`.
+
+        A prompt of embeddings has no tokens to name blocks by: it counts by its length only.
+        """
+        params, token_ids, features = request.sampling_params, request.prompt_token_ids, request.mm_features
+        skips_cache = (params or request.pooling_params).skip_reading_prefix_cache
+        return Task(
+            request_id=request.request_id,
+            engine_inputs=request,
+            sampling_params=params,
+            prompt=Prompt(
+                range(len(request.prompt_embeds)) if token_ids is None else token_ids,
+                request.lora_request.lora_name if request.lora_request else "",
+                request.cache_salt or "",
+                tuple([MediaSpan(m.identifier, m.mm_position.offset, m.mm_position.length) for m in features])
+                if features
+                else (),
+                request.prompt_embeds is None and not skips_cache,
+            ),
+            session=request.session_id,
+            max_tokens=params.max_tokens if params else None,
+        )
 
     def cached_tokens(self, output: Any) -> int | None:
         """Prompt tokens that the engine took from caches, told with a request's first output; else None."""
@@ -141,7 +168,19 @@ class EngineApi:
         return bool(output.finish_reason == FinishReason.ABORT)
 
     def movable(self, request: Any) -> Any:
-        return moving.with_seed(request, self._custom_processors, self._random)
+        """The request, or a copy with a seed if its answer could neither be resumed nor repeated without.
+
+        A seed costs its engine a random generator for the request, and on some GPUs the fast sampling kernel for those
+        batches that it is in. So only requests that need one get it.
+        """
+        params = request.sampling_params
+        if params is None or params.temperature < _SAMPLING_EPS or params.seed is not None:
+            return request
+        if request.resumable or not (self._custom_processors or moving.looks_back(request)):
+            return request
+        params = copy.copy(params)
+        params.seed = self._random.getrandbits(_SEED_BITS)
+        return msgspec.structs.replace(request, sampling_params=params)
 
     def how_to_move(self, request: Any) -> Move:
         return moving.how_to_move(request, self._custom_processors)

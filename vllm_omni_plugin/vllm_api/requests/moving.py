@@ -8,7 +8,6 @@ derives from the output alone, or from a state that grows with it, needs the sam
 import copy
 from collections.abc import Sequence
 from importlib.metadata import entry_points
-from random import Random
 from typing import Any
 
 import msgspec
@@ -18,7 +17,6 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm_omni_plugin.vllm_api.requests.move import Move
 from vllm_omni_plugin.vllm_api.requests.request_building import TRANSFER_PARAMS
 
-_SEED_BITS = 63
 PROCESSOR_PLUGINS = "vllm.logits_processors"
 
 
@@ -35,25 +33,9 @@ def how_to_move(request: Any, custom_processors: bool) -> Move:
     if params.extra_args and not TRANSFER_PARAMS.isdisjoint(params.extra_args):
         # The other side keeps what it transfers until it has been fetched, once.
         return Move.NEVER
-    if _is_seeded(params) or custom_processors or _looks_back(request):
+    if _is_seeded(params) or custom_processors or looks_back(request):
         return Move.REPLAY
     return Move.RESUME
-
-
-def with_seed(request: Any, custom_processors: bool, random: Random) -> Any:
-    """The request, or a copy with a seed if its answer could neither be resumed nor repeated without.
-
-    A seed costs its engine a random generator for the request, and on some GPUs the fast sampling kernel for those
-    batches that it is in. So only requests that need one get it.
-    """
-    params = request.sampling_params
-    if params is None or params.temperature < _SAMPLING_EPS or params.seed is not None:
-        return request
-    if request.resumable or not (custom_processors or _looks_back(request)):
-        return request
-    params = copy.copy(params)
-    params.seed = random.getrandbits(_SEED_BITS)
-    return msgspec.structs.replace(request, sampling_params=params)
 
 
 def moved(request: Any, move: Move, produced: Sequence[int]) -> Any:
@@ -116,7 +98,7 @@ def _is_seeded(params: Any) -> bool:
     return params.temperature >= _SAMPLING_EPS and params.seed is not None
 
 
-def _looks_back(request: Any) -> bool:
+def looks_back(request: Any) -> bool:
     """Whether the next token depends on the output in a way that it does not depend on a prompt."""
     params = request.sampling_params
     return bool(
@@ -130,7 +112,7 @@ def _looks_back(request: Any) -> bool:
         # Custom arguments are there for custom sampling.
         or params.extra_args
         # A word of several tokens is forbidden once its beginning is in the output.
-        or any(len(word) > 1 for word in params.bad_words_token_ids or ())
+        or (params.bad_words_token_ids and any(len(word) > 1 for word in params.bad_words_token_ids))
         # Embeddings in the prompt cannot be continued by tokens.
         or request.prompt_embeds is not None
     )

@@ -1,11 +1,9 @@
-"""Reading requests, and building them without vLLM's input processing. Importing this imports nothing of vLLM."""
+"""Building requests without vLLM's input processing. Importing this imports nothing of vLLM."""
 
 import copy
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
-
-from vllm_omni_plugin.vllm_api.requests.facts import RequestFacts
 
 TRANSFER_PARAMS = frozenset({"kv_transfer_params", "ec_transfer_params"})
 """Extra arguments by which an engine gets a request's caches from another process, or leaves them for one: they say at
@@ -69,29 +67,3 @@ def drop_transfers(request: Any) -> None:
     request.sampling_params = params = copy.copy(params)
     kept = {name: value for name, value in params.extra_args.items() if name not in TRANSFER_PARAMS}
     params.extra_args = kept or None
-
-
-def describe(request: Any) -> RequestFacts:
-    """What of an `EngineCoreRequest` makes its work and names its cached blocks.
-
-    A prompt of embeddings has no tokens to name blocks by: it counts by its length only.
-    """
-    params = request.sampling_params
-    skips_cache = (params or request.pooling_params).skip_reading_prefix_cache
-    features = request.mm_features or ()
-    return RequestFacts(
-        token_ids=_token_ids(request),
-        cacheable=request.prompt_embeds is None and not skips_cache,
-        lora_name=request.lora_request.lora_name if request.lora_request else "",
-        cache_salt=request.cache_salt or "",
-        media=tuple((media.identifier, media.mm_position.offset, media.mm_position.length) for media in features),
-        session=request.session_id,
-        max_tokens=params.max_tokens if params else None,
-    )
-
-
-def _token_ids(request: Any) -> Sequence[int]:
-    if request.prompt_token_ids is not None:
-        token_ids: Sequence[int] = request.prompt_token_ids
-        return token_ids
-    return range(len(request.prompt_embeds))

@@ -5,15 +5,18 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from vllm_omni_plugin.coordinator import PeerWork, ReplicaWork
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
-from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.charges import NO_WORK, Work
 
 REPORT_INTERVAL_S = 0.04
 """Seconds between two reports. With as long again at the coordinator, heads know each other's work within 0.1 s."""
 
 
+OthersWork = list[tuple[PoolMember, Work | None]]
+"""What the other heads have now charged to replicas; None: they do not say, and the engines' word counts."""
+
+
 class WorkExchange:
-    """Reports this head's work to the others, and gives the pools what the others report.
+    """Reports this head's work to the others, and says what the others report.
 
     A report has what changed since the one before, as it is now, so that any number of changes costs one row. The first
     after a quiet time leaves as soon as the loop is free. While no other head is known none is made.
@@ -22,7 +25,6 @@ class WorkExchange:
     engines report counts. Lives on the orchestrator's loop.
 
     Args:
-        pools: by stage id; this is their `peers` until `close`.
         report: hands a report to the others: rows, and whether they are all there are. Must not block.
         interval: seconds between two reports at least.
         call_later: runs a function after some seconds; on the running loop by default.
@@ -30,12 +32,10 @@ class WorkExchange:
 
     def __init__(
         self,
-        pools: Sequence[StagePool],
         report: Callable[[Sequence[ReplicaWork], bool], None],
         interval: float = REPORT_INTERVAL_S,
         call_later: Callable[[float, Callable[[], None]], asyncio.TimerHandle] | None = None,
     ) -> None:
-        self._pools = pools
         self._report = report
         self._interval = interval
         self._call_later = call_later or _call_later
@@ -50,8 +50,6 @@ class WorkExchange:
         self._heads: dict[str, dict[int, Work]] = {}
         # The sums over `_heads`, without those that are nothing.
         self._others: dict[int, Work] = {}
-        for pool in pools:
-            pool.peers = self
 
     @property
     def heads(self) -> int:
@@ -59,7 +57,10 @@ class WorkExchange:
         return len(self._heads) + 1
 
     def serves(self, member: PoolMember) -> Work | None:
-        """See `Peers`. Replicas that belong to this head alone are nobody else's business."""
+        """A replica is about to serve. Returns what the others have charged to it; None: they do not say.
+
+        Replicas that belong to this head alone are nobody else's business.
+        """
         if not member.remote:
             return None
         key = self._keys[member] = member.engine_key
@@ -67,23 +68,20 @@ class WorkExchange:
         return self._others_of(key)
 
     def changed(self, member: PoolMember) -> None:
-        """See `Peers`."""
+        """What this head has charged to a replica may have changed."""
         self._note(self._keys.get(member))
 
     def lost(self, member: PoolMember) -> None:
-        """See `Peers`."""
+        """A replica is lost, and nothing is charged to it any more."""
         key = self._keys.pop(member, None)
         if key is not None:
             self._members.pop(key, None)
         self._note(key)
 
-    def peer_work(self, message: PeerWork) -> None:
-        """Another head has reported."""
+    def peer_work(self, message: PeerWork) -> OthersWork:
+        """Another head has reported. Returns what of others' work has changed by that."""
         is_first = not self._heads
-        if message.head_id not in self._heads:
-            self._heads[message.head_id] = {}
-            self._tell_number()
-        known = self._heads[message.head_id]
+        known = self._heads.setdefault(message.head_id, {})
         if is_first:
             # Nobody was told of what changed while nobody was there.
             self._changed |= dict.fromkeys((*self._members, *self._reported))
@@ -91,38 +89,35 @@ class WorkExchange:
         rows = {row.engine: Work(row.requests, row.prefill_tokens) for row in message.work}
         gone = [key for key in known if key not in rows] if message.full else []
         self._count(known, rows | dict.fromkeys(gone, NO_WORK))
-        self._tell_pools(self._members if is_first else (*rows, *gone))
+        return self._work_of_others(self._members if is_first else (*rows, *gone))
 
-    def welcomed(self, heads: Collection[str]) -> None:
-        """A session begins, with these other heads: the next report has everything."""
-        self._forget([head_id for head_id in self._heads if head_id not in heads])
+    def welcomed(self, heads: Collection[str]) -> OthersWork:
+        """A session begins, with these other heads: the next report has everything. Returns as `peer_work`."""
         self._all_wanted = True
         self._wake()
+        return self._forget([head_id for head_id in self._heads if head_id not in heads])
 
-    def head_left(self, head_id: str) -> None:
-        """Another head has left."""
-        self._forget([head_id])
+    def head_left(self, head_id: str) -> OthersWork:
+        """Another head has left. Returns as `peer_work`."""
+        return self._forget([head_id])
 
-    def session_lost(self) -> None:
-        """What other heads have in flight is no longer known."""
-        self._forget(list(self._heads))
+    def session_lost(self) -> OthersWork:
+        """What other heads have in flight is no longer known. Returns as `peer_work`."""
+        return self._forget(list(self._heads))
 
     def close(self) -> None:
-        """Report no more, and let the engines' word count again. Idempotent."""
-        for pool in self._pools:
-            pool.peers = None
+        """Report no more. Idempotent."""
         self.session_lost()
         if self._timer is not None:
             self._timer.cancel()
 
-    def _forget(self, head_ids: Collection[str]) -> None:
+    def _forget(self, head_ids: Collection[str]) -> OthersWork:
         touched: dict[int, Work] = {}
         for head_id in head_ids:
             known = self._heads.pop(head_id, {})
             touched |= known
             self._count(known, dict.fromkeys(known, NO_WORK))
-        self._tell_number()
-        self._tell_pools(touched if self._heads else self._members)
+        return self._work_of_others(touched if self._heads else self._members)
 
     def _note(self, key: int | None) -> None:
         """Remember what to report, if there is anybody to report to."""
@@ -164,15 +159,8 @@ class WorkExchange:
             _put(self._others, key, Work(requests, others.prefill_tokens + work.prefill_tokens - before.prefill_tokens))
             _put(known, key, work)
 
-    def _tell_number(self) -> None:
-        for pool in self._pools:
-            pool.share_with(self.heads)
-
-    def _tell_pools(self, keys: Iterable[int]) -> None:
-        for key in keys:
-            member = self._members.get(key)
-            if member is not None:
-                self._pools[member.stage_id].join(member, self._others_of(key))
+    def _work_of_others(self, keys: Iterable[int]) -> OthersWork:
+        return [(member, self._others_of(key)) for key in keys if (member := self._members.get(key)) is not None]
 
     def _others_of(self, key: int) -> Work | None:
         return self._others.get(key, NO_WORK) if self._heads else None
