@@ -16,8 +16,6 @@ Socket = zmq.Socket[bytes]
 OpenSocket = Callable[[int], Socket]
 OpenDealer = Callable[[str], Socket]
 
-# The same examples on every run, however busy the machine.
-
 
 def make_event(
     name: str = "a",

@@ -50,32 +50,35 @@ def test_first_announcement_joins() -> None:
     assert row(table).takes_new_work
 
 
-def test_heartbeat_joins_an_unknown_replica() -> None:
-    table = table_of()
-    heartbeat = ReplicaEvent("tcp://a:1", "tcp://a:2", 0, "heartbeat", UP, 0)
-    assert kind(table.apply(heartbeat, 0.0)) is ChangeKind.JOINED
+A = make_event()
+GONE = make_event(status=DOWN)
+NUMBERED = make_event(incarnation=1, sequence=1)
 
 
-def test_duplicate_of_an_unnumbered_event_only_refreshes() -> None:
-    table = table_of(make_event())
-    change = table.apply(make_event(), 3.0)
-    assert change is not None
-    assert (change.kind, change.alters_list) == (ChangeKind.REFRESHED, False)
-    assert (row(table).heard_at, row(table).registered_at) == (3.0, 0.0)
-
-
-def test_new_queue_length_updates() -> None:
-    table = table_of(make_event())
-    assert kind(table.apply(make_event(queue_length=3), 1.0)) is ChangeKind.UPDATED
-    assert row(table).event.queue_length == 3
-
-
-def test_new_control_address_updates() -> None:
-    table = table_of(make_event())
-    change = table.apply(replace(make_event(), control_addr="tcp://a:3"), 1.0)
-    assert kind(change) is ChangeKind.UPDATED
-    assert change is not None
-    assert change.alters_list
+@pytest.mark.parametrize(
+    ("before", "event", "expected", "registered_at"),
+    [
+        pytest.param([], replace(A, event_type="heartbeat"), ChangeKind.JOINED, 3.0, id="a heartbeat joins"),
+        pytest.param([], GONE, None, None, id="one unknown leaves"),
+        pytest.param([A], A, ChangeKind.REFRESHED, 0.0, id="the same again"),
+        pytest.param([A], make_event(queue_length=3), ChangeKind.UPDATED, 0.0, id="a queue length"),
+        pytest.param([A], replace(A, control_addr="tcp://a:3"), ChangeKind.UPDATED, 0.0, id="a control address"),
+        pytest.param([A, GONE], A, ChangeKind.JOINED, 3.0, id="it left and is back"),
+        pytest.param([NUMBERED], GONE, None, 0.0, id="no number against a number"),
+        pytest.param([NUMBERED], replace(GONE, incarnation=1), None, 0.0, id="no sequence against a number"),
+    ],
+)
+def test_what_one_event_changes(
+    before: list[ReplicaEvent], event: ReplicaEvent, expected: ChangeKind | None, registered_at: float | None
+) -> None:
+    table = table_of(*before)
+    change = table.apply(event, 3.0)
+    assert kind(change) is expected
+    member = table.get(ReplicaKey.of(A))
+    assert (member and member.registered_at) == registered_at
+    if change is not None:
+        assert change.alters_list == (expected is not ChangeKind.REFRESHED)
+        assert (row(table).event, row(table).heard_at) == (event, 3.0)
 
 
 def test_error_then_up_under_a_new_incarnation_joins_anew() -> None:
@@ -107,13 +110,6 @@ def test_same_address_in_two_stages_is_two_replicas() -> None:
     assert row(table).takes_new_work
 
 
-def test_unnumbered_event_does_not_override_a_numbered_one() -> None:
-    table = table_of(make_event(incarnation=1, sequence=1))
-    assert table.apply(make_event(status=DOWN), 1.0) is None
-    assert table.apply(make_event(status=DOWN, incarnation=1), 1.0) is None
-    assert row(table).takes_new_work
-
-
 def test_authoritative_removal_needs_no_numbers_and_replays_stay_refused() -> None:
     table = table_of(make_event(incarnation=5, sequence=7))
     assert kind(table.apply(make_event(status=DOWN), 1.0, authoritative=True)) is ChangeKind.LEFT
@@ -124,27 +120,9 @@ def test_authoritative_removal_needs_no_numbers_and_replays_stay_refused() -> No
 def test_leaving_is_not_dying() -> None:
     table = table_of(make_event())
     assert kind(table.apply(make_event(status=DOWN), 1.0)) is ChangeKind.LEFT
+    assert kind(table.apply(make_event(status=DOWN), 2.0)) is ChangeKind.REFRESHED
     assert row(table).liveness is Liveness.LEFT
     assert ChangeKind.DIED not in kinds(table.expire(1.0 + 2 * TIMEOUT))
-
-
-def test_leaving_twice_only_refreshes() -> None:
-    table = table_of(make_event())
-    table.apply(make_event(status=DOWN), 1.0)
-    assert kind(table.apply(make_event(status=DOWN), 2.0)) is ChangeKind.REFRESHED
-
-
-def test_leaving_of_an_unknown_replica_is_ignored() -> None:
-    table = table_of()
-    assert table.apply(make_event(status=DOWN), 0.0) is None
-    assert len(table) == 0
-
-
-def test_replica_that_left_may_join_again() -> None:
-    table = table_of(make_event())
-    table.apply(make_event(status=DOWN), 1.0)
-    assert kind(table.apply(make_event(), 2.0)) is ChangeKind.JOINED
-    assert row(table).registered_at == 2.0
 
 
 def test_silence_is_suspicion_before_death() -> None:

@@ -5,16 +5,13 @@ import re
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
-from dataclasses import replace
-from typing import Any
 
 import pytest
-import zmq
 from msgspec.structs import replace as with_changes
 
 from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeRequest
+from tests.replicas.remote_head import RemoteHead
 from tests.replicas.remote_server import (
     CLIENT_INDEX,
     IDENTITY,
@@ -28,7 +25,7 @@ from tests.replicas.remote_server import (
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ReplicaError
-from vllm_omni_plugin.replicas.client.remote import AttachRefusedError, AttachSettings, RemoteReplica, attach_remote
+from vllm_omni_plugin.replicas.client.remote import AttachRefusedError
 from vllm_omni_plugin.replicas.control.lease_messages import (
     PROTOCOL_VERSION,
     Attach,
@@ -41,43 +38,6 @@ from vllm_omni_plugin.replicas.control.lease_messages import (
 )
 
 OLD, NEW, FOREIGN = "an old secret of ours", "the new secret of ours", "a secret of others"
-
-
-class Head:
-    """What one head hears of a replica."""
-
-    def __init__(self) -> None:
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.outputs: list[Any] = []
-        self.deaths: list[str] = []
-        self.statuses: list[ReplicaStatus] = []
-        self.now = 1000.0
-        self.settings = AttachSettings(
-            context=self.context,
-            codecs={0: RemoteApi()},
-            head_id="head",
-            fingerprints={0: {"dtype": "bfloat16"}},
-            heartbeat_interval=0.02,
-            heartbeat_timeout=5.0,
-            secrets=None,
-            clock=lambda: self.now,
-        )
-
-    def set(self, **changes: Any) -> None:
-        self.settings = replace(self.settings, **changes)
-
-    async def attach(self, server: FakeServer) -> RemoteReplica:
-        replica = await attach_remote(server.info, 7, self.settings, self.outputs.append, self.statuses.append)
-        replica.on_lost = self.deaths.append
-        return replica
-
-    @asynccontextmanager
-    async def attached(self, server: FakeServer) -> AsyncIterator[RemoteReplica]:
-        replica = await self.attach(server)
-        try:
-            yield replica
-        finally:
-            replica.close()
 
 
 class Wire:
@@ -115,10 +75,17 @@ def stand_still() -> None:
 
 
 @pytest.fixture
-def head() -> Iterator[Head]:
-    head = Head()
+def head() -> Iterator[RemoteHead]:
+    head = RemoteHead(
+        RemoteApi(),
+        {"dtype": "bfloat16"},
+        head_id="head",
+        heartbeat_interval=0.02,
+        heartbeat_timeout=5.0,
+        clock=lambda: 1000.0,
+    )
     yield head
-    head.context.term()
+    head.close()
 
 
 @pytest.fixture
@@ -129,9 +96,9 @@ async def server() -> AsyncIterator[FakeServer]:
 
 
 async def test_attaching_says_who_asks_for_what_and_ends_with_an_answer_of_the_engine(
-    head: Head, server: FakeServer
+    head: RemoteHead, server: FakeServer
 ) -> None:
-    async with head.attached(server) as replica:
+    async with head.attached(server.info) as replica:
         attach = server.heard[0]
         assert isinstance(attach, Attach)
         assert (attach.protocol, attach.incarnation, attach.head_id) == (PROTOCOL_VERSION, 1, "head")
@@ -142,9 +109,9 @@ async def test_attaching_says_who_asks_for_what_and_ends_with_an_answer_of_the_e
 
 
 async def test_requests_and_calls_carry_the_engines_identity_and_the_leases_client_index(
-    head: Head, server: FakeServer
+    head: RemoteHead, server: FakeServer
 ) -> None:
-    async with head.attached(server) as replica:
+    async with head.attached(server.info) as replica:
         replica.client.add_request(FakeRequest("a"), "a-1")
         await eventually(lambda: len(server.received) == 2)
         call, add = server.received
@@ -152,16 +119,18 @@ async def test_requests_and_calls_carry_the_engines_identity_and_the_leases_clie
         assert call[-1] == b"%d" % CLIENT_INDEX
 
 
-async def test_the_senders_times_are_told_in_our_clock(head: Head, server: FakeServer) -> None:
-    async with head.attached(server):
+async def test_the_senders_times_are_told_in_our_clock(head: RemoteHead, server: FakeServer) -> None:
+    async with head.attached(server.info):
         server.say(TimedOutputs(timestamp=50.0, outputs=[TimedOutput("a-1", events=[FakeEvent(49.0)])]))
         await eventually(lambda: head.outputs)
         assert head.outputs[0].timestamp == 1000.0
         assert head.outputs[0].outputs[0].events[0].timestamp == 999.0
 
 
-async def test_leaving_is_told_to_the_server_and_closing_gives_the_lease_back(head: Head, server: FakeServer) -> None:
-    replica = await head.attach(server)
+async def test_leaving_is_told_to_the_server_and_closing_gives_the_lease_back(
+    head: RemoteHead, server: FakeServer
+) -> None:
+    replica = await head.attach(server.info)
     replica.leave()
     replica.close()
     replica.close()
@@ -171,25 +140,27 @@ async def test_leaving_is_told_to_the_server_and_closing_gives_the_lease_back(he
 
 
 async def test_the_server_hears_that_the_engine_was_told_everything_and_shall_leave(
-    head: Head, server: FakeServer
+    head: RemoteHead, server: FakeServer
 ) -> None:
-    async with head.attached(server) as replica:
+    async with head.attached(server.info) as replica:
         replica.say_told()
         replica.leave()
         await eventually(lambda: server.heard[-2:] == [Told(LEASE), Leave(LEASE)])
 
 
 @pytest.mark.parametrize("lasting", [True, False])
-async def test_a_refusal_is_an_error_with_the_servers_reason(head: Head, server: FakeServer, lasting: bool) -> None:
+async def test_a_refusal_is_an_error_with_the_servers_reason(
+    head: RemoteHead, server: FakeServer, lasting: bool
+) -> None:
     server.refusal = Refused("dtype: head has bfloat16, replica float16", lasting)
     with pytest.raises(AttachRefusedError, match="dtype: head has bfloat16, replica float16") as caught:
-        await head.attach(server)
+        await head.attach(server.info)
     assert caught.value.lasting is lasting
     assert not server.said(Detach)
 
 
-async def test_draining_and_its_end_are_reported(head: Head, server: FakeServer) -> None:
-    async with head.attached(server):
+async def test_draining_and_its_end_are_reported(head: RemoteHead, server: FakeServer) -> None:
+    async with head.attached(server.info):
         server.tell(Status(LEASE, ReplicaStatus.DRAINING))
         await eventually(lambda: ReplicaStatus.DRAINING in head.statuses)
         server.tell(Status(LEASE, ReplicaStatus.UP))
@@ -207,9 +178,9 @@ async def test_draining_and_its_end_are_reported(head: Head, server: FakeServer)
     ],
 )
 async def test_a_server_that_ends_the_lease_is_a_loss(
-    head: Head, server: FakeServer, message: Status | Expired, reason: str, engine_failed: bool
+    head: RemoteHead, server: FakeServer, message: Status | Expired, reason: str, engine_failed: bool
 ) -> None:
-    async with head.attached(server) as replica:
+    async with head.attached(server.info) as replica:
         server.tell(message)
         await eventually(lambda: head.deaths)
         assert (head.deaths, replica.client.engine_failed) == ([reason], engine_failed)
@@ -218,9 +189,9 @@ async def test_a_server_that_ends_the_lease_is_a_loss(
 
 
 async def test_how_an_engine_ended_is_its_servers_word_though_the_engines_own_comes_first(
-    head: Head, server: FakeServer
+    head: RemoteHead, server: FakeServer
 ) -> None:
-    async with head.attached(server):
+    async with head.attached(server.info):
         server.say_dead()
         server.tell(Status(LEASE, ReplicaStatus.ERROR, "its worker was ended by SIGILL"))
         await eventually(lambda: head.deaths)
@@ -228,9 +199,9 @@ async def test_how_an_engine_ended_is_its_servers_word_though_the_engines_own_co
 
 
 async def test_messages_about_another_lease_and_garbage_change_nothing(
-    head: Head, server: FakeServer, caplog: pytest.LogCaptureFixture
+    head: RemoteHead, server: FakeServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with head.attached(server):
+    async with head.attached(server.info):
         server.tell(Expired(LEASE + 1))
         server.tell(Status(LEASE + 1, ReplicaStatus.DOWN))
         server.tell_raw(b"\xff{")
@@ -241,8 +212,8 @@ async def test_messages_about_another_lease_and_garbage_change_nothing(
     assert caplog.text.count("Dropped a frame") == 1
 
 
-async def test_what_the_engine_said_before_its_loss_is_still_delivered(head: Head, server: FakeServer) -> None:
-    async with head.attached(server) as replica:
+async def test_what_the_engine_said_before_its_loss_is_still_delivered(head: RemoteHead, server: FakeServer) -> None:
+    async with head.attached(server.info) as replica:
         replica.client.pause_reading()
         server.say(TimedOutputs(timestamp=1.0, outputs=[TimedOutput("a-1")]))
         server.say(TimedOutputs(timestamp=2.0, outputs=[TimedOutput("a-2")]))
@@ -254,32 +225,32 @@ async def test_what_the_engine_said_before_its_loss_is_still_delivered(head: Hea
         assert [output.request_id for outputs in head.outputs for output in outputs.outputs] == ["a-1", "a-2"]
 
 
-async def test_a_server_that_dies_is_a_loss(head: Head) -> None:
+async def test_a_server_that_dies_is_a_loss(head: RemoteHead) -> None:
     server = FakeServer()
-    async with head.attached(server):
+    async with head.attached(server.info):
         server.close()
         await eventually(lambda: head.deaths)
         assert re.match("the (data )?connection to its server broke", head.deaths[0])
 
 
-async def test_broken_data_connections_are_a_loss(head: Head, server: FakeServer) -> None:
-    async with head.attached(server):
+async def test_broken_data_connections_are_a_loss(head: RemoteHead, server: FakeServer) -> None:
+    async with head.attached(server.info):
         server.cut()
         await eventually(lambda: head.deaths)
         assert head.deaths[0].startswith("the data connection to its server broke")
 
 
-async def test_a_server_that_gives_no_sign_of_life_is_a_loss(head: Head, server: FakeServer) -> None:
+async def test_a_server_that_gives_no_sign_of_life_is_a_loss(head: RemoteHead, server: FakeServer) -> None:
     head.set(heartbeat_timeout=0.7)
-    async with head.attached(server):
+    async with head.attached(server.info):
         server.answers_beats = False
         await eventually(lambda: head.deaths)
         assert head.deaths == ["its server has not answered for 0.7 s"]
 
 
-async def test_a_head_that_was_stopped_itself_blames_nobody(head: Head, server: FakeServer) -> None:
+async def test_a_head_that_was_stopped_itself_blames_nobody(head: RemoteHead, server: FakeServer) -> None:
     head.set(heartbeat_timeout=0.7)
-    async with head.attached(server):
+    async with head.attached(server.info):
         heard = len(server.heard)
         # Both stand still, since they share the loop: the next beat is late by more than the timeout.
         stand_still()
@@ -287,11 +258,11 @@ async def test_a_head_that_was_stopped_itself_blames_nobody(head: Head, server: 
         assert head.deaths == []
 
 
-async def test_a_link_that_is_cut_without_a_word_is_a_loss(head: Head, server: FakeServer) -> None:
+async def test_a_link_that_is_cut_without_a_word_is_a_loss(head: RemoteHead, server: FakeServer) -> None:
     wire = Wire(server.info.control_addr)
     server.info = with_changes(server.info, control_addr=await wire.open())
     try:
-        async with head.attached(server):
+        async with head.attached(server.info):
             wire.cut = True
             await eventually(lambda: head.deaths)
             assert head.deaths == ["the connection to its server broke"]
@@ -299,24 +270,24 @@ async def test_a_link_that_is_cut_without_a_word_is_a_loss(head: Head, server: F
         await wire.close()
 
 
-async def test_an_engine_that_hangs_is_not_attached_to(head: Head, server: FakeServer) -> None:
+async def test_an_engine_that_hangs_is_not_attached_to(head: RemoteHead, server: FakeServer) -> None:
     head.set(heartbeat_timeout=0.7)
     server.answers_calls = False
     with pytest.raises(ReplicaError, match=r"its engine did not answer within 0\.7 s"):
-        await head.attach(server)
+        await head.attach(server.info)
     await eventually(lambda: server.said(Detach))
 
 
-async def test_a_server_that_does_not_answer_is_named(head: Head, server: FakeServer) -> None:
+async def test_a_server_that_does_not_answer_is_named(head: RemoteHead, server: FakeServer) -> None:
     head.set(heartbeat_timeout=0.2)
     server.answers_attach = False
     with pytest.raises(ReplicaError, match=r"its server at tcp://127\.0\.0\.1:\d+ did not answer within 0\.2 s"):
-        await head.attach(server)
+        await head.attach(server.info)
 
 
-async def test_an_engine_lost_while_attaching_is_an_error_at_once(head: Head, server: FakeServer) -> None:
+async def test_an_engine_lost_while_attaching_is_an_error_at_once(head: RemoteHead, server: FakeServer) -> None:
     server.answers_calls = False
-    attaching = asyncio.ensure_future(head.attach(server))
+    attaching = asyncio.ensure_future(head.attach(server.info))
     await eventually(lambda: server.received)
     server.tell(Status(LEASE, ReplicaStatus.ERROR, "its engine died"))
     with pytest.raises(ReplicaError, match="its engine died"):
@@ -325,7 +296,7 @@ async def test_an_engine_lost_while_attaching_is_an_error_at_once(head: Head, se
 
 @pytest.mark.parametrize("which", ["control_addr", "output_addr"])
 async def test_an_address_that_nobody_answers_is_named_with_ours_and_the_systems_reason(
-    head: Head, server: FakeServer, which: str
+    head: RemoteHead, server: FakeServer, which: str
 ) -> None:
     head.set(heartbeat_timeout=0.5)
     with socket.socket() as free:
@@ -334,27 +305,27 @@ async def test_an_address_that_nobody_answers_is_named_with_ours_and_the_systems
     server.info = with_changes(server.info, **{which: f"tcp://127.0.0.1:{port}"})
     told = f"announced tcp://127.0.0.1:{port}, which this head cannot reach from 127.0.0.1: Connection refused"
     with pytest.raises(ReplicaError, match=re.escape(told)):
-        await head.attach(server)
+        await head.attach(server.info)
 
 
 @pytest.mark.parametrize("address", ["tcp://nowhere", "nonsense"])
-async def test_an_address_that_is_none_is_an_error(head: Head, server: FakeServer, address: str) -> None:
+async def test_an_address_that_is_none_is_an_error(head: RemoteHead, server: FakeServer, address: str) -> None:
     server.info = with_changes(server.info, control_addr=address)
     with pytest.raises(ReplicaError, match=f"cannot connect to '{address}'"):
-        await head.attach(server)
+        await head.attach(server.info)
 
 
-async def test_a_port_that_is_none_is_named(head: Head, server: FakeServer) -> None:
+async def test_a_port_that_is_none_is_named(head: RemoteHead, server: FakeServer) -> None:
     head.set(heartbeat_timeout=0.1)
     server.info = with_changes(server.info, control_addr="tcp://127.0.0.1:99999")
     with pytest.raises(ReplicaError, match=r"announced tcp://127\.0\.0\.1:99999, which is no tcp address"):
-        await head.attach(server)
+        await head.attach(server.info)
 
 
-async def test_data_sockets_that_do_not_admit_us_are_named(head: Head, server: FakeServer) -> None:
+async def test_data_sockets_that_do_not_admit_us_are_named(head: RemoteHead, server: FakeServer) -> None:
     server.admits = False
     with pytest.raises(ReplicaError, match=r"tcp://127\.0\.0\.1:\d+ refused the data connection"):
-        await head.attach(server)
+        await head.attach(server.info)
 
 
 @pytest.mark.parametrize(
@@ -363,12 +334,12 @@ async def test_data_sockets_that_do_not_admit_us_are_named(head: Head, server: F
     ids=["same", "head knows the new one first", "server knows the new one too", "both turned around"],
 )
 async def test_ends_that_share_a_secret_work_together_encrypted(
-    head: Head, ours: tuple[str, ...], theirs: tuple[str, ...]
+    head: RemoteHead, ours: tuple[str, ...], theirs: tuple[str, ...]
 ) -> None:
     server = FakeServer(Secrets(theirs))
     head.set(secrets=Secrets(ours))
     try:
-        async with head.attached(server) as replica:
+        async with head.attached(server.info) as replica:
             replica.client.add_request(FakeRequest("a"), "a-1")
             await eventually(lambda: len(server.received) == 2)
     finally:
@@ -385,13 +356,13 @@ async def test_ends_that_share_a_secret_work_together_encrypted(
     ids=["another secret", "no secret", "a secret too many"],
 )
 async def test_ends_that_share_no_secret_are_told_why(
-    head: Head, ours: tuple[str, ...], theirs: tuple[str, ...], told: str
+    head: RemoteHead, ours: tuple[str, ...], theirs: tuple[str, ...], told: str
 ) -> None:
     server = FakeServer(Secrets(theirs) if theirs else None)
     head.set(secrets=Secrets(ours) if ours else None)
     try:
         with pytest.raises(ReplicaError, match=f"{server.info.control_addr}: .*({told})"):
-            await head.attach(server)
+            await head.attach(server.info)
         assert server.heard == []
     finally:
         server.close()

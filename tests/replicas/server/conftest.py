@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tests.fakes.conditions import eventually
+from tests.replicas.remote_head import RemoteHead
 from tests.replicas.server.engines import ServedFakeEngine, ServedFakeLauncher, SlotCodec
 from tests.replicas.server.heads import Head
-from tests.replicas.server.real_head import RealHead
 from vllm_omni_plugin.coordinator import OmniCoordinator, ReplicaInfo
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.replicas.server.replica_server import ReplicaServer, ServerSettings
@@ -123,16 +123,18 @@ async def start_node(launcher: ServedFakeLauncher) -> AsyncIterator[StartNode]:
         node.coordinator.close()
 
 
-MakeHead = Callable[..., RealHead]
+MakeHead = Callable[..., RemoteHead]
 
 
 @pytest.fixture
 def make_head() -> Iterator[MakeHead]:
     """Heads that attach as ours do; they are closed after the test."""
-    heads: list[RealHead] = []
+    heads: list[RemoteHead] = []
 
-    def make(secrets: Secrets | None = None, max_message_bytes: int = 2**30, **fingerprint: str) -> RealHead:
-        heads.append(RealHead(FINGERPRINT | fingerprint, secrets, max_message_bytes=max_message_bytes))
+    def make(secrets: Secrets | None = None, max_message_bytes: int = 2**30, **fingerprint: str) -> RemoteHead:
+        heads.append(
+            RemoteHead(SlotCodec(), FINGERPRINT | fingerprint, secrets=secrets, max_message_bytes=max_message_bytes)
+        )
         return heads[-1]
 
     yield make

@@ -14,15 +14,19 @@ import zmq
 
 from tests.fakes.engine_api import DEAD_FRAME, FakeEngineApi, FakeOutput, FakeOutputs, FakeResult, FakeUtilityOutput
 from tests.fakes.engines import READY, FakeProcess, connect
+from tests.replicas.remote_server import TimedOutputs
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.replicas.links.link import Frames
 
 
 class SlotCodec(FakeEngineApi):
-    """Puts the client index on the wire, for engines with several outputs."""
+    """Puts the client index on the wire, for engines with several outputs, which have times."""
 
     def encode_utility(self, call_id: int, method: str, args: tuple[Any, ...], client_index: int = 0) -> Frames:
         return (b"utility", msgspec.json.encode((client_index, call_id, method, args)))
+
+    def decode_outputs(self, frames: Frames) -> Any:
+        return msgspec.json.decode(frames[0], type=TimedOutputs)
 
 
 class ServedFakeEngine:

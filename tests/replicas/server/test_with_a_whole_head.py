@@ -11,7 +11,7 @@ import pytest
 from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
 from tests.replicas.server.conftest import FINGERPRINT, Node, StartNode
-from tests.replicas.server.real_head import TimedSlotCodec
+from tests.replicas.server.engines import SlotCodec
 from vllm_omni_plugin.coordinator import OmniCoordClientForHub, OmniCoordinator
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.orchestrator.attachment.remote_replicas import RemoteReplicas
@@ -28,7 +28,7 @@ async def whole_head(coordinator: OmniCoordinator, secrets: Secrets | None = Non
     async with FakeFleet(replicas=0, replica_wait=60.0) as fleet:
         remote = fleet.orchestrator.remote_replicas = RemoteReplicas(
             fleet.orchestrator,
-            AttachSettings({0: TimedSlotCodec()}, "head", {0: FINGERPRINT}, 0.05, 10.0, secrets),
+            AttachSettings({0: SlotCodec()}, "head", {0: FINGERPRINT}, 0.05, 10.0, secrets),
         )
         watcher = ReplicaListWatcher(fleet.orchestrator.rpc_async_queue)
         hub = OmniCoordClientForHub(coordinator.pub_zmq_addr, watcher.update, secrets=secrets)

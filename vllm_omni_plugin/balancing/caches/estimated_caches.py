@@ -24,7 +24,7 @@ class EstimatedCaches:
         self._replicas: defaultdict[int, _Runs] = defaultdict(_Runs)
 
     def levels(self, keys: Sequence[int]) -> list[Level]:
-        """See `BlockIndex.levels`."""
+        """Which replicas probably have how much of a prompt."""
         return self._index.levels(keys)
 
     def use(self, bit: int, keys: Sequence[int], capacity: int) -> None:

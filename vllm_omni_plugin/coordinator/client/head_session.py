@@ -85,13 +85,13 @@ class HeadSession:
             self._say_hello()
 
     def report(self, work: Sequence[ReplicaWork], full: bool) -> None:
-        """See `OmniCoordClientForHead.report_work`."""
+        """Tell of work that changed, or with ``full`` of all there is."""
         for start in range(0, len(work) or 1, ROWS_PER_FRAME):
             if self._welcomed:
                 self._add(Work(full and start == 0, list(work[start : start + ROWS_PER_FRAME])))
 
     def send(self, message: OperatorMessage) -> bool:
-        """See `OmniCoordClientForHead.send`."""
+        """Return whether there is a session to send it in."""
         if self._welcomed:
             self._add(message)
         return self._welcomed

@@ -53,7 +53,7 @@ class ServedEngine(Engine):
             self._resources.callback(slot.close)
 
     async def close(self, executor: Executor, timeout: float | None = None) -> None:
-        """See `Engine.close`; heads are cut off before."""
+        """Cut the heads off, then end the engine."""
         for slot in self.slots:
             slot.release()
         await super().close(executor, timeout)

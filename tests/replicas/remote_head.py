@@ -1,0 +1,56 @@
+"""The head's own side of a lease, and what it hears."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import zmq
+
+from vllm_omni_plugin.coordinator import ReplicaInfo, ReplicaStatus
+from vllm_omni_plugin.replicas.client.remote import AttachRefusedError, AttachSettings, RemoteReplica, attach_remote
+
+
+class RemoteHead:
+    """A head that attaches as ours do; close it after its replicas."""
+
+    def __init__(self, codec: Any, fingerprint: Mapping[str, str], **settings: Any) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.outputs: list[Any] = []
+        self.deaths: list[str] = []
+        self.statuses: list[ReplicaStatus] = []
+        self.settings = AttachSettings(
+            context=self.context,
+            codecs={0: codec},
+            fingerprints={0: fingerprint},
+            **({"head_id": f"head-{id(self)}", "heartbeat_interval": 0.05, "heartbeat_timeout": 10.0} | settings),
+        )
+
+    def set(self, **changes: Any) -> None:
+        self.settings = replace(self.settings, **changes)
+
+    def close(self) -> None:
+        self.context.term()
+
+    async def attach(self, info: ReplicaInfo) -> RemoteReplica:
+        replica = await attach_remote(info, 0, self.settings, self.outputs.append, self.statuses.append)
+        replica.on_lost = self.deaths.append
+        return replica
+
+    @asynccontextmanager
+    async def attached(self, info: ReplicaInfo) -> AsyncIterator[RemoteReplica]:
+        """Attach, trying again while the server says that this may help."""
+        async with asyncio.timeout(10):
+            while True:
+                try:
+                    replica = await self.attach(info)
+                    break
+                except AttachRefusedError as error:
+                    if error.lasting:
+                        raise
+                    await asyncio.sleep(0.002)
+        try:
+            yield replica
+        finally:
+            replica.close()
