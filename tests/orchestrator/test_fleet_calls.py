@@ -159,6 +159,26 @@ async def test_a_replica_that_the_caller_loses_before_it_can_call_it_and_gets_ba
     assert [head.statuses for head in heads] == [[ReplicaStatus.UP, ReplicaStatus.ERROR]] * 3
 
 
+async def test_an_update_of_weights_is_not_made_again_on_a_replica_that_attaches_while_it_waits_for_its_number(
+    bus: HeadBus, heads: list[FakeHead]
+) -> None:
+    link = heads[1].attach(2)
+    link.on_call = answer_calls
+    bus.deaf.add("a")
+    reply = heads[0].ask("collective_rpc", "update_weights", None, [], {})
+    await eventually(lambda: link.calls)
+    again = FakeLink("replica-2")
+    again.on_call = answer_calls
+    attaching = asyncio.create_task(heads[0].bring_up(2, told=True, link=again))
+    await asyncio.wait([attaching], timeout=0.02)
+    bus.deaf.clear()
+    bus.wake()
+    await asyncio.wrap_future(reply)
+    with pytest.raises(ReplicaError, match="weights were updated"):
+        await attaching
+    assert (len(link.calls), again.calls) == (1, [])
+
+
 async def test_a_call_made_elsewhere_while_a_replica_attaches_reaches_it_after_its_replay(
     heads: list[FakeHead],
 ) -> None:

@@ -108,9 +108,10 @@ class StageCalls:
                 self._require_replayable()
             while backlog or self._unnumbered:
                 if backlog:
+                    # First, because an update of weights may not be made twice, and others may have called it.
+                    self._require_replayable()
                     method, args = backlog.popleft()
                     await _tell(client, remote, method, args)
-                    self._require_replayable()
                 else:
                     await self._numbered.wait()
         finally:
