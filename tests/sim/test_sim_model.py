@@ -111,13 +111,6 @@ def test_memory_too_small_for_one_request_is_refused() -> None:
         replace(SETTINGS, kv_blocks=15)
 
 
-def test_a_slow_engine_takes_longer() -> None:
-    model = EngineModel(SETTINGS)
-    model.slowdown = 10.0
-    model.submit(request("a", 8, 1), 0.0)
-    assert model.step(0.0).next_time == pytest.approx(10.8)
-
-
 def test_a_paused_engine_finishes_what_runs_and_admits_nothing() -> None:
     model = submitted(request("a", 8, 3))
     model.step(0.0)

@@ -80,7 +80,6 @@ class SimulatedEngine:
         self._next_step: asyncio.Handle | None = None
         self._reader: SocketReader | None = None
         self._sockets: list[zmq.Socket[bytes]] = []
-        self._hung = False
 
     def connect(
         self,
@@ -112,7 +111,11 @@ class SimulatedEngine:
         """
         if self._on_end is None:
             return
-        self._stop()
+        if self._reader is not None:
+            self._reader.pause()
+        if self._next_step is not None:
+            self._next_step.cancel()
+            self._next_step = None
         if last_words is not None:
             for socket in self._sockets[1:]:
                 socket.send(last_words)
@@ -120,30 +123,6 @@ class SimulatedEngine:
             socket.close(linger_ms)
         self._on_end()
         self._on_end = None
-
-    def hang(self) -> None:
-        """Stop in the middle of everything, as on SIGSTOP: nothing is read, computed or answered."""
-        self._hung = True
-        self._stop()
-
-    def unhang(self) -> None:
-        """Go on where it stopped."""
-        if self._hung and self._on_end is not None:
-            self._hung = False
-            if self._reader is not None:
-                self._reader.resume()
-            self._wake()
-
-    def slow_down(self, factor: float) -> None:
-        """Let iterations take `factor` times as long as the model says."""
-        self._model.slowdown = factor
-
-    def _stop(self) -> None:
-        if self._reader is not None:
-            self._reader.pause()
-        if self._next_step is not None:
-            self._next_step.cancel()
-            self._next_step = None
 
     def _receive(self, frames: list[Any]) -> None:
         try:
@@ -194,7 +173,7 @@ class SimulatedEngine:
 
     def _wake(self) -> None:
         """Step once everything that has arrived is handled, unless a step is due anyway."""
-        if self._next_step is None and not self._hung and self._on_end is not None:
+        if self._next_step is None and self._on_end is not None:
             self._next_step = self._loop.call_soon(self._step)
 
     def _step(self) -> None:

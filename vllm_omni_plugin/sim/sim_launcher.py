@@ -18,7 +18,7 @@ _IDENTITY_BYTES = 2
 
 
 class SimProcess:
-    """Satisfies `engine_start.Process` and `Starting`, and has the faults that tests need. Thread-safe.
+    """Satisfies `engine_start.Process` and `Starting`. Safe to use from any thread.
 
     Args:
         host: where the engine runs; must outlive it.
@@ -67,29 +67,15 @@ class SimProcess:
 
     def shutdown(self, timeout: float | None = None) -> None:
         """End the engine at once; what it has said still arrives. Idempotent."""
-        self._unless_ended(lambda engine: engine.end())
+        if not self.ended:
+            self._host.run(self.engine.end)
 
     def kill(self) -> None:
         """End the engine without a word, as SIGKILL does. Idempotent."""
-        self._unless_ended(lambda engine: engine.end(linger_ms=0))
+        if not self.ended:
+            self._host.run(lambda: self.engine.end(linger_ms=0))
 
     abandon = kill
-
-    def hang(self) -> None:
-        """Stop it in the middle of everything, as SIGSTOP does."""
-        self._unless_ended(SimulatedEngine.hang)
-
-    def unhang(self) -> None:
-        """Let it go on, as SIGCONT does."""
-        self._unless_ended(SimulatedEngine.unhang)
-
-    def slow_down(self, factor: float) -> None:
-        """Let its iterations take `factor` times as long as they should."""
-        self._unless_ended(lambda engine: engine.slow_down(factor))
-
-    def _unless_ended(self, action: Callable[[SimulatedEngine], None]) -> None:
-        if not self.ended:
-            self._host.run(lambda: action(self.engine))
 
     def _on_end(self) -> None:
         self._ended.set()

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,18 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import vllm.v1.engine.core  # noqa: F401
 
-from tests.sim.protocol.heads import Head, open_head
+from tests.sim.protocol.heads import FAST, Head, open_head
 
 
 @pytest.fixture
 async def head(short_path: Path) -> AsyncIterator[Head]:
     """A head without an engine yet; closed with all its engines."""
     async with open_head(short_path) as opened:
+        yield opened
+
+
+@pytest.fixture
+async def slow_head(short_path: Path) -> AsyncIterator[Head]:
+    """One whose engine takes 50 ms for a token."""
+    async with open_head(short_path, replace(FAST, step_s=0.05)) as opened:
         yield opened

@@ -9,6 +9,7 @@ from typing import Any
 
 from tests.sim.drive import SETTINGS
 from vllm_omni_plugin.replicas.engine.running_engine import Engine, start_local_engine
+from vllm_omni_plugin.sim import EngineSettings
 from vllm_omni_plugin.sim.host import EngineHost
 from vllm_omni_plugin.sim.sim_launcher import SimLauncher
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
@@ -48,10 +49,10 @@ class Head:
 
 
 @asynccontextmanager
-async def open_head(folder: Path) -> AsyncIterator[Head]:
+async def open_head(folder: Path, settings: EngineSettings = FAST) -> AsyncIterator[Head]:
     """A head without an engine yet; ends with all its engines."""
     with EngineHost() as host, ThreadPoolExecutor(4) as executor:
-        launcher = SimLauncher(host, FAST, lambda replica_id: b"ready %d" % replica_id, folder)
+        launcher = SimLauncher(host, settings, lambda replica_id: b"ready %d" % replica_id, folder)
         head = Head(launcher, executor)
         yield head
         for replica in head.replicas:

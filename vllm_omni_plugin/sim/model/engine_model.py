@@ -53,14 +53,12 @@ class EngineModel:
     OSDI 2024). A pure function of its calls: whoever drives it says what time it is.
 
     Attributes:
-        slowdown: factor on the length of the iterations that begin from here on.
         admitting: whether waiting requests may start; those that run go on.
         scheduling: whether iterations begin at all.
     """
 
     def __init__(self, settings: EngineSettings) -> None:
         self.settings = settings
-        self.slowdown = 1.0
         self.admitting = True
         self.scheduling = True
         self._cache = KVCache(settings.kv_blocks)
@@ -141,7 +139,7 @@ class EngineModel:
             if budget == 0:
                 break
         if self._batch:
-            self._batch_ends = now + self.settings.duration(prefill_tokens, decoding) * self.slowdown
+            self._batch_ends = now + self.settings.duration(prefill_tokens, decoding)
 
     def _scheduled(self, now: float) -> Iterable[Sequence]:
         """Running sequences, then as many waiting ones as are asked for and fit, each admitted as it is taken."""
