@@ -40,3 +40,8 @@ def complaint(file: Path) -> str:
     with pytest.raises(ConfigError) as raised:
         load_pipeline(file)
     return str(raised.value).replace(f"{file.parent}/", "")
+
+
+def tail(value: object) -> str | None:
+    """What a case is called by: the ends of its texts, such as that of the message."""
+    return value[-60:] if isinstance(value, str) else None

@@ -9,86 +9,57 @@ from hypothesis import strategies as st
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.pipeline import load_pipeline
 
-from .files import DIAMOND, SINGLE, SPEECH, complaint
+from .files import DIAMOND, SINGLE, SPEECH, complaint, tail
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        pytest.param("", "pipeline.yaml: the file is empty", id="empty"),
-        pytest.param("# nothing\n", "pipeline.yaml: the file is empty", id="comments only"),
-        pytest.param(
-            "stages:\n  a: b: c\n",
-            "pipeline.yaml:2: not usable YAML: mapping values are not allowed here",
-            id="no YAML",
-        ),
-        pytest.param(
-            "stages: [",
-            "pipeline.yaml:1: not usable YAML: expected the node content, but found '<stream end>'",
-            id="cut",
-        ),
-        pytest.param(
-            "a: 1\n---\nb: 1\n", "pipeline.yaml:2: not usable YAML: but found another document", id="two documents"
-        ),
-        pytest.param("a: 1\nb: \0\n", "pipeline.yaml:2: not YAML: the character U+0000 is not allowed", id="NUL"),
-        pytest.param("a: *b\n", "pipeline.yaml:1: not usable YAML: found undefined alias 'b'", id="undefined alias"),
-        pytest.param("[" * 2000, "pipeline.yaml: nested too deeply", id="deep"),
-        pytest.param("stages: &a\n  - *a\n", "pipeline.yaml: an alias of what it is in", id="endless"),
-        pytest.param(
+        ("", "pipeline.yaml: the file is empty"),
+        ("# nothing\n", "pipeline.yaml: the file is empty"),
+        ("stages:\n  a: b: c\n", "pipeline.yaml:2: not usable YAML: mapping values are not allowed here"),
+        ("stages: [", "pipeline.yaml:1: not usable YAML: expected the node content, but found '<stream end>'"),
+        ("a: 1\n---\nb: 1\n", "pipeline.yaml:2: not usable YAML: but found another document"),
+        ("a: 1\nb: \0\n", "pipeline.yaml:2: not YAML: the character U+0000 is not allowed"),
+        ("a: *b\n", "pipeline.yaml:1: not usable YAML: found undefined alias 'b'"),
+        ("[" * 2000, "pipeline.yaml: nested too deeply"),
+        ("stages: &a\n  - *a\n", "pipeline.yaml: an alias of what it is in"),
+        (
             "a: &a [0,0,0,0,0,0,0,0,0]\n"
             + "".join(f"{b}: &{b} [{','.join(9 * [f'*{a}'])}]\n" for a, b in zip("abcde", "bcdef", strict=True)),
             "pipeline.yaml: more than 50,000 values, those of aliases counted again",
-            id="bomb",
         ),
-        pytest.param(
+        (
             "a: &a {x: [1]}\n"
             + "".join(
                 f"{b}: &{b} {{<<: [{','.join(9 * [f'*{a}'])}]}}\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
             ),
             "pipeline.yaml:1: a: unknown key: use stages",
-            id="mappings merged again and again",
         ),
-        pytest.param(
+        (
             "stages:\n  - id: 0\n    name: a\n    id: 1\n",
             "pipeline.yaml:4: not usable YAML: the key 'id' is there twice",
-            id="repeated key",
         ),
-        pytest.param(
-            "stages:\n  - no: a\n",
-            "pipeline.yaml:2: not usable YAML: the key 'no' is no text: quote it",
-            id="boolean key",
-        ),
-        pytest.param(
-            "a: 1\n? !!str [b]\n: 1\n",
-            "pipeline.yaml:2: not usable YAML: a list or mapping cannot be a key",
-            id="list as key",
-        ),
-        pytest.param(
-            "a: !!seq b\n",
-            "pipeline.yaml:1: not usable YAML: expected a sequence node, but found scalar",
-            id="wrong tag",
-        ),
-        pytest.param(
+        ("stages:\n  - no: a\n", "pipeline.yaml:2: not usable YAML: the key 'no' is no text: quote it"),
+        ("a: 1\n? !!str [b]\n: 1\n", "pipeline.yaml:2: not usable YAML: a list or mapping cannot be a key"),
+        ("a: !!seq b\n", "pipeline.yaml:1: not usable YAML: expected a sequence node, but found scalar"),
+        (
             "a: 1\n<<: 1\n",
             "pipeline.yaml:2: not usable YAML: expected a mapping or list of mappings for merging, but found scalar",
-            id="merged number",
         ),
-        pytest.param(
+        (
             "a: !!python/object/apply:os.system [ls]\n",
             "pipeline.yaml:1: not usable YAML: a value of type 'python/object/apply:os.system' cannot be used: "
             "quote it if it is text",
-            id="Python object",
         ),
-        pytest.param(
+        (
             f"{SINGLE}    sampling:\n      day: 2026-01-31\n",
             "pipeline.yaml:9: not usable YAML: a value of type 'timestamp' cannot be used: quote it if it is text",
-            id="date",
         ),
-        pytest.param("a: !!int x\n", "pipeline.yaml:1: not usable YAML: 'x' is no value of type 'int'", id="no number"),
-        pytest.param(
-            "a: !!bool x\n", "pipeline.yaml:1: not usable YAML: 'x' is no value of type 'bool'", id="no boolean"
-        ),
+        ("a: !!int x\n", "pipeline.yaml:1: not usable YAML: 'x' is no value of type 'int'"),
+        ("a: !!bool x\n", "pipeline.yaml:1: not usable YAML: 'x' is no value of type 'bool'"),
     ],
+    ids=tail,
 )
 def test_what_is_no_usable_yaml_is_refused(file: Path, text: str, message: str) -> None:
     file.write_text(text)

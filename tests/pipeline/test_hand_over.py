@@ -7,7 +7,7 @@ import pytest
 
 from vllm_omni_plugin.pipeline import Modality, Pipeline, PipelineError, Stage, load_pipeline
 
-from .files import DIAMOND, PREFILL, SPEECH, complaint
+from .files import DIAMOND, PREFILL, SPEECH, complaint, tail
 
 
 def vllm(id_: int, *inputs: str, **more: Any) -> Stage:
@@ -35,49 +35,42 @@ def test_a_kv_cache_is_handed_over_by_its_own_transform(file: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        pytest.param(
+        (
             ("output: kv_cache", "output: kv_cache, final: true"),
             "2: stages[0].final: a KV cache leaves no pipeline: a stage must take it",
-            id="final",
         ),
-        pytest.param(
+        (
             ("engine: vllm, model: m, output", "engine: 'a.b:C', output"),
             "2: stages[0].output: only vLLM's engine puts out a KV cache",
-            id="of a Python engine",
         ),
-        pytest.param(
+        (
             ("output: kv_cache", "output: kv_cache, sampling: {temperature: 0}"),
             "2: stages[0].sampling: a stage that only fills a KV cache samples nothing",
-            id="sampled",
         ),
-        pytest.param(
+        (
             ("model: m, inputs", "model: n, inputs"),
             "3: stages[1].model: the KV cache of 'prefill' belongs to its model, 'm'",
-            id="of another model",
         ),
-        pytest.param(
+        (
             ("engine: vllm, model: m, inputs", "engine: 'a.b:C', inputs"),
             "3: stages[1].engine: only vLLM's engine takes the KV cache of 'prefill'",
-            id="for a Python engine",
         ),
-        pytest.param(
+        (
             ("inputs: [prefill]", "inputs: [prefill], async_chunk: true"),
             "3: stages[1].async_chunk: a KV cache is handed over whole, not in chunks",
-            id="in chunks",
         ),
-        pytest.param(
+        (
             ("inputs: [prefill]", "inputs: [prefill], transform: tokens"),
             "3: stages[1].transform: 'tokens' does not take kv_cache of the stage 'prefill': set 'transform' to "
             "'kv_transfer'",
-            id="as tokens",
         ),
-        pytest.param(
+        (
             ("inputs: [prefill]", "inputs: [prefill], transform: 'a.b:c'"),
             "3: stages[1].transform: 'a.b:c' does not take kv_cache of the stage 'prefill': set 'transform' to "
             "'kv_transfer'",
-            id="through a function",
         ),
     ],
+    ids=tail,
 )
 def test_a_kv_cache_goes_from_engine_to_engine_of_one_model(file: Path, change: tuple[str, str], message: str) -> None:
     file.write_text(PREFILL.replace(*change))
@@ -87,49 +80,39 @@ def test_a_kv_cache_goes_from_engine_to_engine_of_one_model(file: Path, change: 
 @pytest.mark.parametrize(
     ("stages", "place", "message"),
     [
-        pytest.param(
+        (
             (vllm(0), vllm(1, "s0", output=Modality.KV_CACHE, final=False), vllm(2, "s1")),
             ("stages", 1, "inputs"),
             "the KV cache is that of the request's own prompt: leave out 'inputs'",
-            id="cache of an output",
         ),
-        pytest.param(
+        (
             (PREFILL_STAGE, vllm(1), vllm(2, "s0", "s1", transform="a.b:c")),
             ("stages", 2, "inputs"),
             "the KV cache of 's0' must be the only input",
-            id="cache beside another input",
         ),
-        pytest.param(
-            (vllm(0, async_chunk=True),),
-            ("stages", 0, "async_chunk"),
-            "no stage's chunks reach a stage without inputs",
-            id="chunks of the request",
-        ),
-        pytest.param(
+        ((vllm(0, async_chunk=True),), ("stages", 0, "async_chunk"), "no stage's chunks reach a stage without inputs"),
+        (
             (vllm(0), vllm(1), python(2, "s0", "s1", async_chunk=True)),
             ("stages", 2, "async_chunk"),
             "chunks come from one stage, and this one has 2 inputs",
-            id="chunks of two stages",
         ),
-        pytest.param(
+        (
             (vllm(0), vllm(1, "s0", async_chunk=True)),
             ("stages", 1, "async_chunk"),
             "set 'max_tokens', which bounds the answer to each chunk",
-            id="chunks answered without a bound",
         ),
-        pytest.param(
+        (
             (vllm(0), vllm(1, "s0", async_chunk=True, sampling={"temperature": 0})),
             ("stages", 1, "sampling"),
             "set 'max_tokens', which bounds the answer to each chunk",
-            id="chunks sampled without a bound",
         ),
-        pytest.param(
+        (
             (vllm(0, "s1", transform="a.b:c"), python(1)),
             ("stages",),
             "every stage without inputs is a Python engine, but it takes vLLM's to read the request's prompt",
-            id="prompts that nobody reads",
         ),
     ],
+    ids=tail,
 )
 def test_what_cannot_be_handed_over_is_refused(
     stages: tuple[Stage, ...], place: tuple[str | int, ...], message: str

@@ -6,7 +6,7 @@ import pytest
 
 from vllm_omni_plugin.pipeline import Modality, Stage, load_pipeline
 
-from .files import DIAMOND, PREFILL, SINGLE, SPEECH, chain, complaint
+from .files import DIAMOND, PREFILL, SINGLE, SPEECH, chain, complaint, tail
 
 STAGE_KEYS = (
     "id, name, engine, model, engine_args, options, inputs, transform, replicas, policy, policy_config, sampling, "
@@ -97,125 +97,86 @@ def test_a_whole_number_may_be_written_as_a_decimal(file: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        pytest.param("a", '1: must be a mapping, not "a"', id="no mapping"),
-        pytest.param("{}", "1: needs 'stages'", id="no stages"),
-        pytest.param("stages: []", "1: stages: must not be empty", id="empty list"),
-        pytest.param("stages: {}", "1: stages: must be a list, not {}", id="no list"),
-        pytest.param("stages:\n- 1", "2: stages[0]: must be a mapping, not 1", id="no stage"),
-        pytest.param(
-            "stages:\n- {id: 0}", "2: stages[0]: needs 'name' and 'engine' and 'output'", id="several keys missing"
-        ),
-        pytest.param(f"{SINGLE}stage: 1", "8: stage: unknown key (did you mean 'stages'?): use stages", id="top key"),
-        pytest.param(
+        ("a", '1: must be a mapping, not "a"'),
+        ("{}", "1: needs 'stages'"),
+        ("stages: []", "1: stages: must not be empty"),
+        ("stages: {}", "1: stages: must be a list, not {}"),
+        ("stages:\n- 1", "2: stages[0]: must be a mapping, not 1"),
+        ("stages:\n- {id: 0}", "2: stages[0]: needs 'name' and 'engine' and 'output'"),
+        (f"{SINGLE}stage: 1", "8: stage: unknown key (did you mean 'stages'?): use stages"),
+        (
             SINGLE.replace("model", "modle"),
             f"5: stages[0].modle: unknown key (did you mean 'model'?): use {STAGE_KEYS}",
-            id="misspelt key",
         ),
-        pytest.param(
-            f'{SINGLE}    "a\\n b": 1',
-            f"8: stages[0]['a\\n b']: unknown key: use {STAGE_KEYS}",
-            id="key of two lines",
-        ),
-        pytest.param(SINGLE.replace("    model: example/writer\n", ""), "2: stages[0]: needs 'model'", id="no model"),
-        pytest.param(SINGLE.replace("0", '"0"'), '2: stages[0].id: must be a whole number, not "0"', id="quoted id"),
-        pytest.param(SINGLE.replace("0", "true"), "2: stages[0].id: must be a whole number, not true", id="boolean id"),
-        pytest.param(SINGLE.replace("0", "-1"), "2: stages[0].id: must be at least 0, not -1", id="negative id"),
-        pytest.param(
+        (f'{SINGLE}    "a\\n b": 1', f"8: stages[0]['a\\n b']: unknown key: use {STAGE_KEYS}"),
+        (SINGLE.replace("    model: example/writer\n", ""), "2: stages[0]: needs 'model'"),
+        (SINGLE.replace("0", '"0"'), '2: stages[0].id: must be a whole number, not "0"'),
+        (SINGLE.replace("0", "true"), "2: stages[0].id: must be a whole number, not true"),
+        (SINGLE.replace("0", "-1"), "2: stages[0].id: must be at least 0, not -1"),
+        (
             SINGLE.replace("name: writer", "name: a b"),
             '3: stages[0].name: must be an identifier of letters, digits and underscores, not "a b"',
-            id="name with a space",
         ),
-        pytest.param(
+        (
             SINGLE.replace("name: writer", 'name: "a\\n"'),
             '3: stages[0].name: must be an identifier of letters, digits and underscores, not "a\\n"',
-            id="name with a line's end",
         ),
-        pytest.param(
-            SINGLE.replace("vllm", "vlm"),
-            '4: stages[0].engine: must be vllm or package.module:Class, not "vlm"',
-            id="unknown engine",
-        ),
-        pytest.param(
-            SINGLE.replace("vllm", "a.b:C"),
-            "5: stages[0].model: only for engine: vllm; a Python engine has 'options'",
-            id="Python engine with a model",
-        ),
-        pytest.param(
+        (SINGLE.replace("vllm", "vlm"), '4: stages[0].engine: must be vllm or package.module:Class, not "vlm"'),
+        (SINGLE.replace("vllm", "a.b:C"), "5: stages[0].model: only for engine: vllm; a Python engine has 'options'"),
+        (
             f"{SINGLE}    options: {{}}",
             "8: stages[0].options: only a Python engine has options; vLLM's has 'engine_args'",
-            id="vLLM with options",
         ),
-        pytest.param(SINGLE.replace("example/writer", '""'), "5: stages[0].model: must not be empty", id="empty model"),
-        pytest.param(
+        (SINGLE.replace("example/writer", '""'), "5: stages[0].model: must not be empty"),
+        (
             SINGLE.replace("output: text", "output: txt"),
             "6: stages[0].output: must be one of text, tokens, audio, image, embedding, scores, latent, kv_cache, "
             "not \"txt\" (did you mean 'text'?)",
-            id="unknown modality",
         ),
-        pytest.param(
+        (
             SINGLE.replace("final: true", f"final: {'x' * 100}"),
             f'7: stages[0].final: must be true or false, not "{"x" * 59}...',
-            id="long value",
         ),
-        pytest.param(
+        (
             f"{SINGLE}    engine_args:\n      --seed: 1",
             "9: stages[0].engine_args.--seed: must be a flag's name without '--' (the model has its own key), "
             'not "--seed"',
-            id="flag with dashes",
         ),
-        pytest.param(
+        (
             f"{SINGLE}    engine_args: {{model: m}}",
             "8: stages[0].engine_args.model: must be a flag's name without '--' (the model has its own key), "
             'not "model"',
-            id="two models",
         ),
-        pytest.param(
+        (
             f"{SINGLE}    engine_args:\n      max-model-len: 1\n      max_model_len: 2",
             "10: stages[0].engine_args.max_model_len: the same argument as 'max-model-len'",
-            id="argument in both spellings",
         ),
-        pytest.param(
+        (
             chain("inputs: [writer, writer]", "output: text", "final: true"),
             "12: stages[1].inputs: must name each only once",
-            id="repeated input",
         ),
-        pytest.param(
+        (
             f"{SINGLE}    transform: join",
             "8: stages[0].transform: must be tokens, text, prompt_embeds, kv_transfer or "
             'package.module:function, not "join"',
-            id="unknown transform",
         ),
-        pytest.param(
-            chain("outputs: text"),
-            f"12: stages[1].outputs: unknown key (did you mean 'output'?): use {STAGE_KEYS}",
-            id="misspelt key that must be there",
-        ),
-        pytest.param(
-            chain("replicas: -1", "outputs: text"),
-            "12: stages[1].replicas: must be at least 0, not -1",
-            id="first fault",
-        ),
-        pytest.param(
+        (chain("outputs: text"), f"12: stages[1].outputs: unknown key (did you mean 'output'?): use {STAGE_KEYS}"),
+        (chain("replicas: -1", "outputs: text"), "12: stages[1].replicas: must be at least 0, not -1"),
+        (
             chain("inputs: [writer]", "chunk_size: 8", "output: text"),
             "13: stages[1].chunk_size: only with async_chunk: true",
-            id="chunks of a size without chunks",
         ),
-        pytest.param(
+        (
             chain("async_chunk: false", "chunk_size: 8", "output: text"),
             "13: stages[1].chunk_size: only with async_chunk: true",
-            id="chunks of a size and no chunks",
         ),
-        pytest.param(
+        (
             chain("async_chunk: true", "chunk_size: 0", "output: text"),
             "13: stages[1].chunk_size: must be at least 1, not 0",
-            id="empty chunks",
         ),
-        pytest.param(
-            f"{SINGLE}    min_prompt_tokens: 64",
-            "8: stages[0].min_prompt_tokens: only with output: kv_cache",
-            id="short prompts skip the only stage",
-        ),
+        (f"{SINGLE}    min_prompt_tokens: 64", "8: stages[0].min_prompt_tokens: only with output: kv_cache"),
     ],
+    ids=tail,
 )
 def test_what_is_not_of_the_shape_is_refused(file: Path, text: str, message: str) -> None:
     file.write_text(text)
@@ -225,72 +186,56 @@ def test_what_is_not_of_the_shape_is_refused(file: Path, text: str, message: str
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        pytest.param(
+        (
             chain("output: text", "final: true").replace("id: 1", "id: 0"),
             "8: stages[1].id: 0 is the id of the stage 'writer' already",
-            id="repeated id",
         ),
-        pytest.param(
+        (
             chain("output: text", "final: true").replace("id: 1", "id: 2"),
             "8: stages[1].id: 2 leaves a gap: the ids of 2 stages count up from 0",
-            id="gap",
         ),
-        pytest.param(
+        (
             chain("output: text", "final: true").replace("refiner", "writer"),
             "9: stages[1].name: 'writer' is the name of the stage with id 0 already",
-            id="repeated name",
         ),
-        pytest.param(
+        (
             chain("inputs:", "  - writter", "output: text", "final: true"),
             "13: stages[1].inputs[0]: there is no stage 'writter' (did you mean 'writer'?): use one of writer, refiner",
-            id="unknown input",
         ),
-        pytest.param(
+        (
             chain("inputs: [refiner]", "output: text"),
             "12: stages[1].inputs: a stage would wait for its own output: refiner -> refiner",
-            id="own input",
         ),
-        pytest.param(
+        (
             chain("inputs: [writer]", "output: text").replace(
                 "    name: writer\n", "    name: writer\n    inputs: [refiner]\n"
             ),
             "4: stages[0].inputs: a stage would wait for its own output: writer -> refiner -> writer",
-            id="cycle",
         ),
-        pytest.param(
+        (
             SINGLE.replace("true", "false"),
             "1: stages: no stage is final: set 'final: true' where output leaves the pipeline",
-            id="nothing final",
         ),
-        pytest.param(
+        (
             chain("inputs: [writer]", "output: text"),
             "8: stages[1]: the stage 'refiner' reaches no final output: make it final or an input, or leave it out",
-            id="useless stage",
         ),
-        pytest.param(
+        (
             f"{SINGLE}    transform: text\n",
             "8: stages[0].transform: 'text' needs the output of a stage, and this one has no inputs",
-            id="built-in transform of the request",
         ),
-        pytest.param(
+        (
             chain("inputs: [writer]", "transform: prompt_embeds", "output: text", "final: true"),
             "13: stages[1].transform: 'prompt_embeds' does not take text of the stage 'writer': set 'transform' to "
             "'text' or 'tokens' or package.module:function",
-            id="transform that does not fit",
         ),
-        pytest.param(
-            chain("inputs: [writer]", "output: text", "final: true").replace("output: text", "output: audio", 1),
-            "8: stages[1]: no built-in transform takes audio of the stage 'writer': set 'transform' to "
-            "package.module:function",
-            id="no transform fits",
-        ),
-        pytest.param(
+        (
             DIAMOND.read_text().replace(', transform: "example.verdict:join"', ""),
             "3: stages[0]: no built-in transform takes the outputs of 3 stages: set 'transform' to "
             "package.module:function",
-            id="join without a transform",
         ),
     ],
+    ids=tail,
 )
 def test_stages_that_do_not_fit_together_are_refused(file: Path, text: str, message: str) -> None:
     file.write_text(text)
