@@ -101,10 +101,11 @@ class Supervised:
         """The one started last."""
         return [process for number, process in self.started if number == index][-1]
 
-    async def serve(self, index: int) -> None:
-        """Let a process begin to serve."""
-        await eventually(lambda: any(number == index for number, _ in self.started))
-        self.connections[index] = 0
+    async def serve(self, *indexes: int) -> None:
+        """Let processes begin to serve, one after the other."""
+        for index in indexes:
+            await eventually(lambda index=index: any(number == index for number, _ in self.started))
+            self.connections[index] = 0
 
     async def end(self, index: int, code: int = KILLED) -> None:
         """Let a process end, and wait for the next one to be started."""
@@ -114,8 +115,7 @@ class Supervised:
 
     async def until_spawning(self) -> None:
         """Let both serve, and the first die; its successor is not spawned before `may_spawn`."""
-        await self.serve(0)
-        await self.serve(1)
+        await self.serve(0, 1)
         self.may_spawn.clear()
         self.process(0).end(KILLED)
         await eventually(lambda: self.spawning == 3)
@@ -134,8 +134,7 @@ async def supervised() -> AsyncIterator[Supervised]:
 
 
 async def test_one_that_dies_is_started_again_and_the_others_are_not_touched(supervised: Supervised) -> None:
-    await supervised.serve(0)
-    await supervised.serve(1)
+    await supervised.serve(0, 1)
     await supervised.end(1)
     assert [index for index, _ in supervised.started] == [0, 1, 1]
     assert supervised.buried == [(1, 101)]
@@ -164,16 +163,14 @@ async def test_one_that_ends_before_it_served_ends_all(supervised: Supervised) -
 
 
 async def test_one_that_cannot_be_started_again_is_tried_again(supervised: Supervised) -> None:
-    await supervised.serve(0)
-    await supervised.serve(1)
+    await supervised.serve(0, 1)
     supervised.trouble.append(OSError("too many open files"))
     await supervised.end(0)
     assert supervised.delays == [1.0, 2.0]
 
 
 async def test_stopping_ends_all_and_starts_none(supervised: Supervised) -> None:
-    await supervised.serve(0)
-    await supervised.serve(1)
+    await supervised.serve(0, 1)
     await supervised.servers.stop(GRACE_S)
     await supervised.running
     assert [process.exitcode for _, process in supervised.started] == [0, 0]
@@ -181,8 +178,7 @@ async def test_stopping_ends_all_and_starts_none(supervised: Supervised) -> None
 
 async def test_one_that_does_not_end_in_time_is_killed(supervised: Supervised) -> None:
     supervised.obedient = False
-    await supervised.serve(0)
-    await supervised.serve(1)
+    await supervised.serve(0, 1)
     await supervised.servers.stop(0.3)
     assert [process.exitcode for _, process in supervised.started] == [KILLED, KILLED]
     assert all(process.told_to_end for _, process in supervised.started)

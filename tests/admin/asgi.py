@@ -1,13 +1,21 @@
-"""One HTTP request as a server hands it to an ASGI application, with a client that the test plays."""
+"""HTTP requests as a server hands them to an ASGI application, from clients that the test plays."""
 
 import asyncio
 import json
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import httpx
+from fastapi import FastAPI
 from starlette.types import Message, Receive, Scope, Send
 
 from tests.fakes.conditions import eventually
+
+
+def client_of(app: FastAPI, address: str | None = "127.0.0.1", **headers: str) -> httpx.AsyncClient:
+    """A client at an address, or one whose address is not known."""
+    transport: Any = httpx.ASGITransport(app, client=(address, 40000) if address else None)  # type: ignore[arg-type]
+    return httpx.AsyncClient(transport=transport, base_url="http://head", headers=headers)
 
 
 class Client:

@@ -13,6 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.datastructures import Headers
 
+from tests.admin.asgi import client_of
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admin.access import Access
 from vllm_omni_plugin.admin.admin_keys import read_admin_keys
@@ -47,14 +48,9 @@ async def fleet() -> AsyncIterator[FakeFleet]:
         yield fleet
 
 
-def client_at(app: FastAPI, address: str | None) -> httpx.AsyncClient:
-    transport: Any = httpx.ASGITransport(app, client=(address, 40000) if address else None)  # type: ignore[arg-type]
-    return httpx.AsyncClient(transport=transport, base_url="http://head")
-
-
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.8.0.1", "::1", "::ffff:127.0.0.1"])
 async def test_a_loopback_peer_may_change_the_fleet(fleet: FakeFleet, address: str) -> None:
-    async with client_at(app_of(fleet), address) as client:
+    async with client_of(app_of(fleet), address) as client:
         assert (await client.post(DRAIN)).status_code == 204
 
 
@@ -63,7 +59,7 @@ async def test_a_loopback_peer_may_change_the_fleet(fleet: FakeFleet, address: s
     ["10.0.0.9", "0.0.0.0", "::ffff:10.0.0.9", "fe80::1%eth0", "2001:db8::1", "localhost", "testclient", None],
 )
 async def test_no_other_peer_may_nor_one_whose_address_is_unknown(fleet: FakeFleet, address: str | None) -> None:
-    async with client_at(app_of(fleet), address) as client:
+    async with client_of(app_of(fleet), address) as client:
         for method, path in CHANGES:
             assert (await client.request(method, path)).status_code == 403
         assert (await client.get("/omni/replicas")).json()["replicas"][0]["status"] == "up"
@@ -82,7 +78,7 @@ async def test_no_other_peer_may_nor_one_whose_address_is_unknown(fleet: FakeFle
     ],
 )
 async def test_what_a_proxy_or_a_web_page_sends_from_loopback_changes_nothing(fleet: FakeFleet, header: str) -> None:
-    async with client_at(app_of(fleet), "127.0.0.1") as client:
+    async with client_of(app_of(fleet), "127.0.0.1") as client:
         answer = await client.post(DRAIN, headers={header: "127.0.0.1"})
     assert answer.status_code == 403
     assert "--omni-admin-key-file" in answer.json()["detail"]
@@ -93,7 +89,7 @@ async def test_nobody_is_heard_before_it_is_known_who_it_is(fleet: FakeFleet) ->
         yield b"{"
         raise AssertionError
 
-    async with client_at(app_of(fleet), "10.0.0.9") as client:
+    async with client_of(app_of(fleet), "10.0.0.9") as client:
         assert (await client.post("/omni/explain", content=endless())).status_code == 403
 
 

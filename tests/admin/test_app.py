@@ -7,7 +7,6 @@ from http import HTTPStatus
 from pathlib import Path
 from types import SimpleNamespace
 
-import httpx
 import pytest
 
 with warnings.catch_warnings():
@@ -22,6 +21,7 @@ with warnings.catch_warnings():
     from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from tests.admin.asgi import client_of
 from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admin import hold
@@ -73,10 +73,6 @@ def build(monkeypatch: pytest.MonkeyPatch) -> BuildApp:
         return app
 
     return build
-
-
-def client_of(app: FastAPI, **headers: str) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://head", headers=headers)
 
 
 def give_fleet(app: FastAPI, fleet: FakeFleet, replica_wait: float = 0.01) -> None:

@@ -10,6 +10,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from tests.admin.asgi import client_of
 from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admin.access import Access
@@ -60,11 +61,11 @@ async def read_prompt(text: str, model: str | None) -> Prompt:
     return Prompt(list(text.encode()), lora_name=model or "")
 
 
-def client_of(fleet: FakeFleet) -> httpx.AsyncClient:
+def app_of(fleet: FakeFleet) -> FastAPI:
     app = FastAPI()
     app.include_router(build_router(Access(lambda _: True, lambda _: True, unix_socket=False)))
     app.state.omni_explain = partial(explain, fleet.orchestrator, read_prompt, 0)
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://head")
+    return app
 
 
 @pytest.fixture
@@ -80,7 +81,7 @@ async def fleet(policy: Scripted) -> AsyncIterator[FakeFleet]:
 
 @pytest.fixture
 async def client(fleet: FakeFleet) -> AsyncIterator[httpx.AsyncClient]:
-    async with client_of(fleet) as client:
+    async with client_of(app_of(fleet)) as client:
         yield client
 
 
@@ -173,7 +174,7 @@ async def test_without_a_replica_there_is_nothing_to_explain(fleet: FakeFleet, c
 
 
 async def test_a_policy_without_reasons_is_named() -> None:
-    async with FakeFleet(balancer=SelectsOnly()) as fleet, client_of(fleet) as client:
+    async with FakeFleet(balancer=SelectsOnly()) as fleet, client_of(app_of(fleet)) as client:
         answer = await client.post("/omni/explain", json={"prompt": "Hello"})
     assert answer.status_code == 409
     assert "SelectsOnly" in answer.json()["detail"]
@@ -202,7 +203,7 @@ async def test_an_explanation_that_makes_no_sense_is_not_passed_on(
 
 async def test_a_question_that_the_end_of_the_server_overtakes_is_answered() -> None:
     fleet = FakeFleet(balancer=Scripted())
-    async with client_of(fleet) as client:
+    async with client_of(app_of(fleet)) as client:
         question = asyncio.ensure_future(client.post("/omni/explain", json={"prompt": "Hello"}))
         await eventually(lambda: len(fleet.orchestrator.rpc_async_queue), "the question")
         fleet.orchestrator.close_queues()

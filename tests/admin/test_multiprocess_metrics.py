@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,18 +66,14 @@ def scrape() -> dict[str, dict[str, float]]:
     return shown
 
 
-def gauge(name: str, **by_replica: float) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(name, "Help.", labels=("replica",))
+def gauge(name: str, kind: Any = GaugeMetricFamily, **by_replica: float) -> Any:
+    family = kind(name, "Help.", labels=("replica",))
     for replica, value in by_replica.items():
         family.add_metric((replica,), value)
     return family
 
 
-def counter(name: str, **by_replica: float) -> CounterMetricFamily:
-    family = CounterMetricFamily(name, "Help.", labels=("replica",))
-    for replica, value in by_replica.items():
-        family.add_metric((replica,), value)
-    return family
+counter = partial(gauge, kind=CounterMetricFamily)
 
 
 def test_counters_and_work_in_flight_are_summed_and_what_all_see_is_not(process: Process) -> None:

@@ -8,6 +8,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from tests.admin.asgi import client_of
 from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admin.access import Access
@@ -24,10 +25,6 @@ def app_of(fleet: FakeFleet) -> FastAPI:
     app.include_router(build_router(EVERYBODY))
     app.state.omni_fleet = FleetAdmin(fleet.orchestrator, lambda: fleet.now)
     return app
-
-
-def client_of(app: FastAPI) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://head")
 
 
 @pytest.fixture

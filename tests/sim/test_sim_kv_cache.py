@@ -30,38 +30,6 @@ def test_blocks_of_the_departed_stay_cached() -> None:
     assert cache.cached_prefix([key(1), key(2), key(9), key(3)]) == 2
 
 
-def test_shared_blocks_count_once_and_stay_until_their_last_user_leaves() -> None:
-    cache = KVCache(BLOCKS)
-    first = hold(cache, 1, 2)
-    second = cache.admit([key(1), key(2)], 3)
-    assert second is not None
-    assert cache.usage == 2 / BLOCKS
-    cache.release(first)
-    assert (cache.usage, cache.idle) == (2 / BLOCKS, 0)
-    cache.release(second)
-    assert (cache.usage, cache.idle) == (0.0, 2)
-
-
-def test_the_same_block_made_twice_is_kept_once() -> None:
-    cache = KVCache(BLOCKS)
-    first, second = hold(cache, 1), hold(cache, 1)
-    assert cache.usage == 1 / BLOCKS
-    cache.release(first)
-    assert cache.idle == 0
-    cache.release(second)
-    assert cache.idle == 1
-
-
-def test_what_is_promised_is_not_promised_again() -> None:
-    cache = KVCache(BLOCKS)
-    holding = cache.admit((), BLOCKS - 1)
-    assert holding is not None
-    assert cache.admit((), 2) is None
-    assert cache.usage == 0.0
-    cache.release(holding)
-    assert cache.admit((), BLOCKS) is not None
-
-
 def test_the_least_recently_used_goes_first_and_of_one_prompt_its_end() -> None:
     cache = KVCache(BLOCKS)
     cache.release(hold(cache, 1, 2, 3))
