@@ -27,13 +27,14 @@ class PipelineServer(Server):
     Args:
         kind: which example.
         log: file for what it writes; the models and the nodes' logs lie beside it.
-        flags: more of its command line.
+        flags: more of its command line, and of its nodes'.
         environment: changes to `serve_environment`.
     """
 
     def __init__(self, kind: str, log: Path, *flags: str, **environment: str) -> None:
         self.models = log.with_name(kind)
         self._kind = kind
+        self._flags = flags
         self._nodes = 0
         self._uds = None
         self.port = free_port()
@@ -55,7 +56,7 @@ class PipelineServer(Server):
         before = self.replicas_up()
         self._nodes += 1
         log = self.log.with_name(f"{self.log.stem}-node-{self._nodes}.log")
-        node = ServeProcess(self._command("--headless", "--omni-stage-id", str(stage)), log)
+        node = ServeProcess(self._command("--headless", "--omni-stage-id", str(stage), *self._flags), log)
         try:
             self.wait_for_replicas(before + 1)
             yield
