@@ -13,12 +13,7 @@ _BARE = re.compile(r"[\w-]+")
 
 
 class PipelineError(ConfigError):
-    """Stages that make no pipeline.
-
-    Attributes:
-        message: what is wrong.
-        place: where.
-    """
+    """Stages that make no pipeline."""
 
     def __init__(self, message: str, place: Place) -> None:
         super().__init__(worded(message, place))

@@ -36,11 +36,7 @@ def read_service_times(additional_config: Any) -> dict[str, float]:
 
 
 class SleepingModel:
-    """What a `ModelFreeExecutor` computes with: the linear model of `EngineSettings`.
-
-    Attributes:
-        kv_blocks: blocks of KV memory.
-    """
+    """What a `ModelFreeExecutor` computes with: the linear model of `EngineSettings`."""
 
     def __init__(self, settings: EngineSettings, sleep: Callable[[float], None]) -> None:
         self.kv_blocks = settings.kv_blocks

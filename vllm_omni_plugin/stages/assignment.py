@@ -9,14 +9,8 @@ class Assignment(msgspec.Struct, frozen=True):
     """What the process of a stage needs to start.
 
     Attributes:
-        stage: name of the stage.
         engine: `package.module:Class`.
-        options: what the class is constructed with.
         device_index: which of the node's accelerators it takes, counted round.
-        replica_id: index of the replica among those of its node.
-        identity: its ZMQ identity.
-        import_path: where modules are found.
-        input_addr: where requests come from.
         output_addrs: where answers go, by client index.
         memory_fd: descriptor of memory shared with the head, which then is the only client.
     """

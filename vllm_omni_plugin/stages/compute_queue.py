@@ -15,12 +15,9 @@ class Session:
     """A request, whose input may come in chunks that are answered one after the other.
 
     Attributes:
-        request_id: its id.
         client_index: who is answered.
         open: further chunks may come.
-        memory: see `StageJob`.
         waiting: chunks that are not being computed.
-        computing: whether one is.
         answered: outputs so far.
     """
 

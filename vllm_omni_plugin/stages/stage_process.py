@@ -35,7 +35,6 @@ class StageProcess:
         share_memory: share memory with it, if the system has some.
 
     Attributes:
-        pid: its process id.
         sentinel: file descriptor that becomes readable when it exits; closed with this object.
         connection: to it; used for the start only.
         memory: our end of the shared memory; None once it was asked to end.

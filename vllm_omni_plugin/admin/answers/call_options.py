@@ -36,7 +36,6 @@ class CallOptions:
     """What a request wants of a pipeline.
 
     Attributes:
-        modalities: what shall be put out.
         audio_format: one of `AUDIO_FORMATS`, "" for whichever fits.
         outputs: names of the stages whose output is shown beside the answer.
         sampling: sampling parameters by the stage's name.

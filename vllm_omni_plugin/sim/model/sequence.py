@@ -13,7 +13,6 @@ class Sequence:
     """A request with the tokens it has so far.
 
     Attributes:
-        request: the request.
         length: tokens of prompt and answer.
         limit: the length at which it ends.
         computed: tokens whose KV entries are there.

@@ -57,7 +57,6 @@ class SimOutput:
     """One step of an answer.
 
     Attributes:
-        request_id: of the request.
         token: the next token, or None in an output that only ends the request.
         finish: why the answer ends here, or None if it goes on.
         stop_token: the stop token that ended it.

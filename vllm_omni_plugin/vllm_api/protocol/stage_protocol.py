@@ -30,9 +30,7 @@ class StageRequest(msgspec.Struct, array_like=True):
         resumable: more of the session may follow.
         last: with `resumable`: what follows, if anything, only closes the session.
         token_ids: see `StageInput`; so are the next four.
-        text: see there.
         tensor: see there; once decoded, a `stage_codec.ReceivedTensor`.
-        metadata: see there.
         sampling: see there, over the sampling parameters of the stage.
         closing: nothing to compute on: it ends the session's input.
         session_id: of the client's conversation, for policies.
@@ -61,8 +59,6 @@ class Content(msgspec.Struct, omit_defaults=True):
 
     Attributes:
         text: see `StageOutput`; so are the next two.
-        token_ids: see there.
-        metadata: see there.
         error: why the request failed, for the client; "" if it did not.
         status: with `error`, the HTTP status: 400 if the request is at fault, 500 if the stage is.
     """

@@ -40,9 +40,6 @@ class EngineApi:
         custom_processors: see `moving.has_custom_logits_processors`.
         random: seeds of requests that need one to be movable.
         vocabulary: number of the model's tokens; 0: unknown.
-
-    Attributes:
-        vocabulary: see `RequestApi`.
     """
 
     _wave: Mapping[str, int] = {"current_wave": _STALE_WAVE}
