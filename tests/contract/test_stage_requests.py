@@ -13,12 +13,12 @@ from vllm.sampling_params import SamplingParams
 from vllm_omni_plugin.errors import StageInputError
 from vllm_omni_plugin.orchestrator.pipeline.stage_api import StageApi
 from vllm_omni_plugin.pipeline import Modality, StageInput
+from vllm_omni_plugin.pipeline.transfer import WHOLE, Part
 from vllm_omni_plugin.vllm_api.stages.stage_requests import VllmStageApi
 
 from .stage_models import CONTEXT, REVERSED, api, config, model, source
 
-WHOLE: dict[str, Any] = {"front": False, "resumable": False, "last": True}
-CHUNK = WHOLE | {"resumable": True, "last": False}
+CHUNK = Part(resumable=True, last=False)
 RED_BLUE = StageInput(text="red blue")
 
 
@@ -43,9 +43,11 @@ def embedding(folder: Path, own: Any) -> Any:
     return config(folder / "own", enable_prompt_embeds=True)
 
 
-def refused(stage_api: VllmStageApi, given: StageInput, sampling: dict[str, Any] | None = None, **how: Any) -> str:
+def refused(
+    stage_api: VllmStageApi, given: StageInput, sampling: dict[str, Any] | None = None, part: Part = WHOLE
+) -> str:
     with pytest.raises(StageInputError) as raised:
-        stage_api.build(source(), given, sampling or {}, **WHOLE | how)
+        stage_api.build(source(), given, sampling or {}, front=False, part=part)
     return str(raised.value)
 
 
@@ -58,7 +60,7 @@ def test_it_is_what_the_orchestrator_asks_for(own: Any) -> None:
 
 def test_tokens_are_a_prompt_with_the_parameters_of_the_file(own: Any) -> None:
     request = api(own, sampling={"temperature": 0.5, "max_tokens": 9}).build(
-        source(), StageInput(token_ids=(3, 4, 5)), {}, **WHOLE
+        source(), StageInput(token_ids=(3, 4, 5)), {}, front=False
     )
     assert request.prompt_token_ids == [3, 4, 5]
     params = request.sampling_params
@@ -66,8 +68,8 @@ def test_tokens_are_a_prompt_with_the_parameters_of_the_file(own: Any) -> None:
 
 
 def test_text_is_tokenised_as_the_model_does_it(own: Any, other: Any) -> None:
-    assert api(own).build(source(), RED_BLUE, {}, **WHOLE).prompt_token_ids == [1, 3, 5]
-    assert api(other, own).build(source(), RED_BLUE, {}, **WHOLE).prompt_token_ids == [1, 8, 6]
+    assert api(own).build(source(), RED_BLUE, {}, front=False).prompt_token_ids == [1, 3, 5]
+    assert api(other, own).build(source(), RED_BLUE, {}, front=False).prompt_token_ids == [1, 8, 6]
 
 
 def test_what_belongs_to_the_clients_request_carries_over(own: Any, other: Any) -> None:
@@ -79,7 +81,7 @@ def test_what_belongs_to_the_clients_request_carries_over(own: Any, other: Any) 
     }
     client = source(lora_request=LoRARequest("a", 1, "/a"), mm_features=[], **fields)
     for given in (RED_BLUE, StageInput(token_ids=[3])):
-        request = api(other, own).build(client, given, {}, **WHOLE)
+        request = api(other, own).build(client, given, {}, front=False)
         assert {name: getattr(request, name) for name in fields} == fields
         assert (request.request_id, request.external_req_id, request.arrival_time) == ("r-1", "r", 7.5)
         # They are of another model.
@@ -88,18 +90,18 @@ def test_what_belongs_to_the_clients_request_carries_over(own: Any, other: Any) 
 
 
 def test_without_a_limit_the_answer_may_fill_the_context(own: Any) -> None:
-    request = api(own).build(source(), StageInput(token_ids=[3] * 10), {}, **WHOLE)
+    request = api(own).build(source(), StageInput(token_ids=[3] * 10), {}, front=False)
     assert request.sampling_params.max_tokens == CONTEXT - 10
 
 
 def test_a_limit_is_bounded_by_the_room_that_the_prompt_leaves(own: Any) -> None:
     stage_api = api(own, sampling={"max_tokens": 20, "min_tokens": 15})
-    params = stage_api.build(source(), StageInput(token_ids=[3] * 30), {}, **WHOLE).sampling_params
+    params = stage_api.build(source(), StageInput(token_ids=[3] * 30), {}, front=False).sampling_params
     assert (params.max_tokens, params.min_tokens) == (2, 2)
     # Not for the next request.
-    params = stage_api.build(source(), StageInput(token_ids=[3]), {}, **WHOLE).sampling_params
+    params = stage_api.build(source(), StageInput(token_ids=[3]), {}, front=False).sampling_params
     assert (params.max_tokens, params.min_tokens) == (20, 15)
-    longest = stage_api.build(source(), StageInput(token_ids=[3] * 31), {}, **WHOLE)
+    longest = stage_api.build(source(), StageInput(token_ids=[3] * 31), {}, front=False)
     assert longest.sampling_params.max_tokens == 1
 
 
@@ -136,7 +138,7 @@ def test_what_the_stage_cannot_take_is_refused_in_its_name(own: Any, given: Stag
 
 def test_embeddings_take_the_place_of_a_prompt(embedding: Any) -> None:
     rows = torch.ones(3, 32, requires_grad=True)
-    request = api(embedding).build(source(cache_salt="salt"), StageInput(tensor=rows), {}, **WHOLE)
+    request = api(embedding).build(source(cache_salt="salt"), StageInput(tensor=rows), {}, front=False)
     assert request.prompt_token_ids is None
     assert torch.equal(request.prompt_embeds, torch.ones(3, 32))
     assert (request.cache_salt, request.sampling_params.max_tokens) == ("salt", CONTEXT - 3)
@@ -151,17 +153,17 @@ def test_embeddings_of_another_shape_or_kind_are_refused(embedding: Any, rows: t
 def test_the_request_has_the_last_word_on_sampling_and_the_file_the_first(own: Any) -> None:
     stage_api = api(own, sampling={"temperature": 0.1, "top_k": 1, "max_tokens": 1, "seed": 1})
     given = StageInput(token_ids=[3], sampling={"top_k": 2, "max_tokens": 2})
-    params = stage_api.build(source(), given, {"max_tokens": 3}, **WHOLE).sampling_params
+    params = stage_api.build(source(), given, {"max_tokens": 3}, front=False).sampling_params
     assert (params.temperature, params.top_k, params.max_tokens, params.seed) == (0.1, 2, 3, 1)
     # The next request is none the wiser.
-    params = stage_api.build(source(), StageInput(token_ids=[3]), {}, **WHOLE).sampling_params
+    params = stage_api.build(source(), StageInput(token_ids=[3]), {}, front=False).sampling_params
     assert (params.top_k, params.max_tokens) == (1, 1)
 
 
 def test_a_session_is_built_of_chunks_and_an_end(own: Any) -> None:
     stage_api = api(own, sampling={"max_tokens": 6}, inputs=("thinker",), async_chunk=True)
-    first = stage_api.build(source(), StageInput(token_ids=[3, 4]), {}, **CHUNK)
-    second = stage_api.build(source(), StageInput(token_ids=[5]), {}, **CHUNK, held=8)
+    first = stage_api.build(source(), StageInput(token_ids=[3, 4]), {}, front=False, part=CHUNK)
+    second = stage_api.build(source(), StageInput(token_ids=[5]), {}, front=False, part=CHUNK._replace(held=8))
     assert [(chunk.resumable, chunk.sampling_params.max_tokens) for chunk in (first, second)] == [(True, 6)] * 2
     assert [stage_api.session_tokens(chunk) for chunk in (first, second)] == [8, 7]
     end = stage_api.build_end(source())
@@ -170,9 +172,9 @@ def test_a_session_is_built_of_chunks_and_an_end(own: Any) -> None:
 
 def test_a_chunk_has_the_room_that_its_session_leaves(own: Any) -> None:
     stage_api = api(own, sampling={"max_tokens": 6}, inputs=("thinker",), async_chunk=True)
-    chunk = stage_api.build(source(), StageInput(token_ids=[5] * 4), {}, **CHUNK, held=26)
+    chunk = stage_api.build(source(), StageInput(token_ids=[5] * 4), {}, front=False, part=CHUNK._replace(held=26))
     assert chunk.sampling_params.max_tokens == 2
-    message = refused(stage_api, StageInput(token_ids=[5] * 4), resumable=True, held=28)
+    message = refused(stage_api, StageInput(token_ids=[5] * 4), part=Part(resumable=True, held=28))
     assert message == (
         "Stage 'refiner': the input has 4 tokens, after 28 of its session, and its model takes at most 3"
     )
@@ -180,7 +182,7 @@ def test_a_chunk_has_the_room_that_its_session_leaves(own: Any) -> None:
 
 def test_chunks_are_no_embeddings(embedding: Any) -> None:
     stage_api = api(embedding, sampling={"max_tokens": 6}, inputs=("thinker",), async_chunk=True)
-    assert "takes no embeddings" in refused(stage_api, StageInput(tensor=torch.zeros(1, 32)), resumable=True)
+    assert "takes no embeddings" in refused(stage_api, StageInput(tensor=torch.zeros(1, 32)), part=Part(resumable=True))
 
 
 def test_the_entry_answers_the_clients_request_itself(own: Any) -> None:
@@ -285,7 +287,7 @@ def test_two_threads_build_what_one_does(own: Any, other: Any) -> None:
     given = [StageInput(text="red blue " * (count % 7 + 1)) for count in range(60)]
 
     def build(one: StageInput) -> Any:
-        return stage_api.build(source(), one, {}, **WHOLE)
+        return stage_api.build(source(), one, {}, front=False)
 
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(build, given)) == list(map(build, given))

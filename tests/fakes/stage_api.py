@@ -12,7 +12,7 @@ from tests.fakes.links import FakeLink
 from vllm_omni_plugin.errors import StageInputError
 from vllm_omni_plugin.pipeline import Modality, Stage
 from vllm_omni_plugin.pipeline.output_reader import OutputReader
-from vllm_omni_plugin.pipeline.transfer import StageInput, StageOutput
+from vllm_omni_plugin.pipeline.transfer import WHOLE, Part, StageInput, StageOutput
 
 ROOM = 1000
 """Tokens of the longest input that a stage takes."""
@@ -53,22 +53,14 @@ class FakeStageApi(FakeEngineApi):
         self._stumble("check_front")
 
     def build(
-        self,
-        source: Any,
-        given: StageInput,
-        sampling: Mapping[str, Any],
-        *,
-        front: bool,
-        resumable: bool,
-        last: bool,
-        held: int = 0,
+        self, source: Any, given: StageInput, sampling: Mapping[str, Any], *, front: bool, part: Part = WHOLE
     ) -> Any:
         self._stumble("build")
-        self.held.append(held)
+        self.held.append(part.held)
         tokens = list(given.token_ids or map(ord, given.text or ""))
         if len(tokens) > ROOM:
             raise StageInputError(f"Stage {self._stage.name!r}: the input is too long")
-        return self._made(source, sampling, front, prompt=tokens, resumable=resumable)
+        return self._made(source, sampling, front, prompt=tokens, resumable=part.resumable)
 
     def build_root(self, source: Any, sampling: Mapping[str, Any], *, front: bool) -> Any:
         self._stumble("build_root")

@@ -10,7 +10,7 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from tests.stages.heads import END_TOKEN, api, source, stage
 from vllm_omni_plugin.errors import StageInputError
-from vllm_omni_plugin.pipeline.transfer import StageInput, StageOutput
+from vllm_omni_plugin.pipeline.transfer import WHOLE, Part, StageInput, StageOutput
 from vllm_omni_plugin.stages.stage_launcher import python_fingerprint
 from vllm_omni_plugin.vllm_api.protocol.stage_protocol import StageRequest
 from vllm_omni_plugin.vllm_api.requests.move import Move
@@ -18,8 +18,8 @@ from vllm_omni_plugin.vllm_api.requests.move import Move
 API = api(stage(sampling={"voice": "low", "speed": 1, "pitch": 1}))
 
 
-def build(given: StageInput, sampling: dict[str, Any] | None = None, **flags: bool) -> StageRequest:
-    return API.build(source(), given, sampling or {}, **({"front": False, "resumable": False, "last": True} | flags))
+def build(given: StageInput, sampling: dict[str, Any] | None = None, part: Part = WHOLE) -> StageRequest:
+    return API.build(source(), given, sampling or {}, front=False, part=part)
 
 
 def output(**fields: Any) -> EngineCoreOutput:
@@ -36,7 +36,7 @@ def test_the_requests_sampling_lies_over_the_transforms_and_that_over_the_stages
 
 
 def test_a_chunk_says_whether_more_may_come() -> None:
-    request = build(StageInput((1, 2)), resumable=True, last=False)
+    request = build(StageInput((1, 2)), part=Part(resumable=True, last=False))
     assert (request.token_ids, request.resumable, request.last, request.closing) == ([1, 2], True, False, False)
     end = API.build_end(source())
     assert (end.request_id, end.resumable, end.closing) == ("a", False, True)

@@ -35,7 +35,7 @@ class DirectApi(PythonStageApi):
     """Makes the stage's request of the client's, since there is no other stage in front to make its input."""
 
     def movable(self, request: Any) -> Any:
-        return self.build(request, request.given, {}, front=False, resumable=False, last=True)
+        return self.build(request, request.given, {}, front=False)
 
 
 class Launcher(PythonStageLauncher):

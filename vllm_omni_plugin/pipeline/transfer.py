@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,23 @@ class StageInput:
     tensor: Any = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     sampling: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Part(NamedTuple):
+    """Which part of a stage's input a request of its engine brings.
+
+    Attributes:
+        resumable: it is a chunk of a streaming-input session.
+        last: with `resumable`, no chunk with content will follow.
+        held: with `resumable`, tokens that the session has at most before this chunk.
+    """
+
+    resumable: bool = False
+    last: bool = True
+    held: int = 0
+
+
+WHOLE = Part()
 
 
 @dataclass(frozen=True, slots=True)

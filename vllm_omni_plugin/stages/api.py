@@ -9,7 +9,7 @@ from vllm_omni_plugin.balancing import Prompt, Task
 from vllm_omni_plugin.errors import StageInputError
 from vllm_omni_plugin.pipeline.output_reader import OutputReader
 from vllm_omni_plugin.pipeline.stage import Stage
-from vllm_omni_plugin.pipeline.transfer import StageInput, StageOutput
+from vllm_omni_plugin.pipeline.transfer import WHOLE, Part, StageInput, StageOutput
 from vllm_omni_plugin.vllm_api.protocol.stage_codec import sendable
 from vllm_omni_plugin.vllm_api.protocol.stage_protocol import CONTENT_KEY, STOP, Content, StageRequest
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
@@ -71,22 +71,14 @@ class PythonStageApi(EngineApi):
             raise StageInputError(f"Stage '{self._stage.name}': what answers is no model, and gives no logprobs.")
 
     def build(
-        self,
-        source: Any,
-        given: StageInput,
-        sampling: Mapping[str, Any],
-        *,
-        front: bool,
-        resumable: bool,
-        last: bool,
-        held: int = 0,
+        self, source: Any, given: StageInput, sampling: Mapping[str, Any], *, front: bool, part: Part = WHOLE
     ) -> StageRequest:
         # The client's own sampling parameters are left out: a Python stage does not sample.
         try:
             request = StageRequest(
                 request_id=source.request_id,
-                resumable=resumable,
-                last=last,
+                resumable=part.resumable,
+                last=part.last,
                 token_ids=None if given.token_ids is None else list(given.token_ids),
                 text=given.text,
                 tensor=None if given.tensor is None else sendable(given.tensor),
@@ -102,7 +94,7 @@ class PythonStageApi(EngineApi):
     def build_root(self, source: Any, sampling: Mapping[str, Any], *, front: bool) -> StageRequest:
         tokens = source.prompt_token_ids
         given = StageInput(tokens, "" if tokens is None else self._decode(tokens), source.prompt_embeds)
-        return self.build(source, given, sampling, front=front, resumable=source.resumable, last=not source.resumable)
+        return self.build(source, given, sampling, front=front, part=Part(source.resumable, not source.resumable))
 
     def build_end(self, source: Any) -> StageRequest:
         return StageRequest(request_id=source.request_id, closing=True)

@@ -13,7 +13,7 @@ from vllm_omni_plugin.orchestrator.pipeline.request_state import PipelineRequest
 from vllm_omni_plugin.orchestrator.pipeline.stage_api import NOTHING, StageApi
 from vllm_omni_plugin.pipeline import BuiltInTransform, Modality, Pipeline, Stage
 from vllm_omni_plugin.pipeline.output_reader import joined
-from vllm_omni_plugin.pipeline.transfer import StageInput, StageOutput, Transfer, Transform
+from vllm_omni_plugin.pipeline.transfer import Part, StageInput, StageOutput, Transfer, Transform
 from vllm_omni_plugin.pipeline.transforms import check_input, resolve_transform
 
 _THREADS = 2
@@ -128,7 +128,7 @@ class Preparation:
         given = self._transformed(state, stage, outputs)
         if given is None:
             raise StageError(f"Stage {stage.name!r}: its transform {self._names[stage.id]!r} returned nothing.")
-        return WholeInput(api.build(source, given, sampling, front=front, resumable=False, last=True))
+        return WholeInput(api.build(source, given, sampling, front=front))
 
     def chunk(self, state: PipelineRequestState, stage: Stage, chunks: ChunkInput, piece: Piece) -> Chunk:
         """A chunk of a stage's input. Runs on a thread, one at a time for each `ChunkInput`.
@@ -145,7 +145,7 @@ class Preparation:
             # It may have something to say when its input ends.
             given = StageInput()
         if given is not None:
-            request = api.build(source, given, sampling, front=front, resumable=True, last=piece.last, held=chunks.held)
+            request = api.build(source, given, sampling, front=front, part=Part(True, piece.last, chunks.held))
             chunks.held += api.session_tokens(request)
         return Chunk(request, api.build_end(source) if piece.last else None)
 

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from vllm_omni_plugin.orchestrator.requests.request_api import RequestApi
 from vllm_omni_plugin.pipeline.output_reader import OutputReader
-from vllm_omni_plugin.pipeline.transfer import StageInput, StageOutput
+from vllm_omni_plugin.pipeline.transfer import WHOLE, Part, StageInput, StageOutput
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -22,15 +22,7 @@ class StageApi(RequestApi, Protocol):
         """
 
     def build(
-        self,
-        source: Any,
-        given: StageInput,
-        sampling: Mapping[str, Any],
-        *,
-        front: bool,
-        resumable: bool,
-        last: bool,
-        held: int = 0,
+        self, source: Any, given: StageInput, sampling: Mapping[str, Any], *, front: bool, part: Part = WHOLE
     ) -> Any:
         """The engine request of this stage. Runs on a thread of the stage's, and may tokenise.
 
@@ -41,9 +33,7 @@ class StageApi(RequestApi, Protocol):
             sampling: what the request has for this stage by the stage's name, over the stage's own and the transform's.
             front: whether this stage answers the client: then the client's own sampling parameters apply, read anew
                 for this stage's tokenizer, with `max_tokens` bounded by the room that the prompt leaves.
-            resumable: it is a chunk of a streaming-input session.
-            last: with `resumable`, no chunk with content will follow.
-            held: with `resumable`, tokens that the session has at most before this chunk.
+            part: which part of its input this is.
 
         Raises:
             StageInputError: the input is not one that the stage can take; worded for the client.

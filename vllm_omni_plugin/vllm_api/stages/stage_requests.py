@@ -14,7 +14,7 @@ from vllm_omni_plugin.errors import StageInputError
 from vllm_omni_plugin.pipeline.fitting import BuiltInTransform
 from vllm_omni_plugin.pipeline.places import PipelineError
 from vllm_omni_plugin.pipeline.stage import Modality, Stage
-from vllm_omni_plugin.pipeline.transfer import StageInput, StageOutput
+from vllm_omni_plugin.pipeline.transfer import WHOLE, Part, StageInput, StageOutput
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 from vllm_omni_plugin.vllm_api.stages.stage_params import INVALID, KV_TRANSFER_PARAMS, StageParams
 from vllm_omni_plugin.vllm_api.stages.stage_prompts import NO_EMBEDDINGS, StagePrompts, length_of
@@ -93,23 +93,15 @@ class VllmStageApi(EngineApi):
         """Nothing to check: `build` refuses what the model cannot answer."""
 
     def build(
-        self,
-        source: Any,
-        given: StageInput,
-        sampling: Mapping[str, Any],
-        *,
-        front: bool,
-        resumable: bool,
-        last: bool,
-        held: int = 0,
+        self, source: Any, given: StageInput, sampling: Mapping[str, Any], *, front: bool, part: Part = WHOLE
     ) -> Any:
         try:
             prompt = self._prompts.make(given, source.cache_salt)
-            if resumable and prompt["type"] == "embeds":
+            if part.resumable and prompt["type"] == "embeds":
                 raise ValueError("a stage that works on chunks takes no embeddings")
             over = {**given.sampling, **sampling}
-            params = self._client_params(source, over, resumable) if front else self._params.of_stage(over)
-            return self._processed(source, prompt, params, resumable, held)
+            params = self._client_params(source, over, part.resumable) if front else self._params.of_stage(over)
+            return self._processed(source, prompt, params, part)
         except INVALID as error:
             raise self._refusal(error) from error
 
@@ -118,13 +110,13 @@ class VllmStageApi(EngineApi):
             return source
         if not self._vocabulary.same_model:
             text = StageInput(text=self.prompt_text(source))
-            return self.build(source, text, sampling, front=front, resumable=False, last=True)
+            return self.build(source, text, sampling, front=front)
         if source.lora_request is not None and self._lora is None:
             raise StageInputError(f"Stage {self._stage.name!r}: it runs without LoRA adapters (--enable-lora).")
         try:
             of_client, of_stage = self._params.of_client, self._params.of_stage
             params = of_client(source.params, sampling, chunked=False) if front else of_stage(sampling)
-            made = self._processed(source, _prompt_of(source), params, False, 0)
+            made = self._processed(source, _prompt_of(source), params)
         except INVALID as error:
             raise self._refusal(error) from error
         return msgspec.structs.replace(source, sampling_params=made.sampling_params, pooling_params=made.pooling_params)
@@ -132,7 +124,7 @@ class VllmStageApi(EngineApi):
     def build_end(self, source: Any) -> Any:
         # Its one token does not become part of the session, as in vLLM's own closing request.
         params = self._params.of_stage({})
-        return self._processed(source, tokens_input([0]), params, False, 0)
+        return self._processed(source, tokens_input([0]), params)
 
     def with_kv_transfer(self, request: Any, params: Mapping[str, Any]) -> Any:
         sampling_params = copy.copy(request.sampling_params)
@@ -159,9 +151,9 @@ class VllmStageApi(EngineApi):
         self._vocabulary.clear_entry_tokens(params)
         return params
 
-    def _processed(self, source: Any, prompt: Mapping[str, Any], params: Any, resumable: bool, held: int) -> Any:
+    def _processed(self, source: Any, prompt: Mapping[str, Any], params: Any, part: Part = WHOLE) -> Any:
         """What vLLM's input processing makes of it, with no more tokens than the model has room for."""
-        room = self._room(length_of(prompt), held)
+        room = self._room(length_of(prompt), part.held)
         if not self._is_pooling:
             params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
             params.min_tokens = min(params.min_tokens, params.max_tokens)
@@ -173,7 +165,7 @@ class VllmStageApi(EngineApi):
             arrival_time=source.arrival_time,
             trace_headers=source.trace_headers,
             priority=source.priority,
-            resumable=resumable,
+            resumable=part.resumable,
             session_id=source.session_id,
         )
         request.external_req_id = source.external_req_id
