@@ -117,8 +117,10 @@ class StageCalls:
         finally:
             del self._joiners[client]
         if self._shared.refusals != refusals:
-            # It may have taken what the others did not, and there is no call that undoes another.
-            raise ReplicaError("it cannot be brought up to date: a call was refused by the others meanwhile")
+            # It may have taken what the others did not, or what is not so any more. No call undoes another.
+            raise ReplicaError(
+                "it cannot be brought up to date: meanwhile others refused a call, or the coordinator told of new ones"
+            )
 
     @contextmanager
     def unnumbered(self) -> Iterator[list[int]]:
