@@ -278,6 +278,28 @@ async def test_a_server_whose_own_call_was_lost_and_refused_by_the_others_knows_
     assert heads[0].adapters == {"other": other}
 
 
+async def test_a_call_that_one_head_takes_over_twice_comes_to_its_end(
+    stack: AsyncExitStack, bus: HeadBus, heads: list[FakeHead]
+) -> None:
+    caller, again, between = heads
+    other = await joined(stack, bus, "other")
+    for head in heads:
+        head.stand_still()
+    caller.ask("add_lora", STORY)
+    await eventually(lambda: caller.links[1].calls)
+    bus.cut(caller)
+    await eventually(lambda: again.links[1].calls)
+    bus.connect(again)
+    await eventually(lambda: between.links[1].calls)
+    bus.cut(between)
+    await eventually(lambda: len(again.links[1].calls) == 2)
+    for attempt in range(2):
+        for link in again.links.values():
+            link.answer(link.calls[attempt][0])
+        await asyncio.sleep(0)
+    await eventually(lambda: other.adapters == {"story": STORY})
+
+
 async def test_a_head_that_does_not_answer_holds_a_call_up_until_it_has_left(
     bus: HeadBus, heads: list[FakeHead]
 ) -> None:

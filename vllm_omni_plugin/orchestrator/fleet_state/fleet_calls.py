@@ -160,10 +160,14 @@ class FleetCalls:
             failed += begun.unreached
             self._distrust(begun.unreached, begun.method)
         cleared = [member.engine_key for call in calls for member in call.cleared]
-        finished = self._finishing[begun.number] = asyncio.get_running_loop().create_future()
+        finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         try:
-            is_lost = self._own.pop(begun.number, None) is not begun
-            if is_lost or not self._say(CallOutcome(begun.number, taken, failed, cleared)):
+            # One that was lost and taken over again since is another call of the same number.
+            if self._own.get(begun.number) is not begun:
+                raise _lost()
+            del self._own[begun.number]
+            self._finishing[begun.number] = finished
+            if not self._say(CallOutcome(begun.number, taken, failed, cleared)):
                 raise _lost()
             async with asyncio.timeout(FOLLOW_S):
                 await finished
@@ -174,7 +178,8 @@ class FleetCalls:
             self._spawn(self._tell_front(begun))
             raise
         finally:
-            self._finishing.pop(begun.number, None)
+            if self._finishing.get(begun.number) is finished:
+                del self._finishing[begun.number]
 
     def withdraw(self, begun: BegunCall) -> None:
         """See `SharedCalls`."""
