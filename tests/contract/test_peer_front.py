@@ -17,6 +17,7 @@ from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadL
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core import EngineCoreProc
 
+from vllm_omni_plugin.errors import CoordinatorAwayError
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
 from vllm_omni_plugin.integration.engine_client.peer_front import AdapterIds, PeerFront
 from vllm_omni_plugin.integration.http.adapters import open_adapters
@@ -130,6 +131,26 @@ async def test_a_name_that_the_command_line_gives_twice_is_refused_as_by_vllm(cl
     models = server(client, ("story", "/loras/story"), ("story", "/other"))
     with pytest.raises(ValueError, match="'story' has already been loaded"):
         await models.init_static_loras()
+
+
+async def test_an_adapter_that_other_servers_could_not_be_told_to_forget_stays_and_can_be_unloaded_again(
+    client: FakeFleetClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = server(client)
+    await models.init_static_loras()
+    assert await models.load_lora_adapter(LoadLoRAAdapterRequest(lora_name="story", lora_path="/loras/story"))
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "forget_lora_async", _coordinator_away)
+        with pytest.raises(CoordinatorAwayError):
+            await models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name="story"))
+    assert await listed(models) == ["base", "story"]
+    await models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name="story"))
+    assert await listed(models) == ["base"]
+    assert len(client.forgotten) == 1
+
+
+async def _coordinator_away(lora_id: int) -> None:
+    raise CoordinatorAwayError("It was lost during the call.")
 
 
 async def test_an_adapter_that_is_unloaded_is_forgotten_by_the_fleet(client: FakeFleetClient) -> None:

@@ -39,7 +39,12 @@ def open_adapters() -> None:
         answer = await own_unload(self, request)
         fleet = _fleet_of(self)
         if fleet is not None and unloaded is not None and not isinstance(answer, ErrorResponse):
-            await fleet.forget_lora_async(unloaded.lora_int_id)
+            try:
+                await fleet.forget_lora_async(unloaded.lora_int_id)
+            except Exception:
+                # The other servers know it still, and this one must to be asked again.
+                self.lora_requests.setdefault(request.lora_name, unloaded)
+                raise
         return answer
 
     setattr(init_static_loras, _OPEN, True)
