@@ -2,7 +2,6 @@
 
 import copy
 import io
-import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -26,14 +25,10 @@ with warnings.catch_warnings():
     from vllm.entrypoints.speech_to_text.translation.protocol import TranslationRequest
 
 from tests.fakes.idle_fleet import IdleFleet
-from vllm_omni_plugin.balancing import RandomBalancer
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
 from vllm_omni_plugin.integration.fleet_setup.fleet_stages import FleetStages
-from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.pipeline.graph import Pipeline
 from vllm_omni_plugin.pipeline.stage import VLLM_ENGINE, Modality, Stage
-from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 from vllm_omni_plugin.vllm_api.requests.request_building import build_engine_core_request_from_tokens, drop_transfers
 
 PREFILL = Stage(0, "prefill", VLLM_ENGINE, Modality.KV_CACHE, "m")
@@ -129,8 +124,7 @@ def test_parameters_that_samples_share_stay_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("stages", [OF_ONE_MODEL, BEHIND_A_PIPELINE])
-async def test_one_model_without_a_pipeline_gets_what_vllm_would(stages: FleetStages) -> None:
-    fleet = IdleFleet(Orchestrator([StagePool(0, RandomBalancer())], [EngineApi()], 0, time.monotonic))
+async def test_one_model_without_a_pipeline_gets_what_vllm_would(fleet: IdleFleet, stages: FleetStages) -> None:
     fleet.stages = stages
     client = FleetClient(fleet, None, [])
     made = request(completion(**copy.deepcopy(FIELDS)))

@@ -1,16 +1,8 @@
 """What a replica says that nobody can use: the replica is taken out, its requests go on elsewhere, nothing is lost."""
 
-from collections.abc import AsyncIterator
-
 import pytest
 
 from tests.fakes.fleet import FakeFleet
-
-
-@pytest.fixture
-async def fleet() -> AsyncIterator[FakeFleet]:
-    async with FakeFleet(replicas=2) as fleet:
-        yield fleet
 
 
 async def begin(fleet: FakeFleet, *request_ids: str) -> None:

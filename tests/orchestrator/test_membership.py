@@ -1,7 +1,6 @@
 """Replicas of other processes that come and go, and the administrator's wishes."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from concurrent.futures import CancelledError, Future
 from typing import Any, Literal
 
@@ -43,12 +42,6 @@ class Keeper:
 
     def leave(self, member: PoolMember) -> None:
         self._note(member)
-
-
-@pytest.fixture
-async def fleet() -> AsyncIterator[FakeFleet]:
-    async with FakeFleet() as fleet:
-        yield fleet
 
 
 async def manage(

@@ -1,7 +1,6 @@
 """Requests to replicas, outputs back, and what happens when replicas are lost."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -13,12 +12,6 @@ from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import MessageTooLargeError, NoReplicaError, OmniError, RequestLostError
 from vllm_omni_plugin.orchestrator.orchestrator import MAX_QUEUED_OUTPUTS
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
-
-
-@pytest.fixture
-async def fleet() -> AsyncIterator[FakeFleet]:
-    async with FakeFleet() as fleet:
-        yield fleet
 
 
 async def test_a_request_is_charged_served_and_released(fleet: FakeFleet) -> None:
