@@ -53,7 +53,7 @@ def ready(**fields: Any) -> bytes:
 
 def test_a_plain_request() -> None:
     made = request()
-    task = EngineApi().describe(made)
+    task, _ = EngineApi().describe(made)
     prompt = task.pop("prompt")  # type: ignore[misc]
     assert (prompt.token_ids, prompt.lora_name, prompt.cache_salt, prompt.media) == (PROMPT, "", "", ())
     assert prompt.cacheable
@@ -71,7 +71,7 @@ def test_what_names_the_cached_blocks_of_a_request() -> None:
         MultiModalFeatureSpec(None, "image", f"hash {offset}", PlaceholderRange(offset=offset, length=1))
         for offset in (0, 2)
     ]
-    task = EngineApi().describe(
+    task, _ = EngineApi().describe(
         request(lora_request=LoRARequest("adapter", 3, "path"), cache_salt="salt", session_id="s", mm_features=features)
     )
     prompt = task["prompt"]
@@ -80,7 +80,7 @@ def test_what_names_the_cached_blocks_of_a_request() -> None:
 
 
 def test_a_moved_request_is_described_by_the_prompt_that_is_sent() -> None:
-    task = EngineApi().describe(EngineApi().moved(request(), Move.RESUME, [8, 9]))
+    task, _ = EngineApi().describe(EngineApi().moved(request(), Move.RESUME, [8, 9]))
     assert (task["prompt"].token_ids, task["max_tokens"]) == ([*PROMPT, 8, 9], 7)
 
 
@@ -94,12 +94,12 @@ def test_a_moved_request_is_described_by_the_prompt_that_is_sent() -> None:
     ],
 )
 def test_whether_a_prompt_can_be_cached(made: EngineCoreRequest, cacheable: bool) -> None:
-    prompt = EngineApi().describe(made)["prompt"]
+    prompt = EngineApi().describe(made)[0]["prompt"]
     assert (prompt.token_ids, prompt.cacheable) == (PROMPT, cacheable)
 
 
 def test_a_prompt_of_embeddings_counts_by_its_length() -> None:
-    prompt = EngineApi().describe(request(prompt_token_ids=None, prompt_embeds=torch.zeros(40, 2)))["prompt"]
+    prompt = EngineApi().describe(request(prompt_token_ids=None, prompt_embeds=torch.zeros(40, 2)))[0]["prompt"]
     assert (len(prompt.token_ids), prompt.cacheable) == (40, False)
 
 

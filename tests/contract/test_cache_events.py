@@ -92,7 +92,7 @@ def hash_seed() -> None:
 )
 def test_reported_blocks_are_found_by_the_prompt_of_their_request(other: dict[str, Any]) -> None:
     cached = request(**other)
-    task = EngineApi().describe(cached)
+    task, _ = EngineApi().describe(cached)
     change = BlockNames().apply(decode_events(Pool(cached).take()))
     assert list(change.stored) == prompt_keys(task["prompt"], SIZE)
     assert len(change.stored) == BLOCKS
@@ -150,7 +150,7 @@ async def test_vllms_publisher_is_followed_at_the_addresses_that_it_says(publish
     published.publish(KVEventBatch(ts=0.0, events=pool.pool.take_events()))
     listener = listen_to_cache(ready, mirror.take, "replica 3")
     cached = request()
-    keys = prompt_keys(EngineApi().describe(cached)["prompt"], SIZE)
+    keys = prompt_keys(EngineApi().describe(cached)[0]["prompt"], SIZE)
     await eventually(lambda: mirror.keys == set(keys))
     pool.pool.free_blocks(reversed(pool.blocks))
     pool.pool.reset_prefix_cache()

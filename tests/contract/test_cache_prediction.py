@@ -115,7 +115,7 @@ def test_predicted_hits_are_those_of_vllms_cache_manager(seed: int) -> None:
     for _ in range(300):
         policy.cache_changed(replica, names.apply(decode_events(engine.report())))
         request = client.ask()
-        predicted.append(policy.decide(EngineApi().describe(request), (replica,)).matched_tokens)
+        predicted.append(policy.decide(EngineApi().describe(request)[0], (replica,)).matched_tokens)
         actual.append(engine.add(request))
         for _ in range(rng.randint(0, 6)):
             engine.step(rng.randrange(5))

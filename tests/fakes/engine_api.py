@@ -116,8 +116,8 @@ class FakeEngineApi:
     def is_engine_dead(self, frames: Frames) -> bool:
         return bytes(frames[0]) == DEAD_FRAME
 
-    def describe(self, request: Any) -> Task:
-        return Task(
+    def describe(self, request: Any) -> tuple[Task, int | None]:
+        task = Task(
             request_id=request.request_id,
             engine_inputs=request,
             sampling_params=request.sampling_params,
@@ -125,6 +125,7 @@ class FakeEngineApi:
             session=request.session,
             max_tokens=request.length or None,
         )
+        return task, request.affinity
 
     def cached_tokens(self, output: Any) -> int | None:
         cached: int | None = output.cached
@@ -138,10 +139,6 @@ class FakeEngineApi:
         if ready_response == UNREADABLE:
             raise WireError("not a ready response")
         return CacheSize(*msgspec.json.decode(ready_response)) if ready_response.startswith(b"[") else CacheSize()
-
-    def affinity_key(self, request: Any) -> int | None:
-        affinity: int | None = request.affinity
-        return affinity
 
     def cut_short(self, output: Any) -> bool:
         return output.finish_reason in ("abort", "error")

@@ -40,7 +40,7 @@ def say(link: FakeLink, *outputs: FakeOutput) -> None:
 
 @pytest.mark.parametrize(
     "method",
-    ["movable", "describe", "affinity_key", "cached_tokens", "how_to_move", "missing_end", "moved", "fit"],
+    ["movable", "describe", "cached_tokens", "how_to_move", "missing_end", "moved", "fit"],
 )
 async def test_an_api_that_fails_for_one_request_ends_that_one_alone(
     monkeypatch: pytest.MonkeyPatch, method: str

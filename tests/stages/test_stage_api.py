@@ -79,7 +79,7 @@ def test_a_first_stage_gets_the_embeddings_of_a_prompt_without_tokens() -> None:
     ],
 )
 def test_the_size_of_the_work_is_that_of_the_input(given: StageInput, size: int) -> None:
-    task = API.describe(build(given))
+    task, _ = API.describe(build(given))
     assert (task["prompt"].token_ids, task["prompt"].cacheable, task["max_tokens"]) == (range(size), False, 1)
 
 
@@ -88,7 +88,7 @@ def test_a_request_moves_by_being_computed_again() -> None:
     assert API.how_to_move(request) is Move.REPLAY
     assert API.moved(request, Move.REPLAY, [0]) is request
     assert API.movable(request) is request
-    assert (API.affinity_key(request), API.missing_end(request, [0], 0)) == (None, None)
+    assert (API.describe(request)[1], API.missing_end(request, [0], 0)) == (None, None)
 
 
 def test_an_output_that_was_delivered_before_carries_nothing_when_it_comes_again() -> None:

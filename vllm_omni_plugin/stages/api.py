@@ -112,10 +112,10 @@ class PythonStageApi(EngineApi):
             tokens.append(self._end_token)
         return msgspec.structs.replace(output, new_token_ids=tokens, pooling_output=None, kv_transfer_params=None)
 
-    def describe(self, request: Any) -> Task:
+    def describe(self, request: Any) -> tuple[Task, int | None]:
         rows = 0 if request.tensor is None or not request.tensor.shape else request.tensor.shape[0]
         size = len(request.token_ids or ()) or len(request.text or "") or rows
-        return Task(
+        task = Task(
             request_id=request.request_id,
             engine_inputs=request,
             sampling_params=None,
@@ -123,9 +123,7 @@ class PythonStageApi(EngineApi):
             session=request.session_id,
             max_tokens=1,
         )
-
-    def affinity_key(self, request: Any) -> int | None:
-        return None
+        return task, None
 
     def with_kv_transfer(self, request: Any, params: Mapping[str, Any]) -> Any:
         raise NotImplementedError("a Python stage has no KV cache")

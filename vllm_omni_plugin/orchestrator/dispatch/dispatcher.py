@@ -275,10 +275,9 @@ class Dispatcher:
     def _choose(self, run: StageRun, request: Any) -> PoolMember:
         """The replica of the next attempt, which is charged with it from here on."""
         is_first = not run.attempts
-        task = run.task
         if is_first or run.move is not Move.RESTART:
-            task = self._api.describe(request)
-        key = self._api.affinity_key(request)
+            run.task, run.affinity_key = self._api.describe(request)
+        task, key = run.task, run.affinity_key
         # What is bound to a replica finds what it needs nowhere else.
         avoid = self._suspects.avoided(run) if run.suspicions or (key is None and self._suspects.tries) else ()
         member, decision = self._pool.decide(task, key, avoid)

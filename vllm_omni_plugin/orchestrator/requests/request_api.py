@@ -20,8 +20,11 @@ class RequestApi(Protocol):
     def vocabulary(self) -> int | None:
         """Ids of the model's tokens are below this; None: it is not known."""
 
-    def describe(self, request: Any) -> Task:
-        """What policies may know of a request, or of an attempt to go on with it."""
+    def describe(self, request: Any) -> tuple[Task, int | None]:
+        """What policies may know of a request, or of an attempt to go on with it, and the key that binds it.
+
+        Requests with the same key go to the same replica; None: any will do.
+        """
 
     def cached_tokens(self, output: Any) -> int | None:
         """Prompt tokens that the engine took from its cache, told with the first output; None if it does not say."""
@@ -31,8 +34,6 @@ class RequestApi(Protocol):
 
     def cache_size(self, ready_response: bytes) -> CacheSize:
         """What an engine said of its KV memory when it was ready. Raises `WireError` if it cannot be read."""
-
-    def affinity_key(self, request: Any) -> int | None: ...
 
     def cut_short(self, output: Any) -> bool: ...
 

@@ -134,6 +134,7 @@ class StageRun:
         suspicions: those of them that it may have caused; none once it has had output since, see `Suspects`.
         closed: whether it has left its dispatcher, which keeps nothing of it any more.
         task: what the policy was told of the last attempt.
+        affinity_key: see `RequestApi.describe`.
         decision: what it answered.
         attempt_at: monotonic seconds at which the last attempt was charged to its replica.
         answer_begins: how many of the tokens produced before that attempt are in the prompt that it sent.
@@ -163,6 +164,7 @@ class StageRun:
     suspicions: list[Loss] = field(default_factory=list)
     closed: bool = field(default=False, init=False)
     task: Task = field(default_factory=Task, init=False)
+    affinity_key: int | None = field(default=None, init=False)
     decision: Decision = field(default=_UNDECIDED, init=False)
     attempt_at: float = field(default=0.0, init=False)
     answer_begins: int = field(default=0, init=False)

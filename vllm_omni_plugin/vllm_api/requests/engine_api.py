@@ -99,14 +99,15 @@ class EngineApi:
         """Whether an engine announces its own death, the one output that is not an `EngineCoreOutputs`."""
         return len(frames) == 1 and memoryview(frames[0]) == EngineCoreProc.ENGINE_CORE_DEAD
 
-    def describe(self, request: Any) -> Task:
-        """What policies may know of an `EngineCoreRequest`.
+    def describe(self, request: Any) -> tuple[Task, int | None]:
+        """What policies may know of an `EngineCoreRequest`, and the key that binds it to one replica, if anything does.
 
-        A prompt of embeddings has no tokens to name blocks by: it counts by its length only.
+        A prompt of embeddings has no tokens to name blocks by: it counts by its length only. Late-interaction scoring
+        caches the query's embeddings in one engine's worker, and its documents must follow: their key is the query's.
         """
         params, token_ids, features = request.sampling_params, request.prompt_token_ids, request.mm_features
         skips_cache = (params or request.pooling_params).skip_reading_prefix_cache
-        return Task(
+        task = Task(
             request_id=request.request_id,
             engine_inputs=request,
             sampling_params=params,
@@ -122,6 +123,7 @@ class EngineApi:
             session=request.session_id,
             max_tokens=params.max_tokens if params else None,
         )
+        return task, get_late_interaction_engine_index(request.pooling_params, _HASH_SPACE)
 
     def cached_tokens(self, output: Any) -> int | None:
         """Prompt tokens that the engine took from caches, told with a request's first output; else None."""
@@ -147,14 +149,6 @@ class EngineApi:
             return None
         waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
         return LoadReport(waiting, stats.num_running_reqs, stats.kv_cache_usage)
-
-    def affinity_key(self, request: Any) -> int | None:
-        """A stable hash of what binds a request to one replica, or None if any replica will do.
-
-        Late-interaction scoring caches the query's embeddings in one engine's worker, and its documents must follow.
-        """
-        index: int | None = get_late_interaction_engine_index(request.pooling_params, _HASH_SPACE)
-        return index
 
     def cut_short(self, output: Any) -> bool:
         """Whether an `EngineCoreOutput` ends its request for good, with all turns of a streaming-input session."""
