@@ -28,8 +28,8 @@ def build(policy: LoadBalancingPolicy, seed: int = 0) -> DecidingBalancer:
     return balancer
 
 
-def full_task(request_id: str = "a") -> Task:
-    return {"request_id": request_id, "prompt": Prompt(range(100)), "session": "s", "max_tokens": 10}
+def full_task() -> Task:
+    return {"request_id": "a", "prompt": Prompt(range(100)), "session": "s", "max_tokens": 10}
 
 
 every_policy = pytest.mark.parametrize("policy", list(LoadBalancingPolicy))

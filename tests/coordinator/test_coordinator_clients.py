@@ -41,8 +41,8 @@ def ear(open_socket: OpenSocket) -> Ear:
     return Ear(open_socket)
 
 
-def stage_client(address: str, name: str = "a", interval: float = 1000.0) -> OmniCoordClientForStage:
-    return OmniCoordClientForStage(address, f"tcp://{name}:1", f"tcp://{name}:2", 3, heartbeat_interval=interval)
+def stage_client(address: str, interval: float = 1000.0) -> OmniCoordClientForStage:
+    return OmniCoordClientForStage(address, "tcp://a:1", "tcp://a:2", 3, heartbeat_interval=interval)
 
 
 def info(name: str, stage_id: int) -> ReplicaInfo:

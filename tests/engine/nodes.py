@@ -1,7 +1,6 @@
 """A head and headless nodes that join it, as processes."""
 
 import re
-import secrets
 import sys
 import tempfile
 from contextlib import suppress
@@ -10,7 +9,7 @@ from pathlib import Path
 import psutil
 
 from .namespaces import HEAD_ADDRESS, Cable
-from .server import START_S, ServeProcess, Server, free_port, serve_command, until
+from .server import START_S, ServeProcess, Server, free_port, serve_command, until, write_secret
 
 _ENGINE = re.compile(r"\(process (\d+)\) serves")
 _COORDINATOR = "vllm_omni_plugin.coordinator.process.coordinator_main"
@@ -59,13 +58,10 @@ class NodeFleet:
         self._environment = environment or {}
         self._log = log
         self._cable = cable
-        self.secret = log.with_suffix(".secret")
-        self.secret.touch(mode=0o600)
-        self.secret.write_text(secrets.token_hex(32))
+        self.secret = write_secret(log.with_suffix(".secret"))
         self.master = ("127.0.0.1" if cable is None else HEAD_ADDRESS, free_port())
         self._flags = flags
         self._head_flags = ("--omni-dp-size-local", str(local), *head_flags)
-        self._local = local
         self._starts = 0
         self.nodes: list[Node] = []
         self.head = self._start_head()

@@ -1,7 +1,6 @@
 """The example pipelines as a user starts them, and what a test asks about their stages."""
 
 import re
-import secrets
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from .server import IN_PROCESS, MODEL, ServeProcess, Server, free_port, until
+from .server import IN_PROCESS, MODEL, ServeProcess, Server, free_port, until, write_secret
 from .servers import Servers
 from .suspended import PATIENT, Engine
 
@@ -31,6 +30,8 @@ class PipelineServer(Server):
         environment: changes to `serve_environment`.
     """
 
+    start_s = START_S
+
     def __init__(self, kind: str, log: Path, *flags: str, **environment: str) -> None:
         self.models = log.with_name(kind)
         self._kind = kind
@@ -39,16 +40,10 @@ class PipelineServer(Server):
         self._uds = None
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        secret = log.with_suffix(".secret")
-        secret.touch(mode=0o600)
-        secret.write_text(secrets.token_hex(32))
+        secret = write_secret(log.with_suffix(".secret"))
         self._join = ("-oma", "127.0.0.1", "-omp", str(free_port()), "--omni-secret-file", str(secret))
         where = ("--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", MODEL, *PATIENT)
         ServeProcess.__init__(self, self._command(*where, *flags), log, **environment)
-
-    def wait(self, seconds: float = START_S) -> None:
-        """See `Server.wait`."""
-        super().wait(seconds)
 
     @contextmanager
     def node(self, stage: int) -> Iterator[None]:

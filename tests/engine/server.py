@@ -2,6 +2,7 @@
 
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -44,6 +45,13 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def write_secret(path: Path) -> Path:
+    """Make a file with a new secret of a fleet, which only this user can read."""
+    path.touch(mode=0o600)
+    path.write_text(secrets.token_hex(32))
+    return path
 
 
 def serve_command(model: Path, *args: str) -> list[str]:
@@ -153,6 +161,8 @@ class Server(ServeProcess):
         environment: changes to `serve_environment`.
     """
 
+    start_s = START_S
+
     def __init__(
         self,
         model: Path,
@@ -173,10 +183,10 @@ class Server(ServeProcess):
         self.wait()
         return self
 
-    def wait(self, seconds: float = START_S) -> None:
+    def wait(self) -> None:
         """Return once it answers; it is stopped if it does not in time."""
         try:
-            until(self._answers, f"{self.url}/health answers; log: {self.log}", seconds)
+            until(self._answers, f"{self.url}/health answers; log: {self.log}", self.start_s)
         except BaseException:
             self.stop()
             raise

@@ -4,7 +4,6 @@ The head and its node are real; those that are turned away have simulated engine
 seconds.
 """
 
-import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ from vllm_omni_plugin.curve import Secrets
 from .load import Load
 from .lora import make_lora
 from .nodes import Node, NodeFleet
-from .server import START_S, free_port, until
+from .server import START_S, free_port, until, write_secret
 
 NEVER = "tcp://127.0.0.1:9"
 """The discard port of this machine, where nobody listens."""
@@ -83,9 +82,7 @@ def test_a_node_with_other_files_of_an_adapter_joins_when_nobody_can_ask_for_it_
 
 @pytest.mark.long
 def test_another_secret_is_refused_and_both_ends_say_so(served: NodeFleet, start_sim: StartSim, tmp_path: Path) -> None:
-    wrong = tmp_path / "wrong"
-    wrong.touch(mode=0o600)
-    wrong.write_text(secrets.token_hex(32))
+    wrong = write_secret(tmp_path / "wrong")
     node = start_sim(join=(*served.join[:-1], str(wrong)))
     until(lambda: node.says("refused secret") and node.says("--omni-secret-file"), "the node says why", START_S)
     until(lambda: "Refused " in served.head.log.read_text(), "the head's coordinator says whom it refused")

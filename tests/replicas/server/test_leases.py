@@ -3,9 +3,9 @@
 from vllm_omni_plugin.replicas.control.leases import Leases
 
 
-def granted(leases: Leases, name: str, now: float = 0.0) -> int:
+def granted(leases: Leases, name: str) -> int:
     """The slot that a head gets; its connection is called as it is."""
-    lease = leases.grant(name.encode(), name, now)
+    lease = leases.grant(name.encode(), name, 0.0)
     return -1 if lease is None else lease.slot
 
 

@@ -36,7 +36,6 @@ class ReplicaServer:
         index: which of the node's replicas.
         codec: see `StageClient`; for this server only.
         executor: where blocking steps run; two may at once.
-        clock: monotonic seconds.
         delay: sleeps between restarts of the engine.
 
     Attributes:
@@ -52,7 +51,6 @@ class ReplicaServer:
         codec: Codec,
         executor: Executor,
         *,
-        clock: Callable[[], float] = time.monotonic,
         delay: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._settings = settings
@@ -60,7 +58,6 @@ class ReplicaServer:
         self._index = index
         self._codec = codec
         self._executor = executor
-        self._clock = clock
         self._delay = delay
         self.ready = asyncio.Event()
         self.joined = asyncio.Event()
@@ -146,7 +143,7 @@ class ReplicaServer:
             lambda: 0 if self._announcer is None else self._announcer.incarnation,
             self.drain,
             self._alone,
-            self._clock,
+            time.monotonic,
         )
         self._heads = heads
         return heads
@@ -159,7 +156,7 @@ class ReplicaServer:
             partial(self._up, heads),
             partial(self._suspend, heads),
             self._executor,
-            Timing(settings.heartbeat_interval, settings.heartbeat_timeout, self._clock, self._delay),
+            Timing(settings.heartbeat_interval, settings.heartbeat_timeout, time.monotonic, self._delay),
         )
         keeper.begin()
         return keeper
