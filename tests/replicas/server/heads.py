@@ -38,8 +38,9 @@ class Head:
         attached: the last lease.
     """
 
+    attached: Attached
+
     def __init__(self, control_addr: str, fingerprint: dict[str, str], secrets: Secrets | None = None) -> None:
-        self.attached: Attached | None = None
         self.head_id = f"head-{next(_numbers)}"
         self._fingerprint = fingerprint
         self._secrets = secrets
@@ -122,21 +123,17 @@ class Head:
         return status
 
     async def beat(self) -> ToHead:
-        assert self.attached is not None
         await self.say(Beat(self.attached.lease))
         return await self.hear()
 
     async def detach(self) -> None:
-        assert self.attached is not None
         await self.say(Detach(self.attached.lease))
 
     async def leave(self) -> None:
-        assert self.attached is not None
         await self.say(Leave(self.attached.lease))
 
     async def send(self, *frames: bytes) -> None:
         """A message to the engine."""
-        assert self.attached is not None
         await within(self.inputs.send_multipart([self.attached.identity, *frames]))
 
     async def add(self, request_id: str) -> None:

@@ -18,6 +18,18 @@ from vllm_omni_plugin.replicas.server.served_engine import HEAD_SLOTS
 SECRETS = Secrets(["a secret that both ends know"])
 
 
+def fail_next_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next output that is taken back from a head cannot be."""
+    close, failures = Relay.close, [OSError(errno.EMFILE, "Too many open files")]
+
+    def close_and_fail_once(relay: Relay) -> None:
+        close(relay)
+        if failures:
+            raise failures.pop()
+
+    monkeypatch.setattr(Relay, "close", close_and_fail_once)
+
+
 async def test_requests_and_outputs_pass_between_head_and_engine(start_node: StartNode) -> None:
     node = await start_node()
     async with node.attached() as head:
@@ -25,7 +37,6 @@ async def test_requests_and_outputs_pass_between_head_and_engine(start_node: Sta
         await eventually(lambda: [b"add", msgspec.json.encode({"request_id": "a"})] in node.engine.frames)
         node.engine.say(0, "a", "b", "c")
         assert await head.read_ids(3) == ["a", "b", "c"]
-        assert head.attached is not None
         assert head.attached.ready_response == b'"ready"'
         assert head.attached.client_index == 0
         assert await head.beat() == Status(head.attached.lease, ReplicaStatus.UP)
@@ -34,7 +45,6 @@ async def test_requests_and_outputs_pass_between_head_and_engine(start_node: Sta
 async def test_two_heads_have_slots_of_their_own(start_node: StartNode) -> None:
     node = await start_node()
     async with node.attached() as first, node.attached() as second:
-        assert second.attached is not None
         slot = second.attached.client_index
         assert slot != 0
         node.engine.say(0, *["first"] * 100)
@@ -48,17 +58,14 @@ async def test_the_next_heads_hear_that_an_engine_was_told_everything_until_its_
 ) -> None:
     node = await start_node()
     async with node.attached() as first:
-        assert first.attached is not None
         assert not first.attached.told
         await first.say(Told(first.attached.lease))
         await first.beat()
         async with node.attached() as second:
-            assert second.attached is not None
             assert second.attached.told
             await second.detach()
         await first.detach()
     async with node.attached() as later:
-        assert later.attached is not None
         assert not later.attached.told
 
 
@@ -67,22 +74,12 @@ async def test_an_engine_that_is_started_anew_because_an_output_could_not_be_tak
 ) -> None:
     node = await start_node()
     async with node.attached() as first:
-        assert first.attached is not None
         await first.say(Told(first.attached.lease))
         before = await node.up()
-        faults = iter([OSError(errno.EMFILE, "Too many open files")])
-        own_close = Relay.close
-
-        def close(relay: Relay) -> None:
-            own_close(relay)
-            for fault in faults:
-                raise fault
-
-        monkeypatch.setattr(Relay, "close", close)
+        fail_next_close(monkeypatch)
         await first.detach()
         await node.up(after=before.incarnation)
     async with node.attached() as later:
-        assert later.attached is not None
         assert not later.attached.told
 
 
@@ -137,7 +134,7 @@ async def test_a_head_too_many_is_refused_for_now(start_node: StartNode) -> None
 async def test_a_silent_head_loses_its_lease_and_its_requests(start_node: StartNode) -> None:
     node = await start_node(heartbeat_timeout=0.3)
     async with node.attached() as head:
-        lease = head.attached.lease if head.attached else 0
+        lease = head.attached.lease
         message = await head.hear()
         assert message == Expired(lease)
         node.engine.say(0, "orphan")
@@ -149,14 +146,7 @@ async def test_a_silent_head_loses_its_lease_and_its_requests(start_node: StartN
 async def test_a_head_that_cannot_be_let_go_costs_the_engine_and_the_next_silent_head_is_noticed(
     start_node: StartNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    close, failures = Relay.close, [OSError(errno.ENOMEM, "Cannot allocate memory")]
-
-    def close_and_fail_once(relay: Relay) -> None:
-        close(relay)
-        if failures:
-            raise failures.pop()
-
-    monkeypatch.setattr(Relay, "close", close_and_fail_once)
+    fail_next_close(monkeypatch)
     node = await start_node(heartbeat_timeout=0.5)
     before = await node.up()
     async with node.attached():
@@ -171,7 +161,6 @@ async def test_a_lease_is_good_on_its_own_connection_only(start_node: StartNode)
     node = await start_node()
     async with node.attached() as head, node.head() as other:
         other.attached = head.attached
-        assert head.attached is not None
         assert await other.beat() == Expired(head.attached.lease)
         await other.detach()
         await other.leave()
@@ -182,13 +171,11 @@ async def test_outputs_for_a_former_head_never_reach_the_next(start_node: StartN
     node = await start_node()
     for turn in range(5):
         async with node.attached() as head:
-            assert head.attached is not None
             slot = head.attached.client_index
             node.engine.say(slot, *[f"of turn {turn}"] * 3000)
             assert await head.read_ids(1) == [f"of turn {turn}"]
             await head.detach()
     async with node.attached() as last:
-        assert last.attached is not None
         node.engine.say(last.attached.client_index, "mine")
         assert await last.read_ids(1) == ["mine"]
 
@@ -199,7 +186,6 @@ async def test_a_head_that_attaches_anew_gives_up_what_it_had(start_node: StartN
         info = await node.up()
         former = head.attached
         await head.attach(info.incarnation)
-        assert former is not None
         head.attached, current = former, head.attached
         assert await head.beat() == Expired(former.lease)
         head.attached = current

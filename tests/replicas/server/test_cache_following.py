@@ -41,7 +41,6 @@ async def changes(head: Head) -> CacheChanges:
 
 
 async def follow(head: Head, cursor: Cursor) -> None:
-    assert head.attached is not None
     await head.say(Follow(head.attached.lease, cursor))
 
 
@@ -164,7 +163,6 @@ async def test_after_its_lease_a_head_is_told_nothing_more(start_node: StartNode
     async with node.attached() as head:
         await follow(head, BEGINNING)
         await follow(head, (await changes(head)).cursor)
-        assert head.attached is not None
         lease = head.attached.lease
         await head.detach()
         assert await head.beat() == Expired(lease)

@@ -49,7 +49,6 @@ SAMPLES = [
 
 async def works(node: Node, head: Head) -> None:
     """The lease stands and both directions pass, and only what this head sent has reached the engine."""
-    assert head.attached is not None
     assert await head.beat() == Status(head.attached.lease, ReplicaStatus.UP)
     await head.add("mine")
     await eventually(lambda: any(b"mine" in frames[-1] for frames in node.engine.frames))
@@ -64,7 +63,6 @@ async def test_random_and_mutated_frames_change_nothing(start_node: StartNode, s
     node = await start_node(secrets=secrets)
     rng = random.Random(7)
     async with node.attached() as head, node.head() as stranger:
-        assert head.attached is not None
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         sockets: list[zmq.Socket[bytes]] = []
         for address in (head.attached.input_addr, head.attached.output_addr, node.server.control_addr):
@@ -90,7 +88,6 @@ async def test_peers_that_speak_no_zmtp_change_nothing(start_node: StartNode, se
     node = await start_node(secrets=secrets)
     rng = random.Random(8)
     async with node.attached() as head:
-        assert head.attached is not None
         half_open = []
         for address in (head.attached.input_addr, head.attached.output_addr, node.server.control_addr):
             host, port = address.removeprefix("tcp://").split(":")
@@ -192,7 +189,6 @@ async def test_without_the_secret_nobody_attaches(start_node: StartNode, strange
 async def test_another_heads_credential_opens_no_data_port(start_node: StartNode, secrets: Secrets | None) -> None:
     node = await start_node(secrets=secrets)
     async with node.attached() as head, node.attached() as other:
-        assert head.attached is not None
         inputs, outputs = await other.connect(head.attached, other.credential)
         await try_to_send(inputs, [head.attached.identity, b"add", b'{"request_id": "smuggled"}'])
         await works(node, head)
@@ -208,7 +204,6 @@ async def try_to_send(socket: Any, frames: list[bytes]) -> None:
 
 async def works_for_second(node: Node, other: Head) -> None:
     """The other head's own slot passes messages, too."""
-    assert other.attached is not None
     node.engine.say(other.attached.client_index, "theirs")
     assert await other.read_ids(1) == ["theirs"]
 
@@ -224,7 +219,6 @@ async def test_a_head_whose_lease_is_over_cannot_write_any_more(start_node: Star
         assert isinstance(await head.beat(), Expired)
         async with node.attached() as next_head:
             assert former[1] is not None
-            assert next_head.attached is not None
             assert next_head.attached.input_addr == former[1].input_addr
             await try_to_send(former[0], [former[1].identity, b"add", b'{"request_id": "after"}'])
             await next_head.add("next")
@@ -235,7 +229,6 @@ async def test_a_head_whose_lease_is_over_cannot_write_any_more(start_node: Star
 async def test_a_head_that_takes_nothing_loses_its_lease(start_node: StartNode) -> None:
     node = await start_node(heartbeat_timeout=1.0)
     async with node.attached() as head:
-        assert head.attached is not None
         head.outputs.close()
         _, head.outputs = await head.connect(head.attached, head.credential, rcvhwm=1, rcvbuf=4096)
         node.engine.say(0, *["x" * 10_000] * 3000)
