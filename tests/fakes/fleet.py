@@ -1,12 +1,10 @@
 """An orchestrator over links in memory, and what its client sees."""
 
-import asyncio
-from functools import partial
 from typing import Any
 
-from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeEngineApi, FakeRequest
 from tests.fakes.links import FakeLink
+from tests.fakes.played_fleet import PlayedFleet
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer, LoadBalancer
 from vllm_omni_plugin.orchestrator.orchestrator import FleetParts, Orchestrator
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
@@ -19,10 +17,9 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     RequestFailed,
     SubmitRequest,
 )
-from vllm_omni_plugin.replicas.client.stage_client import StageClient
 
 
-class FakeFleet:
+class FakeFleet(PlayedFleet):
     """One stage of replicas that the test plays. Use it as an asynchronous context manager.
 
     Attributes:
@@ -59,16 +56,6 @@ class FakeFleet:
         self.statistics: list[tuple[int, int]] = []
         for replica_id in range(replicas):
             self.join(self.pool.add(replica_id))
-        self._running: asyncio.Task[None] | None = None
-
-    async def __aenter__(self) -> "FakeFleet":
-        self._running = asyncio.create_task(self.orchestrator.run())
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        assert self._running is not None
-        self.orchestrator.close_queues()
-        await self._running
 
     def make_parts(self, orchestrator: Orchestrator) -> FleetParts:
         """What ties the orchestrator to other heads."""
@@ -78,15 +65,7 @@ class FakeFleet:
         """The replica serves from now on, over a fresh link, unless that is broken."""
         link = self.links[member.replica_id] = FakeLink(f"replica-{member.replica_id}")
         link.broken = broken
-        client = StageClient(
-            link,
-            FakeEngineApi(),
-            member.replica_id,
-            partial(self.orchestrator.outputs_received, member),
-            partial(self._on_dead, member),
-        )
-        client.start()
-        self.orchestrator.replica_serves(member, client, link.input_addr, link.output_addr, self.ready_response)
+        self.serve(member, link, FakeEngineApi(), self.ready_response)
         return link
 
     def lose(self, replica_id: int) -> None:
@@ -101,11 +80,11 @@ class FakeFleet:
 
     async def submit(self, request_id: str, dispatches: Dispatches | None = None, **fields: Any) -> None:
         """The client hands a request over; returns when the orchestrator has dealt with it."""
-        await self._hand_over(SubmitRequest(FakeRequest(request_id, **fields), self.now, dispatches))
+        await self.hand_over(SubmitRequest(FakeRequest(request_id, **fields), self.now, dispatches))
 
     async def abort(self, *request_ids: str) -> None:
         """The client gives requests up; returns when the orchestrator has dealt with it."""
-        await self._hand_over(AbortRequests(request_ids))
+        await self.hand_over(AbortRequests(request_ids))
 
     async def read(self) -> list[tuple[str, Any]]:
         """Take what is there for the client, and return the new events."""
@@ -125,16 +104,6 @@ class FakeFleet:
     def in_flight(self) -> list[int]:
         """Requests charged to each replica."""
         return [member.queue_length for member in self.pool.members]
-
-    async def _hand_over(self, message: SubmitRequest | AbortRequests) -> None:
-        queue = self.orchestrator.request_async_queue
-        queue.force_put(message)
-        # A batch is taken and dealt with in one step of the loop, so an empty queue means that it has been.
-        await eventually(lambda: len(queue) == 0, "the taking of a message")
-
-    def _on_dead(self, member: PoolMember, reason: str) -> None:
-        if member.client is not None:
-            self.orchestrator.replica_lost(member, reason)
 
     def _note(self, item: Any) -> None:
         if isinstance(item, ReplicaJoined | ReplicaLeft):

@@ -1,13 +1,12 @@
 """An orchestrator of several stages over links in memory, and what its clients see."""
 
-import asyncio
 import random
 from collections.abc import Container, Iterator, Sequence
-from functools import partial
-from typing import Any, Self
+from typing import Any
 
 from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeRequest
+from tests.fakes.played_fleet import PlayedFleet
 from tests.fakes.stage_api import FakeStageApi, PlayedLink
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
@@ -23,7 +22,6 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
 )
 from vllm_omni_plugin.orchestrator.requests.pipeline_call import CallEnded, PipelineCall, StageEvent
 from vllm_omni_plugin.pipeline import Modality, Pipeline, Stage
-from vllm_omni_plugin.replicas.client.stage_client import StageClient
 
 TRANSFORM = "tests.fakes.transforms:obedient"
 
@@ -39,7 +37,7 @@ def stage(stage_id: int, name: str, output: str, *inputs: str, engine: str = "vl
     return Stage(stage_id, name, engine, Modality(output), inputs=inputs, **fields)
 
 
-class FakePipelineFleet:
+class FakePipelineFleet(PlayedFleet):
     """Stages of replicas that the test plays. Use it as an asynchronous context manager.
 
     Args:
@@ -91,16 +89,6 @@ class FakePipelineFleet:
         for pool, count in zip(self.pools, counts, strict=True):
             for replica_id in range(count):
                 self.join(pool.add(replica_id))
-        self._running: asyncio.Task[None] | None = None
-
-    async def __aenter__(self) -> Self:
-        self._running = asyncio.create_task(self.orchestrator.run())
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        assert self._running is not None
-        self.orchestrator.close_queues()
-        await self._running
 
     def clock(self) -> float:
         """The orchestrator's time."""
@@ -121,15 +109,7 @@ class FakePipelineFleet:
         key = (member.stage_id, member.replica_id)
         python = not self.pipeline.stages[member.stage_id].is_vllm
         link = self.links[key] = PlayedLink(f"replica-{member.name}", python)
-        client = StageClient(
-            link,
-            self.apis[member.stage_id],
-            member.name,
-            partial(self.orchestrator.outputs_received, member),
-            partial(self._on_dead, member),
-        )
-        client.start()
-        self.orchestrator.replica_serves(member, client, link.input_addr, link.output_addr, b"")
+        self.serve(member, link, self.apis[member.stage_id], b"")
         return link
 
     def lose(self, stage_id: int, replica_id: int) -> None:
@@ -161,12 +141,6 @@ class FakePipelineFleet:
     async def abort(self, *request_ids: str, whole: bool = False) -> None:
         """vLLM's server needs these no more, or their clients have left."""
         await self.hand_over(AbortRequests(request_ids, whole))
-
-    async def hand_over(self, message: SubmitRequest | AbortRequests) -> None:
-        """Give the orchestrator a message and wait until it has dealt with it."""
-        queue = self.orchestrator.request_async_queue
-        queue.force_put(message)
-        await eventually(lambda: len(queue) == 0, "the taking of a message")
 
     async def settle(self, blocked: Container[tuple[str, int]] = ()) -> None:
         """Wait until nothing is being prepared, and read what there is for vLLM's server.
@@ -227,10 +201,6 @@ class FakePipelineFleet:
     def call_ends(self, request_id: str) -> list[Exception | None]:
         """How a call was told that it has ended; once, if all is well."""
         return [event.error for event in self.events[request_id] if isinstance(event, CallEnded)]
-
-    def _on_dead(self, member: PoolMember, reason: str) -> None:
-        if member.client is not None:
-            self.orchestrator.replica_lost(member, reason)
 
     def _note(self, item: Any) -> None:
         if isinstance(item, RequestFailed):
