@@ -31,7 +31,6 @@ _FAILURES = {
 _MALFORMED = "its handshake is malformed"
 # Both ends see that their mechanisms differ; if the peer is the first, this is all there is to see of it.
 _UNFINISHED = f"it did not finish the handshake, like one that authenticates in another way, see {FLAG}"
-_RECORDED = ""  # by the gate, whom libzmq has asked
 _TOO_MUCH = "it sent more than a handshake takes, without having been let in"
 _UNKNOWN_PEER = ("", "a peer that was gone before its address could be read")
 
@@ -95,6 +94,8 @@ class HandshakeWatch:
         self._let_in = 0
         self._is_alone = True
         self._failure: str | None = None
+        # Connections that the gate has refused and recorded, whose end is still to come.
+        self._recorded = 0
         self._ended: set[int] = set()
 
     def has_ended(self, descriptor: int) -> None:
@@ -122,22 +123,29 @@ class HandshakeWatch:
         elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
             self._failure = _UNFINISHED
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            self._failure = _RECORDED
+            self._recorded += 1
         elif event == zmq.EVENT_DISCONNECTED:
             self._disconnected(value)
         return bool(event != zmq.EVENT_MONITOR_STOPPED)
 
     def _disconnected(self, descriptor: int) -> None:
         host, peer, let_in = self._accepted.pop(descriptor, (*_UNKNOWN_PEER, -1))
-        # A failure does not say whose it is; the same thread reports the end of that connection right after it. libzmq
-        # reports none for a frame that is too large: but then nobody was let in since this peer came.
-        why = _TOO_MUCH if self._failure is None and let_in == self._let_in else self._failure
-        self._failure = None
+        # A failure does not say whose it is; the same thread reports the end of that connection right after it, unless
+        # the gate has refused it. libzmq reports none for a frame that is too large: but then nobody was let in since
+        # this peer came.
+        why, self._failure = self._failure, None
+        if why is None and let_in == self._let_in:
+            if self._recorded:
+                self._recorded -= 1
+            else:
+                why = _TOO_MUCH
         if descriptor in self._ended:
             self._ended.discard(descriptor)
             why = _TOO_MUCH
         if why:
             self._refusals.record(host, peer, self._name, why)
+        if not self._accepted:
+            self._recorded = 0
         # Which one was let in is not said either; but the others are not kept for longer than a handshake may last.
         if not (self._is_alone or self._accepted):
             self._is_alone = True

@@ -27,7 +27,7 @@ async def test_a_drained_replica_waits_for_its_head_and_takes_no_other(start_nod
         await head.detach()
         await node.running
     assert node.engine.process.ended
-    assert node.coordinator.get_active_replicas().no_new_work == []
+    await eventually(lambda: node.coordinator.get_active_replicas().no_new_work == [])
 
 
 async def test_a_drain_out_of_time_tells_the_heads_and_ends(start_node: StartNode) -> None:

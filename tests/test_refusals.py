@@ -1,0 +1,40 @@
+"""What is counted and logged of refused connections."""
+
+import struct
+from typing import Any
+
+import zmq
+
+from vllm_omni_plugin.curve.newcomers import Newcomers
+from vllm_omni_plugin.curve.refusals import HandshakeWatch, RefusalLog
+
+
+class Monitor:
+    """What a server socket's monitor says, event by event."""
+
+    def __init__(self, events: list[tuple[int, int]]) -> None:
+        self._events = iter(events)
+
+    def recv_multipart(self) -> tuple[bytes, bytes]:
+        return struct.pack("=Hi", *next(self._events)), b"tcp://127.0.0.1:1"
+
+
+def test_who_was_refused_counts_once_though_another_ends_before_it() -> None:
+    refusals = RefusalLog(lambda: 0.0)
+    events = [
+        (zmq.EVENT_ACCEPTED, -2),
+        (zmq.EVENT_HANDSHAKE_FAILED_AUTH, 400),  # which the gate has recorded
+        (zmq.EVENT_ACCEPTED, -3),
+        (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, 0),
+        (zmq.EVENT_DISCONNECTED, -3),
+        (zmq.EVENT_DISCONNECTED, -2),
+        (zmq.EVENT_ACCEPTED, -4),
+        (zmq.EVENT_DISCONNECTED, -4),
+    ]
+    reader: Any = Monitor(events)
+    watch = HandshakeWatch(reader, "test", refusals, Newcomers(), zmq.NULL, None)
+    counts = []
+    for _ in events:
+        watch.take_event()
+        counts.append(refusals.count)
+    assert counts == [0, 0, 0, 0, 1, 1, 1, 2]
