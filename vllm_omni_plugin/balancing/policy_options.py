@@ -1,4 +1,8 @@
-"""Checks of the options that users give to policies. Every message names the option, the value and the range."""
+"""Checks of the options that users give to policies. Every message names the option, the value and the range.
+
+Constructors of policies call them for values. Unknown names are refused in `registry.py`, which builds each policy once
+at the start: for flags it is called by `flag_rules.check_policy`, for a pipeline's file by `stage_checks.py`.
+"""
 
 import math
 import sys

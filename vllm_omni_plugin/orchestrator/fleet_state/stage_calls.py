@@ -94,12 +94,15 @@ class StageCalls:
         return self._shared
 
     async def bring_up_to_date(self, client: StageClient, told: bool, remote: bool) -> None:
-        """See `FanOut.bring_up_to_date`.
+        """Tell a replica that attaches what the others were told: adapters, pause, sleep; see `SharedState.replay`.
 
         Args:
             client: the replica's.
             told: another head has told it everything so far.
             remote: see `PoolMember`.
+
+        Raises:
+            ReplicaError: it cannot be told, or others refused a call meanwhile; it must not serve.
         """
         refusals = self._shared.refusals
         backlog = self._joiners[client] = deque([] if told else self._shared.replay())
