@@ -5,6 +5,7 @@ import asyncio
 import pytest
 from vllm.v1.engine import FinishReason
 
+from tests.fakes.conditions import eventually
 from tests.stages.gate import Gate
 from tests.stages.heads import open_head, stage
 from vllm_omni_plugin.errors import ReplicaError
@@ -60,6 +61,19 @@ async def test_an_aborted_request_says_nothing_whether_it_waits_or_is_computed(g
         gate.release()
         await head.answer("last")
         assert {output.request_id for output in head.outputs} == {"last"}
+
+
+async def test_that_nothing_runs_is_reported_also_when_all_was_aborted(gate: Gate) -> None:
+    async with open_head(stage()) as head:
+        client = (await head.start()).client
+        head.send("aborted", gate.job)
+        await gate.reached()
+        client.abort_requests(["aborted"])
+        await client.call("is_sleeping")
+        gate.release()
+        await eventually(lambda: head.stats != [], "a report")
+        assert [(stats.num_running_reqs, stats.num_waiting_reqs) for stats in head.stats] == [(0, 0)]
+        assert head.outputs == []
 
 
 CANNOT_BE_SENT = "TypeError: compute returned a StageOutput that cannot be sent: "

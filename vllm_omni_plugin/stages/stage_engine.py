@@ -140,15 +140,20 @@ class StageEngine:
             if self._queue.finish(session, failed=bool(result.content.error))
         ]
         self._compute_next()
-        self._send(answers, SchedulerStats(len(self._batch), self._queue.waiting))
+        self._send(answers, SchedulerStats(len(self._batch), self._queue.waiting), batch[0][0].client_index)
         if not self._batch:
             self._send_delayed_answers()
         self._end_if_idle()
 
-    def _send(self, answers: Sequence[tuple[Session, Output]], stats: SchedulerStats | None = None) -> None:
+    def _send(
+        self, answers: Sequence[tuple[Session, Output]], stats: SchedulerStats | None = None, asked_by: int = 0
+    ) -> None:
         by_client: defaultdict[int, list[Output]] = defaultdict(list)
         for session, output in answers:
             by_client[session.client_index].append(output)
+        if stats is not None and not answers:
+            # All were aborted meanwhile; without this their client would count them as running until its next request.
+            by_client[asked_by] = []
         for client_index, outputs in by_client.items():
             message = Outputs(outputs=outputs, scheduler_stats=stats, timestamp=time.monotonic())
             self._put(client_index, self._codec.encode(message))
