@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from functools import cache
-from graphlib import CycleError, TopologicalSorter
+from graphlib import TopologicalSorter
 
 import pytest
 
@@ -84,14 +84,6 @@ def reached(imports: Imports, start: Iterable[str]) -> set[str]:
     return seen
 
 
-def layer_graph(imports: Imports) -> dict[str, set[str]]:
-    """Return which layers each layer imports."""
-    graph: dict[str, set[str]] = {}
-    for importer, names in imports.items():
-        graph.setdefault(layer_of(importer), set()).update(map(layer_of, names))
-    return {layer: imported - {layer, ""} for layer, imported in graph.items()}
-
-
 def test_every_module_is_in_a_layer_or_in_the_foundation() -> None:
     assert [name for name in modules() if name != PACKAGE and not layer_of(name)] == []
 
@@ -107,16 +99,6 @@ def test_vllm_is_imported_in_two_layers_only() -> None:
 def test_light_layers_reach_neither_vllm_nor_torch() -> None:
     names = reached(imports(), [name for name in imports() if layer_of(name) in LIGHT])
     assert {name.partition(".")[0] for name in names} & {"vllm", "torch"} == set()
-
-
-def test_nobody_imports_the_entry_points() -> None:
-    assert outside(imports(), "entrypoints", []) == []
-    importers = [layer for layer, imported in layer_graph(imports()).items() if "entrypoints" in imported]
-    assert importers == []
-
-
-def test_layers_import_each_other_in_no_cycle() -> None:
-    TopologicalSorter(layer_graph(imports())).prepare()
 
 
 def folder_graph(imports: Imports, layer: str) -> dict[str, set[str]]:
@@ -164,12 +146,6 @@ def test_an_import_of_vllm_in_another_layer_is_seen() -> None:
 def test_torch_reached_through_a_parent_package_is_seen() -> None:
     found = own(coordinator__service="vllm_api.codec.Codec", vllm_api="torch.nn")
     assert "torch" in reached(found, [f"{PACKAGE}.coordinator.service"])
-
-
-def test_a_cycle_of_layers_is_seen() -> None:
-    found = own(admin__page="replicas.link", replicas__link="config", config="admin")
-    with pytest.raises(CycleError):
-        TopologicalSorter(layer_graph(found)).prepare()
 
 
 @pytest.mark.parametrize(
