@@ -77,10 +77,7 @@ class Measurement:
                 stores.append(timed(partial(self.store, replica, keys)))
             last = [*last, keys][-PROBES:]
         resident = psutil.Process().memory_info().rss - self.resident_before
-        all_replicas = (1 << self.replicas) - 1
-        matches = [
-            timed(partial(self.memory.levels, keys, all_replicas)) for keys in last for _ in range(PROBES // len(last))
-        ]
+        matches = [timed(partial(self.memory.levels, keys)) for keys in last for _ in range(PROBES // len(last))]
         return (
             f"| {name} | {blocks:,} | {resident / 1e6:,.0f} | {resident / blocks:.0f} "
             f"| {statistics.median(stores) / 1e3:.0f} | {statistics.median(matches) / 1e3:.1f} |"

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from simulator.replica import SimReplica
 from vllm_omni_plugin.balancing import Decision, Task
 from vllm_omni_plugin.balancing.caches.block_keys import prompt_keys
-from vllm_omni_plugin.balancing.caches.estimated_caches import EstimatedCaches
+from vllm_omni_plugin.balancing.caches.prefix_caches import PrefixCaches
 
 
 class PlainRoundRobin:
@@ -114,7 +114,7 @@ class SglangCacheAware:
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
-        self._sent = EstimatedCaches()
+        self._sent = PrefixCaches()
 
     def select(self, task: Task, replicas: Sequence[SimReplica]) -> int:
         """See `LoadBalancer`."""
@@ -133,7 +133,7 @@ class SglangCacheAware:
     def dispatched(self, task: Task, replica: SimReplica, decision: Decision) -> None:
         """See `Observer`."""
         keys = prompt_keys(task["prompt"], replica.engine.settings.block_size)
-        self._sent.use(replica.replica_id, keys, sys.maxsize)
+        self._sent.estimate(replica.replica_id, keys, sys.maxsize)
 
     def forgotten(self, replica: SimReplica) -> None:
         """See `Observer`."""

@@ -3,12 +3,11 @@
 import random
 from collections.abc import Sequence
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_omni_plugin.balancing.caches.block_index import BlockIndex
-from vllm_omni_plugin.balancing.caches.estimated_caches import EstimatedCaches
+from vllm_omni_plugin.balancing.caches.prefix_caches import PrefixCaches
 from vllm_omni_plugin.balancing.caches.replica_bits import ReplicaBits, block_size_of, some_bits_of
 
 from .fakes import FakeReplica, with_queues
@@ -23,7 +22,7 @@ def chain(word: str) -> list[int]:
     return [int(f"1{word[:end].translate(str.maketrans('ab', '01'))}", 2) for end in range(1, len(word) + 1)]
 
 
-def matches(caches: BlockIndex | EstimatedCaches, keys: Sequence[int]) -> dict[int, int]:
+def matches(caches: BlockIndex | PrefixCaches, keys: Sequence[int]) -> dict[int, int]:
     """Leading blocks by replica, of all that have the first one."""
     return {bit: blocks for blocks, holders in caches.levels(keys) for bit in BITS if holders >> bit & 1}
 
@@ -70,41 +69,20 @@ class SlowCache:
 
 @given(st.lists(st.tuples(st.sampled_from([0, 1, 5]), WORDS), max_size=60), st.integers(1, 12), WORDS)
 def test_estimated_caches_evict_as_lists_of_blocks_do(uses: list[tuple[int, str]], capacity: int, prompt: str) -> None:
-    caches, slow = EstimatedCaches(), {bit: SlowCache(capacity) for bit in (0, 1, 5)}
+    caches, slow = PrefixCaches(), {bit: SlowCache(capacity) for bit in (0, 1, 5)}
     for bit, word in uses:
-        caches.use(bit, chain(word), capacity)
+        caches.estimate(bit, chain(word), capacity)
         slow[bit].use(chain(word))
         expected = {bit: leading(cache.by_age, chain(prompt)) for bit, cache in slow.items()}
         assert matches(caches, chain(prompt)) == {bit: blocks for bit, blocks in expected.items() if blocks}
 
 
-A, B = [1, 2, 3, 4], [7, 8, 9]
-
-
-@pytest.mark.parametrize(
-    ("capacity", "uses", "left"),
-    [
-        pytest.param(5, [A[:3], B], {0: 2}, id="a full cache loses the end of its oldest prompt"),
-        pytest.param(4, [A[:2], B[:2], A[:2], [5]], {0: 2}, id="what is used again is young again"),
-        pytest.param(6, [A, [1, 2, 8, 9], [5, 6]], {0: 2}, id="a shared beginning stays with the youngest prompt"),
-        pytest.param(3, [A], {0: 3}, id="a prompt longer than the memory keeps its beginning"),
-        pytest.param(8, [A[:3]] * 1000 + [B], {0: 3}, id="the same prompt for ever is one prompt"),
-    ],
-)
-def test_of_a_prompt_the_beginning_stays_longest(capacity: int, uses: list[list[int]], left: dict[int, int]) -> None:
-    caches = EstimatedCaches()
-    for keys in uses:
-        caches.use(0, keys, capacity)
-    assert matches(caches, A) == left
-
-
-def test_a_cleared_replica_leaves_what_others_have() -> None:
-    caches = EstimatedCaches()
-    caches.use(0, [1, 2], 8)
-    caches.use(1, [1], 8)
-    caches.clear(0)
-    caches.clear(5)
-    assert matches(caches, [1, 2]) == {1: 1}
+def test_the_same_prompt_for_ever_is_one_prompt() -> None:
+    caches = PrefixCaches()
+    for _ in range(1000):
+        caches.estimate(0, [1, 2, 3], 8)
+    caches.estimate(0, [7, 8, 9], 8)
+    assert matches(caches, [1, 2, 3, 4]) == {0: 3}
 
 
 def test_some_bits_are_distinct_and_all_of_them_in_time() -> None:
@@ -113,22 +91,6 @@ def test_some_bits_are_distinct_and_all_of_them_in_time() -> None:
     assert all(len(set(draw)) == 2 for draw in draws)
     assert set().union(*draws) == {0, 3, 4, 700}
     assert sorted(some_bits_of(mask, 9, rng)) == [0, 3, 4, 700]
-
-
-def test_a_replica_keeps_its_bit_while_it_does_not_serve() -> None:
-    bits, (one, two, three) = ReplicaBits(), with_queues(0, 0, 0)
-    assert bits.fleet((one, two)).bits == [0, 1]
-    assert bits.fleet((two,)).positions == {1: 0}
-    assert bits.fleet((three, one, two)).bits == [2, 0, 1]
-    assert bits.fleet((three, one)).mask == 0b101
-
-
-def test_the_bit_of_a_forgotten_replica_is_given_again() -> None:
-    bits, (one, two, three) = ReplicaBits(), with_queues(0, 0, 0)
-    bits.fleet((one, two))
-    assert (bits.free(one), bits.free(one)) == (0, None)
-    assert bits.bit(three) == 0
-    assert bits.fleet((one, two)).bits == [2, 1]
 
 
 def test_a_list_that_changed_in_place_is_seen() -> None:

@@ -39,6 +39,30 @@ def test_the_cost_is_that_of_prompt_and_expected_output() -> None:
     assert scores(build(), idle(1), task(prompt=100, max_tokens=5)) == [100 + 5 * 10]
 
 
+@pytest.mark.parametrize(
+    ("max_tokens", "expected"),
+    [
+        pytest.param(None, 256, id="no limit: the first guess"),
+        pytest.param(1000, (256 + 1000 * 99) / 100, id="what was seen, the guess counting as one"),
+        pytest.param(1023, (256 + 1000 * 99) / 100, id="limits of one magnitude share a mean"),
+        pytest.param(600, 600, id="never more than the limit"),
+        pytest.param(16, (256 + 8 * 99) / 100, id="limits of another magnitude have their own"),
+    ],
+)
+def test_the_expected_output_is_the_mean_of_answers_with_such_a_limit(max_tokens: int | None, expected: float) -> None:
+    balancer, (replica,) = CostAwareBalancer(prompt_token_s=1, output_token_s=1), idle(1)
+    for number in range(99):
+        for limit, tokens in ((1000, 1000), (16, 8)):
+            # As estimated, so that nothing is corrected.
+            run(balancer, replica, task(f"{limit}-{number}", 1, limit), seconds=1.0 + tokens, output_tokens=tokens)
+    (score,) = scores(balancer, [replica], {"prompt": Prompt([0]), "max_tokens": max_tokens})
+    assert score == pytest.approx(1 + expected)
+
+
+def test_without_a_prompt_it_counts_as_512_tokens() -> None:
+    assert scores(build(), idle(1), {"max_tokens": 5}) == [512 + 5 * 10]
+
+
 def test_what_is_dispatched_is_ahead_until_it_has_ended() -> None:
     balancer, (left, right) = build(), idle(2)
     first, second = task("first", 300, 2), task("second", 100, 5)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from vllm_omni_plugin.balancing.caches.rendezvous import Expected, PromptRendezvous, RendezvousTable
+from vllm_omni_plugin.balancing.caches.rendezvous import Expected, RendezvousTable, expected_at
 from vllm_omni_plugin.balancing.interface import Decision, Task
 from vllm_omni_plugin.balancing.loads.replica_load import ReplicaLoad
 from vllm_omni_plugin.balancing.loads.serving_replicas import ServingReplicas
@@ -87,7 +87,7 @@ def fleet(heads: int) -> ServingReplicas[PooledReplica]:
 
 def find(prompt: list[int], known: int = 0, cacheable: bool = True) -> Expected | None:
     levels = [(known, 1)] if known else []
-    return PromptRendezvous().find(fleet(heads=2), Prompt(prompt, cacheable=cacheable), levels, {BLOCK})
+    return expected_at(RendezvousTable(), fleet(heads=2), Prompt(prompt, cacheable=cacheable), levels, {BLOCK})
 
 
 def positions(prompts: Iterable[list[int]], known: int = 0) -> set[int]:

@@ -9,6 +9,9 @@ from msgspec import Struct
 
 from vllm_omni_plugin.balancing.prompt import Prompt
 
+_UNKNOWN_PROMPT = 512
+"""Tokens of a prompt whose length nobody told."""
+
 
 class LoadBalancingPolicy(StrEnum):
     """The built-in policies, by the name a user gives them."""
@@ -178,3 +181,9 @@ def require_replicas(replicas: Sequence[ReplicaView]) -> None:
     """Raise ValueError when there is nothing to choose from."""
     if not replicas:
         raise ValueError("replicas must not be empty")
+
+
+def prompt_tokens(task: Task) -> int:
+    """Tokens of a request's prompt; 512 if the task has none."""
+    prompt = task.get("prompt")
+    return _UNKNOWN_PROMPT if prompt is None else len(prompt.token_ids)

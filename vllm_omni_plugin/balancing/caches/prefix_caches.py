@@ -1,10 +1,11 @@
 """What the prefix caches of a fleet hold: by the word of engines that report it, by estimate for the others."""
 
 from array import array
+from collections import defaultdict
 from collections.abc import Sequence
 
 from vllm_omni_plugin.balancing.caches.block_index import BlockIndex, Level
-from vllm_omni_plugin.balancing.caches.estimated_caches import EstimatedCaches
+from vllm_omni_plugin.balancing.caches.prompt_runs import PromptRuns
 from vllm_omni_plugin.balancing.interface import CacheChange
 
 _SHORTEST_COMPACTED = 1024
@@ -23,25 +24,17 @@ class PrefixCaches:
 
     def __init__(self) -> None:
         self.reporting = 0
-        self._estimated = EstimatedCaches()
-        self._reported = BlockIndex()
-        # By bit, the keys that were stored, so that a cache can be cleared; removed ones are sorted out now and then.
+        self._index = BlockIndex()
+        self._estimated: defaultdict[int, PromptRuns] = defaultdict(PromptRuns)
+        # By bit, the reported keys, so that a cache can be cleared; removed ones are sorted out now and then.
         self._stored: dict[int, array[int]] = {}
         self._compacted_from: dict[int, int] = {}
         # By bit, the blocks that are on their way and not reported, and how many prompts have each.
         self._expected: dict[int, dict[int, int]] = {}
 
-    def levels(self, keys: Sequence[int], replicas: int) -> list[Level]:
-        """How many of the leading blocks of `keys` somebody has, and who.
-
-        Args:
-            keys: all blocks of a prompt from its beginning.
-            replicas: a bit mask of those that matter; others may be among the holders.
-        """
-        found = self._reported.levels(keys) if replicas & self.reporting else []
-        if replicas & ~self.reporting:
-            found += self._estimated.levels(keys)
-        return found
+    def levels(self, keys: Sequence[int]) -> list[Level]:
+        """How many of the leading blocks of `keys`, all of a prompt, somebody has, and who."""
+        return self._index.levels(keys)
 
     def send(self, bit: int, keys: Sequence[int], capacity: int) -> None:
         """A prompt with these blocks goes to a replica with so many blocks of memory."""
@@ -49,7 +42,7 @@ class PrefixCaches:
             self.estimate(bit, keys, capacity)
             return
         expected = self._expected.setdefault(bit, {})
-        known = max((blocks for blocks, holders in self._reported.levels(keys) if holders >> bit & 1), default=0)
+        known = max((blocks for blocks, holders in self._index.levels(keys) if holders >> bit & 1), default=0)
         if expected:
             for key in expected.keys() & keys[:known]:
                 expected[key] += 1
@@ -70,11 +63,26 @@ class PrefixCaches:
             elif prompts:
                 del expected[key]
                 gone.append(key)
-        self._reported.remove(bit, gone)
+        self._index.remove(bit, gone)
 
     def estimate(self, bit: int, keys: Sequence[int], capacity: int) -> None:
-        """A replica must have these blocks, which nobody reports."""
-        self._estimated.use(bit, keys, capacity)
+        """A replica computes or reads these blocks, which nobody reports.
+
+        Takes time for the blocks it did not have, and those it evicts for them, but not for those it had.
+
+        Args:
+            bit: stands for the replica.
+            keys: all blocks of a prompt from its beginning.
+            capacity: blocks the replica's memory has room for; what a prompt has beyond is not kept.
+        """
+        if not keys:
+            return
+        keys = keys[:capacity]
+        runs = self._estimated[bit]
+        known = runs.use(keys)
+        evicted = runs.shrink(capacity)
+        self._index.store(bit, keys[known:])
+        self._index.remove(bit, evicted)
 
     def change(self, bit: int, change: CacheChange) -> None:
         """An engine has reported, or its reports were lost."""
@@ -84,7 +92,7 @@ class PrefixCaches:
             self.reporting &= ~(1 << bit)
             return
         self.reporting |= 1 << bit
-        self._reported.remove(bit, change.removed)
+        self._index.remove(bit, change.removed)
         self._store(bit, change.stored)
         if expected := self._expected.get(bit):
             for key in (*change.removed, *change.stored):
@@ -92,10 +100,11 @@ class PrefixCaches:
 
     def clear(self, bit: int) -> None:
         """Nothing is cached there any more."""
-        self._reported.remove(bit, self._stored.pop(bit, array("Q")))
+        self._index.remove(bit, self._stored.pop(bit, array("Q")))
         self._compacted_from.pop(bit, None)
         self._expected.pop(bit, None)
-        self._estimated.clear(bit)
+        if (runs := self._estimated.pop(bit, None)) is not None:
+            self._index.remove(bit, runs.shrink(0))
 
     def forget(self, bit: int) -> None:
         """The replica is lost. Its bit may be given to another."""
@@ -104,7 +113,7 @@ class PrefixCaches:
 
     def _store(self, bit: int, keys: Sequence[int]) -> None:
         stored = self._stored.setdefault(bit, array("Q"))
-        stored.extend(self._reported.store(bit, keys))
+        stored.extend(self._index.store(bit, keys))
         if len(stored) > self._compacted_from.get(bit, _SHORTEST_COMPACTED):
-            held = self._stored[bit] = array("Q", {key for key in stored if self._reported.has(bit, key)})
+            held = self._stored[bit] = array("Q", {key for key in stored if self._index.has(bit, key)})
             self._compacted_from[bit] = 2 * len(held) + _SHORTEST_COMPACTED

@@ -79,39 +79,37 @@ class Expected(NamedTuple):
     tokens: float
 
 
-class PromptRendezvous:
-    """Gives each prompt a replica where heads that do not hear of each other's prompts all look for it.
+def expected_at(
+    table: RendezvousTable,
+    replicas: Sequence[ReplicaView],
+    prompt: Prompt,
+    levels: Sequence[Level],
+    block_sizes: Collection[int],
+) -> Expected | None:
+    """Where heads that do not hear of each other's prompts all look for one, None if enough of it is known.
 
     A prompt of which a head knows less than a half is perhaps known to another. So the first block that it does not
-    know has a replica, see `RendezvousTable`: prompts with a common beginning, of which a head knows nothing, have the
+    know has a replica, that of the table: prompts with a common beginning, of which a head knows nothing, have the
     same, and those that differ only behind a beginning that everybody knows have not.
+
+    Args:
+        table: of replicas, the same for every head.
+        replicas: of the fleet.
+        prompt: which may have less than a block.
+        levels: tokens and who is known to have so many, longest match first.
+        block_sizes: tokens in a block, all that occur.
     """
-
-    def __init__(self) -> None:
-        self._table = RendezvousTable()
-
-    def find(
-        self, replicas: Sequence[ReplicaView], prompt: Prompt, levels: Sequence[Level], block_sizes: Collection[int]
-    ) -> Expected | None:
-        """Where the rest of a prompt is expected, None if enough of it is known.
-
-        Args:
-            replicas: of the fleet.
-            prompt: which may have less than a block.
-            levels: tokens and who is known to have so many, longest match first.
-            block_sizes: tokens in a block, all that occur.
-        """
-        known = levels[0][0] if levels else 0
-        unknown = len(prompt.token_ids) - known
-        if unknown <= known:
-            return None
-        block_size = min(block_sizes)
-        keys = prompt_keys(prompt, block_size)
-        if known // block_size >= len(keys):
-            return None
-        self._table.follow(replicas)
-        key = keys[known // block_size].to_bytes(8, "little")
-        return Expected(self._table.position(key), _EXPECTED_SHARE * unknown)
+    known = levels[0][0] if levels else 0
+    unknown = len(prompt.token_ids) - known
+    if unknown <= known:
+        return None
+    block_size = min(block_sizes)
+    keys = prompt_keys(prompt, block_size)
+    if known // block_size >= len(keys):
+        return None
+    table.follow(replicas)
+    key = keys[known // block_size].to_bytes(8, "little")
+    return Expected(table.position(key), _EXPECTED_SHARE * unknown)
 
 
 def _heaviest(names: Sequence[bytes], bucket: int) -> bytes:

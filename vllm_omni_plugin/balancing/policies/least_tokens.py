@@ -9,9 +9,9 @@ from vllm_omni_plugin.balancing.interface import (
     Decision,
     ReplicaView,
     Task,
+    prompt_tokens,
     require_replicas,
 )
-from vllm_omni_plugin.balancing.loads.estimates import prompt_tokens
 from vllm_omni_plugin.balancing.loads.replica_load import ReplicaLoad, load_of
 from vllm_omni_plugin.balancing.policy_options import number
 from vllm_omni_plugin.balancing.sampling import coming_to, few, lowest

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from vllm_omni_plugin.balancing.caches.block_index import Level
 from vllm_omni_plugin.balancing.caches.block_keys import answered_keys, prompt_keys
 from vllm_omni_plugin.balancing.caches.prefix_caches import PrefixCaches
-from vllm_omni_plugin.balancing.caches.rendezvous import Expected, PromptRendezvous
+from vllm_omni_plugin.balancing.caches.rendezvous import Expected, RendezvousTable, expected_at
 from vllm_omni_plugin.balancing.caches.replica_bits import (
     Fleet,
     ReplicaBits,
@@ -56,7 +56,7 @@ class PrefixBalancer(DecidingBalancer):
     avoided by all who need it, and each of them would compute it elsewhere. The weight and the temperature are those of
     NVIDIA Dynamo's KV router. What a replica has cached is known from its engine's KV cache events or estimated from
     what was sent to it, see `PrefixCaches`; where other heads balance, too, a prompt that this one hardly knows is
-    expected where all heads look for it, see `PromptRendezvous`.
+    expected where all heads look for it, see `expected_at`.
 
     Up to eight replicas are all compared; of more, those with the longest matches, the one where the prompt is expected
     and a few others. Reasons: `prefix`: nobody compared is known to have more of the prompt; `rendezvous`: all heads
@@ -88,7 +88,7 @@ class PrefixBalancer(DecidingBalancer):
         self._overlap_weight = number("overlap_weight", overlap_weight, 0)
         self._temperature = number("temperature", temperature, 0)
         self._rng = rng or random.Random()
-        self._rendezvous = PromptRendezvous()
+        self._table = RendezvousTable()
         self._bits = ReplicaBits()
         self._caches = PrefixCaches()
 
@@ -99,7 +99,7 @@ class PrefixBalancer(DecidingBalancer):
         prompt = task.get("prompt", NO_PROMPT)
         levels = self._levels(prompt, fleet)
         shared = are_shared(replicas)
-        expected = self._rendezvous.find(replicas, prompt, levels, fleet.block_sizes) if shared else None
+        expected = expected_at(self._table, replicas, prompt, levels, fleet.block_sizes) if shared else None
         positions = self._to_compare(replicas, fleet, levels, expected)
         tokens = len(prompt.token_ids)
         costs, matches = self._compare(replicas, positions, fleet, levels, tokens, expected)
@@ -148,7 +148,7 @@ class PrefixBalancer(DecidingBalancer):
         """Tokens of the prompt, and the bits of those who have at least so many cached; longest match first."""
         levels: list[Level] = []
         for size in fleet.block_sizes:
-            for blocks, holders in self._caches.levels(prompt_keys(prompt, size), fleet.mask):
+            for blocks, holders in self._caches.levels(prompt_keys(prompt, size)):
                 levels.append((blocks * size, holders))
         if len(levels) > 1:
             levels.sort(reverse=True)

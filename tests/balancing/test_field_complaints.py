@@ -1,4 +1,4 @@
-"""What users of other routers report of cache and session affinity: each complaint is a scenario.
+"""What users of other routers report of load, and of cache and session affinity: each complaint is a scenario.
 
 Our policy has to do well in it, and a model of the rule that was complained about has to do badly, or the scenario
 proves nothing. Abbreviations: ps is vllm-project/production-stack, smg is lightseekorg/smg.
@@ -10,11 +10,18 @@ from typing import Any
 
 import pytest
 
+from vllm_omni_plugin.balancing import (
+    CostAwareBalancer,
+    Decision,
+    KvAwareBalancer,
+    LeastQueueLengthBalancer,
+    LeastTokensBalancer,
+    PrefixBalancer,
+    Prompt,
+    RoundRobinBalancer,
+    SessionBalancer,
+)
 from vllm_omni_plugin.balancing.caches.block_keys import prompt_keys
-from vllm_omni_plugin.balancing.interface import Decision
-from vllm_omni_plugin.balancing.policies.prefix_policy import PrefixBalancer
-from vllm_omni_plugin.balancing.policies.session import SessionBalancer
-from vllm_omni_plugin.balancing.prompt import Prompt
 
 from .pool import BLOCK, Pool, pool_of, prompt_task
 
@@ -232,3 +239,41 @@ def test_a_hot_session_does_not_thrash_one_replica() -> None:
 
     assert busiest(SessionBalancer(load_factor=100)) >= 90
     assert busiest(SessionBalancer()) <= 1.25 * 100 / 4 + 5
+
+
+def makespan(policy: Any, prompts: list[int]) -> float:
+    """Tokens of the replica that has most to compute when all prompts arrive at once at a fleet of four."""
+    pool = pool_of(policy, 4, prefill_rate=1000.0)
+    for number, count in enumerate(prompts):
+        # Every prompt begins differently: nothing here is about caches.
+        pool.send(
+            {"request_id": f"{number}", "max_tokens": 1, **prompt_task(range(number << 16, (number << 16) + count))}
+        )
+    return max(replica.load.prefill_tokens for replica in pool.replicas)
+
+
+@pytest.mark.parametrize("policy", [LeastTokensBalancer, CostAwareBalancer])
+def test_long_contexts_are_work_and_not_one_request_each(policy: Any) -> None:
+    """vllm#48808, dynamo#14174, vllm-omni#5135: counting requests lost 18-34% of the makespan."""
+    by_work = by_requests = 0.0
+    for seed in range(20):
+        rng = random.Random(seed)
+        prompts = [8000 if rng.random() < 0.2 else 200 for _ in range(60)]
+        by_work += makespan(policy(rng=random.Random(seed)), prompts)
+        by_requests += makespan(LeastQueueLengthBalancer(random.Random(seed)), prompts)
+    assert by_work < 0.82 * by_requests
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_ties_do_not_destroy_the_locality_of_a_conversation(seed: int) -> None:
+    """vllm#52463: rotating ties sent every turn to another replica, where nothing of it was cached."""
+
+    def visited(policy: Any) -> int:
+        pool = pool_of(policy, 4)
+        for turn in range(1, 9):
+            pool.send({"session": "conversation", **prompt_task(range(64 * turn))}, finish=True)
+        return len(set(pool.dispatched))
+
+    assert visited(RoundRobinBalancer()) == 4
+    for policy in (SessionBalancer, PrefixBalancer, KvAwareBalancer):
+        assert visited(policy(rng=random.Random(seed))) == 1

@@ -1,67 +1,26 @@
-"""What engines have cached, judged by what was sent to them."""
+"""What one engine has cached, judged by what was sent to it."""
 
 from array import array
 from bisect import bisect_left
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Sequence
-
-from vllm_omni_plugin.balancing.caches.block_index import BlockIndex, Level
 
 _FEWEST_RUNS = 64
 
 
-class EstimatedCaches:
-    """The prefix caches of replicas, as they must be if each keeps what it computes and evicts as vLLM does.
+class PromptRuns:
+    """The prefix cache of one replica, as it must be if it keeps what it computes and evicts as vLLM does.
 
     vLLM evicts the block that was used longest ago, and of blocks used at the same time the last of the prompt. So
     every block belongs to the *run* of the prompt that used it last, and the oldest run loses its last block first.
 
-    Memory is bounded by the replicas' capacities: 8 bytes in a run and an entry of the index for each block.
-    """
-
-    def __init__(self) -> None:
-        self._index = BlockIndex()
-        self._replicas: defaultdict[int, _Runs] = defaultdict(_Runs)
-
-    def levels(self, keys: Sequence[int]) -> list[Level]:
-        """Which replicas probably have how much of a prompt."""
-        return self._index.levels(keys)
-
-    def use(self, bit: int, keys: Sequence[int], capacity: int) -> None:
-        """A replica computes or reads these blocks.
-
-        Takes time for the blocks it did not have, and those it evicts for them, but not for those it had.
-
-        Args:
-            bit: stands for the replica, see `ReplicaBits`.
-            keys: all blocks of a prompt from its beginning.
-            capacity: blocks the replica's memory has room for; what a prompt has beyond is not kept.
-        """
-        if not keys:
-            return
-        keys = keys[:capacity]
-        runs = self._replicas[bit]
-        known = runs.use(keys)
-        evicted = runs.shrink(capacity)
-        self._index.store(bit, keys[known:])
-        self._index.remove(bit, evicted)
-
-    def clear(self, bit: int) -> None:
-        """The replica has nothing cached."""
-        runs = self._replicas.pop(bit, None)
-        if runs is not None:
-            self._index.remove(bit, runs.shrink(0))
-
-
-class _Runs:
-    """The runs of one replica, oldest first.
-
-    Runs that later ones took over stay as empty arrays until they may be half of all.
+    Memory is bounded by the replica's capacity: 8 bytes for each block.
     """
 
     def __init__(self) -> None:
         self._size = 0
         self._most_runs = _FEWEST_RUNS
+        # Oldest first. Runs that later ones took over stay as empty arrays until they may be half of all.
         self._by_age: deque[array[int]] = deque()
         self._by_head: dict[int, array[int]] = {}
 

@@ -1,0 +1,32 @@
+"""The policies that look at queue lengths alone, or at nothing."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from vllm_omni_plugin.balancing import LeastQueueLengthBalancer, PowerOfTwoBalancer, RandomBalancer
+
+from .fakes import with_queues
+
+
+@pytest.mark.parametrize(("total", "compared"), [(1, 1), (2, 2), (3, 2), (64, 2), (65, 8), (1024, 8)])
+def test_two_are_drawn_and_eight_of_a_large_fleet(total: int, compared: int) -> None:
+    decision = PowerOfTwoBalancer(random.Random(1)).decide({}, with_queues(*range(total)))
+    assert len({candidate.position for candidate in decision.candidates}) == compared
+    # The queue lengths are the positions.
+    assert decision.position == min(candidate.position for candidate in decision.candidates)
+    assert decision.reason == "least-load"
+
+
+@pytest.mark.parametrize("queue_lengths", [[-1], [0, -2, -1, 5]])
+def test_a_negative_length_is_a_value_error(queue_lengths: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"^queue_length must be non-negative$"):
+        LeastQueueLengthBalancer().select({}, with_queues(*queue_lengths))
+
+
+def test_by_chance_every_replica_is_picked_equally_often_whatever_its_load() -> None:
+    balancer = RandomBalancer(random.Random(1))
+    picks = Counter(balancer.select({}, with_queues(0, 7, 1000)) for _ in range(3000))
+    # Three standard deviations around 1,000; the seed makes the counts the same in every run.
+    assert all(920 <= picks[index] <= 1080 for index in range(3)), picks
