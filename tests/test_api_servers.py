@@ -133,15 +133,6 @@ async def supervised() -> AsyncIterator[Supervised]:
         os.close(process.sentinel)
 
 
-async def test_one_that_dies_is_started_again_and_the_others_are_not_touched(supervised: Supervised) -> None:
-    await supervised.serve(0, 1)
-    await supervised.end(1)
-    assert [index for index, _ in supervised.started] == [0, 1, 1]
-    assert supervised.buried == [(1, 101)]
-    assert supervised.connections == [0, NOT_ACCEPTING], "its successor does not serve yet"
-    assert supervised.process(0).exitcode is None
-
-
 async def test_one_that_has_lived_long_is_started_soon_again(supervised: Supervised) -> None:
     await supervised.serve(0)
     await supervised.end(0)
@@ -167,13 +158,6 @@ async def test_one_that_cannot_be_started_again_is_tried_again(supervised: Super
     supervised.trouble.append(OSError("too many open files"))
     await supervised.end(0)
     assert supervised.delays == [1.0, 2.0]
-
-
-async def test_stopping_ends_all_and_starts_none(supervised: Supervised) -> None:
-    await supervised.serve(0, 1)
-    await supervised.servers.stop(GRACE_S)
-    await supervised.running
-    assert [process.exitcode for _, process in supervised.started] == [0, 0]
 
 
 async def test_one_that_does_not_end_in_time_is_killed(supervised: Supervised) -> None:

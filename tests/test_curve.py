@@ -125,13 +125,6 @@ def with_keys(server_key: bytes, public: bytes, secret: bytes) -> Callable[[Sock
     return secure
 
 
-def test_holder_of_the_secret_is_let_in(sites: OpenSite) -> None:
-    site = sites(made(OLD))
-    site.gate.admit_secret_holders("test")
-    assert site.lets_in(site.serve(), holder(made(OLD)))
-    assert site.gate.refused == 0
-
-
 def test_holder_is_let_in_where_there_is_no_port(sites: OpenSite, tmp_path: Path) -> None:
     site = sites(made(OLD))
     site.gate.admit_secret_holders("test")

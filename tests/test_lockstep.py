@@ -144,13 +144,6 @@ def two_ranks(patience: float = SOON_S) -> Meeting:
     return Meeting(2, lambda: Generation(2), patience)
 
 
-def test_ranks_that_meet_begin_one_generation(threads: ThreadPoolExecutor) -> None:
-    meeting = two_ranks()
-    one = attend(threads, meeting, 1)
-    other = attend(threads, meeting, 0)
-    assert one.generation() is other.generation()
-
-
 def test_a_rank_that_is_given_up_waits_no_longer_and_may_come_again(threads: ThreadPoolExecutor) -> None:
     meeting = two_ranks()
     one = attend(threads, meeting, 0)

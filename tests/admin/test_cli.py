@@ -161,13 +161,6 @@ def test_a_decision_is_explained_with_its_candidates(head: Head, capsys: pytest.
     assert head.bodies == [{"prompt": "a & b?", "session": "s"}]
 
 
-def test_a_decision_is_printed_as_json_when_asked(head: Head, capsys: pytest.CaptureFixture[str]) -> None:
-    head.answers["POST", "/omni/explain"] = (200, DECISION)
-    assert main(["explain", "", "--model", "lora", "--json", "--url", head.url]) == 0
-    assert json.loads(capsys.readouterr().out) == DECISION
-    assert head.bodies == [{"prompt": "", "model": "lora"}]
-
-
 def test_a_decision_without_a_comparison_is_one_line(head: Head, capsys: pytest.CaptureFixture[str]) -> None:
     alone = DECISION | {"candidates": [], "fallback": "no-session"}
     head.answers["POST", "/omni/explain"] = (200, alone)

@@ -115,16 +115,6 @@ async def test_the_policy_sees_the_prompt_the_adapter_and_the_session(
     assert list(task["prompt"].token_ids) == [72, 105]
 
 
-async def test_nothing_is_run_counted_or_remembered(
-    policy: Scripted, fleet: FakeFleet, client: httpx.AsyncClient
-) -> None:
-    assert (await client.post("/omni/explain", json={"prompt": "Hello"})).status_code == 200
-    assert [link.added for link in fleet.links.values()] == [[], []]
-    assert [member.dispatched for member in fleet.pool.members] == [0, 0]
-    assert fleet.orchestrator.metrics.decisions == {}
-    assert policy.told == []
-
-
 async def test_a_score_that_json_cannot_hold_is_null(policy: Scripted, client: httpx.AsyncClient) -> None:
     policy.decision = Decision(0, "match", (Candidate(0, math.inf), Candidate(1, math.nan)), fallback="no-session")
     explained = (await client.post("/omni/explain", json={"prompt": "Hello"})).json()

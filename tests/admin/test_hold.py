@@ -158,22 +158,6 @@ async def test_no_more_than_a_number_of_requests_wait(monkeypatch: pytest.Monkey
         assert await client.status() == 200
 
 
-async def test_requests_without_a_valid_key_take_no_place_from_one_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hold, "MAX_WAITING", 1)
-    server = Server(has_key=right_key)
-    for key in ("", "wrong"):
-        stranger = server.request("/pooling", key=key)
-        assert await stranger.status() == 503
-        assert "without a valid API key does not wait" in stranger.error["message"]
-        assert stranger.headers["retry-after"] == str(RETRY_AFTER_S)
-    known = server.request("/pooling", key="right")
-    await server.has_waiting(1)
-    server.serve()
-    known.upload(b"prompt")
-    assert await known.status() == 200
-    assert server.metrics.turned_away == 2
-
-
 async def test_a_server_that_is_told_to_end_refuses_those_that_wait_and_those_that_come() -> None:
     server = Server()
     waiting = server.request()
@@ -240,16 +224,6 @@ async def test_the_application_learns_of_a_disconnect_after_the_wait() -> None:
     assert client.body == b"seen"
 
 
-async def test_nothing_of_a_wait_outlives_its_request() -> None:
-    server = Server()
-    client = server.request()
-    client.upload(b"prompt")
-    await server.has_waiting(1)
-    server.serve()
-    await client.status()
-    await eventually(lambda: asyncio.all_tasks() == {asyncio.current_task()}, "the end of all tasks")
-
-
 async def test_a_503_of_the_application_gets_retry_after_and_keeps_its_own() -> None:
     plain, own = Server(answer=unavailable), Server(answer=own_retry_after)
     for server, expected in ((plain, str(RETRY_AFTER_S)), (own, "77")):
@@ -257,14 +231,6 @@ async def test_a_503_of_the_application_gets_retry_after_and_keeps_its_own() -> 
         client = server.request()
         assert await client.status() == 503
         assert client.headers["retry-after"] == expected
-
-
-async def test_a_server_without_a_fleet_is_left_alone() -> None:
-    server = Server()
-    del server.main.state.omni_hold
-    client = server.request()
-    client.upload(b"prompt")
-    assert await client.status() == 200
 
 
 async def test_websockets_pass() -> None:

@@ -10,14 +10,13 @@ import pytest
 from prometheus_client import CollectorRegistry, values
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
-from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admin.metrics.fleet_metrics import FleetCollector
-from vllm_omni_plugin.admin.metrics.multiprocess_metrics import MetricFiles, in_multiprocess_mode
-from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
+from vllm_omni_plugin.admin.metrics.multiprocess_metrics import MetricFiles
 
 NEVER_S = 1000.0
 
@@ -95,26 +94,6 @@ def test_counters_and_work_in_flight_are_summed_and_what_all_see_is_not(process:
     }
 
 
-def test_histograms_are_those_of_all_processes(process: Process) -> None:
-    for pid in (1, 2):
-        process(pid, Told())
-        OrchestratorMetrics().spent(1, "talker", "run", 0.5 * pid)
-    scraped = scrape()
-    assert scraped["vllm_omni_fleet:stage_seconds_count"] == {"talker,run,1": 2}
-    assert scraped["vllm_omni_fleet:stage_seconds_sum"] == {"talker,run,1": 1.5}
-    assert scraped["vllm_omni_fleet:stage_seconds_bucket"]["talker,run,1,0.3"] == 0
-    assert scraped["vllm_omni_fleet:stage_seconds_bucket"]["talker,run,1,1.0"] == 2
-
-
-def test_work_of_a_process_that_died_is_gone_and_what_it_had_counted_stays(process: Process) -> None:
-    for pid in (1, 2):
-        process(
-            pid, Told(counter("vllm_omni_fleet:dispatches", r0=5), gauge("vllm_omni_fleet:requests_in_flight", r0=7))
-        )
-    mark_process_dead(2)
-    assert scrape() == {"vllm_omni_fleet:dispatches_total": {"r0": 10}, "vllm_omni_fleet:requests_in_flight": {"r0": 7}}
-
-
 def test_a_process_with_the_number_of_one_that_died_counts_on(process: Process) -> None:
     for count in (5, 1):
         process(1, Told(counter("vllm_omni_fleet:dispatches", r0=count)))
@@ -166,7 +145,3 @@ async def test_all_families_of_the_fleet_pass(process: Process) -> None:
         assert set(scrape()) == {name for name in samples if not name.endswith("_created")}
         assert scrape()["vllm_omni_fleet:queue_time_seconds_count"] == {"": 1}
         assert sum(scrape()["vllm_omni_fleet:requests_in_flight"].values()) == 1
-
-
-def test_a_process_alone_is_not_in_this_mode() -> None:
-    assert not in_multiprocess_mode()

@@ -63,22 +63,6 @@ async def test_an_answer_names_its_replicas_and_is_otherwise_what_it_was(request
     assert (client.sent[0]["status"], client.sent[1:]) == (418, [part(b"{}", more=False)])
 
 
-@pytest.mark.parametrize("requests", [(), ("",)], ids=["no request to the engines", "never dispatched"])
-async def test_an_answer_that_no_replica_gave_names_none(requests: tuple[str, ...]) -> None:
-    assert (await answer_of(answering(*requests))).headers == {}
-
-
-async def test_requests_made_in_tasks_of_the_answer_are_seen() -> None:
-    async def request() -> None:
-        await asyncio.create_task(asyncio.to_thread(dispatch, "0.1"))
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await asyncio.gather(request(), request())
-        await answering()(scope, receive, send)
-
-    assert (await answer_of(app)).headers == {"x-omni-replica": "0.1"}
-
-
 async def test_answers_at_the_same_time_do_not_mix() -> None:
     both_made = asyncio.Barrier(2)
 
@@ -107,12 +91,6 @@ async def test_a_stream_is_sent_as_it_comes_and_left_as_it_is() -> None:
     assert (await answer_of(stream)).sent == expected
 
 
-async def test_a_stream_whose_request_asks_for_the_replica_names_it_in_a_last_comment() -> None:
-    client = await answer_of(stream, SCOPE | {"headers": [(b"x-omni-replica", b"1")]})
-    assert client.sent[:2] == [start(headers=EVENTS), part(b"data: one\n\n")]
-    assert client.sent[2:] == [part(b": X-Omni-Replica: 0.1\n\n", more=False)]
-
-
 @pytest.mark.parametrize("scope", [SCOPE | {"method": "GET"}, {"type": "websocket", "path": "/v1/realtime"}])
 async def test_what_is_no_inference_over_http_passes(scope: Scope) -> None:
     seen: list[Any] = []
@@ -122,7 +100,3 @@ async def test_what_is_no_inference_over_http_passes(scope: Scope) -> None:
         await send(start())
 
     assert ((await answer_of(app, scope)).sent, seen) == ([start()], [None])
-
-
-def test_outside_of_an_answer_nobody_asks_for_dispatches() -> None:
-    assert new_dispatches() is None

@@ -46,11 +46,6 @@ def serve(orchestrator: Orchestrator, stage_id: int) -> None:
     pool.serve(pool.members[0], client, "", "")
 
 
-async def test_replicas_are_listed_in_the_order_of_their_stages(orchestrator: Orchestrator) -> None:
-    reports = FleetAdmin(orchestrator, lambda: 0.0).replicas()
-    assert [report.id for report in reports] == ["0.0", "1.0", "1.1", "2.0"]
-
-
 async def test_a_wish_reaches_the_replica_of_its_stage(orchestrator: Orchestrator) -> None:
     managing = asyncio.create_task(FleetAdmin(orchestrator, lambda: 0.0).manage("1.1", "drain"))
     (message,) = await orchestrator.rpc_async_queue.get_batch()

@@ -170,19 +170,6 @@ def test_vllm_leaves_our_addresses_as_they_are_for_every_rank(config: Any, rank:
     assert events.endpoint != events.replay_endpoint
 
 
-def test_the_sockets_of_an_engine_that_has_ended_are_removed(config: Any) -> None:
-    turn_on_cache_events(config)
-    paths = [
-        Path(address.removeprefix("ipc://"))
-        for address in (config.kv_events_config.endpoint, config.kv_events_config.replay_endpoint)
-    ]
-    for path in paths:
-        path.touch()
-    remove_event_sockets(config)
-    remove_event_sockets(config)
-    assert not any(path.exists() for path in paths)
-
-
 @pytest.mark.parametrize("on", [True, False])
 def test_a_publisher_of_the_users_stays_as_it_is(config: Any, on: bool, tmp_path: Path) -> None:
     mine = tmp_path / "socket"

@@ -87,11 +87,6 @@ async def test_one_who_waits_on_a_loop_that_ends_at_that_moment_keeps_nobody_els
     await asyncio.wait_for(here, 10)
 
 
-async def test_a_fleet_that_serves_keeps_nobody_waiting(client: FleetClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Orchestrator, "can_serve", True)
-    await client.until_serving()
-
-
 async def test_a_backlog_of_outputs_does_not_keep_the_loop_from_other_work(
     orchestrator: Orchestrator, fleet: IdleFleet
 ) -> None:

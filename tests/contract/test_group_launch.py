@@ -1,6 +1,5 @@
 """What `--data-parallel-size` makes of a configuration, and how the engines of ranks are numbered."""
 
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -112,33 +111,6 @@ def test_a_rank_that_is_given_up_before_its_siblings_came_is_not_spawned(experts
     with pytest.raises(ReplicaError, match="given up"):
         lonely.wait("ipc:///nowhere", [])
     lonely.process.shutdown(0.0)
-
-
-def test_a_failed_start_of_one_rank_releases_the_others(experts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def spawn(_config: Any, _executor: Any, _stats: bool, engine: int, _rank: int, _on_spawn: Any) -> None:
-        if engine == 0:
-            raise ReplicaError("rank 0 cannot be spawned")
-        deadline = time.monotonic() + 10
-        while time.monotonic() < deadline:
-            try:
-                generation.require()
-            except ReplicaError:
-                raise ReplicaError("released") from None
-            time.sleep(0.001)
-
-    launcher = launcher_of(experts, data_parallel_size=RANKS)
-    monkeypatch.setattr(group_launch, "spawn_engine", spawn)
-    starts = [launcher.start(replica) for replica in range(RANKS)]
-    generation: Any = None
-    own_meet = group_launch.RankProcess.meet
-
-    def meet(process: Any) -> Any:
-        nonlocal generation
-        generation = own_meet(process)
-        return generation
-
-    monkeypatch.setattr(group_launch.RankProcess, "meet", meet)
-    together(starts, "rank 0 cannot be spawned|released")
 
 
 def test_every_request_comes_of_a_wave_that_is_over(dense: Path) -> None:

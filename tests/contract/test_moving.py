@@ -123,12 +123,6 @@ def test_a_replayed_request_is_the_same_without_what_has_been_delivered() -> Non
     assert (params.max_tokens, params.min_tokens, params.prompt_logprobs) == (50, 10, None)
 
 
-def test_a_moved_request_can_be_encoded() -> None:
-    api = EngineApi()
-    for move in (Move.RESUME, Move.REPLAY):
-        assert len(api.encode_add(api.moved(request(prompt_logprobs=1), move, [4]), "r-1")) >= 2
-
-
 @pytest.mark.parametrize(
     ("produced", "reason", "stop"),
     [

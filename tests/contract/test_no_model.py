@@ -51,9 +51,3 @@ def test_without_a_pipeline_vllm_wants_a_model_as_ever(parser: Any, tmp_path: Pa
         parser.parse_args(["serve", "--served-model-name", "both"])
     with pytest.raises(ValueError, match="No model specified"):
         parser.parse_args(["serve", "--config", str(config)])
-
-
-def test_a_parser_is_changed_once(parser: Any) -> None:
-    before = Parser.parse_args
-    allow_no_model(Parser)
-    assert Parser.parse_args is before

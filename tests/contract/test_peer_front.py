@@ -1,6 +1,5 @@
 """vLLM's registry of adapters as all servers of a fleet share it."""
 
-import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -153,16 +152,6 @@ async def _coordinator_away(lora_id: int) -> None:
     raise CoordinatorAwayError("It was lost during the call.")
 
 
-async def test_an_adapter_that_is_unloaded_is_forgotten_by_the_fleet(client: FakeFleetClient) -> None:
-    models = server(client)
-    await models.init_static_loras()
-    await models.load_lora_adapter(LoadLoRAAdapterRequest(lora_name="story", lora_path="/loras/story"))
-    (request,) = client.added
-    await models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name="story"))
-    await models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name="story"))
-    assert client.forgotten == [request.lora_int_id]
-
-
 async def test_servers_give_the_modules_of_the_command_line_the_same_ids_and_all_else_different_ones() -> None:
     ids: list[list[int]] = []
     for _ in range(2):
@@ -227,11 +216,3 @@ def test_an_adapter_is_to_an_engine_what_the_request_is() -> None:
         # As the engine core takes the arguments of a call.
         (taken,) = EngineCoreProc._convert_msgspec_args(add_lora, [plain])
         assert msgspec.structs.asdict(taken) == msgspec.structs.asdict(request)
-
-
-def test_opening_twice_wraps_once() -> None:
-    open_adapters()
-    once = OpenAIServingModels.init_static_loras
-    open_adapters()
-    assert OpenAIServingModels.init_static_loras is once
-    assert asyncio.iscoroutinefunction(once)

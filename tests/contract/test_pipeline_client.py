@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 from vllm.lora.request import LoRARequest
-from vllm.sampling_params import SamplingParams
 
 from tests.fakes.engine_api import FakeEngineApi, FakeRequest
 from vllm_omni_plugin.balancing import RandomBalancer
@@ -38,7 +37,6 @@ from vllm_omni_plugin.pipeline.stage import VLLM_ENGINE, Modality, Stage
 from vllm_omni_plugin.vllm_api.protocol.screen import CALLS
 from vllm_omni_plugin.vllm_api.protocol.sim_protocol import ready_response
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
-from vllm_omni_plugin.vllm_api.requests.request_building import build_engine_core_request_from_tokens
 
 PIPELINE = Pipeline(
     (
@@ -173,19 +171,6 @@ async def both(one: Awaitable[Any], other: Awaitable[Any]) -> list[Any]:
         return list(await asyncio.gather(one, other))
 
 
-async def test_the_tasks_are_those_of_the_model_that_reads_prompts(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Orchestrator, "can_serve", True)
-
-    async def answer() -> None:
-        (message,) = await head.orchestrator.rpc_async_queue.get_batch()
-        assert isinstance(message, CallReplicas)
-        assert message.stages == (1, 2)
-        message.reply.set_result([("embed",)])
-
-    tasks, _ = await both(head.client.get_supported_tasks_async(), answer())
-    assert tasks == ("embed", "generate")
-
-
 async def test_a_request_carries_the_call_that_it_is_made_for(head: Head) -> None:
     running = RunningCall(lambda put: PipelineCall(("text",), put), head.client.abort_call)
 
@@ -196,14 +181,6 @@ async def test_a_request_carries_the_call_that_it_is_made_for(head: Head) -> Non
     message = await head.told()
     assert isinstance(message, SubmitRequest)
     assert (message.call, running.request_ids) == (running.call, ["a"])
-
-
-async def test_what_a_client_says_of_caches_is_not_handed_over(head: Head) -> None:
-    params = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": {"remote_host": "10.0.0.9"}})
-    request = build_engine_core_request_from_tokens("a", {"prompt_token_ids": [1]}, params)
-    await head.client.add_request_async(request)
-    message = await head.told()
-    assert message.request.sampling_params.extra_args is None
 
 
 @pytest.mark.parametrize(

@@ -58,11 +58,6 @@ def test_null_is_the_default_of_vllm_whatever_the_command_line_says(tmp_path: Pa
     assert args.max_model_len is None
 
 
-def test_a_name_for_the_served_model_is_kept(tmp_path: Path) -> None:
-    args, _ = read(f"--omni-pipeline {write_pipeline(tmp_path)} --served-model-name both")
-    assert args.served_model_name == ["both"]
-
-
 def test_reading_the_same_arguments_again_changes_nothing(tmp_path: Path) -> None:
     args, options = read(f"--omni-pipeline {write_pipeline(tmp_path, 'engine_args: {seed: 7}')}")
     before = dict(vars(args))
@@ -95,12 +90,6 @@ def test_what_travels_to_engines_holds_the_name_of_the_file_only(tmp_path: Path)
     _, options = read(f"--omni-pipeline {write_pipeline(tmp_path)} --api-key hush")
     assert options.pipeline == str(tmp_path / "pipeline.yaml")
     assert "hush" not in str(options.to_plain())
-
-
-def test_engines_of_all_stages_are_counted(tmp_path: Path) -> None:
-    file = write_pipeline(tmp_path, "replicas: 2", "replicas: 3", f"{VOCODER}\nreplicas: 4")
-    _, options = read(f"--omni-pipeline {file}")
-    assert local_engines(options, headless=False) == 5
 
 
 @pytest.mark.parametrize(

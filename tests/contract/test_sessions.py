@@ -60,9 +60,3 @@ def test_user_is_the_session_of_a_request_that_names_none(
 def test_the_serving_class_asks_where_we_answer(serving: Any, request_class: Any, body: Any) -> None:
     assert "_get_session_id" not in vars(serving)
     assert "self._get_session_id(" in inspect.getsource(serving)
-
-
-def test_opening_twice_changes_nothing_more() -> None:
-    once = GenerateBaseServing._get_session_id
-    take_user_for_session()
-    assert GenerateBaseServing._get_session_id is once

@@ -3,26 +3,22 @@
 import multiprocessing
 import os
 import subprocess
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.v1.engine import coordinator as vllm_coordinator
+from vllm.v1.engine.coordinator import DPCoordinator
 
-from tests.engine.experts import MIXTRAL
+from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.integration.processes.api_server_process import ApiServerProcesses
 from vllm_omni_plugin.stages.assignment import Assignment
 from vllm_omni_plugin.stages.stage_process import StageProcess
 from vllm_omni_plugin.vllm_api.launch import engine_launch as launch
 from vllm_omni_plugin.vllm_api.launch.engine_launch import spawn_engine
-from vllm_omni_plugin.vllm_api.launch.group_launch import LockstepGeneration, split_ranks
+from vllm_omni_plugin.vllm_api.launch.group_launch import LockstepGeneration
 from vllm_omni_plugin.vllm_api.launch.spawning import SPAWNING
-
-from .configs import vllm_config, write_model
 
 ENOUGH_S = 30.0
 NOT_RUNNING = SimpleNamespace(pid=os.getpid(), is_alive=lambda: False)
@@ -85,62 +81,24 @@ def test_nothing_is_spawned_while_an_engine_is(spawning: Spawning, other: Callab
     assert not SPAWNING.locked()
 
 
-class CoordinatorProcess:
-    """The process of a group's coordinator, as vLLM starts it; it tells its addresses when the test says so."""
-
-    name = "coordinator"
-    pid = os.getpid()
-
-    def __init__(self, spawn: Callable[[], None]) -> None:
-        self._spawn = spawn
-        self._addresses, self._telling = multiprocessing.Pipe(duplex=False)
-        self.sentinel = os.eventfd(0, os.EFD_CLOEXEC)
-        self.started = threading.Event()
-
-    @property
-    def context(self) -> Any:
-        """Multiprocessing's, which starts this process."""
-        theirs = SimpleNamespace(close=lambda: None)
-        return SimpleNamespace(Pipe=lambda duplex: (self._addresses, theirs), Process=lambda **_arguments: self)
-
-    def start(self) -> None:
-        self._spawn()
-        self.started.set()
-
-    def tell_addresses(self) -> None:
-        self._telling.send(("tcp://stats", "tcp://out", "tcp://in"))
-
-    def is_alive(self) -> bool:
-        return False
-
-    def kill(self) -> None:
-        os.eventfd_write(self.sentinel, 1)
-
-    def join(self) -> None:
-        """It has ended."""
-
-
-@pytest.fixture
-def group_config(tmp_path: Path) -> Any:
-    """The configuration of a lockstep group. vLLM may start a process to make it, so it comes before `spawning`."""
-    return split_ranks(vllm_config(write_model(tmp_path, **MIXTRAL), data_parallel_size=2)).config
-
-
-def test_an_engine_is_spawned_while_the_coordinator_of_a_group_loads_but_not_while_it_is_spawned(
-    group_config: Any, spawning: Spawning, monkeypatch: pytest.MonkeyPatch
+def test_others_are_spawned_while_the_coordinator_of_a_group_loads_but_not_while_it_is_spawned(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    coordinator = CoordinatorProcess(spawning.spawn)
-    monkeypatch.setattr(vllm_coordinator, "get_mp_context", lambda: coordinator.context)
-    generation = LockstepGeneration(2, group_config, lambda _pid: None)
-    with ThreadPoolExecutor(2) as threads:
-        loading = threads.submit(generation.coordinate, group_config.parallel_config)
-        try:
-            threads.submit(start_engine).result(ENOUGH_S)
-            assert coordinator.started.wait(ENOUGH_S)
-            threads.submit(start_engine).result(ENOUGH_S)
-        finally:
-            coordinator.tell_addresses()
-        assert loading.result(ENOUGH_S).get_engine_socket_addresses() == ("tcp://in", "tcp://out")
-    assert spawning.guarded == [True, True, True]
-    generation.end()
-    generation.join()
+    guarded: list[bool] = []
+
+    def start(coordinator: Any, *_arguments: Any, **_more: Any) -> None:
+        guarded.append(SPAWNING.locked())
+        coordinator._wait_for_zmq_addrs(None)
+        raise RuntimeError("started")
+
+    def load(_coordinator: Any, _pipe: Any) -> None:
+        guarded.append(SPAWNING.locked())
+
+    monkeypatch.setattr(DPCoordinator, "__init__", start)
+    monkeypatch.setattr(DPCoordinator, "_wait_for_zmq_addrs", load)
+    parallel_config = SimpleNamespace(data_parallel_master_ip="127.0.0.1")
+    config = SimpleNamespace(parallel_config=parallel_config, logging_config=None)
+    with pytest.raises(ReplicaError, match="started"):
+        LockstepGeneration(2, config, lambda _pid: None).coordinate(parallel_config)
+    assert guarded == [True, False]
+    assert not SPAWNING.locked()

@@ -1,7 +1,6 @@
 """What makes the tokens of texts between stages makes those that vLLM's renderer does, or leaves them to it."""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,23 +68,12 @@ def test_what_others_set_in_the_tokenizer_does_not_reach_it() -> None:
     assert len(whole) == 9
 
 
-def test_several_threads_may_use_it() -> None:
-    encode = encoder_of(as_vllm_has_it())
-    texts = [f"{number} " * 50 for number in range(200)]
-    with ThreadPoolExecutor(4) as threads:
-        assert list(threads.map(encode, texts)) == [encode(text) for text in texts]
-
-
 @pytest.mark.parametrize("hook", ["__call__", "_encode_plus", "_switch_to_input_mode", "set_truncation_and_padding"])
 def test_a_model_with_a_tokenizer_of_its_own_is_left_to_it(hook: str) -> None:
     own = type("Own", (PreTrainedTokenizerFast,), {hook: lambda self, *args, **kwargs: None})
     assert plain_encoder(as_vllm_has_it(own), PARAMS) is None
     below = type("Below", (own,), {})
     assert plain_encoder(as_vllm_has_it(below), PARAMS) is None
-
-
-def test_a_class_that_only_has_a_name_of_its_own_is_no_reason() -> None:
-    assert plain_encoder(as_vllm_has_it(type("Named", (PreTrainedTokenizerFast,), {})), PARAMS) is not None
 
 
 @pytest.mark.parametrize(

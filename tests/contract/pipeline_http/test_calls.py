@@ -2,10 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
 from typing import Any
-
-import pytest
 
 from tests.contract.pipeline_http.app import spoken
 from vllm_omni_plugin.integration.engine_client.pipeline_calls import RunningCall, submitted, with_events
@@ -26,14 +23,6 @@ async def requests(*ids: str, then: Callable[[], Any] = lambda: None) -> AsyncGe
     then()
 
 
-async def test_a_request_outside_of_a_call_is_a_plain_one() -> None:
-    assert submitted("a") is None
-    running = RunningCall(wanted, list)
-    assert running.context.run(submitted, "a") is running.call
-    assert submitted("b") is None
-    assert running.request_ids == ["a"]
-
-
 async def test_it_ends_when_the_answer_and_all_requests_have() -> None:
     aborted: list[Any] = []
     running = RunningCall(wanted, aborted.append)
@@ -47,34 +36,6 @@ async def test_it_ends_when_the_answer_and_all_requests_have() -> None:
         items = [item async for item in with_events(running, requests("a", "b", then=end))]
     assert items == ["a", "b", ENDED, spoken("late"), ENDED]
     assert aborted == []
-
-
-async def test_an_answer_without_a_request_ends_by_itself() -> None:
-    async with asyncio.timeout(10):
-        assert [item async for item in with_events(RunningCall(wanted, list), requests())] == []
-
-
-async def test_an_answer_that_fails_ends_its_requests() -> None:
-    aborted: list[Any] = []
-    running = RunningCall(wanted, aborted.append)
-
-    async def failing() -> AsyncGenerator[str, None]:
-        submitted("a")
-        yield "a"
-        raise ValueError("no")
-
-    with pytest.raises(ValueError, match="no"):
-        async for _ in with_events(running, failing()):
-            pass
-    assert aborted == [("a",)]
-
-
-async def test_a_reader_that_stops_ends_its_requests() -> None:
-    aborted: list[Any] = []
-    running = RunningCall(wanted, aborted.append)
-    async with aclosing(with_events(running, requests("a", "b"))) as items:
-        assert await anext(items) == "a"
-    assert aborted == [("a",)]
 
 
 def test_an_event_for_a_loop_that_has_ended_is_dropped() -> None:

@@ -156,9 +156,3 @@ async def test_a_client_that_leaves_ends_all_stages(model: Model, speech: Pipeli
     client.disconnect()
     await eventually(lambda: bool(app.engine.aborted) and (text_ended or bool(app.engine.given_up)), "the abort")
     assert app.engine.aborted == [tuple(app.engine.finished)]
-
-
-async def test_a_server_without_a_pipeline_answers_as_ever(model: Model) -> None:
-    app = PipelineApp(model, None, ("Hello.", "stop"))
-    answer = await app.answer(app.chat(modalities=["smell"]))
-    assert answer["choices"][0]["message"]["content"] == "Hello."
