@@ -3,7 +3,8 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Iterator
+from contextlib import aclosing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -174,11 +175,13 @@ async def both(one: Awaitable[Any], other: Awaitable[Any]) -> list[Any]:
 async def test_a_request_carries_the_call_that_it_is_made_for(head: Head) -> None:
     running = RunningCall(lambda put: PipelineCall(("text",), put), head.client.abort_call)
 
-    async def hand_over() -> None:
+    async def hand_over() -> AsyncGenerator[str, None]:
         await head.client.add_request_async(FakeRequest("a"))
+        yield "answer"
 
-    await asyncio.get_running_loop().create_task(hand_over(), context=running.context)
-    message = await head.told()
+    async with aclosing(running.run(hand_over())) as items:
+        assert await anext(items) == "answer"
+        message = await head.told()
     assert isinstance(message, SubmitRequest)
     assert (message.call, running.request_ids) == (running.call, ["a"])
 

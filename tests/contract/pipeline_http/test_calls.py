@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from tests.contract.pipeline_http.app import spoken
-from vllm_omni_plugin.integration.engine_client.pipeline_calls import RunningCall, submitted, with_events
+from vllm_omni_plugin.integration.engine_client.pipeline_calls import RunningCall, submitted
 from vllm_omni_plugin.orchestrator.requests.pipeline_call import CallEnded, PipelineCall, StageEvent
 
 ENDED = CallEnded(None)
@@ -33,7 +33,7 @@ async def test_it_ends_when_the_answer_and_all_requests_have() -> None:
         running.call.put(ENDED)
 
     async with asyncio.timeout(10):
-        items = [item async for item in with_events(running, requests("a", "b", then=end))]
+        items = [item async for item in running.run(requests("a", "b", then=end))]
     assert items == ["a", "b", ENDED, spoken("late"), ENDED]
     assert aborted == []
 

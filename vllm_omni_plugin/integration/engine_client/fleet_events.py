@@ -11,7 +11,7 @@ from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm_omni_plugin.errors import OmniError
 from vllm_omni_plugin.integration.engine_client.output_guard import guard_outputs, guard_statistics
 from vllm_omni_plugin.integration.engine_client.peer_front import PeerFront
-from vllm_omni_plugin.integration.engine_client.request_failures import RequestFailures
+from vllm_omni_plugin.integration.engine_client.request_failures import fail_request, forget_request
 from vllm_omni_plugin.integration.engine_client.stat_labels import StatLabels
 from vllm_omni_plugin.integration.fleet_setup.fleet_stages import FleetStages
 from vllm_omni_plugin.logger import init_logger
@@ -69,7 +69,7 @@ class FleetEvents:
         self._complain = complain
         self.sender = 0
         self._configured: set[int] = set()
-        self._failures = RequestFailures()
+        self._output_processor: Any = None
         self._labels: StatLabels | None = None
         self.kv_event_sources: dict[int, Any] = {}
         self.peer = PeerFront()
@@ -85,7 +85,7 @@ class FleetEvents:
             logger_manager: likewise; None if nothing is counted.
             policies: names of the policies, by stage.
         """
-        self._failures.bind(output_processor)
+        self._output_processor = output_processor
         guard_outputs(output_processor, self._output_failed)
         if self._stages.front_tokenizer is not None:
             read_answers_with(output_processor, self._stages.front_tokenizer())
@@ -104,7 +104,7 @@ class FleetEvents:
         try:
             match item:
                 case RequestFailed():
-                    self._abort(self._failures.fail(item))
+                    self._abort(fail_request(self._output_processor, item))
                 case RequestStages():
                     if self.spans is not None:
                         self.spans.stages_ended(item)
@@ -118,14 +118,14 @@ class FleetEvents:
 
     def forget(self, request_id: str) -> None:
         """AsyncLLM gives up a request that it has not handed over."""
-        self._abort([request_id, *self._failures.forget(request_id)])
+        self._abort([request_id, *forget_request(self._output_processor, request_id)])
 
     def _output_failed(self, request_id: str, error: Exception) -> None:
         logger.error("Request %s fails, since vLLM cannot process its output.", request_id, exc_info=error)
         what = f"{type(error).__name__}: {error}"
         failure = RequestFailed(request_id, OmniError(f"The model's output could not be processed: {what}"))
         # In this order, since the request must not move with those beside it.
-        self._abort([request_id, *self._failures.fail(failure)])
+        self._abort([request_id, *fail_request(self._output_processor, failure)])
         self._complain(OutputUnusable(request_id, self.sender, what))
 
     def _replica_changed(self, change: ReplicaJoined | ReplicaLeft) -> None:

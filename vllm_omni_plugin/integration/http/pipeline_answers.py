@@ -18,7 +18,7 @@ from vllm_omni_plugin.admin.answers.audio import wav
 from vllm_omni_plugin.admin.answers.call_options import BadOptionError, CallOptions, read_call_options
 from vllm_omni_plugin.admin.answers.stage_results import StageResults
 from vllm_omni_plugin.errors import OmniError
-from vllm_omni_plugin.integration.engine_client.pipeline_calls import Abort, RunningCall, with_events
+from vllm_omni_plugin.integration.engine_client.pipeline_calls import Abort, RunningCall
 from vllm_omni_plugin.integration.engine_client.request_failures import to_http
 from vllm_omni_plugin.integration.http.pipeline_stream import AnswerStream
 from vllm_omni_plugin.orchestrator.requests.pipeline_call import CallEnded, StageEvent
@@ -85,7 +85,7 @@ class PipelineAnswers:
     ) -> Any:
         samples, transcript = bytearray(), ""
         response: Any = None
-        async with aclosing(with_events(running, answer)) as items:
+        async with aclosing(running.run(answer)) as items:
             async for item in items:
                 match item:
                     case StageEvent() | CallEnded():

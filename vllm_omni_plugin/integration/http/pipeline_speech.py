@@ -18,7 +18,7 @@ from vllm_omni_plugin.admin.answers.audio import wav_header
 from vllm_omni_plugin.admin.answers.call_options import BadOptionError, CallOptions, read_call_options
 from vllm_omni_plugin.admin.answers.stage_results import StageResults
 from vllm_omni_plugin.errors import OmniError
-from vllm_omni_plugin.integration.engine_client.pipeline_calls import Abort, RunningCall, with_events
+from vllm_omni_plugin.integration.engine_client.pipeline_calls import Abort, RunningCall
 from vllm_omni_plugin.integration.engine_client.request_failures import to_http
 from vllm_omni_plugin.integration.http.pipeline_answers import Create, once
 from vllm_omni_plugin.orchestrator.requests.pipeline_call import CallEnded, StageEvent
@@ -82,7 +82,7 @@ class SpeechAnswers:
         results = StageResults(options, self._pipeline)
         running = RunningCall(results.call, self._abort)
         completion = CompletionRequest(model=request.model, prompt=request.input, max_tokens=1)
-        items = with_events(running, once(self._create, completion, raw_request))
+        items = running.run(once(self._create, completion, raw_request))
         usage: dict[str, int] = {}
         audio = _audio(results, items, request.response_format == "wav", usage)
         try:
@@ -127,7 +127,7 @@ async def _audio(
 
     Args:
         results: reads the events of the stages.
-        items: of `with_events`.
+        items: of `RunningCall.run`.
         wav: whether it is a WAV file.
         usage: is filled with the numbers of tokens, as OpenAI's last event of speech has them.
     """

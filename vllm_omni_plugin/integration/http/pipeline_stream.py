@@ -9,7 +9,7 @@ from uuid import uuid4
 
 from vllm_omni_plugin.admin.answers.call_options import CallOptions
 from vllm_omni_plugin.admin.answers.stage_results import AudioPart, StageResults
-from vllm_omni_plugin.integration.engine_client.pipeline_calls import RunningCall, with_events
+from vllm_omni_plugin.integration.engine_client.pipeline_calls import RunningCall
 from vllm_omni_plugin.orchestrator.requests.pipeline_call import CallEnded, StageEvent
 
 DONE: Final = "data: [DONE]\n\n"
@@ -57,7 +57,7 @@ class AnswerStream:
             chunks: vLLM's events.
         """
         try:
-            async with aclosing(with_events(running, chunks)) as items:
+            async with aclosing(running.run(chunks)) as items:
                 async for item in items:
                     for event in self._read(item):
                         yield event

@@ -1,7 +1,7 @@
 """Which of vLLM's other flags the fleet can honour, and what it sets of vLLM's configuration to share one node."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm import envs
@@ -11,33 +11,30 @@ from vllm_omni_plugin.errors import ConfigError
 _EVERY_RANK = "every data-parallel rank is a replica of the fleet, which balances over all of them itself"
 _ONE_NODE = "the ranks of a replica are on one node and find each other by themselves"
 
-_REFUSED: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
-    ("grpc", "--grpc", bool, "the fleet stands behind vLLM's HTTP server only"),
-    ("grpc_port", "--grpc-port", lambda value: value is not None, "the fleet stands behind vLLM's HTTP server only"),
-    ("data_parallel_rank", "--data-parallel-rank", lambda value: value is not None, _EVERY_RANK),
-    ("data_parallel_start_rank", "--data-parallel-start-rank", lambda value: value is not None, _EVERY_RANK),
-    ("data_parallel_external_lb", "--data-parallel-external-lb", bool, _EVERY_RANK),
-    ("data_parallel_hybrid_lb", "--data-parallel-hybrid-lb", bool, _EVERY_RANK),
-    ("data_parallel_multi_port_external_lb", "--data-parallel-multi-port-external-lb", bool, _EVERY_RANK),
-    ("data_parallel_address", "--data-parallel-address", lambda value: value is not None, _ONE_NODE),
-    ("data_parallel_rpc_port", "--data-parallel-rpc-port", lambda value: value is not None, _ONE_NODE),
-    (
-        "data_parallel_backend",
-        "--data-parallel-backend",
-        lambda value: value == "ray",
-        "ranks are processes of their replica's node",
-    ),
-    (
-        "enable_elastic_ep",
-        "--enable-elastic-ep",
-        bool,
-        "the ranks of a replica are as many as it was started with",
-    ),
-    ("enable_fault_tolerance", "--enable-fault-tolerance", bool, "the fleet restarts lost replicas itself"),
-    ("nnodes", "--nnodes", lambda value: (value or 1) > 1, "a replica must fit into this node in this version"),
-    ("mm_tensor_ipc", "--mm-tensor-ipc", lambda value: value == "torch_shm", "it serves a single engine only"),
-)
-"""Destination, flag, whether its value is one that cannot be honoured, and why."""
+_FRONT_END = "the fleet stands behind vLLM's HTTP server only"
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None
+
+
+_REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "grpc": (bool, _FRONT_END),
+    "grpc_port": (_is_given, _FRONT_END),
+    "data_parallel_rank": (_is_given, _EVERY_RANK),
+    "data_parallel_start_rank": (_is_given, _EVERY_RANK),
+    "data_parallel_external_lb": (bool, _EVERY_RANK),
+    "data_parallel_hybrid_lb": (bool, _EVERY_RANK),
+    "data_parallel_multi_port_external_lb": (bool, _EVERY_RANK),
+    "data_parallel_address": (_is_given, _ONE_NODE),
+    "data_parallel_rpc_port": (_is_given, _ONE_NODE),
+    "data_parallel_backend": (lambda value: value == "ray", "ranks are processes of their replica's node"),
+    "enable_elastic_ep": (bool, "the ranks of a replica are as many as it was started with"),
+    "enable_fault_tolerance": (bool, "the fleet restarts lost replicas itself"),
+    "nnodes": (lambda value: (value or 1) > 1, "a replica must fit into this node in this version"),
+    "mm_tensor_ipc": (lambda value: value == "torch_shm", "it serves a single engine only"),
+}
+"""By argument: whether its value is one that cannot be honoured, and why."""
 
 
 def refuse_unsupported(args: argparse.Namespace) -> None:
@@ -48,9 +45,9 @@ def refuse_unsupported(args: argparse.Namespace) -> None:
     """
     if getattr(args, "headless", False) and (getattr(args, "api_server_count", None) or 0) > 0:
         raise ConfigError("argument --api-server-count: not allowed with --headless: such a node has no API server")
-    for destination, flag, refused, reason in _REFUSED:
-        if refused(getattr(args, destination, None)):
-            raise ConfigError(f"argument {flag}: not allowed with --omni-* flags: {reason}")
+    for name, (refused, reason) in _REFUSED.items():
+        if refused(getattr(args, name, None)):
+            raise ConfigError(f"argument --{name.replace('_', '-')}: not allowed with --omni-* flags: {reason}")
     local_ranks = getattr(args, "data_parallel_size_local", None)
     if local_ranks not in (None, args.data_parallel_size):
         raise ConfigError(
