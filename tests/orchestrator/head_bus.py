@@ -42,10 +42,21 @@ class HeadBus:
         self._now = 0.0
         self._connections = 0
         self.start()
+        self._lists.revise(self._now, self._now)
 
     def start(self) -> None:
-        """A coordinator that knows nothing."""
-        self._sessions = Sessions(ListDeltas(MembershipTable(30.0), Numbering()))
+        """A coordinator that knows nothing, and of which it is not known yet who comes back."""
+        self._lists = ListDeltas(MembershipTable(30.0), Numbering())
+        self._sessions = Sessions(self._lists)
+
+    def settle(self) -> None:
+        """Those of the fleet who come back have done so."""
+        self._lists.revise(self._now, self._now)
+        self.wake()
+
+    def overflow(self, head: "FakeHead") -> None:
+        """The queue to a head is full; it is resynced when the next frame has arrived."""
+        self._sessions.overflowed(head.peer)
 
     def connect(self, head: "FakeHead") -> None:
         """A head has a new connection."""

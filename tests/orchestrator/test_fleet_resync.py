@@ -153,9 +153,64 @@ async def test_a_new_coordinator_learns_from_the_heads_what_the_fleet_was_told(
     bus.start()
     for head in reversed(heads):
         await head.join_fleet()
+    bus.settle()
     await eventually(lambda: heads[2].pool.member(1).held_back == {ADMIN_HOLD})
     await heads[2].call("set_weight_version", "v2")
     assert [head.replay for head in heads] == [[("add_lora", (STORY,)), ("set_weight_version", ("v2",))]] * 3
+
+
+async def test_a_call_waits_for_the_heads_that_a_new_coordinator_does_not_know_yet(
+    stack: AsyncExitStack, bus: HeadBus, heads: list[FakeHead]
+) -> None:
+    await heads[0].call("add_lora", STORY)
+    for head in heads:
+        bus.cut(head)
+    bus.start()
+    fresh = await joined(stack, bus, "fresh")
+    reply = fresh.ask("pause_scheduler", "keep", True)
+    for head in heads:
+        await head.join_fleet()
+    bus.settle()
+    assert len(await asyncio.wrap_future(reply)) == 2
+    assert [head.replay for head in (fresh, *heads)] == [[("add_lora", (STORY,)), *PAUSED]] * 4
+
+
+async def test_of_the_calls_that_wait_for_a_new_coordinator_none_is_made_whose_caller_was_told_that_it_is_lost(
+    bus: HeadBus, heads: list[FakeHead]
+) -> None:
+    for head in heads:
+        bus.cut(head)
+    bus.start()
+    await heads[0].join_fleet()
+    reply = heads[0].ask("pause_scheduler", "keep", True)
+    await eventually(lambda: bus.calls)
+    await heads[0].join_fleet()
+    with pytest.raises(CoordinatorAwayError, match="lost during the call"):
+        await asyncio.wrap_future(reply)
+    bus.settle()
+    await heads[0].call("add_lora", STORY)
+    assert heads[0].replay == [("add_lora", (STORY,))]
+
+
+@pytest.mark.parametrize("outcome", ["is lost with the session", "comes before the resync"])
+async def test_a_head_that_resyncs_during_a_call_learns_which_replicas_failed(
+    bus: HeadBus, heads: list[FakeHead], outcome: str
+) -> None:
+    heads[0].stand_still()
+    reply = heads[0].ask("sleep", 1, "abort")
+    await eventually(lambda: heads[0].links[1].calls)
+    if outcome == "comes before the resync":
+        bus.overflow(heads[1])
+    else:
+        bus.deaf.add("b")
+    heads[0].links[0].answer(heads[0].links[0].calls[0][0])
+    heads[0].links[1].refuse(heads[0].links[1].calls[0][0])
+    if outcome == "is lost with the session":
+        await eventually(lambda: heads[2].statuses == [ReplicaStatus.UP, ReplicaStatus.ERROR])
+        bus.deaf.clear()
+        bus.connect(heads[1])
+    await asyncio.wrap_future(reply)
+    assert [head.statuses for head in heads] == [[ReplicaStatus.UP, ReplicaStatus.ERROR]] * 3
 
 
 async def test_a_call_whose_head_dies_is_made_again_by_one_other(bus: HeadBus, heads: list[FakeHead]) -> None:

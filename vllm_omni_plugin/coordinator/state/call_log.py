@@ -36,7 +36,7 @@ Said = list[tuple[str, CallMessage]]
 class _OpenCall:
     call: NumberedCall
     settle: list[Callable[[bool], None]]
-    has_outcome: bool = False
+    outcome: CallOutcome | None = None
     waiting: set[str] = field(default_factory=set)
 
 
@@ -46,9 +46,15 @@ class OperatorCalls:
     A call is open from its number until all heads that were there at its outcome have done their part, or left. One
     whose caller leaves before the outcome is made again by another head if it may be made twice and no later one
     could be undone by that; otherwise it counts as taken.
+
+    Args:
+        settled: Whether calls get numbers now. They wait until `settle` where the coordinator has just started, since a
+            head that has followed more calls than the others may still come, and what it knows replaces all else.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, settled: bool = True) -> None:
+        self._settled = settled
+        self._early: list[tuple[str, Call]] = []
         self._number = 0
         self._last_lasting = 0
         self._stages: dict[int, SharedState] = {}
@@ -67,7 +73,7 @@ class OperatorCalls:
         Args:
             head_id: The head.
             message: What it says.
-            heads: All that follow, this one among them.
+            heads: All that there are, this one among them.
 
         Raises:
             WireError: It is no such message. Nothing has changed.
@@ -77,7 +83,7 @@ class OperatorCalls:
                 return self._call(head_id, message, heads)
             case CallOutcome():
                 open_call = self._open.get(message.number)
-                if open_call is None or open_call.has_outcome or open_call.call.head_id != head_id:
+                if open_call is None or open_call.outcome is not None or open_call.call.head_id != head_id:
                     return []
                 if len(message.taken) != len(open_call.call.stages):
                     raise WireError(f"the outcome of a call of {len(open_call.call.stages)} stages has another number")
@@ -87,14 +93,28 @@ class OperatorCalls:
             case FleetState():
                 return self._adopt(head_id, message, heads)
 
+    def settle(self, heads: Sequence[str]) -> Said:
+        """Number the calls that have waited, and all others from now on as they come. ``heads``: as for `take`."""
+        self._settled = True
+        early, self._early = self._early, []
+        return [said for head_id, call in early for said in self._call(head_id, call, heads)]
+
     def left(self, head_id: str, others: Sequence[str]) -> Said:
-        """A head follows no longer, or begins anew. ``others``: who still follows."""
+        """A head follows no longer. ``others``: who still follows."""
+        said = self.begins_anew(head_id, others)
+        for number in list(self._open):
+            said += self._done(number, head_id)
+        return said
+
+    def begins_anew(self, head_id: str, others: Sequence[str]) -> Said:
+        """A head knows nothing of its own calls any more. ``others``: who else follows."""
+        self._early = [early for early in self._early if early[0] != head_id]
         said: Said = []
         for number, open_call in list(self._open.items()):
             call = open_call.call
             if call.head_id != head_id:
-                said += self._done(number, head_id)
-            elif open_call.has_outcome:
+                continue
+            if open_call.outcome is not None:
                 del self._open[number]
             elif others and self._may_repeat(call):
                 open_call.call = replace(call, head_id=others[0], told=[])
@@ -103,12 +123,23 @@ class OperatorCalls:
                 said += self._end(open_call, CallOutcome(number, [True] * len(call.stages)), others)
         return said
 
+    def outcomes_for(self, head_id: str) -> list[CallOutcome]:
+        """The outcomes that a head has yet to follow which has the snapshot, so that what was taken is not said."""
+        return [
+            replace(open_call.outcome, taken=[])
+            for open_call in self._open.values()
+            if open_call.outcome is not None and head_id in open_call.waiting
+        ]
+
     def _call(self, head_id: str, call: Call, heads: Sequence[str]) -> Said:
         args = decode(call.method, call.arguments)
         require_flat(call.arguments)
-        if len(self._open) >= MAX_OPEN_CALLS:
+        if len(self._open) + len(self._early) >= MAX_OPEN_CALLS:
             reason = f"{MAX_OPEN_CALLS} calls are under way. Please try again later."
             return [(head_id, CallRefused(call.call_id, reason))]
+        if not self._settled:
+            self._early.append((head_id, call))
+            return []
         self._number += 1
         stages = [self._stages.setdefault(stage_id, SharedState()) for stage_id in call.stages]
         settle = [stage.record(call.method, args) for stage in stages]
@@ -125,7 +156,7 @@ class OperatorCalls:
     def _end(self, open_call: _OpenCall, outcome: CallOutcome, heads: Collection[str]) -> Said:
         for settle, taken in zip(open_call.settle, outcome.taken, strict=True):
             settle(taken)
-        open_call.has_outcome = True
+        open_call.outcome = outcome
         open_call.waiting = {head for head in heads if head != open_call.call.head_id}
         said: Said = [(head, outcome) for head in open_call.waiting]
         return said + self._finish(open_call)
@@ -138,7 +169,7 @@ class OperatorCalls:
         return self._finish(open_call)
 
     def _finish(self, open_call: _OpenCall) -> Said:
-        if not open_call.has_outcome or open_call.waiting:
+        if open_call.outcome is None or open_call.waiting:
             return []
         del self._open[open_call.call.number]
         return [(open_call.call.head_id, CallFinished(open_call.call.number))]

@@ -58,7 +58,7 @@ class Sessions:
         self._lists = lists
         self._sessions: dict[str, Session] = {}
         self._by_peer: dict[bytes, Session] = {}
-        self._calls = OperatorCalls()
+        self._calls = OperatorCalls(settled=lists.has_begun)
         self._relayed_at = float("-inf")
 
     def __len__(self) -> int:
@@ -85,7 +85,7 @@ class Sessions:
             case Numbers():
                 self._lists.reserve(message)
             case Call() | CallOutcome() | CallDone() | FleetState():
-                return self._tell(self._calls.take(session.head_id, message, self._following()))
+                return self._tell(self._calls.take(session.head_id, message, list(self._sessions)))
             case Bye():
                 return self._remove(session)
         return []
@@ -112,6 +112,8 @@ class Sessions:
         for session in self._sessions.values():
             if not session.synced and now >= session.synced_at + RESYNC_INTERVAL:
                 letters += self._resync(session, now)
+        if self._lists.has_begun:
+            letters += self._tell(self._calls.settle(list(self._sessions)))
         if now >= self._relayed_at + RELAY_INTERVAL:
             news = [encode_to_head(session.take_news()) for session in self._sessions.values() if session.has_news]
             if news:
@@ -166,7 +168,7 @@ class Sessions:
         return []
 
     def _resync(self, session: Session, now: float) -> list[Letter]:
-        letters = self._tell(self._calls.left(session.head_id, self._following()))
+        letters = self._tell(self._calls.begins_anew(session.head_id, self._following()))
         session.synced, session.synced_at = True, now
         others = [other for other in self._sessions.values() if other is not session]
         whole_list = self._lists.full()
@@ -175,16 +177,18 @@ class Sessions:
             messages.append(whole_list)
         messages += [encode_to_head(work) for other in others if (work := other.all_work()) is not None]
         messages.append(encode_to_head(self._calls.state))
+        messages += [encode_to_head(outcome) for outcome in self._calls.outcomes_for(session.head_id)]
         return letters + [(session.peer, frame) for frame in frames_to_head(messages)]
 
     def _following(self) -> list[str]:
         return [session.head_id for session in self._sessions.values() if session.synced]
 
     def _tell(self, said: Said) -> list[Letter]:
+        """What heads are told of calls, unless a resync will tell them."""
         return [
             (session.peer, frame)
             for head_id, message in said
-            if (session := self._sessions.get(head_id)) is not None
+            if (session := self._sessions.get(head_id)) is not None and session.synced
             for frame in frames_to_head([encode_to_head(message)])
         ]
 
@@ -195,5 +199,5 @@ class Sessions:
         letters += self._tell(self._calls.left(leaver.head_id, self._following()))
         if not self._sessions:
             # Engines that lose their last head forget what they were told.
-            self._calls = OperatorCalls()
+            self._calls = OperatorCalls(settled=self._lists.has_begun)
         return letters
