@@ -40,8 +40,7 @@ from vllm_omni_plugin.coordinator import (
     engine_key,
 )
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import ROLE
-from vllm_omni_plugin.coordinator.protocol.head_messages import SESSION_PROTOCOL, Beat, Hello, Work
-from vllm_omni_plugin.coordinator.protocol.head_wire import encode_from_head
+from vllm_omni_plugin.coordinator.protocol.head_messages import SESSION_PROTOCOL, Beat, Hello, Work, encode_from_head
 from vllm_omni_plugin.curve import Secrets, secure_client
 
 MEGABYTE = 1 << 20

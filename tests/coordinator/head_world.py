@@ -17,10 +17,9 @@ from vllm_omni_plugin.coordinator.client.head_session import HeadSession, News
 from vllm_omni_plugin.coordinator.protocol.head_messages import Refused
 from vllm_omni_plugin.coordinator.server.head_frames import HeadFrames
 from vllm_omni_plugin.coordinator.state.head_sessions import Sessions
-from vllm_omni_plugin.coordinator.state.list_deltas import ListDeltas
+from vllm_omni_plugin.coordinator.state.list_deltas import ListDeltas, replica_list
 from vllm_omni_plugin.coordinator.state.membership_table import MembershipTable
 from vllm_omni_plugin.coordinator.state.numbering import Numbering
-from vllm_omni_plugin.coordinator.state.snapshot import replica_list
 from vllm_omni_plugin.errors import WireError
 
 QUEUE_FRAMES = 3

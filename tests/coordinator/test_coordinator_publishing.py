@@ -4,8 +4,8 @@ from coordinator_support import make_event
 
 from vllm_omni_plugin.coordinator import Liveness, Member, ReplicaStatus
 from vllm_omni_plugin.coordinator.server.publishing import PublishSchedule
+from vllm_omni_plugin.coordinator.state.list_deltas import replica_list
 from vllm_omni_plugin.coordinator.state.numbering import Numbering
-from vllm_omni_plugin.coordinator.state.snapshot import replica_list
 
 
 def test_first_request_goes_out_at_once() -> None:

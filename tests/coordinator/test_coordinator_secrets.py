@@ -19,7 +19,7 @@ from vllm_omni_plugin.coordinator import (
     ReplicaList,
     encode_event,
 )
-from vllm_omni_plugin.coordinator.client import announcing_client as stage_client_module
+from vllm_omni_plugin.coordinator.client import coordinator_link as link_module
 from vllm_omni_plugin.coordinator.client.coordinator_link import CoordinatorLink
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import open_dealer
 from vllm_omni_plugin.curve import Secrets
@@ -50,7 +50,7 @@ def serve() -> Iterator[OpenCoordinator]:
 @pytest.fixture
 def report(monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenReplica]:
     """Open stage clients that are closed at the end, without much patience for a coordinator that refuses them."""
-    monkeypatch.setattr(stage_client_module, "CLOSE_GRACE", 0.1)
+    monkeypatch.setattr(link_module, "CLOSE_GRACE", 0.1)
     opened: list[OmniCoordClientForStage] = []
 
     def report(

@@ -43,8 +43,10 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import (
     ReplicaNumber,
     StageState,
     Work,
+    encode_from_head,
+    encode_to_head,
+    frames_to_head,
 )
-from vllm_omni_plugin.coordinator.protocol.head_wire import encode_from_head, encode_to_head, frames_to_head
 from vllm_omni_plugin.curve import Secrets, secure_client
 from vllm_omni_plugin.errors import ConfigError, WireError
 

@@ -28,8 +28,10 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import (
     Refused,
     ReplicaNumber,
     Work,
+    encode_from_head,
+    encode_to_head,
+    frames_to_head,
 )
-from vllm_omni_plugin.coordinator.protocol.head_wire import encode_from_head, encode_to_head, frames_to_head
 from vllm_omni_plugin.coordinator.state.head_sessions import HEAD_TIMEOUT, MAX_HEADS
 from vllm_omni_plugin.coordinator.state.list_deltas import ListDeltas
 from vllm_omni_plugin.coordinator.state.membership_table import MembershipTable, TableFullError

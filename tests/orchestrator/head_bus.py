@@ -12,8 +12,7 @@ from tests.fakes.fleet import FakeFleet
 from tests.fakes.links import FakeLink, answer_calls
 from vllm_omni_plugin.coordinator import MembershipTable, ReplicaStatus, ReplicaWork, SessionLost
 from vllm_omni_plugin.coordinator.client.head_session import HeadSession, News
-from vllm_omni_plugin.coordinator.protocol.head_messages import Call, OperatorMessage
-from vllm_omni_plugin.coordinator.protocol.head_wire import decode_from_head
+from vllm_omni_plugin.coordinator.protocol.head_messages import Call, OperatorMessage, decode_from_head
 from vllm_omni_plugin.coordinator.state.head_sessions import Letter, Sessions
 from vllm_omni_plugin.coordinator.state.list_deltas import ListDeltas
 from vllm_omni_plugin.coordinator.state.numbering import Numbering

@@ -11,8 +11,6 @@ from vllm_omni_plugin.coordinator.protocol.control_messages import (
     ReplicaKey,
     ReplicaList,
     ReplicaStatus,
-)
-from vllm_omni_plugin.coordinator.protocol.control_wire import (
     decode_event,
     decode_replica_list,
     encode_event,

@@ -9,8 +9,7 @@ import zmq
 from msgspec.structs import replace
 
 from vllm_omni_plugin.coordinator.client.coordinator_link import CoordinatorLink
-from vllm_omni_plugin.coordinator.protocol.control_messages import EventType, ReplicaEvent, ReplicaStatus
-from vllm_omni_plugin.coordinator.protocol.control_wire import encode_event
+from vllm_omni_plugin.coordinator.protocol.control_messages import EventType, ReplicaEvent, ReplicaStatus, encode_event
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import open_dealer
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError
@@ -20,8 +19,6 @@ logger = init_logger(__name__)
 
 # Every frame carries the whole registration, so while the coordinator is away only the newest few are worth keeping.
 OUTBOX_FRAMES = 64
-# How long close() may wait for the last word to leave: in our outbox, then in the socket.
-CLOSE_GRACE = 1.0
 
 
 class OmniCoordClientForStage:
@@ -129,7 +126,7 @@ class OmniCoordClientForStage:
             self._say("update", ReplicaStatus.DOWN, self._said.queue_length)
             self._link.wake()
         self._thread.join()
-        self._link.close(linger=CLOSE_GRACE)
+        self._link.close()
 
     def _say(self, event_type: EventType, status: ReplicaStatus, queue_length: int) -> None:
         event = replace(
@@ -144,29 +141,20 @@ class OmniCoordClientForStage:
 
     def _run(self) -> None:
         self._announce()
-        deadline = time.monotonic() + CLOSE_GRACE
-        while not self._flush() and time.monotonic() < deadline:
-            self._wait(deadline)
+        self._link.send_rest(self._outbox)
 
     def _announce(self) -> None:
         next_beat = time.monotonic() + self._interval
         while True:
-            self._flush()
-            self._wait(next_beat)
+            with self._lock:
+                sent = self._link.send_all(self._outbox)
+            self._link.wait(next_beat, zmq.POLLOUT if self._link.connected and not sent else 0)
             with self._lock:
                 if self._closed:
                     return
                 if time.monotonic() >= next_beat:
                     self._say("heartbeat", self._said.status, self._said.queue_length)
                     next_beat = time.monotonic() + self._interval
-
-    def _wait(self, until: float) -> None:
-        blocked = self._link.connected and bool(self._outbox)
-        self._link.wait(until, zmq.POLLOUT if blocked else 0)
-
-    def _flush(self) -> bool:
-        with self._lock:
-            return self._link.send_all(self._outbox)
 
     def _link_changed(self, trouble: str) -> None:
         if not trouble:

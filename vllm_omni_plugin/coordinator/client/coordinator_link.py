@@ -1,7 +1,6 @@
 """A client's connection to the coordinator: how it stands, and the next secret when one is refused."""
 
 import struct
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -24,6 +23,10 @@ from vllm_omni_plugin.logger import init_logger
 logger = init_logger(__name__)
 
 
+# How long closing may wait for the last word to leave: in the owner's queue, then in the socket.
+CLOSE_GRACE = 1.0
+
+
 class CoordinatorLink:
     """One socket at a time, opened anew when its handshake failed, since libzmq may never try that one again.
 
@@ -37,6 +40,7 @@ class CoordinatorLink:
 
     Attributes:
         connected: Whether the handshake of the current connection succeeded.
+        invalid_frames: How much of what the coordinator sent was no valid frame or message, and was dropped.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class CoordinatorLink:
         self._reopen_at: float | None = None
         self._trouble: str | None = None
         self.connected = False
+        self.invalid_frames = 0
         self._context: Context = zmq.Context()
         try:
             self.socket, self._monitor = self._connect()
@@ -80,6 +85,18 @@ class CoordinatorLink:
             return False
         return not frames
 
+    def send_rest(self, frames: deque[bytes]) -> None:
+        """Send what is left before `close`, for which it waits up to 1 s."""
+        deadline = time.monotonic() + CLOSE_GRACE
+        while not self.send_all(frames) and time.monotonic() < deadline:
+            self.wait(deadline, zmq.POLLOUT if self.connected else 0)
+
+    def note_invalid(self, error: WireError) -> None:
+        """Count a frame or message that is dropped, and log the first."""
+        self.invalid_frames += 1
+        if self.invalid_frames == 1:
+            logger.warning("Dropped a frame of the coordinator: %r; more are counted, not logged", str(error))
+
     def wait(self, until: float | None, events: int) -> None:
         """Sleep until ``until`` (monotonic seconds), `wake`, one of the socket's ``events`` or a change of the link."""
         self._poller.register(self.socket, events)
@@ -90,9 +107,9 @@ class CoordinatorLink:
         if self._reopen_at is not None and self._reopen_at <= time.monotonic():
             self._reopen()
 
-    def close(self, linger: float = 0.0) -> None:
-        """Give everything back, after up to ``linger`` seconds for what was sent to leave."""
-        self._close_sockets(linger)
+    def close(self, *, at_once: bool = False) -> None:
+        """Give everything back, after up to 1 s for what was sent to leave unless ``at_once``."""
+        self._close_sockets(0.0 if at_once else CLOSE_GRACE)
         self._context.term()
         self._wakeup.close()
 
@@ -147,19 +164,3 @@ class CoordinatorLink:
         if trouble != self._trouble:
             self._trouble = trouble
             self._on_change(trouble)
-
-
-class InvalidFrames:
-    """Counts what of the coordinator was no valid frame or message, and logs the first. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.count = 0
-
-    def note(self, error: WireError) -> None:
-        """One was dropped, and why."""
-        with self._lock:
-            self.count += 1
-            first = self.count == 1
-        if first:
-            logger.warning("Dropped a frame of the coordinator: %r; more are counted, not logged", str(error))

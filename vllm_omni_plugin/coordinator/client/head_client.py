@@ -7,7 +7,7 @@ from typing import Any
 
 import zmq
 
-from vllm_omni_plugin.coordinator.client.coordinator_link import CoordinatorLink, InvalidFrames
+from vllm_omni_plugin.coordinator.client.coordinator_link import CoordinatorLink
 from vllm_omni_plugin.coordinator.client.head_session import HeadSession, News, SessionEvent
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import open_head_dealer
 from vllm_omni_plugin.coordinator.protocol.head_messages import (
@@ -25,7 +25,6 @@ logger = init_logger(__name__)
 
 # The coordinator counts on a beat in a second at the latest, and answers each.
 MAX_INTERVAL = 1.0
-CLOSE_GRACE = 1.0
 # Frames taken in before it is seen what there is to send.
 BATCH_FRAMES = 64
 
@@ -69,7 +68,6 @@ class OmniCoordClientForHead:
         self._lock = threading.Lock()
         self._closed = False
         self._session = HeadSession(head_id)
-        self._invalid_frames = InvalidFrames()
         self._coordinator = f"the coordinator at {coord_zmq_addr}"
         self._trouble: str | None = None
         self._link = CoordinatorLink(coord_zmq_addr, open_head_dealer, secrets, self._link_changed)
@@ -79,7 +77,7 @@ class OmniCoordClientForHead:
     @property
     def invalid_frames(self) -> int:
         """How many frames and messages of the coordinator were dropped because they were not valid."""
-        return self._invalid_frames.count
+        return self._link.invalid_frames
 
     def report_work(self, work: Sequence[ReplicaWork], *, full: bool) -> None:
         """Tell the other heads what is in flight here: all of it (``full``), or what changed.
@@ -119,13 +117,12 @@ class OmniCoordClientForHead:
             self._session.leave()
             self._link.wake()
         self._thread.join()
-        self._link.close(linger=CLOSE_GRACE)
+        self._link.close()
 
     def _run(self) -> None:
         self._serve()
-        deadline = time.monotonic() + CLOSE_GRACE
-        while self._link.connected and not self._flush() and time.monotonic() < deadline:
-            self._link.wait(deadline, zmq.POLLOUT)
+        if self._link.connected:
+            self._link.send_rest(self._session.frames)
 
     def _serve(self) -> None:
         next_beat = time.monotonic() + self._interval
@@ -178,7 +175,7 @@ class OmniCoordClientForHead:
     def _tell(self, news: Sequence[News]) -> None:
         for one in news:
             if isinstance(one, WireError):
-                self._invalid_frames.note(one)
+                self._link.note_invalid(one)
             elif isinstance(one, Refused):
                 self._say(f"{self._coordinator} gives this head no session: {one.reason}")
             else:

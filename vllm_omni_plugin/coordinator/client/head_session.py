@@ -32,8 +32,9 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import (
     ToHead,
     Welcome,
     Work,
+    decode_to_head,
+    encode_from_head,
 )
-from vllm_omni_plugin.coordinator.protocol.head_wire import decode_to_head, encode_from_head
 from vllm_omni_plugin.errors import WireError
 
 SILENCE_TIMEOUT = 2.0
@@ -151,10 +152,10 @@ class HeadSession:
             self._held_back.clear()
         else:
             for removed in news.removed:
-                self._forget(ReplicaKey(*removed))
+                self._forget(removed)
         for rows, told in ((self._takes_work, news.replicas), (self._held_back, news.no_new_work)):
             for row in told:
-                key = ReplicaKey(row.stage_id, row.input_addr, row.output_addr)
+                key = ReplicaKey.of(row)
                 self._forget(key)
                 rows[key] = row
         return ReplicaList(list(self._takes_work.values()), news.timestamp, list(self._held_back.values()))

@@ -5,9 +5,8 @@ from collections.abc import Callable
 
 import zmq
 
-from vllm_omni_plugin.coordinator.client.coordinator_link import CoordinatorLink, InvalidFrames
-from vllm_omni_plugin.coordinator.protocol.control_messages import ReplicaList
-from vllm_omni_plugin.coordinator.protocol.control_wire import decode_replica_list
+from vllm_omni_plugin.coordinator.client.coordinator_link import CoordinatorLink
+from vllm_omni_plugin.coordinator.protocol.control_messages import ReplicaList, decode_replica_list
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import open_sub
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import WireError
@@ -39,7 +38,6 @@ class OmniCoordClientForHub:
         self._news = threading.Condition()
         self._latest = ReplicaList(replicas=[], timestamp=0.0)
         self._generation = 0
-        self._invalid_frames = InvalidFrames()
         self._closed = False
         self._link = CoordinatorLink(coord_zmq_addr, open_sub, secrets, _log_trouble)
         self._thread = threading.Thread(target=self._follow, name="omni-hub-client", daemon=True)
@@ -54,7 +52,7 @@ class OmniCoordClientForHub:
     @property
     def invalid_frames(self) -> int:
         """How many frames were dropped because they were no list."""
-        return self._invalid_frames.count
+        return self._link.invalid_frames
 
     def get_replica_list(self) -> ReplicaList:
         """Return the last list received; before the first an empty one with timestamp 0.0."""
@@ -85,7 +83,7 @@ class OmniCoordClientForHub:
             self._news.notify_all()
             self._link.wake()
         self._thread.join()
-        self._link.close()
+        self._link.close(at_once=True)
 
     def _follow(self) -> None:
         while not self._closed:
@@ -103,7 +101,7 @@ class OmniCoordClientForHub:
                     raise WireError(f"replica list: {len(parts)} frames instead of one")
                 self._take_list(decode_replica_list(parts[0]))
             except WireError as error:
-                self._invalid_frames.note(error)
+                self._link.note_invalid(error)
 
     def _take_list(self, replicas: ReplicaList) -> None:
         with self._news:

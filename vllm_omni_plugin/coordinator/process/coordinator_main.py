@@ -11,7 +11,7 @@ import threading
 
 import msgspec
 
-from vllm_omni_plugin.coordinator.process.coordinator_process import BEAT, ChildArguments, Ready, Refused
+from vllm_omni_plugin.coordinator.process.coordinator_process import BEAT, Answer, ChildArguments
 from vllm_omni_plugin.coordinator.server.service import OmniCoordinator
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError
@@ -37,9 +37,9 @@ def main() -> int:
             secrets=Secrets.from_file(arguments.secret_file) if arguments.secret_file else None,
         )
     except ConfigError as error:
-        _answer(Refused(str(error)))
+        _answer(str(error))
         return EXIT_REFUSED
-    _answer(Ready(coordinator.router_zmq_addr, coordinator.pub_zmq_addr))
+    _answer((coordinator.router_zmq_addr, coordinator.pub_zmq_addr))
     orderly = threading.Event()
     threading.Thread(target=_close_at_end_of_input, args=(coordinator, orderly), daemon=True).start()
     while not coordinator.wait_for_shutdown(arguments.beat_interval):
@@ -55,7 +55,7 @@ def _close_at_end_of_input(coordinator: OmniCoordinator, orderly: threading.Even
     coordinator.close()
 
 
-def _answer(answer: Ready | Refused) -> None:
+def _answer(answer: Answer) -> None:
     _write(msgspec.json.encode(answer) + b"\n")
 
 

@@ -17,17 +17,8 @@ BEAT = b"."
 """What the child writes for as long as its coordinator serves."""
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The child serves on these addresses."""
-
-    router_address: str
-    pub_address: str
-
-
-class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The child cannot serve as it was told to, and ends."""
-
-    reason: str
+Answer = tuple[str, str] | str
+"""The child's line: the addresses of the ROUTER and the PUB that it serves on, or why it cannot serve."""
 
 
 class ChildArguments(msgspec.Struct, frozen=True):
@@ -72,8 +63,8 @@ class CoordinatorProcess:
         self._poll.register(self._stdout, select.POLLIN)
         self.pid = self._popen.pid
 
-    def wait_ready(self, timeout: float) -> Ready:
-        """Block until the child serves.
+    def wait_ready(self, timeout: float) -> tuple[str, str]:
+        """Block until the child serves; return the addresses of its ROUTER and its PUB.
 
         Raises:
             ConfigError: It cannot serve as it was told to.
@@ -85,12 +76,12 @@ class CoordinatorProcess:
         if not line:
             raise OmniError(f"the coordinator process ended with code {self.wait()} before it was ready")
         try:
-            answer = msgspec.json.decode(line, type=Ready | Refused)
+            answer: Answer = msgspec.json.decode(line, type=Answer)
         except msgspec.DecodeError as error:
             raise OmniError(f"the coordinator process answered {line!r} instead of being ready") from error
-        if isinstance(answer, Refused):
+        if isinstance(answer, str):
             self.wait()
-            raise ConfigError(answer.reason)
+            raise ConfigError(answer)
         return answer
 
     def beats(self, timeout: float) -> bool:

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
-from vllm_omni_plugin.coordinator.process.coordinator_process import ChildArguments, CoordinatorProcess, Ready
+from vllm_omni_plugin.coordinator.process.coordinator_process import ChildArguments, CoordinatorProcess
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import RECONNECT_MAX_MS
 from vllm_omni_plugin.coordinator.server.publishing import KEEP_ALIVE_INTERVAL
 from vllm_omni_plugin.keep_running import Backoff, keep_running
@@ -66,7 +66,7 @@ class OmniCoordinatorRuntime:
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._child: CoordinatorProcess | None = None
-        self._first_start: Future[Ready] = Future()
+        self._first_start: Future[tuple[str, str]] = Future()
         self._arguments = ChildArguments(
             f"tcp://{host}:{port}",
             f"tcp://{LIST_HOST}:0",
@@ -81,12 +81,10 @@ class OmniCoordinatorRuntime:
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name=name, daemon=True)
         self._thread.start()
         try:
-            ready = self._first_start.result()
+            self.router_address, self.pub_address = self._first_start.result()
         except BaseException:
             self.close()
             raise
-        self.router_address = ready.router_address
-        self.pub_address = ready.pub_address
 
     @property
     def process_id(self) -> int | None:
@@ -121,12 +119,12 @@ class OmniCoordinatorRuntime:
             if self._closing.is_set():
                 child.stop()
         try:
-            ready = child.wait_ready(START_TIMEOUT)
+            addresses = child.wait_ready(START_TIMEOUT)
             if self._first_start.done():
-                logger.warning("The coordinator process serves again on %s", ready.router_address)
+                logger.warning("The coordinator process serves again on %s", addresses[0])
             else:
-                self._arguments = _again(self._arguments, ready)
-                self._first_start.set_result(ready)
+                self._arguments = _again(self._arguments, *addresses)
+                self._first_start.set_result(addresses)
             yield self._end_of(child)
         finally:
             child.kill()
@@ -154,12 +152,12 @@ class OmniCoordinatorRuntime:
         return not self._closing.wait(seconds)
 
 
-def _again(first: ChildArguments, ready: Ready) -> ChildArguments:
+def _again(first: ChildArguments, router_address: str, pub_address: str) -> ChildArguments:
     """What later processes are told: to serve where the first one does, once they know who is there."""
     return msgspec.structs.replace(
         first,
-        router_zmq_addr=ready.router_address,
-        pub_zmq_addr=ready.pub_address,
+        router_zmq_addr=router_address,
+        pub_zmq_addr=pub_address,
         # By then every replica has connected again and sent a heartbeat, which it does at least three times per
         # timeout. No longer than that, because heads were promised a list every 5 s.
         settle_time=min(KEEP_ALIVE_INTERVAL, first.heartbeat_timeout / 3 + RECONNECT_MAX_MS / 1000),

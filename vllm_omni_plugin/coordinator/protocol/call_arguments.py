@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from vllm_omni_plugin.coordinator.protocol.control_messages import Address, ReplicaKey, StageId
-from vllm_omni_plugin.coordinator.protocol.head_wire import require_flat
+from vllm_omni_plugin.coordinator.protocol.control_messages import ReplicaKey
+from vllm_omni_plugin.coordinator.protocol.head_messages import require_flat
 from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.vllm_api.requests.adapter import Adapter, AdapterId
 
@@ -27,8 +27,6 @@ _Tags = Annotated[list[Literal["weights", "kv_cache", "scheduling"]], Meta(max_l
 _Text = Annotated[str, Meta(max_length=4096)]
 _Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
-_ReplicaKey = tuple[StageId, Address, Address]
-
 _ARGUMENTS: dict[str, Any] = {
     "add_lora": tuple[Adapter],
     "remove_lora": tuple[AdapterId],
@@ -44,7 +42,7 @@ _ARGUMENTS: dict[str, Any] = {
     "reset_prefix_cache": tuple[bool, bool],
     "reset_mm_cache": tuple[()],
     "reset_encoder_cache": tuple[()],
-    **dict.fromkeys(MANAGE_CALLS, tuple[_ReplicaKey]),
+    **dict.fromkeys(MANAGE_CALLS, tuple[ReplicaKey]),
     "profile": tuple[bool, _Text | None, _Count | None, _Count | None],
 }
 
@@ -81,8 +79,3 @@ def decode(method: str, arguments: Any) -> tuple[Any, ...]:
     except msgspec.ValidationError as error:
         raise WireError(f"not arguments of {method}: {error}") from error
     return args
-
-
-def key_in(args: tuple[Any, ...]) -> ReplicaKey:
-    """The replica that one of `MANAGE_CALLS` is about."""
-    return ReplicaKey(*args[0])

@@ -4,8 +4,8 @@ import math
 
 import zmq
 
-from vllm_omni_plugin.coordinator.protocol.control_wire import MAX_REPLICA_LIST_BYTES
-from vllm_omni_plugin.coordinator.protocol.head_wire import MAX_FRAME_TO_HEAD_BYTES, MAX_HEAD_FRAME_BYTES
+from vllm_omni_plugin.coordinator.protocol.control_messages import MAX_REPLICA_LIST_BYTES
+from vllm_omni_plugin.coordinator.protocol.head_messages import MAX_FRAME_TO_HEAD_BYTES, MAX_HEAD_FRAME_BYTES
 from vllm_omni_plugin.curve import (
     HANDSHAKE_FRAME_BYTES,
     HANDSHAKE_MS,

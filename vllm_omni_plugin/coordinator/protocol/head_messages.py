@@ -4,20 +4,26 @@ A head's frames are objects whose first key is ``type``, which no replica's anno
 of such objects; an empty one answers a beat.
 """
 
+from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 from typing import Annotated, Any
 
-from msgspec import Meta, Struct
+import msgspec
+from msgspec import Meta, Raw, Struct
 
 from vllm_omni_plugin.coordinator.protocol.control_messages import (
+    MAX_REPLICA_LIST_BYTES,
     Address,
     Ordinal,
     QueueLength,
     ReplicaId,
     ReplicaInfo,
+    ReplicaKey,
     StageId,
     WallSeconds,
+    decode_strictly,
 )
+from vllm_omni_plugin.errors import WireError
 
 SESSION_PROTOCOL = 2
 """Version of these messages. Ends that differ do not work together."""
@@ -31,6 +37,11 @@ MAX_ERROR_CHARS = 4096
 ENGINE_KEYS = 2**53
 # A frame of so many rows with addresses of the greatest length is not larger than a head's frame may be.
 ROWS_PER_FRAME = 400
+MAX_HEAD_FRAME_BYTES = 256 * 1024
+# Several messages share a frame up to this size; the largest message is a full list.
+SHARED_FRAME_BYTES = 1024 * 1024
+MAX_FRAME_TO_HEAD_BYTES = MAX_REPLICA_LIST_BYTES + SHARED_FRAME_BYTES
+_HEAD_PREFIX = b'{"type":'
 
 HeadId = Annotated[str, Meta(min_length=1, max_length=MAX_HEAD_ID_CHARS)]
 Method = Annotated[str, Meta(min_length=1, max_length=MAX_METHOD_CHARS)]
@@ -172,7 +183,7 @@ class FleetState(Struct, frozen=True, tag="fleet_state"):
 
     number: Ordinal
     stages: Annotated[list[StageState], Meta(max_length=MAX_STAGES)]
-    drained: list[tuple[StageId, Address, Address]]
+    drained: list[ReplicaKey]
 
 
 class Bye(Struct, frozen=True, tag="bye"):
@@ -223,7 +234,7 @@ class ListDelta(Struct, frozen=True, tag="list_delta"):
 
     replicas: list[ReplicaInfo]
     no_new_work: list[ReplicaInfo]
-    removed: list[tuple[StageId, Address, Address]]
+    removed: list[ReplicaKey]
     timestamp: WallSeconds
 
 
@@ -286,3 +297,62 @@ OperatorMessage = Call | CallOutcome | CallDone | FleetState
 FromHead = Hello | Beat | Work | Numbers | OperatorMessage | Bye
 CallMessage = NumberedCall | CallRefused | TakeOver | CallOutcome | CallFinished | FleetState
 ToHead = Welcome | Refused | FullList | ListDelta | PeerWork | HeadLeft | CallMessage
+
+_encoder = msgspec.json.Encoder()
+_from_head: msgspec.json.Decoder[FromHead] = msgspec.json.Decoder(FromHead)
+_to_head: msgspec.json.Decoder[list[ToHead]] = msgspec.json.Decoder(list[ToHead])
+_anything = msgspec.json.Decoder()
+_DEEPER, _NO_DEEPER = b"[" * 64, b"]" * 64
+
+
+def is_of_head(frame: bytes) -> bool:
+    """Whether a frame that the coordinator got claims to be a head's."""
+    return frame.startswith(_HEAD_PREFIX)
+
+
+def encode_from_head(message: FromHead) -> bytes:
+    """Return ``message`` as one frame; raise `WireError` if the coordinator would refuse it."""
+    try:
+        frame = _encoder.encode(message)
+    except (TypeError, OverflowError, UnicodeError, RecursionError) as error:
+        raise WireError(f"message of a head: {error}") from error
+    decode_from_head(frame)
+    return frame
+
+
+def decode_from_head(frame: bytes) -> FromHead:
+    """Return the message in ``frame``; raise `WireError` naming the field and what is wrong with it."""
+    return decode_strictly(_from_head, frame, "message of a head", MAX_HEAD_FRAME_BYTES)
+
+
+def encode_to_head(message: ToHead) -> Raw:
+    """Return ``message`` as a part of any number of frames."""
+    return Raw(_encoder.encode(message))
+
+
+def require_flat(value: Any) -> None:
+    """Raise `WireError` if a value is nested so deeply that a reader may refuse the frame that it is passed on in."""
+    try:
+        # What is just not too deep here may be so where it arrives: the limit depends on the stack of the reader.
+        decode_strictly(_anything, _DEEPER + _encoder.encode(value) + _NO_DEEPER, "value", MAX_FRAME_TO_HEAD_BYTES)
+    except RecursionError as error:
+        raise WireError(f"value: {error}") from error
+
+
+def frames_to_head(messages: Iterable[Raw]) -> Iterator[bytes]:
+    """Yield frames with these messages in order, of a limited size each unless one message is larger."""
+    batch: list[Raw] = []
+    size = 0
+    for message in messages:
+        if batch and size + len(message) > SHARED_FRAME_BYTES:
+            yield _encoder.encode(batch)
+            batch, size = [], 0
+        batch.append(message)
+        size += len(message)
+    if batch:
+        yield _encoder.encode(batch)
+
+
+def decode_to_head(frame: bytes) -> list[ToHead]:
+    """Return the messages in ``frame``; raise `WireError` naming the field and what is wrong with it."""
+    return decode_strictly(_to_head, frame, "frame to a head", MAX_FRAME_TO_HEAD_BYTES)

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 import zmq
 
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import Socket
-from vllm_omni_plugin.coordinator.protocol.head_messages import Call, Hello
-from vllm_omni_plugin.coordinator.protocol.head_wire import decode_from_head
+from vllm_omni_plugin.coordinator.protocol.head_messages import Call, Hello, decode_from_head
 from vllm_omni_plugin.coordinator.state.head_sessions import Letter, Sessions
 from vllm_omni_plugin.coordinator.state.membership_table import TableFullError
 from vllm_omni_plugin.errors import WireError

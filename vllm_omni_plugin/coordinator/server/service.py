@@ -7,21 +7,25 @@ from collections.abc import Callable, Mapping
 import zmq
 from msgspec.structs import replace
 
-from vllm_omni_plugin.coordinator.protocol.control_messages import ReplicaEvent, ReplicaList, ReplicaStatus
-from vllm_omni_plugin.coordinator.protocol.control_wire import decode_event, encode_event, encode_replica_list
+from vllm_omni_plugin.coordinator.protocol.control_messages import (
+    ReplicaEvent,
+    ReplicaList,
+    ReplicaStatus,
+    decode_event,
+    encode_event,
+    encode_replica_list,
+)
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import MAX_TOPICS_PER_PEER, Socket, poll_ms
-from vllm_omni_plugin.coordinator.protocol.head_wire import is_of_head
+from vllm_omni_plugin.coordinator.protocol.head_messages import is_of_head
 from vllm_omni_plugin.coordinator.protocol.wakeup import Wakeup
 from vllm_omni_plugin.coordinator.server.coordinator_ports import Ports
 from vllm_omni_plugin.coordinator.server.drops import DropLog, DropReason, peer_of
 from vllm_omni_plugin.coordinator.server.head_frames import HeadFrames
 from vllm_omni_plugin.coordinator.server.publishing import PublishSchedule
-from vllm_omni_plugin.coordinator.server.topics import TopicCounts
 from vllm_omni_plugin.coordinator.state.head_sessions import RELAY_INTERVAL, Sessions
-from vllm_omni_plugin.coordinator.state.list_deltas import ListDeltas
+from vllm_omni_plugin.coordinator.state.list_deltas import ListDeltas, replica_list
 from vllm_omni_plugin.coordinator.state.membership_table import Change, MembershipTable, TableFullError
 from vllm_omni_plugin.coordinator.state.numbering import Numbering
-from vllm_omni_plugin.coordinator.state.snapshot import replica_list
 from vllm_omni_plugin.curve import Secrets, cut_connection
 from vllm_omni_plugin.errors import ConfigError, WireError
 
@@ -95,7 +99,9 @@ class OmniCoordinator:
         self._router = self._ports.router
         self._pub = self._ports.pub
         self._heads = HeadFrames(self._sessions, self._router)
-        self._topics = TopicCounts()
+        # How many each connection subscribed to, by its descriptor. That is used again for the next one, so each count
+        # belongs to an admission, too, which the gate gives every connection anew.
+        self._topics: dict[int, tuple[str, int]] = {}
         self._has_subscribers = False
         self.router_zmq_addr = self._ports.router_address
         self.pub_zmq_addr = self._ports.pub_address
@@ -279,8 +285,11 @@ class OmniCoordinator:
     def _count_topic(self, subscription: zmq.Frame) -> None:
         if len(subscription.bytes) == 1:
             return
-        connection = int(subscription.get(zmq.SRCFD))
-        if self._topics.add(connection, str(subscription.get("User-Id"))) > MAX_TOPICS_PER_PEER:
+        connection, admission = int(subscription.get(zmq.SRCFD)), str(subscription.get("User-Id"))
+        known, count = self._topics.get(connection, (admission, 0))
+        count = count + 1 if known == admission else 1
+        self._topics[connection] = admission, count
+        if count > MAX_TOPICS_PER_PEER:
             with self._lock:
                 self._drops.record(DropReason.TOPICS, peer_of(subscription), f"over {MAX_TOPICS_PER_PEER} topics")
             cut_connection(connection)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from vllm_omni_plugin.coordinator.protocol.call_arguments import FORGET_LORA, MANAGE_CALLS, decode, key_in
+from vllm_omni_plugin.coordinator.protocol.call_arguments import FORGET_LORA, MANAGE_CALLS, decode
 from vllm_omni_plugin.coordinator.protocol.control_messages import ReplicaKey
 from vllm_omni_plugin.coordinator.protocol.head_messages import (
     Call,
@@ -18,8 +18,8 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import (
     NumberedCall,
     OperatorMessage,
     TakeOver,
+    require_flat,
 )
-from vllm_omni_plugin.coordinator.protocol.head_wire import require_flat
 from vllm_omni_plugin.coordinator.state.shared_state import SharedState
 from vllm_omni_plugin.errors import WireError
 
@@ -146,7 +146,7 @@ class OperatorCalls:
         if any(stage.leaves_state(call.method, args) for stage in stages):
             self._last_lasting = self._number
         if call.method in MANAGE_CALLS:
-            note_drained(call.method, key_in(args), self._drained)
+            note_drained(call.method, args[0], self._drained)
         numbered = NumberedCall(
             self._number, head_id, call.call_id, call.method, call.arguments, call.stages, call.told
         )
@@ -186,7 +186,7 @@ class OperatorCalls:
         for stage in state.stages:
             stages[stage.stage_id].adopt(stage)
         self._number, self._stages = state.number, stages
-        self._drained = {ReplicaKey(*key) for key in state.drained}
+        self._drained = set(state.drained)
         return [(head, self.state) for head in heads if head != head_id]
 
 

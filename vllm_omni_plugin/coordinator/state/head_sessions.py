@@ -25,8 +25,9 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import (
     Refused,
     Welcome,
     Work,
+    encode_to_head,
+    frames_to_head,
 )
-from vllm_omni_plugin.coordinator.protocol.head_wire import encode_to_head, frames_to_head
 from vllm_omni_plugin.coordinator.state.call_log import OperatorCalls, Said
 from vllm_omni_plugin.coordinator.state.list_deltas import ListDeltas
 from vllm_omni_plugin.coordinator.state.membership_table import TableFullError

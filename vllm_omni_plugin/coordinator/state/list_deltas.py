@@ -1,15 +1,13 @@
-"""The list of replicas as heads are told of it: whole once, then only what changes."""
+"""The list of replicas: for heads whole once and then only what changes, for subscribers whole each time."""
 
 from collections.abc import Iterable
 
 from msgspec import Raw
 
-from vllm_omni_plugin.coordinator.protocol.control_messages import ReplicaInfo, ReplicaKey
-from vllm_omni_plugin.coordinator.protocol.head_messages import FullList, ListDelta, Numbers
-from vllm_omni_plugin.coordinator.protocol.head_wire import encode_to_head
-from vllm_omni_plugin.coordinator.state.membership_table import Change, MembershipTable
+from vllm_omni_plugin.coordinator.protocol.control_messages import ReplicaInfo, ReplicaKey, ReplicaList
+from vllm_omni_plugin.coordinator.protocol.head_messages import FullList, ListDelta, Numbers, encode_to_head
+from vllm_omni_plugin.coordinator.state.membership_table import Change, Member, MembershipTable
 from vllm_omni_plugin.coordinator.state.numbering import Numbering
-from vllm_omni_plugin.coordinator.state.snapshot import row_of
 
 
 class ListDeltas:
@@ -61,33 +59,62 @@ class ListDeltas:
         The first time it is the whole list. ``now`` and ``wall_now`` are one moment in monotonic and in wall-clock
         seconds.
         """
-        changed = self._change(wall_now - now)
-        if self.has_begun and not any(changed):
-            return None
+        delta = self._change(wall_now - now, wall_now)
         is_first, self.has_begun = not self.has_begun, True
-        self._timestamp = wall_now
-        self._encoded = None
         if is_first:
             self._numbering.end_reservations()
-            return self.full()
-        return encode_to_head(ListDelta(*changed, wall_now))
+        elif not (delta.replicas or delta.no_new_work or delta.removed):
+            return None
+        self._timestamp = wall_now
+        self._encoded = None
+        return self.full() if is_first else encode_to_head(delta)
 
-    def _change(self, wall_offset: float) -> tuple[list[ReplicaInfo], list[ReplicaInfo], list[tuple[int, str, str]]]:
-        replicas: list[ReplicaInfo] = []
-        no_new_work: list[ReplicaInfo] = []
-        removed: list[tuple[int, str, str]] = []
+    def _change(self, wall_offset: float, timestamp: float) -> ListDelta:
+        delta = ListDelta([], [], [], timestamp)
         for key in self._touched:
             member = self._table.get(key)
             was_listed = key in self._takes_work or key in self._held_back
             self._takes_work.pop(key, None)
             self._held_back.pop(key, None)
             if member is not None and member.takes_new_work:
-                self._takes_work[key] = row_of(member, self._numbering, wall_offset)
-                replicas.append(self._takes_work[key])
+                self._takes_work[key] = _row(member, self._numbering, wall_offset)
+                delta.replicas.append(self._takes_work[key])
             elif member is not None and member.may_finish_work:
-                self._held_back[key] = row_of(member, self._numbering, wall_offset)
-                no_new_work.append(self._held_back[key])
+                self._held_back[key] = _row(member, self._numbering, wall_offset)
+                delta.no_new_work.append(self._held_back[key])
             elif was_listed:
-                removed.append(key)
+                delta.removed.append(key)
         self._touched.clear()
-        return replicas, no_new_work, removed
+        return delta
+
+
+def replica_list(members: Iterable[Member], numbering: Numbering, now: float, wall_now: float) -> ReplicaList:
+    """Return the list to publish, sorted by `ReplicaKey` so that it keeps its order from one time to the next.
+
+    ``now`` and ``wall_now`` are one moment in monotonic and in wall-clock seconds.
+    """
+    replicas: list[ReplicaInfo] = []
+    no_new_work: list[ReplicaInfo] = []
+    for member in sorted(members, key=lambda member: ReplicaKey.of(member.event)):
+        if member.takes_new_work:
+            replicas.append(_row(member, numbering, wall_now - now))
+        elif member.may_finish_work:
+            no_new_work.append(_row(member, numbering, wall_now - now))
+    return ReplicaList(replicas=replicas, timestamp=wall_now, no_new_work=no_new_work)
+
+
+def _row(member: Member, numbering: Numbering, wall_offset: float) -> ReplicaInfo:
+    """Return a member's row. ``wall_offset``: what makes monotonic seconds into seconds since the epoch."""
+    event = member.event
+    return ReplicaInfo(
+        input_addr=event.input_addr,
+        output_addr=event.output_addr,
+        stage_id=event.stage_id,
+        status=event.status,
+        queue_length=event.queue_length,
+        last_heartbeat=max(0.0, member.heard_at + wall_offset),
+        registered_at=max(0.0, member.registered_at + wall_offset),
+        incarnation=event.incarnation,
+        control_addr=event.control_addr,
+        replica_id=numbering.number_of(ReplicaKey.of(event)),
+    )

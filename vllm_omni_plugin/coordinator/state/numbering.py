@@ -32,7 +32,7 @@ class Numbering:
     def reserve(self, numbers: Iterable[ReplicaNumber]) -> None:
         """Keep the numbers that replicas had, for when they are asked for. What is taken or known already stays so."""
         for row in numbers:
-            key = ReplicaKey(row.stage_id, row.input_addr, row.output_addr)
+            key = ReplicaKey.of(row)
             taken = self._taken.setdefault(row.stage_id, set())
             known = key in self._numbers or key in self._former or row.replica_id in taken
             allowed = row.replica_id >= self._first.get(row.stage_id, 0)

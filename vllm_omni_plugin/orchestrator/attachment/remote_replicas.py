@@ -11,7 +11,6 @@ from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.attachment.remote_keeper import RemoteReplicaKeeper
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pool.list_changes import key_of
 from vllm_omni_plugin.orchestrator.pool.member_changes import ADMIN_HOLD
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import RegisterRemoteReplica, UnregisterRemoteReplica
@@ -55,7 +54,7 @@ class RemoteReplicas:
 
     def register(self, message: RegisterRemoteReplica) -> None:
         """A replica is listed, or listed otherwise than before."""
-        info, key = message.info, key_of(message.info)
+        info, key = message.info, ReplicaKey.of(message.info)
         if self._closed or info.incarnation <= self._dismissed.get(key, -1):
             return
         self._dismissed.pop(key, None)
@@ -71,8 +70,8 @@ class RemoteReplicas:
 
     def unregister(self, message: UnregisterRemoteReplica) -> None:
         """A replica is no longer listed: its requests move, and its id, sockets and labels are free again."""
-        self._dismissed.pop(key_of(message), None)
-        keeper = self._keepers.pop(key_of(message), None)
+        self._dismissed.pop(ReplicaKey.of(message), None)
+        keeper = self._keepers.pop(ReplicaKey.of(message), None)
         if keeper is not None:
             self._remove(keeper, message.reason)
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 from vllm_omni_plugin.coordinator import OmniCoordClientForHead, ReplicaKey
-from vllm_omni_plugin.coordinator.protocol.call_arguments import FORGET_LORA, MANAGE_CALLS, decode, key_in
+from vllm_omni_plugin.coordinator.protocol.call_arguments import FORGET_LORA, MANAGE_CALLS, decode
 from vllm_omni_plugin.coordinator.protocol.head_messages import (
     Call,
     CallDone,
@@ -238,7 +238,7 @@ class FleetCalls:
         return self._head.fan_out.begin(call.stages, call.method, args, engines, call.number)
 
     def _manage_here(self, call: NumberedCall) -> None:
-        manage_by_key(self._head, call.method, key_in(decode(call.method, call.arguments)))
+        manage_by_key(self._head, call.method, decode(call.method, call.arguments)[0])
 
     async def _carry_through(self, begun: BegunCall, in_snapshot: bool = False) -> None:
         """Be the caller of a call that nobody here waits for.

@@ -8,7 +8,7 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import FleetState, Stag
 from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.orchestrator.fleet_state.fan_out import FanOut
 from vllm_omni_plugin.orchestrator.fleet_state.front_update import FrontView, tell
-from vllm_omni_plugin.orchestrator.pool.member_changes import ADMIN_HOLD, Head, key_of
+from vllm_omni_plugin.orchestrator.pool.member_changes import ADMIN_HOLD, Head
 
 
 class CallingHead(Head, Protocol):
@@ -39,7 +39,7 @@ def adopt(head: CallingHead, state: FleetState) -> list[Coroutine[Any, Any, None
         raise WireError(f"a state of stage {max(told)}: this head has {len(stages)} stages")
     before = FrontView.of([stage.shared for stage in stages])
     missed = [stage.adopt(told.get(i, StageState(i, [], False))) for i, stage in enumerate(stages)]
-    _adopt_drained(head, {ReplicaKey(*key) for key in state.drained})
+    _adopt_drained(head, set(state.drained))
     difference = before.difference(FrontView.of([stage.shared for stage in stages]))
     telling = [stage.catch_up(calls) for stage, calls in zip(stages, missed, strict=True) if calls]
     return [*telling, tell(head.tell_front, difference)]
@@ -50,7 +50,7 @@ def _adopt_drained(head: Head, drained: set[ReplicaKey]) -> None:
     head.drained.update(drained)
     for pool in head.stage_pools:
         for member in pool.members:
-            if member.remote and key_of(member) in drained:
+            if member.remote and ReplicaKey.of(member) in drained:
                 pool.hold_back(member, ADMIN_HOLD)
             elif member.remote:
                 head.release_hold(member, ADMIN_HOLD)

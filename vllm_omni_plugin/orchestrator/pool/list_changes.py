@@ -2,18 +2,13 @@
 
 from contextlib import suppress
 
-from vllm_omni_plugin.coordinator import ReplicaInfo, ReplicaKey, ReplicaList, ReplicaStatus
+from vllm_omni_plugin.coordinator import ReplicaKey, ReplicaList, ReplicaStatus
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     RegisterRemoteReplica,
     RpcMessage,
     UnregisterRemoteReplica,
 )
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError, ThreadQueue
-
-
-def key_of(row: ReplicaInfo | UnregisterRemoteReplica) -> ReplicaKey:
-    """The key of the replica that a row or message is about."""
-    return ReplicaKey(row.stage_id, row.input_addr, row.output_addr)
 
 
 def changes(before: ReplicaList, now: ReplicaList) -> list[RegisterRemoteReplica | UnregisterRemoteReplica]:
@@ -50,7 +45,7 @@ class ReplicaListWatcher:
 def _rows(replicas: ReplicaList) -> dict[ReplicaKey, RegisterRemoteReplica]:
     rows = [RegisterRemoteReplica(info, accepts=True) for info in replicas.replicas]
     rows += [RegisterRemoteReplica(info, accepts=False) for info in replicas.no_new_work]
-    return {key_of(row.info): row for row in rows if row.info.control_addr}
+    return {ReplicaKey.of(row.info): row for row in rows if row.info.control_addr}
 
 
 def _state(row: RegisterRemoteReplica) -> tuple[bool, ReplicaStatus, int, str]:

@@ -98,15 +98,10 @@ def manage_by_key(head: Head, action: str, key: ReplicaKey) -> None:
     note_drained(action, key, head.drained)
     for pool in head.stage_pools:
         for member in pool.members:
-            if member.remote and key_of(member) == key:
+            if member.remote and ReplicaKey.of(member) == key:
                 # Who is not attached to it has nobody to tell, and another head has told it.
                 with suppress(ReplicaError):
                     _carry_out(head, action, member)
-
-
-def key_of(member: PoolMember) -> ReplicaKey:
-    """What all heads know a replica of another process by."""
-    return ReplicaKey(member.stage_id, member.input_addr, member.output_addr)
 
 
 def explain(message: Explain, stage_pools: Sequence[StagePool]) -> None:
@@ -123,7 +118,7 @@ def _manage(head: Head, message: ManageReplica) -> None:
     others = head.fleet_calls
     try:
         member = head.stage_pools[message.stage_id].member(message.replica_id)
-        key = key_of(member)
+        key = ReplicaKey.of(member)
         if member.remote and others is not None and others.refusal is not None:
             raise others.refusal
         _carry_out(head, message.action, member)

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from vllm_omni_plugin.coordinator import ReplicaStatus
-from vllm_omni_plugin.coordinator.protocol.control_wire import decode_strictly
+from vllm_omni_plugin.coordinator.protocol.control_messages import decode_strictly
 from vllm_omni_plugin.replicas.kv_events.cache_log import MAX_PART, Cursor
 
 PROTOCOL_VERSION = 4
