@@ -20,11 +20,11 @@ from vllm_omni_plugin.replicas.control.lease_messages import (
     PROTOCOL_VERSION,
     Attach,
     Attached,
-    Beat,
+    AttachRefused,
     Detach,
-    Refused,
-    ToHead,
-    decode_to_head,
+    FromServer,
+    LeaseBeat,
+    decode_from_server,
     encode,
 )
 
@@ -109,7 +109,7 @@ def coordinator_samples() -> tuple[bytes, ...]:
 def control_samples(fingerprint: dict[str, str], incarnation: int) -> tuple[bytes, ...]:
     """Valid messages of heads; the first would be granted a lease."""
     attach = Attach(PROTOCOL_VERSION, incarnation, "hostile", "c" * 40, fingerprint)
-    return tuple(encode(message) for message in (attach, Beat(1), Detach(1), Beat(2), Detach(2)))
+    return tuple(encode(message) for message in (attach, LeaseBeat(1), Detach(1), LeaseBeat(2), Detach(2)))
 
 
 def send_frames(port: Port, frames: int, secret: Path | None, seed: int) -> Sent:
@@ -223,7 +223,7 @@ def ask_and_sleep(control_addr: str, questions: int, secret: Path | None) -> Non
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     dealer = _connected(context, Port("", control_addr, zmq.DEALER, REPLICA_ROLE), secret, rcvhwm=1, rcvbuf=4096)
     for number in range(questions):
-        dealer.send(encode(Beat(number)))
+        dealer.send(encode(LeaseBeat(number)))
     context.destroy(linger=1000)
 
 
@@ -281,9 +281,9 @@ class Guest:
 
     def beat(self) -> str:
         """Say that we are here; return why the lease is over, or ""."""
-        self._control.send(encode(Beat(self.lease.lease)))
+        self._control.send(encode(LeaseBeat(self.lease.lease)))
         while self._control.poll(0):
-            answer: Any = decode_to_head(self._control.recv())
+            answer: Any = decode_from_server(self._control.recv())
             if getattr(answer, "status", None) is not ReplicaStatus.UP:
                 return str(getattr(answer, "reason", "") or "expired")
         return ""
@@ -304,10 +304,10 @@ class Guest:
             self._control.send(encode(attach))
             if not self._control.poll(PATIENCE_S * 1000):
                 raise RuntimeError("the server does not answer")
-            answer: ToHead = decode_to_head(self._control.recv())
+            answer: FromServer = decode_from_server(self._control.recv())
             if isinstance(answer, Attached):
                 return answer
-            assert isinstance(answer, Refused)
+            assert isinstance(answer, AttachRefused)
             if answer.lasting or time.monotonic() > deadline:
                 raise RuntimeError(answer.reason)
             time.sleep(0.1)

@@ -12,11 +12,11 @@ from vllm_omni_plugin.curve import Gate, Secrets, require_key, require_password,
 from vllm_omni_plugin.replicas.control.lease_messages import (
     Attach,
     Attached,
-    Beat,
+    AttachRefused,
     Expired,
-    Refused,
+    FromServer,
+    LeaseBeat,
     Status,
-    ToHead,
     ToServer,
     decode_to_server,
     encode,
@@ -80,7 +80,7 @@ class FakeServer:
     def __init__(self, secrets: Secrets | None = None) -> None:
         self.heard: list[ToServer] = []
         self.received: list[list[bytes]] = []
-        self.refusal: Refused | None = None
+        self.refusal: AttachRefused | None = None
         self.answers_attach = self.answers_beats = self.answers_calls = self.admits = True
         self.told = False
         self.status = ReplicaStatus.UP
@@ -113,7 +113,7 @@ class FakeServer:
         """Whether the head has sent a control message of this type."""
         return any(isinstance(message, kind) for message in self.heard)
 
-    def tell(self, message: ToHead) -> None:
+    def tell(self, message: FromServer) -> None:
         """Send a control message to the head."""
         self._control.send_multipart([self._head, encode(message)])
 
@@ -162,7 +162,7 @@ class FakeServer:
         self.heard.append(message)
         if isinstance(message, Attach) and self.answers_attach:
             self._answer(message)
-        elif isinstance(message, Beat) and self.answers_beats:
+        elif isinstance(message, LeaseBeat) and self.answers_beats:
             lease_known = message.lease == LEASE
             self.tell(Status(LEASE, self.status) if lease_known else Expired(message.lease))
 

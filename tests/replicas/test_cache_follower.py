@@ -14,7 +14,7 @@ from vllm_omni_plugin.replicas.control.lease_messages import (
     CacheChanges,
     Follow,
     ToServer,
-    decode_to_head,
+    decode_from_server,
     encode,
 )
 from vllm_omni_plugin.replicas.control.leases import Lease
@@ -50,7 +50,7 @@ def test_keys_that_are_cut_off_are_no_change(caplog: pytest.LogCaptureFixture) -
 
 def test_a_message_with_more_keys_than_a_part_has_is_refused() -> None:
     with pytest.raises(WireError):
-        decode_to_head(encode(changes(BEGINNING, Cursor(1, 1), *range(MAX_PART + 1))))
+        decode_from_server(encode(changes(BEGINNING, Cursor(1, 1), *range(MAX_PART + 1))))
 
 
 async def test_what_changes_in_the_pause_after_an_answer_is_told_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:

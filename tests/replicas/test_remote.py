@@ -29,10 +29,10 @@ from vllm_omni_plugin.replicas.client.remote import AttachRefusedError
 from vllm_omni_plugin.replicas.control.lease_messages import (
     PROTOCOL_VERSION,
     Attach,
+    AttachRefused,
     Detach,
     Expired,
     Leave,
-    Refused,
     Status,
     Told,
 )
@@ -152,7 +152,7 @@ async def test_the_server_hears_that_the_engine_was_told_everything_and_shall_le
 async def test_a_refusal_is_an_error_with_the_servers_reason(
     head: RemoteHead, server: FakeServer, lasting: bool
 ) -> None:
-    server.refusal = Refused("dtype: head has bfloat16, replica float16", lasting)
+    server.refusal = AttachRefused("dtype: head has bfloat16, replica float16", lasting)
     with pytest.raises(AttachRefusedError, match="dtype: head has bfloat16, replica float16") as caught:
         await head.attach(server.info)
     assert caught.value.lasting is lasting

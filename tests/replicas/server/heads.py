@@ -16,14 +16,14 @@ from vllm_omni_plugin.replicas.control.lease_messages import (
     PROTOCOL_VERSION,
     Attach,
     Attached,
-    Beat,
+    AttachRefused,
     Detach,
+    FromServer,
+    LeaseBeat,
     Leave,
-    Refused,
     Status,
-    ToHead,
     ToServer,
-    decode_to_head,
+    decode_from_server,
     encode,
 )
 
@@ -59,7 +59,7 @@ class Head:
     ) -> None:
         self._context.destroy(linger=0)
 
-    async def ask_to_attach(self, means: int, **other: Any) -> Attached | Refused:
+    async def ask_to_attach(self, means: int, **other: Any) -> Attached | AttachRefused:
         """One try, with fields of `Attach` other than the right ones."""
         said: dict[str, Any] = {
             "protocol": PROTOCOL_VERSION,
@@ -70,7 +70,7 @@ class Head:
         }
         await self.say(Attach(**(said | other)))
         answer = await self.hear()
-        while not isinstance(answer, Attached | Refused):
+        while not isinstance(answer, Attached | AttachRefused):
             answer = await self.hear()
         return answer
 
@@ -81,7 +81,7 @@ class Head:
         # Former connections may yet be made again, and would take what is for the new ones.
         self._renew_credential()
         async with asyncio.timeout(20):
-            while isinstance(answer := await self.ask_to_attach(incarnation), Refused):
+            while isinstance(answer := await self.ask_to_attach(incarnation), AttachRefused):
                 assert not answer.lasting, answer
                 await asyncio.sleep(0.002)
         self.attached = answer
@@ -113,8 +113,8 @@ class Head:
     async def say_frames(self, frames: list[bytes]) -> None:
         await self._control.send_multipart(frames)
 
-    async def hear(self) -> ToHead:
-        return decode_to_head(await within(self._control.recv()))
+    async def hear(self) -> FromServer:
+        return decode_from_server(await within(self._control.recv()))
 
     async def hear_status(self) -> Status:
         """The next message, which must be a status."""
@@ -122,8 +122,8 @@ class Head:
         assert isinstance(status, Status), status
         return status
 
-    async def beat(self) -> ToHead:
-        await self.say(Beat(self.attached.lease))
+    async def beat(self) -> FromServer:
+        await self.say(LeaseBeat(self.attached.lease))
         return await self.hear()
 
     async def detach(self) -> None:

@@ -11,7 +11,7 @@ from tests.fakes.conditions import eventually
 from tests.replicas.server.conftest import StartNode
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.curve import Secrets
-from vllm_omni_plugin.replicas.control.lease_messages import Expired, Refused, Status, Told, encode
+from vllm_omni_plugin.replicas.control.lease_messages import AttachRefused, Expired, Status, Told, encode
 from vllm_omni_plugin.replicas.server.relay import Relay
 from vllm_omni_plugin.replicas.server.served_engine import HEAD_SLOTS
 
@@ -99,7 +99,7 @@ async def test_a_head_that_differs_is_refused_with_both_values(
     info = await node.up()
     async with node.head() as head:
         answer = await head.ask_to_attach(info.incarnation, **{field: value})
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, AttachRefused)
     assert answer.lasting is lasting
     assert reason in answer.reason
 
@@ -125,7 +125,7 @@ async def test_a_head_too_many_is_refused_for_now(start_node: StartNode) -> None
         one_more = await heads.enter_async_context(node.head())
         info = await node.up()
         answer = await one_more.ask_to_attach(info.incarnation)
-        assert isinstance(answer, Refused)
+        assert isinstance(answer, AttachRefused)
         assert not answer.lasting
         await attached[-1].detach()
         await one_more.attach(info.incarnation)

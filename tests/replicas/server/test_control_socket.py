@@ -11,7 +11,7 @@ import zmq
 from tests.fakes.conditions import eventually
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.replicas.control.control_socket import ControlSocket
-from vllm_omni_plugin.replicas.control.lease_messages import Beat, Status, ToServer, encode
+from vllm_omni_plugin.replicas.control.lease_messages import LeaseBeat, Status, ToServer, encode
 from vllm_omni_plugin.replicas.links.replica_ports import Listener, listen
 
 
@@ -45,8 +45,8 @@ async def test_garbage_is_counted_and_logged_once(
         for _ in range(50):
             dealer.send(b"no message")
             dealer.send_multipart([b"one", b"too many"])
-        dealer.send(encode(Beat(1)))
-        await eventually(lambda: heard == [Beat(1)])
+        dealer.send(encode(LeaseBeat(1)))
+        await eventually(lambda: heard == [LeaseBeat(1)])
     assert (control.dropped["malformed"], control.dropped["multipart"]) == (50, 50)
     assert len([record for record in caplog.records if "Dropped a frame" in record.message]) == 2
     control.close(0.0)
@@ -73,9 +73,9 @@ async def test_a_fault_in_handling_a_message_does_not_end_the_service(
             raise RuntimeError("a bug")
 
     control = ControlSocket(listener, None, fail_first)
-    dealer.send(encode(Beat(1)))
-    dealer.send(encode(Beat(2)))
-    await eventually(lambda: heard == [Beat(1), Beat(2)])
+    dealer.send(encode(LeaseBeat(1)))
+    dealer.send(encode(LeaseBeat(2)))
+    await eventually(lambda: heard == [LeaseBeat(1), LeaseBeat(2)])
     assert "could not be handled" in caplog.text
     control.close(0.0)
 
@@ -83,10 +83,10 @@ async def test_a_fault_in_handling_a_message_does_not_end_the_service(
 async def test_a_message_that_comes_while_one_is_sent_is_heard(listener: Listener, dealer: "zmq.Socket[bytes]") -> None:
     heard: list[bytes] = []
     control = ControlSocket(listener, None, lambda peer, message: heard.append(peer))
-    dealer.send(encode(Beat(0)))
+    dealer.send(encode(LeaseBeat(0)))
     await eventually(lambda: heard)
     for turn in range(300):
-        dealer.send(encode(Beat(turn)))
+        dealer.send(encode(LeaseBeat(turn)))
         # The event of the message that is on its way may be taken in by the send.
         for _ in range(3):
             control.send(heard[0], Status(1, ReplicaStatus.UP))

@@ -7,7 +7,7 @@ import pytest
 from tests.replicas.server.conftest import Node, StartNode
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import ReplicaError
-from vllm_omni_plugin.replicas.control.lease_messages import Refused, Status
+from vllm_omni_plugin.replicas.control.lease_messages import AttachRefused, Status
 
 
 async def test_an_engine_that_exits_is_reported_and_replaced_on_the_same_ports(start_node: StartNode) -> None:
@@ -65,7 +65,7 @@ async def test_an_engine_that_hangs_is_reported_kept_and_taken_back(start_node: 
         assert (status.status, status.engine_failed) == (ReplicaStatus.ERROR, False)
         assert "has not answered for" in status.reason
         refusal = await head.ask_to_attach(before.incarnation)
-        assert isinstance(refusal, Refused)
+        assert isinstance(refusal, AttachRefused)
         assert not refusal.lasting
         node.engine.recover()
         after = await node.up(after=before.incarnation)

@@ -8,7 +8,7 @@ import pytest
 from tests.fakes.conditions import eventually
 from tests.replicas.server.conftest import StartNode
 from vllm_omni_plugin.coordinator import ReplicaStatus
-from vllm_omni_plugin.replicas.control.lease_messages import Refused
+from vllm_omni_plugin.replicas.control.lease_messages import AttachRefused
 
 
 async def test_a_drained_replica_waits_for_its_head_and_takes_no_other(start_node: StartNode) -> None:
@@ -20,7 +20,7 @@ async def test_a_drained_replica_waits_for_its_head_and_takes_no_other(start_nod
         await eventually(lambda: node.info is None)
         assert [row.status for row in node.coordinator.get_active_replicas().no_new_work] == [ReplicaStatus.DRAINING]
         answer = await late.ask_to_attach(info.incarnation)
-        assert isinstance(answer, Refused)
+        assert isinstance(answer, AttachRefused)
         assert "draining" in answer.reason
         node.engine.say(0, "the last one")
         assert await head.read_ids(1) == ["the last one"]
@@ -79,7 +79,7 @@ async def test_a_head_that_comes_while_an_idle_replica_leaves_is_told_so(
             node.server.leave_now("it was told")
         answer = await late.ask_to_attach(info.incarnation)
         may_end.set()
-        assert isinstance(answer, Refused)
+        assert isinstance(answer, AttachRefused)
         assert why in answer.reason
         await node.running
 

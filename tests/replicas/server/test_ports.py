@@ -7,7 +7,7 @@ import zmq
 
 from tests.replicas.server.conftest import StartNode
 from vllm_omni_plugin.errors import ConfigError
-from vllm_omni_plugin.replicas.control.lease_messages import Refused
+from vllm_omni_plugin.replicas.control.lease_messages import AttachRefused
 from vllm_omni_plugin.replicas.links.replica_ports import PortRange, close_all, listen, listen_on_many
 
 LOOPBACK = "127.0.0.1"
@@ -109,7 +109,7 @@ async def test_a_head_for_whom_no_port_is_left_is_refused_for_now(start_node: St
     async with node.attached() as first, node.head() as second:
         info = await node.up()
         answer = await second.ask_to_attach(info.incarnation)
-        assert isinstance(answer, Refused)
+        assert isinstance(answer, AttachRefused)
         assert not answer.lasting
         assert "--omni-replica-ports" in answer.reason
         await first.detach()

@@ -23,14 +23,14 @@ from vllm_omni_plugin.replicas.control.lease_messages import (
     PROTOCOL_VERSION,
     Attach,
     Attached,
-    Beat,
+    AttachRefused,
     CacheChanges,
     Detach,
     Expired,
+    FromServer,
+    LeaseBeat,
     Leave,
-    Refused,
     Status,
-    ToHead,
     Told,
 )
 from vllm_omni_plugin.replicas.kv_events.cache_listener import OnCacheChange
@@ -124,7 +124,7 @@ class RemoteReplica:
         loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[str] = loop.create_future()
         self.on_lost: Callable[[str], None] = _nothing
-        self._answer: asyncio.Future[Attached | Refused] = loop.create_future()
+        self._answer: asyncio.Future[Attached | AttachRefused] = loop.create_future()
         self._control: ControlLink | None = None
         self._lease: int | None = None
         self._link: RemoteLink | None = None
@@ -158,7 +158,7 @@ class RemoteReplica:
             )
         )
         lease = await self._answer
-        if isinstance(lease, Refused):
+        if isinstance(lease, AttachRefused):
             raise AttachRefusedError(lease.reason, lease.lasting)
         await self._open(lease, credential)
 
@@ -227,9 +227,9 @@ class RemoteReplica:
         if self._control is not None and self._lease is not None:
             self._control.send(kind(self._lease))
 
-    def _on_message(self, message: ToHead) -> None:
+    def _on_message(self, message: FromServer) -> None:
         match message:
-            case Attached() | Refused():
+            case Attached() | AttachRefused():
                 if not self._answer.done():
                     self._lease = message.lease if isinstance(message, Attached) else None
                     self._answer.set_result(message)
@@ -260,7 +260,7 @@ class RemoteReplica:
             self._lose(f"its server has not answered for {settings.heartbeat_timeout:g} s")
             return
         self._beats_unanswered += 1
-        self._control.send(Beat(self._lease))
+        self._control.send(LeaseBeat(self._lease))
         if self._follower is not None:
             self._follower.ask()
         self._next_beat = asyncio.get_running_loop().call_later(settings.heartbeat_interval, self._beat)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from vllm_omni_plugin.balancing import CacheChange
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.replicas.control.lease_messages import CacheChanges, Follow, ToHead, ToServer
+from vllm_omni_plugin.replicas.control.lease_messages import CacheChanges, Follow, FromServer, ToServer
 from vllm_omni_plugin.replicas.control.leases import Lease
 from vllm_omni_plugin.replicas.kv_events.cache_log import BEGINNING, CacheLog, Cursor
 
@@ -25,7 +25,7 @@ class CacheFollowers:
         send: sends a message to a routing id of the control link.
     """
 
-    def __init__(self, send: Callable[[bytes, ToHead], None]) -> None:
+    def __init__(self, send: Callable[[bytes, FromServer], None]) -> None:
         self._send = send
         self._log = CacheLog()
         self._waiting: dict[int, tuple[Lease, Cursor]] = {}

@@ -11,9 +11,9 @@ from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.control.lease_messages import (
     CONTROL_ROLE,
     MAX_CONTROL_BYTES,
-    ToHead,
+    FromServer,
     ToServer,
-    decode_to_head,
+    decode_from_server,
     encode,
 )
 from vllm_omni_plugin.replicas.links.connection import Connection, Context, HandshakeRefusedError
@@ -51,7 +51,7 @@ class ControlLink:
         address: str,
         secrets: Secrets | None,
         attempt: int,
-        on_message: Callable[[ToHead], None],
+        on_message: Callable[[FromServer], None],
         on_lost: Callable[[], None],
     ) -> None:
         self._address = address
@@ -95,7 +95,7 @@ class ControlLink:
         try:
             if len(frames) != 1:
                 raise WireError(f"control message: {len(frames)} frames instead of one")
-            message = decode_to_head(bytes(frames[0]))
+            message = decode_from_server(bytes(frames[0]))
         except WireError as error:
             self._invalid_frames += 1
             if self._invalid_frames == 1:
@@ -108,7 +108,7 @@ async def open_control_link(
     context: Context,
     address: str,
     secrets: Secrets | None,
-    on_message: Callable[[ToHead], None],
+    on_message: Callable[[FromServer], None],
     on_lost: Callable[[], None],
 ) -> ControlLink:
     """Connect with the first of our secrets that the server takes, waiting as long as nobody answers.

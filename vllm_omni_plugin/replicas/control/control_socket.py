@@ -12,7 +12,7 @@ from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.control.lease_messages import (
     CONTROL_ROLE,
     MAX_CONTROL_BYTES,
-    ToHead,
+    FromServer,
     ToServer,
     decode_to_server,
     encode,
@@ -67,7 +67,7 @@ class ControlSocket:
         """Frames dropped so far, by reason."""
         return self._drops.counts
 
-    def send(self, peer: bytes, message: ToHead) -> None:
+    def send(self, peer: bytes, message: FromServer) -> None:
         """Send to a head; dropped if it has gone or does not read."""
         self._router.send_multipart((peer, encode(message)), zmq.NOBLOCK)
         self._reader.look_again()

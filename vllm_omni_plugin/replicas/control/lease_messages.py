@@ -46,7 +46,7 @@ class Attach(Struct, frozen=True, tag="attach"):
     fingerprint: Fingerprint
 
 
-class Beat(Struct, frozen=True, tag="beat"):
+class LeaseBeat(Struct, frozen=True, tag="beat"):
     """Head to server, every heartbeat interval: I am here and hold this lease."""
 
     lease: int
@@ -112,7 +112,7 @@ class Attached(Struct, frozen=True, tag="attached"):
     told: bool
 
 
-class Refused(Struct, frozen=True, tag="refused"):
+class AttachRefused(Struct, frozen=True, tag="refused"):
     """Server to head: no, and why.
 
     Attributes:
@@ -125,7 +125,7 @@ class Refused(Struct, frozen=True, tag="refused"):
 
 
 class Status(Struct, frozen=True, tag="status"):
-    """Server to head: answers each `Beat`, and comes unasked on every change.
+    """Server to head: answers each `LeaseBeat`, and comes unasked on every change.
 
     Attributes:
         lease: the head's.
@@ -169,15 +169,15 @@ class CacheChanges(Struct, frozen=True, tag="cache_changes"):
     complete: bool
 
 
-ToServer = Attach | Beat | Detach | Leave | Told | Follow
-ToHead = Attached | Refused | Status | Expired | CacheChanges
+ToServer = Attach | LeaseBeat | Detach | Leave | Told | Follow
+FromServer = Attached | AttachRefused | Status | Expired | CacheChanges
 
 _encoder = msgspec.json.Encoder()
 _to_server: msgspec.json.Decoder[ToServer] = msgspec.json.Decoder(ToServer)
-_to_head: msgspec.json.Decoder[ToHead] = msgspec.json.Decoder(ToHead)
+_from_server: msgspec.json.Decoder[FromServer] = msgspec.json.Decoder(FromServer)
 
 
-def encode(message: ToServer | ToHead) -> bytes:
+def encode(message: ToServer | FromServer) -> bytes:
     """The message as one frame."""
     return _encoder.encode(message)
 
@@ -187,6 +187,6 @@ def decode_to_server(frame: bytes) -> ToServer:
     return decode_strictly(_to_server, frame, "control message", MAX_CONTROL_BYTES)
 
 
-def decode_to_head(frame: bytes) -> ToHead:
+def decode_from_server(frame: bytes) -> FromServer:
     """The server's message in a frame; raises `WireError` naming the field and what is wrong with it."""
-    return decode_strictly(_to_head, frame, "control message", MAX_CONTROL_BYTES)
+    return decode_strictly(_from_server, frame, "control message", MAX_CONTROL_BYTES)

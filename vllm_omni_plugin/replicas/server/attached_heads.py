@@ -15,14 +15,14 @@ from vllm_omni_plugin.replicas.control.lease_messages import (
     PROTOCOL_VERSION,
     Attach,
     Attached,
-    Beat,
+    AttachRefused,
     Detach,
     Expired,
     Follow,
+    FromServer,
+    LeaseBeat,
     Leave,
-    Refused,
     Status,
-    ToHead,
     Told,
     ToServer,
 )
@@ -35,7 +35,9 @@ logger = init_logger(__name__)
 
 _MAX_LOGGED_REFUSALS = 1024
 _NOTHING = "nothing"
-_DIFFERS = Refused("it is of another version or configured differently; without a secret only its log says how", True)
+_DIFFERS = AttachRefused(
+    "it is of another version or configured differently; without a secret only its log says how", True
+)
 
 
 def differences(head: Mapping[str, str], replica: Mapping[str, str]) -> list[str]:
@@ -65,7 +67,7 @@ class Heads:
         self,
         settings: ServerSettings,
         first_ports: list[Listener],
-        send: Callable[[bytes, ToHead], None],
+        send: Callable[[bytes, FromServer], None],
         incarnation: Callable[[], int],
         on_leave: Callable[[], None],
         on_alone: Callable[[], None],
@@ -142,7 +144,7 @@ class Heads:
         """Answer one message of the control link."""
         if isinstance(message, Attach):
             answer = self._attach(peer, message)
-            if isinstance(answer, Refused):
+            if isinstance(answer, AttachRefused):
                 self._log_refusal(message.head_id, answer)
                 if answer.lasting and self._settings.secrets is None:
                     # Whoever can reach an open port may ask; what runs here is not everybody's to know.
@@ -158,7 +160,7 @@ class Heads:
                 self._send(peer, Expired(message.lease))
             return
         match message:
-            case Beat():
+            case LeaseBeat():
                 self._leases.beat(lease, self._clock())
                 self._send(peer, Status(lease.lease_id, self._status, self._reason))
             case Follow():
@@ -171,34 +173,34 @@ class Heads:
                 logger.info("Head %s asks this replica to leave.", lease.head_id)
                 self._on_leave()
 
-    def _attach(self, peer: bytes, message: Attach) -> Attached | Refused:
+    def _attach(self, peer: bytes, message: Attach) -> Attached | AttachRefused:
         refusal = self._why_not(message)
         if refusal is not None:
             return refusal
         for former in self._leases.superseded(peer, message.head_id):
             self._end(former, "it attached anew")
         if self._engine is None or self._resetting:
-            return Refused("the engine is still dealing with what a former head left", lasting=False)
+            return AttachRefused("the engine is still dealing with what a former head left", lasting=False)
         lease = self._leases.grant(peer, message.head_id, self._clock())
         if lease is None:
-            return Refused(f"all {HEAD_SLOTS} heads it can serve are attached", lasting=False)
+            return AttachRefused(f"all {HEAD_SLOTS} heads it can serve are attached", lasting=False)
         try:
             return self._attached(self._engine, lease, message.credential)
         except (ConfigError, OSError, zmq.ZMQError) as error:
             self._leases.end(lease)
             self._leases.cleaned(lease.slot)
             self._close_ports(lease.slot)
-            return Refused(str(error), lasting=False)
+            return AttachRefused(str(error), lasting=False)
 
-    def _why_not(self, message: Attach) -> Refused | None:
+    def _why_not(self, message: Attach) -> AttachRefused | None:
         if message.protocol != PROTOCOL_VERSION:
-            return Refused(f"protocol: head has {message.protocol}, replica {PROTOCOL_VERSION}", lasting=True)
+            return AttachRefused(f"protocol: head has {message.protocol}, replica {PROTOCOL_VERSION}", lasting=True)
         if differing := differences(message.fingerprint, self._settings.fingerprint):
-            return Refused("; ".join(differing)[:MAX_TEXT_CHARS], lasting=True)
+            return AttachRefused("; ".join(differing)[:MAX_TEXT_CHARS], lasting=True)
         if self._status is not ReplicaStatus.UP:
-            return Refused(f"it is {self._status}: {self._reason}", lasting=False)
+            return AttachRefused(f"it is {self._status}: {self._reason}", lasting=False)
         if message.incarnation != self._incarnation():
-            return Refused(
+            return AttachRefused(
                 f"incarnation: head means {message.incarnation}, replica is {self._incarnation()}", lasting=False
             )
         return None
@@ -285,7 +287,7 @@ class Heads:
         task.add_done_callback(self._cleaning.discard)
         return task
 
-    def _log_refusal(self, head_id: str, refusal: Refused) -> None:
+    def _log_refusal(self, head_id: str, refusal: AttachRefused) -> None:
         refused = (head_id, refusal.reason)
         if refused not in self._logged_refusals and len(self._logged_refusals) < _MAX_LOGGED_REFUSALS:
             self._logged_refusals.add(refused)
