@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.fakes.engine_api import FakeEngineApi
-from tests.fakes.engines import connect
+from tests.fakes.engines import connect, receive
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
@@ -49,7 +49,7 @@ async def idle_with_two_replicas(selector: NotingSelector, folder: Path) -> list
         link = IpcLink(f"ipc://{folder}/in-{replica_id}", f"ipc://{folder}/out-{replica_id}", b"engine")
         sockets += connect(link.input_addr, link.output_addr, b"engine")
         sockets[-2].send(b"ready")
-        link.receive_ready(10)
+        receive(link.input_socket)
         received = partial(orchestrator.outputs_received, member)
         client = StageClient(link, FakeEngineApi(), replica_id, received, lambda reason: None)
         client.start()

@@ -85,7 +85,7 @@ def test_lost_reports_are_a_restart_that_is_not_complete() -> None:
 def test_a_cursor_that_is_none_of_ours_begins_anew(cursor: Cursor) -> None:
     part = begun(1).since(cursor)
     assert part is not None
-    assert part.change == CacheChange((1,), (), restart=True)
+    assert part[1] == CacheChange((1,), (), restart=True)
 
 
 @pytest.mark.usefixtures("small")

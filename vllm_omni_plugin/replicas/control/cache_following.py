@@ -62,11 +62,10 @@ class CacheFollowers:
         if part is None:
             return False
         del self._waiting[lease.lease_id]
-        change = part.change
+        cursor, change = part
         stored, removed = pack_keys(change.stored), pack_keys(change.removed)
         self._send(
-            lease.peer,
-            CacheChanges(lease.lease_id, since, part.cursor, stored, removed, change.restart, change.complete),
+            lease.peer, CacheChanges(lease.lease_id, since, cursor, stored, removed, change.restart, change.complete)
         )
         return True
 

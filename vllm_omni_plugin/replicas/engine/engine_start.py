@@ -7,6 +7,9 @@ from concurrent.futures import Executor
 from functools import partial
 from typing import Protocol, TypeVar, runtime_checkable
 
+import zmq
+
+from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.replicas.links.shared_memory import SharedMemory
 
 T = TypeVar("T")
@@ -97,7 +100,7 @@ async def start_engine(
     replica_id: int,
     input_addr: str,
     output_addrs: Sequence[str],
-    receive_ready: Callable[[float], bytes],
+    router: "zmq.Socket[bytes]",
 ) -> tuple[Process, bytes]:
     """Spawn an engine and wait until it is ready; return its process and its ready response.
 
@@ -107,16 +110,18 @@ async def start_engine(
         replica_id: index of the engine among those of this node.
         input_addr: bound ipc address to which the engine connects for requests.
         output_addrs: bound ipc addresses to which it connects for outputs, by client index.
-        receive_ready: blocks up to so many seconds for the ready response on `input_addr`.
+        router: bound to `input_addr`. Only this reads it, and nobody else may use it meanwhile.
 
     Raises:
-        ReplicaError: the engine ended before it was ready. It is killed on this and on every other error.
+        ReplicaError: the engine ended before it was ready, or did not say so in time. It is killed on any error.
     """
     starting = await spawn(executor, partial(launcher.start, replica_id), lambda engine: engine.abandon())
 
     def wait_until_ready() -> bytes:
         starting.wait(input_addr, output_addrs)
-        return receive_ready(launcher.ready_timeout)
+        if not router.poll(int(launcher.ready_timeout * 1000)):
+            raise ReplicaError(f"no ready response on {input_addr} within {launcher.ready_timeout:.0f} s")
+        return router.recv_multipart()[1]
 
     waiting = asyncio.get_running_loop().run_in_executor(executor, wait_until_ready)
     try:

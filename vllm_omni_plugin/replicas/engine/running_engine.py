@@ -140,7 +140,7 @@ async def start_local_engine(
     link = IpcLink(launcher.new_ipc_address(), launcher.new_ipc_address(), launcher.identity(replica_id))
     try:
         process, ready_response = await start_engine(
-            launcher, executor, replica_id, link.input_addr, [link.output_addr], link.receive_ready
+            launcher, executor, replica_id, link.input_addr, [link.output_addr], link.input_socket
         )
     except BaseException:
         link.close()

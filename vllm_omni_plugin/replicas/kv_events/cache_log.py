@@ -26,13 +26,6 @@ class Cursor(NamedTuple):
 BEGINNING = Cursor(0, 0)
 
 
-class Part(NamedTuple):
-    """What comes after a cursor, and the cursor after that."""
-
-    cursor: Cursor
-    change: CacheChange
-
-
 class CacheLog:
     """A log that begins anew when the cache is cleared, when reports of it are lost, and when it has become long.
 
@@ -71,8 +64,8 @@ class CacheLog:
                 self._log(key, 1)
         self.on_change()
 
-    def since(self, cursor: Cursor) -> Part | None:
-        """What a reader does not know yet, at most `MAX_PART` changes of it, or None if it knows everything."""
+    def since(self, cursor: Cursor) -> tuple[Cursor, CacheChange] | None:
+        """Up to `MAX_PART` changes that a reader has missed, after the cursor behind them; None if none is left."""
         if self._compacted is not None and cursor == self._compacted[0]:
             cursor = self._compacted[1]
         restart = cursor.epoch != self._epoch or not 0 <= cursor.position <= len(self._keys)
@@ -83,7 +76,7 @@ class CacheLog:
         last = dict(zip(self._keys[begin:end], self._is_stored[begin:end], strict=True))
         stored = tuple(key for key, is_stored in last.items() if is_stored)
         removed = tuple(key for key, is_stored in last.items() if not is_stored)
-        return Part(Cursor(self._epoch, end), CacheChange(stored, removed, restart, self._complete))
+        return Cursor(self._epoch, end), CacheChange(stored, removed, restart, self._complete)
 
     @property
     def _end(self) -> Cursor:

@@ -77,6 +77,9 @@ class IpcLink(Link):
         input_addr: ipc address to bind for requests (ROUTER; the engine is a DEALER with a known identity).
         output_addr: ipc address to bind for outputs (PULL; the engine is a PUSH).
         identity: the engine's ZMQ identity, the routing frame of every request.
+
+    Attributes:
+        input_socket: the ROUTER, on which the one message that comes is the engine's ready response.
     """
 
     def __init__(self, input_addr: str, output_addr: str, identity: bytes) -> None:
@@ -85,23 +88,19 @@ class IpcLink(Link):
         self._identity = identity
         self._memory: SharedMemory | None = None
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-        self._input = context.socket(zmq.ROUTER)
+        self.input_socket = context.socket(zmq.ROUTER)
         self.output_socket = context.socket(zmq.PULL)
         try:
-            for socket, address in ((self._input, input_addr), (self.output_socket, output_addr)):
+            for socket, address in ((self.input_socket, input_addr), (self.output_socket, output_addr)):
                 socket.setsockopt(zmq.LINGER, 0)
                 socket.setsockopt(zmq.SNDHWM, 0)
                 socket.setsockopt(zmq.RCVHWM, 0)
                 socket.bind(address)
             # An unknown peer is an error to raise, not a message to drop: it means that the engine never connected.
-            self._input.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            self.input_socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         except BaseException:
             self.close()
             raise
-
-    def receive_ready(self, timeout: float) -> bytes:
-        """The engine's ready response, the one message that comes on the input side; `ReplicaError` if none came."""
-        return receive_ready(self._input, self.input_addr, timeout)
 
     def share(self, memory: SharedMemory) -> None:
         """Let large frames go through memory that the engine has the other end of. Before anything is sent or read."""
@@ -115,28 +114,16 @@ class IpcLink(Link):
         if self._memory is not None:
             frames = self._memory.lend(frames)
         try:
-            self._input.send_multipart((self._identity, *frames), zmq.NOBLOCK, copy=False)
+            self.input_socket.send_multipart((self._identity, *frames), zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:
             raise ReplicaError(f"cannot send on {self.input_addr}: {error}") from error
 
     def close(self) -> None:
         self._stop_reading()
         self._memory = None
-        self._input.close()
+        self.input_socket.close()
         self.output_socket.close()
         remove_ipc_files(self.input_addr, self.output_addr)
-
-
-def receive_ready(router: "zmq.Socket[Any]", address: str, timeout: float) -> bytes:
-    """An engine's ready response, the first message that comes to a ROUTER. Blocks up to `timeout` seconds.
-
-    Raises:
-        ReplicaError: nothing came in time; the message names `address`.
-    """
-    if not router.poll(int(timeout * 1000)):
-        raise ReplicaError(f"no ready response on {address} within {timeout:.0f} s")
-    payload: bytes = router.recv_multipart()[1]
-    return payload
 
 
 def remove_ipc_files(*addresses: str) -> None:

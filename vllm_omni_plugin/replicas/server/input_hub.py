@@ -5,7 +5,7 @@ import threading
 import zmq
 
 from vllm_omni_plugin.replicas.links.forwarding import QUEUE_MESSAGES, forward, forwarding_context
-from vllm_omni_plugin.replicas.links.link import receive_ready, remove_ipc_files
+from vllm_omni_plugin.replicas.links.link import remove_ipc_files
 
 
 class InputHub:
@@ -16,6 +16,9 @@ class InputHub:
     Args:
         engine_addr: ipc address to bind for the engine.
         local_addr: ipc address to bind for those that write.
+
+    Attributes:
+        router: where the engine's ready response comes; to be read before `start` only.
     """
 
     def __init__(self, engine_addr: str, local_addr: str) -> None:
@@ -24,11 +27,11 @@ class InputHub:
         self._context = forwarding_context()
         self._thread: threading.Thread | None = None
         try:
-            self._router = self._context.socket(zmq.ROUTER)
+            self.router = self._context.socket(zmq.ROUTER)
             # Unbounded as vLLM's own: a ROUTER that is full drops messages. Heads stop writing to an engine that
             # takes nothing when it is found to hang.
-            self._router.sndhwm = 0
-            self._router.bind(engine_addr)
+            self.router.sndhwm = 0
+            self.router.bind(engine_addr)
             self._pull = self._context.socket(zmq.PULL)
             self._pull.rcvhwm = QUEUE_MESSAGES
             self._pull.bind(local_addr)
@@ -36,16 +39,12 @@ class InputHub:
             self._context.destroy(linger=0)
             raise
 
-    def receive_ready(self, timeout: float) -> bytes:
-        """The engine's ready response. Blocks up to `timeout` seconds, before `start`; `ReplicaError` if none came."""
-        return receive_ready(self._router, self.engine_addr, timeout)
-
     def start(self) -> None:
         """Begin to pass messages on; what was sent before has waited."""
-        self._thread = forward("omni-engine-input", self._pull, self._router, (self._pull, self._router))
+        self._thread = forward("omni-engine-input", self._pull, self.router, (self._pull, self.router))
 
     def close(self) -> None:
-        """End the thread and drop what is queued. Idempotent; not while another thread is in `receive_ready`."""
+        """End the thread and drop what is queued. Idempotent; not while another thread reads `router`."""
         if self._thread is None:
             self._context.destroy(linger=0)
         else:

@@ -86,7 +86,7 @@ async def start_served_engine(launcher: Launcher, codec: Codec, executor: Execut
             sockets.callback(links[-1].close)
         output_addrs = [link.output_addr for link in links]
         process, ready_response = await start_engine(
-            launcher, executor, replica_id, hub.engine_addr, output_addrs, hub.receive_ready
+            launcher, executor, replica_id, hub.engine_addr, output_addrs, hub.router
         )
         hub.start()
         return ServedEngine(sockets.pop_all(), links, codec, str(replica_id), identity, process, ready_response)

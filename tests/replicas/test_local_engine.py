@@ -1,4 +1,4 @@
-"""A local replica tells what its engine has cached, as long as it lives."""
+"""An engine of the head itself: it must say that it is ready, and tells what it has cached as long as it lives."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +9,8 @@ import pytest
 from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeEngineApi
 from tests.replicas.cache_publisher import FakePublisher, Mirror, stored
-from tests.replicas.server.engines import ServedFakeLauncher
+from tests.replicas.server.engines import ServedFakeEngine, ServedFakeLauncher
+from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.replicas.engine.running_engine import Engine, start_local_engine
 
 
@@ -28,6 +29,16 @@ def executor() -> Iterator[ThreadPoolExecutor]:
 
 async def start(launcher: ServedFakeLauncher, executor: ThreadPoolExecutor) -> Engine:
     return await start_local_engine(launcher, FakeEngineApi(), executor, 0, lambda _: None)
+
+
+async def test_an_engine_that_does_not_say_in_time_that_it_is_ready_is_ended(
+    launcher: ServedFakeLauncher, executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ServedFakeEngine, "wait", lambda *_: None)
+    launcher.ready_timeout = 0.0
+    with pytest.raises(ReplicaError, match=r"no ready response on ipc://.* within 0 s"):
+        await start(launcher, executor)
+    assert launcher.engines[0].process.killed
 
 
 async def test_a_local_engine_is_followed_until_its_replica_is_closed(
