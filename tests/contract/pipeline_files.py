@@ -9,11 +9,11 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.integration.command_line import parse_options
+from vllm_omni_plugin.vllm_api.versions.serve_arguments import make_arg_parser
 
 from .configs import write_model
 

@@ -9,6 +9,10 @@ from importlib import import_module
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
+from vllm_omni_plugin.vllm_api.versions.supported import Release, release_of
+
+_LINE = r"^(?:(since|before) ([\d.]+) )?([\w.]+): (.*(?:\n .*)*)"
+
 
 class Symbol(NamedTuple):
     """One thing of vLLM's that we name, read, call or replace.
@@ -18,22 +22,32 @@ class Symbol(NamedTuple):
         used_for: what would no longer work without it.
         positional: names of the parameters we pass by position, in order; None for what is not called.
         keywords: names of the parameters we pass by name.
+        since: the first release of vLLM that has it; None: all have.
+        before: the first that does not; None: all have.
     """
 
     path: str
     used_for: str
     positional: tuple[str, ...] | None = None
     keywords: tuple[str, ...] = ()
+    since: Release | None = None
+    before: Release | None = None
+
+    def is_of(self, release: Release) -> bool:
+        """Whether a release of vLLM is to have it."""
+        return (self.since is None or release >= self.since) and (self.before is None or release < self.before)
 
 
 def read_symbols(text: str) -> Iterator[Symbol]:
     """The symbols of a list that is written like `symbols.txt`."""
     for section in re.split(r"^\[", text, flags=re.MULTILINE)[1:]:
         used_for, _, lines = section.partition("]\n")
-        for owner, names in re.findall(r"^([\w.]+): (.*(?:\n .*)*)", lines, re.MULTILINE):
+        for bound, release, owner, names in re.findall(_LINE, lines, re.MULTILINE):
+            limits = {bound: release_of(release)} if bound else {}
             for name, call in re.findall(r"(\w+)(\([^)]*\))?", names):
                 positional, _, keywords = call.partition("*")
-                yield Symbol(f"{owner}.{name}", used_for, _words(positional) if call else None, _words(keywords))
+                passed = _words(positional) if call else None
+                yield Symbol(f"{owner}.{name}", used_for, passed, _words(keywords), **limits)
 
 
 def _words(text: str) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ STAND_IN = """
 import json
 
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm_omni_plugin.vllm_api.versions.serve_arguments import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 

@@ -1,5 +1,6 @@
 """What `--data-parallel-size` makes of a configuration, and how the engines of ranks are numbered."""
 
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from vllm.config import KVTransferConfig
+from vllm.v1.engine import EngineCoreReadyResponse
 from vllm.v1.engine.utils import CoreEngine
 
 from tests.engine.experts import MIXTRAL
@@ -123,12 +125,25 @@ def test_every_request_comes_of_a_wave_that_is_over(dense: Path) -> None:
 
 def test_ready_responses_of_several_groups_are_applied_although_each_names_a_coordinator(experts: Path) -> None:
     config = vllm_config(experts)
+    own_port = config.parallel_config._coord_store_port
     responses = []
     for group in range(2):
         ready = msgspec.msgpack.decode(ready_response(config, 0, 10, 16))
-        responses.append(msgspec.msgpack.encode(ready | {"dp_stats_address": f"ipc:///group{group}"}))
+        responses.append(msgspec.msgpack.encode(ready | addresses_of(group)))
     apply_ready_responses(config, responses)
     assert config.cache_config.num_gpu_blocks == 20
+    assert config.parallel_config._coord_store_port == own_port
+
+
+def addresses_of(group: int) -> dict[str, Any]:
+    """A value of its own for every field of a ready response that names a port or an address."""
+    found: dict[str, Any] = {}
+    for field in fields(EngineCoreReadyResponse):
+        if field.name.endswith("_address"):
+            found[field.name] = f"ipc:///{field.name}{group}"
+        elif field.name.endswith("_port"):
+            found[field.name] = 5000 + group
+    return found
 
 
 def together(starts: list[Any], error: str) -> None:

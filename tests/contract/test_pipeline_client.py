@@ -57,6 +57,7 @@ def config(max_model_len: int) -> Any:
         model_config=SimpleNamespace(max_model_len=max_model_len, dtype="torch.float32"),
         cache_config=SimpleNamespace(num_gpu_blocks=None, block_size=0),
         parallel_config=SimpleNamespace(
+            _coord_store_port=0,
             world_size=1,
             data_parallel_size=1,
             tensor_parallel_size=1,

@@ -16,6 +16,16 @@ def test_a_list_of_symbols_is_read() -> None:
     ]
 
 
+def test_a_symbol_may_be_one_of_some_versions() -> None:
+    old, new = read_symbols("[x]\nbefore 0.33 a: b\nsince 0.33 c: b\n")
+    assert [symbol.is_of(release) for symbol in (old, new) for release in ((0, 32), (0, 33))] == [
+        True,
+        False,
+        False,
+        True,
+    ]
+
+
 @pytest.mark.parametrize(
     ("symbol", "complaint"),
     [

@@ -50,9 +50,9 @@ async def test_a_method_that_is_awaited_is_refused_when_it_is(client: FleetClien
 
 
 def test_a_method_of_a_later_vllm_is_refused_by_name_and_can_be_looked_for(client: FleetClient) -> None:
-    assert not hasattr(client, "pause_generation_async")
-    with pytest.raises(UnknownCallError, match="'pause_generation_async'"):
-        client.pause_generation_async("abort")
+    assert not hasattr(client, "of_a_later_version_async")
+    with pytest.raises(UnknownCallError, match="'of_a_later_version_async'"):
+        client.of_a_later_version_async("abort")
 
 
 def test_what_a_later_base_class_has_is_inherited_if_it_does_something_and_refused_if_not() -> None:

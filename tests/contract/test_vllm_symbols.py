@@ -10,6 +10,9 @@ from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
 
 import vllm_omni_plugin
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
+from vllm_omni_plugin.vllm_api.versions import differences as differences_module
+from vllm_omni_plugin.vllm_api.versions.differences import Difference
+from vllm_omni_plugin.vllm_api.versions.supported import installed_release
 
 from .resolution import Symbol, check, read_symbols
 from .usage import called_by_name, names_of, vllm_names
@@ -22,9 +25,17 @@ TOUCH_VLLM = {path: text for path, text in SOURCES.items() if path.relative_to(P
 CALLERS = frozenset({"_call", "_call_model", "_call_prompt", "_call_stages", "_consensus"})
 
 
-@pytest.mark.parametrize("symbol", SYMBOLS, ids=lambda symbol: symbol.path)
+HERE = [symbol for symbol in SYMBOLS if symbol.is_of(installed_release())]
+
+
+@pytest.mark.parametrize("symbol", HERE, ids=lambda symbol: symbol.path)
 def test_symbol_is_what_we_take_it_for(symbol: Symbol) -> None:
     check(symbol)
+
+
+def test_symbols_of_some_versions_are_those_of_differences_between_supported_ones() -> None:
+    differences = {member.since for member in vars(differences_module).values() if isinstance(member, Difference)}
+    assert {limit for symbol in SYMBOLS for limit in (symbol.since, symbol.before) if limit} <= differences
 
 
 def test_no_symbol_is_listed_twice() -> None:
@@ -69,4 +80,6 @@ def test_the_fleet_takes_the_parameters_that_vllms_own_client_takes(name: str) -
     def names(function: Callable[..., Any]) -> list[str]:
         return list(inspect.signature(function).parameters)
 
-    assert names(getattr(FleetClient, name)) == names(getattr(AsyncMPClient, name))
+    vllms = names(getattr(AsyncMPClient, name))
+    # Those of a later version may follow.
+    assert names(getattr(FleetClient, name))[: len(vllms)] == vllms

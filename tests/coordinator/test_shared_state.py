@@ -24,7 +24,10 @@ CALLS = st.one_of(
     st.tuples(st.just("add_lora"), st.tuples(st.builds(lora, st.integers(1, 3), st.sampled_from("xy")))),
     st.tuples(st.sampled_from(["remove_lora", "pin_lora"]), st.tuples(st.integers(1, 3))),
     st.tuples(st.just("set_weight_version"), st.tuples(st.sampled_from(["v1", "v2"]))),
-    st.tuples(st.just("pause_scheduler"), st.tuples(st.sampled_from(["abort", "wait", "keep"]), st.booleans())),
+    st.tuples(
+        st.sampled_from(["pause_scheduler", "pause_generation"]),
+        st.tuples(st.sampled_from(["abort", "wait", "keep"]), st.booleans()),
+    ),
     st.tuples(st.just("sleep"), st.tuples(st.integers(0, 1), st.sampled_from(["abort", "keep"]))),
     st.tuples(st.sampled_from(["resume_scheduler", "release_kv_cache_memory", "wake_up", "profile"]), st.just(())),
     st.tuples(
@@ -65,6 +68,8 @@ RL_STEPS: dict[str, list[tuple[str, tuple[Any, ...]]]] = {
     "sleep and wake by parts": [("sleep", (1, "abort")), ("wake_up", (["weights"],)), ("wake_up", (["kv_cache"],))],
     "sleep and wake": [("sleep", (1, "abort")), ("wake_up", ())],
     "pause and resume": [("pause_scheduler", ("keep", True)), ("resume_scheduler", ())],
+    "refuse and resume": [("pause_generation", ("abort", True)), ("resume_scheduler", ())],
+    "sleep while requests are refused": [("pause_generation", ("wait", True)), ("sleep", (1, "keep"))],
     "resume while asleep": [("sleep", (1, "abort")), ("resume_scheduler", ()), ("pause_scheduler", ())],
     "release the cache": [
         ("pause_scheduler", ("abort", True)),

@@ -18,6 +18,7 @@ class EngineModel:
     pinned: set[int] = field(default_factory=set)
     weight_version: str | None = None
     pause: str | None = None
+    refuses: bool = False
     asleep: set[str] = field(default_factory=set)
 
     def apply(self, method: str, args: tuple[Any, ...]) -> None:
@@ -39,11 +40,16 @@ class EngineModel:
     def set_weight_version(self, version: str) -> None:
         self.weight_version = version
 
+    def pause_generation(self, mode: str = "abort", clear_cache: bool = True) -> None:
+        self.pause_scheduler(mode)
+        self.refuses = mode != "keep"
+
     def pause_scheduler(self, mode: str = "abort", clear_cache: bool = True) -> None:
         self.pause = "all" if mode == "keep" else "new"
 
     def resume_scheduler(self) -> None:
         self.pause = None
+        self.refuses = False
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         self.pause_scheduler(mode)
@@ -63,7 +69,7 @@ class EngineModel:
         elif memory <= self.asleep:
             self.asleep = self.asleep - memory
         if not self.asleep:
-            self.pause = None
+            self.resume_scheduler()
 
     def profile(self) -> None:
         """Leaves nothing behind."""

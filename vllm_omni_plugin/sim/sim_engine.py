@@ -16,6 +16,7 @@ from vllm_omni_plugin.sim.model.sim_requests import SimOutput, to_request
 from vllm_omni_plugin.stages.utility_methods import UtilityMethods
 from vllm_omni_plugin.vllm_api.protocol import sim_protocol
 from vllm_omni_plugin.vllm_api.protocol.sim_protocol import ENGINE_DEAD, EngineSide, Frames, lora_id
+from vllm_omni_plugin.vllm_api.requests.rest_state import pause_mode
 
 logger = init_logger(__name__)
 
@@ -156,7 +157,7 @@ class SimulatedEngine:
             answer = self._codec.encode_result(call_id, self._calls.call(method, args))
         except Exception as error:  # whatever is wrong with a call is the caller's to know, as in vLLM
             answer = self._codec.encode_failure(call_id, f"Call to {method} method failed: {error}")
-        if method in ("pause_scheduler", "sleep") and self._calls.pause_mode == "wait":
+        if pause_mode(method, tuple(args)) == "wait":
             self._delayed_answers.append((client_index, answer))
             self._send_delayed_answers()
         else:

@@ -28,6 +28,7 @@ from vllm_omni_plugin.vllm_api.protocol.stage_protocol import (
     SchedulerStats,
     StageRequest,
 )
+from vllm_omni_plugin.vllm_api.requests.rest_state import pause_mode
 
 logger = init_logger(__name__)
 
@@ -113,7 +114,7 @@ class StageEngine:
             answer = self._codec.encode_result(call_id, self._calls.call(method, args), time.monotonic())
         except Exception as error:  # every error of a call goes to its caller, as in vLLM
             answer = self._codec.encode_failure(call_id, f"Call to {method} method failed: {error}", time.monotonic())
-        if self._batch and method in ("pause_scheduler", "sleep") and self._calls.pause_mode == "wait":
+        if self._batch and pause_mode(method, tuple(args)) == "wait":
             self._delayed_answers.append((client_index, answer))
         else:
             self._put(client_index, answer)

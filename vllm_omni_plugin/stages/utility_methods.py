@@ -35,6 +35,7 @@ class UtilityMethods:
             "get_weight_version": lambda: self._weight_version,
             "is_scheduler_paused": lambda: self.pause_mode is not None,
             "is_sleeping": lambda: self.pause_mode is not None or bool(self._rest.asleep),
+            "pause_generation": self._pause_generation,
             "pause_scheduler": self._pause,
             "profile": lambda *args: None,
             "release_kv_cache_memory": self._release_kv_cache_memory,
@@ -62,6 +63,10 @@ class UtilityMethods:
         if method not in self._methods:
             raise AttributeError(f"{self._kind} has no method {method!r}")
         return self._methods[method](*args)
+
+    def _pause_generation(self, mode: str = "abort", clear_cache: bool = True) -> None:
+        self._rest.pause_generation(mode)
+        self._rested(mode, clear_cache)
 
     def _pause(self, mode: str = "abort", clear_cache: bool = True) -> None:
         self._rest.pause(mode)

@@ -1,7 +1,7 @@
 """Operators' calls as heads and the coordinator pass them on: one form for each method, strictly decoded."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 from msgspec import Meta
@@ -32,6 +32,7 @@ _ARGUMENTS: dict[str, Any] = {
     "remove_lora": tuple[AdapterId],
     FORGET_LORA: tuple[AdapterId],
     "pin_lora": tuple[AdapterId],
+    "pause_generation": tuple[_Mode, bool],
     "pause_scheduler": tuple[_Mode, bool],
     "resume_scheduler": tuple[()],
     "sleep": tuple[_Level, _Mode],
@@ -45,6 +46,8 @@ _ARGUMENTS: dict[str, Any] = {
     **dict.fromkeys(MANAGE_CALLS, tuple[ReplicaKey]),
     "profile": tuple[bool, _Text | None, _Count | None, _Count | None],
 }
+_LONGER: dict[str, Any] = {"profile": tuple[bool, _Text | None, _Count | None, _Count | None, dict[str, Any]]}
+"""With all arguments that it may have."""
 
 
 def encode(method: str, args: Sequence[Any]) -> list[Any] | None:
@@ -74,6 +77,9 @@ def decode(method: str, arguments: Any) -> tuple[Any, ...]:
     kind = _ARGUMENTS.get(method)
     if kind is None:
         raise WireError(f"not an operator's call: {method}")
+    longer = _LONGER.get(method)
+    if longer is not None and isinstance(arguments, list) and len(arguments) == len(get_args(longer)):
+        kind = longer
     try:
         args: tuple[Any, ...] = msgspec.convert(arguments, kind)
     except msgspec.ValidationError as error:

@@ -168,6 +168,7 @@ _RECORDERS: dict[str, Callable[[_Facts, tuple[Any, ...]], None]] = {
     "remove_lora": _remove_lora,
     FORGET_LORA: _remove_lora,
     "pin_lora": _pin_lora,
+    "pause_generation": lambda facts, args: facts.rest.pause_generation(*args),
     "pause_scheduler": lambda facts, args: facts.rest.pause(*args),
     "resume_scheduler": lambda facts, args: facts.rest.resume(),
     "sleep": lambda facts, args: facts.rest.sleep(*args),

@@ -269,6 +269,9 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
     async def pause_scheduler_async(self, mode: str = "abort", clear_cache: bool = True) -> None:
         await self._call("pause_scheduler", mode, clear_cache)
 
+    async def pause_generation_async(self, mode: str = "abort", clear_cache: bool = True) -> None:
+        await self._call("pause_generation", mode, clear_cache)
+
     async def resume_scheduler_async(self) -> None:
         await self._call("resume_scheduler")
 
@@ -281,8 +284,11 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         profile_prefix: str | None = None,
         delay_iterations: int | None = None,
         max_iterations: int | None = None,
+        profiler_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        await self._call("profile", is_start, profile_prefix, delay_iterations, max_iterations)
+        # Engines of a vLLM whose profiler takes none have no fifth argument.
+        further = () if profiler_kwargs is None else (profiler_kwargs,)
+        await self._call("profile", is_start, profile_prefix, delay_iterations, max_iterations, *further)
 
     async def reset_mm_cache_async(self) -> None:
         await self._call("reset_mm_cache")
@@ -362,6 +368,12 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
 
     async def commit_elastic_ep(self) -> None:
         raise NotImplementedError("Elastic expert parallelism does not apply to a fleet of --omni-* replicas.")
+
+    async def abort_external_elastic_ep(self, error: str) -> None:
+        raise NotImplementedError("Elastic expert parallelism does not apply to a fleet of --omni-* replicas.")
+
+    async def get_external_elastic_ep_status(self) -> None:
+        """None, as where vLLM's own engines are not scaled from outside."""
 
     async def handle_fault(self, ft_request: Any) -> Any:
         raise NotImplementedError("vLLM's fault tolerance does not apply: the fleet restarts lost replicas itself.")

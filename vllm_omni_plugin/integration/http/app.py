@@ -46,6 +46,7 @@ INFERENCE_PATHS = frozenset(
         "/v1/chat/completions",
         "/v1/chat/completions/batch",
         "/v1/completions",
+        "/v1/decisions",
         "/v1/embeddings",
         "/v1/messages",
         "/v1/rerank",

@@ -12,7 +12,6 @@ from typing import Any
 
 import uvloop
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.launchers.cli_args import propagate_flash_late_interaction
 from vllm.reasoning import ReasoningParserManager
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.executor import Executor
@@ -39,6 +38,7 @@ from vllm_omni_plugin.vllm_api.launch.engine_launch import share_cores, spawn_on
 from vllm_omni_plugin.vllm_api.launch.group_launch import new_launcher, split_ranks
 from vllm_omni_plugin.vllm_api.launch.model_fingerprint import fingerprint
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
+from vllm_omni_plugin.vllm_api.versions.serve_arguments import propagate_flash_late_interaction
 
 logger = init_logger(__name__)
 

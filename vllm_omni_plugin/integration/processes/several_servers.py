@@ -17,7 +17,6 @@ from typing import Any
 import uvloop
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.entry import setup_server
-from vllm.entrypoints.launchers.cli_args import propagate_flash_late_interaction
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.network_utils import get_ip
 from vllm.v1.executor import Executor
@@ -49,6 +48,7 @@ from vllm_omni_plugin.replicas.server.descriptor_limits import raise_limits
 from vllm_omni_plugin.replicas.server.node import SIGNALS
 from vllm_omni_plugin.replicas.server.replica_server import ReplicaServer
 from vllm_omni_plugin.vllm_api.launch.engine_launch import spawn_only
+from vllm_omni_plugin.vllm_api.versions.serve_arguments import propagate_flash_late_interaction
 
 logger = init_logger(__name__)
 

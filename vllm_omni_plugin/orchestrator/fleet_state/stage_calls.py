@@ -250,7 +250,7 @@ def _clears_prefix_cache(method: str, args: tuple[Any, ...], result: Any) -> boo
     match method:
         case "reset_prefix_cache":
             return bool(result)
-        case "pause_scheduler":
+        case "pause_scheduler" | "pause_generation":
             return len(args) < 2 or bool(args[1])
         case "sleep":
             return not args or bool(args[0] >= 1)

@@ -80,7 +80,7 @@ class _Worker:
     def get_supported_kv_cache_layouts(self) -> list[str]:
         return [_LAYOUT]
 
-    def set_kv_cache_layout(self, layout: str) -> None:
+    def set_kv_cache_layout(self, layout: str, interleave_size: int = 1) -> None:
         record_kv_cache_layout(self._cache_config, layout)
 
     def determine_available_memory(self) -> int:

@@ -3,8 +3,9 @@
 import argparse
 from collections.abc import Callable, Sequence
 
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from vllm_omni_plugin.vllm_api.versions.serve_arguments import make_arg_parser
 
 
 def parse_headless_args(

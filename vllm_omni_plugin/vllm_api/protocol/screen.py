@@ -29,6 +29,7 @@ CALLS = frozenset(
         "is_scheduler_paused",
         "is_sleeping",
         "list_loras",
+        "pause_generation",
         "pause_scheduler",
         "pin_lora",
         "profile",

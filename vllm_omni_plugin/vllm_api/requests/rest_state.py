@@ -6,16 +6,17 @@ from typing import Any
 Call = tuple[str, tuple[Any, ...]]
 """A utility method of the engine core and its arguments."""
 
-REST_CALLS = frozenset({"pause_scheduler", "resume_scheduler", "sleep", "wake_up"})
+REST_CALLS = frozenset({"pause_generation", "pause_scheduler", "resume_scheduler", "sleep", "wake_up"})
+_PAUSES = ("pause_generation", "pause_scheduler")
 _ALL_MEMORY = frozenset({"weights", "kv_cache"})
 
 
 def pause_mode(method: str, args: tuple[Any, ...]) -> str | None:
     """What a call does with the requests in flight, see `RestState.pause_mode`; None: it brings nothing to rest."""
-    if method not in ("pause_scheduler", "sleep"):
+    if method not in (*_PAUSES, "sleep"):
         return None
     # What is not given is vLLM's default.
-    mode: str = (*args, "abort")[0] if method == "pause_scheduler" else (*args, 1, "abort")[1]
+    mode: str = (*args, "abort")[0] if method in _PAUSES else (*args, 1, "abort")[1]
     return mode
 
 
@@ -29,11 +30,18 @@ class RestState:
         pause_mode: the mode in which scheduling is paused, or None while it runs.
         asleep: tags of the memory that is put away.
         sleep_level: how the weights were put away; means nothing while they are resident.
+        refuses: whether requests are refused until it resumes, and not only wait.
     """
 
     pause_mode: str | None = None
     asleep: frozenset[str] = frozenset()
     sleep_level: int = 1
+    refuses: bool = False
+
+    def pause_generation(self, mode: str = "abort", clear_cache: bool = True) -> None:
+        """As `pause`, and refuse requests, but in the mode that keeps them."""
+        self.pause(mode)
+        self.refuses = mode != "keep"
 
     def pause(self, mode: str = "abort", clear_cache: bool = True) -> None:
         """Stop scheduling."""
@@ -42,6 +50,7 @@ class RestState:
     def resume(self) -> None:
         """Schedule again."""
         self.pause_mode = None
+        self.refuses = False
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Pause and, from level 1 on, put all memory away. The level of weights that sleep already does not change."""
@@ -59,7 +68,7 @@ class RestState:
         if memory <= self.asleep:
             self.asleep -= memory
         if not self.asleep:
-            self.pause_mode = None
+            self.resume()
 
     def replay(self) -> list[Call]:
         """The calls that bring a fresh engine to this state.
@@ -68,13 +77,15 @@ class RestState:
         they use of its cache stays.
         """
         mode = "keep" if self.pause_mode == "keep" else "wait"
+        # Before the other calls, none of which changes whether requests are refused.
+        calls: list[Call] = [("pause_generation", ("wait", False))] if self.refuses else []
+        pause: list[Call] = [] if calls and mode == "wait" else [("pause_scheduler", (mode, False))]
         if not self.asleep:
-            return [] if self.pause_mode is None else [("pause_scheduler", (mode, False))]
-        calls: list[Call]
+            return calls if self.pause_mode is None else calls + pause
         if "weights" not in self.asleep:
-            calls = [("pause_scheduler", (mode, False)), ("release_kv_cache_memory", ())]
+            calls += [*pause, ("release_kv_cache_memory", ())]
         else:
-            calls = [("sleep", (self.sleep_level, mode))]
+            calls.append(("sleep", (self.sleep_level, mode)))
             if "kv_cache" not in self.asleep:
                 calls.append(("wake_up", (["kv_cache"],)))
         if self.pause_mode is None:

@@ -8,11 +8,11 @@ from dataclasses import fields
 from typing import Any, NoReturn
 
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.launchers.cli_args import make_arg_parser, propagate_flash_late_interaction
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_omni_plugin.errors import ConfigError, did_you_mean
 from vllm_omni_plugin.pipeline.places import PipelineError, Place
+from vllm_omni_plugin.vllm_api.versions.serve_arguments import make_arg_parser, propagate_flash_late_interaction
 
 DEFAULT_MODEL: str = AsyncEngineArgs.model
 """vLLM's, for a command line without any."""
