@@ -38,7 +38,7 @@ def app_of(fleet: FakeFleet, unix_socket: bool = False) -> FastAPI:
     """A server without keys of any kind."""
     app = FastAPI()
     app.include_router(build_router(Access(everybody, None, unix_socket)))
-    app.state.omni_fleet = FleetAdmin(fleet.orchestrator, lambda: fleet.now)
+    app.state.omni_fleet = FleetAdmin(fleet.orchestrator, fleet.fleet_calls, lambda: fleet.now)
     return app
 
 

@@ -81,7 +81,7 @@ def give_fleet(app: FastAPI, fleet: FakeFleet, replica_wait: float = 0.01) -> No
     async def never() -> None:
         await asyncio.Event().wait()
 
-    app.state.omni_fleet = FleetAdmin(fleet.orchestrator, lambda: fleet.now)
+    app.state.omni_fleet = FleetAdmin(fleet.orchestrator, fleet.fleet_calls, lambda: fleet.now)
     app.state.omni_hold = hold.Hold(fleet.orchestrator, never, replica_wait, lambda: False, never)
 
 
@@ -109,9 +109,10 @@ async def test_an_operator_s_call_is_refused_while_other_heads_cannot_be_told(
 ) -> None:
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
     app = build()
-    async with FakeFleet() as fleet, client_of(app) as client:
+    fleet = FakeFleet()
+    fleet.fleet_calls = FleetCalls(fleet.orchestrator, "head", lambda: None)
+    async with fleet, client_of(app) as client:
         give_fleet(app, fleet)
-        fleet.orchestrator.fleet_calls = FleetCalls(fleet.orchestrator, "head", lambda: None)
         answer = await client.post("/sleep")
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
         assert "coordinator" in answer.json()["error"]["message"]

@@ -60,7 +60,7 @@ def test_the_families_are_these() -> None:
 
 def test_a_head_that_can_be_joined_says_who_it_hears_of() -> None:
     orchestrator = empty_orchestrator()
-    orchestrator.exchange = exchange = WorkExchange(print, call_later=Timers().call_later)
+    orchestrator.stage_pools[0].exchange = exchange = WorkExchange(print, call_later=Timers().call_later)
     registry = registry_of(orchestrator)
     assert registry.get_sample_value("vllm_omni_fleet:heads") == 1
     assert registry.get_sample_value("vllm_omni_fleet:coordinator_connected") is None
@@ -86,8 +86,7 @@ async def test_work_is_counted_per_replica() -> None:
     async with FakeFleet(replicas=2) as fleet:
         for name in "abcd":
             await fleet.submit(name)
-        link, attempt = fleet.attempt("a")
-        link.output(attempt, finish_reason="stop")
+        fleet.say("a", finish_reason="stop")
         fleet.pool.member(1).restarts = 3
         registry = registry_of(fleet.orchestrator)
         assert values(registry, "vllm_omni_fleet:dispatches_total", "replica") == {"0": 2, "1": 2}
@@ -101,8 +100,7 @@ async def test_moves_are_counted_by_their_way_and_losses_apart() -> None:
         for name, move in (("queued", "resume"), ("resumes", "resume"), ("replays", "replay"), ("cannot", "never")):
             await fleet.submit(name, move=move, affinity=0)
         for name in ("resumes", "replays", "cannot"):
-            link, attempt = fleet.attempt(name)
-            link.output(attempt)
+            fleet.say(name)
         fleet.lose(0)
         registry = registry_of(fleet.orchestrator)
     assert values(registry, "vllm_omni_fleet:request_moves_total", "way") == {"restart": 1, "resume": 1, "replay": 1}
@@ -117,12 +115,10 @@ async def test_what_replays_repeat_and_do_not_repeat_is_counted() -> None:
     async with FakeFleet(replicas=2) as fleet:
         for name in ("repeats", "diverges"):
             await fleet.submit(name, move="replay", affinity=0)
-            link, attempt = fleet.attempt(name)
-            link.output(attempt, 1, 2, 3)
+            fleet.say(name, 1, 2, 3)
         fleet.lose(0)
         for name, tokens in (("repeats", (1, 2, 3, 4)), ("diverges", (7,))):
-            link, attempt = fleet.attempt(name)
-            link.output(attempt, *tokens)
+            fleet.say(name, *tokens)
         registry = registry_of(fleet.orchestrator)
     assert registry.get_sample_value("vllm_omni_fleet:tokens_swallowed_total") == 3
     assert registry.get_sample_value("vllm_omni_fleet:replays_diverged_total") == 1

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import httpx
@@ -15,7 +16,6 @@ from vllm_omni_plugin.admin.access import Access
 from vllm_omni_plugin.admin.replica_admin import FleetAdmin
 from vllm_omni_plugin.admin.routes import build_router
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
-from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember
 
 EVERYBODY = Access(lambda _: True, lambda _: True, unix_socket=False)
 
@@ -23,7 +23,7 @@ EVERYBODY = Access(lambda _: True, lambda _: True, unix_socket=False)
 def app_of(fleet: FakeFleet) -> FastAPI:
     app = FastAPI()
     app.include_router(build_router(EVERYBODY))
-    app.state.omni_fleet = FleetAdmin(fleet.orchestrator, lambda: fleet.now)
+    app.state.omni_fleet = FleetAdmin(fleet.orchestrator, fleet.fleet_calls, lambda: fleet.now)
     return app
 
 
@@ -44,16 +44,6 @@ async def replicas(client: httpx.AsyncClient) -> list[dict[str, Any]]:
     assert answer.status_code == 200
     found: list[dict[str, Any]] = answer.json()["replicas"]
     return found
-
-
-class Keeper:
-    """Notes what it is told to end."""
-
-    def __init__(self) -> None:
-        self.left: list[PoolMember] = []
-
-    def leave(self, member: PoolMember) -> None:
-        self.left.append(member)
 
 
 async def test_every_replica_is_listed_with_what_is_known_of_it(fleet: FakeFleet, client: httpx.AsyncClient) -> None:
@@ -113,12 +103,13 @@ async def test_what_no_operator_drained_cannot_be_resumed(fleet: FakeFleet, clie
 
 
 async def test_a_replica_that_is_deleted_is_ended_by_its_keeper(fleet: FakeFleet, client: httpx.AsyncClient) -> None:
-    local, remote = Keeper(), Keeper()
-    fleet.orchestrator.local_replicas, fleet.orchestrator.remote_replicas = local, remote  # type: ignore[assignment]
+    left = []
+    for member in fleet.pool.members:
+        member.leave = partial(left.append, member)
     fleet.pool.member(1).remote = True
     for replica in ("0.0", "0.1"):
         assert (await client.delete(f"/omni/replicas/{replica}")).status_code == 204
-    assert (local.left, remote.left) == ([fleet.pool.member(0)], [fleet.pool.member(1)])
+    assert left == [fleet.pool.member(0), fleet.pool.member(1)]
 
 
 @pytest.mark.parametrize(
@@ -162,12 +153,12 @@ async def test_a_server_without_a_fleet_says_so() -> None:
     assert {answer.json()["detail"] for answer in answers} == {"This server has no fleet of replicas."}
 
 
-async def test_a_change_that_other_heads_cannot_be_told_of_is_refused_for_now(
-    fleet: FakeFleet, client: httpx.AsyncClient
-) -> None:
-    fleet.orchestrator.fleet_calls = FleetCalls(fleet.orchestrator, "head", lambda: None)
+async def test_a_change_that_other_heads_cannot_be_told_of_is_refused_for_now() -> None:
+    fleet = FakeFleet()
+    fleet.fleet_calls = FleetCalls(fleet.orchestrator, "head", lambda: None)
     fleet.pool.member(1).remote = True
-    answer = await client.post("/omni/replicas/0.1/drain")
-    assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
-    assert "coordinator" in answer.json()["detail"]
-    assert (await client.post("/omni/replicas/0.0/drain")).status_code == 204, "it is of this head alone"
+    async with fleet, client_of(app_of(fleet)) as client:
+        answer = await client.post("/omni/replicas/0.1/drain")
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+        assert "coordinator" in answer.json()["detail"]
+        assert (await client.post("/omni/replicas/0.0/drain")).status_code == 204, "it is of this head alone"

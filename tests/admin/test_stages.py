@@ -11,6 +11,7 @@ from vllm_omni_plugin.admin.hold import Hold
 from vllm_omni_plugin.admin.replica_admin import FleetAdmin
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.errors import NoReplicaError
+from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pipeline.preparation import Preparation
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
@@ -47,7 +48,9 @@ def serve(orchestrator: Orchestrator, stage_id: int) -> None:
 
 
 async def test_a_wish_reaches_the_replica_of_its_stage(orchestrator: Orchestrator) -> None:
-    managing = asyncio.create_task(FleetAdmin(orchestrator, lambda: 0.0).manage("1.1", "drain"))
+    managing = asyncio.create_task(
+        FleetAdmin(orchestrator, FleetCalls(orchestrator), lambda: 0.0).manage("1.1", "drain")
+    )
     (message,) = await orchestrator.rpc_async_queue.get_batch()
     assert isinstance(message, ManageReplica)
     assert (message.stage_id, message.replica_id, message.action) == (1, 1, "drain")

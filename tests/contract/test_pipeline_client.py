@@ -23,6 +23,7 @@ from vllm_omni_plugin.integration.engine_client.request_failures import to_http
 from vllm_omni_plugin.integration.fleet_setup.fleet_stages import FleetStages
 from vllm_omni_plugin.integration.http.app import FleetEndpoints
 from vllm_omni_plugin.integration.options.carried_options import carry_options
+from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pipeline.preparation import Preparation
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
@@ -86,6 +87,7 @@ class Head:
         pools = [StagePool(stage.id, RandomBalancer()) for stage in PIPELINE.stages]
         apis = [FakeEngineApi() for _ in PIPELINE.stages]
         self.orchestrator = Orchestrator(pools, apis, 0, time.monotonic, preparation=Preparation(PIPELINE, apis, str))  # type: ignore[arg-type]
+        self.fleet_calls = FleetCalls(self.orchestrator)
         self.own = config(1000)
         self.configs = [None, config(1000), config(1000), config(2000)]
         self.stages = FleetStages(PIPELINE, self.configs)

@@ -11,7 +11,7 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 
 from vllm_omni_plugin.errors import StageInputError
-from vllm_omni_plugin.orchestrator.pipeline.stage_api import StageApi
+from vllm_omni_plugin.orchestrator.requests.request_api import StageApi
 from vllm_omni_plugin.pipeline import Modality, StageInput
 from vllm_omni_plugin.pipeline.transfer import WHOLE, Part
 from vllm_omni_plugin.vllm_api.stages.stage_requests import VllmStageApi

@@ -16,7 +16,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from tests.contract.configs import vllm_config, write_model
 from vllm_omni_plugin.integration.engine_client.stat_labels import StatLabels
-from vllm_omni_plugin.orchestrator.pool.engine_index import engine_index
+from vllm_omni_plugin.orchestrator.pool.pool_member import engine_index
 
 Sample = tuple[str, frozenset[tuple[str, str]]]
 

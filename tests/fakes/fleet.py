@@ -6,7 +6,7 @@ from tests.fakes.engine_api import FakeEngineApi, FakeRequest
 from tests.fakes.links import FakeLink
 from tests.fakes.played_fleet import PlayedFleet
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer, LoadBalancer
-from vllm_omni_plugin.orchestrator.orchestrator import FleetParts, Orchestrator
+from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
@@ -44,9 +44,8 @@ class FakeFleet(PlayedFleet):
         self.now = 0.0
         self.pool = StagePool(0, balancer or LeastQueueLengthBalancer(), clock=lambda: self.now, exchange=exchange)
         apis = [FakeEngineApi()]
-        self.orchestrator = Orchestrator(
-            [self.pool], apis, migration_limit, lambda: self.now, replica_wait, parts=self.make_parts
-        )
+        self.exchange = exchange
+        self.orchestrator = Orchestrator([self.pool], apis, migration_limit, lambda: self.now, replica_wait)
         self.ready_response = b""
         self.links: dict[int, FakeLink] = {}
         self.events: list[tuple[str, Any]] = []
@@ -56,10 +55,6 @@ class FakeFleet(PlayedFleet):
         self.statistics: list[tuple[int, int]] = []
         for replica_id in range(replicas):
             self.join(self.pool.add(replica_id))
-
-    def make_parts(self, orchestrator: Orchestrator) -> FleetParts:
-        """What ties the orchestrator to other heads."""
-        return FleetParts()
 
     def join(self, member: PoolMember, broken: bool = False) -> FakeLink:
         """The replica serves from now on, over a fresh link, unless that is broken."""
@@ -99,6 +94,11 @@ class FakeFleet(PlayedFleet):
         run = self.orchestrator.request_states[request_id].runs[0]
         assert run.replica_id is not None
         return self.links[run.replica_id], run.engine_request_id
+
+    def say(self, request_id: str, *tokens: int, **fields: Any) -> None:
+        """The engine that has a request sends an output of it; see `FakeLink.output`."""
+        link, attempt = self.attempt(request_id)
+        link.output(attempt, *tokens, **fields)
 
     @property
     def in_flight(self) -> list[int]:

@@ -1,6 +1,7 @@
 """What `integration.client.FleetClient` owns."""
 
 from vllm_omni_plugin.integration.fleet_setup.fleet_stages import FleetStages
+from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 
 
@@ -9,6 +10,7 @@ class IdleFleet:
 
     def __init__(self, orchestrator: Orchestrator) -> None:
         self.orchestrator = orchestrator
+        self.fleet_calls = FleetCalls(orchestrator)
         self.stages = FleetStages(None, [None])
         self.closed_after: list[float | None] = []
 

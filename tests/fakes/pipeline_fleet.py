@@ -166,6 +166,11 @@ class FakePipelineFleet(PlayedFleet):
         assert run.replica_id is not None
         return self.links[stage_id, run.replica_id], run.engine_request_id
 
+    def tell(self, request_id: str, stage_id: int, *tokens: int, **fields: Any) -> None:
+        """The engine of a stage sends an output of a request that the test has thought of; see `PlayedLink.tell`."""
+        link, attempt = self.attempt(request_id, stage_id)
+        link.tell(attempt, *tokens, **fields)
+
     async def step(self, request_id: str, stage_id: int, count: int = 1) -> None:
         """The engine of a stage works on a request."""
         link, attempt = self.attempt(request_id, stage_id)
@@ -219,6 +224,6 @@ class FakePipelineFleet(PlayedFleet):
 
 def _in_preparation(state: OrchestratorRequestState) -> Iterator[tuple[str, int]]:
     assert isinstance(state, PipelineRequestState)
-    whole = state.begun - state.ended.keys() - set(state.runs) - set(state.chunk_inputs)
+    whole = state.stage_submit_ts.keys() - state.ended.keys() - set(state.runs) - set(state.chunk_inputs)
     for stage_id in (*whole, *(stage_id for stage_id, chunks in state.chunk_inputs.items() if chunks.busy)):
         yield state.request_id, stage_id

@@ -1,23 +1,45 @@
 """What fleets whose replicas the test plays have in common."""
 
 import asyncio
-from functools import partial
+from concurrent.futures import Future
+from functools import cached_property, partial
 from typing import Any, Self
 
 from tests.fakes.conditions import eventually
+from vllm_omni_plugin.orchestrator.fleet_control import FleetControl
+from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember
-from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import AbortRequests, SubmitRequest
+from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
+    AbortRequests,
+    CallReplicas,
+    ManageReplica,
+    SubmitRequest,
+)
 from vllm_omni_plugin.replicas.client.stage_client import StageClient
 
 
 class PlayedFleet:
-    """An orchestrator that runs within an asynchronous context manager."""
+    """An orchestrator that runs within an asynchronous context manager.
+
+    Attributes:
+        remote: stands for `RemoteReplicas`.
+        exchange: of a head that has others beside it.
+    """
 
     orchestrator: Orchestrator
+    remote: Any = None
+    exchange: WorkExchange | None = None
+
+    @cached_property
+    def fleet_calls(self) -> FleetCalls:
+        """Those of a head that nobody can join, unless a fleet says otherwise."""
+        return FleetCalls(self.orchestrator)
 
     async def __aenter__(self) -> Self:
-        self._running = asyncio.create_task(self.orchestrator.run())
+        control = FleetControl(self.orchestrator, self.fleet_calls, self.remote, self.exchange)
+        self._running = asyncio.create_task(control.run())
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -42,6 +64,24 @@ class PlayedFleet:
         queue.force_put(message)
         # A batch is taken and dealt with in one step of the loop, so an empty queue means that it has been.
         await eventually(lambda: len(queue) == 0, "the taking of a message")
+
+    def ask(self, method: str, *args: Any) -> Future[list[Any]]:
+        """An operator calls all replicas."""
+        reply: Future[list[Any]] = Future()
+        self.orchestrator.rpc_async_queue.force_put(CallReplicas(method, args, reply))
+        return reply
+
+    async def call(self, method: str, *args: Any) -> list[Any]:
+        """An operator calls all replicas; returns what they answered."""
+        async with asyncio.timeout(10):
+            return await asyncio.wrap_future(self.ask(method, *args))
+
+    async def manage(self, action: Any, replica_id: int, stage_id: int = 0) -> None:
+        """An operator drains, resumes or removes a replica; returns when that is granted."""
+        reply: Future[None] = Future()
+        self.orchestrator.rpc_async_queue.force_put(ManageReplica(action, stage_id, replica_id, reply))
+        async with asyncio.timeout(10):
+            await asyncio.wrap_future(reply)
 
     def _on_dead(self, member: PoolMember, reason: str) -> None:
         if member.client is not None:

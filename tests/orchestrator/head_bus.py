@@ -3,7 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
+from functools import cached_property
 from typing import Any
 
 from tests.fakes.conditions import eventually
@@ -19,9 +19,7 @@ from vllm_omni_plugin.coordinator.state.numbering import Numbering
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.fleet_state.front_update import FrontUpdate
 from vllm_omni_plugin.orchestrator.fleet_state.session_listener import SessionListener
-from vllm_omni_plugin.orchestrator.orchestrator import FleetParts, Orchestrator
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
-from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallReplicas, ManageReplica
 from vllm_omni_plugin.replicas.client.stage_client import StageClient
 from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
 
@@ -109,8 +107,7 @@ class FakeHead(FakeFleet):
     def __init__(self, bus: HeadBus, head_id: str, replicas: int = 2) -> None:
         self.bus, self.head_id = bus, head_id
         self.session = HeadSession(head_id)
-        self.exchange = WorkExchange(self.report)
-        super().__init__(replicas, exchange=self.exchange)
+        super().__init__(replicas, exchange=WorkExchange(self.report))
         for replica_id, link in self.links.items():
             self._share(replica_id, link)
         self.peer = b""
@@ -119,9 +116,9 @@ class FakeHead(FakeFleet):
         self.sleep_level = 0
         self._listener = SessionListener(self.orchestrator.rpc_async_queue)
 
-    def make_parts(self, orchestrator: Orchestrator) -> FleetParts:
-        self.fleet_calls = FleetCalls(orchestrator, self.head_id, lambda: self)  # type: ignore[arg-type, return-value]
-        return FleetParts(exchange=self.exchange, fleet_calls=self.fleet_calls)
+    @cached_property
+    def fleet_calls(self) -> FleetCalls:
+        return FleetCalls(self.orchestrator, self.head_id, lambda: self)  # type: ignore[arg-type, return-value]
 
     def report(self, work: Sequence[ReplicaWork], full: bool) -> None:
         """As `OmniCoordClientForHead.report_work`."""
@@ -179,24 +176,10 @@ class FakeHead(FakeFleet):
         client = StageClient(link, FakeEngineApi(), str(replica_id), lambda outputs: None, lambda reason: None)
         client.start()
         async with asyncio.timeout(10):
+            await self.fleet_calls.synced()
             await self.orchestrator.admit(member, client, b"", told)
         self.pool.serve(member, client, link.input_addr, link.output_addr)
         return [(method, args) for _, method, args in link.calls]
-
-    def ask(self, method: str, *args: Any) -> Future[list[Any]]:
-        reply: Future[list[Any]] = Future()
-        self.orchestrator.rpc_async_queue.force_put(CallReplicas(method, args, reply))
-        return reply
-
-    async def call(self, method: str, *args: Any) -> list[Any]:
-        async with asyncio.timeout(10):
-            return await asyncio.wrap_future(self.ask(method, *args))
-
-    async def manage(self, action: Any, replica_id: int) -> None:
-        reply: Future[None] = Future()
-        self.orchestrator.rpc_async_queue.force_put(ManageReplica(action, 0, replica_id, reply))
-        async with asyncio.timeout(10):
-            await asyncio.wrap_future(reply)
 
     def calls(self, replica_id: int) -> list[tuple[str, list[Any]]]:
         """What this head told a replica."""
@@ -219,7 +202,7 @@ class FakeHead(FakeFleet):
     @property
     def replay(self) -> list[tuple[str, tuple[Any, ...]]]:
         """What this head tells a replica that attaches."""
-        return self.orchestrator.fan_out.stages[0].shared.replay()
+        return self.orchestrator.stage_calls[0].shared.replay()
 
     async def until(self, replay: list[tuple[str, tuple[Any, ...]]]) -> None:
         await eventually(lambda: self.replay == replay, f"{self.head_id}: {replay}")

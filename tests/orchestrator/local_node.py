@@ -14,6 +14,8 @@ from tests.fakes.engines import UNPROBED, FakeEngine, FakeLauncher
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.orchestrator.attachment.local_replicas import LocalReplicas, LocalStage
+from vllm_omni_plugin.orchestrator.fleet_control import FleetControl
+from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import SubmitRequest
@@ -77,7 +79,7 @@ class Node:
 async def running_node(folder: Path, make_launcher: type[FakeLauncher] = FakeLauncher) -> AsyncIterator[Node]:
     """A node whose orchestrator runs until the block ends; the test starts the replicas."""
     node = Node(folder, make_launcher)
-    running = asyncio.create_task(node.orchestrator.run())
+    running = asyncio.create_task(FleetControl(node.orchestrator, FleetCalls(node.orchestrator)).run())
     yield node
     await node.close()
     node.orchestrator.close_queues()

@@ -73,11 +73,11 @@ class Fleet(FakeFleet):
         self.pause_over.set()
         self.remote = RemoteReplicas(
             self.orchestrator,
+            self.fleet_calls,
             AttachSettings({0: FakeEngineApi()}, "head", {0: {}}, 1.0, 10.0, clock=lambda: self.now),
             attach=self.attach,
             delay=self.delay,
         )
-        self.orchestrator.remote_replicas = self.remote
 
     async def attach(
         self,

@@ -9,8 +9,7 @@ async def begin(fleet: FakeFleet, *request_ids: str) -> None:
     """Submit requests, and deliver the first token of each."""
     for request_id in request_ids:
         await fleet.submit(request_id, prompt=[1, 2])
-        link, attempt = fleet.attempt(request_id)
-        link.output(attempt, 11)
+        fleet.say(request_id, 11)
     await fleet.read()
 
 

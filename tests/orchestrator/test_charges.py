@@ -8,7 +8,7 @@ from tests.fakes.engine_api import FakeRequest
 from vllm_omni_plugin.balancing import Decision, Prompt, ReplicaLoad, Task
 from vllm_omni_plugin.orchestrator.requests.charges import Account, Work
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
-from vllm_omni_plugin.vllm_api.requests.facts import CacheSize, LoadReport
+from vllm_omni_plugin.vllm_api.requests.facts import LoadReport
 
 
 def charge(account: Account, task: Task, matched: int = 0, now: float = 0.0) -> StageRun:
@@ -35,12 +35,6 @@ def test_a_prompt_is_to_be_computed_until_its_first_output_and_held_from_then_on
     assert account.load == ReplicaLoad(prefill_rate=18.0)
 
 
-def test_a_request_that_ends_before_its_first_output_leaves_nothing() -> None:
-    account = Account()
-    account.release(charged(account, prompt=100), 1.0)
-    assert account.load == ReplicaLoad()
-
-
 def test_more_matched_tokens_than_the_prompt_has_are_no_negative_work() -> None:
     account = Account()
     charged(account, prompt=10, matched=64)
@@ -51,31 +45,6 @@ def test_a_request_of_an_unknown_prompt_still_counts() -> None:
     account = Account()
     charge(account, {})
     assert account.load == ReplicaLoad(requests=1)
-
-
-def test_what_others_sent_is_what_a_report_has_beyond_our_own() -> None:
-    account = Account(CacheSize(1000, 16))
-    charged(account, 10)
-    account.report(LoadReport(waiting=2, running=3, kv_usage=0.5))
-    assert account.load == ReplicaLoad(5, 4, 10, 0, 2, 3, 0.5, 0.0, 1000, 16)
-
-
-def test_a_report_taken_before_a_dispatch_does_not_hide_it() -> None:
-    account = Account()
-    for _ in range(3):
-        charged(account, 10)
-    account.report(LoadReport(waiting=0, running=1, kv_usage=0.1))
-    assert (account.load.requests, account.load.others) == (3, 0)
-
-
-def test_nothing_reported_outlives_our_own_requests() -> None:
-    account = Account()
-    run = charged(account, 10)
-    account.report(LoadReport(waiting=7, running=8, kv_usage=0.9))
-    account.release(run, 1.0)
-    assert account.load == ReplicaLoad()
-    account.report(LoadReport(waiting=7, running=8, kv_usage=0.9))
-    assert account.load == ReplicaLoad()
 
 
 def test_the_rate_counts_only_time_in_which_there_were_prompts_to_compute() -> None:

@@ -37,15 +37,6 @@ def sizes(cut: list[Piece]) -> list[int]:
     return [len(piece.outputs) for piece in cut]
 
 
-def test_a_piece_waits_until_it_is_known_whether_it_is_the_last() -> None:
-    chunks = ChunkInput(2)
-    chunks.add(tokens(1), last=False)
-    chunks.add(tokens(2), last=False)
-    assert chunks.take() is None
-    chunks.add(tokens(3), last=False)
-    assert chunks.take() == Piece((tokens(1), tokens(2)), 0, last=False)
-
-
 @pytest.mark.parametrize(
     ("output", "expected"),
     [
@@ -59,19 +50,6 @@ def test_a_piece_waits_until_it_is_known_whether_it_is_the_last() -> None:
 )
 def test_what_counts_as_the_size_of_an_output(output: Any, expected: list[int]) -> None:
     assert sizes(pieces(2, output, output, output)) == expected
-
-
-def test_one_piece_is_taken_at_a_time() -> None:
-    chunks = ChunkInput(1)
-    for number in range(3):
-        chunks.add(tokens(number), last=number == 2)
-    first = chunks.take()
-    assert first is not None
-    assert chunks.take() is None
-    chunks.busy = False
-    second = chunks.take()
-    assert second is not None
-    assert (first.number, second.number) == (0, 1)
 
 
 @given(size=st.integers(1, 5), lengths=st.lists(st.integers(0, 7), min_size=1, max_size=30))

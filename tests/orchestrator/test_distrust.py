@@ -41,8 +41,7 @@ async def test_its_other_requests_move_and_the_one_that_failed_does_not(
     fleet: FakeFleet, caplog: pytest.LogCaptureFixture
 ) -> None:
     await fleet.submit("begun", affinity=1, prompt=[1, 2])
-    link, attempt = fleet.attempt("begun")
-    link.output(attempt, 11)
+    fleet.say("begun", 11)
     await fleet.submit("new", affinity=1)
     await poison(fleet, 1)
     assert status(fleet) == ["up", "out", "up"]

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from tests.fakes.links import FakeLink, answer_calls, refuse_calls
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.coordinator.protocol.call_arguments import FORGET_LORA
 from vllm_omni_plugin.errors import NOT_ALLOWED, NoReplicaError, NotAllowedError, ReplicaError
-from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallReplicas
+from vllm_omni_plugin.orchestrator.fleet_state.begun_call import BegunCall
 from vllm_omni_plugin.replicas.client.stage_client import StageClient
 from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
 from vllm_omni_plugin.vllm_api.requests.digests import adapter_digest
@@ -29,17 +29,6 @@ async def fleet() -> AsyncIterator[FakeFleet]:
         for link in fleet.links.values():
             link.on_call = answer_calls
         yield fleet
-
-
-def send(fleet: FakeFleet, method: str, *args: Any) -> Future[list[Any]]:
-    reply: Future[list[Any]] = Future()
-    fleet.orchestrator.rpc_async_queue.force_put(CallReplicas(method, args, reply))
-    return reply
-
-
-async def call(fleet: FakeFleet, method: str, *args: Any) -> list[Any]:
-    async with asyncio.timeout(5):
-        return await asyncio.wrap_future(send(fleet, method, *args))
 
 
 async def until_called(*links: FakeLink) -> None:
@@ -55,7 +44,7 @@ async def join(fleet: FakeFleet, link: FakeLink) -> list[tuple[str, list[Any]]]:
     client = StageClient(link, FakeEngineApi(), 9, lambda outputs: None, lambda reason: None)
     client.start()
     async with asyncio.timeout(5):
-        await fleet.orchestrator.fan_out.stages[0].bring_up_to_date(client, told=False, remote=False)
+        await fleet.orchestrator.stage_calls[0].bring_up_to_date(client, told=False, remote=False)
     return [(method, args) for _, method, args in link.calls]
 
 
@@ -69,7 +58,7 @@ def willing() -> FakeLink:
 async def test_all_replicas_are_called_at_once_and_answer_in_replica_order(fleet: FakeFleet) -> None:
     for link in fleet.links.values():
         link.on_call = None
-    reply = send(fleet, "is_sleeping")
+    reply = fleet.ask("is_sleeping")
     await until_called(*fleet.links.values())
     for replica_id in (2, 0, 1):
         fleet.links[replica_id].answer(fleet.links[replica_id].calls[0][0], replica_id)
@@ -79,15 +68,15 @@ async def test_all_replicas_are_called_at_once_and_answer_in_replica_order(fleet
 async def test_a_slow_call_holds_up_no_other(fleet: FakeFleet) -> None:
     for link in fleet.links.values():
         link.on_call = lambda link, call_id, method, args: link.answer(call_id, "done") if method == "quick" else None
-    slow = send(fleet, "slow")
-    assert await call(fleet, "quick") == ["done"] * 3
+    slow = fleet.ask("slow")
+    assert await fleet.call("quick") == ["done"] * 3
     assert not slow.done()
     slow.cancel()
 
 
 async def test_a_replica_that_fails_a_call_is_taken_out_and_the_others_results_returned(fleet: FakeFleet) -> None:
     fleet.links[1].on_call = refuse_calls
-    assert await call(fleet, "add") == ["add", "add"]
+    assert await fleet.call("add") == ["add", "add"]
     assert statuses(fleet) == [ReplicaStatus.UP, ReplicaStatus.ERROR, ReplicaStatus.UP]
 
 
@@ -96,36 +85,37 @@ async def test_a_call_that_one_server_does_not_allow_is_an_error_and_takes_nobod
 ) -> None:
     fleet.links[1].on_call = lambda link, call_id, method, args: link.refuse(call_id, f"{NOT_ALLOWED}{method}")
     with pytest.raises(NotAllowedError, match="not allowed: sleep"):
-        await call(fleet, "sleep", 1, "abort")
+        await fleet.call("sleep", 1, "abort")
     assert statuses(fleet) == [ReplicaStatus.UP] * 3
 
 
 async def test_a_replica_that_dies_during_a_call_is_left_out_of_its_result(fleet: FakeFleet) -> None:
     fleet.links[2].on_call = lambda link, *_: link.say_dead()
-    assert await call(fleet, "add") == ["add", "add"]
+    assert await fleet.call("add") == ["add", "add"]
 
 
 async def test_a_replica_that_dies_in_the_step_in_which_a_call_begins_is_left_out_of_its_result(
     fleet: FakeFleet,
 ) -> None:
-    begun = fleet.orchestrator.fan_out.begin([0], "sleep", (1, "abort"))
+    begun = BegunCall.begin(fleet.orchestrator.stage_calls, "sleep", (1, "abort"))
     fleet.kill(1)
-    assert await fleet.orchestrator.fan_out.settle(begun) == ["sleep"] * 2
-    assert fleet.orchestrator.fan_out.stages[0].shared.sleep_level == 1
+    assert await begun.taken() == [True]
+    assert begun.results() == ["sleep"] * 2
+    assert fleet.orchestrator.stage_calls[0].shared.sleep_level == 1
 
 
 async def test_a_call_that_all_fail_is_an_error_and_no_replica_is_to_blame(fleet: FakeFleet) -> None:
     for link in fleet.links.values():
         link.on_call = refuse_calls
     with pytest.raises(ReplicaError, match="replica-0/in refuses sleep"):
-        await call(fleet, "sleep", 1, "abort")
+        await fleet.call("sleep", 1, "abort")
     assert statuses(fleet) == [ReplicaStatus.UP] * 3
     assert await join(fleet, willing()) == []
 
 
 async def test_a_call_that_cannot_be_encoded_is_the_callers_error_and_leaves_no_trace(fleet: FakeFleet) -> None:
     with pytest.raises(TypeError):
-        await call(fleet, "set_weight_version", object())
+        await fleet.call("set_weight_version", object())
     assert statuses(fleet) == [ReplicaStatus.UP] * 3
     assert await join(fleet, willing()) == []
 
@@ -134,21 +124,21 @@ async def test_a_call_without_replicas_is_an_error_and_is_not_recorded(fleet: Fa
     for replica_id in range(3):
         fleet.lose(replica_id)
     with pytest.raises(NoReplicaError, match="No replica can take the call sleep right now"):
-        await call(fleet, "sleep", 1, "abort")
+        await fleet.call("sleep", 1, "abort")
     assert await join(fleet, willing()) == []
 
 
 async def test_a_joiner_is_told_what_the_others_were_told(fleet: FakeFleet) -> None:
-    await call(fleet, "set_weight_version", "v2")
-    await call(fleet, "is_sleeping")
-    await call(fleet, "pause_scheduler", "keep")
+    await fleet.call("set_weight_version", "v2")
+    await fleet.call("is_sleeping")
+    await fleet.call("pause_scheduler", "keep")
     assert await join(fleet, willing()) == [("set_weight_version", ["v2"]), ("pause_scheduler", ["keep", False])]
 
 
 async def test_an_adapter_that_is_forgotten_stays_in_engines_and_is_not_told_to_joiners(fleet: FakeFleet) -> None:
-    await call(fleet, "add_lora", Adapter("story", 7, "/loras/story"))
-    await call(fleet, "pin_lora", 7)
-    assert await call(fleet, FORGET_LORA, 7) == []
+    await fleet.call("add_lora", Adapter("story", 7, "/loras/story"))
+    await fleet.call("pin_lora", 7)
+    assert await fleet.call(FORGET_LORA, 7) == []
     assert [method for _, method, _ in fleet.links[0].calls] == ["add_lora", "pin_lora"]
     assert await join(fleet, willing()) == []
 
@@ -165,26 +155,26 @@ async def test_a_replica_of_this_node_is_not_told_to_load_other_files_than_the_h
 ) -> None:
     fleet.pool.members[0].remote = True
     fleet.pool.members[2].remote = True
-    assert await call(fleet, "add_lora", replace(story, digest="0a1b")) == ["add_lora"] * 2
+    assert await fleet.call("add_lora", replace(story, digest="0a1b")) == ["add_lora"] * 2
     assert statuses(fleet) == [ReplicaStatus.UP, ReplicaStatus.ERROR, ReplicaStatus.UP]
 
 
 async def test_a_replica_of_this_node_that_starts_after_the_files_of_an_adapter_changed_may_not_join(
     fleet: FakeFleet, story: Adapter
 ) -> None:
-    await call(fleet, "add_lora", story)
+    await fleet.call("add_lora", story)
     assert [method for method, _ in await join(fleet, willing())] == ["add_lora"]
     write_adapter(Path(story.lora_path), weights=b"other")
     with pytest.raises(ReplicaError, match=f"'story': the files at {story.lora_path} have the digest .*{story.digest}"):
         await join(fleet, willing())
-    await call(fleet, FORGET_LORA, 7)
+    await fleet.call(FORGET_LORA, 7)
     assert await join(fleet, willing()) == []
 
 
 async def test_a_joiner_during_a_call_that_runs_misses_nothing(fleet: FakeFleet) -> None:
     for link in fleet.links.values():
         link.on_call = None
-    reply = send(fleet, "set_weight_version", "v2")
+    reply = fleet.ask("set_weight_version", "v2")
     await until_called(*fleet.links.values())
     assert await join(fleet, willing()) == [("set_weight_version", ["v2"])]
     reply.cancel()
@@ -201,25 +191,25 @@ async def test_a_joiner_during_a_call_that_runs_misses_nothing(fleet: FakeFleet)
 async def test_a_call_made_while_a_replica_joins_reaches_it_after_its_replay(
     fleet: FakeFleet, before: tuple[Any, ...], during: tuple[Any, ...]
 ) -> None:
-    await call(fleet, *before)
+    await fleet.call(*before)
     link = FakeLink("joiner")
     joining = asyncio.create_task(join(fleet, link))
     await until_called(link)
-    await call(fleet, *during)
+    await fleet.call(*during)
     link.on_call = answer_calls
     link.answer(link.calls[0][0])
     assert (await joining)[1:] == [(during[0], list(during[1:]))]
 
 
 async def test_a_joiner_does_not_serve_when_the_others_refused_a_call_meanwhile(fleet: FakeFleet) -> None:
-    await call(fleet, "pause_scheduler", "keep")
+    await fleet.call("pause_scheduler", "keep")
     link = FakeLink("joiner")
     joining = asyncio.create_task(join(fleet, link))
     await until_called(link)
     for other in fleet.links.values():
         other.on_call = refuse_calls
     with pytest.raises(ReplicaError, match="refuses sleep"):
-        await call(fleet, "sleep", 1, "abort")
+        await fleet.call("sleep", 1, "abort")
     link.on_call = answer_calls
     link.answer(link.calls[0][0])
     with pytest.raises(ReplicaError, match="cannot be brought up to date"):
@@ -227,7 +217,7 @@ async def test_a_joiner_does_not_serve_when_the_others_refused_a_call_meanwhile(
 
 
 async def test_a_joiner_that_refuses_its_replay_is_an_error(fleet: FakeFleet) -> None:
-    await call(fleet, "set_weight_version", "v2")
+    await fleet.call("set_weight_version", "v2")
     link = FakeLink("joiner")
     link.on_call = refuse_calls
     with pytest.raises(ReplicaError, match="refuses set_weight_version"):
@@ -235,17 +225,17 @@ async def test_a_joiner_that_refuses_its_replay_is_an_error(fleet: FakeFleet) ->
 
 
 async def test_no_replica_joins_after_the_weights_were_changed(fleet: FakeFleet) -> None:
-    await call(fleet, "collective_rpc", "update_weights", None, [], {})
+    await fleet.call("collective_rpc", "update_weights", None, [], {})
     with pytest.raises(ReplicaError, match="cannot be brought up to date: weights were updated at run time"):
         await join(fleet, willing())
 
 
 async def test_no_replica_joins_when_the_weights_change_meanwhile(fleet: FakeFleet) -> None:
-    await call(fleet, "set_weight_version", "v1")
+    await fleet.call("set_weight_version", "v1")
     link = FakeLink("joiner")
     joining = asyncio.create_task(join(fleet, link))
     await until_called(link)
-    await call(fleet, "collective_rpc", "reload_weights", None, [], {})
+    await fleet.call("collective_rpc", "reload_weights", None, [], {})
     link.answer(link.calls[0][0])
     with pytest.raises(ReplicaError, match="weights were updated at run time"):
         await joining
@@ -255,22 +245,22 @@ async def test_no_replica_joins_when_the_weights_change_meanwhile(fleet: FakeFle
 async def test_a_caller_that_gives_up_leaves_nothing_behind(fleet: FakeFleet) -> None:
     for link in fleet.links.values():
         link.on_call = None
-    reply = send(fleet, "one")
+    reply = fleet.ask("one")
     await until_called(*fleet.links.values())
     reply.cancel()
     for link in fleet.links.values():
         link.answer(link.calls[0][0])
         link.on_call = answer_calls
-    assert await call(fleet, "two") == ["two"] * 3
+    assert await fleet.call("two") == ["two"] * 3
     assert [repr(member.client).endswith("alive, 0 calls>") for member in fleet.pool.members] == [True] * 3
     assert [task for task in asyncio.all_tasks() if task.get_name() == "omni-call-one"] == []
 
 
 async def test_closing_ends_calls_that_run_and_calls_that_wait() -> None:
     async with FakeFleet() as fleet:
-        running = send(fleet, "one")
+        running = fleet.ask("one")
         await until_called(*fleet.links.values())
-        waiting = send(fleet, "two")
+        waiting = fleet.ask("two")
     for reply in (running, waiting):
         with pytest.raises(CancelledError):
             reply.result(timeout=0)
@@ -278,7 +268,7 @@ async def test_closing_ends_calls_that_run_and_calls_that_wait() -> None:
 
 async def test_closing_ends_a_call_that_was_taken_and_not_begun() -> None:
     async with FakeFleet() as fleet:
-        reply = send(fleet, "one")
+        reply = fleet.ask("one")
         queue = fleet.orchestrator.rpc_async_queue
         await eventually(lambda: len(queue) == 0, "the taking of the call")
     with pytest.raises(CancelledError):
@@ -287,11 +277,11 @@ async def test_closing_ends_a_call_that_was_taken_and_not_begun() -> None:
 
 async def test_caches_are_reset_where_there_is_no_replica() -> None:
     async with FakeFleet(replicas=0) as fleet:
-        assert await call(fleet, "reset_mm_cache") == []
+        assert await fleet.call("reset_mm_cache") == []
         with pytest.raises(NoReplicaError):
-            await call(fleet, "pause_scheduler", "abort", True)
+            await fleet.call("pause_scheduler", "abort", True)
 
 
 async def test_a_replica_that_is_held_back_is_called_too(fleet: FakeFleet) -> None:
     fleet.pool.hold_back(fleet.pool.member(1), "admin")
-    assert len(await call(fleet, "is_sleeping")) == 3
+    assert len(await fleet.call("is_sleeping")) == 3

@@ -11,10 +11,12 @@ from tests.fakes.engine_api import FakeEngineApi
 from tests.fakes.links import FakeLink, answer_calls, refuse_calls
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.errors import NoReplicaError, ReplicaError
-from vllm_omni_plugin.orchestrator.fleet_state.fan_out import FanOut
+from vllm_omni_plugin.orchestrator.fleet_control import FleetControl
+from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
+from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator.pool.stage_calls import StageCalls
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
-from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallReplicas, RpcMessage
-from vllm_omni_plugin.orchestrator.requests.thread_queue import ThreadQueue
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallReplicas
 from vllm_omni_plugin.replicas.client.stage_client import StageClient
 
 SLEEP = ("sleep", 1, "abort")
@@ -33,8 +35,11 @@ class Stages:
         self.pools = [StagePool(stage_id, LeastQueueLengthBalancer()) for stage_id in range(2)]
         self.links = {name: self.serve(*name) for name in ((0, 0), (0, 1), (1, 0))}
         self.distrusted: list[str] = []
-        self.fan_out = FanOut(self.pools, lambda member, reason: self.distrusted.append(member.name))
-        self.queue: ThreadQueue[RpcMessage] = ThreadQueue(10)
+        self.orchestrator = Orchestrator(self.pools, [FakeEngineApi() for _ in self.pools], 3, lambda: 0.0)
+        self.orchestrator.stage_calls = tuple(
+            StageCalls(pool, lambda member, reason: self.distrusted.append(member.name)) for pool in self.pools
+        )
+        self.control = FleetControl(self.orchestrator, FleetCalls(self.orchestrator))
 
     def serve(self, stage_id: int, replica_id: int) -> FakeLink:
         """A replica serves from now on, and takes every call."""
@@ -52,7 +57,7 @@ class Stages:
 
     async def call(self, method: str, *args: Any, stages: tuple[int, ...] | None = None) -> list[Any]:
         reply: Future[list[Any]] = Future()
-        self.queue.force_put(CallReplicas(method, args, reply, stages))
+        self.orchestrator.rpc_async_queue.force_put(CallReplicas(method, args, reply, stages))
         async with asyncio.timeout(5):
             return await asyncio.wrap_future(reply)
 
@@ -62,7 +67,7 @@ class Stages:
         client = StageClient(link, FakeEngineApi(), "joiner", lambda outputs: None, lambda reason: None)
         client.start()
         async with asyncio.timeout(5):
-            await self.fan_out.stages[stage_id].bring_up_to_date(client, told=False, remote=False)
+            await self.orchestrator.stage_calls[stage_id].bring_up_to_date(client, told=False, remote=False)
         return [(method, args) for _, method, args in link.calls]
 
 
@@ -75,9 +80,9 @@ def willing(name: str) -> FakeLink:
 @pytest.fixture
 async def stages() -> AsyncIterator[Stages]:
     stages = Stages()
-    serving = asyncio.create_task(stages.fan_out.serve(stages.queue, lambda message: None))
+    serving = asyncio.create_task(stages.control.run())
     yield stages
-    stages.queue.close()
+    stages.orchestrator.close_queues()
     await serving
 
 
@@ -125,9 +130,3 @@ async def test_a_call_that_one_stage_refuses_is_an_error_and_the_others_have_tak
     assert await stages.told(0) == TOLD_TO_SLEEP
     assert await stages.told(1) == []
     assert stages.distrusted == []
-
-
-async def test_only_a_replica_that_fails_what_others_of_its_stage_took_is_distrusted(stages: Stages) -> None:
-    stages.links[0, 1].on_call = refuse_calls
-    assert await stages.call(*SLEEP) == ["sleep", "sleep"]
-    assert stages.distrusted == ["0.1"]

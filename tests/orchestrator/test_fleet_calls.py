@@ -3,6 +3,7 @@
 import asyncio
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from vllm_omni_plugin.coordinator import ReplicaKey, ReplicaStatus
 from vllm_omni_plugin.coordinator.protocol.call_arguments import FORGET_LORA
 from vllm_omni_plugin.coordinator.protocol.head_messages import FleetState, NumberedCall, StageState
 from vllm_omni_plugin.errors import NoReplicaError, ReplicaError
-from vllm_omni_plugin.orchestrator.pool.member_changes import ADMIN_HOLD
+from vllm_omni_plugin.orchestrator.fleet_state.member_changes import ADMIN_HOLD
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
 from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
 
@@ -295,7 +296,8 @@ class Keeper:
 async def test_a_replica_told_to_leave_is_let_go_by_all_heads_attached_to_it(heads: list[FakeHead]) -> None:
     keepers = [Keeper(), Keeper(ReplicaError("not attached")), Keeper()]
     for head, keeper in zip(heads, keepers, strict=True):
-        head.orchestrator.remote_replicas = keeper  # type: ignore[assignment]
+        for member in head.pool.members:
+            member.leave = partial(keeper.leave, member)
     await heads[0].manage("remove", 1)
     assert [keeper.left for keeper in keepers] == [{1}, set(), {1}]
 

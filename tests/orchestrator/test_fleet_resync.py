@@ -12,7 +12,7 @@ from tests.orchestrator.head_bus import FakeHead, HeadBus
 from tests.orchestrator.test_fleet_calls import PAUSED, STORY, joined
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import CoordinatorAwayError, ReplicaError
-from vllm_omni_plugin.orchestrator.pool.member_changes import ADMIN_HOLD
+from vllm_omni_plugin.orchestrator.fleet_state.member_changes import ADMIN_HOLD
 from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
 
 
@@ -265,7 +265,7 @@ async def test_a_call_whose_head_dies_is_not_made_again_over_a_later_one_nor_an_
 ) -> None:
     heads[0].stand_still()
     heads[0].ask(*call)
-    stage = heads[1].orchestrator.fan_out.stages[0]
+    stage = heads[1].orchestrator.stage_calls[0]
     await eventually(lambda: heads[1].replay == PAUSED or stage.shared.unreplayable)
     if heads[1].replay == PAUSED:
         await heads[1].call("resume_scheduler")

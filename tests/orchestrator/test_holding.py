@@ -67,8 +67,7 @@ async def test_a_begun_request_is_held_and_then_resumed() -> None:
 async def test_a_begun_request_held_in_vain_is_lost() -> None:
     async with FakeFleet(replicas=1, replica_wait=SHORT) as fleet:
         await fleet.submit("a")
-        link, attempt = fleet.attempt("a")
-        link.output(attempt, 5)
+        fleet.say("a", 5)
         fleet.lose(0)
         fleet.now = 60.0
         await eventually(lambda: not fleet.orchestrator.request_states, "the refusal")

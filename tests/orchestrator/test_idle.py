@@ -9,6 +9,8 @@ from pathlib import Path
 from tests.fakes.engine_api import FakeEngineApi
 from tests.fakes.engines import connect, receive
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
+from vllm_omni_plugin.orchestrator.fleet_control import FleetControl
+from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.replicas.client.stage_client import StageClient
@@ -55,7 +57,7 @@ async def idle_with_two_replicas(selector: NotingSelector, folder: Path) -> list
         client.start()
         pool.serve(member, client, link.input_addr, link.output_addr)
         clients.append(client)
-    running = asyncio.create_task(orchestrator.run())
+    running = asyncio.create_task(FleetControl(orchestrator, FleetCalls(orchestrator)).run())
     slept = await sleeps(selector)
     # Sockets that connect wake it a few times.
     for _ in range(10):

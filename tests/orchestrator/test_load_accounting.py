@@ -37,8 +37,7 @@ async def test_counters_that_leak_on_client_abort(fleet: FakeFleet, begun: bool)
     for index in range(30):
         await fleet.submit(f"r{index}", prompt=[1] * 50)
         if begun:
-            link, attempt = fleet.attempt(f"r{index}")
-            link.output(attempt, 1, 2)
+            fleet.say(f"r{index}", 1, 2)
         await fleet.abort(f"r{index}")
         await fleet.abort(f"r{index}")
     assert all(map(idle, loads(fleet)))
@@ -57,8 +56,7 @@ async def test_counters_that_leak_when_a_replica_is_lost(fleet: FakeFleet) -> No
     link.say_dead()
     assert sum(load.requests for load in loads(fleet)) == 2
     for name in "bc":
-        link, attempt = fleet.attempt(name)
-        link.output(attempt, finish_reason="error")
+        fleet.say(name, finish_reason="error")
     assert all(map(idle, loads(fleet)))
 
 
@@ -138,8 +136,7 @@ async def test_a_rate_that_is_taken_for_a_load(fleet: FakeFleet) -> None:
         # The others answer at once, and their rates grow.
         fleet.now += 10.0
         await fleet.submit(f"r{index}")
-        link, attempt = fleet.attempt(f"r{index}")
-        link.output(attempt, finish_reason="stop")
+        fleet.say(f"r{index}", finish_reason="stop")
     dispatched = [member.dispatched for member in fleet.pool.members]
     assert dispatched.pop(stuck) == 1
     assert sum(dispatched) == 30
@@ -151,8 +148,7 @@ async def test_a_fixed_tie_break_that_favours_one_replica(replicas: int) -> None
     async with FakeFleet(replicas, LeastQueueLengthBalancer(random.Random(1))) as fleet:
         for index in range(40 * replicas):
             await fleet.submit(f"r{index}")
-            link, attempt = fleet.attempt(f"r{index}")
-            link.output(attempt, finish_reason="stop")
+            fleet.say(f"r{index}", finish_reason="stop")
         picks = Counter({member.replica_id: member.dispatched for member in fleet.pool.members})
     # Four standard deviations around 40; the seed makes the counts the same in every run.
     assert all(15 <= picks[replica_id] <= 65 for replica_id in range(replicas)), picks

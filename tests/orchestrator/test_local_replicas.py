@@ -14,7 +14,7 @@ import zmq
 from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeEngineApi, FakeOutput, FakeOutputs, FakeRequest
 from tests.fakes.engines import READY, FakeLauncher, GroupLauncher, Plan
-from tests.orchestrator.local_node import Node, answer, hear, running_node
+from tests.orchestrator.local_node import Node, answer, running_node
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallReplicas, RequestFailed
@@ -39,21 +39,6 @@ async def test_all_replicas_start_at_once_and_serve(node: Node) -> None:
     assert await node.replicas.start() == [[READY, READY]]
     assert node.statuses == [UP, UP]
     assert sorted(node.launcher.starts) == [0, 1]
-
-
-async def test_a_request_goes_to_an_engine_and_its_output_comes_back(node: Node) -> None:
-    await node.replicas.start()
-    node.submit(FakeRequest("a"))
-    await eventually(lambda: node.orchestrator.request_states)
-    state = node.orchestrator.request_states["a"].runs[0]
-    assert state.replica_id is not None
-    engine = node.engine_of(state.replica_id)
-    kind, body = await hear(engine)
-    assert (kind, body["request_id"]) == ("add", state.engine_request_id)
-    engine.say(msgspec.json.encode(FakeOutputs(outputs=[FakeOutput(state.engine_request_id, [1], "stop")])))
-    [outputs] = await node.orchestrator.output_async_queue.get_batch()
-    assert outputs.outputs == [FakeOutput("a", [1], "stop")]
-    assert outputs.engine_index == state.replica_id
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Replicas of other processes that come and go, and the administrator's wishes."""
 
-import asyncio
 from concurrent.futures import CancelledError, Future
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import pytest
 
@@ -23,7 +23,7 @@ UNREGISTER = UnregisterRemoteReplica(0, INFO.input_addr, INFO.output_addr, "gone
 
 
 class Keeper:
-    """Satisfies `RemoteKeeper`, and notes what it was told."""
+    """Stands for `RemoteReplicas`, and notes what it was told."""
 
     def __init__(self, fault: Exception | None = None) -> None:
         self.told: list[Any] = []
@@ -44,60 +44,54 @@ class Keeper:
         self._note(member)
 
 
-async def manage(
-    fleet: FakeFleet, action: Literal["drain", "resume", "remove"], replica_id: int, stage_id: int = 0
-) -> None:
-    reply: Future[None] = Future()
-    fleet.orchestrator.rpc_async_queue.force_put(ManageReplica(action, stage_id, replica_id, reply))
-    async with asyncio.timeout(5):
-        await asyncio.wrap_future(reply)
-
-
-async def test_remote_replicas_are_handed_on_in_order(fleet: FakeFleet) -> None:
-    keeper = fleet.orchestrator.remote_replicas = Keeper()
-    for message in (REGISTER, UNREGISTER):
-        fleet.orchestrator.rpc_async_queue.force_put(message)
-    await eventually(lambda: keeper.told == [REGISTER, UNREGISTER], "both messages")
+async def test_remote_replicas_are_handed_on_in_order() -> None:
+    fleet = FakeFleet()
+    fleet.remote = keeper = Keeper()
+    async with fleet:
+        for message in (REGISTER, UNREGISTER):
+            fleet.orchestrator.rpc_async_queue.force_put(message)
+        await eventually(lambda: keeper.told == [REGISTER, UNREGISTER], "both messages")
 
 
 @pytest.mark.parametrize("keeper", [None, Keeper(RuntimeError("bug"))], ids=["nobody", "faulty"])
-async def test_a_change_that_cannot_be_made_stops_nothing(fleet: FakeFleet, keeper: Keeper | None) -> None:
-    fleet.orchestrator.remote_replicas = keeper
-    fleet.orchestrator.rpc_async_queue.force_put(REGISTER)
-    await manage(fleet, "drain", 0)
-    assert len(fleet.pool.serving) == 1
+async def test_a_change_that_cannot_be_made_stops_nothing(keeper: Keeper | None) -> None:
+    fleet = FakeFleet()
+    fleet.remote = keeper
+    async with fleet:
+        fleet.orchestrator.rpc_async_queue.force_put(REGISTER)
+        await fleet.manage("drain", 0)
+        assert len(fleet.pool.serving) == 1
 
 
 async def test_a_drained_replica_gets_nothing_new_until_it_is_resumed(fleet: FakeFleet) -> None:
-    await manage(fleet, "drain", 0)
+    await fleet.manage("drain", 0)
     for name in "abc":
         await fleet.submit(name)
     assert fleet.in_flight == [0, 3]
-    await manage(fleet, "resume", 0)
+    await fleet.manage("resume", 0)
     await fleet.submit("d")
     assert fleet.in_flight == [1, 3]
 
 
 @pytest.mark.parametrize("remote", [False, True])
 async def test_a_removal_goes_to_who_keeps_the_replica(fleet: FakeFleet, remote: bool) -> None:
-    local, elsewhere = Keeper(), Keeper()
-    fleet.orchestrator.local_replicas, fleet.orchestrator.remote_replicas = local, elsewhere
+    removed = []
     member = fleet.pool.member(1)
-    member.remote = remote
-    await manage(fleet, "remove", 1)
-    assert (local.told, elsewhere.told) == (([], [member]) if remote else ([member], []))
+    member.remote, member.leave = remote, lambda: removed.append(1)
+    await fleet.manage("remove", 1)
+    assert removed == [1]
 
 
 @pytest.mark.parametrize(("stage_id", "replica_id"), [(0, 7), (3, 0)])
 async def test_a_wish_for_an_unknown_replica_is_refused(fleet: FakeFleet, stage_id: int, replica_id: int) -> None:
     with pytest.raises(ReplicaError, match=f"stage {stage_id} has no replica {replica_id}"):
-        await manage(fleet, "drain", replica_id, stage_id)
+        await fleet.manage("drain", replica_id, stage_id)
 
 
 async def test_a_wish_that_fails_says_why(fleet: FakeFleet) -> None:
-    fleet.orchestrator.local_replicas = Keeper(ReplicaError("not now"))
+    fleet.pool.member(0).leave = partial(Keeper(ReplicaError("not now")).leave, fleet.pool.member(0))
     with pytest.raises(ReplicaError, match="not now"):
-        await manage(fleet, "remove", 0)
+        await fleet.manage("remove", 0)
 
 
 async def test_a_wish_left_in_a_closed_queue_is_cancelled() -> None:

@@ -61,8 +61,7 @@ async def test_a_head_that_has_ended_moves_nobody_later(monkeypatch: pytest.Monk
     async with FakeFleet(replicas=1) as fleet:
         for name in "abc":
             await fleet.submit(name)
-            link, attempt = fleet.attempt(name)
-            link.output(attempt, 5)
+            fleet.say(name, 5)
         fleet.join(fleet.pool.add())
     # It has ended by now, and has no timer.
     fleet.lose(0)

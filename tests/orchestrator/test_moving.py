@@ -1,5 +1,6 @@
 """Requests whose answer has begun when their replica is lost."""
 
+import re
 from collections.abc import AsyncIterator
 
 import pytest
@@ -69,8 +70,7 @@ async def test_a_replayed_request_goes_on_where_it_has_repeated_the_tokens_deliv
 async def test_what_an_engine_tells_once_is_told_once(fleet: FakeFleet, move: str) -> None:
     await begin(fleet, move)
     fleet.attempt("a")[0].say_dead()
-    link, attempt = fleet.attempt("a")
-    link.output(attempt, *(BEGUN if move == "replay" else []), 14, finish_reason="stop")
+    fleet.say("a", *(BEGUN if move == "replay" else []), 14, finish_reason="stop")
     await fleet.read()
     assert fleet.tokens["a"] == [*BEGUN, 14]
     assert fleet.told_first == ["a"]
@@ -94,23 +94,30 @@ async def test_a_replay_that_loses_its_replica_halfway_replays_again(fleet: Fake
     link, attempt = fleet.attempt("a")
     link.output(attempt, *BEGUN[:2])
     link.say_dead()
-    link, attempt = fleet.attempt("a")
-    link.output(attempt, *BEGUN, 14, finish_reason="stop")
+    fleet.say("a", *BEGUN, 14, finish_reason="stop")
     await fleet.read()
     assert fleet.tokens["a"] == [*BEGUN, 14]
     assert moves(fleet) == {Move.REPLAY: 2}
 
 
-async def test_a_replay_that_diverges_is_aborted_and_fails_once(fleet: FakeFleet) -> None:
+@pytest.mark.parametrize(
+    ("outputs", "end"),
+    [([[99]], None), ([[11, 99, 14]], None), ([[11], [12], [99]], None), ([[11, 12, 99, 14]], None), ([[11]], "stop")],
+    ids=str,
+)
+async def test_a_replay_that_diverges_is_aborted_and_fails_once(
+    fleet: FakeFleet, outputs: list[list[int]], end: str | None
+) -> None:
     await begin(fleet, "replay")
     fleet.attempt("a")[0].say_dead()
     link, attempt = fleet.attempt("a")
-    link.output(attempt, BEGUN[0], 99, 14)
+    for output in outputs:
+        link.output(attempt, *output, finish_reason=end)
     link.output(attempt, 15, finish_reason="stop")
     [(request_id, error)] = await fleet.read()
     assert request_id == "a"
     assert isinstance(error, RequestLostError)
-    assert "did not repeat" in str(error)
+    assert re.search(r"Replica \d was lost .*did not repeat.*send it again", str(error))
     assert link.aborted == [attempt]
     assert fleet.tokens["a"] == BEGUN
     assert (fleet.in_flight, fleet.orchestrator.request_states) == ([0, 0, 0], {})
@@ -129,6 +136,14 @@ async def test_a_replay_that_the_engine_cuts_short_ends_as_the_engine_says(fleet
     assert fleet.orchestrator.metrics.diverged == 0
 
 
+async def test_a_replay_may_end_right_where_the_delivered_part_did(fleet: FakeFleet) -> None:
+    await begin(fleet, "replay")
+    fleet.attempt("a")[0].say_dead()
+    fleet.say("a", *BEGUN, finish_reason="stop")
+    assert await fleet.read() == [("a", "stop")]
+    assert fleet.tokens["a"] == BEGUN
+
+
 async def test_a_request_that_never_moves_fails_once(fleet: FakeFleet) -> None:
     await begin(fleet, "never")
     link, attempt = fleet.attempt("a")
@@ -137,6 +152,8 @@ async def test_a_request_that_never_moves_fails_once(fleet: FakeFleet) -> None:
     [(request_id, error)] = await fleet.read()
     assert request_id == "a"
     assert isinstance(error, RequestLostError)
+    assert "died" in str(error) or "death" in str(error)
+    assert "part of the answer had been delivered" in str(error)
     assert (fleet.in_flight, fleet.orchestrator.request_states) == ([0, 0, 0], {})
     assert fleet.orchestrator.metrics.lost == 1
 

@@ -1,7 +1,5 @@
 """What is wrong with one request or message ends that one alone, with an error to whoever waits for it."""
 
-import asyncio
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ from tests.fakes.pipelines import CHAIN
 from tests.orchestrator.local_node import Node
 from vllm_omni_plugin.coordinator import SessionLost
 from vllm_omni_plugin.errors import OmniError
-from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import ManageReplica
 from vllm_omni_plugin.orchestrator.single_stage import SingleStage
 
 
@@ -116,29 +113,19 @@ async def test_a_word_of_other_heads_that_cannot_be_heeded_stops_nothing() -> No
     async with FakeFleet() as fleet:
         # This head has no way to other heads at all.
         fleet.orchestrator.rpc_async_queue.force_put(SessionLost())
-        reply: Future[None] = Future()
-        fleet.orchestrator.rpc_async_queue.force_put(ManageReplica("drain", 0, 0, reply))
-        async with asyncio.timeout(5):
-            await asyncio.wrap_future(reply)
+        await fleet.manage("drain", 0)
         await eventually(lambda: len(fleet.pool.serving) == 1, "the drain")
 
 
 async def test_an_administrators_wish_that_fails_halfway_is_answered() -> None:
-    class Deaf:
-        refusal = None
-
-        def managed(self, *_: object) -> None:
-            raise KeyError("gone")
+    def deaf(*_: object) -> None:
+        raise KeyError("gone")
 
     async with FakeFleet() as fleet:
         fleet.pool.member(0).remote = True
-        fleet.orchestrator.fleet_calls = Deaf()  # type: ignore[assignment]
-        reply: Future[None] = Future()
-        fleet.orchestrator.rpc_async_queue.force_put(ManageReplica("drain", 0, 0, reply))
-        async with asyncio.timeout(5):
-            with pytest.raises(KeyError, match="gone"):
-                await asyncio.wrap_future(reply)
-        fleet.orchestrator.fleet_calls = None
+        fleet.fleet_calls.managed = deaf  # type: ignore[method-assign]
+        with pytest.raises(KeyError, match="gone"):
+            await fleet.manage("drain", 0)
 
 
 async def test_a_replica_whose_engine_cannot_be_ended_in_order_is_started_again(

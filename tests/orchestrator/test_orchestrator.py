@@ -12,6 +12,7 @@ from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import MessageTooLargeError, NoReplicaError, OmniError, RequestLostError
 from vllm_omni_plugin.orchestrator.orchestrator import MAX_QUEUED_OUTPUTS
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
+from vllm_omni_plugin.vllm_api.requests.move import Move
 
 
 async def test_a_request_is_charged_served_and_released(fleet: FakeFleet) -> None:
@@ -180,8 +181,9 @@ async def test_a_request_that_is_too_large_for_its_replica_fails_alone(fleet: Fa
     assert len(fleet.pool.serving) == 2
 
 
-async def test_a_lost_request_that_has_answered_nothing_moves_under_a_new_id(fleet: FakeFleet) -> None:
-    await fleet.submit("a")
+@pytest.mark.parametrize("move", Move)
+async def test_a_lost_request_that_has_answered_nothing_moves_under_a_new_id(fleet: FakeFleet, move: Move) -> None:
+    await fleet.submit("a", move=move.value)
     link, attempt = fleet.attempt("a")
     link.say_dead()
     new_link, new_attempt = fleet.attempt("a")
@@ -294,8 +296,7 @@ async def test_a_session_closed_after_its_last_turn_ends_and_the_engine_is_told(
 async def test_a_session_that_the_engine_cuts_short_ends_with_turns_open(fleet: FakeFleet, reason: str) -> None:
     await fleet.submit("s", resumable=True)
     await fleet.submit("s", resumable=True)
-    link, attempt = fleet.attempt("s")
-    link.output(attempt, finish_reason=reason)
+    fleet.say("s", finish_reason=reason)
     assert fleet.in_flight == [0, 0]
 
 

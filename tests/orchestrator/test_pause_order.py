@@ -1,7 +1,6 @@
 """Calls that bring a pipeline to rest: what is on its way between two stages is neither lost nor left there."""
 
 import asyncio
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -10,17 +9,10 @@ from tests.fakes.conditions import eventually
 from tests.fakes.links import FakeLink, answer_calls
 from tests.fakes.pipeline_fleet import FakePipelineFleet
 from tests.fakes.pipelines import CHAIN, DISAGGREGATED, SPEECH
-from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallReplicas
 from vllm_omni_plugin.replicas.client.stage_client import StageClient
 
 WAITS = [("pause_scheduler", "wait", True), ("sleep", 1, "wait")]
 ABORTS = [("pause_scheduler",), ("pause_scheduler", "abort", True), ("sleep",), ("sleep", 0), ("sleep", 1, "abort")]
-
-
-def call(fleet: FakePipelineFleet, method: str, *args: Any) -> "asyncio.Future[list[Any]]":
-    reply: Future[list[Any]] = Future()
-    fleet.orchestrator.rpc_async_queue.force_put(CallReplicas(method, args, reply))
-    return asyncio.wrap_future(reply)
 
 
 async def results(resting: "asyncio.Future[list[Any]]") -> list[Any]:
@@ -46,7 +38,7 @@ async def until_told(fleet: FakePipelineFleet, *stage_ids: int) -> None:
 async def test_a_stage_rests_when_it_has_ended_what_those_in_front_have_let_go(rest: tuple[Any, ...]) -> None:
     async with FakePipelineFleet(CHAIN) as fleet:
         await fleet.submit("r")
-        resting = call(fleet, *rest)
+        resting = asyncio.wrap_future(fleet.ask(*rest))
         await until_told(fleet, 0)
         # The first stage drains, and what it has made is on its way.
         await fleet.step("r", 0, count=9)
@@ -66,7 +58,7 @@ async def test_what_is_on_its_way_is_given_to_a_stage_before_that_aborts_it(rest
     async with FakePipelineFleet(CHAIN) as fleet:
         fleet.links[1, 0].on_call = answer_calls
         await fleet.submit("r")
-        resting = call(fleet, *rest)
+        resting = asyncio.wrap_future(fleet.ask(*rest))
         await until_told(fleet, 0)
         fleet.links[0, 0].step(fleet.attempt("r", 0)[1], 9)
         answer(fleet.links[0, 0])
@@ -78,7 +70,7 @@ async def test_what_is_on_its_way_is_given_to_a_stage_before_that_aborts_it(rest
 async def test_what_freezes_or_wakes_the_stages_reaches_them_at_once(rest: tuple[Any, ...]) -> None:
     async with FakePipelineFleet(CHAIN) as fleet:
         await fleet.submit("r")
-        resting = call(fleet, *rest)
+        resting = asyncio.wrap_future(fleet.ask(*rest))
         await until_told(fleet, 0, 1)
         resting.cancel()
 
@@ -89,7 +81,7 @@ async def test_chunks_that_are_on_their_way_reach_the_end() -> None:
             link.on_call = answer_calls
         await fleet.submit("r", "text", "audio")
         fleet.links[0, 0].on_call = None
-        resting = call(fleet, "pause_scheduler", "wait", True)
+        resting = asyncio.wrap_future(fleet.ask("pause_scheduler", "wait", True))
         await until_told(fleet, 0)
         await fleet.step("r", 0, count=9)
         answer(fleet.links[0, 0])
@@ -107,7 +99,7 @@ async def test_a_request_that_ends_early_is_waited_for_no_longer(end: str) -> No
         fleet.links[0, 0].on_call = answer_calls
         await fleet.submit("r")
         await fleet.step("r", 0, count=9)
-        resting = call(fleet, "pause_scheduler", "wait", True)
+        resting = asyncio.wrap_future(fleet.ask("pause_scheduler", "wait", True))
         await until_told(fleet, 0)
         for replica_id in range(2):
             fleet.links[1, replica_id].on_call = answer_calls
@@ -124,9 +116,9 @@ async def test_a_pipeline_that_is_woken_while_it_comes_to_rest_rests_no_further(
             link.on_call = answer_calls
         await fleet.submit("r")
         await fleet.step("r", 0, count=9)
-        resting = call(fleet, "pause_scheduler", "wait", True)
+        resting = asyncio.wrap_future(fleet.ask("pause_scheduler", "wait", True))
         await until_told(fleet, 0)
-        assert await results(call(fleet, "resume_scheduler")) == ["resume_scheduler"] * 2
+        assert await fleet.call("resume_scheduler") == ["resume_scheduler"] * 2
         await fleet.finish()
         assert await results(resting) == ["pause_scheduler"]
         assert told(fleet, 1) == ["resume_scheduler"]
@@ -137,9 +129,9 @@ async def test_a_prompt_that_skips_its_prefill_is_ended_by_the_stage_behind() ->
         for link in fleet.links.values():
             link.on_call = answer_calls
         await fleet.submit("r", prompt=[1, 2])
-        resting = call(fleet, "pause_scheduler", "wait", True)
+        resting = asyncio.wrap_future(fleet.ask("pause_scheduler", "wait", True))
         # Calls are begun in order: when this one has been answered, the first stage has long rested.
-        await results(call(fleet, "is_sleeping"))
+        await fleet.call("is_sleeping")
         await fleet.submit("new", prompt=[1, 2])
         assert told(fleet, 1) == ["is_sleeping"]
         await fleet.finish("r")
@@ -153,10 +145,10 @@ async def test_a_stage_without_replicas_is_told_with_the_one_in_front_and_holds_
             link.on_call = answer_calls
         await fleet.submit("r", "text", "audio")
         await fleet.step("r", 0, count=9)
-        assert await results(call(fleet, "pause_scheduler", "wait", True)) == ["pause_scheduler"] * 2
+        assert await fleet.call("pause_scheduler", "wait", True) == ["pause_scheduler"] * 2
         joiner = FakeLink("joiner")
         joiner.on_call = answer_calls
         client = StageClient(joiner, fleet.apis[1], "joiner", lambda outputs: None, lambda reason: None)
         client.start()
-        await fleet.orchestrator.fan_out.stages[1].bring_up_to_date(client, told=False, remote=False)
+        await fleet.orchestrator.stage_calls[1].bring_up_to_date(client, told=False, remote=False)
         assert [method for _, method, _ in joiner.calls] == ["pause_scheduler"]

@@ -23,7 +23,7 @@ from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import RequestFailed, SubmitRequest
 from vllm_omni_plugin.orchestrator.requests.pipeline_call import CallEnded, PipelineCall, StageEvent
-from vllm_omni_plugin.orchestrator.requests.run_events import RunDispatched, RunEnded, RunFailed
+from vllm_omni_plugin.orchestrator.requests.stage_run import RunEnded
 from vllm_omni_plugin.pipeline import Pipeline, Stage
 
 SHORT = 0.02
@@ -262,8 +262,7 @@ async def test_the_servers_abort_before_the_answer_has_begun_means_that_its_clie
 async def test_an_engine_that_cuts_a_stage_in_the_middle_short_is_named(reason: str, words: str) -> None:
     async with FakePipelineFleet(CHAIN) as fleet:
         await fleet.submit("r", "text")
-        link, attempt = fleet.attempt("r", 0)
-        link.tell(attempt, finish_reason=reason)
+        fleet.tell("r", 0, finish_reason=reason)
         await fleet.read()
         assert str(the_error(fleet, "r")) == f"Stage 'thinker': its engine {words}"
 
@@ -276,8 +275,7 @@ async def test_a_plain_request_that_an_engine_aborts_ends_as_with_one_engine(
         await fleet.submit("r")
         for upstream in range(stage_id):
             await fleet.step("r", upstream, count=9)
-        link, attempt = fleet.attempt("r", stage_id)
-        link.tell(attempt, finish_reason="abort")
+        fleet.tell("r", stage_id, finish_reason="abort")
         await fleet.read()
         assert fleet.ends == [("r", "abort")]
         assert fleet.states == {}
@@ -287,8 +285,7 @@ async def test_a_plain_request_that_an_engine_aborts_ends_as_with_one_engine(
 async def test_an_engine_that_cuts_the_front_stage_short_says_so_itself() -> None:
     async with FakePipelineFleet(FAN_OUT) as fleet:
         await fleet.submit("r", "text", "scores")
-        link, attempt = fleet.attempt("r", 0)
-        link.tell(attempt, finish_reason="abort")
+        fleet.tell("r", 0, finish_reason="abort")
         await fleet.read()
         assert fleet.ends == [("r", "abort")]
         (error,) = fleet.call_ends("r")
@@ -380,7 +377,7 @@ async def started(requests: PipelineRequests, events: list[Any]) -> PipelineRequ
 async def test_a_request_fails_once(requests: tuple[PipelineRequests, list[Any]]) -> None:
     events: list[Any] = []
     run = (await started(requests[0], events)).runs[0]
-    requests[0].handle(0, [RunFailed(run, StageError("no"))] * 2)
+    requests[0].end(0, [RunEnded(run, error=StageError("no"))] * 2)
     assert [type(item) for item in requests[1]] == [RequestFailed]
     assert [type(event) for event in events] == [CallEnded]
 
@@ -392,8 +389,6 @@ async def test_what_is_said_of_a_run_of_an_earlier_request_with_the_same_id_is_i
     events: list[Any] = []
     state = await started(requests[0], events)
     assert requests[0].take(0, [(earlier, FakeOutput("r", [1], "stop"))]) == []
-    events_of_it = [RunDispatched(earlier), RunEnded(earlier, None), RunFailed(earlier, StageError("no"))]
-    requests[0].handle(0, events_of_it)
+    requests[0].end(0, [RunEnded(earlier), RunEnded(earlier, error=StageError("no"))])
     assert requests[0].states == {"r": state}
     assert (requests[1], events) == ([], [])
-    assert "queue" not in state.pipeline_timings["thinker"]

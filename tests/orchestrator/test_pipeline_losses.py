@@ -201,8 +201,7 @@ async def test_a_replay_that_says_something_else_fails_the_request() -> None:
             await fleet.step("r", 0)
         await fleet.step("r", 1)
         fleet.attempt("r", 1)[0].say_dead()
-        link, attempt = fleet.attempt("r", 1)
-        link.tell(attempt, 99)
+        fleet.tell("r", 1, 99)
         await fleet.read()
         error = fleet.ends[-1][1]
         assert isinstance(error, RequestLostError)

@@ -31,8 +31,7 @@ async def prefilled(
 ) -> None:
     """Submit a request and let its prefill be done."""
     await fleet.submit("r", *modalities, prompt=LONG, **fields)
-    link, attempt = fleet.attempt("r", 0)
-    link.tell(attempt, 9, finish_reason="length", kv_transfer_params=params, cached=cached)
+    fleet.tell("r", 0, 9, finish_reason="length", kv_transfer_params=params, cached=cached)
     await fleet.settle()
 
 
@@ -51,8 +50,7 @@ async def test_a_prefill_that_says_nothing_leaves_the_cache_where_the_connector_
     async with FakePipelineFleet(DISAGGREGATED) as fleet:
         await prefilled(fleet, params=None)
         assert "kv" not in sent(fleet, 1)[0]["sampling_params"]
-        link, attempt = fleet.attempt("r", 1)
-        link.tell(attempt, 5, cached=3)
+        fleet.tell("r", 1, 5, cached=3)
         await fleet.read()
         assert fleet.cached["r"] == [2]
 
@@ -61,8 +59,7 @@ async def test_a_prefill_that_says_nothing_leaves_the_cache_where_the_connector_
 async def test_cached_tokens_are_those_that_the_prefill_found(cached: int | None, told: list[int]) -> None:
     async with FakePipelineFleet(DISAGGREGATED) as fleet:
         await prefilled(fleet, cached)
-        link, attempt = fleet.attempt("r", 1)
-        link.tell(attempt, 5, cached=3)
+        fleet.tell("r", 1, 5, cached=3)
         await fleet.read()
         assert fleet.cached["r"] == told
 
@@ -72,8 +69,7 @@ async def test_short_prompts_skip_the_prefill_and_the_engines_own_word_on_cached
         await fleet.submit("r", prompt=SHORT)
         assert sent(fleet, 0) == []
         assert "kv" not in sent(fleet, 1)[0]["sampling_params"]
-        link, attempt = fleet.attempt("r", 1)
-        link.tell(attempt, 5, cached=1)
+        fleet.tell("r", 1, 5, cached=1)
         await fleet.read()
         assert fleet.cached["r"] == [1]
 
@@ -212,7 +208,6 @@ async def test_a_decode_stage_that_is_not_the_front_one_has_the_files_sampling_i
         params = [request["sampling_params"] for replica_id in range(2) for request in sent(fleet, 1, replica_id)]
         assert [(each["front"], each["top_k"]) for each in params] == [(False, 3)] * 2
         await fleet.step("r", 1, count=9)
-        link, attempt = fleet.attempt("r", 2)
-        link.tell(attempt, 5, cached=1)
+        fleet.tell("r", 2, 5, cached=1)
         await fleet.finish()
         assert fleet.cached == {"r": [1]}

@@ -20,7 +20,7 @@ from vllm_omni_plugin.errors import NoReplicaError, OmniError, UnexplainedError
 from vllm_omni_plugin.orchestrator.pool.policy_guard import POLICY_FAULT, UNEXPLAINED, PolicyGuard
 from vllm_omni_plugin.orchestrator.pool.stage_pool import BOUND
 from vllm_omni_plugin.orchestrator.requests.counters import count
-from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallReplicas, Dispatches, Explain, Explanation
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import Dispatches, Explain, Explanation
 
 
 class SelectOnly:
@@ -74,8 +74,7 @@ async def test_an_attempt_that_is_aborted_before_its_first_output_ends_without_b
         await fleet.submit("a")
         await fleet.abort("a")
         await fleet.submit("b")
-        link, attempt = fleet.attempt("b")
-        link.output(attempt, finish_reason="error")
+        fleet.say("b", finish_reason="error")
     assert [(what, request) for what, _, request, *_ in policy.notes] == [
         ("dispatched", "a"),
         ("ended", "a"),
@@ -286,8 +285,5 @@ async def test_a_policy_is_told_of_a_cache_that_a_call_clears(
     policy = NotingPolicy()
     async with FakeFleet(balancer=policy, replicas=1) as fleet:
         fleet.links[0].on_call = lambda link, call_id, method, args: link.answer(call_id, result)
-        reply: Future[list[object]] = Future()
-        fleet.orchestrator.rpc_async_queue.force_put(CallReplicas(method, args, reply))
-        async with asyncio.timeout(5):
-            await asyncio.wrap_future(reply)
+        await fleet.call(method, *args)
     assert policy.notes == ([("cleared", 0)] if clears else [])

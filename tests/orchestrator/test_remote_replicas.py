@@ -2,8 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from concurrent.futures import Future
-from typing import Any, Literal
 
 import pytest
 
@@ -20,11 +18,9 @@ from vllm_omni_plugin.orchestrator.attachment.remote_keeper import (
     LONGEST_PAUSE_S,
 )
 from vllm_omni_plugin.orchestrator.attachment.remote_replicas import MAX_ATTACHING
-from vllm_omni_plugin.orchestrator.pool.member_changes import ADMIN_HOLD
+from vllm_omni_plugin.orchestrator.fleet_state.member_changes import ADMIN_HOLD
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
-    CallReplicas,
-    ManageReplica,
     ReplicaJoined,
     ReplicaLeft,
 )
@@ -69,9 +65,7 @@ async def test_a_request_that_waits_is_sent_as_soon_as_a_replica_serves(fleet: F
 
 async def test_a_replica_that_joins_is_told_what_the_others_were_told_first(fleet: Fleet) -> None:
     await fleet.joined(row(1))
-    reply: Future[list[Any]] = Future()
-    fleet.orchestrator.rpc_async_queue.force_put(CallReplicas("set_weight_version", ("v2",), reply))
-    await asyncio.wrap_future(reply)
+    await fleet.call("set_weight_version", "v2")
     fleet.register(row(2))
     await fleet.serving(2)
     assert [call[1:] for call in fleet.attachments[1].link.calls] == [("set_weight_version", ["v2"])]
@@ -81,9 +75,7 @@ async def test_a_replica_that_serves_is_marked_as_told_and_one_that_was_told_is_
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await fleet.joined(row(1))
-    reply: Future[list[Any]] = Future()
-    fleet.orchestrator.rpc_async_queue.force_put(CallReplicas("set_weight_version", ("v2",), reply))
-    await asyncio.wrap_future(reply)
+    await fleet.call("set_weight_version", "v2")
     assert fleet.attachments[0].told
     monkeypatch.setattr(Attachment, "told", True)
     fleet.register(row(2))
@@ -247,9 +239,7 @@ async def test_a_restarted_replica_is_attached_to_anew(fleet: Fleet) -> None:
 async def test_a_replica_that_fails_what_others_took_is_attached_to_anew(fleet: Fleet) -> None:
     first, _ = await fleet.joined(row(1), row(2))
     first.link.on_call = lambda link, call_id, method, args: link.refuse(call_id)
-    reply: Future[list[Any]] = Future()
-    fleet.orchestrator.rpc_async_queue.force_put(CallReplicas("set_weight_version", ("v2",), reply))
-    await asyncio.wrap_future(reply)
+    await fleet.call("set_weight_version", "v2")
     await eventually(lambda: first.closed)
     await fleet.serving(2)
     assert fleet.pauses == [FIRST_PAUSE_S]
@@ -257,7 +247,7 @@ async def test_a_replica_that_fails_what_others_took_is_attached_to_anew(fleet: 
 
 async def test_a_replica_that_is_taken_out_is_left_alone_until_all_heads_have_left_it(fleet: Fleet) -> None:
     (replica,) = await fleet.joined(row(1))
-    exchange = fleet.orchestrator.exchange = WorkExchange(lambda work, full: None)
+    exchange = fleet.pool.exchange = WorkExchange(lambda work, full: None)
     exchange.welcomed(["other"])
     exchange.peer_work(PeerWork("other", True, []))
     fleet.pause_over.clear()
@@ -289,21 +279,15 @@ async def test_a_replica_that_is_told_to_leave_does_not_come_back_in_that_incarn
 
 async def test_a_replica_that_an_operator_drained_is_held_back_when_it_is_listed_again(fleet: Fleet) -> None:
     await fleet.joined(row(1))
-    await manage(fleet, "drain")
+    await fleet.manage("drain", 0)
     for incarnation in (2, 3):
         fleet.unregister(row(1))
         fleet.register(row(1, incarnation=incarnation))
         await eventually(lambda incarnation=incarnation: len(fleet.attachments) == incarnation)  # type: ignore[misc]
         assert fleet.pool.members[0].held_back == {ADMIN_HOLD}
-    await manage(fleet, "resume")
+    await fleet.manage("resume", 0)
     fleet.unregister(row(1))
     await fleet.joined(row(1, incarnation=4))
-
-
-async def manage(fleet: Fleet, action: Literal["drain", "resume"]) -> None:
-    reply: Future[None] = Future()
-    fleet.orchestrator.rpc_async_queue.force_put(ManageReplica(action, 0, 0, reply))
-    await asyncio.wrap_future(reply)
 
 
 async def test_a_replica_that_is_not_attached_cannot_be_told_to_leave(fleet: Fleet) -> None:

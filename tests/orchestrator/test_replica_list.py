@@ -3,13 +3,11 @@
 from typing import Any
 
 from vllm_omni_plugin.coordinator import ReplicaInfo, ReplicaList, ReplicaStatus
-from vllm_omni_plugin.orchestrator.pool.list_changes import ReplicaListWatcher, changes
+from vllm_omni_plugin.orchestrator.fleet_state.session_listener import changes
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     RegisterRemoteReplica,
-    RpcMessage,
     UnregisterRemoteReplica,
 )
-from vllm_omni_plugin.orchestrator.requests.thread_queue import ThreadQueue
 
 EMPTY = ReplicaList([], 0.0)
 REASON = "the coordinator no longer lists it"
@@ -64,20 +62,3 @@ def test_heartbeats_and_queue_lengths_change_nothing() -> None:
 
 def test_a_replica_that_needs_no_attaching_is_left_alone() -> None:
     assert changes(EMPTY, listed(row(1, control_addr=""))) == []
-
-
-async def test_the_watcher_puts_each_change_once_and_in_order() -> None:
-    queue: ThreadQueue[RpcMessage] = ThreadQueue(10)
-    watcher = ReplicaListWatcher(queue)
-    for replicas in (listed(row(1)), listed(row(1)), listed()):
-        watcher.update(replicas)
-    assert await queue.get_batch() == [
-        RegisterRemoteReplica(row(1), accepts=True),
-        UnregisterRemoteReplica(0, "tcp://n:11", "tcp://n:12", REASON),
-    ]
-
-
-def test_a_list_for_a_head_that_is_closing_is_ignored() -> None:
-    queue: ThreadQueue[RpcMessage] = ThreadQueue(10)
-    queue.close()
-    ReplicaListWatcher(queue).update(listed(row(1)))

@@ -2,14 +2,12 @@
 
 from collections.abc import Sequence
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fakes.engine_api import FakeRequest
 from vllm_omni_plugin.balancing import Decision
-from vllm_omni_plugin.errors import RequestLostError
-from vllm_omni_plugin.orchestrator.requests.stage_run import Fail, Loss, Redispatch, StageRun, StreamingInputState
+from vllm_omni_plugin.orchestrator.requests.stage_run import Loss, StageRun, StreamingInputState
 from vllm_omni_plugin.vllm_api.requests.move import Move
 
 CHUNK = FakeRequest("r", resumable=True)
@@ -42,7 +40,7 @@ def add(run: StageRun, *chunks: FakeRequest) -> None:
 def lose(run: StageRun, replica_id: int = 2) -> list[FakeRequest]:
     """The replica is lost, another one takes over. Returns what it is sent after the first chunk."""
     assert run.streaming is not None
-    assert isinstance(run.lose_replica(Loss(1, "died"), 99, Move.NEVER), Redispatch)
+    assert run.lose_replica(Loss(1, "died"), 99, Move.NEVER) is None
     dispatch(run, replica_id, f"r-{replica_id}")
     return run.streaming.take_unsent()
 
@@ -56,94 +54,6 @@ def hear(run: StageRun, tokens: Sequence[int], finished: bool) -> list[int]:
             return []
     run.deliver(new, finished)
     return new
-
-
-def test_a_session_of_which_nothing_was_heard_starts_again_with_all_its_chunks() -> None:
-    run = session()
-    add(run, CHUNK, LAST)
-    assert lose(run) == [CHUNK, LAST]
-    assert not run.joining
-    assert run.streaming is not None
-    assert run.streaming.open_turns == 2
-
-
-def test_chunks_that_came_while_nobody_served_follow_those_that_were_sent() -> None:
-    run = session()
-    assert run.streaming is not None
-    add(run, CHUNK)
-    run.lose_replica(Loss(1, "died"), 99, Move.NEVER)
-    late = FakeRequest("r", resumable=True, prompt=[7])
-    add(run, late, LAST)
-    dispatch(run, 2, "r-2")
-    assert run.streaming.take_unsent() == [CHUNK, late, LAST]
-    assert run.streaming.open_turns == 3
-
-
-def test_what_was_sent_comes_again_before_what_waits() -> None:
-    waits = FakeRequest("r", resumable=True, prompt=[7])
-    state = StreamingInputState(replayable=True, unsent=[waits], sent=[CHUNK])
-    state.rewind()
-    assert (state.unsent, state.sent, state.open_turns) == ([CHUNK, waits], [], 3)
-
-
-def test_turns_that_were_heard_whole_are_swallowed_with_their_ends() -> None:
-    run = session()
-    add(run, CHUNK, LAST)
-    hear(run, [1, 2], finished=True)
-    lose(run)
-    assert hear(run, [1], finished=False) == []
-    assert hear(run, [2], finished=True) == []
-    assert hear(run, [3], finished=False) == [3]
-    assert hear(run, [4], finished=True) == [4]
-    assert run.finished
-    assert run.produced.tolist() == [1, 2, 3, 4]
-
-
-def test_an_output_that_is_partly_known_gives_the_rest() -> None:
-    run = session()
-    add(run, LAST)
-    hear(run, [1, 2], finished=False)
-    lose(run)
-    assert hear(run, [1, 2, 3], finished=True) == [3]
-    assert run.finished
-
-
-def test_a_session_of_which_all_was_heard_before_its_input_closed_ends_with_the_last_known_token() -> None:
-    run = session()
-    hear(run, [1, 2], finished=True)
-    lose(run)
-    add(run, LAST)
-    assert hear(run, [1], finished=False) == []
-    assert hear(run, [2], finished=True) == []
-    assert run.finished
-
-
-def test_a_session_that_waits_for_its_next_chunk_when_the_replay_is_over_goes_on() -> None:
-    run = session()
-    hear(run, [1], finished=True)
-    lose(run)
-    assert hear(run, [1], finished=True) == []
-    add(run, CHUNK, LAST)
-    assert hear(run, [2], finished=True) == [2]
-    assert run.finished
-
-
-@pytest.mark.parametrize("other", [[9], [1, 9], [1, 2, 9]], ids=str)
-def test_a_replay_that_differs_ends_the_session(other: list[int]) -> None:
-    run = session()
-    add(run, CHUNK)
-    hear(run, [1, 2], finished=True)
-    hear(run, [3], finished=False)
-    lose(run)
-    with pytest.raises(RequestLostError, match="did not repeat"):
-        hear(run, other, finished=False)
-    assert run.finished
-
-
-def test_a_session_moves_as_often_as_the_limit() -> None:
-    run = session()
-    assert isinstance(run.lose_replica(Loss(1, "died"), 0, Move.NEVER), Fail)
-    assert run.finished
 
 
 @given(data=st.data(), turns=st.lists(st.integers(1, 4), min_size=1, max_size=5))

@@ -16,7 +16,6 @@ from vllm_omni_plugin.balancing import (
     LeastQueueLengthBalancer,
     LoadBalancer,
     ReplicaView,
-    RoundRobinBalancer,
     Task,
 )
 from vllm_omni_plugin.coordinator import ReplicaStatus
@@ -67,61 +66,10 @@ class FixedBalancer:
         return self._answer  # type: ignore[return-value]
 
 
-def test_a_new_member_does_not_serve_until_told() -> None:
-    pool = StagePool(2, LeastQueueLengthBalancer())
-    member = pool.add(5)
-    assert pool.members == (member,)
-    assert list(pool.serving) == []
-    serve(pool, member)
-    assert list(pool.serving) == [member]
-    assert pool.member(5) is member
-    assert repr(pool) == "<StagePool 2 [5: up 0]>"
-
-
-def test_members_are_in_order_of_their_ids() -> None:
-    pool = StagePool(0, LeastQueueLengthBalancer())
-    for replica_id in (3, 1, 2):
-        serve(pool, pool.add(replica_id))
-    assert [m.replica_id for m in pool.members] == [1, 2, 3]
-    assert [m.replica_id for m in pool.serving] == [1, 2, 3]
-
-
 def test_a_second_replica_of_one_id_is_refused() -> None:
     pool, _ = make_pool(1)
     with pytest.raises(ValueError, match="stage 2 has a replica 0 already"):
         pool.add(0)
-
-
-def test_an_unknown_replica_is_a_key_error() -> None:
-    with pytest.raises(KeyError):
-        make_pool(1)[0].member(7)
-
-
-def test_a_charge_counts_at_once_and_a_release_exactly_once() -> None:
-    pool, (member,) = make_pool(1)
-    first = charge(pool, member, "a")
-    charge(pool, member, "b")
-    assert (member.queue_length, member.dispatched) == (2, 2)
-    pool.release(first)
-    pool.release(first)
-    assert (member.queue_length, member.dispatched) == (1, 2)
-
-
-def test_releasing_a_request_without_a_replica_is_nothing() -> None:
-    pool, (member,) = make_pool(1)
-    pool.release(StageRun("a", FakeRequest("a"), 0.0))
-    assert member.queue_length == 0
-
-
-def test_losing_a_replica_releases_its_requests_and_takes_it_out() -> None:
-    pool, (first, second) = make_pool(2)
-    states = [charge(pool, first, name) for name in "abc"]
-    other = charge(pool, second, "d")
-    assert pool.lose(first, ReplicaStatus.ERROR) == states
-    assert (first.queue_length, first.status, first.client) == (0, ReplicaStatus.ERROR, None)
-    assert pool.serving == (second,)
-    assert second.in_flight == {other.engine_request_id: other}
-    assert pool.lose(first, ReplicaStatus.ERROR) == []
 
 
 def test_a_tuple_that_was_read_before_a_change_stays_as_it_was() -> None:
@@ -158,38 +106,6 @@ def test_the_lengths_of_all_queues_are_known_through_charges_releases_and_holds(
     assert pool.pick({}) is members[0]
     pool.release_hold(members[11], "admin")
     assert pool.pick({}) is members[11]
-
-
-def test_a_pick_passes_over_replicas_that_do_not_serve() -> None:
-    pool, (first, second, third) = make_pool(3)
-    pool.lose(first, ReplicaStatus.DOWN)
-    charge(pool, second, "a")
-    assert pool.pick({}) is third
-
-
-def test_the_policy_sees_charges_at_once() -> None:
-    pool, members = make_pool(3)
-    for turn in range(3):
-        for _ in members:
-            charge(pool, pool.pick({}), f"r{turn}-{_.replica_id}")
-    assert [member.queue_length for member in members] == [3, 3, 3]
-
-
-def test_a_replica_that_comes_back_is_picked_again() -> None:
-    pool, (first, second) = make_pool(2, RoundRobinBalancer())
-    pool.lose(first, ReplicaStatus.DOWN)
-    assert {dispatch(pool).replica_id for _ in range(4)} == {1}
-    serve(pool, first)
-    assert {dispatch(pool) for _ in range(4)} == {first, second}
-
-
-def test_equal_affinity_keys_share_a_replica_whatever_its_load() -> None:
-    pool, members = make_pool(3)
-    home = pool.pick({}, affinity_key=4)
-    for index in range(10):
-        charge(pool, home, f"r{index}")
-    assert pool.pick({}, affinity_key=4) is home
-    assert {pool.pick({}, affinity_key=key) for key in range(3)} == set(members)
 
 
 def test_an_affinity_key_whose_replica_is_lost_goes_to_one_that_serves() -> None:
@@ -258,15 +174,6 @@ def test_of_many_replicas_an_error_says_how_many_are_in_which_state() -> None:
     for member in members:
         pool.lose(member, ReplicaStatus.ERROR if member.replica_id < 3 else ReplicaStatus.DOWN)
     assert "(of its replicas 9 are down, 3 are error)" in str(pool.unavailable())
-
-
-def test_a_replica_that_serves_cannot_be_removed() -> None:
-    pool, (member,) = make_pool(1)
-    with pytest.raises(ValueError, match="replica 0 of stage 2 still serves"):
-        pool.remove(member)
-    pool.lose(member, ReplicaStatus.DOWN)
-    pool.remove(member)
-    assert pool.members == ()
 
 
 def test_a_replica_held_back_for_two_reasons_serves_after_both_are_released() -> None:

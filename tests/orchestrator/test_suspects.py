@@ -33,8 +33,7 @@ def home(fleet: FakeFleet, request_id: str) -> int | None:
 async def begin(fleet: FakeFleet, request_id: str, replica_id: int) -> None:
     """Submit a request to a replica and deliver the beginning of its answer."""
     await fleet.submit(request_id, affinity=replica_id)
-    link, attempt = fleet.attempt(request_id)
-    link.output(attempt, 5)
+    fleet.say(request_id, 5)
 
 
 async def test_a_request_whose_engines_die_before_its_first_output_twice_gets_no_third() -> None:
@@ -63,8 +62,7 @@ async def test_suspects_are_tried_apart_in_order(fleet: FakeFleet) -> None:
     assert fleet.orchestrator.metrics.moves_waiting == 2
     fleet.join(fleet.pool.member(0))
     assert [home(fleet, name) for name in "abc"] == [1, 0, None]
-    link, attempt = fleet.attempt("a")
-    link.output(attempt, 5)
+    fleet.say("a", 5)
     await eventually(lambda: [home(fleet, name) for name in "abc"] == [1, 0, 1], "the last one's turn")
     assert fleet.orchestrator.metrics.moves_waiting == 0
 
@@ -73,8 +71,7 @@ async def test_the_moves_of_one_beside_a_guilty_request_do_not_count(fleet: Fake
     await begin(fleet, "begun", 0)
     await fleet.submit("p", affinity=0)
     for replica_id in (0, 1):
-        link, attempt = fleet.attempt("begun")
-        link.output(attempt, 5)
+        fleet.say("begun", 5)
         die(fleet, replica_id)
         fleet.join(fleet.pool.member(replica_id))
     events = await fleet.read()
@@ -92,8 +89,7 @@ async def test_a_suspect_that_has_had_output_is_none_any_longer(fleet: FakeFleet
     fleet.join(fleet.pool.add())
     await fleet.submit("a", affinity=0)
     die(fleet, 0)
-    link, attempt = fleet.attempt("a")
-    link.output(attempt, 5)
+    fleet.say("a", 5)
     fleet.orchestrator.replica_lost(fleet.pool.member(home(fleet, "a") or 0), "cut off")
     errors = dict(event for event in await fleet.read() if event[1] is not None)
     assert "moved 1 times" in str(errors["a"])
@@ -103,8 +99,7 @@ async def test_a_suspect_that_has_had_output_is_none_any_longer(fleet: FakeFleet
 async def test_new_requests_and_those_that_have_begun_avoid_a_replica_where_a_suspect_is_tried() -> None:
     async with FakeFleet(replicas=3) as fleet:
         await fleet.submit("begun")
-        link, attempt = fleet.attempt("begun")
-        link.output(attempt, 5)
+        fleet.say("begun", 5)
         first = home(fleet, "begun") or 0
         await fleet.submit("p", affinity=first)
         die(fleet, first)
@@ -167,8 +162,7 @@ async def test_a_replica_that_crashes_twice_convicts_nobody_while_another_serves
         assert [home(fleet, name) for name in "ab"] == [1, 0]
         die(fleet, 0)
         assert await fleet.read() == []
-        link, attempt = fleet.attempt("a")
-        link.output(attempt, 5)
+        fleet.say("a", 5)
         await eventually(lambda: home(fleet, "b") == 1, "its turn elsewhere")
 
 
@@ -215,20 +209,15 @@ async def test_a_request_that_could_not_be_sent_is_not_suspected(
     assert suspected == {"sent": 1, "not sent": 0}
 
 
-@pytest.mark.parametrize("reason", ["cut off", "it was removed"])
-async def test_a_replica_that_is_lost_otherwise_makes_nobody_suspect(fleet: FakeFleet, reason: str) -> None:
+@pytest.mark.parametrize("how", ["cut off", "it was removed", "a rank of a lockstep group", "all have had output"])
+async def test_a_loss_that_no_request_can_have_caused_makes_nobody_suspect(fleet: FakeFleet, how: str) -> None:
+    fleet.pool.lockstep = "lockstep" in how
     for name in "abc":
-        await fleet.submit(name, affinity=0)
-    fleet.now += 1.0
-    fleet.orchestrator.replica_lost(fleet.pool.member(0), reason)
-    assert [home(fleet, name) for name in "abc"] == [1, 1, 1]
-
-
-async def test_the_ranks_of_a_lockstep_group_die_as_one_and_nobody_is_suspect(fleet: FakeFleet) -> None:
-    fleet.pool.lockstep = True
-    for name in "abc":
-        await fleet.submit(name, affinity=0)
-    die(fleet, 0)
+        await (begin(fleet, name, 0) if "output" in how else fleet.submit(name, affinity=0))
+    if "group" in how or "output" in how:
+        die(fleet, 0)
+    else:
+        fleet.orchestrator.replica_lost(fleet.pool.member(0), how)
     assert [home(fleet, name) for name in "abc"] == [1, 1, 1]
 
 
@@ -242,13 +231,6 @@ async def test_a_request_that_makes_engines_say_what_cannot_be_used_gets_no_thir
         assert str(error).count("it sent a message that cannot be used") == 2
         assert "no other replica gets it" in str(error)
         assert len(fleet.pool.serving) == 1
-
-
-async def test_a_request_that_has_had_output_is_no_suspect(fleet: FakeFleet) -> None:
-    for name in "abc":
-        await begin(fleet, name, 0)
-    die(fleet, 0)
-    assert [home(fleet, name) for name in "abc"] == [1, 1, 1]
 
 
 async def test_suspects_wait_for_a_while_only_and_of_several_none_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,8 +278,7 @@ async def test_a_replica_that_is_found_dead_when_a_suspect_answers_there_does_no
         link.output(attempt, 5, 6)
         await eventually(lambda: not fleet.pool.serving, "the failure to send the next one")
         fleet.join(fleet.pool.member(0))
-        link, attempt = fleet.attempt("a")
-        link.output(attempt, 5, 6, 7, finish_reason="stop")
+        fleet.say("a", 5, 6, 7, finish_reason="stop")
         await fleet.read()
         assert fleet.tokens["a"] == [5, 6, 7]
 

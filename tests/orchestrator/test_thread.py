@@ -15,6 +15,8 @@ from tests.fakes.engines import READY, UNPROBED, FakeEngine, FakeLauncher, Plan
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.orchestrator.attachment.local_replicas import LocalReplicas, LocalStage
+from vllm_omni_plugin.orchestrator.fleet_control import FleetControl
+from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import SubmitRequest
@@ -35,7 +37,8 @@ class Head:
         pool = StagePool(0, LeastQueueLengthBalancer())
         self.orchestrator = Orchestrator([pool], [FakeEngineApi()], 3, lambda: 0.0)
         stages, timing = [LocalStage(0, 2, self.launcher, FakeEngineApi())], Timing(*UNPROBED, lambda: 0.0)
-        self.thread = OrchestratorThread(self.orchestrator, LocalReplicas(self.orchestrator, stages, timing))
+        control = FleetControl(self.orchestrator, FleetCalls(self.orchestrator))
+        self.thread = OrchestratorThread(self.orchestrator, control, LocalReplicas(self.orchestrator, stages, timing))
 
     def is_closed(self) -> bool:
         """Whether nothing of it is left: no engine, no thread, and queues that refuse."""
@@ -87,9 +90,9 @@ def waiting(head: Head, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[]
     began = threading.Event()
     until_all_finished = head.orchestrator.until_all_finished
 
-    async def beginning() -> None:
+    async def beginning() -> bool:
         began.set()
-        await until_all_finished()
+        return await until_all_finished()
 
     monkeypatch.setattr(head.orchestrator, "until_all_finished", beginning)
     with ThreadPoolExecutor() as executor:

@@ -25,15 +25,6 @@ def test_a_queue_that_holds_nothing_is_a_value_error(maxsize: int) -> None:
         ThreadQueue(maxsize)
 
 
-async def test_items_come_in_one_batch_and_in_order() -> None:
-    queue: ThreadQueue[int] = ThreadQueue(8)
-    await queue.put(1)
-    queue.force_put(2)
-    await queue.put(3)
-    assert await queue.get_batch() == [1, 2, 3]
-    assert len(queue) == 0
-
-
 async def test_a_burst_wakes_the_consumer_once(monkeypatch: pytest.MonkeyPatch) -> None:
     queue: ThreadQueue[int] = ThreadQueue(8)
     loop = asyncio.get_running_loop()
@@ -71,13 +62,6 @@ async def test_producers_that_wait_never_exceed_the_size() -> None:
         taken += batch
     await asyncio.gather(*producers)
     assert sorted(taken) == list(range(9))
-
-
-async def test_force_put_exceeds_the_size() -> None:
-    queue: ThreadQueue[int] = ThreadQueue(1)
-    queue.force_put(1)
-    queue.force_put(2)
-    assert await queue.get_batch() == [1, 2]
 
 
 async def test_a_cancelled_consumer_loses_nothing() -> None:

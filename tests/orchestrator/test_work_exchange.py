@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from tests.orchestrator.work_bus import PROMPT_TOKENS, WorkBus, WorkingHead
-from vllm_omni_plugin.coordinator import HeadLeft, PeerWork, ReplicaStatus, ReplicaWork, SessionLost, engine_key
+from vllm_omni_plugin.coordinator import HeadLeft, PeerWork, ReplicaWork, SessionLost, engine_key
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.pool.work_exchange import REPORT_INTERVAL_S, WorkExchange
 from vllm_omni_plugin.vllm_api.requests.facts import LoadReport
@@ -64,18 +64,6 @@ def test_what_is_as_it_was_is_not_reported() -> None:
     assert bus.reports == []
 
 
-def test_the_end_of_a_prefill_and_of_a_request_are_reported() -> None:
-    bus, a, b = two_heads()
-    run = a.charge(a.attach(0))
-    mine = b.attach(0)
-    a.begin(run)
-    bus.settle()
-    assert (mine.load.others, mine.load.prefill_tokens) == (1, 0)
-    a.release(run)
-    bus.settle()
-    assert (mine.load.others, mine.load.prefill_tokens) == (0, 0)
-
-
 def test_a_head_that_is_alone_reports_nothing_but_the_answer_to_a_question() -> None:
     bus = WorkBus()
     a = bus.join("a")
@@ -83,43 +71,6 @@ def test_a_head_that_is_alone_reports_nothing_but_the_answer_to_a_question() -> 
     a.charge(a.attach(0))
     bus.settle()
     assert [(rows, full) for _, _, rows, full in bus.reports] == [([], True)]
-
-
-def test_a_head_that_comes_later_learns_everything() -> None:
-    bus, a, _ = two_heads()
-    a.charge(a.attach(0))
-    bus.settle()
-    c = bus.join("c")
-    mine = c.attach(0)
-    bus.settle()
-    assert mine.load.others == 1
-
-
-def test_what_changed_between_the_answer_to_a_question_and_the_first_word_of_the_other_is_reported() -> None:
-    bus = WorkBus()
-    a = bus.join("a")
-    member = a.attach(0)
-    bus.settle()
-    b = bus.join("b")
-    mine = b.attach(0)
-    bus.deliver("a")
-    bus.timers.advance(1.0)
-    a.charge(member)
-    bus.settle()
-    assert mine.load.others == 1
-
-
-def test_a_head_that_leaves_takes_its_work_with_it() -> None:
-    bus, a, b = two_heads()
-    c = bus.join("c")
-    mine = b.attach(0)
-    for head in (a, c):
-        head.charge(head.attach(0))
-    bus.settle()
-    assert mine.load.others == 2
-    bus.leave("a")
-    bus.settle()
-    assert others_of(mine) == (1, 1)
 
 
 def test_work_on_one_incarnation_never_counts_for_another() -> None:
@@ -130,27 +81,6 @@ def test_work_on_one_incarnation_never_counts_for_another() -> None:
     assert mine.load.others == 0
     b.lose(mine)
     assert b.attach(0, incarnation=1).load.others == 1
-
-
-def test_work_on_a_replica_is_known_when_this_head_attaches_to_it() -> None:
-    bus, a, b = two_heads()
-    a.charge(a.attach(0))
-    bus.settle()
-    assert b.attach(0).load.others == 1
-
-
-def test_what_was_charged_to_a_lost_replica_is_taken_back() -> None:
-    bus, a, b = two_heads()
-    member, mine = a.attach(0, incarnation=1), b.attach(0, incarnation=1)
-    a.charge(member)
-    bus.settle()
-    # Lost and back within one interval, as another incarnation.
-    a.lose(member)
-    a.charge(a.attach(0, incarnation=2))
-    bus.settle()
-    assert mine.load.others == 0
-    b.lose(mine)
-    assert b.attach(0, incarnation=2).load.others == 1
 
 
 def test_a_report_in_full_replaces_what_was_known() -> None:
@@ -204,20 +134,6 @@ def test_the_policy_finds_the_index_of_queues_as_others_have_made_them() -> None
     bus.settle()
     assert b.pool.serving.total_queue_length == 11
     assert b.pool.pick({}).replica_id == 11
-
-
-def test_a_draining_replica_s_work_is_still_exchanged() -> None:
-    bus, a, b = two_heads()
-    member, mine = a.attach(0), b.attach(0)
-    run = a.charge(member)
-    b.pool.hold_back(mine, "drain")
-    a.pool.hold_back(member, "drain")
-    bus.settle()
-    assert mine.status is ReplicaStatus.DRAINING
-    assert mine.load.others == 1
-    a.release(run)
-    bus.settle()
-    assert mine.load.others == 0
 
 
 def test_a_closed_exchange_says_nothing_more() -> None:

@@ -7,8 +7,9 @@ from typing import Literal
 
 from vllm_omni_plugin.admin.replies import result_of
 from vllm_omni_plugin.errors import CoordinatorAwayError, OmniError, ReplicaError
+from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
+from vllm_omni_plugin.orchestrator.fleet_state.member_changes import ADMIN_HOLD
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pool.member_changes import ADMIN_HOLD
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import ManageReplica
 
@@ -57,18 +58,20 @@ class FleetAdmin:
     """Reports from tuples that are replaced, never changed, so without a lock; changes go to the orchestrator's loop.
 
     Args:
+        orchestrator: has the replicas.
+        fleet_calls: makes operators' calls.
         clock: monotonic seconds, the same as the orchestrator's.
     """
 
-    def __init__(self, orchestrator: Orchestrator, clock: Callable[[], float]) -> None:
+    def __init__(self, orchestrator: Orchestrator, fleet_calls: FleetCalls, clock: Callable[[], float]) -> None:
         self._orchestrator = orchestrator
+        self._fleet_calls = fleet_calls
         self._clock = clock
 
     @property
     def refusal(self) -> CoordinatorAwayError | None:
         """Why calls to the engines as a whole are refused now; None if they are not."""
-        fleet_calls = self._orchestrator.fleet_calls
-        return None if fleet_calls is None else fleet_calls.refusal
+        return self._fleet_calls.refusal
 
     def replicas(self) -> list[ReplicaReport]:
         """All replicas, in order of stages and ids."""

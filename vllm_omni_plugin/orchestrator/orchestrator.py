@@ -2,38 +2,27 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from vllm_omni_plugin.coordinator import (
-    HeadLeft,
-    PeerWork,
-    ReplicaKey,
-    ReplicaStatus,
-    SessionLost,
-    Welcome,
-)
+from vllm_omni_plugin.coordinator import ReplicaKey, ReplicaStatus
 from vllm_omni_plugin.errors import ReplicaError, WireError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.dispatch.bad_outputs import BadOutputs
 from vllm_omni_plugin.orchestrator.dispatch.dispatcher import Dispatcher
 from vllm_omni_plugin.orchestrator.dispatch.move_budget import MoveBudget
-from vllm_omni_plugin.orchestrator.fleet_state.fan_out import FanOut
-from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
+from vllm_omni_plugin.orchestrator.pipeline.pause_order import PauseOrder
 from vllm_omni_plugin.orchestrator.pipeline.pipeline_requests import PipelineRequests
 from vllm_omni_plugin.orchestrator.pipeline.preparation import Preparation
 from vllm_omni_plugin.orchestrator.pipeline.request_state import OrchestratorRequestState
-from vllm_omni_plugin.orchestrator.pool.member_changes import RemoteKeeper, ReplicaKeeper, change_membership, explain
-from vllm_omni_plugin.orchestrator.pool.output_gate import OutputGate
+from vllm_omni_plugin.orchestrator.pool.output_queue import OutputQueue
+from vllm_omni_plugin.orchestrator.pool.stage_calls import StageCalls
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
-from vllm_omni_plugin.orchestrator.pool.work_exchange import OthersWork, WorkExchange
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     CallReplicas,
     Explain,
     FrontMessage,
     ManageReplica,
-    Membership,
-    PeerMessage,
     ReplicaJoined,
     ReplicaLeft,
     RpcMessage,
@@ -54,26 +43,6 @@ MAX_QUEUED_OUTPUTS = 4096
 """Output messages AsyncLLM has not taken yet before the replicas' sockets are left unread."""
 
 
-class FleetParts(NamedTuple):
-    """What keeps an orchestrator's replicas, and what ties it to other heads.
-
-    Attributes:
-        local_replicas: keeps the replicas of this node; None without any.
-        remote_replicas: keeps those of other processes; None in a head that nobody can join.
-        exchange: tells other heads of this one's work and hears of theirs; None in a head that nobody can join.
-        fleet_calls: makes and follows operators' calls; None in a head that nobody can join.
-    """
-
-    local_replicas: ReplicaKeeper | None = None
-    remote_replicas: RemoteKeeper | None = None
-    exchange: WorkExchange | None = None
-    fleet_calls: FleetCalls | None = None
-
-
-def _no_parts(orchestrator: "Orchestrator") -> FleetParts:
-    return FleetParts()
-
-
 class Orchestrator:
     """Owns the requests and the pools. Everything but the queues belongs to the loop that runs `run`.
 
@@ -84,18 +53,18 @@ class Orchestrator:
         clock: monotonic seconds.
         replica_wait: seconds that a request waits while no replica serves.
         preparation: of a pipeline, whose stages have these pools and APIs; None: one stage answers everything.
-        parts: builds what keeps replicas, which has to know the orchestrator; called once, when all else is there.
 
     Attributes:
         request_async_queue: `SubmitRequest`, `AbortRequests` and `OutputUnusable`, in order.
         output_async_queue: vLLM's `EngineCoreOutputs`, `RequestFailed`, `ReplicaJoined` and `ReplicaLeft`.
         rpc_async_queue: `CallReplicas`, changes of membership, `ManageReplica` among them, `Explain`, and what other
-            heads say.
-        local_replicas, remote_replicas, exchange, fleet_calls: see `FleetParts`.
+            heads say; `FleetControl` takes them.
         drained: replicas that an operator drained, whether they are here or not.
         serving_signal: wakes those who wait until `can_serve` holds.
         request_states: unfinished requests by the client's id.
         stage_pools: the pools; their `members` and `serving` may be read from any thread.
+        stage_calls: calls to the replicas of each stage, by stage id.
+        pause_order: how the stages of a pipeline come to rest; None: all at once.
         needed_pools: those that must serve for a plain request to be answered.
         async_chunk: whether a stage may start on parts of its input.
     """
@@ -108,19 +77,18 @@ class Orchestrator:
         clock: Callable[[], float],
         replica_wait: float = 60.0,
         preparation: Preparation | None = None,
-        parts: Callable[["Orchestrator"], FleetParts] = _no_parts,
     ) -> None:
         self.stage_pools = self.needed_pools = stage_pools
         self.async_chunk = False
         self.request_async_queue: ThreadQueue[FrontMessage] = ThreadQueue(MAX_QUEUED_REQUESTS)
-        self.output_async_queue: ThreadQueue[Any] = ThreadQueue(MAX_QUEUED_OUTPUTS)
+        self.output_async_queue = OutputQueue(MAX_QUEUED_OUTPUTS, stage_pools)
         self.rpc_async_queue: ThreadQueue[RpcMessage] = ThreadQueue(MAX_QUEUED_REQUESTS)
         self.metrics = OrchestratorMetrics()
         self.drained: set[ReplicaKey] = set()
         self.serving_signal = ServingSignal(lambda: self.can_serve)
         self._apis = apis
         self._clock = clock
-        self._gate = OutputGate(self.output_async_queue, stage_pools)
+        self._put = self.output_async_queue.give
         self._bad_outputs = BadOutputs(stage_pools, clock, self.distrust)
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
@@ -137,16 +105,14 @@ class Orchestrator:
             limit, wait = (0, 0.0) if pool.stage_id in prefills else (migration_limit, replica_wait)
             self._dispatchers.append(Dispatcher(pool, api, limit, wait, clock, self.metrics, moves, self._wake_at))
         self._requests: Requests[Any]
-        pause_order = None
+        self.pause_order: PauseOrder | None = None
         if preparation is None:
-            self._requests = SingleStage(apis[0], self._dispatchers[0], self._gate.put)
+            self._requests = SingleStage(apis[0], self._dispatchers[0], self._put)
         else:
-            put = self._gate.put
-            requests = PipelineRequests(preparation, self._dispatchers, put, self.metrics, clock)
-            self._requests, pause_order = requests, requests.pause_order
-        self.fan_out = FanOut(stage_pools, self.distrust, pause_order)
+            requests = PipelineRequests(preparation, self._dispatchers, self._put, self.metrics, clock)
+            self._requests, self.pause_order = requests, requests.pause_order
+        self.stage_calls = tuple(StageCalls(pool, self.distrust) for pool in stage_pools)
         self.request_states: Mapping[str, OrchestratorRequestState] = self._requests.states
-        self.local_replicas, self.remote_replicas, self.exchange, self.fleet_calls = parts(self)
 
     @property
     def num_stages(self) -> int:
@@ -158,29 +124,26 @@ class Orchestrator:
         """Whether every stage that requests need has a replica that takes them. Safe to read from any thread."""
         return all(pool.serving for pool in self.needed_pools)
 
-    async def until_all_finished(self) -> None:
-        """Return once no request is unfinished, in any stage, nor handed over and not taken yet."""
-        while self.request_states or len(self.request_async_queue):
-            await self._requests.states.until_none()
+    async def until_all_finished(self) -> bool:
+        """Return once no request is unfinished, in any stage, nor handed over and not taken yet.
+
+        Returns:
+            False if `run` has ended, and has dropped what was unfinished.
+        """
+        while not self._closed and (self.request_states or len(self.request_async_queue)):
+            await self._requests.until_none()
             # What has been handed over is taken in the loop's next turns.
             await asyncio.sleep(0)
+        return not self._closed
 
     async def run(self) -> None:
-        """Serve the queues until they are closed. Sleeps while nothing comes."""
+        """Serve requests until their queue is closed. Sleeps while nothing comes."""
         try:
-            async with asyncio.TaskGroup() as tasks:
-                serving = self._requests.serve(self.request_async_queue, self._bad_outputs.handle)
-                tasks.create_task(serving, name="omni-requests")
-                calls = self.fan_out.serve(self.rpc_async_queue, self._handle_message, self.fleet_calls)
-                tasks.create_task(calls, name="omni-calls")
+            await self._requests.serve(self.request_async_queue, self._bad_outputs.handle)
         finally:
-            if self.exchange is not None:
-                self.exchange.close()
-            if self.fleet_calls is not None:
-                await self.fleet_calls.close()
-            self._gate.close()
-            self._requests.close()
             self._closed = True
+            self.output_async_queue.stop_waiting()
+            self._requests.close()
             if self._timer is not None:
                 self._timer.cancel()
 
@@ -195,20 +158,20 @@ class Orchestrator:
     def outputs_received(self, member: PoolMember, outputs: Any) -> None:
         """Outputs came from a replica: release what finished, restore the client's ids, hand them over."""
         stage_id, requests = member.stage_id, self._requests
-        accepted, events = self._dispatchers[stage_id].accept(member, outputs.outputs)
-        if events:
-            requests.handle(stage_id, events)
+        accepted, ended = self._dispatchers[stage_id].accept(member, outputs.outputs)
+        if ended:
+            requests.end(stage_id, ended)
         outputs.outputs = requests.take(stage_id, accepted) if accepted else []
         report = self._apis[stage_id].load_report(outputs)
         if report is not None:
             self.stage_pools[stage_id].report(member, report)
         outputs.engine_index = member.engine_index
         if outputs.outputs:
-            self._gate.put(outputs)
+            self._put(outputs)
         elif outputs.scheduler_stats is not None:
-            self._gate.put_later(outputs)
+            self.output_async_queue.give_later(outputs)
 
-    async def admit(self, member: PoolMember, client: StageClient, ready_response: bytes, told: bool = False) -> bool:
+    async def admit(self, member: PoolMember, client: StageClient, ready_response: bytes, told: bool = False) -> None:
         """See that a replica that attaches can do what its stage is for, and tell it what the others were told.
 
         The caller must let the replica serve without awaiting anything in between.
@@ -218,9 +181,6 @@ class Orchestrator:
             client: speaks to its engine.
             ready_response: what its engine said of itself when it was ready. AsyncLLM's side relies on it.
             told: whether another head has told it everything.
-
-        Returns:
-            Whether it has been told everything that the fleet knows.
 
         Raises:
             ReplicaError: it cannot, it cannot be brought up to date, or what its engine said cannot be read.
@@ -236,9 +196,7 @@ class Orchestrator:
             raise ReplicaError(
                 f"its model cannot {task!r}: its stage needs 'sampling: {{task: ...}}' with one of {known}"
             )
-        is_everything = self.fleet_calls is None or not member.remote or await self.fleet_calls.synced()
-        await self.fan_out.stages[member.stage_id].bring_up_to_date(client, told, remote=member.remote)
-        return is_everything
+        await self.stage_calls[member.stage_id].bring_up_to_date(client, told, remote=member.remote)
 
     def replica_serves(
         self, member: PoolMember, client: StageClient, input_addr: str, output_addr: str, ready_response: bytes
@@ -255,7 +213,7 @@ class Orchestrator:
         member.changed_at = self._clock()
         cache = self._apis[member.stage_id].cache_size(ready_response)
         serves = self.stage_pools[member.stage_id].serve(member, client, input_addr, output_addr, cache)
-        self._gate.attached(client)
+        self.output_async_queue.attached(client)
         if serves:
             self._began_to_serve(member)
 
@@ -277,22 +235,18 @@ class Orchestrator:
             reason,
             len(orphans),
         )
-        events = self._dispatchers[member.stage_id].move(orphans, member, reason, engine_failed)
-        self._requests.handle(member.stage_id, events)
-        self._gate.put(self._apis[member.stage_id].idle_report(member.engine_index))
+        ended = self._dispatchers[member.stage_id].move(orphans, member, reason, engine_failed)
+        self._requests.end(member.stage_id, ended)
+        self._put(self._apis[member.stage_id].idle_report(member.engine_index))
 
     def replica_joined(self, member: PoolMember, ready_response: bytes) -> None:
         """A replica that was not there at the start is about to serve: tell AsyncLLM's side."""
-        self._gate.put(ReplicaJoined(member.stage_id, member.replica_id, ready_response))
+        self._put(ReplicaJoined(member.stage_id, member.replica_id, ready_response))
 
     def replica_left(self, member: PoolMember) -> None:
         """A lost replica does not come back: forget it, and tell AsyncLLM's side."""
         self.stage_pools[member.stage_id].remove(member)
-        self._gate.put(ReplicaLeft(member.stage_id, member.replica_id))
-
-    def tell_front(self, item: Any) -> None:
-        """Hand something to AsyncLLM's side, in order with what replicas say."""
-        self._gate.put(item)
+        self._put(ReplicaLeft(member.stage_id, member.replica_id))
 
     def distrust(self, member: PoolMember, reason: str) -> None:
         """Take out a replica that does what others do not, so that it starts afresh."""
@@ -316,46 +270,8 @@ class Orchestrator:
     def _tick(self) -> None:
         self._timer = None
         for stage_id, dispatcher in enumerate(self._dispatchers):
-            self._requests.handle(stage_id, dispatcher.tick())
+            self._requests.end(stage_id, dispatcher.tick())
 
     def _began_to_serve(self, member: PoolMember) -> None:
-        self._requests.handle(member.stage_id, self._dispatchers[member.stage_id].replica_serves())
+        self._requests.end(member.stage_id, self._dispatchers[member.stage_id].replica_serves())
         self.serving_signal.tell()
-
-    def _handle_message(self, message: Membership | Explain | PeerMessage) -> None:
-        try:
-            if isinstance(message, Explain):
-                explain(message, self.stage_pools)
-            elif isinstance(message, PeerMessage):
-                self._handle_peer_message(message)
-            else:
-                change_membership(self, message)
-        except Exception as error:
-            logger.exception("A message could not be dealt with: %r", message)
-            if isinstance(message, Explain | ManageReplica) and not message.reply.done():
-                message.reply.set_exception(error)
-
-    def _handle_peer_message(self, message: PeerMessage) -> None:
-        assert self.exchange is not None
-        assert self.fleet_calls is not None
-        others_work: OthersWork = []
-        match message:
-            case Welcome():
-                others_work = self.exchange.welcomed(message.heads)
-                self.fleet_calls.welcomed(message.heads)
-            case PeerWork():
-                others_work = self.exchange.peer_work(message)
-                self.fleet_calls.head_joined(message.head_id)
-            case HeadLeft():
-                others_work = self.exchange.head_left(message.head_id)
-                self.fleet_calls.head_left(message.head_id)
-            case SessionLost():
-                others_work = self.exchange.session_lost()
-                self.fleet_calls.session_lost()
-            case _:
-                self.fleet_calls.take(message)
-                return
-        for pool in self.stage_pools:
-            pool.share_with(self.exchange.heads)
-        for member, work in others_work:
-            self.stage_pools[member.stage_id].join(member, work)

@@ -9,8 +9,7 @@ from vllm_omni_plugin.orchestrator.pipeline.request_state import OrchestratorReq
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import RequestFailed, SubmitRequest
 from vllm_omni_plugin.orchestrator.requests.request_api import RequestApi
 from vllm_omni_plugin.orchestrator.requests.request_owner import Requests
-from vllm_omni_plugin.orchestrator.requests.run_events import Accepted, RunDispatched, RunEvent, RunFailed
-from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun, StreamingInputState
+from vllm_omni_plugin.orchestrator.requests.stage_run import Accepted, RunEnded, StageRun, StreamingInputState
 
 _STAGE = 0
 
@@ -35,7 +34,7 @@ class SingleStage(Requests[OrchestratorRequestState]):
         if state is not None:
             run = state.runs[_STAGE]
             if run.streaming is not None:
-                self.handle(_STAGE, self._dispatcher.add_chunk(run, request))
+                self.end(_STAGE, self._dispatcher.add_chunk(run, request))
                 return
             # Two attempts under one client id could not be told apart; the newer one is the one that is waited for.
             self.abort((request.request_id,), whole=True)
@@ -50,7 +49,8 @@ class SingleStage(Requests[OrchestratorRequestState]):
         self.states[request.request_id] = OrchestratorRequestState(
             request, message.submitted_at, mm_features=request.mm_features, runs={_STAGE: run}
         )
-        self.handle(_STAGE, self._dispatcher.submit(run))
+        if ended := self._dispatcher.submit(run):
+            self.end(_STAGE, ended)
 
     def fail(self, message: SubmitRequest, error: OmniError) -> None:
         request_id = message.request.request_id
@@ -58,7 +58,7 @@ class SingleStage(Requests[OrchestratorRequestState]):
         self.abort((request_id,), whole=True)
 
     def abort(self, request_ids: Sequence[str], whole: bool) -> None:
-        states = [self.states.pop(request_id, None) for request_id in request_ids]
+        states = [self._drop(request_id) for request_id in request_ids]
         self._dispatcher.abort(state.runs[_STAGE] for state in states if state is not None)
 
     def take(self, stage_id: int, accepted: Sequence[Accepted]) -> list[Any]:
@@ -66,15 +66,13 @@ class SingleStage(Requests[OrchestratorRequestState]):
         for run, output in accepted:
             outputs.append(output)
             if run.closed:
-                self.states.pop(run.request_id, None)
+                self._drop(run.request_id)
         return outputs
 
-    def handle(self, stage_id: int, events: Sequence[RunEvent]) -> None:
-        for event in events:
-            if isinstance(event, RunDispatched):
-                continue
-            self.states.pop(event.run.request_id, None)
-            if isinstance(event, RunFailed):
-                self._put(RequestFailed(event.run.request_id, event.error))
-            elif event.outputs is not None:
-                self._put(event.outputs)
+    def end(self, stage_id: int, ended: Sequence[RunEnded]) -> None:
+        for run, outputs, error in ended:
+            self._drop(run.request_id)
+            if error is not None:
+                self._put(RequestFailed(run.request_id, error))
+            elif outputs is not None:
+                self._put(outputs)

@@ -12,6 +12,7 @@ from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.attachment.local_replicas import LocalReplicas
 from vllm_omni_plugin.orchestrator.attachment.remote_replicas import RemoteReplicas
+from vllm_omni_plugin.orchestrator.fleet_control import FleetControl
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 
 logger = init_logger(__name__)
@@ -26,7 +27,8 @@ class OrchestratorThread:
     """Owns the thread, its event loop, the orchestrator and the keepers of its replicas; ends them in reverse order.
 
     Args:
-        orchestrator: runs on the thread's loop; its queues are the way to it.
+        orchestrator: lives on the thread's loop; its queues are the way to it.
+        control: runs it.
         local_replicas: keeps the replicas of this node.
         remote_replicas: keeps those of other processes; None if there cannot be any.
     """
@@ -34,16 +36,17 @@ class OrchestratorThread:
     def __init__(
         self,
         orchestrator: Orchestrator,
+        control: FleetControl,
         local_replicas: LocalReplicas,
         remote_replicas: RemoteReplicas | None = None,
     ) -> None:
         self._orchestrator = orchestrator
+        self._control = control
         self._local_replicas = local_replicas
         self._remote_replicas = remote_replicas
         self._started: Future[list[list[bytes]]] = Future()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Future[float | None] | None = None
-        self._serving: asyncio.Task[None] | None = None
         self._running = threading.Event()
         self._closing = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="omni-orchestrator", daemon=True)
@@ -124,7 +127,7 @@ class OrchestratorThread:
         self._stop = self._loop.create_future()
         self._running.set()
         timeout: float | None = None
-        serving = self._serving = asyncio.create_task(self._orchestrator.run(), name="omni-orchestrator")
+        serving = asyncio.create_task(self._control.run(), name="omni-orchestrator")
         try:
             if not await self._start():
                 return
@@ -142,17 +145,12 @@ class OrchestratorThread:
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + timeout
         self._local_replicas.restart_no_more()
-        finished = asyncio.create_task(self._orchestrator.until_all_finished(), name="omni-finish")
-        awaited: list[asyncio.Future[Any]] = [finished]
-        if self._serving is not None:
-            awaited.append(self._serving)
         try:
-            await asyncio.wait(awaited, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-            # An orchestrator that has ended has dropped its requests, which looks as if they had finished.
-            ended = self._serving is not None and self._serving.done()
-            return max(0.0, ends_at - loop.time()) if finished.done() and not ended else 0.0
-        finally:
-            finished.cancel()
+            async with asyncio.timeout_at(ends_at):
+                finished = await self._orchestrator.until_all_finished()
+        except TimeoutError:
+            return 0.0
+        return max(0.0, ends_at - loop.time()) if finished else 0.0
 
     async def _start(self) -> bool:
         """Start the local replicas unless told to stop first. Returns whether they all serve."""

@@ -37,7 +37,7 @@ class PythonOutputReader(OutputReader):
 
 
 class PythonStageApi(EngineApi):
-    """A `StageApi` (in `orchestrator.pipeline.stage_api`, with the meaning of the methods) for a Python stage.
+    """A `StageApi` (in `orchestrator.requests.request_api`, with the meaning of the methods) for a Python stage.
 
     Outputs are numbered through a session: output n has n as its only token. So when another replica computes a
     request again, the repeated outputs are recognised in the same way as repeated tokens.

@@ -15,7 +15,7 @@ from tests.replicas.server.engines import SlotCodec
 from vllm_omni_plugin.coordinator import OmniCoordClientForHub, OmniCoordinator
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.orchestrator.attachment.remote_replicas import RemoteReplicas
-from vllm_omni_plugin.orchestrator.pool.list_changes import ReplicaListWatcher
+from vllm_omni_plugin.orchestrator.fleet_state.session_listener import SessionListener
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import ReplicaJoined, ReplicaLeft
 from vllm_omni_plugin.replicas.client.remote import AttachSettings
 
@@ -25,13 +25,12 @@ SECRET = Secrets(["a secret that both ends know"])
 @asynccontextmanager
 async def whole_head(coordinator: OmniCoordinator, secrets: Secrets | None = None) -> AsyncIterator[FakeFleet]:
     """A head that follows a coordinator."""
-    async with FakeFleet(replicas=0, replica_wait=60.0) as fleet:
-        remote = fleet.orchestrator.remote_replicas = RemoteReplicas(
-            fleet.orchestrator,
-            AttachSettings({0: SlotCodec()}, "head", {0: FINGERPRINT}, 0.05, 10.0, secrets),
-        )
-        watcher = ReplicaListWatcher(fleet.orchestrator.rpc_async_queue)
-        hub = OmniCoordClientForHub(coordinator.pub_zmq_addr, watcher.update, secrets=secrets)
+    fleet = FakeFleet(replicas=0, replica_wait=60.0)
+    settings = AttachSettings({0: SlotCodec()}, "head", {0: FINGERPRINT}, 0.05, 10.0, secrets)
+    fleet.remote = remote = RemoteReplicas(fleet.orchestrator, fleet.fleet_calls, settings)
+    async with fleet:
+        listener = SessionListener(fleet.orchestrator.rpc_async_queue)
+        hub = OmniCoordClientForHub(coordinator.pub_zmq_addr, listener, secrets=secrets)
         try:
             yield fleet
         finally:
@@ -93,8 +92,7 @@ async def test_a_replica_that_is_removed_leaves_and_ends(start_node: StartNode) 
     node = await start_node()
     async with whole_head(node.coordinator) as fleet:
         await serving(fleet, 1)
-        assert fleet.orchestrator.remote_replicas is not None
-        fleet.orchestrator.remote_replicas.leave(fleet.pool.members[0])
+        fleet.remote.leave(fleet.pool.members[0])
         await asyncio.wait_for(node.running, 10)
         assert fleet.pool.members == ()
 

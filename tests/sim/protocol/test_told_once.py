@@ -45,6 +45,6 @@ async def test_an_engine_is_told_once_until_its_last_head_has_gone(
             assert told == ["pause_scheduler", "resume_scheduler", "pause_scheduler"]
         told.clear()
         async with site.head() as next_head:
-            await eventually(lambda: next_head.orchestrator.fleet_calls.refusal is None)
+            await eventually(lambda: next_head.fleet_calls.refusal is None)
             assert await call(next_head, "is_scheduler_paused") == [False]
             assert told == []

@@ -16,9 +16,10 @@ from tests.sim.protocol.heads import FAST
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.coordinator import OmniCoordClientForHead, OmniCoordinator, ReplicaWork
 from vllm_omni_plugin.orchestrator.attachment.remote_replicas import RemoteReplicas
+from vllm_omni_plugin.orchestrator.fleet_control import FleetControl
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.fleet_state.session_listener import SessionListener
-from vllm_omni_plugin.orchestrator.orchestrator import FleetParts, Orchestrator
+from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import AbortRequests, RequestFailed, SubmitRequest
@@ -48,21 +49,18 @@ class WholeHead:
         self.produced: Counter[str] = Counter()
         self.ended: dict[str, Any] = {}
         self.statistics: Any = None
-        self._head_id = head_id
         self._exchange = WorkExchange(self._report)
         self.pool = StagePool(0, LeastQueueLengthBalancer(), exchange=self._exchange)
-        self.orchestrator = Orchestrator([self.pool], [EngineApi()], 3, time.monotonic, parts=self._parts)
+        self.orchestrator = Orchestrator([self.pool], [EngineApi()], 3, time.monotonic)
+        self.fleet_calls = FleetCalls(self.orchestrator, head_id, lambda: self._client)
+        settings = AttachSettings({0: EngineApi()}, head_id, {0: FINGERPRINT}, INTERVAL, TIMEOUT)
+        self._remote = RemoteReplicas(self.orchestrator, self.fleet_calls, settings)
         self._client = OmniCoordClientForHead(coordinator, head_id, SessionListener(self.orchestrator.rpc_async_queue))
         self._more = asyncio.Event()
 
-    def _parts(self, orchestrator: Orchestrator) -> FleetParts:
-        settings = AttachSettings({0: EngineApi()}, self._head_id, {0: FINGERPRINT}, INTERVAL, TIMEOUT)
-        self._remote = RemoteReplicas(orchestrator, settings)
-        calls = FleetCalls(orchestrator, self._head_id, lambda: self._client)
-        return FleetParts(remote_replicas=self._remote, exchange=self._exchange, fleet_calls=calls)
-
     async def __aenter__(self) -> "WholeHead":
-        self._tasks = [asyncio.create_task(self.orchestrator.run()), asyncio.create_task(self._read())]
+        control = FleetControl(self.orchestrator, self.fleet_calls, self._remote, self._exchange)
+        self._tasks = [asyncio.create_task(control.run()), asyncio.create_task(self._read())]
         await eventually(lambda: len(self.pool.serving) == 1, "the replica serves")
         return self
 

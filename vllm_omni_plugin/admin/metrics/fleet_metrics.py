@@ -91,7 +91,7 @@ class FleetCollector(Collector):
             yield from histogram.collect()
 
     def _heads(self) -> Iterator[Metric]:
-        has_session, exchange = self._orchestrator.metrics.has_session, self._orchestrator.exchange
+        has_session, exchange = self._orchestrator.metrics.has_session, self._orchestrator.stage_pools[0].exchange
         if has_session is not None:
             yield _gauge("coordinator_connected", "Whether the coordinator answers this head: 1 or 0.", has_session)
         if exchange is not None:

@@ -30,7 +30,7 @@ from vllm_omni_plugin.integration.fleet_setup.fleet import Fleet
 from vllm_omni_plugin.integration.fleet_setup.fleet_stages import FleetStages
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pool.engine_index import engine_index
+from vllm_omni_plugin.orchestrator.pool.pool_member import engine_index
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     AbortRequests,
     CallReplicas,
@@ -78,6 +78,7 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
     ) -> None:
         self._fleet = fleet
         self._orchestrator = fleet.orchestrator
+        self.fleet_calls = fleet.fleet_calls
         self._stages = fleet.stages
         self._events = FleetEvents(fleet.stages, vllm_config, ready_responses, self.abort_call, self._tell)
         self._received: deque[Any] = deque()

@@ -25,13 +25,14 @@ from vllm_omni_plugin.integration.options.listening import (
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.attachment.local_replicas import LocalReplicas, LocalStage
 from vllm_omni_plugin.orchestrator.attachment.remote_replicas import RemoteReplicas
+from vllm_omni_plugin.orchestrator.fleet_control import FleetControl
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.fleet_state.session_listener import SessionListener
-from vllm_omni_plugin.orchestrator.orchestrator import FleetParts, Orchestrator
+from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pipeline.preparation import Preparation
-from vllm_omni_plugin.orchestrator.pipeline.stage_api import StageApi
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
+from vllm_omni_plugin.orchestrator.requests.request_api import StageApi
 from vllm_omni_plugin.orchestrator.thread import OrchestratorThread
 from vllm_omni_plugin.replicas.client.remote import AttachSettings
 from vllm_omni_plugin.replicas.engine.engine_keeper import Timing
@@ -58,6 +59,7 @@ class Fleet:
 
     Attributes:
         orchestrator: balances over the replicas.
+        fleet_calls: makes operators' calls.
         stages: what it has replicas of.
         coordinator: where replicas of other processes join; None in a fleet that nobody can join, and in a head that
             has joined one itself.
@@ -80,7 +82,8 @@ class Fleet:
         self._pools = [_pool(plan, self._exchange) for plan in self._plans]
         self._head_id = f"{socket.gethostname()}-{uuid.uuid4().hex}"
         self.orchestrator = self._make_orchestrator()
-        self._thread = OrchestratorThread(self.orchestrator, self._local_replicas, self._remote_replicas)
+        self.fleet_calls = FleetCalls(self.orchestrator, self._head_id, self._client_now if options.is_open else None)
+        self._thread = self._make_thread()
         self.coordinator = self._start_coordinator() if options.is_open and not options.join else None
         # Held while the client is made: its thread may speak before it is there to answer by.
         self._connecting = threading.Lock()
@@ -128,17 +131,13 @@ class Fleet:
             assert isinstance(reader, VllmStageApi)
             preparation = Preparation(pipeline, cast(list[StageApi], apis), reader.prompt_text)
         return Orchestrator(
-            self._pools, apis, options.migration_limit, time.monotonic, options.replica_wait, preparation, self._parts
+            self._pools, apis, options.migration_limit, time.monotonic, options.replica_wait, preparation
         )
 
-    def _parts(self, orchestrator: Orchestrator) -> FleetParts:
-        self._local_replicas = self._keep_local(orchestrator)
-        self._remote_replicas: RemoteReplicas | None = None
-        if not self._options.is_open:
-            return FleetParts(self._local_replicas)
-        self._remote_replicas = self._keep_remote(orchestrator)
-        calls = FleetCalls(orchestrator, self._head_id, self._client_now)
-        return FleetParts(self._local_replicas, self._remote_replicas, self._exchange, calls)
+    def _make_thread(self) -> OrchestratorThread:
+        remote = self._keep_remote() if self._options.is_open else None
+        control = FleetControl(self.orchestrator, self.fleet_calls, remote, self._exchange)
+        return OrchestratorThread(self.orchestrator, control, self._keep_local(), remote)
 
     def _start_coordinator(self) -> OmniCoordinatorRuntime:
         options = self._options
@@ -183,7 +182,7 @@ class Fleet:
         if client is not None:
             client.report_work(work, full=full)
 
-    def _keep_local(self, orchestrator: Orchestrator) -> LocalReplicas:
+    def _keep_local(self) -> LocalReplicas:
         stages = [
             LocalStage(
                 plan.stage_id, plan.replicas, plan.launcher_for(self._reaper.watch, pool.wants_cache_events), plan.api
@@ -191,9 +190,9 @@ class Fleet:
             for plan, pool in zip(self._plans, self._pools, strict=True)
         ]
         timing = Timing(self._options.heartbeat_interval, self._options.heartbeat_timeout, time.monotonic)
-        return LocalReplicas(orchestrator, stages, timing)
+        return LocalReplicas(self.orchestrator, stages, timing)
 
-    def _keep_remote(self, orchestrator: Orchestrator) -> RemoteReplicas:
+    def _keep_remote(self) -> RemoteReplicas:
         settings = AttachSettings(
             codecs={plan.stage_id: plan.api for plan in self._plans},
             head_id=self._head_id,
@@ -203,7 +202,7 @@ class Fleet:
             secrets=self._secrets,
             max_message_bytes=self._options.max_message_bytes,
         )
-        return RemoteReplicas(orchestrator, settings)
+        return RemoteReplicas(self.orchestrator, self.fleet_calls, settings)
 
 
 def _secured(options: OmniConfig) -> OmniConfig:

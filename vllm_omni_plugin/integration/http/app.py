@@ -134,7 +134,7 @@ class FleetEndpoints:
         state.omni_explain = partial(
             explain, fleet.orchestrator, partial(read_prompt, state), fleet.stages.prompt_stage
         )
-        state.omni_fleet = FleetAdmin(fleet.orchestrator, time.monotonic)
+        state.omni_fleet = FleetAdmin(fleet.orchestrator, fleet.fleet_calls, time.monotonic)
         shutdown = fleet.graceful_shutdown
         state.omni_hold = Hold(
             fleet.orchestrator,

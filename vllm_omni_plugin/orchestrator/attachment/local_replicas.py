@@ -58,6 +58,7 @@ class LocalReplicas:
         for stage in stages:
             for replica_id in range(stage.count):
                 member = orchestrator.stage_pools[stage.stage_id].add(replica_id)
+                member.leave = partial(self.leave, member)
                 self._keepers[member] = self._keeper(member, stage)
 
     async def start(self) -> list[list[bytes]]:

@@ -11,6 +11,7 @@ from vllm_omni_plugin.coordinator import ReplicaInfo, ReplicaStatus
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.keep_running import Backoff, keep_running
 from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember
 from vllm_omni_plugin.replicas.client.remote import AttachRefusedError, RemoteReplica
@@ -38,6 +39,7 @@ class RemoteReplicaKeeper:
 
     Args:
         orchestrator: learns when the replica serves and when it is lost.
+        fleet_calls: knows what the fleet was told.
         member: stands for the replica in its pool.
         info: as the coordinator published it.
         accepts: see `RegisterRemoteReplica`.
@@ -51,6 +53,7 @@ class RemoteReplicaKeeper:
     def __init__(
         self,
         orchestrator: Orchestrator,
+        fleet_calls: FleetCalls,
         member: PoolMember,
         info: ReplicaInfo,
         accepts: bool,
@@ -60,6 +63,7 @@ class RemoteReplicaKeeper:
         self.member = member
         self.info = info
         self._orchestrator = orchestrator
+        self._fleet_calls = fleet_calls
         self._pool = orchestrator.stage_pools[member.stage_id]
         self._accepts = accepts
         self._clock = clock
@@ -120,7 +124,9 @@ class RemoteReplicaKeeper:
         replica.on_lost = self._on_lost
         try:
             member.incarnation = replica.incarnation
-            if await self._orchestrator.admit(member, replica.client, replica.ready_response, replica.told):
+            is_everything = await self._fleet_calls.synced()
+            await self._orchestrator.admit(member, replica.client, replica.ready_response, replica.told)
+            if is_everything:
                 replica.say_told()
             if replica.lost.done():
                 raise ReplicaError("it was lost as soon as it was attached")
@@ -188,7 +194,7 @@ class RemoteReplicaKeeper:
     @property
     def _was_taken_out(self) -> bool:
         """Whether its state differs from that of others, so that other heads have been told to take it out, too."""
-        exchange = self._orchestrator.exchange
+        exchange = self._pool.exchange
         return self.member.status is ReplicaStatus.ERROR and exchange is not None and exchange.heads > 1
 
     def _report(self, error: Exception, level: int) -> None:

@@ -10,8 +10,9 @@ from vllm_omni_plugin.coordinator import ReplicaInfo, ReplicaKey
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.attachment.remote_keeper import RemoteReplicaKeeper
+from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
+from vllm_omni_plugin.orchestrator.fleet_state.member_changes import ADMIN_HOLD
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pool.member_changes import ADMIN_HOLD
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import RegisterRemoteReplica, UnregisterRemoteReplica
 from vllm_omni_plugin.replicas.client.remote import AttachRemote, AttachSettings, RemoteReplica, attach_remote
@@ -27,6 +28,7 @@ class RemoteReplicas:
 
     Args:
         orchestrator: gets their outputs and learns of their losses.
+        fleet_calls: knows what the fleet was told.
         settings: this head's; its context is terminated by `close`.
         attach: opens one.
         delay: waits between attempts.
@@ -35,12 +37,14 @@ class RemoteReplicas:
     def __init__(
         self,
         orchestrator: Orchestrator,
+        fleet_calls: FleetCalls,
         settings: AttachSettings,
         *,
         attach: AttachRemote = attach_remote,
         delay: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._orchestrator = orchestrator
+        self._fleet_calls = fleet_calls
         self._settings = settings
         self._attach = attach
         self._delay = delay
@@ -116,12 +120,12 @@ class RemoteReplicas:
         # All heads call a replica what the coordinator calls it, unless a replica of this head's own has the number.
         taken = {member.replica_id for member in pool.members}
         member = pool.add(info.replica_id if info.replica_id >= 0 and info.replica_id not in taken else None)
-        member.remote = True
+        member.remote, member.leave = True, partial(self.leave, member)
         member.input_addr, member.output_addr = info.input_addr, info.output_addr
         if key in self._orchestrator.drained:
             pool.hold_back(member, ADMIN_HOLD)
         keeper = self._keepers[key] = RemoteReplicaKeeper(
-            self._orchestrator, member, info, message.accepts, self._settings.clock, self._delay
+            self._orchestrator, self._fleet_calls, member, info, message.accepts, self._settings.clock, self._delay
         )
         task = asyncio.get_running_loop().create_task(
             keeper.run(partial(self._open, keeper)), name=f"omni-replica-{member.name}"

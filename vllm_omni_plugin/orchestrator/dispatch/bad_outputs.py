@@ -3,8 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.orchestrator.pool.engine_index import stage_and_replica
-from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
+from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember, stage_and_replica
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import OutputUnusable
 

@@ -14,8 +14,7 @@ from vllm_omni_plugin.orchestrator.dispatch.suspects import Suspects
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics, count
 from vllm_omni_plugin.orchestrator.requests.request_api import RequestApi
-from vllm_omni_plugin.orchestrator.requests.run_events import Accepted, RunDispatched, RunEnded, RunEvent, RunFailed
-from vllm_omni_plugin.orchestrator.requests.stage_run import Fail, Loss, RequestPhase, StageRun
+from vllm_omni_plugin.orchestrator.requests.stage_run import Accepted, Loss, RequestPhase, RunEnded, StageRun
 from vllm_omni_plugin.vllm_api.requests.move import Move
 
 logger = init_logger(__name__)
@@ -24,7 +23,7 @@ logger = init_logger(__name__)
 class Dispatcher:
     """Sends the runs of one stage to its replicas. Lives on the orchestrator's loop; nothing in it waits for anything.
 
-    What happens to runs, other than by an output of theirs, is returned as events by the method in which it happened.
+    Runs that end otherwise than by an output of theirs are returned by the method in which that happened.
 
     Args:
         pool: the stage's replicas.
@@ -61,7 +60,7 @@ class Dispatcher:
         self._moving: dict[StageRun, None] = {}
         self._is_moving = False
         self._suspects = Suspects(pool, wake_at, clock, metrics)
-        self._events: list[RunEvent] = []
+        self._ended: list[RunEnded] = []
         # Two heads may share an engine, and so may one head before and after its restart: ids must not meet there.
         self._head_tag = secrets.token_hex(4)
         self._attempts = itertools.count(1)
@@ -71,12 +70,12 @@ class Dispatcher:
         """Whether a replica takes requests now."""
         return bool(self._pool.serving)
 
-    def submit(self, run: StageRun) -> Sequence[RunEvent]:
+    def submit(self, run: StageRun) -> Sequence[RunEnded]:
         """Take a new run. There must be no other one of the same request."""
         self._dispatch(run)
-        return self._take_events()
+        return self._take_ended() if self._ended else ()
 
-    def add_chunk(self, run: StageRun, chunk: Any) -> Sequence[RunEvent]:
+    def add_chunk(self, run: StageRun, chunk: Any) -> Sequence[RunEnded]:
         """A further chunk of a streaming-input session was submitted; one that is not resumable closes the input."""
         session = run.streaming
         assert session is not None
@@ -90,8 +89,8 @@ class Dispatcher:
         else:
             session.unsent.append(chunk)
         if run.finished:
-            self._events.append(RunEnded(run, None))
-        return self._take_events()
+            self._ended.append(RunEnded(run))
+        return self._take_ended()
 
     def abort(self, runs: Iterable[StageRun]) -> None:
         """Forget these runs and tell their replicas. Nothing to do for those that have ended."""
@@ -109,7 +108,7 @@ class Dispatcher:
                 if member.client is not None:
                     member.client.abort_requests(engine_request_ids)
 
-    def accept(self, member: PoolMember, outputs: Iterable[Any]) -> tuple[list[Accepted], Sequence[RunEvent]]:
+    def accept(self, member: PoolMember, outputs: Iterable[Any]) -> tuple[list[Accepted], Sequence[RunEnded]]:
         """A message came from a replica.
 
         Returns:
@@ -133,9 +132,9 @@ class Dispatcher:
                 accepted.append((run, output))
             except Exception as error:
                 self._give_up_alone(run, error)
-        return accepted, self._take_events()
+        return accepted, self._take_ended() if self._ended else ()
 
-    def move(self, runs: Sequence[StageRun], lost: PoolMember, reason: str, engine_failed: bool) -> Sequence[RunEvent]:
+    def move(self, runs: Sequence[StageRun], lost: PoolMember, reason: str, engine_failed: bool) -> Sequence[RunEnded]:
         """These requests' replica is lost, and they are no longer charged to it: each moves or fails.
 
         Args:
@@ -155,18 +154,18 @@ class Dispatcher:
                 self._move(run, lost, loss)
             except Exception as error:
                 self._give_up_alone(run, error)
-        return self._take_events()
+        return self._take_ended()
 
-    def replica_serves(self) -> Sequence[RunEvent]:
+    def replica_serves(self) -> Sequence[RunEnded]:
         """A replica takes new requests: dispatch what was held, in order."""
         while self._pool.serving and (run := self._held.take()) is not None:
             self._metrics.hold_time.observe(self._clock() - run.waits_since)
             self._dispatch(run)
         self._count_held()
         self._dispatch_suspects()
-        return self._take_events()
+        return self._take_ended()
 
-    def tick(self) -> Sequence[RunEvent]:
+    def tick(self) -> Sequence[RunEnded]:
         """Time has passed, as `wake_at` was told: refuse what has waited in vain, and let others go on."""
         while (run := self._held.take_overdue(self._clock())) is not None:
             self._count_held()
@@ -174,13 +173,11 @@ class Dispatcher:
             self._refuse(run, waited=self._held.wait)
         self._dispatch_moving()
         self._dispatch_suspects()
-        return self._take_events()
+        return self._take_ended()
 
-    def _take_events(self) -> Sequence[RunEvent]:
-        if not self._events:
-            return ()
-        events, self._events = self._events, []
-        return events
+    def _take_ended(self) -> Sequence[RunEnded]:
+        ended, self._ended = self._ended, []
+        return ended
 
     def _take(self, member: PoolMember, run: StageRun, output: Any) -> bool:
         """Take in an output of a current attempt. Returns whether it is to be delivered."""
@@ -208,15 +205,15 @@ class Dispatcher:
 
     def _move(self, run: StageRun, lost: PoolMember, loss: Loss) -> None:
         move = self._api.how_to_move(run.request)
-        action = run.lose_replica(loss, self._migration_limit, move, self._api.vocabulary)
-        if isinstance(action, Fail):
+        error = run.lose_replica(loss, self._migration_limit, move, self._api.vocabulary)
+        if error is not None:
             if loss.culprit is run:
                 self._metrics.queries_of_death += 1
             else:
                 self._metrics.lost += 1
-            self._fail(run, action.error)
+            self._fail(run, error)
         elif not self._end_if_whole(run, lost):
-            self._metrics.moves_by_way[action.move] += 1
+            self._metrics.moves_by_way[run.move] += 1
             self._metrics.moves_waiting += 1
             self._moving[run] = None
             self._dispatch_moving()
@@ -268,7 +265,7 @@ class Dispatcher:
             if request.abort_immediately:
                 # vLLM submits such a request only for the clean-up it causes in the engine, which never answers it.
                 self._end(run)
-                self._events.append(RunEnded(run, None))
+                self._ended.append(RunEnded(run))
         except Exception as error:
             self._give_up_alone(run, error)
 
@@ -289,7 +286,6 @@ class Dispatcher:
             count(self._metrics.fallbacks, (member.stage_id, self._pool.policy, decision.fallback))
         if is_first:
             self._metrics.queue_time.observe(run.dispatched_at - run.submitted_at)
-            self._events.append(RunDispatched(run))
         if run.suspicions:
             self._suspects.begin(run, member)
         if run.dispatches is not None and not run.produced:
@@ -319,7 +315,7 @@ class Dispatcher:
 
     def _refuse(self, run: StageRun, waited: float) -> None:
         self._metrics.refused += 1
-        self._fail(run, run.give_up(self._pool.unavailable(waited)).error)
+        self._fail(run, run.give_up(self._pool.unavailable(waited)))
 
     def _count_held(self) -> None:
         self._metrics.held_by_stage[self._pool.stage_id] = len(self._held)
@@ -338,7 +334,7 @@ class Dispatcher:
         if run.finished:
             # The last turn of a session, of which nothing was missing.
             self._end(run)
-            self._events.append(RunEnded(run, None))
+            self._ended.append(RunEnded(run))
             return False
         if run.joining and not cut_short:
             return False
@@ -354,7 +350,7 @@ class Dispatcher:
         if outputs is None:
             return False
         self._end(run)
-        self._events.append(RunEnded(run, outputs))
+        self._ended.append(RunEnded(run, outputs))
         return True
 
     def _abort_if_orphan(self, member: PoolMember, output: Any) -> None:
@@ -388,4 +384,4 @@ class Dispatcher:
         """End a request with an error, unless it has ended; its engine may have some of it."""
         if not run.closed:
             self.abort((run,))
-            self._events.append(RunFailed(run, error))
+            self._ended.append(RunEnded(run, error=error))

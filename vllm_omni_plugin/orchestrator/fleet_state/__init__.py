@@ -1,4 +1,4 @@
 """Calls that all replicas must get, now and later, and what heads of one fleet tell each other.
 
-Imports `orchestrator.requests`, `.pool` and `.pipeline`. Start with `fan_out`.
+Imports `orchestrator.orchestrator` and what that imports. Start with `fleet_calls`.
 """

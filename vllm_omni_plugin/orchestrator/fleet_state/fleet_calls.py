@@ -1,4 +1,4 @@
-"""Operators' calls in a fleet of several heads: each has a number of the coordinator, and all heads follow in order."""
+"""Operators' calls: in a fleet of several heads each has a number of the coordinator, and all heads follow in order."""
 
 import asyncio
 import itertools
@@ -8,7 +8,7 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 from vllm_omni_plugin.coordinator import OmniCoordClientForHead, ReplicaKey
-from vllm_omni_plugin.coordinator.protocol.call_arguments import FORGET_LORA, MANAGE_CALLS, decode
+from vllm_omni_plugin.coordinator.protocol.call_arguments import FORGET_LORA, MANAGE_CALLS, decode, encode
 from vllm_omni_plugin.coordinator.protocol.head_messages import (
     Call,
     CallDone,
@@ -21,13 +21,19 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import (
     OperatorMessage,
     TakeOver,
 )
-from vllm_omni_plugin.errors import CoordinatorAwayError, NotAllowedError, OmniError, ReplicaError, WireError
+from vllm_omni_plugin.errors import (
+    CoordinatorAwayError,
+    NoReplicaError,
+    OmniError,
+    ReplicaError,
+    WireError,
+)
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.orchestrator.fleet_state.fan_out import BegunCall
-from vllm_omni_plugin.orchestrator.fleet_state.fleet_snapshot import CallingHead, adopt, snapshot_of
-from vllm_omni_plugin.orchestrator.fleet_state.front_update import FrontUpdate, tell
-from vllm_omni_plugin.orchestrator.fleet_state.stage_calls import StageCall, StageCalls
-from vllm_omni_plugin.orchestrator.pool.member_changes import manage_by_key
+from vllm_omni_plugin.orchestrator.fleet_state.begun_call import BegunCall
+from vllm_omni_plugin.orchestrator.fleet_state.fleet_snapshot import adopt, snapshot_of
+from vllm_omni_plugin.orchestrator.fleet_state.front_update import tell
+from vllm_omni_plugin.orchestrator.fleet_state.member_changes import manage_by_key
+from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
 
 logger = init_logger(__name__)
@@ -37,29 +43,37 @@ FIRST_S = 5.0
 FOLLOW_S = 300.0
 """Seconds that other heads have for what only they can do, such as calling engines of their own process."""
 
-_SLEEP_CALLS = frozenset({"sleep", "wake_up"})
+_CACHE_CALLS = frozenset({"reset_mm_cache", "reset_encoder_cache", "reset_prefix_cache"})
+"""Done where there is no replica: one that comes later comes with empty caches."""
+
+CoordinatorClient = Callable[[], OmniCoordClientForHead | None]
 
 
 class FleetCalls:
-    """Follows all heads' calls, and makes this head's own. Satisfies `SharedCalls`. Lives on the orchestrator's loop.
+    """Makes this head's calls, and follows those of other heads. Lives on the orchestrator's loop.
 
     A call is recorded by all heads when it comes with its number. Its caller sends it to the engines that it reaches
     and says what became of it; the others send it to those that the caller did not name. A head that knows of no other
     needs no coordinator: it numbers its calls itself, and tells the coordinator when there is one.
 
     Args:
-        head: this head.
-        head_id: its id.
-        client: returns the way to the coordinator, None before there is one.
+        orchestrator: this head's.
+        head_id: the head's id.
+        client: returns the way to the coordinator, None before there is one; None: there cannot be other heads.
     """
 
-    def __init__(self, head: CallingHead, head_id: str, client: Callable[[], OmniCoordClientForHead | None]) -> None:
-        self._head = head
+    def __init__(self, orchestrator: Orchestrator, head_id: str = "", client: CoordinatorClient | None = None) -> None:
+        self._orchestrator = orchestrator
+        self._stages = orchestrator.stage_calls
         self._head_id = head_id
-        self._client = client
+        self._is_alone = client is None
+        self._client = client or (lambda: None)
         self._in_session = False
         self._synced = asyncio.Event()
-        self._others: set[str] | None = None
+        # None: not known yet.
+        self._others: set[str] | None = set() if client is None else None
+        if client is None:
+            self._synced.set()
         self._number = 0
         self._call_ids = itertools.count(1)
         # This head's own calls: by call id until there is a number, then by number.
@@ -127,39 +141,81 @@ class FleetCalls:
                 self._take_state(message)
 
     async def synced(self) -> bool:
-        """See `SharedCalls`."""
+        """Returns when this head knows what the fleet was told before, or cannot learn it: whether it does."""
         with suppress(TimeoutError):
             async with asyncio.timeout(FIRST_S):
                 await self._synced.wait()
-        return self._in_session
+        return self._in_session or self._is_alone
 
-    async def begin(self, method: str, arguments: list[Any], stage_ids: Sequence[int]) -> BegunCall:
-        """See `SharedCalls`."""
+    async def call(self, method: str, args: tuple[Any, ...], stage_ids: Sequence[int]) -> list[Any]:
+        """Make a call as `CallReplicas` says, and see that all heads come to the same end of it.
+
+        Returns:
+            What the replicas answered that took it.
+
+        Raises:
+            NoReplicaError: there is none.
+            ReplicaError: none of a stage took it.
+            CoordinatorAwayError: other heads cannot be told, or it is not known whether they have been.
+        """
+        stages = [self._stages[stage_id] for stage_id in stage_ids]
+        if method != FORGET_LORA and not any(stage.members for stage in stages):
+            if method in _CACHE_CALLS:
+                return []
+            raise NoReplicaError(f"No replica can take the call {method} right now. Please try again later.")
+        arguments = None if self._is_alone else encode(method, args)
+        if arguments is not None:
+            return await self._settle(await self._begin_own(method, arguments, stage_ids))
+        if not self._is_alone and stages[0].shared.leaves_state(method, args):
+            logger.warning("Other heads cannot be told of this call of %s.", method)
+        return await self._settle(BegunCall.begin(stages, method, args))
+
+    async def _begin_own(self, method: str, arguments: list[Any], stage_ids: Sequence[int]) -> BegunCall:
+        """Begin a call when its turn among those of all heads has come; for `arguments` see `call_arguments.encode`."""
+        stages = [self._stages[stage_id] for stage_id in stage_ids]
         await self.synced()
         if self.refusal is not None:
             raise self.refusal
         if not self._in_session:
             self._number += 1
-            return self._head.fan_out.begin(stage_ids, method, decode(method, arguments))
+            return BegunCall.begin(stages, method, decode(method, arguments))
         call_id = next(self._call_ids)
         numbered: asyncio.Future[BegunCall] = asyncio.get_running_loop().create_future()
         self._asked[call_id] = numbered
         with ExitStack() as stack:
             stack.callback(self._asked.pop, call_id)
-            stages = [self._head.fan_out.stages[stage_id] for stage_id in stage_ids]
             told = [engine for stage in stages for engine in stack.enter_context(stage.unnumbered())]
             if not self._say(Call(call_id, method, arguments, list(stage_ids), told)):
                 raise _lost()
             return await numbered
 
-    async def finish(self, begun: BegunCall, taken: list[bool]) -> None:
-        """See `SharedCalls`."""
-        calls = [call for _, call in begun.calls]
-        failed = [m.engine_key for call, took in zip(calls, taken, strict=True) if took for m in call.failed]
+    async def _settle(self, begun: BegunCall) -> list[Any]:
+        """Wait for the answers to a call that this head makes, and tell the others what became of it; see `call`."""
+        try:
+            taken = await begun.taken()
+        except BaseException:
+            if begun.number:
+                self._spawn(self._withdraw(begun))
+            raise
+        if begun.number:
+            await self._finish(begun, taken)
+        return begun.results()
+
+    async def _finish(self, begun: BegunCall, taken: list[bool]) -> None:
+        """Tell the other heads what became of a call; returns when they have done their part.
+
+        Args:
+            begun: the call.
+            taken: for each of its stages, whether any engine took it.
+
+        Raises:
+            CoordinatorAwayError: it is not known whether they have been told.
+        """
+        failed = [m.engine_key for call, took in zip(begun.calls, taken, strict=True) if took for m in call.failed]
         if any(taken):
             failed += begun.unreached
             self._distrust(begun.unreached, begun.method)
-        cleared = [member.engine_key for call in calls for member in call.cleared]
+        cleared = [member.engine_key for call in begun.calls for member in call.cleared]
         finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         try:
             # One that was lost and taken over again since is another call of the same number.
@@ -181,10 +237,6 @@ class FleetCalls:
             if self._finishing.get(begun.number) is finished:
                 del self._finishing[begun.number]
 
-    def withdraw(self, begun: BegunCall) -> None:
-        """See `SharedCalls`."""
-        self._spawn(self._finish_quietly(begun, [False] * len(begun.calls)))
-
     def managed(self, action: str, key: ReplicaKey, reply: "Future[None]") -> None:
         """This head has done what an operator wants with a replica. Answers when all others have done so, too."""
 
@@ -196,9 +248,7 @@ class FleetCalls:
 
     async def _manage(self, action: str, key: ReplicaKey, reply: "Future[None]") -> None:
         try:
-            begun = await self.begin(action, [list(key)], [])
-            if begun.number:
-                await self.finish(begun, [])
+            await self._settle(await self._begin_own(action, [list(key)], []))
         except Exception as error:
             reply.set_exception(error)
         else:
@@ -207,7 +257,7 @@ class FleetCalls:
     def _numbered(self, call: NumberedCall) -> None:
         self._number = max(self._number, call.number)
         if call.method in MANAGE_CALLS:
-            self._manage_here(call)
+            manage_by_key(self._orchestrator, call.method, decode(call.method, call.arguments)[0])
         own = call.head_id == self._head_id
         begun = self._begin(call, None if own else call.told)
         if not own:
@@ -215,7 +265,7 @@ class FleetCalls:
             self._followed[call.number] = begun
             return
         self._own[call.number] = begun
-        begun.unreached = set(call.told) - {m.engine_key for stage, _ in begun.calls for m in stage.members}
+        begun.unreached = set(call.told) - {m.engine_key for call in begun.calls for m in call.stage.members}
         asked = self._asked.get(call.call_id)
         if asked is None or asked.done():
             # Nobody here waits for it any more.
@@ -226,19 +276,17 @@ class FleetCalls:
     def _take_over(self, call: NumberedCall) -> None:
         logger.warning("A head was lost during its call %s: it is made again.", call.method)
         known = self._followed.pop(call.number, None)
-        begun = self._begin(call, None) if known is None else self._head.fan_out.begin_again(known)
+        begun = self._begin(call, None) if known is None else known.again()
         self._own[call.number] = begun
         self._spawn(self._carry_through(begun, in_snapshot=known is None))
 
     def _begin(self, call: NumberedCall, told: Sequence[int] | None) -> BegunCall:
         args = decode(call.method, call.arguments)
-        if max(call.stages, default=0) >= len(self._head.fan_out.stages):
-            raise WireError(f"a call of stages {call.stages}: this head has {len(self._head.fan_out.stages)}")
+        if max(call.stages, default=0) >= len(self._stages):
+            raise WireError(f"a call of stages {call.stages}: this head has {len(self._stages)}")
         engines = None if told is None else set(told)
-        return self._head.fan_out.begin(call.stages, call.method, args, engines, call.number)
-
-    def _manage_here(self, call: NumberedCall) -> None:
-        manage_by_key(self._head, call.method, decode(call.method, call.arguments)[0])
+        stages = [self._stages[stage_id] for stage_id in call.stages]
+        return BegunCall.begin(stages, call.method, args, engines, call.number)
 
     async def _carry_through(self, begun: BegunCall, in_snapshot: bool = False) -> None:
         """Be the caller of a call that nobody here waits for.
@@ -248,9 +296,9 @@ class FleetCalls:
             in_snapshot: whether the state that this head adopted holds it, too.
         """
         try:
-            await self._head.fan_out.settle(begun, self)
+            await self._settle(begun)
         except CoordinatorAwayError:
-            # `finish` has told AsyncLLM's side.
+            # `_finish` has told AsyncLLM's side.
             return
         except ReplicaError:
             if in_snapshot:
@@ -258,9 +306,9 @@ class FleetCalls:
             return
         await self._tell_front(begun)
 
-    async def _finish_quietly(self, begun: BegunCall, taken: list[bool]) -> None:
+    async def _withdraw(self, begun: BegunCall) -> None:
         with suppress(CoordinatorAwayError):
-            await self.finish(begun, taken)
+            await self._finish(begun, [False] * len(begun.calls))
 
     def _outcome(self, outcome: CallOutcome) -> None:
         begun = self._followed.pop(outcome.number, None)
@@ -269,24 +317,24 @@ class FleetCalls:
             self._resync()
             return
         if begun is not None:
-            for (_, call), taken in zip(begun.calls, outcome.taken, strict=True):
+            for call, taken in zip(begun.calls, outcome.taken, strict=True):
                 call.settle(taken)
-        for stage in self._head.fan_out.stages:
+        for stage, pool in zip(self._stages, self._orchestrator.stage_pools, strict=True):
             for member in stage.find(outcome.cleared):
-                stage.cache_cleared(member)
+                pool.cache_cleared(member)
         self._distrust(outcome.failed, begun.method if begun is not None else "of another head")
         self._spawn(self._follow(begun, outcome))
 
     def _distrust(self, engines: Collection[int], method: str) -> None:
-        for stage in self._head.fan_out.stages:
+        for stage in self._stages:
             for member in stage.find(engines):
                 stage.distrust(member, method)
 
     async def _follow(self, begun: BegunCall | None, outcome: CallOutcome) -> None:
         if begun is not None:
             await begun.sending
-            for (stage, call), taken in zip(begun.calls, outcome.taken, strict=True):
-                _distrust_the_different(stage, call, taken)
+            for call, taken in zip(begun.calls, outcome.taken, strict=True):
+                call.stage.distrust_the_different(call, taken)
             if any(outcome.taken):
                 await self._tell_front(begun)
         self._say(CallDone(outcome.number))
@@ -294,8 +342,7 @@ class FleetCalls:
     def _forget_calls(self) -> None:
         """What becomes of calls under way is for the next state to tell; until then they count as taken."""
         for begun in (*self._own.values(), *self._followed.values()):
-            for _, call in begun.calls:
-                call.settle(True)
+            begun.settle(True)
         for begun in self._followed.values():
             self._spawn(self._tell_front(begun))
         self._own.clear()
@@ -309,9 +356,9 @@ class FleetCalls:
         try:
             if state.number < self._number:
                 # The coordinator has started after the call that this head saw last.
-                self._say(snapshot_of(self._head, self._number))
+                self._say(snapshot_of(self._orchestrator, self._number))
             else:
-                telling = adopt(self._head, state)
+                telling = adopt(self._orchestrator, state)
                 self._number = state.number
                 for each in telling:
                     self._spawn(each)
@@ -321,18 +368,7 @@ class FleetCalls:
             self._synced.set()
 
     async def _tell_front(self, begun: BegunCall) -> None:
-        if not begun.calls:
-            return
-        method, args, shared = begun.method, begun.args, begun.calls[0][0].shared
-        known = {adapter.lora_int_id for adapter in shared.adapters}
-        update = FrontUpdate(
-            args if method == "add_lora" and args[0].lora_int_id in known else (),
-            args if method == FORGET_LORA else (),
-            shared.sleep_level if method in _SLEEP_CALLS else None,
-            Future(),
-        )
-        if update.loaded or update.unloaded or update.sleep_level is not None:
-            await tell(self._head.tell_front, update)
+        await tell(self._orchestrator.output_async_queue.give, begun.front_update())
 
     def _say(self, message: OperatorMessage) -> bool:
         client = self._client()
@@ -359,10 +395,3 @@ def _lost() -> CoordinatorAwayError:
     return CoordinatorAwayError(
         "The coordinator of the fleet was lost during the call, and other servers may not know of it. Please repeat it."
     )
-
-
-def _distrust_the_different(stage: StageCalls, call: StageCall, taken: bool) -> None:
-    """Take out those of this head's replicas that did otherwise than the caller's."""
-    for member, answer in zip(call.members, call.answers, strict=True):
-        if isinstance(answer, ReplicaError) is taken and not isinstance(answer, NotAllowedError):
-            stage.distrust(member, call.method)

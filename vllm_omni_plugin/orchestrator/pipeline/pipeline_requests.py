@@ -12,13 +12,12 @@ from vllm_omni_plugin.orchestrator.pipeline.chunk_input import ChunkInput, Piece
 from vllm_omni_plugin.orchestrator.pipeline.pause_order import PauseOrder
 from vllm_omni_plugin.orchestrator.pipeline.preparation import Chunk, Preparation, WholeInput
 from vllm_omni_plugin.orchestrator.pipeline.request_plan import make_plan
-from vllm_omni_plugin.orchestrator.pipeline.request_state import PipelineRequestState, new_state
+from vllm_omni_plugin.orchestrator.pipeline.request_state import PipelineRequestState
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import RequestFailed, RequestStages, SubmitRequest
 from vllm_omni_plugin.orchestrator.requests.pipeline_call import CallEnded, StageEvent
 from vllm_omni_plugin.orchestrator.requests.request_owner import Requests
-from vllm_omni_plugin.orchestrator.requests.run_events import Accepted, RunDispatched, RunEvent, RunFailed
-from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun, StreamingInputState
+from vllm_omni_plugin.orchestrator.requests.stage_run import Accepted, RunEnded, StageRun, StreamingInputState
 from vllm_omni_plugin.pipeline import BuiltInTransform, Modality, Stage
 from vllm_omni_plugin.pipeline.transfer import StageOutput
 
@@ -99,21 +98,18 @@ class PipelineRequests(Requests[PipelineRequestState]):
         answers = [self._take_one(stage_id, run, output) for run, output in accepted]
         return [answer for answer in answers if answer is not None]
 
-    def handle(self, stage_id: int, events: Sequence[RunEvent]) -> None:
+    def end(self, stage_id: int, ended: Sequence[RunEnded]) -> None:
         stage = self._pipeline.stages[stage_id]
-        for event in events:
-            run = event.run
+        for run, outputs, error in ended:
             state = self._state_of(stage_id, run)
             if state is None:
                 continue
-            if isinstance(event, RunDispatched):
-                self._spend(state, stage, "queue", run.dispatched_at - run.submitted_at)
-            elif isinstance(event, RunFailed):
-                self._stage_failed(state, stage, type(event.error)(f"Stage {stage.name!r}: {event.error}"))
-            elif event.outputs is not None:
-                event.outputs.outputs = self.take(stage_id, [(run, output) for output in event.outputs.outputs])
-                if event.outputs.outputs:
-                    self._put(event.outputs)
+            if error is not None:
+                self._stage_failed(state, stage, type(error)(f"Stage {stage.name!r}: {error}"))
+            elif outputs is not None:
+                outputs.outputs = self.take(stage_id, [(run, output) for output in outputs.outputs])
+                if outputs.outputs:
+                    self._put(outputs)
             else:
                 # A session whose input was closed after its last turn.
                 if stage_id == state.final_stage_id:
@@ -143,7 +139,7 @@ class PipelineRequests(Requests[PipelineRequestState]):
         plan = self._default_plan if message.call is None else make_plan(self._pipeline, message.call)
         if plan.front is not None:
             self._apis[plan.front].check_front(message.request)
-        return new_state(message, plan, self._pipeline)
+        return PipelineRequestState.of(message, plan, self._pipeline.stages)
 
     def _is_unfinished(self, state: PipelineRequestState) -> bool:
         """Safe to call from any thread."""
@@ -161,13 +157,9 @@ class PipelineRequests(Requests[PipelineRequestState]):
             if tokens < stage.min_prompt_tokens or not self._dispatchers[stage.id].can_dispatch:
                 self._end(state, stage)
                 return
-        self._note_begin(state, stage)
+        state.stage_submit_ts[stage.id] = self._clock()
         work = partial(self._preparation.whole, state, stage)
         self._prepare(state, stage, work, partial(self._start_run, state, stage, None))
-
-    def _note_begin(self, state: PipelineRequestState, stage: Stage) -> None:
-        state.begun.add(stage.id)
-        state.stage_submit_ts[stage.id] = self._clock()
 
     def _start_run(
         self, state: PipelineRequestState, stage: Stage, session: StreamingInputState | None, given: WholeInput
@@ -184,7 +176,7 @@ class PipelineRequests(Requests[PipelineRequestState]):
         )
         if stage.id in state.plan.read:
             state.readers[stage.id] = api.reader(run.request)
-        self.handle(stage.id, self._dispatchers[stage.id].submit(run))
+        self.end(stage.id, self._dispatchers[stage.id].submit(run))
         self.pause_order.note_progress()
 
     def _add_output(self, state: PipelineRequestState, stage: Stage, output: StageOutput, last: bool) -> None:
@@ -192,7 +184,7 @@ class PipelineRequests(Requests[PipelineRequestState]):
         chunks = state.chunk_inputs.get(stage.id)
         if chunks is None:
             chunks = state.chunk_inputs[stage.id] = ChunkInput(stage.chunk_size)
-            self._note_begin(state, stage)
+            state.stage_submit_ts[stage.id] = self._clock()
         chunks.add(output, last)
         self._make_next_chunk(state, stage, chunks)
 
@@ -222,7 +214,7 @@ class PipelineRequests(Requests[PipelineRequestState]):
             return
         run = state.runs[stage.id]
         if not run.finished:
-            self.handle(stage.id, self._dispatchers[stage.id].add_chunk(run, chunk))
+            self.end(stage.id, self._dispatchers[stage.id].add_chunk(run, chunk))
 
     def _prepare(
         self, state: PipelineRequestState, stage: Stage, work: Callable[[], Any], then: Callable[[Any], None]
@@ -266,6 +258,7 @@ class PipelineRequests(Requests[PipelineRequestState]):
         api = self._apis[stage.id]
         if stage.id not in state.answered:
             state.answered.add(stage.id)
+            self._spend(state, stage, "queue", run.dispatched_at - run.submitted_at)
             self._spend(state, stage, "first_output", self._clock() - run.dispatched_at)
         if output.finish_reason is not None and api.cut_short(output):
             return self._cut_short(state, stage, output)
@@ -329,7 +322,7 @@ class PipelineRequests(Requests[PipelineRequestState]):
             return
         for downstream in state.plan.downstream[stage.id]:
             inputs = {upstream.id for upstream in self._pipeline.upstream(downstream)}
-            if downstream.id not in state.begun and inputs <= state.ended.keys():
+            if downstream.id not in state.stage_submit_ts and inputs <= state.ended.keys():
                 self._begin(state, downstream)
 
     def _stage_failed(self, state: PipelineRequestState, stage: Stage, error: OmniError) -> None:
@@ -365,13 +358,16 @@ class PipelineRequests(Requests[PipelineRequestState]):
 
     def _close_request(self, state: PipelineRequestState, error: Exception | None) -> None:
         """Nothing more comes for a request: abort what its stages still do. Without an error it is complete."""
-        self.states.pop(state.request_id)
+        self._drop(state.request_id)
         self.pause_order.note_progress()
         for stage_id, run in state.runs.items():
             self._dispatchers[stage_id].abort((run,))
         self._tell_end(state, error)
 
     def _tell_end(self, state: PipelineRequestState, error: Exception | None) -> None:
+        for stage_id, run in state.runs.items():
+            if run.attempts and stage_id not in state.answered:
+                self._spend(state, self._pipeline.stages[stage_id], "queue", run.dispatched_at - run.submitted_at)
         if state.traced:
             times = state.stage_times(self._pipeline.stages, self._clock())
             self._put(RequestStages(state.request_id, times))

@@ -10,7 +10,7 @@ from vllm_omni_plugin.errors import StageError, StageInputError
 from vllm_omni_plugin.orchestrator.pipeline.chunk_input import ChunkInput, Piece
 from vllm_omni_plugin.orchestrator.pipeline.daemon_threads import DaemonThreads
 from vllm_omni_plugin.orchestrator.pipeline.request_state import PipelineRequestState
-from vllm_omni_plugin.orchestrator.pipeline.stage_api import NOTHING, StageApi
+from vllm_omni_plugin.orchestrator.requests.request_api import StageApi
 from vllm_omni_plugin.pipeline import BuiltInTransform, Modality, Pipeline, Stage
 from vllm_omni_plugin.pipeline.output_reader import joined
 from vllm_omni_plugin.pipeline.transfer import Part, StageInput, StageOutput, Transfer, Transform
@@ -116,7 +116,7 @@ class Preparation:
         api, source = self.apis[stage.id], state.request
         sampling, front = _sampling(state, stage)
         if stage.output is Modality.KV_CACHE:
-            return WholeInput(api.build_root(source, NOTHING, front=False))
+            return WholeInput(api.build_root(source, {}, front=False))
         if self._names[stage.id] == BuiltInTransform.KV_TRANSFER:
             request, params = api.movable(api.build_root(source, sampling, front=front)), state.cache_params
             # The cache can be fetched once, so only the first attempt gets the parameters.

@@ -6,11 +6,10 @@ from typing import Any, Final
 
 from vllm_omni_plugin.orchestrator.pipeline.chunk_input import ChunkInput
 from vllm_omni_plugin.orchestrator.pipeline.request_plan import Plan
-from vllm_omni_plugin.orchestrator.pipeline.stage_api import NOTHING
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import Dispatches, StageTimes, SubmitRequest
 from vllm_omni_plugin.orchestrator.requests.pipeline_call import PipelineCall
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
-from vllm_omni_plugin.pipeline import Pipeline, Stage
+from vllm_omni_plugin.pipeline import Stage
 from vllm_omni_plugin.pipeline.output_reader import OutputReader
 
 
@@ -68,7 +67,6 @@ class PipelineRequestState(OrchestratorRequestState):
         traced: see `SubmitRequest`.
         readers: read the outputs of the stages in `plan.read` that have begun, by stage id.
         chunk_inputs: inputs of stages that work on chunks, by stage id.
-        begun: stages whose input is or has been prepared.
         answered: stages that have put something out.
         ended: monotonic seconds at which stages ended, by stage id.
         cache_params: what a prefill said of the KV cache that it left; None if nothing, or there was none.
@@ -81,12 +79,29 @@ class PipelineRequestState(OrchestratorRequestState):
     traced: bool = False
     readers: dict[int, OutputReader] = field(default_factory=dict)
     chunk_inputs: dict[int, ChunkInput] = field(default_factory=dict)
-    begun: set[int] = field(default_factory=set)
     answered: set[int] = field(default_factory=set)
     ended: dict[int, float] = field(default_factory=dict)
     cache_params: Mapping[str, Any] | None = None
     cached_tokens: int | None = None
     prompt: str | None = None
+
+    @classmethod
+    def of(cls, message: SubmitRequest, plan: Plan, stages: Sequence[Stage]) -> "PipelineRequestState":
+        """The state of a request that has just been submitted."""
+        request, call = message.request, message.call
+        sampling = {} if call is None else call.sampling
+        return cls(
+            request,
+            message.submitted_at,
+            final_stage_id=plan.front,
+            final_output_stage_ids=plan.finals,
+            sampling_params_list=tuple(sampling.get(stage.name, {}) for stage in stages),
+            mm_features=request.mm_features,
+            call=call,
+            plan=plan,
+            dispatches=message.dispatches,
+            traced=message.traced,
+        )
 
     def stage_times(self, stages: Sequence[Stage], now: float) -> tuple[StageTimes, ...]:
         """When the stages that have begun worked for it, in the order of their beginnings.
@@ -102,22 +117,3 @@ class PipelineRequestState(OrchestratorRequestState):
             )
             for stage_id, began in self.stage_submit_ts.items()
         )
-
-
-def new_state(message: SubmitRequest, plan: Plan, pipeline: Pipeline) -> PipelineRequestState:
-    """The state of a request that has just been submitted."""
-    request, call = message.request, message.call
-    return PipelineRequestState(
-        request,
-        message.submitted_at,
-        final_stage_id=plan.front,
-        final_output_stage_ids=plan.finals,
-        sampling_params_list=tuple(
-            NOTHING if call is None else call.sampling.get(stage.name, NOTHING) for stage in pipeline.stages
-        ),
-        mm_features=request.mm_features,
-        call=call,
-        plan=plan,
-        dispatches=message.dispatches,
-        traced=message.traced,
-    )

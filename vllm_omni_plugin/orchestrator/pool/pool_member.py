@@ -1,14 +1,27 @@
 """One replica as its pool knows it."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from vllm_omni_plugin.balancing import ReplicaLoad
 from vllm_omni_plugin.coordinator import ReplicaStatus, engine_key
-from vllm_omni_plugin.orchestrator.pool.engine_index import engine_index
 from vllm_omni_plugin.orchestrator.requests.charges import Account
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 from vllm_omni_plugin.replicas.client.stage_client import StageClient
+
+_STAGE_STRIDE = 10_000
+"""More replicas than one head has sockets for."""
+
+
+def engine_index(stage_id: int, replica_id: int) -> int:
+    """An index that no replica of another stage has; those of stage 0 keep their ids."""
+    return _STAGE_STRIDE * stage_id + replica_id
+
+
+def stage_and_replica(index: int) -> tuple[int, int]:
+    """The ids of the stage and the replica that have this index."""
+    return divmod(index, _STAGE_STRIDE)
 
 
 @dataclass(slots=True, eq=False)
@@ -26,8 +39,10 @@ class PoolMember:
         held_back: why it gets no new requests although it could serve them; empty for one that serves. Replaced, never
             changed, so that other threads may read it.
         changed_at: monotonic seconds at which it last began to serve or was lost.
+        leave: ends it for good, moves its requests and frees its id; returns at once, or raises `ReplicaError` if it
+            cannot be told. Set by who keeps it.
         idle: done as soon as nothing is in flight; None if nobody has asked.
-        engine_index: see `engine_index`.
+        engine_index: the number under which vLLM's metrics and logs know it.
         name: what users call it, `<stage>.<replica>`.
     """
 
@@ -45,6 +60,7 @@ class PoolMember:
     incarnation: int = 0
     held_back: frozenset[str] = frozenset()
     changed_at: float = 0.0
+    leave: Callable[[], None] | None = None
     idle: "asyncio.Future[None] | None" = None
     engine_index: int = field(init=False)
     name: str = field(init=False)

@@ -53,9 +53,11 @@ class StagePool:
 
     Attributes:
         policy: the policy's name.
+        follows_caches, wants_cache_events: see `PolicyGuard`.
         members: all replicas, in order of their ids. Replaced when membership changes, so that other threads may read
             it.
         serving: those that take new requests; likewise.
+        exchange: as above.
         lockstep: as above.
     """
 
@@ -69,10 +71,12 @@ class StagePool:
         exchange: WorkExchange | None = None,
     ) -> None:
         self.stage_id = stage_id
-        self._exchange = exchange
+        self.exchange = exchange
         self.lockstep = lockstep
         self._policy = PolicyGuard(balancer, policy)
         self.policy = self._policy.name
+        self.follows_caches = self._policy.follows_caches
+        self.wants_cache_events = self._policy.wants_cache_events
         self._log = decision_log.DecisionLog(self.policy)
         self._clock = clock
         self._by_id: dict[int, PoolMember] = {}
@@ -83,16 +87,6 @@ class StagePool:
     def __repr__(self) -> str:
         replicas = ", ".join(f"{m.replica_id}: {m.status.value} {m.queue_length}" for m in self.members)
         return f"<StagePool {self.stage_id} [{replicas}]>"
-
-    @property
-    def follows_caches(self) -> bool:
-        """Whether the policy takes what engines report of their caches."""
-        return self._policy.follows_caches
-
-    @property
-    def wants_cache_events(self) -> bool:
-        """Whether this head's own engines shall report what they have cached."""
-        return self._policy.wants_cache_events
 
     def add(self, replica_id: int | None = None) -> PoolMember:
         """A new member, not serving yet, with this id or the lowest free one.
@@ -135,8 +129,8 @@ class StagePool:
         """The replica takes requests from now on, over this client, unless it is held back. Returns whether it does."""
         member.client, member.input_addr, member.output_addr = client, input_addr, output_addr
         member.account = Account(cache)
-        if self._exchange is not None:
-            member.account.join(self._exchange.serves(member))
+        if self.exchange is not None:
+            member.account.join(self.exchange.serves(member))
         return self._enter_service(member)
 
     def lose(self, member: PoolMember, status: ReplicaStatus) -> list[StageRun]:
@@ -149,8 +143,8 @@ class StagePool:
         member.account = Account()
         if served:
             self._policy.tell("forgotten", member)
-            if self._exchange is not None:
-                self._exchange.lost(member)
+            if self.exchange is not None:
+                self.exchange.lost(member)
         member.tell_if_idle()
         return orphans
 
@@ -239,13 +233,17 @@ class StagePool:
         member.dispatched += 1
         member.account.charge(run, run.attempt_at)
         self._unreported.in_flight += 1
-        self._work_changed(member)
+        self.serving.changed(member)
+        if self.exchange is not None:
+            self.exchange.changed(member)
         self._policy.tell("dispatched", run.task, member, run.decision)
 
     def begin(self, member: PoolMember, run: StageRun, cached_tokens: int | None) -> None:
         """The first output of an attempt came; the engine had so many prompt tokens cached, None if it did not say."""
         member.account.begin(run, self._clock())
-        self._work_changed(member)
+        self.serving.changed(member)
+        if self.exchange is not None:
+            self.exchange.changed(member)
         self._policy.tell("began", run.task, member, cached_tokens)
 
     def report(self, member: PoolMember, report: LoadReport) -> None:
@@ -261,7 +259,9 @@ class StagePool:
         self._unreported.in_flight -= 1
         now = self._clock()
         member.account.release(run, now)
-        self._work_changed(member)
+        self.serving.changed(member)
+        if self.exchange is not None:
+            self.exchange.changed(member)
         run.task["answer_ids"] = run.produced[run.answer_begins : run.answer_begins + run.output_tokens]
         self._policy.tell("ended", run.task, member, now - run.attempt_at, run.output_tokens)
         member.tell_if_idle()
@@ -284,11 +284,6 @@ class StagePool:
         """The replica's engine has dropped what it had cached, because it was told to."""
         if member.client is not None:
             self._policy.tell("cleared", member)
-
-    def _work_changed(self, member: PoolMember) -> None:
-        self.serving.changed(member)
-        if self._exchange is not None:
-            self._exchange.changed(member)
 
     def _enter_service(self, member: PoolMember) -> bool:
         self._set_status(member, ReplicaStatus.DRAINING if member.held_back else ReplicaStatus.UP)

@@ -1,9 +1,11 @@
 """What the orchestrator asks about requests and outputs, whose structs are vLLM's."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from vllm_omni_plugin.balancing import Task
+from vllm_omni_plugin.pipeline.output_reader import OutputReader
+from vllm_omni_plugin.pipeline.transfer import WHOLE, Part, StageInput, StageOutput
 from vllm_omni_plugin.vllm_api.requests.facts import CacheSize, LoadReport
 from vllm_omni_plugin.vllm_api.requests.move import Move
 
@@ -62,3 +64,63 @@ class RequestApi(Protocol):
 
     def missing_end(self, request: Any, produced: Sequence[int], engine_index: int) -> Any | None:
         """Outputs that end a request whose tokens have all been delivered; None while some are to come."""
+
+
+class StageApi(RequestApi, Protocol):
+    """What it asks about one stage of a pipeline beyond that: requests built, outputs read."""
+
+    def check_front(self, source: Any) -> None:
+        """Check that the stage can answer a client's request through vLLM's server.
+
+        Raises:
+            StageInputError: answers would lack what the request asks for; worded for the client.
+        """
+
+    def build(
+        self, source: Any, given: StageInput, sampling: Mapping[str, Any], *, front: bool, part: Part = WHOLE
+    ) -> Any:
+        """The engine request of this stage. Runs on a thread of the stage's, and may tokenise.
+
+        Args:
+            source: vLLM's `EngineCoreRequest` as the client submitted it: its id, arrival time, priority, trace
+                headers, session and cache salt carry over.
+            given: what the transform returned.
+            sampling: what the request has for this stage by the stage's name, over the stage's own and the transform's.
+            front: whether this stage answers the client: then the client's own sampling parameters apply, read anew
+                for this stage's tokenizer, with `max_tokens` bounded by the room that the prompt leaves.
+            part: which part of its input this is.
+
+        Raises:
+            StageInputError: the input is not one that the stage can take; worded for the client.
+        """
+
+    def build_root(self, source: Any, sampling: Mapping[str, Any], *, front: bool) -> Any:
+        """The engine request of a stage without inputs, made from the client's; see `build`.
+
+        For the stage whose model made the prompt it is the client's request, with the stage's sampling parameters
+        unless it is the front stage; any other stage gets the prompt's text. A stage that puts out a KV cache only
+        computes the prompt and leaves the cache to its KV connector.
+        """
+
+    def build_end(self, source: Any) -> Any:
+        """What closes the input of a streaming-input session."""
+
+    def session_tokens(self, chunk: Any) -> int:
+        """Tokens that a chunk and the answer to it add to their session at most."""
+
+    def reader(self, request: Any) -> OutputReader:
+        """A reader for the run that begins with this request."""
+
+    def answer(self, output: Any, read: StageOutput) -> Any:
+        """The output for vLLM's server, of the stage that answers: the `EngineCoreOutput` itself, or one made of it.
+
+        Args:
+            output: of the engine, under the client's id.
+            read: what the reader made of it.
+        """
+
+    def with_kv_transfer(self, request: Any, params: Mapping[str, Any]) -> Any:
+        """A request of a decode stage with the `kv_transfer_params` that the prefill stage put out.
+
+        Only for stages that vLLM runs.
+        """

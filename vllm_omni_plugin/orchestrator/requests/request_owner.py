@@ -13,45 +13,12 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     OutputUnusable,
     SubmitRequest,
 )
-from vllm_omni_plugin.orchestrator.requests.run_events import Accepted, RunEvent
+from vllm_omni_plugin.orchestrator.requests.stage_run import Accepted, RunEnded
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError, ThreadQueue
 
 logger = init_logger(__name__)
 
 S = TypeVar("S")
-
-
-class RequestTable(dict[str, S], Generic[S]):
-    """States of unfinished requests by the client's id. Lives on the orchestrator's loop.
-
-    Only `pop` and `clear` take requests out.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._waiter: asyncio.Future[None] | None = None
-
-    async def until_none(self) -> None:
-        """Return once there is none. One at a time may wait."""
-        while self:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-
-    def pop(self, request_id: str, *default: Any) -> Any:
-        """As of any dictionary."""
-        state = super().pop(request_id, *default)
-        if not self:
-            self._tell()
-        return state
-
-    def clear(self) -> None:
-        """As of any dictionary."""
-        super().clear()
-        self._tell()
-
-    def _tell(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 class Requests(ABC, Generic[S]):
@@ -61,12 +28,19 @@ class Requests(ABC, Generic[S]):
         put: gives an item to AsyncLLM's side.
 
     Attributes:
-        states: unfinished requests by the client's id.
+        states: unfinished requests by the client's id; only `_drop` takes one out.
     """
 
     def __init__(self, put: Callable[[Any], None]) -> None:
-        self.states: RequestTable[S] = RequestTable()
+        self.states: dict[str, S] = {}
         self._put = put
+        self._empty: asyncio.Future[None] | None = None
+
+    async def until_none(self) -> None:
+        """Return once no request is unfinished. One at a time may wait."""
+        while self.states:
+            self._empty = asyncio.get_running_loop().create_future()
+            await self._empty
 
     async def serve(self, queue: ThreadQueue[FrontMessage], on_unusable: Callable[[OutputUnusable], None]) -> None:
         """Take what AsyncLLM's side says of requests, in order, until the queue is closed.
@@ -112,12 +86,20 @@ class Requests(ABC, Generic[S]):
         """
 
     @abstractmethod
-    def handle(self, stage_id: int, events: Sequence[RunEvent]) -> None:
-        """What the stage's dispatcher returned."""
+    def end(self, stage_id: int, ended: Sequence[RunEnded]) -> None:
+        """These runs have ended, as the stage's dispatcher returned."""
 
     def close(self) -> None:
         """Give up what still waits. Idempotent."""
-        self.states.clear()
+        for request_id in list(self.states):
+            self._drop(request_id)
+
+    def _drop(self, request_id: str) -> S | None:
+        """Take out a request that has ended, if it is there."""
+        state = self.states.pop(request_id, None)
+        if not self.states and self._empty is not None and not self._empty.done():
+            self._empty.set_result(None)
+        return state
 
     def _fail_alone(self, message: FrontMessage, error: Exception) -> None:
         """What is wrong with one message, or with our handling of it, ends that request and nothing else."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_omni_plugin.balancing import Decision, Task
 from vllm_omni_plugin.errors import NoReplicaError, OmniError, RequestLostError
@@ -27,26 +27,6 @@ class RequestPhase(Enum):
     FINISHED = "finished"
     """Ended in any way; nothing more may be delivered."""
 
-
-@dataclass(frozen=True, slots=True)
-class Redispatch:
-    """Action: send the request to another replica.
-
-    Attributes:
-        move: how it goes on there.
-    """
-
-    move: Move
-
-
-@dataclass(frozen=True, slots=True)
-class Fail:
-    """Action: end the request with this error."""
-
-    error: OmniError
-
-
-Action = Redispatch | Fail
 
 _UNDECIDED = Decision(0, "")
 
@@ -282,14 +262,17 @@ class StageRun:
 
     def lose_replica(
         self, loss: Loss, migration_limit: int, on_delivered: Move, vocabulary: int | None = None
-    ) -> Action:
-        """The replica of the current attempt is gone.
+    ) -> RequestLostError | None:
+        """The replica of the current attempt is gone: the request is to be sent to another one, as `move` says.
 
         Args:
             loss: which replica, and why.
             migration_limit: moves a request may make in its life, without those for which another one is to blame.
             on_delivered: how this request can go on if part of its answer has been delivered.
             vocabulary: see `RequestApi`.
+
+        Returns:
+            What the request has ended with, if it cannot go on.
         """
         assert self.phase in (RequestPhase.DISPATCHED, RequestPhase.STREAMING), self
         self.losses.append(loss)
@@ -299,7 +282,7 @@ class StageRun:
         error = self._why_not_movable(move, migration_limit, vocabulary)
         if error is not None:
             self.phase = RequestPhase.FINISHED
-            return Fail(error)
+            return error
         self.phase = RequestPhase.MOVING
         self.replica_id = None
         self.engine_request_id = ""
@@ -308,15 +291,15 @@ class StageRun:
         self._to_swallow = len(self.produced) if move is Move.REPLAY else 0
         if self.streaming is not None:
             self.streaming.rewind()
-        return Redispatch(move)
+        return None
 
-    def give_up(self, error: NoReplicaError) -> Fail:
-        """No replica can take the request."""
+    def give_up(self, error: NoReplicaError) -> OmniError:
+        """No replica can take the request. Returns what it has ended with."""
         assert self.phase in (RequestPhase.QUEUED, RequestPhase.MOVING), self
         self.phase = RequestPhase.FINISHED
         if self.produced:
-            return Fail(RequestLostError(f"{self._loss}, after part of the answer had been delivered. {error}"))
-        return Fail(error)
+            return RequestLostError(f"{self._loss}, after part of the answer had been delivered. {error}")
+        return error
 
     def _why_not_movable(self, move: Move, migration_limit: int, vocabulary: int | None) -> RequestLostError | None:
         if self.losses[-1].culprit is self:
@@ -343,3 +326,21 @@ class StageRun:
                 f"{self._loss}; it had moved {migration_limit} times, the limit of --omni-migration-limit."
             )
         return None
+
+
+class RunEnded(NamedTuple):
+    """A run has ended otherwise than by its engine's last output.
+
+    Attributes:
+        run: the run.
+        outputs: `EngineCoreOutputs` in place of that, if any.
+        error: what it has ended with, if it failed.
+    """
+
+    run: StageRun
+    outputs: Any | None = None
+    error: OmniError | None = None
+
+
+Accepted = tuple[StageRun, Any]
+"""A run and an output of its current attempt."""

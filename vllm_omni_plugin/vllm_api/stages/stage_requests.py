@@ -26,7 +26,7 @@ _POOLED = (Modality.SCORES, Modality.EMBEDDING, Modality.LATENT)
 
 
 class VllmStageApi(EngineApi):
-    """A `StageApi` (in `orchestrator.pipeline.stage_api`, with the meaning of the methods) for a stage that vLLM runs.
+    """A `StageApi` (in `orchestrator.requests.request_api`, which says what the methods mean) for a stage of vLLM's.
 
     Requests go through vLLM's own input processing, with the configuration of the stage. The methods that build
     requests, `prompt_text` and `encode` may be called by several threads.

@@ -20,14 +20,13 @@ from vllm_omni_plugin.vllm_api.requests.rest_state import Call
 
 logger = init_logger(__name__)
 
-_Settle = Callable[[bool], None]
-
 
 @dataclass(slots=True)
 class StageCall:
     """One call on its way to the replicas of one stage.
 
     Attributes:
+        stage: the stage.
         method: method of vLLM's engine core.
         args: its positional arguments.
         members: the replicas that are called, in order of their ids.
@@ -36,10 +35,11 @@ class StageCall:
         cleared: those that thereby dropped their prefix caches.
     """
 
+    stage: "StageCalls"
     method: str
     args: tuple[Any, ...]
     members: list[PoolMember]
-    settle: _Settle
+    settle: Callable[[bool], None]
     answers: list[Any] = field(default_factory=list)
     cleared: list[PoolMember] = field(default_factory=list)
 
@@ -70,12 +70,15 @@ class StageCalls:
     Args:
         pool: whose replicas are called, those that are held back too.
         distrust: called with a replica that failed a call which another one took, and the reason.
+
+    Attributes:
+        shared: what the replicas were told.
     """
 
     def __init__(self, pool: StagePool, distrust: Callable[[PoolMember, str], None]) -> None:
         self._pool = pool
         self._distrust = distrust
-        self._shared = SharedState()
+        self.shared = SharedState()
         # What each replica that is attaching has yet to be told.
         self._joiners: dict[StageClient, deque[Call]] = {}
         self._unnumbered = 0
@@ -88,11 +91,6 @@ class StageCalls:
         """Replicas that can be called."""
         return [member for member in self._pool.members if member.client is not None]
 
-    @property
-    def shared(self) -> SharedState:
-        """What the replicas were told."""
-        return self._shared
-
     async def bring_up_to_date(self, client: StageClient, told: bool, remote: bool) -> None:
         """Tell a replica that attaches what the others were told: adapters, pause, sleep; see `SharedState.replay`.
 
@@ -104,8 +102,8 @@ class StageCalls:
         Raises:
             ReplicaError: it cannot be told, or others refused a call meanwhile; it must not serve.
         """
-        refusals = self._shared.refusals
-        backlog = self._joiners[client] = deque([] if told else self._shared.replay())
+        refusals = self.shared.refusals
+        backlog = self._joiners[client] = deque([] if told else self.shared.replay())
         try:
             if not told:
                 self._require_replayable()
@@ -119,7 +117,7 @@ class StageCalls:
                     await self._numbered.wait()
         finally:
             del self._joiners[client]
-        if self._shared.refusals != refusals:
+        if self.shared.refusals != refusals:
             # It may have taken what the others did not, or what is not so any more. No call undoes another.
             raise ReplicaError(
                 "it cannot be brought up to date: meanwhile others refused a call, or the coordinator told of new ones"
@@ -145,10 +143,10 @@ class StageCalls:
             args: its arguments.
             told: replicas that another head calls, whose call it is; None: it is this head's own.
         """
-        settle = self._shared.record(method, args)
+        settle = self.shared.record(method, args)
         members = [member for member in self.members if told is None or member.engine_key not in told]
-        call = StageCall(method, args, [] if method == FORGET_LORA else members, settle)
-        if self._shared.leaves_state(method, args) and method != FORGET_LORA:
+        call = StageCall(self, method, args, [] if method == FORGET_LORA else members, settle)
+        if self.shared.leaves_state(method, args) and method != FORGET_LORA:
             for backlog in self._joiners.values():
                 backlog.append((method, args))
         return call
@@ -162,11 +160,11 @@ class StageCalls:
         Raises:
             WireError: it is none. Nothing has changed.
         """
-        if snapshot == self._shared.snapshot(self._pool.stage_id):
+        if snapshot == self.shared.snapshot(self._pool.stage_id):
             return []
-        undo = self._shared.undo()
-        self._shared.adopt(snapshot)
-        return undo + self._shared.replay()
+        undo = self.shared.undo()
+        self.shared.adopt(snapshot)
+        return undo + self.shared.replay()
 
     async def catch_up(self, calls: list[Call]) -> None:
         """Tell the replicas that only this head reaches what they have missed. Other heads have told the others."""
@@ -186,13 +184,19 @@ class StageCalls:
                 logger.error("Replica %s failed the call %s: %s", member.name, call.method, answer)
                 self.distrust(member, call.method)
 
+    def distrust_the_different(self, call: StageCall, taken: bool) -> None:
+        """Take out those that did otherwise than the replicas of the head that made the call; these took it, or not."""
+        for member, answer in zip(call.members, call.answers, strict=True):
+            if isinstance(answer, ReplicaError) is taken and not isinstance(answer, NotAllowedError):
+                self.distrust(member, call.method)
+
     def distrust(self, member: PoolMember, method: str) -> None:
         """Take out a replica that has another state than the others."""
         self._distrust(member, f"it failed the call {method}, which others took")
 
     async def _catch_up(self, member: PoolMember, calls: list[Call]) -> None:
         for method, args in calls:
-            call = StageCall(method, args, [member], lambda taken: None)
+            call = StageCall(self, method, args, [member], lambda taken: None)
             call.answers = [await self._call_one(member, call)]
             if call.failed:
                 logger.error("Replica %s cannot be told what other heads were: %s", member.name, call.answers[0])
@@ -221,13 +225,9 @@ class StageCalls:
         """This head's replicas among these, by their engine keys."""
         return [member for member in self.members if member.engine_key in engines]
 
-    def cache_cleared(self, member: PoolMember) -> None:
-        """Another head's call made a replica drop its prefix cache."""
-        self._pool.cache_cleared(member)
-
     def _require_replayable(self) -> None:
-        if self._shared.unreplayable is not None:
-            raise ReplicaError(f"it cannot be brought up to date: {self._shared.unreplayable}")
+        if self.shared.unreplayable is not None:
+            raise ReplicaError(f"it cannot be brought up to date: {self.shared.unreplayable}")
 
 
 async def _tell(client: StageClient, remote: bool, method: str, args: tuple[Any, ...]) -> Any:

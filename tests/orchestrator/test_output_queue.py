@@ -1,0 +1,39 @@
+"""The way to AsyncLLM: in order, and without waking it for what nobody waits for."""
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from vllm_omni_plugin.orchestrator.pool.output_queue import OutputQueue
+
+
+@pytest.fixture
+def queue() -> Iterator[OutputQueue]:
+    queue = OutputQueue(10, [])
+    yield queue
+    queue.stop_waiting()
+
+
+async def test_what_nobody_waits_for_goes_before_the_next_item(queue: OutputQueue) -> None:
+    queue.give_later("first")
+    queue.give_later("second")
+    assert len(queue) == 0
+    queue.give("third")
+    assert await queue.get_batch() == ["first", "second", "third"]
+    queue.give("fourth")
+    assert await queue.get_batch() == ["fourth"]
+
+
+async def test_what_nobody_waits_for_goes_alone_in_the_end(queue: OutputQueue) -> None:
+    for number in ("one", "two"):
+        queue.give_later(number)
+        async with asyncio.timeout(10):
+            assert await queue.get_batch() == [number]
+
+
+async def test_what_waits_is_lost_with_a_closed_queue_and_harms_nobody(queue: OutputQueue) -> None:
+    queue.give_later("first")
+    queue.close()
+    queue.give("second")
+    assert len(queue) == 0

@@ -1,0 +1,171 @@
+"""Runs an orchestrator, and what it is told beside requests: calls, operators' wishes, and news of the coordinator."""
+
+import asyncio
+from concurrent.futures import Future
+from contextlib import aclosing
+from typing import Any
+
+from vllm_omni_plugin.coordinator import HeadLeft, PeerWork, ReplicaKey, SessionLost, Welcome
+from vllm_omni_plugin.coordinator.state.call_log import note_drained
+from vllm_omni_plugin.errors import OmniError, ReplicaError
+from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.orchestrator.attachment.remote_replicas import RemoteReplicas
+from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
+from vllm_omni_plugin.orchestrator.fleet_state.member_changes import manage
+from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator.pool.work_exchange import OthersWork, WorkExchange
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
+    CallReplicas,
+    Explain,
+    ManageReplica,
+    Membership,
+    PeerMessage,
+    RegisterRemoteReplica,
+    UnregisterRemoteReplica,
+)
+from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
+
+logger = init_logger(__name__)
+
+
+class FleetControl:
+    """Runs an orchestrator, and does what comes by its `rpc_async_queue`, in order. Lives on the orchestrator's loop.
+
+    Args:
+        orchestrator: this head's.
+        fleet_calls: makes operators' calls.
+        remote_replicas: keeps the replicas of other processes; None in a head that nobody can join.
+        exchange: hears of other heads' work; likewise.
+    """
+
+    def __init__(
+        self,
+        orchestrator: Orchestrator,
+        fleet_calls: FleetCalls,
+        remote_replicas: RemoteReplicas | None = None,
+        exchange: WorkExchange | None = None,
+    ) -> None:
+        self._orchestrator = orchestrator
+        self._pools = orchestrator.stage_pools
+        self._fleet_calls = fleet_calls
+        self._remote_replicas = remote_replicas
+        self._exchange = exchange
+
+    async def run(self) -> None:
+        """Run the orchestrator, and serve the queue until it is closed; then cancel what still runs."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._orchestrator.run(), name="omni-requests")
+                tasks.create_task(self._serve(), name="omni-calls")
+        finally:
+            if self._exchange is not None:
+                self._exchange.close()
+            await self._fleet_calls.close()
+
+    async def _serve(self) -> None:
+        """Run each call of the queue as a task of its own, and do at once whatever else there is in it."""
+        replies: dict[asyncio.Task[None], Future[list[Any]]] = {}
+        try:
+            while True:
+                for message in await self._orchestrator.rpc_async_queue.get_batch():
+                    if not isinstance(message, CallReplicas):
+                        self._do(message)
+                        continue
+                    task = asyncio.create_task(self._serve_call(message), name=f"omni-call-{message.method}")
+                    replies[task] = message.reply
+                    task.add_done_callback(replies.pop)
+        except QueueClosedError:
+            pass
+        finally:
+            for task, reply in replies.items():
+                task.cancel()
+                reply.cancel()
+
+    async def _serve_call(self, message: CallReplicas) -> None:
+        try:
+            results = await self._call(message)
+        except Exception as error:
+            if message.reply.set_running_or_notify_cancel():
+                message.reply.set_exception(error)
+        else:
+            if message.reply.set_running_or_notify_cancel():
+                message.reply.set_result(results)
+
+    async def _call(self, message: CallReplicas) -> list[Any]:
+        method, args, order = message.method, message.args, self._orchestrator.pause_order
+        every = range(len(self._pools))
+        if order is None or message.stages is not None:
+            return await self._fleet_calls.call(method, args, every if message.stages is None else message.stages)
+        results = []
+        staffed = {stage_id for stage_id, stage in enumerate(self._orchestrator.stage_calls) if stage.members}
+        async with aclosing(order.turns(method, args, staffed)) as turns:
+            async for stage_ids in turns:
+                results += await self._fleet_calls.call(method, args, every if stage_ids is None else stage_ids)
+        return results
+
+    def _do(self, message: Membership | Explain | PeerMessage) -> None:
+        reply = message.reply if isinstance(message, Explain | ManageReplica) else None
+        if reply is not None and not reply.set_running_or_notify_cancel():
+            return
+        try:
+            match message:
+                case Explain():
+                    message.reply.set_result(self._pools[message.stage_id].explain(message.task))
+                case ManageReplica():
+                    self._manage(message)
+                case RegisterRemoteReplica() | UnregisterRemoteReplica():
+                    self._list_changed(message)
+                case _:
+                    self._hear(message)
+        except Exception as error:
+            if reply is None or not isinstance(error, OmniError):
+                logger.exception("A message could not be dealt with: %r", message)
+            if reply is not None and not reply.done():
+                reply.set_exception(error)
+
+    def _manage(self, message: ManageReplica) -> None:
+        try:
+            member = self._pools[message.stage_id].member(message.replica_id)
+        except LookupError:
+            raise ReplicaError(f"stage {message.stage_id} has no replica {message.replica_id}") from None
+        key, refusal = ReplicaKey.of(member), self._fleet_calls.refusal
+        if member.remote and refusal is not None:
+            raise refusal
+        manage(self._orchestrator, message.action, member)
+        if member.remote:
+            note_drained(message.action, key, self._orchestrator.drained)
+            self._fleet_calls.managed(message.action, key, message.reply)
+        else:
+            message.reply.set_result(None)
+
+    def _list_changed(self, message: RegisterRemoteReplica | UnregisterRemoteReplica) -> None:
+        if self._remote_replicas is None:
+            logger.error("A head without --omni-master-address cannot take remote replicas: %r", message)
+        elif isinstance(message, RegisterRemoteReplica):
+            self._remote_replicas.register(message)
+        else:
+            self._remote_replicas.unregister(message)
+
+    def _hear(self, message: PeerMessage) -> None:
+        assert self._exchange is not None
+        others_work: OthersWork = []
+        match message:
+            case Welcome():
+                others_work = self._exchange.welcomed(message.heads)
+                self._fleet_calls.welcomed(message.heads)
+            case PeerWork():
+                others_work = self._exchange.peer_work(message)
+                self._fleet_calls.head_joined(message.head_id)
+            case HeadLeft():
+                others_work = self._exchange.head_left(message.head_id)
+                self._fleet_calls.head_left(message.head_id)
+            case SessionLost():
+                others_work = self._exchange.session_lost()
+                self._fleet_calls.session_lost()
+            case _:
+                self._fleet_calls.take(message)
+                return
+        for pool in self._pools:
+            pool.share_with(self._exchange.heads)
+        for member, work in others_work:
+            self._pools[member.stage_id].join(member, work)
