@@ -23,7 +23,6 @@ from vllm_omni_plugin.curve import (
     require_password,
     secure_client,
     secure_server,
-    why_refused,
 )
 from vllm_omni_plugin.curve.newcomers import MAX_HANDSHAKE_BYTES, Newcomers
 from vllm_omni_plugin.curve.refusals import LOG_INTERVAL, MAX_LOGGED_PEERS, RefusalLog
@@ -173,14 +172,6 @@ def test_who_knows_the_server_but_holds_no_key_of_it_is_refused(
     assert "Refused 127.0.0.1 at the test socket" in caplog.text
 
 
-@pytest.mark.parametrize(("served", "held"), [([OLD, NEW], [NEW, OLD]), ([NEW, OLD], [OLD, NEW]), ([OLD], [NEW, OLD])])
-def test_in_a_rotation_one_of_both_secrets_is_enough(sites: OpenSite, served: list[str], held: list[str]) -> None:
-    site = sites(made(*served))
-    site.gate.admit_secret_holders("test")
-    server = site.serve()
-    assert [site.lets_in(server, holder(made(*held), attempt=attempt)) for attempt in range(2)] == [False, True]
-
-
 def test_secured_socket_admits_nobody_without_a_gate(sites: OpenSite) -> None:
     secrets = made(OLD)
     site = sites(secrets)
@@ -234,29 +225,6 @@ def test_admissions_may_change_in_any_thread_while_peers_connect(sites: OpenSite
     for changer in changers:
         changer.join()
     assert all(let_in)
-
-
-def test_without_a_secret_whoever_shows_one_is_refused(sites: OpenSite) -> None:
-    site = sites(None)
-    server = site.serve()
-    assert site.lets_in(server, holder(None))
-    assert not site.lets_in(server, holder(made(OLD)))
-    eventually(lambda: site.gate.refused == 1)
-
-
-@pytest.mark.parametrize(
-    ("served", "held", "why"),
-    [
-        (made(OLD), made(OTHER), "serves without one, or with one that is not in the file"),
-        (made(OLD), None, "seems to demand one, and none was given here with --omni-secret-file"),
-        (None, made(OLD), "serves without one, or with one that is not in the file"),
-    ],
-)
-def test_refused_end_can_say_why(sites: OpenSite, served: Secrets | None, held: Secrets | None, why: str) -> None:
-    site = sites(served)
-    site.gate.admit_secret_holders("test")
-    event, value = site.connect(site.serve(), holder(held))
-    assert f"refused secret: it {why}" in why_refused(event, value, held)
 
 
 def port_of(server: Socket) -> int:

@@ -10,6 +10,7 @@ from vllm_omni_plugin.coordinator import (
     ReplicaEvent,
     ReplicaList,
     ReplicaWork,
+    SessionEvent,
     SessionLost,
     Welcome,
 )
@@ -36,45 +37,66 @@ def rows(replicas: ReplicaList) -> frozenset[Row]:
     )
 
 
-class Head:
+class Heard:
+    """What a head was told, kept as an orchestrator does.
+
+    Attributes:
+        lists: all of them.
+        others: what other heads have in flight.
+        resyncs: how often everything was told anew.
+        losses: how often the coordinator was silent.
+    """
+
+    def __init__(self) -> None:
+        self.lists: list[ReplicaList] = []
+        self.others: dict[str, dict[int, ReplicaWork]] = {}
+        self.resyncs = self.losses = 0
+
+    def take(self, event: SessionEvent) -> None:
+        """Take in what the session says."""
+        match event:
+            case Welcome():
+                self.resyncs += 1
+                self.others = {name: work for name, work in self.others.items() if name in event.heads}
+            case ReplicaList():
+                self.lists.append(event)
+            case PeerWork():
+                known = {} if event.full else self.others.get(event.head_id, {})
+                known |= {row.engine: row for row in event.work}
+                self.others[event.head_id] = {engine: row for engine, row in known.items() if row.requests}
+            case HeadLeft():
+                self.others.pop(event.head_id, None)
+            case SessionLost():
+                self.losses += 1
+                self.others.clear()
+
+
+class Head(Heard):
     """One head with its connection: what it was told, and what is on its way."""
 
     def __init__(self, name: str) -> None:
+        super().__init__()
         self.name = name
         self.session = HeadSession(name)
         self.peer = b""
         self.up: deque[bytes] = deque()
         self.down: deque[bytes] = deque()
         self.in_flight: dict[int, ReplicaWork] = {}
-        self.lists: list[ReplicaList] = []
-        self.others: dict[str, dict[int, ReplicaWork]] = {}
         self.dropped: list[WireError] = []
         self.refusals: list[str] = []
-        self.resyncs = 0
 
     def hear(self, news: list[News]) -> None:
-        """Take in what the session says, as an orchestrator does."""
+        """Take in what the session says; after a welcome, report what is in flight here."""
         for one in news:
-            match one:
-                case Welcome():
-                    self.resyncs += 1
+            if isinstance(one, Refused):
+                self.refusals.append(one.reason)
+            elif isinstance(one, WireError):
+                self.dropped.append(one)
+            else:
+                self.take(one)
+                if isinstance(one, Welcome):
                     self.refusals.clear()
-                    self.others = {name: work for name, work in self.others.items() if name in one.heads}
                     self.session.report(list(self.in_flight.values()), full=True)
-                case ReplicaList():
-                    self.lists.append(one)
-                case PeerWork():
-                    known = {} if one.full else self.others.get(one.head_id, {})
-                    known |= {row.engine: row for row in one.work}
-                    self.others[one.head_id] = {engine: row for engine, row in known.items() if row.requests}
-                case HeadLeft():
-                    self.others.pop(one.head_id, None)
-                case SessionLost():
-                    self.others.clear()
-                case Refused():
-                    self.refusals.append(one.reason)
-                case WireError():
-                    self.dropped.append(one)
 
 
 class World:

@@ -172,12 +172,6 @@ def test_stage_client_started_first_registers_when_the_coordinator_comes() -> No
     coordinator.close()
 
 
-def test_close_without_a_coordinator_is_bounded() -> None:
-    client = stage_client(free_address())
-    client.update_info(queue_length=1)
-    client.close()
-
-
 class Voice:
     """An XPUB that says what a test wants a hub client to hear."""
 

@@ -1,16 +1,8 @@
 """Dropped frames are counted always and logged once per peer and reason."""
 
 import pytest
-import zmq
 
-from vllm_omni_plugin.coordinator.server.drops import DropLog, DropReason, peer_of
-
-
-def test_each_reason_is_counted_apart_from_the_start() -> None:
-    drops = DropLog()
-    drops.record(DropReason.STALE, "10.0.0.1", "old")
-    drops.record(DropReason.STALE, "10.0.0.2", "old")
-    assert drops.counts == {"multipart": 0, "malformed": 0, "stale": 2, "table-full": 0, "topics": 0}
+from vllm_omni_plugin.coordinator.server.drops import DropLog, DropReason
 
 
 def test_peer_is_logged_once_per_reason(caplog: pytest.LogCaptureFixture) -> None:
@@ -34,7 +26,3 @@ def test_endless_new_peers_stop_being_logged(caplog: pytest.LogCaptureFixture) -
 def test_what_a_peer_sent_cannot_break_the_log_line(caplog: pytest.LogCaptureFixture) -> None:
     DropLog().record(DropReason.MALFORMED, "10.0.0.1", "bad\nERROR forged line")
     assert "\n" not in caplog.text.rstrip("\n")
-
-
-def test_frame_of_a_peer_that_libzmq_knows_nothing_of() -> None:
-    assert peer_of(zmq.Frame(b"frame")) == "without an address"

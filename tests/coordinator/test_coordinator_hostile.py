@@ -33,21 +33,6 @@ BAD_FRAMES = {
 }
 
 
-@pytest.fixture
-def neighbour(coordinator: OmniCoordinator) -> None:
-    coordinator.add_new_replica(make_event("neighbour", incarnation=2, sequence=2, queue_length=7))
-
-
-@pytest.mark.usefixtures("neighbour")
-def test_replay_for_a_neighbour_is_stale(coordinator: OmniCoordinator, dealer: OpenDealer) -> None:
-    peer = dealer(coordinator.router_zmq_addr)
-    for incarnation, sequence in [(0, 0), (1, 9), (2, 1), (2, 2)]:
-        down = make_event("neighbour", status=ReplicaStatus.DOWN, incarnation=incarnation, sequence=sequence)
-        peer.send(encode_event(down))
-    eventually(lambda: coordinator.invalid_frames["stale"] == 4)
-    assert names(coordinator.get_active_replicas()) == ["neighbour"]
-
-
 def test_ten_megabytes_cut_only_their_own_connection(coordinator: OmniCoordinator, dealer: OpenDealer) -> None:
     neighbour = dealer(coordinator.router_zmq_addr)
     neighbour.send(encode_event(make_event("neighbour", queue_length=1)))

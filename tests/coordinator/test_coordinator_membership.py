@@ -43,13 +43,6 @@ def kinds(changes: list[Change]) -> list[ChangeKind]:
     return [change.kind for change in changes]
 
 
-def test_first_announcement_joins() -> None:
-    table = table_of()
-    change = table.apply(make_event(), 5.0)
-    assert change == Change(ChangeKind.JOINED, Member(make_event(), Liveness.ALIVE, 5.0, 5.0, 5.0))
-    assert row(table).takes_new_work
-
-
 A = make_event()
 GONE = make_event(status=DOWN)
 NUMBERED = make_event(incarnation=1, sequence=1)

@@ -8,20 +8,6 @@ from vllm_omni_plugin.coordinator.state.list_deltas import replica_list
 from vllm_omni_plugin.coordinator.state.numbering import Numbering
 
 
-def test_first_request_goes_out_at_once() -> None:
-    schedule = PublishSchedule(10.0, quiet_until=10.0)
-    assert schedule.due_at == 15.0
-    assert schedule.request(12.0)
-    assert schedule.due_at <= 12.0
-
-
-def test_request_soon_after_a_list_joins_the_next() -> None:
-    schedule = PublishSchedule(10.0, quiet_until=10.0)
-    schedule.published(10.0)
-    assert not schedule.request(10.05)
-    assert schedule.due_at == 10.1
-
-
 def test_under_any_load_at_most_ten_lists_go_out_per_second() -> None:
     schedule = PublishSchedule(0.0, quiet_until=0.0)
     published = 0

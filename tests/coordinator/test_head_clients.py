@@ -10,19 +10,17 @@ import msgspec
 import pytest
 import zmq
 from coordinator_support import ANY, OpenDealer, Socket, eventually, free_address, make_event, names
+from head_world import Heard
 
 from tests.fakes.hostile_frames import hostile_message
 from vllm_omni_plugin.coordinator import (
-    HeadLeft,
     OmniCoordClientForHead,
     OmniCoordClientForStage,
     OmniCoordinator,
     OmniCoordinatorRuntime,
-    PeerWork,
     ReplicaList,
     ReplicaWork,
     SessionEvent,
-    SessionLost,
     Welcome,
     engine_key,
 )
@@ -55,16 +53,13 @@ SECRETS = Secrets(["a secret that heads share"])
 CALL = Call(7, "pause_scheduler", ["keep", True], [0], [])
 
 
-class Listener:
+class Listener(Heard):
     """Remembers what it is told, answers calls with its own name, and says what it has in flight when it is asked."""
 
     def __init__(self, address: str, head_id: str, secrets: Secrets | None = None, interval: float = 0.2) -> None:
+        super().__init__()
         self.head_id = head_id
-        self.replicas = ReplicaList([], 0.0)
-        self.work: dict[str, dict[int, ReplicaWork]] = {}
         self.in_flight: list[ReplicaWork] = []
-        self.wanted = 0
-        self.losses = 0
         self.troubles: list[str] = []
         self.calls: list[NumberedCall] = []
         self.client = OmniCoordClientForHead(
@@ -78,24 +73,18 @@ class Listener:
 
     def hear(self, event: SessionEvent) -> None:
         """Take in what the client says."""
-        match event:
-            case Welcome():
-                self.wanted += 1
-                self.client.report_work(self.in_flight, full=True)
-            case ReplicaList():
-                self.replicas = event
-            case PeerWork():
-                known = {} if event.full else self.work.get(event.head_id, {})
-                self.work[event.head_id] = known | {row.engine: row for row in event.work}
-            case HeadLeft():
-                self.work.pop(event.head_id, None)
-            case SessionLost():
-                self.losses += 1
-                self.work.clear()
-            case NumberedCall():
-                if event.method == "profile":
-                    raise RuntimeError("who is told may fail")
-                self.calls.append(event)
+        self.take(event)
+        if isinstance(event, Welcome):
+            self.client.report_work(self.in_flight, full=True)
+        elif isinstance(event, NumberedCall):
+            if event.method == "profile":
+                raise RuntimeError("who is told may fail")
+            self.calls.append(event)
+
+    @property
+    def replicas(self) -> ReplicaList:
+        """The last list."""
+        return self.lists[-1] if self.lists else ReplicaList([], 0.0)
 
     def report(self, *in_flight: ReplicaWork) -> None:
         """Tell the others what is in flight here from now on."""
@@ -115,7 +104,7 @@ def connect() -> Iterator[Connect]:
             heads = [Listener(address, head_id, secrets) for head_id in head_ids]
             for head in heads:
                 stack.callback(head.client.close)
-            eventually(lambda: all(head.wanted for head in heads))
+            eventually(lambda: all(head.resyncs for head in heads))
             return heads
 
         yield connect
@@ -141,7 +130,7 @@ def test_heads_hear_of_replicas_of_work_and_of_calls(fleet: OmniCoordinator, con
     eventually(lambda: names(first.replicas) == names(second.replicas) == ["b"])
 
     first.report(ROW)
-    eventually(lambda: second.work.get("first") == {ROW.engine: ROW})
+    eventually(lambda: second.others.get("first") == {ROW.engine: ROW})
     assert first.client.send(CALL)
     eventually(lambda: [call.head_id for call in first.calls + second.calls] == ["first", "first"])
     assert first.calls[0].arguments == second.calls[0].arguments == ["keep", True]
@@ -152,18 +141,18 @@ def test_report_of_thousands_of_replicas_arrives_whole(coordinator: OmniCoordina
     work = [ReplicaWork(number, 1, 1) for number in range(2000)]
     first.report(*work)
     late = connect(coordinator.router_zmq_addr, "late")[0]
-    eventually(lambda: list(late.work.get("first", {}).values()) == work)
+    eventually(lambda: list(late.others.get("first", {}).values()) == work)
     assert second.losses == 0
 
 
 def test_head_that_closes_has_left_at_once(coordinator: OmniCoordinator, connect: Connect) -> None:
     (first,) = connect(coordinator.router_zmq_addr, "first")
     leaver = Listener(coordinator.router_zmq_addr, "leaver")
-    eventually(lambda: leaver.wanted)
+    eventually(lambda: leaver.resyncs)
     leaver.report(ROW)
-    eventually(lambda: first.work.get("leaver") == {ROW.engine: ROW})
+    eventually(lambda: first.others.get("leaver") == {ROW.engine: ROW})
     leaver.client.close()
-    eventually(lambda: "leaver" not in first.work, within=3)
+    eventually(lambda: "leaver" not in first.others, within=3)
     leaver.report(ROW)
     assert not leaver.client.send(CALL)
     leaver.client.resync()
@@ -184,7 +173,7 @@ def test_coordinator_that_is_not_there_yet_is_no_error() -> None:
     eventually(lambda: any("no coordinator answers" in trouble for trouble in head.troubles))
     assert not head.client.send(CALL)
     coordinator = OmniCoordinator(address, ANY)
-    eventually(lambda: head.wanted)
+    eventually(lambda: head.resyncs)
     head.client.close()
     coordinator.close()
 
@@ -205,10 +194,10 @@ def test_killed_coordinator_is_followed_by_one_that_knows_the_numbers(connect: C
         replicas[0].close()
         # Either would tell the next coordinator of numbers that it still knows.
         eventually(lambda: names(first.replicas) == names(second.replicas) == ["b"])
-        wanted = first.wanted
+        wanted = first.resyncs
         assert runtime.process_id is not None
         os.kill(runtime.process_id, signal.SIGKILL)
-        eventually(lambda: first.wanted > wanted)
+        eventually(lambda: first.resyncs > wanted)
         replicas[0] = OmniCoordClientForStage(
             runtime.router_address, "tcp://c:1", "tcp://c:2", 0, heartbeat_interval=0.2
         )
@@ -325,7 +314,7 @@ def test_hostile_frames_of_heads_harm_neither_service_nor_neighbours(
         if rng.random() < 0.3:
             rng.choice(peers).send(rng.choice(samples))
     first.report(ROW)
-    eventually(lambda: second.work.get("neighbour") == {ROW.engine: ROW})
+    eventually(lambda: second.others.get("neighbour") == {ROW.engine: ROW})
     eventually(lambda: names(first.replicas) == names(second.replicas) == ["a"])
 
     first.client.send(CALL)

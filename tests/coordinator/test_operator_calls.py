@@ -6,14 +6,10 @@ import pytest
 
 from vllm_omni_plugin.coordinator.protocol.head_messages import (
     Call,
-    CallDone,
-    CallFinished,
     CallOutcome,
     CallRefused,
     FleetState,
-    NumberedCall,
     StageState,
-    TakeOver,
 )
 from vllm_omni_plugin.coordinator.state.call_log import MAX_OPEN_CALLS, OperatorCalls
 from vllm_omni_plugin.errors import WireError
@@ -26,31 +22,6 @@ PAUSED = StageState(0, [("pause_scheduler", ["keep", False])], False)
 
 def replace(call: Call, **fields: Any) -> Call:
     return Call(**{name: fields.get(name, getattr(call, name)) for name in Call.__struct_fields__})
-
-
-def test_calls_are_numbered_in_the_order_in_which_they_come_and_told_to_all() -> None:
-    calls = OperatorCalls()
-    told = [calls.take(head, PAUSE, HEADS) for head in "ba"]
-    for number, (caller, said) in enumerate(zip("ba", told, strict=True), 1):
-        numbered = NumberedCall(number, caller, 1, PAUSE.method, PAUSE.arguments, [0], [])
-        assert said == [(head, numbered) for head in HEADS]
-
-
-def test_the_caller_hears_when_all_others_have_followed_the_outcome_or_left() -> None:
-    calls = OperatorCalls()
-    calls.take("a", PAUSE, HEADS)
-    outcome = CallOutcome(1, [True])
-    assert sorted(calls.take("a", outcome, HEADS)) == [("b", outcome), ("c", outcome)]
-    assert calls.take("a", outcome, HEADS) == []
-    assert calls.take("b", CallDone(1), HEADS) == []
-    assert calls.left("c", ["a", "b"]) == [("a", CallFinished(1))]
-    assert calls.take("b", CallDone(1), HEADS) == []
-
-
-def test_the_only_head_waits_for_nobody() -> None:
-    calls = OperatorCalls()
-    calls.take("a", PAUSE, ["a"])
-    assert calls.take("a", CallOutcome(1, [True]), ["a"]) == [("a", CallFinished(1))]
 
 
 def test_only_the_caller_says_what_became_of_its_call() -> None:
@@ -76,18 +47,6 @@ def test_the_snapshot_has_what_was_taken_or_is_under_way_and_who_is_drained() ->
     assert calls.state.drained == []
 
 
-@pytest.mark.parametrize("call", [PAUSE, Call(1, "add_lora", [["x", 1, "/x"]], [0], [])], ids=lambda call: call.method)
-def test_a_call_whose_caller_leaves_is_made_again_by_another_head(call: Call) -> None:
-    calls = OperatorCalls()
-    calls.take("a", call, HEADS)
-    ((head, said),) = calls.left("a", ["b", "c"])
-    assert isinstance(said, TakeOver)
-    assert (head, said.call.head_id, said.call.number, said.call.told) == ("b", "b", 1, [])
-    ((head, said),) = calls.left("b", ["c"])
-    assert (head, isinstance(said, TakeOver)) == ("c", True)
-    assert calls.take("c", CallOutcome(1, [True]), ["c"]) == [("c", CallFinished(1))]
-
-
 @pytest.mark.parametrize(
     ("call", "later"),
     [
@@ -106,18 +65,6 @@ def test_a_call_that_may_not_be_repeated_counts_as_taken_when_its_caller_leaves(
         calls.take("b", Call(3, "resume_scheduler", [], [0], []), HEADS)
     outcome = CallOutcome(1, [True] * len(call.stages))
     assert sorted(calls.left("a", ["b", "c"])) == [("b", outcome), ("c", outcome)]
-
-
-def test_a_coordinator_that_has_just_started_takes_the_newest_state_and_numbers_on() -> None:
-    calls = OperatorCalls()
-    state = FleetState(7, [PAUSED], [(0, "in", "out")])
-    assert calls.take("a", state, HEADS) == [("b", state), ("c", state)]
-    assert calls.take("b", FleetState(6, [], []), HEADS) == []
-    assert calls.take("b", FleetState(7, [], []), HEADS) == []
-    assert calls.state == state
-    (_, numbered), *_ = calls.take("c", PAUSE, HEADS)
-    assert isinstance(numbered, NumberedCall)
-    assert numbered.number == 8
 
 
 BAD: dict[str, Any] = {

@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 
 from tests.fakes.engine_model import EngineModel, RefusedError
 from vllm_omni_plugin.coordinator.protocol.call_arguments import FORGET_LORA
-from vllm_omni_plugin.coordinator.protocol.head_messages import StageState
 from vllm_omni_plugin.coordinator.state.shared_state import SharedState
-from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
 
 
@@ -91,23 +89,10 @@ def test_the_replay_of_a_training_loop_stays_short_and_right(step: list[tuple[st
             assert joiner(shared) == engine
 
 
-def test_a_fresh_fleet_has_nothing_to_tell() -> None:
-    assert SharedState().replay() == []
-    assert SharedState().unreplayable is None
-
-
 def test_a_call_that_is_under_way_is_replayed_too() -> None:
     shared = SharedState()
     shared.record("sleep", (1, "abort"))
     assert joiner(shared).asleep == {"weights", "kv_cache"}
-
-
-def test_a_refused_call_is_taken_back() -> None:
-    shared = SharedState()
-    tell(EngineModel(), shared, "pause_scheduler", ("keep",))
-    before = shared.replay()
-    shared.record("add_lora", (lora(1),))(False)
-    assert shared.replay() == before
 
 
 def test_taking_a_call_back_leaves_those_recorded_since() -> None:
@@ -172,15 +157,3 @@ def test_a_snapshot_gives_another_the_whole_state() -> None:
     other.adopt(shared.snapshot(3))
     assert other.snapshot(3) == shared.snapshot(3)
     assert other.unreplayable
-
-
-@pytest.mark.parametrize(
-    "call", [("shutdown", []), ("pause_scheduler", ["kill", True]), ("profile", [True, None, None, None])], ids=str
-)
-def test_a_snapshot_that_is_none_changes_nothing(call: tuple[str, list[Any]]) -> None:
-    shared = SharedState()
-    shared.record("sleep", (1, "abort"))(True)
-    before = shared.replay()
-    with pytest.raises(WireError):
-        shared.adopt(StageState(0, [call], False))
-    assert shared.replay() == before

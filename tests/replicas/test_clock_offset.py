@@ -1,7 +1,6 @@
 """Times of another clock, told in ours."""
 
-from tests.replicas.remote_server import FakeEvent, TimedOutput, TimedOutputs
-from vllm_omni_plugin.replicas.client.clock_offset import ClockOffset, rebase
+from vllm_omni_plugin.replicas.client.clock_offset import ClockOffset
 
 
 def test_the_message_that_was_fastest_on_its_way_says_how_far_apart_the_clocks_are() -> None:
@@ -16,11 +15,3 @@ def test_clocks_that_drift_apart_are_followed() -> None:
     assert offset.observe(timestamp=0.0, now=100.0) == 100.0
     assert offset.observe(timestamp=70.0, now=171.0) == 100.0
     assert offset.observe(timestamp=140.0, now=241.0) == 101.0
-
-
-def test_intervals_within_a_message_stay_as_they_are() -> None:
-    outputs = TimedOutputs(timestamp=9.0, outputs=[TimedOutput("a", events=[FakeEvent(7.0)]), TimedOutput("b")])
-    rebase(outputs, ClockOffset(), now=100.0)
-    assert outputs.timestamp == 100.0
-    assert outputs.outputs[0].events == [FakeEvent(98.0)]
-    assert outputs.outputs[1].events is None

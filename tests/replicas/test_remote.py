@@ -127,25 +127,16 @@ async def test_the_senders_times_are_told_in_our_clock(head: RemoteHead, server:
         assert head.outputs[0].outputs[0].events[0].timestamp == 999.0
 
 
-async def test_leaving_is_told_to_the_server_and_closing_gives_the_lease_back(
+async def test_the_server_hears_that_the_engine_was_told_everything_and_shall_leave_and_gets_the_lease_back(
     head: RemoteHead, server: FakeServer
 ) -> None:
     replica = await head.attach(server.info)
+    replica.say_told()
     replica.leave()
     replica.close()
     replica.close()
-    await eventually(lambda: Detach(LEASE) in server.heard)
-    assert Leave(LEASE) in server.heard
+    await eventually(lambda: server.heard[-3:] == [Told(LEASE), Leave(LEASE), Detach(LEASE)])
     assert (head.deaths, replica.lost.result()) == ([], "closed")
-
-
-async def test_the_server_hears_that_the_engine_was_told_everything_and_shall_leave(
-    head: RemoteHead, server: FakeServer
-) -> None:
-    async with head.attached(server.info) as replica:
-        replica.say_told()
-        replica.leave()
-        await eventually(lambda: server.heard[-2:] == [Told(LEASE), Leave(LEASE)])
 
 
 @pytest.mark.parametrize("lasting", [True, False])

@@ -41,22 +41,6 @@ class Peer:
         return task
 
 
-async def test_requests_and_aborts_are_sent_under_the_engines_ids() -> None:
-    peer = Peer()
-    peer.client.add_request(FakeRequest("mine"), "engine-1")
-    peer.client.abort_requests(["engine-1", "engine-2"])
-    assert peer.link.added == ["engine-1"]
-    assert peer.link.aborted == ["engine-1", "engine-2"]
-
-
-async def test_outputs_and_statistics_are_handed_on_in_order() -> None:
-    peer = Peer()
-    peer.link.output("a", 1)
-    peer.link.report(5)
-    assert [len(outputs.outputs) for outputs in peer.outputs] == [1, 0]
-    assert peer.outputs[1].scheduler_stats == 5
-
-
 async def test_calls_are_answered_each_with_its_own_reply() -> None:
     peer = Peer()
     first = await peer.open_call("one", 1)

@@ -1,19 +1,17 @@
 """Engines behind a replica server: real ipc sockets and a thread that answers, but a life the test controls."""
 
-import itertools
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import zmq
 
 from tests.fakes.engine_api import DEAD_FRAME, FakeEngineApi, FakeOutput, FakeOutputs, FakeResult, FakeUtilityOutput
-from tests.fakes.engines import READY, FakeProcess, connect
+from tests.fakes.engines import READY, FakeLauncher, FakeProcess, connect
 from tests.replicas.remote_server import TimedOutputs
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.replicas.links.link import Frames
@@ -127,32 +125,21 @@ class ServedFakeEngine:
 
 
 @dataclass
-class ServedFakeLauncher:
-    """Satisfies `Launcher`.
+class ServedFakeLauncher(FakeLauncher):
+    """A `FakeLauncher` of such engines.
 
     Attributes:
-        folder: where ipc sockets go.
         failing: how many of the next starts fail.
-        engines: all that were spawned, in order.
         trouble: what the next starts raise.
         ready: what the next engines say of themselves.
     """
 
-    folder: Path
+    engines: list[ServedFakeEngine] = field(default_factory=list)  # type: ignore[assignment]
     failing: int = 0
-    engines: list[ServedFakeEngine] = field(default_factory=list)
     trouble: list[Exception] = field(default_factory=list)
     ready: bytes = READY
-    ready_timeout: float = 10.0
-    _numbers: Any = field(default_factory=itertools.count)
 
-    def new_ipc_address(self) -> str:
-        return f"ipc://{self.folder}/{next(self._numbers)}"
-
-    def identity(self, replica_id: int) -> bytes:
-        return replica_id.to_bytes(2, "little")
-
-    def start(self, replica_id: int) -> ServedFakeEngine:
+    def start(self, replica_id: int) -> ServedFakeEngine:  # type: ignore[override]
         if self.trouble:
             raise self.trouble.pop()
         number = 1000 + len(self.engines)
@@ -160,11 +147,6 @@ class ServedFakeLauncher:
         self.failing -= 1
         self.engines.append(engine)
         return engine
-
-    def close(self) -> None:
-        """End all engines."""
-        for engine in self.engines:
-            engine.close()
 
 
 def _push(address: str) -> "zmq.Socket[bytes]":

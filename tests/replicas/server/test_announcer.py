@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.fakes.conditions import eventually
-from vllm_omni_plugin.coordinator import OmniCoordinator, ReplicaStatus
+from vllm_omni_plugin.coordinator import OmniCoordinator
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.replicas.server.announcer import Announcer
 from vllm_omni_plugin.replicas.server.server_settings import ServerSettings
@@ -29,23 +29,4 @@ async def test_a_head_that_refuses_the_secret_is_named_with_the_reason(caplog: p
         assert "--omni-secret-file" in caplog.text
         assert not joined.is_set()
         await announcer.close(executor)
-    coordinator.close()
-
-
-async def test_a_head_that_is_reached_is_told_status_and_incarnation() -> None:
-    coordinator = OmniCoordinator("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
-    joined = asyncio.Event()
-    with ThreadPoolExecutor(1) as executor:
-        announcer = Announcer(settings(coordinator), ADDRESSES, joined)
-        await asyncio.wait_for(joined.wait(), 10)
-        await eventually(lambda: coordinator.get_active_replicas().replicas)
-        (info,) = coordinator.get_active_replicas().replicas
-        assert (info.stage_id, info.control_addr, info.incarnation) == (3, ADDRESSES[0], announcer.incarnation)
-        announcer.say(ReplicaStatus.UP, new_incarnation=True)
-        assert announcer.incarnation > info.incarnation
-        await eventually(
-            lambda: [row.incarnation for row in coordinator.get_active_replicas().replicas] == [announcer.incarnation]
-        )
-        await announcer.close(executor)
-        await eventually(lambda: not coordinator.get_active_replicas().replicas)
     coordinator.close()

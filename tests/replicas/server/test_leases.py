@@ -30,28 +30,9 @@ def test_a_lease_number_is_never_used_twice() -> None:
     assert len(set(numbers)) == 3
 
 
-def test_silence_ends_a_lease_and_a_beat_keeps_it() -> None:
-    leases = Leases(2, 10.0)
-    granted(leases, "a")
-    granted(leases, "b")
-    silent, beating = leases.current
-    leases.beat(beating, 5.0)
-    assert leases.expired(9.9) == []
-    assert leases.expired(10.0) == [silent]
-    leases.end(silent)
-    assert leases.expired(15.0) == [beating]
-
-
 def test_a_server_that_was_late_itself_gives_heads_as_much_more_time() -> None:
     leases = Leases(1, 10.0)
     granted(leases, "a")
     assert leases.expired(12.0, late_by=5.0) == []
     assert leases.expired(14.9) == []
     assert leases.expired(15.0) == leases.current
-
-
-def test_a_head_is_known_by_its_name_or_its_connection() -> None:
-    leases = Leases(3, 10.0)
-    for name in "abc":
-        granted(leases, name)
-    assert [lease.head_id for lease in leases.superseded(b"a", "b")] == ["a", "b"]
