@@ -32,11 +32,10 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import (
     encode_to_head,
     frames_to_head,
 )
-from vllm_omni_plugin.coordinator.state.head_sessions import HEAD_TIMEOUT, MAX_HEADS
+from vllm_omni_plugin.coordinator.state.head_sessions import HEAD_TIMEOUT, MAX_HEADS, MAX_WORK_ROWS, Session
 from vllm_omni_plugin.coordinator.state.list_deltas import ListDeltas
 from vllm_omni_plugin.coordinator.state.membership_table import MembershipTable, TableFullError
 from vllm_omni_plugin.coordinator.state.numbering import Numbering
-from vllm_omni_plugin.coordinator.state.session_state import MAX_WORK_ROWS, Session
 from vllm_omni_plugin.errors import WireError
 
 

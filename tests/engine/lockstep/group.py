@@ -14,7 +14,8 @@ from vllm.v1.executor import Executor
 from tests.contract.configs import vllm_config
 from tests.engine.experts import RANKS
 from vllm_omni_plugin.coordinator import OmniCoordinator, ReplicaInfo
-from vllm_omni_plugin.replicas.server.replica_server import ReplicaServer, ServerSettings
+from vllm_omni_plugin.replicas.server.replica_server import ReplicaServer
+from vllm_omni_plugin.replicas.server.server_settings import ServerSettings
 from vllm_omni_plugin.vllm_api.launch.group_launch import new_launcher, split_ranks
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 

@@ -16,7 +16,8 @@ from tests.replicas.server.engines import ServedFakeEngine, ServedFakeLauncher, 
 from tests.replicas.server.heads import Head
 from vllm_omni_plugin.coordinator import OmniCoordinator, ReplicaInfo
 from vllm_omni_plugin.curve import Secrets
-from vllm_omni_plugin.replicas.server.replica_server import ReplicaServer, ServerSettings
+from vllm_omni_plugin.replicas.server.replica_server import ReplicaServer
+from vllm_omni_plugin.replicas.server.server_settings import ServerSettings
 
 FINGERPRINT = {"model": "tiny", "dtype": "float32"}
 

@@ -11,8 +11,8 @@ import zmq
 
 from vllm_omni_plugin.curve import PLAIN_USERNAME
 from vllm_omni_plugin.replicas.links.replica_ports import close_all, listen_on_many
-from vllm_omni_plugin.replicas.server.input_hub import InputHub
 from vllm_omni_plugin.replicas.server.relay import Relay
+from vllm_omni_plugin.replicas.server.served_engine import InputHub
 from vllm_omni_plugin.replicas.server.server_settings import ServerSettings
 
 SETTINGS = ServerSettings("127.0.0.1", None, "", 0, 1.0, 1000.0, 60.0, None, {})

@@ -25,7 +25,8 @@ from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import AbortRequests, RequestFailed, SubmitRequest
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
 from vllm_omni_plugin.replicas.client.remote import AttachSettings
-from vllm_omni_plugin.replicas.server.replica_server import ReplicaServer, ServerSettings
+from vllm_omni_plugin.replicas.server.replica_server import ReplicaServer
+from vllm_omni_plugin.replicas.server.server_settings import ServerSettings
 from vllm_omni_plugin.sim.host import EngineHost
 from vllm_omni_plugin.sim.sim_launcher import SimLauncher
 from vllm_omni_plugin.vllm_api.protocol.stage_protocol import ready_response

@@ -19,8 +19,6 @@ from vllm_omni_plugin.replicas.server.attached_heads import Heads
 from vllm_omni_plugin.replicas.server.served_engine import ServedEngine, start_served_engine
 from vllm_omni_plugin.replicas.server.server_settings import ServerSettings
 
-__all__ = ["ReplicaServer", "ServerSettings"]
-
 logger = init_logger(__name__)
 
 _DETACH_GRACE_S = 2.0

@@ -1,5 +1,6 @@
 """An engine behind a replica server, which several heads share: one input for all, an output for each."""
 
+import threading
 from concurrent.futures import Executor
 from contextlib import ExitStack
 from typing import Any
@@ -10,12 +11,58 @@ from vllm_omni_plugin.replicas.client.stage_client import Codec
 from vllm_omni_plugin.replicas.engine.engine_start import Launcher, Process, start_engine
 from vllm_omni_plugin.replicas.engine.running_engine import Engine
 from vllm_omni_plugin.replicas.kv_events.cache_log import CacheLog
-from vllm_omni_plugin.replicas.server.input_hub import InputHub
+from vllm_omni_plugin.replicas.links.forwarding import QUEUE_MESSAGES, forward, forwarding_context
+from vllm_omni_plugin.replicas.links.link import remove_ipc_files
 from vllm_omni_plugin.replicas.server.output_slot import OutputSlot, SlotLink
 
 HEAD_SLOTS = 32
 """Heads that may hold one replica at the same time, such as two with 16 API server processes each. The engine learns
 the number of its outputs when it starts. One that nobody holds costs this process three descriptors and 50 KB."""
+
+
+class InputHub:
+    """Passes messages from any number of PUSH sockets on this node to the engine's DEALER.
+
+    A ROUTER socket may be used by one thread only, so whoever writes to the engine does it through the hub.
+
+    Args:
+        engine_addr: ipc address to bind for the engine.
+        local_addr: ipc address to bind for those that write.
+
+    Attributes:
+        router: where the engine's ready response comes; to be read before `start` only.
+    """
+
+    def __init__(self, engine_addr: str, local_addr: str) -> None:
+        self.engine_addr = engine_addr
+        self.local_addr = local_addr
+        self._context = forwarding_context()
+        self._thread: threading.Thread | None = None
+        try:
+            self.router = self._context.socket(zmq.ROUTER)
+            # Unbounded as vLLM's own: a ROUTER that is full drops messages. Heads stop writing to an engine that
+            # takes nothing when it is found to hang.
+            self.router.sndhwm = 0
+            self.router.bind(engine_addr)
+            self._pull = self._context.socket(zmq.PULL)
+            self._pull.rcvhwm = QUEUE_MESSAGES
+            self._pull.bind(local_addr)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+
+    def start(self) -> None:
+        """Begin to pass messages on; what was sent before has waited."""
+        self._thread = forward("omni-engine-input", self._pull, self.router, (self._pull, self.router))
+
+    def close(self) -> None:
+        """End the thread and drop what is queued. Idempotent; not while another thread reads `router`."""
+        if self._thread is None:
+            self._context.destroy(linger=0)
+        else:
+            self._context.term()
+            self._thread.join()
+        remove_ipc_files(self.engine_addr, self.local_addr)
 
 
 class ServedEngine(Engine):
