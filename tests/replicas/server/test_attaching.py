@@ -9,6 +9,7 @@ import pytest
 
 from tests.fakes.conditions import eventually
 from tests.replicas.server.conftest import StartNode
+from tests.replicas.server.heads import Head
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.replicas.control.lease_messages import AttachRefused, Expired, Status, Told, encode
@@ -63,10 +64,16 @@ async def test_the_next_heads_hear_that_an_engine_was_told_everything_until_its_
         await first.beat()
         async with node.attached() as second:
             assert second.attached.told
-            await second.detach()
-        await first.detach()
+            await let_go(second)
+        await let_go(first)
     async with node.attached() as later:
         assert not later.attached.told
+
+
+async def let_go(head: Head) -> None:
+    """Detach, and return once the replica has read it: the next head's connection may be faster than this one."""
+    await head.detach()
+    assert await head.beat() == Expired(head.attached.lease)
 
 
 async def test_an_engine_that_is_started_anew_because_an_output_could_not_be_taken_back_was_told_nothing(
