@@ -6,8 +6,8 @@ export PYTHON
 PYTEST_ARGS ?=
 ARGS ?=
 PY := .venv/bin/python
-# Two lanes; what takes longest begins first (see tests/conftest.py and tests/engine/conftest.py).
-LANES := -n 2 --dist loadgroup --no-loadscope-reorder
+# What takes longest begins first (see tests/engine/conftest.py and tests/lanes.py).
+LANES := --dist loadgroup --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lint types suite check-suite check test test-long demo clean
@@ -26,10 +26,10 @@ types: setup ## check types
 	$(PY) -m mypy vllm_omni_plugin $(wildcard entrypoints/*.py examples/*.py examples/*/*.py examples/*/*/*.py benchmarks/*.py benchmarks/*/*.py)
 
 suite: setup
-	$(PY) -m pytest $(LANES) --durations=30 $(PYTEST_ARGS)
+	$(PY) -m pytest -n 3 $(LANES) --durations=30 $(PYTEST_ARGS)
 
 check-suite: setup
-	$(PY) -m pytest -m "not engine and not long" --ignore=tests/engine $(LANES) $(PYTEST_ARGS)
+	$(PY) -m pytest -m "not engine and not long" --ignore=tests/engine -n 2 $(LANES) $(PYTEST_ARGS)
 
 # Types are checked beside the tests. Those of tests/project check layers and cycles of imports.
 check: lint ## lint, types and the tests that start no engine: under two minutes

@@ -27,7 +27,7 @@ EXPERTS = (
 )
 HEAD = ("--api-server-count", "1", "--omni-lb-policy", "least-queue-length")
 NO_ENGINE = ("--omni-dp-size-local", "0")
-LONG, SHORT = 900, 20
+LONG, SHORT = 400, 20
 """Tokens: of a request that still runs when something happens to its rank, and of one that is answered soon."""
 
 
