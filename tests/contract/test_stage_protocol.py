@@ -58,7 +58,7 @@ def test_vllm_reads_outputs_with_tensors_and_statistics(size: int) -> None:
     tensor = torch.arange(float(size))
     content = {stage_protocol.CONTENT_KEY: Content("text", [7], {"rate": 24000})}
     said = Output("a", [0], pooling_output=tensor, finish_reason=stage_protocol.STOP, kv_transfer_params=content)
-    read = decoded(StageCodec().encode(Outputs(0, [said], SchedulerStats(2, 3), 1.5)))
+    read = decoded(StageCodec().encode_outputs([said], SchedulerStats(2, 3), 1.5))
     assert (read.timestamp, read.scheduler_stats) == (
         1.5,
         EngineSchedulerStats(num_running_reqs=2, num_waiting_reqs=3),
@@ -71,9 +71,9 @@ def test_vllm_reads_outputs_with_tensors_and_statistics(size: int) -> None:
 
 def test_vllm_reads_answers_to_calls() -> None:
     side = StageCodec()
-    result = decoded(side.encode_result(5, ("x", 1), 1.0)).utility_output
+    result = decoded(side.encode_result(5, ("x", 1))).utility_output
     assert (result.call_id, result.failure_message, result.result.result) == (5, None, ["x", 1])
-    failure = decoded(side.encode_failure(6, "no", 1.0)).utility_output
+    failure = decoded(side.encode_failure(6, "no")).utility_output
     assert (failure.call_id, failure.failure_message, failure.result) == (6, "no", None)
 
 

@@ -1,14 +1,11 @@
 """Engines on this node that are no processes: real sockets and a real sentinel, but a life the test controls."""
 
-import itertools
 import os
 import queue
 import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import zmq
 
@@ -127,21 +124,15 @@ class FakeLauncher:
     """Satisfies `Launcher`.
 
     Attributes:
-        folder: where ipc sockets go.
         plans: how the next starts of each replica go; without one they succeed at once.
         engines: all that were spawned, in order.
         starts: replica ids whose start was asked for, in order.
     """
 
-    folder: Path
     plans: dict[int, deque[Plan]] = field(default_factory=dict)
     engines: list[FakeEngine] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     ready_timeout: float = 10.0
-    _numbers: Any = field(default_factory=itertools.count)
-
-    def new_ipc_address(self) -> str:
-        return f"ipc://{self.folder}/{next(self._numbers)}"
 
     def identity(self, replica_id: int) -> bytes:
         return replica_id.to_bytes(2, "little")

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -32,11 +31,11 @@ class Node:
         go_on: a permit for each pause to end.
     """
 
-    def __init__(self, folder: Path, make_launcher: type[FakeLauncher] = FakeLauncher) -> None:
+    def __init__(self, make_launcher: type[FakeLauncher] = FakeLauncher) -> None:
         self.now = 0.0
         self.pauses: list[float] = []
         self.go_on = asyncio.Semaphore(0)
-        self.launcher = make_launcher(folder)
+        self.launcher = make_launcher()
         self.pool = StagePool(0, LeastQueueLengthBalancer())
         self.orchestrator = Orchestrator([self.pool], [FakeEngineApi()], 3, lambda: self.now)
         stages = [LocalStage(0, 2, self.launcher, FakeEngineApi())]
@@ -76,9 +75,9 @@ class Node:
 
 
 @asynccontextmanager
-async def running_node(folder: Path, make_launcher: type[FakeLauncher] = FakeLauncher) -> AsyncIterator[Node]:
+async def running_node(make_launcher: type[FakeLauncher] = FakeLauncher) -> AsyncIterator[Node]:
     """A node whose orchestrator runs until the block ends; the test starts the replicas."""
-    node = Node(folder, make_launcher)
+    node = Node(make_launcher)
     running = asyncio.create_task(FleetControl(node.orchestrator, FleetCalls(node.orchestrator)).run())
     yield node
     await node.close()

@@ -1,7 +1,5 @@
 """How an engine ended says whether it can have died of a request."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.fakes.conditions import eventually
@@ -25,9 +23,9 @@ from tests.orchestrator.local_node import running_node
 )
 @pytest.mark.parametrize("reports", [True, False])
 async def test_only_an_engine_that_crashed_by_itself_makes_what_it_had_suspect(
-    tmp_path: Path, ended: str, suspects: int, reports: bool
+    ended: str, suspects: int, reports: bool
 ) -> None:
-    async with running_node(tmp_path) as node:
+    async with running_node() as node:
         await node.replicas.start()
         for name in "ab":
             node.submit(FakeRequest(name, affinity=0))

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -64,10 +63,10 @@ class ToldProbe:
 
 
 @pytest.fixture
-async def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Node]:
+async def node(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Node]:
     monkeypatch.setattr("vllm_omni_plugin.replicas.engine.engine_keeper.Probe", ToldProbe)
     ToldProbe.made = []
-    async with running_node(tmp_path) as node:
+    async with running_node() as node:
         await node.replicas.start()
         clients = [member.client for member in node.pool.members]
         ToldProbe.made.sort(key=lambda probe: clients.index(probe.client))
@@ -189,8 +188,8 @@ async def test_a_replica_that_was_drained_when_it_hung_is_still_drained_afterwar
     await node.until_statuses(ReplicaStatus.DRAINING, UP)
 
 
-async def test_an_engine_that_really_says_nothing_is_left_and_taken_back_on_its_answer(tmp_path: Path) -> None:
-    launcher = FakeLauncher(tmp_path)
+async def test_an_engine_that_really_says_nothing_is_left_and_taken_back_on_its_answer() -> None:
+    launcher = FakeLauncher()
     pool = StagePool(0, LeastQueueLengthBalancer())
     orchestrator = Orchestrator([pool], [FakeEngineApi()], 3, lambda: 0.0)
     stage = LocalStage(0, 1, launcher, FakeEngineApi())

@@ -5,7 +5,6 @@ import os
 import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -23,9 +22,9 @@ UP, DOWN = ReplicaStatus.UP, ReplicaStatus.DOWN
 
 
 @pytest.fixture
-async def node(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Node]:
+async def node(request: pytest.FixtureRequest) -> AsyncIterator[Node]:
     others = engine_threads()
-    async with running_node(tmp_path, getattr(request, "param", FakeLauncher)) as node:
+    async with running_node(getattr(request, "param", FakeLauncher)) as node:
         yield node
     await eventually(lambda: engine_threads() <= others, "the end of all threads")
 
@@ -202,13 +201,12 @@ async def test_closing_during_a_pause_starts_nothing_more(node: Node) -> None:
     assert len(node.launcher.starts) == 2
 
 
-async def test_many_lives_leave_no_descriptor_open(tmp_path: Path) -> None:
+async def test_many_lives_leave_no_descriptor_open() -> None:
     # The first socket opens what the ZMQ context keeps for good.
     zmq.Context.instance().socket(zmq.PULL).close()
     others, before = engine_threads(), descriptors()
-    for life in range(3):
-        (folder := tmp_path / str(life)).mkdir()
-        node = Node(folder)
+    for _ in range(3):
+        node = Node()
         await node.replicas.start()
         node.engine_of(0).process.die()
         node.go_on.release()

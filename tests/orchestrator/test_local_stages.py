@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
@@ -31,14 +30,11 @@ PIPELINE = Pipeline(
 class Node:
     """One replica of the first stage, two of the second, none of the third."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self) -> None:
         self.pools = [StagePool(stage_id, LeastQueueLengthBalancer()) for stage_id in range(3)]
         apis = [FakeEngineApi() for _ in range(3)]
         self.orchestrator = Orchestrator(self.pools, apis, 3, lambda: 0.0, preparation=Preparation(PIPELINE, apis, str))  # type: ignore[arg-type]
-        self.launchers = []
-        for stage_id in range(3):
-            (folder / str(stage_id)).mkdir()
-            self.launchers.append(FakeLauncher(folder / str(stage_id)))
+        self.launchers = [FakeLauncher() for _ in range(3)]
         stages = [
             LocalStage(stage_id, count, self.launchers[stage_id], apis[stage_id])
             for stage_id, count in enumerate((1, 2, 0))
@@ -51,8 +47,8 @@ class Node:
 
 
 @pytest.fixture
-async def node(tmp_path: Path) -> AsyncIterator[Node]:
-    node = Node(tmp_path)
+async def node() -> AsyncIterator[Node]:
+    node = Node()
     running = asyncio.create_task(node.orchestrator.run())
     yield node
     await node.replicas.close(0.0)

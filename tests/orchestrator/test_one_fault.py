@@ -1,6 +1,5 @@
 """What is wrong with one request or message ends that one alone, with an error to whoever waits for it."""
 
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -129,12 +128,12 @@ async def test_an_administrators_wish_that_fails_halfway_is_answered() -> None:
 
 
 async def test_a_replica_whose_engine_cannot_be_ended_in_order_is_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(timeout: float | None = None) -> None:
         raise OSError("no such process")
 
-    node = Node(tmp_path)
+    node = Node()
     try:
         await node.replicas.start()
         process = node.engine_of(0).process

@@ -4,7 +4,6 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -31,9 +30,9 @@ UNKNOWN_TO_ENGINES = SubmitRequest(object(), 0.0)
 class Head:
     """A thread with two replicas."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self) -> None:
         self._others = set(threading.enumerate())
-        self.launcher = FakeLauncher(folder)
+        self.launcher = FakeLauncher()
         pool = StagePool(0, LeastQueueLengthBalancer())
         self.orchestrator = Orchestrator([pool], [FakeEngineApi()], 3, lambda: 0.0)
         stages, timing = [LocalStage(0, 2, self.launcher, FakeEngineApi())], Timing(*UNPROBED, lambda: 0.0)
@@ -52,8 +51,8 @@ class Head:
 
 
 @pytest.fixture
-def head(tmp_path: Path) -> Iterator[Head]:
-    head = Head(tmp_path)
+def head() -> Iterator[Head]:
+    head = Head()
     yield head
     head.thread.close(0.0)
     head.launcher.close()

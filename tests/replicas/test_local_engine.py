@@ -15,8 +15,8 @@ from vllm_omni_plugin.replicas.engine.running_engine import Engine, start_local_
 
 
 @pytest.fixture
-def launcher(tmp_path: Path) -> Iterator[ServedFakeLauncher]:
-    launcher = ServedFakeLauncher(tmp_path)
+def launcher() -> Iterator[ServedFakeLauncher]:
+    launcher = ServedFakeLauncher()
     yield launcher
     launcher.close()
 

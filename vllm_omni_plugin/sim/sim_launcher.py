@@ -4,11 +4,8 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from uuid import uuid4
 
 from vllm_omni_plugin.errors import ReplicaError
-from vllm_omni_plugin.replicas.engine.socket_folder import new_ipc_address
 from vllm_omni_plugin.sim.host import EngineHost
 from vllm_omni_plugin.sim.model.engine_model import EngineModel
 from vllm_omni_plugin.sim.model.engine_settings import EngineSettings
@@ -88,7 +85,6 @@ class SimLauncher:
     Args:
         host: where the engines run; must outlive them.
         ready_response: what an engine says of itself when it is ready, by replica id.
-        folder: where ipc sockets go; None: where those of this process do.
 
     Attributes:
         processes: the last engine of each replica, by replica id.
@@ -101,19 +97,13 @@ class SimLauncher:
         host: EngineHost,
         settings: EngineSettings,
         ready_response: Callable[[int], bytes],
-        folder: Path | None = None,
         log_stats: bool = True,
     ) -> None:
         self.processes: dict[int, SimProcess] = {}
         self._host = host
         self._settings = settings
         self._ready_response = ready_response
-        self._folder = folder
         self._log_stats = log_stats
-
-    def new_ipc_address(self) -> str:
-        """A fresh ipc address."""
-        return new_ipc_address() if self._folder is None else f"ipc://{self._folder}/{uuid4()}"
 
     def identity(self, replica_id: int) -> bytes:
         """The ZMQ identity under which the engine of a replica connects, as in vLLM."""

@@ -8,7 +8,6 @@ from importlib.metadata import version
 import msgspec
 
 from vllm_omni_plugin.pipeline.stage import Stage
-from vllm_omni_plugin.replicas.engine.socket_folder import new_ipc_address
 from vllm_omni_plugin.stages.assignment import Assignment
 from vllm_omni_plugin.stages.stage_process import StageProcess
 
@@ -35,10 +34,6 @@ class PythonStageLauncher:
         self._on_spawn = on_spawn
         self._first_engine = first_engine
         self._share_memory = share_memory
-
-    def new_ipc_address(self) -> str:
-        """A fresh ipc address."""
-        return new_ipc_address()
 
     def identity(self, replica_id: int) -> bytes:
         """The ZMQ identity under which a replica connects, as in vLLM."""

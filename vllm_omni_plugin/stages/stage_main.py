@@ -22,14 +22,13 @@ from vllm_omni_plugin.replicas.links.shared_memory import SharedMemory
 from vllm_omni_plugin.stages.assignment import Assignment
 from vllm_omni_plugin.stages.computing import Computation
 from vllm_omni_plugin.stages.python_stage import PythonStage
+from vllm_omni_plugin.stages.socket_engine import LINGER_MS
 from vllm_omni_plugin.stages.stage_class import construct
 from vllm_omni_plugin.stages.stage_engine import StageEngine
 from vllm_omni_plugin.vllm_api.protocol.stage_protocol import ready_response
 
 logger = init_logger("vllm_omni_plugin.stages.stage_main")
 
-_LINGER_MS = 4000
-"""How long last words may take, as in vLLM."""
 _ORPHAN_ENDS_WITHIN_S = 10.0
 
 
@@ -75,21 +74,14 @@ def _shared_memory(assignment: Assignment) -> SharedMemory | None:
 async def _serve(assignment: Assignment, stage: PythonStage, executor: Executor, memory: SharedMemory | None) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        dealer = context.socket(zmq.DEALER)
-        dealer.setsockopt(zmq.IDENTITY, assignment.identity)
-        outputs = [context.socket(zmq.PUSH) for _ in assignment.output_addrs]
-        addresses = (assignment.input_addr, *assignment.output_addrs)
-        for socket, address in zip((dealer, *outputs), addresses, strict=True):
-            socket.setsockopt(zmq.SNDHWM, 0)
-            socket.setsockopt(zmq.RCVHWM, 0)
-            socket.connect(address)
         compute = Computation(stage, assignment.stage).compute
-        engine = StageEngine(compute, executor, stage.max_batch_size, dealer, outputs, memory)
+        engine = StageEngine(compute, executor, stage.max_batch_size, memory)
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, engine.end)
-        dealer.send(ready_response(assignment.replica_id))
+        ready = ready_response(assignment.replica_id)
+        engine.connect(context, assignment.identity, assignment.input_addr, assignment.output_addrs, ready)
         await engine.ended
     finally:
-        context.destroy(linger=_LINGER_MS)
+        context.destroy(linger=LINGER_MS)
 
 
 def _end_with_parent(connection: Connection) -> None:

@@ -86,8 +86,15 @@ StartNode = Callable[..., Awaitable[Node]]
 
 
 @pytest.fixture
-def launcher(tmp_path: Path) -> Iterator[ServedFakeLauncher]:
-    launcher = ServedFakeLauncher(tmp_path)
+def socket_folder(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the ipc sockets lie."""
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(short_path))
+    return short_path
+
+
+@pytest.fixture
+def launcher(socket_folder: Path) -> Iterator[ServedFakeLauncher]:
+    launcher = ServedFakeLauncher()
     yield launcher
     launcher.close()
 

@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -15,14 +14,14 @@ from tests.sim.protocol.heads import FAST, Head, open_head
 
 
 @pytest.fixture
-async def head(short_path: Path) -> AsyncIterator[Head]:
+async def head() -> AsyncIterator[Head]:
     """A head without an engine yet; closed with all its engines."""
-    async with open_head(short_path) as opened:
+    async with open_head() as opened:
         yield opened
 
 
 @pytest.fixture
-async def slow_head(short_path: Path) -> AsyncIterator[Head]:
+async def slow_head() -> AsyncIterator[Head]:
     """One whose engine takes 50 ms for a token."""
-    async with open_head(short_path, replace(FAST, step_s=0.05)) as opened:
+    async with open_head(replace(FAST, step_s=0.05)) as opened:
         yield opened

@@ -4,7 +4,6 @@ from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from tests.sim.drive import SETTINGS
@@ -49,10 +48,10 @@ class Head:
 
 
 @asynccontextmanager
-async def open_head(folder: Path, settings: EngineSettings = FAST) -> AsyncIterator[Head]:
+async def open_head(settings: EngineSettings = FAST) -> AsyncIterator[Head]:
     """A head without an engine yet; ends with all its engines."""
     with EngineHost() as host, ThreadPoolExecutor(4) as executor:
-        launcher = SimLauncher(host, settings, lambda replica_id: b"ready %d" % replica_id, folder)
+        launcher = SimLauncher(host, settings, lambda replica_id: b"ready %d" % replica_id)
         head = Head(launcher, executor)
         yield head
         for replica in head.replicas:

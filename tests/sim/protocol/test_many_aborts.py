@@ -6,7 +6,6 @@ import os
 import random
 import threading
 from contextlib import AsyncExitStack
-from pathlib import Path
 
 import pytest
 
@@ -151,12 +150,12 @@ async def gets_its_own(head: WholeHead) -> None:
 
 
 @pytest.mark.parametrize("requests", [480, pytest.param(10_000, marks=pytest.mark.long)])
-async def test_many_aborts_leave_nothing_behind(short_path: Path, requests: int) -> None:
+async def test_many_aborts_leave_nothing_behind(requests: int) -> None:
     # What a process makes once is no leak.
-    async with open_site(short_path) as site, site.head():
+    async with open_site() as site, site.head():
         pass
     gc.collect()
     before = held()
-    async with open_site(short_path) as site:
+    async with open_site() as site:
         await abort_many(site, requests)
     await no_more_is_held_than(before)

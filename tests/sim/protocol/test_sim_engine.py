@@ -12,6 +12,7 @@ from tests.sim.drive import request as sim_request
 from tests.sim.protocol.heads import FAST, Head
 from tests.sim.protocol.requests import LONG, request
 from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.replicas.engine.socket_folder import new_ipc_address
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 
 
@@ -201,4 +202,4 @@ async def test_an_engine_killed_before_it_is_ready_never_is(head: Head) -> None:
     starting = head.launcher.start(0)
     starting.abandon()
     with pytest.raises(ReplicaError, match="ended before it was ready"):
-        starting.wait(head.launcher.new_ipc_address(), [head.launcher.new_ipc_address()])
+        starting.wait(new_ipc_address(), [new_ipc_address()])

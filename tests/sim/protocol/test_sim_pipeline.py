@@ -49,7 +49,7 @@ class Head:
         monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         self.configs = [config(model(folder / "thinker")), config(model(folder / "refiner", REVERSED))]
         self.launchers = [
-            SimLauncher(host, SETTINGS, lambda replica_id, own=own: ready_response(own, replica_id, 64, 4), folder)
+            SimLauncher(host, SETTINGS, lambda replica_id, own=own: ready_response(own, replica_id, 64, 4))
             for own in self.configs
         ]
         monkeypatch.setattr(fleet_module, "stage_plans", lambda *_: tuple(map(self._plan, (THINKER, REFINER))))
@@ -113,9 +113,9 @@ def said(prompt: Iterable[int], max_tokens: int, eos_token_id: int | None) -> li
 
 
 @pytest.fixture
-def head(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Head]:
+def head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Head]:
     with EngineHost() as host:
-        head = Head(short_path, host, monkeypatch)
+        head = Head(tmp_path, host, monkeypatch)
         yield head
         if head.client is not None:
             head.client.shutdown(0.0)

@@ -3,7 +3,6 @@
 import asyncio
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,9 +20,7 @@ async def call(head: WholeHead, method: str, *args: Any) -> list[Any]:
         return await asyncio.wrap_future(reply)
 
 
-async def test_an_engine_is_told_once_until_its_last_head_has_gone(
-    short_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_engine_is_told_once_until_its_last_head_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     own_call = StageClient.call
 
@@ -33,7 +30,7 @@ async def test_an_engine_is_told_once_until_its_last_head_has_gone(
         return await own_call(client, method, *args)
 
     monkeypatch.setattr(StageClient, "call", noted)
-    async with open_site(short_path) as site:
+    async with open_site() as site:
         async with AsyncExitStack() as stack:
             first, second = [await stack.enter_async_context(site.head()) for _ in range(2)]
             await call(first, "pause_scheduler", "keep", True)

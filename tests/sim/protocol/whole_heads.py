@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from tests.fakes.conditions import eventually
@@ -131,13 +130,13 @@ class Site:
 
 
 @asynccontextmanager
-async def open_site(folder: Path) -> AsyncIterator[Site]:
+async def open_site() -> AsyncIterator[Site]:
     """All of it, until the context ends."""
     coordinator = OmniCoordinator("tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
     address = coordinator.router_zmq_addr
     settings = ServerSettings("127.0.0.1", None, address, 0, INTERVAL, TIMEOUT, 5.0, None, FINGERPRINT)
     with EngineHost() as host, ThreadPoolExecutor(2) as executor:
-        launcher = SimLauncher(host, SETTINGS, ready_response, folder)
+        launcher = SimLauncher(host, SETTINGS, ready_response)
         server = ReplicaServer(settings, launcher, 0, EngineApi(), executor)
         running = asyncio.create_task(server.run())
         try:

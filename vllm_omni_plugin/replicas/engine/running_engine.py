@@ -16,6 +16,7 @@ from vllm_omni_plugin.replicas.engine.engine_start import (
     explained,
     start_engine,
 )
+from vllm_omni_plugin.replicas.engine.socket_folder import new_ipc_address
 from vllm_omni_plugin.replicas.kv_events.cache_listener import CacheListener, OnCacheChange, listen_to_cache
 from vllm_omni_plugin.replicas.links.link import IpcLink, Link
 
@@ -137,7 +138,7 @@ async def start_local_engine(
     Raises:
         ReplicaError: the engine ended before it was ready.
     """
-    link = IpcLink(launcher.new_ipc_address(), launcher.new_ipc_address(), launcher.identity(replica_id))
+    link = IpcLink(new_ipc_address(), new_ipc_address(), launcher.identity(replica_id))
     try:
         process, ready_response = await start_engine(
             launcher, executor, replica_id, link.input_addr, [link.output_addr], link.input_socket

@@ -10,6 +10,7 @@ import zmq
 from vllm_omni_plugin.replicas.client.stage_client import Codec
 from vllm_omni_plugin.replicas.engine.engine_start import Launcher, Process, start_engine
 from vllm_omni_plugin.replicas.engine.running_engine import Engine
+from vllm_omni_plugin.replicas.engine.socket_folder import new_ipc_address
 from vllm_omni_plugin.replicas.kv_events.cache_log import CacheLog
 from vllm_omni_plugin.replicas.links.forwarding import QUEUE_MESSAGES, forward, forwarding_context
 from vllm_omni_plugin.replicas.links.link import remove_ipc_files
@@ -120,7 +121,7 @@ async def start_served_engine(launcher: Launcher, codec: Codec, executor: Execut
     """
     identity = launcher.identity(replica_id)
     with ExitStack() as sockets:
-        hub = InputHub(launcher.new_ipc_address(), launcher.new_ipc_address())
+        hub = InputHub(new_ipc_address(), new_ipc_address())
         sockets.callback(hub.close)
         to_hub: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         # Unbounded, because these sends may not wait; what is sent is small, and the hub always takes it.
@@ -129,7 +130,7 @@ async def start_served_engine(launcher: Launcher, codec: Codec, executor: Execut
         to_hub.connect(hub.local_addr)
         links: list[SlotLink] = []
         for _ in range(HEAD_SLOTS + 1):
-            links.append(SlotLink(to_hub, launcher.new_ipc_address(), identity))
+            links.append(SlotLink(to_hub, new_ipc_address(), identity))
             sockets.callback(links[-1].close)
         output_addrs = [link.output_addr for link in links]
         process, ready_response = await start_engine(

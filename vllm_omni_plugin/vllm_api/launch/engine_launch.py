@@ -169,10 +169,6 @@ class EngineLauncher:
         self._report_cache = report_cache
         self._first_engine = first_engine
 
-    def new_ipc_address(self) -> str:
-        """A fresh ipc address where vLLM puts its own."""
-        return str(get_open_zmq_ipc_path())
-
     def identity(self, replica_id: int) -> bytes:
         """The ZMQ identity under which the engine of a replica connects to our ROUTER."""
         return bytes(CoreEngine(index=self._index(replica_id)).identity)

@@ -6,7 +6,6 @@ same protocol.
 """
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -107,7 +106,7 @@ def screen(frames: Frames) -> Refusal | None:
 
 
 def _refusal(call_id: int, reason: str, told: str) -> Refusal:
-    return Refusal(reason, StageCodec().encode_failure(call_id, told, time.monotonic()))
+    return Refusal(reason, StageCodec().encode_failure(call_id, told))
 
 
 def _other_files(args: list[Any]) -> str:

@@ -1,84 +1,35 @@
 """The engine's side of vLLM's engine-core protocol, for engines that are simulated."""
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from vllm import __version__ as vllm_version
 from vllm.lora.request import LoRARequest
-from vllm.v1.engine import (
-    EngineCoreEvent,
-    EngineCoreEventType,
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    EngineCoreRequestType,
-    FinishReason,
-    UtilityOutput,
-)
+from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.metrics.stats import PrefillStats, PrefixCacheStats, SchedulerStats
-from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
+from vllm.v1.serial_utils import MsgpackDecoder
 
 from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.vllm_api.protocol import stage_protocol
-
-Frames = Sequence[Any]
+from vllm_omni_plugin.vllm_api.protocol.stage_codec import Frames, StageCodec
 
 ENGINE_DEAD: bytes = EngineCoreProc.ENGINE_CORE_DEAD
 """The one frame with which an engine announces its own death."""
 
-Kind = Literal["add", "abort", "call"]
 
-
-class EngineSide:
-    """Decodes what a front end sends and encodes what an engine answers. Not thread-safe."""
+class EngineSide(StageCodec):
+    """Takes vLLM's `EngineCoreRequest` where a Python stage takes its own. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._encoder = MsgpackEncoder()
-        self._requests = MsgpackDecoder(EngineCoreRequest)
-        self._anything = MsgpackDecoder()
+        super().__init__()
+        self._engine_requests = MsgpackDecoder(EngineCoreRequest)
 
-    def decode(self, frames: Frames) -> tuple[Kind, Any]:
-        """What a message asks for: an `EngineCoreRequest`, a list of ids, or client index, call id, method, arguments.
-
-        Raises:
-            WireError: the frames are not such a message.
-        """
+    def _decode_request(self, frames: Frames) -> Any:
         try:
-            match EngineCoreRequestType(bytes(memoryview(frames[0]))):
-                case EngineCoreRequestType.ADD:
-                    return "add", self._requests.decode(frames[1:])
-                case EngineCoreRequestType.ABORT:
-                    return "abort", self._anything.decode(frames[1:])
-                case EngineCoreRequestType.UTILITY:
-                    return "call", self._anything.decode(frames[1:])
-                case other:
-                    raise WireError(f"a message of type {other.name}")
-        except WireError:
-            raise
+            return self._engine_requests.decode(frames)
         except Exception as error:  # vLLM's decode hooks raise whatever their payload makes them raise
-            raise WireError(f"not a valid message to an engine: {error}") from error
-
-    def encode_outputs(self, outputs: Sequence[Any], stats: Any | None, timestamp: float) -> Frames:
-        """What one iteration has brought the requests of one client.
-
-        Args:
-            timestamp: seconds of the monotonic clock.
-        """
-        message = EngineCoreOutputs(outputs=list(outputs), scheduler_stats=stats, timestamp=timestamp)
-        return self._encoder.encode(message)  # type: ignore[no-any-return]
-
-    def encode_result(self, call_id: int, result: Any) -> Frames:
-        """The answer to a call."""
-        return self._encode_answer(UtilityOutput(call_id, result=UtilityResult(result)))
-
-    def encode_failure(self, call_id: int, message: str) -> Frames:
-        """The answer to a call that failed."""
-        return self._encode_answer(UtilityOutput(call_id, failure_message=message))
-
-    def _encode_answer(self, answer: Any) -> Frames:
-        return self._encoder.encode(EngineCoreOutputs(utility_output=answer))  # type: ignore[no-any-return]
+            raise WireError(str(error)) from error
 
 
 def output(step: Any) -> Any:

@@ -69,34 +69,44 @@ class StageCodec:
         try:
             kind, body = bytes(frames[0]), frames[1]
             if kind == ADD:
-                request = self._requests.decode(body)
-                if request.tensor is not None:
-                    request.tensor = _received(request.tensor, frames[1:])
-                return "add", request
+                return "add", self._decode_request(frames[1:])
             if kind == ABORT:
                 return "abort", self._ids.decode(body)
             if kind == UTILITY:
                 return "call", self._calls.decode(body)
         except (msgspec.MsgspecError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            raise WireError(f"not a valid message to a stage: {error}") from error
+            raise WireError(f"not a valid message to an engine: {error}") from error
         raise WireError(f"a message of type {kind!r}")
 
-    def encode(self, outputs: Outputs) -> Frames:
-        """One message; the memory of large tensors is not copied and must not change any more."""
+    def encode_outputs(self, outputs: list[Any], stats: Any | None, timestamp: float) -> Frames:
+        """What there is for the requests of one client; the memory of large tensors is not copied and must not change.
+
+        Args:
+            outputs: each an `Output`, or vLLM's own.
+            stats: `SchedulerStats` or vLLM's own, if this client is told.
+            timestamp: seconds of the monotonic clock.
+        """
+        return self._encode(Outputs(outputs=outputs, scheduler_stats=stats, timestamp=timestamp))
+
+    def encode_result(self, call_id: int, result: Any) -> Frames:
+        """The answer to a call."""
+        return self._encode(Outputs(utility_output=UtilityOutput(call_id, result=(None, result))))
+
+    def encode_failure(self, call_id: int, message: str) -> Frames:
+        """The answer to a call that failed."""
+        return self._encode(Outputs(utility_output=UtilityOutput(call_id, failure_message=message)))
+
+    def _decode_request(self, frames: Frames) -> Any:
+        request = self._requests.decode(frames[0])
+        if request.tensor is not None:
+            request.tensor = _received(request.tensor, frames)
+        return request
+
+    def _encode(self, outputs: Outputs) -> Frames:
         self._frames = frames = [b""]
         frames[0] = self._encoder.encode(outputs)
         self._frames = []
         return frames
-
-    def encode_result(self, call_id: int, result: Any, timestamp: float) -> Frames:
-        """The answer to a call."""
-        answer = UtilityOutput(call_id, result=(None, result))
-        return self.encode(Outputs(timestamp=timestamp, utility_output=answer))
-
-    def encode_failure(self, call_id: int, message: str, timestamp: float) -> Frames:
-        """The answer to a call that failed."""
-        answer = UtilityOutput(call_id, failure_message=message)
-        return self.encode(Outputs(timestamp=timestamp, utility_output=answer))
 
     def _encode_tensor(self, tensor: Any) -> Any:
         data = _bytes_of(tensor)

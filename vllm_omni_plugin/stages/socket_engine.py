@@ -1,0 +1,211 @@
+"""What engines that are not vLLM's have in common: the engine-core protocol on their sockets, in front of a model."""
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
+
+import zmq
+
+from vllm_omni_plugin.errors import WireError
+from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.replicas.links.link import SocketReader
+from vllm_omni_plugin.vllm_api.protocol.stage_codec import Frames, StageCodec
+from vllm_omni_plugin.vllm_api.requests.rest_state import RestState, pause_mode
+
+logger = init_logger(__name__)
+
+LINGER_MS = 4000
+"""How long last words may take, as in vLLM."""
+_FIRST_WEIGHTS = "default"
+
+
+class SocketEngine(ABC):
+    """Does what vLLM's engine core does between its sockets. Lives on the running event loop.
+
+    Args:
+        codec: understands the requests of this engine.
+    """
+
+    kind: ClassVar[str]
+    """What it is, for errors."""
+
+    def __init__(self, codec: StageCodec) -> None:
+        self._codec = codec
+        self._loop = asyncio.get_running_loop()
+        self._reader: SocketReader | None = None
+        self._sockets: list[zmq.Socket[bytes]] = []
+        self._delayed_answers: list[tuple[int, Frames]] = []
+        self._rest = RestState()
+        self._weight_version = _FIRST_WEIGHTS
+        # The utility methods of vLLM's engine core, as far as they mean something here.
+        self._methods: dict[str, Callable[..., Any]] = {
+            "abort_requests": lambda ids: self._abort(ids, tell=False),
+            "get_supported_tasks": lambda: (),
+            "get_weight_version": lambda: self._weight_version,
+            "is_scheduler_paused": lambda: self._rest.pause_mode is not None,
+            "is_sleeping": lambda: self._rest.pause_mode is not None or bool(self._rest.asleep),
+            "pause_generation": self._pause_generation,
+            "pause_scheduler": self._pause,
+            "profile": lambda *args: None,
+            "release_kv_cache_memory": self._release_kv_cache_memory,
+            "reset_encoder_cache": lambda: None,
+            "reset_mm_cache": lambda: None,
+            "reset_prefix_cache": lambda running=False, connector=False: self._clear_cache(),
+            "resume_scheduler": self._rest.resume,
+            "set_weight_version": self._set_weight_version,
+            "sleep": self._sleep,
+            "wake_up": self._wake_up,
+        }
+
+    def connect(
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        identity: bytes,
+        input_addr: str,
+        output_addrs: Sequence[str],
+        ready_response: bytes,
+    ) -> None:
+        """Open the sockets, say that it is ready, and serve from here on.
+
+        Args:
+            context: of the sockets.
+            identity: of the one that requests come by.
+            input_addr: where they come from.
+            output_addrs: where answers go, by client index.
+            ready_response: what it says of itself.
+        """
+        dealer = context.socket(zmq.DEALER)
+        dealer.setsockopt(zmq.IDENTITY, identity)
+        self._sockets = [dealer, *(context.socket(zmq.PUSH) for _ in output_addrs)]
+        for socket, address in zip(self._sockets, (input_addr, *output_addrs), strict=True):
+            socket.setsockopt(zmq.LINGER, LINGER_MS)
+            socket.setsockopt(zmq.SNDHWM, 0)
+            socket.setsockopt(zmq.RCVHWM, 0)
+            socket.connect(address)
+        dealer.send(ready_response)
+        self._reader = SocketReader(dealer, self._receive)
+        self._reader.resume()
+
+    @property
+    def _outputs(self) -> "list[zmq.Socket[bytes]]":
+        """Where answers go, by client index."""
+        return self._sockets[1:]
+
+    @property
+    @abstractmethod
+    def _computing(self) -> bool:
+        """Whether something runs that a pause of the mode `wait` waits for."""
+
+    @abstractmethod
+    def _add(self, request: Any) -> None:
+        """Take a request of a client that there is."""
+
+    @abstractmethod
+    def _abort(self, request_ids: Iterable[str] | None, tell: bool) -> None:
+        """Drop requests by their ids, None for all; with `tell`, their clients get an aborted output."""
+
+    @abstractmethod
+    def _clear_cache(self) -> bool:
+        """Clear the prefix cache; returns whether it could."""
+
+    @abstractmethod
+    def _go_on(self) -> None:
+        """Called after each message: there may be something to do now."""
+
+    @abstractmethod
+    def _take_no_message(self, error: WireError) -> None:
+        """Called for frames that are none."""
+
+    def _call(self, method: str, args: list[Any]) -> Any:
+        """Run a utility method and return its result.
+
+        Raises:
+            Exception: the method is unknown, does not take these arguments, or refuses them.
+        """
+        if method not in self._methods:
+            raise AttributeError(f"{self.kind} has no method {method!r}")
+        return self._methods[method](*args)
+
+    def _receive(self, frames: list[Any]) -> None:
+        try:
+            kind, payload = self._codec.decode([memoryview(frame) for frame in frames])
+        except WireError as error:
+            self._take_no_message(error)
+            return
+        if kind == "abort":
+            self._abort(payload, tell=False)
+        elif (client_index := payload.client_index if kind == "add" else payload[0]) not in range(len(self._outputs)):
+            logger.warning("A message is dropped: there is no client %d.", client_index)
+        elif kind == "add":
+            self._add(payload)
+        else:
+            self._answer(*payload)
+        self._go_on()
+
+    def _answer(self, client_index: int, call_id: int, method: str, args: list[Any]) -> None:
+        try:
+            answer = self._codec.encode_result(call_id, self._call(method, args))
+        except Exception as error:  # every error of a call goes to its caller, as in vLLM
+            answer = self._codec.encode_failure(call_id, f"Call to {method} method failed: {error}")
+        if self._computing and pause_mode(method, tuple(args)) == "wait":
+            self._delayed_answers.append((client_index, answer))
+        else:
+            self._put(client_index, answer)
+
+    def _send(self, outputs: Iterable[tuple[int, Any]], stats: Any | None = None, told: int = 0) -> None:
+        """Send outputs to clients, by index. Statistics go to one of them, as in vLLM: without outputs to `told`."""
+        by_client: defaultdict[int, list[Any]] = defaultdict(list)
+        for client_index, output in outputs:
+            by_client[client_index].append(output)
+        if stats is not None and not by_client:
+            by_client[told] = []
+        for client_index, those in by_client.items():
+            self._put(client_index, self._codec.encode_outputs(those, stats, time.monotonic()))
+            stats = None
+
+    def _send_delayed_answers(self) -> None:
+        """Answer the pauses that wait, if nothing runs any more."""
+        if not self._computing:
+            for client_index, answer in self._delayed_answers:
+                self._put(client_index, answer)
+            self._delayed_answers.clear()
+
+    def _put(self, client_index: int, frames: Frames) -> None:
+        self._outputs[client_index].send_multipart(frames, copy=False)
+
+    def _stop_reading(self) -> None:
+        if self._reader is not None:
+            self._reader.pause()
+
+    def _pause_generation(self, mode: str = "abort", clear_cache: bool = True) -> None:
+        self._rest.pause_generation(mode)
+        self._rested(mode, clear_cache)
+
+    def _pause(self, mode: str = "abort", clear_cache: bool = True) -> None:
+        self._rest.pause(mode)
+        self._rested(mode, clear_cache)
+
+    def _sleep(self, level: int = 1, mode: str = "abort") -> None:
+        self._rest.sleep(level, mode)
+        self._rested(mode, clear_cache=level >= 1)
+
+    def _rested(self, mode: str, clear_cache: bool) -> None:
+        if mode == "abort":
+            self._abort(None, tell=True)
+        if clear_cache:
+            self._clear_cache()
+
+    def _wake_up(self, tags: list[str] | None = None) -> bool:
+        self._rest.wake_up(tags)
+        return not self._rest.asleep
+
+    def _release_kv_cache_memory(self) -> None:
+        if self._rest.pause_mode is None:
+            raise RuntimeError("it must be paused first")
+        self._rest.release_kv_cache()
+
+    def _set_weight_version(self, version: str) -> None:
+        self._weight_version = version
