@@ -88,10 +88,3 @@ def test_the_command_says_in_one_line_what_is_wrong_with_a_bad_file(
     assert main(["pipeline", "check", str(file), *arguments]) == 1
     error = f"vllm-omni-plugin: error: {file}:3: stages[0].name: must be text, not 1\n"
     assert capsys.readouterr() == ("", error)
-
-
-def test_the_command_wants_a_file(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        main(["pipeline", "check"])
-    assert exit_.value.code == 2
-    assert "the following arguments are required: FILE" in capsys.readouterr().err

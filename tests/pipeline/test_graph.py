@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from vllm_omni_plugin.pipeline import Modality, Pipeline, PipelineError, Stage, load_pipeline
 
-from .files import DIAMOND, SPEECH
+from .files import SPEECH
 
 
 def stage(id_: int, *inputs: int, **more: Any) -> Stage:
@@ -121,13 +121,6 @@ def test_asking_for_what_no_final_stage_puts_out_is_an_error(modalities: list[st
     with pytest.raises(ValueError, match="asked for") as raised:
         load_pipeline(SPEECH).needed_for(modalities)
     assert str(raised.value) == message
-
-
-def test_a_diamond_fans_out_and_joins_in_the_order_of_its_inputs() -> None:
-    pipeline = load_pipeline(DIAMOND)
-    assert [each.name for each in pipeline.upstream(pipeline.stage("verdict"))] == ["writer", "critic", "classifier"]
-    assert [each.name for each in pipeline.downstream(pipeline.stage("writer"))] == ["critic", "classifier", "verdict"]
-    assert ids(pipeline.order) == [0, 1, 2, 3]
 
 
 def test_a_longer_way_puts_a_stage_further_down() -> None:

@@ -23,13 +23,6 @@ def hold(cache: KVCache, *numbers: int) -> Holding:
     return holding
 
 
-def test_blocks_of_the_departed_stay_cached() -> None:
-    cache = KVCache(BLOCKS)
-    cache.release(hold(cache, 1, 2, 3))
-    assert (cache.usage, cache.idle) == (0.0, 3)
-    assert cache.cached_prefix([key(1), key(2), key(9), key(3)]) == 2
-
-
 def test_the_least_recently_used_goes_first_and_of_one_prompt_its_end() -> None:
     cache = KVCache(BLOCKS)
     cache.release(hold(cache, 1, 2, 3))

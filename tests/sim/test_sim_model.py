@@ -20,11 +20,6 @@ def times(model: EngineModel, request_id: str) -> list[float]:
     return [round(now, 6) for now, output in run(model) if output.request_id == request_id]
 
 
-def test_an_idle_engine_has_nothing_to_do() -> None:
-    step = EngineModel(SETTINGS).step(5.0)
-    assert (step.outputs, step.next_time, step.report) == ([], None, None)
-
-
 def test_a_prompt_takes_time_by_its_tokens_and_each_further_token_one_iteration() -> None:
     assert times(submitted(request("a", 8, 3)), "a") == [1.08, 2.18, 3.28]
 
@@ -120,15 +115,6 @@ def test_a_paused_engine_finishes_what_runs_and_admits_nothing() -> None:
     assert (model.busy, model.request_ids) == (False, ["b"])
     model.admitting = True
     assert len(tokens_of(run(model, now=9.0), "b")) == 1
-
-
-def test_a_frozen_engine_ends_its_iteration_and_begins_none() -> None:
-    model = submitted(request("a", 8, 3))
-    model.step(0.0)
-    model.scheduling = False
-    assert len(tokens_of(run(model), "a")) == 1
-    model.scheduling = True
-    assert len(tokens_of(run(model, now=9.0), "a")) == 2
 
 
 def test_a_prompt_seen_before_is_not_computed_again() -> None:

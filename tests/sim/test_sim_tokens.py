@@ -3,42 +3,9 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.sim.drive import SETTINGS, answer, request, run, tokens_of
 from vllm_omni_plugin.sim import EngineModel, SimOutput
-from vllm_omni_plugin.sim.model.tokens import PrefixHash, choose_token
-
-
-@given(st.lists(st.integers(0, 2**32 - 1), max_size=50), st.integers(0, 50))
-def test_the_hash_does_not_depend_on_the_portions(tokens: list[int], cut: int) -> None:
-    whole, parts = PrefixHash(b""), PrefixHash(b"")
-    whole.extend(tokens)
-    parts.extend(tokens[:cut])
-    assert parts.value == parts.value
-    parts.extend(tokens[cut:])
-    assert whole.value == parts.value
-
-
-def test_every_token_and_the_salt_change_the_hash() -> None:
-    def value(salt: bytes, *tokens: int) -> int:
-        prefix = PrefixHash(salt)
-        prefix.extend(tokens)
-        return prefix.value
-
-    values = [value(b""), value(b"", 1), value(b"", 2), value(b"", 1, 2), value(b"", 2, 1), value(b"x", 1)]
-    assert len(set(values)) == len(values)
-
-
-@given(st.integers(0, 2**64 - 1), st.sets(st.integers(0, 6), max_size=7), st.lists(st.integers(0, 6), unique=True))
-def test_avoided_tokens_are_chosen_only_where_there_is_no_other(
-    value: int, avoided: set[int], allowed: list[int]
-) -> None:
-    choices = set(allowed or range(7))
-    token = choose_token(value, 7, allowed, avoided)
-    assert token in choices
-    assert token not in avoided or choices <= avoided
 
 
 def test_an_answer_is_the_same_among_others_and_on_a_slower_engine() -> None:
@@ -71,11 +38,6 @@ def outputs(asked: object) -> list[SimOutput]:
     model = EngineModel(SETTINGS)
     model.submit(asked, 0.0)  # type: ignore[arg-type]
     return [output for _, output in run(model)]
-
-
-def test_an_answer_ends_at_its_maximum_length() -> None:
-    found = outputs(request("a", max_tokens=3))
-    assert [output.finish for output in found] == [None, None, "length"]
 
 
 def test_an_answer_without_a_maximum_ends_at_the_models() -> None:

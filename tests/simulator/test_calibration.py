@@ -2,7 +2,6 @@
 
 import pytest
 from simulator.calibration import Measurement, fit
-from simulator.profiles import profile
 
 from vllm_omni_plugin.sim import EngineSettings
 
@@ -31,10 +30,3 @@ def test_times_that_cannot_be_are_refused() -> None:
         fit(
             [Measurement(100, 0, 0.010), Measurement(200, 0, 0.005), Measurement(0, 1, 0.010), Measurement(0, 2, 0.011)]
         )
-
-
-@pytest.mark.parametrize("name", ["accelerator", "cpu"])
-def test_the_profiles_hold_the_longest_prompts(name: str) -> None:
-    settings = profile(name)
-    assert settings.max_model_len == 16_384
-    assert settings.kv_blocks * settings.block_size == 65_536

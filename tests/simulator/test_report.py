@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from simulator.contenders import OMNISCIENT
 from simulator.metrics import Metrics, Summary
-from simulator.report import ranking, ranking_table, table, verdict
+from simulator.report import ranking
 from simulator.requests import Request
 
 SUMMARY = Summary((0.1, 0.2, 0.4), (1.0, 2.0, 3.0), 0.15, 1.2, 42.0, 0.75, 0.05, 0.01, 99)
@@ -59,17 +59,3 @@ def test_the_omniscient_policy_is_not_the_measure() -> None:
         OMNISCIENT: pytest.approx(0.25),
         "random": pytest.approx(1.0),
     }
-
-
-def test_the_verdict_names_the_best_of_ours() -> None:
-    better = replace(SUMMARY, ttft=(0.1, 0.2, 0.3))
-    ranks = ranking({"one": {"peer: LMetric": better, "prefix": SUMMARY, "random": replace(SUMMARY, mean_latency=2)}})
-    assert "`prefix`" in verdict(ranks)
-    assert verdict(ranks[:1]) == ""
-
-
-def test_tables_have_a_row_for_each_policy() -> None:
-    lines = table({"prefix": SUMMARY}).splitlines()
-    assert lines[-1] == "| prefix | 100 | 200 | 400 | 1.00 | 2.00 | 3.00 | 1.20 | 42.0 | 75% | 0.05 | 1.00% |"
-    assert len({line.count("|") for line in lines}) == 1
-    assert ranking_table(ranking({"one": {"prefix": SUMMARY}})).splitlines()[-1] == "| prefix | 1.00 | 1.00 | 1.00 |"

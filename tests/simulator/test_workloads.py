@@ -1,13 +1,10 @@
 """Each workload has the shape it is named after."""
 
-import random
-from collections import Counter
-from itertools import islice, pairwise, takewhile
+from itertools import pairwise
 
 import pytest
 from simulator.profiles import accelerator
 from simulator.requests import Session
-from simulator.traffic import bursts, daily, length, poisson
 from simulator.workload import Scale
 from simulator.workloads import WORKLOADS
 
@@ -38,17 +35,6 @@ def test_answers_are_within_what_the_client_allows(name: str) -> None:
 def test_steady_arrives_at_the_rate_that_keeps_the_fleet_busy() -> None:
     starts = [session.starts for session in sessions_of("steady")]
     assert len(starts) / starts[-1] == pytest.approx(SCALE.rate(0.75, 512, 128), rel=0.1)
-
-
-def test_bursts_hold_most_of_the_requests() -> None:
-    arrivals = list(takewhile(lambda time: time < 1000, bursts(random.Random(0), 10.0, 10, 0.2, 4)))
-    assert len(arrivals) / 1000 == pytest.approx(10.0, rel=0.05)
-    assert sum(time % 10 < 2 for time in arrivals) / len(arrivals) == pytest.approx(0.8, abs=0.02)
-
-
-def test_days_have_more_requests_than_nights() -> None:
-    hours = Counter(int(time / 3600) % 24 for time in islice(daily(random.Random(0), 0.1), 50_000))
-    assert hours[6] > 5 * hours[18]
 
 
 def test_heavy_tailed_lengths_differ_by_orders_of_magnitude() -> None:
@@ -83,16 +69,3 @@ def test_churn_has_replicas_die_and_leave_one_at_a_time() -> None:
     incidents = WORKLOADS["churn"](SCALE).incidents
     assert {incident.kind for incident in incidents} == {"die", "leave"}
     assert all(before.until <= after.at for before, after in pairwise(incidents))
-
-
-def test_lengths_have_the_mean_asked_for() -> None:
-    rng = random.Random(0)
-    drawn = [length(rng, 500, 0.5, 100_000) for _ in range(20_000)]
-    assert sum(drawn) / len(drawn) == pytest.approx(500, rel=0.02)
-
-
-def test_arrivals_know_nothing_of_each_other() -> None:
-    gaps = [after - before for before, after in pairwise(islice(poisson(random.Random(0), 5.0), 20_000))]
-    mean = sum(gaps) / len(gaps)
-    assert mean == pytest.approx(0.2, rel=0.03)
-    assert sum((gap - mean) ** 2 for gap in gaps) / len(gaps) == pytest.approx(mean**2, rel=0.05)

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from vllm.sampling_params import SamplingParams
@@ -13,7 +12,6 @@ from vllm_omni_plugin.errors import StageInputError
 from vllm_omni_plugin.pipeline.transfer import WHOLE, Part, StageInput, StageOutput
 from vllm_omni_plugin.stages.stage_launcher import python_fingerprint
 from vllm_omni_plugin.vllm_api.protocol.stage_protocol import StageRequest
-from vllm_omni_plugin.vllm_api.requests.move import Move
 
 API = api(stage(sampling={"voice": "low", "speed": 1, "pitch": 1}))
 
@@ -83,14 +81,6 @@ def test_the_size_of_the_work_is_that_of_the_input(given: StageInput, size: int)
     assert (task["prompt"].token_ids, task["prompt"].cacheable, task["max_tokens"]) == (range(size), False, 1)
 
 
-def test_a_request_moves_by_being_computed_again() -> None:
-    request = build(StageInput(text="x"))
-    assert API.how_to_move(request) is Move.REPLAY
-    assert API.moved(request, Move.REPLAY, [0]) is request
-    assert API.movable(request) is request
-    assert (API.describe(request)[1], API.missing_end(request, [0], 0)) == (None, None)
-
-
 def test_an_output_that_was_delivered_before_carries_nothing_when_it_comes_again() -> None:
     again = output(pooling_output=torch.ones(2), kv_transfer_params=content(text="x"), finish_reason=FinishReason.STOP)
     API.fit(again, 1)
@@ -122,15 +112,6 @@ def test_outputs_are_read_one_by_one_and_as_a_whole() -> None:
     assert (whole.metadata, whole.finish_reason) == ({"sample_rate": 1, "end": True}, "stop")
 
 
-def test_an_error_is_in_the_metadata() -> None:
-    failed = output(
-        new_token_ids=[], finish_reason=FinishReason.ERROR, kv_transfer_params=content(error="no", status=400)
-    )
-    read = API.reader(None).read(failed, ended=True)
-    assert (read.finish_reason, read.metadata) == ("error", {"error": "no", "status": 400})
-    assert API.cut_short(failed)
-
-
 @pytest.mark.parametrize(
     ("read", "tokens"),
     [(StageOutput(text="hi"), [104, 105]), (StageOutput(text="hi", token_ids=[7]), [7]), (StageOutput(), [])],
@@ -152,12 +133,6 @@ def test_a_stage_that_answers_the_client_has_no_probabilities(asked: dict[str, i
     with pytest.raises(StageInputError, match="Stage 'vocoder': what answers is no model, and gives no logprobs"):
         API.check_front(source(sampling_params=SamplingParams(**asked)))
     API.check_front(source(sampling_params=SamplingParams()))
-
-
-def test_requests_survive_the_way_to_the_engine_under_another_id() -> None:
-    frames = API.encode_add(build(StageInput(text="x")), "engine-side", 3)
-    request = msgspec.msgpack.decode(frames[1], type=StageRequest)
-    assert (request.request_id, request.client_index, request.text) == ("engine-side", 3, "x")
 
 
 def test_fingerprints_differ_with_class_and_options_and_not_with_the_order_of_options() -> None:
