@@ -7,9 +7,9 @@ from graphlib import TopologicalSorter
 from operator import attrgetter
 
 from vllm_omni_plugin.pipeline.checks import ancestors, check_stages
-from vllm_omni_plugin.pipeline.fitting import fitting_transform
 from vllm_omni_plugin.pipeline.places import Place
 from vllm_omni_plugin.pipeline.stage import Modality, Stage
+from vllm_omni_plugin.pipeline.transforms import fitting_transform
 
 _FRONT_OUTPUTS = (
     frozenset({Modality.TEXT}),

@@ -1,10 +1,12 @@
-"""What a user writes: the base class of Python stages."""
+"""What a user writes: the base class of Python stages, and how a subclass is found by its name."""
 
+import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.pipeline.transfer import StageInput, StageOutput
 
 
@@ -57,3 +59,20 @@ class PythonStage(ABC):
 
     def stop(self) -> None:  # noqa: B027
         """Free what `start` took; not called if that raised, or if the process is killed."""
+
+
+def stage_class(engine: str) -> type[PythonStage]:
+    """The class that a pipeline's file names as `package.module:Class`; its module is imported.
+
+    Raises:
+        ConfigError: it cannot be imported, or is no Python stage.
+    """
+    try:
+        found = pkgutil.resolve_name(engine)
+    except Exception as error:  # a user's module may raise anything
+        raise ConfigError(f"{engine} cannot be imported ({error!r})") from error
+    if not (isinstance(found, type) and issubclass(found, PythonStage)):
+        raise ConfigError(f"{engine} is no subclass of vllm_omni_plugin.stages.PythonStage")
+    if not isinstance(found.max_batch_size, int) or found.max_batch_size < 1:
+        raise ConfigError(f"max_batch_size of {engine} is {found.max_batch_size!r}; it must be at least 1")
+    return found

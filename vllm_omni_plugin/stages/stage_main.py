@@ -21,9 +21,8 @@ from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.links.shared_memory import SharedMemory
 from vllm_omni_plugin.stages.assignment import Assignment
 from vllm_omni_plugin.stages.computing import Computation
-from vllm_omni_plugin.stages.python_stage import PythonStage
+from vllm_omni_plugin.stages.python_stage import PythonStage, stage_class
 from vllm_omni_plugin.stages.socket_engine import LINGER_MS
-from vllm_omni_plugin.stages.stage_class import construct
 from vllm_omni_plugin.stages.stage_engine import StageEngine
 from vllm_omni_plugin.vllm_api.protocol.stage_protocol import ready_response
 
@@ -57,9 +56,20 @@ def main() -> int:
 
 
 def _start(assignment: Assignment) -> PythonStage:
-    stage = construct(assignment)
+    # Before it is asked for a device: what it imports decides whether there is one.
+    found = stage_class(assignment.engine)
+    stage = found(**assignment.options, device=_device(assignment.device_index))
     stage.start()
     return stage
+
+
+def _device(index: int) -> str:
+    """The accelerator that a replica takes. A module that does without torch has no use for one."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.accelerator.is_available():
+        return "cpu"
+    count = torch.accelerator.device_count()
+    return f"{torch.accelerator.current_accelerator().type}:{index % count}"
 
 
 def _shared_memory(assignment: Assignment) -> SharedMemory | None:

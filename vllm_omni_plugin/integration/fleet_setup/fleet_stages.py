@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any, Self, cast
 
 from vllm_omni_plugin.integration.fleet_setup.stage_plan import StagePlan
-from vllm_omni_plugin.pipeline.fitting import BuiltInTransform
 from vllm_omni_plugin.pipeline.graph import Pipeline
 from vllm_omni_plugin.pipeline.stage import Modality
+from vllm_omni_plugin.pipeline.transforms import BuiltInTransform
 from vllm_omni_plugin.vllm_api.stages.stage_requests import VllmStageApi
 
 _GENERATE = "generate"

@@ -10,7 +10,7 @@ from vllm_omni_plugin.pipeline.graph import Pipeline
 from vllm_omni_plugin.pipeline.places import PipelineError
 from vllm_omni_plugin.pipeline.stage import Stage
 from vllm_omni_plugin.pipeline.transforms import resolve_transform
-from vllm_omni_plugin.stages.stage_class import stage_class
+from vllm_omni_plugin.stages.python_stage import stage_class
 
 
 @contextmanager

@@ -11,10 +11,10 @@ from vllm.tasks import GENERATION_TASKS
 from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_omni_plugin.errors import StageInputError
-from vllm_omni_plugin.pipeline.fitting import BuiltInTransform
 from vllm_omni_plugin.pipeline.places import PipelineError
 from vllm_omni_plugin.pipeline.stage import Modality, Stage
 from vllm_omni_plugin.pipeline.transfer import WHOLE, Part, StageInput, StageOutput
+from vllm_omni_plugin.pipeline.transforms import BuiltInTransform
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 from vllm_omni_plugin.vllm_api.stages.stage_params import INVALID, KV_TRANSFER_PARAMS, StageParams
 from vllm_omni_plugin.vllm_api.stages.stage_prompts import NO_EMBEDDINGS, StagePrompts, length_of
