@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import httpx
-from processes import COMMON, MODEL_NAME, Process, free_port, tool
+from processes import COMMON, MODEL_NAME, serving
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 from simulator.calibration import Measurement, ServiceTimes, fit
@@ -112,17 +112,12 @@ def repeated_prompt(engine: Engine, times: ServiceTimes, block_size: int, rounds
 @contextmanager
 def served(model: Path) -> Iterator[str]:
     """A server of the model with one engine; gives its URL."""
-    port = free_port()
     limits = [f"--{name.replace('_', '-')}={value}" for name, value in LIMITS.items() if name != "max_model_len"]
-    command = [tool("vllm"), "serve", str(model), *COMMON, *limits, "--host", "127.0.0.1", "--port", str(port)]
-    with tempfile.TemporaryDirectory() as folder:
-        process = Process("engine", command, Path(folder) / "log")
-        try:
-            url = f"http://127.0.0.1:{port}"
-            process.wait_until_healthy(url)
-            yield url
-        finally:
-            process.stop()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        serving("engine", (str(model), *COMMON, *limits), Path(folder) / "log") as url,
+    ):
+        yield url
 
 
 def calibrate(url: str, rounds: int) -> dict[str, object]:

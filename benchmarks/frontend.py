@@ -26,7 +26,7 @@ from pathlib import Path
 import psutil
 import uvloop
 from load import Answer, Load
-from processes import COMMON, Process, free_port, percentile, tool, wait_for
+from processes import COMMON, percentile, start_server, wait_for
 from server_processes import API_SERVER, ApiServers, Cores, cores_between
 from setups import sleeping
 
@@ -121,13 +121,11 @@ def main() -> None:
 
 def serve_and_measure(setup: Setup, options: argparse.Namespace, log: Path) -> Run:
     """Start a set-up, load it, and end it."""
-    port = free_port()
-    command = [tool("vllm"), "serve", str(options.model), *COMMON, "--host", "127.0.0.1", "--port", str(port)]
     times = {"step_s": options.step, "prefill_token_s": 0.0, "sequence_s": 0.0}
-    command += ["--disable-uvicorn-access-log", *sleeping(times), *setup.args]
-    process = Process("server", command, log, VLLM_LOGGING_LEVEL="WARNING")
+    args = (str(options.model), *COMMON, "--disable-uvicorn-access-log", *sleeping(times), *setup.args)
+    process, url = start_server("server", args, log, VLLM_LOGGING_LEVEL="WARNING")
     try:
-        servers = ApiServers(process.popen.pid, f"http://127.0.0.1:{port}", setup.api_servers)
+        servers = ApiServers(process.popen.pid, url, setup.api_servers)
         wait_for(lambda: process.is_running() and servers.all_answer(), setup.name)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(measure(setup, servers, options.streams, options.seconds))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench_serve import bench_serve
-from processes import MODEL_NAME, Process, free_port, tool
+from processes import MODEL_NAME, serving
 
 
 @dataclass(frozen=True)
@@ -80,17 +80,12 @@ def main() -> None:
 @contextmanager
 def served(model: Path, setup: Setup) -> Iterator[str]:
     """Serve the model until the block ends; yields the URL once it answers."""
-    port = free_port()
-    command = [tool("vllm"), "serve", str(model), "--served-model-name", MODEL_NAME, "--enforce-eager"]
-    command += ["--max-model-len", "1024", "--host", "127.0.0.1", "--port", str(port), *setup.args]
-    with tempfile.TemporaryDirectory() as folder:
-        server = Process(setup.name, command, Path(folder, "log"), VLLM_CPU_OMP_THREADS_BIND=setup.cores)
-        try:
-            url = f"http://127.0.0.1:{port}"
-            server.wait_until_healthy(url)
-            yield url
-        finally:
-            server.stop()
+    args = (str(model), "--served-model-name", MODEL_NAME, "--enforce-eager", "--max-model-len", "1024", *setup.args)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        serving(setup.name, args, Path(folder, "log"), VLLM_CPU_OMP_THREADS_BIND=setup.cores) as url,
+    ):
+        yield url
 
 
 def bench(model: Path, url: str, workload: Workload, seed: int) -> dict[str, float]:

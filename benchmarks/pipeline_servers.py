@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from processes import MODEL_NAME, STARTUP, Process, free_port, tool, total
+from processes import MODEL_NAME, STARTUP, Process, start_server, total
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "pipelines"
 Stages = list[dict[str, Any]]
@@ -25,8 +25,7 @@ class Servers:
 
     def __init__(self, folder: Path, engine_args: Sequence[str]) -> None:
         self._folder = folder
-        where = ("--host", "127.0.0.1", "--served-model-name", MODEL_NAME)
-        self._args = (*engine_args, *where, "--disable-uvicorn-access-log")
+        self._args = (*engine_args, "--served-model-name", MODEL_NAME, "--disable-uvicorn-access-log")
         self._stack = ExitStack()
         self._started: dict[str, Process] = {}
 
@@ -62,12 +61,10 @@ class Servers:
             process.wait_until_healthy(url)
 
     def _start(self, name: str, what: Sequence[str]) -> str:
-        port = free_port()
-        command = [tool("vllm"), "serve", *what, "--port", str(port), *self._args]
         modules = f"{STARTUP}:{EXAMPLES}"
-        process = Process(name, command, self._folder / f"{name}.log", PYTHONPATH=modules, **_QUIET)
+        args = (*what, *self._args)
+        process, url = start_server(name, args, self._folder / f"{name}.log", PYTHONPATH=modules, **_QUIET)
         self._stack.callback(process.stop)
-        url = f"http://127.0.0.1:{port}"
         self._started[url] = process
         return url
 

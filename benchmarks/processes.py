@@ -7,8 +7,8 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -174,6 +174,24 @@ def _is_healthy(url: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def start_server(name: str, args: Sequence[str], log: Path, **environment: str) -> tuple[Process, str]:
+    """Start `vllm serve` with these arguments on a free loopback port; returns its process and its URL."""
+    port = free_port()
+    command = [tool("vllm"), "serve", *args, "--host", "127.0.0.1", "--port", str(port)]
+    return Process(name, command, log, **environment), f"http://127.0.0.1:{port}"
+
+
+@contextmanager
+def serving(name: str, args: Sequence[str], log: Path, **environment: str) -> Iterator[str]:
+    """A `vllm serve` with these arguments until the block ends; yields its URL once it answers."""
+    process, url = start_server(name, args, log, **environment)
+    try:
+        process.wait_until_healthy(url)
+        yield url
+    finally:
+        process.stop()
 
 
 def free_port() -> int:

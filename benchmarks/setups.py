@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from processes import MODEL_NAME, Process, free_port, tool, total
+from processes import MODEL_NAME, Process, free_port, start_server, total
 
 SLEEPING = "vllm_omni_plugin.sim.executor.SleepingExecutor"
 
@@ -164,13 +164,11 @@ def _server(engines: Engines, cores: Sequence[str], logs: Path, name: str, args:
 def _start(
     engines: Engines, cores: Sequence[str], logs: Path, name: str, args: Sequence[str] = ()
 ) -> tuple[Process, str]:
-    port = free_port()
-    command = [tool("vllm"), "serve", str(engines.model), "--served-model-name", MODEL_NAME, "--enforce-eager"]
-    command += ["--host", "127.0.0.1", "--port", str(port), *engines.args, *args]
+    args = (str(engines.model), "--served-model-name", MODEL_NAME, "--enforce-eager", *engines.args, *args)
     environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     if cores:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(cores)
-    return Process(name, command, logs / f"{name}.log", **environment), f"http://127.0.0.1:{port}"
+    return start_server(name, args, logs / f"{name}.log", **environment)
 
 
 def _post(url: str) -> None:
