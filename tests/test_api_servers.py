@@ -4,7 +4,6 @@ import asyncio
 import os
 import threading
 from collections.abc import AsyncIterator, Callable
-from typing import Any
 
 import pytest
 
@@ -45,41 +44,24 @@ class FakeProcess:
         self.joined = True
 
 
-class Connections(list[int]):
-    """Notes whom it was seen of that they serve."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__([NOT_ACCEPTING] * count)
-        self.seen: list[int] = []
-
-    def __getitem__(self, index: Any) -> Any:
-        value = super().__getitem__(index)
-        if value != NOT_ACCEPTING:
-            self.seen.append(index)
-        return value
-
-
 class Supervised:
     """Two API servers under test, whose restarts do not wait unless told to."""
 
     def __init__(self) -> None:
-        self.connections = Connections(2)
+        self.connections = [NOT_ACCEPTING] * 2
         self.started: list[tuple[int, FakeProcess]] = []
         self.buried: list[tuple[int, int]] = []
         self.delays: list[float] = []
-        self.trouble: list[OSError] = []
         self.obedient = True
         self.spawning = 0
         self.may_spawn = threading.Event()
         self.may_spawn.set()
         self.go_on = asyncio.Event()
         self.go_on.set()
-        self.now = 0.0
         self.servers = ApiServers(
             self.connections,
             self._start,
             lambda index, pid: self.buried.append((index, pid)),
-            clock=lambda: self.now,
             delay=self._delay,
         )
         self.running = asyncio.create_task(self.servers.run())
@@ -88,8 +70,6 @@ class Supervised:
         assert self.connections[index] == NOT_ACCEPTING
         self.spawning += 1
         assert self.may_spawn.wait(10), "nobody could say so meanwhile"
-        if self.trouble:
-            raise self.trouble.pop()
         self.started.append((index, FakeProcess(100 + len(self.started), lambda: self.obedient)))
         return self.started[-1][1]
 
@@ -106,12 +86,6 @@ class Supervised:
         for index in indexes:
             await eventually(lambda index=index: any(number == index for number, _ in self.started))
             self.connections[index] = 0
-
-    async def end(self, index: int, code: int = KILLED) -> None:
-        """Let a process end, and wait for the next one to be started."""
-        before = self.process(index)
-        before.end(code)
-        await eventually(lambda: self.process(index) is not before)
 
     async def until_spawning(self) -> None:
         """Let both serve, and the first die; its successor is not spawned before `may_spawn`."""
@@ -133,17 +107,6 @@ async def supervised() -> AsyncIterator[Supervised]:
         os.close(process.sentinel)
 
 
-async def test_one_that_has_lived_long_is_started_soon_again(supervised: Supervised) -> None:
-    await supervised.serve(0)
-    await supervised.end(0)
-    await supervised.serve(0)
-    supervised.connections.seen.clear()
-    await eventually(lambda: supervised.connections.seen)
-    supervised.now += 3600.0
-    await supervised.end(0)
-    assert supervised.delays == [1.0, 1.0]
-
-
 async def test_one_that_ends_before_it_served_ends_all(supervised: Supervised) -> None:
     await supervised.serve(0)
     await eventually(lambda: len(supervised.started) == 2)
@@ -151,13 +114,6 @@ async def test_one_that_ends_before_it_served_ends_all(supervised: Supervised) -
     with pytest.raises(OmniError, match=r"API server 1 \(process 101\) ended with code 2 before it served"):
         await supervised.running
     assert supervised.process(0).exitcode == KILLED
-
-
-async def test_one_that_cannot_be_started_again_is_tried_again(supervised: Supervised) -> None:
-    await supervised.serve(0, 1)
-    supervised.trouble.append(OSError("too many open files"))
-    await supervised.end(0)
-    assert supervised.delays == [1.0, 2.0]
 
 
 async def test_one_that_does_not_end_in_time_is_killed(supervised: Supervised) -> None:

@@ -40,7 +40,7 @@ class Finished:
         self._left = left
         self.asked: list[float] = []
 
-    def let_finish(self, timeout: float) -> float:
+    def __call__(self, timeout: float) -> float:
         self.asked.append(timeout)
         return self._left
 
@@ -82,7 +82,7 @@ async def test_the_end_waits_until_asyncllm_has_answered_what_replicas_have_fini
 ) -> None:
     assert submit(last, processor, "a")
     fleet = Finished(left=50.0)
-    ending = asyncio.create_task(asyncio.to_thread(last.let_finish, fleet.let_finish, 60.0))
+    ending = asyncio.create_task(asyncio.to_thread(last.let_finish, fleet, 60.0))
     await eventually(lambda: processor.looks)
     last.answered()
     processor.request_states.clear()
@@ -95,7 +95,7 @@ async def test_the_end_waits_until_asyncllm_has_answered_what_replicas_have_fini
 
 async def test_what_comes_during_the_end_is_refused_at_once(last: GracefulShutdown, processor: FakeProcessor) -> None:
     assert submit(last, processor, "a")
-    await asyncio.to_thread(last.let_finish, Finished(left=0.0).let_finish, 60.0)
+    await asyncio.to_thread(last.let_finish, Finished(left=0.0), 60.0)
     said: list[Exception] = []
     assert not submit(last, processor, "b", said=said)
     assert processor.aborted == ["b"]
@@ -109,7 +109,7 @@ async def test_a_server_made_on_its_loop_waits_before_its_first_request_has_reac
     last = GracefulShutdown()
     last.bind(FakeProcessor())
     fleet = Finished(left=0.0)
-    await asyncio.to_thread(last.let_finish, fleet.let_finish, 60.0)
+    await asyncio.to_thread(last.let_finish, fleet, 60.0)
     assert fleet.asked == [60.0]
 
 
@@ -119,7 +119,7 @@ async def test_without_time_nothing_is_waited_for(
 ) -> None:
     assert submit(last, processor, "a")
     fleet = Finished(left=50.0)
-    assert await asyncio.to_thread(last.let_finish, fleet.let_finish, timeout) == timeout
+    assert await asyncio.to_thread(last.let_finish, fleet, timeout) == timeout
     assert fleet.asked == []
 
 
@@ -128,13 +128,13 @@ async def test_on_the_loop_that_requests_need_nothing_is_waited_for(
 ) -> None:
     assert submit(last, processor, "a")
     fleet = Finished(left=50.0)
-    assert last.let_finish(fleet.let_finish, 60.0) == 60
+    assert last.let_finish(fleet, 60.0) == 60
     assert fleet.asked == []
 
 
 async def test_a_refused_call_of_a_pipeline_ends(last: GracefulShutdown, processor: FakeProcessor) -> None:
     events: list[StageEvent | CallEnded] = []
-    await asyncio.to_thread(last.let_finish, Finished(left=0.0).let_finish, 0.0)
+    await asyncio.to_thread(last.let_finish, Finished(left=0.0), 0.0)
     assert not submit(last, processor, "a", call=PipelineCall(("audio",), events.append))
     (ended,) = events
     assert isinstance(ended, CallEnded)
@@ -157,7 +157,7 @@ async def test_who_waits_for_the_end_is_told(last: GracefulShutdown) -> None:
     waiting = asyncio.create_task(last.until_ending())
     await asyncio.sleep(0)
     assert not last.ending
-    await asyncio.to_thread(last.let_finish, Finished(left=0.0).let_finish, 0.0)
+    await asyncio.to_thread(last.let_finish, Finished(left=0.0), 0.0)
     assert last.ending
     await asyncio.wait_for(waiting, 10)
 
@@ -171,5 +171,5 @@ async def test_what_is_left_in_the_end_is_ended(last: GracefulShutdown, processo
 
 
 def test_a_server_that_never_had_a_request_has_none_to_end(last: GracefulShutdown) -> None:
-    assert last.let_finish(Finished(left=50.0).let_finish, 60.0) == 60
+    assert last.let_finish(Finished(left=50.0), 60.0) == 60
     last.end()

@@ -60,16 +60,6 @@ def group(helper_exits: Callable[[], None] = lambda: None) -> tuple[Generation, 
     return generation, one, other, helper
 
 
-@pytest.mark.parametrize("first", [0, 1, 2])
-def test_when_any_process_ends_all_are_killed(first: int) -> None:
-    told = threading.Event()
-    _, *processes = group(told.set)
-    processes[first].exit()
-    for process in processes:
-        assert process.killed.wait(SOON_S)
-    assert told.wait(SOON_S)
-
-
 def test_ranks_that_all_leave_end_in_order_and_the_helper_after_them(threads: ThreadPoolExecutor) -> None:
     told = threading.Event()
     generation, one, other, helper = group(told.set)
@@ -85,15 +75,6 @@ def test_ranks_that_all_leave_end_in_order_and_the_helper_after_them(threads: Th
     generation.close(other)
     assert not helper.runs
     assert told.wait(SOON_S)
-
-
-def test_a_rank_that_leaves_alone_is_needed_until_the_group_ends(threads: ThreadPoolExecutor) -> None:
-    generation, _, other, _ = group()
-    leaving = threads.submit(generation.leave, 0, None)
-    other.exit()
-    leaving.result(SOON_S)
-    with pytest.raises(ReplicaError):
-        generation.require()
 
 
 def test_leaving_alone_takes_no_longer_than_it_may() -> None:
@@ -158,18 +139,6 @@ def test_a_rank_whose_siblings_do_not_come_is_released(threads: ThreadPoolExecut
     lonely = attend(threads, Meeting(3, lambda: Generation(3), patience=0.01), 1)
     with pytest.raises(ReplicaError, match="the other ranks of its group do not start: 0, 2"):
         lonely.generation()
-
-
-def test_a_rank_that_starts_anew_ends_the_generation_before(threads: ThreadPoolExecutor) -> None:
-    meeting = two_ranks()
-    first = [attend(threads, meeting, rank) for rank in (0, 1)]
-    old = FakeProcess()
-    first[0].generation().add(old)
-    again = attend(threads, meeting, 0)
-    assert old.killed.wait(SOON_S)
-    other = attend(threads, meeting, 1)
-    assert again.generation() is other.generation()
-    assert again.generation() is not first[0].generation()
 
 
 def test_no_generation_begins_beside_processes_that_do_not_end(

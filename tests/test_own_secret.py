@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import stat
 import subprocess
 import sys
@@ -12,9 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.coordinator.coordinator_support import eventually
 from vllm_omni_plugin.config import OmniConfig
-from vllm_omni_plugin.coordinator import OmniCoordClientForStage, OmniCoordinatorRuntime
 from vllm_omni_plugin.curve import Secrets, own_secret
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.options.flag_rules import check
@@ -63,25 +60,6 @@ def test_another_process_can_read_it_when_its_file_is_gone(temporary: Path) -> N
     assert child.stdout == "1\n"
     assert own_secret() != found
     assert Path(found).read_text() == content
-
-
-def test_a_coordinator_that_starts_again_has_it_when_its_file_is_gone(temporary: Path) -> None:
-    found = own_secret()
-    secrets = Secrets.from_file(found)
-    runtime = OmniCoordinatorRuntime(secret_file=found)
-    client = OmniCoordClientForStage(
-        runtime.router_address, "tcp://a:1", "tcp://a:2", 0, heartbeat_interval=0.2, secrets=secrets
-    )
-    try:
-        eventually(lambda: client.connected)
-        shutil.rmtree(temporary / FOLDER)
-        first = runtime.process_id
-        assert first is not None
-        os.kill(first, signal.SIGKILL)
-        eventually(lambda: runtime.process_id not in (None, first) and client.connected)
-    finally:
-        client.close()
-        runtime.close()
 
 
 def test_those_who_make_it_at_the_same_time_share_one(temporary: Path) -> None:

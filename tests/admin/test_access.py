@@ -4,6 +4,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,10 @@ import httpx
 import pytest
 import uvicorn
 from fastapi import FastAPI
-from starlette.datastructures import Headers
 
-from tests.admin.asgi import client_of
+from tests.admin.asgi import app_of, client_of
 from tests.fakes.fleet import FakeFleet
-from vllm_omni_plugin.admin.access import Access
 from vllm_omni_plugin.admin.admin_keys import read_admin_keys
-from vllm_omni_plugin.admin.replica_admin import FleetAdmin
-from vllm_omni_plugin.admin.routes import build_router
 from vllm_omni_plugin.errors import ConfigError
 
 DRAIN = "/omni/replicas/0.0/drain"
@@ -30,16 +27,8 @@ CHANGES = (
 )
 
 
-def everybody(_: Headers) -> bool:
-    return True
-
-
-def app_of(fleet: FakeFleet, unix_socket: bool = False) -> FastAPI:
-    """A server without keys of any kind."""
-    app = FastAPI()
-    app.include_router(build_router(Access(everybody, None, unix_socket)))
-    app.state.omni_fleet = FleetAdmin(fleet.orchestrator, fleet.fleet_calls, lambda: fleet.now)
-    return app
+keyless = partial(app_of, has_admin_keys=False)
+"""A server without keys of any kind."""
 
 
 @pytest.fixture
@@ -50,7 +39,7 @@ async def fleet() -> AsyncIterator[FakeFleet]:
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.8.0.1", "::1", "::ffff:127.0.0.1"])
 async def test_a_loopback_peer_may_change_the_fleet(fleet: FakeFleet, address: str) -> None:
-    async with client_of(app_of(fleet), address) as client:
+    async with client_of(keyless(fleet), address) as client:
         assert (await client.post(DRAIN)).status_code == 204
 
 
@@ -59,7 +48,7 @@ async def test_a_loopback_peer_may_change_the_fleet(fleet: FakeFleet, address: s
     ["10.0.0.9", "0.0.0.0", "::ffff:10.0.0.9", "fe80::1%eth0", "2001:db8::1", "localhost", "testclient", None],
 )
 async def test_no_other_peer_may_nor_one_whose_address_is_unknown(fleet: FakeFleet, address: str | None) -> None:
-    async with client_of(app_of(fleet), address) as client:
+    async with client_of(keyless(fleet), address) as client:
         for method, path in CHANGES:
             assert (await client.request(method, path)).status_code == 403
         assert (await client.get("/omni/replicas")).json()["replicas"][0]["status"] == "up"
@@ -78,7 +67,7 @@ async def test_no_other_peer_may_nor_one_whose_address_is_unknown(fleet: FakeFle
     ],
 )
 async def test_what_a_proxy_or_a_web_page_sends_from_loopback_changes_nothing(fleet: FakeFleet, header: str) -> None:
-    async with client_of(app_of(fleet), "127.0.0.1") as client:
+    async with client_of(keyless(fleet), "127.0.0.1") as client:
         answer = await client.post(DRAIN, headers={header: "127.0.0.1"})
     assert answer.status_code == 403
     assert "--omni-admin-key-file" in answer.json()["detail"]
@@ -89,7 +78,7 @@ async def test_nobody_is_heard_before_it_is_known_who_it_is(fleet: FakeFleet) ->
         yield b"{"
         raise AssertionError
 
-    async with client_of(app_of(fleet), "10.0.0.9") as client:
+    async with client_of(keyless(fleet), "10.0.0.9") as client:
         assert (await client.post("/omni/explain", content=endless())).status_code == 403
 
 
@@ -114,7 +103,7 @@ def tcp() -> tuple[socket.socket, str]:
 
 async def test_a_connection_over_loopback_changes_the_fleet_until_it_names_somebody_else(fleet: FakeFleet) -> None:
     listener, url = tcp()
-    async with served(app_of(fleet), listener), httpx.AsyncClient(base_url=url, trust_env=False) as client:
+    async with served(keyless(fleet), listener), httpx.AsyncClient(base_url=url, trust_env=False) as client:
         assert (await client.post(DRAIN)).status_code == 204
         assert (await client.post(DRAIN, headers={"X-Forwarded-For": "10.0.0.9"})).status_code == 403
 
@@ -122,7 +111,7 @@ async def test_a_connection_over_loopback_changes_the_fleet_until_it_names_someb
 async def test_an_address_that_uvicorn_takes_from_a_header_of_anybodys_is_not_believed(fleet: FakeFleet) -> None:
     listener, url = tcp()
     async with (
-        served(app_of(fleet), listener, forwarded_allow_ips="*"),
+        served(keyless(fleet), listener, forwarded_allow_ips="*"),
         httpx.AsyncClient(base_url=url, trust_env=False) as client,
     ):
         for claimed in ("127.0.0.1", "10.0.0.9, 127.0.0.1"):
@@ -135,7 +124,7 @@ async def test_peers_of_a_unix_socket_are_on_this_machine(fleet: FakeFleet, tmp_
     listener.bind(path)
     transport = httpx.AsyncHTTPTransport(uds=path)
     async with (
-        served(app_of(fleet, unix_socket=True), listener),
+        served(keyless(fleet, unix_socket=True), listener),
         httpx.AsyncClient(transport=transport, base_url="http://head") as client,
     ):
         assert (await client.post(DRAIN)).status_code == 204

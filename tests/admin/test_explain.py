@@ -10,28 +10,24 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from tests.admin.asgi import client_of
+from tests.admin.asgi import app_of, client_of
 from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
-from vllm_omni_plugin.admin.access import Access
 from vllm_omni_plugin.admin.explain import BadPromptError, UnknownModelError, explain
-from vllm_omni_plugin.admin.routes import build_router
 from vllm_omni_plugin.balancing import Candidate, Decision, Prompt, ReplicaView, Task
 
 
 class Scripted:
-    """A policy that answers what it is told to, and notes what it was asked and told.
+    """A policy that answers what it is told to, and notes what it was asked.
 
     Attributes:
         decision: its answer.
         asked: the tasks it was asked about.
-        told: the ids of the requests that it was told were dispatched.
     """
 
     def __init__(self) -> None:
         self.decision: Any = Decision(1, "match", (Candidate(0, 2.5), Candidate(1, 0.5, 16)), matched_tokens=16)
         self.asked: list[Task] = []
-        self.told: list[str] = []
 
     def select(self, task: Task, replicas: Sequence[ReplicaView]) -> int:
         return self.decide(task, replicas).position
@@ -40,9 +36,6 @@ class Scripted:
         self.asked.append(task)
         decision: Decision = self.decision
         return decision
-
-    def dispatched(self, task: Task, replica: ReplicaView, decision: Decision) -> None:
-        self.told.append(task["request_id"])
 
 
 class SelectsOnly:
@@ -61,9 +54,8 @@ async def read_prompt(text: str, model: str | None) -> Prompt:
     return Prompt(list(text.encode()), lora_name=model or "")
 
 
-def app_of(fleet: FakeFleet) -> FastAPI:
-    app = FastAPI()
-    app.include_router(build_router(Access(lambda _: True, lambda _: True, unix_socket=False)))
+def explaining(fleet: FakeFleet) -> FastAPI:
+    app = app_of(fleet)
     app.state.omni_explain = partial(explain, fleet.orchestrator, read_prompt, 0)
     return app
 
@@ -81,7 +73,7 @@ async def fleet(policy: Scripted) -> AsyncIterator[FakeFleet]:
 
 @pytest.fixture
 async def client(fleet: FakeFleet) -> AsyncIterator[httpx.AsyncClient]:
-    async with client_of(app_of(fleet)) as client:
+    async with client_of(explaining(fleet)) as client:
         yield client
 
 
@@ -164,7 +156,7 @@ async def test_without_a_replica_there_is_nothing_to_explain(fleet: FakeFleet, c
 
 
 async def test_a_policy_without_reasons_is_named() -> None:
-    async with FakeFleet(balancer=SelectsOnly()) as fleet, client_of(app_of(fleet)) as client:
+    async with FakeFleet(balancer=SelectsOnly()) as fleet, client_of(explaining(fleet)) as client:
         answer = await client.post("/omni/explain", json={"prompt": "Hello"})
     assert answer.status_code == 409
     assert "SelectsOnly" in answer.json()["detail"]
@@ -193,7 +185,7 @@ async def test_an_explanation_that_makes_no_sense_is_not_passed_on(
 
 async def test_a_question_that_the_end_of_the_server_overtakes_is_answered() -> None:
     fleet = FakeFleet(balancer=Scripted())
-    async with client_of(app_of(fleet)) as client:
+    async with client_of(explaining(fleet)) as client:
         question = asyncio.ensure_future(client.post("/omni/explain", json={"prompt": "Hello"}))
         await eventually(lambda: len(fleet.orchestrator.rpc_async_queue), "the question")
         fleet.orchestrator.close_queues()

@@ -15,7 +15,6 @@ from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
 from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 from vllm_omni_plugin.vllm_api.requests.facts import CacheSize, LoadReport
-from vllm_omni_plugin.vllm_api.requests.move import Move
 from vllm_omni_plugin.vllm_api.requests.request_building import build_engine_core_request_from_tokens
 
 PROMPT = [5, 6, 7]
@@ -77,11 +76,6 @@ def test_what_names_the_cached_blocks_of_a_request() -> None:
     prompt = task["prompt"]
     assert (prompt.lora_name, prompt.cache_salt, task["session"]) == ("adapter", "salt", "s")
     assert prompt.media == (("hash 0", 0, 1), ("hash 2", 2, 1))
-
-
-def test_a_moved_request_is_described_by_the_prompt_that_is_sent() -> None:
-    task, _ = EngineApi().describe(EngineApi().moved(request(), Move.RESUME, [8, 9]))
-    assert (task["prompt"].token_ids, task["max_tokens"]) == ([*PROMPT, 8, 9], 7)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 
 from vllm_omni_plugin.integration.engine_client.fleet_events import read_answers_with
 
+from .stage_models import source
+
 HALF_A_CHARACTER = "â"
 """How a byte-level vocabulary writes the first byte of several characters."""
 
@@ -27,19 +29,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def request(prompt: Sequence[int], detokenize: bool = True, resumable: bool = False) -> EngineCoreRequest:
-    return EngineCoreRequest(
-        request_id="a",
-        prompt_token_ids=list(prompt),
-        mm_features=None,
-        sampling_params=SamplingParams(detokenize=detokenize, output_kind=RequestOutputKind.FINAL_ONLY),
-        pooling_params=None,
-        arrival_time=time.time(),
-        lora_request=None,
-        cache_salt=None,
-        data_parallel_rank=None,
-        external_req_id="client's",
-        resumable=resumable,
-    )
+    params = SamplingParams(detokenize=detokenize, output_kind=RequestOutputKind.FINAL_ONLY)
+    return source(prompt, params, request_id="a", resumable=resumable)
 
 
 def answer(processor: OutputProcessor, tokens: Sequence[int]) -> str:
@@ -55,23 +46,26 @@ def add(processor: OutputProcessor, added: EngineCoreRequest) -> None:
     processor.add_request(added, None, None, 0, RequestOutputCollector(RequestOutputKind.FINAL_ONLY, "a"))
 
 
-def test_the_prompts_tokens_of_another_model_leave_no_trace_in_the_answer(tokenizer: PreTrainedTokenizerFast) -> None:
+@pytest.fixture
+def processor(tokenizer: PreTrainedTokenizerFast) -> OutputProcessor:
     processor = OutputProcessor(None, log_stats=False)
     read_answers_with(processor, tokenizer)
+    return processor
+
+
+def test_the_prompts_tokens_of_another_model_leave_no_trace_in_the_answer(
+    processor: OutputProcessor, tokenizer: PreTrainedTokenizerFast
+) -> None:
     add(processor, request([tokenizer.convert_tokens_to_ids(HALF_A_CHARACTER)]))
     assert answer(processor, tokenizer.encode(" good")) == " good"
 
 
-def test_an_answer_that_nobody_reads_as_text_is_left_alone(tokenizer: PreTrainedTokenizerFast) -> None:
-    processor = OutputProcessor(None, log_stats=False)
-    read_answers_with(processor, tokenizer)
+def test_an_answer_that_nobody_reads_as_text_is_left_alone(processor: OutputProcessor) -> None:
     add(processor, request([1], detokenize=False))
     assert answer(processor, [2]) == ""
 
 
-def test_a_further_chunk_of_a_session_does_not_begin_the_answer_anew(tokenizer: PreTrainedTokenizerFast) -> None:
-    processor = OutputProcessor(None, log_stats=False)
-    read_answers_with(processor, tokenizer)
+def test_a_further_chunk_of_a_session_does_not_begin_the_answer_anew(processor: OutputProcessor) -> None:
     add(processor, request([1], resumable=True))
     before = processor.request_states["a"].detokenizer
     add(processor, request([2], resumable=True))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from vllm.exceptions import GracefulHTTPError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.metrics.stats import IterationStats
@@ -25,6 +25,8 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     ReplicaJoined,
 )
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
+
+from .stage_models import source
 
 
 def logprobs(*shape: int, ranks: tuple[int, ...] = (1,)) -> LogprobsLists:
@@ -55,8 +57,7 @@ class Front:
     def add(self, request_id: str, **sampling: Any) -> RequestOutputCollector:
         """A request that AsyncLLM has registered."""
         params = SamplingParams(output_kind=RequestOutputKind.DELTA, **sampling)
-        request = EngineCoreRequest(request_id, [1], None, params, None, 0.0, None, None, None)
-        request.external_req_id = f"external-{request_id}"
+        request = source([1], params, request_id=request_id)
         queue = RequestOutputCollector(params.output_kind, request_id)
         if params.n == 1:
             self.processor.add_request(request, None, queue=queue)
@@ -64,8 +65,7 @@ class Front:
         parent = ParentRequest(request)
         for index in range(params.n):
             child_id, child_params = parent.get_child_info(index)
-            child = EngineCoreRequest(child_id, [1], None, child_params, None, 0.0, None, None, None)
-            child.external_req_id = request.external_req_id
+            child = source([1], child_params, request_id=child_id)
             self.processor.add_request(child, None, parent, index, queue)
         return queue
 

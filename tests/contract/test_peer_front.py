@@ -62,8 +62,8 @@ def server(
     )
 
 
-def told(loaded: tuple[Adapter, ...] = (), unloaded: tuple[int, ...] = (), level: int | None = None) -> FrontUpdate:
-    return FrontUpdate(loaded, unloaded, level, Future())
+def told(loaded: tuple[Adapter, ...] = (), level: int | None = None) -> FrontUpdate:
+    return FrontUpdate(loaded, (), level, Future())
 
 
 async def listed(models: OpenAIServingModels) -> list[str]:
@@ -73,26 +73,6 @@ async def listed(models: OpenAIServingModels) -> list[str]:
 @pytest.fixture
 def client() -> FakeFleetClient:
     return FakeFleetClient()
-
-
-def vars_of(request: LoRARequest) -> dict[str, Any]:
-    """All that there is of it; vLLM takes requests of one name for equal."""
-    return msgspec.structs.asdict(request)
-
-
-async def test_an_adapter_of_another_server_can_be_asked_for_until_it_is_unloaded_there(
-    client: FakeFleetClient,
-) -> None:
-    models = server(client)
-    await models.init_static_loras()
-    loaded, unloaded = told(loaded=(replace(STORY, digest="0a1b"),)), told(unloaded=(7,))
-    client.peer_front.apply(loaded)
-    assert await listed(models) == ["base", "story"]
-    assert vars_of(models.lora_requests["story"]) == vars_of(LoRARequest("story", 7, "/loras/story"))
-    client.peer_front.apply(unloaded)
-    assert await listed(models) == ["base"]
-    assert loaded.applied.done()
-    assert unloaded.applied.done()
 
 
 async def test_what_the_fleet_has_loaded_before_the_server_starts_stays(client: FakeFleetClient) -> None:

@@ -138,10 +138,6 @@ def test_flags_that_the_file_stands_for_are_refused(tmp_path: Path, flags: str, 
         pytest.param(
             "policy: pefix", "policy: unknown load balancing policy 'pefix' (did you mean 'prefix'?)", id="policy"
         ),
-        pytest.param(
-            "policy_config: {x: 1}", "policy_config: load balancing policy 'prefix': unknown option", id="option"
-        ),
-        pytest.param("transform: nowhere.at:all", "transform: the transform 'nowhere.at:all' cannot", id="transform"),
         pytest.param("sampling: {temprature: 1}", "sampling.temprature: unknown parameter", id="sampling"),
         pytest.param("sampling: {temperature: -1}", "stages[1].sampling.temperature: ", id="value of sampling"),
         pytest.param(

@@ -9,13 +9,15 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.metrics.stats import IterationStats
 
 from vllm_omni_plugin.balancing import Decision
 from vllm_omni_plugin.integration.engine_client.request_tracing import RequestSpans
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import Dispatches, RequestStages, StageTimes
+
+from .stage_models import source
 
 TRACE_ID = 0x0AF7651916CD43DD8448EB211C80319C
 TRACE_HEADERS = {"traceparent": f"00-{TRACE_ID:032x}-b7ad6b7169203331-01"}
@@ -31,36 +33,35 @@ def exporter() -> InMemorySpanExporter:
     return exporter
 
 
+class Traced:
+    """AsyncLLM's `OutputProcessor`, whose requests are traced, and what was told of them."""
+
+    def __init__(self, exporter: InMemorySpanExporter) -> None:
+        exporter.clear()
+        self.processor = OutputProcessor(None, log_stats=True, tracing_enabled=True)
+        self._exporter = exporter
+
+    @property
+    def spans(self) -> tuple[ReadableSpan, ...]:
+        return self._exporter.get_finished_spans()
+
+    def add(self, request_id: str) -> None:
+        params = SamplingParams(detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+        request = source(params=params, request_id=request_id, external_req_id="client's")
+        queue = RequestOutputCollector(params.output_kind, request_id)
+        self.processor.add_request(request, None, None, 0, queue)
+
+    def finish(self, *request_ids: str) -> None:
+        outputs = [
+            EngineCoreOutput(request_id, [7], finish_reason=FinishReason.STOP, trace_headers=TRACE_HEADERS)
+            for request_id in request_ids
+        ]
+        self.processor.process_outputs(outputs, time.monotonic(), IterationStats())
+
+
 @pytest.fixture
-def output_processor(exporter: InMemorySpanExporter) -> OutputProcessor:
-    exporter.clear()
-    return OutputProcessor(None, log_stats=True, tracing_enabled=True)
-
-
-def add(output_processor: OutputProcessor, request_id: str) -> None:
-    params = SamplingParams(detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
-    request = EngineCoreRequest(
-        request_id=request_id,
-        prompt_token_ids=[1, 2, 3],
-        mm_features=None,
-        sampling_params=params,
-        pooling_params=None,
-        arrival_time=time.time(),
-        lora_request=None,
-        cache_salt=None,
-        data_parallel_rank=None,
-        external_req_id="client's",
-    )
-    queue = RequestOutputCollector(params.output_kind, request_id)
-    output_processor.add_request(request, None, None, 0, queue)
-
-
-def finish(output_processor: OutputProcessor, *request_ids: str) -> None:
-    outputs = [
-        EngineCoreOutput(request_id, [7], finish_reason=FinishReason.STOP, trace_headers=TRACE_HEADERS)
-        for request_id in request_ids
-    ]
-    output_processor.process_outputs(outputs, time.monotonic(), IterationStats())
+def traced(exporter: InMemorySpanExporter) -> Traced:
+    return Traced(exporter)
 
 
 def attributes(span: ReadableSpan) -> dict[str, Any]:
@@ -68,15 +69,13 @@ def attributes(span: ReadableSpan) -> dict[str, Any]:
     return {name: value for name, value in (span.attributes or {}).items() if name.startswith("omni.")}
 
 
-def test_the_span_of_a_request_tells_where_it_went_and_why(
-    exporter: InMemorySpanExporter, output_processor: OutputProcessor
-) -> None:
-    spans = RequestSpans(output_processor, ["kv-aware"])
-    add(output_processor, "a")
+def test_the_span_of_a_request_tells_where_it_went_and_why(traced: Traced) -> None:
+    spans = RequestSpans(traced.processor, ["kv-aware"])
+    traced.add("a")
     dispatches = spans.expect("a", None)
     dispatches += [("0.0", Decision(0, "least-load")), ("0.1", MATCH)]
-    finish(output_processor, "a")
-    (span,) = exporter.get_finished_spans()
+    traced.finish("a")
+    (span,) = traced.spans
     assert attributes(span) == {
         "omni.replica": "0.1",
         "omni.policy": "kv-aware",
@@ -89,14 +88,12 @@ def test_the_span_of_a_request_tells_where_it_went_and_why(
     assert span.context.trace_id == TRACE_ID
 
 
-def test_the_span_of_a_request_through_a_pipeline_tells_the_last_dispatch_in_each_stage(
-    exporter: InMemorySpanExporter, output_processor: OutputProcessor
-) -> None:
-    spans = RequestSpans(output_processor, ["prefix", "session"])
-    add(output_processor, "a")
+def test_the_span_of_a_request_through_a_pipeline_tells_the_last_dispatch_in_each_stage(traced: Traced) -> None:
+    spans = RequestSpans(traced.processor, ["prefix", "session"])
+    traced.add("a")
     spans.expect("a", [("0.0", MATCH), ("1.0", Decision(0, "least-load")), ("0.1", MATCH), ("1.3", MATCH)])
-    finish(output_processor, "a")
-    (span,) = exporter.get_finished_spans()
+    traced.finish("a")
+    (span,) = traced.spans
     assert attributes(span) == {
         "omni.replica": "0.1, 1.3",
         "omni.policy": "prefix, session",
@@ -106,40 +103,34 @@ def test_the_span_of_a_request_through_a_pipeline_tells_the_last_dispatch_in_eac
     }
 
 
-def test_the_samples_of_one_request_are_told_apart(
-    exporter: InMemorySpanExporter, output_processor: OutputProcessor
-) -> None:
-    spans = RequestSpans(output_processor, ["p"])
+def test_the_samples_of_one_request_are_told_apart(traced: Traced) -> None:
+    spans = RequestSpans(traced.processor, ["p"])
     for request_id, replica in (("0_a", "0.0"), ("1_a", "0.1")):
-        add(output_processor, request_id)
+        traced.add(request_id)
         spans.expect(request_id, [(replica, MATCH)])
-    finish(output_processor, "1_a", "0_a")
-    assert [attributes(span)["omni.replica"] for span in exporter.get_finished_spans()] == ["0.1", "0.0"]
+    traced.finish("1_a", "0_a")
+    assert [attributes(span)["omni.replica"] for span in traced.spans] == ["0.1", "0.0"]
 
 
-def test_a_later_chunk_of_a_session_does_not_hide_where_the_session_went(
-    exporter: InMemorySpanExporter, output_processor: OutputProcessor
-) -> None:
-    spans = RequestSpans(output_processor, ["p"])
-    add(output_processor, "a")
+def test_a_later_chunk_of_a_session_does_not_hide_where_the_session_went(traced: Traced) -> None:
+    spans = RequestSpans(traced.processor, ["p"])
+    traced.add("a")
     spans.expect("a", [("0.1", MATCH)])
     spans.expect("a", [])
-    finish(output_processor, "a")
-    (span,) = exporter.get_finished_spans()
+    traced.finish("a")
+    (span,) = traced.spans
     assert attributes(span)["omni.replica"] == "0.1"
 
 
 @pytest.mark.parametrize("dispatches", [None, []], ids=["unknown", "not dispatched"])
-def test_a_request_that_went_nowhere_has_its_span_as_ever(
-    exporter: InMemorySpanExporter, output_processor: OutputProcessor, dispatches: Dispatches | None
-) -> None:
-    spans = RequestSpans(output_processor, ["p"])
-    add(output_processor, "a")
+def test_a_request_that_went_nowhere_has_its_span_as_ever(traced: Traced, dispatches: Dispatches | None) -> None:
+    spans = RequestSpans(traced.processor, ["p"])
+    traced.add("a")
     if dispatches is not None:
         spans.expect("a", dispatches)
     spans.expect("gone", None)
-    finish(output_processor, "a")
-    (span,) = exporter.get_finished_spans()
+    traced.finish("a")
+    (span,) = traced.spans
     assert attributes(span) == {}
     assert (span.attributes or {})["gen_ai.usage.prompt_tokens"] == 3
 
@@ -153,32 +144,30 @@ STAGES = RequestStages(
 )
 
 
-def stage_spans(exporter: InMemorySpanExporter) -> list[tuple[Any, ...]]:
+def stage_spans(spans: tuple[ReadableSpan, ...]) -> list[tuple[Any, ...]]:
     """Return name, parent and our attributes of each span of a stage, and check their lengths."""
-    spans = [span for span in exporter.get_finished_spans() if span.name == "omni.stage"]
+    spans = tuple(span for span in spans if span.name == "omni.stage")
     lengths = [round((span.end_time - span.start_time) / 1e9, 3) for span in spans if span.end_time and span.start_time]
     assert lengths == [1.0, 1.5][: len(spans)]
     return [(span.parent and span.parent.span_id, attributes(span)) for span in spans]
 
 
 @pytest.mark.parametrize("order", ["answer first", "stages first"])
-def test_each_stage_has_a_span_below_that_of_its_request_whichever_ends_first(
-    exporter: InMemorySpanExporter, output_processor: OutputProcessor, order: str
-) -> None:
-    spans = RequestSpans(output_processor, ["prefix", "prefix"])
-    add(output_processor, "a")
+def test_each_stage_has_a_span_below_that_of_its_request_whichever_ends_first(traced: Traced, order: str) -> None:
+    spans = RequestSpans(traced.processor, ["prefix", "prefix"])
+    traced.add("a")
     spans.expect("a", None)
     if order == "answer first":
-        finish(output_processor, "a")
+        traced.finish("a")
         spans.stages_ended(STAGES)
     else:
         spans.stages_ended(STAGES)
-        finish(output_processor, "a")
-    (request,) = [span for span in exporter.get_finished_spans() if span.name == "llm_request"]
+        traced.finish("a")
+    (request,) = [span for span in traced.spans if span.name == "llm_request"]
     context = request.get_span_context()
     assert context is not None
     assert context.trace_id == TRACE_ID
-    assert stage_spans(exporter) == [
+    assert stage_spans(traced.spans) == [
         (
             context.span_id,
             {"omni.stage": "thinker", "omni.stage_id": 0, "omni.queue_seconds": 0.25, "omni.run_seconds": 0.5},
@@ -187,23 +176,19 @@ def test_each_stage_has_a_span_below_that_of_its_request_whichever_ends_first(
     ]
 
 
-def test_the_stages_of_a_request_that_vllm_does_not_trace_are_not_told(
-    exporter: InMemorySpanExporter, output_processor: OutputProcessor
-) -> None:
-    spans = RequestSpans(output_processor, ["prefix", "prefix"])
-    add(output_processor, "a")
+def test_the_stages_of_a_request_that_vllm_does_not_trace_are_not_told(traced: Traced) -> None:
+    spans = RequestSpans(traced.processor, ["prefix", "prefix"])
+    traced.add("a")
     spans.expect("a", None)
-    output_processor.abort_requests(["a"], internal=True)
+    traced.processor.abort_requests(["a"], internal=True)
     spans.stages_ended(STAGES)
-    assert exporter.get_finished_spans() == ()
+    assert traced.spans == ()
 
 
-def test_a_fleet_of_one_stage_has_no_spans_of_stages(
-    exporter: InMemorySpanExporter, output_processor: OutputProcessor
-) -> None:
-    spans = RequestSpans(output_processor, ["prefix"])
-    add(output_processor, "a")
+def test_a_fleet_of_one_stage_has_no_spans_of_stages(traced: Traced) -> None:
+    spans = RequestSpans(traced.processor, ["prefix"])
+    traced.add("a")
     spans.expect("a", None)
-    finish(output_processor, "a")
+    traced.finish("a")
     spans.stages_ended(STAGES)
-    assert [span.name for span in exporter.get_finished_spans()] == ["llm_request"]
+    assert [span.name for span in traced.spans] == ["llm_request"]

@@ -66,11 +66,6 @@ def asked(entry: Any) -> Callable[..., Any]:
     return ask
 
 
-def test_the_entry_ends_at_its_own_tokens(asked: Callable[..., Any]) -> None:
-    params = asked().sampling_params
-    assert (params.eos_token_id, params.stop_token_ids) == (0, [7])
-
-
 def test_the_answer_ends_where_the_answering_model_ends(
     asked: Callable[..., Any], entry: Any, cousin: Any, stranger: Any
 ) -> None:

@@ -11,7 +11,6 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 
 from vllm_omni_plugin.errors import StageInputError
-from vllm_omni_plugin.orchestrator.requests.request_api import StageApi
 from vllm_omni_plugin.pipeline import Modality, StageInput
 from vllm_omni_plugin.pipeline.transfer import WHOLE, Part
 from vllm_omni_plugin.vllm_api.stages.stage_requests import VllmStageApi
@@ -51,22 +50,6 @@ def refused(
     return str(raised.value)
 
 
-def test_it_is_what_the_orchestrator_asks_for(own: Any) -> None:
-    stage_api: StageApi = api(own)
-    request = source()
-    assert stage_api.answer(request, stage_api.reader(request).whole) is request
-    assert stage_api.vocabulary == own.model_config.get_vocab_size() > 0
-
-
-def test_tokens_are_a_prompt_with_the_parameters_of_the_file(own: Any) -> None:
-    request = api(own, sampling={"temperature": 0.5, "max_tokens": 9}).build(
-        source(), StageInput(token_ids=(3, 4, 5)), {}, front=False
-    )
-    assert request.prompt_token_ids == [3, 4, 5]
-    params = request.sampling_params
-    assert (params.temperature, params.max_tokens, params.eos_token_id, params.detokenize) == (0.5, 9, 0, True)
-
-
 def test_text_is_tokenised_as_the_model_does_it(own: Any, other: Any) -> None:
     assert api(own).build(source(), RED_BLUE, {}, front=False).prompt_token_ids == [1, 3, 5]
     assert api(other, own).build(source(), RED_BLUE, {}, front=False).prompt_token_ids == [1, 8, 6]
@@ -87,11 +70,6 @@ def test_what_belongs_to_the_clients_request_carries_over(own: Any, other: Any) 
         # They are of another model.
         assert request.lora_request is None
         assert request.mm_features is None
-
-
-def test_without_a_limit_the_answer_may_fill_the_context(own: Any) -> None:
-    request = api(own).build(source(), StageInput(token_ids=[3] * 10), {}, front=False)
-    assert request.sampling_params.max_tokens == CONTEXT - 10
 
 
 def test_a_limit_is_bounded_by_the_room_that_the_prompt_leaves(own: Any) -> None:

@@ -10,7 +10,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.metrics.stats import PrefillStats
 
-from vllm_omni_plugin.pipeline import Modality, StageOutput
+from vllm_omni_plugin.pipeline import Modality
 from vllm_omni_plugin.vllm_api.stages.stage_requests import VllmStageApi
 
 from .stage_models import api, config, model, source
@@ -46,20 +46,13 @@ def test_text_comes_in_pieces_that_make_the_whole(text: VllmStageApi) -> None:
     assert (whole.text, list(whole.token_ids), whole.finish_reason) == (" red green blue", [RED, GREEN, BLUE], "length")
 
 
-def test_before_any_output_the_whole_is_empty(text: VllmStageApi) -> None:
-    assert text.reader(sampled()).whole == StageOutput()
-
-
-def test_the_token_that_ends_an_answer_is_none_of_it(text: VllmStageApi) -> None:
-    reader = text.reader(sampled(stop_token_ids=[STOP]))
+@pytest.mark.parametrize(("wanted", "said", "tokens"), [(False, " red", [RED]), (True, " red stop", [RED, STOP])])
+def test_the_token_that_ends_an_answer_is_part_of_it_only_where_the_request_wants_it(
+    text: VllmStageApi, wanted: bool, said: str, tokens: list[int]
+) -> None:
+    reader = text.reader(sampled(stop_token_ids=[STOP], include_stop_str_in_output=wanted))
     read = reader.read(out(RED, STOP, reason=FinishReason.STOP, stop_reason=STOP), ended=True)
-    assert (read.text, list(read.token_ids), read.finish_reason) == (" red", [RED], "stop")
-
-
-def test_the_token_that_ends_an_answer_stays_where_the_request_wants_it(text: VllmStageApi) -> None:
-    reader = text.reader(sampled(stop_token_ids=[STOP], include_stop_str_in_output=True))
-    read = reader.read(out(RED, STOP, reason=FinishReason.STOP, stop_reason=STOP), ended=True)
-    assert (read.text, list(read.token_ids)) == (" red stop", [RED, STOP])
+    assert (read.text, list(read.token_ids), read.finish_reason) == (said, tokens, "stop")
 
 
 def test_a_stop_string_ends_the_text_before_the_engine_does(text: VllmStageApi) -> None:
@@ -114,13 +107,6 @@ def test_scores_are_a_tensor(tmp_path: Path) -> None:
     read = reader.read(out(reason=FinishReason.STOP, pooling_output=scores), ended=True)
     assert read.tensor is scores
     assert (read.finish_reason, reader.whole.tensor is scores) == ("stop", True)
-
-
-def test_tensors_of_several_outputs_are_joined(own: Any) -> None:
-    reader = api(own, output=Modality.TOKENS).reader(sampled())
-    for rows in (2, 3):
-        reader.read(out(RED, pooling_output=torch.ones(rows, 4)), ended=False)
-    assert torch.equal(reader.whole.tensor, torch.ones(5, 4))
 
 
 def test_what_was_cached_and_where_a_cache_lies_is_told_beside(text: VllmStageApi) -> None:

@@ -37,22 +37,6 @@ def message(answer: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-async def test_an_answer_has_text_and_audio(model: Model, speech: Pipeline) -> None:
-    app = PipelineApp(model, speech, *SPEAKING)
-    answer = await app.answer(app.chat(modalities=BOTH, audio={"voice": "ann", "format": "wav"}))
-    said = message(answer)
-    assert said["content"] == said["audio"]["transcript"] == "Hello."
-    assert said["audio"]["expires_at"] == answer["created"]
-    with wave.open(io.BytesIO(b64decode(said["audio"]["data"]))) as file:
-        assert file.getparams()[:4] == (1, 2, 24000, 3)
-        assert file.readframes(3) == b"\x00\x00" + (16384).to_bytes(2, "little") + b"\x01\x80"
-    (call,) = app.engine.calls
-    assert call is not None
-    assert (call.modalities, call.outputs, call.params) == (("text", "audio"), {"thinker"}, {"voice": "ann"})
-    assert "omni" not in answer
-    assert app.engine.aborted == []
-
-
 async def test_audio_alone_has_a_transcript_and_no_content(model: Model, speech: Pipeline) -> None:
     app = PipelineApp(
         model, speech, spoken("Hi."), samples(0.1, last=True, sample_rate=8000), ("", "stop"), CallEnded(None)

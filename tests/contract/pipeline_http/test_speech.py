@@ -56,14 +56,6 @@ async def test_a_file_that_is_still_being_made_has_as_many_samples_as_come(model
         assert file.readframes(100) == b"\x00\x40\x00\x20"
 
 
-async def test_samples_alone(model: Model, speech: Pipeline) -> None:
-    app = PipelineApp(model, speech, samples(0.5), samples(0.25, last=True), ("", "stop"), ENDED)
-    client = speak(app, response_format="pcm")
-    assert await client.status() == 200
-    assert client.headers["content-type"] == "audio/pcm"
-    assert client.body == b"\x00\x40\x00\x20"
-
-
 async def test_speech_as_events(model: Model, speech: Pipeline) -> None:
     app = PipelineApp(model, speech, samples(0.5), samples(0.25, last=True), ("", "stop"), ENDED)
     client = speak(app, response_format="pcm", stream_format="sse")

@@ -1,7 +1,5 @@
 """Streamed answers of a pipeline: audio between vLLM's own events."""
 
-import asyncio
-import json
 from base64 import b64decode
 from typing import Any
 
@@ -64,19 +62,6 @@ async def test_audio_that_comes_after_the_text_comes_before_its_end(model: Model
     assert app.engine.aborted == []
 
 
-async def test_the_first_audio_leaves_while_the_text_goes_on(model: Model, speech: Pipeline) -> None:
-    heard = asyncio.Event()
-    app = PipelineApp(
-        model, speech, ("Hel", None), samples(*HALF), heard, ("lo.", "stop"), samples(0.5, last=True), ENDED
-    )
-    client = app.chat(**BOTH)
-    await eventually(lambda: b'"data"' in client.body, "audio")
-    assert b"lo." not in client.body
-    heard.set()
-    assert await client.status() == 200
-    assert len(audio(client.body)) == 3
-
-
 async def test_audio_alone_has_no_content_and_ends_all_the_same(model: Model, speech: Pipeline) -> None:
     app = PipelineApp(model, speech, spoken("Hi."), samples(0.5, last=True), ("", "stop"), ENDED)
     body = await stream(app, modalities=["audio"], stream=True, stream_options={"include_usage": True})
@@ -127,16 +112,6 @@ async def test_an_error_of_vllms_is_told_once_and_ends_all_stages(model: Model, 
     body = await stream(app, **BOTH)
     assert [event["error"]["code"] for event in events(body) if "error" in event] == [500]
     assert len(app.engine.aborted) == 1
-
-
-async def test_a_client_that_leaves_a_stream_ends_all_stages(model: Model, speech: Pipeline) -> None:
-    app = PipelineApp(model, speech, ("Hello.", "stop"), samples(*HALF))
-    client = app.chat(**BOTH)
-    await eventually(lambda: b'"data"' in client.body, "audio")
-    client.disconnect()
-    await client.request
-    assert len(app.engine.aborted) == 1
-    assert json.dumps("finish_reason") + ": " + json.dumps("stop") not in client.body.decode()
 
 
 async def test_audio_of_a_stream_is_little_endian_pcm(model: Model, speech: Pipeline) -> None:

@@ -3,15 +3,17 @@
 import copy
 from collections.abc import Mapping, Sequence
 from random import Random, SystemRandom
-from typing import Any
+from types import GenericAlias
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 from vllm.sampling_params import _SAMPLING_EPS
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequestType, FinishReason
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.pool.late_interaction import get_late_interaction_engine_index
-from vllm.v1.serial_utils import MsgpackEncoder
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from vllm_omni_plugin.balancing.interface import Task
 from vllm_omni_plugin.balancing.prompt import MediaSpan, Prompt
@@ -19,13 +21,14 @@ from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.vllm_api.requests import moving, ready
 from vllm_omni_plugin.vllm_api.requests.facts import LoadReport
 from vllm_omni_plugin.vllm_api.requests.move import Move
-from vllm_omni_plugin.vllm_api.requests.outputs import outputs_decoder
 
 Frames = Sequence[Any]
 """Frames of one message, each anything that supports the buffer protocol (bytes, memoryview, zmq.Frame)."""
 
 _HASH_SPACE = 1 << 32
 _SEED_BITS = 63
+_ID_LIMIT = 2**31
+"""Tokenizers and engines take no token id from here on."""
 _STALE_WAVE = -1
 """Before every wave of a lockstep group, so that a rank that stands still starts the next one itself and vLLM's
 coordinator wakes the others: whoever sends requests need not know of waves. Other engines take no notice."""
@@ -50,7 +53,7 @@ class EngineApi:
         self.vocabulary = vocabulary or None
         self._random = random or SystemRandom()
         self._encoder = MsgpackEncoder()
-        self._decoder = outputs_decoder()
+        self._decoder = _outputs_decoder()
 
     cache_size = staticmethod(ready.cache_size)
     moved = staticmethod(moving.moved)
@@ -179,3 +182,20 @@ class EngineApi:
     def idle_report(self, engine_index: int) -> Any:
         """The `EngineCoreOutputs` of an engine with nothing waiting or running, for the gauges of one that is gone."""
         return EngineCoreOutputs(engine_index=engine_index, scheduler_stats=SchedulerStats())
+
+
+def _outputs_decoder() -> Any:
+    """A decoder of `EngineCoreOutputs` that refuses tokens over which vLLM's front end or another engine would fail.
+
+    Types and token ids are checked by msgspec as it decodes, which costs nothing. Arrays are not looked into: over one
+    that it cannot use, vLLM's front end fails its request.
+    """
+    # Not the vocabulary of the configuration, since the head of a model may be wider than that.
+    token = Annotated[int, Meta(ge=0, lt=_ID_LIMIT)]
+    options: dict[str, Any] = {"array_like": True, "omit_defaults": True, "gc": False}
+    # Fields that are defined again keep their places.
+    output = msgspec.defstruct(
+        "Output", [("new_token_ids", GenericAlias(list, token))], bases=(EngineCoreOutput,), **options
+    )
+    outputs: Any = [("outputs", GenericAlias(list, output), msgspec.field(default_factory=list))]
+    return MsgpackDecoder(msgspec.defstruct("Outputs", outputs, bases=(EngineCoreOutputs,), **options))

@@ -1,15 +1,21 @@
 """The inputs of a stage as prompts of vLLM's engine."""
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 from vllm.inputs import TextPrompt, TokensPrompt, embeds_input, tokens_input
+from vllm.renderers.params import TokenizeParams
+from vllm.tokenizers import hf
 
 from vllm_omni_plugin.pipeline.transfer import StageInput
-from vllm_omni_plugin.vllm_api.stages.stage_encoder import plain_encoder
 
 NO_EMBEDDINGS = "its engine takes no embeddings: add 'enable-prompt-embeds: true' to its engine_args"
+_PLAIN = TokenizeParams(max_total_tokens=None)
+_HOOKS = frozenset({"__call__", "_encode_plus", "_switch_to_input_mode", "set_truncation_and_padding"})
+"""Methods with which a model's own tokenizer class can change the tokens."""
 
 
 class StagePrompts:
@@ -69,3 +75,38 @@ class StagePrompts:
 def length_of(prompt: Mapping[str, Any]) -> int:
     """Tokens of a prompt."""
     return len(prompt["prompt_embeds"] if prompt["type"] == "embeds" else prompt["prompt_token_ids"])
+
+
+def plain_encoder(tokenizer: Any, params: Any) -> Callable[[str], list[int]] | None:
+    """A function that makes the same tokens as vLLM's renderer in half the time.
+
+    The other half is what transformers does in Python around each call, 0.2 ms when its caches are cold.
+
+    Args:
+        tokenizer: vLLM's, of the stage; None if it has none.
+        params: the `TokenizeParams` by which the renderer calls it.
+
+    Returns:
+        The function, safe for any number of threads; None if more than the tokenizer's library decides on the tokens.
+    """
+    if params != replace(_PLAIN, add_special_tokens=params.add_special_tokens) or not _is_plain(type(tokenizer)):
+        return None
+    # A copy, since other users of the tokenizer set truncation and padding in it.
+    library = copy.deepcopy(tokenizer._tokenizer)
+    library.no_truncation()
+    library.no_padding()
+    library.encode_special_tokens = tokenizer.split_special_tokens
+
+    def encode(text: str) -> list[int]:
+        token_ids: list[int] = library.encode(text, add_special_tokens=params.add_special_tokens).ids
+        return token_ids
+
+    return encode
+
+
+def _is_plain(kind: type) -> bool:
+    """Whether transformers' own class encodes. vLLM's wrappers around it only share and cache tokenizers."""
+    if not issubclass(kind, hf.TokenizersBackend):
+        return False
+    of_model = takewhile(lambda base: base is not hf.TokenizersBackend, kind.__mro__)
+    return all(base.__module__ == hf.__name__ or _HOOKS.isdisjoint(vars(base)) for base in of_model)
