@@ -8,14 +8,11 @@ from collections.abc import Callable
 import zmq
 from msgspec.structs import replace
 
-from vllm_omni_plugin.coordinator.client.coordinator_link import CoordinatorLink
+from vllm_omni_plugin.coordinator.client.coordinator_link import CoordinatorLink, tell
 from vllm_omni_plugin.coordinator.protocol.control_messages import EventType, ReplicaEvent, ReplicaStatus, encode_event
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import open_dealer
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError
-from vllm_omni_plugin.logger import init_logger
-
-logger = init_logger(__name__)
 
 # Every frame carries the whole registration, so while the coordinator is away only the newest few are worth keeping.
 OUTBOX_FRAMES = 64
@@ -162,12 +159,7 @@ class OmniCoordClientForStage:
                 # Whatever was on its way when the last connection ended is lost.
                 if not self._outbox:
                     self._say("heartbeat", self._said.status, self._said.queue_length)
-        if self._on_unreachable is None:
-            return
-        try:
-            self._on_unreachable(trouble)
-        except Exception:
-            logger.exception("The stage client's on_unreachable failed; it will be told of the next change")
+        tell(self._on_unreachable, trouble)
 
 
 def _later_incarnation(previous: int = 0) -> int:

@@ -164,3 +164,13 @@ class CoordinatorLink:
         if trouble != self._trouble:
             self._trouble = trouble
             self._on_change(trouble)
+
+
+def tell(callback: Callable[..., object] | None, *args: object) -> None:
+    """Call back, if there is whom to call. What that raises is logged: the client goes on."""
+    if callback is None:
+        return
+    try:
+        callback(*args)
+    except Exception:
+        logger.exception("What the coordinator's client said could not be dealt with; what comes next will be told.")

@@ -3,11 +3,10 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import zmq
 
-from vllm_omni_plugin.coordinator.client.coordinator_link import CoordinatorLink
+from vllm_omni_plugin.coordinator.client.coordinator_link import CoordinatorLink, tell
 from vllm_omni_plugin.coordinator.client.head_session import HeadSession, News, SessionEvent
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import open_head_dealer
 from vllm_omni_plugin.coordinator.protocol.head_messages import (
@@ -19,9 +18,6 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import (
 )
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError, WireError
-from vllm_omni_plugin.logger import init_logger
-
-logger = init_logger(__name__)
 
 # The coordinator counts on a beat in a second at the latest, and answers each.
 MAX_INTERVAL = 1.0
@@ -169,8 +165,7 @@ class OmniCoordClientForHead:
     def _say(self, trouble: str) -> None:
         if trouble != self._trouble:
             self._trouble = trouble
-            if self._on_unreachable is not None:
-                self._guarded(self._on_unreachable, trouble)
+            tell(self._on_unreachable, trouble)
 
     def _tell(self, news: Sequence[News]) -> None:
         for one in news:
@@ -183,10 +178,4 @@ class OmniCoordClientForHead:
                     self._say("")
                 elif isinstance(one, SessionLost):
                     self._say(f"{self._coordinator} is silent")
-                self._guarded(self._on_event, one)
-
-    def _guarded(self, callback: Callable[..., None], *args: Any) -> None:
-        try:
-            callback(*args)
-        except Exception:
-            logger.exception("What the coordinator said could not be dealt with; what comes next will be.")
+                tell(self._on_event, one)

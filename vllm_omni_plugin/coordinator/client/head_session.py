@@ -10,17 +10,12 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import (
     SESSION_PROTOCOL,
     Beat,
     Bye,
-    CallFinished,
     CallMessage,
-    CallOutcome,
-    CallRefused,
-    FleetState,
     FromHead,
     FullList,
     HeadLeft,
     Hello,
     ListDelta,
-    NumberedCall,
     Numbers,
     OperatorMessage,
     PeerWork,
@@ -28,7 +23,6 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import (
     ReplicaNumber,
     ReplicaWork,
     SessionLost,
-    TakeOver,
     ToHead,
     Welcome,
     Work,
@@ -138,12 +132,9 @@ class HeadSession:
                 return
             case FullList() | ListDelta():
                 yield self._take_list(message)
-            case PeerWork():
-                if message.head_id != self._head_id:
-                    yield message
-            case (
-                HeadLeft() | NumberedCall() | CallRefused() | TakeOver() | CallOutcome() | CallFinished() | FleetState()
-            ):
+            case PeerWork() if message.head_id == self._head_id:
+                return
+            case _:
                 yield message
 
     def _take_list(self, news: FullList | ListDelta) -> ReplicaList:

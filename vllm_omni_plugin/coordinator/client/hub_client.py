@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import zmq
 
-from vllm_omni_plugin.coordinator.client.coordinator_link import CoordinatorLink
+from vllm_omni_plugin.coordinator.client.coordinator_link import CoordinatorLink, tell
 from vllm_omni_plugin.coordinator.protocol.control_messages import ReplicaList, decode_replica_list
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import open_sub
 from vllm_omni_plugin.curve import Secrets
@@ -108,12 +108,7 @@ class OmniCoordClientForHub:
             self._latest = replicas
             self._generation += 1
             self._news.notify_all()
-        if self._on_update is None:
-            return
-        try:
-            self._on_update(replicas)
-        except Exception:
-            logger.exception("The hub client's on_update failed; the next list will be handed to it again")
+        tell(self._on_update, replicas)
 
 
 def _log_trouble(trouble: str) -> None:

@@ -14,10 +14,7 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import (
     Beat,
     Bye,
     Call,
-    CallDone,
-    CallOutcome,
     CallRefused,
-    FleetState,
     FromHead,
     HeadLeft,
     Hello,
@@ -147,10 +144,10 @@ class Sessions:
                 session.report(message)
             case Numbers():
                 self._lists.reserve(message)
-            case Call() | CallOutcome() | CallDone() | FleetState():
-                return self._tell(self._calls.take(session.head_id, message, list(self._sessions)))
             case Bye():
                 return self._remove(session)
+            case _:
+                return self._tell(self._calls.take(session.head_id, message, list(self._sessions)))
         return []
 
     def overflowed(self, peer: bytes) -> None:
