@@ -38,6 +38,7 @@ class OmniConfig:
         secret_file: file with the secret that opens the links between nodes.
         max_message_size: MiB that a message between a head and a replica of another process may have at most.
         insecure: links between nodes are open to anybody.
+        any_vllm: go on with a version of vLLM that this package is not made for.
         admin_key_file: file with the keys of those who may change the fleet over HTTP; None: this machine alone may.
         drain_timeout: seconds that running requests have when a headless node is told to end.
         join_timeout: seconds in which a headless node must find the head for the first time; 0: no limit.
@@ -60,6 +61,7 @@ class OmniConfig:
     secret_file: str | None = None
     max_message_size: int = 512
     insecure: bool = False
+    any_vllm: bool = False
     admin_key_file: str | None = None
     drain_timeout: float = 300.0
     join_timeout: float = 300.0

@@ -20,6 +20,7 @@ FLAGS = (
     "--omni-heartbeat-timeout",
     "--omni-secret-file",
     "--omni-insecure",
+    "--omni-any-vllm",
     "--omni-migration-limit",
     "--omni-replica-wait",
     "--omni-drain-timeout",

@@ -14,6 +14,8 @@ from vllm_omni_plugin.vllm_api.requests.move import Move
 DEAD_FRAME = b"DEAD"
 UNREADABLE = b"\xc1"
 """A ready response that says nothing."""
+REFUSED = "refused"
+"""The finish reason of an engine that is paused and takes no requests."""
 VOCABULARY = 10_000
 """Token ids of the model are below this."""
 
@@ -141,10 +143,13 @@ class FakeEngineApi:
         return CacheSize(*msgspec.json.decode(ready_response)) if ready_response.startswith(b"[") else CacheSize()
 
     def cut_short(self, output: Any) -> bool:
-        return output.finish_reason in ("abort", "error")
+        return output.finish_reason in ("abort", "error", REFUSED)
 
     def aborted(self, output: Any) -> bool:
         return bool(output.finish_reason == "abort")
+
+    def refused(self, output: Any) -> bool:
+        return bool(output.finish_reason == REFUSED)
 
     def idle_report(self, engine_index: int) -> Any:
         return FakeOutputs(engine_index=engine_index, scheduler_stats=0)

@@ -10,10 +10,16 @@ from collections.abc import Sequence
 from functools import wraps
 from typing import Any
 
+from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.command_line import read_our_flags
-from vllm_omni_plugin.integration.options.flag_table import FLAGS, NO_MODEL
+from vllm_omni_plugin.integration.options.flag_table import ANY_VLLM, FLAGS, NO_MODEL
+from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.vllm_api.versions.supported import installed_version, why_unsupported
+
+logger = init_logger(__name__)
 
 GROUP = "OmniConfig"
+_ANY_VLLM = re.compile(r"--omni[-_]any[-_]vllm$")
 _PIPELINE = re.compile(r"--omni[-_]pipeline(=|$)")
 _CONFIG = "--config"
 _WRAPPED = "_vllm_omni_plugin_flags"
@@ -56,10 +62,28 @@ class GivenFlag(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         """Called by argparse when it meets the flag."""
+        check_version(parser, namespace)
         from vllm_omni_plugin.integration.processes.serve_command import take_over_command
 
         setattr(namespace, self.dest, True if self.nargs == 0 else values)
         take_over_command()
+
+
+def check_version(parser: Any, namespace: argparse.Namespace) -> None:
+    """End the process with one line if the installed vLLM is not one that this package is made for. Once for a line.
+
+    With `--omni-any-vllm` anywhere on the command line or in its file there is a warning instead.
+    """
+    if any(getattr(namespace, flag.destination, None) is not None for flag in FLAGS):
+        return
+    reason = why_unsupported(installed_version())
+    if reason is None:
+        return
+    if not any(map(_ANY_VLLM.match, _with_config(parser, sys.argv[1:]))):
+        from vllm_omni_plugin.integration.options.carried_options import exit_with
+
+        exit_with(ConfigError(f"--omni-* flags: {reason}"))
+    logger.warning("%s: %s. Anything may go wrong.", ANY_VLLM, reason)
 
 
 def add_group(parser: argparse.ArgumentParser) -> None:

@@ -92,10 +92,11 @@ class Orchestrator:
         self._bad_outputs = BadOutputs(stage_pools, clock, self.distrust)
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
-        moves, prefills = MoveBudget(clock), set[int]()
+        moves, prefills, fed = MoveBudget(clock), set[int](), set[int]()
         if preparation is not None:
             pipeline = preparation.pipeline
             self.async_chunk = any(stage.async_chunk for stage in pipeline.stages)
+            fed = {stage.id for stage in pipeline.stages if stage.inputs}
             prefills = {stage.id for stage in pipeline.stages if stage.output is Modality.KV_CACHE}
             needed = {stage.id for stage in pipeline.needed_for(pipeline.default_modalities)} - prefills
             self.needed_pools = [pool for pool in stage_pools if pool.stage_id in needed]
@@ -103,7 +104,8 @@ class Orchestrator:
         for pool, api in zip(stage_pools, apis, strict=True):
             # A prefill that cannot be done at once is left to the stage behind it.
             limit, wait = (0, 0.0) if pool.stage_id in prefills else (migration_limit, replica_wait)
-            self._dispatchers.append(Dispatcher(pool, api, limit, wait, clock, self.metrics, moves, self._wake_at))
+            arguments = (limit, wait, clock, self.metrics, moves, self._wake_at, pool.stage_id in fed)
+            self._dispatchers.append(Dispatcher(pool, api, *arguments))
         self._requests: Requests[Any]
         self.pause_order: PauseOrder | None = None
         if preparation is None:

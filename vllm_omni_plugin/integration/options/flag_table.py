@@ -14,6 +14,8 @@ from vllm_omni_plugin.config import ADMIN_KEY_FLAG, OmniConfig
 NO_MODEL = "<named by --omni-pipeline>"
 """Stands for the model on a command line without one, until the pipeline's file has been read."""
 
+ANY_VLLM = "--omni-any-vllm"
+
 _MAX_STAGE_ID = 1023
 _MAX_PORT = 65535
 _MAX_MESSAGE_MIB = 2**20
@@ -217,6 +219,12 @@ FLAGS = (
         "--omni-insecure",
         Side.BOTH,
         "Do without a secret, on loopback and elsewhere: everybody who reaches the fleet's ports can use and harm it.",
+    ),
+    Flag(
+        ANY_VLLM,
+        Side.BOTH,
+        "Go on with a version of vLLM that this version of the plugin is not made for, where these flags are refused "
+        "otherwise. Anything may go wrong.",
     ),
     Flag(
         ADMIN_KEY_FLAG,

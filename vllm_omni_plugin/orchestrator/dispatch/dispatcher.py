@@ -10,6 +10,7 @@ from vllm_omni_plugin.errors import MessageTooLargeError, OmniError, ReplicaErro
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.dispatch.held_requests import HeldRequests
 from vllm_omni_plugin.orchestrator.dispatch.move_budget import MoveBudget
+from vllm_omni_plugin.orchestrator.dispatch.refused_runs import RefusedRuns
 from vllm_omni_plugin.orchestrator.dispatch.suspects import Suspects
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics, count
@@ -34,6 +35,7 @@ class Dispatcher:
         metrics: what it counts.
         moves: how many requests of lost replicas may go on.
         wake_at: asks for a call of `tick` at this time or before, in monotonic seconds.
+        taken_before: see `RefusedRuns`.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Dispatcher:
         metrics: OrchestratorMetrics,
         moves: MoveBudget,
         wake_at: Callable[[float], None],
+        taken_before: bool = False,
     ) -> None:
         self._pool = pool
         self._api = api
@@ -60,6 +63,7 @@ class Dispatcher:
         self._moving: dict[StageRun, None] = {}
         self._is_moving = False
         self._suspects = Suspects(pool, wake_at, clock, metrics)
+        self._refused = RefusedRuns(pool, self._suspects, wake_at, clock, taken_before)
         self._ended: list[RunEnded] = []
         # Two heads may share an engine, and so may one head before and after its restart: ids must not meet there.
         self._head_tag = secrets.token_hex(4)
@@ -173,6 +177,8 @@ class Dispatcher:
             self._refuse(run, waited=self._held.wait)
         self._dispatch_moving()
         self._dispatch_suspects()
+        while (run := self._refused.take()) is not None:
+            self._dispatch(run)
         return self._take_ended()
 
     def _take_ended(self) -> Sequence[RunEnded]:
@@ -183,6 +189,8 @@ class Dispatcher:
         """Take in an output of a current attempt. Returns whether it is to be delivered."""
         tokens, finished = output.new_token_ids, output.finish_reason is not None
         cut_short = finished and self._api.cut_short(output)
+        if cut_short and not run.began and self._api.refused(output) and self._refused.refuse(run, member):
+            return False
         if not (run.began or cut_short):
             self._begin(member, run, output)
         # Counted whether the client gets it or not.
@@ -277,7 +285,7 @@ class Dispatcher:
         task, key = run.task, run.affinity_key
         # What is bound to a replica finds what it needs nowhere else.
         avoid = self._suspects.avoided(run) if run.suspicions or (key is None and self._suspects.tries) else ()
-        member, decision = self._pool.decide(task, key, avoid)
+        member, decision = self._pool.decide(task, key, self._refused.avoided(run) or avoid)
         attempt = f"{run.request_id}-{self._head_tag}-{next(self._attempts):x}"
         run.dispatch(member.replica_id, attempt, task, decision, self._clock())
         self._pool.charge(member, run)
@@ -374,6 +382,7 @@ class Dispatcher:
                 self._count_held()
         if run.suspicions:
             self._suspects.forget(run)
+        self._refused.forget(run)
 
     def _give_up_alone(self, run: StageRun, error: Exception) -> None:
         """What is wrong with one request, or with our handling of it, ends that request and nothing else."""

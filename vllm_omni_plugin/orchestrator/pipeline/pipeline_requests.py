@@ -5,7 +5,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any
 
-from vllm_omni_plugin.errors import OmniError, StageError, StageInputError
+from vllm_omni_plugin.errors import NoReplicaError, OmniError, StageError, StageInputError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.dispatch.dispatcher import Dispatcher
 from vllm_omni_plugin.orchestrator.pipeline.chunk_input import ChunkInput, Piece
@@ -16,7 +16,7 @@ from vllm_omni_plugin.orchestrator.pipeline.request_state import PipelineRequest
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import RequestFailed, RequestStages, SubmitRequest
 from vllm_omni_plugin.orchestrator.requests.pipeline_call import CallEnded, StageEvent
-from vllm_omni_plugin.orchestrator.requests.request_owner import Requests
+from vllm_omni_plugin.orchestrator.requests.request_owner import Requests, refuse
 from vllm_omni_plugin.orchestrator.requests.stage_run import Accepted, RunEnded, StageRun, StreamingInputState
 from vllm_omni_plugin.pipeline import BuiltInTransform, Modality, Stage
 from vllm_omni_plugin.pipeline.transfer import StageOutput
@@ -70,12 +70,12 @@ class PipelineRequests(Requests[PipelineRequestState]):
         self.abort((request.request_id,), whole=True)
         if request.resumable:
             error = StageInputError("A pipeline takes whole prompts: streaming input is for a fleet of one stage.")
-            _refuse(message, error, self._put)
+            refuse(message, error, self._put)
             return
         try:
             state = self._new_state(message)
         except (ValueError, StageInputError) as error:
-            _refuse(message, StageInputError(str(error)), self._put)
+            refuse(message, StageInputError(str(error)), self._put)
             return
         self.states[state.request_id] = state
         for stage in state.plan.roots:
@@ -84,7 +84,7 @@ class PipelineRequests(Requests[PipelineRequestState]):
     def fail(self, message: SubmitRequest, error: OmniError) -> None:
         state = self.states.get(message.request.request_id)
         if state is None:
-            _refuse(message, error, self._put)
+            refuse(message, error, self._put)
         else:
             self._fail(state, error)
 
@@ -336,6 +336,9 @@ class PipelineRequests(Requests[PipelineRequestState]):
 
     def _cut_short(self, state: PipelineRequestState, stage: Stage, output: Any) -> Any | None:
         """An engine has ended a request early."""
+        if self._apis[stage.id].refused(output):
+            self._fail(state, NoReplicaError(f"Stage {stage.name!r} is paused. Please try again later."))
+            return None
         if stage.output is Modality.KV_CACHE:
             self._end(state, stage)
             return None
@@ -386,10 +389,3 @@ class PipelineRequests(Requests[PipelineRequestState]):
         self._dispatchers[front].abort((state.runs[front],))
         self._pass_on(state, stage, _END, ended=True)
         return True
-
-
-def _refuse(message: SubmitRequest, error: OmniError, put: Callable[[Any], None]) -> None:
-    """A request cannot be begun."""
-    put(RequestFailed(message.request.request_id, error))
-    if message.call is not None:
-        message.call.put(CallEnded(error))

@@ -42,6 +42,9 @@ class RequestApi(Protocol):
     def aborted(self, output: Any) -> bool:
         """Whether the engine has ended the request because it was paused or put to sleep."""
 
+    def refused(self, output: Any) -> bool:
+        """Whether the engine has not taken the request, because an operator has paused it."""
+
     def idle_report(self, engine_index: int) -> Any: ...
 
     def movable(self, request: Any) -> Any:

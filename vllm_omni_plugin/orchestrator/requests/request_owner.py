@@ -11,8 +11,10 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     AbortRequests,
     FrontMessage,
     OutputUnusable,
+    RequestFailed,
     SubmitRequest,
 )
+from vllm_omni_plugin.orchestrator.requests.pipeline_call import CallEnded
 from vllm_omni_plugin.orchestrator.requests.stage_run import Accepted, RunEnded
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError, ThreadQueue
 
@@ -111,3 +113,10 @@ class Requests(ABC, Generic[S]):
             self.fail(message, OmniError(f"The request failed: {error!r}"))
         except Exception:
             logger.exception("Nor could its client be told of that.")
+
+
+def refuse(message: SubmitRequest, error: OmniError, put: Callable[[Any], None]) -> None:
+    """End a request that cannot be begun."""
+    put(RequestFailed(message.request.request_id, error))
+    if message.call is not None:
+        message.call.put(CallEnded(error))

@@ -293,6 +293,15 @@ class StageRun:
             self.streaming.rewind()
         return None
 
+    def refuse(self) -> None:
+        """The replica has not taken the current attempt, and keeps nothing of it."""
+        assert self.phase is RequestPhase.DISPATCHED, self
+        self.phase = RequestPhase.MOVING
+        self.replica_id = None
+        self.engine_request_id = ""
+        if self.streaming is not None:
+            self.streaming.rewind()
+
     def give_up(self, error: NoReplicaError) -> OmniError:
         """No replica can take the request. Returns what it has ended with."""
         assert self.phase in (RequestPhase.QUEUED, RequestPhase.MOVING), self

@@ -21,6 +21,7 @@ from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.vllm_api.requests import moving, ready
 from vllm_omni_plugin.vllm_api.requests.facts import LoadReport
 from vllm_omni_plugin.vllm_api.requests.move import Move
+from vllm_omni_plugin.vllm_api.versions.engine_refusals import is_refusal
 
 Frames = Sequence[Any]
 """Frames of one message, each anything that supports the buffer protocol (bytes, memoryview, zmq.Frame)."""
@@ -160,6 +161,10 @@ class EngineApi:
     def aborted(self, output: Any) -> bool:
         """Whether the engine has ended the request because it was paused or put to sleep."""
         return bool(output.finish_reason == FinishReason.ABORT)
+
+    def refused(self, output: Any) -> bool:
+        """Whether the engine has not taken the request, because an operator has paused it."""
+        return is_refusal(output)
 
     def movable(self, request: Any) -> Any:
         """The request, or a copy with a seed if its answer could neither be resumed nor repeated without.

@@ -37,7 +37,7 @@ CLI_ARGS_MOVED = Difference(
 PAUSE_REFUSES = Difference(
     since=(0, 33),
     about="AsyncLLM pauses by `pause_generation`: in modes abort and wait an engine refuses requests until it resumes",
-    older="`FleetClient.pause_scheduler_async`, and the first line of `refusals.is_refusal`",
+    older="`FleetClient.pause_scheduler_async`, and the question in `engine_refusals`",
 )
 PROFILER_ARGUMENTS = Difference(
     since=(0, 33),

@@ -1,0 +1,100 @@
+"""Engines that an operator has paused and that take no requests: these go elsewhere, wait, or come back."""
+
+import pytest
+
+from tests.fakes.conditions import eventually
+from tests.fakes.engine_api import REFUSED
+from tests.fakes.fleet import FakeFleet
+from vllm_omni_plugin.orchestrator.dispatch.refused_runs import RETRY_S
+
+
+def refuse(fleet: FakeFleet, request_id: str) -> int:
+    """The replica that has a request refuses it; returns its id."""
+    link, attempt = fleet.attempt(request_id)
+    link.output(attempt, finish_reason=REFUSED)
+    return next(replica_id for replica_id, other in fleet.links.items() if other is link)
+
+
+async def sent(fleet: FakeFleet, request_id: str) -> None:
+    """The request is at a replica again."""
+    run = fleet.orchestrator.request_states[request_id].runs[0]
+    await eventually(lambda: run.replica_id is not None, "another attempt")
+
+
+async def test_what_one_replica_refuses_another_one_answers() -> None:
+    async with FakeFleet(replicas=3) as fleet:
+        await fleet.submit("a", prompt=[1])
+        first = refuse(fleet, "a")
+        await sent(fleet, "a")
+        assert fleet.in_flight[first] == 0
+        second = refuse(fleet, "a")
+        await sent(fleet, "a")
+        link, attempt = fleet.attempt("a")
+        assert link not in (fleet.links[first], fleet.links[second])
+        assert link.prompts[attempt] == [1]
+        link.output(attempt, 5, finish_reason="stop")
+        assert await fleet.read() == [("a", "stop")]
+        assert fleet.tokens["a"] == [5]
+        assert fleet.in_flight == [0, 0, 0]
+
+
+async def test_a_client_is_told_once_all_replicas_have_refused() -> None:
+    async with FakeFleet(replicas=2) as fleet:
+        await fleet.submit("a")
+        refuse(fleet, "a")
+        await sent(fleet, "a")
+        assert await fleet.read() == []
+        refuse(fleet, "a")
+        assert await fleet.read() == [("a", REFUSED)]
+        assert not fleet.orchestrator.request_states
+        assert fleet.in_flight == [0, 0]
+
+
+async def test_what_the_fleet_took_before_the_pause_goes_on_when_that_is_over() -> None:
+    async with FakeFleet(replicas=2) as fleet:
+        await fleet.submit("a", prompt=[1])
+        link, attempt = fleet.attempt("a")
+        link.output(attempt, 5)
+        fleet.lose(next(replica_id for replica_id, other in fleet.links.items() if other is link))
+        await sent(fleet, "a")
+        for _ in range(3):
+            refuse(fleet, "a")
+            assert sum(fleet.in_flight) == 0
+            fleet.now += RETRY_S
+            await sent(fleet, "a")
+        link, attempt = fleet.attempt("a")
+        assert link.prompts[attempt] == [1, 5]
+        link.output(attempt, 6, finish_reason="stop")
+        await fleet.read()
+        assert fleet.tokens["a"] == [5, 6]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+async def test_a_refused_request_that_is_aborted_is_forgotten(waits: bool) -> None:
+    async with FakeFleet(replicas=2) as fleet:
+        await fleet.submit("a")
+        if waits:
+            link, _ = fleet.attempt("a")
+            fleet.lose(next(replica_id for replica_id, other in fleet.links.items() if other is link))
+            await sent(fleet, "a")
+        refuse(fleet, "a")
+        await fleet.abort("a")
+        added = [len(link.added) for link in fleet.links.values()]
+        fleet.now += 2 * RETRY_S
+        await fleet.submit("b")
+        assert sum(len(link.added) for link in fleet.links.values()) == sum(added) + 1
+        assert await fleet.read() == []
+
+
+async def test_a_session_whose_parts_are_on_their_way_is_not_sent_elsewhere() -> None:
+    async with FakeFleet(replicas=2) as fleet:
+        await fleet.submit("a", resumable=True)
+        refuse(fleet, "a")
+        assert await fleet.read() == [("a", REFUSED)]
+
+
+async def test_what_is_bound_to_a_replica_is_not_sent_elsewhere() -> None:
+    async with FakeFleet(replicas=2) as fleet:
+        await fleet.submit("a", affinity=1)
+        refuse(fleet, "a")
+        assert await fleet.read() == [("a", REFUSED)]
