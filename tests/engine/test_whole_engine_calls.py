@@ -4,6 +4,9 @@ import asyncio
 from typing import Any
 
 import httpx
+import pytest
+
+from vllm_omni_plugin.vllm_api.versions.differences import PAUSE_REFUSES
 
 from .server import MODEL, Server, until
 
@@ -55,6 +58,22 @@ def test_calls_answer_as_one_plain_engine_does(plain: Server, fleet: Server) -> 
     for expected_call in CALLS:
         assert call(fleet, *expected_call) == call(plain, *expected_call)
     assert completion(fleet) == completion(plain) == before
+    assert fleet.replicas_up() == 2
+
+
+@pytest.mark.skipif(not PAUSE_REFUSES.here, reason="requests wait in paused engines of this vLLM")
+@pytest.mark.parametrize("mode", ["abort", "wait"])
+def test_requests_during_a_pause_are_refused_as_by_one_plain_engine(plain: Server, fleet: Server, mode: str) -> None:
+    def refusal(server: Server) -> tuple[int, str]:
+        call(server, "POST", f"/pause?mode={mode}", None)
+        try:
+            answer = httpx.post(f"{server.url}/v1/completions", json=body(), timeout=60.0)
+        finally:
+            call(server, "POST", "/resume", None)
+        return answer.status_code, answer.json()["error"]["message"]
+
+    assert refusal(fleet) == refusal(plain)
+    assert completion(fleet) == completion(plain)
     assert fleet.replicas_up() == 2
 
 

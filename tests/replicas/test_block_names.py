@@ -48,6 +48,14 @@ def test_blocks_stored_at_once_or_one_after_another_have_the_keys_of_their_promp
     assert names.apply([stored(2, 3, parent=1, first=1)]).stored == KEYS[1:]
 
 
+def test_a_block_with_names_by_what_follows_it_is_reusable_until_the_last_of_them_is_removed() -> None:
+    names = BlockNames()
+    names.apply([stored(1, lookahead_token_ids=[[7]]), stored(2, lookahead_token_ids=[[8]])])
+    assert names.apply([removed(1)]) == CacheChange()
+    assert names.apply([stored(1, lookahead_token_ids=[[7]]), removed(2)]).removed == ()
+    assert names.apply([removed(1)]).removed == KEYS[:1]
+
+
 def test_a_block_is_reusable_until_the_last_of_its_copies_is_removed() -> None:
     names = BlockNames()
     names.apply([stored(1, 2)])

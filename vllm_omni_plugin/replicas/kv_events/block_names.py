@@ -30,6 +30,9 @@ class BlockNames:
     Only the first KV cache group counts, and only if it attends to everything. A hit of a hybrid model needs its other
     groups too, so for such a model what is known here is an upper bound.
 
+    With speculative decoding a block's name may depend on the tokens behind it, too. Here blocks that differ in these
+    alone count as one, which is cached while any of them is: of a hit that is predicted the last block may be missing.
+
     Attributes:
         copies: how many there are of all blocks; never more than the engine has blocks, unless reports were lost.
     """
@@ -39,6 +42,8 @@ class BlockNames:
         self._keys: dict[EngineHash, int] = {}
         # Of the blocks that have more than one.
         self._further_copies: dict[EngineHash, int] = {}
+        # How many names there are for a key, where tokens behind a block count.
+        self._names: dict[int, int] = {}
 
     def apply(self, events: Iterable[CacheEvent]) -> CacheChange:
         """What the events of one batch, taken together, change."""
@@ -63,6 +68,7 @@ class BlockNames:
         self.copies = 0
         self._keys.clear()
         self._further_copies.clear()
+        self._names.clear()
 
     def _store(self, event: BlockStored) -> list[int]:
         parent = ROOT if event.parent_block_hash is None else self._keys.get(event.parent_block_hash)
@@ -86,6 +92,8 @@ class BlockNames:
                 self._further_copies[block_hash] = self._further_copies.get(block_hash, 0) + 1
             else:
                 self._keys[block_hash] = parent
+                if event.lookahead_token_ids is not None:
+                    self._names[parent] = self._names.get(parent, 0) + 1
         return keys
 
     def _remove(self, event: BlockRemoved) -> list[int]:
@@ -98,7 +106,12 @@ class BlockNames:
             if further > 1:
                 self._further_copies[block_hash] = further - 1
             elif not further:
-                keys.append(self._keys.pop(block_hash))
+                key = self._keys.pop(block_hash)
+                others = self._names.pop(key, 1) - 1
+                if others:
+                    self._names[key] = others
+                else:
+                    keys.append(key)
         return keys
 
 

@@ -28,6 +28,7 @@ class BlockStored(Struct, frozen=True, tag=True, gc=False):
         extra_keys: for each block what tells it from others of the same tokens, see `block_keys`.
         group_idx: which of the model's KV cache groups; None before engines said it.
         kv_cache_spec_kind: that group's kind of attention, if the engine says it.
+        lookahead_token_ids: for each block the tokens behind it that its name depends on; None where it does on none.
     """
 
     block_hashes: list[EngineHash]
@@ -38,6 +39,7 @@ class BlockStored(Struct, frozen=True, tag=True, gc=False):
     extra_keys: list[list[Any] | None] | None = None
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
+    lookahead_token_ids: list[list[_TokenId]] | None = None
 
 
 class BlockRemoved(Struct, frozen=True, tag=True, gc=False):
