@@ -1,35 +1,41 @@
 # Needs Python 3.11 or newer with pip, and make. `make` alone lists the commands.
 #   PYTHON=python3.12          the interpreter to make .venv with
+#   VLLM=0.33                  tests with this vLLM instead of 0.32, in .venv-0.33
 #   PYTEST_ARGS="-k balancer"  more arguments for pytest; -n 0 for one test after the other
 #   ARGS=--once                arguments for the demo
 export PYTHON
+VLLM ?= 0.32
 PYTEST_ARGS ?=
 ARGS ?=
 PY := .venv/bin/python
+# What tests run with. Lint and types need .venv alone.
+TEST_PY := $(if $(filter 0.32,$(VLLM)),$(PY),.venv-$(VLLM)/bin/python)
 # What takes longest begins first (see tests/engine/conftest.py and tests/lanes.py).
 LANES := --dist loadgroup --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint types suite check-suite check test test-long demo clean
+NEWEST := 0.33
+
+.PHONY: help setup lint types suite check-suite check test test-long newest demo clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
 
 setup: ## make .venv with vLLM for the CPU, the test tools and this project
-	@.ci/setup
+	@VLLM=$(VLLM) .ci/setup
 
 lint: setup ## check style and format
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
 
 types: setup ## check types
-	$(PY) -m mypy vllm_omni_plugin $(wildcard entrypoints/*.py examples/*.py examples/*/*.py examples/*/*/*.py benchmarks/*.py benchmarks/*/*.py)
+	$(PY) -m mypy vllm_omni_plugin $(wildcard entrypoints/*.py examples/*.py examples/*/*.py examples/*/*/*.py benchmarks/*.py benchmarks/*/*.py tools/*.py)
 
 suite: setup
-	$(PY) -m pytest -n 3 $(LANES) --durations=30 $(PYTEST_ARGS)
+	$(TEST_PY) -m pytest -n 3 $(LANES) --durations=30 $(PYTEST_ARGS)
 
 check-suite: setup
-	$(PY) -m pytest -m "not engine and not long" --ignore=tests/engine -n 2 $(LANES) $(PYTEST_ARGS)
+	$(TEST_PY) -m pytest -m "not engine and not long" --ignore=tests/engine -n 2 $(LANES) $(PYTEST_ARGS)
 
 # Types are checked beside the tests. Those of tests/project check layers and cycles of imports.
 check: lint ## lint, types and the tests that start no engine: under two minutes
@@ -39,7 +45,11 @@ test: lint ## the gate: the same, and the tests on real engines: under ten minut
 	@$(MAKE) --no-print-directory -j 2 types suite
 
 test-long: setup ## tests that take long and repeat in another way what others show, and histories drawn at random
-	$(PY) -m pytest -m "long or hypothesis" --hypothesis-profile=random $(PYTEST_ARGS)
+	$(TEST_PY) -m pytest -m "long or hypothesis" --hypothesis-profile=random $(PYTEST_ARGS)
+
+newest: ## contract tests and "same answers" with the newest vLLM that is supported
+	@VLLM=$(NEWEST) .ci/setup
+	.venv-$(NEWEST)/bin/python -m pytest -n 2 $(LANES) $(PYTEST_ARGS) tests/contract tests/engine/test_same_answers.py
 
 demo: setup ## serve a tiny model with two replicas and talk to it
 	@$(PY) -u examples/demo.py $(ARGS)

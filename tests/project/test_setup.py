@@ -47,7 +47,8 @@ class Folder:
         return path
 
     def set_up(self, python: Path | None = None) -> "subprocess.CompletedProcess[str]":
-        environment = {**os.environ, "PATH": f"{self._path}:{os.environ['PATH']}", "PYTHON": str(python or "")}
+        own = {"PATH": f"{self._path}:{os.environ['PATH']}", "PYTHON": str(python or ""), "VLLM": ""}
+        environment = os.environ | own
         return subprocess.run(
             [self.root / ".ci" / "setup"], env=environment, capture_output=True, text=True, check=False, timeout=60
         )

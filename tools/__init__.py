@@ -1,0 +1,1 @@
+"""Scripts for developers of this package; not installed."""
