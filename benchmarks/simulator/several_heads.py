@@ -11,7 +11,7 @@ from simulator.head import Head, Policy
 from simulator.replica import Clock, SimReplica
 from simulator.requests import Job, Request
 from vllm_omni_plugin.balancing import CacheChange, ReplicaLoad, ServingReplicas
-from vllm_omni_plugin.coordinator import PeerWork, ReplicaWork
+from vllm_omni_plugin.coordinator import PeerWork, ReplicaWork, Welcome
 from vllm_omni_plugin.orchestrator.pool.work_exchange import REPORT_INTERVAL_S, OthersWork, WorkExchange
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 from vllm_omni_plugin.sim import EngineSettings
@@ -182,7 +182,7 @@ class SeveralHeads(Head):
                     after(delay - interval, hear, self._heads[other], exchange, PeerWork(str(number), full, list(work)))
 
         def hear(head: SharingHead, exchange: WorkExchange, message: PeerWork) -> None:
-            others_work = exchange.peer_work(message)
+            others_work = exchange.take(message)
             head.hear(exchange.heads, others_work)
 
         for number, head in enumerate(self._heads):
@@ -191,7 +191,7 @@ class SeveralHeads(Head):
             for replica in cast(Sequence[SharedReplica], head.serving):
                 replica.exchange = exchange
                 replica.account.join(exchange.serves(cast(Any, replica)))
-            exchange.welcomed([])
+            exchange.take(Welcome([], False))
 
 
 def _follows_caches(policy: Policy) -> bool:

@@ -7,7 +7,7 @@ from tests.fakes.fleet import FakeFleet
 from tests.orchestrator.work_bus import Timers
 from vllm_omni_plugin.admin.metrics.fleet_metrics import FleetCollector
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
-from vllm_omni_plugin.coordinator import PeerWork
+from vllm_omni_plugin.coordinator import PeerWork, SessionLost
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
@@ -64,11 +64,11 @@ def test_a_head_that_can_be_joined_says_who_it_hears_of() -> None:
     registry = registry_of(orchestrator)
     assert registry.get_sample_value("vllm_omni_fleet:heads") == 1
     assert registry.get_sample_value("vllm_omni_fleet:coordinator_connected") is None
-    exchange.peer_work(PeerWork("another", True, []))
+    exchange.take(PeerWork("another", True, []))
     orchestrator.metrics.has_session = True
     assert registry.get_sample_value("vllm_omni_fleet:heads") == 2
     assert registry.get_sample_value("vllm_omni_fleet:coordinator_connected") == 1
-    exchange.session_lost()
+    exchange.take(SessionLost())
     orchestrator.metrics.has_session = False
     assert registry.get_sample_value("vllm_omni_fleet:heads") == 1
     assert registry.get_sample_value("vllm_omni_fleet:coordinator_connected") == 0

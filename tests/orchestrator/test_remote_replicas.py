@@ -9,7 +9,7 @@ from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import UNREADABLE, FakeEngineApi
 from tests.orchestrator.remote_fleet import Attachment, Fleet
 from tests.orchestrator.test_replica_list import row
-from vllm_omni_plugin.coordinator import PeerWork, ReplicaStatus
+from vllm_omni_plugin.coordinator import PeerWork, ReplicaStatus, Welcome
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.orchestrator.attachment.remote_keeper import (
     ALL_HEADS_LEAVE_S,
@@ -248,8 +248,8 @@ async def test_a_replica_that_fails_what_others_took_is_attached_to_anew(fleet: 
 async def test_a_replica_that_is_taken_out_is_left_alone_until_all_heads_have_left_it(fleet: Fleet) -> None:
     (replica,) = await fleet.joined(row(1))
     exchange = fleet.pool.exchange = WorkExchange(lambda work, full: None)
-    exchange.welcomed(["other"])
-    exchange.peer_work(PeerWork("other", True, []))
+    exchange.take(Welcome(["other"], False))
+    exchange.take(PeerWork("other", True, []))
     fleet.pause_over.clear()
     fleet.orchestrator.distrust(fleet.pool.member(0), "it failed a call that others took")
     await eventually(lambda: fleet.pauses)

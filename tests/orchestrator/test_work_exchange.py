@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from tests.orchestrator.work_bus import PROMPT_TOKENS, WorkBus, WorkingHead
-from vllm_omni_plugin.coordinator import HeadLeft, PeerWork, ReplicaWork, SessionLost, engine_key
+from vllm_omni_plugin.coordinator import HeadLeft, PeerWork, ReplicaWork, SessionLost, Welcome, engine_key
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.pool.work_exchange import REPORT_INTERVAL_S, WorkExchange
 from vllm_omni_plugin.vllm_api.requests.facts import LoadReport
@@ -163,6 +163,6 @@ def test_the_loss_of_the_last_other_head_makes_this_one_alone_again(lost: HeadLe
 async def test_it_reports_by_the_running_loop_s_timers() -> None:
     reported = asyncio.Event()
     exchange = WorkExchange(lambda work, full: reported.set())
-    exchange.welcomed([])
+    exchange.take(Welcome([], False))
     await asyncio.wait_for(reported.wait(), 5.0)
     exchange.close()

@@ -95,15 +95,7 @@ class WorkingHead:
 
     def hear(self, message: Message) -> None:
         """As the orchestrator does."""
-        match message:
-            case PeerWork():
-                others_work = self.exchange.peer_work(message)
-            case HeadLeft():
-                others_work = self.exchange.head_left(message.head_id)
-            case SessionLost():
-                others_work = self.exchange.session_lost()
-            case Welcome():
-                others_work = self.exchange.welcomed(message.heads)
+        others_work = self.exchange.take(message)
         self.pool.share_with(self.exchange.heads)
         for member, work in others_work:
             self.pool.join(member, work)

@@ -5,7 +5,7 @@ from concurrent.futures import Future
 from contextlib import aclosing
 from typing import Any
 
-from vllm_omni_plugin.coordinator import HeadLeft, PeerWork, ReplicaKey, SessionLost, Welcome
+from vllm_omni_plugin.coordinator import ReplicaKey
 from vllm_omni_plugin.coordinator.state.call_log import note_drained
 from vllm_omni_plugin.errors import OmniError, ReplicaError
 from vllm_omni_plugin.logger import init_logger
@@ -13,7 +13,7 @@ from vllm_omni_plugin.orchestrator.attachment.remote_replicas import RemoteRepli
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.fleet_state.member_changes import manage
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pool.work_exchange import OthersWork, WorkExchange
+from vllm_omni_plugin.orchestrator.pool.work_exchange import OfHeads, WorkExchange
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     CallReplicas,
     Explain,
@@ -148,24 +148,10 @@ class FleetControl:
 
     def _hear(self, message: PeerMessage) -> None:
         assert self._exchange is not None
-        others_work: OthersWork = []
-        match message:
-            case Welcome():
-                others_work = self._exchange.welcomed(message.heads)
-                self._fleet_calls.welcomed(message.heads)
-            case PeerWork():
-                others_work = self._exchange.peer_work(message)
-                self._fleet_calls.head_joined(message.head_id)
-            case HeadLeft():
-                others_work = self._exchange.head_left(message.head_id)
-                self._fleet_calls.head_left(message.head_id)
-            case SessionLost():
-                others_work = self._exchange.session_lost()
-                self._fleet_calls.session_lost()
-            case _:
-                self._fleet_calls.take(message)
-                return
-        for pool in self._pools:
-            pool.share_with(self._exchange.heads)
-        for member, work in others_work:
-            self._pools[member.stage_id].join(member, work)
+        if isinstance(message, OfHeads):
+            others_work = self._exchange.take(message)
+            for pool in self._pools:
+                pool.share_with(self._exchange.heads)
+            for member, work in others_work:
+                self._pools[member.stage_id].join(member, work)
+        self._fleet_calls.take(message)

@@ -7,13 +7,12 @@ from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from vllm_omni_plugin.coordinator import OmniCoordClientForHead, ReplicaKey
+from vllm_omni_plugin.coordinator import HeadLeft, OmniCoordClientForHead, PeerWork, ReplicaKey, SessionLost, Welcome
 from vllm_omni_plugin.coordinator.protocol.call_arguments import FORGET_LORA, MANAGE_CALLS, decode, encode
 from vllm_omni_plugin.coordinator.protocol.head_messages import (
     Call,
     CallDone,
     CallFinished,
-    CallMessage,
     CallOutcome,
     CallRefused,
     FleetState,
@@ -34,6 +33,7 @@ from vllm_omni_plugin.orchestrator.fleet_state.fleet_snapshot import adopt, snap
 from vllm_omni_plugin.orchestrator.fleet_state.front_update import tell
 from vllm_omni_plugin.orchestrator.fleet_state.member_changes import manage_by_key
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PeerMessage
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
 
 logger = init_logger(__name__)
@@ -100,31 +100,23 @@ class FleetCalls:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def welcomed(self, heads: Sequence[str]) -> None:
-        """A session begins, with these other heads; the fleet's state follows."""
-        self._forget_calls()
-        self._in_session, self._others = True, set(heads)
-        self._synced.clear()
-
-    def head_joined(self, head_id: str) -> None:
-        """Another head reports."""
-        if self._others is not None:
-            self._others.add(head_id)
-
-    def head_left(self, head_id: str) -> None:
-        """Another head has left."""
-        if self._others is not None:
-            self._others.discard(head_id)
-
-    def session_lost(self) -> None:
-        """The coordinator is silent."""
-        self._in_session = False
-        self._synced.set()
-        self._forget_calls()
-
-    def take(self, message: CallMessage) -> None:
-        """The coordinator says something of calls."""
+    def take(self, message: PeerMessage) -> None:
+        """The coordinator says something of other heads, or of calls."""
         match message:
+            case Welcome():
+                self._forget_calls()
+                self._in_session, self._others = True, set(message.heads)
+                # The fleet's state follows.
+                self._synced.clear()
+            case PeerWork():
+                self._head_joined(message.head_id)
+            case HeadLeft():
+                if self._others is not None:
+                    self._others.discard(message.head_id)
+            case SessionLost():
+                self._in_session = False
+                self._synced.set()
+                self._forget_calls()
             case NumberedCall():
                 self._numbered(message)
             case TakeOver():
@@ -254,6 +246,10 @@ class FleetCalls:
         else:
             reply.set_result(None)
 
+    def _head_joined(self, head_id: str) -> None:
+        if self._others is not None:
+            self._others.add(head_id)
+
     def _numbered(self, call: NumberedCall) -> None:
         self._number = max(self._number, call.number)
         if call.method in MANAGE_CALLS:
@@ -261,7 +257,7 @@ class FleetCalls:
         own = call.head_id == self._head_id
         begun = self._begin(call, None if own else call.told)
         if not own:
-            self.head_joined(call.head_id)
+            self._head_joined(call.head_id)
             self._followed[call.number] = begun
             return
         self._own[call.number] = begun

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from vllm_omni_plugin.coordinator import PeerWork, ReplicaWork
+from vllm_omni_plugin.coordinator import HeadLeft, PeerWork, ReplicaWork, SessionLost, Welcome
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.requests.charges import NO_WORK, Work
 
@@ -11,6 +11,8 @@ REPORT_INTERVAL_S = 0.04
 """Seconds between two reports. With as long again at the coordinator, heads know each other's work within 0.1 s."""
 
 
+OfHeads = Welcome | PeerWork | HeadLeft | SessionLost
+"""What a head hears of other heads and their work."""
 OthersWork = list[tuple[PoolMember, Work | None]]
 """What the other heads have now charged to replicas; None: they do not say, and the engines' word counts."""
 
@@ -78,8 +80,22 @@ class WorkExchange:
             self._members.pop(key, None)
         self._note(key)
 
-    def peer_work(self, message: PeerWork) -> OthersWork:
-        """Another head has reported. Returns what of others' work has changed by that."""
+    def take(self, message: OfHeads) -> OthersWork:
+        """Hear of other heads. Returns what of others' work has changed by that."""
+        match message:
+            case PeerWork():
+                return self._peer_work(message)
+            case Welcome():
+                # A session begins: the next report has everything.
+                self._all_wanted = True
+                self._wake()
+                return self._forget([head_id for head_id in self._heads if head_id not in message.heads])
+            case HeadLeft():
+                return self._forget([message.head_id])
+            case SessionLost():
+                return self._forget(list(self._heads))
+
+    def _peer_work(self, message: PeerWork) -> OthersWork:
         is_first = not self._heads
         known = self._heads.setdefault(message.head_id, {})
         if is_first:
@@ -91,23 +107,9 @@ class WorkExchange:
         self._count(known, rows | dict.fromkeys(gone, NO_WORK))
         return self._work_of_others(self._members if is_first else (*rows, *gone))
 
-    def welcomed(self, heads: Collection[str]) -> OthersWork:
-        """A session begins, with these other heads: the next report has everything. Returns as `peer_work`."""
-        self._all_wanted = True
-        self._wake()
-        return self._forget([head_id for head_id in self._heads if head_id not in heads])
-
-    def head_left(self, head_id: str) -> OthersWork:
-        """Another head has left. Returns as `peer_work`."""
-        return self._forget([head_id])
-
-    def session_lost(self) -> OthersWork:
-        """What other heads have in flight is no longer known. Returns as `peer_work`."""
-        return self._forget(list(self._heads))
-
     def close(self) -> None:
         """Report no more. Idempotent."""
-        self.session_lost()
+        self._forget(list(self._heads))
         if self._timer is not None:
             self._timer.cancel()
 
