@@ -6,6 +6,8 @@ from functools import cached_property, partial
 from typing import Any, Self
 
 from tests.fakes.conditions import eventually
+from tests.fakes.engine_api import FakeEngineApi
+from tests.fakes.links import FakeLink, answer_calls
 from vllm_omni_plugin.orchestrator.fleet_control import FleetControl
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
@@ -65,16 +67,27 @@ class PlayedFleet:
         # A batch is taken and dealt with in one step of the loop, so an empty queue means that it has been.
         await eventually(lambda: len(queue) == 0, "the taking of a message")
 
-    def ask(self, method: str, *args: Any) -> Future[list[Any]]:
-        """An operator calls all replicas."""
+    def ask(self, method: str, *args: Any, stages: tuple[int, ...] | None = None) -> Future[list[Any]]:
+        """An operator calls all replicas of all stages, or of some."""
         reply: Future[list[Any]] = Future()
-        self.orchestrator.rpc_async_queue.force_put(CallReplicas(method, args, reply))
+        self.orchestrator.rpc_async_queue.force_put(CallReplicas(method, args, reply, stages))
         return reply
 
-    async def call(self, method: str, *args: Any) -> list[Any]:
-        """An operator calls all replicas; returns what they answered."""
+    async def call(self, method: str, *args: Any, stages: tuple[int, ...] | None = None) -> list[Any]:
+        """As `ask`; returns what they answered."""
         async with asyncio.timeout(10):
-            return await asyncio.wrap_future(self.ask(method, *args))
+            return await asyncio.wrap_future(self.ask(method, *args, stages=stages))
+
+    async def told(self, stage_id: int = 0, link: FakeLink | None = None) -> list[tuple[str, list[Any]]]:
+        """What a replica that attaches to a stage is told, over this link or one of an engine that takes every call."""
+        if link is None:
+            link = FakeLink("joiner")
+            link.on_call = answer_calls
+        client = StageClient(link, FakeEngineApi(), "joiner", lambda outputs: None, lambda reason: None)
+        client.start()
+        async with asyncio.timeout(10):
+            await self.orchestrator.stage_calls[stage_id].bring_up_to_date(client, told=False, remote=False)
+        return [(method, args) for _, method, args in link.calls]
 
     async def manage(self, action: Any, replica_id: int, stage_id: int = 0) -> None:
         """An operator drains, resumes or removes a replica; returns when that is granted."""

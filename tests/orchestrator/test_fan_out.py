@@ -11,14 +11,12 @@ from msgspec.structs import replace
 
 from tests.fakes.adapter_files import write_adapter
 from tests.fakes.conditions import eventually
-from tests.fakes.engine_api import FakeEngineApi
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.links import FakeLink, answer_calls, refuse_calls
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.coordinator.protocol.call_arguments import FORGET_LORA
 from vllm_omni_plugin.errors import NOT_ALLOWED, NoReplicaError, NotAllowedError, ReplicaError
 from vllm_omni_plugin.orchestrator.fleet_state.begun_call import BegunCall
-from vllm_omni_plugin.replicas.client.stage_client import StageClient
 from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
 from vllm_omni_plugin.vllm_api.requests.digests import adapter_digest
 
@@ -37,22 +35,6 @@ async def until_called(*links: FakeLink) -> None:
 
 def statuses(fleet: FakeFleet) -> list[ReplicaStatus]:
     return [member.status for member in fleet.pool.members]
-
-
-async def join(fleet: FakeFleet, link: FakeLink) -> list[tuple[str, list[Any]]]:
-    """A replica attaches over the link; returns what it was told."""
-    client = StageClient(link, FakeEngineApi(), 9, lambda outputs: None, lambda reason: None)
-    client.start()
-    async with asyncio.timeout(5):
-        await fleet.orchestrator.stage_calls[0].bring_up_to_date(client, told=False, remote=False)
-    return [(method, args) for _, method, args in link.calls]
-
-
-def willing() -> FakeLink:
-    """Return the link of a replica that takes every call."""
-    link = FakeLink("joiner")
-    link.on_call = answer_calls
-    return link
 
 
 async def test_all_replicas_are_called_at_once_and_answer_in_replica_order(fleet: FakeFleet) -> None:
@@ -110,14 +92,14 @@ async def test_a_call_that_all_fail_is_an_error_and_no_replica_is_to_blame(fleet
     with pytest.raises(ReplicaError, match="replica-0/in refuses sleep"):
         await fleet.call("sleep", 1, "abort")
     assert statuses(fleet) == [ReplicaStatus.UP] * 3
-    assert await join(fleet, willing()) == []
+    assert await fleet.told() == []
 
 
 async def test_a_call_that_cannot_be_encoded_is_the_callers_error_and_leaves_no_trace(fleet: FakeFleet) -> None:
     with pytest.raises(TypeError):
         await fleet.call("set_weight_version", object())
     assert statuses(fleet) == [ReplicaStatus.UP] * 3
-    assert await join(fleet, willing()) == []
+    assert await fleet.told() == []
 
 
 async def test_a_call_without_replicas_is_an_error_and_is_not_recorded(fleet: FakeFleet) -> None:
@@ -125,14 +107,14 @@ async def test_a_call_without_replicas_is_an_error_and_is_not_recorded(fleet: Fa
         fleet.lose(replica_id)
     with pytest.raises(NoReplicaError, match="No replica can take the call sleep right now"):
         await fleet.call("sleep", 1, "abort")
-    assert await join(fleet, willing()) == []
+    assert await fleet.told() == []
 
 
 async def test_a_joiner_is_told_what_the_others_were_told(fleet: FakeFleet) -> None:
     await fleet.call("set_weight_version", "v2")
     await fleet.call("is_sleeping")
     await fleet.call("pause_scheduler", "keep")
-    assert await join(fleet, willing()) == [("set_weight_version", ["v2"]), ("pause_scheduler", ["keep", False])]
+    assert await fleet.told() == [("set_weight_version", ["v2"]), ("pause_scheduler", ["keep", False])]
 
 
 async def test_an_adapter_that_is_forgotten_stays_in_engines_and_is_not_told_to_joiners(fleet: FakeFleet) -> None:
@@ -140,7 +122,7 @@ async def test_an_adapter_that_is_forgotten_stays_in_engines_and_is_not_told_to_
     await fleet.call("pin_lora", 7)
     assert await fleet.call(FORGET_LORA, 7) == []
     assert [method for _, method, _ in fleet.links[0].calls] == ["add_lora", "pin_lora"]
-    assert await join(fleet, willing()) == []
+    assert await fleet.told() == []
 
 
 @pytest.fixture
@@ -163,12 +145,12 @@ async def test_a_replica_of_this_node_that_starts_after_the_files_of_an_adapter_
     fleet: FakeFleet, story: Adapter
 ) -> None:
     await fleet.call("add_lora", story)
-    assert [method for method, _ in await join(fleet, willing())] == ["add_lora"]
+    assert [method for method, _ in await fleet.told()] == ["add_lora"]
     write_adapter(Path(story.lora_path), weights=b"other")
     with pytest.raises(ReplicaError, match=f"'story': the files at {story.lora_path} have the digest .*{story.digest}"):
-        await join(fleet, willing())
+        await fleet.told()
     await fleet.call(FORGET_LORA, 7)
-    assert await join(fleet, willing()) == []
+    assert await fleet.told() == []
 
 
 async def test_a_joiner_during_a_call_that_runs_misses_nothing(fleet: FakeFleet) -> None:
@@ -176,7 +158,7 @@ async def test_a_joiner_during_a_call_that_runs_misses_nothing(fleet: FakeFleet)
         link.on_call = None
     reply = fleet.ask("set_weight_version", "v2")
     await until_called(*fleet.links.values())
-    assert await join(fleet, willing()) == [("set_weight_version", ["v2"])]
+    assert await fleet.told() == [("set_weight_version", ["v2"])]
     reply.cancel()
 
 
@@ -193,7 +175,7 @@ async def test_a_call_made_while_a_replica_joins_reaches_it_after_its_replay(
 ) -> None:
     await fleet.call(*before)
     link = FakeLink("joiner")
-    joining = asyncio.create_task(join(fleet, link))
+    joining = asyncio.create_task(fleet.told(link=link))
     await until_called(link)
     await fleet.call(*during)
     link.on_call = answer_calls
@@ -204,7 +186,7 @@ async def test_a_call_made_while_a_replica_joins_reaches_it_after_its_replay(
 async def test_a_joiner_does_not_serve_when_the_others_refused_a_call_meanwhile(fleet: FakeFleet) -> None:
     await fleet.call("pause_scheduler", "keep")
     link = FakeLink("joiner")
-    joining = asyncio.create_task(join(fleet, link))
+    joining = asyncio.create_task(fleet.told(link=link))
     await until_called(link)
     for other in fleet.links.values():
         other.on_call = refuse_calls
@@ -221,19 +203,19 @@ async def test_a_joiner_that_refuses_its_replay_is_an_error(fleet: FakeFleet) ->
     link = FakeLink("joiner")
     link.on_call = refuse_calls
     with pytest.raises(ReplicaError, match="refuses set_weight_version"):
-        await join(fleet, link)
+        await fleet.told(link=link)
 
 
 async def test_no_replica_joins_after_the_weights_were_changed(fleet: FakeFleet) -> None:
     await fleet.call("collective_rpc", "update_weights", None, [], {})
     with pytest.raises(ReplicaError, match="cannot be brought up to date: weights were updated at run time"):
-        await join(fleet, willing())
+        await fleet.told()
 
 
 async def test_no_replica_joins_when_the_weights_change_meanwhile(fleet: FakeFleet) -> None:
     await fleet.call("set_weight_version", "v1")
     link = FakeLink("joiner")
-    joining = asyncio.create_task(join(fleet, link))
+    joining = asyncio.create_task(fleet.told(link=link))
     await until_called(link)
     await fleet.call("collective_rpc", "reload_weights", None, [], {})
     link.answer(link.calls[0][0])

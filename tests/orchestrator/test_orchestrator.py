@@ -158,25 +158,16 @@ async def test_requests_with_one_affinity_share_a_replica(fleet: FakeFleet) -> N
     assert sorted(fleet.in_flight) == [0, 4]
 
 
-async def test_a_request_that_cannot_be_encoded_fails_alone(fleet: FakeFleet) -> None:
-    await fleet.submit("good")
-    await fleet.submit("bad", sampling_params=object())
-    [(request_id, error)] = await fleet.read()
-    assert request_id == "bad"
-    assert isinstance(error, OmniError)
-    assert "could not be encoded" in str(error)
-    assert sum(fleet.in_flight) == 1
-    assert len(fleet.pool.serving) == 2
-
-
-async def test_a_request_that_is_too_large_for_its_replica_fails_alone(fleet: FakeFleet) -> None:
+@pytest.mark.parametrize("too_large", [False, True], ids=["cannot be encoded", "too large for its replica"])
+async def test_a_request_that_cannot_be_sent_fails_alone(fleet: FakeFleet, too_large: bool) -> None:
     await fleet.submit("good")
     for link in fleet.links.values():
-        link.too_large = True
-    await fleet.submit("bad")
+        link.too_large = too_large
+    await fleet.submit("bad", sampling_params=None if too_large else object())
     [(request_id, error)] = await fleet.read()
     assert request_id == "bad"
-    assert isinstance(error, MessageTooLargeError)
+    assert isinstance(error, MessageTooLargeError if too_large else OmniError)
+    assert too_large or "could not be encoded" in str(error)
     assert sum(fleet.in_flight) == 1
     assert len(fleet.pool.serving) == 2
 

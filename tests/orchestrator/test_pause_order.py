@@ -9,7 +9,6 @@ from tests.fakes.conditions import eventually
 from tests.fakes.links import FakeLink, answer_calls
 from tests.fakes.pipeline_fleet import FakePipelineFleet
 from tests.fakes.pipelines import CHAIN, DISAGGREGATED, SPEECH
-from vllm_omni_plugin.replicas.client.stage_client import StageClient
 
 WAITS = [("pause_scheduler", "wait", True), ("sleep", 1, "wait")]
 ABORTS = [("pause_scheduler",), ("pause_scheduler", "abort", True), ("sleep",), ("sleep", 0), ("sleep", 1, "abort")]
@@ -146,9 +145,4 @@ async def test_a_stage_without_replicas_is_told_with_the_one_in_front_and_holds_
         await fleet.submit("r", "text", "audio")
         await fleet.step("r", 0, count=9)
         assert await fleet.call("pause_scheduler", "wait", True) == ["pause_scheduler"] * 2
-        joiner = FakeLink("joiner")
-        joiner.on_call = answer_calls
-        client = StageClient(joiner, fleet.apis[1], "joiner", lambda outputs: None, lambda reason: None)
-        client.start()
-        await fleet.orchestrator.stage_calls[1].bring_up_to_date(client, told=False, remote=False)
-        assert [method for _, method, _ in joiner.calls] == ["pause_scheduler"]
+        assert [method for method, _ in await fleet.told(1)] == ["pause_scheduler"]
