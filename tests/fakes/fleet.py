@@ -89,6 +89,13 @@ class FakeFleet(PlayedFleet):
                 self._note(item)
         return self.events[first:]
 
+    async def the_error(self, request_id: str) -> Exception:
+        """What a request has ended with, which is all that is new for the client."""
+        [(name, error)] = await self.read()
+        assert name == request_id
+        assert isinstance(error, Exception)
+        return error
+
     def attempt(self, request_id: str) -> tuple[FakeLink, str]:
         """Link and engine-side id of the current attempt of a request."""
         run = self.orchestrator.request_states[request_id].runs[0]

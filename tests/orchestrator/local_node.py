@@ -1,7 +1,7 @@
-"""A head with two local replicas whose engines, clock and pauses a test controls, and what their engines say."""
+"""A head with local replicas whose engines, clock and pauses a test controls, and what their engines say."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -16,29 +16,46 @@ from vllm_omni_plugin.orchestrator.attachment.local_replicas import LocalReplica
 from vllm_omni_plugin.orchestrator.fleet_control import FleetControl
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator.pipeline.preparation import Preparation
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import SubmitRequest
+from vllm_omni_plugin.pipeline import Pipeline
 from vllm_omni_plugin.replicas.engine.engine_keeper import Timing
 
 UP = ReplicaStatus.UP
 
 
 class Node:
-    """Two local replicas whose engines, clock and pauses the test controls.
+    """Local replicas whose engines, clock and pauses the test controls: two, or so many of each stage of a pipeline.
 
     Attributes:
         pauses: the pauses that were asked for before restarts, in seconds.
         go_on: a permit for each pause to end.
+        launchers: by stage id.
+        launcher: of the first stage.
+        pools: likewise by stage id.
+        pool: of the first stage.
     """
 
-    def __init__(self, make_launcher: type[FakeLauncher] = FakeLauncher) -> None:
+    def __init__(
+        self,
+        make_launcher: type[FakeLauncher] = FakeLauncher,
+        counts: Sequence[int] = (2,),
+        pipeline: Pipeline | None = None,
+    ) -> None:
         self.now = 0.0
         self.pauses: list[float] = []
         self.go_on = asyncio.Semaphore(0)
-        self.launcher = make_launcher()
-        self.pool = StagePool(0, LeastQueueLengthBalancer())
-        self.orchestrator = Orchestrator([self.pool], [FakeEngineApi()], 3, lambda: self.now)
-        stages = [LocalStage(0, 2, self.launcher, FakeEngineApi())]
+        self.launchers = [make_launcher() for _ in counts]
+        self.pools = [StagePool(stage_id, LeastQueueLengthBalancer()) for stage_id in range(len(counts))]
+        self.launcher, self.pool = self.launchers[0], self.pools[0]
+        apis: Any = [FakeEngineApi() for _ in counts]
+        preparation = None if pipeline is None else Preparation(pipeline, apis, str)
+        self.orchestrator = Orchestrator(self.pools, apis, 3, lambda: self.now, preparation=preparation)
+        stages = [
+            LocalStage(stage_id, count, self.launchers[stage_id], apis[stage_id])
+            for stage_id, count in enumerate(counts)
+        ]
         timing = Timing(*UNPROBED, lambda: self.now, self._pause)
         self.replicas = LocalReplicas(self.orchestrator, stages, timing)
 
@@ -70,14 +87,15 @@ class Node:
     async def close(self) -> None:
         """End the engines, and what the launcher holds of them."""
         await self.replicas.close(0.0)
-        assert all(engine.process.ended for engine in self.launcher.engines)
-        self.launcher.close()
+        for launcher in self.launchers:
+            assert all(engine.process.ended for engine in launcher.engines)
+            launcher.close()
 
 
 @asynccontextmanager
-async def running_node(make_launcher: type[FakeLauncher] = FakeLauncher) -> AsyncIterator[Node]:
+async def running_node(*args: Any) -> AsyncIterator[Node]:
     """A node whose orchestrator runs until the block ends; the test starts the replicas."""
-    node = Node(make_launcher)
+    node = Node(*args)
     running = asyncio.create_task(FleetControl(node.orchestrator, FleetCalls(node.orchestrator)).run())
     yield node
     await node.close()

@@ -12,23 +12,6 @@ def named(name: str) -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith(name)]
 
 
-async def test_calls_begin_in_order_and_at_most_so_many_run_at_once() -> None:
-    threads, gate, begun = DaemonThreads(2, "omni-test"), threading.Event(), set[int]()
-
-    def call(number: int) -> None:
-        begun.add(number)
-        gate.wait(30)
-
-    for number in range(4):
-        threads.submit(lambda number=number: call(number))  # type: ignore[misc]
-    await eventually(lambda: begun == {0, 1})
-    assert len(named("omni-test")) == 2
-    gate.set()
-    await eventually(lambda: begun == {0, 1, 2, 3})
-    threads.close()
-    await eventually(lambda: named("omni-test") == [])
-
-
 async def test_closing_drops_what_waits_and_leaves_what_runs_to_itself() -> None:
     threads, begun, gate, done = DaemonThreads(1, "omni-test"), threading.Event(), threading.Event(), list[str]()
 

@@ -1,22 +1,15 @@
 """The replicas of several stages on this node, started and ended together."""
 
-import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
 
 from tests.fakes.conditions import eventually
-from tests.fakes.engine_api import FakeEngineApi
-from tests.fakes.engines import READY, UNPROBED, FakeLauncher, Plan
-from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
+from tests.fakes.engines import READY, FakeLauncher, Plan
+from tests.orchestrator.local_node import Node, running_node
 from vllm_omni_plugin.errors import ReplicaError
-from vllm_omni_plugin.orchestrator.attachment.local_replicas import LocalReplicas, LocalStage
-from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pipeline.preparation import Preparation
-from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.pipeline.graph import Pipeline
 from vllm_omni_plugin.pipeline.stage import VLLM_ENGINE, Modality, Stage
-from vllm_omni_plugin.replicas.engine.engine_keeper import Timing
 
 PIPELINE = Pipeline(
     (
@@ -27,42 +20,20 @@ PIPELINE = Pipeline(
 )
 
 
-class Node:
-    """One replica of the first stage, two of the second, none of the third."""
-
-    def __init__(self) -> None:
-        self.pools = [StagePool(stage_id, LeastQueueLengthBalancer()) for stage_id in range(3)]
-        apis = [FakeEngineApi() for _ in range(3)]
-        self.orchestrator = Orchestrator(self.pools, apis, 3, lambda: 0.0, preparation=Preparation(PIPELINE, apis, str))  # type: ignore[arg-type]
-        self.launchers = [FakeLauncher() for _ in range(3)]
-        stages = [
-            LocalStage(stage_id, count, self.launchers[stage_id], apis[stage_id])
-            for stage_id, count in enumerate((1, 2, 0))
-        ]
-        self.replicas = LocalReplicas(self.orchestrator, stages, Timing(*UNPROBED, lambda: 0.0))
-
-    @property
-    def serving(self) -> list[str]:
-        return [member.name for pool in self.pools for member in pool.serving]
-
-
 @pytest.fixture
 async def node() -> AsyncIterator[Node]:
-    node = Node()
-    running = asyncio.create_task(node.orchestrator.run())
-    yield node
-    await node.replicas.close(0.0)
-    node.orchestrator.close_queues()
-    await running
-    engines = [engine for launcher in node.launchers for engine in launcher.engines]
-    assert all(engine.process.ended for engine in engines)
-    for launcher in node.launchers:
-        launcher.close()
+    """One replica of the first stage, two of the second, none of the third."""
+    async with running_node(FakeLauncher, (1, 2, 0), PIPELINE) as node:
+        yield node
+
+
+def serving(node: Node) -> list[str]:
+    return [member.name for pool in node.pools for member in pool.serving]
 
 
 async def test_a_start_returns_when_all_stages_serve_with_their_ready_responses(node: Node) -> None:
     assert await node.replicas.start() == [[READY], [READY, READY], []]
-    assert node.serving == ["0.0", "1.0", "1.1"]
+    assert serving(node) == ["0.0", "1.0", "1.1"]
 
 
 async def test_a_start_that_fails_names_the_stage_and_leaves_none_loading(node: Node) -> None:
@@ -76,7 +47,7 @@ async def test_a_start_that_fails_names_the_stage_and_leaves_none_loading(node: 
 async def test_a_replica_that_is_removed_is_the_one_of_its_stage(node: Node) -> None:
     await node.replicas.start()
     node.replicas.leave(node.pools[1].member(0))
-    assert node.serving == ["0.0", "1.1"]
+    assert serving(node) == ["0.0", "1.1"]
     launcher = node.launchers[1]
     (engine,) = (engine for engine in launcher.engines if engine.identity == launcher.identity(0))
     await eventually(lambda: engine.process.ended, "the end of its engine")

@@ -114,8 +114,7 @@ async def test_a_replay_that_diverges_is_aborted_and_fails_once(
     for output in outputs:
         link.output(attempt, *output, finish_reason=end)
     link.output(attempt, 15, finish_reason="stop")
-    [(request_id, error)] = await fleet.read()
-    assert request_id == "a"
+    error = await fleet.the_error("a")
     assert isinstance(error, RequestLostError)
     assert re.search(r"Replica \d was lost .*did not repeat.*send it again", str(error))
     assert link.aborted == [attempt]
@@ -149,8 +148,7 @@ async def test_a_request_that_never_moves_fails_once(fleet: FakeFleet) -> None:
     link, attempt = fleet.attempt("a")
     link.say_dead()
     link.output(attempt, 14, finish_reason="stop")
-    [(request_id, error)] = await fleet.read()
-    assert request_id == "a"
+    error = await fleet.the_error("a")
     assert isinstance(error, RequestLostError)
     assert "died" in str(error) or "death" in str(error)
     assert "part of the answer had been delivered" in str(error)
@@ -174,8 +172,8 @@ async def test_a_token_that_the_model_does_not_have_becomes_no_prompt(fleet: Fak
     link.output(fleet.attempt("b")[1], VOCABULARY - 1)
     await fleet.read()
     link.say_dead()
-    [(request_id, error)] = await fleet.read()
-    assert (request_id, type(error)) == ("a", RequestLostError)
+    error = await fleet.the_error("a")
+    assert type(error) is RequestLostError
     assert str(error).startswith(f"Replica {home} was lost while it served this request")
     assert f"had sent token id {VOCABULARY}, which the model's vocabulary of {VOCABULARY} does not have" in str(error)
     assert [prompt for other in fleet.links.values() if other is not link for prompt in other.prompts.values()] == [

@@ -49,17 +49,6 @@ def preparation() -> Any:
     preparation.close()
 
 
-async def test_one_blocked_request_leaves_its_stage_a_thread(preparation: Preparation) -> None:
-    gate = threading.Event()
-    try:
-        blocked = asyncio.ensure_future(outcome(preparation, CHAIN[1], lambda: gate.wait(30)))
-        assert [await outcome(preparation, CHAIN[1], lambda: 5) for _ in range(3)] == [5, 5, 5]
-        assert not blocked.done()
-    finally:
-        gate.set()
-    await blocked
-
-
 def test_a_transform_that_does_not_exist_is_found_at_the_start() -> None:
     broken = (CHAIN[0], stage(1, "refiner", "text", "thinker", final=True, transform="tests.fakes.transforms:missing"))
     with pytest.raises(ConfigError, match="has no missing"):

@@ -176,6 +176,16 @@ def test_of_many_replicas_an_error_says_how_many_are_in_which_state() -> None:
     assert "(of its replicas 9 are down, 3 are error)" in str(pool.unavailable())
 
 
+def test_a_replica_that_serves_cannot_be_removed_and_is_lost_once() -> None:
+    pool, (member,) = make_pool(1)
+    run = charge(pool, member, "a")
+    with pytest.raises(ValueError, match="replica 0 of stage 2 still serves"):
+        pool.remove(member)
+    assert [pool.lose(member, ReplicaStatus.DOWN) for _ in range(2)] == [[run], []]
+    pool.remove(member)
+    assert pool.members == ()
+
+
 def test_a_replica_held_back_for_two_reasons_serves_after_both_are_released() -> None:
     pool, (first, second) = make_pool(2)
     charge(pool, first, "a")

@@ -131,16 +131,6 @@ async def test_another_threads_loop_may_produce() -> None:
     assert taken == list(range(100))
 
 
-async def test_close_from_another_thread_releases_the_consumer() -> None:
-    queue: ThreadQueue[int] = ThreadQueue(1)
-    consumer = await blocked(queue.get_batch())
-    thread = threading.Thread(target=queue.close)
-    thread.start()
-    with pytest.raises(QueueClosedError):
-        await consumer
-    thread.join()
-
-
 def test_a_consumer_whose_loop_has_ended_stops_nobody() -> None:
     queue: ThreadQueue[int] = ThreadQueue(1)
 

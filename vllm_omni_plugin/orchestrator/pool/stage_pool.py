@@ -84,10 +84,6 @@ class StagePool:
         self.members: tuple[PoolMember, ...] = ()
         self.serving: ServingReplicas[PoolMember] = ServingReplicas((), self._unreported)
 
-    def __repr__(self) -> str:
-        replicas = ", ".join(f"{m.replica_id}: {m.status.value} {m.queue_length}" for m in self.members)
-        return f"<StagePool {self.stage_id} [{replicas}]>"
-
     def add(self, replica_id: int | None = None) -> PoolMember:
         """A new member, not serving yet, with this id or the lowest free one.
 
