@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.conditions import eventually
 from tests.replicas.server.conftest import Node, StartNode
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.replicas.control.lease_messages import AttachRefused, Status
+from vllm_omni_plugin.replicas.server.announcer import Announcer
+from vllm_omni_plugin.replicas.server.attached_heads import Heads
 
 
 async def test_an_engine_that_exits_is_reported_and_replaced_on_the_same_ports(start_node: StartNode) -> None:
@@ -27,6 +30,21 @@ async def test_an_engine_that_exits_is_reported_and_replaced_on_the_same_ports(s
         node.engine.say(0, "of the new engine")
         assert await head.read_ids(1) == ["of the new engine"]
         assert node.launcher.engines[0].process.shutdowns == [0.0], "what was lost has nothing to finish"
+
+
+async def test_heads_hear_of_a_loss_before_the_coordinator_that_cannot_tell_why(
+    start_node: StartNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = await start_node()
+    told: list[str] = []
+    turn_away, say = Heads.turn_away, Announcer.say
+    monkeypatch.setattr(Heads, "turn_away", lambda *args: (told.append("heads"), turn_away(*args)))
+    monkeypatch.setattr(Announcer, "say", lambda *args, **more: (told.append(args[1]), say(*args, **more)))
+    async with node.attached() as head:
+        node.engine.process.die()
+        assert (await head.hear_status()).status is ReplicaStatus.ERROR
+        await eventually(lambda: len(told) >= 2)
+    assert told[:2] == ["heads", ReplicaStatus.ERROR]
 
 
 @pytest.mark.parametrize(("ended", "failed"), [("SIGILL", True), ("SIGKILL", False)])

@@ -184,8 +184,9 @@ class ReplicaServer:
         """The engine is lost or not to be trusted: every head must move its requests now."""
         self._serving = False
         logger.warning("Replica %d serves no more for now: %s", self._index, reason)
-        self._say(ReplicaStatus.ERROR)
+        # First: only this says how the engine ended, and a head detaches from a replica that is no longer listed.
         heads.turn_away(ReplicaStatus.ERROR, reason, engine.client.engine_failed)
+        self._say(ReplicaStatus.ERROR)
         if not hangs:
             heads.forget_engine()
         if self._leaving:
