@@ -23,6 +23,7 @@ def test_a_front_end_applies_it_to_its_configuration() -> None:
     head = SimpleNamespace(
         model_config=SimpleNamespace(max_model_len=2000),
         cache_config=SimpleNamespace(num_gpu_blocks=None, block_size=0),
+        parallel_config=SimpleNamespace(_coord_store_port=0),
     )
     apply_ready_responses(head, [ready_response(engine, index, 100, 16) for index in (0, 1)])
     assert head.model_config.max_model_len == 1000
