@@ -56,4 +56,4 @@ demo: setup ## serve a tiny model with two replicas and talk to it
 
 clean: ## remove what tools and the demo left; .venv stays
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	find . -path ./.venv -prune -o \( -name __pycache__ -o -name '*.egg-info' \) -type d -prune -exec rm -rf {} +
+	find . -path './.venv*' -prune -o \( -name __pycache__ -o -name '*.egg-info' \) -type d -prune -exec rm -rf {} +

@@ -86,9 +86,13 @@ def _deepest_module(path: str) -> tuple[Any, list[str]]:
     module: ModuleType = import_module(path.partition(".")[0])
     names = path.split(".")[1:]
     while names:
+        child = f"{module.__name__}.{names[0]}"
         try:
-            module = import_module(f"{module.__name__}.{names[0]}")
-        except ModuleNotFoundError:
+            module = import_module(child)
+        except ModuleNotFoundError as error:
+            if error.name != child and hasattr(module, "__path__"):
+                # It is there, and needs something that is not.
+                raise
             break
         names.pop(0)
     return module, names

@@ -1,5 +1,7 @@
 """The scans themselves, on code whose answers are known."""
 
+from pathlib import Path
+
 import pytest
 
 from .resolution import BrokenSymbolError, Symbol, check, read_symbols
@@ -43,6 +45,17 @@ def test_a_broken_symbol_is_named_with_its_fault_and_its_use(symbol: Symbol, com
         check(symbol)
     assert str(caught.value).startswith(f"{symbol.path}: ")
     assert str(caught.value).endswith("(used for: x)")
+
+
+def test_a_module_that_needs_what_is_not_installed_is_no_missing_attribute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder := tmp_path / "owner_of_a_hungry_module").mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "hungry.py").write_text("import not_installed_anywhere\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(BrokenSymbolError, match="No module named 'not_installed_anywhere'"):
+        check(Symbol("owner_of_a_hungry_module.hungry.food", "x"))
 
 
 @pytest.mark.parametrize(
