@@ -8,6 +8,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_omni_plugin.integration import flags
 from vllm_omni_plugin.integration.processes import serve_command
+from vllm_omni_plugin.vllm_api.versions import supported
 
 REFUSAL = (
     "vllm serve: error: --omni-* flags: this version of vllm-omni-plugin needs vLLM 0.32 or 0.33, and this is 0.31.0\n"
@@ -17,7 +18,7 @@ REFUSAL = (
 @pytest.fixture
 def parse(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Reads words as the command line of `vllm serve` with vLLM 0.31."""
-    monkeypatch.setattr(flags, "installed_version", lambda: "0.31.0")
+    monkeypatch.setattr(supported, "installed_version", lambda: "0.31.0")
     monkeypatch.setattr(serve_command, "take_over_command", lambda: None)
     parser = FlexibleArgumentParser(prog="vllm")
     serve = parser.add_subparsers(dest="subparser").add_parser("serve")

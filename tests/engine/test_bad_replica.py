@@ -13,7 +13,7 @@ from .server import START_S, until
 BAD_SIM = """
 import sys
 
-import numpy as np
+import torch
 from vllm.v1.outputs import LogprobsLists
 
 from vllm_omni_plugin import cli
@@ -24,7 +24,7 @@ own_output = sim_protocol.output
 
 def output(*args):
     made = own_output(*args)
-    made.new_logprobs = LogprobsLists(np.ones((1, 0), np.int64), np.ones((1, 0), np.float32), np.ones(1, np.int64))
+    made.new_logprobs = LogprobsLists(torch.ones(1, 0, dtype=int), torch.ones(1, 0), torch.ones(1, dtype=int))
     return made
 
 

@@ -13,10 +13,6 @@ from typing import Any
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.command_line import read_our_flags
 from vllm_omni_plugin.integration.options.flag_table import ANY_VLLM, FLAGS, NO_MODEL
-from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.vllm_api.versions.supported import installed_version, why_unsupported
-
-logger = init_logger(__name__)
 
 GROUP = "OmniConfig"
 _ANY_VLLM = re.compile(r"--omni[-_]any[-_]vllm$")
@@ -76,6 +72,9 @@ def check_version(parser: Any, namespace: argparse.Namespace) -> None:
     """
     if any(getattr(namespace, flag.destination, None) is not None for flag in FLAGS):
         return
+    from vllm_omni_plugin.logger import init_logger
+    from vllm_omni_plugin.vllm_api.versions.supported import installed_version, why_unsupported
+
     reason = why_unsupported(installed_version())
     if reason is None:
         return
@@ -83,7 +82,7 @@ def check_version(parser: Any, namespace: argparse.Namespace) -> None:
         from vllm_omni_plugin.integration.options.carried_options import exit_with
 
         exit_with(ConfigError(f"--omni-* flags: {reason}"))
-    logger.warning("%s: %s. Anything may go wrong.", ANY_VLLM, reason)
+    init_logger(__name__).warning("%s: %s. Anything may go wrong.", ANY_VLLM, reason)
 
 
 def add_group(parser: argparse.ArgumentParser) -> None:
