@@ -15,6 +15,7 @@ CALLS: list[tuple[Any, ...]] = [
     ("remove_lora", 7),
     (FORGET_LORA, 2**53),
     ("pin_lora", 7),
+    ("pause_generation", "wait", False),
     ("pause_scheduler", "abort", True),
     ("resume_scheduler",),
     ("sleep", 2, "wait"),
@@ -28,6 +29,7 @@ CALLS: list[tuple[Any, ...]] = [
     ("reset_mm_cache",),
     ("reset_encoder_cache",),
     ("profile", True, "prefix", None, 3),
+    ("profile", True, None, None, None, {"with_stack": True}),
 ]
 
 
