@@ -92,6 +92,7 @@ def test_forbidden_words_are_tokenised_anew(asked: Callable[..., Any], entry: An
     assert front.bad_words_token_ids == [[REVERSED.index("red")]]
 
 
+@pytest.mark.usefixtures("stranger")
 def test_forbidden_words_mean_nothing_without_a_tokenizer(asked: Callable[..., Any], entry: Any, folder: Path) -> None:
     mute = api(config(folder / "stranger", skip_tokenizer_init=True), entry, output=Modality.TOKENS)
     front = mute.build(asked(bad_words=["red"]), StageInput(token_ids=[3]), {}, front=True).sampling_params
