@@ -173,3 +173,14 @@ async def test_what_is_left_in_the_end_is_ended(last: GracefulShutdown, processo
 def test_a_server_that_never_had_a_request_has_none_to_end(last: GracefulShutdown) -> None:
     assert last.let_finish(Finished(left=50.0), 60.0) == 60
     last.end()
+
+
+async def test_the_end_of_a_server_that_failed_before_it_could_take_requests_is_no_fault() -> None:
+    faults: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, fault: faults.append(fault))
+    last = GracefulShutdown()
+    last.answered()
+    last.end()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert faults == []

@@ -80,7 +80,7 @@ async def test_what_runs_is_left_when_it_is_no_longer_to_be_kept(fault: Exceptio
     keeping = asyncio.create_task(runs.keep())
     await asyncio.sleep(0)
     keeping.cancel()
-    await asyncio.wait({keeping})
+    await asyncio.gather(keeping, return_exceptions=True)
     assert (runs.left, runs.pauses) == (1, [])
 
 

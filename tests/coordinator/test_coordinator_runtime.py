@@ -94,8 +94,8 @@ def test_process_that_serves_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_process_that_does_not_answer_at_the_start_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime_module, "START_TIMEOUT", 0.01)
-    with pytest.raises(OmniError, match=r"was not ready after 0\.01 s"):
+    monkeypatch.setattr(runtime_module, "START_TIMEOUT", 0.0)
+    with pytest.raises(OmniError, match=r"was not ready after 0\.0 s"):
         OmniCoordinatorRuntime()
 
 

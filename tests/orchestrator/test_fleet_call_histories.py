@@ -63,11 +63,11 @@ class Fleet:
         head = self.heads[name]
         match step:
             case "call":
-                await asyncio.wait([asyncio.ensure_future(head.call(*what))])
+                await asyncio.gather(head.call(*what), return_exceptions=True)
             case "call at once with what follows":
                 self.calling.append(asyncio.ensure_future(head.call(*what)))
             case "drain" | "resume" if step == "drain" or "admin" in head.pool.member(what).held_back:
-                await asyncio.wait([asyncio.ensure_future(head.manage(step, what))])
+                await asyncio.gather(head.manage(step, what), return_exceptions=True)
             case "cut":
                 self.bus.cut(head)
             case "connect":

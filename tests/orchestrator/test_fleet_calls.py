@@ -136,7 +136,7 @@ async def test_a_replica_that_the_caller_loses_before_it_can_call_it_is_taken_ou
         heads[0].links[0].on_call = refuse_calls
     bus.deaf.clear()
     bus.wake()
-    await asyncio.wait([asyncio.wrap_future(reply)])
+    await asyncio.gather(asyncio.wrap_future(reply), return_exceptions=True)
     assert (reply.exception() is not None) is refuses
     status = ReplicaStatus.UP if refuses else ReplicaStatus.ERROR
     assert [head.statuses for head in heads[1:]] == [[ReplicaStatus.UP, status]] * 2

@@ -5,6 +5,7 @@ import re
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import pytest
 from msgspec.structs import replace as with_changes
@@ -46,6 +47,7 @@ class Wire:
     def __init__(self, address: str) -> None:
         self._port = int(address.rpartition(":")[2])
         self._ends: list[asyncio.StreamWriter] = []
+        self._connections: list[asyncio.Future[Any]] = []
         self.cut = False
 
     async def open(self) -> str:
@@ -57,11 +59,12 @@ class Wire:
         self._server.close()
         for end in self._ends:
             end.close()
+        await asyncio.gather(*self._connections, return_exceptions=True)
 
     async def _serve(self, near_in: asyncio.StreamReader, near_out: asyncio.StreamWriter) -> None:
         far_in, far_out = await asyncio.open_connection("127.0.0.1", self._port)
         self._ends += [near_out, far_out]
-        await asyncio.gather(self._carry(near_in, far_out), self._carry(far_in, near_out))
+        self._connections.append(asyncio.gather(self._carry(near_in, far_out), self._carry(far_in, near_out)))
 
     async def _carry(self, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
         while data := await source.read(65536):
@@ -232,11 +235,11 @@ async def test_broken_data_connections_are_a_loss(head: RemoteHead, server: Fake
 
 
 async def test_a_server_that_gives_no_sign_of_life_is_a_loss(head: RemoteHead, server: FakeServer) -> None:
-    head.set(heartbeat_timeout=0.7)
+    head.set(heartbeat_timeout=2.0)
     async with head.attached(server.info):
         server.answers_beats = False
         await eventually(lambda: head.deaths)
-        assert head.deaths == ["its server has not answered for 0.7 s"]
+        assert head.deaths == ["its server has not answered for 2 s"]
 
 
 async def test_a_head_that_was_stopped_itself_blames_nobody(head: RemoteHead, server: FakeServer) -> None:
@@ -262,9 +265,9 @@ async def test_a_link_that_is_cut_without_a_word_is_a_loss(head: RemoteHead, ser
 
 
 async def test_an_engine_that_hangs_is_not_attached_to(head: RemoteHead, server: FakeServer) -> None:
-    head.set(heartbeat_timeout=0.7)
+    head.set(heartbeat_timeout=2.0)
     server.answers_calls = False
-    with pytest.raises(ReplicaError, match=r"its engine did not answer within 0\.7 s"):
+    with pytest.raises(ReplicaError, match="its engine did not answer within 2 s"):
         await head.attach(server.info)
     await eventually(lambda: server.said(Detach))
 

@@ -105,7 +105,9 @@ class GracefulShutdown:
                 self._loop.call_soon_threadsafe(do)
 
     def _abort_all(self) -> None:
-        self._abort(tuple(self._output_processor.request_states), begun=True)
+        # AsyncLLM may fail before it has one, and there is nothing to end then.
+        if self._output_processor is not None:
+            self._abort(tuple(self._output_processor.request_states), begun=True)
 
     def _abort(self, request_ids: Sequence[str], *, begun: bool) -> None:
         states = [self._output_processor.request_states.get(request_id) for request_id in request_ids]

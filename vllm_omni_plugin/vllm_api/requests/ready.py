@@ -28,13 +28,15 @@ def apply_ready_responses(vllm_config: Any, payloads: Iterable[bytes]) -> dict[i
     )
     parallel_config = vllm_config.parallel_config
     own_port = parallel_config._coord_store_port
-    for payload in payloads:
-        # Each lockstep group has a coordinator and a store of its own, and vLLM expects one; here nobody uses any.
-        front_end.stats_update_address = None
-        front_end.coordinator_input_address = front_end.coordinator_output_address = None
-        parallel_config._coord_store_port = 0
-        MPClient._apply_ready_response(front_end, payload)
-    parallel_config._coord_store_port = own_port
+    try:
+        for payload in payloads:
+            # Each lockstep group has a coordinator and a store of its own, and vLLM expects one; here nobody uses any.
+            front_end.stats_update_address = None
+            front_end.coordinator_input_address = front_end.coordinator_output_address = None
+            parallel_config._coord_store_port = 0
+            MPClient._apply_ready_response(front_end, payload)
+    finally:
+        parallel_config._coord_store_port = own_port
     sources: dict[int, Any] = front_end._kv_event_sources
     return sources
 

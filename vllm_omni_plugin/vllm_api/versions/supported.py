@@ -1,6 +1,7 @@
 """The range of vLLM versions that this package is made for. Imports nothing of vLLM."""
 
 import re
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 Release = tuple[int, int]
@@ -15,8 +16,12 @@ _BASE = re.compile(r"v?(\d+)\.(\d+)")
 _DISTRIBUTION = "vllm"
 
 
+@cache
 def installed_version() -> str:
-    """The version of the installed vLLM, "" if it does not say. CPU builds have this name, too, or do not serve."""
+    """The version of the installed vLLM, "" if it does not say. CPU builds have this name, too, or do not serve.
+
+    It is read from disk once, since outputs ask for it.
+    """
     try:
         return version(_DISTRIBUTION)
     except PackageNotFoundError:
