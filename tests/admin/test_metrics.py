@@ -187,7 +187,12 @@ async def test_requests_that_wait_and_those_refused_are_counted_wherever_they_do
         fleet.orchestrator.metrics.waiting = 7
         fleet.orchestrator.metrics.refused, fleet.orchestrator.metrics.turned_away = 1, 2
         registry = registry_of(fleet.orchestrator)
-        assert values(registry, "vllm_omni_fleet:requests_held", "where") == {"http": 7, "fleet": 1, "move": 0}
+        assert values(registry, "vllm_omni_fleet:requests_held", "where") == {
+            "http": 7,
+            "fleet": 1,
+            "move": 0,
+            "paused": 0,
+        }
         assert values(registry, "vllm_omni_fleet:requests_failed_total", "reason")["no_replica"] == 3
         fleet.now = 0.25
         fleet.join(fleet.pool.member(0))

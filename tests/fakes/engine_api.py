@@ -30,6 +30,7 @@ class FakeRequest(msgspec.Struct, frozen=True):
         length: tokens it shall produce, 0 for as many as the engine likes.
         session: the session it belongs to.
         stop: the token at whose text the request stops, of which its engine knows nothing.
+        kv_transfer_params: which cache it fetches from another engine.
     """
 
     request_id: str
@@ -43,6 +44,7 @@ class FakeRequest(msgspec.Struct, frozen=True):
     session: str | None = None
     mm_features: Any = None
     stop: int | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -150,6 +152,9 @@ class FakeEngineApi:
 
     def refused(self, output: Any) -> bool:
         return bool(output.finish_reason == REFUSED)
+
+    def fetches_once(self, request: Any) -> bool:
+        return bool(request.kv_transfer_params)
 
     def idle_report(self, engine_index: int) -> Any:
         return FakeOutputs(engine_index=engine_index, scheduler_stats=0)

@@ -69,6 +69,52 @@ async def test_what_the_fleet_took_before_the_pause_goes_on_when_that_is_over() 
         assert fleet.tokens["a"] == [5, 6]
 
 
+async def test_a_replica_that_has_just_refused_one_request_is_not_asked_with_the_next() -> None:
+    async with FakeFleet(replicas=4) as fleet:
+        await fleet.submit("a")
+        for _ in range(4):
+            await sent(fleet, "a")
+            refuse(fleet, "a")
+        await fleet.submit("b")
+        refuse(fleet, "b")
+        assert await fleet.read() == [("a", REFUSED), ("b", REFUSED)]
+        fleet.now += RETRY_S
+        await fleet.submit("c")
+        refuse(fleet, "c")
+        await sent(fleet, "c")
+
+
+async def test_of_those_that_wait_one_is_sent_at_a_time_until_it_is_not_refused() -> None:
+    async with FakeFleet(replicas=1, replica_wait=600.0) as fleet:
+        for name in "abcd":
+            await fleet.submit(name)
+        fleet.kill(0)
+        link = fleet.join(fleet.pool.member(0))
+        for name in "abcd":
+            await sent(fleet, name)
+            refuse(fleet, name)
+        assert (fleet.orchestrator.metrics.paused, fleet.in_flight, len(link.added)) == (4, [0], 4)
+        fleet.now += RETRY_S
+        await sent(fleet, "a")
+        assert (fleet.orchestrator.metrics.paused, len(link.added)) == (3, 5)
+        refuse(fleet, "a")
+        fleet.now += RETRY_S
+        await sent(fleet, "b")
+        assert (fleet.orchestrator.metrics.paused, len(link.added)) == (3, 6)
+        fleet.now += RETRY_S
+        for name in "cda":
+            await sent(fleet, name)
+        assert (fleet.orchestrator.metrics.paused, fleet.in_flight) == (0, [4])
+
+
+async def test_what_fetches_a_cache_once_is_not_sent_again_after_a_refusal_that_gave_it_up() -> None:
+    async with FakeFleet(replicas=2) as fleet:
+        await fleet.submit("a", kv_transfer_params={"do_remote_prefill": True})
+        refuse(fleet, "a")
+        assert await fleet.read() == [("a", REFUSED)]
+        assert sum(len(link.added) for link in fleet.links.values()) == 1
+
+
 @pytest.mark.parametrize("waits", [True, False])
 async def test_a_refused_request_that_is_aborted_is_forgotten(waits: bool) -> None:
     async with FakeFleet(replicas=2) as fleet:
@@ -86,11 +132,16 @@ async def test_a_refused_request_that_is_aborted_is_forgotten(waits: bool) -> No
         assert await fleet.read() == []
 
 
-async def test_a_session_whose_parts_are_on_their_way_is_not_sent_elsewhere() -> None:
+@pytest.mark.parametrize("reason", [REFUSED, "abort"])
+async def test_a_session_whose_parts_are_on_their_way_is_not_sent_elsewhere_and_ended_where_they_go(
+    reason: str,
+) -> None:
     async with FakeFleet(replicas=2) as fleet:
         await fleet.submit("a", resumable=True)
-        refuse(fleet, "a")
-        assert await fleet.read() == [("a", REFUSED)]
+        link, attempt = fleet.attempt("a")
+        link.output(attempt, finish_reason=reason)
+        assert await fleet.read() == [("a", reason)]
+        assert link.aborted == [attempt]
 
 
 async def test_what_is_bound_to_a_replica_is_not_sent_elsewhere() -> None:

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from tests.fakes.conditions import eventually
+from tests.fakes.engine_api import REFUSED
 from tests.fakes.pipeline_fleet import FakePipelineFleet, stage
 from tests.fakes.pipelines import DISAGGREGATED
 from vllm_omni_plugin.errors import StageInputError
@@ -62,6 +63,22 @@ async def test_cached_tokens_are_those_that_the_prefill_found(cached: int | None
         fleet.tell("r", 1, 5, cached=3)
         await fleet.read()
         assert fleet.cached["r"] == told
+
+
+async def test_what_skips_the_prefill_and_is_refused_by_paused_engines_is_its_clients_to_send_again() -> None:
+    async with FakePipelineFleet(DISAGGREGATED) as fleet:
+        await fleet.submit("r", prompt=SHORT)
+        fleet.tell("r", 1, finish_reason=REFUSED)
+        await fleet.read()
+        assert [name for name, _ in fleet.ends] == ["r"]
+
+
+async def test_what_is_refused_by_paused_engines_after_its_prefill_waits_for_them() -> None:
+    async with FakePipelineFleet(DISAGGREGATED) as fleet:
+        await prefilled(fleet)
+        fleet.tell("r", 1, finish_reason=REFUSED)
+        await fleet.read()
+        assert (fleet.ends, fleet.orchestrator.metrics.paused) == ([], 1)
 
 
 async def test_short_prompts_skip_the_prefill_and_the_engines_own_word_on_cached_tokens_stands() -> None:

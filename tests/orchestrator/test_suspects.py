@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.fakes.conditions import eventually
+from tests.fakes.engine_api import REFUSED
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.errors import NoReplicaError, ReplicaError, RequestLostError
 from vllm_omni_plugin.orchestrator.dispatch import suspects
@@ -314,3 +315,19 @@ async def test_a_crowd_of_suspects_in_a_large_fleet_is_tried_at_once_each_at_a_r
         die(fleet, 0)
         assert sorted(fleet.in_flight) == [0] + [1] * 299
         assert fleet.orchestrator.metrics.moves_waiting == 101
+
+
+async def test_a_suspect_that_a_paused_engine_refuses_does_not_go_back_to_where_an_engine_died_under_it() -> None:
+    async with FakeFleet(replicas=3) as fleet:
+        await fleet.submit("s")
+        first = home(fleet, "s")
+        assert first is not None
+        die(fleet, first)
+        fleet.join(fleet.pool.member(first))
+        second = home(fleet, "s")
+        assert second is not None
+        third = 3 - first - second
+        await begin(fleet, "another", third)
+        fleet.say("s", finish_reason=REFUSED)
+        await eventually(lambda: home(fleet, "s") not in (None, second))
+        assert home(fleet, "s") == third

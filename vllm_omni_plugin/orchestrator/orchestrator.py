@@ -96,8 +96,9 @@ class Orchestrator:
         if preparation is not None:
             pipeline = preparation.pipeline
             self.async_chunk = any(stage.async_chunk for stage in pipeline.stages)
-            fed = {stage.id for stage in pipeline.stages if stage.inputs}
             prefills = {stage.id for stage in pipeline.stages if stage.output is Modality.KV_CACHE}
+            # What only a prefill precedes may come here from its client.
+            fed = {stage.id for stage in pipeline.stages if {up.id for up in pipeline.upstream(stage)} - prefills}
             needed = {stage.id for stage in pipeline.needed_for(pipeline.default_modalities)} - prefills
             self.needed_pools = [pool for pool in stage_pools if pool.stage_id in needed]
         self._dispatchers = []

@@ -131,6 +131,9 @@ class PythonStageApi(EngineApi):
     def movable(self, request: Any) -> Any:
         return request
 
+    def fetches_once(self, request: Any) -> bool:
+        return False
+
     def how_to_move(self, request: Any) -> Move:
         return Move.REPLAY
 

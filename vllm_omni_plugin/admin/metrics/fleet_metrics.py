@@ -80,10 +80,15 @@ class FleetCollector(Collector):
         yield _family(
             GaugeMetricFamily,
             "requests_held",
-            "Requests that wait because no replica can serve: before they are accepted (http) or after (fleet); or, "
-            "with their replica lost, for their turn to move (move).",
+            "Requests that wait because no replica can serve: before they are accepted (http) or after (fleet); with "
+            "their replica lost, for their turn to move (move); or for the end of a pause (paused).",
             ("where",),
-            [(("http",), metrics.waiting), (("fleet",), metrics.held), (("move",), metrics.moves_waiting)],
+            [
+                (("http",), metrics.waiting),
+                (("fleet",), metrics.held),
+                (("move",), metrics.moves_waiting),
+                (("paused",), metrics.paused),
+            ],
         )
         for name, documentation, labels, counts in _counters(metrics):
             yield _family(CounterMetricFamily, name, documentation, labels, counts)

@@ -1,4 +1,4 @@
-"""The coordinator's two bound sockets, and the gate in front of them."""
+"""The coordinator's two bound sockets, and the gate in front of them. The runtime's owner says where they are bound."""
 
 import zmq
 

@@ -35,7 +35,7 @@ class Dispatcher:
         metrics: what it counts.
         moves: how many requests of lost replicas may go on.
         wake_at: asks for a call of `tick` at this time or before, in monotonic seconds.
-        taken_before: see `RefusedRuns`.
+        fed: see `RefusedRuns`.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Dispatcher:
         metrics: OrchestratorMetrics,
         moves: MoveBudget,
         wake_at: Callable[[float], None],
-        taken_before: bool = False,
+        fed: bool = False,
     ) -> None:
         self._pool = pool
         self._api = api
@@ -63,7 +63,7 @@ class Dispatcher:
         self._moving: dict[StageRun, None] = {}
         self._is_moving = False
         self._suspects = Suspects(pool, wake_at, clock, metrics)
-        self._refused = RefusedRuns(pool, self._suspects, wake_at, clock, taken_before)
+        self._refused = RefusedRuns(pool, self._suspects, wake_at, clock, metrics, fed)
         self._ended: list[RunEnded] = []
         # Two heads may share an engine, and so may one head before and after its restart: ids must not meet there.
         self._head_tag = secrets.token_hex(4)
@@ -107,10 +107,7 @@ class Dispatcher:
                 by_member.setdefault(member, []).append(run.engine_request_id)
             self._end(run)
         for member, engine_request_ids in by_member.items():
-            # A replica that turns out to be dead has nothing left to abort.
-            with suppress(ReplicaError):
-                if member.client is not None:
-                    member.client.abort_requests(engine_request_ids)
+            self._abort_at(member, engine_request_ids)
 
     def accept(self, member: PoolMember, outputs: Iterable[Any]) -> tuple[list[Accepted], Sequence[RunEnded]]:
         """A message came from a replica.
@@ -123,7 +120,9 @@ class Dispatcher:
         for output in outputs:
             run = member.in_flight.get(output.request_id)
             if run is None:
-                self._abort_if_orphan(member, output)
+                if self._head_tag not in output.request_id and output.finish_reason is None:
+                    # Another head has left it behind, and nobody else would end it.
+                    self._abort_at(member, [output.request_id])
                 continue
             output.request_id = run.request_id
             try:
@@ -189,7 +188,7 @@ class Dispatcher:
         """Take in an output of a current attempt. Returns whether it is to be delivered."""
         tokens, finished = output.new_token_ids, output.finish_reason is not None
         cut_short = finished and self._api.cut_short(output)
-        if cut_short and not run.began and self._api.refused(output) and self._refused.refuse(run, member):
+        if cut_short and self._goes_on_elsewhere(member, run, output):
             return False
         if not (run.began or cut_short):
             self._begin(member, run, output)
@@ -201,6 +200,14 @@ class Dispatcher:
         if finished and run.finished:
             self._end(run)
         return True
+
+    def _goes_on_elsewhere(self, member: PoolMember, run: StageRun, output: Any) -> bool:
+        """An engine has cut a request short. Returns whether it has only refused it, and another may take it."""
+        if run.streaming is not None:
+            # Chunks that were on their way begin the session anew there, and nobody would end that.
+            self._abort_at(member, [run.engine_request_id])
+        may_move = not run.began and self._api.refused(output) and not self._api.fetches_once(run.request)
+        return may_move and self._refused.refuse(run, member)
 
     def _begin(self, member: PoolMember, run: StageRun, output: Any) -> None:
         cached_tokens = self._api.cached_tokens(output)
@@ -283,9 +290,7 @@ class Dispatcher:
         if is_first or run.move is not Move.RESTART:
             run.task, run.affinity_key = self._api.describe(request)
         task, key = run.task, run.affinity_key
-        # What is bound to a replica finds what it needs nowhere else.
-        avoid = self._suspects.avoided(run) if run.suspicions or (key is None and self._suspects.tries) else ()
-        member, decision = self._pool.decide(task, key, self._refused.avoided(run) or avoid)
+        member, decision = self._pool.decide(task, key, self._refused.avoided(run))
         attempt = f"{run.request_id}-{self._head_tag}-{next(self._attempts):x}"
         run.dispatch(member.replica_id, attempt, task, decision, self._clock())
         self._pool.charge(member, run)
@@ -361,12 +366,11 @@ class Dispatcher:
         self._ended.append(RunEnded(run, outputs))
         return True
 
-    def _abort_if_orphan(self, member: PoolMember, output: Any) -> None:
-        """A request that this head never sent was left behind by another one; nobody else would end it."""
-        if self._head_tag in output.request_id or output.finish_reason is not None or member.client is None:
-            return
+    def _abort_at(self, member: PoolMember, engine_request_ids: Sequence[str]) -> None:
+        # A replica that turns out to be dead has nothing left to abort.
         with suppress(ReplicaError):
-            member.client.abort_requests([output.request_id])
+            if member.client is not None:
+                member.client.abort_requests(engine_request_ids)
 
     def _member_of(self, run: StageRun) -> PoolMember | None:
         return self._pool.member(run.replica_id) if run.replica_id is not None else None

@@ -2,15 +2,16 @@
 
 from collections.abc import Callable, Collection
 
-from vllm_omni_plugin.orchestrator.dispatch.held_requests import HeldRequests
+from vllm_omni_plugin.orchestrator.dispatch.held_requests import MAX_HELD_REQUESTS
 from vllm_omni_plugin.orchestrator.dispatch.suspects import Suspects
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
+from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 
 RETRY_S = 0.5
-"""Seconds after which a request that all replicas have refused is sent again: nothing tells when a pause ends, which
-another head may do."""
+"""Seconds after which one of the requests that all replicas have refused is sent again: nothing tells when a pause
+ends, which another head may do. So long a replica that has refused one request counts as refusing all."""
 
 
 class RefusedRuns:
@@ -18,14 +19,16 @@ class RefusedRuns:
 
     An engine that an operator has paused refuses requests until it resumes. Calls reach replicas at different times, so
     one refusal does not mean that all would. What all refuse is the client's to send again, as with one engine; but not
-    what the fleet had taken before the pause: that waits, as it would in an engine.
+    what the fleet had taken before the pause: that waits, as it would in an engine. One of those that wait is sent
+    every `RETRY_S`, and if it is not refused within that time, all are.
 
     Args:
         pool: the stage's replicas.
         suspects: of the stage; one that was refused is tried nowhere.
         wake_at: asks for calls of `take` at this time, in monotonic seconds.
         clock: monotonic seconds.
-        taken_before: whether the stage's requests come from other stages, so that the fleet has taken them.
+        metrics: what it counts.
+        fed: whether requests get here what other stages have put out, so that the fleet has taken all of them.
     """
 
     def __init__(
@@ -34,16 +37,21 @@ class RefusedRuns:
         suspects: Suspects,
         wake_at: Callable[[float], None],
         clock: Callable[[], float],
-        taken_before: bool,
+        metrics: OrchestratorMetrics,
+        fed: bool,
     ) -> None:
         self._pool = pool
         self._suspects = suspects
         self._wake_at = wake_at
         self._clock = clock
-        self._taken_before = taken_before
+        self._metrics = metrics
+        self._fed = fed
         self._refused_by: dict[StageRun, set[int]] = {}
+        self._refused_at: dict[int, float] = {}
         self._next: dict[StageRun, None] = {}
-        self._waiting = HeldRequests(RETRY_S, wake_at)
+        self._waiting: dict[StageRun, None] = {}
+        self._probe: StageRun | None = None
+        self._probe_at = 0.0
 
     def refuse(self, run: StageRun, member: PoolMember) -> bool:
         """A replica has refused a request.
@@ -51,18 +59,20 @@ class RefusedRuns:
         Returns:
             Whether it goes on, and `take` will give it; otherwise its client is to be told.
         """
+        now = self._clock()
+        self._refused_at[member.replica_id] = now
         if run.streaming is not None and not run.streaming.replayable:
             # What of a session the replica has been sent is gone.
             return False
         refused_by = self._refused_by.setdefault(run, set())
         refused_by.add(member.replica_id)
-        others = any(other.replica_id not in refused_by for other in self._pool.serving)
-        if others and run.affinity_key is None:
+        if run.affinity_key is None and any(self._may_take(other, refused_by, now) for other in self._pool.serving):
             self._next[run] = None
             # Not at once: where it is sent may turn out to be dead, with the rest of what is dealt with here.
-            self._wake_at(self._clock())
-        elif (run.losses or self._taken_before) and self._waiting.hold(run, self._clock()):
+            self._wake_at(now)
+        elif (run.losses or run.first_request is not None or self._fed) and len(self._waiting) < MAX_HELD_REQUESTS:
             refused_by.clear()
+            self._wait(run, now)
         else:
             return False
         self._suspects.forget(run)
@@ -71,19 +81,58 @@ class RefusedRuns:
         return True
 
     def avoided(self, run: StageRun) -> Collection[int]:
-        """Ids of the replicas that have refused a request and are not asked again while others serve."""
-        return self._refused_by.get(run, ())
+        """Ids of replicas that a request does not go to if others serve: those of `Suspects`, and that refused it."""
+        # What is bound to a replica finds what it needs nowhere else.
+        apart = run.suspicions or (run.affinity_key is None and self._suspects.tries)
+        tried = self._suspects.avoided(run) if apart else ()
+        refused = self._refused_by.get(run)
+        if not refused:
+            return tried
+        both = refused.union(tried)
+        return both if any(member.replica_id not in both for member in self._pool.serving) else refused
 
     def take(self) -> StageRun | None:
         """The next one to be sent, which waits no more. To be asked until there is none."""
         run = next(iter(self._next), None)
-        if run is None:
-            return self._waiting.take_overdue(self._clock())
-        del self._next[run]
-        return run
+        if run is not None:
+            del self._next[run]
+            return run
+        if not self._waiting:
+            return None
+        now = self._clock()
+        if now < self._probe_at:
+            self._wake_at(self._probe_at)
+            return None
+        if self._probe is None:
+            self._probe, self._probe_at = next(iter(self._waiting)), now + RETRY_S
+            self._next[self._probe] = None
+            del self._waiting[self._probe]
+        else:
+            self._probe = None
+            self._next, self._waiting = self._waiting, {}
+        self._count()
+        return self.take()
 
     def forget(self, run: StageRun) -> None:
         """A request has ended."""
-        if self._refused_by.pop(run, None) is not None:
-            self._next.pop(run, None)
-            self._waiting.remove(run)
+        if self._refused_by.pop(run, None) is None:
+            return
+        self._next.pop(run, None)
+        self._waiting.pop(run, None)
+        self._count()
+        if run is self._probe:
+            self._probe = None
+
+    def _may_take(self, member: PoolMember, refused_by: Collection[int], now: float) -> bool:
+        refused_at = self._refused_at.get(member.replica_id)
+        return member.replica_id not in refused_by and (refused_at is None or refused_at + RETRY_S <= now)
+
+    def _wait(self, run: StageRun, now: float) -> None:
+        if run is self._probe or not self._waiting:
+            self._probe, self._probe_at = None, now + RETRY_S
+            self._wake_at(self._probe_at)
+        self._waiting[run] = None
+        self._count()
+
+    def _count(self) -> None:
+        self._metrics.paused_by_stage[self._pool.stage_id] = len(self._waiting)

@@ -17,6 +17,7 @@ class OrchestratorMetrics:
         queue_time: seconds between the submission of a request and its first dispatch.
         hold_time: seconds that requests waited because no replica served, each time they had to.
         held_by_stage: requests that wait for that reason now, by stage.
+        paused_by_stage: requests that wait because engines are paused and refuse them, by stage.
         moves_by_way: requests sent again to another replica because theirs was lost, by how they went on there.
         swallowed_tokens: tokens that replays repeated and nobody got a second time.
         diverged: replays that did not repeat what had been delivered; these are among `lost`.
@@ -46,6 +47,7 @@ class OrchestratorMetrics:
             "stage", "Seconds that requests spent in the stages of a pipeline.", ("stage", "name", "part")
         )
         self.held_by_stage: dict[int, int] = {}
+        self.paused_by_stage: dict[int, int] = {}
         self.moves_by_way = dict.fromkeys((Move.RESTART, Move.RESUME, Move.REPLAY), 0)
         self.swallowed_tokens = 0
         self.diverged = 0
@@ -69,6 +71,11 @@ class OrchestratorMetrics:
     def held(self) -> int:
         """Requests that wait for a replica now, whatever their stage."""
         return sum(self.held_by_stage.values())
+
+    @property
+    def paused(self) -> int:
+        """Requests that wait for paused engines now, whatever their stage."""
+        return sum(self.paused_by_stage.values())
 
     @property
     def moves(self) -> int:

@@ -45,6 +45,9 @@ class RequestApi(Protocol):
     def refused(self, output: Any) -> bool:
         """Whether the engine has not taken the request, because an operator has paused it."""
 
+    def fetches_once(self, request: Any) -> bool:
+        """Whether the request names a cache of another engine, kept until it has been fetched or refused once."""
+
     def idle_report(self, engine_index: int) -> Any: ...
 
     def movable(self, request: Any) -> Any:

@@ -166,6 +166,9 @@ class EngineApi:
         """Whether the engine has not taken the request, because an operator has paused it."""
         return is_refusal(output)
 
+    def fetches_once(self, request: Any) -> bool:
+        return moving.fetches_once(request)
+
     def movable(self, request: Any) -> Any:
         """The request, or a copy with a seed if its answer could neither be resumed nor repeated without.
 

@@ -25,13 +25,18 @@ def has_custom_logits_processors(model_config: Any) -> bool:
     return bool(model_config.logits_processors) or bool(entry_points(group=PROCESSOR_PLUGINS))
 
 
+def fetches_once(request: Any) -> bool:
+    """Whether an `EngineCoreRequest` transfers a cache: the other side keeps it until it has been fetched, once."""
+    params = request.sampling_params
+    return params is not None and not TRANSFER_PARAMS.isdisjoint(params.extra_args or ())
+
+
 def how_to_move(request: Any, custom_processors: bool) -> Move:
     """How an `EngineCoreRequest` goes on once part of its answer has been delivered; see the module."""
     params = request.sampling_params
     if params is None or request.resumable:
         return Move.NEVER
-    if params.extra_args and not TRANSFER_PARAMS.isdisjoint(params.extra_args):
-        # The other side keeps what it transfers until it has been fetched, once.
+    if fetches_once(request):
         return Move.NEVER
     if _is_seeded(params) or custom_processors or looks_back(request):
         return Move.REPLAY

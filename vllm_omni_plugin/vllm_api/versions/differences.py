@@ -36,7 +36,8 @@ CLI_ARGS_MOVED = Difference(
 )
 PAUSE_REFUSES = Difference(
     since=(0, 33),
-    about="AsyncLLM pauses by `pause_generation`: in modes abort and wait an engine refuses requests until it resumes",
+    about="AsyncLLM pauses by `pause_generation`: in modes abort and wait an engine refuses requests until it resumes, "
+    "see `RefusedRuns`",
     older="`FleetClient.pause_scheduler_async`, and the question in `engine_refusals`",
 )
 PROFILER_ARGUMENTS = Difference(
