@@ -1,6 +1,5 @@
 """What the coordinator's tests share."""
 
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import zmq
 
+from tests.fakes.free_ports import free_port
 from vllm_omni_plugin.coordinator import ReplicaEvent, ReplicaList, ReplicaStatus
 
 ANY = "tcp://127.0.0.1:*"
@@ -41,8 +41,7 @@ def make_event(
 
 def free_address() -> str:
     """Return a TCP address on which nobody listens now."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{free_port()}"
 
 
 def names(replicas: ReplicaList) -> list[str]:
@@ -72,17 +71,25 @@ def process_status(pid: int) -> dict[str, str]:
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
-class ManualClock:
-    """Seconds that pass only when told to; they may pass while another thread reads the clock."""
+class SharedClock:
+    """Monotonic seconds, and a wall clock that shows the same."""
 
-    def __init__(self, now: float = 1000.0) -> None:
-        self.now = now
-        self._read = threading.local()
+    def __init__(self, read: Callable[[], float] = time.monotonic) -> None:
+        self._read = read
+        self._of_thread = threading.local()
 
     def __call__(self) -> float:
-        self._read.last = self.now
-        return self._read.last
+        self._of_thread.last = self._read()
+        return self._of_thread.last
 
     def wall(self) -> float:
         """The same time as a wall clock that was read at the very moment at which this thread last read the other."""
-        return self._read.last
+        return self._of_thread.last
+
+
+class ManualClock(SharedClock):
+    """Seconds that pass only when told to; they may pass while another thread reads the clock."""
+
+    def __init__(self, now: float = 1000.0) -> None:
+        super().__init__(lambda: self.now)
+        self.now = now

@@ -117,19 +117,21 @@ def test_restarted_process_tells_no_head_of_a_fleet_it_does_not_know_yet(dealer:
 
 
 def test_restart_fails_until_the_port_is_free_again(
-    runtime: OmniCoordinatorRuntime, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Time for the test to take the port before the restart does.
-    monkeypatch.setattr(runtime_module, "MAX_DELAY", 0.5)
-    killed = process_of(runtime)
+    monkeypatch.setattr(runtime_module, "FIRST_DELAY", 1.0)
+    monkeypatch.setattr(runtime_module, "MAX_DELAY", 1.0)
+    runtime = OmniCoordinatorRuntime()
     port = int(runtime.router_address.rpartition(":")[2])
-    os.kill(killed, signal.SIGKILL)
+    os.kill(process_of(runtime), signal.SIGKILL)
     eventually(lambda: runtime.process_id is None)
     with socket.create_server(("127.0.0.1", port)):
         eventually(lambda: "could not be restarted" in caplog.text)
     assert runtime.router_address in caplog.text
     eventually(lambda: "serves again" in caplog.text)
     assert runs(process_of(runtime))
+    runtime.close()
 
 
 def test_given_port_is_the_one_for_replicas() -> None:

@@ -164,6 +164,9 @@ def test_refused_link_sleeps_until_its_next_attempt(
     coordinator = serve(served)
     said: list[str] = []
     link = CoordinatorLink(coordinator.router_zmq_addr, open_dealer, held, said.append)
+    refused_by = time.monotonic() + 20.0
+    while not said and time.monotonic() < refused_by:
+        link.wait(refused_by, 0)
     wakeups = 0
     deadline = time.monotonic() + 1.0
     while time.monotonic() < deadline:
@@ -223,7 +226,7 @@ def secret_file(folder: Path, line: str = OLD_LINE, mode: int = 0o600) -> str:
 def test_killed_process_comes_back_with_its_secret_and_no_head_drops_anybody(
     tmp_path: Path, report: OpenReplica
 ) -> None:
-    runtime = OmniCoordinatorRuntime(heartbeat_timeout=3.0, secret_file=secret_file(tmp_path))
+    runtime = OmniCoordinatorRuntime(heartbeat_timeout=9.0, secret_file=secret_file(tmp_path))
     lists: list[list[str]] = []
     hub = OmniCoordClientForHub(runtime.pub_address, lambda replicas: lists.append(names(replicas)), secrets=OLD)
     clients = [report(runtime.router_address, OLD, name) for name in "ab"]

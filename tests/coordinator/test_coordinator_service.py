@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import msgspec
 import pytest
 import zmq
-from coordinator_support import ANY, ManualClock, OpenSocket, eventually, make_event, names
+from coordinator_support import ANY, ManualClock, OpenSocket, SharedClock, eventually, make_event, names
 
 from vllm_omni_plugin.coordinator import (
     OmniCoordClientForHub,
@@ -77,7 +77,9 @@ def test_late_subscriber_is_sent_the_list_without_any_change(coordinator: OmniCo
         subscriber.close()
 
 
-def test_burst_of_updates_is_coalesced_and_ends_with_the_last(coordinator: OmniCoordinator) -> None:
+def test_burst_of_updates_is_coalesced_and_ends_with_the_last() -> None:
+    clock = SharedClock()
+    coordinator = OmniCoordinator(ANY, ANY, clock=clock, wall_clock=clock.wall)
     timestamps: list[float] = []
     hub = OmniCoordClientForHub(coordinator.pub_zmq_addr, lambda replicas: timestamps.append(replicas.timestamp))
     assert hub.wait_for_update(0, 20)
@@ -85,6 +87,7 @@ def test_burst_of_updates_is_coalesced_and_ends_with_the_last(coordinator: OmniC
         coordinator.update_replica_info(make_event("a", queue_length=queue_length))
     eventually(lambda: [info.queue_length for info in hub.get_replica_list().replicas] == [3000])
     hub.close()
+    coordinator.close()
     assert all(later - earlier > 0.09 for earlier, later in itertools.pairwise(timestamps))
 
 

@@ -121,7 +121,7 @@ def vision_fleet(servers: Servers, vision_model: Path) -> Server:
 
 @pytest.fixture
 def api_servers(servers: Servers, tiny_model: Path) -> Iterator[ApiServers]:
-    """Two API servers and two local replicas; both serve before each test and after it."""
+    """Two API servers and two local replicas; both serve before each test, and after it if it did not end them."""
 
     running: ApiServers = servers.keep("api-servers", partial(start_api_servers, tiny_model), engines=2)
     until(lambda: running.health() == 200 and running.replicas_up() == 2, "two replicas take requests", START_S)
@@ -130,10 +130,9 @@ def api_servers(servers: Servers, tiny_model: Path) -> Iterator[ApiServers]:
     until(lambda: all(map(psutil.pid_exists, running.pids.values())), "both API servers run", START_S)
     yield running
     if running.process.poll() is None:
-        until(
-            lambda: set(running.by_replica("vllm_omni_fleet:requests_in_flight").values()) == {0},
-            "nothing is in flight",
-        )
+        _wait_until_idle(running)
+    else:
+        servers.end("api-servers")
 
 
 @pytest.fixture
@@ -147,7 +146,12 @@ def nodes(servers: Servers, tiny_model: Path) -> Iterator[NodeFleet]:
     running.wait_for_replicas(2)
     yield running
     running.wait_for_replicas(2)
-    assert set(running.head.by_replica("vllm_omni_fleet:requests_in_flight").values()) == {0}
+    _wait_until_idle(running.head)
+
+
+def _wait_until_idle(server: Server) -> None:
+    in_flight = "vllm_omni_fleet:requests_in_flight"
+    until(lambda: set(server.by_replica(in_flight).values()) == {0}, "nothing is in flight")
 
 
 def start_api_servers(model: Path, log: Path) -> ApiServers:

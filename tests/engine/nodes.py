@@ -8,8 +8,10 @@ from pathlib import Path
 
 import psutil
 
+from tests.fakes.free_ports import free_port
+
 from .namespaces import HEAD_ADDRESS, Cable
-from .server import START_S, ServeProcess, Server, free_port, serve_command, until, write_secret
+from .server import START_S, ServeProcess, Server, serve_command, until, write_secret
 
 _ENGINE = re.compile(r"\(process (\d+)\) serves")
 _COORDINATOR = "vllm_omni_plugin.coordinator.process.coordinator_main"

@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from .server import IN_PROCESS, MODEL, ServeProcess, Server, free_port, until, write_secret
+from tests.fakes.free_ports import free_port
+
+from .server import IN_PROCESS, MODEL, ServeProcess, Server, until, write_secret
 from .servers import Servers
 from .suspended import PATIENT, Engine
 

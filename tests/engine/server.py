@@ -16,6 +16,8 @@ import httpx
 import openai
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.fakes.free_ports import free_port
+
 MODEL = "tiny"
 IN_PROCESS = ("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor")
 """The model is computed in the process of its engine, as vLLM does by itself on one GPU. On CPUs it starts a worker."""
@@ -38,13 +40,6 @@ def until(condition: Callable[[], T], what: str, seconds: float = 30.0) -> T:
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {seconds} s: {what}")
         time.sleep(0.05)
-
-
-def free_port() -> int:
-    """A loopback TCP port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def write_secret(path: Path) -> Path:

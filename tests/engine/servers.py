@@ -73,6 +73,10 @@ class Servers:
             self._running[name] = (start(self._logs / f"{self._starts}-{name}.log"), engines)
         return self._running[name][0]
 
+    def end(self, name: str) -> None:
+        """End the one of this name; who asks for it again gets a new one."""
+        self._running.pop(name)[0].stop()
+
     def _leave_room_for(self, engines: int) -> None:
         leaving = []
         while self._running and sum(count for _, count in self._running.values()) + engines > MAX_ENGINES:

@@ -47,8 +47,10 @@ def test_a_pause_by_one_server_ends_by_the_other(both: tuple[httpx.Client, httpx
     first, second = both
     for here, there in ((first, second), (second, first)):
         assert here.post("/pause", params={"mode": "keep"}).status_code == 200
-        assert there.get("/is_paused").json() == {"is_paused": True}
-        assert there.post("/resume").status_code == 200
+        try:
+            assert there.get("/is_paused").json() == {"is_paused": True}
+        finally:
+            assert there.post("/resume").status_code == 200
         assert here.get("/is_paused").json() == {"is_paused": False}
     assert text(first) == text(second)
 
@@ -56,8 +58,10 @@ def test_a_pause_by_one_server_ends_by_the_other(both: tuple[httpx.Client, httpx
 def test_sleep_by_one_server_ends_by_the_other(both: tuple[httpx.Client, httpx.Client]) -> None:
     first, second = both
     assert first.post("/sleep", params={"level": 0}).status_code == 200
-    assert second.get("/is_sleeping").json() == {"is_sleeping": True}
-    assert second.post("/wake_up", params={"tags": ["scheduling"]}).status_code == 200
+    try:
+        assert second.get("/is_sleeping").json() == {"is_sleeping": True}
+    finally:
+        assert second.post("/wake_up", params={"tags": ["scheduling"]}).status_code == 200
     assert first.get("/is_sleeping").json() == {"is_sleeping": False}
 
 

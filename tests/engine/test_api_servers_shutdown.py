@@ -1,4 +1,4 @@
-"""However several API servers end, nothing of theirs is left. The last tests of theirs: they end what is shared."""
+"""However several API servers end, nothing of theirs is left."""
 
 import os
 from functools import partial

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.free_ports import free_port
+
 from .cli_probe import probe
-from .server import free_port, serve_command, serve_environment
+from .server import serve_command, serve_environment
 
 POLICIES = "random, round-robin, least-queue-length"
 

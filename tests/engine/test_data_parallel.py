@@ -9,10 +9,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.fakes.free_ports import free_port
+
 from .experts import RANKS, make_experts
 from .load import Load
 from .nodes import Node
-from .server import START_S, Server, free_port, serve_command, until
+from .server import START_S, Server, serve_command, until
 from .test_shutdown import terminate
 
 IN_FLIGHT = "vllm_omni_fleet:requests_in_flight"

@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
+from tests.fakes.free_ports import free_port
+
 from .conftest import DEV_MODE, QUICK_HEARTBEATS, RUNTIME_LORA
 from .lora import make_lora
 from .nodes import NodeFleet
-from .server import MODEL, START_S, Server, free_port, until
+from .server import MODEL, START_S, Server, until
 from .servers import Servers
 
 BLOCK = 32

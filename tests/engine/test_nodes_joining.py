@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.free_ports import free_port
 from vllm_omni_plugin.coordinator import OmniCoordClientForStage
 from vllm_omni_plugin.curve import Secrets
 
 from .load import Load
 from .lora import make_lora
 from .nodes import Node, NodeFleet
-from .server import START_S, free_port, until, write_secret
+from .server import START_S, until, write_secret
 
 NEVER = "tcp://127.0.0.1:9"
 """The discard port of this machine, where nobody listens."""

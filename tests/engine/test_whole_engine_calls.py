@@ -55,8 +55,7 @@ def completion(server: Server) -> str:
 
 def test_calls_answer_as_one_plain_engine_does(plain: Server, fleet: Server) -> None:
     before = completion(fleet)
-    for expected_call in CALLS:
-        assert call(fleet, *expected_call) == call(plain, *expected_call)
+    assert [call(fleet, *each) for each in CALLS] == [call(plain, *each) for each in CALLS]
     assert completion(fleet) == completion(plain) == before
     assert fleet.replicas_up() == 2
 

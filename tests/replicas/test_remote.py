@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -12,6 +11,7 @@ from msgspec.structs import replace as with_changes
 
 from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeRequest
+from tests.fakes.free_ports import free_port
 from tests.replicas.remote_head import RemoteHead
 from tests.replicas.remote_server import (
     CLIENT_INDEX,
@@ -74,7 +74,7 @@ class Wire:
 
 def stand_still() -> None:
     """Hold the loop up for longer than a short heartbeat timeout."""
-    time.sleep(1.0)
+    time.sleep(2.5)
 
 
 @pytest.fixture
@@ -243,7 +243,7 @@ async def test_a_server_that_gives_no_sign_of_life_is_a_loss(head: RemoteHead, s
 
 
 async def test_a_head_that_was_stopped_itself_blames_nobody(head: RemoteHead, server: FakeServer) -> None:
-    head.set(heartbeat_timeout=0.7)
+    head.set(heartbeat_timeout=2.0)
     async with head.attached(server.info):
         heard = len(server.heard)
         # Both stand still, since they share the loop: the next beat is late by more than the timeout.
@@ -274,9 +274,9 @@ async def test_an_engine_that_hangs_is_not_attached_to(head: RemoteHead, server:
 
 async def test_a_server_that_does_not_answer_is_named(head: RemoteHead, server: FakeServer) -> None:
     # Long enough for the handshake on a busy machine, which would be named instead.
-    head.set(heartbeat_timeout=1.0)
+    head.set(heartbeat_timeout=2.0)
     server.answers_attach = False
-    with pytest.raises(ReplicaError, match=r"its server at tcp://127\.0\.0\.1:\d+ did not answer within 1 s"):
+    with pytest.raises(ReplicaError, match=r"its server at tcp://127\.0\.0\.1:\d+ did not answer within 2 s"):
         await head.attach(server.info)
 
 
@@ -289,14 +289,12 @@ async def test_an_engine_lost_while_attaching_is_an_error_at_once(head: RemoteHe
         await attaching
 
 
-@pytest.mark.parametrize("which", ["control_addr", "output_addr"])
+@pytest.mark.parametrize(("which", "timeout"), [("control_addr", 1.5), ("output_addr", 5.0)])
 async def test_an_address_that_nobody_answers_is_named_with_ours_and_the_systems_reason(
-    head: RemoteHead, server: FakeServer, which: str
+    head: RemoteHead, server: FakeServer, which: str, timeout: float
 ) -> None:
-    head.set(heartbeat_timeout=1.5)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    head.set(heartbeat_timeout=timeout)
+    port = free_port()
     server.info = with_changes(server.info, **{which: f"tcp://127.0.0.1:{port}"})
     told = f"announced tcp://127.0.0.1:{port}, which this head cannot reach from 127.0.0.1: Connection refused"
     with pytest.raises(ReplicaError, match=re.escape(told)):

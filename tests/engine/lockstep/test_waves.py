@@ -1,7 +1,6 @@
 """Ranks of a lockstep group behind replica servers: vLLM's own engine cores and coordinator, and several front ends."""
 
 import asyncio
-import itertools
 import random
 
 import pytest
@@ -61,9 +60,9 @@ async def test_counts_are_published_for_every_rank_and_reach_heads_with_outputs(
     reported = [(rank, report.num_running_reqs) for head in heads for rank, report in head.reports]
     assert max(running for rank, running in reported if rank == 0) == 2
     assert max(running for rank, running in reported if rank == 1) == 1
-    times = [at for at, said in waves.heard if said.counts is not None]
-    # Of its clock in milliseconds, and read here after its way.
-    assert all(later - earlier > 0.05 for earlier, later in itertools.pairwise(times[:-1]))
+    times = [at for at, said in waves.heard if said.counts is not None][:-1]
+    # Of its clock in milliseconds, and each may be heard late.
+    assert times[-1] - times[0] >= 0.05 * (len(times) - 1)
 
 
 async def test_no_request_that_comes_at_the_end_of_a_wave_is_left_behind(

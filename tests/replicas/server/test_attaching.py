@@ -139,7 +139,7 @@ async def test_a_head_too_many_is_refused_for_now(start_node: StartNode) -> None
 
 
 async def test_a_silent_head_loses_its_lease_and_its_requests(start_node: StartNode) -> None:
-    node = await start_node(heartbeat_timeout=0.3)
+    node = await start_node(heartbeat_timeout=2.0)
     async with node.attached() as head:
         lease = head.attached.lease
         message = await head.hear()
@@ -154,7 +154,7 @@ async def test_a_head_that_cannot_be_let_go_costs_the_engine_and_the_next_silent
     start_node: StartNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fail_next_close(monkeypatch)
-    node = await start_node(heartbeat_timeout=0.5)
+    node = await start_node(heartbeat_timeout=1.5)
     before = await node.up()
     async with node.attached():
         after = await node.up(after=before.incarnation)

@@ -73,7 +73,7 @@ async def test_an_engine_that_is_given_up_has_not_crashed_unless_it_says_so(
 
 
 async def test_an_engine_that_hangs_is_reported_kept_and_taken_back(start_node: StartNode) -> None:
-    node = await start_node(heartbeat_timeout=0.3)
+    node = await start_node(heartbeat_timeout=2.0)
     before = await node.up()
     async with node.head() as head:
         await head.attach(before.incarnation)

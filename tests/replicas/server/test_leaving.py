@@ -9,6 +9,7 @@ from tests.fakes.conditions import eventually
 from tests.replicas.server.conftest import StartNode
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.replicas.control.lease_messages import AttachRefused
+from vllm_omni_plugin.replicas.server import replica_server
 
 
 async def test_a_drained_replica_waits_for_its_head_and_takes_no_other(start_node: StartNode) -> None:
@@ -135,8 +136,9 @@ async def test_draining_before_the_engine_is_ready_gives_up_its_start(start_node
 
 @pytest.mark.parametrize("leave", ["drain", "restart_no_more"])
 async def test_an_engine_that_dies_when_its_replica_is_to_leave_is_not_started_again(
-    start_node: StartNode, leave: str
+    start_node: StartNode, monkeypatch: pytest.MonkeyPatch, leave: str
 ) -> None:
+    monkeypatch.setattr(replica_server, "_LAST_WORDS_S", 5.0)
     node = await start_node()
     async with node.attached() as head:
         getattr(node.server, leave)()
