@@ -111,4 +111,4 @@ async def open_head(described: Stage, share_memory: bool = True) -> AsyncIterato
             yield head
         finally:
             for replica in head.replicas:
-                await replica.close(executor, timeout=2.0)
+                await replica.close(executor, timeout=20.0)
