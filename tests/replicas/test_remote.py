@@ -3,7 +3,7 @@
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -26,6 +26,7 @@ from tests.replicas.remote_server import (
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.replicas.client import remote as remote_module
 from vllm_omni_plugin.replicas.client.remote import AttachRefusedError
 from vllm_omni_plugin.replicas.control.lease_messages import (
     PROTOCOL_VERSION,
@@ -182,14 +183,19 @@ async def test_a_server_that_ends_the_lease_is_a_loss(
             replica.client.add_request(FakeRequest("a"), "a-1")
 
 
-async def test_how_an_engine_ended_is_its_servers_word_though_the_engines_own_comes_first(
-    head: RemoteHead, server: FakeServer
+@pytest.mark.parametrize("sign", [FakeServer.say_dead, FakeServer.cut], ids=["its own word", "its connections break"])
+async def test_how_an_engine_ended_is_its_servers_word_though_another_sign_of_it_comes_first(
+    head: RemoteHead, server: FakeServer, monkeypatch: pytest.MonkeyPatch, sign: Callable[[FakeServer], None]
 ) -> None:
-    async with head.attached(server.info):
-        server.say_dead()
-        server.tell(Status(LEASE, ReplicaStatus.ERROR, "its worker was ended by SIGILL"))
+    monkeypatch.setattr(remote_module, "_SERVER_SAYS_WHY_S", 20.0)
+    async with head.attached(server.info) as replica:
+        sign(server)
+        # The sign comes in less time than these take.
+        beats = len(server.heard)
+        await eventually(lambda: head.deaths or len(server.heard) > beats + 10)
+        server.tell(Status(LEASE, ReplicaStatus.ERROR, "its worker was ended by SIGILL", engine_failed=True))
         await eventually(lambda: head.deaths)
-        assert head.deaths == ["its worker was ended by SIGILL"]
+        assert (head.deaths, replica.client.engine_failed) == (["its worker was ended by SIGILL"], True)
 
 
 async def test_messages_about_another_lease_and_garbage_change_nothing(
@@ -224,7 +230,7 @@ async def test_a_server_that_dies_is_a_loss(head: RemoteHead) -> None:
     async with head.attached(server.info):
         server.close()
         await eventually(lambda: head.deaths)
-        assert re.match("the (data )?connection to its server broke", head.deaths[0])
+        assert head.deaths == ["the connection to its server broke"]
 
 
 async def test_broken_data_connections_are_a_loss(head: RemoteHead, server: FakeServer) -> None:

@@ -42,7 +42,7 @@ logger = init_logger(__name__)
 _MAX_SOCKETS = 16384
 """Nine for each replica, with those that watch the others; ZMQ's own limit would end at 113 replicas."""
 _SERVER_SAYS_WHY_S = 1.0
-"""An engine's own word of its death takes the shorter way; its server knows how it ended."""
+"""An engine's own word of its death and the end of its connections take shorter ways; its server knows how it ended."""
 
 
 OnOutputs = Callable[[Any], None]
@@ -266,15 +266,16 @@ class RemoteReplica:
         self._next_beat = asyncio.get_running_loop().call_later(settings.heartbeat_interval, self._beat)
 
     def _data_connection_lost(self) -> None:
-        reason = "the data connection to its server broke"
-        if self._control is not None and self._control.connection.stands:
-            most = self._settings.max_message_bytes // 2**20
-            reason += f", perhaps over an output of more than {most} MiB (--omni-max-message-size of this head)"
-        self._lose(reason)
+        # What the engine has still said is good, and need not be computed again elsewhere.
+        self.client.drain()
+        most = self._settings.max_message_bytes // 2**20
+        self.client.mark_dead_soon(
+            "the data connection to its server broke, "
+            f"perhaps over an output of more than {most} MiB (--omni-max-message-size of this head)"
+        )
 
     def _lose(self, reason: str, engine_failed: bool = False) -> None:
         if self._link is not None:
-            # What the engine has still said is good, and need not be computed again elsewhere.
             self.client.drain()
             self.client.mark_dead(reason, engine_failed)
         else:

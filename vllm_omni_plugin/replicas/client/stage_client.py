@@ -56,7 +56,8 @@ class StageClient:
         on_outputs: called with every `EngineCoreOutputs` that carries request outputs or statistics.
         on_dead: called at most once, with the reason, when the replica is dead, or has said what cannot be used.
         client_index: which of the engine's outputs is the link's, for an engine that several clients share.
-        patience: seconds that somebody who knows more has to call `mark_dead` after the engine reported its own death.
+        patience: seconds that somebody who knows more has to call `mark_dead` after the engine reported its own death
+            or `mark_dead_soon` was called.
 
     Attributes:
         engine_failed: whether it is dead because the engine crashed by itself or said what cannot be used.
@@ -186,6 +187,14 @@ class StageClient:
         self._fail(self._probes, self._dead_error())
         self._on_dead(reason)
 
+    def mark_dead_soon(self, reason: str, engine_failed: bool = False) -> None:
+        """`mark_dead`, unless somebody who knows more does so within `patience`; of several calls the first counts."""
+        if not self._patience:
+            self.mark_dead(reason, engine_failed)
+        elif self._dead_reason is None and self._last_word is None:
+            mark_dead = partial(self.mark_dead, reason, engine_failed)
+            self._last_word = asyncio.get_running_loop().call_later(self._patience, mark_dead)
+
     def close(self) -> None:
         """Close the link; open calls fail. Idempotent."""
         self._link.close()
@@ -227,7 +236,7 @@ class StageClient:
             # Its requests are elsewhere by now, and its statistics would count as those of a replica that serves.
             return
         if self._codec.is_engine_dead(frames):
-            self._reported_dead()
+            self.mark_dead_soon(_REPORTED, engine_failed=True)
             return
         try:
             outputs = self._codec.decode_outputs(frames)
@@ -242,13 +251,6 @@ class StageClient:
             # Of one replica: it must not end the reading of the others, nor let its requests wait for what was lost.
             logger.exception("Outputs of replica %s could not be handled.", self._name)
             self.mark_dead(f"its outputs could not be handled: {str(error)[:_MAX_DETAIL_CHARS]}", True)
-
-    def _reported_dead(self) -> None:
-        if not self._patience:
-            self.mark_dead(_REPORTED, engine_failed=True)
-        elif self._last_word is None:
-            mark_dead = partial(self.mark_dead, _REPORTED, engine_failed=True)
-            self._last_word = asyncio.get_running_loop().call_later(self._patience, mark_dead)
 
     def _resolve_call(self, reply: Any) -> None:
         future = self._calls.get(reply.call_id) or self._probes.get(reply.call_id)

@@ -43,7 +43,6 @@ class Connection:
     Attributes:
         established: done when the security handshake succeeded, or the `ReplicaError` that ended it. A socket that
             reconnects leaves it open while nobody answers.
-        stands: whether it has succeeded, and the connection has not broken since.
     """
 
     def __init__(self, socket: Socket, on_lost: Callable[[], None]) -> None:
@@ -53,7 +52,7 @@ class Connection:
         self._monitor: Socket = socket.get_monitor_socket(_WATCHED)
         self._reader = SocketReader(self._monitor, self._on_event)
         self._reader.resume()
-        self.stands = False
+        self._stands = False
         self._closed = False
 
     def close(self) -> None:
@@ -61,7 +60,7 @@ class Connection:
         if self._closed:
             return
         self._closed = True
-        self.stands = False
+        self._stands = False
         self._reader.pause()
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
@@ -72,14 +71,14 @@ class Connection:
     def _on_event(self, frames: list[Any]) -> None:
         message = parse_monitor_message([bytes(frame) for frame in frames])
         event = message["event"]
-        if self.stands:
+        if self._stands:
             if event == zmq.EVENT_DISCONNECTED:
-                self.stands = False
+                self._stands = False
                 self._on_lost()
         elif self.established.done():
             return
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self.stands = True
+            self._stands = True
             self.established.set_result(None)
         elif event & _REFUSED:
             self.established.set_exception(HandshakeRefusedError(event, message["value"]))
