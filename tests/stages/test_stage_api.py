@@ -44,6 +44,9 @@ def test_a_chunk_says_whether_more_may_come() -> None:
     "given",
     [
         StageInput(metadata={"a": object()}),
+        StageInput(text="a", metadata={1: "b"}),  # type: ignore[dict-item]
+        StageInput(text="a", sampling={1: 2}),  # type: ignore[dict-item]
+        StageInput(text="\ud800"),
         StageInput(token_ids=[2**70]),
         StageInput(tensor=[1.0]),
         StageInput(tensor=torch.ones(3, device="meta")),

@@ -15,6 +15,8 @@ from vllm_omni_plugin.vllm_api.protocol.stage_protocol import CONTENT_KEY, STOP,
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 from vllm_omni_plugin.vllm_api.requests.move import Move
 
+_SENT = msgspec.msgpack.Decoder(tuple[list[int] | None, str | None, dict[str, Any], dict[str, Any]])
+
 
 class PythonOutputReader(OutputReader):
     """Reads the outputs of a Python stage.
@@ -86,7 +88,8 @@ class PythonStageApi(EngineApi):
                 sampling={**self._stage.sampling, **given.sampling, **sampling},
                 session_id=source.session_id,
             )
-            msgspec.msgpack.encode((request.token_ids, request.metadata, request.sampling))
+            # A stage drops what it cannot decode, and the client would wait for ever.
+            _SENT.decode(msgspec.msgpack.encode((request.token_ids, request.text, request.metadata, request.sampling)))
         except Exception as error:  # torch raises many kinds of errors
             raise StageInputError(f"Stage '{self._stage.name}': its input cannot be sent: {error}") from error
         return request
