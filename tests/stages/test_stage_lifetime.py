@@ -6,15 +6,24 @@ import select
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
+import msgspec
 import pytest
+import zmq
 
 from tests.fakes.conditions import eventually
 from tests.stages.gate import Gate
 from tests.stages.heads import open_head, stage
 from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.replicas.engine.socket_folder import new_ipc_address
+from vllm_omni_plugin.replicas.links.link import IpcLink
+from vllm_omni_plugin.stages.compute_queue import ComputeQueue
+from vllm_omni_plugin.stages.stage_engine import StageEngine
 from vllm_omni_plugin.stages.stage_launcher import PythonStageLauncher
+from vllm_omni_plugin.vllm_api.protocol.stage_protocol import ADD, StageRequest
 
 OWNER = [
     sys.executable,
@@ -93,6 +102,27 @@ async def test_a_killed_replica_is_seen_and_can_be_started_again() -> None:
         await head.start()
         head.send("a", "back")
         assert (await head.answer("a")).text == "back!"
+
+
+async def test_a_stage_that_cannot_handle_a_message_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(queue: ComputeQueue, request: StageRequest) -> bool:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(ComputeQueue, "add", broken)
+    link = IpcLink(new_ipc_address(), new_ipc_address(), b"00")
+    with ExitStack() as stack:
+        stack.callback(link.close)
+        executor = stack.enter_context(ThreadPoolExecutor(1))
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        stack.callback(context.destroy, linger=0)
+        engine = StageEngine(lambda jobs: [], executor, 1)
+        stack.callback(engine.end)
+        engine.connect(context, b"00", link.input_addr, [link.output_addr], b"")
+        await asyncio.to_thread(link.input_socket.recv_multipart)
+        link.send((ADD, msgspec.msgpack.encode(StageRequest("a", text="x"))))
+        async with asyncio.timeout(10):
+            with pytest.raises(RuntimeError, match="broken"):
+                await engine.ended
 
 
 async def test_the_stage_is_stopped_in_order_when_it_is_told_to_end(tmp_path: Path) -> None:

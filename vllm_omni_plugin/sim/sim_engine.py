@@ -23,6 +23,9 @@ class SimulatedEngine(SocketEngine):
         model: computes the answers.
         log_stats: whether it reports its load.
         on_end: called once when it has ended in any way.
+
+    Attributes:
+        died_of: why it announced its death, or "".
     """
 
     kind = "a simulated engine"
@@ -35,6 +38,7 @@ class SimulatedEngine(SocketEngine):
         self._clients: dict[str, int] = {}
         self._next_step: asyncio.Handle | None = None
         self._loras: set[int] = set()
+        self.died_of = ""
         self._methods |= {
             "add_lora": self._add_lora,
             "collective_rpc": lambda method, timeout=None, args=(), kwargs=None: [None],
@@ -73,6 +77,9 @@ class SimulatedEngine(SocketEngine):
     def _take_no_message(self, error: WireError) -> None:
         self._die(str(error))
 
+    def _fail(self, error: BaseException) -> None:
+        self._die(repr(error), error)
+
     def _add(self, request: Any) -> None:
         if request.request_id in self._model:
             self._die(f"duplicate request id {request.request_id}")
@@ -110,8 +117,14 @@ class SimulatedEngine(SocketEngine):
             self._next_step = self._loop.call_soon(self._step)
 
     def _step(self) -> None:
-        step = self._model.step(time.monotonic())
         self._next_step = None
+        try:
+            self._compute()
+        except Exception as error:
+            self._fail(error)
+
+    def _compute(self) -> None:
+        step = self._model.step(time.monotonic())
         if step.next_time is not None:
             self._next_step = self._loop.call_later(max(0.0, step.next_time - time.monotonic()), self._step)
         reports = step.report is not None and self._log_stats
@@ -124,8 +137,9 @@ class SimulatedEngine(SocketEngine):
             if output.finish is not None:
                 del self._clients[output.request_id]
 
-    def _die(self, reason: str) -> None:
-        logger.error("A simulated engine dies: %s", reason)
+    def _die(self, reason: str, error: BaseException | None = None) -> None:
+        logger.error("A simulated engine dies: %s", reason, exc_info=error)
+        self.died_of = reason
         self.end(ENGINE_DEAD)
 
     def _add_lora(self, fields: Any) -> bool:

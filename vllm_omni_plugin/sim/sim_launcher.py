@@ -59,8 +59,8 @@ class SimProcess:
         self._host.run(lambda: connect(context, self._identity, input_addr, output_addrs, self._ready_response))
 
     def how_it_ended(self) -> str:
-        """There is no process that could have ended."""
-        return ""
+        """Why the engine died, if it did so by itself: there is no process that could tell."""
+        return f"it died: {self.engine.died_of}" if self.engine.died_of else ""
 
     def shutdown(self, timeout: float | None = None) -> None:
         """End the engine at once; what it has said still arrives. Idempotent."""

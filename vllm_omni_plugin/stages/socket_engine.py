@@ -12,7 +12,7 @@ import zmq
 from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.links.link import SocketReader
-from vllm_omni_plugin.vllm_api.protocol.stage_codec import Frames, StageCodec
+from vllm_omni_plugin.vllm_api.protocol.stage_codec import Frames, Kind, StageCodec
 from vllm_omni_plugin.vllm_api.requests.rest_state import RestState, pause_mode
 
 logger = init_logger(__name__)
@@ -119,6 +119,10 @@ class SocketEngine(ABC):
     def _take_no_message(self, error: WireError) -> None:
         """Called for frames that are none."""
 
+    @abstractmethod
+    def _fail(self, error: BaseException) -> None:
+        """End the engine after an error that should not happen; whoever waits for it would else wait for ever."""
+
     def _call(self, method: str, args: list[Any]) -> Any:
         """Run a utility method and return its result.
 
@@ -135,6 +139,12 @@ class SocketEngine(ABC):
         except WireError as error:
             self._take_no_message(error)
             return
+        try:
+            self._handle(kind, payload)
+        except Exception as error:
+            self._fail(error)
+
+    def _handle(self, kind: Kind, payload: Any) -> None:
         if kind == "abort":
             self._abort(payload, tell=False)
         elif (client_index := payload.client_index if kind == "add" else payload[0]) not in range(len(self._outputs)):

@@ -38,7 +38,8 @@ class StageEngine(SocketEngine):
         memory: what is shared with the only client.
 
     Attributes:
-        ended: done once `end` was called and nothing is being computed any more; failed if the thread has.
+        ended: done once `end` was called and nothing is being computed any more; failed if the thread has, or if a
+            message could not be handled.
     """
 
     kind = "a Python stage"
@@ -79,6 +80,10 @@ class StageEngine(SocketEngine):
     def _take_no_message(self, error: WireError) -> None:
         logger.warning("A message is dropped: %s", error)
 
+    def _fail(self, error: BaseException) -> None:
+        if not self.ended.done():
+            self.ended.set_exception(error)
+
     def _add(self, request: StageRequest) -> None:
         if not self._queue.add(request):
             logger.warning("Request %s came twice; the second one is dropped.", request.request_id)
@@ -107,8 +112,8 @@ class StageEngine(SocketEngine):
     def _computed(self, computing: "asyncio.Future[list[Result]]") -> None:
         try:
             self._deliver(computing.result())
-        except BaseException as error:  # otherwise these requests would never be answered
-            self.ended.set_exception(error)
+        except BaseException as error:
+            self._fail(error)
 
     def _deliver(self, results: list[Result]) -> None:
         batch, self._batch = self._batch, []

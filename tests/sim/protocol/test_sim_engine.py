@@ -12,12 +12,19 @@ from tests.sim.drive import request as sim_request
 from tests.sim.protocol.heads import FAST, Head
 from tests.sim.protocol.requests import LONG, request
 from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.replicas.engine.running_engine import Engine
 from vllm_omni_plugin.replicas.engine.socket_folder import new_ipc_address
+from vllm_omni_plugin.sim import sim_engine
+from vllm_omni_plugin.vllm_api.protocol import sim_protocol
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 
 
 def ended(head: Head) -> dict[str, FinishReason]:
     return {output.request_id: output.finish_reason for output in head.outputs if output.finished}
+
+
+def broken(*args: Any) -> Any:
+    raise RuntimeError("broken")
 
 
 def tokens(head: Head, request_id: str) -> list[int]:
@@ -112,6 +119,37 @@ async def test_a_frame_that_is_no_request_kills_the_engine(head: Head) -> None:
     replica.client.add_request(request(), "a")
     await eventually(lambda: head.deaths)
     await eventually(lambda: head.launcher.processes[0].ended)
+
+
+async def dies_of(head: Head, replica: Engine, reason: str) -> None:
+    """Return once the engine has announced its death and named the reason."""
+    await eventually(lambda: head.deaths)
+    process = head.launcher.processes[0]
+    await eventually(lambda: process.ended)
+    assert replica.client.engine_failed
+    assert f"it died: {reason}" in process.how_it_ended()
+    assert process.how_it_ended() in head.deaths[0]
+
+
+async def test_a_request_that_breaks_a_step_kills_the_engine_with_notice(head: Head) -> None:
+    replica = await head.start()
+    replica.client.add_request(request("good", max_tokens=LONG), "good")
+    replica.client.add_request(request("bad", allowed_token_ids=[-1]), "bad")
+    await dies_of(head, replica, "OverflowError")
+
+
+async def test_an_engine_whose_outputs_cannot_be_sent_dies(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sim_protocol, "output", broken)
+    replica = await head.start()
+    replica.client.add_request(request(), "a")
+    await dies_of(head, replica, "RuntimeError('broken')")
+
+
+async def test_an_engine_that_cannot_handle_a_message_dies(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sim_engine, "to_request", broken)
+    replica = await head.start()
+    replica.client.add_request(request(), "a")
+    await dies_of(head, replica, "RuntimeError('broken')")
 
 
 async def test_a_killed_engine_is_seen_by_its_sentinel_and_can_be_started_again(head: Head) -> None:
