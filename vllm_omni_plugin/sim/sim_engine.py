@@ -86,6 +86,9 @@ class SimulatedEngine(SocketEngine):
             return
         if request.abort_immediately:
             return
+        if self._rest.refuses:
+            self._send([(request.client_index, sim_protocol.refusal(request.request_id))])
+            return
         self._clients[request.request_id] = request.client_index
         try:
             self._model.submit(to_request(request), time.monotonic())

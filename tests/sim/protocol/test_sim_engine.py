@@ -17,6 +17,8 @@ from vllm_omni_plugin.replicas.engine.socket_folder import new_ipc_address
 from vllm_omni_plugin.sim import sim_engine
 from vllm_omni_plugin.vllm_api.protocol import sim_protocol
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
+from vllm_omni_plugin.vllm_api.versions.differences import PAUSE_REFUSES
+from vllm_omni_plugin.vllm_api.versions.engine_refusals import is_refusal
 
 
 def ended(head: Head) -> dict[str, FinishReason]:
@@ -186,6 +188,20 @@ async def test_a_pause_aborts_keeps_or_awaits_what_runs(head: Head) -> None:
     assert "kept" not in ended(head)
     await call("resume_scheduler")
     await eventually(lambda: "kept" in ended(head))
+
+
+@pytest.mark.skipif(not PAUSE_REFUSES.here, reason="requests wait in paused engines of this vLLM")
+async def test_what_comes_while_an_engine_refuses_may_be_sent_again(head: Head) -> None:
+    replica = await head.start()
+    for mode in ("abort", "wait"):
+        await replica.client.call("pause_generation", mode, True)
+        replica.client.add_request(request(mode), mode)
+        await eventually(lambda mode=mode: mode in ended(head))
+        refused = head.outputs[-1]
+        assert (is_refusal(refused), refused.finish_reason, refused.new_token_ids) == (True, FinishReason.ERROR, [])
+        await replica.client.call("resume_scheduler")
+        replica.client.add_request(request(mode), mode)
+        await eventually(lambda mode=mode: ended(head)[mode] is FinishReason.LENGTH)
 
 
 async def test_calls_are_answered_as_vllms_engine_answers_them(head: Head) -> None:

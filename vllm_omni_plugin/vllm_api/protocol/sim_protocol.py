@@ -13,6 +13,10 @@ from vllm.v1.serial_utils import MsgpackDecoder
 from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.vllm_api.protocol import stage_protocol
 from vllm_omni_plugin.vllm_api.protocol.stage_codec import Frames, StageCodec
+from vllm_omni_plugin.vllm_api.versions.differences import PAUSE_REFUSES
+
+if PAUSE_REFUSES.here:
+    from vllm.outputs import RequestError
 
 ENGINE_DEAD: bytes = EngineCoreProc.ENGINE_CORE_DEAD
 """The one frame with which an engine announces its own death."""
@@ -50,6 +54,13 @@ def output(step: Any) -> Any:
             EngineCoreEvent(EngineCoreEventType.SCHEDULED, prefill.scheduled_at),
         ]
     return made
+
+
+def refusal(request_id: str) -> Any:
+    """The `EngineCoreOutput` for a request that a paused engine does not take. Only where `PAUSE_REFUSES` is so."""
+    message = "Generation is paused. Please retry after it resumes."
+    error = RequestError(code="engine_paused", message=message, retryable=True)
+    return EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, error=error)
 
 
 def scheduler_stats(report: Any) -> Any:
