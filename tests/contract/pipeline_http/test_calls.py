@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
+import pytest
+
 from tests.contract.pipeline_http.app import spoken
 from vllm_omni_plugin.integration.engine_client.pipeline_calls import RunningCall, submitted
 from vllm_omni_plugin.orchestrator.requests.pipeline_call import CallEnded, PipelineCall, StageEvent
@@ -36,6 +38,31 @@ async def test_it_ends_when_the_answer_and_all_requests_have() -> None:
         items = [item async for item in running.run(requests("a", "b", then=end))]
     assert items == ["a", "b", ENDED, spoken("late"), ENDED]
     assert aborted == []
+
+
+async def test_an_error_of_the_answer_is_raised_also_if_its_last_request_ends_in_the_same_moment() -> None:
+    running = RunningCall(wanted, list)
+    loop = asyncio.get_running_loop()
+    failing = loop.create_future()
+
+    async def fails() -> AsyncGenerator[str, None]:
+        submitted("a")
+        yield "a"
+        await failing
+
+    def fail_and_end() -> None:
+        # Both in the next turn of the loop.
+        loop.call_soon(failing.set_exception, ValueError("vLLM says no"))
+        running.call.put(ENDED)
+
+    async def call() -> None:
+        async for item in running.run(fails()):
+            if item == "a":
+                loop.call_soon(fail_and_end)
+
+    async with asyncio.timeout(10):
+        with pytest.raises(ValueError, match="vLLM says no"):
+            await call()
 
 
 def test_an_event_for_a_loop_that_has_ended_is_dropped() -> None:

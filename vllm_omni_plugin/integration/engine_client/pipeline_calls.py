@@ -73,6 +73,8 @@ class RunningCall:
                     yield item
                 else:
                     answering.result()
+            # Its requests may have ended before the None that tells of its error came.
+            answering.result()
         finally:
             # First, since a server that shuts down cancels the awaits below.
             if self._ended < len(self.request_ids):
