@@ -11,17 +11,33 @@ from .source_tree import ROOT
 
 NEEDED = (
     ".ci/setup",
+    ".ci/setup-newer",
     "pyproject.toml",
     "examples/cpu/requirements.txt",
     "examples/cpu/test-requirements.txt",
     "examples/cpu/vllm-alias/pyproject.toml",
+    "examples/cpu/vllm-0.33/source.txt",
+    "examples/cpu/vllm-0.33/build.txt",
+    "examples/cpu/vllm-0.33/requirements.txt",
 )
 INTERPRETER = """\
 #!/usr/bin/env bash
-case "$1 $2" in
+case "$*" in
 "-c "*) echo "{answer}" ;;
-"-m venv") mkdir -p "$3/bin" "$3/lib/python{version}"; cp "$0" "$3/bin/python"; echo "$PWD/$3" >"$3/bin/activate" ;;
-"-m pip") [[ $3 == --version || -z "{no_packages}" ]] ;;
+-V) echo "Python {version}" ;;
+"-m venv "*)
+    folder=${{@: -1}}
+    mkdir -p "$folder/bin" "$folder/lib/python{version}/site-packages/vllm"
+    cp "$0" "$folder/bin/python"
+    echo "$PWD/$folder" >"$folder/bin/activate"
+    touch "$folder/bin/vllm-omni-plugin"
+    ;;
+"-m pip "*" wheel "*)
+    until [[ $1 == -w ]]; do shift; done
+    mkdir "$2"
+    touch "$2/vllm.whl"
+    ;;
+"-m pip "*) [[ $3 == --version || -z "{no_packages}" ]] ;;
 esac
 """
 
@@ -31,6 +47,7 @@ class Folder:
 
     def __init__(self, folder: Path) -> None:
         self.root = folder / "with some spaces"
+        self.cache = folder / "cache"
         self._path = folder / "bin of mine"
         self._path.mkdir()
         for name in NEEDED:
@@ -46,11 +63,20 @@ class Folder:
         path.chmod(0o755)
         return path
 
-    def set_up(self, python: Path | None = None) -> "subprocess.CompletedProcess[str]":
-        own = {"PATH": f"{self._path}:{os.environ['PATH']}", "PYTHON": str(python or ""), "VLLM": ""}
-        environment = os.environ | own
+    def set_up(self, python: Path | None = None, vllm: str = "") -> "subprocess.CompletedProcess[str]":
+        own = {
+            "PATH": f"{self._path}:{os.environ['PATH']}",
+            "PYTHON": str(python or ""),
+            "VLLM": vllm,
+            "XDG_CACHE_HOME": str(self.cache),
+        }
         return subprocess.run(
-            [self.root / ".ci" / "setup"], env=environment, capture_output=True, text=True, check=False, timeout=60
+            [self.root / ".ci" / "setup"],
+            env=os.environ | own,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
         )
 
     @property
@@ -109,3 +135,11 @@ def test_a_python_that_is_too_old_or_none_is_named(folder: Folder) -> None:
         done = folder.set_up(python)
         assert done.returncode == 1
         assert f"no Python 3.11 or newer among: {python};" in done.stderr
+
+
+def test_a_newer_vllm_is_put_over_another_python_once(folder: Folder) -> None:
+    other = folder.interpreter("python3.12", "3.12")
+    for python in (folder.default, other):
+        done = folder.set_up(python, vllm="0.33")
+        assert done.stdout.endswith(".venv-0.33 is ready\n"), done.stderr
+        assert folder.set_up(python, vllm="0.33").stdout == ""
