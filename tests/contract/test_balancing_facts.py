@@ -11,7 +11,9 @@ from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequest
 from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
+from vllm.v1.pool.late_interaction import build_late_interaction_doc_params, build_late_interaction_query_params
 
+from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 from vllm_omni_plugin.vllm_api.requests.facts import CacheSize, LoadReport
@@ -95,6 +97,20 @@ def test_whether_a_prompt_can_be_cached(made: EngineCoreRequest, cacheable: bool
 def test_a_prompt_of_embeddings_counts_by_its_length() -> None:
     prompt = EngineApi().describe(request(prompt_token_ids=None, prompt_embeds=torch.zeros(40, 2)))[0]["prompt"]
     assert (len(prompt.token_ids), prompt.cacheable) == (40, False)
+
+
+async def test_late_interaction_scoring_binds_documents_to_the_replica_of_their_query() -> None:
+    pool = FakeFleet(replicas=3).pool
+    homes = set()
+    for number in range(30):
+        name = f"late-interaction-{number}"
+        query = build_late_interaction_query_params(name, query_uses=4)
+        params = [query, *(build_late_interaction_doc_params(name) for _ in range(4))]
+        made = [request(PoolingParams(task="token_embed", late_interaction_params=each)) for each in params]
+        [home] = {pool.pick(*EngineApi().describe(each)) for each in made}
+        homes.add(home)
+    assert homes == set(pool.members)
+    assert EngineApi().describe(request(PoolingParams(task="token_embed")))[1] is None
 
 
 def test_cached_tokens_are_those_of_all_caches() -> None:
