@@ -380,8 +380,9 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         raise NotImplementedError("vLLM's fault tolerance does not apply: the fleet restarts lost replicas itself.")
 
     def dp_engines_running(self) -> bool:
-        """Whether any request is unfinished."""
-        return bool(self._orchestrator.request_states)
+        """Whether any request is unfinished, also one that is handed over and not taken yet."""
+        # In this order, in which requests go.
+        return bool(len(self._orchestrator.request_async_queue) or self._orchestrator.request_states)
 
     def get_kv_event_sources(self) -> dict[int, Any]:
         return dict(self._events.kv_event_sources)
