@@ -133,6 +133,7 @@ class FakeLauncher:
     engines: list[FakeEngine] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     ready_timeout: float = 10.0
+    ready_timeout_variable: str = "A_VARIABLE"
 
     def identity(self, replica_id: int) -> bytes:
         return replica_id.to_bytes(2, "little")

@@ -12,7 +12,7 @@ import zmq
 
 from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeEngineApi, FakeOutput, FakeOutputs, FakeRequest
-from tests.fakes.engines import READY, FakeLauncher, GroupLauncher, Plan
+from tests.fakes.engines import READY, FakeEngine, FakeLauncher, GroupLauncher, Plan
 from tests.orchestrator.local_node import Node, answer, running_node
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import ReplicaError
@@ -135,6 +135,24 @@ async def test_an_engine_that_dies_while_it_restarts_is_tried_again(node: Node) 
     node.go_on.release()
     await node.until_back(0, restarts=2)
     assert node.pauses == [1.0, 2.0]
+
+
+async def test_one_that_is_too_slow_to_restart_is_tried_again_and_the_log_names_what_sets_its_time(
+    node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    await node.replicas.start()
+    node.launcher.ready_timeout = 0.0
+    with monkeypatch.context() as slow:
+        slow.setattr(FakeEngine, "wait", lambda *_: None)
+        node.engine_of(0).process.die()
+        node.go_on.release()
+        await eventually(lambda: node.pauses == [1.0, 2.0])
+    assert "no ready response on" in caplog.records[-1].getMessage()
+    assert node.launcher.ready_timeout_variable in caplog.records[-1].getMessage()
+    assert node.launcher.engines[-1].process.killed
+    node.launcher.ready_timeout = 10.0
+    node.go_on.release()
+    await node.until_back(0, restarts=2)
 
 
 async def test_a_replica_that_dies_before_the_others_are_ready_comes_back(node: Node) -> None:

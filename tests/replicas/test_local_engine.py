@@ -36,7 +36,7 @@ async def test_an_engine_that_does_not_say_in_time_that_it_is_ready_is_ended(
 ) -> None:
     monkeypatch.setattr(ServedFakeEngine, "wait", lambda *_: None)
     launcher.ready_timeout = 0.0
-    with pytest.raises(ReplicaError, match=r"no ready response on ipc://.* within 0 s"):
+    with pytest.raises(ReplicaError, match=r"no ready response on ipc://.* within 0 s; A_VARIABLE sets how long"):
         await start(launcher, executor)
     assert launcher.engines[0].process.killed
 

@@ -91,6 +91,7 @@ class SimLauncher:
     """
 
     ready_timeout: float = 10.0
+    ready_timeout_variable = ""
 
     def __init__(
         self,

@@ -26,6 +26,7 @@ class PythonStageLauncher:
 
     ready_timeout: float = 30.0
     """Seconds a process may take to connect once it has loaded."""
+    ready_timeout_variable = ""
 
     def __init__(
         self, stage: Stage, on_spawn: Callable[[int], None], first_engine: int = 0, share_memory: bool = False

@@ -76,9 +76,15 @@ class Starting(Protocol):
 
 
 class Launcher(Protocol):
-    """How engines are started; `vllm_api.launch.engine_launch.EngineLauncher` in service."""
+    """How engines are started; `vllm_api.launch.engine_launch.EngineLauncher` in service.
+
+    Attributes:
+        ready_timeout: seconds an engine may take from its handshake to its ready response.
+        ready_timeout_variable: environment variable that sets it, "" if none does.
+    """
 
     ready_timeout: float
+    ready_timeout_variable: str
 
     def identity(self, replica_id: int) -> bytes: ...
 
@@ -118,7 +124,9 @@ async def start_engine(
     def wait_until_ready() -> bytes:
         starting.wait(input_addr, output_addrs)
         if not router.poll(int(launcher.ready_timeout * 1000)):
-            raise ReplicaError(f"no ready response on {input_addr} within {launcher.ready_timeout:.0f} s")
+            late = f"no ready response on {input_addr} within {launcher.ready_timeout:.0f} s"
+            variable = launcher.ready_timeout_variable
+            raise ReplicaError(f"{late}; {variable} sets how long an engine may take" if variable else late)
         return router.recv_multipart()[1]
 
     waiting = asyncio.get_running_loop().run_in_executor(executor, wait_until_ready)

@@ -152,6 +152,7 @@ class EngineLauncher:
 
     ready_timeout: float = envs.VLLM_ENGINE_READY_TIMEOUT_S
     """Seconds an engine may take to send its ready response once vLLM's handshake is through."""
+    ready_timeout_variable = "VLLM_ENGINE_READY_TIMEOUT_S"
 
     def __init__(
         self,
