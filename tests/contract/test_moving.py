@@ -12,6 +12,8 @@ from vllm.sampling_params import RepetitionDetectionParams, SamplingParams, Stru
 from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors, SamplingMaskLists
+from vllm.v1.pool.late_interaction import build_late_interaction_doc_params, build_late_interaction_query_params
+from vllm.v1.pool.late_interaction_runner import LateInteractionRunner
 
 from vllm_omni_plugin.vllm_api.requests import moving
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
@@ -78,6 +80,20 @@ def test_embeddings_replay_and_a_session_never_moves() -> None:
     embedded = msgspec.structs.replace(request(**GREEDY), prompt_token_ids=None, prompt_embeds=torch.zeros(2, 4))
     assert EngineApi().how_to_move(embedded) is Move.REPLAY
     assert EngineApi().how_to_move(request(resumable=True)) is Move.NEVER
+
+
+def test_a_document_stays_where_its_query_is() -> None:
+    scoring = PoolingParams(task="token_embed", late_interaction_params=build_late_interaction_doc_params("q"))
+    caching = PoolingParams(task="token_embed", late_interaction_params=build_late_interaction_query_params("q", 1))
+    for params, move in ((scoring, Move.STAYS), (caching, Move.NEVER), (PoolingParams(task="embed"), Move.NEVER)):
+        pooling = build_engine_core_request_from_tokens("r", {"prompt_token_ids": PROMPT}, params)
+        assert EngineApi().how_to_move(pooling) is move
+
+
+def test_an_engine_cannot_score_a_document_whose_query_it_has_not_seen() -> None:
+    params = PoolingParams(task="token_embed", late_interaction_params=build_late_interaction_doc_params("q"))
+    with pytest.raises(ValueError, match="query cache miss"):
+        LateInteractionRunner().postprocess_pooler_output([torch.zeros(2, 4)], [params], ["d"], [True])
 
 
 def test_a_pooling_request_is_left_as_it_is() -> None:

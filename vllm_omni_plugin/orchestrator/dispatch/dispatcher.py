@@ -281,6 +281,9 @@ class Dispatcher:
                 # vLLM submits such a request only for the clean-up it causes in the engine, which never answers it.
                 self._end(run)
                 self._ended.append(RunEnded(run))
+        except RequestLostError as error:
+            self._metrics.lost += 1
+            self._fail(run, error)
         except Exception as error:
             self._give_up_alone(run, error)
 
@@ -289,10 +292,10 @@ class Dispatcher:
         is_first = not run.attempts
         if is_first or run.move is not Move.RESTART:
             run.task, run.affinity_key = self._api.describe(request)
-        task, key = run.task, run.affinity_key
-        member, decision = self._pool.decide(task, key, self._refused.avoided(run))
+        stays = run.affinity_key is not None and self._api.how_to_move(request) is Move.STAYS
+        member, decision = self._pool.decide(run.task, run.affinity_key, self._refused.avoided(run), stays)
         attempt = f"{run.request_id}-{self._head_tag}-{next(self._attempts):x}"
-        run.dispatch(member.replica_id, attempt, task, decision, self._clock())
+        run.dispatch(member.replica_id, attempt, run.task, decision, self._clock())
         self._pool.charge(member, run)
         count(self._metrics.decisions, (member.stage_id, self._pool.policy, decision.reason))
         if decision.fallback:
@@ -356,11 +359,9 @@ class Dispatcher:
 
     def _end_if_whole(self, run: StageRun, lost: PoolMember) -> bool:
         """End a lost request of which only the end was missing. Returns whether it was one."""
-        if run.streaming is not None:
-            # Its parameters bound a turn and not the whole.
-            return False
         outputs = self._api.missing_end(run.request, run.produced, lost.engine_index)
-        if outputs is None:
+        # The parameters of a session bound a turn and not the whole.
+        if outputs is None or run.streaming is not None:
             return False
         self._end(run)
         self._ended.append(RunEnded(run, outputs))
@@ -382,8 +383,8 @@ class Dispatcher:
             self._pool.release(run)
         else:
             self._stop_moving(run)
-            if self._held.remove(run):
-                self._count_held()
+            self._held.remove(run)
+            self._count_held()
         if run.suspicions:
             self._suspects.forget(run)
         self._refused.forget(run)

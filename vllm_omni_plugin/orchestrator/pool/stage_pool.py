@@ -18,6 +18,7 @@ from vllm_omni_plugin.balancing import (
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import NoReplicaError
 from vllm_omni_plugin.orchestrator.pool import decision_log
+from vllm_omni_plugin.orchestrator.pool.homes import Homes
 from vllm_omni_plugin.orchestrator.pool.policy_guard import PolicyGuard
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
@@ -81,6 +82,7 @@ class StagePool:
         self._clock = clock
         self._by_id: dict[int, PoolMember] = {}
         self._unreported = UnreportedRequests()
+        self._homes = Homes()
         self.members: tuple[PoolMember, ...] = ()
         self.serving: ServingReplicas[PoolMember] = ServingReplicas((), self._unreported)
 
@@ -170,7 +172,7 @@ class StagePool:
         return self.decide(task, affinity_key)[0]
 
     def decide(
-        self, task: Task, affinity_key: int | None = None, avoid: Collection[int] = ()
+        self, task: Task, affinity_key: int | None = None, avoid: Collection[int] = (), stays: bool = False
     ) -> tuple[PoolMember, Decision]:
         """The replica that shall run a request, and why.
 
@@ -178,13 +180,18 @@ class StagePool:
             task: what the policy may know of the request.
             affinity_key: requests with the same key go to the same replica while membership stands.
             avoid: ids of replicas that shall not get it if others serve, whatever policy and key say.
+            stays: it can only go where the first request of its key went, also to a replica that is held back.
 
         Raises:
             NoReplicaError: no replica serves.
+            RequestLostError: the only one it could go to was lost.
         """
         serving = self.serving
         if not serving:
             raise self.unavailable()
+        home = self._homes.of(affinity_key) if stays and affinity_key is not None else None
+        if home is not None:
+            return home, Decision(0, BOUND)
         if affinity_key is not None:
             decision = Decision(affinity_key % len(serving), BOUND)
         else:
@@ -197,7 +204,10 @@ class StagePool:
                 decision = Decision(min(places, key=lambda place: serving[place].queue_length), APART)
         if decision_log.logger.isEnabledFor(logging.DEBUG):
             self._log.note(decision, serving, task.get("request_id", ""))
-        return serving[decision.position], decision
+        member = serving[decision.position]
+        if affinity_key is not None and not stays:
+            self._homes.note(affinity_key, member)
+        return member, decision
 
     def explain(self, task: Task) -> Explanation:
         """What `decide` would say now; nothing is run or remembered.

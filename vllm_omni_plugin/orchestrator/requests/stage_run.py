@@ -268,7 +268,7 @@ class StageRun:
         Args:
             loss: which replica, and why.
             migration_limit: moves a request may make in its life, without those for which another one is to blame.
-            on_delivered: how this request can go on if part of its answer has been delivered.
+            on_delivered: how this request can go on if part of its answer has been delivered, or `STAYS`.
             vocabulary: see `RequestApi`.
 
         Returns:
@@ -278,7 +278,8 @@ class StageRun:
         self.losses.append(loss)
         self._loss = f"Replica {loss.replica_id} was lost while it served this request ({loss.reason})"
         replayable = self.streaming is not None and self.streaming.replayable
-        move = Move.RESTART if not self.produced else Move.REPLAY if replayable else on_delivered
+        restarts = not self.produced and on_delivered is not Move.STAYS
+        move = Move.RESTART if restarts else Move.REPLAY if replayable else on_delivered
         error = self._why_not_movable(move, migration_limit, vocabulary)
         if error is not None:
             self.phase = RequestPhase.FINISHED
@@ -319,6 +320,11 @@ class StageRun:
             )
         if self.streaming is not None and not self.streaming.replayable:
             return RequestLostError(f"{self._loss}, and a streaming-input session cannot move. Please open it again.")
+        if move is Move.STAYS:
+            return RequestLostError(
+                f"{self._loss}, and with it what an earlier request had left there for this one. "
+                "Please send both again."
+            )
         if move is Move.NEVER:
             return RequestLostError(
                 f"{self._loss}, after part of the answer had been delivered, and its transfer parameters are spent. "

@@ -14,3 +14,5 @@ class Move(Enum):
     """From its start, and what repeats the tokens delivered is swallowed."""
     NEVER = "never"
     """Not at all, once something of it has been delivered."""
+    STAYS = "stays"
+    """Not at all, whatever has been delivered: it needs what an earlier request of its key has left at its replica."""

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 from vllm.sampling_params import _SAMPLING_EPS
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.pool.late_interaction import LATE_INTERACTION_MODE_SCORE_DOC
 
 from vllm_omni_plugin.vllm_api.requests.move import Move
 from vllm_omni_plugin.vllm_api.requests.request_building import TRANSFER_PARAMS
@@ -34,7 +35,9 @@ def fetches_once(request: Any) -> bool:
 def how_to_move(request: Any, custom_processors: bool) -> Move:
     """How an `EngineCoreRequest` goes on once part of its answer has been delivered; see the module."""
     params = request.sampling_params
-    if params is None or request.resumable:
+    if params is None:
+        return Move.STAYS if _scores_document(request.pooling_params) else Move.NEVER
+    if request.resumable:
         return Move.NEVER
     if fetches_once(request):
         return Move.NEVER
@@ -97,6 +100,12 @@ def fit(output: Any, swallow: int) -> None:
     if output.new_sampling_mask is not None:
         mask = output.new_sampling_mask
         output.new_sampling_mask = mask.slice_request(swallow, rest) if rest else None
+
+
+def _scores_document(params: Any) -> bool:
+    # Its engine dies of it where the embeddings of its query are not.
+    late_interaction = params and params.late_interaction_params
+    return bool(late_interaction and late_interaction.mode == LATE_INTERACTION_MODE_SCORE_DOC)
 
 
 def _is_seeded(params: Any) -> bool:

@@ -1,0 +1,118 @@
+"""Requests that need what an earlier one of their key left at its replica: an engine without it dies of them."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.fakes.fleet import FakeFleet
+from vllm_omni_plugin.errors import RequestLostError
+from vllm_omni_plugin.orchestrator.pool import homes
+
+KEY = 4
+
+
+@pytest.fixture
+async def fleet() -> AsyncIterator[FakeFleet]:
+    async with FakeFleet(replicas=2) as fleet:
+        yield fleet
+
+
+async def send_first(fleet: FakeFleet, key: int = KEY) -> int:
+    """The first request of a key begins; returns the id of its replica."""
+    await fleet.submit(f"first of {key}", affinity=key)
+    return home(fleet, f"first of {key}")
+
+
+async def end_first(fleet: FakeFleet, key: int = KEY) -> None:
+    fleet.say(f"first of {key}", finish_reason="stop")
+    await fleet.read()
+
+
+async def send_next(fleet: FakeFleet) -> None:
+    """One that needs what the first one has left."""
+    await fleet.submit("next", affinity=KEY, move="stays")
+
+
+def home(fleet: FakeFleet, request_id: str) -> int:
+    link, _ = fleet.attempt(request_id)
+    return next(replica_id for replica_id, other in fleet.links.items() if other is link)
+
+
+async def is_lost(fleet: FakeFleet) -> bool:
+    """Whether the request has ended with an error that says what to do, and is charged to nobody."""
+    error = await fleet.the_error("next")
+    assert isinstance(error, RequestLostError)
+    return "Please send both again" in str(error) and sum(fleet.in_flight) == 0
+
+
+async def test_it_ends_with_its_replica_and_is_sent_to_no_other(fleet: FakeFleet) -> None:
+    replica_id = await send_first(fleet)
+    await end_first(fleet)
+    await send_next(fleet)
+    assert home(fleet, "next") == replica_id
+    fleet.lose(replica_id)
+    assert await is_lost(fleet)
+    assert fleet.links[1 - replica_id].added == []
+    assert fleet.orchestrator.metrics.lost == 1
+
+
+async def test_a_replica_that_joins_in_between_gets_none_of_it(fleet: FakeFleet) -> None:
+    replica_id = await send_first(fleet)
+    await end_first(fleet)
+    for _ in range(3):
+        fleet.join(fleet.pool.add())
+        await send_next(fleet)
+        assert home(fleet, "next") == replica_id
+        fleet.say("next", finish_reason="stop")
+        await fleet.read()
+
+
+@pytest.mark.parametrize("back", [False, True])
+async def test_it_ends_when_its_replica_was_lost_in_between_and_may_have_come_back(
+    fleet: FakeFleet, back: bool
+) -> None:
+    replica_id = await send_first(fleet)
+    await end_first(fleet)
+    fleet.lose(replica_id)
+    if back:
+        fleet.join(fleet.pool.member(replica_id))
+    added = [len(link.added) for link in fleet.links.values()]
+    await send_next(fleet)
+    assert await is_lost(fleet)
+    assert [len(link.added) for link in fleet.links.values()] == added
+
+
+async def test_it_follows_to_a_replica_that_gets_nothing_else_any_more(fleet: FakeFleet) -> None:
+    replica_id = await send_first(fleet)
+    await end_first(fleet)
+    fleet.pool.hold_back(fleet.pool.member(replica_id), "admin")
+    await send_next(fleet)
+    assert home(fleet, "next") == replica_id
+
+
+async def test_it_follows_to_where_the_first_one_has_moved(fleet: FakeFleet) -> None:
+    replica_id = await send_first(fleet)
+    fleet.lose(replica_id)
+    fleet.join(fleet.pool.member(replica_id))
+    moved_to = home(fleet, f"first of {KEY}")
+    await end_first(fleet)
+    fleet.join(fleet.pool.add())
+    await send_next(fleet)
+    assert home(fleet, "next") == moved_to
+
+
+async def test_the_latest_keys_are_remembered(fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(homes, "MAX_HOMES", 2)
+    replica_id = await send_first(fleet)
+    await end_first(fleet)
+    await send_first(fleet, KEY + 1)
+    fleet.join(fleet.pool.add())
+    await send_next(fleet)
+    assert home(fleet, "next") == replica_id
+    await send_first(fleet, KEY + 2)
+    fleet.say("next", finish_reason="stop")
+    await fleet.read()
+    fleet.lose(replica_id)
+    # As if it were the first one.
+    await send_next(fleet)
+    assert home(fleet, "next") != replica_id
