@@ -1,4 +1,9 @@
-"""Engines that an operator has paused and that take no requests: these go elsewhere, wait, or come back."""
+"""Engines that an operator has paused: one later than another, or such that take no requests.
+
+These go elsewhere, wait, or come back.
+"""
+
+import asyncio
 
 import pytest
 
@@ -149,3 +154,70 @@ async def test_what_is_bound_to_a_replica_is_not_sent_elsewhere() -> None:
         await fleet.submit("a", affinity=1)
         refuse(fleet, "a")
         assert await fleet.read() == [("a", REFUSED)]
+
+
+def answer(fleet: FakeFleet, replica_id: int) -> None:
+    """A replica answers the call that it got last."""
+    call_id, method, _ = fleet.links[replica_id].calls[-1]
+    fleet.links[replica_id].answer(call_id, method)
+
+
+async def begin(fleet: FakeFleet, method: str, *args: object) -> "asyncio.Future[list[object]]":
+    """Call both replicas, which have not answered yet."""
+    calling = asyncio.wrap_future(fleet.ask(method, *args))
+    called = [(method, list(args))] * len(fleet.links)
+    await eventually(lambda: [link.calls[-1][1:] for link in fleet.links.values() if link.calls] == called, "the call")
+    return calling
+
+
+async def test_streams_end_whole_when_one_replica_is_paused_and_resumed_later_than_the_other() -> None:
+    async with FakeFleet(replicas=2) as fleet:
+        for name, replica_id in (("a", 0), ("b", 1)):
+            await fleet.submit(name, affinity=replica_id)
+            fleet.say(name, 1)
+        pausing = await begin(fleet, "pause_scheduler", "keep", False)
+        answer(fleet, 0)
+        # The other one goes on meanwhile.
+        fleet.say("b", 2)
+        await fleet.submit("c", affinity=1)
+        fleet.say("c", 7)
+        assert not pausing.done()
+        answer(fleet, 1)
+        assert await pausing == ["pause_scheduler"] * 2
+        await fleet.submit("d", affinity=0)
+        resuming = await begin(fleet, "resume_scheduler")
+        answer(fleet, 1)
+        fleet.say("b", 3, finish_reason="stop")
+        fleet.say("c", 8, finish_reason="stop")
+        answer(fleet, 0)
+        await resuming
+        fleet.say("a", 2, finish_reason="stop")
+        fleet.say("d", 5, finish_reason="stop")
+        ends = [event for event in await fleet.read() if event[1] is not None]
+        assert ends == [("b", "stop"), ("c", "stop"), ("a", "stop"), ("d", "stop")]
+        assert fleet.tokens == {"a": [1, 2], "b": [1, 2, 3], "c": [7, 8], "d": [5]}
+        assert fleet.in_flight == [0, 0]
+
+
+async def test_a_stream_whose_replica_is_lost_before_it_is_paused_goes_on_at_the_paused_one_when_that_is_resumed() -> (
+    None
+):
+    async with FakeFleet(replicas=2) as fleet:
+        await fleet.submit("a", affinity=1, prompt=[9])
+        fleet.say("a", 1)
+        pausing = await begin(fleet, "pause_scheduler", "keep", False)
+        answer(fleet, 0)
+        fleet.lose(1)
+        assert await pausing == ["pause_scheduler"]
+        link, attempt = fleet.attempt("a")
+        assert link is fleet.links.pop(0)
+        assert link.prompts[attempt] == [9, 1]
+        assert await fleet.told() == [("pause_scheduler", ["keep", False])]
+        resuming = asyncio.wrap_future(fleet.ask("resume_scheduler"))
+        await eventually(lambda: link.calls[-1][1] == "resume_scheduler", "the call")
+        link.answer(link.calls[-1][0], None)
+        await resuming
+        link.output(attempt, 2, finish_reason="stop")
+        await fleet.read()
+        assert fleet.tokens["a"] == [1, 2]
+        assert await fleet.told() == []
