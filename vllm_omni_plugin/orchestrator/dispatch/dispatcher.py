@@ -171,7 +171,6 @@ class Dispatcher:
     def tick(self) -> Sequence[RunEnded]:
         """Time has passed, as `wake_at` was told: refuse what has waited in vain, and let others go on."""
         while (run := self._held.take_overdue(self._clock())) is not None:
-            self._count_held()
             self._metrics.hold_time.observe(self._held.wait)
             self._refuse(run, waited=self._held.wait)
         self._dispatch_moving()

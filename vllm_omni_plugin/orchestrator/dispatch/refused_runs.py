@@ -52,6 +52,7 @@ class RefusedRuns:
         self._waiting: dict[StageRun, None] = {}
         self._probe: StageRun | None = None
         self._probe_at = 0.0
+        self._count()
 
     def refuse(self, run: StageRun, member: PoolMember) -> bool:
         """A replica has refused a request.

@@ -18,7 +18,7 @@ from vllm_omni_plugin.balancing import (
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import NoReplicaError
 from vllm_omni_plugin.orchestrator.pool import decision_log
-from vllm_omni_plugin.orchestrator.pool.homes import Homes
+from vllm_omni_plugin.orchestrator.pool.bindings import Bindings
 from vllm_omni_plugin.orchestrator.pool.policy_guard import PolicyGuard
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
@@ -82,7 +82,7 @@ class StagePool:
         self._clock = clock
         self._by_id: dict[int, PoolMember] = {}
         self._unreported = UnreportedRequests()
-        self._homes = Homes()
+        self._bindings = Bindings()
         self.members: tuple[PoolMember, ...] = ()
         self.serving: ServingReplicas[PoolMember] = ServingReplicas((), self._unreported)
 
@@ -189,9 +189,9 @@ class StagePool:
         serving = self.serving
         if not serving:
             raise self.unavailable()
-        home = self._homes.of(affinity_key) if stays and affinity_key is not None else None
-        if home is not None:
-            return home, Decision(0, BOUND)
+        bound = self._bindings.replica_of(affinity_key) if stays and affinity_key is not None else None
+        if bound is not None:
+            return bound, Decision(0, BOUND)
         if affinity_key is not None:
             decision = Decision(affinity_key % len(serving), BOUND)
         else:
@@ -206,7 +206,7 @@ class StagePool:
             self._log.note(decision, serving, task.get("request_id", ""))
         member = serving[decision.position]
         if affinity_key is not None and not stays:
-            self._homes.note(affinity_key, member)
+            self._bindings.bind(affinity_key, member)
         return member, decision
 
     def explain(self, task: Task) -> Explanation:
