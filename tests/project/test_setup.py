@@ -36,6 +36,8 @@ case "$*" in
     until [[ $1 == -w ]]; do shift; done
     mkdir "$2"
     touch "$2/vllm.whl"
+    echo "$2" >built-in
+    [[ ! -e interrupt ]] || kill -TERM 0
     ;;
 "-m pip "*) [[ $3 == --version || -z "{no_packages}" ]] ;;
 esac
@@ -77,6 +79,7 @@ class Folder:
             text=True,
             check=False,
             timeout=60,
+            start_new_session=True,
         )
 
     @property
@@ -143,3 +146,17 @@ def test_a_newer_vllm_is_put_over_another_python_once(folder: Folder) -> None:
         done = folder.set_up(python, vllm="0.33")
         assert done.stdout.endswith(".venv-0.33 is ready\n"), done.stderr
         assert folder.set_up(python, vllm="0.33").stdout == ""
+
+
+def test_a_build_that_is_interrupted_leaves_nothing_behind(folder: Folder) -> None:
+    folder.set_up()
+    interrupt = folder.root / "interrupt"
+    interrupt.touch()
+    assert folder.set_up(vllm="0.33").returncode == 130
+    # Where the wheel is kept: to move it from another file system is to copy it, which may be interrupted, too.
+    kept = folder.cache / "vllm-omni-plugin"
+    assert Path((folder.root / "built-in").read_text().strip()).parent.parent == kept
+    assert list(kept.iterdir()) == []
+    interrupt.unlink()
+    done = folder.set_up(vllm="0.33")
+    assert (done.returncode, [path.name for path in kept.rglob("*.whl")]) == (0, ["vllm.whl"]), done.stderr
