@@ -10,7 +10,7 @@ from .server import Server
 
 DROPPED = frozenset(
     {
-        *("id", "item_id", "request_id"),  # new for each request
+        *("id", "item_id", "request_id", "previous_response_id"),  # new for each request
         *("created", "created_at", "completed_at"),
         "sequence_number",  # depends on how tokens were put into chunks
         "system_fingerprint",  # a hash of the whole configuration, which our options are part of

@@ -8,6 +8,10 @@ from .server import MODEL
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 RESPONSES = "/v1/responses"
+CHATS = "/v1/chat/completions/batch"
+MESSAGE_API = "/v1/messages"
+GENERATE = "/inference/v1/generate"
+REACH_ENGINES = (COMPLETIONS, CHAT, RESPONSES, CHATS, MESSAGE_API, GENERATE)
 
 PROMPT = "A head takes every request"
 MESSAGES = [
@@ -40,7 +44,7 @@ class Case:
     reaches_engine: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "reaches_engine", self.status == 200 and self.path in (COMPLETIONS, CHAT, RESPONSES))
+        object.__setattr__(self, "reaches_engine", self.status == 200 and self.path in REACH_ENGINES)
 
     def __str__(self) -> str:
         return self.name
@@ -59,6 +63,24 @@ def _chat(name: str, status: int = 200, **changes: Any) -> Case:
 def _response(name: str, **changes: Any) -> Case:
     body = {"model": MODEL, "input": PROMPT, "max_output_tokens": 12, "temperature": 0, **changes}
     return Case(f"response-{name}", RESPONSES, body)
+
+
+def _chats(name: str, status: int = 200, **changes: Any) -> Case:
+    conversations = [MESSAGES, MESSAGES[1:], [{"role": "user", "content": PROMPT}]]
+    body = {"model": MODEL, "messages": conversations, "max_tokens": 12, "temperature": 0, **changes}
+    return Case(f"chats-{name}", CHATS, body, status)
+
+
+def _message(name: str, status: int = 200, **changes: Any) -> Case:
+    asked = {"system": MESSAGES[0]["content"], "messages": MESSAGES[1:]}
+    body = {"model": MODEL, **asked, "max_tokens": 12, "temperature": 0, **changes}
+    return Case(f"message-{name}", MESSAGE_API, body, status)
+
+
+def _generate(name: str, status: int = 200, sampling: dict[str, Any] | None = None, **changes: Any) -> Case:
+    params = {"max_tokens": 12, "temperature": 0, **(sampling or {})}
+    body = {"model": MODEL, "token_ids": [5, 17, 300, 42, 8], "sampling_params": params, **changes}
+    return Case(f"generate-{name}", GENERATE, body, status)
 
 
 def _get(name: str, path: str) -> Case:
@@ -140,11 +162,30 @@ RESPONSE_CASES = (
     _response("stream", stream=True),
     _response("schema", text={"format": {"type": "json_schema", "name": "city", "schema": CITY_SCHEMA}}),
 )
+TOOL = {"name": "get_weather", "description": "d", "input_schema": CITY_SCHEMA}
+"""As the Messages API has it."""
+MESSAGE_CASES = (
+    _message("greedy"),
+    _message("stream", stream=True),
+    _message("stop", stop_sequences=["s"], max_tokens=64),
+    _message("stream-tool", tools=[TOOL], tool_choice={"type": "tool", "name": "get_weather"}, stream=True),
+)
+BATCH_CASES = (
+    _chats("greedy"),
+    _chats("logprobs", logprobs=True, top_logprobs=2),
+)
+GENERATE_CASES = (
+    _generate("greedy"),
+    _generate("stream", **STREAM),
+    _generate("logprobs", sampling={"logprobs": 2, "prompt_logprobs": 1}),
+    _generate("n", sampling=SAMPLES),
+)
 OTHER_CASES = (
     _get("models", "/v1/models"),
     _get("version", "/version"),
     Case("tokenize", "/tokenize", {"model": MODEL, "prompt": PROMPT}),
     Case("tokenize-chat", "/tokenize", {"model": MODEL, "messages": MESSAGES}),
+    Case("count-tokens", f"{MESSAGE_API}/count_tokens", {"model": MODEL, "messages": MESSAGES[1:]}),
     Case("detokenize", "/detokenize", {"model": MODEL, "tokens": [5, 17, 300, 42, 8]}),
 )
 ERROR_CASES = (
@@ -161,7 +202,13 @@ ERROR_CASES = (
     _completion("unknown-model", 404, model="nobody"),
     _completion("stream-prompt-too-long", 400, prompt=[5] * 2000, **STREAM),
     _chat("no-messages", 400, messages=[]),
+    _chats("several-samples", 400, n=2),
+    _message("unknown-model", 404, model="nobody"),
+    _generate("prompt-too-long", 400, token_ids=[5] * 2000),
     _chat("bad-role", 400, messages=[{"role": "user", "content": 3}]),
     _chat("unknown-tool", 400, tools=[WEATHER], tool_choice={"type": "function", "function": {"name": "nobody"}}),
 )
-CASES = COMPLETION_CASES + CHAT_CASES + RESPONSE_CASES + OTHER_CASES + ERROR_CASES
+CASES = (
+    *(*COMPLETION_CASES, *CHAT_CASES, *RESPONSE_CASES, *MESSAGE_CASES, *BATCH_CASES, *GENERATE_CASES),
+    *(*OTHER_CASES, *ERROR_CASES),
+)

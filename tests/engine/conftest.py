@@ -93,14 +93,13 @@ def make_room(servers: Servers) -> None:
 @pytest.fixture
 def fleet(servers: Servers, tiny_model: Path) -> Server:
     """A head with two local replicas, for tests that leave it as they found it."""
-    environment = {**DEV_MODE, **RUNTIME_LORA}
-    return servers.get("fleet", tiny_model, *TWO_REPLICAS, *FEATURES, engines=2, **environment)
+    return servers.get("fleet", tiny_model, *TWO_REPLICAS, *FEATURES, engines=2, **ALL_ROUTES)
 
 
 @pytest.fixture
 def plain(servers: Servers, tiny_model: Path) -> Server:
     """vLLM without any flag of ours, with the plugin installed."""
-    return servers.get("plain", tiny_model, *FEATURES, engines=1, **DEV_MODE, **RUNTIME_LORA)
+    return servers.get("plain", tiny_model, *FEATURES, engines=1, **ALL_ROUTES)
 
 
 @pytest.fixture(scope="session")
@@ -161,7 +160,7 @@ def start_api_servers(model: Path, log: Path) -> ApiServers:
     flags = (*TWO_REPLICAS, *FEATURES, "--api-server-count", "2")
     # A connection that is to a certain process may wait for its turn.
     patient = {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600"}
-    environment = {**DEV_MODE, **RUNTIME_LORA, **patient}
+    environment = {**ALL_ROUTES, **patient}
     return ApiServers(model, log, *flags, scratch=scratch, **environment).__enter__()
 
 
@@ -173,6 +172,8 @@ FEATURES = (
     "hermes",
     "--enable-prompt-tokens-details",
     "--enable-lora",
+    # Serves /inference/v1/generate.
+    "--enable-scale-out",
 )
 RUNNING_EACH = 2
 """Requests that an engine of `vision_fleet` runs at once."""
@@ -181,6 +182,8 @@ REPLICA_WAIT_S = "2"
 DEV_MODE = {"VLLM_SERVER_DEV_MODE": "1"}
 """Serves the routes that pause engines, put them to sleep, and the like."""
 RUNTIME_LORA = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+ALL_ROUTES = {**DEV_MODE, **RUNTIME_LORA, "VLLM_ENABLE_RESPONSES_API_STORE": "1"}
+"""Of the servers whose answers are compared."""
 HEARTBEAT_TIMEOUT_S = 4.0
 QUICK_HEARTBEATS = ("--omni-heartbeat-timeout", str(HEARTBEAT_TIMEOUT_S), "--omni-heartbeat-interval", "1")
 TWO_REPLICAS = ("--omni-lb-policy", "least-queue-length", "--omni-dp-size-local", "2")

@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,14 @@ from typing import Any
 import httpx
 import pytest
 
+from .answers import differences
 from .api_servers import ApiServers
 from .lora import make_lora
-from .server import MODEL
+from .server import MODEL, Server
 
 ADAPTER = "narrator"
+SAME_PARTS = ("model_config", "cache_config", "scheduler_config", "lora_config", "structured_outputs_config")
+"""Of vLLM's configuration: what does not say how many processes there are."""
 
 
 @pytest.fixture
@@ -116,6 +120,28 @@ def test_both_servers_call_the_replicas_alike(both: tuple[httpx.Client, httpx.Cl
 def test_caches_are_reset_by_either_server(both: tuple[httpx.Client, httpx.Client]) -> None:
     for client in both:
         assert client.post("/reset_prefix_cache").status_code == 200
+
+
+def test_both_servers_tell_the_configuration_of_one_plain_engine_and_no_secret(
+    plain: Server, both: tuple[httpx.Client, httpx.Client]
+) -> None:
+    with plain.http(120.0) as http, ThreadPoolExecutor(3) as threads:
+        # Each asks programs of its machine for seconds.
+        expected, *told = threads.map(server_info, (http, *both))
+        texts = [client.get("/server_info").raise_for_status().json()["vllm_config"] for client in both]
+    for info in told:
+        assert info["system_env"].keys() == expected["system_env"].keys()
+        for part in SAME_PARTS:
+            assert differences(expected["vllm_config"][part], info["vllm_config"][part], part) == []
+    first, second = (info["vllm_config"]["additional_config"]["vllm_omni_plugin"] for info in told)
+    assert first == second
+    secret = Path(first["secret_file"]).read_text().strip()
+    assert secret
+    assert [text for text in (*texts, *map(str, told)) if secret in text] == []
+
+
+def server_info(client: httpx.Client) -> Any:
+    return client.get("/server_info", params={"config_format": "json"}).raise_for_status().json()
 
 
 def test_a_server_that_starts_again_knows_what_the_other_was_told(api_servers: ApiServers, tmp_path: Path) -> None:

@@ -16,6 +16,9 @@ pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 SYNC_STEPS = 16
 """Steps between two of a group's agreements on whether anybody has work: vLLM's `--dp-sync-interval`."""
+LONG = 300
+"""Tokens of an answer that has not ended when a call that was sent after it comes."""
+ENOUGH_S = 20.0
 
 
 async def test_the_first_request_wakes_all_ranks_and_the_last_lets_all_rest(
@@ -112,6 +115,28 @@ async def test_a_paused_group_keeps_what_comes_and_goes_on_when_resumed(
         assert all(len(tokens) == 4 for tokens in await asyncio.gather(*waiting))
         await running
     await heads[0].ask(1, new_request())
+
+
+@pytest.mark.parametrize(("first", "second"), [(0, 1), (1, 0)])
+async def test_streams_end_whole_when_one_rank_is_paused_and_resumed_later_than_the_other(
+    heads: list[FrontEnd], first: int, second: int
+) -> None:
+    ranks = [replica.client for replica in heads[0].ranks]
+    streams = [head.send(rank, new_request(LONG)) for head in heads for rank in (first, second)]
+    pausing = asyncio.create_task(ranks[first].call("pause_scheduler", "keep", False))
+    # The other rank goes on; the pause is whole when both are paused.
+    assert len(await heads[0].ask(second, new_request())) == 4
+    assert not pausing.done()
+    await asyncio.wait_for(ranks[second].call("pause_scheduler", "keep", False), ENOUGH_S)
+    await asyncio.wait_for(pausing, ENOUGH_S)
+    # What was sent before a pause by the same head has not ended before it.
+    assert not streams[0].done()
+    await ranks[first].call("resume_scheduler")
+    assert len(await heads[1].ask(first, new_request())) == 4
+    assert await ranks[second].call("is_scheduler_paused")
+    await ranks[second].call("resume_scheduler")
+    async with asyncio.timeout(ENOUGH_S):
+        assert [len(tokens) for tokens in await asyncio.gather(*streams)] == [LONG] * len(streams)
 
 
 async def test_a_group_that_slept_answers(heads: list[FrontEnd]) -> None:
