@@ -103,16 +103,21 @@ async def test_it_follows_to_where_the_first_one_has_moved(fleet: FakeFleet) -> 
 
 async def test_the_latest_keys_are_remembered(fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bindings, "MAX_BINDINGS", 2)
+    await send_first(fleet, KEY + 1)
+    await end_first(fleet, KEY + 1)
     replica_id = await send_first(fleet)
     await end_first(fleet)
-    await send_first(fleet, KEY + 1)
     fleet.join(fleet.pool.add())
     await send_next(fleet)
     assert home(fleet, "next") == replica_id
-    await send_first(fleet, KEY + 2)
     fleet.say("next", finish_reason="stop")
     await fleet.read()
+    for key in (KEY + 1, KEY + 2):
+        await send_first(fleet, key)
+        await end_first(fleet, key)
     fleet.lose(replica_id)
-    # As if it were the first one.
+    # As if it were the first one, but not twice.
     await send_next(fleet)
     assert home(fleet, "next") != replica_id
+    fleet.lose(home(fleet, "next"))
+    assert await is_lost(fleet)
