@@ -94,6 +94,8 @@ class PrefixCaches:
         self.reporting |= 1 << bit
         self._index.remove(bit, change.removed)
         self._store(bit, change.stored)
+        # Here and not in `send`, for which a request waits.
+        self._compact(bit)
         if expected := self._expected.get(bit):
             for key in (*change.removed, *change.stored):
                 expected.pop(key, None)
@@ -112,8 +114,10 @@ class PrefixCaches:
         self.reporting &= ~(1 << bit)
 
     def _store(self, bit: int, keys: Sequence[int]) -> None:
-        stored = self._stored.setdefault(bit, array("Q"))
-        stored.extend(self._index.store(bit, keys))
+        self._stored.setdefault(bit, array("Q")).extend(self._index.store(bit, keys))
+
+    def _compact(self, bit: int) -> None:
+        stored = self._stored[bit]
         if len(stored) > self._compacted_from.get(bit, _SHORTEST_COMPACTED):
             held = self._stored[bit] = array("Q", {key for key in stored if self._index.has(bit, key)})
             self._compacted_from[bit] = 2 * len(held) + _SHORTEST_COMPACTED
