@@ -15,8 +15,9 @@ def pause_mode(method: str, args: tuple[Any, ...]) -> str | None:
     """What a call does with the requests in flight, see `RestState.pause_mode`; None: it brings nothing to rest."""
     if method not in (*_PAUSES, "sleep"):
         return None
+    place = 0 if method in _PAUSES else 1
     # What is not given is vLLM's default.
-    mode: str = (*args, "abort")[0] if method in _PAUSES else (*args, 1, "abort")[1]
+    mode: str = args[place] if len(args) > place else "abort"
     return mode
 
 
