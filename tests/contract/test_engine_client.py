@@ -1,6 +1,7 @@
 """What AsyncLLM takes for granted of any engine client, asked of the fleet's."""
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
 from threading import Thread
@@ -8,20 +9,30 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.exceptions import GracefulHTTPError
+from vllm.lora.request import LoRARequest
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import async_llm
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 
+from tests.contract.stage_models import source
 from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeRequest
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.idle_fleet import IdleFleet
 from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.integration.engine_client import fleet_client
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import AbortRequests, CallReplicas
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import AbortRequests, CallReplicas, SubmitRequest
+from vllm_omni_plugin.orchestrator.requests.thread_queue import ThreadQueue
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
+
+STORY = LoRARequest("story", 7, "/loras/story")
+CHECKSUMS = [{"of worker 0": "1"}, {"of worker 1": "2"}, {"of worker 0": "3"}]
 
 
 def test_a_fleet_is_closed_once_with_the_time_its_requests_have(fleet: IdleFleet, client: FleetClient) -> None:
@@ -31,13 +42,121 @@ def test_a_fleet_is_closed_once_with_the_time_its_requests_have(fleet: IdleFleet
     assert client.resources.engine_dead
 
 
-async def test_a_request_that_comes_too_late_is_not_sent_and_what_is_known_of_it_is_dropped(
+def registered(client: FleetClient, request_id: str, **settings: Any) -> tuple[OutputProcessor, RequestOutputCollector]:
+    """AsyncLLM's side of a request, of which the client knows."""
+    processor = OutputProcessor(None, log_stats=False, **settings)
+    client.bind(processor, None)
+    params = SamplingParams(detokenize=False)
+    queue = RequestOutputCollector(params.output_kind, request_id)
+    processor.add_request(source(params=params, request_id=request_id), None, None, 0, queue)
+    return processor, queue
+
+
+async def test_a_request_that_comes_too_late_is_refused_and_not_sent_and_what_is_known_of_it_is_dropped(
     orchestrator: Orchestrator, client: FleetClient
 ) -> None:
-    client.bind(OutputProcessor(None, log_stats=False), None)
-    client.shutdown()
+    processor, queue = registered(client, "late")
+    client.graceful_shutdown.ending = True
     await client.add_request_async(FakeRequest("late"))
     assert await orchestrator.request_async_queue.get_batch() == [AbortRequests(("late",), whole=True)]
+    assert not processor.has_unfinished_requests()
+    with pytest.raises(GracefulHTTPError, match="shutting down"):
+        queue.get_nowait()
+
+
+async def test_a_session_that_has_begun_goes_on_when_the_server_is_told_to_end(
+    orchestrator: Orchestrator, client: FleetClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(orchestrator, "request_states", {"session": "begun"})
+    client.graceful_shutdown.ending = True
+    await client.add_request_async(FakeRequest("session"))
+    (message,) = await orchestrator.request_async_queue.get_batch()
+    assert isinstance(message, SubmitRequest)
+
+
+class LastFleet(IdleFleet):
+    """One whose replicas have finished everything at once."""
+
+    def let_finish(self, timeout: float) -> float:
+        return timeout
+
+
+@pytest.mark.parametrize("end", ["the last answer", "a client that leaves"])
+async def test_a_fleet_that_ends_waits_for_what_asyncllm_does_with_the_last_outputs(
+    orchestrator: Orchestrator, end: str
+) -> None:
+    client = FleetClient(fleet := LastFleet(orchestrator), SimpleNamespace(), [])
+    processor, _ = registered(client, "r")
+    ending = asyncio.create_task(asyncio.to_thread(client.shutdown, 60.0))
+    done, _ = await asyncio.wait([ending], timeout=0.05)
+    assert not done
+    processor.abort_requests(["r"], internal=True)
+    if end == "the last answer":
+        orchestrator.output_async_queue.force_put(EngineApi().idle_report(0))
+        await client.get_output_async()
+    else:
+        await client.abort_requests_async(["r"])
+    async with asyncio.timeout(10):
+        await ending
+    (left,) = fleet.closed_after
+    assert left is not None
+    assert 0 < left < 60
+
+
+async def test_what_has_not_finished_when_the_fleet_is_closed_is_ended(client: FleetClient) -> None:
+    processor, queue = registered(client, "r")
+    client.shutdown()
+    async with asyncio.timeout(10):
+        output = await queue.get()
+    assert isinstance(output, RequestOutput)
+    assert output.outputs[0].finish_reason == "abort"
+    assert not processor.has_unfinished_requests()
+
+
+async def test_answers_are_made_on_asyncllms_loop_until_the_fleet_is_shut_down(client: FleetClient) -> None:
+    client.bind(OutputProcessor(None, log_stats=False), None)
+    assert not client.answers, "this is that loop"
+    assert await asyncio.to_thread(lambda: client.answers)
+    client.shutdown()
+    assert not await asyncio.to_thread(lambda: client.answers)
+
+
+@pytest.mark.parametrize("tracing", [False, True])
+async def test_requests_are_traced_where_vllm_traces_them(
+    orchestrator: Orchestrator, client: FleetClient, tracing: bool
+) -> None:
+    registered(client, "r", tracing_enabled=tracing)
+    await client.add_request_async(FakeRequest("r"))
+    (message,) = await orchestrator.request_async_queue.get_batch()
+    assert isinstance(message, SubmitRequest)
+    assert (message.traced, message.dispatches) == ((True, []) if tracing else (False, None))
+
+
+async def test_a_request_that_is_cancelled_while_the_orchestrator_is_behind_is_given_up(
+    orchestrator: Orchestrator, client: FleetClient
+) -> None:
+    orchestrator.request_async_queue = ThreadQueue(1)
+    processor, _ = registered(client, "second")
+    await client.add_request_async(FakeRequest("first"))
+    waiting = asyncio.create_task(client.add_request_async(FakeRequest("second")))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    _, given_up = await orchestrator.request_async_queue.get_batch()
+    assert given_up == AbortRequests(("second",), whole=True)
+    assert not processor.has_unfinished_requests()
+
+
+async def test_a_fleet_that_has_failed_takes_neither_requests_nor_calls_and_is_told_of_aborts_in_vain(
+    orchestrator: Orchestrator, client: FleetClient
+) -> None:
+    orchestrator.close_queues()
+    with pytest.raises(EngineDeadError):
+        await client.add_request_async(FakeRequest("r"))
+    with pytest.raises(EngineDeadError):
+        await client.sleep_async()
+    await client.abort_requests_async(["r"])
 
 
 async def test_the_reader_of_a_fleet_that_is_shut_down_is_told_of_no_fault(
@@ -122,6 +241,85 @@ async def test_a_backlog_of_outputs_does_not_keep_the_loop_from_other_work(
     assert seen == [0, 3, 6, 9]
 
 
+async def answered(orchestrator: Orchestrator, asking: Any, *answers: Any) -> Any:
+    """What AsyncLLM gets when each replica gives one of these answers."""
+    asked = asyncio.ensure_future(asking)
+    async with asyncio.timeout(10):
+        (call,) = await orchestrator.rpc_async_queue.get_batch()
+        assert isinstance(call, CallReplicas)
+        call.reply.set_result(list(answers))
+        return await asked
+
+
+@pytest.mark.parametrize(
+    ("method", "args", "answers", "whole"),
+    [
+        ("reset_prefix_cache_async", (), [True, True], True),
+        ("reset_prefix_cache_async", (), [True, False], False),
+        ("reset_prefix_cache_async", (), [], True),
+        ("wake_up_async", (), [True, True], True),
+        ("wake_up_async", (), [True, False], False),
+        ("add_lora_async", (STORY,), [True, True], True),
+        ("add_lora_async", (STORY,), [False, True], False),
+        ("pin_lora_async", (7,), [True, True], True),
+        ("pin_lora_async", (7,), [True, False], False),
+        ("remove_lora_async", (7,), [False, True], True),
+        ("remove_lora_async", (7,), [False, False], False),
+        ("list_loras_async", (), [[7, 8], [8, 9]], {8}),
+        ("list_loras_async", (), [[7, 8]], {7, 8}),
+        ("is_sleeping_async", (), [True, True], True),
+        ("is_scheduler_paused_async", (), [False, False], False),
+        ("get_weight_version_async", (), ["v2", "v2"], "v2"),
+        ("collective_rpc_async", ("m",), [["a", "b"], ["c", "d"]], ["a", "b"]),
+        ("compute_weight_checksums_async", (), [CHECKSUMS[:2], CHECKSUMS[2:]], CHECKSUMS),
+    ],
+)
+async def test_what_replicas_answer_comes_to_what_one_engine_would_say(
+    orchestrator: Orchestrator, client: FleetClient, method: str, args: tuple[Any, ...], answers: list[Any], whole: Any
+) -> None:
+    assert await answered(orchestrator, getattr(client, method)(*args), *answers) == whole
+
+
+@pytest.mark.parametrize(
+    ("method", "answers"),
+    [
+        ("is_sleeping", [True, False]),
+        ("is_scheduler_paused", [False, False, True]),
+        ("get_weight_version", ["v2", "v1", "v2"]),
+    ],
+)
+async def test_where_one_engine_has_one_state_replicas_that_differ_are_an_error(
+    orchestrator: Orchestrator, client: FleetClient, method: str, answers: list[Any]
+) -> None:
+    with pytest.raises(RuntimeError, match=f"different {method} results: .*{answers[-1]!r}"):
+        await answered(orchestrator, getattr(client, f"{method}_async")(), *answers)
+
+
+@pytest.mark.parametrize(
+    ("method", "args"),
+    [
+        ("prepare_elastic_ep", (2,)),
+        ("commit_elastic_ep", ()),
+        ("abort_external_elastic_ep", ("why",)),
+        ("handle_fault", (None,)),
+    ],
+)
+async def test_what_a_fleet_has_no_use_for_is_refused_and_not_ignored(
+    client: FleetClient, method: str, args: tuple[Any, ...]
+) -> None:
+    with pytest.raises(NotImplementedError, match="does not apply"):
+        await getattr(client, method)(*args)
+
+
+async def test_the_status_names_every_replica_and_whether_it_serves() -> None:
+    async with FakeFleet(replicas=2) as fleet:
+        client = FleetClient(IdleFleet(fleet.orchestrator), SimpleNamespace(), [])
+        fleet.lose(1)
+        engines = [{"id": 0, "status": "healthy"}, {"id": 1, "status": "dead"}]
+        assert await client.get_status() == {"schema_version": 1, "total_engines": 2, "engines": engines}
+        client.shutdown()
+
+
 async def test_a_head_whose_first_replica_is_lost_at_once_waits_for_the_next(
     orchestrator: Orchestrator, client: FleetClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,12 +331,28 @@ async def test_a_head_whose_first_replica_is_lost_at_once_waits_for_the_next(
     lost.reply.set_exception(ReplicaError("replica 0 is gone"))
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(asyncio.shield(asking), 0.05)
+    assert len(orchestrator.rpc_async_queue) == 0
     monkeypatch.setattr(Orchestrator, "can_serve", True)
     orchestrator.serving_signal.tell()
     (taken,) = await orchestrator.rpc_async_queue.get_batch()
     assert isinstance(taken, CallReplicas)
     taken.reply.set_result([("generate",)])
     assert await asking == ("generate",)
+
+
+async def test_a_head_waits_for_its_first_replica_however_long_that_takes(
+    orchestrator: Orchestrator, client: FleetClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fleet_client, "_WAITING_NOTICE_S", 0.001)
+    with caplog.at_level(logging.INFO, "vllm"):
+        asking = asyncio.create_task(client.get_supported_tasks_async())
+        await eventually(lambda: len(caplog.records) > 1 or asking.done(), "two notices")
+    assert {record.getMessage() for record in caplog.records} == {
+        "Waiting for a first replica to join; the server answers as soon as there is one."
+    }
+    monkeypatch.setattr(Orchestrator, "can_serve", True)
+    orchestrator.serving_signal.tell()
+    assert await answered(orchestrator, asking, ("generate",)) == ("generate",)
 
 
 async def test_a_replica_that_serves_and_cannot_say_what_it_does_is_an_error(

@@ -14,6 +14,7 @@ from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors, SamplingMaskLists
 from vllm.v1.pool.late_interaction import build_late_interaction_doc_params, build_late_interaction_query_params
 from vllm.v1.pool.late_interaction_runner import LateInteractionRunner
+from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
 from vllm_omni_plugin.vllm_api.requests import moving
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
@@ -99,6 +100,7 @@ def test_an_engine_cannot_score_a_document_whose_query_it_has_not_seen() -> None
 def test_a_pooling_request_is_left_as_it_is() -> None:
     pooling = build_engine_core_request_from_tokens("r", {"prompt_token_ids": PROMPT}, PoolingParams(task="embed"))
     assert EngineApi().movable(pooling) is pooling
+    assert EngineApi().how_to_move(pooling) is Move.NEVER
     assert EngineApi().missing_end(pooling, [], 0) is None
 
 
@@ -127,6 +129,23 @@ def test_a_resumed_request_produces_what_is_missing_and_leaves_the_original_alon
     assert (params.max_tokens, params.min_tokens, params.prompt_logprobs) == (50, 10, 2)
 
 
+@pytest.mark.parametrize("move", [Move.RESUME, Move.REPLAY])
+def test_what_was_told_of_chosen_prompt_tokens_is_not_told_again(move: Move) -> None:
+    original = request(**GREEDY)
+    original.sampling_params.prompt_logprob_token_ids = [4]
+    original.sampling_params.prompt_logprob_start = 1
+    original.sampling_params.skip_reading_prefix_cache = True
+    params = EngineApi().moved(original, move, [4]).sampling_params
+    assert (params.prompt_logprob_token_ids, params.prompt_logprob_start) == (None, None)
+    assert not params.skip_reading_prefix_cache
+    assert original.sampling_params.prompt_logprob_token_ids == [4]
+
+
+def test_a_request_that_reads_no_caches_for_a_reason_of_its_own_does_not_when_it_has_moved() -> None:
+    original = request(skip_reading_prefix_cache=True, **GREEDY)
+    assert EngineApi().moved(original, Move.RESUME, [4]).sampling_params.skip_reading_prefix_cache
+
+
 def test_the_least_number_of_tokens_is_never_negative() -> None:
     assert EngineApi().moved(request(min_tokens=1), Move.RESUME, [4, 5, 6]).sampling_params.min_tokens == 0
 
@@ -147,6 +166,8 @@ def test_a_replayed_request_is_the_same_without_what_has_been_delivered() -> Non
         ([4, 2], FinishReason.STOP, None),
         ([9, 4], None, None),
         ([4, 5, 6], FinishReason.LENGTH, None),
+        ([4, 5, 9], FinishReason.STOP, 9),
+        ([], None, None),
     ],
 )
 def test_a_request_of_which_only_the_end_is_missing_is_ended(
@@ -191,10 +212,17 @@ def test_the_first_output_of_a_moved_request_becomes_one_in_the_middle(swallow: 
     assert output.new_logprobs.logprob_token_ids[:, 0].tolist() == rest
     assert output.new_logprobs.sampled_token_ranks.tolist() == rest
     assert output.routed_experts.tolist() == rest
-    masks = output.new_sampling_mask.to_nested_list() if rest else []
-    assert masks == [[token] for token in rest]
+    masks = output.new_sampling_mask and output.new_sampling_mask.to_nested_list()
+    assert masks == ([[token] for token in rest] or None)
     assert (output.events, output.prefill_stats) == (None, None)
     assert (output.new_prompt_logprobs_tensors, output.prompt_token_id_logprobs) == (None, None)
+
+
+@pytest.mark.parametrize("swallow", range(3))
+def test_a_first_output_without_anything_beside_its_tokens_becomes_one_in_the_middle(swallow: int) -> None:
+    output = EngineCoreOutput("r", [10, 11])
+    moving.fit(output, swallow)
+    assert output == EngineCoreOutput("r", [10, 11][swallow:])
 
 
 class Config:
@@ -204,11 +232,16 @@ class Config:
     logits_processors: list[str] | None = None
 
 
-def test_processors_of_a_third_party_are_found_in_the_configuration() -> None:
+def test_processors_of_a_third_party_are_found_in_the_configuration_and_among_plugins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     config = Config()
     assert not moving.has_custom_logits_processors(config)
     config.logits_processors = ["package.module:Processor"]
     assert moving.has_custom_logits_processors(config)
+    installed = {LOGITSPROCS_GROUP: ["a plugin"]}
+    monkeypatch.setattr(moving, "entry_points", lambda group: installed.get(group, []))
+    assert moving.has_custom_logits_processors(Config())
 
 
 def test_a_built_request_owns_its_parameters_and_is_bounded() -> None:

@@ -62,8 +62,8 @@ def server(
     )
 
 
-def told(loaded: tuple[Adapter, ...] = (), level: int | None = None) -> FrontUpdate:
-    return FrontUpdate(loaded, (), level, Future())
+def told(loaded: tuple[Adapter, ...] = (), level: int | None = None, unloaded: tuple[int, ...] = ()) -> FrontUpdate:
+    return FrontUpdate(loaded, unloaded, level, Future())
 
 
 async def listed(models: OpenAIServingModels) -> list[str]:
@@ -82,6 +82,18 @@ async def test_what_the_fleet_has_loaded_before_the_server_starts_stays(client: 
     assert await listed(models) == ["base", "story", "brief"]
     assert [request.lora_name for request in client.added] == ["brief"]
     assert models.lora_requests["story"].lora_path == "/loras/story"
+
+
+async def test_what_another_server_unloads_goes_and_nothing_else_and_it_is_told_when_that_is_done(
+    client: FakeFleetClient,
+) -> None:
+    client.peer_front.apply(told(loaded=(STORY, Adapter("brief", 8, "/loras/brief"))))
+    models = server(client)
+    await models.init_static_loras()
+    news = told(unloaded=(7,))
+    client.peer_front.apply(news)
+    assert await listed(models) == ["base", "brief"]
+    assert news.applied.result(timeout=0) is None
 
 
 async def test_a_module_that_another_server_loads_meanwhile_is_not_loaded_again_and_the_others_keep_their_ids(
@@ -172,9 +184,9 @@ def test_sleep_that_came_by_another_server_is_counted(client: FakeFleetClient) -
     recorded: list[tuple[int, int]] = []
     client.peer_front.apply(told(level=2))
     client.peer_front.loggers = SimpleNamespace(record_sleep_state=lambda *state: recorded.append(state))
-    for level in (2, None, 0):
+    for level in (2, None, 1, 0):
         client.peer_front.apply(told(level=level))
-    assert recorded == [(1, 2), (0, 0)]
+    assert recorded == [(1, 2), (1, 1), (0, 0)]
 
 
 async def test_news_that_nobody_waits_for_any_more_are_applied(client: FakeFleetClient) -> None:

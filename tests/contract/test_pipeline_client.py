@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 from vllm.lora.request import LoRARequest
+from vllm.v1.engine.output_processor import OutputProcessor
 
 from tests.fakes.engine_api import FakeEngineApi, FakeRequest
 from vllm_omni_plugin.balancing import RandomBalancer
 from vllm_omni_plugin.config import OmniConfig
+from vllm_omni_plugin.coordinator.protocol.call_arguments import FORGET_LORA
 from vllm_omni_plugin.errors import MessageTooLargeError, NoReplicaError, ReplicaError, StageError, StageInputError
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
 from vllm_omni_plugin.integration.engine_client.pipeline_calls import RunningCall
@@ -33,11 +35,13 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     ReplicaJoined,
     SubmitRequest,
 )
-from vllm_omni_plugin.orchestrator.requests.pipeline_call import PipelineCall
+from vllm_omni_plugin.orchestrator.requests.pipeline_call import CallEnded, PipelineCall
+from vllm_omni_plugin.orchestrator.requests.thread_queue import ThreadQueue
 from vllm_omni_plugin.pipeline.graph import Pipeline
 from vllm_omni_plugin.pipeline.stage import VLLM_ENGINE, Modality, Stage
 from vllm_omni_plugin.vllm_api.protocol.screen import CALLS
 from vllm_omni_plugin.vllm_api.protocol.sim_protocol import ready_response
+from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 
 PIPELINE = Pipeline(
@@ -133,40 +137,51 @@ async def test_the_first_replica_of_a_stage_that_had_none_completes_its_configur
 
 
 @pytest.mark.parametrize(
-    ("method", "args", "stages"),
+    ("asked", "args", "told", "stages"),
     [
-        ("sleep_async", (), ALL),
-        ("wake_up_async", (), ALL),
-        ("pause_scheduler_async", (), ALL),
-        ("resume_scheduler_async", (), ALL),
-        ("profile_async", (), ALL),
-        ("reset_prefix_cache_async", (), ALL),
-        ("reset_mm_cache_async", (), ALL),
-        ("reset_encoder_cache_async", (), ALL),
-        ("release_kv_cache_memory_async", (), ALL),
-        ("add_lora_async", (LoRARequest("name", 1, "path"),), (1,)),
-        ("remove_lora_async", (1,), (1,)),
-        ("list_loras_async", (), (1,)),
-        ("pin_lora_async", (1,), (1,)),
-        ("set_weight_version_async", ("v",), (1, 2)),
-        ("get_weight_version_async", (), (1, 2)),
-        ("collective_rpc_async", ("m",), (1, 2)),
-        ("compute_weight_checksums_async", (), (1, 2)),
-        ("is_sleeping_async", (), (1,)),
-        ("is_scheduler_paused_async", (), (1,)),
+        ("sleep", (), (1, "abort"), ALL),
+        ("sleep", (2, "keep"), (2, "keep"), ALL),
+        ("wake_up", (), (None,), ALL),
+        ("wake_up", (["weights"],), (["weights"],), ALL),
+        ("pause_scheduler", (), ("abort", True), ALL),
+        ("pause_scheduler", ("keep", False), ("keep", False), ALL),
+        ("pause_generation", (), ("abort", True), ALL),
+        ("pause_generation", ("wait", False), ("wait", False), ALL),
+        ("resume_scheduler", (), (), ALL),
+        ("profile", (), (True, None, None, None), ALL),
+        ("profile", (False, "trace", 1, 2), (False, "trace", 1, 2), ALL),
+        ("profile", (True, "trace", 1, 2, {"of": "torch"}), (True, "trace", 1, 2, {"of": "torch"}), ALL),
+        ("reset_prefix_cache", (), (False, False), ALL),
+        ("reset_prefix_cache", (True, False), (True, False), ALL),
+        ("reset_prefix_cache", (False, True), (False, True), ALL),
+        ("reset_mm_cache", (), (), ALL),
+        ("reset_encoder_cache", (), (), ALL),
+        ("release_kv_cache_memory", (), (), ALL),
+        ("add_lora", (LoRARequest("name", 1, "path"),), (Adapter("name", 1, "path"),), (1,)),
+        ("remove_lora", (1,), (1,), (1,)),
+        ("forget_lora", (1,), (1,), (1,)),
+        ("list_loras", (), (), (1,)),
+        ("pin_lora", (1,), (1,), (1,)),
+        ("set_weight_version", ("v",), ("v",), (1, 2)),
+        ("get_weight_version", (), (), (1, 2)),
+        ("collective_rpc", ("m",), ("m", None, (), None), (1, 2)),
+        ("collective_rpc", ("m", 3.0, (1,), {"k": 2}), ("m", 3.0, (1,), {"k": 2}), (1, 2)),
+        ("compute_weight_checksums", (), (), (1, 2)),
+        ("is_sleeping", (), (), (1,)),
+        ("is_scheduler_paused", (), (), (1,)),
     ],
 )
-async def test_a_call_reaches_the_stages_that_it_concerns(
-    head: Head, method: str, args: tuple[Any, ...], stages: tuple[int, ...] | None
+async def test_a_call_reaches_the_stages_that_it_concerns_as_it_was_made(
+    head: Head, asked: str, args: tuple[Any, ...], told: tuple[Any, ...], stages: tuple[int, ...] | None
 ) -> None:
     async def answer() -> None:
         (message,) = await head.orchestrator.rpc_async_queue.get_batch()
         assert isinstance(message, CallReplicas)
-        assert message.stages == stages
-        assert message.method in CALLS
+        assert (message.method, message.args, message.stages) == (asked, told, stages)
+        assert message.method in (*CALLS, FORGET_LORA)
         message.reply.set_result([set()])
 
-    await both(getattr(head.client, method)(*args), answer())
+    await both(getattr(head.client, f"{asked}_async")(*args), answer())
 
 
 async def both(one: Awaitable[Any], other: Awaitable[Any]) -> list[Any]:
@@ -187,6 +202,25 @@ async def test_a_request_carries_the_call_that_it_is_made_for(head: Head) -> Non
         message = await head.told()
     assert isinstance(message, SubmitRequest)
     assert (message.call, running.request_ids) == (running.call, ["a"])
+
+
+async def test_the_call_of_a_request_that_is_cancelled_before_it_is_handed_over_ends(head: Head) -> None:
+    head.client.bind(OutputProcessor(None, log_stats=False), None)
+    head.orchestrator.request_async_queue = ThreadQueue(1)
+    head.client.abort_call(["the queue is full"])
+    running = RunningCall(lambda put: PipelineCall(("text",), put), head.client.abort_call)
+
+    async def hand_over() -> AsyncGenerator[str, None]:
+        waiting = asyncio.create_task(head.client.add_request_async(FakeRequest("a")))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        yield "answer"
+
+    async with asyncio.timeout(10), aclosing(running.run(hand_over())) as items:
+        told = [item async for item in items]
+    (ended,) = [item for item in told if isinstance(item, CallEnded)]
+    assert "aborted" in str(ended.error)
 
 
 @pytest.mark.parametrize(
