@@ -64,6 +64,22 @@ def test_a_joiner_comes_to_the_state_of_those_that_heard_every_call(calls: list[
 
 RL_STEPS: dict[str, list[tuple[str, tuple[Any, ...]]]] = {
     "sleep and wake by parts": [("sleep", (1, "abort")), ("wake_up", (["weights"],)), ("wake_up", (["kv_cache"],))],
+    "sleep and wake the cache first": [
+        ("sleep", (1, "abort")),
+        ("wake_up", (["kv_cache"],)),
+        ("sleep", (1, "abort")),
+        ("wake_up", (["weights"],)),
+    ],
+    "sleep and wake all parts by name": [
+        ("sleep", (1, "abort")),
+        ("wake_up", (["weights", "kv_cache", "scheduling"],)),
+    ],
+    "wake what is awake": [
+        ("release_kv_cache_memory", ()),
+        ("wake_up", (["weights", "kv_cache"],)),
+        ("wake_up", ()),
+    ],
+    "refuse and keep": [("pause_generation", ("abort", True)), ("pause_scheduler", ("keep", True))],
     "sleep and wake": [("sleep", (1, "abort")), ("wake_up", ())],
     "pause and resume": [("pause_scheduler", ("keep", True)), ("resume_scheduler", ())],
     "refuse and resume": [("pause_generation", ("abort", True)), ("resume_scheduler", ())],
@@ -87,6 +103,19 @@ def test_the_replay_of_a_training_loop_stays_short_and_right(step: list[tuple[st
             tell(engine, shared, method, args)
             assert len(shared.replay()) <= 4
             assert joiner(shared) == engine
+
+
+@pytest.mark.parametrize("step", RL_STEPS.values(), ids=RL_STEPS)
+def test_what_is_undone_lets_an_engine_schedule_and_have_its_memory_again(
+    step: list[tuple[str, tuple[Any, ...]]],
+) -> None:
+    engine, shared = EngineModel(), SharedState()
+    for method, args in step:
+        tell(engine, shared, method, args)
+        undone = joiner(shared)
+        for call in shared.undo():
+            undone.apply(*call)
+        assert (undone.pause, undone.asleep) == (None, set())
 
 
 def test_a_call_that_is_under_way_is_replayed_too() -> None:

@@ -1,4 +1,4 @@
-"""Heads with sessions at a real coordinator agree on what they were told, also over its death."""
+"""Heads that connect to a coordinator, at last or again, and agree on what they were told."""
 
 import asyncio
 from collections.abc import Sequence
@@ -36,6 +36,15 @@ async def connected(stack: AsyncExitStack, head_id: str, coordinator: OmniCoordi
     await eventually(lambda: head.fleet_calls.refusal is None)
     await head.fleet_calls.synced()
     return head
+
+
+async def test_a_call_to_a_head_that_is_not_connected_yet_waits_for_that(bus: HeadBus) -> None:
+    async with FakeHead(bus, "a") as head:
+        reply = asyncio.wrap_future(head.ask("pause_scheduler", "keep", True))
+        done, _ = await asyncio.wait([reply], timeout=0.02)
+        assert not done
+        await head.join_fleet()
+        assert await reply == ["pause_scheduler"] * 2
 
 
 async def test_what_one_head_is_told_holds_for_all_and_survives_the_coordinator(stack: AsyncExitStack) -> None:

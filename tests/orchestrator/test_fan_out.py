@@ -183,6 +183,17 @@ async def test_a_call_made_while_a_replica_joins_reaches_it_after_its_replay(
     assert (await joining)[1:] == [(during[0], list(during[1:]))]
 
 
+async def test_an_adapter_that_is_forgotten_while_a_replica_joins_is_no_call_to_it(fleet: FakeFleet) -> None:
+    await fleet.call("add_lora", Adapter("story", 7, "/loras/story"))
+    link = FakeLink("joiner")
+    joining = asyncio.create_task(fleet.told(link=link))
+    await until_called(link)
+    await fleet.call(FORGET_LORA, 7)
+    link.on_call = answer_calls
+    link.answer(link.calls[0][0])
+    assert [method for method, _ in await joining] == ["add_lora"]
+
+
 async def test_a_joiner_does_not_serve_when_the_others_refused_a_call_meanwhile(fleet: FakeFleet) -> None:
     await fleet.call("pause_scheduler", "keep")
     link = FakeLink("joiner")
@@ -257,9 +268,10 @@ async def test_closing_ends_a_call_that_was_taken_and_not_begun() -> None:
         reply.result(timeout=0)
 
 
-async def test_caches_are_reset_where_there_is_no_replica() -> None:
+async def test_caches_are_reset_and_adapters_forgotten_where_there_is_no_replica() -> None:
     async with FakeFleet(replicas=0) as fleet:
         assert await fleet.call("reset_mm_cache") == []
+        assert await fleet.call(FORGET_LORA, 7) == []
         with pytest.raises(NoReplicaError):
             await fleet.call("pause_scheduler", "abort", True)
 

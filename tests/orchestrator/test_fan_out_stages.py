@@ -1,6 +1,7 @@
 """Calls to the replicas of several stages, and what those that attach later are told of them."""
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -59,10 +60,17 @@ async def test_a_call_to_stages_without_replicas_is_refused_and_told_to_nobody(f
     assert await fleet.call("reset_prefix_cache", stages=(1,)) == []
 
 
-async def test_a_call_that_one_stage_refuses_is_an_error_and_the_others_have_taken_it(fleet: FakePipelineFleet) -> None:
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [(SLEEP, TOLD_TO_SLEEP), (("set_weight_version", "v2"), [("set_weight_version", ["v2"])])],
+    ids=["stage by stage", "at once"],
+)
+async def test_a_call_that_one_stage_refuses_is_an_error_and_the_others_have_taken_it(
+    fleet: FakePipelineFleet, call: tuple[Any, ...], told: list[Any]
+) -> None:
     fleet.links[1, 0].on_call = refuse_calls
-    with pytest.raises(ReplicaError, match=r"replica-1\.0/in refuses sleep"):
-        await fleet.call(*SLEEP)
-    assert await fleet.told(0) == TOLD_TO_SLEEP
+    with pytest.raises(ReplicaError, match=rf"replica-1\.0/in refuses {call[0]}"):
+        await fleet.call(*call)
+    assert await fleet.told(0) == told
     assert await fleet.told(1) == []
     assert all(len(pool.serving) == len(pool.members) for pool in fleet.pools)

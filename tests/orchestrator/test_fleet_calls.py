@@ -14,8 +14,9 @@ from tests.fakes.links import FakeLink, answer_calls, refuse_calls
 from tests.orchestrator.head_bus import FakeHead, HeadBus
 from vllm_omni_plugin.coordinator import ReplicaKey, ReplicaStatus
 from vllm_omni_plugin.coordinator.protocol.call_arguments import FORGET_LORA
-from vllm_omni_plugin.coordinator.protocol.head_messages import FleetState, NumberedCall, StageState
-from vllm_omni_plugin.errors import NoReplicaError, ReplicaError
+from vllm_omni_plugin.coordinator.protocol.head_messages import CallRefused, FleetState, NumberedCall, StageState
+from vllm_omni_plugin.errors import NOT_ALLOWED, NoReplicaError, OmniError, ReplicaError
+from vllm_omni_plugin.orchestrator.fleet_state import fleet_calls
 from vllm_omni_plugin.orchestrator.fleet_state.member_changes import ADMIN_HOLD
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
 from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
@@ -33,6 +34,17 @@ async def joined(stack: AsyncExitStack, bus: HeadBus, head_id: str, replicas: in
 @pytest.fixture
 async def heads(stack: AsyncExitStack, bus: HeadBus) -> list[FakeHead]:
     return [await joined(stack, bus, head_id) for head_id in "abc"]
+
+
+async def test_a_head_that_hears_nothing_of_the_coordinator_goes_on_without_what_the_fleet_was_told(
+    bus: HeadBus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_calls, "FIRST_S", 0.01)
+    async with FakeHead(bus, "a") as head:
+        assert not await head.fleet_calls.synced()
+        await head.join_fleet()
+        assert await head.fleet_calls.synced()
+        assert await fleet_calls.FleetCalls(head.orchestrator).synced(), "nobody can join it"
 
 
 async def test_a_call_reaches_every_engine_once_and_every_head_records_it(heads: list[FakeHead]) -> None:
@@ -92,6 +104,20 @@ async def test_a_call_without_replicas_is_an_error_that_no_other_head_hears_of(
     assert bus.calls == []
 
 
+async def test_a_call_that_the_coordinator_refuses_is_an_error(bus: HeadBus, heads: list[FakeHead]) -> None:
+    bus.deaf.add("a")
+    reply = heads[0].ask("set_weight_version", "v2")
+    await eventually(lambda: bus.calls)
+    heads[0].orchestrator.rpc_async_queue.force_put(CallRefused(bus.calls[0].call_id, "there are too many"))
+    with pytest.raises(OmniError, match="there are too many"):
+        await asyncio.wait_for(asyncio.wrap_future(reply), 10)
+    # If it has a number all the same, it is seen through.
+    bus.deaf.clear()
+    bus.wake()
+    await heads[1].call("resume_scheduler")
+    assert heads[0].calls(1) == [("set_weight_version", ["v2"])]
+
+
 async def test_a_replica_that_fails_what_others_took_is_taken_out_by_every_head(heads: list[FakeHead]) -> None:
     heads[0].links[1].on_call = refuse_calls
     assert await heads[0].call("sleep", 1, "abort") == ["sleep"]
@@ -110,6 +136,7 @@ async def test_a_replica_that_attaches_to_another_head_during_a_call_is_told(hea
 async def test_a_replica_that_attaches_while_a_call_waits_for_its_number_is_called_once(
     bus: HeadBus, heads: list[FakeHead]
 ) -> None:
+    await heads[0].call("set_weight_version", "v1")
     bus.deaf.add("a")
     reply = heads[0].ask("set_weight_version", "v2")
     await heads[1].until([("set_weight_version", ("v2",))])
@@ -120,7 +147,7 @@ async def test_a_replica_that_attaches_while_a_call_waits_for_its_number_is_call
     assert not attaching.done()
     bus.deaf.clear()
     bus.wake()
-    assert await attaching == [("set_weight_version", ["v2"])]
+    assert await attaching == [("set_weight_version", ["v1"]), ("set_weight_version", ["v2"])]
     assert len(await asyncio.wrap_future(reply)) == 2
 
 
@@ -204,19 +231,26 @@ async def test_a_replica_that_only_another_head_reaches_is_told_by_that_one_befo
     assert heads[1].calls(0) == []
     private.answer(private.calls[0][0])
     await asyncio.wrap_future(reply)
+    assert heads[1].statuses == [ReplicaStatus.UP] * 3
 
 
-@pytest.mark.parametrize("refused", ["there", "here"])
-async def test_a_replica_that_did_otherwise_than_those_of_the_caller_is_taken_out(
+def forbid_calls(link: FakeLink, call_id: int, method: str, args: list[Any]) -> None:
+    """A server that does not let heads make any call."""
+    link.refuse(call_id, f"{NOT_ALLOWED}{method}")
+
+
+@pytest.mark.parametrize("refused", ["there", "here", "there, by its server"])
+async def test_a_replica_that_did_otherwise_than_those_of_the_caller_is_taken_out_unless_it_was_never_asked(
     heads: list[FakeHead], refused: str
 ) -> None:
     private = heads[1].attach(5, private=True)
-    for link in [private] if refused == "there" else heads[0].links.values():
-        link.on_call = refuse_calls
+    for link in heads[0].links.values() if refused == "here" else [private]:
+        link.on_call = forbid_calls if "server" in refused else refuse_calls
     answer = asyncio.ensure_future(heads[0].call("sleep", 1, "abort"))
     await asyncio.wait([answer])
-    assert (answer.exception() is None) == (refused == "there")
-    assert heads[1].statuses == [ReplicaStatus.UP, ReplicaStatus.UP, ReplicaStatus.ERROR]
+    assert (answer.exception() is None) == (refused != "here")
+    status = ReplicaStatus.UP if "server" in refused else ReplicaStatus.ERROR
+    assert heads[1].statuses == [ReplicaStatus.UP, ReplicaStatus.UP, status]
 
 
 async def test_the_policies_of_all_heads_hear_that_a_cache_was_cleared(
@@ -244,11 +278,12 @@ async def test_a_call_that_cannot_be_sent_is_withdrawn_everywhere(
 
 async def test_an_adapter_is_known_to_all_heads_when_the_call_returns(heads: list[FakeHead]) -> None:
     await heads[0].call("add_lora", STORY)
+    await heads[0].call("pin_lora", 7)
     assert [head.adapters for head in heads[1:]] == [{"story": STORY}] * 2
     await heads[1].call(FORGET_LORA, 7)
     assert [head.adapters for head in (heads[0], heads[2])] == [{}] * 2
     assert [head.replay for head in heads] == [[]] * 3
-    assert [len(head.calls(0)) for head in heads] == [1, 0, 0]
+    assert [len(head.calls(0)) for head in heads] == [2, 0, 0]
 
 
 async def test_the_servers_of_all_heads_hear_how_deep_the_engines_sleep(heads: list[FakeHead]) -> None:
@@ -267,6 +302,26 @@ async def test_a_drained_replica_is_held_back_by_all_heads_until_any_resumes_it(
     assert [head.orchestrator.drained for head in heads] == [set()] * 3
 
 
+async def test_the_last_head_needs_no_coordinator_either(bus: HeadBus, heads: list[FakeHead]) -> None:
+    for other in heads[1:]:
+        bus.cut(other)
+    # News of heads and calls come in order.
+    await heads[0].call("set_weight_version", "v2")
+    bus.cut(heads[0])
+    assert len(await heads[0].call("pause_scheduler", "keep", True)) == 2
+
+
+async def test_a_replica_that_is_resumed_while_a_head_is_cut_off_is_resumed_there_too(
+    bus: HeadBus, heads: list[FakeHead]
+) -> None:
+    await heads[0].manage("drain", 1)
+    bus.cut(heads[2])
+    await heads[0].manage("resume", 1)
+    await heads[2].join_fleet()
+    await eventually(lambda: heads[2].pool.member(1).held_back == frozenset())
+    assert heads[2].orchestrator.drained == set()
+
+
 async def test_a_replica_drained_where_it_is_not_attached_yet_is_known_there(heads: list[FakeHead]) -> None:
     heads[0].attach(4)
     await heads[0].manage("drain", 4)
@@ -278,6 +333,8 @@ async def test_a_private_replica_is_drained_by_its_own_head_only(bus: HeadBus, h
     heads[0].attach(4, private=True)
     await heads[0].manage("drain", 4)
     assert (bus.calls, heads[0].orchestrator.drained) == ([], set())
+    await heads[0].join_fleet()
+    assert heads[0].pool.member(4).held_back == {ADMIN_HOLD}, "what others drained is no matter of it"
 
 
 class Keeper:
@@ -302,7 +359,8 @@ async def test_a_replica_told_to_leave_is_let_go_by_all_heads_attached_to_it(hea
     assert [keeper.left for keeper in keepers] == [{1}, set(), {1}]
 
 
-async def test_what_cannot_be_followed_ends_nothing(heads: list[FakeHead], bus: HeadBus) -> None:
+async def test_what_cannot_be_followed_ends_and_changes_nothing(heads: list[FakeHead], bus: HeadBus) -> None:
+    await heads[0].call("pause_scheduler", "keep", True)
     for message in (
         NumberedCall(90, "x", 1, "shutdown", [], [0], []),
         NumberedCall(91, "x", 1, "pause_scheduler", ["keep", True], [1], []),
@@ -311,7 +369,7 @@ async def test_what_cannot_be_followed_ends_nothing(heads: list[FakeHead], bus: 
     ):
         heads[0].orchestrator.rpc_async_queue.force_put(message)
     assert await heads[0].call("is_sleeping") == ["is_sleeping"] * 2
-    assert heads[0].replay == []
+    assert heads[0].replay == PAUSED
 
 
 @pytest.mark.parametrize("when", ["at once", "while others follow"])

@@ -11,6 +11,7 @@ from tests.fakes.links import answer_calls, refuse_calls
 from tests.orchestrator.head_bus import FakeHead, HeadBus
 from tests.orchestrator.test_fleet_calls import PAUSED, STORY, joined
 from vllm_omni_plugin.coordinator import ReplicaStatus
+from vllm_omni_plugin.coordinator.protocol.head_messages import Call, CallOutcome
 from vllm_omni_plugin.errors import CoordinatorAwayError, ReplicaError
 from vllm_omni_plugin.orchestrator.fleet_state.member_changes import ADMIN_HOLD
 from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
@@ -31,7 +32,26 @@ async def test_a_head_that_comes_late_knows_everything(
     assert late.replay == heads[0].replay
     await eventually(lambda: (late.adapters, late.sleep_level) == ({"story": STORY}, 1))
     assert late.pool.member(1).held_back == {ADMIN_HOLD}
+    assert late.orchestrator.drained == heads[0].orchestrator.drained != set()
     assert late.calls(0) == [], "it was told by the others"
+
+
+@pytest.mark.parametrize(
+    ("call", "adapters", "level"),
+    [(("add_lora", STORY), {"story": STORY}, 0), (("sleep", 2, "abort"), {}, 2)],
+    ids=["an adapter", "sleep"],
+)
+async def test_the_server_of_a_head_that_comes_late_hears_of_one_thing_alone(
+    stack: AsyncExitStack,
+    bus: HeadBus,
+    heads: list[FakeHead],
+    call: tuple[Any, ...],
+    adapters: dict[str, Adapter],
+    level: int,
+) -> None:
+    await heads[0].call(*call)
+    late = await joined(stack, bus, "late")
+    await eventually(lambda: (late.adapters, late.sleep_level) == (adapters, level))
 
 
 async def test_a_replica_waits_until_its_head_knows_everything(
@@ -50,6 +70,7 @@ async def test_a_replica_that_others_have_told_is_not_told_again_and_may_have_up
     stack: AsyncExitStack, bus: HeadBus, heads: list[FakeHead]
 ) -> None:
     await heads[0].call("collective_rpc", "update_weights", None, [], {"update_info": {}})
+    await heads[0].call("pause_scheduler", "keep", True)
     late = await joined(stack, bus, "late", replicas=0)
     assert await late.bring_up(0, told=True) == []
     with pytest.raises(ReplicaError, match="weights were updated at run time"):
@@ -275,6 +296,16 @@ async def test_a_call_whose_head_dies_is_not_made_again_over_a_later_one_nor_an_
     assert heads[1].replay == heads[2].replay == [("set_weight_version", ("later",))]
 
 
+@pytest.mark.parametrize("unsaid", [Call, CallOutcome])
+async def test_a_caller_that_cannot_reach_the_coordinator_any_more_says_so(
+    heads: list[FakeHead], monkeypatch: pytest.MonkeyPatch, unsaid: type
+) -> None:
+    send = heads[0].send
+    monkeypatch.setattr(heads[0], "send", lambda message: not isinstance(message, unsaid) and send(message))
+    with pytest.raises(CoordinatorAwayError, match="lost during the call"):
+        await heads[0].call("set_weight_version", "v2")
+
+
 async def test_a_caller_that_loses_the_coordinator_during_its_call_says_so(bus: HeadBus, heads: list[FakeHead]) -> None:
     heads[0].stand_still()
     reply = heads[0].ask("set_weight_version", "v2")
@@ -283,6 +314,7 @@ async def test_a_caller_that_loses_the_coordinator_during_its_call_says_so(bus: 
     heads[0].let_answer()
     with pytest.raises(CoordinatorAwayError, match="lost during the call"):
         await asyncio.wrap_future(reply)
+    assert heads[0].replay == [("set_weight_version", ("v2",))], "until it knows better"
 
 
 @pytest.mark.parametrize("when", ["before its outcome", "after its outcome"])
