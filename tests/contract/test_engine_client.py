@@ -2,8 +2,6 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from functools import partial
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +11,6 @@ from vllm.exceptions import GracefulHTTPError
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
-from vllm.v1.engine import async_llm
-from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 
@@ -365,47 +361,3 @@ async def test_a_replica_that_serves_and_cannot_say_what_it_does_is_an_error(
     failing.reply.set_exception(ReplicaError("it does not know"))
     with pytest.raises(ReplicaError, match="does not know"):
         await asking
-
-
-class Drain:
-    """vLLM's own waiting for requests to drain, with a clock of the test's, and what happens between two looks."""
-
-    def __init__(self, client: FleetClient, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 0.0
-        self._server: Any = object.__new__(AsyncLLM)
-        self._server.engine_core = client
-        self._events: list[Callable[[], Awaitable[None]]] = []
-        monkeypatch.setattr(async_llm, "time", SimpleNamespace(time=lambda: self.now))
-        monkeypatch.setattr(async_llm, "asyncio", SimpleNamespace(sleep=self._sleep))
-
-    async def wait(self, timeout: int, *events: Callable[[], Awaitable[None]]) -> None:
-        self._events += events
-        await self._server.wait_for_requests_to_drain(timeout)
-        assert self._events == []
-
-    async def _sleep(self, seconds: float) -> None:
-        self.now += seconds
-        if self._events:
-            await self._events.pop(0)()
-
-
-async def test_requests_have_drained_when_all_have_ended_that_were_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with FakeFleet(replicas=2) as fleet:
-        client = FleetClient(IdleFleet(fleet.orchestrator), SimpleNamespace(), [])
-
-        async def end(request_id: str) -> None:
-            # Taken by now, if it was handed over a moment before the first look.
-            await eventually(lambda: request_id in fleet.orchestrator.request_states)
-            fleet.say(request_id, 1, finish_reason="stop")
-
-        drain = Drain(client, monkeypatch)
-        await drain.wait(300)
-        assert drain.now == 0
-        for request_id in "ab":
-            await client.add_request_async(FakeRequest(request_id))
-        await drain.wait(300, partial(end, "a"), partial(end, "b"))
-        assert drain.now == 2
-        await client.add_request_async(FakeRequest("c"))
-        with pytest.raises(TimeoutError, match="after 5 seconds"):
-            await drain.wait(5)
-        client.shutdown()

@@ -1,0 +1,60 @@
+"""vLLM's own waiting for requests to drain, before it changes its engines, over a fleet."""
+
+from collections.abc import Awaitable, Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.engine import async_llm
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from tests.fakes.conditions import eventually
+from tests.fakes.engine_api import FakeRequest
+from tests.fakes.fleet import FakeFleet
+from tests.fakes.idle_fleet import IdleFleet
+from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
+
+
+class Drain:
+    """vLLM's own waiting for requests to drain, with a clock of the test's, and what happens between two looks."""
+
+    def __init__(self, client: FleetClient, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self._server: Any = object.__new__(AsyncLLM)
+        self._server.engine_core = client
+        self._events: list[Callable[[], Awaitable[None]]] = []
+        monkeypatch.setattr(async_llm, "time", SimpleNamespace(time=lambda: self.now))
+        monkeypatch.setattr(async_llm, "asyncio", SimpleNamespace(sleep=self._sleep))
+
+    async def wait(self, timeout: int, *events: Callable[[], Awaitable[None]]) -> None:
+        self._events += events
+        await self._server.wait_for_requests_to_drain(timeout)
+        assert self._events == []
+
+    async def _sleep(self, seconds: float) -> None:
+        self.now += seconds
+        if self._events:
+            await self._events.pop(0)()
+
+
+async def test_requests_have_drained_when_all_have_ended_that_were_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with FakeFleet(replicas=2) as fleet:
+        client = FleetClient(IdleFleet(fleet.orchestrator), SimpleNamespace(), [])
+
+        async def end(request_id: str) -> None:
+            # Taken by now, if it was handed over a moment before the first look.
+            await eventually(lambda: request_id in fleet.orchestrator.request_states)
+            fleet.say(request_id, 1, finish_reason="stop")
+
+        drain = Drain(client, monkeypatch)
+        await drain.wait(300)
+        assert drain.now == 0
+        for request_id in "ab":
+            await client.add_request_async(FakeRequest(request_id))
+        await drain.wait(300, partial(end, "a"), partial(end, "b"))
+        assert drain.now == 2
+        await client.add_request_async(FakeRequest("c"))
+        with pytest.raises(TimeoutError, match="after 5 seconds"):
+            await drain.wait(5)
+        client.shutdown()
