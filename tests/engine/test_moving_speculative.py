@@ -43,4 +43,5 @@ def test_a_killed_engine_that_drafts_tokens_costs_no_answer_a_token(speculating:
         engines["1"].core.kill()
         until(lambda: speculating.replicas_up() == 1, "the loss is noticed")
     assert [line for row, answer in answers for line in wrong(row, answer.result(), whole[row])] == []
-    assert moves(speculating) - before == Counter(row.way for row in SHOWN)
+    # With drafts some answers may have been whole by then.
+    assert Counter() < moves(speculating) - before <= Counter(row.way for row in SHOWN)
