@@ -82,10 +82,12 @@ async def test_it_ends_when_its_replica_was_lost_in_between_and_may_have_come_ba
     assert [len(link.added) for link in fleet.links.values()] == added
 
 
-async def test_it_follows_to_a_replica_that_gets_nothing_else_any_more(fleet: FakeFleet) -> None:
+@pytest.mark.parametrize("others_serve", [True, False])
+async def test_it_follows_to_a_replica_that_gets_nothing_else_any_more(fleet: FakeFleet, others_serve: bool) -> None:
     replica_id = await send_first(fleet)
     await end_first(fleet)
-    fleet.pool.hold_back(fleet.pool.member(replica_id), "admin")
+    for held_back in [replica_id] if others_serve else fleet.links:
+        fleet.pool.hold_back(fleet.pool.member(held_back), "admin")
     await send_next(fleet)
     assert home(fleet, "next") == replica_id
 

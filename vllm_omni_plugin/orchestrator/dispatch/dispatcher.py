@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from vllm_omni_plugin.errors import MessageTooLargeError, OmniError, ReplicaError, RequestLostError
+from vllm_omni_plugin.errors import MessageTooLargeError, NoReplicaError, OmniError, ReplicaError, RequestLostError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.dispatch.held_requests import HeldRequests
 from vllm_omni_plugin.orchestrator.dispatch.move_budget import MoveBudget
@@ -261,9 +261,6 @@ class Dispatcher:
         if run.suspicions and may_wait and self._suspects.hold(run):
             return
         try:
-            if not self._pool.serving:
-                self._hold(run)
-                return
             request = run.request if run.attempts or run.first_request is None else run.first_request
             if run.move is not Move.RESTART:
                 request = self._api.moved(request, run.move, run.produced)
@@ -280,6 +277,8 @@ class Dispatcher:
                 # vLLM submits such a request only for the clean-up it causes in the engine, which never answers it.
                 self._end(run)
                 self._ended.append(RunEnded(run))
+        except NoReplicaError:
+            self._hold(run)
         except RequestLostError as error:
             self._metrics.lost += 1
             self._fail(run, error)

@@ -186,12 +186,12 @@ class StagePool:
             NoReplicaError: no replica serves.
             RequestLostError: the only one it could go to was lost.
         """
-        serving = self.serving
-        if not serving:
-            raise self.unavailable()
         bound = self._bindings.replica_of(affinity_key) if stays and affinity_key is not None else None
         if bound is not None:
             return bound, Decision(0, BOUND)
+        serving = self.serving
+        if not serving:
+            raise self.unavailable()
         if affinity_key is not None:
             decision = Decision(affinity_key % len(serving), BOUND)
         else:
