@@ -28,7 +28,11 @@ class LoadBalancingPolicy(StrEnum):
 
 
 class Task(TypedDict, total=False):
-    """What a policy may know of the request it places. Every key may be absent."""
+    """What a policy may know of the request it places. Every key may be absent.
+
+    Neither its priority nor its adapter is among them, since all replicas that serve take both alike: priority
+    counts in an engine's own queue, and adapters tell blocks of `prompt` apart.
+    """
 
     request_id: str
     # Typed by the engine that will run the request, which this layer does not know.

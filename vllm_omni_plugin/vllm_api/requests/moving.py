@@ -113,7 +113,10 @@ def _is_seeded(params: Any) -> bool:
 
 
 def looks_back(request: Any) -> bool:
-    """Whether the next token depends on the output in a way that it does not depend on a prompt."""
+    """Whether the next token depends on the output in a way that it does not depend on a prompt.
+
+    Stop strings do not count: engines do not look for them.
+    """
     params = request.sampling_params
     return bool(
         params.presence_penalty

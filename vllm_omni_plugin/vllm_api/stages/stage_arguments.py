@@ -1,4 +1,7 @@
-"""The engine arguments of a pipeline's stage, read by vLLM's own parser and laid over those of a command line."""
+"""The engine arguments of a pipeline's stage, read by vLLM's own parser and laid over those of a command line.
+
+What is not an engine's is refused here; what no fleet supports, by `integration.options.compatibility`.
+"""
 
 import argparse
 import json
