@@ -26,10 +26,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Lanes(config, log)
 
 
+def pytest_collection() -> None:
+    """What is imported now is no garbage."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """What is imported by now lives as long as the run, so tests that collect garbage need not look through it."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish() -> None:

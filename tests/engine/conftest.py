@@ -2,6 +2,7 @@
 
 import importlib.util
 import tempfile
+import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -11,17 +12,19 @@ import psutil
 import pytest
 
 from .api_servers import ApiServers
+from .lora import make_lora
 from .nodes import NodeFleet
 from .server import START_S, WORKERS, Server, until
 from .servers import Servers
 from .suspended import PATIENT, keep_to_one_core
+from .traces import Collector
 from .vision_model import make_vision_model
 
 _TINY_MODEL = Path(__file__).parents[2] / "examples" / "cpu" / "tiny_model.py"
 
 
 CLUSTERS = (
-    *("plain", "fleet", "api_servers", "nodes", "vision_fleet", "speech", "disaggregated", "aware", "head", "experts"),
+    *("plain", "fleet", "api_servers", "nodes", "vision_fleet", "speech", "disaggregated", "nodes_of_both_kinds"),
     *("group", "pooling_fleet", "refiner", "guarded", "movers"),
 )
 """Fixtures that are servers, in the order in which lanes take them, the longest first."""
@@ -148,6 +151,59 @@ def nodes(servers: Servers, tiny_model: Path) -> Iterator[NodeFleet]:
     _wait_until_idle(running.head)
 
 
+@pytest.fixture(scope="session")
+def collector() -> Iterator[Collector]:
+    """Takes the traces of `nodes_of_both_kinds`."""
+    with Collector() as collector:
+        thread = threading.Thread(target=collector.serve_forever, args=(0.05,))
+        thread.start()
+        yield collector
+        collector.shutdown()
+        thread.join()
+
+
+@pytest.fixture(scope="session")
+def admin_keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with two keys, one of which is `ADMIN_KEY`."""
+    path = tmp_path_factory.mktemp("keys") / "admin.keys"
+    path.write_text(f"not-for-these-tests\n{ADMIN_KEY}\n")
+    return path
+
+
+@pytest.fixture(scope="session")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_lora(tmp_path_factory.mktemp("adapter") / "lora", seed=1)
+
+
+@pytest.fixture
+def nodes_of_both_kinds(
+    servers: Servers, tiny_model: Path, adapter: Path, collector: Collector, admin_keys: Path
+) -> NodeFleet:
+    """One replica of the head's own, one behind a replica server, both with little memory, for a head that knows what
+    they have cached, sends traces and has a key for its operators."""
+    traces = f"http://127.0.0.1:{collector.server_port}/v1/traces"
+
+    def start(log: Path) -> NodeFleet:
+        return NodeFleet(
+            tiny_model,
+            log,
+            nodes=1,
+            local=1,
+            flags=(*QUICK_HEARTBEATS, *SMALL_CACHE, "--enable-lora"),
+            head_flags=(
+                *KV_AWARE,
+                *("--lora-modules", f"{ADAPTER}={adapter}"),
+                *("--otlp-traces-endpoint", traces),
+                *("--omni-admin-key-file", str(admin_keys)),
+            ),
+            environment={**RUNTIME_LORA, **DEV_MODE, **OF_TRACES},
+        )
+
+    nodes: NodeFleet = servers.keep("kv-aware", start, engines=2)
+    nodes.wait_for_replicas(2)
+    return nodes
+
+
 def _wait_until_idle(server: Server) -> None:
     in_flight = "vllm_omni_fleet:requests_in_flight"
     until(lambda: set(server.by_replica(in_flight).values()) == {0}, "nothing is in flight")
@@ -164,6 +220,13 @@ def start_api_servers(model: Path, log: Path) -> ApiServers:
     return ApiServers(model, log, *flags, scratch=scratch, **environment).__enter__()
 
 
+BLOCK = 32
+SMALL_CACHE = ("--block-size", str(BLOCK), "--num-gpu-blocks-override", "60")
+KV_AWARE = ("--omni-lb-policy", "kv-aware", "--enable-prompt-tokens-details")
+ADAPTER = "storyteller"
+ADMIN_KEY = "admin-key-of-these-tests"
+AS_ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
+OF_TRACES = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_BSP_SCHEDULE_DELAY": "100"}
 FEATURES = (
     # The one that models are served in, and on processors with AMX another kernel.
     *("--dtype", "bfloat16"),

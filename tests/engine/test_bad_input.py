@@ -186,7 +186,7 @@ def test_what_can_be_honoured_is_not_refused(answers: Any, name: str) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(OWN_FLAGS[0], id="unknown policy"),
+        pytest.param(OWN_FLAGS[0], id="unknown policy", marks=pytest.mark.long),
         pytest.param(TOGETHER[3], id="data parallel", marks=pytest.mark.long),
         pytest.param(TOGETHER[10], id="API servers", marks=pytest.mark.long),
     ],

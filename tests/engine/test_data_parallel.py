@@ -50,6 +50,7 @@ def in_flight(server: Server) -> dict[str, float]:
     return server.by_replica(IN_FLIGHT)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("make_room")
 def test_a_group_is_balanced_rank_by_rank_and_moves_its_requests_into_its_next_life(experts: Path, logs: Path) -> None:
     with groups(experts, logs / "group.log", 1) as server, Load(server) as load:

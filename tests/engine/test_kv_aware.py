@@ -13,16 +13,11 @@ import pytest
 
 from tests.fakes.free_ports import free_port
 
-from .conftest import DEV_MODE, QUICK_HEARTBEATS, RUNTIME_LORA
-from .lora import make_lora
+from .conftest import ADAPTER, AS_ADMIN, BLOCK, KV_AWARE, SMALL_CACHE
 from .nodes import NodeFleet
 from .server import MODEL, START_S, Server, until
 from .servers import Servers
 
-BLOCK = 32
-SMALL_CACHE = ("--block-size", str(BLOCK), "--num-gpu-blocks-override", "60")
-KV_AWARE = ("--omni-lb-policy", "kv-aware", "--enable-prompt-tokens-details")
-ADAPTER = "storyteller"
 STORY = (
     "When a replica goes quiet, the others carry on with its unfinished answers and nobody waits twice. "
     "Nothing was lost, nothing came twice, and every stream ended exactly once with a reason for finishing. "
@@ -76,7 +71,7 @@ class Fleet:
         return {candidate["replica"]: candidate["matched_tokens"] for candidate in found}
 
     def explain(self, prompt: str) -> dict[str, Any]:
-        explained: dict[str, Any] = self._http.post("/omni/explain", json={"prompt": prompt}).json()
+        explained: dict[str, Any] = self._http.post("/omni/explain", json={"prompt": prompt}, headers=AS_ADMIN).json()
         return explained
 
     def fallbacks(self) -> dict[str, int]:
@@ -95,31 +90,6 @@ class Fleet:
         response = self._http.post(path, json={"temperature": 0, **body})
         assert response.status_code == 200, response.text
         return response.headers["X-Omni-Replica"], response.json()
-
-
-@pytest.fixture(scope="module")
-def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_lora(tmp_path_factory.mktemp("adapter") / "lora", seed=1)
-
-
-@pytest.fixture
-def nodes_of_both_kinds(servers: Servers, tiny_model: Path, adapter: Path) -> NodeFleet:
-    """One replica of the head's own, one behind a replica server, both with little memory."""
-
-    def start(log: Path) -> NodeFleet:
-        return NodeFleet(
-            tiny_model,
-            log,
-            nodes=1,
-            local=1,
-            flags=(*QUICK_HEARTBEATS, *SMALL_CACHE, "--enable-lora"),
-            head_flags=(*KV_AWARE, "--lora-modules", f"{ADAPTER}={adapter}"),
-            environment={**RUNTIME_LORA, **DEV_MODE},
-        )
-
-    nodes: NodeFleet = servers.keep("kv-aware", start, engines=2)
-    nodes.wait_for_replicas(2)
-    return nodes
 
 
 @pytest.fixture

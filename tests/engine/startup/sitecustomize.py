@@ -8,11 +8,15 @@ test looks dead to those that watch it. A sleep of no length gives the core away
 
 And a server without a fleet asks for the processor's tile registers as a fleet's engines do by themselves: plain vLLM
 with one thread dies of SIGILL at its first request where there are some.
+
+And it collects garbage less often: an eighth of the time that the import of vLLM takes would be looking for some.
 """
 
+import gc
 import os
 import time
 
+gc.set_threshold(10_000)
 os.sched_yield = lambda: time.sleep(0)
 
 if "ASK_FOR_TILES" in os.environ:
