@@ -65,6 +65,7 @@ def test_a_killed_server_leaves_no_engine_behind(nodes: NodeFleet, expected: dic
     nodes.replace_node(node)
 
 
+@pytest.mark.long
 def test_a_stopped_engine_is_left_and_taken_back(nodes: NodeFleet, expected: dict[str, str]) -> None:
     engine = nodes.nodes[0].engine
     with streams(nodes.head, expected):

@@ -63,6 +63,7 @@ def test_another_configuration_is_refused_with_both_values_at_both_ends(
     until(lambda: field in served.head.log.read_text(), "the head says why")
 
 
+@pytest.mark.long
 def test_a_node_with_other_files_of_an_adapter_joins_when_nobody_can_ask_for_it_any_more(
     served: NodeFleet, start_sim: StartSim, tmp_path: Path
 ) -> None:

@@ -189,6 +189,7 @@ def test_nothing_is_left_of_a_request_whose_client_leaves_during_the_second_stag
     speech.wait_until_idle()
 
 
+@pytest.mark.long
 def test_a_headless_node_serves_the_vocoder(speech: PipelineServer) -> None:
     with speech.node(VOCODER), speech.drained(VOCODER):
         sound = ask(speech, modalities=BOTH, audio=VOICE).choices[0].message.audio

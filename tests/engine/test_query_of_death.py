@@ -34,6 +34,7 @@ def server(make_room: None, tiny_model: Path, logs: Path) -> Iterator[Server]:
         yield server
 
 
+@pytest.mark.long
 def test_a_request_that_engines_die_of_gets_no_third_and_ends_alone(server: Server) -> None:
     engines = [psutil.Process(pid) for pid in server.engine_pids().values()]
     with Load(server) as load:
