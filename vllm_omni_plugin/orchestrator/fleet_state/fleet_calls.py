@@ -70,8 +70,8 @@ class FleetCalls:
         self._client = client or (lambda: None)
         self._in_session = False
         self._synced = asyncio.Event()
-        # None: not known yet.
-        self._others: set[str] | None = set() if client is None else None
+        self._others: set[str] = set()
+        self._knows_others = client is None
         if client is None:
             self._synced.set()
         self._number = 0
@@ -87,7 +87,7 @@ class FleetCalls:
     @property
     def refusal(self) -> CoordinatorAwayError | None:
         """Why an operator's call is refused now; None if it is not. Safe to read from any thread."""
-        if self._in_session or self._others == set():
+        if self._in_session or (self._knows_others and not self._others):
             return None
         return CoordinatorAwayError(
             "The coordinator of the fleet cannot be reached, and without it other servers cannot be told. "
@@ -105,14 +105,14 @@ class FleetCalls:
         match message:
             case Welcome():
                 self._forget_calls()
-                self._in_session, self._others = True, set(message.heads)
+                self._others, self._knows_others = set(message.heads), True
+                self._in_session = True
                 # The fleet's state follows.
                 self._synced.clear()
             case PeerWork():
-                self._head_joined(message.head_id)
+                self._others.add(message.head_id)
             case HeadLeft():
-                if self._others is not None:
-                    self._others.discard(message.head_id)
+                self._others.discard(message.head_id)
             case SessionLost():
                 self._in_session = False
                 self._synced.set()
@@ -246,10 +246,6 @@ class FleetCalls:
         else:
             reply.set_result(None)
 
-    def _head_joined(self, head_id: str) -> None:
-        if self._others is not None:
-            self._others.add(head_id)
-
     def _numbered(self, call: NumberedCall) -> None:
         self._number = max(self._number, call.number)
         if call.method in MANAGE_CALLS:
@@ -257,7 +253,7 @@ class FleetCalls:
         own = call.head_id == self._head_id
         begun = self._begin(call, None if own else call.told)
         if not own:
-            self._head_joined(call.head_id)
+            self._others.add(call.head_id)
             self._followed[call.number] = begun
             return
         self._own[call.number] = begun
