@@ -7,7 +7,7 @@ import pytest
 
 from tests.fakes.fleet import FakeFleet
 
-from .head_bus import HeadBus
+from .head_bus import FakeHead, HeadBus, joined
 
 
 @pytest.fixture
@@ -26,3 +26,9 @@ async def stack() -> AsyncIterator[AsyncExitStack]:
     """Ends the heads of a test."""
     async with AsyncExitStack() as stack:
         yield stack
+
+
+@pytest.fixture
+async def heads(stack: AsyncExitStack, bus: HeadBus) -> list[FakeHead]:
+    """Three heads of one fleet, attached to the same two replicas: "a", "b" and "c"."""
+    return [await joined(stack, bus, head_id) for head_id in "abc"]

@@ -3,6 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from functools import cached_property
 from typing import Any
 
@@ -223,3 +224,10 @@ class FakeHead(FakeFleet):
                 if item.sleep_level is not None:
                     self.sleep_level = item.sleep_level
                 item.applied.set_result(None)
+
+
+async def joined(stack: AsyncExitStack, bus: HeadBus, head_id: str, replicas: int = 2) -> FakeHead:
+    """Start a head that knows what the fleet was told; the stack ends it."""
+    head = await stack.enter_async_context(FakeHead(bus, head_id, replicas))
+    await head.join_fleet()
+    return head

@@ -8,18 +8,13 @@ import pytest
 
 from tests.fakes.conditions import eventually
 from tests.fakes.links import answer_calls, refuse_calls
-from tests.orchestrator.head_bus import FakeHead, HeadBus
-from tests.orchestrator.test_fleet_calls import PAUSED, STORY, joined
+from tests.orchestrator.head_bus import FakeHead, HeadBus, joined
+from tests.orchestrator.test_fleet_calls import PAUSED, STORY
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.coordinator.protocol.head_messages import Call, CallOutcome
 from vllm_omni_plugin.errors import CoordinatorAwayError, ReplicaError
 from vllm_omni_plugin.orchestrator.fleet_state.member_changes import ADMIN_HOLD
 from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
-
-
-@pytest.fixture
-async def heads(stack: AsyncExitStack, bus: HeadBus) -> list[FakeHead]:
-    return [await joined(stack, bus, head_id) for head_id in "abc"]
 
 
 async def test_a_head_that_comes_late_knows_everything(
