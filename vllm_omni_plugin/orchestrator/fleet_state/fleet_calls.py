@@ -24,7 +24,6 @@ from vllm_omni_plugin.errors import (
     CoordinatorAwayError,
     NoReplicaError,
     OmniError,
-    ReplicaError,
     WireError,
 )
 from vllm_omni_plugin.logger import init_logger
@@ -127,8 +126,7 @@ class FleetCalls:
                 if message.number in self._finishing:
                     self._finishing.pop(message.number).set_result(None)
             case CallRefused():
-                if message.call_id in self._asked:
-                    self._asked[message.call_id].set_exception(OmniError(message.reason))
+                self._asked[message.call_id].set_exception(OmniError(message.reason))
             case FleetState():
                 self._take_state(message)
 
@@ -157,10 +155,13 @@ class FleetCalls:
             raise NoReplicaError(f"No replica can take the call {method} right now. Please try again later.")
         arguments = None if self._is_alone else encode(method, args)
         if arguments is not None:
-            return await self._settle(await self._begin_own(method, arguments, stage_ids))
-        if not self._is_alone and stages[0].shared.leaves_state(method, args):
-            logger.warning("Other heads cannot be told of this call of %s.", method)
-        return await self._settle(BegunCall.begin(stages, method, args))
+            begun = await self._begin_own(method, arguments, stage_ids)
+        else:
+            if not self._is_alone and stages[0].shared.leaves_state(method, args):
+                logger.warning("Other heads cannot be told of this call of %s.", method)
+            begun = BegunCall.begin(stages, method, args)
+        await self._settle(begun)
+        return begun.results()
 
     async def _begin_own(self, method: str, arguments: list[Any], stage_ids: Sequence[int]) -> BegunCall:
         """Begin a call when its turn among those of all heads has come; for `arguments` see `call_arguments.encode`."""
@@ -181,8 +182,15 @@ class FleetCalls:
                 raise _lost()
             return await numbered
 
-    async def _settle(self, begun: BegunCall) -> list[Any]:
-        """Wait for the answers to a call that this head makes, and tell the others what became of it; see `call`."""
+    async def _settle(self, begun: BegunCall) -> list[bool]:
+        """Wait for the answers to a call that this head makes, and tell the others what became of it.
+
+        Returns:
+            For each of its stages, whether any engine took it.
+
+        Raises:
+            CoordinatorAwayError: see `call`.
+        """
         try:
             taken = await begun.taken()
         except BaseException:
@@ -191,7 +199,7 @@ class FleetCalls:
             raise
         if begun.number:
             await self._finish(begun, taken)
-        return begun.results()
+        return taken
 
     async def _finish(self, begun: BegunCall, taken: list[bool]) -> None:
         """Tell the other heads what became of a call; returns when they have done their part.
@@ -258,12 +266,7 @@ class FleetCalls:
             return
         self._own[call.number] = begun
         begun.unreached = set(call.told) - {m.engine_key for call in begun.calls for m in call.stage.members}
-        asked = self._asked.get(call.call_id)
-        if asked is None or asked.done():
-            # Nobody here waits for it any more.
-            self._spawn(self._carry_through(begun))
-        else:
-            asked.set_result(begun)
+        self._asked[call.call_id].set_result(begun)
 
     def _take_over(self, call: NumberedCall) -> None:
         logger.warning("A head was lost during its call %s: it is made again.", call.method)
@@ -280,23 +283,20 @@ class FleetCalls:
         stages = [self._stages[stage_id] for stage_id in call.stages]
         return BegunCall.begin(stages, call.method, args, engines, call.number)
 
-    async def _carry_through(self, begun: BegunCall, in_snapshot: bool = False) -> None:
-        """Be the caller of a call that nobody here waits for.
+    async def _carry_through(self, begun: BegunCall, in_snapshot: bool) -> None:
+        """Be the caller of a call whose head was lost.
 
         Args:
             begun: the call.
             in_snapshot: whether the state that this head adopted holds it, too.
         """
-        try:
-            await self._settle(begun)
-        except CoordinatorAwayError:
-            # `_finish` has told AsyncLLM's side.
-            return
-        except ReplicaError:
-            if in_snapshot:
+        # Where it is lost again, `_finish` has told AsyncLLM's side.
+        with suppress(CoordinatorAwayError):
+            taken = await self._settle(begun)
+            if any(taken):
+                await self._tell_front(begun)
+            if in_snapshot and not all(taken):
                 self._resync()
-            return
-        await self._tell_front(begun)
 
     async def _withdraw(self, begun: BegunCall) -> None:
         with suppress(CoordinatorAwayError):

@@ -1,0 +1,132 @@
+"""How operators' calls end: what is left of them, what servers hear of them, and what is logged."""
+
+import asyncio
+import gc
+from typing import Any
+
+import pytest
+
+from tests.fakes.conditions import eventually
+from tests.fakes.engine_api import FakeEngineApi
+from tests.fakes.links import refuse_calls
+from tests.orchestrator.head_bus import FakeHead, HeadBus
+from tests.orchestrator.test_fleet_calls import STORY, forbid_calls
+from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.orchestrator.fleet_state import fleet_calls
+from vllm_omni_plugin.orchestrator.fleet_state.begun_call import BegunCall
+from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
+
+OTHER_STORY = Adapter("story", 7, "/loras/other")
+V2 = [("set_weight_version", ("v2",))]
+
+
+async def test_a_call_that_another_head_is_slow_to_follow_returns_with_one_warning(
+    bus: HeadBus, heads: list[FakeHead], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bus.deaf.add("b")
+    with monkeypatch.context() as patch:
+        patch.setattr(fleet_calls, "FOLLOW_S", 0.01)
+        assert len(await heads[0].call("set_weight_version", "v2")) == 2
+    bus.deaf.clear()
+    bus.wake()
+    # A head follows in order: when this call returns, all have followed the other one, and its caller has heard so.
+    await heads[0].call("resume_scheduler")
+    assert heads[1].replay == V2
+    assert [record.getMessage() for record in caplog.records] == [
+        "Not all other heads have followed the call set_weight_version."
+    ]
+
+
+async def test_a_call_leaves_nothing_behind_that_grows(heads: list[FakeHead]) -> None:
+    before = kept()
+    await heads[0].call("set_weight_version", "v2")
+    await heads[0].manage("drain", 1)
+    await eventually(lambda: kept() <= before, "the freeing of what it held")
+
+
+def kept() -> int:
+    """Calls and their tasks that anything still holds."""
+    gc.collect()
+    every = gc.get_objects()
+    tasks = [each for each in every if type(each) is asyncio.Task and each.get_name() == "omni-fleet-calls"]
+    return len(tasks) + sum(type(each) is BegunCall for each in every)
+
+
+async def test_the_servers_of_other_heads_keep_an_adapter_whose_replacement_is_refused(heads: list[FakeHead]) -> None:
+    await heads[0].call("add_lora", STORY)
+    for link in heads[0].links.values():
+        link.on_call = refuse_calls
+    with pytest.raises(ReplicaError, match="refuses add_lora"):
+        await heads[0].call("add_lora", OTHER_STORY)
+    assert [head.adapters for head in heads[1:]] == [{"story": STORY}] * 2
+
+
+async def test_a_call_that_a_head_takes_over_and_engines_refuse_costs_it_no_call_of_its_own(
+    bus: HeadBus, heads: list[FakeHead]
+) -> None:
+    lost, taker, other = heads
+    await lost.call("add_lora", STORY)
+    lost.stand_still()
+    lost.ask("add_lora", OTHER_STORY)
+    await taker.until([("add_lora", (OTHER_STORY,))])
+    taker.stand_still()
+    own = taker.ask("set_weight_version", "v2")
+    await eventually(lambda: taker.links[1].calls)
+    bus.cut(lost)
+    await eventually(lambda: len(taker.links[1].calls) == 2)
+    for link in taker.links.values():
+        link.refuse(link.calls[1][0])
+    await other.until([("add_lora", (STORY,)), *V2])
+    # News of calls come in order.
+    await other.call("pin_lora", 7)
+    for link in taker.links.values():
+        link.answer(link.calls[0][0])
+    assert len(await asyncio.wrap_future(own)) == 2
+    assert taker.adapters == {"story": STORY}
+
+
+async def test_the_server_of_a_head_that_takes_a_call_over_hears_of_it_though_one_replica_is_not_allowed_to_take_it(
+    bus: HeadBus, heads: list[FakeHead]
+) -> None:
+    heads[0].stand_still()
+    heads[0].ask("add_lora", STORY)
+    await heads[1].until([("add_lora", (STORY,))])
+    heads[1].links[1].on_call = forbid_calls
+    bus.cut(heads[0])
+    for head in heads[1:]:
+        await eventually(lambda head=head: head.adapters == {"story": STORY})  # type: ignore[misc]
+
+
+async def test_the_server_of_a_head_that_loses_the_coordinator_hears_of_the_adapter_that_another_one_loads(
+    bus: HeadBus, heads: list[FakeHead]
+) -> None:
+    heads[0].stand_still()
+    heads[0].ask("add_lora", STORY)
+    await heads[1].until([("add_lora", (STORY,))])
+    bus.cut(heads[1])
+    await eventually(lambda: heads[1].adapters == {"story": STORY}, "until it knows better")
+
+
+async def test_a_call_that_cannot_be_made_again_is_logged(
+    bus: HeadBus, heads: list[FakeHead], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise TypeError("no way to encode it")
+
+    heads[0].stand_still()
+    heads[0].ask("set_weight_version", "v2")
+    await heads[1].until(V2)
+    monkeypatch.setattr(FakeEngineApi, "encode_utility", fail)
+    bus.cut(heads[0])
+    await eventually(lambda: "no way to encode it" in caplog.text, "a line in the log")
+
+
+async def test_a_head_that_closes_during_a_call_logs_no_error(bus: HeadBus, caplog: pytest.LogCaptureFixture) -> None:
+    async with FakeHead(bus, "a") as other:
+        await other.join_fleet()
+        async with FakeHead(bus, "b") as head:
+            await head.join_fleet()
+            head.stand_still()
+            head.ask("set_weight_version", "v2")
+            await eventually(lambda: head.links[1].calls)
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
