@@ -62,6 +62,13 @@ def test_a_joiner_comes_to_the_state_of_those_that_heard_every_call(calls: list[
         assert joiner(shared) == engine
 
 
+@pytest.mark.parametrize("mode", ["abort", "wait"])
+def test_a_joiner_that_is_to_refuse_requests_keeps_those_that_it_has_and_what_they_cached(mode: str) -> None:
+    shared = SharedState()
+    shared.record("pause_generation", (mode, True))(True)
+    assert shared.replay() == [("pause_generation", ("wait", False))]
+
+
 RL_STEPS: dict[str, list[tuple[str, tuple[Any, ...]]]] = {
     "sleep and wake by parts": [("sleep", (1, "abort")), ("wake_up", (["weights"],)), ("wake_up", (["kv_cache"],))],
     "sleep and wake the cache first": [
