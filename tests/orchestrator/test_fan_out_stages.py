@@ -1,14 +1,27 @@
 """Calls to the replicas of several stages, and what those that attach later are told of them."""
 
+import asyncio
 from collections.abc import AsyncIterator
+from functools import cached_property
 from typing import Any
 
 import pytest
 
+from tests.fakes.conditions import eventually
 from tests.fakes.links import answer_calls, refuse_calls
 from tests.fakes.pipeline_fleet import FakePipelineFleet
 from tests.fakes.pipelines import CHAIN
-from vllm_omni_plugin.errors import NoReplicaError, ReplicaError
+from vllm_omni_plugin.coordinator import Welcome
+from vllm_omni_plugin.coordinator.protocol.head_messages import (
+    CallDone,
+    CallFinished,
+    CallOutcome,
+    FleetState,
+    NumberedCall,
+    OperatorMessage,
+)
+from vllm_omni_plugin.errors import CoordinatorAwayError, NoReplicaError, ReplicaError
+from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 
 SLEEP = ("sleep", 1, "abort")
 TOLD_TO_SLEEP = [("sleep", [1, "wait"])]
@@ -74,3 +87,73 @@ async def test_a_call_that_one_stage_refuses_is_an_error_and_the_others_have_tak
     assert await fleet.told(0) == told
     assert await fleet.told(1) == []
     assert all(len(pool.serving) == len(pool.members) for pool in fleet.pools)
+
+
+class PlayedHead(FakePipelineFleet):
+    """A head of two stages beside another one, "b"; the test plays the coordinator.
+
+    Attributes:
+        said: what this head has told it.
+        is_open: whether there is a way to it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(CHAIN, replicas=[2, 1])
+        self.said: list[Any] = []
+        self.is_open = True
+        self.hear = self.fleet_calls.take
+        for link in self.links.values():
+            link.on_call = answer_calls
+
+    @cached_property
+    def fleet_calls(self) -> FleetCalls:
+        return FleetCalls(self.orchestrator, "a", lambda: self if self.is_open else None)  # type: ignore[arg-type, return-value]
+
+    def send(self, message: OperatorMessage) -> bool:
+        """As `OmniCoordClientForHead`."""
+        self.said.append(message)
+        return True
+
+
+@pytest.fixture
+async def head() -> AsyncIterator[PlayedHead]:
+    async with PlayedHead() as head:
+        head.hear(Welcome(["b"], starting=False))
+        head.hear(FleetState(0, [], []))
+        yield head
+
+
+async def test_a_replica_that_is_lost_before_its_stage_takes_a_call_has_failed_it_though_another_stage_refuses_it(
+    head: PlayedHead,
+) -> None:
+    head.links[1, 0].on_call = refuse_calls
+    reply = head.ask("set_weight_version", "v2")
+    await eventually(lambda: head.said)
+    lost = head.pools[0].member(1).engine_key
+    head.lose(0, 1)
+    call = head.said[0]
+    head.hear(NumberedCall(1, "a", call.call_id, call.method, call.arguments, call.stages, call.told))
+    await eventually(lambda: len(head.said) == 2)
+    assert head.said[1] == CallOutcome(1, [True, False], failed=[lost])
+    head.hear(CallFinished(1))
+    with pytest.raises(ReplicaError, match=r"replica-1\.0/in refuses"):
+        await asyncio.wrap_future(reply)
+
+
+async def test_the_server_hears_of_a_call_of_another_head_that_one_stage_took(head: PlayedHead) -> None:
+    told = [member.engine_key for pool in head.pools for member in pool.members]
+    head.hear(NumberedCall(1, "b", 1, "sleep", [2, "abort"], [0, 1], told))
+    head.hear(CallOutcome(1, [True, False]))
+    async with asyncio.timeout(10):
+        [update] = await head.orchestrator.output_async_queue.get_batch()
+    assert update.sleep_level == 2
+    update.applied.set_result(None)
+    await eventually(lambda: head.said == [CallDone(1)])
+
+
+async def test_a_head_whose_way_to_the_coordinator_is_closed_already_says_nothing_more(head: PlayedHead) -> None:
+    head.is_open = False
+    with pytest.raises(CoordinatorAwayError, match="lost during the call"):
+        await head.call("set_weight_version", "v2")
+    head.hear(CallOutcome(1, [False, False]))
+    assert head.said == []
