@@ -9,8 +9,10 @@ import pytest
 from tests.fakes.conditions import eventually
 from tests.orchestrator.head_bus import FakeHead, HeadBus
 from tests.orchestrator.test_fleet_calls import PAUSED, STORY
-from vllm_omni_plugin.coordinator import OmniCoordClientForHead, OmniCoordinator, ReplicaWork
+from vllm_omni_plugin.coordinator import OmniCoordClientForHead, OmniCoordinator, ReplicaWork, SessionLost, Welcome
+from vllm_omni_plugin.coordinator.protocol.head_messages import FleetState
 from vllm_omni_plugin.errors import CoordinatorAwayError
+from vllm_omni_plugin.orchestrator.fleet_state import fleet_calls
 from vllm_omni_plugin.orchestrator.fleet_state.session_listener import SessionListener
 
 
@@ -69,3 +71,48 @@ async def test_what_one_head_is_told_holds_for_all_and_survives_the_coordinator(
     await late.call("resume_scheduler")
     assert first.replay == second.replay == [("add_lora", (STORY,))]
     assert [head.pool.member(1).held_back for head in (first, second, late)] == [{"admin"}] * 3
+
+
+async def test_a_replica_that_attaches_waits_until_its_head_that_was_cut_off_knows_everything_again(
+    heads: list[FakeHead],
+) -> None:
+    await heads[0].call("pause_scheduler", "keep", True)
+    heads[1].fleet_calls.take(SessionLost())
+    heads[1].fleet_calls.take(Welcome(["a", "c"], starting=False))
+    attaching = asyncio.create_task(heads[1].bring_up(2))
+    await asyncio.wait([attaching], timeout=0.02)
+    assert not attaching.done()
+    heads[1].fleet_calls.take(FleetState(2, [], []))
+    assert await attaching == []
+
+
+async def test_a_head_that_loses_the_coordinator_before_it_was_told_anything_waits_for_nothing(
+    heads: list[FakeHead], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_calls, "FIRST_S", 600.0)
+    heads[0].fleet_calls.take(Welcome([], starting=True))
+    heads[0].fleet_calls.take(SessionLost())
+    assert len(await heads[0].call("pause_scheduler", "keep", True)) == 2
+
+
+async def test_heads_agree_on_a_call_that_engines_refuse_when_a_new_coordinator_has_been_told_of_it(
+    bus: HeadBus, heads: list[FakeHead]
+) -> None:
+    heads[0].stand_still()
+    reply = heads[0].ask("set_weight_version", "v2")
+    told = [("set_weight_version", ("v2",))]
+    for head in heads:
+        await head.until(told)
+    await eventually(lambda: heads[0].links[1].calls)
+    for head in heads:
+        bus.cut(head, noticed=False)
+    bus.start()
+    for head in heads:
+        await head.join_fleet()
+    bus.settle()
+    for link in heads[0].links.values():
+        link.refuse(link.calls[0][0])
+    with pytest.raises(CoordinatorAwayError, match="lost during the call"):
+        await asyncio.wrap_future(reply)
+    await heads[2].call("resume_scheduler")
+    assert [head.replay for head in heads] == [told] * 3

@@ -217,10 +217,13 @@ async def test_a_joiner_that_refuses_its_replay_is_an_error(fleet: FakeFleet) ->
         await fleet.told(link=link)
 
 
-async def test_no_replica_joins_after_the_weights_were_changed(fleet: FakeFleet) -> None:
+async def test_no_replica_joins_after_the_weights_were_changed(
+    fleet: FakeFleet, caplog: pytest.LogCaptureFixture
+) -> None:
     await fleet.call("collective_rpc", "update_weights", None, [], {})
     with pytest.raises(ReplicaError, match="cannot be brought up to date: weights were updated at run time"):
         await fleet.told()
+    assert caplog.records == [], "there are no other heads that would have to be told"
 
 
 async def test_no_replica_joins_when_the_weights_change_meanwhile(fleet: FakeFleet) -> None:

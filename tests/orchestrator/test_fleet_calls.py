@@ -14,7 +14,7 @@ from tests.orchestrator.head_bus import FakeHead, HeadBus
 from vllm_omni_plugin.coordinator import ReplicaKey, ReplicaStatus
 from vllm_omni_plugin.coordinator.protocol.call_arguments import FORGET_LORA
 from vllm_omni_plugin.coordinator.protocol.head_messages import CallRefused, FleetState, NumberedCall, StageState
-from vllm_omni_plugin.errors import NOT_ALLOWED, NoReplicaError, OmniError, ReplicaError
+from vllm_omni_plugin.errors import NOT_ALLOWED, CoordinatorAwayError, NoReplicaError, OmniError, ReplicaError
 from vllm_omni_plugin.orchestrator.fleet_state import fleet_calls
 from vllm_omni_plugin.orchestrator.fleet_state.member_changes import ADMIN_HOLD
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
@@ -30,6 +30,8 @@ async def test_a_head_that_hears_nothing_of_the_coordinator_goes_on_without_what
     monkeypatch.setattr(fleet_calls, "FIRST_S", 0.01)
     async with FakeHead(bus, "a") as head:
         assert not await head.fleet_calls.synced()
+        with pytest.raises(CoordinatorAwayError, match="cannot be reached"):
+            await head.call("pause_scheduler", "keep", True)
         await head.join_fleet()
         assert await head.fleet_calls.synced()
         assert await fleet_calls.FleetCalls(head.orchestrator).synced(), "nobody can join it"
@@ -64,10 +66,12 @@ async def test_calls_through_different_heads_hold_in_one_order(heads: list[FakeH
     ids=str,
 )
 async def test_what_leaves_nothing_behind_or_no_engine_takes_concerns_no_other_head(
-    bus: HeadBus, heads: list[FakeHead], call: tuple[Any, ...]
+    bus: HeadBus, heads: list[FakeHead], call: tuple[Any, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     await heads[0].call(*call)
     assert bus.calls == []
+    warned = [record.getMessage() for record in caplog.records]
+    assert warned == (["Other heads cannot be told of this call of pause_scheduler."] if "nonsense" in call else [])
 
 
 async def test_a_call_that_all_engines_refuse_leaves_no_record_anywhere(heads: list[FakeHead]) -> None:
@@ -101,9 +105,12 @@ async def test_a_call_that_the_coordinator_refuses_is_an_error(bus: HeadBus, hea
         await asyncio.wait_for(asyncio.wrap_future(reply), 10)
 
 
-async def test_a_replica_that_fails_what_others_took_is_taken_out_by_every_head(heads: list[FakeHead]) -> None:
+async def test_a_replica_that_fails_what_others_took_is_taken_out_by_every_head(
+    heads: list[FakeHead], caplog: pytest.LogCaptureFixture
+) -> None:
     heads[0].links[1].on_call = refuse_calls
     assert await heads[0].call("sleep", 1, "abort") == ["sleep"]
+    assert caplog.text.count("is lost (it failed the call sleep, which others took)") == 3
     assert [head.statuses for head in heads] == [[ReplicaStatus.UP, ReplicaStatus.ERROR]] * 3
 
 
@@ -342,22 +349,25 @@ async def test_a_replica_told_to_leave_is_let_go_by_all_heads_attached_to_it(hea
     assert [keeper.left for keeper in keepers] == [{1}, set(), {1}]
 
 
-async def test_what_cannot_be_followed_ends_and_changes_nothing(heads: list[FakeHead], bus: HeadBus) -> None:
+async def test_what_cannot_be_followed_is_logged_and_changes_nothing(
+    heads: list[FakeHead], caplog: pytest.LogCaptureFixture
+) -> None:
     await heads[0].call("pause_scheduler", "keep", True)
     for message in (
         NumberedCall(90, "x", 1, "shutdown", [], [0], []),
-        NumberedCall(91, "x", 1, "pause_scheduler", ["keep", True], [1], []),
+        NumberedCall(91, "x", 1, "pause_scheduler", ["keep", True], [0, 1], []),
         FleetState(92, [StageState(1, [], False)], []),
         FleetState(93, [StageState(0, [("profile", [True, None, None, None])], False)], []),
     ):
         heads[0].orchestrator.rpc_async_queue.force_put(message)
     assert await heads[0].call("is_sleeping") == ["is_sleeping"] * 2
     assert heads[0].replay == PAUSED
+    assert "a call of stages [0, 1]: this head has 1" in caplog.text
 
 
 @pytest.mark.parametrize("when", ["at once", "while others follow"])
 async def test_closing_answers_an_operator_whose_wish_other_heads_have_not_followed(
-    bus: HeadBus, heads: list[FakeHead], when: str
+    bus: HeadBus, heads: list[FakeHead], when: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     bus.deaf.add("b")
     reply: Future[None] = Future()
@@ -368,7 +378,8 @@ async def test_closing_answers_an_operator_whose_wish_other_heads_have_not_follo
         await eventually(lambda: heads[2].pool.member(1).held_back)
     await heads[0].fleet_calls.close()
     with pytest.raises(QueueClosedError, match="about to end"):
-        await asyncio.wrap_future(reply)
+        reply.result(timeout=0)
+    assert caplog.records == []
 
 
 async def test_closing_leaves_nothing_behind(bus: HeadBus) -> None:

@@ -297,8 +297,9 @@ async def test_a_caller_that_cannot_reach_the_coordinator_any_more_says_so(
 ) -> None:
     send = heads[0].send
     monkeypatch.setattr(heads[0], "send", lambda message: not isinstance(message, unsaid) and send(message))
-    with pytest.raises(CoordinatorAwayError, match="lost during the call"):
-        await heads[0].call("set_weight_version", "v2")
+    for attempt in (heads[0].call("set_weight_version", "v2"), heads[0].manage("drain", 1)):
+        with pytest.raises(CoordinatorAwayError, match="lost during the call"):
+            await attempt
 
 
 async def test_a_caller_that_loses_the_coordinator_during_its_call_says_so(bus: HeadBus, heads: list[FakeHead]) -> None:
