@@ -19,6 +19,7 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import (
     FleetState,
     NumberedCall,
     OperatorMessage,
+    TakeOver,
 )
 from vllm_omni_plugin.errors import CoordinatorAwayError, NoReplicaError, ReplicaError
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
@@ -95,12 +96,14 @@ class PlayedHead(FakePipelineFleet):
     Attributes:
         said: what this head has told it.
         is_open: whether there is a way to it.
+        resyncs: how often it has asked for everything anew.
     """
 
     def __init__(self) -> None:
         super().__init__(CHAIN, replicas=[2, 1])
         self.said: list[Any] = []
         self.is_open = True
+        self.resyncs = 0
         self.hear = self.fleet_calls.take
         for link in self.links.values():
             link.on_call = answer_calls
@@ -113,6 +116,18 @@ class PlayedHead(FakePipelineFleet):
         """As `OmniCoordClientForHead`."""
         self.said.append(message)
         return True
+
+    def resync(self) -> None:
+        """As `OmniCoordClientForHead`."""
+        self.resyncs += 1
+
+    async def hears_of_sleep(self) -> int:
+        """What the server is told of the engines' sleep; returns how deep it is."""
+        async with asyncio.timeout(10):
+            [update] = await self.orchestrator.output_async_queue.get_batch()
+        update.applied.set_result(None)
+        level: int = update.sleep_level
+        return level
 
 
 @pytest.fixture
@@ -144,11 +159,20 @@ async def test_the_server_hears_of_a_call_of_another_head_that_one_stage_took(he
     told = [member.engine_key for pool in head.pools for member in pool.members]
     head.hear(NumberedCall(1, "b", 1, "sleep", [2, "abort"], [0, 1], told))
     head.hear(CallOutcome(1, [True, False]))
-    async with asyncio.timeout(10):
-        [update] = await head.orchestrator.output_async_queue.get_batch()
-    assert update.sleep_level == 2
-    update.applied.set_result(None)
+    assert await head.hears_of_sleep() == 2
     await eventually(lambda: head.said == [CallDone(1)])
+
+
+async def test_of_a_call_made_again_the_server_hears_what_one_stage_took_and_the_head_asks_for_what_another_refused(
+    head: PlayedHead,
+) -> None:
+    head.links[1, 0].on_call = refuse_calls
+    head.hear(TakeOver(NumberedCall(1, "b", 1, "sleep", [2, "abort"], [0, 1], [])))
+    await eventually(lambda: head.said)
+    assert head.said[0].taken == [True, False]
+    head.hear(CallFinished(1))
+    assert await head.hears_of_sleep() == 2
+    await eventually(lambda: head.resyncs == 1)
 
 
 async def test_a_head_whose_way_to_the_coordinator_is_closed_already_says_nothing_more(head: PlayedHead) -> None:

@@ -61,28 +61,32 @@ async def test_the_servers_of_other_heads_keep_an_adapter_whose_replacement_is_r
     assert [head.adapters for head in heads[1:]] == [{"story": STORY}] * 2
 
 
-async def test_a_call_that_a_head_takes_over_and_engines_refuse_costs_it_no_call_of_its_own(
-    bus: HeadBus, heads: list[FakeHead]
+@pytest.mark.parametrize("ends", ["refused", "taken, and only its snapshot had it"])
+async def test_a_call_that_a_head_takes_over_costs_it_none_of_its_own(
+    bus: HeadBus, heads: list[FakeHead], ends: str
 ) -> None:
     lost, taker, other = heads
     await lost.call("add_lora", STORY)
     lost.stand_still()
     lost.ask("add_lora", OTHER_STORY)
     await taker.until([("add_lora", (OTHER_STORY,))])
+    if ends != "refused":
+        await taker.join_fleet()
     taker.stand_still()
     own = taker.ask("set_weight_version", "v2")
     await eventually(lambda: taker.links[1].calls)
     bus.cut(lost)
     await eventually(lambda: len(taker.links[1].calls) == 2)
     for link in taker.links.values():
-        link.refuse(link.calls[1][0])
-    await other.until([("add_lora", (STORY,)), *V2])
+        (link.refuse if ends == "refused" else link.answer)(link.calls[1][0])
+    story = STORY if ends == "refused" else OTHER_STORY
+    await eventually(lambda: other.replay[0] == ("add_lora", (story,)) and other.adapters == {"story": story})
     # News of calls come in order.
     await other.call("pin_lora", 7)
     for link in taker.links.values():
         link.answer(link.calls[0][0])
     assert len(await asyncio.wrap_future(own)) == 2
-    assert taker.adapters == {"story": STORY}
+    assert taker.adapters == {"story": story}
 
 
 async def test_the_server_of_a_head_that_takes_a_call_over_hears_of_it_though_one_replica_is_not_allowed_to_take_it(
@@ -118,7 +122,7 @@ async def test_a_call_that_cannot_be_made_again_is_logged(
     await heads[1].until(V2)
     monkeypatch.setattr(FakeEngineApi, "encode_utility", fail)
     bus.cut(heads[0])
-    await eventually(lambda: "no way to encode it" in caplog.text, "a line in the log")
+    await eventually(lambda: "A call of another head could not be followed" in caplog.text, "a line in the log")
 
 
 async def test_a_head_that_closes_during_a_call_logs_no_error(bus: HeadBus, caplog: pytest.LogCaptureFixture) -> None:

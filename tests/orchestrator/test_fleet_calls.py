@@ -215,12 +215,13 @@ async def test_a_replica_that_only_another_head_reaches_is_told_by_that_one_befo
 ) -> None:
     private = heads[1].attach(5, private=True)
     private.on_call = None
-    reply = heads[0].ask("pause_scheduler", "wait", True)
-    await eventually(lambda: private.calls and heads[0].links[0].calls)
+    reply = heads[0].ask("sleep", 1, "wait")
+    # The others have heard that the engines of the caller took it.
+    await eventually(lambda: heads[2].sleep_level == 1)
     assert not reply.done()
     assert heads[1].calls(0) == []
     private.answer(private.calls[0][0])
-    await asyncio.wrap_future(reply)
+    await asyncio.wait_for(asyncio.wrap_future(reply), 10)
     assert heads[1].statuses == [ReplicaStatus.UP] * 3
 
 
