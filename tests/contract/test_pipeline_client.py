@@ -17,7 +17,8 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from tests.fakes.engine_api import FakeEngineApi, FakeRequest
 from vllm_omni_plugin.balancing import RandomBalancer
 from vllm_omni_plugin.config import OmniConfig
-from vllm_omni_plugin.coordinator.protocol.call_arguments import FORGET_LORA
+from vllm_omni_plugin.coordinator.protocol.call_arguments import FORGET_LORA, encode
+from vllm_omni_plugin.coordinator.state.shared_state import SharedState
 from vllm_omni_plugin.errors import MessageTooLargeError, NoReplicaError, ReplicaError, StageError, StageInputError
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
 from vllm_omni_plugin.integration.engine_client.pipeline_calls import RunningCall
@@ -164,20 +165,22 @@ async def test_the_first_replica_of_a_stage_that_had_none_completes_its_configur
         ("pin_lora", (1,), (1,), (1,)),
         ("set_weight_version", ("v",), ("v",), (1, 2)),
         ("get_weight_version", (), (), (1, 2)),
-        ("collective_rpc", ("m",), ("m", None, (), None), (1, 2)),
+        ("collective_rpc", ("start_weight_update",), ("start_weight_update", None, (), {}), (1, 2)),
         ("collective_rpc", ("m", 3.0, (1,), {"k": 2}), ("m", 3.0, (1,), {"k": 2}), (1, 2)),
         ("compute_weight_checksums", (), (), (1, 2)),
         ("is_sleeping", (), (), (1,)),
         ("is_scheduler_paused", (), (), (1,)),
     ],
 )
-async def test_a_call_reaches_the_stages_that_it_concerns_as_it_was_made(
+async def test_a_call_reaches_the_stages_that_it_concerns_as_it_was_made_and_can_be_told_to_other_heads(
     head: Head, asked: str, args: tuple[Any, ...], told: tuple[Any, ...], stages: tuple[int, ...] | None
 ) -> None:
     async def answer() -> None:
         (message,) = await head.orchestrator.rpc_async_queue.get_batch()
         assert isinstance(message, CallReplicas)
         assert (message.method, message.args, message.stages) == (asked, told, stages)
+        can_be_told = encode(message.method, message.args) is not None
+        assert can_be_told or not SharedState().leaves_state(message.method, message.args)
         assert message.method in (*CALLS, FORGET_LORA)
         message.reply.set_result([set()])
 

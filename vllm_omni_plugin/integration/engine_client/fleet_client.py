@@ -346,7 +346,7 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
         """Results of the first replica's workers, as vLLM's data-parallel client returns them; all replicas run it."""
-        results: list[Any] = (await self._call_model("collective_rpc", method, timeout, args, kwargs))[0]
+        results: list[Any] = (await self._call_model("collective_rpc", method, timeout, args, kwargs or {}))[0]
         return results
 
     async def compute_weight_checksums_async(self) -> list[dict[str, str]]:
