@@ -160,7 +160,9 @@ def test_calls_count_in_the_order_they_were_made_whichever_is_answered_first() -
     assert joiner(shared) == EngineModel()
 
 
-@pytest.mark.parametrize("method", ["start_weight_update", "update_weights", "finish_weight_update", "reload_weights"])
+@pytest.mark.parametrize(
+    "method", ["start_weight_update", "update_weights", "finish_weight_update", "reload_weights", "reset_weights"]
+)
 def test_weights_that_changed_at_run_time_bar_joiners(method: str) -> None:
     shared = SharedState()
     shared.record("collective_rpc", (method, None, (), {}))(True)

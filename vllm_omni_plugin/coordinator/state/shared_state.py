@@ -15,7 +15,9 @@ from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
 from vllm_omni_plugin.vllm_api.requests.rest_state import Call, RestState
 
-_WEIGHT_UPDATES = frozenset({"start_weight_update", "update_weights", "finish_weight_update", "reload_weights"})
+_WEIGHT_UPDATES = frozenset(
+    {"start_weight_update", "update_weights", "finish_weight_update", "reload_weights", "reset_weights"}
+)
 
 
 @dataclass
