@@ -10,6 +10,8 @@ import pytest
 from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import REFUSED
 from tests.fakes.fleet import FakeFleet
+from tests.fakes.links import FakeLink
+from vllm_omni_plugin.orchestrator.dispatch import refused_runs
 from vllm_omni_plugin.orchestrator.dispatch.refused_runs import RETRY_S
 
 
@@ -110,6 +112,87 @@ async def test_of_those_that_wait_one_is_sent_at_a_time_until_it_is_not_refused(
         for name in "cda":
             await sent(fleet, name)
         assert (fleet.orchestrator.metrics.paused, fleet.in_flight) == (0, [4])
+
+
+@pytest.fixture
+def retry_s(monkeypatch: pytest.MonkeyPatch) -> float:
+    """A short `RETRY_S`, which sums up exactly."""
+    monkeypatch.setattr(refused_runs, "RETRY_S", 2.0**-6)
+    return refused_runs.RETRY_S
+
+
+async def at_the_only_replica(fleet: FakeFleet, names: str) -> FakeLink:
+    """Submit requests that have lost a replica, and so wait for the end of a pause."""
+    for name in names:
+        await fleet.submit(name)
+    fleet.kill(0)
+    link = fleet.join(fleet.pool.member(0))
+    for name in names:
+        await sent(fleet, name)
+    return link
+
+
+async def test_a_request_is_not_sent_back_to_the_replica_that_refused_it_however_long_ago_that_was() -> None:
+    async with FakeFleet(replicas=2) as fleet:
+        await fleet.submit("a")
+        refuse(fleet, "a")
+        await sent(fleet, "a")
+        fleet.now += RETRY_S
+        refuse(fleet, "a")
+        assert await fleet.read() == [("a", REFUSED)]
+
+
+async def test_what_has_waited_for_the_end_of_a_pause_is_offered_to_all_replicas_anew(retry_s: float) -> None:
+    async with FakeFleet(replicas=3) as fleet:
+        await fleet.submit("a")
+        link, _ = fleet.attempt("a")
+        fleet.lose(next(replica_id for replica_id, other in fleet.links.items() if other is link))
+        for _ in range(2):
+            await sent(fleet, "a")
+            refuse(fleet, "a")
+        assert fleet.orchestrator.metrics.paused == 1
+        fleet.now += retry_s
+        await sent(fleet, "a")
+        refuse(fleet, "a")
+        assert fleet.orchestrator.metrics.paused == 0, "the other one may have been resumed"
+        await sent(fleet, "a")
+
+
+async def test_others_that_come_to_wait_do_not_put_off_the_first(retry_s: float) -> None:
+    async with FakeFleet(replicas=1, replica_wait=600.0) as fleet:
+        await at_the_only_replica(fleet, "ab")
+        for name in "ab":
+            refuse(fleet, name)
+            fleet.now += retry_s / 2
+        await sent(fleet, "a")
+
+
+async def test_a_request_that_is_aborted_while_it_waits_for_the_end_of_a_pause_is_not_sent(retry_s: float) -> None:
+    async with FakeFleet(replicas=1, replica_wait=600.0) as fleet:
+        link = await at_the_only_replica(fleet, "abc")
+        for name in "abc":
+            refuse(fleet, name)
+        await fleet.abort("a")
+        assert fleet.orchestrator.metrics.paused == 2
+        fleet.now += retry_s
+        await sent(fleet, "b")
+        assert (fleet.orchestrator.metrics.paused, len(link.added)) == (1, 4)
+
+
+@pytest.mark.parametrize(("aborted", "wait_on"), [("a", 2), ("d", 0)])
+async def test_the_others_go_on_once_the_one_that_was_sent_is_not_refused_unless_it_was_aborted(
+    aborted: str, wait_on: int, retry_s: float
+) -> None:
+    async with FakeFleet(replicas=1, replica_wait=600.0) as fleet:
+        await at_the_only_replica(fleet, "abcd")
+        for name in "abcd":
+            refuse(fleet, name)
+        fleet.now += retry_s
+        await sent(fleet, "a")
+        await fleet.abort(aborted)
+        fleet.now += retry_s
+        await sent(fleet, "b")
+        assert fleet.orchestrator.metrics.paused == wait_on
 
 
 async def test_what_fetches_a_cache_once_is_not_sent_again_after_a_refusal_that_gave_it_up() -> None:

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.conditions import eventually
+from tests.fakes.engine_api import REFUSED
 from tests.fakes.pipeline_fleet import FakePipelineFleet, stage
 from tests.fakes.pipelines import PYTHON, SPEECH
 from vllm_omni_plugin.orchestrator.requests.pipeline_call import StageEvent
@@ -89,6 +91,21 @@ async def test_a_session_ends_once_its_input_is_closed_and_its_last_turn_is_over
         await fleet.finish()
         assert fleet.call_ends("r") == [None]
         assert fleet.in_flight == 0
+
+
+async def test_a_session_that_a_paused_replica_refuses_is_sent_to_another_one_with_all_its_chunks() -> None:
+    async with FakePipelineFleet(SPEECH, replicas=[1, 2, 1]) as fleet:
+        await fleet.submit("r", "text", "audio", prompt=[3])
+        await fleet.step("r", 0, count=2)
+        await fleet.step("r", 0, count=1)
+        run = fleet.states["r"].runs[1]
+        first = run.replica_id
+        fleet.tell("r", 1, finish_reason=REFUSED)
+        await eventually(lambda: run.replica_id not in (first, None), "another attempt")
+        link, attempt = fleet.attempt("r", 1)
+        await fleet.finish()
+        assert link.chunks(attempt) == [[4, 7], [10, 13]]
+        assert fleet.call_ends("r") == [None]
 
 
 async def test_a_last_chunk_that_gives_nothing_still_closes_the_input() -> None:

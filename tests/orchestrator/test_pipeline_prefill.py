@@ -10,7 +10,7 @@ import pytest
 from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import REFUSED
 from tests.fakes.pipeline_fleet import FakePipelineFleet, stage
-from tests.fakes.pipelines import DISAGGREGATED
+from tests.fakes.pipelines import CHAIN, DISAGGREGATED
 from vllm_omni_plugin.errors import StageInputError
 from vllm_omni_plugin.orchestrator.requests.pipeline_call import CallEnded
 
@@ -79,6 +79,15 @@ async def test_what_is_refused_by_paused_engines_after_its_prefill_waits_for_the
         fleet.tell("r", 1, finish_reason=REFUSED)
         await fleet.read()
         assert (fleet.ends, fleet.orchestrator.metrics.paused) == ([], 1)
+
+
+async def test_what_paused_engines_refuse_of_another_stages_output_waits_for_them() -> None:
+    async with FakePipelineFleet(CHAIN) as fleet:
+        await fleet.submit("r", "text")
+        await fleet.step("r", 0, count=9)
+        fleet.tell("r", 1, finish_reason=REFUSED)
+        await fleet.read()
+        assert (fleet.call_ends("r"), fleet.orchestrator.metrics.paused) == ([], 1)
 
 
 async def test_short_prompts_skip_the_prefill_and_the_engines_own_word_on_cached_tokens_stands() -> None:

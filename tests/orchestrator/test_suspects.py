@@ -97,6 +97,38 @@ async def test_a_suspect_that_has_had_output_is_none_any_longer(fleet: FakeFleet
     assert fleet.orchestrator.metrics.queries_of_death == 0
 
 
+async def test_what_engines_died_of_before_a_request_had_output_does_not_convict_it_later() -> None:
+    async with FakeFleet(replicas=4) as fleet:
+        await fleet.submit("a", affinity=0)
+        die(fleet, 0)
+        fleet.say("a", 5)
+        fleet.orchestrator.replica_lost(fleet.pool.member(home(fleet, "a") or 0), "cut off")
+        die(fleet, home(fleet, "a") or 0)
+        assert "a" in fleet.orchestrator.request_states
+        assert fleet.orchestrator.metrics.queries_of_death == 0
+
+
+async def test_a_refused_request_goes_to_a_replica_where_a_suspect_is_tried_before_it_goes_back() -> None:
+    async with FakeFleet(replicas=3) as fleet:
+        await fleet.submit("p", affinity=0)
+        die(fleet, 0)
+        await fleet.submit("a")
+        fleet.say("a", finish_reason=REFUSED)
+        await eventually(lambda: home(fleet, "a") == home(fleet, "p"), "its turn")
+
+
+async def test_where_a_suspect_was_refused_others_may_go_again() -> None:
+    async with FakeFleet(replicas=3) as fleet:
+        await fleet.submit("p")
+        die(fleet, home(fleet, "p") or 0)
+        first = home(fleet, "p")
+        fleet.say("p", finish_reason=REFUSED)
+        await eventually(lambda: home(fleet, "p") not in (first, None), "its turn")
+        fleet.say("p", 5)
+        await fleet.submit("a")
+        assert home(fleet, "a") == first
+
+
 async def test_new_requests_and_those_that_have_begun_avoid_a_replica_where_a_suspect_is_tried() -> None:
     async with FakeFleet(replicas=3) as fleet:
         await fleet.submit("begun")
