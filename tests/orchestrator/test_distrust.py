@@ -63,6 +63,7 @@ async def test_its_other_requests_move_and_the_one_that_failed_does_not(
 async def test_one_request_that_is_sent_again_and_again_takes_out_one_replica_at_most(
     fleet: FakeFleet, caplog: pytest.LogCaptureFixture
 ) -> None:
+    fleet.now = 10 * REMEMBERED_S
     await poison(fleet, 0)
     for replica_id in (1, 2, 1):
         await poison(fleet, replica_id)
