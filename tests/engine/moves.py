@@ -135,6 +135,26 @@ def all_begun(
                 engine.resume()
 
 
+def whole_answers(server: Server, rows: tuple[Row, ...]) -> dict[Row, Any]:
+    """The answers of engines that live."""
+    with ThreadPoolExecutor(len(rows)) as threads:
+        return dict(zip(rows, threads.map(partial(send, server), rows), strict=True))
+
+
+def kill_one(server: Server, rows: tuple[Row, ...], whole: dict[Row, Any]) -> Counter[str]:
+    """Kill the engine of replica 1 in the middle of its copies of all rows; no answer differs from its whole one.
+
+    Returns:
+        The moves, by way.
+    """
+    before = moves(server)
+    with all_begun(server, rows) as (answers, engines):
+        engines["1"].core.kill()
+        until(lambda: server.replicas_up() == 1, "the loss is noticed")
+    assert [line for row, answer in answers for line in wrong(row, answer.result(), whole[row])] == []
+    return moves(server) - before
+
+
 def dispatch(server: Server, threads: ThreadPoolExecutor, row: Row) -> Future[Any]:
     """Send a request and wait until replicas are charged with it, all samples of its `n`."""
     expected = total(server, IN_FLIGHT) + row.body.get("n", 1)

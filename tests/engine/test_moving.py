@@ -3,14 +3,13 @@
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from .conftest import TWO_REPLICAS
-from .moves import COPIES, EXACT, ROWS, Row, all_begun, moves, send, tokens_of, total, wrong
+from .moves import COPIES, EXACT, ROWS, Row, all_begun, kill_one, moves, send, tokens_of, total, whole_answers, wrong
 from .server import START_S, Server, until
 from .servers import Servers
 
@@ -32,22 +31,17 @@ def movers(servers: Servers, tiny_model: Path) -> Iterator[Server]:
 
 @pytest.fixture
 def whole(movers: Server) -> dict[Row, Any]:
-    """The answers of engines that live."""
-    with ThreadPoolExecutor(len(ROWS)) as threads:
-        answers = dict(zip(ROWS, threads.map(partial(send, movers), ROWS), strict=True))
+    answers = whole_answers(movers, ROWS)
     assert [str(row) for row, answer in answers.items() if tokens_of(answer) < LONG] == []
     return answers
 
 
 @pytest.mark.long
 def test_a_killed_engine_costs_no_answer_a_token(movers: Server, whole: dict[Row, Any]) -> None:
-    before, swallowed, failed = moves(movers), total(movers, SWALLOWED), total(movers, FAILED)
-    with all_begun(movers, ROWS) as (answers, engines):
-        engines["1"].core.kill()
-        until(lambda: movers.replicas_up() == 1, "the loss is noticed")
-    assert [line for row, answer in answers for line in wrong(row, answer.result(), whole[row])] == []
+    swallowed, failed = total(movers, SWALLOWED), total(movers, FAILED)
+    moved = kill_one(movers, ROWS, whole)
     # Each copy of a request with several samples has them on both replicas.
-    assert moves(movers) - before == Counter(row.way for row in ROWS for _ in range(row.body.get("n", 1)))
+    assert moved == Counter(row.way for row in ROWS for _ in range(row.body.get("n", 1)))
     assert total(movers, SWALLOWED) > swallowed
     assert total(movers, FAILED) == failed
 

@@ -1,15 +1,13 @@
 """An answer of an adapter goes on with the same adapter at another replica."""
 
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from .conftest import TWO_REPLICAS
 from .lora import make_lora
-from .moves import EXACT, Row, all_begun, moves, send, wrong
+from .moves import EXACT, Row, kill_one, whole_answers
 from .server import START_S, Server, until
 from .servers import Servers
 
@@ -30,12 +28,6 @@ def adapted(servers: Servers, tiny_model: Path, tmp_path: Path) -> Server:
 
 @pytest.mark.long
 def test_a_moved_answer_keeps_its_adapter(adapted: Server) -> None:
-    with ThreadPoolExecutor(len(ROWS)) as threads:
-        whole = dict(zip(ROWS, threads.map(partial(send, adapted), ROWS), strict=True))
+    whole = whole_answers(adapted, ROWS)
     assert len({answer["body"]["choices"][0]["text"] for answer in whole.values()}) == len(ROWS)
-    before = moves(adapted)
-    with all_begun(adapted, ROWS) as (answers, engines):
-        engines["1"].core.kill()
-        until(lambda: adapted.replicas_up() == 1, "the loss is noticed")
-    assert [line for row, answer in answers for line in wrong(row, answer.result(), whole[row])] == []
-    assert moves(adapted) - before == Counter(resume=len(ROWS))
+    assert kill_one(adapted, ROWS, whole) == Counter(resume=len(ROWS))

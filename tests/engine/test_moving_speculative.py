@@ -1,14 +1,12 @@
 """Answers that engines make several tokens at a time, by speculative decoding, go on elsewhere without a lost token."""
 
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from .conftest import TWO_REPLICAS
-from .moves import EXACT, ROWS, STREAM, Row, all_begun, moves, send, total, wrong
+from .moves import EXACT, ROWS, STREAM, Row, kill_one, total, whole_answers
 from .server import START_S, Server, until
 from .servers import Servers
 
@@ -35,13 +33,7 @@ def speculating(servers: Servers, tiny_model: Path) -> Server:
 
 @pytest.mark.long
 def test_a_killed_engine_that_drafts_tokens_costs_no_answer_a_token(speculating: Server) -> None:
-    with ThreadPoolExecutor(len(SHOWN)) as threads:
-        whole = dict(zip(SHOWN, threads.map(partial(send, speculating), SHOWN), strict=True))
+    whole = whole_answers(speculating, SHOWN)
     assert total(speculating, ACCEPTED) > MANY
-    before = moves(speculating)
-    with all_begun(speculating, SHOWN) as (answers, engines):
-        engines["1"].core.kill()
-        until(lambda: speculating.replicas_up() == 1, "the loss is noticed")
-    assert [line for row, answer in answers for line in wrong(row, answer.result(), whole[row])] == []
     # With drafts some answers may have been whole by then.
-    assert Counter() < moves(speculating) - before <= Counter(row.way for row in SHOWN)
+    assert Counter() < kill_one(speculating, SHOWN, whole) <= Counter(row.way for row in SHOWN)
