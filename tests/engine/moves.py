@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from .answers import comparable, differences, join_events
-from .server import MODEL, Server, until
+from .server import MODEL, START_S, Server, until
 from .suspended import PATIENT, Engine, engines_of
 
 EXACT = ("--dtype", "float32", *PATIENT)
@@ -147,6 +147,7 @@ def kill_one(server: Server, rows: tuple[Row, ...], whole: dict[Row, Any]) -> Co
     Returns:
         The moves, by way.
     """
+    until(lambda: server.replicas_up() == len(server.engine_pids()), "all replicas serve", START_S)
     before = moves(server)
     with all_begun(server, rows) as (answers, engines):
         engines["1"].core.kill()

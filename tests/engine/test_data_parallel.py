@@ -129,11 +129,12 @@ def test_ranks_of_a_dense_model_are_replicas_that_have_nothing_in_common(tiny_mo
     flags = ("--data-parallel-size", "2", "--omni-dp-size-local", "1", *HEAD)
     with Server(tiny_model, logs / "dense.log", *flags) as server, Load(server) as load:
         assert server.replicas_up() == 2
-        answers = [load.send(SHORT, stream=False, temperature=0) for _ in range(6)]
+        answers = [load.send(LONG, stream=False, temperature=0) for _ in range(6)]
+        until(lambda: in_flight(server) == {"0": 3.0, "1": 3.0}, "each has half of the requests")
         load.wait()
         assert all(answer.finished_whole for answer in answers)
         assert len({answer.text for answer in answers}) == 1
-        assert set(server.by_engine("vllm:generation_tokens_total").values()) == {3.0 * SHORT}
+        assert set(server.by_engine("vllm:generation_tokens_total").values()) == {3.0 * LONG}
         before = server.engine_pids()
         psutil.Process(before[1]).kill()
         until(lambda: server.replicas_up() == 1, "the loss is noticed")

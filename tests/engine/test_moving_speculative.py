@@ -19,6 +19,7 @@ SHOWN = (
     Row("few-tokens", "resume", {"allowed_token_ids": [70, 71, 72], **STREAM}),
 )
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
+TRIES = 5
 MANY = 100
 """Accepted drafts; no engine makes as many by chance."""
 
@@ -35,5 +36,7 @@ def speculating(servers: Servers, tiny_model: Path) -> Server:
 def test_a_killed_engine_that_drafts_tokens_costs_no_answer_a_token(speculating: Server) -> None:
     whole = whole_answers(speculating, SHOWN)
     assert total(speculating, ACCEPTED) > MANY
-    # With drafts some answers may have been whole by then.
-    assert Counter() < kill_one(speculating, SHOWN, whole) <= Counter(row.way for row in SHOWN)
+    # With drafts answers may have been whole by then, on a busy machine all of them.
+    moved = next(filter(None, (kill_one(speculating, SHOWN, whole) for _ in range(TRIES))), None)
+    assert moved is not None
+    assert moved <= Counter(row.way for row in SHOWN)
