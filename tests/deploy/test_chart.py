@@ -245,10 +245,12 @@ def test_keda_scales_the_nodes_on_what_the_monitor_collects(everything: Manifest
     monitor = everything.get("PodMonitor", "fleet-llama")["metadata"]
     job = f'{{job="{monitor["namespace"]}/{monitor["name"]}"}}'
     wait, waiting = scaled["spec"]["triggers"]
-    assert wait["metadata"]["query"] == f"max(vllm_omni_fleet:expected_wait_seconds{job}) or vector(0)"
+    assert wait["metadata"]["query"] == f"max(vllm_omni_fleet:expected_wait_seconds{job})"
     assert (wait["metricType"], wait["metadata"]["threshold"]) == ("Value", "2")
-    assert waiting["metadata"]["query"] == f"sum(vllm_omni_fleet:requests_waiting{job}) or vector(0)"
+    assert waiting["metadata"]["query"] == f"sum(vllm_omni_fleet:requests_waiting{job})"
     assert (waiting["metricType"], waiting["metadata"]["threshold"]) == ("AverageValue", "5")
+    # Without heads to ask, the fleet is not idle but unknown.
+    assert waiting["metadata"]["ignoreNullValues"] == "false"
     behavior = scaled["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
     assert behavior["scaleDown"]["policies"] == [{"type": "Pods", "value": 1, "periodSeconds": 60}]
 
