@@ -61,7 +61,7 @@ EVERYTHING: dict[str, Any] = {
                 "convert": "none",
                 "extraArgs": ["--seed", "3"],
             },
-            "headSpec": {"replicaCount": 3, "tag": "v1-cpu", "routingOptions": {"load_factor": 1.5}},
+            "headSpec": {"replicaCount": 3, "tag": "v1-cpu", "routingOptions": {"overlap_weight": 2}},
             "keda": {"enabled": True, "fallback": {"failureThreshold": 3, "replicas": 2}},
         },
         MODEL | {"name": "qwen", "modelURL": "org/qwen", "hf_token": {"secretName": "ours", "secretKey": "hf"}},

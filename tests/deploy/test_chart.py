@@ -104,7 +104,7 @@ def test_heads_and_nodes_have_the_flags_that_must_be_the_same(everything: Manife
         assert (nodes_own.items() <= flags.items()) == (workload == NODE)
     head = flags_of(everything.command(*HEADS[0]))
     assert head["--chat-template"] == EVERYTHING["modelSpec"][0]["chatTemplate"]
-    assert head["--omni-lb-config"] == '{"load_factor":1.5}'
+    assert head["--omni-lb-config"] == '{"overlap_weight":2}'
 
 
 def test_there_is_one_coordinator_and_everybody_joins_it(everything: Manifests) -> None:
