@@ -67,7 +67,8 @@ def test_nodes_of_an_array_wait_for_the_head_and_join_it(fleet: Fleet) -> None:
         flags = flags_of(command)
         assert command[:2] == ["serve", "MODEL"]
         assert faults(command) == []
-        assert (flags["--omni-master-address"], flags["--omni-master-port"]) == ("head-1", "7500")
+        address = "head-1" if "--headless" in command else "0.0.0.0"
+        assert (flags["--omni-master-address"], flags["--omni-master-port"]) == (address, "7500")
         assert (flags["--omni-secret-file"], flags["--seed"]) == (str(fleet.folder / "fleet.secret"), "3")
     assert ["--headless" in command for command in (head, *joined)] == [False, True, True]
 
