@@ -15,6 +15,7 @@ from vllm_omni_plugin.balancing import (
     Decision,
     LeastQueueLengthBalancer,
     LoadBalancer,
+    PrefixBalancer,
     ReplicaView,
     Task,
 )
@@ -224,6 +225,21 @@ async def test_idle_is_told_once_nothing_is_in_flight() -> None:
     assert not idle.done()
     pool.lose(member, ReplicaStatus.DOWN)
     assert idle.done()
+
+
+async def test_a_replica_that_is_held_back_ends_what_it_has_while_others_are_chosen() -> None:
+    pool, (first, second) = make_pool(2, PrefixBalancer())
+    state = charge(pool, first, "a")
+    pool.hold_back(first, "drain")
+    idle = pool.when_idle(first)
+    assert dispatch(pool) is second
+    # The policy has looked at all that serve by now, and the first is none of these.
+    pool.join(first, None)
+    pool.begin(first, state, 0)
+    assert not idle.done()
+    pool.release(state)
+    assert idle.done()
+    assert pool.serving.total_queue_length == 1
 
 
 async def test_a_cancelled_wait_for_idleness_harms_nobody() -> None:

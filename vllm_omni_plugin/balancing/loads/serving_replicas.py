@@ -78,10 +78,14 @@ class ServingReplicas(tuple[R, ...]):
         return bucket[int(rng.random() * len(bucket))]
 
     def changed(self, replica: R) -> None:
-        """The queue length of one of the replicas or its prefill tokens may have changed."""
-        if not self._places:
+        """The queue length of a replica or its prefill tokens may have changed. Nothing to do if it is none of these.
+
+        One that gets nothing new is none of them, and still ends what it has.
+        """
+        place = self._places.get(id(replica))
+        if place is None:
             return
-        place, length = self._places[id(replica)], replica.queue_length
+        length = replica.queue_length
         self._prefill_tokens[place] = load_of(replica).prefill_tokens
         before = self._lengths[place]
         if length != before:

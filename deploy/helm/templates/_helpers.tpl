@@ -1,0 +1,346 @@
+{{- /* The models that are on, each over the defaults, as YAML under `models`. */ -}}
+{{- define "omni.models" -}}
+{{- $models := list -}}
+{{- range .Values.servingEngineSpec.modelSpec -}}
+{{- $model := mergeOverwrite (deepCopy $.Values.servingEngineSpec.modelDefaults) (deepCopy .) -}}
+{{- if $model.enabled -}}
+{{- $models = append $models $model -}}
+{{- end -}}
+{{- end -}}
+models: {{ toJson $models }}
+{{- end -}}
+
+{{- /* Below, the context is (dict "root" $ "model" MODEL), and for some "component" head or node, "first" true or false. */ -}}
+
+{{- /* Of a model's objects. StatefulSets put a name of 52 characters at most into labels of 63. */ -}}
+{{- define "omni.name" -}}
+{{- printf "%s-%s" .root.Release.Name .model.name | trunc 42 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "omni.selector" -}}
+app.kubernetes.io/name: {{ .root.Chart.Name }}
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+model: {{ .model.name }}
+{{- with .component }}
+app.kubernetes.io/component: {{ . }}
+{{- end }}
+{{- end -}}
+
+{{- define "omni.labels" -}}
+{{ include "omni.selector" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
+{{- end -}}
+
+{{- define "omni.metadata" -}}
+namespace: {{ .root.Release.Namespace }}
+labels:
+  {{- include "omni.labels" . | nindent 2 }}
+{{- with .model.annotations }}
+annotations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{- /* Name and key of a secret that is given (dict "root" $ "given" VALUE "key" KEY): itself, or by where it is. */ -}}
+{{- define "omni.secretKey" -}}
+{{- if kindIs "string" .given -}}
+name: {{ .root.Release.Name }}-secrets
+key: {{ .key }}
+{{- else -}}
+name: {{ .given.secretName }}
+key: {{ .given.secretKey }}
+{{- end -}}
+{{- end -}}
+
+{{- /* What the secrets of this chart are, so that pods start anew when they change. */ -}}
+{{- define "omni.podAnnotations" -}}
+checksum/secrets: {{ include (print .root.Template.BasePath "/secret.yaml") .root | sha256sum }}
+{{- with .model.podAnnotations }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- /* Flags that heads and nodes must have in common: those that shape answers. */ -}}
+{{- define "omni.sharedArgs" -}}
+{{- $config := .model.vllmConfig -}}
+- serve
+- {{ .model.modelURL | quote }}
+{{- with $config.dtype }}
+- --dtype
+- {{ . | quote }}
+{{- end }}
+{{- with $config.maxModelLen }}
+- --max-model-len
+- {{ int64 . | quote }}
+{{- end }}
+{{- with $config.runner }}
+- --runner
+- {{ . | quote }}
+{{- end }}
+{{- with $config.convert }}
+- --convert
+- {{ . | quote }}
+{{- end }}
+{{- if hasKey $config "enablePrefixCaching" }}
+- {{ ternary "--enable-prefix-caching" "--no-enable-prefix-caching" $config.enablePrefixCaching }}
+{{- end }}
+{{- if hasKey $config "enableChunkedPrefill" }}
+- {{ ternary "--enable-chunked-prefill" "--no-enable-chunked-prefill" $config.enableChunkedPrefill }}
+{{- end }}
+{{- if .model.enableLoRA }}
+- --enable-lora
+{{- end }}
+{{- with $config.maxLoras }}
+- --max-loras
+- {{ int64 . | quote }}
+{{- end }}
+- --omni-master-port
+- {{ int64 .root.Values.servingEngineSpec.masterPort | quote }}
+- --omni-secret-file
+- /run/vllm-omni/fleet.secret
+{{- range $config.extraArgs }}
+- {{ . | quote }}
+{{- end }}
+{{- end -}}
+
+{{- define "omni.headArgs" -}}
+{{- $spec := .root.Values.servingEngineSpec -}}
+{{- $head := .model.headSpec -}}
+{{ include "omni.sharedArgs" . }}
+- --host
+- 0.0.0.0
+- --port
+- {{ int64 $spec.containerPort | quote }}
+- --shutdown-timeout
+- {{ int64 $head.shutdownTimeout | quote }}
+- --omni-replica-wait
+- {{ $head.replicaWait | quote }}
+- --omni-lb-policy
+- {{ $head.routingLogic | quote }}
+{{- with $head.routingOptions }}
+- --omni-lb-config
+- {{ toJson . | quote }}
+{{- end }}
+{{- if $spec.adminKey }}
+- --omni-admin-key-file
+- /run/vllm-omni/admin.keys
+{{- end }}
+{{- with .model.chatTemplate }}
+- --chat-template
+- {{ . | quote }}
+{{- end }}
+- --omni-master-address
+{{- if .first }}
+- 0.0.0.0
+- --omni-dp-size-local
+- "0"
+{{- else }}
+- {{ include "omni.name" . }}-fleet
+- --omni-join
+{{- end }}
+{{- range $head.extraArgs }}
+- {{ . | quote }}
+{{- end }}
+{{- end -}}
+
+{{- define "omni.nodeArgs" -}}
+{{- $config := .model.vllmConfig -}}
+{{- $node := .model.nodeSpec -}}
+{{ include "omni.sharedArgs" . }}
+{{- with $config.tensorParallelSize }}
+- --tensor-parallel-size
+- {{ int64 . | quote }}
+{{- end }}
+{{- with $config.gpuMemoryUtilization }}
+- --gpu-memory-utilization
+- {{ . | quote }}
+{{- end }}
+{{- with $config.maxNumSeqs }}
+- --max-num-seqs
+- {{ int64 . | quote }}
+{{- end }}
+- --headless
+- --omni-dp-size-local
+- {{ int64 $node.replicasPerPod | quote }}
+- --omni-master-address
+- {{ include "omni.name" . }}-fleet
+- --omni-replica-address
+- $(POD_IP)
+- --omni-replica-ports
+- {{ $node.ports | quote }}
+- --omni-drain-timeout
+- {{ int64 $node.drainTimeout | quote }}
+- --omni-join-timeout
+- "0"
+{{- range $node.extraArgs }}
+- {{ . | quote }}
+{{- end }}
+{{- end -}}
+
+{{- define "omni.image" -}}
+{{- if eq .component "head" -}}
+{{ .model.headSpec.repository | default .model.repository }}:{{ .model.headSpec.tag | default .model.tag }}
+{{- else -}}
+{{ .model.repository }}:{{ .model.tag }}
+{{- end -}}
+{{- end -}}
+
+{{- define "omni.env" -}}
+{{- $spec := .root.Values.servingEngineSpec -}}
+- name: POD_IP
+  valueFrom:
+    fieldRef:
+      fieldPath: status.podIP
+- name: VLLM_HOST_IP
+  value: $(POD_IP)
+{{- if $spec.vllmApiKey }}
+- name: VLLM_API_KEY
+  valueFrom:
+    secretKeyRef:
+      {{- include "omni.secretKey" (dict "root" .root "given" $spec.vllmApiKey "key" "vllmApiKey") | nindent 6 }}
+{{- end }}
+{{- with .model.hf_token }}
+- name: HF_TOKEN
+  valueFrom:
+    secretKeyRef:
+      {{- include "omni.secretKey" (dict "root" $.root "given" . "key" (print "hf_token_" $.model.name)) | nindent 6 }}
+{{- end }}
+{{- if and (eq .component "node") .model.pvcStorage }}
+- name: HF_HOME
+  value: /data
+{{- end }}
+{{- with .model.env }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- /* The fleet refuses a secret that others may read, or that is another user's, as mounted secrets are. */ -}}
+{{- define "omni.initContainers" -}}
+- name: secret
+  image: {{ include "omni.image" . | quote }}
+  imagePullPolicy: {{ .root.Values.servingEngineSpec.imagePullPolicy }}
+  {{- with .root.Values.servingEngineSpec.containerSecurityContext }}
+  securityContext:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  command: [sh, -c, "umask 077 && cp /etc/vllm-omni/* /run/vllm-omni/"]
+  volumeMounts:
+    - name: secrets
+      mountPath: /etc/vllm-omni
+      readOnly: true
+    - name: run
+      mountPath: /run/vllm-omni
+{{- end -}}
+
+{{- define "omni.volumes" -}}
+{{- $spec := .root.Values.servingEngineSpec -}}
+- name: run
+  emptyDir:
+    medium: Memory
+    sizeLimit: 1Mi
+- name: secrets
+  projected:
+    sources:
+      {{- $fleet := fromYaml (include "omni.secretKey" (dict "root" .root "given" $spec.fleetSecret "key" "fleetSecret")) }}
+      - secret:
+          name: {{ $fleet.name }}
+          items:
+            - key: {{ $fleet.key }}
+              path: fleet.secret
+      {{- if and (eq .component "head") $spec.adminKey }}
+      {{- $admin := fromYaml (include "omni.secretKey" (dict "root" .root "given" $spec.adminKey "key" "adminKey")) }}
+      - secret:
+          name: {{ $admin.name }}
+          items:
+            - key: {{ $admin.key }}
+              path: admin.keys
+      {{- end }}
+{{- with .model.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- /* Where pods go; (dict "root" $ "at" what has the affinity). */ -}}
+{{- define "omni.placement" -}}
+{{- if .at.affinity }}
+affinity:
+  {{- toYaml .at.affinity | nindent 2 }}
+{{- else if .at.nodeSelectorTerms }}
+affinity:
+  nodeAffinity:
+    requiredDuringSchedulingIgnoredDuringExecution:
+      nodeSelectorTerms:
+        {{- toYaml .at.nodeSelectorTerms | nindent 8 }}
+{{- end }}
+{{- with concat .root.Values.servingEngineSpec.tolerations .at.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .at.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+{{- end -}}
+
+{{- define "omni.podSpec" -}}
+automountServiceAccountToken: false
+enableServiceLinks: false
+{{- with .model.serviceAccountName }}
+serviceAccountName: {{ . }}
+{{- end }}
+{{- with .model.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .model.imagePullSecret }}
+imagePullSecrets:
+  - name: {{ . }}
+{{- end }}
+{{- with .root.Values.servingEngineSpec.securityContext }}
+securityContext:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+initContainers:
+  {{- include "omni.initContainers" . | nindent 2 }}
+{{- end -}}
+
+{{- /* What the containers of heads and nodes have in common; arguments, ports, probes and volumes follow. */ -}}
+{{- define "omni.container" -}}
+image: {{ include "omni.image" . | quote }}
+imagePullPolicy: {{ .root.Values.servingEngineSpec.imagePullPolicy }}
+{{- with .root.Values.servingEngineSpec.containerSecurityContext }}
+securityContext:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .model.envFromSecret }}
+envFrom:
+  - secretRef:
+      name: {{ .name }}
+{{- end }}
+command: [vllm]
+{{- end -}}
+
+{{- define "omni.resources" -}}
+{{- if .resources -}}
+{{ toYaml .resources }}
+{{- else -}}
+requests:
+  cpu: {{ .requestCPU | quote }}
+  memory: {{ .requestMemory }}
+  {{- if .requestGPU }}
+  {{ .requestGPUType }}: {{ .requestGPU | quote }}
+  {{- end }}
+{{- if or .requestGPU .limitCPU .limitMemory }}
+limits:
+  {{- with .limitCPU }}
+  cpu: {{ . | quote }}
+  {{- end }}
+  {{- with .limitMemory }}
+  memory: {{ . }}
+  {{- end }}
+  {{- if .requestGPU }}
+  {{ .requestGPUType }}: {{ .requestGPU | quote }}
+  {{- end }}
+{{- end }}
+{{- end -}}
+{{- end -}}

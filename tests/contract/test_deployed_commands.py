@@ -1,0 +1,57 @@
+"""Every command line of deploy/, read by vLLM's own parser and checked by our rules, as at the start of a server."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from tests.deploy.chart import EVERYTHING, render, values
+from tests.deploy.test_compose import FILE, command, interpolated
+from tests.deploy.test_systemd import HEAD, NODE
+from tests.deploy.test_systemd import command as unit_command
+from tests.engine.server import write_secret
+from tests.fakes.free_ports import free_port
+from vllm_omni_plugin.integration.command_line import parse_options
+from vllm_omni_plugin.vllm_api.versions.serve_arguments import make_arg_parser
+
+WORKLOADS = {
+    "head": ("Deployment", "fleet-llama-head"),
+    "other heads": ("Deployment", "fleet-llama-heads"),
+    "node": ("StatefulSet", "fleet-llama-node"),
+}
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    for name, given in (("least", values()), ("everything", values(**EVERYTHING))):
+        manifests = render(given)
+        for role, workload in WORKLOADS.items():
+            yield f"chart {name}, {role}", manifests.command(*workload)
+    for unit in (HEAD, NODE):
+        yield unit, unit_command(unit)
+    for name, service in yaml.safe_load(interpolated(FILE.read_text()))["services"].items():
+        yield f"compose, {name}", command(service)
+
+
+@pytest.mark.parametrize("words", [pytest.param(words, id=name) for name, words in commands()])
+def test_a_server_would_take_the_command_line(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "admin.keys").write_text("an-admin-key-of-the-test\n")
+    secret = str(write_secret(tmp_path / "fleet.secret"))
+    here = {
+        **dict.fromkeys(("fleet-llama-fleet", "head.example.com", "$(POD_IP)"), "127.0.0.1"),
+        **{path: secret for path in words if path.endswith("/fleet.secret")},
+        "--omni-master-address=head": "--omni-master-address=127.0.0.1",
+        "/run/vllm-omni/admin.keys": str(tmp_path / "admin.keys"),
+        "7500": str(free_port()),
+    }
+    assert words[1] == "serve"
+    parser = make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
+    args = parser.parse_args([here.get(word, word) for word in words[2:]])
+    options = parse_options(args)
+    assert options is not None
+    assert args.model_tag == words[2]
+    assert (options.is_open, options.secret_file) == (True, secret)
+    assert args.headless is ("--headless" in words)
+    assert options.join is ("--omni-join" in words)
+    assert (options.dp_size_local == 0) is not args.headless

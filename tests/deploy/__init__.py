@@ -1,0 +1,1 @@
+"""What lies in deploy/ and examples/slurm: rendered, checked against schemas, and run."""

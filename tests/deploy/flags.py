@@ -1,0 +1,37 @@
+"""Command lines of heads and nodes, wherever they come from."""
+
+from collections.abc import Sequence
+
+from vllm_omni_plugin.integration.options.flag_table import FLAGS, Side
+
+_OURS = {flag.name: flag for flag in FLAGS}
+
+
+def flags_of(command: Sequence[str]) -> dict[str, str]:
+    """The flags of a command line and what stands behind each, "" for nothing."""
+    found: dict[str, str] = {}
+    for word, following in zip(command, [*command[1:], "--"], strict=True):
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+            found[name] = value if equals or following.startswith("--") else following
+    return found
+
+
+def faults(command: Sequence[str]) -> list[str]:
+    """What this plugin would refuse of a command line: flags that it does not know, on the wrong side, or misread."""
+    flags = flags_of(command)
+    side = Side.HEADLESS if "--headless" in flags else Side.HEAD
+    found = []
+    for name, value in flags.items():
+        if not name.startswith("--omni-"):
+            continue
+        flag = _OURS.get(name)
+        if flag is None:
+            found.append(f"{name} is no flag")
+        elif flag.side not in (side, Side.BOTH):
+            found.append(f"{name} is not for a {side.value}")
+        elif flag.takes_value != bool(value):
+            found.append(f"{name} {value!r}")
+        elif flag.type is not None and not value.startswith("$"):
+            flag.type(value)
+    return found

@@ -1,0 +1,57 @@
+"""Which values the chart takes, and which it refuses by name instead of ignoring them."""
+
+from typing import Any
+
+import pytest
+import yaml
+from helm_python.errors import HelmError
+
+from .chart import CHART, MODEL, render, values
+
+
+def given(**of_model: Any) -> dict[str, Any]:
+    return values([MODEL | of_model])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        pytest.param(given(raySpec={"enabled": True}), "raySpec", id="not in this chart"),
+        pytest.param(given(vllmConfig={"maxModelLength": 4096}), "maxModelLength", id="misspelled"),
+        pytest.param(given(vllmConfig={"maxModelLen": "long"}), "maxModelLen", id="wrong type"),
+        pytest.param(given(headSpec={"replicaCount": 0}), "replicaCount", id="no head"),
+        pytest.param(given(nodeSpec={"ports": "20000"}), "ports", id="no range"),
+        pytest.param(given(keda={"maxReplicas": 3}), "maxReplicas", id="not KEDA's name"),
+        pytest.param(given(name="LLaMA 3"), "name", id="no name of Kubernetes"),
+        pytest.param(values([{"name": "llama"}]), "modelURL", id="no model"),
+        pytest.param(values(fleetSecret="short"), "fleetSecret", id="short secret"),
+        pytest.param(values(fleetSecret=None), "fleetSecret", id="no secret"),
+        pytest.param(values(adminKey={"secretName": "x"}), "adminKey", id="half a secret"),
+        pytest.param(values(routerSpec={}), "routerSpec", id="misplaced"),
+    ],
+)
+def test_a_value_that_makes_no_sense_is_refused_by_name(wrong: dict[str, Any], named: str) -> None:
+    with pytest.raises(HelmError, match=named):
+        render(wrong)
+
+
+def test_without_models_nothing_but_the_probe_is_rendered() -> None:
+    assert render({}).names() == ["ConfigMap/fleet-probe"]
+
+
+def test_a_model_counts_over_the_defaults_and_these_for_all_others() -> None:
+    models = [MODEL | {"vllmConfig": {"dtype": "float16"}}, MODEL | {"name": "qwen"}]
+    manifests = render(values(models, modelDefaults={"replicaCount": 4, "vllmConfig": {"dtype": "bfloat16"}}))
+    for name, dtype in (("llama", "float16"), ("qwen", "bfloat16")):
+        assert manifests.get("StatefulSet", f"fleet-{name}-node")["spec"]["replicas"] == 4
+        assert dtype in manifests.command("StatefulSet", f"fleet-{name}-node")
+
+
+def test_names_are_cut_where_kubernetes_needs_room() -> None:
+    (name,) = (name for name in render(given(name="a" * 30)).names() if name.startswith("StatefulSet"))
+    assert len(name.removeprefix("StatefulSet/")) <= 52
+
+
+def test_every_default_has_a_place_in_the_schema() -> None:
+    defaults = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert render(defaults).names() == render({}).names()

@@ -1,0 +1,96 @@
+"""The Compose file, against Compose's JSON schema and against what heads and nodes need."""
+
+import json
+import re
+import tomllib
+from importlib.metadata import distribution
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from tests.project.source_tree import ROOT
+
+from .flags import faults, flags_of
+
+FILE = ROOT / "deploy" / "compose" / "compose.yaml"
+VARIABLES = {"MODEL": "org/llama"}
+_VARIABLE = re.compile(r"\$\$|\$\{(\w+)(?::([-?])([^}]*))?\}")
+
+
+def interpolated(text: str) -> str:
+    """What Compose makes of a text with variables; of all but those in VARIABLES the default."""
+
+    def value(match: "re.Match[str]") -> str:
+        if match[0] == "$$":
+            return "$"
+        if match[1] in VARIABLES:
+            return VARIABLES[match[1]]
+        assert match[2] == "-", f"{match[1]} must be given: {match[3]}"
+        return match[3]
+
+    return _VARIABLE.sub(value, text)
+
+
+@pytest.fixture(scope="module")
+def compose() -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load(interpolated(FILE.read_text()))
+    return loaded
+
+
+def command(service: dict[str, Any]) -> list[str]:
+    """What the container's shell ends up running."""
+    *_, script, _ = service["entrypoint"]
+    _, _, last = script.partition("exec ")
+    return [word for part in last.split() for word in (service["command"] if part == '"$@"' else [part])]
+
+
+def test_compose_takes_the_file(compose: dict[str, Any]) -> None:
+    name = "check_jsonschema/builtin_schemas/vendor/compose-spec.json"
+    schema = json.loads(distribution("check-jsonschema").locate_file(name).read_text())
+    validator = jsonschema.validators.validator_for(schema)(schema)
+    assert [error.message for error in validator.iter_errors(compose)] == []
+    compose["services"]["head"] |= {"stop_grace": "1s"}
+    assert [error.message for error in validator.iter_errors(compose)] != []
+    del compose["services"]["head"]["stop_grace"]
+
+
+def test_the_plugin_takes_every_command_line(compose: dict[str, Any]) -> None:
+    head, node = (command(compose["services"][name]) for name in ("head", "node"))
+    for words in (head, node):
+        assert words[:3] == ["vllm", "serve", "org/llama"]
+        assert faults(words) == []
+    assert flags_of(node)["--omni-master-address"] in compose["services"]
+    shared = ("--max-model-len", "--dtype", "--omni-master-port", "--omni-secret-file")
+    assert [flags_of(head)[name] for name in shared] == [flags_of(node)[name] for name in shared]
+
+
+@pytest.mark.parametrize(("service", "flag"), [("head", "--shutdown-timeout"), ("node", "--omni-drain-timeout")])
+def test_containers_have_the_time_that_their_requests_have(compose: dict[str, Any], service: str, flag: str) -> None:
+    grace = compose["services"][service]["stop_grace_period"]
+    assert grace == f"{int(flags_of(command(compose['services'][service]))[flag]) + 30}s"
+
+
+def test_signals_reach_the_server_and_its_secret_is_its_own(compose: dict[str, Any]) -> None:
+    for service in compose["services"].values():
+        shell, option, script, name = service["entrypoint"]
+        assert (shell, option, name) == ("sh", "-c", "vllm")
+        copy, _, _ = script.partition(" && exec vllm serve ")
+        assert copy == "install -m 0600 /run/secrets/fleet /run/fleet.secret"
+        assert service["secrets"] == ["fleet"]
+    assert "fleet" in compose["secrets"]
+
+
+def test_the_image_is_built_of_what_pip_installs_and_no_more(compose: dict[str, Any]) -> None:
+    build = compose["services"]["head"]["build"]
+    folder = (FILE.parent / build["context"]).resolve()
+    assert folder == ROOT
+    assert (folder / build["dockerfile"]).is_file()
+    ignored, *lines = (folder / f"{build['dockerfile']}.dockerignore").read_text().splitlines()
+    sent = {line.removeprefix("!") for line in lines if line.startswith("!")}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wanted = {name.partition(".")[0] for name in project["tool"]["setuptools"]["packages"]}
+    wanted |= set(project["tool"]["setuptools"]["package-dir"].values())
+    wanted |= {"pyproject.toml", project["project"]["readme"], *project["project"]["license-files"]}
+    assert (ignored, sent) == ("*", wanted)

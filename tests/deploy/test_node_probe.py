@@ -1,0 +1,123 @@
+"""The probe of nodes, as Kubernetes runs it, against a head's answer."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from tests.fakes.free_ports import free_port
+
+from .chart import CHART, EVERYTHING, render, values
+
+ADDRESS = "10.1.2.3"
+
+
+def replica(status: str, address: str = ADDRESS) -> dict[str, Any]:
+    return {"status": status, "input_addr": f"tcp://{address}:20001" if address else ""}
+
+
+@dataclass
+class Head:
+    """What answers `GET /omni/replicas`, and what it was asked with."""
+
+    port: int
+    replicas: list[dict[str, Any]] = field(default_factory=list)
+    status: int = 200
+    keys: list[str | None] = field(default_factory=list)
+
+
+@pytest.fixture
+def head() -> Iterator[Head]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            found.keys.append(self.headers["Authorization"])
+            self.send_response(found.status if self.path == "/omni/replicas" else 404)
+            self.end_headers()
+            self.wfile.write(json.dumps({"replicas": found.replicas}).encode())
+
+        def log_message(self, *_: object) -> None:
+            """Not into the output of the tests."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        found = Head(server.server_port)
+        thread = Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield found
+        server.shutdown()
+        thread.join()
+
+
+def probe(
+    port: int, replicas: int = 1, address: str = ADDRESS, **environment: str
+) -> "subprocess.CompletedProcess[str]":
+    own = {"POD_IP": address, "OMNI_HEAD_URL": f"http://127.0.0.1:{port}", "OMNI_REPLICAS": str(replicas)}
+    # The proxy is nobody's: the head is asked directly.
+    environment |= {"PATH": os.environ["PATH"], "http_proxy": "http://127.0.0.1:9"} | own
+    command = [sys.executable, "-S", "-E", CHART / "files" / "serves.py"]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=30)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "wanted", "serves"),
+    [
+        pytest.param([], 1, False, id="loading"),
+        pytest.param([replica("up", "10.1.2.4")], 1, False, id="another node's"),
+        pytest.param([replica("up", "10.1.2.30")], 1, False, id="an address that begins alike"),
+        pytest.param([replica("up", "")], 1, False, id="never served"),
+        pytest.param([replica("up")], 1, True, id="serves"),
+        pytest.param([replica("draining")], 1, True, id="drained by an operator"),
+        pytest.param([replica("error")], 1, False, id="hangs"),
+        pytest.param([replica("down")], 1, False, id="lost"),
+        pytest.param([replica("up"), replica("error")], 2, False, id="one of two"),
+        pytest.param([replica("up"), replica("up")], 2, True, id="both of two"),
+    ],
+)
+def test_a_node_is_ready_when_a_head_says_that_its_engines_serve(
+    head: Head, replicas: list[dict[str, Any]], wanted: int, serves: bool
+) -> None:
+    head.replicas = replicas
+    done = probe(head.port, wanted)
+    assert (done.returncode == 0) is serves, done.stderr
+    assert (done.stderr == "") is serves
+
+
+def test_addresses_of_ipv6_are_found(head: Head) -> None:
+    head.replicas = [replica("up", "[fd00::3]")]
+    assert probe(head.port, address="fd00::3").returncode == 0
+
+
+def test_without_a_head_it_says_so() -> None:
+    done = probe(free_port())
+    assert done.returncode == 1
+    assert done.stderr.startswith("no head answers")
+
+
+def test_a_key_of_clients_is_sent_where_there_is_one(head: Head) -> None:
+    head.replicas = [replica("up")]
+    probe(head.port)
+    probe(head.port, VLLM_API_KEY="sk")
+    assert head.keys == [None, "Bearer sk"]
+    head.status = 401
+    assert "401" in probe(head.port).stderr
+
+
+def test_the_chart_runs_this_file_with_what_it_needs() -> None:
+    manifests = render(values(**EVERYTHING))
+    (node,) = manifests.pod("StatefulSet", "fleet-llama-node")["containers"]
+    program, path = node["readinessProbe"]["exec"]["command"]
+    folder = next(mount["mountPath"] for mount in node["volumeMounts"] if mount["name"] == "probe")
+    assert (program, path) == ("python3", f"{folder}/serves.py")
+    text = manifests.get("ConfigMap", "fleet-probe")["data"]["serves.py"]
+    assert text.strip() == (CHART / "files" / "serves.py").read_text().strip()
+    environment = {variable["name"]: variable.get("value") for variable in node["env"]}
+    service = manifests.get("Service", "fleet-llama")
+    assert environment["OMNI_HEAD_URL"] == f"http://{service['metadata']['name']}:{service['spec']['ports'][0]['port']}"
+    assert environment["OMNI_REPLICAS"] == "1"
+    assert {"POD_IP", "VLLM_API_KEY"} <= environment.keys()

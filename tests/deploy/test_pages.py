@@ -1,0 +1,101 @@
+"""The pages about deployment against what they describe: examples are rendered or run, names are there."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.engine.server import until
+from tests.project.source_tree import ROOT
+
+from .chart import CHART, SECRET, Manifests, render
+from .slurm import Slurm
+from .test_compose import FILE as COMPOSE_FILE
+from .test_systemd import UNITS
+
+PAGES = ROOT / "docs" / "deploy"
+
+
+def blocks(page: str, language: str = "") -> list[str]:
+    """The examples of a page in one language."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", (PAGES / page).read_text(), flags=re.M | re.S)
+    return [text for of, text in found if of == language]
+
+
+def lines(page: str, program: str) -> list[list[str]]:
+    """The command lines of a page that run a program, as words."""
+    text = "\n".join(blocks(page))
+    return [shlex.split(line) for line in text.splitlines() if line.split()[:1] == [program]]
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Manifests:
+    """The example of the page, with what the command line adds."""
+    example = yaml.safe_load(blocks("kubernetes.md", "yaml")[0])
+    example["servingEngineSpec"]["fleetSecret"] = SECRET
+    return render(example)
+
+
+def test_the_examples_for_kubernetes_are_taken_by_the_chart(fleet: Manifests) -> None:
+    first, *more = (yaml.safe_load(text)["servingEngineSpec"] for text in blocks("kubernetes.md", "yaml"))
+    assert "StatefulSet/fleet-llama-node" in fleet.names()
+    assert len(more) == 1
+    for example in more:
+        models = [first["modelSpec"][0] | model for model in example["modelSpec"]]
+        names = render({"servingEngineSpec": example | {"fleetSecret": SECRET, "modelSpec": models}}).names()
+        assert {"PodMonitor/fleet-llama", "ScaledObject/fleet-llama-node"} <= set(names)
+
+
+def test_the_commands_for_kubernetes_name_what_is_there(fleet: Manifests) -> None:
+    ((_, _, release, chart, *_),) = lines("kubernetes.md", "helm")
+    assert (release, ROOT / chart) == ("fleet", CHART)
+    ((_, _, workload, _, container, *_),) = lines("kubernetes.md", "kubectl")
+    assert container in [
+        found["name"] for found in fleet.pod("Deployment", workload.removeprefix("deploy/"))["containers"]
+    ]
+    ((_, _, _, dockerfile, *_),) = lines("kubernetes.md", "docker")
+    assert (ROOT / dockerfile).is_file()
+    (address,) = set(re.findall(r"`http://([\w-]+)/v1`", (PAGES / "kubernetes.md").read_text()))
+    assert fleet.get("Service", address)["spec"]["ports"][0]["port"] == 80
+
+
+def test_the_times_of_the_page_are_the_charts() -> None:
+    defaults = yaml.safe_load((CHART / "values.yaml").read_text())["servingEngineSpec"]["modelDefaults"]
+    text = (PAGES / "kubernetes.md").read_text()
+    for group, name in (("nodeSpec", "drainTimeout"), ("headSpec", "preStopSleep"), ("headSpec", "shutdownTimeout")):
+        assert f"`{group}.{name}` ({defaults[group][name]} s)" in text
+    for name in ("expectedWaitSeconds", "waitingRequests"):
+        assert f"`{name}` ({defaults['keda'][name]})" in text
+
+
+def test_the_commands_for_slurm_start_a_fleet(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "vllm").write_text('#!/bin/sh\necho "$*" >>"$CALLS"\nexec sleep 300\n')
+    (tmp_path / "bin" / "vllm").chmod(0o755)
+    calls = tmp_path / "calls"
+    with Slurm(tmp_path, CALLS=str(calls), HOME=str(tmp_path)) as slurm:
+        start, last = blocks("slurm.md")[0].rstrip().rsplit("\n", 1)
+        assert len(slurm.submit(start)) == 5
+        until(lambda: calls.exists() and len(calls.read_text().splitlines()) == 5, "a head and four nodes run")
+        slurm.submit(last)
+    assert (tmp_path / "fleet" / "fleet.secret").stat().st_mode & 0o777 == 0o600
+    assert sum("--headless" in line for line in calls.read_text().splitlines()) == 4
+
+
+def test_the_commands_for_systemd_name_units_that_are_there() -> None:
+    units = {path.name for path in UNITS.glob("*.service")}
+    named = [word for line in lines("systemd.md", "systemctl") for word in line if word.startswith("vllm-omni")]
+    assert {re.sub(r"@.*", "@", name) + ".service" for name in named} == units
+    assert "deploy/systemd/*.service" in str(lines("systemd.md", "install"))
+
+
+def test_the_variables_of_compose_are_those_of_its_page() -> None:
+    table = re.findall(r"^\| (`[A-Z].*?) \| (.*?) \|", (PAGES / "compose.md").read_text(), flags=re.M)
+    described = {}
+    for names, defaults in table:
+        described |= dict(zip(re.findall(r"`(\w+)`", names), defaults.replace("`", "").split(", "), strict=True))
+    in_file = dict(re.findall(r"\$\{(\w+):-([^}]*)\}", COMPOSE_FILE.read_text()))
+    assert described.pop("MODEL") == "none"
+    assert {name: "" if default == "none" else default for name, default in described.items()} == in_file

@@ -1,0 +1,134 @@
+"""The batch scripts of Slurm: what they run, what a signal does, and a head that comes back elsewhere.
+
+`vllm` is a stand-in that takes down its command line; `tests/engine/test_slurm_fleet.py` has the real one.
+"""
+
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engine.server import until
+
+from .flags import faults, flags_of
+from .slurm import SCRIPTS, Slurm, has_ended
+
+_VLLM = """\
+#!/usr/bin/env bash
+trap 'echo "ended $*" >>"$CALLS"; exit 0' TERM
+echo "$$ $*" >>"$CALLS"
+until [[ -e $CALLS.fail ]]; do sleep 0.05; done
+exit 3
+"""
+
+
+class Fleet:
+    """The scripts with a folder of their own, and the command lines that they ran."""
+
+    def __init__(self, slurm: Slurm, folder: Path) -> None:
+        self.folder = folder / "fleet"
+        self.folder.mkdir()
+        self.slurm = slurm
+        self._calls = folder / "calls"
+
+    def sbatch(self, script: str, *options: str) -> str:
+        return " ".join(["sbatch", *options, f"examples/slurm/{script}", str(self.folder), "MODEL", "--seed 3"])
+
+    def lines(self, word: str) -> list[list[str]]:
+        """Those of the stand-in that hold a word."""
+        text = self._calls.read_text() if self._calls.exists() else ""
+        return [line.split() for line in text.splitlines() if word in line.split()]
+
+    def started(self, count: int = 1) -> list[list[str]]:
+        """The command lines, when there are as many; without the process ids before them."""
+        until(lambda: len(self.lines("serve")) - len(self.lines("ended")) == count, f"{count} run")
+        ended = [line[1:] for line in self.lines("ended")]
+        return [line[1:] for line in self.lines("serve") if line[0] != "ended" and line[1:] not in ended]
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "vllm").write_text(_VLLM)
+    (tmp_path / "bin" / "vllm").chmod(0o755)
+    with Slurm(tmp_path, CALLS=str(tmp_path / "calls"), OMNI_HEAD_ADDRESS="head-1") as slurm:
+        yield Fleet(slurm, tmp_path)
+
+
+def test_nodes_of_an_array_wait_for_the_head_and_join_it(fleet: Fleet) -> None:
+    nodes = fleet.slurm.submit(fleet.sbatch("nodes.sbatch", "--array=0-1"))
+    assert len(nodes) == 2
+    fleet.slurm.submit(fleet.sbatch("head.sbatch"))
+    head, *joined = sorted(fleet.started(3), key=lambda line: "--headless" in line)
+    assert (fleet.folder / "head").read_text() == "head-1 7500\n"
+    for command in (head, *joined):
+        flags = flags_of(command)
+        assert command[:2] == ["serve", "MODEL"]
+        assert faults(command) == []
+        address = "head-1" if "--headless" in command else "0.0.0.0"
+        assert (flags["--omni-master-address"], flags["--omni-master-port"]) == (address, "7500")
+        assert (flags["--omni-secret-file"], flags["--seed"]) == (str(fleet.folder / "fleet.secret"), "3")
+    assert ["--headless" in command for command in (head, *joined)] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("script", "flag"), [("head.sbatch", "--shutdown-timeout"), ("nodes.sbatch", "--omni-drain-timeout")]
+)
+def test_slurm_signals_early_enough_for_what_is_in_flight(fleet: Fleet, script: str, flag: str) -> None:
+    text = (SCRIPTS / script).read_text()
+    (seconds,) = re.findall(r"^#SBATCH --signal=B:TERM@(\d+)$", text, flags=re.MULTILINE)
+    (fleet.folder / "head").write_text("head-1 7500\n")
+    fleet.slurm.submit(fleet.sbatch(script, *(["--array=0"] if script == "nodes.sbatch" else [])))
+    (command,) = fleet.started()
+    assert int(seconds) == int(flags_of(command)[flag]) + 30
+
+
+@pytest.mark.parametrize("script", ["head.sbatch", "nodes.sbatch"])
+def test_slurms_signal_reaches_the_server_and_the_job_ends_with_it(fleet: Fleet, script: str) -> None:
+    (fleet.folder / "head").write_text("head-1 7500\n")
+    (job,) = fleet.slurm.submit(fleet.sbatch(script, "--array=0"))
+    (command,) = fleet.started()
+    # To the batch shell alone, as `--signal=B:TERM` and `scancel --batch` do.
+    job.send_signal(signal.SIGTERM)
+    until(lambda: has_ended(job), "the job ends")
+    assert fleet.lines("ended") == [["ended", *command]]
+
+
+def test_a_node_that_still_waits_for_a_head_ends_on_a_signal(fleet: Fleet) -> None:
+    (job,) = fleet.slurm.submit(fleet.sbatch("nodes.sbatch", "--array=0"))
+    until(lambda: job.children(), "it waits")
+    job.send_signal(signal.SIGTERM)
+    until(lambda: has_ended(job), "the job ends")
+    assert fleet.lines("serve") == []
+
+
+def test_nodes_follow_a_head_that_was_requeued_to_another_machine(fleet: Fleet) -> None:
+    fleet.slurm.submit(fleet.sbatch("head.sbatch"))
+    (node,) = fleet.slurm.submit(fleet.sbatch("nodes.sbatch", "--array=0"))
+    fleet.started(2)
+    fleet.slurm.submit(f"OMNI_HEAD_ADDRESS=head-2 OMNI_MASTER_PORT=7600 {fleet.sbatch('head.sbatch')}")
+    until(lambda: len([line for line in fleet.lines("--headless") if line[0] != "ended"]) == 2, "it joins the new head")
+    (left,) = fleet.lines("ended")
+    assert flags_of(left)["--omni-master-address"] == "head-1"
+    flags = flags_of(fleet.lines("--headless")[-1])
+    assert (flags["--omni-master-address"], flags["--omni-master-port"]) == ("head-2", "7600")
+    assert not has_ended(node)
+
+
+def test_a_node_that_fails_ends_its_job(fleet: Fleet, tmp_path: Path) -> None:
+    (fleet.folder / "head").write_text("head-1 7500\n")
+    (job,) = fleet.slurm.submit(fleet.sbatch("nodes.sbatch", "--array=0"))
+    fleet.started()
+    (tmp_path / "calls.fail").touch()
+    until(lambda: has_ended(job), "the job ends")
+    assert len(fleet.lines("serve")) == 1
+
+
+@pytest.mark.parametrize("script", ["head.sbatch", "nodes.sbatch"])
+def test_jobs_may_be_requeued(script: str) -> None:
+    lines = (SCRIPTS / script).read_text().splitlines()
+    assert {"#SBATCH --requeue", "#SBATCH --open-mode=append"} <= set(lines)
+    # Slurm reads no further than the first command.
+    assert max(i for i, line in enumerate(lines) if line.startswith("#SBATCH")) < lines.index("set -euo pipefail")

@@ -1,0 +1,94 @@
+"""The units of systemd: checked by systemd, where it is, and against what heads and nodes need."""
+
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.project.source_tree import ROOT
+
+from .flags import faults, flags_of
+
+UNITS = ROOT / "deploy" / "systemd"
+HEAD, NODE = "vllm-omni-head.service", "vllm-omni-node@.service"
+TIMEOUTS = [(HEAD, "--shutdown-timeout"), (NODE, "--omni-drain-timeout")]
+_ANALYZE = shutil.which("systemd-analyze")
+
+
+def settings(unit: str) -> dict[str, list[str]]:
+    """What a unit says, by name."""
+    found: dict[str, list[str]] = {}
+    for line in (UNITS / unit).read_text().replace("\\\n", " ").splitlines():
+        name, equals, value = line.partition("=")
+        if equals and not line.startswith("#"):
+            found.setdefault(name, []).append(value)
+    return found
+
+
+def environment() -> dict[str, str]:
+    """The file that comes with the units."""
+    lines = (UNITS / "fleet.env").read_text().splitlines()
+    return dict(line.split("=", 1) for line in lines if not line.startswith("#"))
+
+
+def command(unit: str) -> list[str]:
+    """The command line as systemd makes it: `${NAME}` is one word, `$NAME` is split at spaces."""
+    (line,) = settings(unit)["ExecStart"]
+    given = environment()
+    words: list[str] = []
+    for word in shlex.split(line):
+        if re.fullmatch(r"\$\w+", word):
+            words += given.get(word[1:], "").split()
+        else:
+            words.append(re.sub(r"\$\{(\w+)\}", lambda match: given[match[1]], word))
+    return words
+
+
+def verify(unit: Path) -> str:
+    """What systemd has to say against a unit."""
+    assert _ANALYZE is not None
+    done = subprocess.run([_ANALYZE, "verify", unit], capture_output=True, text=True, check=False, timeout=60)
+    return done.stderr
+
+
+@pytest.mark.skipif(_ANALYZE is None, reason="there is no systemd-analyze on this machine")
+@pytest.mark.parametrize("unit", [HEAD, NODE])
+def test_systemd_takes_the_unit(unit: str, tmp_path: Path) -> None:
+    # It wants the program to be there.
+    text = (UNITS / unit).read_text().replace("/opt/vllm-omni/bin/vllm", "/bin/true")
+    (tmp_path / unit).write_text(text)
+    assert verify(tmp_path / unit) == ""
+    (tmp_path / unit).write_text(text.replace("TimeoutStopSec", "TimeoutStop"))
+    assert "TimeoutStop" in verify(tmp_path / unit)
+
+
+@pytest.mark.parametrize("unit", [HEAD, NODE])
+def test_the_plugin_takes_the_command_line(unit: str) -> None:
+    words = command(unit)
+    assert words[1:3] == ["serve", environment()["MODEL"]]
+    assert faults(words) == []
+    flags = flags_of(words)
+    assert flags["--omni-master-address"] == (environment()["MASTER_ADDRESS"] if unit == NODE else "0.0.0.0")
+    # What heads and nodes must have in common.
+    assert dict(zip(*[iter(environment()["ARGS"].split())] * 2, strict=True)).items() <= flags.items()
+    assert ("--headless" in flags) == (unit == NODE)
+
+
+@pytest.mark.parametrize(("unit", "flag"), TIMEOUTS)
+def test_a_stop_drains(unit: str, flag: str) -> None:
+    said = settings(unit)
+    assert said["TimeoutStopSec"] == [str(int(flags_of(command(unit))[flag]) + 30)]
+    # To the server alone: engines that heard it, too, would take nothing new.
+    assert said["KillMode"] == ["mixed"]
+    assert "KillSignal" not in said
+
+
+def test_an_instance_is_a_gpu_unless_its_own_file_says_otherwise() -> None:
+    said = settings(NODE)
+    assert "CUDA_VISIBLE_DEVICES=%i" in said["Environment"]
+    assert "-/etc/vllm-omni/node-%i.env" in said["EnvironmentFile"]
+    assert (UNITS / "fleet.env").read_text().startswith("# /etc/vllm-omni/fleet.env,")
+    assert said["EnvironmentFile"][0] == settings(HEAD)["EnvironmentFile"][0] == "/etc/vllm-omni/fleet.env"
