@@ -1,0 +1,250 @@
+"""Hours of mixed traffic with churn and faults: does anything pile up, and is every request accounted for?
+
+    python benchmarks/soak.py --model DIR --minutes 60 --markdown soak.md
+
+A head without engines, simulated replicas in several processes, and clients that send requests of many kinds. Time is
+cut into rounds. In each round one thing happens beside the traffic: a process of replicas is killed, told to end, or
+stopped for a while, the coordinator is killed, an operator drains a replica, or nothing. Then the clients pause until
+nothing is in flight, and what the processes hold is looked at: at rest, so that it must be the same after every round.
+One process of replicas is left alone for all the time. Ends with 1 if a request was lost, failed or wrong, or anything
+grows.
+"""
+
+import argparse
+import asyncio
+import itertools
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import httpx
+from held import COUNTING, child_of, descendants, entries, held_by
+from mixed_traffic import PATIENCE_S, Traffic
+from processes import Cluster, Process, wait_for
+from soak_report import Look, Soak, report
+
+BEAT_S, SILENCE_S = 0.5, 3.0
+"""Of `--omni-heartbeat-interval` and `--omni-heartbeat-timeout`, short so that a hung replica is noticed at once."""
+SETTLE_S = 6.0
+"""Between the last answer and the look at rest: the server closes idle connections after 5 s."""
+END_S = 60.0
+
+
+class Fleet:
+    """A head, processes of simulated replicas, and what may happen to them.
+
+    Args:
+        cluster: to start them in.
+        processes: of replicas; the first is left alone.
+        replicas: in each process.
+
+    Attributes:
+        head: its process.
+        steady: the process of replicas that is left alone.
+        replicas: in all processes.
+        faults: what may happen, by name.
+        happened: how often each of them did.
+    """
+
+    def __init__(self, cluster: Cluster, processes: int, replicas: int) -> None:
+        self._cluster = cluster
+        self._each = replicas
+        self._flags = ("--omni-heartbeat-interval", str(BEAT_S), "--omni-heartbeat-timeout", str(SILENCE_S))
+        self.head = cluster.head("--omni-dp-size-local", "0", "--omni-migration-limit", "20", *self._flags)
+        self.steady = self._start()
+        self._others = [self._start() for _ in range(processes - 1)]
+        self._turn = itertools.cycle(range(processes - 1))
+        self.replicas = processes * replicas
+        self.happened: Counter[str] = Counter()
+        self.faults: dict[str, Callable[[], Awaitable[None]]] = {
+            "replicas killed": self._kill,
+            "replicas told to end": self._end,
+            "replicas stopped for a while": self._stop,
+            "replica drained and resumed": self._drain,
+            "coordinator killed": self._kill_coordinator,
+            "nothing": self._nothing,
+        }
+
+    async def wait_until_complete(self) -> None:
+        """Return when all replicas serve. Raises RuntimeError if they do not in time."""
+        await asyncio.to_thread(self._cluster.wait_for_replicas, self.replicas)
+
+    async def let_happen(self, fault: str) -> None:
+        """Let one thing happen; returns when what ended has been started again."""
+        await self.faults[fault]()
+        self.happened[fault] += 1
+
+    async def _kill(self) -> None:
+        number = next(self._turn)
+        await asyncio.to_thread(self._others[number].kill)
+        await self._replace(number)
+
+    async def _end(self) -> None:
+        number = next(self._turn)
+        self._others[number].popen.send_signal(signal.SIGTERM)
+        await asyncio.to_thread(self._others[number].popen.wait, END_S)
+        await self._replace(number)
+
+    async def _stop(self) -> None:
+        victim = self._others[next(self._turn)].popen
+        victim.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(2 * SILENCE_S)
+        victim.send_signal(signal.SIGCONT)
+        await asyncio.sleep(SILENCE_S)
+
+    async def _drain(self) -> None:
+        async with httpx.AsyncClient(base_url=self._cluster.url, trust_env=False, timeout=PATIENCE_S) as client:
+            listed = (await client.get("/omni/replicas")).json()["replicas"]
+            replica = next(each["id"] for each in listed if each["status"] == "up")
+            (await client.post(f"/omni/replicas/{replica}/drain")).raise_for_status()
+            await asyncio.sleep(SILENCE_S)
+            (await client.post(f"/omni/replicas/{replica}/resume")).raise_for_status()
+
+    async def _kill_coordinator(self) -> None:
+        coordinator = child_of(self.head.popen.pid, "coordinator_main")
+        coordinator.kill()
+        await asyncio.to_thread(wait_for, lambda: not coordinator.is_running(), "the coordinator has ended")
+        await asyncio.to_thread(wait_for, self._has_coordinator, "another coordinator serves the head")
+
+    async def _nothing(self) -> None:
+        """So that there are rounds to compare the others with."""
+
+    def _has_coordinator(self) -> bool:
+        return self._cluster.metric("vllm_omni_fleet:coordinator_connected") == 1
+
+    def _start(self) -> Process:
+        return self._cluster.sim("--replicas", str(self._each), *self._flags)
+
+    async def _replace(self, number: int) -> None:
+        process = self._others[number] = self._start()
+        await asyncio.to_thread(wait_for, lambda: process.is_running() and self._serve(process), "replicas are back")
+
+    def _serve(self, process: Process) -> bool:
+        return process.log.read_text(errors="replace").count("serves at") >= self._each
+
+
+class Rounds:
+    """The rounds of a run.
+
+    Args:
+        fleet: that serves.
+        url: of its head.
+        clients: that send one request after the other.
+        seconds: of traffic in each round, and more until all replicas serve again.
+        folder: the temporary folder of the fleet.
+        seed: of the traffic.
+    """
+
+    def __init__(self, fleet: Fleet, url: str, clients: int, seconds: float, folder: Path, seed: int) -> None:
+        self._fleet = fleet
+        self._url = url
+        self._clients = clients
+        self._seconds = seconds
+        self._folder = folder
+        self._traffic = Traffic(random.Random(seed))
+        self._soak = Soak(self._traffic.accounts, fleet.happened)
+        self._began = 0.0
+
+    async def run(self, seconds: float) -> Soak:
+        """Go round until the time is over and everything has happened once; the last round is finished."""
+        self._began = time.monotonic()
+        for fault in itertools.cycle(self._fleet.faults):
+            if time.monotonic() - self._began > seconds and len(self._soak.rounds) >= len(self._fleet.faults):
+                return self._soak
+            await self._round(fault)
+        raise AssertionError("a cycle has no end")
+
+    async def _round(self, fault: str) -> None:
+        began, asked, over = time.monotonic(), self._traffic.accounts.sent.total(), asyncio.Event()
+        limits = httpx.Limits(max_connections=self._clients + 2)
+        async with (
+            httpx.AsyncClient(base_url=self._url, limits=limits, trust_env=False, timeout=PATIENCE_S) as client,
+            asyncio.TaskGroup() as tasks,
+        ):
+            for _ in range(self._clients):
+                tasks.create_task(self._send(client, over))
+            looking = tasks.create_task(self._look_at_load(client, over))
+            await asyncio.gather(self._fleet.let_happen(fault), asyncio.sleep(self._seconds))
+            await self._fleet.wait_until_complete()
+            over.set()
+        requests, seconds = self._traffic.accounts.sent.total() - asked, time.monotonic() - began
+        in_flight = await self._until_idle()
+        look = await asyncio.to_thread(self._look)
+        self._soak.add(fault, requests / seconds, looking.result(), in_flight, look)
+        print(f"{self._soak.rounds[-1]}", flush=True)
+
+    async def _send(self, client: httpx.AsyncClient, over: asyncio.Event) -> None:
+        while not over.is_set():
+            await self._traffic.ask_any(client)
+
+    async def _look_at_load(self, client: httpx.AsyncClient, over: asyncio.Event) -> list[float]:
+        """Coefficient of variation of requests in flight over the replicas that serve, each second."""
+        variations = []
+        while not over.is_set():
+            await asyncio.sleep(1.0)
+            listed = (await client.get("/omni/replicas")).json()["replicas"]
+            loads = [each["in_flight"] for each in listed if each["status"] == "up"]
+            if any(loads):
+                variations.append(statistics.pstdev(loads) / statistics.mean(loads))
+        return variations
+
+    async def _until_idle(self) -> int:
+        """Wait until the head has nothing in flight; returns what it still has after a minute."""
+        async with httpx.AsyncClient(base_url=self._url, trust_env=False, timeout=PATIENCE_S) as client:
+            deadline = time.monotonic() + END_S
+            while True:
+                listed = (await client.get("/omni/replicas")).json()["replicas"]
+                in_flight: int = sum(each["in_flight"] for each in listed)
+                if not in_flight or time.monotonic() > deadline:
+                    break
+                await asyncio.sleep(0.2)
+        await asyncio.sleep(SETTLE_S)
+        return in_flight
+
+    def _look(self) -> Look:
+        head = self._fleet.head.popen.pid
+        pids = {"head": head, "replicas": self._fleet.steady.popen.pid}
+        pids["coordinator"] = child_of(head, "coordinator_main").pid
+        held = {(name, family): value for name, pid in pids.items() for family, value in held_by(pid).items()}
+        held["head", "children"] = descendants(head)
+        held["all", "temporary files"] = entries(self._folder)
+        return Look((time.monotonic() - self._began) / 3600, held)
+
+
+def main() -> None:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--round", type=float, default=15.0, metavar="SECONDS", help="of traffic in a round at least")
+    parser.add_argument("--processes", type=int, default=3, help="that the replicas are spread over, at least 2")
+    parser.add_argument("--replicas", type=int, default=2, help="in each process")
+    parser.add_argument("--clients", type=int, default=24)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there, too")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as logs, tempfile.TemporaryDirectory() as folder:
+        os.environ.update({"TMPDIR": folder} | COUNTING)
+        with Cluster(options.model, Path(logs)) as cluster:
+            fleet = Fleet(cluster, options.processes, options.replicas)
+            cluster.wait_until_healthy()
+            cluster.wait_for_replicas(fleet.replicas)
+            rounds = Rounds(fleet, cluster.url, options.clients, options.round, Path(folder), options.seed)
+            soak = asyncio.run(rounds.run(60 * options.minutes))
+        soak.left_behind = entries(Path(folder))
+    text = report(soak)
+    print(text)
+    if options.markdown is not None:
+        options.markdown.write_text(text)
+    sys.exit(0 if soak.is_sound else 1)
+
+
+if __name__ == "__main__":
+    main()
