@@ -44,25 +44,25 @@ class Fleet:
         cluster: to start them in.
         processes: of replicas; the first is left alone.
         replicas: in each process.
+        happened: counts what has happened, by name.
 
     Attributes:
         head: its process.
         steady: the process of replicas that is left alone.
         replicas: in all processes.
         faults: what may happen, by name.
-        happened: how often each of them did.
     """
 
-    def __init__(self, cluster: Cluster, processes: int, replicas: int) -> None:
+    def __init__(self, cluster: Cluster, processes: int, replicas: int, happened: "Counter[str]") -> None:
         self._cluster = cluster
         self._each = replicas
+        self._happened = happened
         self._flags = ("--omni-heartbeat-interval", str(BEAT_S), "--omni-heartbeat-timeout", str(SILENCE_S))
         self.head = cluster.head("--omni-dp-size-local", "0", "--omni-migration-limit", "20", *self._flags)
         self.steady = self._start()
         self._others = [self._start() for _ in range(processes - 1)]
         self._turn = itertools.cycle(range(processes - 1))
         self.replicas = processes * replicas
-        self.happened: Counter[str] = Counter()
         self.faults: dict[str, Callable[[], Awaitable[None]]] = {
             "replicas killed": self._kill,
             "replicas told to end": self._end,
@@ -79,7 +79,7 @@ class Fleet:
     async def let_happen(self, fault: str) -> None:
         """Let one thing happen; returns when what ended has been started again."""
         await self.faults[fault]()
-        self.happened[fault] += 1
+        self._happened[fault] += 1
 
     async def _kill(self) -> None:
         number = next(self._turn)
@@ -136,42 +136,43 @@ class Rounds:
     Args:
         fleet: that serves.
         url: of its head.
-        clients: that send one request after the other.
-        seconds: of traffic in each round, and more until all replicas serve again.
+        traffic: of the clients.
+        soak: takes what comes of each round.
         folder: the temporary folder of the fleet.
-        seed: of the traffic.
     """
 
-    def __init__(self, fleet: Fleet, url: str, clients: int, seconds: float, folder: Path, seed: int) -> None:
+    def __init__(self, fleet: Fleet, url: str, traffic: Traffic, soak: Soak, folder: Path) -> None:
         self._fleet = fleet
         self._url = url
-        self._clients = clients
-        self._seconds = seconds
+        self._traffic = traffic
+        self._soak = soak
         self._folder = folder
-        self._traffic = Traffic(random.Random(seed))
-        self._soak = Soak(self._traffic.accounts, fleet.happened)
-        self._began = 0.0
-
-    async def run(self, seconds: float) -> Soak:
-        """Go round until the time is over and everything has happened once; the last round is finished."""
         self._began = time.monotonic()
+
+    async def run(self, seconds: float, traffic_s: float, clients: int) -> None:
+        """Go round until the time is over and everything has happened once; the last round is finished.
+
+        Args:
+            seconds: for all rounds.
+            traffic_s: seconds of traffic in each round, and more until all replicas serve again.
+            clients: that send one request after the other.
+        """
         for fault in itertools.cycle(self._fleet.faults):
             if time.monotonic() - self._began > seconds and len(self._soak.rounds) >= len(self._fleet.faults):
-                return self._soak
-            await self._round(fault)
-        raise AssertionError("a cycle has no end")
+                return
+            await self._round(fault, traffic_s, clients)
 
-    async def _round(self, fault: str) -> None:
+    async def _round(self, fault: str, traffic_s: float, clients: int) -> None:
         began, asked, over = time.monotonic(), self._traffic.accounts.sent.total(), asyncio.Event()
-        limits = httpx.Limits(max_connections=self._clients + 2)
+        limits = httpx.Limits(max_connections=clients + 2)
         async with (
             httpx.AsyncClient(base_url=self._url, limits=limits, trust_env=False, timeout=PATIENCE_S) as client,
             asyncio.TaskGroup() as tasks,
         ):
-            for _ in range(self._clients):
+            for _ in range(clients):
                 tasks.create_task(self._send(client, over))
             looking = tasks.create_task(self._look_at_load(client, over))
-            await asyncio.gather(self._fleet.let_happen(fault), asyncio.sleep(self._seconds))
+            await asyncio.gather(self._fleet.let_happen(fault), asyncio.sleep(traffic_s))
             await self._fleet.wait_until_complete()
             over.set()
         requests, seconds = self._traffic.accounts.sent.total() - asked, time.monotonic() - began
@@ -224,25 +225,31 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--round", type=float, default=15.0, metavar="SECONDS", help="of traffic in a round at least")
-    parser.add_argument("--processes", type=int, default=3, help="that the replicas are spread over, at least 2")
-    parser.add_argument("--replicas", type=int, default=2, help="in each process")
+    parser.add_argument("--processes", type=int, default=2, help="that the replicas are spread over, at least 2")
+    parser.add_argument("--replicas", type=int, default=3, help="in each process")
     parser.add_argument("--clients", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there, too")
     options = parser.parse_args()
+    # What was started is ended also then.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    traffic, happened = Traffic(random.Random(options.seed)), Counter[str]()
+    soak = Soak(traffic.accounts, happened)
     with tempfile.TemporaryDirectory() as logs, tempfile.TemporaryDirectory() as folder:
         os.environ.update({"TMPDIR": folder} | COUNTING)
-        with Cluster(options.model, Path(logs)) as cluster:
-            fleet = Fleet(cluster, options.processes, options.replicas)
-            cluster.wait_until_healthy()
-            cluster.wait_for_replicas(fleet.replicas)
-            rounds = Rounds(fleet, cluster.url, options.clients, options.round, Path(folder), options.seed)
-            soak = asyncio.run(rounds.run(60 * options.minutes))
-        soak.left_behind = entries(Path(folder))
-    text = report(soak)
-    print(text)
-    if options.markdown is not None:
-        options.markdown.write_text(text)
+        try:
+            with Cluster(options.model, Path(logs)) as cluster:
+                fleet = Fleet(cluster, options.processes, options.replicas, happened)
+                cluster.wait_until_healthy()
+                cluster.wait_for_replicas(fleet.replicas)
+                rounds = Rounds(fleet, cluster.url, traffic, soak, Path(folder))
+                asyncio.run(rounds.run(60 * options.minutes, options.round, options.clients))
+        finally:
+            # Also of a run that was broken off.
+            soak.left_behind = entries(Path(folder))
+            print(report(soak))
+            if options.markdown is not None:
+                options.markdown.write_text(report(soak))
     sys.exit(0 if soak.is_sound else 1)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mixed_traffic import Accounts, End
-from trends import Trend, trend
+from trends import ENOUGH, Trend, trend
 
 ALLOWED = {"memory_mib": 8.0, "shared_mib": 1.0, "objects": 2000.0, "in-flight variation": 0.1}
 """Growth per hour that counts as none. Of all else, which is counted piece by piece, half a piece."""
@@ -95,6 +95,8 @@ def allowed(family: str) -> float:
 
 def report(soak: Soak) -> str:
     """The tables in Markdown."""
+    if len(soak.rounds) < ENOUGH:
+        return f"{_accounts(soak.accounts)}\n\nOnly {len(soak.rounds)} rounds: too few for trends.\n"
     return "\n\n".join([_accounts(soak.accounts), _summary(soak), _trends(soak)]) + "\n"
 
 

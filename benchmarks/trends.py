@@ -10,7 +10,8 @@ import numpy as np
 CONFIDENCE = 0.95
 WARM_UP = 0.2
 """Share of the samples, the first ones, that count for nothing: caches and allocators fill."""
-_FEWEST = 4
+ENOUGH = 5
+"""Samples that are enough for a trend."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,12 @@ def trend(hours: Sequence[float], values: Sequence[float]) -> Trend:
         values: what was measured.
 
     Raises:
-        ValueError: too few are left.
+        ValueError: there are too few.
     """
+    if len(hours) < ENOUGH:
+        raise ValueError(f"{len(hours)} samples are too few for a trend: at least {ENOUGH}")
     warm_up = int(WARM_UP * len(hours))
     x, y = np.array(hours[warm_up:], float), np.array(values[warm_up:], float)
-    if len(x) < _FEWEST:
-        raise ValueError(f"{len(x)} samples after the warm-up are too few for a trend: at least {_FEWEST}")
     sooner, later = np.triu_indices(len(x), 1)
     slopes = np.sort((y[later] - y[sooner]) / (x[later] - x[sooner]))
     low, high = _bounds(len(x), len(slopes))

@@ -72,7 +72,7 @@ def test_one_descriptor_more_in_every_tenth_round_is_seen() -> None:
 
 
 def test_too_few_samples_are_no_trend() -> None:
-    with pytest.raises(ValueError, match="3 samples after the warm-up are too few"):
+    with pytest.raises(ValueError, match="3 samples are too few"):
         trend([0, 1, 2], [1, 1, 1])
 
 
@@ -165,6 +165,13 @@ def test_a_run_is_sound_if_nothing_grows_is_in_flight_or_is_left() -> None:
     assert not soak_of([40.0 + number for number in range(10)]).is_sound
     assert not soak_of([40.0] * 10, in_flight=1).is_sound
     assert not soak_of([40.0] * 10, left_behind=1).is_sound
+
+
+def test_a_run_that_was_broken_off_has_its_accounts() -> None:
+    soak = soak_of([40.0] * 3)
+    soak.accounts.sent["stream"] += 1
+    assert "| all | 1 | 0 | 0 | 0 | 0 | 0 |" in report(soak)
+    assert "Only 3 rounds: too few for trends." in report(soak)
 
 
 def test_the_report_says_what_grows() -> None:
