@@ -27,7 +27,7 @@ from pathlib import Path
 import httpx
 from held import COUNTING, child_of, descendants, entries, held_by
 from mixed_traffic import PATIENCE_S, Traffic
-from processes import Cluster, Process, wait_for
+from processes import START_S, Cluster, Process
 from soak_report import Look, Soak, report
 
 BEAT_S, SILENCE_S = 0.5, 3.0
@@ -74,7 +74,7 @@ class Fleet:
 
     async def wait_until_complete(self) -> None:
         """Return when all replicas serve. Raises RuntimeError if they do not in time."""
-        await asyncio.to_thread(self._cluster.wait_for_replicas, self.replicas)
+        await _until(self._is_complete, "all replicas serve")
 
     async def let_happen(self, fault: str) -> None:
         """Let one thing happen; returns when what ended has been started again."""
@@ -89,7 +89,7 @@ class Fleet:
     async def _end(self) -> None:
         number = next(self._turn)
         self._others[number].popen.send_signal(signal.SIGTERM)
-        await asyncio.to_thread(self._others[number].popen.wait, END_S)
+        await _until(lambda: self._others[number].popen.poll() is not None, "replicas have ended")
         await self._replace(number)
 
     async def _stop(self) -> None:
@@ -110,21 +110,31 @@ class Fleet:
     async def _kill_coordinator(self) -> None:
         coordinator = child_of(self.head.popen.pid, "coordinator_main")
         coordinator.kill()
-        await asyncio.to_thread(wait_for, lambda: not coordinator.is_running(), "the coordinator has ended")
-        await asyncio.to_thread(wait_for, self._has_coordinator, "another coordinator serves the head")
+        await _until(lambda: not coordinator.is_running(), "the coordinator has ended")
+        await _until(self._has_coordinator, "another coordinator serves the head")
 
     async def _nothing(self) -> None:
         """So that there are rounds to compare the others with."""
 
+    def _is_complete(self) -> bool:
+        return self._metric("vllm_omni_fleet:replicas", 'state="up"') >= self.replicas
+
     def _has_coordinator(self) -> bool:
-        return self._cluster.metric("vllm_omni_fleet:coordinator_connected") == 1
+        return self._metric("vllm_omni_fleet:coordinator_connected") == 1
+
+    def _metric(self, name: str, *labels: str) -> float:
+        try:
+            return self._cluster.metric(name, *labels)
+        except OSError:
+            # A head on a busy machine may take longer than the time limit for its metrics.
+            return 0.0
 
     def _start(self) -> Process:
         return self._cluster.sim("--replicas", str(self._each), *self._flags)
 
     async def _replace(self, number: int) -> None:
         process = self._others[number] = self._start()
-        await asyncio.to_thread(wait_for, lambda: process.is_running() and self._serve(process), "replicas are back")
+        await _until(lambda: process.is_running() and self._serve(process), "replicas are back")
 
     def _serve(self, process: Process) -> bool:
         return process.log.read_text(errors="replace").count("serves at") >= self._each
@@ -149,18 +159,20 @@ class Rounds:
         self._folder = folder
         self._began = time.monotonic()
 
-    async def run(self, seconds: float, traffic_s: float, clients: int) -> None:
+    async def run(self, seconds: float, traffic_s: float, clients: int, told: Callable[[], None]) -> None:
         """Go round until the time is over and everything has happened once; the last round is finished.
 
         Args:
             seconds: for all rounds.
             traffic_s: seconds of traffic in each round, and more until all replicas serve again.
             clients: that send one request after the other.
+            told: called after each round.
         """
         for fault in itertools.cycle(self._fleet.faults):
             if time.monotonic() - self._began > seconds and len(self._soak.rounds) >= len(self._fleet.faults):
                 return
             await self._round(fault, traffic_s, clients)
+            told()
 
     async def _round(self, fault: str, traffic_s: float, clients: int) -> None:
         began, asked, over = time.monotonic(), self._traffic.accounts.sent.total(), asyncio.Event()
@@ -219,6 +231,15 @@ class Rounds:
         return Look((time.monotonic() - self._began) / 3600, held)
 
 
+async def _until(condition: Callable[[], object], what: str) -> None:
+    """Ask, on another thread, until it is true; can be broken off. Raises RuntimeError after START_S."""
+    deadline = time.monotonic() + START_S
+    while not await asyncio.to_thread(condition):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"not within {START_S:.0f} s: {what}")
+        await asyncio.sleep(0.2)
+
+
 def main() -> None:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -235,6 +256,11 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     traffic, happened = Traffic(random.Random(options.seed)), Counter[str]()
     soak = Soak(traffic.accounts, happened)
+
+    def keep() -> None:
+        if options.markdown is not None:
+            options.markdown.write_text(report(soak))
+
     with tempfile.TemporaryDirectory() as logs, tempfile.TemporaryDirectory() as folder:
         os.environ.update({"TMPDIR": folder} | COUNTING)
         try:
@@ -243,13 +269,12 @@ def main() -> None:
                 cluster.wait_until_healthy()
                 cluster.wait_for_replicas(fleet.replicas)
                 rounds = Rounds(fleet, cluster.url, traffic, soak, Path(folder))
-                asyncio.run(rounds.run(60 * options.minutes, options.round, options.clients))
+                asyncio.run(rounds.run(60 * options.minutes, options.round, options.clients, keep))
         finally:
             # Also of a run that was broken off.
             soak.left_behind = entries(Path(folder))
+            keep()
             print(report(soak))
-            if options.markdown is not None:
-                options.markdown.write_text(report(soak))
     sys.exit(0 if soak.is_sound else 1)
 
 
