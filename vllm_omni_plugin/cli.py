@@ -64,7 +64,7 @@ class _Versions(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         installed = installed_version()
-        vllm = f"vLLM {installed}" if installed else "no vLLM is installed"
+        vllm = f"vLLM {installed}" if installed else "no distribution named vllm is installed"
         if installed and why_unsupported(installed):
             vllm += ", which is not supported"
         sys.stdout.write(f"{_NAME} {version(_NAME)}\n{vllm} (supported: {RANGE})\n")

@@ -293,7 +293,7 @@ def test_wrong_usage_exits_with_2(capsys: pytest.CaptureFixture[str], arguments:
     [
         ("0.32.0+cpu", f"vLLM 0.32.0+cpu (supported: {RANGE})"),
         ("0.31.2", f"vLLM 0.31.2, which is not supported (supported: {RANGE})"),
-        ("", f"no vLLM is installed (supported: {RANGE})"),
+        ("", f"no distribution named vllm is installed (supported: {RANGE})"),
     ],
 )
 def test_versions_are_told_with_the_range_that_is_supported(
