@@ -16,10 +16,10 @@ LANES := --dist loadgroup --no-loadscope-reorder
 .DEFAULT_GOAL := help
 NEWEST := 0.33
 
-.PHONY: help setup lint types suite check-suite check test test-long newest demo clean
+.PHONY: help setup lint types suite check-suite check test test-long newest release-check demo clean
 
 help: ## list the commands
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 16
 
 setup: ## make .venv with vLLM for the CPU, the test tools and this project
 	@VLLM=$(VLLM) .ci/setup
@@ -50,6 +50,9 @@ test-long: setup ## tests that take long and repeat in another way what others s
 newest: ## contract tests and "same answers" with the newest vLLM that is supported
 	@VLLM=$(NEWEST) .ci/setup
 	.venv-$(NEWEST)/bin/python -m pytest -n 2 $(LANES) $(PYTEST_ARGS) tests/contract tests/engine/test_same_answers.py
+
+release-check: setup ## check that the last commit can be released, and leave its archives in dist/: ten minutes
+	@$(PY) -m tools.release_check
 
 demo: setup ## serve a tiny model with two replicas and talk to it
 	@$(PY) -u examples/demo.py $(ARGS)

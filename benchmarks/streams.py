@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 from processes import MODEL_NAME
@@ -49,14 +50,20 @@ async def run_stream(client: httpx.AsyncClient, prompt: str, tokens: int, **opti
             if response.status_code != httpx.codes.OK:
                 stream.error = f"{response.status_code} {(await response.aread()).decode()[:300]}"
                 return stream
-            async for line in _lines(response):
-                if line.startswith(b"data: {"):
-                    _take(stream, json.loads(line.removeprefix(b"data: ")))
+            async for event in read_events(response):
+                _take(stream, event)
     except httpx.HTTPError as error:
         stream.error = repr(error)
     if not stream.finished and not stream.error:
         stream.error = "the stream ended without a finish reason"
     return stream
+
+
+async def read_events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    """The events of a stream, as they come."""
+    async for line in _lines(response):
+        if line.startswith(b"data: {"):
+            yield json.loads(line.removeprefix(b"data: "))
 
 
 async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
@@ -68,13 +75,11 @@ async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
             yield line
 
 
-def _take(stream: Stream, event: dict[str, object]) -> None:
+def _take(stream: Stream, event: dict[str, Any]) -> None:
     if "error" in event:
         stream.error = str(event["error"])
         return
-    choices = event["choices"]
-    assert isinstance(choices, list)
-    for choice in choices:
+    for choice in event["choices"]:
         if choice["text"]:
             stream.arrivals.append(time.monotonic())
             stream.text += choice["text"]

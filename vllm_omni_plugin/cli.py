@@ -10,15 +10,19 @@ import sys
 from collections.abc import Sequence
 from http import HTTPStatus
 from http.client import HTTPException
+from importlib.metadata import version
 from ipaddress import ip_address
-from typing import Any
+from typing import Any, NoReturn
 from urllib.error import HTTPError
 from urllib.parse import quote, urlsplit
 from urllib.request import HTTPRedirectHandler, OpenerDirector, ProxyHandler, Request, build_opener
 
 from vllm_omni_plugin.admin.admin_keys import read_admin_keys
 from vllm_omni_plugin.errors import OmniError
+from vllm_omni_plugin.vllm_api.versions.supported import RANGE, installed_version, why_unsupported
 
+_NAME = "vllm-omni-plugin"
+"""Of the command and of the distribution."""
 DEFAULT_URL = "http://127.0.0.1:8000"
 ADMIN_KEY_VARIABLE = "OMNI_ADMIN_KEY"
 _ADMIN_KEY_FLAG = "--admin-key-file"
@@ -34,13 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = args.run(args)
     except OmniError as error:
-        sys.stderr.write(f"vllm-omni-plugin: error: {error}\n")
+        sys.stderr.write(f"{_NAME}: error: {error}\n")
         return 1
     return code
 
 
 def _parser(simulate: bool) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="vllm-omni-plugin", description="Operate a fleet of vLLM replicas.")
+    parser = argparse.ArgumentParser(prog=_NAME, description="Operate a fleet of vLLM replicas.")
+    parser.add_argument("--version", action=_Versions, nargs=0, help="print this version and that of vLLM, and exit")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_replicas(commands)
     _add_explain(commands)
@@ -52,6 +57,18 @@ def _parser(simulate: bool) -> argparse.ArgumentParser:
     else:
         commands.add_parser("sim", help="start simulated replicas that join a head")
     return parser
+
+
+class _Versions(argparse.Action):
+    """Prints the versions. They are looked up on demand, because it takes as long as many an answer."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        installed = installed_version()
+        vllm = f"vLLM {installed}" if installed else "no distribution named vllm is installed"
+        if installed and why_unsupported(installed):
+            vllm += ", which is not supported"
+        sys.stdout.write(f"{_NAME} {version(_NAME)}\n{vllm} (supported: {RANGE})\n")
+        parser.exit()
 
 
 def _add_replicas(commands: Any) -> None:

@@ -1,0 +1,215 @@
+"""The arithmetic of the soak: trends and what they say, and accounts in which no request is missing."""
+
+import asyncio
+import random
+import sys
+from collections import Counter
+from pathlib import Path
+
+import httpx
+import pytest
+from held import COUNTING, count, entries, held_by
+from mixed_traffic import Accounts, End, Traffic
+from processes import Process, wait_for
+from soak_report import Look, Soak, report
+from trends import Trend, trend
+
+HOURS = [number / 60 for number in range(60)]
+
+
+def noisy(slope: float, noise: float, seed: int = 0) -> list[float]:
+    rng = random.Random(seed)
+    return [500 + slope * hour + rng.gauss(0, noise) for hour in HOURS]
+
+
+def test_a_line_has_its_slope_without_doubt() -> None:
+    found = trend(HOURS, [3 + 2 * hour for hour in HOURS])
+    assert (found.slope, found.low, found.high) == pytest.approx((2, 2, 2))
+    assert found.samples == 48
+
+
+def test_the_slope_and_its_bounds_are_those_computed_by_hand() -> None:
+    # Without the first: slopes 1, 2, 3, 3, 4, 5; with so few points, the bounds are the outermost.
+    found = trend([0, 1, 2, 3, 4], [99, 1, 2, 5, 10])
+    assert (found.slope, found.low, found.high) == pytest.approx((3, 1, 5))
+    assert (found.first, found.last, found.samples) == (1, 10, 4)
+
+
+@pytest.mark.parametrize("slope", [0.0, 20.0, -20.0])
+def test_the_true_slope_is_within_the_bounds_about_as_often_as_promised(slope: float) -> None:
+    found = [trend(HOURS, noisy(slope, 3.0, seed)) for seed in range(200)]
+    assert 180 <= sum(each.low <= slope <= each.high for each in found) <= 199
+
+
+def test_a_few_outliers_do_not_make_what_is_flat_grow() -> None:
+    values = [40.0] * 60
+    values[50:54] = [90.0, 80.0, 95.0, 70.0]
+    assert trend(HOURS, values).verdict(allowed=0.5) == "flat"
+
+
+def test_what_fills_at_first_does_not_grow() -> None:
+    assert trend(HOURS, [min(number, 11) for number in range(60)]).verdict(allowed=0.5) == "flat"
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0, 0, "flat"),
+        (-3, -1, "flat"),
+        (0.1, 0.9, "flat"),
+        (-1, 5, "unclear"),
+        (0, 5, "unclear"),
+        (0.1, 5, "grows"),
+        (2, 5, "grows"),
+    ],
+)
+def test_a_verdict_needs_confidence(low: float, high: float, expected: str) -> None:
+    assert Trend(9, 1, 1, (low + high) / 2, low, high).verdict(allowed=1) == expected
+
+
+def test_one_descriptor_more_in_every_tenth_round_is_seen() -> None:
+    assert trend(HOURS, [40.0 + number // 10 for number in range(60)]).verdict(allowed=0.5) == "grows"
+
+
+def test_too_few_samples_are_no_trend() -> None:
+    with pytest.raises(ValueError, match="3 samples are too few"):
+        trend([0, 1, 2], [1, 1, 1])
+
+
+def test_requests_without_an_entry_are_lost() -> None:
+    accounts = Accounts(sent=Counter(stream=5, session=2))
+    accounts.ends.update({("stream", End.ANSWERED): 3, ("stream", End.LOST): 1, ("session", End.REFUSED): 2})
+    assert (accounts.lost, accounts.is_balanced) == (2, False)
+    accounts.ends["stream", End.ANSWERED] = 5
+    accounts.ends["stream", End.LOST] = 0
+    assert (accounts.lost, accounts.is_balanced) == (0, True)
+
+
+EVENT = b'data: {"choices": [{"text": "%s", "finish_reason": %s}]}\n\n'
+WHOLE = EVENT % (b"a", b"null") + EVENT % (b"b", b'"length"') + b"data: [DONE]\n\n"
+
+
+async def ends(kind: str, status: int, content: bytes) -> Accounts:
+    """The accounts after a request of a kind that a server answers so."""
+    traffic = Traffic(random.Random(0))
+    transport = httpx.MockTransport(lambda _: httpx.Response(status, content=content))
+    async with httpx.AsyncClient(base_url="http://fleet", transport=transport) as client:
+        await traffic.ask(client, kind)
+    return traffic.accounts
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "content", "expected"),
+    [
+        ("stream", 200, WHOLE, End.ANSWERED),
+        ("session", 200, WHOLE, End.ANSWERED),
+        ("stream", 200, EVENT % (b"a", b"null"), End.LOST),
+        ("stream", 200, b'data: {"error": {"message": "gone"}}\n\n', End.FAILED),
+        ("stream", 503, b"", End.REFUSED),
+        ("stream", 500, b"", End.FAILED),
+        ("stream", 404, b"", End.FAILED),
+        ("at once", 200, b'{"choices": [{"text": "a", "finish_reason": "length"}]}', End.ANSWERED),
+        ("at once", 400, b"", End.FAILED),
+        ("two choices", 200, b'{"choices": [{"finish_reason": "length"}]}', End.FAILED),
+        ("given up", 200, WHOLE, End.GIVEN_UP),
+        ("given up", 200, b"", End.FAILED),
+        ("unknown model", 404, b"", End.REFUSED),
+        ("unknown model", 200, b"{}", End.FAILED),
+        ("too long", 400, b"", End.REFUSED),
+        ("too long", 500, b"", End.FAILED),
+    ],
+)
+async def test_each_request_has_one_end(kind: str, status: int, content: bytes, expected: End) -> None:
+    accounts = await ends(kind, status, content)
+    assert accounts.sent == {kind: 1}
+    assert accounts.ends == {(kind, expected): 1}
+
+
+async def test_a_broken_connection_loses_its_request() -> None:
+    def refuse(request: httpx.Request) -> httpx.Response:
+        raise httpx.ReadError("gone", request=request)
+
+    traffic = Traffic(random.Random(0))
+    async with httpx.AsyncClient(base_url="http://fleet", transport=httpx.MockTransport(refuse)) as client:
+        for _ in range(20):
+            await traffic.ask_any(client)
+    assert (traffic.accounts.sent.total(), traffic.accounts.lost) == (20, 20)
+
+
+async def test_an_answer_that_differs_from_the_one_before_is_wrong() -> None:
+    texts = iter([b"a", b"a", b"b"])
+
+    def answer(_: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, content=EVENT % (next(texts), b'"length"'))
+
+    rng = random.Random(0)
+    traffic = Traffic(rng)
+    async with httpx.AsyncClient(base_url="http://fleet", transport=httpx.MockTransport(answer)) as client:
+        for expected in (0, 0, 1):
+            rng.seed(0)
+            await traffic.ask(client, "stream")
+            assert traffic.accounts.wrong == expected
+    assert not traffic.accounts.is_balanced
+
+
+def soak_of(descriptors: list[float], in_flight: int = 0, left_behind: int = 0) -> Soak:
+    soak = Soak(Accounts(), Counter(nothing=len(descriptors)), left_behind=left_behind)
+    for number, value in enumerate(descriptors):
+        held = {("head", "descriptors"): value, ("head", "memory_mib"): 500.0}
+        soak.add("nothing", 1.0, [0.5], in_flight, Look(number / 60, held))
+    return soak
+
+
+def test_a_run_is_sound_if_nothing_grows_is_in_flight_or_is_left() -> None:
+    assert soak_of([40.0] * 10).is_sound
+    assert not soak_of([40.0 + number for number in range(10)]).is_sound
+    assert not soak_of([40.0] * 10, in_flight=1).is_sound
+    assert not soak_of([40.0] * 10, left_behind=1).is_sound
+
+
+def test_a_run_that_was_broken_off_has_its_accounts() -> None:
+    soak = soak_of([40.0] * 3)
+    soak.accounts.sent["stream"] += 1
+    assert "| all | 1 | 0 | 0 | 0 | 0 | 0 |" in report(soak)
+    assert "Only 3 rounds: too few for trends." in report(soak)
+
+
+def test_the_report_says_what_grows() -> None:
+    text = report(soak_of([40.0 + number for number in range(10)]))
+    assert "| head | descriptors | 42.50 | 48.50 | +60.00 | +60.00 to +60.00 | grows |" in text
+    assert "| head | memory, MiB | 500.00 | 500.00 | +0.00 | +0.00 to +0.00 | flat |" in text
+
+
+async def test_tasks_are_counted_as_long_as_they_are_alive() -> None:
+    before = count()["tasks"]
+    tasks = [asyncio.create_task(asyncio.Event().wait()) for _ in range(5)]
+    assert count()["tasks"] == before + 5
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    del task, tasks
+    # The turn in which all have ended still has them.
+    await asyncio.sleep(0)
+    assert count()["tasks"] == before
+
+
+def test_what_another_process_holds_is_counted(tmp_path: Path) -> None:
+    program = "import time; opened = [open('/dev/null') for _ in range(7)]; print('begun', flush=True); time.sleep(60)"
+    process = Process("holder", [sys.executable, "-c", program], tmp_path / "log", **COUNTING)
+    try:
+        wait_for(lambda: process.is_running() and "begun" in process.log.read_text(), "it holds what it opens")
+        held = held_by(process.popen.pid)
+    finally:
+        process.popen.kill()
+        process.popen.wait()
+    # The standard streams, what was opened, the socket that listens and the connection that asked.
+    assert (held["descriptors"] - held["sockets"], held["tasks"], held["threads"]) == (10, 0, 2)
+    assert 1 <= held["sockets"] <= 2
+    assert 1 < held["memory_mib"] < 500
+    assert held["objects"] > 1000
+
+
+def test_what_lies_in_a_folder_is_counted_at_any_depth(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "file").touch()
+    assert entries(tmp_path) == 3
