@@ -16,7 +16,7 @@ LANES := --dist loadgroup --no-loadscope-reorder
 .DEFAULT_GOAL := help
 NEWEST := 0.33
 
-.PHONY: help setup lint types suite check-suite check test test-long newest release-check demo clean
+.PHONY: help setup lint types suite check-suite check test test-long newest release-check demo docs clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 16
@@ -56,6 +56,15 @@ release-check: setup ## check that the last commit can be released, and leave it
 
 demo: setup ## serve a tiny model with two replicas and talk to it
 	@$(PY) -u examples/demo.py $(ARGS)
+
+docs: .venv-docs/requirements.txt ## build the site of docs/ into build/site; a dead link is an error
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict -f docs/site/mkdocs.yml
+
+# An environment of its own: nothing else needs its packages.
+.venv-docs/requirements.txt: docs/site/requirements.txt
+	$(or $(PYTHON),python3) -m venv --clear .venv-docs
+	.venv-docs/bin/python -m pip install -q -r $<
+	cp $< $@
 
 clean: ## remove what tools and the demo left; .venv stays
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,4 +1,4 @@
-"""docs/pipelines.md against the code: its example loads, its table has every key and default."""
+"""The pages on pipelines against the code: the example loads, the table has every key, transforms do what is said."""
 
 import doctest
 import re
@@ -12,18 +12,20 @@ from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.pipeline import BuiltInTransform, Modality, Stage, load_pipeline
 from vllm_omni_plugin.pipeline.validation import schema
 
-PAGE = (Path(__file__).parents[2] / "docs" / "pipelines.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "pipelines.md").read_text()
+TRANSFORMS_PAGE = (DOCS / "how-to" / "write-a-transform.md").read_text()
 
 
-def block(language: str) -> str:
-    """The first block of this language on the page."""
-    found = re.search(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+def block(page: str, language: str) -> str:
+    """The first block of this language on a page."""
+    found = re.search(rf"```{language}\n(.*?)```", page, re.DOTALL)
     assert found
     return found[1]
 
 
 def example() -> str:
-    return block("yaml")
+    return block(PAGE, "yaml")
 
 
 def test_the_example_loads(tmp_path: Path) -> None:
@@ -52,8 +54,8 @@ def test_the_table_has_every_key_with_its_default() -> None:
 
 def test_the_transforms_on_the_page_do_what_it_says() -> None:
     names: dict[str, Any] = {}
-    exec(block("python"), names)
-    examples = doctest.DocTestParser().get_doctest(block("pycon"), names, "page", None, None)
+    exec(block(TRANSFORMS_PAGE, "python"), names)
+    examples = doctest.DocTestParser().get_doctest(block(TRANSFORMS_PAGE, "pycon"), names, "page", None, None)
     assert len(examples.examples) > 3
     assert doctest.DocTestRunner().run(examples).failed == 0
 

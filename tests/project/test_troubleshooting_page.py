@@ -1,0 +1,62 @@
+"""docs/troubleshooting.md quotes messages that the code has."""
+
+import ast
+import re
+
+import pytest
+
+from .source_tree import ROOT, modules
+
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
+QUOTED = re.findall(r"^> `(.+)`$", PAGE, re.MULTILINE)
+_GAP = "\0"
+
+
+def texts(source: str) -> set[str]:
+    """All texts in a module's code, with a gap for each value that is formatted into them."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.JoinedStr):
+            found.add("".join(str(part.value) if isinstance(part, ast.Constant) else _GAP for part in node.values))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(re.sub(r"%(\.\d)?[sdrf]", _GAP, node.value))
+    return found
+
+
+def is_said(message: str, said: set[str]) -> bool:
+    """Whether a text of the code gives this message, or one that contains it."""
+    parts = [re.escape(part) for part in message.split("...")]
+    pattern = re.compile(f".*{_GAP}.*".join(parts), re.DOTALL)
+    return any(pattern.search(text) for text in said)
+
+
+@pytest.fixture(scope="module")
+def said() -> set[str]:
+    return set().union(*(texts(module.path.read_text()) for module in modules().values()))
+
+
+@pytest.mark.parametrize("message", QUOTED)
+def test_every_message_is_one_of_the_code(message: str, said: set[str]) -> None:
+    assert is_said(message, said)
+
+
+def test_every_message_has_an_explanation() -> None:
+    entries = re.split(r"^> `.+`$", PAGE, flags=re.MULTILINE)[1:]
+    assert len(entries) == len(QUOTED) > 25
+    assert [quoted for quoted, entry in zip(QUOTED, entries, strict=True) if not re.match(r"\n\n\w|\n\n`", entry)] == []
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("replica ... is lost", True),
+        ("is lost (...) with ... requests", True),
+        ("replica 3 is lost", False),
+        ("it is lost", False),
+        ("port ... is taken", True),
+        ("port ... is free", False),
+    ],
+)
+def test_a_message_is_told_from_others(message: str, expected: bool) -> None:
+    source = 'log("replica %d is lost (%s) with %.1f requests", 1)\nraise Error(f"port {port} " "is taken")'
+    assert is_said(message, texts(source)) is expected

@@ -1,0 +1,62 @@
+"""Writes docs/flags.md, the table of our flags, from the table that the parser is made of.
+
+python -m tools.flags_page
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from vllm_omni_plugin.config import OmniConfig
+from vllm_omni_plugin.integration.options.flag_table import FLAGS, Flag, Side
+
+PAGE = Path(__file__).parents[1] / "docs" / "flags.md"
+_INTRODUCTION = """\
+# Flags
+
+Any of these switches the fleet on. Without any, `vllm serve` is exactly what it was.
+
+They also work in `--config` files, and `vllm serve --help=OmniConfig` shows them. Flags that make no sense together are
+refused before anything starts, with the flag's name and the reason. A command line with `--omni` is for vllm-omni, if
+that is installed, too: nothing is added to it.
+
+*Head* is a process that takes HTTP requests, *node* one with `--headless`. vLLM's own flags that do not go with these
+are listed in [behaviour.md](behaviour.md#flags-of-vllm-that-do-not-go-with-the-fleet-yet).
+
+This page is written by `python -m tools.flags_page`.
+
+| flag | default | on | meaning |
+|---|---|---|---|
+"""
+_ON = {Side.HEAD: "head", Side.HEADLESS: "node", Side.BOTH: "both"}
+
+
+def page() -> str:
+    """The whole page."""
+    defaults = dataclasses.asdict(OmniConfig())
+    return _INTRODUCTION + "".join(_row(flag, defaults[flag.field]) for flag in FLAGS)
+
+
+def _row(flag: Flag, default: Any) -> str:
+    value = f" {flag.metavar}" if flag.takes_value else ""
+    names = ", ".join([f"`{flag.name}{value}`", *(f"`{alias}`" for alias in flag.aliases)])
+    meaning = flag.help.replace("|", "\\|").replace("%%", "%")
+    return f"| {names} | {_shown(default)} | {_ON[flag.side]} | {meaning} |\n"
+
+
+def _shown(default: Any) -> str:
+    match default:
+        case None:
+            return "none"
+        case False:
+            return "off"
+        case str():
+            return f"`{default}`"
+        case float():
+            return f"{default:g}"
+    return json.dumps(default)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
