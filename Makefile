@@ -16,7 +16,7 @@ LANES := --dist loadgroup --no-loadscope-reorder
 .DEFAULT_GOAL := help
 NEWEST := 0.33
 
-.PHONY: help setup lint types suite check-suite check test test-long newest demo clean
+.PHONY: help setup lint types suite check-suite check test test-long newest demo monitoring clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -53,6 +53,9 @@ newest: ## contract tests and "same answers" with the newest vLLM that is suppor
 
 demo: setup ## serve a tiny model with two replicas and talk to it
 	@$(PY) -u examples/demo.py $(ARGS)
+
+monitoring: ## start Prometheus with the rules of examples/monitoring, or say what to install
+	@examples/monitoring/start.sh
 
 clean: ## remove what tools and the demo left; .venv stays
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
