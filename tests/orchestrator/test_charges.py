@@ -106,6 +106,7 @@ def test_the_sums_are_those_of_what_is_in_flight_through_any_history(steps: list
         assert load.decode_tokens == sum(c.prompt_tokens + c.output_tokens for c in there if c.began)
         assert load.others >= 0
         assert load.prefill_rate >= 0.0
+        assert 0 <= account.waiting <= sum(not c.began for c in there)
 
 
 def test_what_other_heads_report_takes_the_place_of_the_engines_word() -> None:
