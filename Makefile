@@ -16,7 +16,7 @@ LANES := --dist loadgroup --no-loadscope-reorder
 .DEFAULT_GOAL := help
 NEWEST := 0.33
 
-.PHONY: help setup lint types suite check-suite check test test-long newest release-check demo docs clean
+.PHONY: help setup lint types suite check-suite check test test-long newest release-check demo docs monitoring clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 16
@@ -65,6 +65,9 @@ docs: .venv-docs/requirements.txt ## build the site of docs/ into build/site; a 
 	$(or $(PYTHON),python3) -m venv --clear .venv-docs
 	.venv-docs/bin/python -m pip install -q -r $<
 	cp $< $@
+
+monitoring: ## start Prometheus with the rules of examples/monitoring, or say what to install
+	@examples/monitoring/start.sh
 
 clean: ## remove what tools and the demo left; .venv stays
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

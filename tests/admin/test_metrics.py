@@ -1,10 +1,13 @@
 """Our metrics as Prometheus sees them."""
 
+import pytest
 from prometheus_client import CollectorRegistry
 
 from tests.fakes.engine_api import FakeEngineApi
 from tests.fakes.fleet import FakeFleet
+from tests.fakes.pipeline_fleet import FakePipelineFleet, stage
 from tests.orchestrator.work_bus import Timers
+from vllm_omni_plugin.admin.metrics.catalogue import METRICS, PREFIX
 from vllm_omni_plugin.admin.metrics.fleet_metrics import FleetCollector
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.coordinator import PeerWork, SessionLost
@@ -29,33 +32,33 @@ def values(registry: CollectorRegistry, sample: str, label: str) -> dict[str, fl
     }
 
 
+class Broken:
+    """A policy that fails."""
+
+    def select(self, task: object, replicas: object) -> int:
+        raise RuntimeError("broken")
+
+
 def empty_orchestrator() -> Orchestrator:
     return Orchestrator([StagePool(0, LeastQueueLengthBalancer())], [FakeEngineApi()], 3, lambda: 0.0)
 
 
-def test_the_families_are_these() -> None:
-    families = {family.name: family.type for family in registry_of(empty_orchestrator()).collect()}
-    assert families == {
-        "vllm_omni_fleet:replicas": "gauge",
-        "vllm_omni_fleet:dispatches": "counter",
-        "vllm_omni_fleet:requests_in_flight": "gauge",
-        "vllm_omni_fleet:replica_restarts": "counter",
-        "vllm_omni_fleet:queue_time_seconds": "histogram",
-        "vllm_omni_fleet:hold_time_seconds": "histogram",
-        "vllm_omni_fleet:stage_seconds": "histogram",
-        "vllm_omni_fleet:requests_held": "gauge",
-        "vllm_omni_fleet:request_moves": "counter",
-        "vllm_omni_fleet:tokens_swallowed": "counter",
-        "vllm_omni_fleet:replays_diverged": "counter",
-        "vllm_omni_fleet:requests_failed": "counter",
-        "vllm_omni_fleet:prefill_tokens": "gauge",
-        "vllm_omni_fleet:decode_tokens": "gauge",
-        "vllm_omni_fleet:kv_cache_usage_ratio": "gauge",
-        "vllm_omni_fleet:decisions": "counter",
-        "vllm_omni_fleet:decision_fallbacks": "counter",
-        "vllm_omni_fleet:matched_tokens": "counter",
-        "vllm_omni_fleet:cached_tokens": "counter",
-    }
+async def test_the_families_are_those_of_the_catalogue() -> None:
+    exchange = WorkExchange(print, call_later=Timers().call_later)
+    async with FakeFleet(replicas=1, balancer=Broken(), exchange=exchange) as fleet:
+        fleet.orchestrator.metrics.has_session = True
+        await fleet.submit("a", prompt=[1] * 10)
+        fleet.say("a", 1, cached=4)
+        fleet.orchestrator.metrics.spent(0, "talker", "run", 1.0)
+        shown = {
+            family.name.removeprefix(PREFIX): (
+                family.type,
+                family.documentation,
+                set(family.samples[0].labels) - {"le"},
+            )
+            for family in registry_of(fleet.orchestrator).collect()
+        }
+    assert shown == {metric.name: (metric.kind, metric.meaning, set(metric.labels)) for metric in METRICS}
 
 
 def test_a_head_that_can_be_joined_says_who_it_hears_of() -> None:
@@ -138,6 +141,80 @@ async def test_the_work_of_each_replica_is_shown_as_policies_see_it() -> None:
         assert values(registry, "vllm_omni_fleet:kv_cache_usage_ratio", "replica") == {"0": 0, "1": 0.25}
 
 
+def of_stages(registry: CollectorRegistry, name: str) -> dict[str, float]:
+    return values(registry, f"vllm_omni_fleet:{name}", "stage")
+
+
+async def test_requests_wait_or_run_wherever_they_are() -> None:
+    async with FakeFleet(replicas=2, replica_wait=60.0) as fleet:
+        for name in "abcd":
+            await fleet.submit(name, affinity=0 if name < "d" else 1)
+        fleet.say("a")
+        fleet.links[0].report(running=2)
+        registry = registry_of(fleet.orchestrator)
+        # Of the first replica two run, one waits; the other has not reported.
+        assert of_stages(registry, "requests_waiting") == {"0": 2}
+        assert of_stages(registry, "requests_running") == {"0": 2}
+        for replica in (0, 1):
+            fleet.lose(replica)
+        fleet.orchestrator.metrics.waiting = 7
+        assert of_stages(registry, "requests_waiting") == {"0": 4 + 7}
+        assert of_stages(registry, "requests_running") == {"0": 0}
+
+
+async def test_requests_that_wait_for_their_turn_to_move_or_for_the_end_of_a_pause_wait() -> None:
+    async with FakeFleet() as fleet:
+        fleet.orchestrator.metrics.moves_waiting_by_stage[0] = 2
+        fleet.orchestrator.metrics.paused_by_stage[0] = 3
+        assert of_stages(registry_of(fleet.orchestrator), "requests_waiting") == {"0": 5}
+
+
+async def test_the_expected_wait_is_the_queue_over_the_rate_at_which_it_shrinks() -> None:
+    async with FakeFleet(replicas=1) as fleet:
+        registry = registry_of(fleet.orchestrator)
+        assert of_stages(registry, "expected_wait_seconds") == {"0": 0}
+        for name in "abcde":
+            await fleet.submit(name)
+        assert of_stages(registry, "expected_wait_seconds") == {}
+        fleet.now = 2.0
+        fleet.say("a")
+        assert of_stages(registry, "expected_wait_seconds") == {"0": 4 / (1 / 2.0)}
+        for name in "bcde":
+            fleet.say(name)
+        assert of_stages(registry, "expected_wait_seconds") == {"0": 0}
+
+
+async def test_memory_of_a_stage_is_weighed_by_its_size_where_that_is_known() -> None:
+    async with FakeFleet(replicas=0) as fleet:
+        registry = registry_of(fleet.orchestrator)
+        assert of_stages(registry, "stage_kv_cache_usage_ratio") == {}
+        for replica_id, (blocks, running) in enumerate(((300, 40), (100, 80))):
+            fleet.ready_response = b"[%d, 16]" % blocks
+            fleet.join(fleet.pool.add(replica_id))
+            await fleet.submit(str(replica_id), affinity=replica_id)
+            fleet.links[replica_id].report(running)
+        assert of_stages(registry, "stage_kv_cache_usage_ratio") == {"0": pytest.approx(0.5)}
+        fleet.ready_response = b""
+        fleet.join(fleet.pool.add(2))
+        assert of_stages(registry, "stage_kv_cache_usage_ratio") == {"0": pytest.approx(0.4)}
+
+
+async def test_the_hit_ratio_is_that_of_prompts_whose_engine_said_what_it_had() -> None:
+    async with FakeFleet(replicas=1) as fleet:
+        registry = registry_of(fleet.orchestrator)
+        assert of_stages(registry, "prefix_cache_hit_ratio") == {}
+        for name, cached in (("a", 32), ("b", None)):
+            await fleet.submit(name, prompt=[1] * 64)
+            fleet.say(name, 1, cached=cached)
+        assert of_stages(registry, "prefix_cache_hit_ratio") == {"0": 0.5}
+
+
+async def test_a_replica_is_known_by_the_number_that_vllm_has_for_it() -> None:
+    stages = [stage(0, "thinker", "text"), stage(1, "talker", "tokens", "thinker", final=True)]
+    async with FakePipelineFleet(stages) as fleet:
+        assert values(registry_of(fleet.orchestrator), "vllm_omni_fleet:replica_info", "engine") == {"0": 1, "10000": 1}
+
+
 async def test_requests_of_other_heads_are_not_counted_as_ours() -> None:
     async with FakeFleet(replicas=1) as fleet:
         await fleet.submit("a")
@@ -161,10 +238,6 @@ async def test_every_dispatch_is_counted_once_by_what_decided() -> None:
 
 
 async def test_what_a_policy_fell_back_to_is_counted() -> None:
-    class Broken:
-        def select(self, task: object, replicas: object) -> int:
-            raise RuntimeError("broken")
-
     async with FakeFleet(balancer=Broken()) as fleet:
         await fleet.submit("a")
         registry = registry_of(fleet.orchestrator)

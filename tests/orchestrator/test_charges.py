@@ -106,6 +106,7 @@ def test_the_sums_are_those_of_what_is_in_flight_through_any_history(steps: list
         assert load.decode_tokens == sum(c.prompt_tokens + c.output_tokens for c in there if c.began)
         assert load.others >= 0
         assert load.prefill_rate >= 0.0
+        assert 0 <= account.waiting <= sum(not c.began for c in there)
 
 
 def test_what_other_heads_report_takes_the_place_of_the_engines_word() -> None:
@@ -125,3 +126,30 @@ def test_what_other_heads_report_outlives_our_own_requests() -> None:
     account.join(Work(requests=3, prefill_tokens=200))
     account.release(run, 1.0)
     assert account.load == ReplicaLoad(3, 3, 200, heads_report=True)
+
+
+def test_a_request_waits_until_its_engine_reports_that_it_runs_or_its_first_output() -> None:
+    account = Account()
+    first, second = (charged(account, prompt=10) for _ in range(2))
+    assert account.waiting == 2
+    account.report(LoadReport(waiting=1, running=1, kv_usage=0.0))
+    assert account.waiting == 1
+    account.begin(first, 1.0)
+    assert account.waiting == 1
+    account.report(LoadReport(waiting=0, running=2, kv_usage=0.0))
+    assert account.waiting == 0
+    charged(account, prompt=10)
+    assert account.waiting == 1
+    for run in (first, second):
+        account.release(run, 2.0)
+    account.report(LoadReport(waiting=1, running=0, kv_usage=0.0))
+    assert account.waiting == 1
+
+
+def test_only_what_had_no_output_can_be_waiting_whatever_the_engine_reports() -> None:
+    account = Account()
+    run = charged(account, prompt=10)
+    account.begin(run, 1.0)
+    # It was put back for want of memory, or the others are of another head.
+    account.report(LoadReport(waiting=5, running=0, kv_usage=1.0))
+    assert account.waiting == 0

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.links import FakeLink
+from vllm_omni_plugin.admin.metrics.stage_totals import all_totals
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 
 REPLICAS = 3
@@ -146,6 +147,8 @@ class Histories(RuleBasedStateMachine):
             assert set(self.fleet.orchestrator.request_states) == self.open
             metrics = self.fleet.orchestrator.metrics
             assert sum(self.fleet.in_flight) + metrics.held + metrics.moves_waiting == len(self.open)
+            [totals] = all_totals(self.fleet.orchestrator)
+            assert totals.waiting + totals.running == len(self.open)
             assert not (metrics.held and self.fleet.pool.serving)
             assert not (metrics.moves_waiting and not self.fleet.pool.serving)
 

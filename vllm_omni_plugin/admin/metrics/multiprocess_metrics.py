@@ -12,20 +12,14 @@ from prometheus_client import Counter, Gauge
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from vllm_omni_plugin.admin.metrics.catalogue import METRICS, PREFIX
 from vllm_omni_plugin.logger import init_logger
 
 logger = init_logger(__name__)
 
 _INTERVAL_S = 1.0
 
-_GAUGE_MODES = {
-    "vllm_omni_fleet:replicas": "livemostrecent",
-    "vllm_omni_fleet:kv_cache_usage_ratio": "livemax",
-    "vllm_omni_fleet:coordinator_connected": "livemin",
-    "vllm_omni_fleet:heads": "livemin",
-}
-"""What is no API server's own and must not be added up: all see the same replicas, caches and heads."""
-_OWN = "livesum"
+_GAUGE_MODES = {f"{PREFIX}{metric.name}": metric.over_processes for metric in METRICS}
 
 
 def in_multiprocess_mode() -> bool:
@@ -37,8 +31,8 @@ class MetricFiles:
     """Writes the gauges and counters of a collector into this process's files, once a second. Thread-safe.
 
     Args:
-        collector: its gauges are summed over the processes unless `_GAUGE_MODES` says otherwise, those of processes
-            that have ended left out.
+        collector: its gauges are joined over the processes as the catalogue says, those of processes that have ended
+            left out.
         interval: seconds between two writings.
     """
 
@@ -82,7 +76,7 @@ class MetricFiles:
         """Whether a family is a gauge or counter; it has a metric then."""
         kind = {"gauge": Gauge, "counter": Counter}.get(family.type)
         if kind is not None and family.name not in self._metrics and family.samples:
-            more = {"multiprocess_mode": _GAUGE_MODES.get(family.name, _OWN)} if kind is Gauge else {}
+            more = {"multiprocess_mode": _GAUGE_MODES[family.name]} if kind is Gauge else {}
             labels = tuple(family.samples[0].labels)
             self._metrics[family.name] = kind(family.name, family.documentation, labels, registry=None, **more)
         return kind is not None

@@ -55,7 +55,7 @@ class Dispatcher:
         self._migration_limit = migration_limit
         self._clock = clock
         self._metrics = metrics
-        metrics.held_by_stage[pool.stage_id] = 0
+        metrics.held_by_stage[pool.stage_id] = metrics.moves_waiting_by_stage[pool.stage_id] = 0
         self._wake_at = wake_at
         self._held = HeldRequests(replica_wait, wake_at)
         self._moves = moves
@@ -228,7 +228,7 @@ class Dispatcher:
             self._fail(run, error)
         elif not self._end_if_whole(run, lost):
             self._metrics.moves_by_way[run.move] += 1
-            self._metrics.moves_waiting += 1
+            self._metrics.moves_waiting_by_stage[self._pool.stage_id] += 1
             self._moving[run] = None
             self._dispatch_moving()
 
@@ -250,7 +250,7 @@ class Dispatcher:
     def _stop_moving(self, run: StageRun) -> None:
         if run in self._moving:
             del self._moving[run]
-            self._metrics.moves_waiting -= 1
+            self._metrics.moves_waiting_by_stage[self._pool.stage_id] -= 1
 
     def _dispatch_suspects(self) -> None:
         while (run := self._suspects.next_free()) is not None:

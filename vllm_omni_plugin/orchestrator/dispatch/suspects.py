@@ -64,7 +64,7 @@ class Suspects:
         waits = (
             self._is_apart(run) and (len(self._line) > 0 or self._all_tried()) and self._line.hold(run, self._clock())
         )
-        self._metrics.moves_waiting += waits
+        self._metrics.moves_waiting_by_stage[self._pool.stage_id] += waits
         return waits
 
     def begin(self, run: StageRun, member: PoolMember) -> None:
@@ -92,7 +92,7 @@ class Suspects:
 
     def forget(self, run: StageRun) -> None:
         """A suspect is none any more, or has ended: the next one may go where it was."""
-        self._metrics.moves_waiting -= self._line.remove(run)
+        self._metrics.moves_waiting_by_stage[self._pool.stage_id] -= self._line.remove(run)
         if run.replica_id in self.tries:
             tried = self.tries[run.replica_id]
             tried.discard(run)
@@ -108,7 +108,7 @@ class Suspects:
         Because a replica is free for it, or because it has waited long enough.
         """
         run = self._line.take_overdue(self._clock()) if self._all_tried() else self._line.take()
-        self._metrics.moves_waiting -= run is not None
+        self._metrics.moves_waiting_by_stage[self._pool.stage_id] -= run is not None
         return run
 
     def _is_apart(self, run: StageRun) -> bool:

@@ -21,6 +21,7 @@ from vllm_omni_plugin.orchestrator.pool import decision_log
 from vllm_omni_plugin.orchestrator.pool.bindings import Bindings
 from vllm_omni_plugin.orchestrator.pool.policy_guard import PolicyGuard
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
+from vllm_omni_plugin.orchestrator.pool.stage_flow import StageFlow
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.requests.charges import UNKNOWN_CACHE, Account, Work
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import Explanation
@@ -60,6 +61,7 @@ class StagePool:
         serving: those that take new requests; likewise.
         exchange: as above.
         lockstep: as above.
+        flow: what is measured of the stage's requests as they come and go.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class StagePool:
         self.follows_caches = self._policy.follows_caches
         self.wants_cache_events = self._policy.wants_cache_events
         self._log = decision_log.DecisionLog(self.policy)
+        self.flow = StageFlow(clock)
         self._clock = clock
         self._by_id: dict[int, PoolMember] = {}
         self._unreported = UnreportedRequests()
@@ -136,6 +139,7 @@ class StagePool:
         orphans = list(member.in_flight.values())
         member.in_flight.clear()
         self._unreported.in_flight -= len(orphans)
+        self.flow.dropped(self._clock(), sum(not run.began for run in orphans))
         served, member.client = member.client is not None, None
         self._set_status(member, status)
         member.account = Account()
@@ -239,6 +243,7 @@ class StagePool:
         member.dispatched += 1
         member.account.charge(run, run.attempt_at)
         self._unreported.in_flight += 1
+        self.flow.sent(run.attempt_at)
         self.serving.changed(member)
         if self.exchange is not None:
             self.exchange.changed(member)
@@ -246,7 +251,9 @@ class StagePool:
 
     def begin(self, member: PoolMember, run: StageRun, cached_tokens: int | None) -> None:
         """The first output of an attempt came; the engine had so many prompt tokens cached, None if it did not say."""
-        member.account.begin(run, self._clock())
+        now = self._clock()
+        member.account.begin(run, now)
+        self.flow.began(now, run.prompt_tokens, cached_tokens)
         self.serving.changed(member)
         if self.exchange is not None:
             self.exchange.changed(member)
@@ -265,6 +272,8 @@ class StagePool:
         self._unreported.in_flight -= 1
         now = self._clock()
         member.account.release(run, now)
+        if not run.began:
+            self.flow.dropped(now)
         self.serving.changed(member)
         if self.exchange is not None:
             self.exchange.changed(member)

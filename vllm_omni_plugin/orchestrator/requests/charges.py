@@ -51,6 +51,7 @@ class Account:
         self._peers_prefill_tokens = 0
         self._report = _NO_REPORT
         self._reported_others = 0
+        self._unanswered = 0
         # Of the time in which there were prompts to compute, recent time weighing more.
         self._computed_tokens = 0.0
         self._computing_s = 0.0
@@ -62,6 +63,15 @@ class Account:
     def own(self) -> Work:
         """What this head has charged."""
         return Work(self.requests - self.others, self.prefill_tokens - self._peers_prefill_tokens)
+
+    @property
+    def waiting(self) -> int:
+        """Requests of this head that the engine has not begun, as far as it has reported. Any thread may read it.
+
+        What no report has counted yet waits, too. Where several heads have requests waiting there, each takes them for
+        its own as far as it has that many without an output.
+        """
+        return min(self._unanswered, max(0, self.requests - self._report.running))
 
     @property
     def load(self) -> ReplicaLoad:
@@ -90,6 +100,7 @@ class Account:
         """An attempt is about to be sent."""
         self._load = None
         self.requests += 1
+        self._unanswered += 1
         if run.prefill_tokens:
             if self.prefill_tokens > self._peers_prefill_tokens:
                 self._pass_time(now)
@@ -100,6 +111,7 @@ class Account:
         """Its first output came: the prompt is computed, and what it holds of the KV memory stays to its end."""
         self._load = None
         run.began = True
+        self._unanswered -= 1
         self._end_prefill(run, now, computed=run.prefill_tokens)
         self._decode_tokens += run.prompt_tokens + run.output_tokens
 
@@ -117,6 +129,7 @@ class Account:
         if run.began:
             self._decode_tokens -= run.prompt_tokens + run.output_tokens
         else:
+            self._unanswered -= 1
             self._end_prefill(run, now, computed=0)
         if self.requests == self.others:
             # An engine tells each report to one of its clients, those with outputs first. One that has no more requests

@@ -1,5 +1,7 @@
 """What the orchestrator counts, in plain numbers and histograms that any thread may read."""
 
+from collections.abc import Mapping
+
 from prometheus_client import Histogram
 
 from vllm_omni_plugin.vllm_api.requests.move import Move
@@ -8,6 +10,18 @@ _MAX_REASONS = 64
 """Reasons and fallbacks that are told apart. They label metrics, and a third party's policy may invent any number."""
 _OTHER_REASON = "other"
 _BUCKETS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0)
+
+HISTOGRAMS: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "queue_time_seconds": ((), "Seconds from a request's arrival at the orchestrator to its first dispatch."),
+    "hold_time_seconds": ((), "Seconds that accepted requests waited because no replica could serve."),
+    "stage_seconds": (
+        ("stage", "name", "part"),
+        "Seconds that a request through a pipeline spent in a stage, which has a `name` in the file. `transfer`: in "
+        "transforms and building inputs; `queue`: until the dispatch; `first_output`: from there to the first output; "
+        "`run`: from there to the end.",
+    ),
+}
+"""Labels and meanings of the histograms, by their names without the prefix of our metrics."""
 
 
 class OrchestratorMetrics:
@@ -23,7 +37,7 @@ class OrchestratorMetrics:
         diverged: replays that did not repeat what had been delivered; these are among `lost`.
         lost: requests that ended with an error because their replica was lost.
         queries_of_death: requests that ended with an error because engines seemed to die of them.
-        moves_waiting: requests of lost replicas that wait for their turn to move.
+        moves_waiting_by_stage: requests of lost replicas that wait for their turn to move, by stage.
         refused: requests refused because no replica could serve, after they had been accepted.
         turned_away: requests refused for the same reason before that.
         decisions: dispatches by stage, policy and reason.
@@ -39,21 +53,17 @@ class OrchestratorMetrics:
     """
 
     def __init__(self) -> None:
-        self.queue_time = _seconds(
-            "queue_time", "Seconds between the arrival of a request at the orchestrator and its first dispatch."
-        )
-        self.hold_time = _seconds("hold_time", "Seconds that accepted requests waited because no replica could serve.")
-        self.stage_seconds = _seconds(
-            "stage", "Seconds that requests spent in the stages of a pipeline.", ("stage", "name", "part")
-        )
+        self.queue_time = _histogram("queue_time_seconds")
+        self.hold_time = _histogram("hold_time_seconds")
+        self.stage_seconds = _histogram("stage_seconds")
         self.held_by_stage: dict[int, int] = {}
         self.paused_by_stage: dict[int, int] = {}
+        self.moves_waiting_by_stage: dict[int, int] = {}
         self.moves_by_way = dict.fromkeys((Move.RESTART, Move.RESUME, Move.REPLAY), 0)
         self.swallowed_tokens = 0
         self.diverged = 0
         self.lost = 0
         self.queries_of_death = 0
-        self.moves_waiting = 0
         self.refused = 0
         self.turned_away = 0
         self.decisions: dict[tuple[int, str, str], int] = {}
@@ -78,14 +88,20 @@ class OrchestratorMetrics:
         return sum(self.paused_by_stage.values())
 
     @property
+    def moves_waiting(self) -> int:
+        """Requests that wait for their turn to move, whatever their stage."""
+        return sum(self.moves_waiting_by_stage.values())
+
+    @property
     def moves(self) -> int:
         """All moves, whatever their way."""
         return sum(self.moves_by_way.values())
 
 
-def _seconds(name: str, documentation: str, labels: tuple[str, ...] = ()) -> Histogram:
+def _histogram(name: str) -> Histogram:
+    labels, meaning = HISTOGRAMS[name]
     # In no registry: a process may have several orchestrators, and each head's collector shows its own.
-    return Histogram(f"vllm_omni_fleet:{name}_seconds", documentation, labels, buckets=_BUCKETS_S, registry=None)
+    return Histogram(f"vllm_omni_fleet:{name}", meaning, labels, buckets=_BUCKETS_S, registry=None)
 
 
 def count(counts: dict[tuple[int, str, str], int], key: tuple[int, str, str]) -> None:

@@ -1,0 +1,1 @@
+"""The configuration of Prometheus and Grafana in examples/monitoring."""

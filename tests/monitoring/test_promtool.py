@@ -1,0 +1,16 @@
+"""What Prometheus's own tool says of the configuration, the rules, and the alerts' unit tests."""
+
+import shutil
+import subprocess
+
+import pytest
+
+from .queries import FOLDER
+
+pytestmark = pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool, of Debian's prometheus")
+
+
+@pytest.mark.parametrize("command", [("check", "config", "prometheus.yml"), ("test", "rules", "alerts_test.yml")])
+def test_promtool_finds_nothing_wrong(command: tuple[str, ...]) -> None:
+    done = subprocess.run(["promtool", *command], cwd=FOLDER, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr

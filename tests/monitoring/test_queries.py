@@ -1,0 +1,97 @@
+"""Every query of the dashboards and rules can be answered from what a head tells, and means what its legend shows.
+
+What they ask of vLLM's own metrics is taken for granted here; `tests/engine/test_monitoring.py` asks a real fleet.
+"""
+
+import itertools
+import json
+import re
+from collections.abc import Set
+from pathlib import Path
+
+import pytest
+import yaml
+
+from .queries import (
+    DASHBOARDS,
+    FOLDER,
+    RULES,
+    Query,
+    UnansweredError,
+    all_queries,
+    check,
+    of_the_catalogue,
+    queries_of,
+    recorded,
+    rules_of,
+)
+
+OF_VLLM = {"model_name", "engine", "finished_reason", "le"}
+SCRAPE: dict[str, Set[str]] = {"a": {"x", "y"}, "b_bucket": {"le", "x"}}
+
+QUERIES = all_queries()
+
+
+@pytest.mark.parametrize("query", QUERIES, ids=str)
+def test_a_query_asks_for_what_a_head_tells(query: Query) -> None:
+    names = {name for each in QUERIES for name in re.findall(r"\bvllm:\w+", each.expr)}
+    check(query, recorded(of_the_catalogue() | dict.fromkeys(names, OF_VLLM)))
+
+
+@pytest.mark.parametrize(
+    ("expr", "shown", "flaw"),
+    [
+        pytest.param("c", (), "there is no c", id="a metric that is not there"),
+        pytest.param('a{z="1"}', (), r"no label \['z'\]", id="a selector"),
+        pytest.param("sum by (z) (a)", (), r"no label \['z'\]", id="an aggregation"),
+        pytest.param("sum by (x) (sum by (y) (a))", (), r"no label \['x'\]", id="an aggregation of another"),
+        pytest.param("histogram_quantile(0.5, sum by (x) (rate(b_bucket[5m])))", (), r"no label \['le'\]", id="le"),
+        pytest.param("sum by (x) (a) / c", (), "there is no c", id="the right side"),
+        pytest.param("max_over_time(c[1h])", (), "there is no c", id="a range"),
+        pytest.param("sum by (x) (a)", ("y",), r"answer has no \['y'\]", id="a legend"),
+        pytest.param("sum(a) > 3", ("x",), r"answer has no \['x'\]", id="a legend of a sum"),
+    ],
+)
+def test_what_is_not_there_is_found(expr: str, shown: tuple[str, ...], flaw: str) -> None:
+    with pytest.raises(UnansweredError, match=flaw):
+        check(Query("here", expr, frozenset(shown)), SCRAPE)
+
+
+def test_a_query_that_can_be_answered_passes() -> None:
+    expr = 'histogram_quantile(0.9, sum by (x, le) (rate(b_bucket{x!=""}[5m]))) > on (x) max by (x) (a)'
+    check(Query("here", expr, frozenset({"x"})), SCRAPE)
+
+
+@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
+def test_the_panels_of_a_dashboard_have_their_own_places_and_explain_themselves(path: Path) -> None:
+    panels = json.loads(path.read_text())["panels"]
+    assert [panel["id"] for panel in panels] == list(range(1, len(panels) + 1))
+    assert len({panel["title"] for panel in panels}) == len(panels)
+    for panel in panels:
+        assert panel["type"] == "row" or panel["description"].endswith(".")
+        assert panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24
+    for one, other in itertools.combinations((panel["gridPos"] for panel in panels), 2):
+        apart = [one[a] + one[b] <= other[a] or other[a] + other[b] <= one[a] for a, b in (("x", "w"), ("y", "h"))]
+        assert any(apart), (one, other)
+
+
+def test_the_dashboards_are_different_ones() -> None:
+    boards = [json.loads(path.read_text()) for path in DASHBOARDS]
+    assert {path.stem for path in DASHBOARDS} == {"fleet", "replica", "pipeline"}
+    assert len({board["uid"] for board in boards}) == len({board["title"] for board in boards}) == len(boards)
+
+
+def test_every_alert_has_a_unit_test_and_says_what_to_do() -> None:
+    [unit_tests] = yaml.safe_load((FOLDER / "alerts_test.yml").read_text())["tests"]
+    tested = {test["alertname"] for test in unit_tests["alert_rule_test"] if "exp_alerts" in test}
+    alerts = rules_of(FOLDER / "alerts.yml")
+    assert tested == {rule["alert"] for rule in alerts}
+    for rule in alerts:
+        assert set(rule["annotations"]) == {"summary", "description"}
+        assert rule["labels"]["severity"] in {"critical", "warning"}
+
+
+def test_prometheus_is_told_of_all_rules() -> None:
+    config = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
+    assert config["rule_files"] == [path.name for path in RULES]
+    assert all(queries_of(path) for path in RULES)

@@ -1,0 +1,92 @@
+"""How fast requests leave a stage's queue, and how much of their prompts was cached."""
+
+import pytest
+
+from vllm_omni_plugin.orchestrator.pool.stage_flow import StageFlow
+
+
+class Played:
+    """A flow with its clock."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.flow = StageFlow(lambda: self.now)
+
+    def send(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.flow.sent(self.now)
+
+    def begin(self, after: float, prompt_tokens: int = 0, cached_tokens: int | None = None) -> None:
+        self.now += after
+        self.flow.began(self.now, prompt_tokens, cached_tokens)
+
+    def drop(self, after: float) -> None:
+        self.now += after
+        self.flow.dropped(self.now)
+
+
+@pytest.fixture
+def played() -> Played:
+    return Played()
+
+
+def test_nothing_is_known_before_a_first_output(played: Played) -> None:
+    played.send()
+    played.now = 5.0
+    assert (played.flow.leaving_rate, played.flow.hit_ratio) == (None, None)
+
+
+def test_the_rate_is_that_of_first_outputs_while_there_is_a_queue(played: Played) -> None:
+    played.send(100)
+    for _ in range(100):
+        played.begin(after=0.5)
+    assert played.flow.leaving_rate == pytest.approx(2.0, rel=0.05)
+
+
+def test_time_without_a_queue_does_not_count(played: Played) -> None:
+    for _ in range(100):
+        played.send()
+        played.begin(after=0.5)
+        played.now += 1000.0
+    assert played.flow.leaving_rate == pytest.approx(2.0, rel=0.05)
+
+
+def test_a_request_that_is_dropped_leaves_no_queue_and_is_no_output(played: Played) -> None:
+    played.send(2)
+    played.begin(after=1.0)
+    played.drop(after=1.0)
+    played.now += 1000.0
+    assert played.flow.leaving_rate == pytest.approx(0.5, rel=0.05)
+
+
+def test_the_rate_falls_while_nothing_leaves_a_queue(played: Played) -> None:
+    played.send(2)
+    played.begin(after=1.0)
+    played.now += 9.0
+    assert played.flow.leaving_rate == pytest.approx(0.1, rel=0.35)
+    before = played.flow.leaving_rate
+    played.now += 60.0
+    assert played.flow.leaving_rate < before / 10
+
+
+def test_the_rate_follows_a_stage_that_has_become_slow(played: Played) -> None:
+    played.send(100)
+    for seconds in [0.1] * 50 + [10.0] * 50:
+        played.begin(after=seconds)
+    assert played.flow.leaving_rate == pytest.approx(0.1, rel=0.2)
+
+
+def test_the_share_of_cached_tokens_is_by_tokens_and_recent_ones_weigh_more(played: Played) -> None:
+    played.send(3)
+    played.begin(after=0.0, prompt_tokens=100, cached_tokens=80)
+    played.begin(after=0.0, prompt_tokens=300, cached_tokens=20)
+    assert played.flow.hit_ratio == 0.25
+    played.begin(after=300.0, prompt_tokens=10, cached_tokens=10)
+    assert played.flow.hit_ratio == pytest.approx(1.0, abs=0.01)
+
+
+def test_an_engine_that_does_not_say_what_was_cached_does_not_count(played: Played) -> None:
+    played.send(2)
+    played.begin(after=0.0, prompt_tokens=100, cached_tokens=50)
+    played.begin(after=0.0, prompt_tokens=100)
+    assert played.flow.hit_ratio == 0.5

@@ -1,0 +1,67 @@
+"""How fast the requests of a stage leave its queue, and how much of their prompts its engines had cached."""
+
+from collections.abc import Callable
+from math import exp
+
+_MEMORY_S = 30.0
+"""Seconds after which what was seen weighs 1/e: of time with a queue in the rate, of any time in the share."""
+
+
+class StageFlow:
+    """Sums over the requests of a stage, recent ones weighing more. O(1) for each request.
+
+    A request is in the queue from when it is sent to a replica until its first output. The rate is measured only while
+    some are, since without them it would be that at which requests come. What is not sent yet is not known here.
+
+    Written by the orchestrator's loop; any thread may read the properties.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._queued = 0
+        # First outputs, the seconds in which there was a queue, and the time up to which both are counted. Replaced
+        # as one, for the sake of other threads.
+        self._left = (0.0, 0.0, 0.0)
+        # Tokens that were cached, of how many, and when that was said last.
+        self._cached = (0.0, 0.0, 0.0)
+
+    def sent(self, now: float) -> None:
+        """An attempt is sent to a replica."""
+        if not self._queued:
+            self._left = (*self._left[:2], now)
+        self._queued += 1
+
+    def began(self, now: float, prompt_tokens: int, cached_tokens: int | None) -> None:
+        """Its first output came; the engine had so many of its prompt's tokens cached, None if it did not say."""
+        self._left = self._left_by(now, left=1)
+        self._queued -= 1
+        if cached_tokens is not None:
+            cached, asked, then = self._cached
+            kept = exp((then - now) / _MEMORY_S)
+            self._cached = (cached * kept + cached_tokens, asked * kept + prompt_tokens, now)
+
+    def dropped(self, now: float, attempts: int = 1) -> None:
+        """So many ended without an output: given up by their clients, refused, or lost with their replica."""
+        self._left = self._left_by(now)
+        self._queued -= attempts
+
+    @property
+    def leaving_rate(self) -> float | None:
+        """Requests that leave the queue per second of the time in which there is one; None before the first."""
+        left, seconds, _ = self._left_by(self._clock()) if self._queued else self._left
+        return left / seconds if left and seconds else None
+
+    @property
+    def hit_ratio(self) -> float | None:
+        """Share of prompt tokens that engines had cached, 0 to 1; None before they have said so of any."""
+        cached, asked, _ = self._cached
+        return cached / asked if asked else None
+
+    def _left_by(self, now: float, left: int = 0) -> tuple[float, float, float]:
+        before, seconds, then = self._left
+        elapsed = max(0.0, now - then)
+        kept = exp(-elapsed / _MEMORY_S)
+        return before * kept + left, seconds * kept + elapsed, now
