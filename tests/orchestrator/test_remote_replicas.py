@@ -18,7 +18,7 @@ from vllm_omni_plugin.orchestrator.attachment.remote_keeper import (
     LONGEST_PAUSE_S,
 )
 from vllm_omni_plugin.orchestrator.attachment.remote_replicas import MAX_ATTACHING
-from vllm_omni_plugin.orchestrator.fleet_state.member_changes import ADMIN_HOLD
+from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     ReplicaJoined,
@@ -302,7 +302,7 @@ async def test_a_replica_that_is_not_attached_cannot_be_told_to_leave(fleet: Fle
 async def test_a_stage_that_the_head_does_not_have_is_reported(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
     fleet.failures.append(AttachRefusedError("stage: head has 0, replica 4", lasting=True))
     fleet.register(row(1, stage_id=4))
-    await eventually(lambda: "A replica of stage 4 cannot serve here: stage: head has 0, replica 4" in caplog.text)
+    await eventually(lambda: "A replica of stage 4 cannot be attached to: stage: head has 0, replica 4" in caplog.text)
     assert fleet.pool.members == ()
 
 

@@ -10,6 +10,19 @@ from vllm_omni_plugin.orchestrator.requests.charges import Account
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 from vllm_omni_plugin.replicas.client.stage_client import StageClient
 
+ADMIN_HOLD = "admin"
+"""The hold of a replica that the administrator drains."""
+DRAIN_HOLD = "drain"
+"""The hold of a replica whose server drains."""
+SUSPECT_HOLD = "suspect"
+"""The hold of a replica that the coordinator has not heard of for long."""
+WHY_HELD = {
+    ADMIN_HOLD: "an operator drains it",
+    DRAIN_HOLD: "its server is told to end",
+    SUSPECT_HOLD: "its heartbeats are late",
+}
+"""The holds in words."""
+
 _STAGE_STRIDE = 10_000
 """More replicas than one head has sockets for."""
 
