@@ -12,6 +12,7 @@ from starlette.types import Message, Receive, Scope, Send
 from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admin.access import Access
+from vllm_omni_plugin.admin.head_drain import HeadDrain
 from vllm_omni_plugin.admin.replica_admin import FleetAdmin
 from vllm_omni_plugin.admin.routes import build_router
 
@@ -19,8 +20,10 @@ from vllm_omni_plugin.admin.routes import build_router
 def app_of(fleet: FakeFleet | None, *, has_admin_keys: bool = True, unix_socket: bool = False) -> FastAPI:
     """A server with our routes, which takes every key there can be."""
     app = FastAPI()
-    app.include_router(build_router(Access(lambda _: True, (lambda _: True) if has_admin_keys else None, unix_socket)))
+    access = Access(lambda _: True, (lambda _: True) if has_admin_keys else None, unix_socket)
+    app.include_router(build_router(access))
     if fleet is not None:
+        app.state.omni_drain = HeadDrain(fleet.orchestrator.events)
         app.state.omni_fleet = FleetAdmin(fleet.orchestrator, fleet.fleet_calls, lambda: fleet.now)
     return app
 

@@ -194,6 +194,13 @@ async def test_failures_are_tried_again_with_growing_pauses_and_logged_once(
     assert fleet.pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, LONGEST_PAUSE_S, LONGEST_PAUSE_S]
     warnings = [record for record in caplog.records if record.levelname == "WARNING"]
     assert [record.getMessage() for record in warnings] == ["Replica 0.0 cannot be attached to: nobody there"]
+    fleet.register(row(1, status=ReplicaStatus.DRAINING), accepts=False)
+    fleet.register(row(1))
+    fleet.unregister(row(1))
+    await eventually(lambda: not fleet.pool.members)
+    kinds = [event.kind.value for event in fleet.orchestrator.events.after()]
+    assert kinds[:2] == ["refuse", "attach"]
+    assert kinds[-2:] == ["lost", "detach"]
 
 
 async def test_a_lasting_refusal_is_tried_again_late_or_when_the_replica_has_changed(fleet: Fleet) -> None:

@@ -36,7 +36,7 @@ _LINES = {
     EventKind.LOST: (logging.ERROR, "%(who)s is lost (%(reason)s) with %(requests)d requests in flight."),
     EventKind.MOVE: (logging.INFO, "%(who)s is lost: %(requests)d of its requests go on elsewhere."),
     EventKind.DRAIN: (logging.INFO, "%(who)s gets no new requests: %(reason)s."),
-    EventKind.RESUME: (logging.INFO, "%(who)s is no longer held back (%(reason)s)."),
+    EventKind.RESUME: (logging.INFO, "%(who)s may get new requests again: %(reason)s."),
     EventKind.REFUSE: (logging.WARNING, "%(who)s cannot be attached to: %(reason)s"),
     EventKind.RESTART: (logging.WARNING, "%(who)s is started again %(reason)s"),
 }
@@ -79,7 +79,7 @@ class EventLog:
         self._clock = clock
         self._ids = itertools.count(1)
         self._events: deque[FleetEvent] = deque(maxlen=MAX_EVENTS)
-        self.on_event: Callable[[], None] | None = None
+        self.on_event: Callable[[], object] | None = None
 
     def note(
         self,

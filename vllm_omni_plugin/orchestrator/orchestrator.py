@@ -15,7 +15,7 @@ from vllm_omni_plugin.orchestrator.pipeline.pipeline_requests import PipelineReq
 from vllm_omni_plugin.orchestrator.pipeline.preparation import Preparation
 from vllm_omni_plugin.orchestrator.pipeline.request_state import OrchestratorRequestState
 from vllm_omni_plugin.orchestrator.pool.output_queue import OutputQueue
-from vllm_omni_plugin.orchestrator.pool.pool_member import WHY_HELD
+from vllm_omni_plugin.orchestrator.pool.pool_member import HOLDS
 from vllm_omni_plugin.orchestrator.pool.stage_calls import StageCalls
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
@@ -225,12 +225,12 @@ class Orchestrator:
         """Give a replica no new requests; those in flight go on. Nothing to do if it is held back for this reason."""
         if reason not in member.held_back:
             self.stage_pools[member.stage_id].hold_back(member, reason)
-            self.events.note(EventKind.DRAIN, WHY_HELD.get(reason, reason), member)
+            self.events.note(EventKind.DRAIN, HOLDS[reason][0], member)
 
     def release_hold(self, member: PoolMember, reason: str) -> None:
         """See that a replica takes requests again, unless it is held back for another reason, too."""
         if reason in member.held_back:
-            self.events.note(EventKind.RESUME, WHY_HELD.get(reason, reason), member)
+            self.events.note(EventKind.RESUME, HOLDS[reason][1], member)
         if self.stage_pools[member.stage_id].release_hold(member, reason):
             self._began_to_serve(member)
 

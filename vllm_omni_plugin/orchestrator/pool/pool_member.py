@@ -16,12 +16,12 @@ DRAIN_HOLD = "drain"
 """The hold of a replica whose server drains."""
 SUSPECT_HOLD = "suspect"
 """The hold of a replica that the coordinator has not heard of for long."""
-WHY_HELD = {
-    ADMIN_HOLD: "an operator drains it",
-    DRAIN_HOLD: "its server is told to end",
-    SUSPECT_HOLD: "its heartbeats are late",
+HOLDS = {
+    ADMIN_HOLD: ("an operator drains it", "an operator resumes it"),
+    DRAIN_HOLD: ("its server is told to end", "its server is there again"),
+    SUSPECT_HOLD: ("its heartbeats are late", "its heartbeats are there again"),
 }
-"""The holds in words."""
+"""In words why each is placed and why it is released."""
 
 _STAGE_STRIDE = 10_000
 """More replicas than one head has sockets for."""
