@@ -7,12 +7,15 @@ plugins when the environment names them, while our flags on the command line are
 import asyncio
 import os
 import signal
+import socket
 import time
 from collections.abc import Sequence
 from functools import partial, wraps
+from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI
+from prometheus_client import REGISTRY
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 
@@ -25,6 +28,10 @@ from vllm_omni_plugin.admin.operator_calls import OperatorCallMiddleware
 from vllm_omni_plugin.admin.replica_admin import FleetAdmin
 from vllm_omni_plugin.admin.replica_header import ReplicaHeaderMiddleware
 from vllm_omni_plugin.admin.routes import build_router
+from vllm_omni_plugin.admin.watch.fleet_view import FleetView
+from vllm_omni_plugin.admin.watch.token_counts import TokenRates
+from vllm_omni_plugin.admin.watch.viewers import Viewers
+from vllm_omni_plugin.admin.watch.watch_routes import build_watch_router
 from vllm_omni_plugin.config import ADMIN_KEY_FLAG
 from vllm_omni_plugin.errors import SHUTTING_DOWN
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
@@ -120,6 +127,7 @@ class FleetEndpoints:
         has_admin_key = _has_one_of(read_admin_keys(key_file, ADMIN_KEY_FLAG), app) if key_file else None
         access = Access(has_api_key, has_admin_key, unix_socket=bool(args.uds))
         app.include_router(build_router(access))
+        app.include_router(build_watch_router(access))
         # Innermost, so that vLLM refuses wrong keys where it looks at them, and the wait counts in its HTTP metrics.
         app.user_middleware.append(Middleware(HoldMiddleware, paths=INFERENCE_PATHS, has_key=has_api_key))
         app.user_middleware.append(Middleware(ReplicaHeaderMiddleware))
@@ -143,6 +151,7 @@ class FleetEndpoints:
         if (flag := getattr(args, DRAIN_FLAG, None)) is not None:
             fleet.head_drain.share(flag)
         state.omni_drain = fleet.head_drain
+        state.omni_viewers = _viewers(fleet)
         state.omni_hold = Hold(
             fleet.orchestrator,
             fleet.until_serving,
@@ -154,6 +163,21 @@ class FleetEndpoints:
         state.omni_second_signal = asyncio.create_task(_heed_second_signal(fleet), name="omni-second-signal")
         if fleet.stages.pipeline is not None:
             serve_pipeline(self._app, fleet.stages.pipeline, fleet.abort_call)
+
+
+def _viewers(fleet: FleetClient) -> Viewers:
+    from vllm import __version__
+
+    versions = {"vllm": __version__, "plugin": version("vllm-omni-plugin")}
+    view = FleetView(
+        fleet.orchestrator,
+        fleet.head_drain,
+        lambda: fleet.graceful_shutdown.ending,
+        TokenRates(REGISTRY, time.monotonic),
+        {"name": f"{socket.gethostname()}, process {os.getpid()}", **versions},
+        fleet.stages.pipeline,
+    )
+    return Viewers(view, fleet.orchestrator.events, lambda: fleet.resources.engine_dead)
 
 
 def _why_closed(fleet: FleetClient) -> str:
