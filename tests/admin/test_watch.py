@@ -56,10 +56,11 @@ async def test_events_are_listed_oldest_first_and_from_one_on(fleet: FakeFleet) 
     fleet.orchestrator.hold_back(fleet.pool.member(0), "admin")
     async with client_of(app_of(fleet)) as client:
         events = (await client.get("/omni/events")).json()["events"]
-        later = (await client.get("/omni/events", headers={"Last-Event-ID": "1"})).json()["events"]
-    assert [(event["id"], event["kind"], event["replica"], event["stage"]) for event in events] == [
-        (1, "lost", "0.1", 0),
-        (2, "drain", "0.0", 0),
+        known = {"Last-Event-ID": str(events[0]["id"])}
+        later = (await client.get("/omni/events", headers=known)).json()["events"]
+    assert [(event["kind"], event["replica"], event["stage"]) for event in events] == [
+        ("lost", "0.1", 0),
+        ("drain", "0.0", 0),
     ]
     assert later == events[1:]
     assert set(events[0]) == {"id", "time", "kind", "stage", "replica", "reason", "requests"}

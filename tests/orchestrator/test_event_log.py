@@ -26,11 +26,14 @@ def test_an_event_says_when_what_where_and_why() -> None:
     log.note(EventKind.REFUSE, "dtype", stage=3, level=logging.ERROR)
     log.note(EventKind.DRAIN, "an operator drains it")
     assert [(each.id, each.time, each.kind, each.stage, each.replica, each.reason) for each in log.after()] == [
-        (1, 12.5, "restart", 0, "0.1", "in 2 s: it died"),
-        (2, 12.5, "refuse", 3, None, "dtype"),
-        (3, 12.5, "drain", None, None, "an operator drains it"),
+        (12500, 12.5, "restart", 0, "0.1", "in 2 s: it died"),
+        (12501, 12.5, "refuse", 3, None, "dtype"),
+        (12502, 12.5, "drain", None, None, "an operator drains it"),
     ]
-    assert [each.id for each in log.after(2)] == [3]
+    assert [each.id for each in log.after(12501)] == [12502]
+    later = EventLog(lambda: 13.0)
+    later.note(EventKind.DRAIN, "")
+    assert len(later.after(12502)) == 1, "a head that has started again"
 
 
 def test_an_event_is_one_line_of_the_log_with_its_fields_for_who_formats_it(caplog: pytest.LogCaptureFixture) -> None:
@@ -49,11 +52,11 @@ def test_an_event_is_one_line_of_the_log_with_its_fields_for_who_formats_it(capl
 
 
 def test_the_last_thousand_are_kept() -> None:
-    log = EventLog()
+    log = EventLog(lambda: 0.0)
     for _ in range(MAX_EVENTS + 5):
         log.note(EventKind.DRAIN, "")
     kept = log.after()
-    assert (len(kept), kept[0].id, kept[-1].id) == (MAX_EVENTS, 6, MAX_EVENTS + 5)
+    assert (len(kept), kept[0].id, kept[-1].id) == (MAX_EVENTS, 5, MAX_EVENTS + 4)
 
 
 def test_who_looks_is_told_of_each_event() -> None:

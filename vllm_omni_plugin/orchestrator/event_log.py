@@ -47,7 +47,7 @@ class FleetEvent:
     """One thing that happened.
 
     Attributes:
-        id: grows by one with each event of this process.
+        id: grows by one with each event, and is higher than those of a process that has ended before.
         time: unix seconds.
         kind: what happened.
         stage: the stage; None: it concerns the head as a whole.
@@ -77,7 +77,8 @@ class EventLog:
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._ids = itertools.count(1)
+        # So that who knew the events of a process before this one is told of all.
+        self._ids = itertools.count(int(clock() * 1000))
         self._events: deque[FleetEvent] = deque(maxlen=MAX_EVENTS)
         self.on_event: Callable[[], object] | None = None
 

@@ -15,8 +15,10 @@ _COUNTERS = {
     "vllm:prefix_cache_hits_total": 2,
 }
 """vLLM's counters, and which field of `TokenCounts` each adds to."""
-_OVER = 5
-"""A rate is that since so many readings before."""
+_OVER_S = 11.0
+"""A rate is that since the oldest reading which is not older."""
+_APART_S = 0.5
+"""Seconds between two readings at least."""
 
 
 class TokenCounts(NamedTuple):
@@ -44,17 +46,22 @@ class TokenRates:
     def __init__(self, registry: CollectorRegistry, clock: Callable[[], float]) -> None:
         self._counters = registry.restricted_registry(_COUNTERS)
         self._clock = clock
-        self._readings: deque[tuple[float, dict[str, TokenCounts]]] = deque(maxlen=_OVER + 1)
+        self._readings: deque[tuple[float, dict[str, TokenCounts]]] = deque()
 
     def read(self) -> None:
-        """Take a reading."""
+        """Take a reading, unless the last one is quite new."""
+        now = self._clock()
+        while self._readings and now - self._readings[0][0] > _OVER_S:
+            self._readings.popleft()
+        if self._readings and now - self._readings[-1][0] < _APART_S:
+            return
         counts: dict[str, list[float]] = {}
         for family in self._counters.collect():
             for sample in family.samples:
                 stage_id, replica_id = stage_and_replica(int(sample.labels["engine"]))
                 fields = counts.setdefault(f"{stage_id}.{replica_id}", [0.0, 0.0, 0.0])
                 fields[_COUNTERS[sample.name]] += sample.value
-        self._readings.append((self._clock(), {name: TokenCounts(*fields) for name, fields in counts.items()}))
+        self._readings.append((now, {name: TokenCounts(*fields) for name, fields in counts.items()}))
 
     def forget(self) -> None:
         """There will be no readings for some time."""
