@@ -5,6 +5,7 @@ With `OMNI_PICTURES=FOLDER` the pictures of docs/watch.md are made there.
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -114,6 +115,11 @@ def test_the_page_shows_the_fleet_as_it_changes_and_changes_it(guarded: SimFleet
     until(lambda: [row(browser, name) for name in ("0.0", "0.1")] == ["up", "up"], "both rows")
     assert browser.run("location.href") == f"{head.url}/omni", "the key is in no address"
     assert browser.run("document.cookie + JSON.stringify({...localStorage, ...sessionStorage})") == "{}"
+
+    top = subprocess.run(
+        [SIM, "top", "--once", "--url", head.url, "--api-key", API_KEY], capture_output=True, text=True, check=True
+    )
+    assert [line.split()[:2] for line in top.stdout.splitlines()[2:4]] == [["0.0", "up"], ["0.1", "up"]]
 
     # A key that may look may not change.
     click(browser, "Drain replica 0.0")
