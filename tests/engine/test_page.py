@@ -3,6 +3,7 @@
 With `OMNI_PICTURES=FOLDER` the pictures of docs/watch.md are made there.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, Self
 
 import httpx
 import pytest
@@ -26,6 +28,7 @@ pytestmark = pytest.mark.long
 API_KEY = "api-key-of-this-test"
 ADMIN_KEY = "admin-key-of-this-test"
 SIM = str(Path(sys.executable).with_name("vllm-omni-plugin"))
+VLLM = str(Path(sys.executable).with_name("vllm"))
 MARKUP = "<img src=x onerror='window.hacked = 1'><script>window.hacked = 1</script>"
 ROW_WITHIN_S = 2.0
 
@@ -33,19 +36,31 @@ ROW_WITHIN_S = 2.0
 class SimFleet:
     """A head without engines, and nodes with simulated ones."""
 
-    def __init__(self, model: Path, folder: Path, nodes: int, *flags: str) -> None:
-        secret = write_secret(folder / "secret")
-        where = ("--omni-master-address", "127.0.0.1", "--omni-master-port", str(free_port()))
-        join = (*where, "--omni-secret-file", str(secret))
-        self.head = Server(model, folder / "head.log", "--omni-dp-size-local", "0", *join, *flags)
-        command = [SIM, "sim", *serve_command(model, *join)[2:]]
-        self.nodes = [ServeProcess(command, folder / f"node{number}.log") for number in range(nodes)]
+    def __init__(self, head: Server, nodes: list[ServeProcess]) -> None:
+        self.head = head
+        self.nodes = nodes
         try:
             self.head.wait()
-            until(lambda: self.head.replicas_up() == nodes, "all nodes serve", START_S)
+            until(lambda: self.head.replicas_up() == len(nodes), "all nodes serve", START_S)
         except BaseException:
             self.stop()
             raise
+
+    @classmethod
+    def of_one_model(cls, model: Path, folder: Path, nodes: int, *flags: str) -> Self:
+        """Replicas of one model."""
+        join = joining(folder)
+        head = Server(model, folder / "head.log", "--omni-dp-size-local", "0", *join, *flags)
+        command = [SIM, "sim", *serve_command(model, *join)[2:]]
+        return cls(head, [ServeProcess(command, folder / f"node{number}.log") for number in range(nodes)])
+
+    @classmethod
+    def of_pipeline(cls, file: Path) -> Self:
+        """One replica for each of two stages."""
+        join = joining(file.parent)
+        command = [SIM, "sim", "--omni-pipeline", str(file), *join, "--omni-stage-id"]
+        head = PipelineHead(file, *join)
+        return cls(head, [ServeProcess([*command, str(stage)], file.with_name(f"{stage}.log")) for stage in range(2)])
 
     def stop(self) -> None:
         """End everything."""
@@ -55,6 +70,24 @@ class SimFleet:
             process.stop()
 
 
+class PipelineHead(Server):
+    """The head of a pipeline."""
+
+    def __init__(self, file: Path, *flags: str) -> None:
+        self._uds = None
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        command = [VLLM, "serve", "--omni-pipeline", str(file), "--host", "127.0.0.1", "--port", str(self.port), *flags]
+        ServeProcess.__init__(self, command, file.with_name("head.log"))
+
+
+def joining(folder: Path) -> tuple[str, ...]:
+    """Flags of the processes of one fleet."""
+    secret = write_secret(folder / "secret")
+    where = ("--omni-master-address", "127.0.0.1", "--omni-master-port", str(free_port()))
+    return (*where, "--omni-secret-file", str(secret))
+
+
 @pytest.fixture
 def guarded(tiny_model: Path, tmp_path: Path) -> Iterator[SimFleet]:
     """Two replicas behind keys."""
@@ -62,7 +95,7 @@ def guarded(tiny_model: Path, tmp_path: Path) -> Iterator[SimFleet]:
     keys.touch(mode=0o600)
     keys.write_text(ADMIN_KEY)
     flags = ("--api-key", API_KEY, "--omni-admin-key-file", str(keys), "--omni-drain-timeout", "0")
-    fleet = SimFleet(tiny_model, tmp_path, 2, *flags)
+    fleet = SimFleet.of_one_model(tiny_model, tmp_path, 2, *flags)
     yield fleet
     fleet.stop()
 
@@ -70,7 +103,21 @@ def guarded(tiny_model: Path, tmp_path: Path) -> Iterator[SimFleet]:
 @pytest.fixture
 def plain_sim(tiny_model: Path, tmp_path: Path) -> Iterator[SimFleet]:
     """One replica, and no flags but those it needs."""
-    fleet = SimFleet(tiny_model, tmp_path, 1)
+    fleet = SimFleet.of_one_model(tiny_model, tmp_path, 1)
+    yield fleet
+    fleet.stop()
+
+
+@pytest.fixture
+def pipeline(tiny_model: Path, tmp_path: Path) -> Iterator[SimFleet]:
+    """A writer and a refiner."""
+    file = tmp_path / "pipeline.yaml"
+    common: dict[str, Any] = {"engine": "vllm", "model": str(tiny_model), "replicas": 0, "output": "text"}
+    common["engine_args"] = {"max-model-len": 512, "enforce-eager": True, "dtype": "float32"}
+    stages = [{"id": 0, "name": "writer", **common}]
+    stages.append({"id": 1, "name": "refiner", **common, "inputs": ["writer"], "final": True})
+    file.write_text(json.dumps({"stages": stages}))
+    fleet = SimFleet.of_pipeline(file)
     yield fleet
     fleet.stop()
 
@@ -163,9 +210,6 @@ def test_the_page_shows_the_fleet_as_it_changes_and_changes_it(guarded: SimFleet
     browser.run(f"showEvent('lost', {{time: 1, replica: '0.0', requests: 0, reason: {MARKUP!r}}})")
     browser.run("document.body.append(Object.assign(document.createElement('script'), {text: 'window.hacked = 1'}))")
     assert browser.run("document.querySelectorAll('#events img').length + (window.hacked ?? 0)") == 0
-    stage = "{{stage: {0}, name: '{1}', level: {0}, inputs: {2}, output: '', policy: 'p', replicas: []}}"
-    browser.run(f"showGraph([{stage.format(0, 'writer', '[]')}, {stage.format(1, 'refiner', '[0]')}])")
-    assert browser.run("document.querySelector('#graph svg').getAttribute('aria-label')") == "Stages: writer to refiner"
     policy = "Content Security Policy"
     assert [fault for fault in browser.faults if policy not in fault and "401" not in fault] == []
 
@@ -173,6 +217,18 @@ def test_the_page_shows_the_fleet_as_it_changes_and_changes_it(guarded: SimFleet
 def click_yes(browser: Browser) -> None:
     browser.run("document.getElementById('yes').focus()")
     browser.press("Enter", 13, "\r")
+
+
+def test_a_pipeline_is_shown_as_columns_and_as_a_graph(pipeline: SimFleet, browser: Browser) -> None:
+    browser.look(1280, 1000)
+    browser.open(f"{pipeline.head.url}/omni")
+    until(lambda: [row(browser, name) for name in ("0.0", "1.0")] == ["up", "up"], "a row in each column")
+    assert browser.run("document.querySelector('#graph svg').getAttribute('aria-label')") == "Stages: writer to refiner"
+    titles = "[...document.querySelectorAll('.stage h3')].map((title) => title.textContent.split(':')[0])"
+    assert browser.run(titles) == ["Stage 0, writer", "Stage 1, refiner"]
+    if "OMNI_PICTURES" in os.environ:
+        browser.picture(Path(os.environ["OMNI_PICTURES"], "pipeline.png"))
+    assert browser.faults == []
 
 
 def test_requests_have_time_at_the_end_unless_a_second_signal_comes(plain_sim: SimFleet) -> None:
@@ -184,8 +240,8 @@ def test_requests_have_time_at_the_end_unless_a_second_signal_comes(plain_sim: S
         stream = load.send(1000, stream=True)
         assert stream.started.wait(60)
         head.tell_to_end()
-        until(lambda: head.health() == httpx.codes.SERVICE_UNAVAILABLE, "it refuses new requests")
-        assert stream.finish_reasons == []
+        until(lambda: "a second signal ends them" in head.log.read_text(), "it hears of another signal")
+        assert (head.health(), stream.finish_reasons) == (httpx.codes.SERVICE_UNAVAILABLE, [])
         head.process.send_signal(signal.SIGTERM)
         assert "event: drain" in "".join(viewer.iter_text()), "the stream of a viewer ends with the server"
     assert stream.finish_reasons == ["abort"]

@@ -49,6 +49,7 @@ class OrchestratorThread:
         self._stop: asyncio.Future[float | None] | None = None
         self._running = threading.Event()
         self._finishing: Future[float] | None = None
+        self._hurrying = False
         self._closing = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="omni-orchestrator", daemon=True)
 
@@ -84,6 +85,8 @@ class OrchestratorThread:
             # The loop has ended since.
             waiting.close()
             return 0.0
+        if self._hurrying:
+            finishing.cancel()
         try:
             return finishing.result(timeout + _LAST_GRACE_S)
         except (CancelledError, TimeoutError):
@@ -91,7 +94,8 @@ class OrchestratorThread:
             return 0.0
 
     def hurry(self) -> None:
-        """End `let_finish` now, from another thread. Never blocks."""
+        """End `let_finish` now, or as soon as it is called, from another thread. Never blocks."""
+        self._hurrying = True
         if self._finishing is not None:
             self._finishing.cancel()
 

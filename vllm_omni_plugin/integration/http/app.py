@@ -191,6 +191,7 @@ async def _heed_second_signal(fleet: FleetClient) -> None:
     await fleet.graceful_shutdown.until_ending()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, fleet.hurry)
+    logger.info("Ending: requests in flight may finish; a second signal ends them.")
 
 
 def _needs_no_key(_: Headers) -> bool:
