@@ -7,7 +7,9 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from http.client import HTTPException
 from importlib.metadata import version
@@ -18,6 +20,7 @@ from urllib.parse import quote, urlsplit
 from urllib.request import HTTPRedirectHandler, OpenerDirector, ProxyHandler, Request, build_opener
 
 from vllm_omni_plugin.admin.admin_keys import read_admin_keys
+from vllm_omni_plugin.admin.watch.fleet_text import event_line, headline, rows
 from vllm_omni_plugin.errors import OmniError
 from vllm_omni_plugin.vllm_api.versions.supported import RANGE, installed_version, why_unsupported
 
@@ -27,6 +30,10 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 ADMIN_KEY_VARIABLE = "OMNI_ADMIN_KEY"
 _ADMIN_KEY_FLAG = "--admin-key-file"
 _TIMEOUT_S = 30.0
+_EVERY_S = 1.0
+_EVENTS = 10
+_CLEAR = "\x1b[H\x1b[2J"
+"""Makes a terminal begin again at its top."""
 _LOADS = ("requests", "prefill_tokens", "decode_tokens", "kv_usage")
 _COLUMNS = ("ID", "STATUS", "WHERE", "IN FLIGHT", "DISPATCHED", "RESTARTS", "SINCE", "HELD BACK", "ADDRESS")
 
@@ -48,6 +55,7 @@ def _parser(simulate: bool) -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Versions, nargs=0, help="print this version and that of vLLM, and exit")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_replicas(commands)
+    _add_top(commands)
     _add_explain(commands)
     _add_pipeline(commands)
     if simulate:
@@ -85,6 +93,13 @@ def _add_replicas(commands: Any) -> None:
         parser.add_argument("--json", action="store_true", help="print the replica afterwards as JSON")
     for parser in (ls, drain, resume):
         _add_server(parser)
+
+
+def _add_top(commands: Any) -> None:
+    top = commands.add_parser("top", help="show replicas, their load and the last events, once a second until Ctrl-C")
+    top.set_defaults(run=_top)
+    top.add_argument("--once", action="store_true", help="show them once and end")
+    _add_server(top)
 
 
 def _add_explain(commands: Any) -> None:
@@ -133,6 +148,26 @@ def _change(args: argparse.Namespace) -> int:
     _call(args, "POST", f"replicas/{quote(args.id, safe='')}/{args.action}")
     _print([replica for replica in _replicas(args) if replica["id"] == args.id], args.json)
     return 0
+
+
+def _top(args: argparse.Namespace) -> int:
+    events: deque[dict[str, Any]] = deque(maxlen=_EVENTS)
+    try:
+        while True:
+            after = events[-1]["id"] if events else 0
+            try:
+                state = json.loads(_call(args, "GET", "fleet"))
+                events += json.loads(_call(args, "GET", "events", headers={"Last-Event-ID": str(after)}))["events"]
+                shown = headline(state) + _table(rows(state)) + "".join(map(event_line, events))
+            except (ValueError, LookupError, TypeError) as error:
+                raise _not_a_fleet(args) from error
+            sys.stdout.write(shown if args.once else _CLEAR + shown)
+            sys.stdout.flush()
+            if args.once:
+                return 0
+            time.sleep(_EVERY_S)
+    except KeyboardInterrupt:
+        return 0
 
 
 def _explain(args: argparse.Namespace) -> int:
@@ -196,14 +231,20 @@ def _not_a_fleet(args: argparse.Namespace) -> OmniError:
     return OmniError(f"{args.url} answers, but not as the server of a fleet does")
 
 
-def _call(args: argparse.Namespace, method: str, path: str, body: bytes | None = None) -> bytes:
+def _call(
+    args: argparse.Namespace,
+    method: str,
+    path: str,
+    body: bytes | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> bytes:
     """The body of the server's answer. Raises OmniError, worded for the operator."""
     key = _key(args, changes=method != "GET")
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    sent = {**(headers or {}), "Authorization": f"Bearer {key}"} if key else dict(headers or {})
     if body is not None:
-        headers["Content-Type"] = "application/json"
+        sent["Content-Type"] = "application/json"
     try:
-        request = Request(f"{args.url}/omni/{path}", body, headers, method=method)
+        request = Request(f"{args.url}/omni/{path}", body, sent, method=method)
         with _opener(args.url).open(request, timeout=_TIMEOUT_S) as response:
             answer: bytes = response.read()
     except HTTPError as error:

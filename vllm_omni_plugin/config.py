@@ -40,7 +40,7 @@ class OmniConfig:
         insecure: links between nodes are open to anybody.
         any_vllm: go on with a version of vLLM that this package is not made for.
         admin_key_file: file with the keys of those who may change the fleet over HTTP; None: this machine alone may.
-        drain_timeout: seconds that running requests have when a headless node is told to end.
+        drain_timeout: seconds that running requests have when a node or a head is told to end.
         join_timeout: seconds in which a headless node must find the head for the first time; 0: no limit.
     """
 

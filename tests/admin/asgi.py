@@ -7,22 +7,40 @@ from typing import Any
 
 import httpx
 from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
 from starlette.types import Message, Receive, Scope, Send
 
 from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admin.access import Access
+from vllm_omni_plugin.admin.head_drain import HeadDrain
 from vllm_omni_plugin.admin.replica_admin import FleetAdmin
 from vllm_omni_plugin.admin.routes import build_router
+from vllm_omni_plugin.admin.watch.fleet_view import FleetView
+from vllm_omni_plugin.admin.watch.token_counts import TokenRates
+from vllm_omni_plugin.admin.watch.viewers import Viewers
+from vllm_omni_plugin.admin.watch.watch_routes import build_watch_router
 
 
 def app_of(fleet: FakeFleet | None, *, has_admin_keys: bool = True, unix_socket: bool = False) -> FastAPI:
     """A server with our routes, which takes every key there can be."""
     app = FastAPI()
-    app.include_router(build_router(Access(lambda _: True, (lambda _: True) if has_admin_keys else None, unix_socket)))
+    access = Access(lambda _: True, (lambda _: True) if has_admin_keys else None, unix_socket)
+    app.include_router(build_router(access))
+    app.include_router(build_watch_router(access))
     if fleet is not None:
+        app.state.omni_drain = HeadDrain(fleet.orchestrator.events)
+        app.state.omni_viewers = viewers_of(fleet, app.state.omni_drain)
         app.state.omni_fleet = FleetAdmin(fleet.orchestrator, fleet.fleet_calls, lambda: fleet.now)
     return app
+
+
+def viewers_of(fleet: FakeFleet, drain: HeadDrain, tick: float = 0.01) -> Viewers:
+    """Who looks at a fleet."""
+    rates = TokenRates(CollectorRegistry(), lambda: fleet.now)
+    names = {"name": "here", "vllm": "0", "plugin": "0"}
+    view = FleetView(fleet.orchestrator, drain, lambda: False, rates, names, None, lambda: fleet.now, lambda: 1000.0)
+    return Viewers(view, fleet.orchestrator.events, lambda: False, tick)
 
 
 def client_of(app: FastAPI, address: str | None = "127.0.0.1", **headers: str) -> httpx.AsyncClient:

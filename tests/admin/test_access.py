@@ -23,6 +23,8 @@ CHANGES = (
     ("DELETE", "/omni/replicas/0.0"),
     ("POST", DRAIN),
     ("POST", DRAIN[:-5] + "resume"),
+    ("POST", "/omni/drain"),
+    ("POST", "/omni/resume"),
     ("POST", "/omni/explain"),
 )
 

@@ -82,7 +82,7 @@ def give_fleet(app: FastAPI, fleet: FakeFleet, replica_wait: float = 0.01) -> No
         await asyncio.Event().wait()
 
     app.state.omni_fleet = FleetAdmin(fleet.orchestrator, fleet.fleet_calls, lambda: fleet.now)
-    app.state.omni_hold = hold.Hold(fleet.orchestrator, never, replica_wait, lambda: False, never)
+    app.state.omni_hold = hold.Hold(fleet.orchestrator, never, replica_wait, lambda: "", never)
 
 
 def test_the_plugin_is_what_vllm_takes_for_one() -> None:
@@ -178,6 +178,8 @@ CHANGES = (
     ("DELETE", "/omni/replicas/0.0"),
     ("POST", "/omni/replicas/0.0/drain"),
     ("POST", "/omni/replicas/0.0/resume"),
+    ("POST", "/omni/drain"),
+    ("POST", "/omni/resume"),
     ("POST", "/omni/explain"),
 )
 ADMIN_KEYS = ("admin-key-number-1", "admin-key-number-2")

@@ -14,6 +14,7 @@ from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admin import hold
 from vllm_omni_plugin.admin.hold import CLIENT_CLOSED_REQUEST, RETRY_AFTER_S, Hold, HoldMiddleware
+from vllm_omni_plugin.errors import SHUTTING_DOWN
 
 from .asgi import Client
 
@@ -55,12 +56,15 @@ class Server:
         self.main = Starlette()
         self.ending = asyncio.Event()
         self.main.state.omni_hold = Hold(
-            self.fleet.orchestrator, self._until_serving, replica_wait, self.ending.is_set, self._until_ending
+            self.fleet.orchestrator, self._until_serving, replica_wait, self._why_closed, self._until_ending
         )
         self._serving = asyncio.Event()
         self._member = self.fleet.pool.add(0)
         self._answer = answer
         self.app = HoldMiddleware(self._answer_all, PATHS, has_key)
+
+    def _why_closed(self) -> str:
+        return SHUTTING_DOWN if self.ending.is_set() else ""
 
     def request(
         self, path: str = "/v1/completions", method: str = "POST", root_path: str = "", key: str = ""

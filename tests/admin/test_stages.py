@@ -64,7 +64,7 @@ async def test_a_request_waits_for_the_stages_that_answer_in_text_and_is_told_of
     async def never() -> None:
         await asyncio.Event().wait()
 
-    hold = Hold(orchestrator, never, 0.0, lambda: False, never)
+    hold = Hold(orchestrator, never, 0.0, lambda: "", never)
     assert hold.is_needed
     with pytest.raises(NoReplicaError, match=r"No replica of stage 1 .*replica 0 is down, replica 1 is down"):
         await hold.wait(never, has_key=True)

@@ -213,7 +213,8 @@ def start_api_servers(model: Path, log: Path) -> ApiServers:
     """Two API servers and two local replicas, each on a core of its own."""
     # All that any of its processes leaves behind is in one folder. Its name is short for the sake of ipc sockets.
     scratch = tempfile.mkdtemp(prefix="api-")
-    flags = (*TWO_REPLICAS, *FEATURES, "--api-server-count", "2")
+    # What still runs is aborted at the end, as with vLLM alone.
+    flags = (*TWO_REPLICAS, *FEATURES, "--api-server-count", "2", "--omni-drain-timeout", "0")
     # A connection that is to a certain process may wait for its turn.
     patient = {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600"}
     environment = {**ALL_ROUTES, **patient}

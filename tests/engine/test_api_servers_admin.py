@@ -47,6 +47,19 @@ def replicas(client: httpx.Client) -> dict[str, Any]:
     return {replica["id"]: replica for replica in listed}
 
 
+def test_all_servers_drain_when_one_is_told_to(both: tuple[httpx.Client, httpx.Client]) -> None:
+    first, second = both
+    body = {"model": MODEL, "prompt": "late", "max_tokens": 1}
+    assert first.post("/omni/drain").status_code == httpx.codes.NO_CONTENT
+    try:
+        refused = [each.post("/v1/completions", json=body) for each in both]
+        assert [(answer.status_code, answer.headers["retry-after"]) for answer in refused] == [(503, "5")] * 2
+        assert [each.get("/health").status_code for each in both] == [503, 503]
+    finally:
+        assert second.post("/omni/resume").status_code == httpx.codes.NO_CONTENT
+    assert [each.post("/v1/completions", json=body).status_code for each in both] == [200, 200]
+
+
 def test_a_pause_by_one_server_ends_by_the_other(both: tuple[httpx.Client, httpx.Client]) -> None:
     first, second = both
     for here, there in ((first, second), (second, first)):

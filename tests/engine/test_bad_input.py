@@ -93,7 +93,6 @@ FLEET_FLAGS = (
     Case(f"{HEAD} --omni-join --api-server-count 33", "--api-server-count", "a replica serves at most 32 heads"),
     Case(f"{HEAD} --data-parallel-size 33", "--api-server-count", "one for each data-parallel rank, unless given"),
     Case(f"{HEAD} --omni-stage-id 1", "--omni-stage-id", "needs --headless"),
-    Case(f"{HEAD} --omni-drain-timeout 1", "--omni-drain-timeout", "needs --headless"),
     Case(f"{HEAD} --omni-heartbeat-interval 4", "--omni-heartbeat-interval", "under a third of"),
     Case(f"{HEAD} --omni-heartbeat-interval 0", "--omni-heartbeat-interval", "must be positive"),
     Case(f"{HEAD} --omni-heartbeat-timeout nan", "--omni-heartbeat-timeout", "'nan' is not a number of seconds"),

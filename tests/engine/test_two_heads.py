@@ -37,7 +37,7 @@ def second(nodes: NodeFleet, tiny_model: Path, logs_of_joined: Path, joined_head
     """A head that has joined the fleet of `nodes`, another one after a test that ended it."""
     if "second" not in joined_heads or joined_heads["second"].process.poll() is not None:
         log = logs_of_joined / "second.log"
-        flags = ("--omni-join", "--enable-lora", "--shutdown-timeout", str(SHUTDOWN_S))
+        flags = ("--omni-join", "--enable-lora")
         joined_heads["second"] = Server(tiny_model, log, *nodes.join, *flags).__enter__()
     head = joined_heads["second"]
     until(lambda: head.replicas_up() == 2, "both replicas take requests of the second head", START_S)
@@ -109,11 +109,19 @@ def test_the_streams_of_one_go_on_when_the_other_is_killed(nodes: NodeFleet, sec
         assert complete(nodes.head, TOKENS) == expected
 
 
-def test_a_head_that_is_told_to_end_finishes_its_streams(nodes: NodeFleet, second: Server) -> None:
+def test_a_head_that_is_drained_and_told_to_end_finishes_its_streams(nodes: NodeFleet, second: Server) -> None:
     expected = complete(nodes.head, TOKENS)
-    with Load(second) as load:
+    with Load(second) as load, second.http() as http:
         streams = [load.send(TOKENS, stream=True, prompt=PROMPT, temperature=0) for _ in range(3)]
         assert all(stream.started.wait(60) for stream in streams)
+        with standing_still(node.engine.pid for node in nodes.nodes):
+            assert http.post("/omni/drain").status_code == httpx.codes.NO_CONTENT
+            late = http.post("/v1/completions", json={"model": MODEL, "prompt": PROMPT})
+            assert (late.status_code, late.headers["retry-after"], second.health()) == (503, "5", 503)
+            assert late.json()["error"]["code"] == httpx.codes.SERVICE_UNAVAILABLE
+            assert http.get("/omni/events").json()["events"][-1]["kind"] == "drain"
+            assert nodes.head.health() == httpx.codes.OK, "the other one serves on"
+        # Without --shutdown-timeout, which would be 0 with vLLM alone.
         second.tell_to_end()
         assert second.process.wait(SHUTDOWN_S) == 0
     assert [stream.text for stream in streams] == [expected] * 3

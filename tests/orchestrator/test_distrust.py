@@ -46,9 +46,7 @@ async def test_its_other_requests_move_and_the_one_that_failed_does_not(
     await poison(fleet, 1)
     assert status(fleet) == ["up", "out", "up"]
     assert fleet.pool.member(1).status is ReplicaStatus.ERROR
-    assert (
-        "Replica 1 of stage 0 is lost (an output of it, of request bad, could not be processed: IndexEr" in caplog.text
-    )
+    assert "Replica 0.1 is lost (an output of it, of request bad, could not be processed: IndexEr" in caplog.text
     assert sorted(fleet.orchestrator.request_states) == ["begun", "new"]
     for request_id in ("begun", "new"):
         link, attempt = fleet.attempt(request_id)

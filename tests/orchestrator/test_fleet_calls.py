@@ -16,7 +16,7 @@ from vllm_omni_plugin.coordinator.protocol.call_arguments import FORGET_LORA
 from vllm_omni_plugin.coordinator.protocol.head_messages import CallRefused, FleetState, NumberedCall, StageState
 from vllm_omni_plugin.errors import NOT_ALLOWED, CoordinatorAwayError, NoReplicaError, OmniError, ReplicaError
 from vllm_omni_plugin.orchestrator.fleet_state import fleet_calls
-from vllm_omni_plugin.orchestrator.fleet_state.member_changes import ADMIN_HOLD
+from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
 from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
 

@@ -13,7 +13,7 @@ from tests.orchestrator.test_fleet_calls import PAUSED, STORY
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.coordinator.protocol.head_messages import Call, CallOutcome
 from vllm_omni_plugin.errors import CoordinatorAwayError, ReplicaError
-from vllm_omni_plugin.orchestrator.fleet_state.member_changes import ADMIN_HOLD
+from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD
 from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
 
 

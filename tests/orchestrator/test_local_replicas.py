@@ -108,6 +108,8 @@ async def test_a_replica_that_dies_is_lost_at_once_and_comes_back_after_the_paus
     await node.until_statuses(UP, UP)
     assert node.pool.member(0).restarts == 1
     assert node.engine_of(0) is not dead
+    kinds = [event.kind.value for event in node.orchestrator.events.after() if event.replica == "0.0"]
+    assert kinds == ["attach", "lost", "restart", "attach"]
 
 
 async def test_what_an_engine_said_before_it_died_is_delivered(node: Node) -> None:

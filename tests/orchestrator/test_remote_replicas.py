@@ -18,7 +18,7 @@ from vllm_omni_plugin.orchestrator.attachment.remote_keeper import (
     LONGEST_PAUSE_S,
 )
 from vllm_omni_plugin.orchestrator.attachment.remote_replicas import MAX_ATTACHING
-from vllm_omni_plugin.orchestrator.fleet_state.member_changes import ADMIN_HOLD
+from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     ReplicaJoined,
@@ -194,6 +194,13 @@ async def test_failures_are_tried_again_with_growing_pauses_and_logged_once(
     assert fleet.pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, LONGEST_PAUSE_S, LONGEST_PAUSE_S]
     warnings = [record for record in caplog.records if record.levelname == "WARNING"]
     assert [record.getMessage() for record in warnings] == ["Replica 0.0 cannot be attached to: nobody there"]
+    fleet.register(row(1, status=ReplicaStatus.DRAINING), accepts=False)
+    fleet.register(row(1))
+    fleet.unregister(row(1))
+    await eventually(lambda: not fleet.pool.members)
+    kinds = [event.kind.value for event in fleet.orchestrator.events.after()]
+    assert kinds[:2] == ["refuse", "attach"]
+    assert kinds[-2:] == ["lost", "detach"]
 
 
 async def test_a_lasting_refusal_is_tried_again_late_or_when_the_replica_has_changed(fleet: Fleet) -> None:
@@ -302,7 +309,7 @@ async def test_a_replica_that_is_not_attached_cannot_be_told_to_leave(fleet: Fle
 async def test_a_stage_that_the_head_does_not_have_is_reported(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
     fleet.failures.append(AttachRefusedError("stage: head has 0, replica 4", lasting=True))
     fleet.register(row(1, stage_id=4))
-    await eventually(lambda: "A replica of stage 4 cannot serve here: stage: head has 0, replica 4" in caplog.text)
+    await eventually(lambda: "A replica of stage 4 cannot be attached to: stage: head has 0, replica 4" in caplog.text)
     assert fleet.pool.members == ()
 
 

@@ -122,6 +122,15 @@ def test_who_waits_for_requests_that_do_not_finish_is_told_so_when_time_is_over(
     assert head.thread.let_finish(0.05) == 0
 
 
+def test_who_waits_for_requests_can_be_hurried(head: Head, waiting: Callable[[], Future[float]]) -> None:
+    head.thread.start()
+    submit(head)
+    left = waiting()
+    head.thread.hurry()
+    assert left.result(10) == 0
+    assert head.thread.let_finish(60.0) == 0, "nor does who asks later wait"
+
+
 def test_a_fleet_that_was_never_started_has_nothing_to_wait_for(head: Head) -> None:
     assert head.thread.let_finish(60.0) == 0
 

@@ -31,8 +31,8 @@ class Hold:
         orchestrator: whose `can_serve` is waited for.
         until_serving: returns once that holds, woken by the orchestrator.
         replica_wait: seconds that one request may wait; 0 refuses at once.
-        is_ending: whether the server was told to end: all are refused then.
-        until_ending: returns once that holds.
+        why_closed: why all are refused now, because the server was told to end or is drained; "" if they are not.
+        until_ending: returns once the server was told to end.
     """
 
     def __init__(
@@ -40,19 +40,19 @@ class Hold:
         orchestrator: Orchestrator,
         until_serving: Callable[[], Coroutine[Any, Any, None]],
         replica_wait: float,
-        is_ending: Callable[[], bool],
+        why_closed: Callable[[], str],
         until_ending: Callable[[], Coroutine[Any, Any, None]],
     ) -> None:
         self._orchestrator = orchestrator
         self._until_serving = until_serving
         self._replica_wait = replica_wait
-        self._is_ending = is_ending
+        self._why_closed = why_closed
         self._until_ending = until_ending
 
     @property
     def is_needed(self) -> bool:
         """Whether a request that comes now has to wait, or is refused."""
-        return self._is_ending() or not self._orchestrator.can_serve
+        return bool(self._why_closed()) or not self._orchestrator.can_serve
 
     async def wait(self, disconnected: Callable[[], Coroutine[Any, Any, None]], has_key: bool) -> bool:
         """Wait until the fleet can serve or the client is gone.
@@ -65,10 +65,11 @@ class Hold:
             Whether the client is still there.
 
         Raises:
-            NoReplicaError: the time is over, too many wait already, the server ends, or the request may not wait.
+            NoReplicaError: the time is over, too many wait already, the server ends or is drained, or the request may
+                not wait.
         """
-        if self._is_ending():
-            raise self._ending()
+        if reason := self._why_closed():
+            raise self._closed(reason)
         if not has_key:
             raise self._refusal("a request without a valid API key does not wait")
         metrics = self._orchestrator.metrics
@@ -80,7 +81,7 @@ class Hold:
         try:
             await asyncio.wait(tasks, timeout=self._replica_wait, return_when=asyncio.FIRST_COMPLETED)
             if ending.done():
-                raise self._ending()
+                raise self._closed(SHUTTING_DOWN)
             if not gone.done() and not served.done():
                 raise self._refusal(f"waited {self._replica_wait:g} s")
             return not gone.done()
@@ -90,9 +91,9 @@ class Hold:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _ending(self) -> NoReplicaError:
+    def _closed(self, reason: str) -> NoReplicaError:
         self._orchestrator.metrics.turned_away += 1
-        return NoReplicaError(SHUTTING_DOWN)
+        return NoReplicaError(reason)
 
     def _refusal(self, reason: str) -> NoReplicaError:
         self._orchestrator.metrics.turned_away += 1

@@ -8,9 +8,8 @@ from typing import Literal
 from vllm_omni_plugin.admin.replies import result_of
 from vllm_omni_plugin.errors import CoordinatorAwayError, OmniError, ReplicaError
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
-from vllm_omni_plugin.orchestrator.fleet_state.member_changes import ADMIN_HOLD
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember
+from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD, PoolMember
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import ManageReplica
 
 Action = Literal["drain", "resume", "remove"]

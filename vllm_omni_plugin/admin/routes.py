@@ -1,4 +1,4 @@
-"""HTTP routes of the operator: see, drain, resume and remove replicas, and ask where a request would go."""
+"""HTTP routes of the operator: see, drain, resume and remove replicas, drain the head, ask where a request would go."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from vllm_omni_plugin.admin.access import Access
 from vllm_omni_plugin.admin.explain import BadPromptError, DecisionReport, UnknownModelError
+from vllm_omni_plugin.admin.head_drain import HeadDrain
 from vllm_omni_plugin.admin.hold import RETRY_AFTER_S
 from vllm_omni_plugin.admin.replica_admin import Action, FleetAdmin, ReplicaReport, UnknownReplicaError
 from vllm_omni_plugin.errors import CoordinatorAwayError, NoReplicaError, OmniError, ReplicaError, UnexplainedError
@@ -53,7 +54,8 @@ _STATUS: tuple[tuple[type[OmniError], HTTPStatus], ...] = (
 
 
 def build_router(access: Access) -> APIRouter:
-    """The routes under `/omni`. They ask the `omni_fleet` (`FleetAdmin`) and `omni_explain` (`explain`) of `app.state`.
+    """The routes under `/omni`. They ask the `omni_fleet` (`FleetAdmin`), `omni_explain` (`explain`) and `omni_drain`
+    (`HeadDrain`) of `app.state`.
 
     Errors are `HTTPException`s, which vLLM's server answers in the shape of OpenAI's errors: 400 for a question that
     makes no sense or a prompt that could not be completed, 404 for an unknown id or model, 409 for a replica in the
@@ -82,6 +84,16 @@ def build_router(access: Access) -> APIRouter:
     async def remove_replica(replica: str, request: Request) -> Response:
         return await _manage(request, replica, "remove")
 
+    @admins.post("/drain", status_code=HTTPStatus.NO_CONTENT)
+    async def drain_head(request: Request) -> Response:
+        _drain(request).begin()
+        return Response(status_code=HTTPStatus.NO_CONTENT)
+
+    @admins.post("/resume", status_code=HTTPStatus.NO_CONTENT)
+    async def resume_head(request: Request) -> Response:
+        _drain(request).end()
+        return Response(status_code=HTTPStatus.NO_CONTENT)
+
     body = {"requestBody": {"content": {"application/json": {"schema": Question.model_json_schema()}}}}
 
     @admins.post("/explain", openapi_extra=body)
@@ -107,6 +119,11 @@ def _question(body: bytes) -> Question:
 def _fleet(request: Request) -> FleetAdmin:
     fleet: FleetAdmin = _of_app(request, "omni_fleet")
     return fleet
+
+
+def _drain(request: Request) -> HeadDrain:
+    drain: HeadDrain = _of_app(request, "omni_drain")
+    return drain
 
 
 def _of_app(request: Request, name: str) -> Any:

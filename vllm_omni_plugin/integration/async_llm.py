@@ -53,7 +53,9 @@ def patch_async_llm() -> None:
     async def check_health(self: Any) -> None:
         await own_check_health(self)
         core = self.engine_core
-        if isinstance(core, FleetClient) and (core.graceful_shutdown.ending or not core.can_serve):
+        if not isinstance(core, FleetClient):
+            return
+        if core.graceful_shutdown.ending or core.head_drain.active or not core.can_serve:
             raise EngineDeadError
 
     @wraps(own_shutdown)

@@ -4,6 +4,7 @@ Imported by every process that parses vLLM's flags: nothing of vLLM or the fleet
 """
 
 import argparse
+import math
 from dataclasses import replace
 from functools import wraps
 from typing import Any
@@ -100,4 +101,6 @@ def _switch_fleet_on(engine_args: Any, options: OmniConfig, headless: bool) -> N
     carry_options(engine_args, options)
     prepare_engine_args(engine_args, local_engines(options, headless))
     if not headless:
+        # vLLM's default aborts all at once; a whole number, since vLLM knows no other.
+        engine_args.shutdown_timeout = engine_args.shutdown_timeout or math.ceil(options.drain_timeout)
         patch_async_llm()

@@ -6,15 +6,16 @@ from typing import Any
 
 from vllm_omni_plugin.coordinator import ReplicaKey, ReplicaStatus
 from vllm_omni_plugin.errors import ReplicaError, WireError
-from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.dispatch.bad_outputs import BadOutputs
 from vllm_omni_plugin.orchestrator.dispatch.dispatcher import Dispatcher
 from vllm_omni_plugin.orchestrator.dispatch.move_budget import MoveBudget
+from vllm_omni_plugin.orchestrator.event_log import EventKind, EventLog
 from vllm_omni_plugin.orchestrator.pipeline.pause_order import PauseOrder
 from vllm_omni_plugin.orchestrator.pipeline.pipeline_requests import PipelineRequests
 from vllm_omni_plugin.orchestrator.pipeline.preparation import Preparation
 from vllm_omni_plugin.orchestrator.pipeline.request_state import OrchestratorRequestState
 from vllm_omni_plugin.orchestrator.pool.output_queue import OutputQueue
+from vllm_omni_plugin.orchestrator.pool.pool_member import HOLDS
 from vllm_omni_plugin.orchestrator.pool.stage_calls import StageCalls
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
@@ -34,8 +35,6 @@ from vllm_omni_plugin.orchestrator.serving_signal import ServingSignal
 from vllm_omni_plugin.orchestrator.single_stage import SingleStage
 from vllm_omni_plugin.pipeline import Modality
 from vllm_omni_plugin.replicas.client.stage_client import StageClient
-
-logger = init_logger(__name__)
 
 MAX_QUEUED_REQUESTS = 4096
 """Requests handed over and not taken yet before AsyncLLM waits."""
@@ -59,6 +58,7 @@ class Orchestrator:
         output_async_queue: vLLM's `EngineCoreOutputs`, `RequestFailed`, `ReplicaJoined` and `ReplicaLeft`.
         rpc_async_queue: `CallReplicas`, changes of membership, `ManageReplica` among them, `Explain`, and what other
             heads say; `FleetControl` takes them.
+        events: what has happened to replicas.
         drained: replicas that an operator drained, whether they are here or not.
         serving_signal: wakes those who wait until `can_serve` holds.
         request_states: unfinished requests by the client's id.
@@ -84,6 +84,7 @@ class Orchestrator:
         self.output_async_queue = OutputQueue(MAX_QUEUED_OUTPUTS, stage_pools)
         self.rpc_async_queue: ThreadQueue[RpcMessage] = ThreadQueue(MAX_QUEUED_REQUESTS)
         self.metrics = OrchestratorMetrics()
+        self.events = EventLog()
         self.drained: set[ReplicaKey] = set()
         self.serving_signal = ServingSignal(lambda: self.can_serve)
         self._apis = apis
@@ -220,8 +221,16 @@ class Orchestrator:
         if serves:
             self._began_to_serve(member)
 
+    def hold_back(self, member: PoolMember, reason: str) -> None:
+        """Give a replica no new requests; those in flight go on. Nothing to do if it is held back for this reason."""
+        if reason not in member.held_back:
+            self.stage_pools[member.stage_id].hold_back(member, reason)
+            self.events.note(EventKind.DRAIN, HOLDS[reason][0], member)
+
     def release_hold(self, member: PoolMember, reason: str) -> None:
         """See that a replica takes requests again, unless it is held back for another reason, too."""
+        if reason in member.held_back:
+            self.events.note(EventKind.RESUME, HOLDS[reason][1], member)
         if self.stage_pools[member.stage_id].release_hold(member, reason):
             self._began_to_serve(member)
 
@@ -231,14 +240,11 @@ class Orchestrator:
         engine_failed = member.client is not None and member.client.engine_failed
         member.changed_at = self._clock()
         orphans = pool.lose(member, status)
-        logger.error(
-            "Replica %d of stage %d is lost (%s) with %d requests in flight.",
-            member.replica_id,
-            pool.stage_id,
-            reason,
-            len(orphans),
-        )
+        self.events.note(EventKind.LOST, reason, member, requests=len(orphans))
         ended = self._dispatchers[member.stage_id].move(orphans, member, reason, engine_failed)
+        moved = len(set(orphans) - {each.run for each in ended})
+        if moved:
+            self.events.note(EventKind.MOVE, reason, member, requests=moved)
         self._requests.end(member.stage_id, ended)
         self._put(self._apis[member.stage_id].idle_report(member.engine_index))
 

@@ -48,6 +48,8 @@ class OrchestratorThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Future[float | None] | None = None
         self._running = threading.Event()
+        self._finishing: Future[float] | None = None
+        self._hurrying = False
         self._closing = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="omni-orchestrator", daemon=True)
 
@@ -78,16 +80,24 @@ class OrchestratorThread:
             return 0.0
         waiting = self._let_finish(timeout)
         try:
-            finishing = asyncio.run_coroutine_threadsafe(waiting, self._loop)
+            finishing = self._finishing = asyncio.run_coroutine_threadsafe(waiting, self._loop)
         except RuntimeError:
             # The loop has ended since.
             waiting.close()
             return 0.0
+        if self._hurrying:
+            finishing.cancel()
         try:
             return finishing.result(timeout + _LAST_GRACE_S)
         except (CancelledError, TimeoutError):
-            # The orchestrator has failed or hangs, and finishes nothing any more.
+            # The orchestrator has failed or hangs, and finishes nothing any more; or `hurry` was called.
             return 0.0
+
+    def hurry(self) -> None:
+        """End `let_finish` now, or as soon as it is called, from another thread. Never blocks."""
+        self._hurrying = True
+        if self._finishing is not None:
+            self._finishing.cancel()
 
     def close(self, timeout: float | None = None) -> None:
         """End the engines, each after `timeout` seconds (None: vLLM's default), then the thread. Blocks; idempotent."""

@@ -16,7 +16,7 @@ from vllm_omni_plugin.replicas.server.served_engine import HEAD_SLOTS
 
 AT_ONCE = 40
 HEADS = 3
-HELD = "test"
+HELD = "admin"
 ENDLESS = 90_000
 """Tokens that no engine produces before somebody tells it to stop."""
 NEVER = 10**6

@@ -15,6 +15,7 @@ from prometheus_client import REGISTRY
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from vllm_omni_plugin.admin.head_drain import HeadDrain
 from vllm_omni_plugin.admin.metrics.fleet_metrics import FleetCollector
 from vllm_omni_plugin.admin.metrics.multiprocess_metrics import MetricFiles, in_multiprocess_mode
 from vllm_omni_plugin.admin.replica_header import new_dispatches
@@ -46,6 +47,8 @@ logger = init_logger(__name__)
 
 _WAITING_NOTICE_S = 10.0
 _TURN_EVERY_S = 0.01
+_ENGINE_GRACE_S = 5.0
+"""Seconds that engines have to end when their requests have: one that takes longer hangs."""
 
 
 @refuse_unknown_calls
@@ -67,6 +70,7 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
             even all of them, are not that: they come back.
         peer_front: follows what other heads were told.
         graceful_shutdown: what becomes of requests when the server is told to end.
+        head_drain: whether an operator drains this head.
     """
 
     def __init__(
@@ -92,6 +96,7 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         ] or [0]
         self.resources = SimpleNamespace(engine_dead=False)
         self.graceful_shutdown = GracefulShutdown()
+        self.head_drain = HeadDrain(self._orchestrator.events)
         self.peer_front: PeerFront = self._events.peer
         self._shutting_down = False
         self._collector = FleetCollector(self._orchestrator)
@@ -129,16 +134,21 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         """Return once `can_serve` holds."""
         await self._orchestrator.serving_signal.wait()
 
+    def hurry(self) -> None:
+        """Wait no longer for requests to finish, if `shutdown` does. Never blocks."""
+        self.graceful_shutdown.hurry()
+        self._fleet.hurry()
+
     def shutdown(self, timeout: float | None = None) -> None:
         """Let requests finish for `timeout` seconds, end the local replicas, then what is left. Idempotent; blocks."""
         if self._finalizer.detach() is None:
             return
-        timeout = self.graceful_shutdown.let_finish(self._fleet.let_finish, timeout)
+        left = self.graceful_shutdown.let_finish(self._fleet.let_finish, timeout)
         REGISTRY.unregister(self._collector)
         if self._metric_files is not None:
             self._metric_files.close()
         self._shutting_down = True
-        self._fleet.close(timeout)
+        self._fleet.close(left if left is None else min(left, _ENGINE_GRACE_S))
         self.graceful_shutdown.end()
         self.resources.engine_dead = True
 

@@ -94,6 +94,10 @@ class GracefulShutdown:
             left = max(0.0, left - (time.monotonic() - began_at))
         return left
 
+    def hurry(self) -> None:
+        """Wait no longer for AsyncLLM's answers."""
+        self._all_answered.set()
+
     def end(self) -> None:
         """End what has not finished."""
         self._on_loop(self._abort_all)

@@ -109,6 +109,10 @@ class Fleet:
         """Wait up to `timeout` seconds until no request is left in any stage; returns the seconds left. Blocks."""
         return self._thread.let_finish(timeout)
 
+    def hurry(self) -> None:
+        """End `let_finish` now, whatever has not finished. Never blocks."""
+        self._thread.hurry()
+
     def close(self, timeout: float | None = None) -> None:
         """End the local replicas, giving each `timeout` seconds (None: vLLM's default), and let others go. Idempotent.
 

@@ -4,28 +4,39 @@ They come as one of vLLM's endpoint plugins, whose interface is documented; only
 plugins when the environment names them, while our flags on the command line are consent enough.
 """
 
+import asyncio
 import os
+import signal
+import socket
 import time
 from collections.abc import Sequence
 from functools import partial, wraps
+from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI
+from prometheus_client import REGISTRY
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 
 from vllm_omni_plugin.admin.access import Access, HasKey
 from vllm_omni_plugin.admin.admin_keys import read_admin_keys
 from vllm_omni_plugin.admin.explain import explain
+from vllm_omni_plugin.admin.head_drain import DRAINING
 from vllm_omni_plugin.admin.hold import Hold, HoldMiddleware
 from vllm_omni_plugin.admin.operator_calls import OperatorCallMiddleware
 from vllm_omni_plugin.admin.replica_admin import FleetAdmin
 from vllm_omni_plugin.admin.replica_header import ReplicaHeaderMiddleware
 from vllm_omni_plugin.admin.routes import build_router
+from vllm_omni_plugin.admin.watch.fleet_view import FleetView
+from vllm_omni_plugin.admin.watch.token_counts import TokenRates
+from vllm_omni_plugin.admin.watch.viewers import Viewers
+from vllm_omni_plugin.admin.watch.watch_routes import build_watch_router
 from vllm_omni_plugin.config import ADMIN_KEY_FLAG
+from vllm_omni_plugin.errors import SHUTTING_DOWN
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
 from vllm_omni_plugin.integration.http.adapters import open_adapters
-from vllm_omni_plugin.integration.options.carried_options import options_of
+from vllm_omni_plugin.integration.options.carried_options import DRAIN_FLAG, options_of
 from vllm_omni_plugin.logger import init_logger
 
 logger = init_logger(__name__)
@@ -114,7 +125,9 @@ class FleetEndpoints:
         has_api_key = _has_one_of(api_keys, app) if api_keys else _needs_no_key
         key_file = args.omni_admin_key_file
         has_admin_key = _has_one_of(read_admin_keys(key_file, ADMIN_KEY_FLAG), app) if key_file else None
-        app.include_router(build_router(Access(has_api_key, has_admin_key, unix_socket=bool(args.uds))))
+        access = Access(has_api_key, has_admin_key, unix_socket=bool(args.uds))
+        app.include_router(build_router(access))
+        app.include_router(build_watch_router(access))
         # Innermost, so that vLLM refuses wrong keys where it looks at them, and the wait counts in its HTTP metrics.
         app.user_middleware.append(Middleware(HoldMiddleware, paths=INFERENCE_PATHS, has_key=has_api_key))
         app.user_middleware.append(Middleware(ReplicaHeaderMiddleware))
@@ -135,16 +148,50 @@ class FleetEndpoints:
             explain, fleet.orchestrator, partial(read_prompt, state), fleet.stages.prompt_stage
         )
         state.omni_fleet = FleetAdmin(fleet.orchestrator, fleet.fleet_calls, time.monotonic)
-        shutdown = fleet.graceful_shutdown
+        if (flag := getattr(args, DRAIN_FLAG, None)) is not None:
+            fleet.head_drain.share(flag)
+        state.omni_drain = fleet.head_drain
+        state.omni_viewers = _viewers(fleet)
         state.omni_hold = Hold(
             fleet.orchestrator,
             fleet.until_serving,
             options.replica_wait,
-            lambda: shutdown.ending,
-            shutdown.until_ending,
+            partial(_why_closed, fleet),
+            fleet.graceful_shutdown.until_ending,
         )
+        # Kept, or it would be collected.
+        state.omni_second_signal = asyncio.create_task(_heed_second_signal(fleet), name="omni-second-signal")
         if fleet.stages.pipeline is not None:
             serve_pipeline(self._app, fleet.stages.pipeline, fleet.abort_call)
+
+
+def _viewers(fleet: FleetClient) -> Viewers:
+    from vllm import __version__
+
+    versions = {"vllm": __version__, "plugin": version("vllm-omni-plugin")}
+    view = FleetView(
+        fleet.orchestrator,
+        fleet.head_drain,
+        lambda: fleet.graceful_shutdown.ending,
+        TokenRates(REGISTRY, time.monotonic),
+        {"name": f"{socket.gethostname()}, process {os.getpid()}", **versions},
+        fleet.stages.pipeline,
+    )
+    return Viewers(view, fleet.orchestrator.events, lambda: fleet.resources.engine_dead)
+
+
+def _why_closed(fleet: FleetClient) -> str:
+    if fleet.graceful_shutdown.ending:
+        return SHUTTING_DOWN
+    return DRAINING if fleet.head_drain.active else ""
+
+
+async def _heed_second_signal(fleet: FleetClient) -> None:
+    """Once the server was told to end, let another signal end the waiting for requests."""
+    await fleet.graceful_shutdown.until_ending()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signum, fleet.hurry)
+    logger.info("Ending: requests in flight may finish; a second signal ends them.")
 
 
 def _needs_no_key(_: Headers) -> bool:

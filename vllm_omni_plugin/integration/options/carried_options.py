@@ -7,6 +7,9 @@ from typing import Any, NoReturn
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.errors import ConfigError
 
+DRAIN_FLAG = "omni_drained"
+"""Attribute of the parsed arguments of each of several API servers: what `HeadDrain.share` takes."""
+
 _EXIT_USAGE = 2
 _KEY = "vllm_omni_plugin"
 

@@ -258,9 +258,10 @@ FLAGS = (
     ),
     Flag(
         "--omni-drain-timeout",
-        Side.HEADLESS,
-        "Seconds that running requests have to finish after SIGTERM; what still runs then moves. A second signal ends "
-        "the wait.",
+        Side.BOTH,
+        "Seconds that running requests have to finish after SIGTERM. What still runs then moves from a headless node, "
+        "and is aborted by a head, where --shutdown-timeout counts instead if it is above 0. A second signal ends the "
+        "wait.",
         "SECONDS",
         seconds,
     ),

@@ -14,6 +14,7 @@ from vllm.v1.engine.admission_control import SharedAdmissionStats
 from vllm.v1.utils import run_api_server_worker_proc
 
 from vllm_omni_plugin.integration.command_line import read_our_flags
+from vllm_omni_plugin.integration.options.carried_options import DRAIN_FLAG
 from vllm_omni_plugin.integration.processes.api_servers import NOT_ACCEPTING
 from vllm_omni_plugin.vllm_api.launch.spawning import SPAWNING
 
@@ -48,6 +49,7 @@ class ApiServerProcesses:
         self._args = args
         self._on_spawn = on_spawn
         self.connections: MutableSequence[int] = self._context.RawArray("i", [NOT_ACCEPTING] * count)
+        self._drained: MutableSequence[int] = self._context.RawArray("b", 1)
         self.admitted: MutableSequence[int] = self._context.RawArray("q", SharedAdmissionStats.num_counters(count))
 
     def start(self, index: int) -> BaseProcess:
@@ -60,7 +62,7 @@ class ApiServerProcesses:
         if getattr(self._args, "max_num_queued_reqs", None) is not None:
             client_config["mp_admission_counters"] = self.admitted
         process = self._context.Process(
-            target=_serve, name=f"ApiServer_{index}", args=(*self._listening, self._args, client_config)
+            target=_serve, name=f"ApiServer_{index}", args=(*self._listening, self._args, client_config, self._drained)
         )
         with SPAWNING:
             process.start()
@@ -74,8 +76,15 @@ class ApiServerProcesses:
         multiprocess.mark_process_dead(pid)  # type: ignore[no-untyped-call]
 
 
-def _serve(listen_address: str, listening: socket.socket, args: argparse.Namespace, client_config: Any) -> None:
+def _serve(
+    listen_address: str,
+    listening: socket.socket,
+    args: argparse.Namespace,
+    client_config: Any,
+    drained: MutableSequence[int],
+) -> None:
     # From a terminal it comes to all; the supervisor says when. The server heeds it again from its start on.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    setattr(args, DRAIN_FLAG, drained)
     read_our_flags(EngineArgs)
     run_api_server_worker_proc(listen_address, listening, args, client_config)

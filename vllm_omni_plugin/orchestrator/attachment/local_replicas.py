@@ -9,15 +9,13 @@ from typing import Any
 
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import ReplicaError
-from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.orchestrator.event_log import EventKind
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember
 from vllm_omni_plugin.replicas.client.stage_client import Codec
 from vllm_omni_plugin.replicas.engine.engine_keeper import EngineKeeper, Timing
 from vllm_omni_plugin.replicas.engine.engine_start import GroupedLauncher, Launcher
 from vllm_omni_plugin.replicas.engine.running_engine import Engine, start_local_engine
-
-logger = init_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -92,6 +90,7 @@ class LocalReplicas:
             if rank.client is not None:
                 self._orchestrator.replica_lost(rank, "it was removed")
             self._orchestrator.replica_left(rank)
+            self._orchestrator.events.note(EventKind.DETACH, "it was removed", rank)
 
     def restart_no_more(self) -> None:
         """Engines that end from here on stay away, since all of them are about to."""
@@ -111,6 +110,7 @@ class LocalReplicas:
             partial(self._start, member, stage),
             partial(self._serve, member),
             partial(self._withdraw, member),
+            partial(self._restarts, member),
             self._executor,
             self._timing,
         )
@@ -151,7 +151,10 @@ class LocalReplicas:
         pool = self._orchestrator.stage_pools[member.stage_id]
         if pool.follows_caches:
             engine.follow_cache(partial(pool.cache_changed, member))
-        logger.info("Replica %s serves (engine process %d).", member.name, engine.pid)
+        self._orchestrator.events.note(EventKind.ATTACH, f"engine process {engine.pid}", member)
+
+    def _restarts(self, member: PoolMember, seconds: float, reason: str | Exception) -> None:
+        self._orchestrator.events.note(EventKind.RESTART, f"in {seconds:.0f} s: {reason}", member)
 
     def _withdraw(self, member: PoolMember, engine: Engine, reason: str, hangs: bool) -> None:
         if member.client is not None:

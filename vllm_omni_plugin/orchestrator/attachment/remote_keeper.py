@@ -11,17 +11,13 @@ from vllm_omni_plugin.coordinator import ReplicaInfo, ReplicaStatus
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.keep_running import Backoff, keep_running
 from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.orchestrator.event_log import EventKind
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember
+from vllm_omni_plugin.orchestrator.pool.pool_member import DRAIN_HOLD, SUSPECT_HOLD, PoolMember
 from vllm_omni_plugin.replicas.client.remote import AttachRefusedError, RemoteReplica
 
 logger = init_logger(__name__)
-
-DRAIN_HOLD = "drain"
-"""The hold of a replica whose server drains."""
-SUSPECT_HOLD = "suspect"
-"""The hold of a replica that the coordinator has not heard of for long."""
 
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0
@@ -150,14 +146,14 @@ class RemoteReplicaKeeper:
             replica.follow_cache(partial(self._pool.cache_changed, member))
         self._await_drain()
         self._last_failure = ""
-        logger.info("Replica %s serves (attached to %s).", member.name, self.info.control_addr)
+        self._orchestrator.events.note(EventKind.ATTACH, f"attached to {self.info.control_addr}", member)
 
     def _place_holds(self) -> None:
         drains = self._server_drains or (not self._accepts and self.info.status is ReplicaStatus.DRAINING)
         suspected = not self._accepts and not drains
         for reason, held in ((DRAIN_HOLD, drains), (SUSPECT_HOLD, suspected)):
             if held:
-                self._pool.hold_back(self.member, reason)
+                self._orchestrator.hold_back(self.member, reason)
             else:
                 self._orchestrator.release_hold(self.member, reason)
         self._await_drain()
@@ -200,4 +196,7 @@ class RemoteReplicaKeeper:
     def _report(self, error: Exception, level: int) -> None:
         text = str(error) or repr(error)
         repeated, self._last_failure = text == self._last_failure, text
-        logger.log(logging.DEBUG if repeated else level, "Replica %s cannot be attached to: %s", self.member.name, text)
+        if repeated:
+            logger.debug("Replica %s still cannot be attached to: %s", self.member.name, text)
+        else:
+            self._orchestrator.events.note(EventKind.REFUSE, text, self.member, level=level)

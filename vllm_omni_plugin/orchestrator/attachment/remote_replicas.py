@@ -1,6 +1,7 @@
 """The replicas of other processes: attached to as the coordinator lists them, let go as it does not."""
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
 
@@ -8,16 +9,13 @@ from msgspec.structs import replace
 
 from vllm_omni_plugin.coordinator import ReplicaInfo, ReplicaKey
 from vllm_omni_plugin.errors import ReplicaError
-from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.attachment.remote_keeper import RemoteReplicaKeeper
+from vllm_omni_plugin.orchestrator.event_log import EventKind
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
-from vllm_omni_plugin.orchestrator.fleet_state.member_changes import ADMIN_HOLD
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember
+from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD, PoolMember
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import RegisterRemoteReplica, UnregisterRemoteReplica
 from vllm_omni_plugin.replicas.client.remote import AttachRemote, AttachSettings, RemoteReplica, attach_remote
-
-logger = init_logger(__name__)
 
 MAX_ATTACHING = 256
 """Attempts at once. Opening the sockets of one takes a third of a millisecond, in which no request moves on."""
@@ -112,7 +110,7 @@ class RemoteReplicas:
         try:
             (await self._attach(ours, -1, self._settings, lambda outputs: None, lambda status: None)).close()
         except ReplicaError as error:
-            logger.error("A replica of stage %d cannot serve here: %s", info.stage_id, error)
+            self._orchestrator.events.note(EventKind.REFUSE, str(error), stage=info.stage_id, level=logging.ERROR)
 
     def _add(self, key: ReplicaKey, message: RegisterRemoteReplica) -> None:
         info = message.info
@@ -123,7 +121,7 @@ class RemoteReplicas:
         member.remote, member.leave = True, partial(self.leave, member)
         member.input_addr, member.output_addr = info.input_addr, info.output_addr
         if key in self._orchestrator.drained:
-            pool.hold_back(member, ADMIN_HOLD)
+            self._orchestrator.hold_back(member, ADMIN_HOLD)
         keeper = self._keepers[key] = RemoteReplicaKeeper(
             self._orchestrator, self._fleet_calls, member, info, message.accepts, self._settings.clock, self._delay
         )
@@ -141,7 +139,7 @@ class RemoteReplicas:
         self._tasks[keeper].cancel()
         self._orchestrator.replica_left(member)
         if keeper.joined:
-            logger.info("Replica %s has left: %s.", member.name, reason)
+            self._orchestrator.events.note(EventKind.DETACH, reason, member)
 
     async def _open(self, keeper: RemoteReplicaKeeper, stage_id: int, replica_id: int) -> RemoteReplica:
         async with self._attaching:

@@ -6,10 +6,7 @@ from vllm_omni_plugin.coordinator import ReplicaKey
 from vllm_omni_plugin.coordinator.state.call_log import note_drained
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember
-
-ADMIN_HOLD = "admin"
-"""The hold of a replica that the administrator drains."""
+from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD, PoolMember
 
 
 def manage(orchestrator: Orchestrator, action: str, member: PoolMember) -> None:
@@ -19,7 +16,7 @@ def manage(orchestrator: Orchestrator, action: str, member: PoolMember) -> None:
         ReplicaError: it cannot be told.
     """
     if action == "drain":
-        orchestrator.stage_pools[member.stage_id].hold_back(member, ADMIN_HOLD)
+        orchestrator.hold_back(member, ADMIN_HOLD)
     elif action == "resume":
         orchestrator.release_hold(member, ADMIN_HOLD)
     else:

@@ -10,6 +10,19 @@ from vllm_omni_plugin.orchestrator.requests.charges import Account
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 from vllm_omni_plugin.replicas.client.stage_client import StageClient
 
+ADMIN_HOLD = "admin"
+"""The hold of a replica that the administrator drains."""
+DRAIN_HOLD = "drain"
+"""The hold of a replica whose server drains."""
+SUSPECT_HOLD = "suspect"
+"""The hold of a replica that the coordinator has not heard of for long."""
+HOLDS = {
+    ADMIN_HOLD: ("an operator drains it", "an operator resumes it"),
+    DRAIN_HOLD: ("its server is told to end", "its server is there again"),
+    SUSPECT_HOLD: ("its heartbeats are late", "its heartbeats are there again"),
+}
+"""In words why each is placed and why it is released."""
+
 _STAGE_STRIDE = 10_000
 """More replicas than one head has sockets for."""
 

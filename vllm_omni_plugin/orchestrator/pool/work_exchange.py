@@ -58,6 +58,11 @@ class WorkExchange:
         """How many heads are known, this one among them. May be read by any thread."""
         return len(self._heads) + 1
 
+    @property
+    def others(self) -> tuple[str, ...]:
+        """Ids of the other heads that are known. May be read by any thread."""
+        return tuple(self._heads)
+
     def serves(self, member: PoolMember) -> Work | None:
         """A replica is about to serve. Returns what the others have charged to it; None: they do not say.
 

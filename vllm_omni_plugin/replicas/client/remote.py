@@ -235,6 +235,8 @@ class RemoteReplica:
                     self._answer.set_result(message)
             case Status(lease=lease) if lease == self._lease:
                 self._beats_unanswered = 0
+                if self._link is not None:
+                    self.client.heard_at = self._settings.clock()
                 if message.status in (ReplicaStatus.UP, ReplicaStatus.DRAINING):
                     self._on_status(message.status)
                 else:

@@ -62,6 +62,8 @@ class StageClient:
     Attributes:
         engine_failed: whether it is dead because the engine crashed by itself or said what cannot be used.
         is_read: whether what the engine says is read, and not left in the socket by `pause_reading`.
+        heard_at: monotonic seconds at which the engine, or its server, last answered a question whether it is there; 0
+            before the first. Set by who asks.
         is_interrupted: whether what the engine says of requests is dropped, from `interrupt` to `reset`.
     """
 
@@ -90,6 +92,7 @@ class StageClient:
         # Apart from calls, since these fail when the engine hangs, and the end of that has to be heard of.
         self._probes: dict[int, asyncio.Future[Any]] = {}
         self.is_read = True
+        self.heard_at = 0.0
         self.is_interrupted = False
         self._dead_reason: str | None = None
         self.engine_failed = False

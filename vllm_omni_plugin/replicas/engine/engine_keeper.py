@@ -9,11 +9,8 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from vllm_omni_plugin.keep_running import Backoff, keep_running
-from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.engine.probe import Probe
 from vllm_omni_plugin.replicas.engine.running_engine import Engine
-
-logger = init_logger(__name__)
 
 E = TypeVar("E", bound=Engine)
 
@@ -42,12 +39,13 @@ class EngineKeeper(Generic[E]):
     service when it has answered.
 
     Args:
-        name: of the replica, for logs.
+        name: of the replica, for the name of the task.
         start: starts the engine and returns when it is ready.
         serve: puts an engine into service that is new, or that hung and has answered. If it raises, the engine is
             ended and started again.
         withdraw: takes it out of service, told the reason and whether it hangs. Called in the step in which that is
             known, and not while the engine is ended in order.
+        on_restart: told in how many seconds an engine is started again that was lost or did not start, and why.
         executor: where its end is waited for.
         timing: how often to ask, and when to restart.
 
@@ -66,6 +64,7 @@ class EngineKeeper(Generic[E]):
         start: Callable[[], Awaitable[E]],
         serve: Callable[[E], Awaitable[None]],
         withdraw: Callable[[E, str, bool], None],
+        on_restart: Callable[[float, str | Exception], None],
         executor: Executor,
         timing: Timing,
     ) -> None:
@@ -73,6 +72,7 @@ class EngineKeeper(Generic[E]):
         self._start = start
         self._serve = serve
         self._withdraw = withdraw
+        self._on_restart = on_restart
         self._executor = executor
         self._timing = timing
         self._restarting = True
@@ -125,7 +125,7 @@ class EngineKeeper(Generic[E]):
 
     async def _pause(self, seconds: float, reason: str | Exception) -> bool:
         if self._restarting:
-            logger.warning("Replica %s is started again in %.0f s: %s", self._name, seconds, reason)
+            self._on_restart(seconds, reason)
             await self._timing.delay(seconds)
         return self._restarting
 

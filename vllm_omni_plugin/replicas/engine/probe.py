@@ -77,6 +77,7 @@ class Probe:
             if is_overdue:
                 self._on_hang(f"its engine has not answered for {patience:.1f} s")
             await answer
+            self._client.heard_at = self._clock()
         finally:
             answer.cancel()
         self._longest *= _FADE

@@ -153,6 +153,7 @@ class ReplicaServer:
             partial(start_served_engine, self._launcher, self._codec, self._executor, self._index),
             partial(self._up, heads),
             partial(self._suspend, heads),
+            self._restarts,
             self._executor,
             Timing(settings.heartbeat_interval, settings.heartbeat_timeout, time.monotonic, self._delay),
         )
@@ -191,6 +192,9 @@ class ReplicaServer:
             heads.forget_engine()
         if self._leaving:
             self._gone.set()
+
+    def _restarts(self, seconds: float, reason: str | Exception) -> None:
+        logger.warning("Replica %d is started again in %.0f s: %s", self._index, seconds, reason)
 
     def _alone(self) -> None:
         if self._leaving:

@@ -1,0 +1,253 @@
+"""The fleet to look at: events and state, once or as streams of one producer, and the page."""
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter
+
+from tests.admin.asgi import app_of, client_of, viewers_of
+from tests.fakes.conditions import eventually
+from tests.fakes.fleet import FakeFleet
+from vllm_omni_plugin.admin.head_drain import HeadDrain
+from vllm_omni_plugin.admin.watch import viewers as viewers_module
+from vllm_omni_plugin.admin.watch.fleet_view import FleetView
+from vllm_omni_plugin.admin.watch.token_counts import TokenRates
+from vllm_omni_plugin.admin.watch.viewers import Viewers
+from vllm_omni_plugin.orchestrator.event_log import EventKind
+from vllm_omni_plugin.pipeline import Pipeline, Stage
+from vllm_omni_plugin.pipeline.stage import VLLM_ENGINE, Modality
+
+MARKUP = "<img src=x onerror=alert(1)>"
+
+
+@pytest.fixture
+async def fleet() -> AsyncIterator[FakeFleet]:
+    async with FakeFleet(replicas=2) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+def viewers(fleet: FakeFleet) -> Viewers:
+    return viewers_of(fleet, HeadDrain(fleet.orchestrator.events))
+
+
+async def messages(stream: AsyncIterator[bytes]) -> AsyncIterator[tuple[str, Any]]:
+    """Kind and content of each message of a stream."""
+    async with aclosing(stream) as chunks:  # type: ignore[type-var]
+        async for chunk in chunks:
+            for block in chunk.decode().split("\n\n")[:-1]:
+                fields = dict(line.split(": ", 1) for line in block.split("\n") if ": " in line)
+                if fields:
+                    yield fields["event"], json.loads(fields["data"])
+
+
+async def first(stream: AsyncIterator[Any]) -> Any:
+    async with asyncio.timeout(10):
+        return await anext(stream)
+
+
+async def test_events_are_listed_oldest_first_and_from_one_on(fleet: FakeFleet) -> None:
+    fleet.kill(1)
+    fleet.orchestrator.hold_back(fleet.pool.member(0), "admin")
+    async with client_of(app_of(fleet)) as client:
+        events = (await client.get("/omni/events")).json()["events"]
+        known = {"Last-Event-ID": str(events[0]["id"])}
+        later = (await client.get("/omni/events", headers=known)).json()["events"]
+    assert [(event["kind"], event["replica"], event["stage"]) for event in events] == [
+        ("lost", "0.1", 0),
+        ("drain", "0.0", 0),
+    ]
+    assert later == events[1:]
+    assert set(events[0]) == {"id", "time", "kind", "stage", "replica", "reason", "requests"}
+
+
+async def test_a_stream_of_events_begins_with_those_that_are_kept_and_goes_on(
+    fleet: FakeFleet, viewers: Viewers
+) -> None:
+    fleet.kill(1)
+    stream = messages(viewers.event_stream())
+    assert (await first(stream))[0] == "lost"
+    fleet.orchestrator.hold_back(fleet.pool.member(0), "admin")
+    kind, event = await first(stream)
+    assert (kind, event["reason"]) == ("drain", "an operator drains it")
+
+
+async def test_what_happens_on_another_thread_reaches_the_stream(fleet: FakeFleet, viewers: Viewers) -> None:
+    viewers = viewers_of(fleet, HeadDrain(fleet.orchestrator.events), tick=600.0)
+    stream = messages(viewers.event_stream())
+    waiting = asyncio.create_task(first(stream))
+    await eventually(lambda: viewers.is_producing, "the viewer")
+    await asyncio.to_thread(fleet.orchestrator.events.note, EventKind.DRAIN, "elsewhere")
+    assert (await waiting)[1]["reason"] == "elsewhere"
+
+
+async def test_a_slow_viewer_gets_the_newest_state_and_holds_nobody_up(fleet: FakeFleet, viewers: Viewers) -> None:
+    slow, quick = messages(viewers.state_stream()), messages(viewers.state_stream())
+    for stream in (slow, quick):
+        assert (await first(stream))[0] == "history"
+        assert (await first(stream))[0] == "state"
+    fleet.kill(1)
+    state = {"stages": [{"replicas": [{}, {"status": "up"}]}]}
+    while state["stages"][0]["replicas"][1]["status"] == "up":
+        _, state = await first(quick)
+    assert (await first(slow))[1]["stages"][0]["replicas"][1]["status"] == "down"
+
+
+async def test_one_producer_serves_all_viewers_and_none_is_there_before(
+    fleet: FakeFleet, viewers: Viewers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    own_state = FleetView.state
+
+    def state(view: FleetView) -> dict[str, Any]:
+        made.append(1)
+        return own_state(view)
+
+    monkeypatch.setattr(FleetView, "state", state)
+    assert (viewers.is_producing, fleet.orchestrator.events.on_event) == (False, None)
+    streams = [messages(viewers.state_stream()) for _ in range(20)]
+    for stream in streams:
+        assert (await first(stream))[0] == "history"
+    states = [await first(stream) for stream in streams]
+    assert len({json.dumps(state) for state in states}) <= len(made) < 20
+    assert fleet.orchestrator.events.on_event is not None
+
+
+async def test_nothing_is_produced_for_long_once_nobody_looks(
+    fleet: FakeFleet, viewers: Viewers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(viewers_module, "_HISTORY", 1)
+    stream = viewers.state_stream()
+    await first(stream)
+    await stream.aclose()  # type: ignore[attr-defined]
+    await eventually(lambda: not viewers.is_producing, "the end of the producer")
+    assert fleet.orchestrator.events.on_event is None
+    assert (await first(messages(viewers.state_stream())))[0] == "history", "it begins again for the next"
+
+
+async def test_the_history_outlives_a_viewer_who_comes_back(fleet: FakeFleet, viewers: Viewers) -> None:
+    for points in (0, 1):
+        stream = messages(viewers.state_stream())
+        assert len((await first(stream))[1]) >= points
+        await first(stream)
+        await stream.aclose()  # type: ignore[attr-defined]
+
+
+async def test_streams_end_with_the_server(fleet: FakeFleet) -> None:
+    over: list[int] = []
+    drain = HeadDrain(fleet.orchestrator.events)
+    view = FleetView(fleet.orchestrator, drain, lambda: False, TokenRates(CollectorRegistry(), lambda: 0), {}, None)
+    viewers = Viewers(view, fleet.orchestrator.events, lambda: bool(over), 0.01)
+    streams = [viewers.event_stream(), viewers.state_stream()]
+    reading = [asyncio.create_task(_read_all(stream)) for stream in streams]
+    await eventually(lambda: viewers.is_producing, "the viewers")
+    over.append(1)
+    async with asyncio.timeout(10):
+        await asyncio.gather(*reading)
+    assert not viewers.is_producing
+
+
+async def _read_all(stream: AsyncIterator[bytes]) -> None:
+    async for _ in stream:
+        pass
+
+
+async def test_there_are_not_more_streams_than_the_server_can_bear(
+    fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = app_of(fleet)
+    monkeypatch.setattr(Viewers, "is_full", True)
+    async with client_of(app, Accept="text/event-stream") as client:
+        answers = [await client.get(path) for path in ("/omni/events", "/omni/fleet")]
+    assert [(answer.status_code, answer.headers["retry-after"]) for answer in answers] == [(503, "5")] * 2
+
+
+async def test_the_state_tells_what_an_operator_asks_about(fleet: FakeFleet) -> None:
+    fleet.now = 10.0
+    app = app_of(fleet)
+    for number in range(3):
+        await fleet.submit(f"r{number}")
+    client_of_one = fleet.pool.member(0).client
+    assert client_of_one is not None
+    client_of_one.heard_at = 9.5
+    fleet.orchestrator.hold_back(fleet.pool.member(1), "suspect")
+    app.state.omni_drain.begin()
+    async with client_of(app) as client:
+        state = (await client.get("/omni/fleet")).json()
+    assert state["head"] == {
+        "name": "here",
+        "vllm": "0",
+        "plugin": "0",
+        "state": "draining",
+        "coordinator": None,
+        "others": [],
+    }
+    assert state["requests"]["unfinished"] == 3
+    first_one, second = state["stages"][0]["replicas"]
+    assert first_one["requests"] + second["requests"] == 3
+    assert (first_one["heartbeat_seconds"], second["heartbeat_seconds"]) == (0.5, None)
+    assert (second["status"], second["held_back"]) == ("draining", ["suspect"])
+    assert (second["tokens_per_second"], second["hit_rate"]) == (None, None)
+
+
+def test_a_pipeline_is_told_as_a_graph(fleet: FakeFleet) -> None:
+    stages = (
+        Stage(0, "writer", VLLM_ENGINE, Modality.TEXT, model="w", final=True),
+        Stage(1, "refiner", VLLM_ENGINE, Modality.TEXT, model="r", inputs=("writer",), final=True),
+    )
+    drain = HeadDrain(fleet.orchestrator.events)
+    rates = TokenRates(CollectorRegistry(), lambda: 0.0)
+    view = FleetView(fleet.orchestrator, drain, lambda: False, rates, {}, Pipeline(stages))
+    (writer,) = view.state()["stages"]
+    assert (writer["name"], writer["level"], writer["inputs"], writer["output"]) == ("writer", 0, [], "text")
+
+
+def test_rates_are_those_of_vllms_counters() -> None:
+    registry, now = CollectorRegistry(), 0.0
+    labels = ("model_name", "engine")
+    names = ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits")
+    counters = [Counter(f"vllm:{name}", "Help.", labels, registry=registry).labels("m", "10001") for name in names]
+    rates = TokenRates(registry, lambda: now)
+    assert rates.of("1.1") == (None, None)
+    rates.read()
+    for counter, amount in zip(counters, (90, 10, 80, 20), strict=True):
+        counter.inc(amount)
+    now = 2.0
+    rates.read()
+    assert rates.of("1.1") == (50.0, 0.25)
+    assert rates.of("0.0") == (None, None)
+
+
+async def test_the_page_has_nothing_of_the_fleet_and_runs_no_other_script() -> None:
+    async with client_of(app_of(None)) as client:
+        page, script, style = [await client.get(f"/omni{part}") for part in ("", "/page.js", "/page.css")]
+        refused = await client.get("/omni/fleet")
+    assert [each.status_code for each in (page, script, style, refused)] == [200, 200, 200, 404]
+    kinds = [each.headers["content-type"].partition(";")[0] for each in (page, script, style)]
+    assert kinds == ["text/html", "text/javascript", "text/css"]
+    for each in (page, script, style):
+        policy = each.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert each.headers["x-content-type-options"] == "nosniff"
+    assert re.findall(r"<script[^>]*>([^<]*)", page.text) == [""]
+    assert re.search(r"\son\w+=|style=|https?:", page.text) is None
+
+
+async def test_the_script_makes_no_markup_of_what_it_is_told_and_keeps_no_key() -> None:
+    async with client_of(app_of(None)) as client:
+        script = (await client.get("/omni/page.js")).text
+    for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Storage", "cookie"):
+        assert word not in script
+
+
+async def test_markup_in_what_a_replica_says_is_sent_as_data(fleet: FakeFleet, viewers: Viewers) -> None:
+    fleet.orchestrator.replica_lost(fleet.pool.member(0), f"{MARKUP}\n\nevent: state")
+    stream = messages(viewers.event_stream())
+    kind, event = await first(stream)
+    assert (kind, event["reason"]) == ("lost", f"{MARKUP}\n\nevent: state")

@@ -1,0 +1,251 @@
+"""The page `/omni` in a browser, in front of a head and simulated replicas; and a head's end while it has requests.
+
+With `OMNI_PICTURES=FOLDER` the pictures of docs/watch.md are made there.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+import pytest
+
+from tests.fakes.free_ports import free_port
+
+from .browser import Browser
+from .load import Load
+from .server import MODEL, START_S, STOP_S, ServeProcess, Server, serve_command, until, write_secret
+
+pytestmark = pytest.mark.long
+
+API_KEY = "api-key-of-this-test"
+ADMIN_KEY = "admin-key-of-this-test"
+SIM = str(Path(sys.executable).with_name("vllm-omni-plugin"))
+VLLM = str(Path(sys.executable).with_name("vllm"))
+MARKUP = "<img src=x onerror='window.hacked = 1'><script>window.hacked = 1</script>"
+ROW_WITHIN_S = 2.0
+
+
+class SimFleet:
+    """A head without engines, and nodes with simulated ones."""
+
+    def __init__(self, head: Server, nodes: list[ServeProcess]) -> None:
+        self.head = head
+        self.nodes = nodes
+        try:
+            self.head.wait()
+            until(lambda: self.head.replicas_up() == len(nodes), "all nodes serve", START_S)
+        except BaseException:
+            self.stop()
+            raise
+
+    @classmethod
+    def of_one_model(cls, model: Path, folder: Path, nodes: int, *flags: str) -> Self:
+        """Replicas of one model."""
+        join = joining(folder)
+        head = Server(model, folder / "head.log", "--omni-dp-size-local", "0", *join, *flags)
+        command = [SIM, "sim", *serve_command(model, *join)[2:]]
+        return cls(head, [ServeProcess(command, folder / f"node{number}.log") for number in range(nodes)])
+
+    @classmethod
+    def of_pipeline(cls, file: Path) -> Self:
+        """One replica for each of two stages."""
+        join = joining(file.parent)
+        command = [SIM, "sim", "--omni-pipeline", str(file), *join, "--omni-stage-id"]
+        head = PipelineHead(file, *join)
+        return cls(head, [ServeProcess([*command, str(stage)], file.with_name(f"{stage}.log")) for stage in range(2)])
+
+    def stop(self) -> None:
+        """End everything."""
+        for process in (*self.nodes, self.head):
+            process.tell_to_end()
+        for process in (*self.nodes, self.head):
+            process.stop()
+
+
+class PipelineHead(Server):
+    """The head of a pipeline."""
+
+    def __init__(self, file: Path, *flags: str) -> None:
+        self._uds = None
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        command = [VLLM, "serve", "--omni-pipeline", str(file), "--host", "127.0.0.1", "--port", str(self.port), *flags]
+        ServeProcess.__init__(self, command, file.with_name("head.log"))
+
+
+def joining(folder: Path) -> tuple[str, ...]:
+    """Flags of the processes of one fleet."""
+    secret = write_secret(folder / "secret")
+    where = ("--omni-master-address", "127.0.0.1", "--omni-master-port", str(free_port()))
+    return (*where, "--omni-secret-file", str(secret))
+
+
+@pytest.fixture
+def guarded(tiny_model: Path, tmp_path: Path) -> Iterator[SimFleet]:
+    """Two replicas behind keys."""
+    keys = tmp_path / "admin.keys"
+    keys.touch(mode=0o600)
+    keys.write_text(ADMIN_KEY)
+    flags = ("--api-key", API_KEY, "--omni-admin-key-file", str(keys), "--omni-drain-timeout", "0")
+    fleet = SimFleet.of_one_model(tiny_model, tmp_path, 2, *flags)
+    yield fleet
+    fleet.stop()
+
+
+@pytest.fixture
+def plain_sim(tiny_model: Path, tmp_path: Path) -> Iterator[SimFleet]:
+    """One replica, and no flags but those it needs."""
+    fleet = SimFleet.of_one_model(tiny_model, tmp_path, 1)
+    yield fleet
+    fleet.stop()
+
+
+@pytest.fixture
+def pipeline(tiny_model: Path, tmp_path: Path) -> Iterator[SimFleet]:
+    """A writer and a refiner."""
+    file = tmp_path / "pipeline.yaml"
+    common: dict[str, Any] = {"engine": "vllm", "model": str(tiny_model), "replicas": 0, "output": "text"}
+    common["engine_args"] = {"max-model-len": 512, "enforce-eager": True, "dtype": "float32"}
+    stages = [{"id": 0, "name": "writer", **common}]
+    stages.append({"id": 1, "name": "refiner", **common, "inputs": ["writer"], "final": True})
+    file.write_text(json.dumps({"stages": stages}))
+    fleet = SimFleet.of_pipeline(file)
+    yield fleet
+    fleet.stop()
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[Browser]:
+    with Browser(tmp_path / "profile") as browser:
+        yield browser
+
+
+def ask(head: Server, prompt: str) -> int:
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 400, "ignore_eos": True}
+    with head.http(120.0) as http:
+        return http.post("/v1/completions", json=body, headers={"Authorization": f"Bearer {API_KEY}"}).status_code
+
+
+def row(browser: Browser, replica: str) -> str:
+    """What the page says of the state of a replica; "" if it has no row."""
+    return str(browser.run(f"document.getElementById('replica-{replica}')?.querySelector('.status').textContent ?? ''"))
+
+
+def click(browser: Browser, label: str) -> None:
+    """Press a button by keyboard."""
+    browser.run(f"document.querySelector('[aria-label=\"{label}\"]').focus()")
+    browser.press("Enter", 13, "\r")
+
+
+def use_key(browser: Browser, key: str) -> None:
+    browser.run("document.getElementById('key').focus()")
+    browser.type(key)
+
+
+def test_the_page_shows_the_fleet_as_it_changes_and_changes_it(guarded: SimFleet, browser: Browser) -> None:
+    head = guarded.head
+    pictures = Path(os.environ["OMNI_PICTURES"]) if "OMNI_PICTURES" in os.environ else None
+    browser.look(1280, 1100)
+    browser.open(f"{head.url}/omni")
+    until(lambda: "key" in browser.run("document.getElementById('link').textContent"), "it asks for a key")
+    assert row(browser, "0.0") == ""
+    browser.faults.clear()
+    use_key(browser, API_KEY)
+    until(lambda: [row(browser, name) for name in ("0.0", "0.1")] == ["up", "up"], "both rows")
+    assert browser.run("location.href") == f"{head.url}/omni", "the key is in no address"
+    assert browser.run("document.cookie + JSON.stringify({...localStorage, ...sessionStorage})") == "{}"
+
+    top = subprocess.run(
+        [SIM, "top", "--once", "--url", head.url, "--api-key", API_KEY], capture_output=True, text=True, check=True
+    )
+    assert [line.split()[:2] for line in top.stdout.splitlines()[2:4]] == [["0.0", "up"], ["0.1", "up"]]
+
+    # A key that may look may not change.
+    click(browser, "Drain replica 0.0")
+    until(lambda: browser.run("document.getElementById('confirm').open"), "it asks first")
+    click_yes(browser)
+    until(lambda: "admin key" in browser.run("document.getElementById('error').textContent"), "it says why not")
+    use_key(browser, ADMIN_KEY)
+    click(browser, "Drain replica 0.0")
+    browser.press("Enter", 13, "\r")
+    until(lambda: not browser.run("document.getElementById('confirm').open"), "Enter cancels")
+    click(browser, "Drain replica 0.0")
+    click_yes(browser)
+    until(lambda: row(browser, "0.0") == "draining, held back: admin", "the drain is shown")
+    click(browser, "Resume replica 0.0")
+    click_yes(browser)
+    until(lambda: row(browser, "0.0") == "up", "the end of the drain is shown")
+
+    with ThreadPoolExecutor(8) as threads:
+        answers = [threads.submit(ask, head, f"{number} " * 20) for number in range(8)]
+        requests = "document.getElementById('replica-0.0').querySelector('meter').value"
+        until(lambda: browser.run(requests) > 0, "its load is shown")
+        if pictures is not None:
+            browser.run("window.scrollTo(0, 0)")
+            browser.picture(pictures / "fleet.png")
+        guarded.nodes[1].kill()
+        killed_at = time.monotonic()
+        until(lambda: [row(browser, name) for name in ("0.0", "0.1")] != ["up", "up"], "its row changes")
+        assert time.monotonic() - killed_at < ROW_WITHIN_S
+        assert [answer.result() for answer in answers] == [200] * 8
+    kinds = "[...document.querySelectorAll('#events li')].map((line) => line.className)"
+    until(lambda: {"lost", "move", "drain", "resume", "attach"} <= set(browser.run(kinds)), "what happened is listed")
+
+    browser.look(390, 844, dark=True)
+    assert browser.run("document.documentElement.scrollWidth") <= 390
+    if pictures is not None:
+        browser.picture(pictures / "fleet-phone.png")
+    nameless = "[...document.querySelectorAll('button, meter, svg, input')].filter((each) => !each.closest('dialog') &&"
+    nameless += " !(each.ariaLabel || each.textContent || each.labels?.length)).length"
+    assert browser.run(nameless) == 0
+
+    browser.run(f"showEvent('lost', {{time: 1, replica: '0.0', requests: 0, reason: {MARKUP!r}}})")
+    browser.run("document.body.append(Object.assign(document.createElement('script'), {text: 'window.hacked = 1'}))")
+    assert browser.run("document.querySelectorAll('#events img').length + (window.hacked ?? 0)") == 0
+    policy = "Content Security Policy"
+    assert [fault for fault in browser.faults if policy not in fault and "401" not in fault] == []
+
+
+def click_yes(browser: Browser) -> None:
+    browser.run("document.getElementById('yes').focus()")
+    browser.press("Enter", 13, "\r")
+
+
+def test_a_pipeline_is_shown_as_columns_and_as_a_graph(pipeline: SimFleet, browser: Browser) -> None:
+    browser.look(1280, 1000)
+    browser.open(f"{pipeline.head.url}/omni")
+    until(lambda: [row(browser, name) for name in ("0.0", "1.0")] == ["up", "up"], "a row in each column")
+    assert browser.run("document.querySelector('#graph svg').getAttribute('aria-label')") == "Stages: writer to refiner"
+    titles = "[...document.querySelectorAll('.stage h3')].map((title) => title.textContent.split(':')[0])"
+    assert browser.run(titles) == ["Stage 0, writer", "Stage 1, refiner"]
+    if "OMNI_PICTURES" in os.environ:
+        browser.picture(Path(os.environ["OMNI_PICTURES"], "pipeline.png"))
+    assert browser.faults == []
+
+
+def test_requests_have_time_at_the_end_unless_a_second_signal_comes(plain_sim: SimFleet) -> None:
+    head = plain_sim.head
+    with Load(head) as load, head.http() as http, http.stream("GET", "/omni/events", headers=AS_STREAM) as viewer:
+        for call, health in (("drain", 503), ("resume", 200)):
+            assert http.post(f"/omni/{call}").status_code == httpx.codes.NO_CONTENT
+            assert head.health() == health
+        stream = load.send(1000, stream=True)
+        assert stream.started.wait(60)
+        head.tell_to_end()
+        until(lambda: "a second signal ends them" in head.log.read_text(), "it hears of another signal")
+        assert (head.health(), stream.finish_reasons) == (httpx.codes.SERVICE_UNAVAILABLE, [])
+        head.process.send_signal(signal.SIGTERM)
+        assert "event: drain" in "".join(viewer.iter_text()), "the stream of a viewer ends with the server"
+    assert stream.finish_reasons == ["abort"]
+    assert head.process.wait(STOP_S) == 0
+
+
+AS_STREAM = {"Accept": "text/event-stream"}

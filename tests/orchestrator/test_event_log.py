@@ -1,0 +1,116 @@
+"""What happens to replicas is logged once, and kept for who asks."""
+
+import logging
+
+import pytest
+
+from tests.fakes.fleet import FakeFleet
+from vllm_omni_plugin.coordinator import ReplicaStatus
+from vllm_omni_plugin.orchestrator.event_log import MAX_EVENTS, EventKind, EventLog
+from vllm_omni_plugin.orchestrator.fleet_state.member_changes import manage
+
+
+def seen(fleet: FakeFleet) -> list[tuple[str, str | None, int]]:
+    return [(event.kind.value, event.replica, event.requests) for event in fleet.orchestrator.events.after()]
+
+
+def holder(fleet: FakeFleet, request_id: str) -> int:
+    """The replica that has a request."""
+    return next(replica_id for replica_id, link in fleet.links.items() if link is fleet.attempt(request_id)[0])
+
+
+def test_an_event_says_when_what_where_and_why() -> None:
+    log = EventLog(lambda: 12.5)
+    member = FakeFleet(replicas=2).pool.member(1)
+    log.note(EventKind.RESTART, "in 2 s: it died", member)
+    log.note(EventKind.REFUSE, "dtype", stage=3, level=logging.ERROR)
+    log.note(EventKind.DRAIN, "an operator drains it")
+    assert [(each.id, each.time, each.kind, each.stage, each.replica, each.reason) for each in log.after()] == [
+        (12500, 12.5, "restart", 0, "0.1", "in 2 s: it died"),
+        (12501, 12.5, "refuse", 3, None, "dtype"),
+        (12502, 12.5, "drain", None, None, "an operator drains it"),
+    ]
+    assert [each.id for each in log.after(12501)] == [12502]
+    later = EventLog(lambda: 13.0)
+    later.note(EventKind.DRAIN, "")
+    assert len(later.after(12502)) == 1, "a head that has started again"
+
+
+def test_an_event_is_one_line_of_the_log_with_its_fields_for_who_formats_it(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    log = EventLog()
+    member = FakeFleet(replicas=2).pool.member(1)
+    caplog.clear()
+    log.note(EventKind.LOST, "100% of <b>it</b>", member, requests=3)
+    log.note(EventKind.REFUSE, "dtype", stage=3, level=logging.ERROR)
+    lost, refused = caplog.records
+    assert lost.getMessage() == "Replica 0.1 is lost (100% of <b>it</b>) with 3 requests in flight."
+    assert (lost.levelname, lost.filename) == ("ERROR", "test_event_log.py")
+    fields = ("omni_event", "omni_stage", "omni_replica", "omni_requests")
+    assert [getattr(lost, name) for name in fields] == ["lost", 0, "0.1", 3]
+    assert (refused.levelname, refused.getMessage()) == ("ERROR", "A replica of stage 3 cannot be attached to: dtype")
+
+
+def test_the_last_thousand_are_kept() -> None:
+    log = EventLog(lambda: 0.0)
+    for _ in range(MAX_EVENTS + 5):
+        log.note(EventKind.DRAIN, "")
+    kept = log.after()
+    assert (len(kept), kept[0].id, kept[-1].id) == (MAX_EVENTS, 5, MAX_EVENTS + 4)
+
+
+def test_who_looks_is_told_of_each_event() -> None:
+    log, told = EventLog(), []
+    log.on_event = lambda: told.append(len(log.after()))
+    log.note(EventKind.DRAIN, "")
+    log.note(EventKind.RESUME, "")
+    assert told == [1, 2]
+
+
+async def test_the_loss_of_many_requests_is_one_event_and_their_move_another() -> None:
+    async with FakeFleet(replicas=2) as fleet:
+        for number in range(20):
+            await fleet.submit(f"r{number}")
+        before = len(fleet.pool.member(1).in_flight)
+        fleet.kill(1)
+        assert seen(fleet) == [("lost", "0.1", before), ("move", "0.1", before)]
+
+
+async def test_requests_that_fail_with_their_replica_do_not_count_as_moved() -> None:
+    async with FakeFleet(replicas=2, migration_limit=0) as fleet:
+        await fleet.submit("a")
+        replica_id = holder(fleet, "a")
+        fleet.kill(replica_id)
+        assert seen(fleet) == [("lost", f"0.{replica_id}", 1)]
+
+
+async def test_the_next_replica_that_is_dead_too_has_its_own_events() -> None:
+    async with FakeFleet(replicas=3) as fleet:
+        await fleet.submit("a")
+        replica_id = holder(fleet, "a")
+        for other, link in fleet.links.items():
+            link.broken = other != replica_id
+        fleet.kill(replica_id)
+        lost = [(replica, requests) for kind, replica, requests in seen(fleet) if kind == "lost"]
+        assert lost[0] == (f"0.{replica_id}", 1)
+        assert len(lost) == 3
+
+
+async def test_a_drain_is_told_once_and_its_end_once() -> None:
+    async with FakeFleet(replicas=2) as fleet:
+        member = fleet.pool.member(1)
+        for action in ("drain", "drain", "resume", "resume"):
+            manage(fleet.orchestrator, action, member)
+        assert seen(fleet) == [("drain", "0.1", 0), ("resume", "0.1", 0)]
+        assert [event.reason for event in fleet.orchestrator.events.after()] == [
+            "an operator drains it",
+            "an operator resumes it",
+        ]
+
+
+async def test_a_replica_that_is_no_longer_trusted_is_lost() -> None:
+    async with FakeFleet(replicas=1) as fleet:
+        member = fleet.pool.member(0)
+        fleet.orchestrator.distrust(member, "it said nonsense")
+        assert member.status is ReplicaStatus.ERROR
+        assert [event.reason for event in fleet.orchestrator.events.after()] == ["it said nonsense"]

@@ -1,0 +1,43 @@
+"""Draining a head: it takes no new requests, and finishes those it has."""
+
+from collections.abc import MutableSequence
+
+from vllm_omni_plugin.orchestrator.event_log import EventKind, EventLog
+from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD, HOLDS
+
+DRAINING = "This server is drained by an operator and takes no new requests. Please send it to another one."
+"""Why requests are refused meanwhile."""
+
+
+class HeadDrain:
+    """Whether an operator drains this head, and with it all API servers of its command.
+
+    Args:
+        events: is told.
+        flag: one number, 0 while it is not drained.
+    """
+
+    def __init__(self, events: EventLog, flag: MutableSequence[int] | None = None) -> None:
+        self._events = events
+        self._flag: MutableSequence[int] = [0] if flag is None else flag
+
+    @property
+    def active(self) -> bool:
+        """Whether new requests are refused."""
+        return bool(self._flag[0])
+
+    def share(self, flag: MutableSequence[int]) -> None:
+        """From now on the number is this one, which the API servers of one command share."""
+        self._flag = flag
+
+    def begin(self) -> None:
+        """Take no new requests. Idempotent."""
+        if not self.active:
+            self._flag[0] = 1
+            self._events.note(EventKind.DRAIN, HOLDS[ADMIN_HOLD][0])
+
+    def end(self) -> None:
+        """Take new requests again. Idempotent."""
+        if self.active:
+            self._flag[0] = 0
+            self._events.note(EventKind.RESUME, HOLDS[ADMIN_HOLD][1])

@@ -1,0 +1,130 @@
+"""The state of the fleet at one moment, as plain data for a page or a terminal."""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from vllm_omni_plugin.admin.head_drain import HeadDrain
+from vllm_omni_plugin.admin.watch.token_counts import TokenRates
+from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
+from vllm_omni_plugin.pipeline.graph import Pipeline
+
+
+class FleetView:
+    """Makes the state from what any thread may read, only when it is asked for.
+
+    Args:
+        orchestrator: has the replicas.
+        drain: of this head.
+        is_ending: whether the server was told to end.
+        rates: of the replicas.
+        head: names this head and its versions, by what they are.
+        pipeline: its stages; None: the replicas of one model.
+        clock: monotonic seconds, the same as the orchestrator's.
+        wall_clock: unix seconds.
+    """
+
+    def __init__(
+        self,
+        orchestrator: Orchestrator,
+        drain: HeadDrain,
+        is_ending: Callable[[], bool],
+        rates: TokenRates,
+        head: Mapping[str, str],
+        pipeline: Pipeline | None,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._orchestrator = orchestrator
+        self._drain = drain
+        self._is_ending = is_ending
+        self.rates = rates
+        self._head = dict(head)
+        self._graph = {} if pipeline is None else _graph(pipeline)
+        self._clock = clock
+        self._wall_clock = wall_clock
+
+    def state(self) -> dict[str, Any]:
+        """All there is to see now."""
+        metrics = self._orchestrator.metrics
+        exchange = self._orchestrator.stage_pools[0].exchange
+        now = self._clock()
+        return {
+            "time": self._wall_clock(),
+            "head": {
+                **self._head,
+                "state": "ending" if self._is_ending() else "draining" if self._drain.active else "up",
+                "coordinator": metrics.has_session,
+                "others": [] if exchange is None else sorted(exchange.others),
+            },
+            "requests": {
+                "unfinished": len(self._orchestrator.request_states),
+                "queued": len(self._orchestrator.request_async_queue),
+                "held_http": metrics.waiting,
+                "held_fleet": metrics.held,
+                "held_move": metrics.moves_waiting,
+                "held_paused": metrics.paused,
+                "moved": metrics.moves,
+                "lost": metrics.lost + metrics.queries_of_death,
+                "refused": metrics.refused + metrics.turned_away,
+            },
+            "stages": [self._stage(pool, now) for pool in self._orchestrator.stage_pools],
+        }
+
+    def sample(self) -> dict[str, Any]:
+        """A point of the history."""
+        metrics = self._orchestrator.metrics
+        members = [member for pool in self._orchestrator.stage_pools for member in pool.members]
+        return {
+            "time": self._wall_clock(),
+            "unfinished": len(self._orchestrator.request_states),
+            "held": metrics.waiting + metrics.held + metrics.moves_waiting + metrics.paused,
+            "tokens_per_second": sum(self.rates.of(member.name)[0] or 0.0 for member in members),
+            "kv_usage": max((member.load.kv_usage for member in members), default=0.0),
+        }
+
+    def _stage(self, pool: StagePool, now: float) -> dict[str, Any]:
+        return {
+            "stage": pool.stage_id,
+            "policy": pool.policy,
+            **self._graph.get(pool.stage_id, {"name": "", "level": 0, "inputs": [], "output": ""}),
+            "replicas": [self._replica(member, now) for member in pool.members],
+        }
+
+    def _replica(self, member: PoolMember, now: float) -> dict[str, Any]:
+        load, client = member.load, member.client
+        rate, hit_rate = self.rates.of(member.name)
+        return {
+            "id": member.name,
+            "status": member.status.value,
+            "held_back": sorted(member.held_back),
+            "remote": member.remote,
+            "address": member.input_addr if member.remote else "",
+            "requests": load.requests,
+            "others": load.others,
+            "waiting": load.waiting,
+            "tokens": load.prefill_tokens + load.decode_tokens,
+            "kv_tokens": load.kv_blocks * load.block_size,
+            "kv_usage": load.kv_usage,
+            "tokens_per_second": rate,
+            "hit_rate": hit_rate,
+            "heartbeat_seconds": None if client is None or not client.heard_at else max(0.0, now - client.heard_at),
+            "since_seconds": now - member.changed_at if member.changed_at else None,
+            "restarts": member.restarts,
+            "dispatched": member.dispatched,
+        }
+
+
+def _graph(pipeline: Pipeline) -> dict[int, dict[str, Any]]:
+    """Of each stage what a picture of the pipeline needs: its level counts from the request."""
+    return {
+        stage.id: {
+            "name": stage.name,
+            "level": level,
+            "inputs": [upstream.id for upstream in pipeline.upstream(stage)],
+            "output": str(stage.output) if stage.final else "",
+        }
+        for level, stages in enumerate(pipeline.levels)
+        for stage in stages
+    }

@@ -1,0 +1,81 @@
+"""How fast replicas compute, from the counters that vLLM keeps of them anyway."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from prometheus_client.registry import CollectorRegistry
+
+from vllm_omni_plugin.orchestrator.pool.pool_member import stage_and_replica
+
+_COUNTERS = {
+    "vllm:prompt_tokens_total": 0,
+    "vllm:generation_tokens_total": 0,
+    "vllm:prefix_cache_queries_total": 1,
+    "vllm:prefix_cache_hits_total": 2,
+}
+"""vLLM's counters, and which field of `TokenCounts` each adds to."""
+_OVER_S = 11.0
+"""A rate is that since the oldest reading which is not older."""
+_APART_S = 0.5
+"""Seconds between two readings at least."""
+
+
+class TokenCounts(NamedTuple):
+    """What vLLM has counted of one replica since the head began.
+
+    Attributes:
+        tokens: of prompts and answers.
+        queried: prompt tokens that were looked for in its prefix cache.
+        hits: those that were found.
+    """
+
+    tokens: float = 0.0
+    queried: float = 0.0
+    hits: float = 0.0
+
+
+class TokenRates:
+    """Reads the counters at intervals.
+
+    Args:
+        registry: has them. They are missing where statistics are off.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, registry: CollectorRegistry, clock: Callable[[], float]) -> None:
+        self._counters = registry.restricted_registry(_COUNTERS)
+        self._clock = clock
+        self._readings: deque[tuple[float, dict[str, TokenCounts]]] = deque()
+
+    def read(self) -> None:
+        """Take a reading, unless the last one is quite new."""
+        now = self._clock()
+        while self._readings and now - self._readings[0][0] > _OVER_S:
+            self._readings.popleft()
+        if self._readings and now - self._readings[-1][0] < _APART_S:
+            return
+        counts: dict[str, list[float]] = {}
+        for family in self._counters.collect():
+            for sample in family.samples:
+                stage_id, replica_id = stage_and_replica(int(sample.labels["engine"]))
+                fields = counts.setdefault(f"{stage_id}.{replica_id}", [0.0, 0.0, 0.0])
+                fields[_COUNTERS[sample.name]] += sample.value
+        self._readings.append((now, {name: TokenCounts(*fields) for name, fields in counts.items()}))
+
+    def forget(self) -> None:
+        """There will be no readings for some time."""
+        self._readings.clear()
+
+    def of(self, replica: str) -> tuple[float | None, float | None]:
+        """Tokens per second lately, and the share of prompt tokens found in the cache, 0 to 1; None: not known."""
+        if not self._readings:
+            return None, None
+        (began_at, before), (ended_at, now) = self._readings[0], self._readings[-1]
+        counts, first = now.get(replica), before.get(replica, TokenCounts())
+        if counts is None:
+            return None, None
+        seconds = ended_at - began_at
+        # Less than before: it has left, and another one has its number.
+        rate = max(0.0, counts.tokens - first.tokens) / seconds if seconds else None
+        return rate, counts.hits / counts.queried if counts.queried else None

@@ -1,0 +1,144 @@
+"""Streams of the fleet's state and events: one producer for all viewers, and none once nobody has looked for long."""
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+from vllm_omni_plugin.admin.watch.fleet_view import FleetView
+from vllm_omni_plugin.orchestrator.event_log import EventLog, FleetEvent
+
+MAX_VIEWERS = 64
+"""Streams at once; each keeps a connection."""
+TICK_S = 1.0
+"""Seconds between two states."""
+_SAMPLE_EVERY = 5
+_HISTORY = 120
+"""Samples that are kept: ten minutes, as long as there are taken any after the last viewer has left."""
+_COMMENT_EVERY = 15
+"""Ticks after which a viewer who was sent nothing is sent a comment, so that one that is gone is noticed."""
+
+
+class Viewers:
+    """Who looks at the fleet, and what they are sent. Lives on the server's event loop.
+
+    A viewer is never waited for. Each goes through states and events at its own speed: of states it gets the newest, of
+    events those that are still kept, whose ids tell how many it has missed.
+
+    Args:
+        view: makes the state.
+        events: has the events.
+        is_over: whether the server serves nobody any more. Streams would keep it from ending.
+        tick: seconds between two states.
+    """
+
+    def __init__(self, view: FleetView, events: EventLog, is_over: Callable[[], bool], tick: float = TICK_S) -> None:
+        self._view = view
+        self._log = events
+        self._is_over = is_over
+        self._tick = tick
+        self._count = 0
+        self._news = asyncio.Event()
+        self._producer: asyncio.Task[None] | None = None
+        self._state = b""
+        self._samples: deque[dict[str, Any]] = deque(maxlen=_HISTORY)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there can be no more."""
+        return self._count >= MAX_VIEWERS
+
+    @property
+    def is_producing(self) -> bool:
+        """Whether somebody looks, or has looked within ten minutes."""
+        return self._producer is not None
+
+    def state(self) -> dict[str, Any]:
+        """The state, for one who asks once."""
+        self._view.rates.read()
+        return self._view.state()
+
+    def events(self, after: int = 0) -> list[FleetEvent]:
+        """The events behind one, oldest first, as far as they are kept."""
+        return self._log.after(after)
+
+    async def state_stream(self) -> AsyncIterator[bytes]:
+        """As server-sent events: the history, and then the newest state again and again."""
+        with self._viewer():
+            yield _message("history", list(self._samples))
+            sent = b""
+            async for _ in self._turns():
+                if self._state and self._state is not sent:
+                    sent = self._state
+                    yield sent
+
+    async def event_stream(self, after: int = 0) -> AsyncIterator[bytes]:
+        """As server-sent events: the events behind one, and then each as it comes."""
+        with self._viewer():
+            quiet = 0
+            async for _ in self._turns():
+                if events := self._log.after(after):
+                    after, quiet = events[-1].id, 0
+                    yield b"".join(_message(event.kind, asdict(event), event.id) for event in events)
+                elif (quiet := quiet + 1) >= _COMMENT_EVERY:
+                    quiet = 0
+                    yield b":\n\n"
+
+    @contextmanager
+    def _viewer(self) -> Iterator[None]:
+        self._count += 1
+        if self._producer is None:
+            loop = asyncio.get_running_loop()
+            self._log.on_event = lambda: loop.call_soon_threadsafe(self._announce)
+            self._producer = loop.create_task(self._produce(), name="omni-viewers")
+        try:
+            yield
+        finally:
+            self._count -= 1
+            if not self._count:
+                # The next one gets none that is old.
+                self._state = b""
+
+    async def _turns(self) -> AsyncIterator[None]:
+        """One turn now, and one whenever there may be something new, until the server is over."""
+        while not self._is_over():
+            # Before it looks for news: what comes from here on wakes it.
+            news = self._news
+            yield
+            await news.wait()
+
+    def _announce(self) -> None:
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+    async def _produce(self) -> None:
+        turns = alone = 0
+        try:
+            while not self._is_over() and alone < _HISTORY * _SAMPLE_EVERY:
+                alone = 0 if self._count else alone + 1
+                sample = None
+                if turns % _SAMPLE_EVERY == 0 or self._count:
+                    self._view.rates.read()
+                if turns % _SAMPLE_EVERY == 0:
+                    sample = self._view.sample()
+                    self._samples.append(sample)
+                if self._count:
+                    self._state = _message("state", {**self._view.state(), "sample": sample})
+                    self._announce()
+                turns += 1
+                await asyncio.sleep(self._tick)
+        finally:
+            self._log.on_event = None
+            self._producer = None
+            self._samples.clear()
+            self._view.rates.forget()
+            self._announce()
+
+
+def _message(kind: str, data: Any, event_id: int | None = None) -> bytes:
+    """One server-sent event. JSON has no line ends in it."""
+    head = "" if event_id is None else f"id: {event_id}\n"
+    return f"{head}event: {kind}\ndata: {json.dumps(data)}\n\n".encode()

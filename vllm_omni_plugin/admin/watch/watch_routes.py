@@ -1,0 +1,100 @@
+"""HTTP routes to look at the fleet: its events, its state, and the page that shows them."""
+
+from dataclasses import dataclass
+from http import HTTPStatus
+from importlib.resources import files
+from typing import Any
+
+from fastapi import APIRouter, Depends, HTTPException, Request, Response
+from starlette.responses import StreamingResponse
+
+from vllm_omni_plugin.admin.access import Access
+from vllm_omni_plugin.admin.hold import RETRY_AFTER_S
+from vllm_omni_plugin.admin.watch.viewers import MAX_VIEWERS, Viewers
+from vllm_omni_plugin.orchestrator.event_log import FleetEvent
+
+_EVENT_STREAM = "text/event-stream"
+_LAST_EVENT_ID = "last-event-id"
+_PAGE = {
+    "": ("page.html", "text/html"),
+    "/page.js": ("page.js", "text/javascript"),
+    "/page.css": ("page.css", "text/css"),
+}
+"""The page and its parts, by their path below the prefix: file and media type."""
+_CONTENT_SECURITY_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_PAGE_HEADERS = {
+    "Content-Security-Policy": _CONTENT_SECURITY_POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+# A proxy that collects an answer before it passes it on would make a stream stand still.
+_STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+
+
+@dataclass(frozen=True, slots=True)
+class EventReport:
+    """The answer of `GET /omni/events`."""
+
+    events: list[FleetEvent]
+
+
+def build_watch_router(access: Access) -> APIRouter:
+    """The routes under `/omni` that show the fleet. They ask the `omni_viewers` (`Viewers`) of `app.state`.
+
+    The page has nothing of the fleet in it, and is for everybody: its script asks the other routes, with the key that
+    its user types in.
+
+    Args:
+        access: who may look.
+    """
+    router = APIRouter(prefix="/omni", tags=["fleet"])
+    look = [Depends(access.to_look)]
+
+    @router.get("/events", dependencies=look, response_model=EventReport)
+    async def events(request: Request) -> Any:
+        viewers = _viewers(request)
+        after = request.headers.get(_LAST_EVENT_ID, "")
+        known = int(after) if after.isdecimal() else 0
+        if _wants_stream(request, viewers):
+            return StreamingResponse(viewers.event_stream(known), media_type=_EVENT_STREAM, headers=_STREAM_HEADERS)
+        return EventReport(viewers.events(known))
+
+    @router.get("/fleet", dependencies=look, response_model=None)
+    async def fleet(request: Request) -> Any:
+        viewers = _viewers(request)
+        if _wants_stream(request, viewers):
+            return StreamingResponse(viewers.state_stream(), media_type=_EVENT_STREAM, headers=_STREAM_HEADERS)
+        return viewers.state()
+
+    for path, (name, media_type) in _PAGE.items():
+        _serve_file(router, path, name, media_type)
+    return router
+
+
+def _serve_file(router: APIRouter, path: str, name: str, media_type: str) -> None:
+    content = files(__package__).joinpath(name).read_bytes()
+
+    @router.get(path, include_in_schema=False)
+    async def serve() -> Response:
+        return Response(content, media_type=media_type, headers=_PAGE_HEADERS)
+
+
+def _viewers(request: Request) -> Viewers:
+    viewers: Viewers | None = getattr(request.app.state, "omni_viewers", None)
+    if viewers is None:
+        raise HTTPException(HTTPStatus.NOT_FOUND, "This server has no fleet of replicas.")
+    return viewers
+
+
+def _wants_stream(request: Request, viewers: Viewers) -> bool:
+    """Whether a request asks for a stream. Raises an `HTTPException` if there can be no more of them."""
+    if _EVENT_STREAM not in request.headers.get("accept", ""):
+        return False
+    if viewers.is_full:
+        headers = {"Retry-After": str(RETRY_AFTER_S)}
+        raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, f"{MAX_VIEWERS} streams are open already.", headers)
+    return True

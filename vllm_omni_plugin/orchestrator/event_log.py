@@ -1,0 +1,125 @@
+"""What happens to the fleet, as this head sees it: one line of the log each, and the last ones for who asks."""
+
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
+
+logger = init_logger(__name__)
+
+MAX_EVENTS = 1000
+"""Events that are kept."""
+
+
+class EventKind(StrEnum):
+    """What happened."""
+
+    ATTACH = "attach"
+    DETACH = "detach"
+    LOST = "lost"
+    MOVE = "move"
+    DRAIN = "drain"
+    RESUME = "resume"
+    REFUSE = "refuse"
+    RESTART = "restart"
+
+
+_LINES = {
+    EventKind.ATTACH: (logging.INFO, "%(who)s serves (%(reason)s)."),
+    EventKind.DETACH: (logging.INFO, "%(who)s has left: %(reason)s."),
+    EventKind.LOST: (logging.ERROR, "%(who)s is lost (%(reason)s) with %(requests)d requests in flight."),
+    EventKind.MOVE: (logging.INFO, "%(who)s is lost: %(requests)d of its requests go on elsewhere."),
+    EventKind.DRAIN: (logging.INFO, "%(who)s gets no new requests: %(reason)s."),
+    EventKind.RESUME: (logging.INFO, "%(who)s may get new requests again: %(reason)s."),
+    EventKind.REFUSE: (logging.WARNING, "%(who)s cannot be attached to: %(reason)s"),
+    EventKind.RESTART: (logging.WARNING, "%(who)s is started again %(reason)s"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FleetEvent:
+    """One thing that happened.
+
+    Attributes:
+        id: grows by one with each event, and is higher than those of a process that has ended before.
+        time: unix seconds.
+        kind: what happened.
+        stage: the stage; None: it concerns the head as a whole.
+        replica: `<stage>.<replica>`; None: it concerns no single replica.
+        reason: why, in words.
+        requests: how many requests it concerns.
+    """
+
+    id: int
+    time: float
+    kind: EventKind
+    stage: int | None
+    replica: str | None
+    reason: str
+    requests: int
+
+
+class EventLog:
+    """Logs what happens, and keeps the last `MAX_EVENTS`. May be used from any thread.
+
+    Args:
+        clock: unix seconds.
+
+    Attributes:
+        on_event: called after each event, on the thread where it happened; None while nobody looks.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        # So that who knew the events of a process before this one is told of all.
+        self._ids = itertools.count(int(clock() * 1000))
+        self._events: deque[FleetEvent] = deque(maxlen=MAX_EVENTS)
+        self.on_event: Callable[[], object] | None = None
+
+    def note(
+        self,
+        kind: EventKind,
+        reason: str,
+        replica: PoolMember | None = None,
+        *,
+        stage: int | None = None,
+        requests: int = 0,
+        level: int | None = None,
+    ) -> None:
+        """Something has happened: to a replica, to all of a stage, or, with neither, to this head.
+
+        Args:
+            kind: what.
+            reason: why, in words; it ends the sentence of the log.
+            replica: the replica.
+            stage: of a replica that has no number here.
+            requests: how many requests it concerns.
+            level: of the line in the log, if not the usual one of this kind.
+        """
+        name = None if replica is None else replica.name
+        stage = stage if replica is None else replica.stage_id
+        event = FleetEvent(next(self._ids), self._clock(), kind, stage, name, reason, requests)
+        self._events.append(event)
+        usual, line = _LINES[kind]
+        # Who formats logs as JSON gets the fields, too.
+        fields = {"omni_event": kind.value, "omni_stage": stage, "omni_replica": name, "omni_requests": requests}
+        words = {"who": _who(name, stage), "reason": reason, "requests": requests}
+        logger.log(usual if level is None else level, line, words, extra=fields, stacklevel=2)
+        if (on_event := self.on_event) is not None:
+            on_event()
+
+    def after(self, event_id: int = 0) -> list[FleetEvent]:
+        """The events behind one, oldest first, as far as they are kept."""
+        return [event for event in tuple(self._events) if event.id > event_id]
+
+
+def _who(replica: str | None, stage: int | None) -> str:
+    if replica is not None:
+        return f"Replica {replica}"
+    return "This head" if stage is None else f"A replica of stage {stage}"
