@@ -6,15 +6,12 @@ import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from vllm_omni_plugin import cli
 from vllm_omni_plugin.cli import main
-from vllm_omni_plugin.vllm_api.versions.supported import RANGE
 
 REPLICAS = [
     {
@@ -342,24 +339,6 @@ def test_wrong_usage_exits_with_2(capsys: pytest.CaptureFixture[str], arguments:
         main(arguments)
     assert exit_.value.code == 2
     assert fault in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("installed", "expected"),
-    [
-        ("0.32.0+cpu", f"vLLM 0.32.0+cpu (supported: {RANGE})"),
-        ("0.31.2", f"vLLM 0.31.2, which is not supported (supported: {RANGE})"),
-        ("", f"no distribution named vllm is installed (supported: {RANGE})"),
-    ],
-)
-def test_versions_are_told_with_the_range_that_is_supported(
-    installed: str, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(cli, "installed_version", lambda: installed)
-    with pytest.raises(SystemExit) as ended:
-        main(["--version"])
-    assert ended.value.code == 0
-    assert capsys.readouterr().out == f"vllm-omni-plugin {version('vllm-omni-plugin')}\n{expected}\n"
 
 
 def test_the_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ def texts(source: str) -> set[str]:
         if isinstance(node, ast.JoinedStr):
             found.add("".join(str(part.value) if isinstance(part, ast.Constant) else _GAP for part in node.values))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found.add(re.sub(r"%(\.\d)?[sdrf]", _GAP, node.value))
+            found.add(re.sub(r"%(\(\w+\))?(\.\d)?[sdrf]", _GAP, node.value))
     return found
 
 
