@@ -370,6 +370,7 @@ async def test_what_cannot_be_followed_is_logged_and_changes_nothing(
 async def test_closing_answers_an_operator_whose_wish_other_heads_have_not_followed(
     bus: HeadBus, heads: list[FakeHead], when: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("WARNING")
     bus.deaf.add("b")
     reply: Future[None] = Future()
     reply.set_running_or_notify_cancel()
