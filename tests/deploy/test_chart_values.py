@@ -1,10 +1,13 @@
 """Which values the chart takes, and which it refuses by name instead of ignoring them."""
 
+import re
 from typing import Any
 
 import pytest
 import yaml
 from helm_python.errors import HelmError
+
+from vllm_omni_plugin.admin.metrics.catalogue import BY_NAME
 
 from .chart import CHART, MODEL, render, values
 
@@ -55,3 +58,9 @@ def test_names_are_cut_where_kubernetes_needs_room() -> None:
 def test_every_default_has_a_place_in_the_schema() -> None:
     defaults = yaml.safe_load((CHART / "values.yaml").read_text())
     assert render(defaults).names() == render({}).names()
+
+
+def test_what_scales_nodes_asks_for_metrics_that_there_are() -> None:
+    queries = (CHART / "templates" / "scaling.yaml").read_text()
+    asked = set(re.findall(r"vllm_omni_fleet:(\w+)", queries))
+    assert {"expected_wait_seconds", "requests_waiting"} <= asked <= set(BY_NAME)
