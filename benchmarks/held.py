@@ -9,11 +9,11 @@ from pathlib import Path
 
 import psutil
 
-sys.path.insert(0, str(Path(__file__).with_name("startup")))
+sys.path.append(str(Path(__file__).with_name("startup")))
 
 from alive_counts import VARIABLE, address, count
 
-__all__ = ["COUNTING", "child_of", "count", "descendants", "entries", "held_by"]
+__all__ = ["COUNTING", "child_of", "count", "descendants", "entries", "held_by", "in_shared_memory"]
 
 COUNTING = {VARIABLE: "1"}
 """Environment of the Python processes that can be looked at."""
@@ -59,6 +59,18 @@ def descendants(pid: int) -> int:
 def entries(folder: Path) -> int:
     """Files, sockets and folders below a folder."""
     return sum(len(folders) + len(files) for _, folders, files in os.walk(folder))
+
+
+def in_shared_memory(folder: Path = Path("/dev/shm")) -> set[str]:
+    """Names of this user's files there, of whichever process."""
+    names = set()
+    for path in folder.iterdir():
+        try:
+            if path.lstat().st_uid == os.getuid():
+                names.add(path.name)
+        except FileNotFoundError:
+            continue
+    return names
 
 
 def _targets(pid: int) -> Iterator[str]:

@@ -17,6 +17,8 @@ _PROMPTS = 40
 _SESSIONS = 12
 _TOO_LONG = "word " * 6000
 _EXAMPLES = 10
+_NOT_TO_BE_ANSWERED = {"unknown model", "too long"}
+"""Kinds that are refused in any case."""
 
 
 class End(Enum):
@@ -59,9 +61,16 @@ class Accounts:
         return self.total(End.LOST) + self.sent.total() - self.ends.total()
 
     @property
+    def turned_away(self) -> int:
+        """Requests that were refused and could have been answered."""
+        return sum(
+            count for (kind, how), count in self.ends.items() if how is End.REFUSED and kind not in _NOT_TO_BE_ANSWERED
+        )
+
+    @property
     def is_balanced(self) -> bool:
-        """Whether each request was answered, refused or given up, and each answer was right."""
-        return not (self.lost or self.total(End.FAILED) or self.wrong)
+        """Whether each request was answered, given up, or refused as it must be, and each answer was right."""
+        return not (self.lost or self.turned_away or self.total(End.FAILED) or self.wrong)
 
     def note(self, example: str) -> None:
         """Keep the first few examples."""
@@ -108,6 +117,8 @@ class Traffic:
         except (httpx.HTTPError, TimeoutError) as error:
             self.accounts.note(f"{kind}: {error!r}")
             end = End.LOST
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            end = self._failed(f"{kind}: an answer in another form: {error!r}")
         self.accounts.ends[kind, end] += 1
 
     async def _stream(self, client: httpx.AsyncClient) -> End:

@@ -6,8 +6,9 @@ A head without engines, simulated replicas in several processes, and clients tha
 cut into rounds. In each round one thing happens beside the traffic: a process of replicas is killed, told to end, or
 stopped for a while, the coordinator is killed, an operator drains a replica, or nothing. Then the clients pause until
 nothing is in flight, and what the processes hold is looked at: at rest, so that it must be the same after every round.
-One process of replicas is left alone for all the time. Ends with 1 if a request was lost, failed or wrong, or anything
-grows.
+One process of replicas is left alone for all the time. Ends with 1 if a request was lost, failed, wrong or refused
+though it could be answered, or anything grows or is left; with 3 if a trend is unclear. What other programs of the
+same user keep in /dev/shm counts, too.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import httpx
-from held import COUNTING, child_of, descendants, entries, held_by
+from held import COUNTING, child_of, descendants, entries, held_by, in_shared_memory
 from mixed_traffic import PATIENCE_S, Traffic
 from processes import START_S, Cluster, Process
 from soak_report import Look, Soak, report
@@ -228,6 +229,7 @@ class Rounds:
         held = {(name, family): value for name, pid in pids.items() for family, value in held_by(pid).items()}
         held["head", "children"] = descendants(head)
         held["all", "temporary files"] = entries(self._folder)
+        held["all", "files in /dev/shm"] = len(in_shared_memory())
         return Look((time.monotonic() - self._began) / 3600, held)
 
 
@@ -255,7 +257,7 @@ def main() -> None:
     # What was started is ended also then.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     traffic, happened = Traffic(random.Random(options.seed)), Counter[str]()
-    soak = Soak(traffic.accounts, happened)
+    soak = Soak(traffic.accounts, happened, shared_before=in_shared_memory())
 
     def keep() -> None:
         if options.markdown is not None:
@@ -273,9 +275,10 @@ def main() -> None:
         finally:
             # Also of a run that was broken off.
             soak.left_behind = entries(Path(folder))
+            soak.shared_after = in_shared_memory()
             keep()
             print(report(soak))
-    sys.exit(0 if soak.is_sound else 1)
+    sys.exit(soak.exit_code)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ from trends import ENOUGH, Trend, trend
 ALLOWED = {"memory_mib": 8.0, "shared_mib": 1.0, "objects": 2000.0, "in-flight variation": 0.1}
 """Growth per hour that counts as none. Of all else, which is counted piece by piece, half a piece."""
 _ALLOWED_PIECES = 0.5
+UNSOUND, UNCLEAR = 1, 3
+"""Exit codes."""
 
 
 class Look(NamedTuple):
@@ -62,23 +64,35 @@ class Soak:
         happened: how often each fault did.
         rounds: that have ended.
         left_behind: files in the temporary folder after the end of all processes.
+        shared_before: names of the user's files in /dev/shm before the first process.
+        shared_after: of those after the end of all processes.
     """
 
     accounts: Accounts
     happened: Counter[str]
     rounds: list[Round] = field(default_factory=list)
     left_behind: int = 0
+    shared_before: set[str] = field(default_factory=set)
+    shared_after: set[str] = field(default_factory=set)
 
     def add(self, fault: str, rate: float, variations: list[float], in_flight: int, look: Look) -> None:
         """A round has ended."""
-        self.rounds.append(Round(len(self.rounds) + 1, fault, rate, statistics.mean(variations), in_flight, look))
+        # Without any load, there is none that is uneven.
+        variation = statistics.mean(variations or [0.0])
+        self.rounds.append(Round(len(self.rounds) + 1, fault, rate, variation, in_flight, look))
 
     @property
-    def is_sound(self) -> bool:
-        """Whether every request is accounted for, nothing grows and nothing is left."""
+    def exit_code(self) -> int:
+        """0 if all requests ended as they should, nothing grows and nothing is left; 1 if not; 3 if it is unclear."""
         idle = not any(each.in_flight for each in self.rounds)
-        grows = any(found.verdict(allowed(family)) == "grows" for _, family, found in self.trends())
-        return self.accounts.is_balanced and idle and not grows and not self.left_behind
+        left = self.left_behind or self.shared_after - self.shared_before
+        if len(self.rounds) < ENOUGH:
+            verdicts = {"unclear"}
+        else:
+            verdicts = {found.verdict(allowed(family)) for _, family, found in self.trends()}
+        if not self.accounts.is_balanced or not idle or left or "grows" in verdicts:
+            return UNSOUND
+        return UNCLEAR if "unclear" in verdicts else 0
 
     def trends(self) -> Iterator[tuple[str, str, Trend]]:
         """By whom and of what, for all that was looked at."""
@@ -118,7 +132,10 @@ def _summary(soak: Soak) -> str:
     lines = [
         f"- {len(soak.rounds)} rounds in {60 * hours:.1f} min: {faults}.",
         f"- Lost in all: {accounts.lost}; wrong answers: {accounts.wrong}.",
+        f"- Refused though they could be answered: {accounts.turned_away}.",
         f"- In flight at rest: {in_flight} at most. Temporary files after the end: {soak.left_behind}.",
+        f"- In /dev/shm: {len(soak.shared_before)} before, {len(soak.shared_after)} after the end, "
+        f"{len(soak.shared_after - soak.shared_before)} of them new.",
         *(f"- Example: `{example}`" for example in accounts.examples),
     ]
     return "\n".join(lines)

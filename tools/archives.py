@@ -32,7 +32,7 @@ class Archives:
 def build(tree: Path, out: Path, epoch: int) -> Archives:
     """Build the source archive of a tree, and the wheel from what is in that archive alone.
 
-    Needs the setuptools of this environment; another version, or another Python, may give other bytes. Leaves
+    Needs the setuptools of this environment; another version, or another Python or zlib, may give other bytes. Leaves
     setuptools' notes in the tree.
 
     Args:
@@ -118,6 +118,12 @@ def changelog_faults(changelog: str, version: str) -> list[str]:
         faults.append(f"the newest release is not {version}, as pyproject.toml says")
     kinds = {line.removeprefix("### ") for line in changelog.splitlines() if line.startswith("### ")}
     return faults + [f"no kind of change: {kind}" for kind in sorted(kinds - _SECTIONS)]
+
+
+def unreleased(changelog: str) -> list[str]:
+    """The notes of a change log that are of no version yet."""
+    _, _, rest = changelog.partition(_UNRELEASED)
+    return [line for line in rest.partition("\n## ")[0].splitlines() if line.strip()]
 
 
 def _run_hook(name: str, tree: Path, out: Path, epoch: int) -> None:

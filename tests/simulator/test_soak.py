@@ -8,10 +8,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from held import COUNTING, count, entries, held_by
+from held import COUNTING, count, entries, held_by, in_shared_memory
 from mixed_traffic import Accounts, End, Traffic
 from processes import Process, wait_for
-from soak_report import Look, Soak, report
+from soak_report import UNCLEAR, UNSOUND, Look, Soak, report
 from trends import Trend, trend
 
 HOURS = [number / 60 for number in range(60)]
@@ -78,7 +78,7 @@ def test_too_few_samples_are_no_trend() -> None:
 
 def test_requests_without_an_entry_are_lost() -> None:
     accounts = Accounts(sent=Counter(stream=5, session=2))
-    accounts.ends.update({("stream", End.ANSWERED): 3, ("stream", End.LOST): 1, ("session", End.REFUSED): 2})
+    accounts.ends.update({("stream", End.ANSWERED): 3, ("stream", End.LOST): 1, ("session", End.GIVEN_UP): 2})
     assert (accounts.lost, accounts.is_balanced) == (2, False)
     accounts.ends["stream", End.ANSWERED] = 5
     accounts.ends["stream", End.LOST] = 0
@@ -110,6 +110,9 @@ async def ends(kind: str, status: int, content: bytes) -> Accounts:
         ("stream", 404, b"", End.FAILED),
         ("at once", 200, b'{"choices": [{"text": "a", "finish_reason": "length"}]}', End.ANSWERED),
         ("at once", 400, b"", End.FAILED),
+        ("at once", 200, b"no JSON", End.FAILED),
+        ("at once", 200, b'{"choices": []}', End.FAILED),
+        ("stream", 200, b'data: {"other": 1}\n\n', End.FAILED),
         ("two choices", 200, b'{"choices": [{"finish_reason": "length"}]}', End.FAILED),
         ("given up", 200, WHOLE, End.GIVEN_UP),
         ("given up", 200, b"", End.FAILED),
@@ -152,6 +155,12 @@ async def test_an_answer_that_differs_from_the_one_before_is_wrong() -> None:
     assert not traffic.accounts.is_balanced
 
 
+async def test_who_can_be_answered_must_not_be_refused() -> None:
+    for kind, status, turned_away in (("stream", 503, 1), ("given up", 503, 1), ("unknown model", 404, 0)):
+        accounts = await ends(kind, status, b"")
+        assert (accounts.turned_away, accounts.is_balanced) == (turned_away, not turned_away), kind
+
+
 def soak_of(descriptors: list[float], in_flight: int = 0, left_behind: int = 0) -> Soak:
     soak = Soak(Accounts(), Counter(nothing=len(descriptors)), left_behind=left_behind)
     for number, value in enumerate(descriptors):
@@ -161,10 +170,33 @@ def soak_of(descriptors: list[float], in_flight: int = 0, left_behind: int = 0) 
 
 
 def test_a_run_is_sound_if_nothing_grows_is_in_flight_or_is_left() -> None:
-    assert soak_of([40.0] * 10).is_sound
-    assert not soak_of([40.0 + number for number in range(10)]).is_sound
-    assert not soak_of([40.0] * 10, in_flight=1).is_sound
-    assert not soak_of([40.0] * 10, left_behind=1).is_sound
+    assert soak_of([40.0] * 10).exit_code == 0
+    assert soak_of([40.0 + number for number in range(10)]).exit_code == UNSOUND
+    assert soak_of([40.0] * 10, in_flight=1).exit_code == UNSOUND
+    assert soak_of([40.0] * 10, left_behind=1).exit_code == UNSOUND
+
+
+def test_files_in_shared_memory_that_were_there_before_are_not_left() -> None:
+    soak = soak_of([40.0] * 10)
+    soak.shared_before, soak.shared_after = {"a", "b"}, {"a"}
+    assert soak.exit_code == 0
+    soak.shared_after = {"a", "c"}
+    assert soak.exit_code == UNSOUND
+    assert "In /dev/shm: 2 before, 2 after the end, 1 of them new." in report(soak)
+
+
+def test_a_run_that_was_too_short_to_tell_is_not_sound() -> None:
+    assert soak_of([40.0, 40.0, 44.0, 36.0, 45.0, 39.0]).exit_code == UNCLEAR
+    assert soak_of([40.0] * 3).exit_code == UNCLEAR
+    assert soak_of([40.0] * 3, in_flight=1).exit_code == UNSOUND
+
+
+def test_a_run_whose_requests_were_all_refused_is_not_sound() -> None:
+    soak = soak_of([40.0] * 10)
+    soak.add("nothing", 1.0, [], 0, Look(10 / 60, soak.rounds[0].look.held))
+    assert (soak.exit_code, soak.rounds[-1].variation) == (0, 0.0)
+    soak.accounts.sent["stream"] = soak.accounts.ends["stream", End.REFUSED] = 100
+    assert soak.exit_code == UNSOUND
 
 
 def test_a_run_that_was_broken_off_has_its_accounts() -> None:
@@ -213,3 +245,9 @@ def test_what_lies_in_a_folder_is_counted_at_any_depth(tmp_path: Path) -> None:
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "b" / "file").touch()
     assert entries(tmp_path) == 3
+
+
+def test_files_of_this_user_in_shared_memory_are_seen(tmp_path: Path) -> None:
+    (tmp_path / "psm_1").touch()
+    (tmp_path / "gone").symlink_to("nowhere")
+    assert in_shared_memory(tmp_path) == {"psm_1", "gone"}
