@@ -153,3 +153,26 @@ def test_only_what_had_no_output_can_be_waiting_whatever_the_engine_reports() ->
     # It was put back for want of memory, or the others are of another head.
     account.report(LoadReport(waiting=5, running=0, kv_usage=1.0))
     assert account.waiting == 0
+
+
+@pytest.mark.parametrize("heads_report", [True, False], ids=["heads report", "by the engine's word"])
+@pytest.mark.parametrize("running", range(8))
+def test_what_waits_at_an_engine_is_shared_by_the_heads_that_sent_it(heads_report: bool, running: int) -> None:
+    counts = (5, 2)
+    heads = [Account() for _ in counts]
+    for account, count in zip(heads, counts, strict=True):
+        for _ in range(count):
+            charged(account, prompt=10)
+        if heads_report:
+            account.join(Work(sum(counts) - count, 0))
+        account.report(LoadReport(sum(counts) - running, running, kv_usage=0.0))
+    excess = sum(counts) - running
+    assert excess <= sum(account.waiting for account in heads) <= excess + len(heads) - 1
+
+
+def test_a_load_for_another_thread_is_not_kept_since_it_may_be_stale_by_then() -> None:
+    account = Account()
+    charged(account, prompt=10)
+    seen = account.uncached_load()
+    assert seen == account.load
+    assert seen is not account.load is account.load

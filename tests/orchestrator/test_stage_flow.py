@@ -59,14 +59,27 @@ def test_a_request_that_is_dropped_leaves_no_queue_and_is_no_output(played: Play
     assert played.flow.leaving_rate == pytest.approx(0.5, rel=0.05)
 
 
-def test_the_rate_falls_while_nothing_leaves_a_queue(played: Played) -> None:
+def test_the_rate_falls_with_the_time_in_which_nothing_leaves_a_queue(played: Played) -> None:
     played.send(2)
     played.begin(after=1.0)
     played.now += 9.0
-    assert played.flow.leaving_rate == pytest.approx(0.1, rel=0.35)
-    before = played.flow.leaving_rate
+    assert played.flow.leaving_rate == pytest.approx(1 / 10)
     played.now += 60.0
-    assert played.flow.leaving_rate < before / 10
+    assert played.flow.leaving_rate == pytest.approx(1 / 70)
+
+
+@pytest.mark.parametrize("drops", [0, 300], ids=["silence", "clients that give up"])
+def test_a_queue_that_stands_does_not_let_the_rate_vanish(played: Played, drops: int) -> None:
+    played.send(1000)
+    for _ in range(100):
+        played.begin(after=0.5)
+    for _ in range(drops):
+        played.drop(after=1.0)
+    played.now += 300.0 - drops
+    # It was 2.0. Of 300 s of silence after some 25 s that count, a thirteenth is left.
+    assert played.flow.leaving_rate == pytest.approx(2.0 / 13, rel=0.1)
+    played.now += 6 * 3600.0
+    assert played.flow.leaving_rate == pytest.approx(50 / 22000, rel=0.1)
 
 
 def test_the_rate_follows_a_stage_that_has_become_slow(played: Played) -> None:

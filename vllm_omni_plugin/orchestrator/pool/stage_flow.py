@@ -4,7 +4,11 @@ from collections.abc import Callable
 from math import exp
 
 _MEMORY_S = 30.0
-"""Seconds after which what was seen weighs 1/e: of time with a queue in the rate, of any time in the share."""
+"""Seconds after which what was seen weighs 1/e: of time with a queue in the rate, of any time in the share.
+
+In the rate it fades only when a request leaves the queue. Time in which none does counts in full: 5 minutes of it make
+the rate about ten times lower, and nothing makes it vanish.
+"""
 
 
 class StageFlow:
@@ -22,21 +26,23 @@ class StageFlow:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._queued = 0
-        # First outputs, the seconds in which there was a queue, and the time up to which both are counted. Replaced
-        # as one, for the sake of other threads.
-        self._left = (0.0, 0.0, 0.0)
+        # First outputs, the seconds up to the last one in which there was a queue, those since then, and the time up to
+        # which they are counted. Replaced as one, for the sake of other threads.
+        self._left = (0.0, 0.0, 0.0, 0.0)
         # Tokens that were cached, of how many, and when that was said last.
         self._cached = (0.0, 0.0, 0.0)
 
     def sent(self, now: float) -> None:
         """An attempt is sent to a replica."""
         if not self._queued:
-            self._left = (*self._left[:2], now)
+            self._left = (*self._left[:3], now)
         self._queued += 1
 
     def began(self, now: float, prompt_tokens: int, cached_tokens: int | None) -> None:
         """Its first output came; the engine had so many of its prompt's tokens cached, None if it did not say."""
-        self._left = self._left_by(now, left=1)
+        left, seconds, since, _ = self._left_by(now)
+        kept = exp(-since / _MEMORY_S)
+        self._left = (left * kept + 1, seconds * kept + since, 0.0, now)
         self._queued -= 1
         if cached_tokens is not None:
             cached, asked, then = self._cached
@@ -51,8 +57,8 @@ class StageFlow:
     @property
     def leaving_rate(self) -> float | None:
         """Requests that leave the queue per second of the time in which there is one; None before the first."""
-        left, seconds, _ = self._left_by(self._clock()) if self._queued else self._left
-        return left / seconds if left and seconds else None
+        left, seconds, since, _ = self._left_by(self._clock()) if self._queued else self._left
+        return left / (seconds + since) if left and seconds + since else None
 
     @property
     def hit_ratio(self) -> float | None:
@@ -60,8 +66,6 @@ class StageFlow:
         cached, asked, _ = self._cached
         return cached / asked if asked else None
 
-    def _left_by(self, now: float, left: int = 0) -> tuple[float, float, float]:
-        before, seconds, then = self._left
-        elapsed = max(0.0, now - then)
-        kept = exp(-elapsed / _MEMORY_S)
-        return before * kept + left, seconds * kept + elapsed, now
+    def _left_by(self, now: float) -> tuple[float, float, float, float]:
+        left, seconds, since, then = self._left
+        return left, seconds, since + max(0.0, now - then), now

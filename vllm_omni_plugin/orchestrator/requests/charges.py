@@ -1,6 +1,6 @@
 """What one replica has to do: charged before a request is sent, released once, joined with what others report."""
 
-from math import exp
+from math import ceil, exp
 from typing import NamedTuple
 
 from vllm_omni_plugin.balancing import ReplicaLoad
@@ -68,27 +68,33 @@ class Account:
     def waiting(self) -> int:
         """Requests of this head that the engine has not begun, as far as it has reported. Any thread may read it.
 
-        What no report has counted yet waits, too. Where several heads have requests waiting there, each takes them for
-        its own as far as it has that many without an output.
+        What no report has counted yet waits, too. Of what all heads have waiting there, this one takes the share for
+        its own that it has of their requests, rounded up, and never more than it has without an output.
         """
-        return min(self._unanswered, max(0, self.requests - self._report.running))
+        requests, others = self.requests, self.others
+        excess = max(0, requests - self._report.running)
+        return min(self._unanswered, ceil(excess * max(0, requests - others) / requests)) if excess else 0
 
     @property
     def load(self) -> ReplicaLoad:
-        """All of it at this moment; the same object until something changes."""
+        """All of it at this moment; the same object until something changes. For the thread that changes it."""
         load = self._load
         if load is None:
-            load = self._load = ReplicaLoad(
-                self.requests,
-                self.others,
-                self.prefill_tokens,
-                self._decode_tokens,
-                *self._report,
-                self._computed_tokens / self._computing_s if self._computing_s else 0.0,
-                *self._cache,
-                self._peers is not None,
-            )
+            load = self._load = self.uncached_load()
         return load
+
+    def uncached_load(self) -> ReplicaLoad:
+        """The same for any thread: made anew, and not kept, since it may have changed before it could be."""
+        return ReplicaLoad(
+            self.requests,
+            self.others,
+            self.prefill_tokens,
+            self._decode_tokens,
+            *self._report,
+            self._computed_tokens / self._computing_s if self._computing_s else 0.0,
+            *self._cache,
+            self._peers is not None,
+        )
 
     def join(self, peers: Work | None) -> None:
         """The other heads have charged so much; None: they do not say, and the engine's word counts."""
