@@ -130,6 +130,67 @@ async def test_nothing_is_produced_for_long_once_nobody_looks(
     assert (await first(messages(viewers.state_stream())))[0] == "history", "it begins again for the next"
 
 
+async def test_who_joins_while_the_producer_is_about_to_end_is_sent_states(
+    fleet: FakeFleet, viewers: Viewers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(viewers_module, "_HISTORY", 1)
+    monkeypatch.setattr(viewers_module, "_SAMPLE_EVERY", 1)
+    viewers = viewers_of(fleet, HeadDrain(fleet.orchestrator.events), tick=0.2)
+    taken: list[int] = []
+    own_turn = Viewers._take_turn
+
+    def take_turn(viewers: Viewers, *, is_sampled: bool) -> None:
+        taken.append(viewers._count)
+        own_turn(viewers, is_sampled=is_sampled)
+
+    monkeypatch.setattr(Viewers, "_take_turn", take_turn)
+    leaving = viewers.state_stream()
+    await first(leaving)
+    await leaving.aclose()  # type: ignore[attr-defined]
+    await eventually(lambda: taken == [0], "the last tick alone")
+    stream = messages(viewers.state_stream())
+    assert [(await first(stream))[0] for _ in range(3)] == ["history", "state", "state"]
+
+
+async def test_a_state_that_cannot_be_made_is_left_out_and_the_next_one_comes(
+    fleet: FakeFleet, viewers: Viewers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    own_state, failed = FleetView.state, []
+
+    def state(view: FleetView) -> dict[str, Any]:
+        if not failed:
+            failed.append(1)
+            raise KeyError("a member that has just left")
+        return own_state(view)
+
+    monkeypatch.setattr(FleetView, "state", state)
+    stream = messages(viewers.state_stream())
+    assert [(await first(stream))[0] for _ in range(2)] == ["history", "state"]
+    assert failed
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+
+
+async def test_streams_end_with_the_server_also_when_nothing_is_produced(
+    fleet: FakeFleet, viewers: Viewers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def nothing(_: Viewers) -> None: ...
+
+    over: list[int] = []
+    monkeypatch.setattr(Viewers, "_produce", nothing)
+    monkeypatch.setattr(viewers, "_is_over", lambda: bool(over))
+    reading = asyncio.create_task(_read_all(viewers.state_stream()))
+    await eventually(lambda: viewers.is_producing, "the viewer")
+    over.append(1)
+    async with asyncio.timeout(10):
+        await reading
+
+
+async def test_an_event_after_the_end_of_the_servers_loop_harms_nobody(fleet: FakeFleet, viewers: Viewers) -> None:
+    loop = asyncio.new_event_loop()
+    loop.close()
+    viewers._tell(loop)
+
+
 async def test_the_history_outlives_a_viewer_who_comes_back(fleet: FakeFleet, viewers: Viewers) -> None:
     for points in (0, 1):
         stream = messages(viewers.state_stream())

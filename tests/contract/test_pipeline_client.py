@@ -25,7 +25,7 @@ from vllm_omni_plugin.integration.engine_client.pipeline_calls import RunningCal
 from vllm_omni_plugin.integration.engine_client.request_failures import to_http
 from vllm_omni_plugin.integration.fleet_setup.fleet_stages import FleetStages
 from vllm_omni_plugin.integration.http.app import FleetEndpoints
-from vllm_omni_plugin.integration.options.carried_options import carry_options
+from vllm_omni_plugin.integration.options.carried_options import DRAIN_FLAG, carry_options
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pipeline.preparation import Preparation
@@ -247,6 +247,22 @@ async def test_the_start_warns_of_who_may_change_the_fleet(
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == (warning is not None)
     assert all(warning in line for line in told if warning is not None)
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+async def test_one_server_alone_heeds_a_second_signal_since_several_get_each_twice(head: Head, servers: int) -> None:
+    carry_options(engine_config := SimpleNamespace(additional_config=None), OmniConfig())
+    engine = SimpleNamespace(engine_core=head.client, vllm_config=engine_config)
+    args = SimpleNamespace() if servers == 1 else SimpleNamespace(**{DRAIN_FLAG: bytearray(1)})
+    endpoints, app = FleetEndpoints(), FastAPI()
+    app.state.args = SimpleNamespace(api_key=None, uds=None, omni_admin_key_file=None)
+    app.state.openai_serving_chat = app.state.openai_serving_completion = None
+    endpoints.attach_router(app)
+    await endpoints.init_state(engine, app.state, args)
+    heeds: asyncio.Task[None] | None = getattr(app.state, "omni_second_signal", None)
+    assert (heeds is not None) == (servers == 1)
+    if heeds is not None:
+        heeds.cancel()
 
 
 async def test_leaving_a_call_aborts_all_of_it_and_vllms_own_abort_what_answers(head: Head) -> None:

@@ -3,13 +3,17 @@
 import asyncio
 import json
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from vllm_omni_plugin.admin.watch.fleet_view import FleetView
+from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.event_log import EventLog, FleetEvent
+
+logger = init_logger(__name__)
 
 MAX_VIEWERS = 64
 """Streams at once; each keeps a connection."""
@@ -20,6 +24,9 @@ _HISTORY = 120
 """Samples that are kept: ten minutes, as long as there are taken any after the last viewer has left."""
 _COMMENT_EVERY = 15
 """Ticks after which a viewer who was sent nothing is sent a comment, so that one that is gone is noticed."""
+_COMMENT = b":\n\n"
+_LOOK_EVERY = 5
+"""Ticks after which one who waits for news looks whether there will be any."""
 
 
 class Viewers:
@@ -48,7 +55,7 @@ class Viewers:
 
     @property
     def is_full(self) -> bool:
-        """Whether there can be no more."""
+        """Whether there can be no more. A stream counts from its first chunk on, for which it waits for nothing."""
         return self._count >= MAX_VIEWERS
 
     @property
@@ -65,7 +72,7 @@ class Viewers:
         """The events behind one, oldest first, as far as they are kept."""
         return self._log.after(after)
 
-    async def state_stream(self) -> AsyncIterator[bytes]:
+    async def state_stream(self) -> AsyncGenerator[bytes]:
         """As server-sent events: the history, and then the newest state again and again."""
         with self._viewer():
             yield _message("history", list(self._samples))
@@ -75,9 +82,10 @@ class Viewers:
                     sent = self._state
                     yield sent
 
-    async def event_stream(self, after: int = 0) -> AsyncIterator[bytes]:
+    async def event_stream(self, after: int = 0) -> AsyncGenerator[bytes]:
         """As server-sent events: the events behind one, and then each as it comes."""
         with self._viewer():
+            yield _COMMENT
             quiet = 0
             async for _ in self._turns():
                 if events := self._log.after(after):
@@ -85,14 +93,14 @@ class Viewers:
                     yield b"".join(_message(event.kind, asdict(event), event.id) for event in events)
                 elif (quiet := quiet + 1) >= _COMMENT_EVERY:
                     quiet = 0
-                    yield b":\n\n"
+                    yield _COMMENT
 
     @contextmanager
     def _viewer(self) -> Iterator[None]:
         self._count += 1
         if self._producer is None:
             loop = asyncio.get_running_loop()
-            self._log.on_event = lambda: loop.call_soon_threadsafe(self._announce)
+            self._log.on_event = partial(self._tell, loop)
             self._producer = loop.create_task(self._produce(), name="omni-viewers")
         try:
             yield
@@ -108,7 +116,13 @@ class Viewers:
             # Before it looks for news: what comes from here on wakes it.
             news = self._news
             yield
-            await news.wait()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(news.wait(), _LOOK_EVERY * self._tick)
+
+    def _tell(self, loop: asyncio.AbstractEventLoop) -> None:
+        # Who notes an event on another thread may do so after this loop is closed.
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(self._announce)
 
     def _announce(self) -> None:
         news, self._news = self._news, asyncio.Event()
@@ -116,18 +130,18 @@ class Viewers:
 
     async def _produce(self) -> None:
         turns = alone = 0
+        failing = False
         try:
-            while not self._is_over() and alone < _HISTORY * _SAMPLE_EVERY:
+            # Nothing is awaited between this look and the end: who joins later finds no producer, and starts one.
+            while not self._is_over() and (self._count or alone < _HISTORY * _SAMPLE_EVERY):
                 alone = 0 if self._count else alone + 1
-                sample = None
-                if turns % _SAMPLE_EVERY == 0 or self._count:
-                    self._view.rates.read()
-                if turns % _SAMPLE_EVERY == 0:
-                    sample = self._view.sample()
-                    self._samples.append(sample)
-                if self._count:
-                    self._state = _message("state", {**self._view.state(), "sample": sample})
-                    self._announce()
+                try:
+                    self._take_turn(is_sampled=turns % _SAMPLE_EVERY == 0)
+                    failing = False
+                except Exception:
+                    if not failing:
+                        logger.exception("The state of the fleet cannot be shown; it is tried again every second.")
+                    failing = True
                 turns += 1
                 await asyncio.sleep(self._tick)
         finally:
@@ -135,6 +149,17 @@ class Viewers:
             self._producer = None
             self._samples.clear()
             self._view.rates.forget()
+            self._announce()
+
+    def _take_turn(self, *, is_sampled: bool) -> None:
+        sample = None
+        if is_sampled or self._count:
+            self._view.rates.read()
+        if is_sampled:
+            sample = self._view.sample()
+            self._samples.append(sample)
+        if self._count:
+            self._state = _message("state", {**self._view.state(), "sample": sample})
             self._announce()
 
 

@@ -148,8 +148,15 @@ class FleetEndpoints:
             explain, fleet.orchestrator, partial(read_prompt, state), fleet.stages.prompt_stage
         )
         state.omni_fleet = FleetAdmin(fleet.orchestrator, fleet.fleet_calls, time.monotonic)
+        # Each of several servers gets a signal to all, and the supervisor's behind it: the second is no second one. The
+        # supervisor kills them when there is one.
         if (flag := getattr(args, DRAIN_FLAG, None)) is not None:
             fleet.head_drain.share(flag)
+        else:
+            # Kept, or it would be collected.
+            state.omni_second_signal = asyncio.create_task(
+                _heed_second_signal(fleet, self._app), name="omni-second-signal"
+            )
         state.omni_drain = fleet.head_drain
         state.omni_viewers = _viewers(fleet)
         state.omni_hold = Hold(
@@ -159,8 +166,6 @@ class FleetEndpoints:
             partial(_why_closed, fleet),
             fleet.graceful_shutdown.until_ending,
         )
-        # Kept, or it would be collected.
-        state.omni_second_signal = asyncio.create_task(_heed_second_signal(fleet), name="omni-second-signal")
         if fleet.stages.pipeline is not None:
             serve_pipeline(self._app, fleet.stages.pipeline, fleet.abort_call)
 
@@ -186,12 +191,19 @@ def _why_closed(fleet: FleetClient) -> str:
     return DRAINING if fleet.head_drain.active else ""
 
 
-async def _heed_second_signal(fleet: FleetClient) -> None:
-    """Once the server was told to end, let another signal end the waiting for requests."""
+async def _heed_second_signal(fleet: FleetClient, app: FastAPI) -> None:
+    """Once the server was told to end, let another signal end the waiting for requests and connections."""
     await fleet.graceful_shutdown.until_ending()
     for signum in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(signum, fleet.hurry)
+        asyncio.get_running_loop().add_signal_handler(signum, _hurry, fleet, app)
     logger.info("Ending: requests in flight may finish; a second signal ends them.")
+
+
+def _hurry(fleet: FleetClient, app: FastAPI) -> None:
+    fleet.hurry()
+    server = getattr(app.state, "server", None)
+    if hasattr(server, "force_exit"):
+        server.force_exit = True
 
 
 def _needs_no_key(_: Headers) -> bool:
