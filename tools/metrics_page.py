@@ -16,8 +16,11 @@ This page is written by `python -m tools.metrics_page` from `vllm_omni_plugin/ad
 a fleet with it is in [monitoring.md](monitoring.md).
 
 `GET /metrics` of a head has everything vLLM has, with `engine="<replica>"`, in a pipeline `10000 * stage + replica`, so
-that `engine="20001"` is replica 2.1. And it has these. Labels of a replica that left vanish with it. Reasons and
-fallbacks of decisions are those of [policies.md](policies.md); a histogram has `_bucket`, `_sum` and `_count`.
+that `engine="20001"` is replica 2.1. Tokens and latencies of requests count for the replica that answered through the
+server. Model name and `cache_config_info` of the stage that reads the prompt label all.
+
+And it has these. Labels of a replica that left vanish with it. Reasons and fallbacks of decisions are those of
+[policies.md](policies.md); a histogram has `_bucket`, `_sum` and `_count`.
 
 | metric | type | labels | meaning | of several API servers |
 |---|---|---|---|---|

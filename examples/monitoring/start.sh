@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Starts Prometheus with the configuration of this folder on 127.0.0.1:9090, until Ctrl-C. Its data lie in
+# Starts Prometheus with the configuration of this folder on 127.0.0.1:9099, until Ctrl-C. Its data lie in
 # build/monitoring. LISTEN=ADDRESS:PORT chooses another address; heads.yml has the heads.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
-readonly listen=${LISTEN:-127.0.0.1:9090} data=../../build/monitoring
+readonly listen=${LISTEN:-127.0.0.1:9099} data=../../build/monitoring
 
 if ! command -v prometheus >/dev/null; then
     echo "monitoring: there is no prometheus here. Debian and Ubuntu have it: apt-get install prometheus" >&2

@@ -19,8 +19,8 @@ def programs(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start(programs: Path) -> subprocess.CompletedProcess[str]:
-    environment = {"PATH": str(programs), "LISTEN": "127.0.0.1:1234"}
+def start(programs: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    environment |= {"PATH": str(programs)}
     return subprocess.run([str(BASH), FOLDER / "start.sh"], env=environment, capture_output=True, text=True, timeout=60)
 
 
@@ -33,7 +33,9 @@ def test_without_prometheus_it_says_what_to_install(programs: Path) -> None:
 def test_prometheus_gets_the_configuration_and_the_address(programs: Path) -> None:
     (programs / "prometheus").write_text('#!/bin/sh\necho "in $PWD: $*"\n')
     (programs / "prometheus").chmod(0o755)
-    done = start(programs)
+    done = start(programs, LISTEN="127.0.0.1:1234")
     assert done.returncode == 0, done.stderr
     assert f"in {FOLDER}: --config.file=prometheus.yml" in done.stdout
     assert "--web.listen-address=127.0.0.1:1234" in done.stdout
+    # Debian starts its prometheus.service at 9090 as soon as it is installed.
+    assert "--web.listen-address=127.0.0.1:9099" in start(programs).stdout

@@ -78,7 +78,8 @@ METRICS = (
         "stage_kv_cache_usage_ratio",
         "gauge",
         _STAGE,
-        "Share of the KV memory of all replicas of a stage that is in use, 0 to 1. Missing without a replica.",
+        "Share of the KV memory of all replicas of a stage that is in use, 0 to 1. Missing without a replica. "
+        "With several heads or API servers a lower bound: an engine reports each step to one of them.",
         "livemax",
     ),
     MetricText(
@@ -86,7 +87,8 @@ METRICS = (
         "gauge",
         _STAGE,
         "Share of prompt tokens that engines had in their prefix caches, 0 to 1, of this head's requests; what is 30 s "
-        "older weighs a third. Missing before engines have said so of any.",
+        "older weighs a third. Of several API servers it is that of any one. Missing before engines "
+        "have said so of any.",
         "livemostrecent",
     ),
     MetricText("dispatches", "counter", _REPLICA, "Requests sent to a replica."),

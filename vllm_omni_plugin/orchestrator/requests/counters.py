@@ -12,7 +12,10 @@ _OTHER_REASON = "other"
 _BUCKETS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0)
 
 HISTOGRAMS: Mapping[str, tuple[tuple[str, ...], str]] = {
-    "queue_time_seconds": ((), "Seconds from a request's arrival at the orchestrator to its first dispatch."),
+    "queue_time_seconds": (
+        (),
+        "Seconds from a request's arrival at the orchestrator to its first dispatch; what it is held for counts.",
+    ),
     "hold_time_seconds": ((), "Seconds that accepted requests waited because no replica could serve."),
     "stage_seconds": (
         ("stage", "name", "part"),
