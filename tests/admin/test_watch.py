@@ -367,4 +367,4 @@ async def test_markup_in_what_a_replica_says_is_sent_as_data(fleet: FakeFleet, v
     fleet.orchestrator.replica_lost(fleet.pool.member(0), f"{MARKUP}\n\nevent: state")
     stream = messages(viewers.event_stream())
     kind, event = await first(stream)
-    assert (kind, event["reason"]) == ("lost", f"{MARKUP}\n\nevent: state")
+    assert (kind, event["reason"]) == ("lost", f"{MARKUP}  event: state")
