@@ -3,20 +3,26 @@
 import asyncio
 import json
 import re
+import socket
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
 import pytest
+import uvicorn
+from fastapi import HTTPException
 from prometheus_client import CollectorRegistry, Counter
+from starlette.types import Message
 
 from tests.admin.asgi import app_of, client_of, viewers_of
 from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admin.head_drain import HeadDrain
+from vllm_omni_plugin.admin.watch import viewer_response
 from vllm_omni_plugin.admin.watch import viewers as viewers_module
 from vllm_omni_plugin.admin.watch.fleet_view import FleetView
 from vllm_omni_plugin.admin.watch.token_counts import TokenRates
+from vllm_omni_plugin.admin.watch.viewer_response import ViewerResponse
 from vllm_omni_plugin.admin.watch.viewers import Viewers
 from vllm_omni_plugin.orchestrator.event_log import EventKind
 from vllm_omni_plugin.pipeline import Pipeline, Stage
@@ -228,6 +234,56 @@ async def test_there_are_not_more_streams_than_the_server_can_bear(
     assert [(answer.status_code, answer.headers["retry-after"]) for answer in answers] == [(503, "5")] * 2
 
 
+async def test_a_stream_counts_before_anything_of_it_is_sent(fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(viewers_module, "MAX_VIEWERS", 1)
+    app, viewers = app_of(fleet), viewers_of(fleet, HeadDrain(fleet.orchestrator.events))
+    asked: list[int] = []
+    released = asyncio.Event()
+
+    async def ask() -> None:
+        async def send(message: Message) -> None:
+            asked.append(message.get("status", 0))
+            await released.wait()
+
+        scope = {"type": "http", "method": "GET", "path": "/", "headers": [], "app": app, "asgi": {}}
+        await ViewerResponse(viewers, viewers.event_stream(), {})(scope, asyncio.Event().wait, send)  # type: ignore[arg-type]
+
+    waiting = asyncio.create_task(ask())
+    await eventually(lambda: asked == [200], "the first stream")
+    with pytest.raises(HTTPException):
+        await ask()
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert not viewers.is_full, "who has gone leaves its place"
+
+
+async def test_who_does_not_read_loses_its_connection_and_keeps_no_server_from_ending(
+    fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(viewer_response, "SEND_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(viewers_module, "MAX_VIEWERS", 1)
+    monkeypatch.setattr(FleetView, "state", lambda _: {"much": "x" * 2_000_000})
+    app = app_of(fleet)
+    listening = socket.create_server(("127.0.0.1", 0))
+    app.state.server = server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
+    serving = asyncio.create_task(server.serve(sockets=[listening]))
+    await eventually(lambda: server.started, "the server")
+    with socket.create_connection(listening.getsockname()) as viewer:
+        viewer.sendall(b"GET /omni/fleet HTTP/1.1\r\nHost: head\r\nAccept: text/event-stream\r\n\r\n")
+        await eventually(lambda: app.state.omni_viewers.is_full, "the viewer")
+        await eventually(lambda: not app.state.omni_viewers.is_full, "its place")
+        await eventually(lambda: not server.server_state.connections, "the end of its connection")
+        server.should_exit = True
+        async with asyncio.timeout(10):
+            await serving
+
+
+async def test_an_id_that_cannot_be_one_is_refused(fleet: FakeFleet) -> None:
+    async with client_of(app_of(fleet)) as client:
+        answers = [await client.get("/omni/events", headers={"Last-Event-ID": "9" * size}) for size in (20, 21, 9999)]
+    assert [answer.status_code for answer in answers] == [200, 400, 400]
+
+
 async def test_the_state_tells_what_an_operator_asks_about(fleet: FakeFleet) -> None:
     fleet.now = 10.0
     app = app_of(fleet)
@@ -311,4 +367,4 @@ async def test_markup_in_what_a_replica_says_is_sent_as_data(fleet: FakeFleet, v
     fleet.orchestrator.replica_lost(fleet.pool.member(0), f"{MARKUP}\n\nevent: state")
     stream = messages(viewers.event_stream())
     kind, event = await first(stream)
-    assert (kind, event["reason"]) == ("lost", f"{MARKUP}\n\nevent: state")
+    assert (kind, event["reason"]) == ("lost", f"{MARKUP}  event: state")

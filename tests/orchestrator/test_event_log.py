@@ -1,12 +1,13 @@
 """What happens to replicas is logged once, and kept for who asks."""
 
 import logging
+import threading
 
 import pytest
 
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.coordinator import ReplicaStatus
-from vllm_omni_plugin.orchestrator.event_log import MAX_EVENTS, EventKind, EventLog
+from vllm_omni_plugin.orchestrator.event_log import MAX_EVENTS, MAX_REASON, EventKind, EventLog
 from vllm_omni_plugin.orchestrator.fleet_state.member_changes import manage
 
 
@@ -51,12 +52,46 @@ def test_an_event_is_one_line_of_the_log_with_its_fields_for_who_formats_it(capl
     assert (refused.levelname, refused.getMessage()) == ("ERROR", "A replica of stage 3 cannot be attached to: dtype")
 
 
+def test_ids_go_by_the_clock_and_grow_also_when_it_is_set_back() -> None:
+    times = iter([1.0, 2.0, 1.5])
+    log = EventLog(lambda: next(times))
+    for _ in range(3):
+        log.note(EventKind.DRAIN, "")
+    assert [event.id for event in log.after()] == [1000, 2000, 2001]
+
+
+def test_a_reason_is_one_line_of_bounded_length(caplog: pytest.LogCaptureFixture) -> None:
+    log = EventLog()
+    log.note(EventKind.REFUSE, "a\r\nb\nc")
+    log.note(EventKind.REFUSE, "x" * 5000)
+    assert [event.reason for event in log.after()] == ["a b c", "x" * MAX_REASON]
+    assert "\n" not in caplog.records[0].getMessage()
+
+
+def test_events_of_several_threads_keep_the_order_of_their_ids() -> None:
+    log = EventLog(lambda: 0.0)
+    together = threading.Barrier(4)
+
+    def note() -> None:
+        together.wait()
+        for _ in range(200):
+            log.note(EventKind.DRAIN, "", level=logging.DEBUG)
+            log.after()
+
+    threads = [threading.Thread(target=note) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [event.id for event in log.after()] == list(range(1, 801))
+
+
 def test_the_last_thousand_are_kept() -> None:
     log = EventLog(lambda: 0.0)
     for _ in range(MAX_EVENTS + 5):
         log.note(EventKind.DRAIN, "")
     kept = log.after()
-    assert (len(kept), kept[0].id, kept[-1].id) == (MAX_EVENTS, 5, MAX_EVENTS + 4)
+    assert (len(kept), kept[0].id, kept[-1].id) == (MAX_EVENTS, 6, MAX_EVENTS + 5)
 
 
 def test_who_looks_is_told_of_each_event() -> None:

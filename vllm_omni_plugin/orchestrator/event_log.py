@@ -1,7 +1,7 @@
 """What happens to the fleet, as this head sees it: one line of the log each, and the last ones for who asks."""
 
-import itertools
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -15,6 +15,8 @@ logger = init_logger(__name__)
 
 MAX_EVENTS = 1000
 """Events that are kept."""
+MAX_REASON = 1000
+"""Characters of a reason. Replicas give some, and each is kept and sent to all viewers."""
 
 
 class EventKind(StrEnum):
@@ -47,12 +49,12 @@ class FleetEvent:
     """One thing that happened.
 
     Attributes:
-        id: grows by one with each event, and is higher than those of a process that has ended before.
+        id: grows with each event, and is higher than those of a process that has ended before.
         time: unix seconds.
         kind: what happened.
         stage: the stage; None: it concerns the head as a whole.
         replica: `<stage>.<replica>`; None: it concerns no single replica.
-        reason: why, in words.
+        reason: why, in words: one line of at most `MAX_REASON` characters.
         requests: how many requests it concerns.
     """
 
@@ -77,8 +79,8 @@ class EventLog:
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        # So that who knew the events of a process before this one is told of all.
-        self._ids = itertools.count(int(clock() * 1000))
+        self._lock = threading.Lock()
+        self._last_id = 0
         self._events: deque[FleetEvent] = deque(maxlen=MAX_EVENTS)
         self.on_event: Callable[[], object] | None = None
 
@@ -104,8 +106,12 @@ class EventLog:
         """
         name = None if replica is None else replica.name
         stage = stage if replica is None else replica.stage_id
-        event = FleetEvent(next(self._ids), self._clock(), kind, stage, name, reason, requests)
-        self._events.append(event)
+        reason = " ".join(reason[:MAX_REASON].splitlines())
+        with self._lock:
+            now = self._clock()
+            # By the clock, so that who knew the events of a process before this one is told of all.
+            self._last_id = max(self._last_id + 1, int(now * 1000))
+            self._events.append(FleetEvent(self._last_id, now, kind, stage, name, reason, requests))
         usual, line = _LINES[kind]
         # Who formats logs as JSON gets the fields, too.
         fields = {"omni_event": kind.value, "omni_stage": stage, "omni_replica": name, "omni_requests": requests}
@@ -116,7 +122,9 @@ class EventLog:
 
     def after(self, event_id: int = 0) -> list[FleetEvent]:
         """The events behind one, oldest first, as far as they are kept."""
-        return [event for event in tuple(self._events) if event.id > event_id]
+        with self._lock:
+            events = tuple(self._events)
+        return [event for event in events if event.id > event_id]
 
 
 def _who(replica: str | None, stage: int | None) -> str:

@@ -6,15 +6,14 @@ from importlib.resources import files
 from typing import Any
 
 from fastapi import APIRouter, Depends, HTTPException, Request, Response
-from starlette.responses import StreamingResponse
 
 from vllm_omni_plugin.admin.access import Access
-from vllm_omni_plugin.admin.hold import RETRY_AFTER_S
-from vllm_omni_plugin.admin.watch.viewers import MAX_VIEWERS, Viewers
+from vllm_omni_plugin.admin.watch.viewer_response import ViewerResponse
+from vllm_omni_plugin.admin.watch.viewers import Viewers
 from vllm_omni_plugin.orchestrator.event_log import FleetEvent
 
-_EVENT_STREAM = "text/event-stream"
 _LAST_EVENT_ID = "last-event-id"
+_MAX_ID_DIGITS = 20
 _PAGE = {
     "": ("page.html", "text/html"),
     "/page.js": ("page.js", "text/javascript"),
@@ -57,17 +56,16 @@ def build_watch_router(access: Access) -> APIRouter:
     @router.get("/events", dependencies=look, response_model=EventReport)
     async def events(request: Request) -> Any:
         viewers = _viewers(request)
-        after = request.headers.get(_LAST_EVENT_ID, "")
-        known = int(after) if after.isdecimal() else 0
-        if _wants_stream(request, viewers):
-            return StreamingResponse(viewers.event_stream(known), media_type=_EVENT_STREAM, headers=_STREAM_HEADERS)
+        known = _known(request)
+        if _wants_stream(request):
+            return ViewerResponse(viewers, viewers.event_stream(known), _STREAM_HEADERS)
         return EventReport(viewers.events(known))
 
     @router.get("/fleet", dependencies=look, response_model=None)
     async def fleet(request: Request) -> Any:
         viewers = _viewers(request)
-        if _wants_stream(request, viewers):
-            return StreamingResponse(viewers.state_stream(), media_type=_EVENT_STREAM, headers=_STREAM_HEADERS)
+        if _wants_stream(request):
+            return ViewerResponse(viewers, viewers.state_stream(), _STREAM_HEADERS)
         return viewers.state()
 
     for path, (name, media_type) in _PAGE.items():
@@ -90,11 +88,13 @@ def _viewers(request: Request) -> Viewers:
     return viewers
 
 
-def _wants_stream(request: Request, viewers: Viewers) -> bool:
-    """Whether a request asks for a stream. Raises an `HTTPException` if there can be no more of them."""
-    if _EVENT_STREAM not in request.headers.get("accept", ""):
-        return False
-    if viewers.is_full:
-        headers = {"Retry-After": str(RETRY_AFTER_S)}
-        raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, f"{MAX_VIEWERS} streams are open already.", headers)
-    return True
+def _wants_stream(request: Request) -> bool:
+    return ViewerResponse.media_type in request.headers.get("accept", "")
+
+
+def _known(request: Request) -> int:
+    """The last event that a client has. Raises an `HTTPException` if that cannot be an id."""
+    after = request.headers.get(_LAST_EVENT_ID, "")
+    if len(after) > _MAX_ID_DIGITS:
+        raise HTTPException(HTTPStatus.BAD_REQUEST, f"{_LAST_EVENT_ID}: more than {_MAX_ID_DIGITS} digits.")
+    return int(after) if after.isdecimal() else 0

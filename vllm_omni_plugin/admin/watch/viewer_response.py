@@ -1,0 +1,69 @@
+"""The answer to one viewer: a stream, until the viewer does not read it."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import HTTPException
+from starlette.responses import StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
+
+from vllm_omni_plugin.admin.hold import RETRY_AFTER_S
+from vllm_omni_plugin.admin.watch.viewers import MAX_VIEWERS, Viewers
+
+SEND_TIMEOUT_S = 30.0
+"""Seconds in which a viewer must take what it is sent. A server does not end before its connections have."""
+
+
+class ViewerResponse(StreamingResponse):
+    """Sends a stream as server-sent events, and drops the connection of who does not read them.
+
+    Args:
+        viewers: may be full; then an `HTTPException` says so instead.
+        chunks: the stream; is closed in any case.
+        headers: of the answer.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, viewers: Viewers, chunks: AsyncGenerator[bytes], headers: Mapping[str, str]) -> None:
+        super().__init__(chunks, headers=headers)
+        self._viewers = viewers
+        self._chunks = chunks
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(SEND_TIMEOUT_S):
+                await send(message)
+
+        async with aclosing(self._chunks):
+            try:
+                await super().__call__(scope, receive, send_in_time)
+            except TimeoutError:
+                _drop(scope)
+
+    async def stream_response(self, send: Send) -> None:
+        """Send all of the stream."""
+        if self._viewers.is_full:
+            headers = {"Retry-After": str(RETRY_AFTER_S)}
+            raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, f"{MAX_VIEWERS} streams are open already.", headers)
+        # Nothing is waited for until it counts as a viewer.
+        chunk = await anext(self._chunks)
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        async for chunk in self._chunks:
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _drop(scope: Scope) -> None:
+    """End the connection of a request. What is closed waits for all that is written to be read, and this does not."""
+    server: Any = getattr(scope["app"].state, "server", None)
+    for connection in tuple(server.server_state.connections) if server is not None else ():
+        # uvicorn has one of them at a time for each connection.
+        if getattr(connection, "scope", None) is scope:
+            connection.transport.abort()
