@@ -130,7 +130,7 @@ async def test_nothing_is_produced_for_long_once_nobody_looks(
     monkeypatch.setattr(viewers_module, "_HISTORY", 1)
     stream = viewers.state_stream()
     await first(stream)
-    await stream.aclose()  # type: ignore[attr-defined]
+    await stream.aclose()
     await eventually(lambda: not viewers.is_producing, "the end of the producer")
     assert fleet.orchestrator.events.on_event is None
     assert (await first(messages(viewers.state_stream())))[0] == "history", "it begins again for the next"
@@ -152,7 +152,7 @@ async def test_who_joins_while_the_producer_is_about_to_end_is_sent_states(
     monkeypatch.setattr(Viewers, "_take_turn", take_turn)
     leaving = viewers.state_stream()
     await first(leaving)
-    await leaving.aclose()  # type: ignore[attr-defined]
+    await leaving.aclose()
     await eventually(lambda: taken == [0], "the last tick alone")
     stream = messages(viewers.state_stream())
     assert [(await first(stream))[0] for _ in range(3)] == ["history", "state", "state"]
@@ -161,7 +161,8 @@ async def test_who_joins_while_the_producer_is_about_to_end_is_sent_states(
 async def test_a_state_that_cannot_be_made_is_left_out_and_the_next_one_comes(
     fleet: FakeFleet, viewers: Viewers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    own_state, failed = FleetView.state, []
+    failed: list[int] = []
+    own_state = FleetView.state
 
     def state(view: FleetView) -> dict[str, Any]:
         if not failed:

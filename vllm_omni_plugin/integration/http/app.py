@@ -201,8 +201,8 @@ async def _heed_second_signal(fleet: FleetClient, app: FastAPI) -> None:
 
 def _hurry(fleet: FleetClient, app: FastAPI) -> None:
     fleet.hurry()
-    server = getattr(app.state, "server", None)
-    if hasattr(server, "force_exit"):
+    server: Any = getattr(app.state, "server", None)
+    if server is not None and hasattr(server, "force_exit"):
         server.force_exit = True
 
 
