@@ -49,10 +49,11 @@ def test_a_killed_engine_is_replaced_and_its_streams_go_on(nodes: NodeFleet, exp
     pid = node.engine.pid
     with streams(nodes.head, expected):
         node.engine.kill()
+    why = f"its engine process {pid} exited: it was ended by SIGKILL"
+    until(lambda: why in nodes.head.log.read_text(), "the head says why it is lost")
     nodes.wait_for_replicas(2)
     assert node.engine.pid != pid
     assert node.process.poll() is None
-    assert f"its engine process {pid} exited: it was ended by SIGKILL" in nodes.head.log.read_text()
 
 
 @pytest.mark.long
