@@ -47,7 +47,7 @@ test: lint ## the gate: the same, and the tests on real engines: under ten minut
 test-long: setup ## tests that take long and repeat in another way what others show, and histories drawn at random
 	$(TEST_PY) -m pytest -m "long or hypothesis" --hypothesis-profile=random $(PYTEST_ARGS)
 
-newest: ## contract tests and "same answers" with the newest vLLM that is supported
+newest: setup ## contract tests and "same answers" with the newest vLLM that is supported
 	@VLLM=$(NEWEST) .ci/setup
 	.venv-$(NEWEST)/bin/python -m pytest -n 2 $(LANES) $(PYTEST_ARGS) tests/contract tests/engine/test_same_answers.py
 
