@@ -1,7 +1,9 @@
 """Completions in the background, each with all that its client saw of it."""
 
 import json
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Event
 from typing import Any, Self
@@ -88,6 +90,34 @@ class Load:
             for line in response.iter_lines():
                 if line.startswith("data: ") and line != "data: [DONE]":
                     _note(outcome, json.loads(line.removeprefix("data: ")))
+
+
+@contextmanager
+def constant_load(heads: Sequence[Server], clients: int, tokens: int, pause_s: float = 0.0) -> Iterator[list[Outcome]]:
+    """Clients, shared out to the heads, that send one request after the other as long as the block runs.
+
+    Args:
+        heads: who is asked.
+        clients: how many there are; of those of each head, every second one asks for streams.
+        tokens: asked for by each request.
+        pause_s: seconds between the requests of a client.
+    """
+    over = Event()
+    outcomes: list[Outcome] = []
+
+    def send(client: int) -> None:
+        while not over.wait(pause_s):
+            with Load(heads[client % len(heads)]) as load:
+                outcomes.append(load.send(tokens, stream=client // len(heads) % 2 == 0, prompt=f"client {client}"))
+
+    with ThreadPoolExecutor(clients) as threads:
+        sending = [threads.submit(send, client) for client in range(clients)]
+        try:
+            yield outcomes
+        finally:
+            over.set()
+        for client in sending:
+            client.result()
 
 
 def _note(outcome: Outcome, message: dict[str, Any]) -> None:

@@ -1,16 +1,12 @@
 """Every node is restarted in turn under load: no request fails, and those that come later know what the others know."""
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from threading import Event
 
 import pytest
 
 from .both_replicas import answers_of_both
-from .load import Load, Outcome
+from .load import Load, Outcome, constant_load
 from .lora import make_lora
 from .nodes import NodeFleet
 from .server import MODEL, Server, until
@@ -21,27 +17,6 @@ TOKENS = 60
 LONG = 900
 PAUSE_S = 3.0
 """Between a client's requests. Engines spin for a second after each, and on two cores a node needs one to start."""
-
-
-@contextmanager
-def constant_load(server: Server) -> Iterator[list[Outcome]]:
-    """Clients that send one request after the other, half of them streams, as long as the block runs."""
-    over = Event()
-    outcomes: list[Outcome] = []
-
-    def send(stream: bool) -> None:
-        while not over.wait(PAUSE_S):
-            with Load(server) as load:
-                outcomes.append(load.send(TOKENS, stream=stream))
-
-    with ThreadPoolExecutor(CLIENTS) as clients:
-        sending = [clients.submit(send, client % 2 == 0) for client in range(CLIENTS)]
-        try:
-            yield outcomes
-        finally:
-            over.set()
-        for client in sending:
-            client.result()
 
 
 def answer(server: Server, model: str) -> str:
@@ -87,7 +62,7 @@ def test_restarting_every_node_in_turn_loses_no_request_and_no_adapter(nodes: No
         http.post("/v1/load_lora_adapter", json={"lora_name": ADAPTER, "lora_path": path}).raise_for_status()
     told = answer(nodes.head, ADAPTER)
     assert told != answer(nodes.head, MODEL)
-    with constant_load(nodes.head) as outcomes:
+    with constant_load([nodes.head], CLIENTS, TOKENS, PAUSE_S) as outcomes:
         end_in_time(nodes)
         nodes.wait_for_replicas(2)
         long = end_at_once(nodes)

@@ -1,18 +1,14 @@
 """What an autoscaler does: more nodes under load, and fewer again, each told to end by SIGTERM; no request fails."""
 
 import sys
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from threading import Event
 
 import pytest
 
 from tests.deploy.chart import render
 from tests.fakes.free_ports import free_port
 
-from .load import Load, Outcome
+from .load import constant_load
 from .nodes import Node
 from .server import START_S, Server, serve_command, until, write_secret
 
@@ -84,34 +80,13 @@ class SimulatedFleet:
         return Node(command, self._folder / f"node-{self._started}.log")
 
 
-@contextmanager
-def constant_load(heads: Sequence[Server]) -> Iterator[list[Outcome]]:
-    """Clients of each head that send one request after the other, half of them streams, as long as the block runs."""
-    over = Event()
-    outcomes: list[Outcome] = []
-
-    def send(client: int) -> None:
-        while not over.is_set():
-            with Load(heads[client % len(heads)]) as load:
-                outcomes.append(load.send(TOKENS, stream=client % 4 < 2, prompt=f"client {client}"))
-
-    with ThreadPoolExecutor(CLIENTS) as clients:
-        sending = [clients.submit(send, client) for client in range(CLIENTS)]
-        try:
-            yield outcomes
-        finally:
-            over.set()
-        for client in sending:
-            client.result()
-
-
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_nodes_that_come_and_go_under_load_cost_no_request(tiny_model: Path, tmp_path: Path) -> None:
     fleet = SimulatedFleet(tiny_model, tmp_path)
     try:
         fleet.scale(2)
-        with constant_load(fleet.heads) as outcomes:
+        with constant_load(fleet.heads, CLIENTS, TOKENS) as outcomes:
             for count in (8, 3):
                 fleet.scale(count)
                 asked = len(outcomes)
