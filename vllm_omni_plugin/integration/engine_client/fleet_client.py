@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from prometheus_client import REGISTRY
-from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_omni_plugin.admin.head_drain import HeadDrain
@@ -26,7 +25,7 @@ from vllm_omni_plugin.integration.engine_client.fleet_events import FLEET_EVENTS
 from vllm_omni_plugin.integration.engine_client.graceful_shutdown import GracefulShutdown
 from vllm_omni_plugin.integration.engine_client.peer_front import PeerFront
 from vllm_omni_plugin.integration.engine_client.pipeline_calls import submitted
-from vllm_omni_plugin.integration.engine_client.unknown_calls import refuse_unknown_calls
+from vllm_omni_plugin.integration.engine_client.unknown_calls import RefusesUnknownCalls
 from vllm_omni_plugin.integration.fleet_setup.fleet import Fleet
 from vllm_omni_plugin.integration.fleet_setup.fleet_stages import FleetStages
 from vllm_omni_plugin.logger import init_logger
@@ -51,8 +50,7 @@ _ENGINE_GRACE_S = 5.0
 """Seconds that engines have to end when their requests have: one that takes longer hangs."""
 
 
-@refuse_unknown_calls
-class FleetClient(EngineCoreClient):  # type: ignore[misc]
+class FleetClient(RefusesUnknownCalls):
     """Answers everything AsyncLLM asks of "the engine" on behalf of all replicas.
 
     Lives on AsyncLLM's event loop; all work happens on the orchestrator's.
