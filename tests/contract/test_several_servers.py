@@ -15,8 +15,7 @@ from vllm.entrypoints.launchers import launcher
 from vllm.v1.engine.admission_control import SharedAdmissionStats
 
 from vllm_omni_plugin.config import OmniConfig
-from vllm_omni_plugin.integration.fleet_setup.stage_plan import StagePlan
-from vllm_omni_plugin.integration.fleet_setup.stage_planning import stage_plans
+from vllm_omni_plugin.integration.fleet_setup.stage_planning import StagePlan, stage_plans
 from vllm_omni_plugin.integration.processes import several_servers
 from vllm_omni_plugin.integration.processes.api_server_process import ApiServerProcesses
 from vllm_omni_plugin.integration.processes.api_servers import NOT_ACCEPTING

@@ -10,8 +10,7 @@ from vllm.v1.executor import Executor
 from tests.engine.experts import MIXTRAL
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.fleet_setup.pipeline_command import local_engines
-from vllm_omni_plugin.integration.fleet_setup.stage_plan import StagePlan
-from vllm_omni_plugin.integration.fleet_setup.stage_planning import stage_plans
+from vllm_omni_plugin.integration.fleet_setup.stage_planning import StagePlan, stage_plans
 from vllm_omni_plugin.integration.options.carried_options import carry_options, options_of, without_options
 from vllm_omni_plugin.integration.options.compatibility import prepare_engine_args
 from vllm_omni_plugin.replicas.engine.engine_start import SharingProcess

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 
 def vllm_names(source: str) -> set[str]:
-    """Return the dotted names that a module imports from vLLM, and the attributes it takes directly off these."""
+    """Return the dotted names that a module imports from vLLM, and the attributes it takes directly off these or
+    extends."""
     tree = ast.parse(source)
     imported = dict(_imports(tree))
     attributes = {
@@ -13,7 +14,13 @@ def vllm_names(source: str) -> set[str]:
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in imported
     }
-    return set(imported.values()) | attributes
+    extended = {
+        f"{imported[call.args[0].id]}.{call.args[1].value}"
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "extend"
+        if isinstance(call.args[0], ast.Name) and call.args[0].id in imported and isinstance(call.args[1], ast.Constant)
+    }
+    return set(imported.values()) | attributes | extended
 
 
 def _imports(tree: ast.Module) -> Iterator[tuple[str, str]]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, cast
 
-from vllm_omni_plugin.integration.fleet_setup.stage_plan import StagePlan
+from vllm_omni_plugin.integration.fleet_setup.stage_planning import StagePlan
 from vllm_omni_plugin.pipeline.graph import Pipeline
 from vllm_omni_plugin.pipeline.stage import Modality
 from vllm_omni_plugin.pipeline.transforms import BuiltInTransform

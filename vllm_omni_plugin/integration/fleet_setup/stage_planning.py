@@ -1,8 +1,9 @@
 """What a head has to run, stage by stage: from its command line, and from the file of a pipeline."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.executor import Executor
@@ -10,10 +11,11 @@ from vllm.v1.executor import Executor
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.fleet_setup.pipeline_command import PipelineCommand, command_of
-from vllm_omni_plugin.integration.fleet_setup.stage_plan import StagePlan
 from vllm_omni_plugin.integration.options.carried_options import without_options
 from vllm_omni_plugin.integration.options.compatibility import prepare_engine_args
+from vllm_omni_plugin.orchestrator.requests.request_api import RequestApi
 from vllm_omni_plugin.pipeline import Modality, Stage
+from vllm_omni_plugin.replicas.client.stage_client import Codec
 from vllm_omni_plugin.replicas.engine.engine_start import Launcher
 from vllm_omni_plugin.stages.api import PythonStageApi
 from vllm_omni_plugin.stages.stage_launcher import PythonStageLauncher, python_fingerprint
@@ -26,6 +28,62 @@ from vllm_omni_plugin.vllm_api.stages.stage_requests import VllmStageApi
 from vllm_omni_plugin.vllm_api.stages.stage_sampling import set_server_defaults
 
 _SAMPLED = (Modality.TEXT, Modality.TOKENS)
+
+LauncherFor = Callable[..., Launcher]
+"""Makes what starts the local engines of a stage from what is told the id of every process that is started, whether
+engines shall report what they have cached, and, False by default, whether heads of other processes use them, with which
+no memory can be shared."""
+
+
+class PlannedApi(RequestApi, Codec, Protocol):
+    """What a plan's api answers in any case; in a pipeline it is a `StageApi` as well."""
+
+
+@dataclass(frozen=True, eq=False)
+class StagePlan:
+    """One stage of a fleet, checked and ready to be started.
+
+    Attributes:
+        stage_id: its place among the plans.
+        stage: its section of the pipeline's file; None in a fleet without pipeline.
+        replicas: how many this node runs itself; every data-parallel rank is one.
+        policy: name of its load-balancing policy.
+        policy_config: options of that policy; None: all as they are by default.
+        launcher_for: see `LauncherFor`.
+        api: of this stage's requests; a `StageApi` in a pipeline.
+        fingerprint: what every replica of the stage must have in common.
+        vllm_config: vLLM's configuration of its engines; None for a Python stage.
+        lockstep: whether its engines compute in groups that die as one.
+    """
+
+    stage_id: int
+    stage: Stage | None
+    replicas: int
+    policy: str
+    policy_config: dict[str, Any] | None
+    launcher_for: LauncherFor
+    api: PlannedApi
+    fingerprint: Mapping[str, str]
+    vllm_config: Any = None
+    lockstep: bool = False
+
+    @property
+    def name(self) -> str:
+        """How messages name the stage."""
+        return f"'{self.stage.name}'" if self.stage is not None else str(self.stage_id)
+
+
+def engine_launcher(
+    vllm_config: Any,
+    executor_class: Any,
+    log_stats: bool,
+    first_engine: int,
+    on_spawn: Callable[[int], None],
+    report_cache: bool,
+    for_others: bool = False,
+) -> Launcher:
+    """A launcher of vLLM's engines: from the fifth on the arguments are those of a `LauncherFor`."""
+    return new_launcher(vllm_config, executor_class, log_stats, on_spawn, report_cache, first_engine)
 
 
 def stage_plans(options: OmniConfig, vllm_config: Any, executor_class: Any, log_stats: bool) -> tuple[StagePlan, ...]:
@@ -43,7 +101,7 @@ def stage_plans(options: OmniConfig, vllm_config: Any, executor_class: Any, log_
     """
     command = command_of(options)
     if command is None:
-        return (_only_stage(options, vllm_config, executor_class, log_stats),)
+        return (model_plan(options, vllm_config, executor_class, log_stats),)
     prompt_stage = command.pipeline.prompt_stage
     # Those of all stages, and no fewer than there are API servers.
     engine_count = vllm_config.parallel_config._api_process_count
@@ -67,38 +125,58 @@ def stage_plans(options: OmniConfig, vllm_config: Any, executor_class: Any, log_
     # Python stages take the devices that vLLM's have left, and begin again where there is no more.
     first_engine, first_device = 0, devices
     for stage in command.pipeline.stages:
-        plan = partial(StagePlan, stage.id, stage, replicas[stage.id], stage.policy, dict(stage.policy_config))
         if stage.is_vllm:
             config, engines = configs[stage.id], split[stage.id].config
             executor = Executor.get_class(config)
-            launcher_for = partial(_engine_launcher, without_options(engines), executor, log_stats, first_engine)
+            launcher_for = partial(engine_launcher, without_options(engines), executor, log_stats, first_engine)
             api = entry_api if stage is prompt_stage else _vllm_api(options, stage, config, entry_config)
             lockstep = engines.parallel_config.data_parallel_size > 1
+            plan = partial(StagePlan, stage.id, stage, replicas[stage.id], stage.policy, dict(stage.policy_config))
             plans.append(plan(launcher_for, api, fingerprint(config, stage.id), config, lockstep))
             first_engine += replicas[stage.id]
         else:
             python_api = PythonStageApi(stage, entry_api.decode, entry_api.encode, entry_api.end_token)
-            plans.append(plan(partial(_python_launcher, stage, first_device), python_api, python_fingerprint(stage)))
+            plans.append(python_plan(stage, replicas[stage.id], python_api, first_device))
             first_device += replicas[stage.id]
     return tuple(plans)
 
 
-def _only_stage(options: OmniConfig, vllm_config: Any, executor_class: Any, log_stats: bool) -> StagePlan:
+def model_plan(
+    options: OmniConfig,
+    vllm_config: Any,
+    executor_class: Any,
+    log_stats: bool,
+    launcher: Callable[..., Launcher] = engine_launcher,
+) -> StagePlan:
+    """The plan of the replicas of one model, of a head or a node; the arguments are those of `stage_plans`.
+
+    Args:
+        launcher: see `engine_launcher`.
+    """
     engines = split_ranks(vllm_config)
     replicas = options.dp_size_local * engines.ranks
     model_config = vllm_config.model_config
     share_cores([engines.config], replicas)
     return StagePlan(
-        stage_id=0,
+        stage_id=options.stage_id,
         stage=None,
         replicas=replicas,
         policy=options.lb_policy,
         policy_config=options.lb_config,
-        launcher_for=partial(_engine_launcher, without_options(engines.config), executor_class, log_stats, 0),
+        launcher_for=partial(launcher, without_options(engines.config), executor_class, log_stats, 0),
         api=EngineApi(has_custom_logits_processors(model_config), vocabulary=model_config.get_vocab_size()),
-        fingerprint=fingerprint(vllm_config, 0),
+        fingerprint=fingerprint(vllm_config, options.stage_id),
         vllm_config=vllm_config,
         lockstep=engines.config.parallel_config.data_parallel_size > 1,
+    )
+
+
+def python_plan(stage: Stage, replicas: int, api: PlannedApi, first_device: int = 0) -> StagePlan:
+    """The plan of a Python stage, whose replicas take devices from this one on."""
+    launcher_for = partial(_python_launcher, stage, first_device)
+    policy_config = dict(stage.policy_config)
+    return StagePlan(
+        stage.id, stage, replicas, stage.policy, policy_config, launcher_for, api, python_fingerprint(stage)
     )
 
 
@@ -135,18 +213,6 @@ def _set_default_sampling(command: PipelineCommand, configs: Mapping[int, Any]) 
     if stage is not None and stage.output in _SAMPLED:
         server = configs[pipeline.prompt_stage.id].model_config
         set_server_defaults(server, configs[stage.id].model_config, stage.sampling)
-
-
-def _engine_launcher(
-    vllm_config: Any,
-    executor_class: Any,
-    log_stats: bool,
-    first_engine: int,
-    on_spawn: Callable[[int], None],
-    report_cache: bool,
-    for_others: bool = False,
-) -> Launcher:
-    return new_launcher(vllm_config, executor_class, log_stats, on_spawn, report_cache, first_engine)
 
 
 def _python_launcher(

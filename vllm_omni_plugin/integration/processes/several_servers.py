@@ -27,26 +27,24 @@ from vllm_omni_plugin.coordinator import OmniCoordinatorRuntime
 from vllm_omni_plugin.curve import new_secret
 from vllm_omni_plugin.errors import ConfigError, OmniError
 from vllm_omni_plugin.integration.command_line import JOINED
-from vllm_omni_plugin.integration.fleet_setup.stage_plan import StagePlan
-from vllm_omni_plugin.integration.fleet_setup.stage_planning import stage_plans
+from vllm_omni_plugin.integration.fleet_setup.stage_planning import StagePlan, stage_plans
 from vllm_omni_plugin.integration.options.carried_options import exit_with
 from vllm_omni_plugin.integration.options.listening import (
     bind_address,
     coordinator_address,
     say_how_to_join,
     secured,
-    server_settings,
     warn_of_exposure,
 )
 from vllm_omni_plugin.integration.processes.api_server_process import ApiServerProcesses
 from vllm_omni_plugin.integration.processes.api_servers import ApiServers
+from vllm_omni_plugin.integration.processes.headless import replica_servers
 from vllm_omni_plugin.integration.processes.supervisor import supervise
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.engine.reaper import Reaper
 from vllm_omni_plugin.replicas.engine.socket_folder import use_socket_folder
 from vllm_omni_plugin.replicas.server.descriptor_limits import raise_limits
 from vllm_omni_plugin.replicas.server.node import SIGNALS
-from vllm_omni_plugin.replicas.server.replica_server import ReplicaServer
 from vllm_omni_plugin.vllm_api.launch.engine_launch import spawn_only
 from vllm_omni_plugin.vllm_api.versions.serve_arguments import propagate_flash_late_interaction
 
@@ -152,18 +150,7 @@ async def _serve(
 ) -> None:
     api_servers = ApiServers(processes.connections, processes.start, processes.forget)
     engines = sum(plan.replicas for plan in plans)
-    settings = {
-        plan.stage_id: server_settings(
-            home, bind_address(home, headless=True), coordinator_address(home), plan.stage_id, plan.fingerprint
-        )
-        for plan in plans
-    }
-    # Two blocking steps per replica may run at once: the old engine's end and the new one's start.
+    address, coordinator = bind_address(home, headless=True), coordinator_address(home)
     with ThreadPoolExecutor(2 * max(engines, 1), thread_name_prefix="omni-engine") as executor:
-        replicas = [
-            ReplicaServer(settings[plan.stage_id], launcher, index, plan.api, executor)
-            for plan in plans
-            for launcher in [plan.launcher_for(reaper.watch, True, True)]
-            for index in range(plan.replicas)
-        ]
+        replicas = replica_servers(plans, home, address, coordinator, reaper.watch, executor)
         await supervise(api_servers, replicas, timeout)
