@@ -80,8 +80,8 @@ def _run(args: argparse.Namespace) -> int:
     """Run the sub-command; returns the exit code."""
     from vllm_omni_plugin.integration.command_line import parse_or_exit
     from vllm_omni_plugin.integration.processes.headless import serve_replicas
-    from vllm_omni_plugin.sim.host import EngineHost
-    from vllm_omni_plugin.vllm_api.launch.serve_parser import parse_headless_args
+    from vllm_omni_plugin.sim.sim_launcher import EngineHost
+    from vllm_omni_plugin.vllm_api.versions.serve_arguments import parse_headless_args
 
     args = parse_headless_args(args.arguments, _PROG, _DESCRIPTION, _EPILOG, add_flags)
     args.omni_dp_size_local = args.replicas

@@ -18,14 +18,14 @@ from vllm_omni_plugin.pipeline import Modality, Stage
 from vllm_omni_plugin.replicas.client.stage_client import Codec
 from vllm_omni_plugin.replicas.engine.engine_start import Launcher
 from vllm_omni_plugin.stages.api import PythonStageApi
-from vllm_omni_plugin.stages.stage_launcher import PythonStageLauncher, python_fingerprint
+from vllm_omni_plugin.stages.stage_process import PythonStageLauncher, python_fingerprint
 from vllm_omni_plugin.vllm_api.launch.engine_launch import share_cores, take_devices
 from vllm_omni_plugin.vllm_api.launch.group_launch import new_launcher, split_ranks
 from vllm_omni_plugin.vllm_api.launch.model_fingerprint import fingerprint
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 from vllm_omni_plugin.vllm_api.requests.moving import has_custom_logits_processors
+from vllm_omni_plugin.vllm_api.stages.stage_params import set_server_defaults
 from vllm_omni_plugin.vllm_api.stages.stage_requests import VllmStageApi
-from vllm_omni_plugin.vllm_api.stages.stage_sampling import set_server_defaults
 
 _SAMPLED = (Modality.TEXT, Modality.TOKENS)
 

@@ -6,7 +6,7 @@ from typing import Any
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
 from vllm_omni_plugin.integration.engine_client.peer_front import AdapterIds
 from vllm_omni_plugin.integration.extending import extend
-from vllm_omni_plugin.vllm_api.requests.digests import adapter_digest
+from vllm_omni_plugin.vllm_api.requests.adapter import adapter_digest
 
 
 def open_adapters() -> None:

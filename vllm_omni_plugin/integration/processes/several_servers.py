@@ -37,9 +37,8 @@ from vllm_omni_plugin.integration.options.listening import (
     warn_of_exposure,
 )
 from vllm_omni_plugin.integration.processes.api_server_process import ApiServerProcesses
-from vllm_omni_plugin.integration.processes.api_servers import ApiServers
+from vllm_omni_plugin.integration.processes.api_servers import ApiServers, supervise
 from vllm_omni_plugin.integration.processes.headless import replica_servers
-from vllm_omni_plugin.integration.processes.supervisor import supervise
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.engine.reaper import Reaper
 from vllm_omni_plugin.replicas.engine.socket_folder import use_socket_folder
