@@ -44,6 +44,7 @@ from vllm_omni_plugin.replicas.engine.reaper import Reaper
 from vllm_omni_plugin.replicas.engine.socket_folder import use_socket_folder
 from vllm_omni_plugin.replicas.server.descriptor_limits import raise_limits
 from vllm_omni_plugin.replicas.server.node import SIGNALS
+from vllm_omni_plugin.replicas.server.replica_server import ReplicaServer
 from vllm_omni_plugin.vllm_api.launch.engine_launch import spawn_only
 from vllm_omni_plugin.vllm_api.versions.serve_arguments import propagate_flash_late_interaction
 
@@ -149,7 +150,9 @@ async def _serve(
 ) -> None:
     api_servers = ApiServers(processes.connections, processes.start, processes.forget)
     engines = sum(plan.replicas for plan in plans)
-    address, coordinator = bind_address(home, headless=True), coordinator_address(home)
     with ThreadPoolExecutor(2 * max(engines, 1), thread_name_prefix="omni-engine") as executor:
-        replicas = replica_servers(plans, home, address, coordinator, reaper.watch, executor)
+        replicas: list[ReplicaServer] = []
+        if plans:
+            address, coordinator = bind_address(home, headless=True), coordinator_address(home)
+            replicas = replica_servers(plans, home, address, coordinator, reaper.watch, executor)
         await supervise(api_servers, replicas, timeout)
