@@ -23,7 +23,7 @@ from vllm_omni_plugin.errors import MessageTooLargeError, NoReplicaError, Replic
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
 from vllm_omni_plugin.integration.engine_client.pipeline_calls import RunningCall
 from vllm_omni_plugin.integration.engine_client.request_failures import to_http
-from vllm_omni_plugin.integration.fleet_setup.fleet_stages import FleetStages
+from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages
 from vllm_omni_plugin.integration.http.app import FleetEndpoints
 from vllm_omni_plugin.integration.options.carried_options import DRAIN_FLAG, carry_options
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls

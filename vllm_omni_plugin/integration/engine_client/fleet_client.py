@@ -27,7 +27,7 @@ from vllm_omni_plugin.integration.engine_client.peer_front import PeerFront
 from vllm_omni_plugin.integration.engine_client.pipeline_calls import submitted
 from vllm_omni_plugin.integration.engine_client.unknown_calls import RefusesUnknownCalls
 from vllm_omni_plugin.integration.fleet_setup.fleet import Fleet
-from vllm_omni_plugin.integration.fleet_setup.fleet_stages import FleetStages
+from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.pool_member import engine_index

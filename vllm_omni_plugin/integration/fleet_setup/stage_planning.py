@@ -1,9 +1,9 @@
 """What a head has to run, stage by stage: from its command line, and from the file of a pipeline."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, Self, cast
 
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.executor import Executor
@@ -14,7 +14,7 @@ from vllm_omni_plugin.integration.fleet_setup.pipeline_command import PipelineCo
 from vllm_omni_plugin.integration.options.carried_options import without_options
 from vllm_omni_plugin.integration.options.compatibility import prepare_engine_args
 from vllm_omni_plugin.orchestrator.requests.request_api import RequestApi
-from vllm_omni_plugin.pipeline import Modality, Stage
+from vllm_omni_plugin.pipeline import BuiltInTransform, Modality, Pipeline, Stage
 from vllm_omni_plugin.replicas.client.stage_client import Codec
 from vllm_omni_plugin.replicas.engine.engine_start import Launcher
 from vllm_omni_plugin.stages.api import PythonStageApi
@@ -28,6 +28,9 @@ from vllm_omni_plugin.vllm_api.stages.stage_params import set_server_defaults
 from vllm_omni_plugin.vllm_api.stages.stage_requests import VllmStageApi
 
 _SAMPLED = (Modality.TEXT, Modality.TOKENS)
+_GENERATE = "generate"
+_OF_THE_TOKENIZER = ("tokenizer", "tokenizer mode")
+"""Fields of a fingerprint."""
 
 LauncherFor = Callable[..., Launcher]
 """Makes what starts the local engines of a stage from what is told the id of every process that is started, whether
@@ -226,3 +229,63 @@ def _vllm_api(options: OmniConfig, stage: Stage, config: Any, entry_config: Any)
         return VllmStageApi(config, entry_config, stage, has_custom_logits_processors(config.model_config))
     except ConfigError as error:
         raise _fault(options, stage, error) from error
+
+
+@dataclass(frozen=True)
+class FleetStages:
+    """The stages behind one AsyncLLM.
+
+    Attributes:
+        pipeline: how they hang together; None for the replicas of one model.
+        configs: vLLM's configuration of each stage's engines, by stage; None for a Python stage.
+        front_tokenizer: loads the tokenizer in whose tokens text answers come; None where that is the prompt's.
+    """
+
+    pipeline: Pipeline | None
+    configs: Sequence[Any]
+    front_tokenizer: Callable[[], Any] | None = None
+
+    @classmethod
+    def of(cls, plans: Sequence[StagePlan]) -> Self:
+        """The stages of these plans, given by stage."""
+        configs = [plan.vllm_config for plan in plans]
+        stages = tuple(plan.stage for plan in plans if plan.stage is not None)
+        if not stages:
+            return cls(None, configs)
+        pipeline = Pipeline(stages)
+        front = pipeline.front_of(pipeline.default_modalities)
+        if front is None or not front.is_vllm or _same_tokenizer(plans[front.id], plans[pipeline.prompt_stage.id]):
+            return cls(pipeline, configs)
+        api = cast(VllmStageApi, plans[front.id].api)
+        return cls(pipeline, configs, lambda: api.tokenizer)
+
+    @property
+    def prompt_stage(self) -> int:
+        """The stage that answers prompts, maybe from a KV cache of another one. AsyncLLM has its configuration."""
+        return 0 if self.pipeline is None else self.pipeline.prompt_stage.id
+
+    @property
+    def of_the_model(self) -> tuple[int, ...]:
+        """The stages that run this model: what changes its weights must reach all of them."""
+        if self.pipeline is None:
+            return (0,)
+        model = self.pipeline.prompt_stage.model
+        return tuple(stage.id for stage in self.pipeline.stages if stage.is_vllm and stage.model == model)
+
+    @property
+    def of_the_prompt(self) -> tuple[int, ...]:
+        """Those of them that are given the prompt itself: a request for an adapter has it there, and nowhere else."""
+        if self.pipeline is None:
+            return (0,)
+        stages, transform_of = self.pipeline.stages, self.pipeline.transform_of
+        given = {stage.id for stage in stages if transform_of(stage) in (None, BuiltInTransform.KV_TRANSFER)}
+        return tuple(stage_id for stage_id in self.of_the_model if stage_id in given)
+
+    def supported(self, tasks: Sequence[str]) -> tuple[str, ...]:
+        """What vLLM's server shall have routes for, given what the model can do."""
+        answers_in_text = self.pipeline is not None and Modality.TEXT in self.pipeline.modalities
+        return (*tasks, _GENERATE) if answers_in_text and _GENERATE not in tasks else tuple(tasks)
+
+
+def _same_tokenizer(one: StagePlan, other: StagePlan) -> bool:
+    return all(one.fingerprint[field] == other.fingerprint[field] for field in _OF_THE_TOKENIZER)
