@@ -7,8 +7,8 @@ from importlib.metadata import version
 import pytest
 from vllm.v1.engine import async_llm
 
+from vllm_omni_plugin.integration.engine_client.engine_calls import EngineCalls, UnknownCallError
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
-from vllm_omni_plugin.integration.engine_client.unknown_calls import RefusesUnknownCalls, UnknownCallError
 
 
 def test_everything_that_async_llm_takes_of_its_client_is_there(client: FleetClient) -> None:
@@ -25,10 +25,10 @@ def test_a_method_of_a_later_vllm_is_refused_by_name_and_can_be_looked_for(clien
 
 
 def test_an_error_in_a_property_of_ours_is_not_taken_for_a_method_that_is_missing() -> None:
-    class Ours(RefusesUnknownCalls):
+    class Ours(EngineCalls):
         @property
         def broken(self) -> None:
             raise AttributeError("what is really wrong")
 
     with pytest.raises(AttributeError, match="what is really wrong"):
-        Ours().broken  # noqa: B018
+        Ours(None, None).broken  # noqa: B018
