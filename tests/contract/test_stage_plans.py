@@ -105,7 +105,7 @@ def test_the_server_reads_prompts_as_long_as_the_stage_takes_that_answers_them(t
 def test_a_head_shares_memory_with_the_python_stages_that_it_alone_uses(tmp_path: Path, for_others: bool) -> None:
     file = write_pipeline(tmp_path, third=VOCODER)
     *_, vocoder = plans_of(f"--omni-pipeline {file} {ENGINE}")
-    process = vocoder.launcher_for(lambda _pid: None, False, for_others).start(0).process
+    process = vocoder.launcher_for(lambda _pid: None, False, for_others).start(0)
     try:
         assert isinstance(process, SharingProcess)
         assert (process.memory is None) == for_others

@@ -46,7 +46,7 @@ class Launcher(PythonStageLauncher):
 
     def start(self, replica_id: int) -> StageProcess:
         starting = super().start(replica_id)
-        self.pids[replica_id] = starting.process.pid
+        self.pids[replica_id] = starting.pid
         return starting
 
 

@@ -77,11 +77,6 @@ class SimProcess:
         self.engine = host.run(lambda: SimulatedEngine(model, log_stats, self._on_end))
 
     @property
-    def process(self) -> "SimProcess":
-        """Itself."""
-        return self
-
-    @property
     def ended(self) -> bool:
         """Whether the engine has ended in any way."""
         return self._ended.is_set()

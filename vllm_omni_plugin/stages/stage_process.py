@@ -97,11 +97,6 @@ class StageProcess:
         except OSError as error:
             logger.warning("Tensors go through sockets, since there is no memory to share: %s", error)
 
-    @property
-    def process(self) -> "StageProcess":
-        """Itself."""
-        return self
-
     def wait(self, input_addr: str, output_addrs: Sequence[str]) -> None:
         """Tell the process what to do, and block until it has loaded.
 
