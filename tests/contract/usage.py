@@ -14,12 +14,13 @@ def vllm_names(source: str) -> set[str]:
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in imported
     }
-    extended = {
-        f"{imported[call.args[0].id]}.{call.args[1].value}"
-        for call in ast.walk(tree)
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "extend"
-        if isinstance(call.args[0], ast.Name) and call.args[0].id in imported and isinstance(call.args[1], ast.Constant)
-    }
+    extended = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Name(id="extend"), args=[ast.Name(id=owner), ast.Constant(value=str(name)), *_]) if (
+                owner in imported
+            ):
+                extended.add(f"{imported[owner]}.{name}")
     return set(imported.values()) | attributes | extended
 
 
