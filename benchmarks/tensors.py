@@ -21,7 +21,7 @@ from vllm_omni_plugin.pipeline.stage import Modality, Stage
 from vllm_omni_plugin.pipeline.transfer import StageInput
 from vllm_omni_plugin.replicas.engine.running_engine import Engine, start_local_engine
 from vllm_omni_plugin.stages.api import PythonStageApi
-from vllm_omni_plugin.stages.stage_launcher import PythonStageLauncher
+from vllm_omni_plugin.stages.stage_process import PythonStageLauncher
 
 STAGE = Stage(0, "passing", "passing_stage:Passing", Modality.LATENT)
 WARM_UP = 5

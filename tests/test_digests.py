@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.adapter_files import write_adapter
-from vllm_omni_plugin.vllm_api.requests.digests import adapter_digest
+from vllm_omni_plugin.vllm_api.requests.adapter import adapter_digest
 
 MIB = 1024 * 1024
 

@@ -2,35 +2,29 @@
 
 import asyncio
 from collections.abc import Sequence
-from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.exceptions import GracefulHTTPError
 
-from tests.fakes.conditions import eventually
 from vllm_omni_plugin.integration.engine_client.graceful_shutdown import GracefulShutdown
 from vllm_omni_plugin.orchestrator.requests.pipeline_call import CallEnded, PipelineCall, StageEvent
 
 
 class FakeProcessor:
-    """The requests that AsyncLLM's `OutputProcessor` knows, and how often somebody asked whether there are any."""
+    """The requests that AsyncLLM's `OutputProcessor` knows."""
 
     def __init__(self) -> None:
         self.request_states: dict[str, Any] = {}
-        self.looks = 0
-        self.aborted: list[str] = []
 
     def has_unfinished_requests(self) -> bool:
-        self.looks += 1
         return bool(self.request_states)
 
     def abort_requests(self, request_ids: Sequence[str], internal: bool) -> None:
         assert internal
         for request_id in request_ids:
             del self.request_states[request_id]
-            self.aborted.append(request_id)
 
 
 class Finished:
@@ -75,34 +69,6 @@ def submit(
     if last.ending:
         last.refuse(request_id, call)
     return not last.ending
-
-
-async def test_the_end_waits_until_asyncllm_has_answered_what_replicas_have_finished(
-    last: GracefulShutdown, processor: FakeProcessor
-) -> None:
-    assert submit(last, processor, "a")
-    fleet = Finished(left=50.0)
-    ending = asyncio.create_task(asyncio.to_thread(last.let_finish, fleet, 60.0))
-    await eventually(lambda: processor.looks)
-    last.answered()
-    processor.request_states.clear()
-    done, _ = await asyncio.wait({ending}, timeout=0.05)
-    assert not done, "nothing has been handled since"
-    last.answered()
-    assert 0 < (await ending or 0) <= 50
-    assert fleet.asked == [60.0]
-
-
-async def test_what_comes_during_the_end_is_refused_at_once(last: GracefulShutdown, processor: FakeProcessor) -> None:
-    assert submit(last, processor, "a")
-    await asyncio.to_thread(last.let_finish, Finished(left=0.0), 60.0)
-    said: list[Exception] = []
-    assert not submit(last, processor, "b", said=said)
-    assert processor.aborted == ["b"]
-    assert list(processor.request_states) == ["a"]
-    (error,) = said
-    assert isinstance(error, GracefulHTTPError)
-    assert error.http_status == HTTPStatus.SERVICE_UNAVAILABLE
 
 
 async def test_a_server_made_on_its_loop_waits_before_its_first_request_has_reached_an_engine() -> None:
@@ -160,14 +126,6 @@ async def test_who_waits_for_the_end_is_told(last: GracefulShutdown) -> None:
     await asyncio.to_thread(last.let_finish, Finished(left=0.0), 0.0)
     assert last.ending
     await asyncio.wait_for(waiting, 10)
-
-
-async def test_what_is_left_in_the_end_is_ended(last: GracefulShutdown, processor: FakeProcessor) -> None:
-    assert submit(last, processor, "a")
-    assert submit(last, processor, "b")
-    await asyncio.to_thread(last.end)
-    await asyncio.sleep(0)
-    assert processor.aborted == ["a", "b"]
 
 
 def test_a_server_that_never_had_a_request_has_none_to_end(last: GracefulShutdown) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.fakes.conditions import eventually
 from vllm_omni_plugin.errors import ReplicaError
-from vllm_omni_plugin.integration.processes.supervisor import supervise
+from vllm_omni_plugin.integration.processes.api_servers import supervise
 
 TIMEOUT_S = 7.0
 TOLD = ["replica is the last", "replica is the last", "heads told"]

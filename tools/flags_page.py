@@ -3,13 +3,11 @@
 python -m tools.flags_page
 """
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
-from vllm_omni_plugin.config import OmniConfig
-from vllm_omni_plugin.integration.options.flag_table import FLAGS, Flag, Side
+from vllm_omni_plugin.config import FLAGS, Flag, Side
 
 PAGE = Path(__file__).parents[1] / "docs" / "flags.md"
 _INTRODUCTION = """\
@@ -34,15 +32,14 @@ _ON = {Side.HEAD: "head", Side.HEADLESS: "node", Side.BOTH: "both"}
 
 def page() -> str:
     """The whole page."""
-    defaults = dataclasses.asdict(OmniConfig())
-    return _INTRODUCTION + "".join(_row(flag, defaults[flag.field]) for flag in FLAGS)
+    return _INTRODUCTION + "".join(map(_row, FLAGS))
 
 
-def _row(flag: Flag, default: Any) -> str:
+def _row(flag: Flag) -> str:
     value = f" {flag.metavar}" if flag.takes_value else ""
     names = ", ".join([f"`{flag.name}{value}`", *(f"`{alias}`" for alias in flag.aliases)])
     meaning = flag.help.replace("|", "\\|").replace("%%", "%")
-    return f"| {names} | {_shown(default)} | {_ON[flag.side]} | {meaning} |\n"
+    return f"| {names} | {_shown(flag.default)} | {_ON[flag.side]} | {meaning} |\n"
 
 
 def _shown(default: Any) -> str:

@@ -1,7 +1,12 @@
-"""The options of a head or a headless node, parsed once at the edge and immutable from there on."""
+"""The options of a head or a headless node and the flags that set them, parsed once at the edge."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+import argparse
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from enum import Enum
 from typing import Any, Self
 
 from vllm_omni_plugin.errors import ConfigError
@@ -10,61 +15,278 @@ ADMIN_KEY_FLAG = "--omni-admin-key-file"
 FLEET_ENGINE = "VLLM_OMNI_FLEET_ENGINE"
 """Environment variable that marks the engines of a fleet and their workers, which have none of the flags. It holds the
 path of the file where an engine says how one of its workers ended."""
+NO_MODEL = "<named by --omni-pipeline>"
+"""Stands for the model on a command line without one, until the pipeline's file has been read."""
+
+_MAX_STAGE_ID = 1023
+_MAX_PORT = 65535
+_MAX_MESSAGE_MIB = 2**20
+
+
+class Side(Enum):
+    """Where a flag has a meaning."""
+
+    HEAD = "head"
+    HEADLESS = "headless"
+    BOTH = "both"
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One flag.
+
+    Attributes:
+        field: the field of `OmniConfig` that it sets.
+        default: of that field.
+        side: where it has a meaning.
+        help: its text.
+        metavar: stands for its value in the text; "" if it takes none.
+        type: reads its value; None: as it is.
+        aliases: further names, which it has where nobody else has them.
+    """
+
+    field: str
+    default: Any
+    side: Side
+    help: str
+    metavar: str = ""
+    type: Callable[[str], Any] | None = None
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The flag."""
+        return f"--{self.destination.replace('_', '-')}"
+
+    @property
+    def destination(self) -> str:
+        """Where argparse leaves its value; None if it was not given."""
+        return f"omni_{self.field}"
+
+    @property
+    def takes_value(self) -> bool:
+        """Whether it is followed by a value."""
+        return bool(self.metavar)
+
+    def help_with_default(self) -> str:
+        """The text for `--help`. Its end prints nothing, but keeps vLLM's formatter from adding our default of None."""
+        shown = "" if self.default is None or not self.takes_value else f" (default: {self.default})"
+        return f"{self.help}{shown}%(default).0s"
+
+
+def whole(minimum: int, maximum: float = math.inf, reason: str = "") -> Callable[[str], int]:
+    """A type for whole numbers from `minimum` to `maximum`."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        _require_range(value, minimum, maximum, reason)
+        return value
+
+    return parse
+
+
+def seconds(text: str) -> float:
+    """A type for durations of zero or more seconds."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    _require_range(value, 0, math.inf, "a time cannot be negative")
+    return value
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """A type for objects in JSON."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f'{text!r} is not an object in JSON, such as {{"option": 1}}')
+    return value
+
+
+def _require_range(value: float, minimum: float, maximum: float, reason: str) -> None:
+    if value < minimum:
+        raise argparse.ArgumentTypeError(f"{value} is below {minimum}{reason and ': ' + reason}")
+    if value > maximum:
+        raise argparse.ArgumentTypeError(f"{value} is above {maximum}{reason and ': ' + reason}")
+
+
+def _flag(default: Any, *about: Any, **more: Any) -> Any:
+    """A field of `OmniConfig` with its flag; the further arguments are those of `Flag`."""
+    return field(default=default, metadata={"flag": lambda name: Flag(name, default, *about, **more)})
 
 
 @dataclass(frozen=True)
 class OmniConfig:
-    """What the `--omni-*` flags say.
+    """What the `--omni-*` flags say: each field is set by the flag of its name, whose help says what it means.
 
     It travels as plain data inside vLLM's `additional_config`, which vLLM hashes as JSON and shows to whoever asks
     for its configuration: hence no secret may ever be a field of it, only the path of one.
-
-    Attributes:
-        pipeline: path of the file of a pipeline's stages; None: the replicas of one model.
-        lb_policy: name of a load-balancing policy, or `package.module:Class` of a third party's.
-        lb_config: options of that policy, arguments of its constructor; None: all as they are by default.
-        dp_size_local: replicas of the model that this process runs itself.
-        migration_limit: how often one request may move to another replica before it fails.
-        replica_wait: seconds that requests wait while no replica can serve.
-        join: whether this head shares the replicas of a fleet that has a coordinator already, and runs none itself.
-        master_address: where the head's coordinator listens; None: the fleet is this process alone.
-        master_port: its port.
-        stage_id: stage that a headless node's replicas serve.
-        replica_address: address that replica servers bind and announce; None: on a headless node the one it reaches the
-            head from, on a head with several API servers the coordinator's.
-        replica_ports: range of ports for that, "FIRST-LAST"; None: any free ones.
-        heartbeat_interval: seconds between the signs of life of a replica, an engine or a head.
-        heartbeat_timeout: seconds of silence after which any of them is not relied on any more.
-        secret_file: file with the secret that opens the links between nodes.
-        max_message_size: MiB that a message between a head and a replica of another process may have at most.
-        insecure: links between nodes are open to anybody.
-        any_vllm: go on with a version of vLLM that this package is not made for.
-        admin_key_file: file with the keys of those who may change the fleet over HTTP; None: this machine alone may.
-        drain_timeout: seconds that running requests have when a node or a head is told to end.
-        join_timeout: seconds in which a headless node must find the head for the first time; 0: no limit.
     """
 
-    pipeline: str | None = None
-    lb_policy: str = "prefix"
-    lb_config: dict[str, Any] | None = None
-    dp_size_local: int = 1
-    migration_limit: int = 3
-    replica_wait: float = 60.0
-    join: bool = False
-    master_address: str | None = None
-    master_port: int | None = None
-    stage_id: int = 0
-    replica_address: str | None = None
-    replica_ports: str | None = None
-    heartbeat_interval: float = 1.0
-    heartbeat_timeout: float = 10.0
-    secret_file: str | None = None
-    max_message_size: int = 512
-    insecure: bool = False
-    any_vllm: bool = False
-    admin_key_file: str | None = None
-    drain_timeout: float = 300.0
-    join_timeout: float = 300.0
+    pipeline: str | None = _flag(
+        None,
+        Side.BOTH,
+        "YAML file of stages that requests run through, each with replicas of its own; it says what MODEL and the "
+        "arguments of engines, replicas and policies are elsewhere. With --headless: the file of --omni-stage-id.",
+        "FILE",
+        os.path.abspath,
+    )
+    lb_policy: str = _flag(
+        "prefix",
+        Side.HEAD,
+        "How requests are balanced over the replicas: random, round-robin, least-queue-length, power-of-two, "
+        "least-tokens, session, prefix, kv-aware, cost-aware, the name of an installed policy, or "
+        "package.module:Class.",
+        "POLICY",
+    )
+    lb_config: dict[str, Any] | None = _flag(  # noqa: RUF009 - it makes a `field`
+        None,
+        Side.HEAD,
+        'Options of the policy as an object in JSON, such as {"decode_weight": 0.2} for least-tokens. Default: none.',
+        "JSON",
+        json_object,
+    )
+    dp_size_local: int = _flag(
+        1,
+        Side.BOTH,
+        "Replicas of the model that this process runs itself. A head may have none of its own (0).",
+        "N",
+        whole(0, reason="there cannot be fewer replicas than none"),
+    )
+    master_address: str | None = _flag(
+        None,
+        Side.BOTH,
+        "On the head: address on which replicas of other nodes join, which opens the fleet. With --headless: the "
+        "head's address.",
+        "ADDRESS",
+        aliases=("-oma",),
+    )
+    master_port: int | None = _flag(
+        None,
+        Side.BOTH,
+        "Port of --omni-master-address.",
+        "PORT",
+        whole(1, _MAX_PORT, "that is no port"),
+        ("-omp",),
+    )
+    join: bool = _flag(
+        False,
+        Side.HEAD,
+        "Join the fleet at the master address as one more head: an OpenAI server without engines of its own that "
+        "balances over the same replicas.",
+    )
+    stage_id: int = _flag(
+        0,
+        Side.HEADLESS,
+        "Stage that the replicas of this node serve.",
+        "N",
+        whole(0, _MAX_STAGE_ID, "that is no stage"),
+        ("--stage-id",),
+    )
+    replica_address: str | None = _flag(
+        None,
+        Side.BOTH,
+        "Address on which this node's replicas listen, and under which heads find them. Default: the address from "
+        "which this node reaches the head; on a head with several API servers the master address.",
+        "ADDRESS",
+        aliases=("-ora",),
+    )
+    replica_ports: str | None = _flag(
+        None,
+        Side.BOTH,
+        "Ports on which this node's replicas listen: three for each, and two more for each further head or API server. "
+        "Default: any free ones.",
+        "FIRST-LAST",
+    )
+    heartbeat_interval: float = _flag(
+        1.0,
+        Side.BOTH,
+        "Seconds between the signs of life of a replica, and between questions to an engine whether it answers; under "
+        "a third of --omni-heartbeat-timeout.",
+        "SECONDS",
+        seconds,
+    )
+    heartbeat_timeout: float = _flag(
+        10.0,
+        Side.BOTH,
+        "Seconds of silence after which a replica is taken for dead, and after which an engine that does not answer is "
+        "no longer trusted.",
+        "SECONDS",
+        seconds,
+    )
+    secret_file: str | None = _flag(
+        None,
+        Side.BOTH,
+        "File with the secret that all nodes of the fleet share: links between nodes are then encrypted, and open to "
+        "its holders only. Its mode must be 0600. A second line is a second secret that is accepted too, for rotation. "
+        "Without it links on loopback have a secret of this user's own, and others are refused.",
+        "FILE",
+    )
+    insecure: bool = _flag(
+        False,
+        Side.BOTH,
+        "Do without a secret, on loopback and elsewhere: everybody who reaches the fleet's ports can use and harm it.",
+    )
+    any_vllm: bool = _flag(
+        False,
+        Side.BOTH,
+        "Go on with a version of vLLM that this version of the plugin is not made for, where these flags are refused "
+        "otherwise. Anything may go wrong.",
+    )
+    admin_key_file: str | None = _flag(
+        None,
+        Side.HEAD,
+        "File with the admin keys, one per line, of 16 or more characters; its mode should be 0600. Changing the fleet "
+        "over HTTP (DELETE, drain, resume) and explain then need one of them as a bearer token. Default: none; these "
+        "are answered to loopback addresses of this machine only.",
+        "FILE",
+    )
+    max_message_size: int = _flag(
+        512,
+        Side.BOTH,
+        "Largest message between a head and a replica of another process, in MiB: of requests as their node says, of "
+        "outputs as the head says. A request that is larger fails alone, before it is sent.",
+        "MIB",
+        whole(1, _MAX_MESSAGE_MIB, "that is no size"),
+    )
+    migration_limit: int = _flag(
+        3,
+        Side.HEAD,
+        "How often a request may move to another replica because its replica was lost, before it fails.",
+        "N",
+        whole(0, reason="a request cannot move a negative number of times"),
+    )
+    replica_wait: float = _flag(
+        60.0,
+        Side.HEAD,
+        "Seconds that requests wait while no replica can serve, before they are refused with 503.",
+        "SECONDS",
+        seconds,
+    )
+    drain_timeout: float = _flag(
+        300.0,
+        Side.BOTH,
+        "Seconds that running requests have to finish after SIGTERM. What still runs then moves from a headless node, "
+        "and is aborted by a head, where --shutdown-timeout counts instead if it is above 0. A second signal ends the "
+        "wait.",
+        "SECONDS",
+        seconds,
+    )
+    join_timeout: float = _flag(
+        300.0,
+        Side.HEADLESS,
+        "Seconds in which this node must find the head for the first time, or it ends with an error; 0: no limit.",
+        "SECONDS",
+        seconds,
+    )
 
     @property
     def is_open(self) -> bool:
@@ -91,3 +313,7 @@ class OmniConfig:
         if unknown:
             raise ConfigError(f"unknown vllm-omni-plugin option(s): {', '.join(unknown)}")
         return cls(**plain)
+
+
+FLAGS: tuple[Flag, ...] = tuple(each.metadata["flag"](each.name) for each in fields(OmniConfig))
+"""All flags, in the order of the page."""

@@ -30,8 +30,8 @@ from vllm_omni_plugin.admin.operator_calls import OPERATOR_PATHS
 from vllm_omni_plugin.admin.replica_admin import FleetAdmin
 from vllm_omni_plugin.admin.replica_header import new_dispatches
 from vllm_omni_plugin.balancing import Decision
+from vllm_omni_plugin.config import FLAGS
 from vllm_omni_plugin.integration.http.app import INFERENCE_PATHS, FleetEndpoints, patch_app
-from vllm_omni_plugin.integration.options.flag_table import FLAGS
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.vllm_api.versions.differences import DECISIONS_ROUTE
 

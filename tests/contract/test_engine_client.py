@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from http import HTTPStatus
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
@@ -56,8 +57,9 @@ async def test_a_request_that_comes_too_late_is_refused_and_not_sent_and_what_is
     await client.add_request_async(FakeRequest("late"))
     assert await orchestrator.request_async_queue.get_batch() == [AbortRequests(("late",), whole=True)]
     assert not processor.has_unfinished_requests()
-    with pytest.raises(GracefulHTTPError, match="shutting down"):
+    with pytest.raises(GracefulHTTPError, match="shutting down") as refused:
         queue.get_nowait()
+    assert refused.value.http_status == HTTPStatus.SERVICE_UNAVAILABLE
 
 
 async def test_a_session_that_has_begun_goes_on_when_the_server_is_told_to_end(

@@ -128,5 +128,5 @@ def test_an_engine_core_that_ends_without_a_word_is_named_by_its_own_exit(monkey
     assert given["mark"].startswith(f"/proc/{os.getpid()}/fd/")
     assert FLEET_ENGINE not in os.environ, "what is spawned later is no engine"
     core.join(ENOUGH_S)
-    assert starting.process.how_it_ended() == "it was ended by SIGSEGV"
+    assert starting.how_it_ended() == "it was ended by SIGSEGV"
     starting.abandon()

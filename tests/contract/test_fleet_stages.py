@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from vllm_omni_plugin.integration.fleet_setup.fleet_stages import FleetStages
-from vllm_omni_plugin.integration.fleet_setup.stage_plan import StagePlan
+from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages, StagePlan
 from vllm_omni_plugin.pipeline.graph import Pipeline
 from vllm_omni_plugin.pipeline.stage import VLLM_ENGINE, Modality, Stage
 

@@ -109,10 +109,10 @@ def test_a_later_group_takes_devices_behind_those_before(experts: Path, monkeypa
 def test_a_rank_that_is_given_up_before_its_siblings_came_is_not_spawned(experts: Path) -> None:
     launcher = launcher_of(experts, data_parallel_size=RANKS)
     lonely = launcher.start(0)
-    lonely.process.kill()
+    lonely.kill()
     with pytest.raises(ReplicaError, match="given up"):
         lonely.wait("ipc:///nowhere", [])
-    lonely.process.shutdown(0.0)
+    lonely.shutdown(0.0)
 
 
 def test_every_request_comes_of_a_wave_that_is_over(dense: Path) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from vllm_omni_plugin.config import NO_MODEL
 from vllm_omni_plugin.integration.flags import allow_no_model
-from vllm_omni_plugin.integration.options.flag_table import NO_MODEL
 
 
 class Parser(FlexibleArgumentParser):  # type: ignore[misc]

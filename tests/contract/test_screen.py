@@ -14,8 +14,7 @@ from tests.fakes.adapter_files import write_adapter
 from tests.fakes.hostile_frames import hostile_message
 from vllm_omni_plugin.errors import NOT_ALLOWED
 from vllm_omni_plugin.vllm_api.protocol.screen import CALLS, WORKER_CALLS, screen
-from vllm_omni_plugin.vllm_api.requests.adapter import Adapter, adapter_of
-from vllm_omni_plugin.vllm_api.requests.digests import adapter_digest
+from vllm_omni_plugin.vllm_api.requests.adapter import Adapter, adapter_digest, adapter_of
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 from vllm_omni_plugin.vllm_api.versions.differences import PAUSE_REFUSES
 

@@ -15,12 +15,10 @@ from vllm.entrypoints.launchers import launcher
 from vllm.v1.engine.admission_control import SharedAdmissionStats
 
 from vllm_omni_plugin.config import OmniConfig
-from vllm_omni_plugin.integration.fleet_setup.stage_plan import StagePlan
-from vllm_omni_plugin.integration.fleet_setup.stage_planning import stage_plans
+from vllm_omni_plugin.integration.fleet_setup.stage_planning import StagePlan, stage_plans
 from vllm_omni_plugin.integration.processes import several_servers
-from vllm_omni_plugin.integration.processes.api_server_process import ApiServerProcesses
 from vllm_omni_plugin.integration.processes.api_servers import NOT_ACCEPTING
-from vllm_omni_plugin.integration.processes.several_servers import serve_api_servers
+from vllm_omni_plugin.integration.processes.several_servers import ApiServerProcesses, serve_api_servers
 from vllm_omni_plugin.replicas.server.node import SIGNALS
 
 from .pipeline_files import read, write_pipeline, write_text_model

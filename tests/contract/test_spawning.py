@@ -12,9 +12,8 @@ import pytest
 from vllm.v1.engine.coordinator import DPCoordinator
 
 from vllm_omni_plugin.errors import ReplicaError
-from vllm_omni_plugin.integration.processes.api_server_process import ApiServerProcesses
-from vllm_omni_plugin.stages.assignment import Assignment
-from vllm_omni_plugin.stages.stage_process import StageProcess
+from vllm_omni_plugin.integration.processes.several_servers import ApiServerProcesses
+from vllm_omni_plugin.stages.stage_process import Assignment, StageProcess
 from vllm_omni_plugin.vllm_api.launch import engine_launch as launch
 from vllm_omni_plugin.vllm_api.launch.engine_launch import spawn_engine
 from vllm_omni_plugin.vllm_api.launch.group_launch import LockstepGeneration

@@ -10,8 +10,7 @@ from vllm.v1.executor import Executor
 from tests.engine.experts import MIXTRAL
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.fleet_setup.pipeline_command import local_engines
-from vllm_omni_plugin.integration.fleet_setup.stage_plan import StagePlan
-from vllm_omni_plugin.integration.fleet_setup.stage_planning import stage_plans
+from vllm_omni_plugin.integration.fleet_setup.stage_planning import StagePlan, stage_plans
 from vllm_omni_plugin.integration.options.carried_options import carry_options, options_of, without_options
 from vllm_omni_plugin.integration.options.compatibility import prepare_engine_args
 from vllm_omni_plugin.replicas.engine.engine_start import SharingProcess
@@ -106,7 +105,7 @@ def test_the_server_reads_prompts_as_long_as_the_stage_takes_that_answers_them(t
 def test_a_head_shares_memory_with_the_python_stages_that_it_alone_uses(tmp_path: Path, for_others: bool) -> None:
     file = write_pipeline(tmp_path, third=VOCODER)
     *_, vocoder = plans_of(f"--omni-pipeline {file} {ENGINE}")
-    process = vocoder.launcher_for(lambda _pid: None, False, for_others).start(0).process
+    process = vocoder.launcher_for(lambda _pid: None, False, for_others).start(0)
     try:
         assert isinstance(process, SharingProcess)
         assert (process.memory is None) == for_others

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 
 def vllm_names(source: str) -> set[str]:
-    """Return the dotted names that a module imports from vLLM, and the attributes it takes directly off these."""
+    """Return the dotted names that a module imports from vLLM, and the attributes it takes directly off these or
+    extends."""
     tree = ast.parse(source)
     imported = dict(_imports(tree))
     attributes = {
@@ -13,7 +14,14 @@ def vllm_names(source: str) -> set[str]:
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in imported
     }
-    return set(imported.values()) | attributes
+    extended = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Name(id="extend"), args=[ast.Name(id=owner), ast.Constant(value=str(name)), *_]) if (
+                owner in imported
+            ):
+                extended.add(f"{imported[owner]}.{name}")
+    return set(imported.values()) | attributes | extended
 
 
 def _imports(tree: ast.Module) -> Iterator[tuple[str, str]]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from vllm_omni_plugin.integration.options.flag_table import FLAGS, Side
+from vllm_omni_plugin.config import FLAGS, Side
 
 _OURS = {flag.name: flag for flag in FLAGS}
 

@@ -76,11 +76,12 @@ class Plan:
     refuse: str = ""
 
 
-class FakeEngine:
+class FakeEngine(FakeProcess):
     """Satisfies `Starting`, and is the peer of the head's sockets from then on."""
 
     def __init__(self, pid: int, identity: bytes, plan: Plan) -> None:
-        self.process = FakeProcess(pid)
+        super().__init__(pid)
+        self.process: FakeProcess = self
         self.input_addr = ""
         self.identity = identity
         self._plan = plan

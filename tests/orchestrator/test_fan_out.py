@@ -17,8 +17,7 @@ from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.coordinator.protocol.call_arguments import FORGET_LORA
 from vllm_omni_plugin.errors import NOT_ALLOWED, NoReplicaError, NotAllowedError, ReplicaError
 from vllm_omni_plugin.orchestrator.fleet_state.begun_call import BegunCall
-from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
-from vllm_omni_plugin.vllm_api.requests.digests import adapter_digest
+from vllm_omni_plugin.vllm_api.requests.adapter import Adapter, adapter_digest
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.links import FakeLink
-from vllm_omni_plugin.admin.metrics.stage_totals import all_totals
+from vllm_omni_plugin.admin.metrics.fleet_metrics import all_totals
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 
 REPLICAS = 3

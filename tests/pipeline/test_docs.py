@@ -10,7 +10,7 @@ import pytest
 
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.pipeline import BuiltInTransform, Modality, Stage, load_pipeline
-from vllm_omni_plugin.pipeline.validation import schema
+from vllm_omni_plugin.pipeline.loading import schema
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "pipelines.md").read_text()

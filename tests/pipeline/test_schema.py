@@ -7,7 +7,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from vllm_omni_plugin.pipeline import BuiltInTransform, Modality, Stage
-from vllm_omni_plugin.pipeline.validation import schema
+from vllm_omni_plugin.pipeline.loading import schema
 
 STAGE: Any = schema()["$defs"]["stage"]
 PROPERTIES: Any = STAGE["properties"]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tools.flags_page import PAGE, page
-from vllm_omni_plugin.integration.options.flag_table import FLAGS
+from vllm_omni_plugin.config import FLAGS
 
 from .source_tree import relative, text_files
 

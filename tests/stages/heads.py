@@ -12,7 +12,7 @@ from vllm_omni_plugin.pipeline.stage import Modality, Stage
 from vllm_omni_plugin.pipeline.transfer import Part, StageInput, StageOutput
 from vllm_omni_plugin.replicas.engine.running_engine import Engine, start_local_engine
 from vllm_omni_plugin.stages.api import PythonStageApi
-from vllm_omni_plugin.stages.stage_launcher import PythonStageLauncher
+from vllm_omni_plugin.stages.stage_process import PythonStageLauncher
 
 END_TOKEN = 2
 

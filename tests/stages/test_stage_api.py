@@ -10,7 +10,7 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 from tests.stages.heads import END_TOKEN, api, source, stage
 from vllm_omni_plugin.errors import StageInputError
 from vllm_omni_plugin.pipeline.transfer import WHOLE, Part, StageInput, StageOutput
-from vllm_omni_plugin.stages.stage_launcher import python_fingerprint
+from vllm_omni_plugin.stages.stage_process import python_fingerprint
 from vllm_omni_plugin.vllm_api.protocol.stage_protocol import StageRequest
 
 API = api(stage(sampling={"voice": "low", "speed": 1, "pitch": 1}))

@@ -21,8 +21,7 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import SubmitR
 from vllm_omni_plugin.pipeline.transfer import StageInput, StageOutput
 from vllm_omni_plugin.replicas.engine.engine_keeper import Timing
 from vllm_omni_plugin.stages.api import PythonStageApi
-from vllm_omni_plugin.stages.stage_launcher import PythonStageLauncher
-from vllm_omni_plugin.stages.stage_process import StageProcess
+from vllm_omni_plugin.stages.stage_process import PythonStageLauncher, StageProcess
 
 STAGE = stage()
 
@@ -47,7 +46,7 @@ class Launcher(PythonStageLauncher):
 
     def start(self, replica_id: int) -> StageProcess:
         starting = super().start(replica_id)
-        self.pids[replica_id] = starting.process.pid
+        self.pids[replica_id] = starting.pid
         return starting
 
 

@@ -22,14 +22,14 @@ from vllm_omni_plugin.replicas.engine.socket_folder import new_ipc_address
 from vllm_omni_plugin.replicas.links.link import IpcLink
 from vllm_omni_plugin.stages.compute_queue import ComputeQueue
 from vllm_omni_plugin.stages.stage_engine import StageEngine
-from vllm_omni_plugin.stages.stage_launcher import PythonStageLauncher
+from vllm_omni_plugin.stages.stage_process import PythonStageLauncher
 from vllm_omni_plugin.vllm_api.protocol.stage_protocol import ADD, StageRequest
 
 OWNER = [
     sys.executable,
     "-c",
     "from vllm_omni_plugin.stages.stage_process import StageProcess\n"
-    "from vllm_omni_plugin.stages.assignment import Assignment\n"
+    "from vllm_omni_plugin.stages.stage_process import Assignment\n"
     "import sys\n"
     "engine, options = 'tests.stages.classes:CannotStart', {'how': 'wait'}\n"
     "assignment = Assignment('vocoder', engine, options, 0, 0, b'00', sys.path)\n"

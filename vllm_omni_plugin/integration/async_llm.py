@@ -1,6 +1,5 @@
 """vLLM's AsyncLLM, with a fleet behind it instead of one engine where our options are set."""
 
-from functools import wraps
 from typing import Any
 
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -10,11 +9,10 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
+from vllm_omni_plugin.integration.extending import extend
 from vllm_omni_plugin.integration.fleet_setup.fleet import Fleet
 from vllm_omni_plugin.integration.http.app import patch_app
 from vllm_omni_plugin.integration.options.carried_options import exit_with, options_of
-
-_PATCHED = "_vllm_omni_plugin_async_llm"
 
 
 def patch_async_llm() -> None:
@@ -22,58 +20,50 @@ def patch_async_llm() -> None:
 
     Configurations without our options still get vLLM's own client.
     """
-    if hasattr(EngineCoreClient.make_async_mp_client, _PATCHED):
-        return
-    own_factory = EngineCoreClient.make_async_mp_client
-    own_init = AsyncLLM.__init__
-    own_check_health = AsyncLLM.check_health
-    own_shutdown = AsyncLLM.shutdown
-
-    @wraps(own_factory)
-    def make_async_mp_client(vllm_config: Any, executor_class: Any, log_stats: bool, *args: Any, **kwargs: Any) -> Any:
-        options = options_of(vllm_config)
-        if options is None:
-            return own_factory(vllm_config, executor_class, log_stats, *args, **kwargs)
-        renderer = kwargs.get("renderer")
-        if renderer is not None:
-            renderer.start_mm_warmup_in_background()
-        try:
-            return make_fleet_client(options, vllm_config, executor_class, log_stats)
-        except ConfigError as error:
-            # Some faults of a command line or a pipeline show only when everything is put together.
-            exit_with(error)
-
-    @wraps(own_init)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        own_init(self, *args, **kwargs)
-        if isinstance(self.engine_core, FleetClient):
-            self.engine_core.bind(self.output_processor, self.logger_manager)
-
-    @wraps(own_check_health)
-    async def check_health(self: Any) -> None:
-        await own_check_health(self)
-        core = self.engine_core
-        if not isinstance(core, FleetClient):
-            return
-        if core.graceful_shutdown.ending or core.head_drain.active or not core.can_serve:
-            raise EngineDeadError
-
-    @wraps(own_shutdown)
-    def shutdown(self: Any, timeout: float | None = None) -> None:
-        core = getattr(self, "engine_core", None)
-        if isinstance(core, FleetClient) and core.answers:
-            # vLLM's server calls this beside its loop while answers are made, and again when it stops waiting for them.
-            # Only then may the renderer close, without which there are none.
-            core.shutdown(timeout)
-        else:
-            own_shutdown(self, timeout)
-
     patch_app()
-    setattr(make_async_mp_client, _PATCHED, True)
-    EngineCoreClient.make_async_mp_client = staticmethod(make_async_mp_client)
-    AsyncLLM.__init__ = init
-    AsyncLLM.check_health = check_health
-    AsyncLLM.shutdown = shutdown
+    extend(EngineCoreClient, "make_async_mp_client", _make_client)
+    extend(AsyncLLM, "__init__", _init)
+    extend(AsyncLLM, "check_health", _check_health)
+    extend(AsyncLLM, "shutdown", _shutdown)
+
+
+def _make_client(own: Any, vllm_config: Any, executor_class: Any, log_stats: bool, *args: Any, **kwargs: Any) -> Any:
+    options = options_of(vllm_config)
+    if options is None:
+        return own(vllm_config, executor_class, log_stats, *args, **kwargs)
+    renderer = kwargs.get("renderer")
+    if renderer is not None:
+        renderer.start_mm_warmup_in_background()
+    try:
+        return make_fleet_client(options, vllm_config, executor_class, log_stats)
+    except ConfigError as error:
+        # Some faults of a command line or a pipeline show only when everything is put together.
+        exit_with(error)
+
+
+def _init(own: Any, server: Any, *args: Any, **kwargs: Any) -> None:
+    own(server, *args, **kwargs)
+    if isinstance(server.engine_core, FleetClient):
+        server.engine_core.bind(server.output_processor, server.logger_manager)
+
+
+async def _check_health(own: Any, server: Any) -> None:
+    await own(server)
+    core = server.engine_core
+    if not isinstance(core, FleetClient):
+        return
+    if core.graceful_shutdown.ending or core.head_drain.active or not core.can_serve:
+        raise EngineDeadError
+
+
+def _shutdown(own: Any, server: Any, timeout: float | None = None) -> None:
+    core = getattr(server, "engine_core", None)
+    if isinstance(core, FleetClient) and core.answers:
+        # vLLM's server calls this beside its loop while answers are made, and again when it stops waiting for them.
+        # Only then may the renderer close, without which there are none.
+        core.shutdown(timeout)
+    else:
+        own(server, timeout)
 
 
 def make_fleet_client(options: OmniConfig, vllm_config: Any, executor_class: Any, log_stats: bool) -> FleetClient:

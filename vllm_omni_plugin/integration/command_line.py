@@ -6,37 +6,29 @@ Imported by every process that parses vLLM's flags: nothing of vLLM or the fleet
 import argparse
 import math
 from dataclasses import replace
-from functools import wraps
 from typing import Any
 
-from vllm_omni_plugin.config import OmniConfig
+from vllm_omni_plugin.config import FLAGS, OmniConfig
 from vllm_omni_plugin.errors import ConfigError
-from vllm_omni_plugin.integration.options.flag_table import FLAGS
+from vllm_omni_plugin.integration.extending import extend
 
 JOINED = "omni_joined"
 """Attribute of the parsed arguments that makes an API server process a head without engines: its supervisor, which
 has checked the rest, puts there where the fleet is: the fields master_address, master_port and secret_file of
 `OmniConfig`."""
 
-_WRAPPED = "_vllm_omni_plugin_command_line"
-
 
 def read_our_flags(engine_args_class: Any) -> None:
     """Make vLLM's `EngineArgs` read our flags, too, from parsed arguments. Idempotent."""
-    own_from_cli_args = engine_args_class.from_cli_args.__func__
-    if hasattr(own_from_cli_args, _WRAPPED):
-        return
+    extend(engine_args_class, "from_cli_args", _from_cli_args)
 
-    @wraps(own_from_cli_args)
-    def from_cli_args(cls: Any, args: argparse.Namespace) -> Any:
-        options = parse_or_exit(args)
-        engine_args = own_from_cli_args(cls, args)
-        if options is not None:
-            _switch_fleet_on(engine_args, options, headless=bool(getattr(args, "headless", False)))
-        return engine_args
 
-    setattr(from_cli_args, _WRAPPED, True)
-    engine_args_class.from_cli_args = classmethod(from_cli_args)
+def _from_cli_args(own: Any, engine_args_class: Any, args: argparse.Namespace) -> Any:
+    options = parse_or_exit(args)
+    engine_args = own(engine_args_class, args)
+    if options is not None:
+        _switch_fleet_on(engine_args, options, headless=bool(getattr(args, "headless", False)))
+    return engine_args
 
 
 def parse_or_exit(args: argparse.Namespace) -> OmniConfig | None:

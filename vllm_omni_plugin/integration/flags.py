@@ -7,18 +7,18 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
-from functools import wraps
 from typing import Any
 
+from vllm_omni_plugin.config import FLAGS, NO_MODEL
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.command_line import read_our_flags
-from vllm_omni_plugin.integration.options.flag_table import ANY_VLLM, FLAGS, NO_MODEL
+from vllm_omni_plugin.integration.extending import extend
 
 GROUP = "OmniConfig"
-_ANY_VLLM = re.compile(r"--omni[-_]any[-_]vllm$")
+_ANY_VLLM = "--omni-any-vllm"
+_ANY_VLLM_GIVEN = re.compile(r"--omni[-_]any[-_]vllm$")
 _PIPELINE = re.compile(r"--omni[-_]pipeline(=|$)")
 _CONFIG = "--config"
-_WRAPPED = "_vllm_omni_plugin_flags"
 
 
 def add_omni_flags(arg_utils: Any) -> None:
@@ -27,21 +27,15 @@ def add_omni_flags(arg_utils: Any) -> None:
     Args:
         arg_utils: the module `vllm.engine.arg_utils`.
     """
-    engine_args_class = arg_utils.EngineArgs
-    own_add_cli_args = engine_args_class.add_cli_args
-    if hasattr(own_add_cli_args, _WRAPPED):
-        return
-
-    @wraps(own_add_cli_args)
-    def add_cli_args(parser: Any) -> Any:
-        parser = own_add_cli_args(parser)
-        add_group(parser)
-        return parser
-
-    setattr(add_cli_args, _WRAPPED, True)
-    engine_args_class.add_cli_args = staticmethod(add_cli_args)
-    read_our_flags(engine_args_class)
+    extend(arg_utils.EngineArgs, "add_cli_args", _add_cli_args)
+    read_our_flags(arg_utils.EngineArgs)
     allow_no_model(arg_utils.FlexibleArgumentParser)
+
+
+def _add_cli_args(own: Any, parser: Any) -> Any:
+    parser = own(parser)
+    add_group(parser)
+    return parser
 
 
 class GivenFlag(argparse.Action):
@@ -78,11 +72,11 @@ def check_version(parser: Any, namespace: argparse.Namespace) -> None:
     reason = why_unsupported(installed_version())
     if reason is None:
         return
-    if not any(map(_ANY_VLLM.match, _with_config(parser, sys.argv[1:]))):
+    if not any(map(_ANY_VLLM_GIVEN.match, _with_config(parser, sys.argv[1:]))):
         from vllm_omni_plugin.integration.options.carried_options import exit_with
 
         exit_with(ConfigError(f"--omni-* flags: {reason}"))
-    init_logger(__name__).warning("%s: %s. Anything may go wrong.", ANY_VLLM, reason)
+    init_logger(__name__).warning("%s: %s. Anything may go wrong.", _ANY_VLLM, reason)
 
 
 def add_group(parser: argparse.ArgumentParser) -> None:
@@ -108,22 +102,17 @@ def allow_no_model(parser_class: Any) -> None:
     Args:
         parser_class: vLLM's `FlexibleArgumentParser`. Whatever it accepts by itself, it reads as before.
     """
-    own_parse_args = parser_class.parse_args
-    if hasattr(own_parse_args, _WRAPPED):
-        return
+    extend(parser_class, "parse_args", _parse_args)
 
-    @wraps(own_parse_args)
-    def parse_args(self: Any, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        try:
-            return own_parse_args(self, args, namespace)
-        except ValueError:
-            words = list(sys.argv[1:] if args is None else args)
-            if words[:1] != ["serve"] or not any(map(_PIPELINE.match, _with_config(self, words))):
-                raise
-        return own_parse_args(self, [words[0], NO_MODEL, *words[1:]], namespace)
 
-    setattr(parse_args, _WRAPPED, True)
-    parser_class.parse_args = parse_args
+def _parse_args(own: Any, parser: Any, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+    try:
+        return own(parser, args, namespace)
+    except ValueError:
+        words = list(sys.argv[1:] if args is None else args)
+        if words[:1] != ["serve"] or not any(map(_PIPELINE.match, _with_config(parser, words))):
+            raise
+    return own(parser, [words[0], NO_MODEL, *words[1:]], namespace)
 
 
 def _with_config(parser: Any, words: list[str]) -> list[str]:

@@ -4,12 +4,89 @@ Imports vLLM, so unlike the rest of this package it is not re-exported.
 """
 
 import time
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct, ValidationError, convert
 
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.sim.model.engine_settings import EngineSettings
-from vllm_omni_plugin.sim.sleeping import SleepingModel, read_service_times
-from vllm_omni_plugin.vllm_api.launch.function_executor import ModelFreeExecutor
+from vllm_omni_plugin.sim.model.sequence import Sequence
+from vllm_omni_plugin.sim.model.sim_requests import from_scheduler
+from vllm_omni_plugin.vllm_api.launch.function_executor import Iteration, ModelFreeExecutor
+
+_KEY = "sleeping_executor"
+_Seconds = Annotated[float, Meta(ge=0, le=60)]
+
+
+class _ServiceTimes(Struct, forbid_unknown_fields=True):
+    """What `--additional-config` may give: fields of `EngineSettings`, whose defaults hold for what is missing."""
+
+    step_s: _Seconds = 0.0
+    prefill_token_s: _Seconds = 0.0
+    sequence_s: _Seconds = 0.0
+
+
+def _read_service_times(additional_config: Any) -> dict[str, float]:
+    given = additional_config.get(_KEY, {}) if isinstance(additional_config, dict) else {}
+    try:
+        convert(given, _ServiceTimes)
+    except ValidationError as error:
+        known = ", ".join(_ServiceTimes.__struct_fields__)
+        raise ConfigError(f"--additional-config: {_KEY}: {error}; there are {known}, seconds from 0 to 60") from None
+    return dict(given)
+
+
+class SleepingModel:
+    """What a `ModelFreeExecutor` computes with: the linear model of `EngineSettings`."""
+
+    def __init__(self, settings: EngineSettings, sleep: Callable[[float], None]) -> None:
+        self.kv_blocks = settings.kv_blocks
+        self._settings = settings
+        self._sleep = sleep
+        self._sequences: dict[str, Sequence] = {}
+
+    def compute(self, iteration: Iteration) -> Mapping[str, int]:
+        """Sleep as long as the iteration takes; returns the next token of each sequence that is computed to its end."""
+        self._update(iteration)
+        if iteration.tokens:
+            self._sleep(self._duration(iteration))
+        return self._next_tokens(iteration)
+
+    def compute_nothing(self) -> None:
+        """Sleep as long as an iteration takes at least."""
+        self._sleep(self._settings.duration(0, 0))
+
+    def _update(self, iteration: Iteration) -> None:
+        for request_id in iteration.ended:
+            self._sequences.pop(request_id, None)
+        for new in iteration.started:
+            known = self._sequences.get(new.req_id)
+            # A preempted request may come back as a new one, with the tokens it has produced in front of it.
+            if known is None or known.request.prompt != new.prompt_token_ids:
+                self._sequences[new.req_id] = Sequence(from_scheduler(new), self._settings, queued_at=0.0)
+
+    def _duration(self, iteration: Iteration) -> float:
+        prefill_tokens = decoding = 0
+        for request_id, tokens in iteration.tokens.items():
+            sequence = self._sequences[request_id]
+            sequence.computed = iteration.computed[request_id]
+            if sequence.decoding:
+                decoding += 1
+            else:
+                prefill_tokens += tokens
+        return self._settings.duration(prefill_tokens, decoding)
+
+    def _next_tokens(self, iteration: Iteration) -> dict[str, int]:
+        next_tokens: dict[str, int] = {}
+        for request_id, tokens in iteration.tokens.items():
+            sequence = self._sequences[request_id]
+            sequence.computed += tokens
+            if sequence.pending == 0:
+                token = sequence.next_output().token
+                assert token is not None
+                next_tokens[request_id] = token
+        return next_tokens
 
 
 class SleepingExecutor(ModelFreeExecutor):
@@ -27,10 +104,8 @@ class SleepingExecutor(ModelFreeExecutor):
 
     def new_model(self, vllm_config: Any) -> SleepingModel:
         _refuse_what_is_not_simulated(vllm_config)
-        blocks, times = (
-            vllm_config.cache_config.num_gpu_blocks_override,
-            read_service_times(vllm_config.additional_config),
-        )
+        blocks = vllm_config.cache_config.num_gpu_blocks_override
+        times = _read_service_times(vllm_config.additional_config)
         # The cache is vLLM's; what decides here would only hash the blocks a second time.
         return SleepingModel(EngineSettings.of(vllm_config, blocks, prefix_caching=False, **times), time.sleep)
 

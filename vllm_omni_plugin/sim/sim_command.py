@@ -80,8 +80,8 @@ def _run(args: argparse.Namespace) -> int:
     """Run the sub-command; returns the exit code."""
     from vllm_omni_plugin.integration.command_line import parse_or_exit
     from vllm_omni_plugin.integration.processes.headless import serve_replicas
-    from vllm_omni_plugin.sim.host import EngineHost
-    from vllm_omni_plugin.vllm_api.launch.serve_parser import parse_headless_args
+    from vllm_omni_plugin.sim.sim_launcher import EngineHost
+    from vllm_omni_plugin.vllm_api.versions.serve_arguments import parse_headless_args
 
     args = parse_headless_args(args.arguments, _PROG, _DESCRIPTION, _EPILOG, add_flags)
     args.omni_dp_size_local = args.replicas
@@ -93,13 +93,9 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _launcher(
-    args: argparse.Namespace,
-    host: Any,
-    vllm_config: Any,
-    log_stats: bool,
-    on_spawn: Callable[[int], None],
+    args: argparse.Namespace, host: Any, vllm_config: Any, executor_class: Any, log_stats: bool, *_: Any, **__: Any
 ) -> Any:
-    """A launcher of simulated engines; no process is spawned, so there is none to tell of."""
+    """Stands in for `engine_launcher`; no process is spawned, so there is none to tell of."""
     from vllm_omni_plugin.sim.sim_launcher import SimLauncher
     from vllm_omni_plugin.vllm_api.protocol.sim_protocol import ready_response
 

@@ -19,11 +19,11 @@ import zmq
 
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.links.shared_memory import SharedMemory
-from vllm_omni_plugin.stages.assignment import Assignment
 from vllm_omni_plugin.stages.computing import Computation
 from vllm_omni_plugin.stages.python_stage import PythonStage, stage_class
 from vllm_omni_plugin.stages.socket_engine import LINGER_MS
 from vllm_omni_plugin.stages.stage_engine import StageEngine
+from vllm_omni_plugin.stages.stage_process import Assignment
 from vllm_omni_plugin.vllm_api.protocol.stage_protocol import ready_response
 
 logger = init_logger("vllm_omni_plugin.stages.stage_main")

@@ -1,27 +1,54 @@
-"""The process of a Python stage seen from its parent."""
+"""The processes of a Python stage seen from their parent: started as engines are, and what heads compare."""
 
+import hashlib
 import os
 import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from importlib.metadata import version
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from typing import Any
 
 import msgspec
 
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.pipeline.stage import Stage
 from vllm_omni_plugin.replicas.links.shared_memory import SharedMemory, new_shared_memory
-from vllm_omni_plugin.stages.assignment import Assignment
 from vllm_omni_plugin.vllm_api.launch.spawning import SPAWNING, describe_exit
 
 logger = init_logger(__name__)
 
 _CHILD_MODULE = "vllm_omni_plugin.stages.stage_main"
 _SHUTDOWN_S = 5.0
+_IDENTITY_BYTES = 2
+_DIGEST_BYTES = 8
+
+
+class Assignment(msgspec.Struct, frozen=True):
+    """What the process of a stage needs to start.
+
+    Attributes:
+        engine: `package.module:Class`.
+        device_index: which of the node's accelerators it takes, counted round.
+        output_addrs: where answers go, by client index.
+        memory_fd: descriptor of memory shared with the head, which then is the only client.
+    """
+
+    stage: str
+    engine: str
+    options: dict[str, Any]
+    device_index: int
+    replica_id: int
+    identity: bytes
+    import_path: list[str]
+    input_addr: str = ""
+    output_addrs: list[str] = []
+    memory_fd: int | None = None
 
 
 class StageProcess:
@@ -69,11 +96,6 @@ class StageProcess:
             self._assignment = msgspec.structs.replace(self._assignment, memory_fd=fd)
         except OSError as error:
             logger.warning("Tensors go through sockets, since there is no memory to share: %s", error)
-
-    @property
-    def process(self) -> "StageProcess":
-        """Itself."""
-        return self
 
     def wait(self, input_addr: str, output_addrs: Sequence[str]) -> None:
         """Tell the process what to do, and block until it has loaded.
@@ -129,3 +151,60 @@ def _ask(connection: Connection, sentinel: int, message: bytes) -> str | None:
         return connection.recv_bytes().decode()
     except (EOFError, OSError):
         return None
+
+
+class PythonStageLauncher:
+    """Satisfies `replicas.engine.engine_start.Launcher`.
+
+    Args:
+        on_spawn: called with the process id of each, on the thread that starts it.
+        first_engine: number of engines on this node that come before those of this stage.
+        share_memory: whether this process is their only client, so that memory can be shared with them.
+    """
+
+    ready_timeout: float = 30.0
+    """Seconds a process may take to connect once it has loaded."""
+    ready_timeout_variable = ""
+
+    def __init__(
+        self, stage: Stage, on_spawn: Callable[[int], None], first_engine: int = 0, share_memory: bool = False
+    ) -> None:
+        self._stage = stage
+        self._on_spawn = on_spawn
+        self._first_engine = first_engine
+        self._share_memory = share_memory
+
+    def identity(self, replica_id: int) -> bytes:
+        """The ZMQ identity under which a replica connects, as in vLLM."""
+        return replica_id.to_bytes(_IDENTITY_BYTES, "little")
+
+    def start(self, replica_id: int) -> StageProcess:
+        """Spawn the process of a replica."""
+        assignment = Assignment(
+            stage=self._stage.name,
+            engine=self._stage.engine,
+            options=dict(self._stage.options),
+            device_index=self._first_engine + replica_id,
+            replica_id=replica_id,
+            identity=self.identity(replica_id),
+            import_path=sys.path,
+        )
+        process = StageProcess(assignment, self._share_memory)
+        try:
+            self._on_spawn(process.pid)
+        except BaseException:
+            process.abandon()
+            raise
+        return process
+
+
+def python_fingerprint(stage: Stage) -> dict[str, str]:
+    """The fields to compare with `replicas.server.attached_heads.differences`, as text for an operator to read."""
+    options = msgspec.json.encode(stage.options, order="deterministic")
+    return {
+        "stage": str(stage.id),
+        "stage name": stage.name,
+        "stage class": stage.engine,
+        "options": hashlib.blake2b(options, digest_size=_DIGEST_BYTES).hexdigest(),
+        "plugin version": version("vllm-omni-plugin"),
+    }

@@ -27,7 +27,7 @@ class SlotCodec(FakeEngineApi):
         return msgspec.json.decode(frames[0], type=TimedOutputs)
 
 
-class ServedFakeEngine:
+class ServedFakeEngine(FakeProcess):
     """Satisfies `Starting`. Answers utility calls with False; what it says of requests is the test's.
 
     Attributes:
@@ -38,7 +38,8 @@ class ServedFakeEngine:
     """
 
     def __init__(self, pid: int, identity: bytes, fails: bool = False, ready: bytes = READY) -> None:
-        self.process = FakeProcess(pid)
+        super().__init__(pid)
+        self.process: FakeProcess = self
         self.frames: list[list[bytes]] = []
         self.aborted: list[str] = []
         self.calls: list[tuple[int, str]] = []
@@ -49,7 +50,7 @@ class ServedFakeEngine:
         self._hung = False
         self._orders: deque[Callable[[], None]] = deque()
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC)
-        self._ended = False
+        self._over = False
         self._thread: threading.Thread | None = None
 
     def wait(self, input_addr: str, output_addrs: Sequence[str]) -> None:
@@ -84,7 +85,7 @@ class ServedFakeEngine:
         self.process.die()
         os.close(self.process.sentinel)
         if self._thread is not None:
-            self._order(lambda: setattr(self, "_ended", True))
+            self._order(lambda: setattr(self, "_over", True))
             self._thread.join()
         os.close(self._wakeup)
 
@@ -100,7 +101,7 @@ class ServedFakeEngine:
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._wakeup, zmq.POLLIN)
-        while not self._ended:
+        while not self._over:
             poller.register(self._dealer, 0 if self._hung else zmq.POLLIN)
             for source, _ in poller.poll():
                 if source is self._dealer:

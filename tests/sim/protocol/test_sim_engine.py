@@ -18,7 +18,6 @@ from vllm_omni_plugin.sim import sim_engine
 from vllm_omni_plugin.vllm_api.protocol import sim_protocol
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 from vllm_omni_plugin.vllm_api.versions.differences import PAUSE_REFUSES
-from vllm_omni_plugin.vllm_api.versions.engine_refusals import is_refusal
 
 
 def ended(head: Head) -> dict[str, FinishReason]:
@@ -198,7 +197,8 @@ async def test_what_comes_while_an_engine_refuses_may_be_sent_again(head: Head) 
         replica.client.add_request(request(mode), mode)
         await eventually(lambda mode=mode: mode in ended(head))
         refused = head.outputs[-1]
-        assert (is_refusal(refused), refused.finish_reason, refused.new_token_ids) == (True, FinishReason.ERROR, [])
+        assert EngineApi().refused(refused)
+        assert (refused.finish_reason, refused.new_token_ids) == (FinishReason.ERROR, [])
         await replica.client.call("resume_scheduler")
         replica.client.add_request(request(mode), mode)
         await eventually(lambda mode=mode: ended(head)[mode] is FinishReason.LENGTH)

@@ -19,11 +19,10 @@ from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
 from vllm_omni_plugin.integration.fleet_setup import fleet as fleet_module
 from vllm_omni_plugin.integration.fleet_setup.fleet import Fleet
-from vllm_omni_plugin.integration.fleet_setup.stage_plan import StagePlan
+from vllm_omni_plugin.integration.fleet_setup.stage_planning import StagePlan
 from vllm_omni_plugin.pipeline.stage import VLLM_ENGINE, Modality, Stage
 from vllm_omni_plugin.replicas.engine.engine_start import Launcher
-from vllm_omni_plugin.sim.host import EngineHost
-from vllm_omni_plugin.sim.sim_launcher import SimLauncher
+from vllm_omni_plugin.sim.sim_launcher import EngineHost, SimLauncher
 from vllm_omni_plugin.vllm_api.launch.model_fingerprint import fingerprint
 from vllm_omni_plugin.vllm_api.protocol.sim_protocol import ready_response
 from vllm_omni_plugin.vllm_api.stages.stage_requests import VllmStageApi

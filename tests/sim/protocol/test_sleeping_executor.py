@@ -19,8 +19,7 @@ from tests.sim import drive
 from tests.sim.protocol.requests import request
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.sim import EngineSettings
-from vllm_omni_plugin.sim.executor import SleepingExecutor
-from vllm_omni_plugin.sim.sleeping import SleepingModel
+from vllm_omni_plugin.sim.executor import SleepingExecutor, SleepingModel
 from vllm_omni_plugin.vllm_api.launch.function_executor import Iteration
 
 BACKEND = "vllm_omni_plugin.sim.executor.SleepingExecutor"
@@ -182,13 +181,13 @@ def test_a_step_for_the_sake_of_another_rank_takes_what_a_step_takes_at_least() 
 @pytest.mark.parametrize(
     ("given", "complaint"),
     [
-        ([1], r"sleeping_executor is \[1\]; it must be an object"),
-        ({"steps": 1}, "sleeping_executor.steps is unknown; there are step_s, prefill_token_s, sequence_s"),
-        ({"step_s": "1"}, "sleeping_executor.step_s is '1'; it must be seconds, 0 to 60"),
-        ({"step_s": True}, "step_s is True"),
-        ({"sequence_s": -0.1}, "sequence_s is -0.1"),
-        ({"prefill_token_s": float("nan")}, "prefill_token_s is nan"),
-        ({"step_s": 61}, "step_s is 61"),
+        ([1], "sleeping_executor: Expected `object`, got `array`"),
+        ({"steps": 1}, "sleeping_executor: .* unknown field `steps`; there are step_s, prefill_token_s, sequence_s"),
+        ({"step_s": "1"}, r"got `str` - at `\$.step_s`; .* seconds from 0 to 60"),
+        ({"step_s": True}, r"got `bool` - at `\$.step_s`"),
+        ({"sequence_s": -0.1}, r">= 0.0 - at `\$.sequence_s`"),
+        ({"prefill_token_s": float("nan")}, r"at `\$.prefill_token_s`"),
+        ({"step_s": 61}, r"<= 60.0 - at `\$.step_s`"),
     ],
 )
 def test_service_times_that_make_no_sense_are_refused(model: Path, given: Any, complaint: str) -> None:

@@ -26,8 +26,7 @@ from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
 from vllm_omni_plugin.replicas.client.remote import AttachSettings
 from vllm_omni_plugin.replicas.server.replica_server import ReplicaServer
 from vllm_omni_plugin.replicas.server.server_settings import ServerSettings
-from vllm_omni_plugin.sim.host import EngineHost
-from vllm_omni_plugin.sim.sim_launcher import SimLauncher
+from vllm_omni_plugin.sim.sim_launcher import EngineHost, SimLauncher
 from vllm_omni_plugin.vllm_api.protocol.stage_protocol import ready_response
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 

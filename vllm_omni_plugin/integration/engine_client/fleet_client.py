@@ -6,41 +6,33 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 from prometheus_client import REGISTRY
-from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_omni_plugin.admin.head_drain import HeadDrain
 from vllm_omni_plugin.admin.metrics.fleet_metrics import FleetCollector
 from vllm_omni_plugin.admin.metrics.multiprocess_metrics import MetricFiles, in_multiprocess_mode
 from vllm_omni_plugin.admin.replica_header import new_dispatches
-from vllm_omni_plugin.admin.replies import result_of
-from vllm_omni_plugin.coordinator.protocol.call_arguments import FORGET_LORA
 from vllm_omni_plugin.errors import NoReplicaError, ReplicaError, StageError
+from vllm_omni_plugin.integration.engine_client.engine_calls import EngineCalls
 from vllm_omni_plugin.integration.engine_client.fleet_events import FLEET_EVENTS, FleetEvents
 from vllm_omni_plugin.integration.engine_client.graceful_shutdown import GracefulShutdown
 from vllm_omni_plugin.integration.engine_client.peer_front import PeerFront
 from vllm_omni_plugin.integration.engine_client.pipeline_calls import submitted
-from vllm_omni_plugin.integration.engine_client.unknown_calls import refuse_unknown_calls
 from vllm_omni_plugin.integration.fleet_setup.fleet import Fleet
-from vllm_omni_plugin.integration.fleet_setup.fleet_stages import FleetStages
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.pool_member import engine_index
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     AbortRequests,
-    CallReplicas,
     FrontMessage,
     SubmitRequest,
 )
 from vllm_omni_plugin.orchestrator.requests.pipeline_call import CallEnded
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
-from vllm_omni_plugin.vllm_api.requests.adapter import adapter_of
 from vllm_omni_plugin.vllm_api.requests.request_building import drop_transfers
 
 logger = init_logger(__name__)
@@ -51,8 +43,7 @@ _ENGINE_GRACE_S = 5.0
 """Seconds that engines have to end when their requests have: one that takes longer hangs."""
 
 
-@refuse_unknown_calls
-class FleetClient(EngineCoreClient):  # type: ignore[misc]
+class FleetClient(EngineCalls):
     """Answers everything AsyncLLM asks of "the engine" on behalf of all replicas.
 
     Lives on AsyncLLM's event loop; all work happens on the orchestrator's.
@@ -64,6 +55,8 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         clock: monotonic seconds.
 
     Attributes:
+        orchestrator: balances over the replicas.
+        stages: that they serve.
         engine_ranks_managed: engine indexes that vLLM's metrics are labelled with from the start: those of the local
             replicas. Those of others are labelled when they join.
         resources: `resources.engine_dead` tells AsyncLLM that nothing will ever be served again. Dead replicas,
@@ -80,10 +73,9 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         ready_responses: list[list[bytes]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__(fleet.orchestrator, fleet.stages)
         self._fleet = fleet
-        self._orchestrator = fleet.orchestrator
         self.fleet_calls = fleet.fleet_calls
-        self._stages = fleet.stages
         self._events = FleetEvents(fleet.stages, vllm_config, ready_responses, self.abort_call, self._tell)
         self._received: deque[Any] = deque()
         self._clock = clock
@@ -96,10 +88,10 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
         ] or [0]
         self.resources = SimpleNamespace(engine_dead=False)
         self.graceful_shutdown = GracefulShutdown()
-        self.head_drain = HeadDrain(self._orchestrator.events)
+        self.head_drain = HeadDrain(self.orchestrator.events)
         self.peer_front: PeerFront = self._events.peer
         self._shutting_down = False
-        self._collector = FleetCollector(self._orchestrator)
+        self._collector = FleetCollector(self.orchestrator)
         REGISTRY.register(self._collector)
         self._metric_files = MetricFiles(self._collector) if in_multiprocess_mode() else None
         # The engines must not outlive this process, also if nobody calls shutdown.
@@ -108,22 +100,12 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
     def bind(self, output_processor: Any, logger_manager: Any) -> None:
         """Tell the client of AsyncLLM's parts that exist by now: what ends and traces requests, what counts them."""
         self.graceful_shutdown.bind(output_processor)
-        self._events.bind(output_processor, logger_manager, [pool.policy for pool in self._orchestrator.stage_pools])
-
-    @property
-    def orchestrator(self) -> Orchestrator:
-        """What balances over the replicas."""
-        return self._orchestrator
-
-    @property
-    def stages(self) -> FleetStages:
-        """The stages behind it."""
-        return self._stages
+        self._events.bind(output_processor, logger_manager, [pool.policy for pool in self.orchestrator.stage_pools])
 
     @property
     def can_serve(self) -> bool:
         """Whether every stage that an ordinary request needs has a replica that takes requests."""
-        return self._orchestrator.can_serve
+        return self.orchestrator.can_serve
 
     @property
     def answers(self) -> bool:
@@ -132,7 +114,7 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
 
     async def until_serving(self) -> None:
         """Return once `can_serve` holds."""
-        await self._orchestrator.serving_signal.wait()
+        await self.orchestrator.serving_signal.wait()
 
     def hurry(self) -> None:
         """Wait no longer for requests to finish, if `shutdown` does. Never blocks."""
@@ -154,7 +136,7 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
 
     async def get_output_async(self) -> Any:
         """The next `EngineCoreOutputs` of any replica. Requests that fail are failed on the way."""
-        queue = self._orchestrator.output_async_queue
+        queue = self.orchestrator.output_async_queue
         self.graceful_shutdown.answered()
         if self._received or len(queue):
             await self._let_others_run()
@@ -188,16 +170,16 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
     async def add_request_async(self, request: Any) -> None:
         """Hand a request over. Waits only while the orchestrator is far behind."""
         call = None
-        if self._stages.pipeline is not None:
+        if self.stages.pipeline is not None:
             # Only the pipeline says to its stages where they fetch caches from.
             drop_transfers(request)
             call = submitted(request.request_id)
         # A further part of a session is no new request, unless its first one has not even been taken.
-        if self.graceful_shutdown.ending and request.request_id not in self._orchestrator.request_states:
+        if self.graceful_shutdown.ending and request.request_id not in self.orchestrator.request_states:
             self.graceful_shutdown.refuse(request.request_id, call)
             self.abort_call([request.request_id])
             return
-        queue = self._orchestrator.request_async_queue
+        queue = self.orchestrator.request_async_queue
         dispatches = new_dispatches()
         spans = self._events.spans
         if spans is not None:
@@ -231,33 +213,7 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
     def _tell(self, message: FrontMessage) -> None:
         # Not bounded by the queue's length, since an abort must never wait; there are no more than requests.
         with suppress(QueueClosedError):
-            self._orchestrator.request_async_queue.force_put(message)
-
-    async def _call(self, method: str, *args: Any) -> list[Any]:
-        """Call all replicas of all stages; one result for each that took the call."""
-        return await self._call_stages(method, None, *args)
-
-    async def _call_model(self, method: str, *args: Any) -> list[Any]:
-        """Call all replicas of the stages that run the served model."""
-        return await self._call_stages(method, self._stages.of_the_model, *args)
-
-    async def _call_prompt(self, method: str, *args: Any) -> list[Any]:
-        """Call all replicas of the stages that are given prompts as the served model reads them."""
-        return await self._call_stages(method, self._stages.of_the_prompt, *args)
-
-    async def _call_stages(self, method: str, stages: tuple[int, ...] | None, *args: Any) -> list[Any]:
-        reply: Future[list[Any]] = Future()
-        try:
-            self._orchestrator.rpc_async_queue.force_put(CallReplicas(method, args, reply, stages))
-            return await result_of(reply)
-        except QueueClosedError:
-            raise EngineDeadError from None
-
-    async def _consensus(self, method: str, stages: tuple[int, ...]) -> Any:
-        results = await self._call_stages(method, stages)
-        if any(result != results[0] for result in results):
-            raise RuntimeError(f"Replicas returned different {method} results: {results}")
-        return results[0]
+            self.orchestrator.request_async_queue.force_put(message)
 
     async def get_supported_tasks_async(self) -> Any:
         """What the model can do. The server asks once at its start, and a head without engines waits here for one."""
@@ -270,97 +226,12 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
                 continue
             try:
                 # A prefill stage may be empty while decode, of the same model, serves.
-                tasks = (await self._call_model("get_supported_tasks"))[0]
-                return self._stages.supported(tasks)
+                tasks = await super().get_supported_tasks_async()
+                return self.stages.supported(tasks)
             except (NoReplicaError, ReplicaError):
                 # A first replica that is lost at once is waited for again; one that serves on means what it says.
                 if self.can_serve:
                     raise
-
-    async def pause_scheduler_async(self, mode: str = "abort", clear_cache: bool = True) -> None:
-        await self._call("pause_scheduler", mode, clear_cache)
-
-    async def pause_generation_async(self, mode: str = "abort", clear_cache: bool = True) -> None:
-        await self._call("pause_generation", mode, clear_cache)
-
-    async def resume_scheduler_async(self) -> None:
-        await self._call("resume_scheduler")
-
-    async def is_scheduler_paused_async(self) -> Any:
-        return await self._consensus("is_scheduler_paused", (self._stages.prompt_stage,))
-
-    async def profile_async(
-        self,
-        is_start: bool = True,
-        profile_prefix: str | None = None,
-        delay_iterations: int | None = None,
-        max_iterations: int | None = None,
-        profiler_kwargs: dict[str, Any] | None = None,
-    ) -> None:
-        # Engines of a vLLM whose profiler takes none have no fifth argument.
-        further = () if profiler_kwargs is None else (profiler_kwargs,)
-        await self._call("profile", is_start, profile_prefix, delay_iterations, max_iterations, *further)
-
-    async def reset_mm_cache_async(self) -> None:
-        await self._call("reset_mm_cache")
-
-    async def reset_prefix_cache_async(
-        self, reset_running_requests: bool = False, reset_connector: bool = False
-    ) -> bool:
-        return all(await self._call("reset_prefix_cache", reset_running_requests, reset_connector))
-
-    async def reset_encoder_cache_async(self) -> None:
-        await self._call("reset_encoder_cache")
-
-    async def sleep_async(self, level: int = 1, mode: str = "abort") -> None:
-        await self._call("sleep", level, mode)
-
-    async def release_kv_cache_memory_async(self) -> None:
-        await self._call("release_kv_cache_memory")
-
-    async def wake_up_async(self, tags: list[str] | None = None) -> bool:
-        return all(await self._call("wake_up", tags))
-
-    async def is_sleeping_async(self) -> Any:
-        return await self._consensus("is_sleeping", (self._stages.prompt_stage,))
-
-    async def set_weight_version_async(self, weight_version: str) -> None:
-        await self._call_model("set_weight_version", weight_version)
-
-    async def get_weight_version_async(self) -> Any:
-        return await self._consensus("get_weight_version", self._stages.of_the_model)
-
-    async def add_lora_async(self, lora_request: Any) -> bool:
-        adapter = await asyncio.to_thread(adapter_of, lora_request)
-        return all(await self._call_prompt("add_lora", adapter))
-
-    async def remove_lora_async(self, lora_id: int) -> bool:
-        return any(await self._call_prompt("remove_lora", lora_id))
-
-    async def forget_lora_async(self, lora_id: int) -> None:
-        """Requests can no longer ask for an adapter. Engines keep it, as vLLM's do; those that join do not get it."""
-        await self._call_prompt(FORGET_LORA, lora_id)
-
-    async def list_loras_async(self) -> set[int]:
-        """The adapters that every replica has."""
-        return set.intersection(*map(set, await self._call_prompt("list_loras")))
-
-    async def pin_lora_async(self, lora_id: int) -> bool:
-        return all(await self._call_prompt("pin_lora", lora_id))
-
-    async def collective_rpc_async(
-        self,
-        method: str | Callable[..., Any],
-        timeout: float | None = None,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> list[Any]:
-        """Results of the first replica's workers, as vLLM's data-parallel client returns them; all replicas run it."""
-        results: list[Any] = (await self._call_model("collective_rpc", method, timeout, args, kwargs or {}))[0]
-        return results
-
-    async def compute_weight_checksums_async(self) -> list[dict[str, str]]:
-        return [worker for workers in await self._call_model("compute_weight_checksums") for worker in workers]
 
     async def get_status(self) -> dict[str, Any]:
         """Status of every replica, in the shape of vLLM's fault-tolerance report."""
@@ -369,7 +240,7 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
                 "id": engine_index(member.stage_id, member.replica_id),
                 "status": "dead" if member.client is None else "healthy",
             }
-            for pool in self._orchestrator.stage_pools
+            for pool in self.orchestrator.stage_pools
             for member in pool.members
         ]
         return {"schema_version": 1, "total_engines": len(engines), "engines": engines}
@@ -392,7 +263,7 @@ class FleetClient(EngineCoreClient):  # type: ignore[misc]
     def dp_engines_running(self) -> bool:
         """Whether any request is unfinished, also one that is handed over and not taken yet."""
         # In this order, in which requests go.
-        return bool(len(self._orchestrator.request_async_queue) or self._orchestrator.request_states)
+        return bool(len(self.orchestrator.request_async_queue) or self.orchestrator.request_states)
 
     def get_kv_event_sources(self) -> dict[int, Any]:
         return dict(self._events.kv_event_sources)

@@ -10,14 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_omni_plugin.config import OmniConfig
+from vllm_omni_plugin.config import FLAGS, NO_MODEL, OmniConfig
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.fleet_setup.stage_checks import check_class, check_policy, check_transform
 from vllm_omni_plugin.integration.options.compatibility import refuse_unsupported
-from vllm_omni_plugin.integration.options.flag_table import FLAGS, NO_MODEL
 from vllm_omni_plugin.pipeline import Pipeline, PipelineError, Stage, load_pipeline
 from vllm_omni_plugin.vllm_api.stages.stage_arguments import DEFAULT_MODEL, StageArgumentParser, read_engine_args
-from vllm_omni_plugin.vllm_api.stages.stage_sampling import check_sampling
+from vllm_omni_plugin.vllm_api.stages.stage_params import check_sampling
 
 _BARE = "omni_pipeline_bare"
 """Attribute of parsed arguments: those without what the file says, for another process that gets them."""

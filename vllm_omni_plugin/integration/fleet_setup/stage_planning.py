@@ -1,8 +1,9 @@
 """What a head has to run, stage by stage: from its command line, and from the file of a pipeline."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, Self, cast
 
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.executor import Executor
@@ -10,22 +11,82 @@ from vllm.v1.executor import Executor
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.fleet_setup.pipeline_command import PipelineCommand, command_of
-from vllm_omni_plugin.integration.fleet_setup.stage_plan import StagePlan
 from vllm_omni_plugin.integration.options.carried_options import without_options
 from vllm_omni_plugin.integration.options.compatibility import prepare_engine_args
-from vllm_omni_plugin.pipeline import Modality, Stage
+from vllm_omni_plugin.orchestrator.requests.request_api import RequestApi
+from vllm_omni_plugin.pipeline import BuiltInTransform, Modality, Pipeline, Stage
+from vllm_omni_plugin.replicas.client.stage_client import Codec
 from vllm_omni_plugin.replicas.engine.engine_start import Launcher
 from vllm_omni_plugin.stages.api import PythonStageApi
-from vllm_omni_plugin.stages.stage_launcher import PythonStageLauncher, python_fingerprint
+from vllm_omni_plugin.stages.stage_process import PythonStageLauncher, python_fingerprint
 from vllm_omni_plugin.vllm_api.launch.engine_launch import share_cores, take_devices
 from vllm_omni_plugin.vllm_api.launch.group_launch import new_launcher, split_ranks
 from vllm_omni_plugin.vllm_api.launch.model_fingerprint import fingerprint
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 from vllm_omni_plugin.vllm_api.requests.moving import has_custom_logits_processors
+from vllm_omni_plugin.vllm_api.stages.stage_params import set_server_defaults
 from vllm_omni_plugin.vllm_api.stages.stage_requests import VllmStageApi
-from vllm_omni_plugin.vllm_api.stages.stage_sampling import set_server_defaults
 
 _SAMPLED = (Modality.TEXT, Modality.TOKENS)
+_GENERATE = "generate"
+_OF_THE_TOKENIZER = ("tokenizer", "tokenizer mode")
+"""Fields of a fingerprint."""
+
+LauncherFor = Callable[..., Launcher]
+"""Makes what starts the local engines of a stage from what is told the id of every process that is started, whether
+engines shall report what they have cached, and, False by default, whether heads of other processes use them, with which
+no memory can be shared."""
+
+
+class PlannedApi(RequestApi, Codec, Protocol):
+    """What a plan's api answers in any case; in a pipeline it is a `StageApi` as well."""
+
+
+@dataclass(frozen=True, eq=False)
+class StagePlan:
+    """One stage of a fleet, checked and ready to be started.
+
+    Attributes:
+        stage_id: its place among the plans.
+        stage: its section of the pipeline's file; None in a fleet without pipeline.
+        replicas: how many this node runs itself; every data-parallel rank is one.
+        policy: name of its load-balancing policy.
+        policy_config: options of that policy; None: all as they are by default.
+        launcher_for: see `LauncherFor`.
+        api: of this stage's requests; a `StageApi` in a pipeline.
+        fingerprint: what every replica of the stage must have in common.
+        vllm_config: vLLM's configuration of its engines; None for a Python stage.
+        lockstep: whether its engines compute in groups that die as one.
+    """
+
+    stage_id: int
+    stage: Stage | None
+    replicas: int
+    policy: str
+    policy_config: dict[str, Any] | None
+    launcher_for: LauncherFor
+    api: PlannedApi
+    fingerprint: Mapping[str, str]
+    vllm_config: Any = None
+    lockstep: bool = False
+
+    @property
+    def name(self) -> str:
+        """How messages name the stage."""
+        return f"'{self.stage.name}'" if self.stage is not None else str(self.stage_id)
+
+
+def engine_launcher(
+    vllm_config: Any,
+    executor_class: Any,
+    log_stats: bool,
+    first_engine: int,
+    on_spawn: Callable[[int], None],
+    report_cache: bool,
+    for_others: bool = False,
+) -> Launcher:
+    """A launcher of vLLM's engines: from the fifth on the arguments are those of a `LauncherFor`."""
+    return new_launcher(vllm_config, executor_class, log_stats, on_spawn, report_cache, first_engine)
 
 
 def stage_plans(options: OmniConfig, vllm_config: Any, executor_class: Any, log_stats: bool) -> tuple[StagePlan, ...]:
@@ -43,7 +104,7 @@ def stage_plans(options: OmniConfig, vllm_config: Any, executor_class: Any, log_
     """
     command = command_of(options)
     if command is None:
-        return (_only_stage(options, vllm_config, executor_class, log_stats),)
+        return (model_plan(options, vllm_config, executor_class, log_stats),)
     prompt_stage = command.pipeline.prompt_stage
     # Those of all stages, and no fewer than there are API servers.
     engine_count = vllm_config.parallel_config._api_process_count
@@ -67,38 +128,58 @@ def stage_plans(options: OmniConfig, vllm_config: Any, executor_class: Any, log_
     # Python stages take the devices that vLLM's have left, and begin again where there is no more.
     first_engine, first_device = 0, devices
     for stage in command.pipeline.stages:
-        plan = partial(StagePlan, stage.id, stage, replicas[stage.id], stage.policy, dict(stage.policy_config))
         if stage.is_vllm:
             config, engines = configs[stage.id], split[stage.id].config
             executor = Executor.get_class(config)
-            launcher_for = partial(_engine_launcher, without_options(engines), executor, log_stats, first_engine)
+            launcher_for = partial(engine_launcher, without_options(engines), executor, log_stats, first_engine)
             api = entry_api if stage is prompt_stage else _vllm_api(options, stage, config, entry_config)
             lockstep = engines.parallel_config.data_parallel_size > 1
+            plan = partial(StagePlan, stage.id, stage, replicas[stage.id], stage.policy, dict(stage.policy_config))
             plans.append(plan(launcher_for, api, fingerprint(config, stage.id), config, lockstep))
             first_engine += replicas[stage.id]
         else:
             python_api = PythonStageApi(stage, entry_api.decode, entry_api.encode, entry_api.end_token)
-            plans.append(plan(partial(_python_launcher, stage, first_device), python_api, python_fingerprint(stage)))
+            plans.append(python_plan(stage, replicas[stage.id], python_api, first_device))
             first_device += replicas[stage.id]
     return tuple(plans)
 
 
-def _only_stage(options: OmniConfig, vllm_config: Any, executor_class: Any, log_stats: bool) -> StagePlan:
+def model_plan(
+    options: OmniConfig,
+    vllm_config: Any,
+    executor_class: Any,
+    log_stats: bool,
+    launcher: Callable[..., Launcher] = engine_launcher,
+) -> StagePlan:
+    """The plan of the replicas of one model, of a head or a node; the arguments are those of `stage_plans`.
+
+    Args:
+        launcher: see `engine_launcher`.
+    """
     engines = split_ranks(vllm_config)
     replicas = options.dp_size_local * engines.ranks
     model_config = vllm_config.model_config
     share_cores([engines.config], replicas)
     return StagePlan(
-        stage_id=0,
+        stage_id=options.stage_id,
         stage=None,
         replicas=replicas,
         policy=options.lb_policy,
         policy_config=options.lb_config,
-        launcher_for=partial(_engine_launcher, without_options(engines.config), executor_class, log_stats, 0),
+        launcher_for=partial(launcher, without_options(engines.config), executor_class, log_stats, 0),
         api=EngineApi(has_custom_logits_processors(model_config), vocabulary=model_config.get_vocab_size()),
-        fingerprint=fingerprint(vllm_config, 0),
+        fingerprint=fingerprint(vllm_config, options.stage_id),
         vllm_config=vllm_config,
         lockstep=engines.config.parallel_config.data_parallel_size > 1,
+    )
+
+
+def python_plan(stage: Stage, replicas: int, api: PlannedApi, first_device: int = 0) -> StagePlan:
+    """The plan of a Python stage, whose replicas take devices from this one on."""
+    launcher_for = partial(_python_launcher, stage, first_device)
+    policy_config = dict(stage.policy_config)
+    return StagePlan(
+        stage.id, stage, replicas, stage.policy, policy_config, launcher_for, api, python_fingerprint(stage)
     )
 
 
@@ -137,18 +218,6 @@ def _set_default_sampling(command: PipelineCommand, configs: Mapping[int, Any]) 
         set_server_defaults(server, configs[stage.id].model_config, stage.sampling)
 
 
-def _engine_launcher(
-    vllm_config: Any,
-    executor_class: Any,
-    log_stats: bool,
-    first_engine: int,
-    on_spawn: Callable[[int], None],
-    report_cache: bool,
-    for_others: bool = False,
-) -> Launcher:
-    return new_launcher(vllm_config, executor_class, log_stats, on_spawn, report_cache, first_engine)
-
-
 def _python_launcher(
     stage: Stage, first_device: int, on_spawn: Callable[[int], None], report_cache: bool, for_others: bool = False
 ) -> Launcher:
@@ -160,3 +229,63 @@ def _vllm_api(options: OmniConfig, stage: Stage, config: Any, entry_config: Any)
         return VllmStageApi(config, entry_config, stage, has_custom_logits_processors(config.model_config))
     except ConfigError as error:
         raise _fault(options, stage, error) from error
+
+
+@dataclass(frozen=True)
+class FleetStages:
+    """The stages behind one AsyncLLM.
+
+    Attributes:
+        pipeline: how they hang together; None for the replicas of one model.
+        configs: vLLM's configuration of each stage's engines, by stage; None for a Python stage.
+        front_tokenizer: loads the tokenizer in whose tokens text answers come; None where that is the prompt's.
+    """
+
+    pipeline: Pipeline | None
+    configs: Sequence[Any]
+    front_tokenizer: Callable[[], Any] | None = None
+
+    @classmethod
+    def of(cls, plans: Sequence[StagePlan]) -> Self:
+        """The stages of these plans, given by stage."""
+        configs = [plan.vllm_config for plan in plans]
+        stages = tuple(plan.stage for plan in plans if plan.stage is not None)
+        if not stages:
+            return cls(None, configs)
+        pipeline = Pipeline(stages)
+        front = pipeline.front_of(pipeline.default_modalities)
+        if front is None or not front.is_vllm or _same_tokenizer(plans[front.id], plans[pipeline.prompt_stage.id]):
+            return cls(pipeline, configs)
+        api = cast(VllmStageApi, plans[front.id].api)
+        return cls(pipeline, configs, lambda: api.tokenizer)
+
+    @property
+    def prompt_stage(self) -> int:
+        """The stage that answers prompts, maybe from a KV cache of another one. AsyncLLM has its configuration."""
+        return 0 if self.pipeline is None else self.pipeline.prompt_stage.id
+
+    @property
+    def of_the_model(self) -> tuple[int, ...]:
+        """The stages that run this model: what changes its weights must reach all of them."""
+        if self.pipeline is None:
+            return (0,)
+        model = self.pipeline.prompt_stage.model
+        return tuple(stage.id for stage in self.pipeline.stages if stage.is_vllm and stage.model == model)
+
+    @property
+    def of_the_prompt(self) -> tuple[int, ...]:
+        """Those of them that are given the prompt itself: a request for an adapter has it there, and nowhere else."""
+        if self.pipeline is None:
+            return (0,)
+        stages, transform_of = self.pipeline.stages, self.pipeline.transform_of
+        given = {stage.id for stage in stages if transform_of(stage) in (None, BuiltInTransform.KV_TRANSFER)}
+        return tuple(stage_id for stage_id in self.of_the_model if stage_id in given)
+
+    def supported(self, tasks: Sequence[str]) -> tuple[str, ...]:
+        """What vLLM's server shall have routes for, given what the model can do."""
+        answers_in_text = self.pipeline is not None and Modality.TEXT in self.pipeline.modalities
+        return (*tasks, _GENERATE) if answers_in_text and _GENERATE not in tasks else tuple(tasks)
+
+
+def _same_tokenizer(one: StagePlan, other: StagePlan) -> bool:
+    return all(one.fingerprint[field] == other.fingerprint[field] for field in _OF_THE_TOKENIZER)

@@ -10,7 +10,7 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
-from functools import partial, wraps
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -35,6 +35,7 @@ from vllm_omni_plugin.admin.watch.watch_routes import build_watch_router
 from vllm_omni_plugin.config import ADMIN_KEY_FLAG
 from vllm_omni_plugin.errors import SHUTTING_DOWN
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
+from vllm_omni_plugin.integration.extending import extend
 from vllm_omni_plugin.integration.http.adapters import open_adapters
 from vllm_omni_plugin.integration.options.carried_options import DRAIN_FLAG, options_of
 from vllm_omni_plugin.logger import init_logger
@@ -72,23 +73,12 @@ INFERENCE_PATHS = frozenset(
 whole are an operator's, who wants to know at once. A path of a later vLLM that is missing here is held by the
 orchestrator alone: no less, but a stream then learns of a refusal by an event."""
 
-_PATCHED = "_vllm_omni_plugin_app"
-
 
 def patch_app() -> None:
     """Make vLLM's server take our routes, middleware, sessions and names of adapters from now on. Idempotent."""
     from vllm import plugins
 
-    own_load = plugins.load_endpoint_plugins
-    if hasattr(own_load, _PATCHED):
-        return
-
-    @wraps(own_load)
-    def load_endpoint_plugins(*args: Any, **kwargs: Any) -> list[Any]:
-        return [*own_load(*args, **kwargs), FleetEndpoints()]
-
-    setattr(load_endpoint_plugins, _PATCHED, True)
-    plugins.load_endpoint_plugins = load_endpoint_plugins
+    extend(plugins, "load_endpoint_plugins", lambda own, *args, **kwargs: [*own(*args, **kwargs), FleetEndpoints()])
     take_user_for_session()
     open_adapters()
 
@@ -97,16 +87,10 @@ def take_user_for_session() -> None:
     """Make vLLM's server take OpenAI's `user` for the session of a request that names none. Idempotent."""
     from vllm.entrypoints.generate.base.serving import GenerateBaseServing
 
-    own_get = GenerateBaseServing._get_session_id
-    if hasattr(own_get, _PATCHED):
-        return
+    def session_or_user(own: Any, request: Any, raw_request: Any) -> str | None:
+        return own(request, raw_request) or getattr(request, "user", None) or None
 
-    @wraps(own_get)
-    def get_session_id(request: Any, raw_request: Any) -> str | None:
-        return own_get(request, raw_request) or getattr(request, "user", None) or None
-
-    setattr(get_session_id, _PATCHED, True)
-    GenerateBaseServing._get_session_id = staticmethod(get_session_id)
+    extend(GenerateBaseServing, "_get_session_id", session_or_user)
 
 
 class FleetEndpoints:

@@ -1,3 +1,3 @@
-"""Our flags as data, what goes together, where processes listen, and how options travel through vLLM.
+"""Which of our flags go together, where processes listen, and how options travel through vLLM.
 
-May import `admin`, `replicas`, `curve` and the foundation. Start with `flag_table`."""
+May import `admin`, `replicas`, `curve` and the foundation. Start with `flag_rules`."""

@@ -5,10 +5,9 @@ from collections.abc import Collection
 
 from vllm_omni_plugin.admin.admin_keys import read_admin_keys
 from vllm_omni_plugin.balancing import build_load_balancer_factory
-from vllm_omni_plugin.config import ADMIN_KEY_FLAG, OmniConfig
+from vllm_omni_plugin.config import ADMIN_KEY_FLAG, FLAGS, OmniConfig, Side
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError
-from vllm_omni_plugin.integration.options.flag_table import FLAGS, Side
 from vllm_omni_plugin.integration.options.listening import bind_address, check_exposure
 from vllm_omni_plugin.replicas.links.replica_ports import PortRange
 from vllm_omni_plugin.replicas.server.served_engine import HEAD_SLOTS

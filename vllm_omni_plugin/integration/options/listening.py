@@ -2,16 +2,13 @@
 
 import ipaddress
 import socket
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 
 from vllm_omni_plugin.config import OmniConfig
-from vllm_omni_plugin.curve import Secrets, own_secret
+from vllm_omni_plugin.curve import own_secret
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.replicas.links.replica_ports import PortRange
-from vllm_omni_plugin.replicas.server.server_settings import ServerSettings
 
 logger = init_logger(__name__)
 
@@ -84,32 +81,6 @@ def secured(options: OmniConfig, address: str, headless: bool = False) -> OmniCo
     if not options.join:
         check_exposure(options, address, headless)
     return options
-
-
-def server_settings(
-    options: OmniConfig, address: str, coordinator: str, stage_id: int, fingerprint: Mapping[str, str]
-) -> ServerSettings:
-    """What the servers of a stage's replicas on this node have in common.
-
-    Args:
-        options: of this node, secured.
-        address: where they listen.
-        coordinator: where they announce themselves, as a ZMQ address.
-        stage_id: of their stage.
-        fingerprint: what all replicas of the stage must have in common.
-    """
-    return ServerSettings(
-        host=address,
-        ports=None if options.replica_ports is None else PortRange.parse(options.replica_ports),
-        coordinator_addr=coordinator,
-        stage_id=stage_id,
-        heartbeat_interval=options.heartbeat_interval,
-        heartbeat_timeout=options.heartbeat_timeout,
-        drain_timeout=options.drain_timeout,
-        secrets=Secrets.from_file(options.secret_file) if options.secret_file else None,
-        fingerprint=fingerprint,
-        max_message_bytes=options.max_message_bytes,
-    )
 
 
 def warn_of_exposure(options: OmniConfig, address: str) -> None:

@@ -1,8 +1,9 @@
 """Several API server processes on one socket: kept running one by one, ended together."""
 
 import asyncio
+import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableSequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableSequence, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -13,6 +14,8 @@ from vllm_omni_plugin.errors import OmniError
 from vllm_omni_plugin.keep_running import Backoff, keep_running
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.engine.engine_start import spawn
+from vllm_omni_plugin.replicas.server.node import running_together
+from vllm_omni_plugin.replicas.server.replica_server import ReplicaServer
 
 logger = init_logger(__name__)
 
@@ -20,6 +23,8 @@ NOT_ACCEPTING = 2**31 - 1
 """What vLLM's API servers say of their open connections while they accept none."""
 
 _LOOK_EVERY_S = 1.0
+_GRACE_S = 10.0
+"""Seconds beyond the time for requests that an API server may take to end."""
 
 
 class ApiServers:
@@ -145,3 +150,38 @@ class ApiServers:
 async def _how_it_ended(process: BaseProcess, ended: asyncio.Event) -> str:
     await ended.wait()
     return f"(process {process.pid}) ended with code {process.exitcode}"
+
+
+async def supervise(api_servers: ApiServers, replicas: Sequence[ReplicaServer], shutdown_timeout: float) -> None:
+    """Run API servers and replicas until SIGTERM or SIGINT: then the former end, and after them the latter.
+
+    A second signal ends both at once. A replica that leaves the fleet ends by itself, and nothing else with it.
+
+    Args:
+        api_servers: not started.
+        replicas: not started.
+        shutdown_timeout: seconds that requests in flight have to finish.
+
+    Raises:
+        OmniError: a replica or an API server could not be started the first time. Nothing is left running.
+    """
+    told = asyncio.Event()
+
+    def on_signal(signum: int) -> None:
+        if told.is_set():
+            logger.info("%s again: ending at once.", signal.Signals(signum).name)
+            api_servers.kill()
+        told.set()
+
+    async with running_together(on_signal) as tasks:
+        tasks.create_task(api_servers.run())
+        for replica in replicas:
+            tasks.create_task(replica.run())
+        await told.wait()
+        logger.info("Ending: requests in flight have %g s.", shutdown_timeout)
+        # Ctrl-C and some service managers tell engines, too, which then end once they have nothing to do.
+        for replica in replicas:
+            replica.restart_no_more()
+        await api_servers.stop(shutdown_timeout + _GRACE_S)
+        for replica in replicas:
+            replica.leave_now("its head was told to end")

@@ -4,39 +4,30 @@ import argparse
 import asyncio
 import sys
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 
 import uvloop
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.reasoning import ReasoningParserManager
 from vllm.usage.usage_lib import UsageContext
-from vllm.v1.executor import Executor
+from vllm.v1.executor import Executor as VllmExecutor
 
 from vllm_omni_plugin.config import OmniConfig
+from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError, OmniError
 from vllm_omni_plugin.integration.fleet_setup.pipeline_command import pipeline_of
-from vllm_omni_plugin.integration.options.carried_options import without_options
-from vllm_omni_plugin.integration.options.listening import (
-    bind_address,
-    coordinator_address,
-    secured,
-    server_settings,
-    warn_of_exposure,
-)
+from vllm_omni_plugin.integration.fleet_setup.stage_planning import StagePlan, engine_launcher, model_plan, python_plan
+from vllm_omni_plugin.integration.options.listening import bind_address, coordinator_address, secured, warn_of_exposure
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.engine.engine_start import Launcher
 from vllm_omni_plugin.replicas.engine.reaper import Reaper
 from vllm_omni_plugin.replicas.engine.socket_folder import use_socket_folder
+from vllm_omni_plugin.replicas.links.replica_ports import PortRange
 from vllm_omni_plugin.replicas.server.node import run_node
 from vllm_omni_plugin.replicas.server.replica_server import ReplicaServer
-from vllm_omni_plugin.stages.stage_launcher import PythonStageLauncher, python_fingerprint
-from vllm_omni_plugin.vllm_api.launch.engine_launch import share_cores, spawn_only
-from vllm_omni_plugin.vllm_api.launch.group_launch import new_launcher, split_ranks
-from vllm_omni_plugin.vllm_api.launch.model_fingerprint import fingerprint
+from vllm_omni_plugin.replicas.server.server_settings import ServerSettings
+from vllm_omni_plugin.vllm_api.launch.engine_launch import spawn_only
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 from vllm_omni_plugin.vllm_api.versions.serve_arguments import propagate_flash_late_interaction
 
@@ -48,79 +39,87 @@ _RETRY_S = 1.0
 _NOTICE_EVERY = 10
 
 
-LauncherFor = Callable[[Any, bool, Callable[[int], None]], Launcher]
-"""What starts engines, made from vLLM's configuration, whether engines report scheduler statistics, and what is told
-the id of every process it starts."""
-
-
-@dataclass(frozen=True)
-class _Node:
-    """What a node runs.
-
-    Attributes:
-        make_launcher: makes what starts its engines from what is told the id of every process it starts.
-        fingerprint: what all replicas of the stage must have in common.
-        replicas: how many there are; every data-parallel rank is one.
-    """
-
-    make_launcher: Callable[[Callable[[int], None]], Launcher]
-    fingerprint: dict[str, str]
-    replicas: int
-
-
-def engine_launcher(vllm_config: Any, log_stats: bool, on_spawn: Callable[[int], None]) -> Launcher:
-    """Starts vLLM's engines. They report what they have cached, since any head that comes may want to know."""
-    return new_launcher(vllm_config, Executor.get_class(vllm_config), log_stats, on_spawn, report_cache=True)
-
-
-def serve_replicas(args: argparse.Namespace, options: OmniConfig, launcher_for: LauncherFor = engine_launcher) -> int:
+def serve_replicas(
+    args: argparse.Namespace, options: OmniConfig, launcher: Callable[..., Launcher] = engine_launcher
+) -> int:
     """Run this node's replicas until they have left the fleet; returns the exit code of the process.
 
     Args:
         args: the parsed command line, as vLLM's own headless command gets it.
         options: ours among them.
-        launcher_for: see `LauncherFor`; not for a Python stage.
+        launcher: see `engine_launcher`; not for a Python stage.
     """
-    pipeline = pipeline_of(options)
-    stage = None if pipeline is None else pipeline.stages[options.stage_id]
     spawn_only()
     use_socket_folder()
-    if stage is None or stage.is_vllm:
-        node = _vllm_node(args, options, launcher_for)
-    else:
-        node = _Node(partial(PythonStageLauncher, stage), python_fingerprint(stage), options.dp_size_local)
+    plan = _plan(args, options, launcher)
     with Reaper() as reaper, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
-            runner.run(_serve(options, node, node.make_launcher(reaper.watch)))
+            runner.run(_serve(options, plan, reaper))
         except OmniError as error:
             sys.stderr.write(f"vllm serve: error: {error}\n")
             return _EXIT_FAILED
     return _EXIT_OK
 
 
-def _vllm_node(args: argparse.Namespace, options: OmniConfig, launcher_for: LauncherFor) -> _Node:
+def replica_servers(
+    plans: Sequence[StagePlan],
+    options: OmniConfig,
+    address: str,
+    coordinator: str,
+    on_spawn: Callable[[int], None],
+    executor: Executor,
+) -> list[ReplicaServer]:
+    """The servers of a node's replicas, not started.
+
+    Args:
+        plans: of their stages. Engines report what they have cached, since any head that comes may want to know.
+        options: of this node, secured.
+        address: where they listen.
+        coordinator: where they announce themselves, as a ZMQ address.
+        on_spawn: told the id of every process that is started.
+        executor: where blocking steps run: of each replica two at once, the old engine's end and the new one's start.
+    """
+    servers: list[ReplicaServer] = []
+    for plan in plans:
+        settings = ServerSettings(
+            host=address,
+            ports=None if options.replica_ports is None else PortRange.parse(options.replica_ports),
+            coordinator_addr=coordinator,
+            stage_id=plan.stage_id,
+            heartbeat_interval=options.heartbeat_interval,
+            heartbeat_timeout=options.heartbeat_timeout,
+            drain_timeout=options.drain_timeout,
+            secrets=Secrets.from_file(options.secret_file) if options.secret_file else None,
+            fingerprint=plan.fingerprint,
+            max_message_bytes=options.max_message_bytes,
+        )
+        launcher = plan.launcher_for(on_spawn, report_cache=True, for_others=True)
+        servers += [ReplicaServer(settings, launcher, index, plan.api, executor) for index in range(plan.replicas)]
+    return servers
+
+
+def _plan(args: argparse.Namespace, options: OmniConfig, launcher: Callable[..., Launcher]) -> StagePlan:
+    pipeline = pipeline_of(options)
+    stage = None if pipeline is None else pipeline.stages[options.stage_id]
+    if stage is not None and not stage.is_vllm:
+        return python_plan(stage, options.dp_size_local, EngineApi())
     if args.reasoning_parser_plugin:
         ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
     engine_args = AsyncEngineArgs.from_cli_args(args)
     propagate_flash_late_interaction(args, engine_args)
     vllm_config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
-    engine_config, ranks = split_ranks(vllm_config)
-    replicas = options.dp_size_local * ranks
-    share_cores([engine_config], replicas)
-    make_launcher = partial(launcher_for, without_options(engine_config), not engine_args.disable_log_stats)
-    return _Node(make_launcher, fingerprint(vllm_config, options.stage_id), replicas)
+    executor_class = VllmExecutor.get_class(vllm_config)
+    return model_plan(options, vllm_config, executor_class, not engine_args.disable_log_stats, launcher)
 
 
-async def _serve(options: OmniConfig, node: _Node, launcher: Launcher) -> None:
+async def _serve(options: OmniConfig, plan: StagePlan, reaper: Reaper) -> None:
     address = await _find_own_address(options)
     options = secured(options, address, headless=True)
     warn_of_exposure(options, address)
     coordinator = await asyncio.get_running_loop().run_in_executor(None, coordinator_address, options)
-    settings = server_settings(options, address, coordinator, options.stage_id, node.fingerprint)
-    # Two blocking steps per replica may run at once: the old engine's end and the new one's start.
-    with ThreadPoolExecutor(2 * node.replicas, thread_name_prefix="omni-engine") as executor:
-        servers = [ReplicaServer(settings, launcher, index, EngineApi(), executor) for index in range(node.replicas)]
-        await run_node(servers, options.join_timeout, settings.coordinator_addr)
+    with ThreadPoolExecutor(2 * plan.replicas, thread_name_prefix="omni-engine") as executor:
+        servers = replica_servers([plan], options, address, coordinator, reaper.watch, executor)
+        await run_node(servers, options.join_timeout, coordinator)
 
 
 async def _find_own_address(options: OmniConfig) -> str:

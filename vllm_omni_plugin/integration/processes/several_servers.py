@@ -4,43 +4,45 @@ import argparse
 import asyncio
 import copy
 import ipaddress
+import multiprocessing
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import uvloop
-from vllm.engine.arg_utils import AsyncEngineArgs
+from prometheus_client import multiprocess
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.entrypoints.launchers.api_server.entry import setup_server
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.network_utils import get_ip
+from vllm.v1.engine.admission_control import SharedAdmissionStats
 from vllm.v1.executor import Executor
 from vllm.v1.metrics.prometheus import setup_multiprocess_prometheus
+from vllm.v1.utils import run_api_server_worker_proc
 
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.coordinator import OmniCoordinatorRuntime
 from vllm_omni_plugin.curve import new_secret
 from vllm_omni_plugin.errors import ConfigError, OmniError
-from vllm_omni_plugin.integration.command_line import JOINED
-from vllm_omni_plugin.integration.fleet_setup.stage_plan import StagePlan
-from vllm_omni_plugin.integration.fleet_setup.stage_planning import stage_plans
-from vllm_omni_plugin.integration.options.carried_options import exit_with
+from vllm_omni_plugin.integration.command_line import JOINED, read_our_flags
+from vllm_omni_plugin.integration.fleet_setup.stage_planning import StagePlan, stage_plans
+from vllm_omni_plugin.integration.options.carried_options import DRAIN_FLAG, exit_with
 from vllm_omni_plugin.integration.options.listening import (
     bind_address,
     coordinator_address,
     say_how_to_join,
     secured,
-    server_settings,
     warn_of_exposure,
 )
-from vllm_omni_plugin.integration.processes.api_server_process import ApiServerProcesses
-from vllm_omni_plugin.integration.processes.api_servers import ApiServers
-from vllm_omni_plugin.integration.processes.supervisor import supervise
+from vllm_omni_plugin.integration.processes.api_servers import NOT_ACCEPTING, ApiServers, supervise
+from vllm_omni_plugin.integration.processes.headless import replica_servers
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.engine.reaper import Reaper
 from vllm_omni_plugin.replicas.engine.socket_folder import use_socket_folder
@@ -48,13 +50,86 @@ from vllm_omni_plugin.replicas.server.descriptor_limits import raise_limits
 from vllm_omni_plugin.replicas.server.node import SIGNALS
 from vllm_omni_plugin.replicas.server.replica_server import ReplicaServer
 from vllm_omni_plugin.vllm_api.launch.engine_launch import spawn_only
+from vllm_omni_plugin.vllm_api.launch.spawning import SPAWNING
 from vllm_omni_plugin.vllm_api.versions.serve_arguments import propagate_flash_late_interaction
 
 logger = init_logger(__name__)
 
+_SLOT = SharedAdmissionStats.COUNTERS_PER_SLOT
 _EXIT_OK = 0
 _EXIT_FAILED = 1
 _LOOPBACK = "127.0.0.1"
+
+
+class ApiServerProcesses:
+    """Starts API server processes that share one socket, and what they tell each other by memory.
+
+    Args:
+        count: how many there are.
+        listen_address: where they listen, for their logs.
+        listening: the socket.
+        args: the parsed command line that each shall have.
+        on_spawn: told the process id of each.
+
+    Attributes:
+        connections: how many each has open; see `ApiServers`.
+        admitted: what each counts for vLLM's `--max-num-queued-reqs`, whose limit is that of all together.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        listen_address: str,
+        listening: socket.socket,
+        args: argparse.Namespace,
+        on_spawn: Callable[[int], None],
+    ) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._listening = listen_address, listening
+        self._args = args
+        self._on_spawn = on_spawn
+        self.connections: MutableSequence[int] = self._context.RawArray("i", [NOT_ACCEPTING] * count)
+        self._drained: MutableSequence[int] = self._context.RawArray("b", 1)
+        self.admitted: MutableSequence[int] = self._context.RawArray("q", SharedAdmissionStats.num_counters(count))
+
+    def start(self, index: int) -> BaseProcess:
+        """Start the process with this number; not while it has one."""
+        client_config = {
+            "client_count": len(self.connections),
+            "client_index": index,
+            "api_server_loads": self.connections,
+        }
+        if getattr(self._args, "max_num_queued_reqs", None) is not None:
+            client_config["mp_admission_counters"] = self.admitted
+        process = self._context.Process(
+            target=_serve_http,
+            name=f"ApiServer_{index}",
+            args=(*self._listening, self._args, client_config, self._drained),
+        )
+        with SPAWNING:
+            process.start()
+        assert process.pid is not None
+        self._on_spawn(process.pid)
+        return process
+
+    def forget(self, index: int, pid: int) -> None:
+        """Take back what a process that has ended counted for all."""
+        self.admitted[index * _SLOT] = 0
+        multiprocess.mark_process_dead(pid)  # type: ignore[no-untyped-call]
+
+
+def _serve_http(
+    listen_address: str,
+    listening: socket.socket,
+    args: argparse.Namespace,
+    client_config: Any,
+    drained: MutableSequence[int],
+) -> None:
+    # From a terminal it comes to all; the supervisor says when. The server heeds it again from its start on.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    setattr(args, DRAIN_FLAG, drained)
+    read_our_flags(EngineArgs)
+    run_api_server_worker_proc(listen_address, listening, args, client_config)
 
 
 def serve_api_servers(args: argparse.Namespace, options: OmniConfig) -> int:
@@ -152,18 +227,9 @@ async def _serve(
 ) -> None:
     api_servers = ApiServers(processes.connections, processes.start, processes.forget)
     engines = sum(plan.replicas for plan in plans)
-    settings = {
-        plan.stage_id: server_settings(
-            home, bind_address(home, headless=True), coordinator_address(home), plan.stage_id, plan.fingerprint
-        )
-        for plan in plans
-    }
-    # Two blocking steps per replica may run at once: the old engine's end and the new one's start.
     with ThreadPoolExecutor(2 * max(engines, 1), thread_name_prefix="omni-engine") as executor:
-        replicas = [
-            ReplicaServer(settings[plan.stage_id], launcher, index, plan.api, executor)
-            for plan in plans
-            for launcher in [plan.launcher_for(reaper.watch, True, True)]
-            for index in range(plan.replicas)
-        ]
+        replicas: list[ReplicaServer] = []
+        if plans:
+            address, coordinator = bind_address(home, headless=True), coordinator_address(home)
+            replicas = replica_servers(plans, home, address, coordinator, reaper.watch, executor)
         await supervise(api_servers, replicas, timeout)

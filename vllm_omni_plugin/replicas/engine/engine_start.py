@@ -64,11 +64,8 @@ class SharingProcess(Protocol):
     def memory(self) -> SharedMemory | None: ...
 
 
-class Starting(Protocol):
-    """An engine that has been spawned and is not ready; `vllm_api.launch.engine_launch.StartingEngine` in service."""
-
-    @property
-    def process(self) -> Process: ...
+class Starting(Process, Protocol):
+    """A `Process` from its spawn until it is ready."""
 
     def wait(self, input_addr: str, output_addrs: Sequence[str]) -> None: ...
 
@@ -131,16 +128,16 @@ async def start_engine(
 
     waiting = asyncio.get_running_loop().run_in_executor(executor, wait_until_ready)
     try:
-        return starting.process, await asyncio.shield(waiting)
+        return starting, await asyncio.shield(waiting)
     except asyncio.CancelledError:
         # The thread ends as soon as it sees its engine gone; the sockets are in its hands until then.
-        starting.process.kill()
+        starting.kill()
         await asyncio.wait([waiting])
         # Its failure is the expected one; unread, it would be reported whenever the future is collected.
         waiting.exception()
         raise
     except BaseException:
-        starting.process.kill()
+        starting.kill()
         raise
 
 

@@ -33,7 +33,7 @@ class Relay:
     """Passes requests of one head to the engine's hub and outputs of one slot to that head.
 
     Outputs pass in C. Of what the head sends the kind is read, and calls are; what may not reach the engine is refused.
-    To load an adapter waits for its files to be read (`vllm_api.requests.digests`), and so does what is sent after it.
+    To load an adapter waits for its files to be read (`vllm_api.requests.adapter`), and so does what is sent after it.
 
     It has a ZMQ context of its own, whose end stops everything at once whatever its peers do, drops what the head has
     not taken, and cuts the head's connections: a head whose lease is over cannot write into the engine any more.

@@ -99,16 +99,20 @@ def take_devices(vllm_config: Any, first: int, replicas: int) -> int:
 
 
 class EngineProcess:
-    """One engine core with its workers.
+    """One engine core with its workers, from its spawn on. It may be shut down at any moment from any thread.
 
     Attributes:
         sentinel: a file descriptor that becomes readable when the engine core exits; closed with this object.
     """
 
-    def __init__(self, manager: CoreEngineProcManager, config: Any, last_words: LastWords) -> None:
-        self.manager = manager
-        self.config = config
+    def __init__(
+        self, manager: CoreEngineProcManager, config: Any, last_words: LastWords, handshake: "_Handshake", index: int
+    ) -> None:
+        self._manager = manager
+        self._config = config
         self._last_words = last_words
+        self._handshake = handshake
+        self._index = index
         # Multiprocessing's own becomes readable a moment before there is an exit code.
         self.sentinel = os.pidfd_open(self.pid)
         weakref.finalize(self, os.close, self.sentinel)
@@ -116,7 +120,7 @@ class EngineProcess:
     @property
     def core(self) -> Any:
         """The engine core's `multiprocessing.Process`."""
-        return self.manager.processes[0]
+        return self._manager.processes[0]
 
     @property
     def pid(self) -> int:
@@ -129,15 +133,55 @@ class EngineProcess:
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Ask the engine to end, wait `timeout` seconds (None: vLLM's default), then kill it. Blocks; idempotent."""
-        self.manager.shutdown(timeout=timeout)
-        remove_event_sockets(self.config)
+        self._manager.shutdown(timeout=timeout)
+        remove_event_sockets(self._config)
 
     def kill(self) -> None:
         """End an engine that is no longer trusted, with everything it started. Does not block."""
-        for process in self.manager.processes:
+        for process in self._manager.processes:
             if process.is_alive():
                 process.kill()
-        remove_event_sockets(self.config)
+        remove_event_sockets(self._config)
+
+    def abandon(self) -> None:
+        """End an engine that nobody will wait for; not while `wait` runs, which ends with its engine."""
+        self.kill()
+        self._handshake.close()
+
+    def wait(self, input_addr: str, output_addrs: Sequence[str], coordinator: Any = None) -> None:
+        """Play vLLM's start-up handshake: tell the engine its addresses, and block until it has loaded the model.
+
+        Args:
+            input_addr: where the engine takes requests.
+            output_addrs: where it gives outputs; a request's `client_index` says to which.
+            coordinator: vLLM's `DPCoordinator`, for a rank of a lockstep group.
+
+        Raises:
+            ReplicaError: the engine ended or misbehaved before it was ready.
+        """
+        addresses = EngineZmqAddresses(inputs=[input_addr], outputs=list(output_addrs))
+        # Every rank has a handshake of its own, so of the local ranks of this one there is one.
+        parallel = copy.copy(self._config.parallel_config)
+        parallel.data_parallel_size_local = 1
+        if coordinator is not None:
+            addresses.coordinator_input, addresses.coordinator_output = coordinator.get_engine_socket_addresses()
+            addresses.frontend_stats_publish_address = coordinator.get_stats_publish_address()
+        launch = CoreEngineLaunch(
+            engine_manager=self._manager, coordinator=coordinator, addresses=addresses, tensor_queue=None
+        )
+        try:
+            wait_for_engine_startup(
+                self._handshake.socket,
+                [CoreEngine(index=self._index, local=True)],
+                parallel,
+                coordinator is not None,
+                self._config.cache_config,
+                launch,
+            )
+        except RuntimeError as error:
+            raise ReplicaError(f"engine {self._index} of this node did not start: {error}") from error
+        finally:
+            self._handshake.close()
 
 
 class EngineLauncher:
@@ -174,7 +218,7 @@ class EngineLauncher:
         """The ZMQ identity under which the engine of a replica connects to our ROUTER."""
         return bytes(CoreEngine(index=self._index(replica_id)).identity)
 
-    def start(self, replica_id: int) -> "StartingEngine":
+    def start(self, replica_id: int) -> EngineProcess:
         """Spawn the engine process of a replica. Blocks while the configuration is passed to the new process."""
         engine = self._first_engine + replica_id
         # All engines share the cores; of devices these have a block of their own.
@@ -201,7 +245,7 @@ def separate_transfers(config: Any, name: str) -> None:
 
 def spawn_engine(
     config: Any, executor_class: Any, log_stats: bool, engine: int, rank: int, on_spawn: Callable[[int], None]
-) -> "StartingEngine":
+) -> EngineProcess:
     """Spawn the engine with this index, which takes this share (`rank`) of the node. Blocks while that is told to it.
 
     The configuration must be its own; the other arguments are those of `EngineLauncher`.
@@ -219,17 +263,16 @@ def spawn_engine(
                 executor_class=fleet_executor(executor_class),
                 log_stats=log_stats,
             )
-        process = EngineProcess(manager, config, last_words)
+        process = EngineProcess(manager, config, last_words, handshake, engine)
     except BaseException:
         handshake.close()
         raise
-    starting = StartingEngine(process, handshake, engine)
     try:
-        on_spawn(starting.process.pid)
+        on_spawn(process.pid)
     except BaseException:
-        starting.abandon()
+        process.abandon()
         raise
-    return starting
+    return process
 
 
 class _Handshake:
@@ -245,52 +288,3 @@ class _Handshake:
         self.socket.close()
         # libzmq leaves it behind.
         Path(self.address.removeprefix("ipc://")).unlink(missing_ok=True)
-
-
-class StartingEngine:
-    """An engine between its spawn and its readiness. `process` may be shut down at any moment from any thread."""
-
-    def __init__(self, process: EngineProcess, handshake: _Handshake, index: int) -> None:
-        self.process = process
-        self._handshake = handshake
-        self._index = index
-
-    def abandon(self) -> None:
-        """End an engine that nobody will wait for; not while `wait` runs, which ends with its engine."""
-        self.process.kill()
-        self._handshake.close()
-
-    def wait(self, input_addr: str, output_addrs: Sequence[str], coordinator: Any = None) -> None:
-        """Play vLLM's start-up handshake: tell the engine its addresses, and block until it has loaded the model.
-
-        Args:
-            input_addr: where the engine takes requests.
-            output_addrs: where it gives outputs; a request's `client_index` says to which.
-            coordinator: vLLM's `DPCoordinator`, for a rank of a lockstep group.
-
-        Raises:
-            ReplicaError: the engine ended or misbehaved before it was ready.
-        """
-        addresses = EngineZmqAddresses(inputs=[input_addr], outputs=list(output_addrs))
-        # Every rank has a handshake of its own, so of the local ranks of this one there is one.
-        parallel = copy.copy(self.process.config.parallel_config)
-        parallel.data_parallel_size_local = 1
-        if coordinator is not None:
-            addresses.coordinator_input, addresses.coordinator_output = coordinator.get_engine_socket_addresses()
-            addresses.frontend_stats_publish_address = coordinator.get_stats_publish_address()
-        launch = CoreEngineLaunch(
-            engine_manager=self.process.manager, coordinator=coordinator, addresses=addresses, tensor_queue=None
-        )
-        try:
-            wait_for_engine_startup(
-                self._handshake.socket,
-                [CoreEngine(index=self._index, local=True)],
-                parallel,
-                coordinator is not None,
-                self.process.config.cache_config,
-                launch,
-            )
-        except RuntimeError as error:
-            raise ReplicaError(f"engine {self._index} of this node did not start: {error}") from error
-        finally:
-            self._handshake.close()

@@ -20,7 +20,6 @@ from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.vllm_api.launch.engine_launch import (
     EngineLauncher,
     EngineProcess,
-    StartingEngine,
     separate_transfers,
     spawn_engine,
     take_devices,
@@ -123,7 +122,7 @@ class GroupLauncher(EngineLauncher):
                 )
             return self._meetings[group]
 
-    def _spawn(self, config: Any, rank: int) -> StartingEngine:
+    def _spawn(self, config: Any, rank: int) -> EngineProcess:
         return spawn_engine(config, self._executor_class, self._log_stats, rank, rank, self._on_spawn)
 
 
@@ -203,7 +202,7 @@ class RankProcess:
         self,
         meeting: Meeting,
         rank: int,
-        spawn: Callable[[], StartingEngine],
+        spawn: Callable[[], EngineProcess],
         parallel_config: Any,
     ) -> None:
         self._meeting = meeting
@@ -214,11 +213,6 @@ class RankProcess:
         self._generation: LockstepGeneration | None = None
         self._engine: EngineProcess | None = None
         self._ended_in_order = False
-
-    @property
-    def process(self) -> "RankProcess":
-        """Itself."""
-        return self
 
     @property
     def pid(self) -> int:
@@ -254,13 +248,12 @@ class RankProcess:
         generation = self.meet()
         with ExitStack() as undoing:
             undoing.callback(generation.end)
-            starting = self._spawn()
-            undoing.callback(starting.abandon)
-            self._engine = starting.process
+            self._engine = engine = self._spawn()
+            undoing.callback(engine.abandon)
             if self._given_up.is_set():
                 generation.end()
-            generation.add(self._engine.core)
-            starting.wait(input_addr, output_addrs, generation.coordinate(self._parallel_config))
+            generation.add(engine.core)
+            engine.wait(input_addr, output_addrs, generation.coordinate(self._parallel_config))
             undoing.pop_all()
 
     def shutdown(self, timeout: float | None = None) -> None:

@@ -12,7 +12,7 @@ import vllm
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
-from vllm_omni_plugin.vllm_api.requests.digests import adapter_digest, digest, samples
+from vllm_omni_plugin.vllm_api.requests.adapter import adapter_digest, digest, samples
 from vllm_omni_plugin.vllm_api.requests.moving import PROCESSOR_PLUGINS
 
 _HUB_CACHE_PREFIX = "models--"

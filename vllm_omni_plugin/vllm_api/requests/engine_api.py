@@ -21,7 +21,7 @@ from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.vllm_api.requests import moving, ready
 from vllm_omni_plugin.vllm_api.requests.facts import LoadReport
 from vllm_omni_plugin.vllm_api.requests.move import Move
-from vllm_omni_plugin.vllm_api.versions.engine_refusals import is_refusal
+from vllm_omni_plugin.vllm_api.versions.differences import PAUSE_REFUSES
 
 Frames = Sequence[Any]
 """Frames of one message, each anything that supports the buffer protocol (bytes, memoryview, zmq.Frame)."""
@@ -164,7 +164,7 @@ class EngineApi:
 
     def refused(self, output: Any) -> bool:
         """Whether the engine has not taken the request, because an operator has paused it."""
-        return is_refusal(output)
+        return PAUSE_REFUSES.here and output.error is not None and bool(output.error.retryable)
 
     def fetches_once(self, request: Any) -> bool:
         return moving.fetches_once(request)

@@ -18,8 +18,7 @@ from vllm_omni_plugin.pipeline.transforms import BuiltInTransform
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 from vllm_omni_plugin.vllm_api.stages.stage_params import INVALID, KV_TRANSFER_PARAMS, StageParams
 from vllm_omni_plugin.vllm_api.stages.stage_prompts import NO_EMBEDDINGS, StagePrompts, length_of
-from vllm_omni_plugin.vllm_api.stages.stage_text import TextReader, TokenReader
-from vllm_omni_plugin.vllm_api.stages.stage_vocabulary import Vocabulary
+from vllm_omni_plugin.vllm_api.stages.stage_text import TextReader, TokenReader, Vocabulary
 
 _GENERATED = (Modality.TEXT, Modality.TOKENS, Modality.KV_CACHE)
 _POOLED = (Modality.SCORES, Modality.EMBEDDING, Modality.LATENT)

@@ -38,7 +38,7 @@ PAUSE_REFUSES = Difference(
     since=(0, 33),
     about="AsyncLLM pauses by `pause_generation`: in modes abort and wait an engine refuses requests until it resumes, "
     "see `RefusedRuns`",
-    older="`FleetClient.pause_scheduler_async`, and the question in `engine_refusals`",
+    older="the question in `EngineApi.refused`",
 )
 PROFILER_ARGUMENTS = Difference(
     since=(0, 33),

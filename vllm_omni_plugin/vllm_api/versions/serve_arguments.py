@@ -1,5 +1,10 @@
 """vLLM's parser of the arguments of `vllm serve`, and what it makes of some of them."""
 
+import argparse
+from collections.abc import Callable, Sequence
+
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
 from vllm_omni_plugin.vllm_api.versions.differences import CLI_ARGS_MOVED
 
 if CLI_ARGS_MOVED.here:
@@ -7,4 +12,24 @@ if CLI_ARGS_MOVED.here:
 else:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, propagate_flash_late_interaction
 
-__all__ = ["make_arg_parser", "propagate_flash_late_interaction"]
+__all__ = ["make_arg_parser", "parse_headless_args", "propagate_flash_late_interaction"]
+
+
+def parse_headless_args(
+    arguments: Sequence[str],
+    prog: str,
+    description: str,
+    epilog: str,
+    add_flags: Callable[[argparse.ArgumentParser], None],
+) -> argparse.Namespace:
+    """Parse arguments as `vllm serve --headless` gets them, plugins' flags included.
+
+    Args:
+        add_flags: adds what the command takes beyond that.
+    """
+    parser = make_arg_parser(FlexibleArgumentParser(prog=prog, description=description, epilog=epilog))
+    add_flags(parser)
+    args: argparse.Namespace = parser.parse_args(list(arguments))
+    args.model = args.model_tag or args.model
+    args.headless = True
+    return args

@@ -1,0 +1,128 @@
+"""Calls to the engines as a whole: vLLM's own client makes them, and here all replicas that they concern answer."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.engine.core_client import AsyncMPClient
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from vllm_omni_plugin.admin.replies import result_of
+from vllm_omni_plugin.coordinator.protocol.call_arguments import FORGET_LORA
+from vllm_omni_plugin.errors import OmniError
+from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages
+from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallReplicas
+from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
+from vllm_omni_plugin.vllm_api.requests.adapter import adapter_of
+
+OF_SOME_STAGES: dict[str, Callable[[FleetStages], tuple[int, ...]]] = {
+    **dict.fromkeys(("is_scheduler_paused", "is_sleeping"), lambda stages: (stages.prompt_stage,)),
+    **dict.fromkeys(
+        (
+            "collective_rpc",
+            "compute_weight_checksums",
+            "get_supported_tasks",
+            "get_weight_version",
+            "set_weight_version",
+        ),
+        lambda stages: stages.of_the_model,
+    ),
+    **dict.fromkeys(
+        ("add_lora", FORGET_LORA, "list_loras", "pin_lora", "remove_lora"), lambda stages: stages.of_the_prompt
+    ),
+}
+"""Engine methods that do not concern all stages, and which they concern."""
+
+JOINED: dict[str, Callable[[list[Any]], Any]] = {
+    "add_lora": all,
+    "list_loras": lambda answers: set.intersection(*map(set, answers)),
+    "pin_lora": all,
+    "remove_lora": any,
+}
+"""What the answers of replicas come to, where vLLM's client asks for one; of other methods it is the first one's."""
+
+
+class UnknownCallError(OmniError, AttributeError, NotImplementedError):
+    """vLLM asks for something that this version of the plugin does not know.
+
+    An `AttributeError`, so that vLLM may look whether there is such a method.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"vLLM {version('vllm')} asks the fleet for {name!r}, which vllm-omni-plugin {version('vllm-omni-plugin')} "
+            "does not know. Please use them in versions that go together."
+        )
+
+
+class EngineCalls(AsyncMPClient):  # type: ignore[misc]
+    """vLLM's client of one engine, of which only the calls are used: it has a method for each, and all of them come to
+    the three methods `call_utility...`. It is never constructed as that, so what needs more of it is refused.
+
+    Args:
+        orchestrator: has the replicas.
+        stages: that they serve.
+    """
+
+    def __init__(self, orchestrator: Orchestrator, stages: FleetStages) -> None:
+        self.orchestrator = orchestrator
+        self.stages = stages
+
+    # For mypy, what is not there is an error.
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if hasattr(type(self), name):
+                # A property of ours has raised, and what it raises is to be seen.
+                return object.__getattribute__(self, name)
+            if name.startswith("_"):
+                raise AttributeError(name)
+            raise UnknownCallError(name)
+
+    async def call_utility_async(self, method: str, *args: Any) -> Any:
+        """Call all replicas that a method of engines concerns; what one engine would answer."""
+        answers = await self.call_utility_all_async(method, *args)
+        return JOINED[method](answers) if method in JOINED else next(iter(answers), None)
+
+    async def call_utility_all_async(self, method: str, *args: Any) -> list[Any]:
+        """The same; one answer for each that took the call."""
+        reply: Future[list[Any]] = Future()
+        stages = OF_SOME_STAGES[method](self.stages) if method in OF_SOME_STAGES else None
+        try:
+            self.orchestrator.rpc_async_queue.force_put(CallReplicas(method, args, reply, stages))
+            return await result_of(reply)
+        except QueueClosedError:
+            raise EngineDeadError from None
+
+    async def profile_async(
+        self,
+        is_start: bool = True,
+        profile_prefix: str | None = None,
+        delay_iterations: int | None = None,
+        max_iterations: int | None = None,
+        profiler_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Start or stop the profiler. Engines of a vLLM whose profiler takes no arguments have no fifth one."""
+        further = () if profiler_kwargs is None else (profiler_kwargs,)
+        await self.call_utility_async("profile", is_start, profile_prefix, delay_iterations, max_iterations, *further)
+
+    async def add_lora_async(self, lora_request: Any) -> Any:
+        """Load an adapter, with the digest of its files here."""
+        return await super().add_lora_async(await asyncio.to_thread(adapter_of, lora_request))
+
+    async def forget_lora_async(self, lora_id: int) -> None:
+        """Requests can no longer ask for an adapter. Engines keep it, as vLLM's do; those that join do not get it."""
+        await self.call_utility_async(FORGET_LORA, lora_id)
+
+    async def collective_rpc_async(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Results of the first replica's workers, as vLLM's data-parallel client returns them; all replicas run it."""
+        return await super().collective_rpc_async(method, timeout, args, kwargs or {})
