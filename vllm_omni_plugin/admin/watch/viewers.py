@@ -167,4 +167,3 @@ class Viewers:
             self._samples.append(sample)
         if self._count:
             self._state = message("state", {**self._view.state(), "sample": sample})
-

@@ -139,7 +139,7 @@ class StageClient:
         """Returns when the engine's own loop has answered, which it does between two steps; see `Probe`.
 
         Raises:
-            ReplicaError: as `call`, but for `interrupt`.
+            ReplicaError: as `call`, but for `interrupt`, and for what the engine answers: a refusal is an answer, too.
         """
         await self._ask(self._probes, "is_sleeping", ())
 
@@ -256,7 +256,11 @@ class StageClient:
             self.mark_dead(f"its outputs could not be handled: {str(error)[:_MAX_DETAIL_CHARS]}", True)
 
     def _resolve_call(self, reply: Any) -> None:
-        future = self._calls.get(reply.call_id) or self._probes.get(reply.call_id)
+        probe = self._probes.get(reply.call_id)
+        if probe is not None and not probe.done():
+            # Whatever it says, its loop has answered. One that was told to end refuses calls and finishes requests.
+            probe.set_result(None)
+        future = self._calls.get(reply.call_id)
         if future is None or future.done():
             return
         if reply.failure_message is not None:
