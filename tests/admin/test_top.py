@@ -107,7 +107,7 @@ def test_a_head_that_has_vanished_is_noticed_by_its_silence(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "SILENT_S", 0.2)
-    monkeypatch.setattr(cli.time, "sleep", pause)
+    monkeypatch.setattr("time.sleep", pause)
     with StreamingHead(state()) as head:
         assert main(["top", "--url", head.url]) == 0
     assert capsys.readouterr().out == f"{TABLE}\nno answer from {head.url}: timed out; trying again\n"
