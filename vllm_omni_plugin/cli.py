@@ -8,10 +8,11 @@ import json
 import os
 import sys
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from http import HTTPStatus
-from http.client import HTTPException
+from http.client import HTTPException, HTTPResponse
 from importlib.metadata import version
 from ipaddress import ip_address
 from typing import Any, NoReturn
@@ -20,8 +21,10 @@ from urllib.parse import quote, urlsplit
 from urllib.request import HTTPRedirectHandler, OpenerDirector, ProxyHandler, Request, build_opener
 
 from vllm_omni_plugin.admin.admin_keys import read_admin_keys
-from vllm_omni_plugin.admin.watch.fleet_text import event_line, headline, rows
-from vllm_omni_plugin.errors import OmniError
+from vllm_omni_plugin.admin.watch.fleet_text import table
+from vllm_omni_plugin.admin.watch.server_sent import LAST_EVENT_ID, MEDIA_TYPE, SILENT_S, read_messages
+from vllm_omni_plugin.admin.watch.top import Top
+from vllm_omni_plugin.errors import NoAnswerError, OmniError
 from vllm_omni_plugin.vllm_api.versions.supported import RANGE, installed_version, why_unsupported
 
 _NAME = "vllm-omni-plugin"
@@ -31,9 +34,8 @@ ADMIN_KEY_VARIABLE = "OMNI_ADMIN_KEY"
 _ADMIN_KEY_FLAG = "--admin-key-file"
 _TIMEOUT_S = 30.0
 _EVERY_S = 1.0
-_EVENTS = 10
-_CLEAR = "\x1b[H\x1b[2J"
-"""Makes a terminal begin again at its top."""
+_AWAY = frozenset({HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT})
+"""What is answered while there is no head, or no place for one more viewer."""
 _LOADS = ("requests", "prefill_tokens", "decode_tokens", "kv_usage")
 _COLUMNS = ("ID", "STATUS", "WHERE", "IN FLIGHT", "DISPATCHED", "RESTARTS", "SINCE", "HELD BACK", "ADDRESS")
 
@@ -151,23 +153,29 @@ def _change(args: argparse.Namespace) -> int:
 
 
 def _top(args: argparse.Namespace) -> int:
-    events: deque[dict[str, Any]] = deque(maxlen=_EVENTS)
+    top = Top(partial(_messages, args), sys.stdout, partial(time.sleep, _EVERY_S))
     try:
-        while True:
-            after = events[-1]["id"] if events else 0
-            try:
-                state = json.loads(_call(args, "GET", "fleet"))
-                events += json.loads(_call(args, "GET", "events", headers={"Last-Event-ID": str(after)}))["events"]
-                shown = headline(state) + _table(rows(state)) + "".join(map(event_line, events))
-            except (ValueError, LookupError, TypeError) as error:
-                raise _not_a_fleet(args) from error
-            sys.stdout.write(shown if args.once else _CLEAR + shown)
-            sys.stdout.flush()
-            if args.once:
-                return 0
-            time.sleep(_EVERY_S)
+        if args.once:
+            top.once()
+        else:
+            top.run()
     except KeyboardInterrupt:
-        return 0
+        pass
+    except BrokenPipeError:
+        # Who reads this has had enough, and Python would try to write the rest at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OmniError:
+        raise
+    except (ValueError, LookupError, TypeError) as error:
+        raise _not_a_fleet(args) from error
+    return 0
+
+
+def _messages(args: argparse.Namespace, last_event: str) -> Iterator[tuple[str, Any]]:
+    """What the server streams, behind an event."""
+    headers = {"Accept": MEDIA_TYPE, LAST_EVENT_ID: last_event}
+    with _answer(args, "GET", "fleet", headers=headers, timeout=SILENT_S) as response:
+        yield from read_messages(response)
 
 
 def _explain(args: argparse.Namespace) -> int:
@@ -188,7 +196,7 @@ def _told(decision: dict[str, Any]) -> str:
     head = f"{decision['prompt_tokens']} tokens would go to replica {decision['chosen']} ({why})\n"
     columns = ("REPLICA", "SCORE", "MATCHED", *(name.upper().replace("_", " ") for name in _LOADS))
     rows = [_candidate_row(candidate) for candidate in decision["candidates"]]
-    return head + _table([columns, *rows]) if rows else head
+    return head + table([columns, *rows]) if rows else head
 
 
 def _candidate_row(candidate: dict[str, Any]) -> tuple[str, ...]:
@@ -209,7 +217,7 @@ def _check_pipeline(args: argparse.Namespace) -> int:
         return 0
     from vllm_omni_plugin.integration.fleet_setup.stage_checks import STAGE_CHECKS
 
-    sys.stdout.write(_table(summary(load_pipeline(args.file, STAGE_CHECKS))))
+    sys.stdout.write(table(summary(load_pipeline(args.file, STAGE_CHECKS))))
     return 0
 
 
@@ -231,28 +239,45 @@ def _not_a_fleet(args: argparse.Namespace) -> OmniError:
     return OmniError(f"{args.url} answers, but not as the server of a fleet does")
 
 
-def _call(
+def _call(args: argparse.Namespace, method: str, path: str, body: bytes | None = None) -> bytes:
+    """The body of the server's answer. Raises OmniError, worded for the operator."""
+    with _answer(args, method, path, body) as response:
+        answer: bytes = response.read()
+    return answer
+
+
+@contextmanager
+def _answer(
     args: argparse.Namespace,
     method: str,
     path: str,
     body: bytes | None = None,
     headers: Mapping[str, str] | None = None,
-) -> bytes:
-    """The body of the server's answer. Raises OmniError, worded for the operator."""
+    timeout: float = _TIMEOUT_S,
+) -> Iterator[HTTPResponse]:
+    """The server's answer, to be read. Raises OmniError, worded for the operator, also where it cannot be read."""
     key = _key(args, changes=method != "GET")
     sent = {**(headers or {}), "Authorization": f"Bearer {key}"} if key else dict(headers or {})
     if body is not None:
         sent["Content-Type"] = "application/json"
     try:
         request = Request(f"{args.url}/omni/{path}", body, sent, method=method)
-        with _opener(args.url).open(request, timeout=_TIMEOUT_S) as response:
-            answer: bytes = response.read()
+        response = _opener(args.url).open(request, timeout=timeout)
     except HTTPError as error:
         with error:
-            raise OmniError(_refusal(args, error, key)) from error
+            kind = NoAnswerError if error.code in _AWAY else OmniError
+            raise kind(_refusal(args, error, key)) from error
     except (OSError, HTTPException, ValueError) as error:
-        raise OmniError(f"no answer from {args.url}: {getattr(error, 'reason', error)}") from error
-    return answer
+        raise _no_answer(args, error) from error
+    with response:
+        try:
+            yield response
+        except (OSError, HTTPException) as error:
+            raise _no_answer(args, error) from error
+
+
+def _no_answer(args: argparse.Namespace, error: Exception) -> NoAnswerError:
+    return NoAnswerError(f"no answer from {args.url}: {getattr(error, 'reason', error)}")
 
 
 def _opener(url: str) -> OpenerDirector:
@@ -300,13 +325,7 @@ def _print(replicas: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
         sys.stdout.write(json.dumps({"replicas": replicas}, indent=2) + "\n")
         return
-    sys.stdout.write(_table([_COLUMNS, *map(_row, replicas)]))
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
-    return "".join(f"{line}\n" for line in lines)
+    sys.stdout.write(table([_COLUMNS, *map(_row, replicas)]))
 
 
 def _row(replica: dict[str, Any]) -> tuple[str, ...]:

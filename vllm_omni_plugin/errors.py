@@ -39,6 +39,10 @@ class NoReplicaError(OmniError):
     """No replica of a stage can serve right now. The request was never dispatched and is safe to retry."""
 
 
+class NoAnswerError(OmniError):
+    """A server that was asked over HTTP is not there, or not now."""
+
+
 class CoordinatorAwayError(OmniError):
     """An operator's call cannot reach the other heads of the fleet. It is safe to repeat it later."""
 

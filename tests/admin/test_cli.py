@@ -77,44 +77,6 @@ REPLICA  SCORE    MATCHED  REQUESTS  PREFILL TOKENS  DECODE TOKENS  KV USAGE
 """
 
 
-STATE = {
-    "head": {"name": "host", "state": "up", "others": ["b"], "coordinator": False},
-    "requests": {
-        "unfinished": 3,
-        "queued": 0,
-        "held_http": 1,
-        "held_move": 1,
-        "moved": 5,
-        "lost": 0,
-        "refused": 2,
-    },
-    "stages": [
-        {
-            "replicas": [
-                {
-                    "id": "0.1",
-                    "status": "draining",
-                    "held_back": ["admin"],
-                    "requests": 3,
-                    "waiting": 1,
-                    "tokens": 480,
-                    "kv_usage": 0.5,
-                    "tokens_per_second": 99.7,
-                    "hit_rate": None,
-                    "heartbeat_seconds": 0.25,
-                    "restarts": 0,
-                }
-            ]
-        }
-    ],
-}
-TOP = """\
-host: up, other heads 1, coordinator away  unfinished 3  queued 0  held 2  moved 5  lost 0  refused 2
-ID   STATUS    REQUESTS  WAIT  TOKENS  KV   TOKENS/S  HITS  BEAT   RESTARTS  HELD BACK
-0.1  draining  3         1     480     50%  100       -     0.2 s  0         admin
-"""
-
-
 class Head(HTTPServer):
     """Answers with what it is given and notes what it is asked.
 
@@ -204,24 +166,6 @@ def test_a_decision_without_a_comparison_is_one_line(head: Head, capsys: pytest.
     head.answers["POST", "/omni/explain"] = (200, alone)
     assert main(["explain", "x", "--url", head.url]) == 0
     assert capsys.readouterr().out == ("480 tokens would go to replica 0.10 (kv-aware: match, fallback no-session)\n")
-
-
-def test_top_shows_replicas_and_the_last_events_and_nothing_that_a_terminal_obeys(
-    head: Head, capsys: pytest.CaptureFixture[str]
-) -> None:
-    head.answers["GET", "/omni/fleet"] = (200, STATE)
-    events = [{"id": 7, "time": 0, "kind": "lost", "stage": 0, "replica": "0.1", "reason": "\x1b[2J", "requests": 3}]
-    head.answers["GET", "/omni/events"] = (200, {"events": events})
-    assert main(["top", "--once", "--url", head.url, "--api-key", "k"]) == 0
-    shown = capsys.readouterr().out.splitlines()
-    assert shown[:3] == TOP.splitlines()
-    assert shown[3].endswith("lost    0.1     3 requests: ?[2J")
-    assert head.asked == [("GET", "/omni/fleet", "Bearer k"), ("GET", "/omni/events", "Bearer k")]
-
-
-def test_top_says_so_when_the_server_is_no_fleet_s(head: Head, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["top", "--once", "--url", head.url]) == 1
-    assert "not as the server of a fleet does" in capsys.readouterr().err
 
 
 def test_an_id_cannot_become_another_path(head: Head) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import uvicorn
 from fastapi import HTTPException
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry
 from starlette.types import Message
 
 from tests.admin.asgi import app_of, client_of, viewers_of
@@ -21,12 +21,11 @@ from vllm_omni_plugin.admin.head_drain import HeadDrain
 from vllm_omni_plugin.admin.watch import viewer_response
 from vllm_omni_plugin.admin.watch import viewers as viewers_module
 from vllm_omni_plugin.admin.watch.fleet_view import FleetView
+from vllm_omni_plugin.admin.watch.server_sent import COMMENT
 from vllm_omni_plugin.admin.watch.token_counts import TokenRates
 from vllm_omni_plugin.admin.watch.viewer_response import ViewerResponse
 from vllm_omni_plugin.admin.watch.viewers import Viewers
 from vllm_omni_plugin.orchestrator.event_log import EventKind
-from vllm_omni_plugin.pipeline import Pipeline, Stage
-from vllm_omni_plugin.pipeline.stage import VLLM_ENGINE, Modality
 
 MARKUP = "<img src=x onerror=alert(1)>"
 
@@ -55,6 +54,13 @@ async def messages(stream: AsyncIterator[bytes]) -> AsyncIterator[tuple[str, Any
 async def first(stream: AsyncIterator[Any]) -> Any:
     async with asyncio.timeout(10):
         return await anext(stream)
+
+
+async def next_state(stream: AsyncIterator[tuple[str, Any]]) -> Any:
+    while True:
+        kind, content = await first(stream)
+        if kind == "state":
+            return content
 
 
 async def test_events_are_listed_oldest_first_and_from_one_on(fleet: FakeFleet) -> None:
@@ -93,15 +99,15 @@ async def test_what_happens_on_another_thread_reaches_the_stream(fleet: FakeFlee
 
 
 async def test_a_slow_viewer_gets_the_newest_state_and_holds_nobody_up(fleet: FakeFleet, viewers: Viewers) -> None:
-    slow, quick = messages(viewers.state_stream()), messages(viewers.state_stream())
+    slow, quick = messages(viewers.fleet_stream()), messages(viewers.fleet_stream())
     for stream in (slow, quick):
         assert (await first(stream))[0] == "history"
         assert (await first(stream))[0] == "state"
     fleet.kill(1)
     state = {"stages": [{"replicas": [{}, {"status": "up"}]}]}
     while state["stages"][0]["replicas"][1]["status"] == "up":
-        _, state = await first(quick)
-    assert (await first(slow))[1]["stages"][0]["replicas"][1]["status"] == "down"
+        state = await next_state(quick)
+    assert (await next_state(slow))["stages"][0]["replicas"][1]["status"] == "down"
 
 
 async def test_one_producer_serves_all_viewers_and_none_is_there_before(
@@ -116,7 +122,7 @@ async def test_one_producer_serves_all_viewers_and_none_is_there_before(
 
     monkeypatch.setattr(FleetView, "state", state)
     assert (viewers.is_producing, fleet.orchestrator.events.on_event) == (False, None)
-    streams = [messages(viewers.state_stream()) for _ in range(20)]
+    streams = [messages(viewers.fleet_stream()) for _ in range(20)]
     for stream in streams:
         assert (await first(stream))[0] == "history"
     states = [await first(stream) for stream in streams]
@@ -128,12 +134,12 @@ async def test_nothing_is_produced_for_long_once_nobody_looks(
     fleet: FakeFleet, viewers: Viewers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(viewers_module, "_HISTORY", 1)
-    stream = viewers.state_stream()
+    stream = viewers.fleet_stream()
     await first(stream)
     await stream.aclose()
     await eventually(lambda: not viewers.is_producing, "the end of the producer")
     assert fleet.orchestrator.events.on_event is None
-    assert (await first(messages(viewers.state_stream())))[0] == "history", "it begins again for the next"
+    assert (await first(messages(viewers.fleet_stream())))[0] == "history", "it begins again for the next"
 
 
 async def test_who_joins_while_the_producer_is_about_to_end_is_sent_states(
@@ -150,11 +156,11 @@ async def test_who_joins_while_the_producer_is_about_to_end_is_sent_states(
         own_turn(viewers, is_sampled=is_sampled)
 
     monkeypatch.setattr(Viewers, "_take_turn", take_turn)
-    leaving = viewers.state_stream()
+    leaving = viewers.fleet_stream()
     await first(leaving)
     await leaving.aclose()
     await eventually(lambda: taken == [0], "the last tick alone")
-    stream = messages(viewers.state_stream())
+    stream = messages(viewers.fleet_stream())
     assert [(await first(stream))[0] for _ in range(3)] == ["history", "state", "state"]
 
 
@@ -171,7 +177,7 @@ async def test_a_state_that_cannot_be_made_is_left_out_and_the_next_one_comes(
         return own_state(view)
 
     monkeypatch.setattr(FleetView, "state", state)
-    stream = messages(viewers.state_stream())
+    stream = messages(viewers.fleet_stream())
     assert [(await first(stream))[0] for _ in range(2)] == ["history", "state"]
     assert failed
     assert [record.levelname for record in caplog.records] == ["ERROR"]
@@ -180,12 +186,13 @@ async def test_a_state_that_cannot_be_made_is_left_out_and_the_next_one_comes(
 async def test_streams_end_with_the_server_also_when_nothing_is_produced(
     fleet: FakeFleet, viewers: Viewers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def nothing(_: Viewers) -> None: ...
+    async def nothing(_: Viewers) -> None:
+        await asyncio.Event().wait()
 
     over: list[int] = []
     monkeypatch.setattr(Viewers, "_produce", nothing)
     monkeypatch.setattr(viewers, "_is_over", lambda: bool(over))
-    reading = asyncio.create_task(_read_all(viewers.state_stream()))
+    reading = asyncio.create_task(_read_all(viewers.fleet_stream()))
     await eventually(lambda: viewers.is_producing, "the viewer")
     over.append(1)
     async with asyncio.timeout(10):
@@ -200,7 +207,7 @@ async def test_an_event_after_the_end_of_the_servers_loop_harms_nobody(fleet: Fa
 
 async def test_the_history_outlives_a_viewer_who_comes_back(fleet: FakeFleet, viewers: Viewers) -> None:
     for points in (0, 1):
-        stream = messages(viewers.state_stream())
+        stream = messages(viewers.fleet_stream())
         assert len((await first(stream))[1]) >= points
         await first(stream)
         await stream.aclose()  # type: ignore[attr-defined]
@@ -211,7 +218,7 @@ async def test_streams_end_with_the_server(fleet: FakeFleet) -> None:
     drain = HeadDrain(fleet.orchestrator.events)
     view = FleetView(fleet.orchestrator, drain, lambda: False, TokenRates(CollectorRegistry(), lambda: 0), {}, None)
     viewers = Viewers(view, fleet.orchestrator.events, lambda: bool(over), 0.01)
-    streams = [viewers.event_stream(), viewers.state_stream()]
+    streams = [viewers.event_stream(), viewers.fleet_stream()]
     reading = [asyncio.create_task(_read_all(stream)) for stream in streams]
     await eventually(lambda: viewers.is_producing, "the viewers")
     over.append(1)
@@ -279,66 +286,52 @@ async def test_who_does_not_read_loses_its_connection_and_keeps_no_server_from_e
             await serving
 
 
-async def test_an_id_that_cannot_be_one_is_refused(fleet: FakeFleet) -> None:
+@pytest.mark.parametrize("known", ["other-1", "9" * 9999, "nonsense", "here--1", "here-1000"])
+async def test_who_names_an_event_that_is_not_known_here_gets_all(fleet: FakeFleet, known: str) -> None:
+    fleet.kill(1)
     async with client_of(app_of(fleet)) as client:
-        answers = [await client.get("/omni/events", headers={"Last-Event-ID": "9" * size}) for size in (20, 21, 9999)]
-    assert [answer.status_code for answer in answers] == [200, 400, 400]
+        everything = (await client.get("/omni/events")).json()["events"]
+        events = (await client.get("/omni/events", headers={"Last-Event-ID": known})).json()["events"]
+    assert events == everything != []
 
 
-async def test_the_state_tells_what_an_operator_asks_about(fleet: FakeFleet) -> None:
-    fleet.now = 10.0
-    app = app_of(fleet)
-    for number in range(3):
-        await fleet.submit(f"r{number}")
-    client_of_one = fleet.pool.member(0).client
-    assert client_of_one is not None
-    client_of_one.heard_at = 9.5
-    fleet.orchestrator.hold_back(fleet.pool.member(1), "suspect")
-    app.state.omni_drain.begin()
-    async with client_of(app) as client:
-        state = (await client.get("/omni/fleet")).json()
-    assert state["head"] == {
-        "name": "here",
-        "vllm": "0",
-        "plugin": "0",
-        "state": "draining",
-        "coordinator": None,
-        "others": [],
-    }
-    assert state["requests"]["unfinished"] == 3
-    first_one, second = state["stages"][0]["replicas"]
-    assert first_one["requests"] + second["requests"] == 3
-    assert (first_one["heartbeat_seconds"], second["heartbeat_seconds"]) == (0.5, None)
-    assert (second["status"], second["held_back"]) == ("draining", ["suspect"])
-    assert (second["tokens_per_second"], second["hit_rate"]) == (None, None)
+async def test_one_stream_has_state_and_events_and_goes_on_behind_the_last_one(
+    fleet: FakeFleet, viewers: Viewers
+) -> None:
+    fleet.kill(1)
+    fleet.orchestrator.hold_back(fleet.pool.member(0), "admin")
+    events = viewers.events()
+    kinds = [(await first(stream))[0] for stream in [messages(viewers.fleet_stream())] for _ in range(4)]
+    assert kinds == ["history", "lost", "drain", "state"]
+    later = messages(viewers.fleet_stream(events[0].id))
+    assert [(await first(later))[0] for _ in range(3)] == ["history", "drain", "state"]
 
 
-def test_a_pipeline_is_told_as_a_graph(fleet: FakeFleet) -> None:
-    stages = (
-        Stage(0, "writer", VLLM_ENGINE, Modality.TEXT, model="w", final=True),
-        Stage(1, "refiner", VLLM_ENGINE, Modality.TEXT, model="r", inputs=("writer",), final=True),
-    )
-    drain = HeadDrain(fleet.orchestrator.events)
-    rates = TokenRates(CollectorRegistry(), lambda: 0.0)
-    view = FleetView(fleet.orchestrator, drain, lambda: False, rates, {}, Pipeline(stages))
-    (writer,) = view.state()["stages"]
-    assert (writer["name"], writer["level"], writer["inputs"], writer["output"]) == ("writer", 0, [], "text")
+async def test_a_viewer_hears_something_also_while_there_is_nothing_to_tell(
+    fleet: FakeFleet, viewers: Viewers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: FleetView) -> dict[str, Any]:
+        raise KeyError("at every state")
+
+    monkeypatch.setattr(FleetView, "state", fails)
+    for stream in (viewers.fleet_stream(), viewers.event_stream()):
+        async with aclosing(stream) as chunks:
+            await first(chunks)
+            assert [await first(chunks) for _ in range(2)] == [COMMENT] * 2
 
 
-def test_rates_are_those_of_vllms_counters() -> None:
-    registry, now = CollectorRegistry(), 0.0
-    labels = ("model_name", "engine")
-    names = ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits")
-    counters = [Counter(f"vllm:{name}", "Help.", labels, registry=registry).labels("m", "10001") for name in names]
-    rates = TokenRates(registry, lambda: now)
-    assert rates.of("1.1") == (None, None)
-    rates.read()
-    for counter, amount in zip(counters, (90, 10, 80, 20), strict=True):
-        counter.inc(amount)
-    now = 2.0
-    rates.read()
-    assert rates.of("1.1") == (50.0, 0.25)
-    assert rates.of("0.0") == (None, None)
+@pytest.mark.parametrize("when", ["before it begins", "while it waits"])
+async def test_a_producer_that_ends_otherwise_is_replaced(fleet: FakeFleet, viewers: Viewers, when: str) -> None:
+    async with aclosing(viewers.fleet_stream()) as chunks:
+        stream = messages(chunks)
+        assert (await first(stream))[0] == "history"
+        (producer,) = (task for task in asyncio.all_tasks() if task.get_name() == "omni-viewers")
+        if when == "while it waits":
+            assert (await first(stream))[0] == "state"
+        producer.cancel()
+        await asyncio.wait([producer])
+        assert [(await first(stream))[0] for _ in range(3)] == ["state"] * 3
+        assert viewers.is_producing
 
 
 async def test_the_page_has_nothing_of_the_fleet_and_runs_no_other_script() -> None:

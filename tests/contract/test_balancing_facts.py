@@ -1,5 +1,6 @@
 """What policies are told of requests and engines, read from vLLM's own structs."""
 
+import math
 from typing import Any
 
 import msgspec
@@ -124,6 +125,12 @@ def test_requests_that_cannot_be_scheduled_yet_wait_too() -> None:
     stats = SchedulerStats(num_running_reqs=4, num_waiting_reqs=2, num_skipped_waiting_reqs=1, kv_cache_usage=0.5)
     assert EngineApi().load_report(EngineCoreOutputs(scheduler_stats=stats)) == LoadReport(3, 4, 0.5)
     assert EngineApi().load_report(EngineCoreOutputs()) is None
+
+
+@pytest.mark.parametrize("usage", [math.nan, math.inf, -math.inf, -0.5, 7.0])
+def test_memory_in_use_that_is_no_share_is_not_known(usage: float) -> None:
+    report = EngineApi().load_report(EngineCoreOutputs(scheduler_stats=SchedulerStats(kv_cache_usage=usage)))
+    assert report == LoadReport(0, 0, 0.0)
 
 
 def test_the_size_of_a_cache_is_read_from_the_ready_response() -> None:

@@ -3,11 +3,13 @@
 import random
 import shutil
 from pathlib import Path
+from queue import Queue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.lora.request import LoRARequest
-from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from tests.fakes.adapter_files import write_adapter
@@ -16,6 +18,7 @@ from vllm_omni_plugin.errors import NOT_ALLOWED
 from vllm_omni_plugin.vllm_api.protocol.screen import CALLS, WORKER_CALLS, screen
 from vllm_omni_plugin.vllm_api.requests.adapter import Adapter, adapter_digest, adapter_of
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
+from vllm_omni_plugin.vllm_api.requests.facts import ENDING
 from vllm_omni_plugin.vllm_api.versions.differences import PAUSE_REFUSES
 
 API = EngineApi()
@@ -41,6 +44,14 @@ NEWER = frozenset() if PAUSE_REFUSES.here else frozenset({"pause_generation"})
 def test_calls_that_heads_make_pass_and_are_methods_of_the_engine(method: str) -> None:
     assert refusal_of(method, "any", ["arguments"]) is None
     assert hasattr(EngineCoreProc, method) is (method not in NEWER)
+
+
+def test_an_engine_that_was_told_to_end_refuses_calls_in_these_words() -> None:
+    answers: Queue[Any] = Queue()
+    engine: Any = SimpleNamespace(shutdown_state=EngineShutdownState.REQUESTED, output_queue=answers)
+    assert EngineCoreProc._reject_utility_in_shutdown(engine, 0, 7, "is_sleeping")
+    _, outputs = answers.get_nowait()
+    assert outputs.utility_output.failure_message == ENDING
 
 
 @pytest.mark.parametrize("method", ["save_sharded_state", "shutdown", "abort_requests", "__init__", "", "x" * 10**6])

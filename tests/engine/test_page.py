@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -207,7 +208,7 @@ def test_the_page_shows_the_fleet_as_it_changes_and_changes_it(guarded: SimFleet
     nameless += " !(each.ariaLabel || each.textContent || each.labels?.length)).length"
     assert browser.run(nameless) == 0
 
-    browser.run(f"showEvent('lost', {{time: 1, replica: '0.0', requests: 0, reason: {MARKUP!r}}})")
+    browser.run(f"showEvent('lost', {{id: 'x-1', time: 1, replica: '0.0', requests: 0, reason: {MARKUP!r}}})")
     browser.run("document.body.append(Object.assign(document.createElement('script'), {text: 'window.hacked = 1'}))")
     assert browser.run("document.querySelectorAll('#events img').length + (window.hacked ?? 0)") == 0
     policy = "Content Security Policy"
@@ -243,7 +244,11 @@ def test_requests_have_time_at_the_end_unless_a_second_signal_comes(plain_sim: S
         until(lambda: "a second signal ends them" in head.log.read_text(), "it hears of another signal")
         assert (head.health(), stream.finish_reasons) == (httpx.codes.SERVICE_UNAVAILABLE, [])
         head.process.send_signal(signal.SIGTERM)
-        assert "event: drain" in "".join(viewer.iter_text()), "the stream of a viewer ends with the server"
+        parts: list[str] = []
+        # The second signal waits for no connection, so the server may cut this one off.
+        with suppress(httpx.RemoteProtocolError):
+            parts.extend(viewer.iter_text())
+        assert "event: drain" in "".join(parts), "the stream of a viewer ends with the server"
     assert stream.finish_reasons == ["abort"]
     assert head.process.wait(STOP_S) == 0
 

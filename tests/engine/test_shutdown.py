@@ -1,14 +1,21 @@
 """SIGTERM: everything the server started ends with it, whatever state that was in, as with plain vLLM."""
 
+import os
 import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
 from .conftest import TWO_REPLICAS
+from .load import Load
 from .server import START_S, STOP_S, Server, until
 from .servers import Servers
+
+LONG_STREAMS = 32
+ENGINES_GRACE_S = 5.0
 
 
 @pytest.fixture
@@ -44,3 +51,19 @@ def test_sigterm_while_an_engine_starts_again_leaves_no_process_behind(doomed: S
     code, left = terminate(doomed)
     assert left == []
     assert code == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("tell", [pytest.param(os.kill, id="alone"), pytest.param(os.killpg, id="with-its-engines")])
+def test_streams_finish_before_their_engines_end(doomed: Server, tell: Callable[[int, int], None]) -> None:
+    """Ctrl-C in a terminal, and some service managers, tell all processes."""
+    with Load(doomed) as load:
+        streams = [load.send(950, stream=True) for _ in range(LONG_STREAMS)]
+        assert all(stream.started.wait(60) for stream in streams)
+        tell(doomed.process.pid, signal.SIGTERM)
+        told_at = time.monotonic()
+        load.wait()
+        took = time.monotonic() - told_at
+    assert [stream for stream in streams if not stream.finished_whole] == []
+    assert took > ENGINES_GRACE_S, "they are to need longer than engines get that have nothing to do"
+    assert doomed.process.wait(STOP_S) == 0

@@ -21,20 +21,27 @@ def holder(fleet: FakeFleet, request_id: str) -> int:
 
 
 def test_an_event_says_when_what_where_and_why() -> None:
-    log = EventLog(lambda: 12.5)
+    log = EventLog(lambda: 12.5, "a")
     member = FakeFleet(replicas=2).pool.member(1)
     log.note(EventKind.RESTART, "in 2 s: it died", member)
     log.note(EventKind.REFUSE, "dtype", stage=3, level=logging.ERROR)
     log.note(EventKind.DRAIN, "an operator drains it")
     assert [(each.id, each.time, each.kind, each.stage, each.replica, each.reason) for each in log.after()] == [
-        (12500, 12.5, "restart", 0, "0.1", "in 2 s: it died"),
-        (12501, 12.5, "refuse", 3, None, "dtype"),
-        (12502, 12.5, "drain", None, None, "an operator drains it"),
+        ("a-1", 12.5, "restart", 0, "0.1", "in 2 s: it died"),
+        ("a-2", 12.5, "refuse", 3, None, "dtype"),
+        ("a-3", 12.5, "drain", None, None, "an operator drains it"),
     ]
-    assert [each.id for each in log.after(12501)] == [12502]
-    later = EventLog(lambda: 13.0)
-    later.note(EventKind.DRAIN, "")
-    assert len(later.after(12502)) == 1, "a head that has started again"
+    assert [each.id for each in log.after("a-2")] == ["a-3"]
+    assert log.after("a-3") == []
+
+
+def test_who_knew_another_process_is_told_of_all() -> None:
+    logs = EventLog(), EventLog()
+    for log in logs:
+        for _ in range(3):
+            log.note(EventKind.DRAIN, "")
+    one, other = logs
+    assert len(one.after(other.after()[-1].id)) == 3
 
 
 def test_an_event_is_one_line_of_the_log_with_its_fields_for_who_formats_it(caplog: pytest.LogCaptureFixture) -> None:
@@ -52,14 +59,6 @@ def test_an_event_is_one_line_of_the_log_with_its_fields_for_who_formats_it(capl
     assert (refused.levelname, refused.getMessage()) == ("ERROR", "A replica of stage 3 cannot be attached to: dtype")
 
 
-def test_ids_go_by_the_clock_and_grow_also_when_it_is_set_back() -> None:
-    times = iter([1.0, 2.0, 1.5])
-    log = EventLog(lambda: next(times))
-    for _ in range(3):
-        log.note(EventKind.DRAIN, "")
-    assert [event.id for event in log.after()] == [1000, 2000, 2001]
-
-
 def test_a_reason_is_one_line_of_bounded_length(caplog: pytest.LogCaptureFixture) -> None:
     log = EventLog()
     log.note(EventKind.REFUSE, "a\r\nb\nc")
@@ -69,7 +68,7 @@ def test_a_reason_is_one_line_of_bounded_length(caplog: pytest.LogCaptureFixture
 
 
 def test_events_of_several_threads_keep_the_order_of_their_ids() -> None:
-    log = EventLog(lambda: 0.0)
+    log = EventLog(name="a")
     together = threading.Barrier(4)
 
     def note() -> None:
@@ -83,15 +82,16 @@ def test_events_of_several_threads_keep_the_order_of_their_ids() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [event.id for event in log.after()] == list(range(1, 801))
+    assert [event.id for event in log.after()] == [f"a-{number}" for number in range(1, 801)]
 
 
 def test_the_last_thousand_are_kept() -> None:
-    log = EventLog(lambda: 0.0)
+    log = EventLog(name="a")
     for _ in range(MAX_EVENTS + 5):
         log.note(EventKind.DRAIN, "")
     kept = log.after()
-    assert (len(kept), kept[0].id, kept[-1].id) == (MAX_EVENTS, 6, MAX_EVENTS + 5)
+    assert (len(kept), kept[0].id, kept[-1].id) == (MAX_EVENTS, "a-6", f"a-{MAX_EVENTS + 5}")
+    assert len(log.after("a-1")) == MAX_EVENTS, "so the client sees by the numbers that some are missing"
 
 
 def test_who_looks_is_told_of_each_event() -> None:

@@ -220,6 +220,15 @@ async def test_an_interruption_fails_calls_and_leaves_the_question_whether_the_e
     assert peer.deaths == []
 
 
+async def test_an_engine_that_refuses_calls_since_it_was_told_to_end_answers_and_may_finish_its_requests() -> None:
+    peer = Peer()
+    alive = asyncio.create_task(peer.client.answers())
+    await asyncio.sleep(0)
+    peer.link.refuse(peer.link.calls[0][0], "Server shutting down")
+    await alive
+    assert peer.deaths == []
+
+
 async def test_what_an_engine_says_between_its_interruption_and_its_reset_is_dropped() -> None:
     peer = Peer()
     peer.client.interrupt("no answer")

@@ -1,12 +1,14 @@
 """What happens to the fleet, as this head sees it: one line of the log each, and the last ones for who asks."""
 
 import logging
+import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import count, takewhile
 
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
@@ -49,7 +51,7 @@ class FleetEvent:
     """One thing that happened.
 
     Attributes:
-        id: grows with each event, and is higher than those of a process that has ended before.
+        id: `<log>-<number>`: the name of the log that has it, and a number that grows by one with each of its events.
         time: unix seconds.
         kind: what happened.
         stage: the stage; None: it concerns the head as a whole.
@@ -58,7 +60,7 @@ class FleetEvent:
         requests: how many requests it concerns.
     """
 
-    id: int
+    id: str
     time: float
     kind: EventKind
     stage: int | None
@@ -72,15 +74,17 @@ class EventLog:
 
     Args:
         clock: unix seconds.
+        name: of this log, by which its ids differ from those of any other process; None: a random one.
 
     Attributes:
         on_event: called after each event, on the thread where it happened; None while nobody looks.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, clock: Callable[[], float] = time.time, name: str | None = None) -> None:
         self._clock = clock
+        self._name = secrets.token_hex(4) if name is None else name
         self._lock = threading.Lock()
-        self._last_id = 0
+        self._numbers = count(1)
         self._events: deque[FleetEvent] = deque(maxlen=MAX_EVENTS)
         self.on_event: Callable[[], object] | None = None
 
@@ -108,10 +112,8 @@ class EventLog:
         stage = stage if replica is None else replica.stage_id
         reason = " ".join(reason[:MAX_REASON].splitlines())
         with self._lock:
-            now = self._clock()
-            # By the clock, so that who knew the events of a process before this one is told of all.
-            self._last_id = max(self._last_id + 1, int(now * 1000))
-            self._events.append(FleetEvent(self._last_id, now, kind, stage, name, reason, requests))
+            event_id = f"{self._name}-{next(self._numbers)}"
+            self._events.append(FleetEvent(event_id, self._clock(), kind, stage, name, reason, requests))
         usual, line = _LINES[kind]
         # Who formats logs as JSON gets the fields, too.
         fields = {"omni_event": kind.value, "omni_stage": stage, "omni_replica": name, "omni_requests": requests}
@@ -120,11 +122,11 @@ class EventLog:
         if (on_event := self.on_event) is not None:
             on_event()
 
-    def after(self, event_id: int = 0) -> list[FleetEvent]:
-        """The events behind one, oldest first, as far as they are kept."""
+    def after(self, event_id: str = "") -> list[FleetEvent]:
+        """The events behind one, oldest first; all that are kept if that one is not, or is of another log."""
         with self._lock:
             events = tuple(self._events)
-        return [event for event in events if event.id > event_id]
+        return list(takewhile(lambda event: event.id != event_id, reversed(events)))[::-1]
 
 
 def _who(replica: str | None, stage: int | None) -> str:

@@ -1,7 +1,7 @@
 """The state of the fleet and its events as lines for a terminal. Needs only the standard library."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 _COLUMNS = ("ID", "STATUS", "REQUESTS", "WAIT", "TOKENS", "KV", "TOKENS/S", "HITS", "BEAT", "RESTARTS", "HELD BACK")
@@ -30,6 +30,13 @@ def event_line(event: Mapping[str, Any]) -> str:
     return plain(f"{clock}  {event['kind']:8}{where:8}{count}{event['reason']}") + "\n"
 
 
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows as lines, each column as wide as its longest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "".join(f"{line}\n" for line in lines)
+
+
 def plain(text: str) -> str:
     """A text without what a terminal would obey: replicas of other nodes have a say in it."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
@@ -42,7 +49,7 @@ def _row(replica: Mapping[str, Any]) -> tuple[str, ...]:
         str(replica["requests"]),
         str(replica["waiting"]),
         str(replica["tokens"]),
-        f"{replica['kv_usage']:.0%}",
+        _known(replica["kv_usage"], "{:.0%}"),
         _known(replica["tokens_per_second"], "{:.0f}"),
         _known(replica["hit_rate"], "{:.0%}"),
         _known(replica["heartbeat_seconds"], "{:.1f} s"),

@@ -1,13 +1,16 @@
 "use strict";
-// Shows the fleet as /omni/fleet and /omni/events tell it. All text goes into text nodes, so nothing of it is markup.
+// Shows the fleet as the stream of /omni/fleet tells it. All text goes into text nodes, so nothing of it is markup.
 const base = location.pathname.replace(/\/+$/, "");
 const byId = (id) => document.getElementById(id);
 const SVG = "http://www.w3.org/2000/svg";
 const HISTORY = 120;
 const EVENTS = 200;
+// Milliseconds without a word after which the head is taken for gone, as when its machine has lost its power.
+const SILENT_MS = 15000;
 let key = "";
 const keys = new EventTarget();
 let seen = 0;
+let eventLog = "";
 const history = [];
 const replicas = new Map();
 
@@ -54,12 +57,21 @@ async function why(answer) {
 
 const sleep = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 
-// Reads a stream of server-sent events, and again whenever it ends. EventSource can send no key.
-async function follow(path, take) {
+// Reads the stream of server-sent events, and again whenever it ends or falls silent. EventSource can send no key. One
+// stream is all a tab has: browsers open six connections to a server, and all tabs share them.
+async function follow(take) {
   let last = "";
   for (;;) {
+    const stop = new AbortController();
+    let timer;
+    const heard = () => {
+      clearTimeout(timer);
+      timer = setTimeout(() => stop.abort(new Error("it is silent")), SILENT_MS);
+    };
     try {
-      const answer = await ask(path, { headers: { Accept: "text/event-stream", ...(last && { "Last-Event-ID": last }) } });
+      heard();
+      const headers = { Accept: "text/event-stream", ...(last && { "Last-Event-ID": last }) };
+      const answer = await ask("/fleet", { headers, signal: stop.signal });
       if (answer.status === 401) {
         write(byId("link"), "A key is needed to look at this fleet.");
         await new Promise((resolve) => keys.addEventListener("change", resolve, { once: true }));
@@ -71,6 +83,7 @@ async function follow(path, take) {
       for (;;) {
         const { value, done } = await reader.read();
         if (done) break;
+        heard();
         const blocks = (rest + value).split("\n\n");
         rest = blocks.pop();
         for (const block of blocks) {
@@ -83,6 +96,9 @@ async function follow(path, take) {
     } catch (error) {
       write(byId("link"), `No connection (${error.message}). Trying again.`);
       await sleep(1000);
+    } finally {
+      clearTimeout(timer);
+      stop.abort();
     }
   }
 }
@@ -156,7 +172,7 @@ function newReplica(id) {
 
 function showMeter({ meter, text }, value, most, words) {
   meter.max = most || 1;
-  meter.value = value;
+  meter.value = value ?? 0;
   write(text, words);
 }
 
@@ -301,6 +317,10 @@ function showState(state) {
 }
 
 function showEvent(kind, event) {
+  // Another process answers now, from its first event on: what is listed here is of the one before.
+  const log = event.id.split("-")[0];
+  if (log !== eventLog) byId("events").replaceChildren();
+  eventLog = log;
   const when = new Date(event.time * 1000);
   const time = make("time", "", when.toLocaleTimeString());
   time.dateTime = when.toISOString();
@@ -323,12 +343,13 @@ byId("access").addEventListener("submit", (event) => {
 setInterval(() => {
   if (seen && Date.now() - seen > 4000) write(byId("link"), "This head is silent. What is shown is old.");
 }, 1000);
-follow("/fleet", (kind, data) => {
+follow((kind, data) => {
   if (kind === "history") {
     history.length = 0;
     remember(data);
-  } else {
+  } else if (kind === "state") {
     showState(data);
+  } else {
+    showEvent(kind, data);
   }
 });
-follow("/events", showEvent);

@@ -11,6 +11,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from vllm_omni_plugin.admin.hold import RETRY_AFTER_S
+from vllm_omni_plugin.admin.watch.server_sent import MEDIA_TYPE
 from vllm_omni_plugin.admin.watch.viewers import MAX_VIEWERS, Viewers
 
 SEND_TIMEOUT_S = 30.0
@@ -26,7 +27,7 @@ class ViewerResponse(StreamingResponse):
         headers: of the answer.
     """
 
-    media_type = "text/event-stream"
+    media_type = MEDIA_TYPE
 
     def __init__(self, viewers: Viewers, chunks: AsyncGenerator[bytes], headers: Mapping[str, str]) -> None:
         super().__init__(chunks, headers=headers)

@@ -1,7 +1,6 @@
 """Streams of the fleet's state and events: one producer for all viewers, and none once nobody has looked for long."""
 
 import asyncio
-import json
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -10,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from vllm_omni_plugin.admin.watch.fleet_view import FleetView
+from vllm_omni_plugin.admin.watch.server_sent import COMMENT, message
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.event_log import EventLog, FleetEvent
 
@@ -22,9 +22,8 @@ TICK_S = 1.0
 _SAMPLE_EVERY = 5
 _HISTORY = 120
 """Samples that are kept: ten minutes, as long as there are taken any after the last viewer has left."""
-_COMMENT_EVERY = 15
-"""Ticks after which a viewer who was sent nothing is sent a comment, so that one that is gone is noticed."""
-_COMMENT = b":\n\n"
+_COMMENT_EVERY = 5
+"""Turns after which a viewer who was sent nothing is sent a comment: each can notice that the other one is gone."""
 _LOOK_EVERY = 5
 """Ticks after which one who waits for news looks whether there will be any."""
 
@@ -61,47 +60,47 @@ class Viewers:
     @property
     def is_producing(self) -> bool:
         """Whether somebody looks, or has looked within ten minutes."""
-        return self._producer is not None
+        return self._producer is not None and not self._producer.done()
 
     def state(self) -> dict[str, Any]:
         """The state, for one who asks once."""
         self._view.rates.read()
         return self._view.state()
 
-    def events(self, after: int = 0) -> list[FleetEvent]:
+    def events(self, after: str = "") -> list[FleetEvent]:
         """The events behind one, oldest first, as far as they are kept."""
         return self._log.after(after)
 
-    async def state_stream(self) -> AsyncGenerator[bytes]:
-        """As server-sent events: the history, and then the newest state again and again."""
-        with self._viewer():
-            yield _message("history", list(self._samples))
-            sent = b""
-            async for _ in self._turns():
-                if self._state and self._state is not sent:
-                    sent = self._state
-                    yield sent
-
-    async def event_stream(self, after: int = 0) -> AsyncGenerator[bytes]:
+    def event_stream(self, after: str = "") -> AsyncGenerator[bytes]:
         """As server-sent events: the events behind one, and then each as it comes."""
+        return self._stream(after, with_state=False)
+
+    def fleet_stream(self, after: str = "") -> AsyncGenerator[bytes]:
+        """As server-sent events: the history, then the events as in `event_stream`, and the newest state every tick."""
+        return self._stream(after, with_state=True)
+
+    async def _stream(self, after: str, *, with_state: bool) -> AsyncGenerator[bytes]:
         with self._viewer():
-            yield _COMMENT
-            quiet = 0
+            yield message("history", list(self._samples)) if with_state else COMMENT
+            sent, quiet = b"", 0
             async for _ in self._turns():
-                if events := self._log.after(after):
-                    after, quiet = events[-1].id, 0
-                    yield b"".join(_message(event.kind, asdict(event), event.id) for event in events)
-                elif (quiet := quiet + 1) >= _COMMENT_EVERY:
-                    quiet = 0
-                    yield _COMMENT
+                events = self._log.after(after)
+                news = b"".join(message(event.kind, asdict(event), event.id) for event in events)
+                if events:
+                    after = events[-1].id
+                if with_state and self._state and self._state is not sent:
+                    sent = self._state
+                    news += sent
+                quiet = 0 if news else quiet + 1
+                if news:
+                    yield news
+                elif quiet % _COMMENT_EVERY == 0:
+                    yield COMMENT
 
     @contextmanager
     def _viewer(self) -> Iterator[None]:
         self._count += 1
-        if self._producer is None:
-            loop = asyncio.get_running_loop()
-            self._log.on_event = partial(self._tell, loop)
-            self._producer = loop.create_task(self._produce(), name="omni-viewers")
+        self._keep_producing()
         try:
             yield
         finally:
@@ -110,9 +109,17 @@ class Viewers:
                 # The next one gets none that is old.
                 self._state = b""
 
+    def _keep_producing(self) -> None:
+        """Start the producer, unless there is one. One that was cancelled before its first step has noticed nothing."""
+        if not self.is_producing:
+            loop = asyncio.get_running_loop()
+            self._log.on_event = partial(self._tell, loop)
+            self._producer = loop.create_task(self._produce(), name="omni-viewers")
+
     async def _turns(self) -> AsyncIterator[None]:
         """One turn now, and one whenever there may be something new, until the server is over."""
         while not self._is_over():
+            self._keep_producing()
             # Before it looks for news: what comes from here on wakes it.
             news = self._news
             yield
@@ -142,11 +149,11 @@ class Viewers:
                     if not failing:
                         logger.exception("The state of the fleet cannot be shown; it is tried again every second.")
                     failing = True
+                self._announce()
                 turns += 1
                 await asyncio.sleep(self._tick)
         finally:
             self._log.on_event = None
-            self._producer = None
             self._samples.clear()
             self._view.rates.forget()
             self._announce()
@@ -159,11 +166,4 @@ class Viewers:
             sample = self._view.sample()
             self._samples.append(sample)
         if self._count:
-            self._state = _message("state", {**self._view.state(), "sample": sample})
-            self._announce()
-
-
-def _message(kind: str, data: Any, event_id: int | None = None) -> bytes:
-    """One server-sent event. JSON has no line ends in it."""
-    head = "" if event_id is None else f"id: {event_id}\n"
-    return f"{head}event: {kind}\ndata: {json.dumps(data)}\n\n".encode()
+            self._state = message("state", {**self._view.state(), "sample": sample})

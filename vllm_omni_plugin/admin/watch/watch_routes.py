@@ -8,12 +8,11 @@ from typing import Any
 from fastapi import APIRouter, Depends, HTTPException, Request, Response
 
 from vllm_omni_plugin.admin.access import Access
+from vllm_omni_plugin.admin.watch.server_sent import LAST_EVENT_ID, MEDIA_TYPE
 from vllm_omni_plugin.admin.watch.viewer_response import ViewerResponse
 from vllm_omni_plugin.admin.watch.viewers import Viewers
 from vllm_omni_plugin.orchestrator.event_log import FleetEvent
 
-_LAST_EVENT_ID = "last-event-id"
-_MAX_ID_DIGITS = 20
 _PAGE = {
     "": ("page.html", "text/html"),
     "/page.js": ("page.js", "text/javascript"),
@@ -65,7 +64,7 @@ def build_watch_router(access: Access) -> APIRouter:
     async def fleet(request: Request) -> Any:
         viewers = _viewers(request)
         if _wants_stream(request):
-            return ViewerResponse(viewers, viewers.state_stream(), _STREAM_HEADERS)
+            return ViewerResponse(viewers, viewers.fleet_stream(_known(request)), _STREAM_HEADERS)
         return viewers.state()
 
     for path, (name, media_type) in _PAGE.items():
@@ -89,12 +88,9 @@ def _viewers(request: Request) -> Viewers:
 
 
 def _wants_stream(request: Request) -> bool:
-    return ViewerResponse.media_type in request.headers.get("accept", "")
+    return MEDIA_TYPE in request.headers.get("accept", "")
 
 
-def _known(request: Request) -> int:
-    """The last event that a client has. Raises an `HTTPException` if that cannot be an id."""
-    after = request.headers.get(_LAST_EVENT_ID, "")
-    if len(after) > _MAX_ID_DIGITS:
-        raise HTTPException(HTTPStatus.BAD_REQUEST, f"{_LAST_EVENT_ID}: more than {_MAX_ID_DIGITS} digits.")
-    return int(after) if after.isdecimal() else 0
+def _known(request: Request) -> str:
+    """The last event that a client has, as it says."""
+    return request.headers.get(LAST_EVENT_ID, "")

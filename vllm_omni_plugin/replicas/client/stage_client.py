@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from vllm_omni_plugin.errors import NOT_ALLOWED, MessageTooLargeError, NotAllowedError, ReplicaError, WireError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.links.link import Frames, Link
+from vllm_omni_plugin.vllm_api.requests.facts import ENDING
 
 logger = init_logger(__name__)
 
@@ -139,7 +140,7 @@ class StageClient:
         """Returns when the engine's own loop has answered, which it does between two steps; see `Probe`.
 
         Raises:
-            ReplicaError: as `call`, but for `interrupt`.
+            ReplicaError: as `call`, but for `interrupt`, and not for an engine that was told to end, which refuses all.
         """
         await self._ask(self._probes, "is_sleeping", ())
 
@@ -259,8 +260,11 @@ class StageClient:
         future = self._calls.get(reply.call_id) or self._probes.get(reply.call_id)
         if future is None or future.done():
             return
-        if reply.failure_message is not None:
+        if reply.failure_message is None:
+            future.set_result(reply.result.result)
+        elif reply.failure_message == ENDING and reply.call_id in self._probes:
+            # Its loop has answered, and finishes the requests that it has.
+            future.set_result(None)
+        else:
             kind = NotAllowedError if reply.failure_message.startswith(NOT_ALLOWED) else ReplicaError
             future.set_exception(kind(reply.failure_message))
-        else:
-            future.set_result(reply.result.result)

@@ -152,7 +152,9 @@ class EngineApi:
         if stats is None:
             return None
         waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
-        return LoadReport(waiting, stats.num_running_reqs, stats.kv_cache_usage)
+        usage = stats.kv_cache_usage
+        # Some engine may divide by no blocks. What is not a share tells nothing, and would poison every comparison.
+        return LoadReport(waiting, stats.num_running_reqs, usage if 0.0 <= usage <= 1.0 else 0.0)
 
     def cut_short(self, output: Any) -> bool:
         """Whether an `EngineCoreOutput` ends its request for good, with all turns of a streaming-input session."""

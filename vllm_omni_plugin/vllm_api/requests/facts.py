@@ -2,6 +2,9 @@
 
 from typing import NamedTuple
 
+ENDING = "Server shutting down"
+"""How an engine refuses every call once it was told to end. It finishes the requests that it has."""
+
 
 class LoadReport(NamedTuple):
     """What an engine says of its load with a step.

@@ -1,0 +1,76 @@
+"""The state of the fleet as data: what is in it, and where its numbers come from."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter
+
+from tests.admin.asgi import app_of, client_of
+from tests.fakes.fleet import FakeFleet
+from vllm_omni_plugin.admin.head_drain import HeadDrain
+from vllm_omni_plugin.admin.watch.fleet_view import FleetView
+from vllm_omni_plugin.admin.watch.token_counts import TokenRates
+from vllm_omni_plugin.pipeline import Pipeline, Stage
+from vllm_omni_plugin.pipeline.stage import VLLM_ENGINE, Modality
+
+
+@pytest.fixture
+async def fleet() -> AsyncIterator[FakeFleet]:
+    async with FakeFleet(replicas=2) as fleet:
+        yield fleet
+
+
+async def test_the_state_tells_what_an_operator_asks_about(fleet: FakeFleet) -> None:
+    fleet.now = 10.0
+    app = app_of(fleet)
+    for number in range(3):
+        await fleet.submit(f"r{number}")
+    client_of_one = fleet.pool.member(0).client
+    assert client_of_one is not None
+    client_of_one.heard_at = 9.5
+    fleet.orchestrator.hold_back(fleet.pool.member(1), "suspect")
+    app.state.omni_drain.begin()
+    async with client_of(app) as client:
+        state = (await client.get("/omni/fleet")).json()
+    assert state["head"] == {
+        "name": "here",
+        "vllm": "0",
+        "plugin": "0",
+        "state": "draining",
+        "coordinator": None,
+        "others": [],
+    }
+    assert state["requests"]["unfinished"] == 3
+    first_one, second = state["stages"][0]["replicas"]
+    assert first_one["requests"] + second["requests"] == 3
+    assert (first_one["heartbeat_seconds"], second["heartbeat_seconds"]) == (0.5, None)
+    assert (second["status"], second["held_back"]) == ("draining", ["suspect"])
+    assert (second["tokens_per_second"], second["hit_rate"]) == (None, None)
+
+
+def test_a_pipeline_is_told_as_a_graph(fleet: FakeFleet) -> None:
+    stages = (
+        Stage(0, "writer", VLLM_ENGINE, Modality.TEXT, model="w", final=True),
+        Stage(1, "refiner", VLLM_ENGINE, Modality.TEXT, model="r", inputs=("writer",), final=True),
+    )
+    drain = HeadDrain(fleet.orchestrator.events)
+    rates = TokenRates(CollectorRegistry(), lambda: 0.0)
+    view = FleetView(fleet.orchestrator, drain, lambda: False, rates, {}, Pipeline(stages))
+    (writer,) = view.state()["stages"]
+    assert (writer["name"], writer["level"], writer["inputs"], writer["output"]) == ("writer", 0, [], "text")
+
+
+def test_rates_are_those_of_vllms_counters() -> None:
+    registry, now = CollectorRegistry(), 0.0
+    labels = ("model_name", "engine")
+    names = ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits")
+    counters = [Counter(f"vllm:{name}", "Help.", labels, registry=registry).labels("m", "10001") for name in names]
+    rates = TokenRates(registry, lambda: now)
+    assert rates.of("1.1") == (None, None)
+    rates.read()
+    for counter, amount in zip(counters, (90, 10, 80, 20), strict=True):
+        counter.inc(amount)
+    now = 2.0
+    rates.read()
+    assert rates.of("1.1") == (50.0, 0.25)
+    assert rates.of("0.0") == (None, None)

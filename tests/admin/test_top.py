@@ -1,0 +1,147 @@
+"""`vllm-omni-plugin top`: the fleet in a terminal, from a head that comes and goes."""
+
+import io
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fakes.free_ports import free_port
+from tests.fakes.streaming_head import STATE, StreamingHead, event, history, state
+from vllm_omni_plugin import cli
+from vllm_omni_plugin.admin.watch.top import Top
+from vllm_omni_plugin.cli import main
+from vllm_omni_plugin.errors import NoAnswerError, OmniError
+
+TABLE = """\
+host: up, other heads 1, coordinator away  unfinished 3  queued 0  held 2  moved 5  lost 0  refused 2
+ID   STATUS    REQUESTS  WAIT  TOKENS  KV   TOKENS/S  HITS  BEAT   RESTARTS  HELD BACK
+0.1  draining  3         1     480     50%  100       -     0.2 s  0         admin
+"""
+LOST = {"time": 0, "kind": "lost", "stage": 0, "replica": "0.1", "reason": "it died", "requests": 3}
+Stream = list[tuple[str, Any] | OmniError]
+
+
+class Terminal(io.StringIO):
+    """What obeys escape sequences."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+class Streams:
+    """Streams of a head that a test plays: one after the other, then Ctrl-C."""
+
+    def __init__(self, *streams: Stream) -> None:
+        self._streams = iter(streams)
+        self.asked: list[str] = []
+
+    def __call__(self, last_event: str) -> Iterator[tuple[str, Any]]:
+        self.asked.append(last_event)
+        for item in next(self._streams, [KeyboardInterrupt()]):
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+
+
+def lost(event_id: str) -> tuple[str, Any]:
+    return "lost", {"id": event_id, **LOST}
+
+
+def run(streams: Streams, out: io.StringIO) -> str:
+    """All that is shown until Ctrl-C."""
+    with pytest.raises(KeyboardInterrupt):
+        Top(streams, out, lambda: None).run()
+    return out.getvalue()
+
+
+def test_it_shows_replicas_and_the_last_events_and_nothing_that_a_terminal_obeys(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    comments = b": a proxy says this\n\n:\n\n"
+    with StreamingHead(comments + history() + event("a-1", "\x1b[2J") + state()) as head:
+        assert main(["top", "--once", "--url", head.url]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(TABLE)
+    assert shown.endswith("lost    0.1     3 requests: ?[2J\n")
+
+
+def test_what_is_not_known_is_a_dash(capsys: pytest.CaptureFixture[str]) -> None:
+    with StreamingHead(state(kv_usage=None, tokens_per_second=None, heartbeat_seconds=None)) as head:
+        assert main(["top", "--once", "--url", head.url]) == 0
+    assert capsys.readouterr().out.splitlines()[2].split()[5:9] == ["-"] * 4
+
+
+def test_a_terminal_begins_again_with_each_state_and_what_is_none_gets_plain_lines() -> None:
+    twice: Stream = [("history", []), ("state", STATE), ("state", STATE)]
+    assert run(Streams(twice), Terminal()).split("\x1b[H\x1b[2J")[:2] == ["", TABLE]
+    plain = run(Streams(twice), io.StringIO())
+    assert plain.startswith(f"{TABLE}\n{TABLE}\n")
+    assert "\x1b" not in plain
+
+
+def test_it_goes_on_when_the_head_has_been_away_and_keeps_what_it_knows() -> None:
+    away = NoAnswerError("no answer from here")
+    streams = Streams([lost("a-1"), ("state", STATE), away], [away], [lost("a-2"), ("state", STATE)])
+    shown = run(streams, io.StringIO())
+    assert streams.asked == ["", "a-1", "a-1", "a-2"]
+    assert shown.count("no answer from here; trying again\n") == 2
+    assert shown.count("the head has ended the stream; trying again\n") == 1
+    last = shown[shown.rindex(TABLE) :]
+    assert last.count("it died") == 2
+
+
+def test_events_of_another_process_replace_those_of_the_one_before() -> None:
+    streams = Streams([lost("a-1"), lost("a-2"), ("state", STATE)], [lost("b-1"), ("state", STATE)])
+    shown = run(streams, io.StringIO())
+    assert shown[shown.rindex(TABLE) :].count("it died") == 1
+
+
+def test_a_head_that_has_vanished_is_noticed_by_its_silence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def pause(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "SILENT_S", 0.2)
+    monkeypatch.setattr("time.sleep", pause)
+    with StreamingHead(state()) as head:
+        assert main(["top", "--url", head.url]) == 0
+    assert capsys.readouterr().out == f"{TABLE}\nno answer from {head.url}: timed out; trying again\n"
+
+
+def test_a_head_that_was_never_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", "--url", f"http://127.0.0.1:{free_port()}"]) == 1
+    assert "no answer from" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["--once"]])
+@pytest.mark.parametrize("answer", [b'{"replicas": []}', b"data: {\n\n", b"event: state\ndata: 7\n\n", b"data: 7\xff"])
+def test_it_says_so_when_the_server_is_no_fleet_s(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], answer: bytes
+) -> None:
+    # The first of two, which ends.
+    with StreamingHead(answer, b"") as head:
+        assert main(["top", *arguments, "--url", head.url]) == 1
+    assert "not as the server of a fleet does" in capsys.readouterr().err
+
+
+def test_a_key_file_that_cannot_be_read_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["top", "--url", "http://127.0.0.1:1", "--admin-key-file", str(tmp_path / "none")]) == 1
+    assert "--admin-key-file" in capsys.readouterr().err
+
+
+def test_it_ends_when_nobody_reads_what_it_prints() -> None:
+    with StreamingHead(history() + state() * 1000, b"") as head:
+        command = [str(Path(sys.executable).with_name("vllm-omni-plugin")), "top", "--url", head.url]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        with process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            assert process.stdout.readline().startswith("host: up")
+            process.stdout.close()
+            assert process.stderr.read() == ""
+        assert process.returncode == 0

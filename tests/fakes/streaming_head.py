@@ -1,0 +1,143 @@
+"""A head that streams what a test gives it, over real HTTP, for what shows a fleet."""
+
+import select
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
+from typing import Any, Self
+
+from vllm_omni_plugin.admin.watch.server_sent import MEDIA_TYPE, message
+
+_PAGE = {"/omni": ("page.html", "text/html"), "/omni/page.js": ("page.js", "text/javascript")}
+_PAGE["/omni/page.css"] = ("page.css", "text/css")
+
+REPLICA: dict[str, Any] = {
+    "id": "0.1",
+    "status": "draining",
+    "held_back": ["admin"],
+    "remote": True,
+    "address": "tcp://10.0.0.1:7001",
+    "requests": 3,
+    "others": 0,
+    "waiting": 1,
+    "tokens": 480,
+    "kv_tokens": 4096,
+    "kv_usage": 0.5,
+    "tokens_per_second": 99.7,
+    "hit_rate": None,
+    "heartbeat_seconds": 0.25,
+    "since_seconds": 61.0,
+    "restarts": 0,
+    "dispatched": 9,
+}
+STAGE: dict[str, Any] = {"stage": 0, "policy": "prefix", "name": "", "level": 0, "inputs": [], "output": ""}
+STATE: dict[str, Any] = {
+    "time": 1000.0,
+    "head": {"name": "host", "vllm": "0", "plugin": "0", "state": "up", "coordinator": False, "others": ["b"]},
+    "requests": {
+        "unfinished": 3,
+        "queued": 0,
+        "held_http": 1,
+        "held_fleet": 0,
+        "held_move": 1,
+        "held_paused": 0,
+        "moved": 5,
+        "lost": 0,
+        "refused": 2,
+    },
+    "stages": [{**STAGE, "replicas": [REPLICA]}],
+    "sample": None,
+}
+
+
+def history() -> bytes:
+    """The begin of a stream."""
+    return message("history", [])
+
+
+def state(**changes: Any) -> bytes:
+    """A state, whose only replica has these changes."""
+    return message("state", {**STATE, "stages": [{**STAGE, "replicas": [{**REPLICA, **changes}]}]})
+
+
+def event(event_id: str, reason: str = "it died") -> bytes:
+    """The loss of a replica."""
+    lost = {"time": 0, "kind": "lost", "stage": 0, "replica": "0.1", "reason": reason, "requests": 3}
+    return message("lost", {"id": event_id, **lost}, event_id)
+
+
+class StreamingHead(ThreadingHTTPServer):
+    """Serves the page, and one stream after the other; the last one falls silent and stays open. A context manager.
+
+    Args:
+        streams: what each is sent, in the order in which they are asked for.
+        silent: whether those before the last fall silent, too, and do not end.
+
+    Attributes:
+        asked: what those who asked said that they have, by `Last-Event-ID`.
+        viewers: streams that are open.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, *streams: bytes, silent: bool = False) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self._streams = list(streams)
+        self._silent = silent
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.01,))
+        self._counting = threading.Lock()
+        self.asked: list[str] = []
+        self.viewers = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self.shutdown()
+        self._thread.join()
+        self.server_close()
+
+    def handle_error(self, *_: object) -> None:
+        """Viewers come and go."""
+
+    def serve(self, viewer: BaseHTTPRequestHandler) -> None:
+        """Send a stream to who asks for one."""
+        with self._counting:
+            stream = self._streams[min(len(self.asked), len(self._streams) - 1)]
+            self.asked.append(viewer.headers.get("Last-Event-ID", ""))
+            stays = self._silent or len(self.asked) >= len(self._streams)
+            self.viewers += 1
+        try:
+            viewer.wfile.write(stream)
+            while stays and not self._over.is_set():
+                readable, _, _ = select.select([viewer.connection], [], [], 0.02)
+                if readable and not viewer.connection.recv(1):
+                    break
+        finally:
+            with self._counting:
+                self.viewers -= 1
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: StreamingHead
+
+    def do_GET(self) -> None:
+        name, media_type = _PAGE.get(self.path, ("", MEDIA_TYPE))
+        # Browsers ask for an icon, too.
+        self.send_response(200 if name or self.path == "/omni/fleet" else 204)
+        self.send_header("Content-Type", media_type)
+        self.end_headers()
+        if name:
+            self.wfile.write(files("vllm_omni_plugin.admin.watch").joinpath(name).read_bytes())
+        elif self.path == "/omni/fleet":
+            self.server.serve(self)
+
+    def log_message(self, *_: Any) -> None:
+        return None
