@@ -1,6 +1,7 @@
 """A Ray cluster of several machines on this one, without Ray being imported."""
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -33,7 +34,12 @@ class RayMachine(ServeProcess):
 
     def nodes(self) -> list[psutil.Process]:
         """The servers of headless nodes that run here."""
-        return [process for process in self._below() if "--headless" in process.cmdline()]
+        found = []
+        for process in self._below():
+            with suppress(psutil.NoSuchProcess):
+                if "--headless" in process.cmdline():
+                    found.append(process)
+        return found
 
     def lose(self) -> list[psutil.Process]:
         """Kill all of it at once, as when a machine loses power; returns what was killed."""
@@ -47,7 +53,7 @@ class RayMachine(ServeProcess):
         return below
 
     def _below(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
+        return [] if self.process.poll() is not None else psutil.Process(self.process.pid).children(recursive=True)
 
 
 class RayCluster:
@@ -62,18 +68,10 @@ class RayCluster:
         self._folder = folder
         port = str(free_port())
         self.address = f"127.0.0.{_FIRST_ADDRESS}:{port}"
-        of_head = (
-            "--head",
-            "--port",
-            port,
-            "--ray-client-server-port",
-            str(free_port()),
-            "--include-dashboard",
-            "false",
-        )
+        ports = ("--port", port, "--ray-client-server-port", str(free_port()))
         self._all: list[RayMachine] = []
         try:
-            self._start("--num-cpus", "0", *of_head, "--temp-dir", str(folder))
+            self._start("--head", "--num-cpus", "0", *ports, "--include-dashboard", "false", "--temp-dir", str(folder))
             self.machines = [self._start("--num-cpus", "1", "--address", self.address) for _ in range(machines)]
         except BaseException:
             self.stop()

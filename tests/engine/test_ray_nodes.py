@@ -28,21 +28,21 @@ NODES = 2
 
 
 def ray_up(model: Path, ray: RayCluster, log: Path, *arguments: str) -> ServeProcess:
-    """`vllm-omni-plugin ray up` with the model's own flags and these."""
+    """`vllm-omni-plugin ray up` with the model's flags and these."""
     program = str(Path(sys.executable).with_name("vllm-omni-plugin"))
-    options = ("--replicas", str(NODES), "--num-gpus", "0", "--address", ray.address)
+    options = ("--num-gpus", "0", "--address", ray.address)
     return ServeProcess([program, "ray", "up", *options, *serve_command(model)[2:], *arguments], log)
 
 
 class RayFleet:
     """A head without engines, and nodes on a Ray cluster. A context manager; leaving it ends them."""
 
-    def __init__(self, model: Path, folder: Path, ray: RayCluster) -> None:
+    def __init__(self, model: Path, folder: Path, ray: RayCluster, *arguments: str) -> None:
         self.ray = ray
         secret = write_secret(folder / "fleet.secret")
         join = ("-oma", "127.0.0.1", "-omp", str(free_port()), "--omni-secret-file", str(secret))
         self.head = Server(model, folder / "head.log", *join, "--omni-dp-size-local", "0")
-        self.up = ray_up(model, ray, folder / "up.log", *join)
+        self.up = ray_up(model, ray, folder / "up.log", "--url", self.head.url, *join, *arguments)
 
     def __enter__(self) -> Self:
         return self
@@ -71,14 +71,14 @@ class RayFleet:
 @pytest.fixture(scope="module")
 def ray(make_room: None) -> Iterator[RayCluster]:
     """One machine more than there are nodes."""
-    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
-        with RayCluster(Path(folder), NODES + 1) as ray:
-            yield ray
+    short = tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)
+    with short as folder, RayCluster(Path(folder), NODES + 1) as ray:
+        yield ray
 
 
 @pytest.fixture(scope="module")
 def fleet(ray: RayCluster, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayFleet]:
-    with RayFleet(tiny_model, tmp_path_factory.mktemp("fleet"), ray) as fleet:
+    with RayFleet(tiny_model, tmp_path_factory.mktemp("fleet"), ray, "--replicas", str(NODES)) as fleet:
         fleet.wait_for_replicas(NODES)
         yield fleet
 
@@ -120,3 +120,21 @@ def test_the_end_of_the_command_drains_every_node(fleet: RayFleet) -> None:
     assert total(fleet.head, MOVES) == before
     assert fleet.up.process.wait(START_S) == 0
     assert [node for node in nodes if node.is_running()] == []
+
+
+def test_a_queue_brings_a_node_and_none_outlives_a_killed_command(
+    ray: RayCluster, tiny_model: Path, tmp_path: Path
+) -> None:
+    options = ("--max-replicas", "2", "--target-wait", "0.5", "--max-num-seqs", "1")
+    with RayFleet(tiny_model, tmp_path, ray, *options) as fleet:
+        fleet.wait_for_replicas(1)
+        assert not fleet.has_said("node 1")
+        with Load(fleet.head) as load:
+            sent = [load.send(TOKENS, stream=True, prompt=f"number {number}") for number in range(2 * STREAMS)]
+            until(lambda: fleet.has_said("node 1: runs on"), "a node is added", START_S)
+        assert [outcome for outcome in sent if not outcome.finished_whole] == []
+        fleet.wait_for_replicas(2)
+        nodes = fleet.nodes()
+        assert len(nodes) == 2
+        fleet.up.kill()
+        until(lambda: not any(node.is_running() for node in nodes), "Ray ends the nodes", START_S)

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 
-from vllm_omni_plugin.ray.keeping import TICK_S, Ended, Keeping, Placed
+from vllm_omni_plugin.ray.keeping import TICK_S, Keeping
 from vllm_omni_plugin.ray.node_set import NodeSet
+from vllm_omni_plugin.ray.ray_nodes import Ended, Placed
 
 
 class PlayedNodes:

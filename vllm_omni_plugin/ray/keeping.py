@@ -2,42 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from vllm_omni_plugin.ray.node_set import Do, NodeSet
+from vllm_omni_plugin.ray.ray_nodes import Ended, Placed, RayNodes
 
 TICK_S = 2.0
 """Between two looks at what is wanted, and at signals."""
 _REFUSED = 2
 """Exit code of `vllm serve` for a command line that it does not take. It would not take it elsewhere either."""
-
-
-@dataclass(frozen=True)
-class Placed:
-    """A node runs on this machine."""
-
-    number: int
-    host: str
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A node is gone: the exit code of its process, or why it was lost."""
-
-    number: int
-    how: int | str
-
-
-class Nodes(Protocol):
-    """What nodes run on."""
-
-    def start(self, number: int) -> None: ...
-
-    def drain(self, number: int) -> None: ...
-
-    def kill(self, number: int) -> None: ...
-
-    def news(self, timeout: float) -> list[Placed | Ended]: ...
 
 
 @dataclass
@@ -53,7 +25,7 @@ class Keeping:
         signals: how often it was told to end. The first time all nodes drain, then what they have moves.
     """
 
-    nodes: Nodes
+    nodes: RayNodes
     node_set: NodeSet
     wanted: Callable[[float], int]
     clock: Callable[[], float]

@@ -93,9 +93,8 @@ def _given(serve: Sequence[str]) -> OmniConfig:
     parser = argparse.ArgumentParser(prog=_PROG, usage=_USAGE, add_help=False, allow_abbrev=False)
     for flag in FLAGS:
         if flag.field in ("master_address", "stage_id", "drain_timeout"):
-            parser.add_argument(
-                flag.name, *flag.aliases, dest=flag.field, type=flag.type, default=getattr(OmniConfig, flag.field)
-            )
+            default = getattr(OmniConfig, flag.field)
+            parser.add_argument(flag.name, *flag.aliases, dest=flag.field, type=flag.type or str, default=default)
     return OmniConfig(**vars(parser.parse_known_args(serve)[0]))
 
 

@@ -2,14 +2,30 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from vllm_omni_plugin.errors import ConfigError, OmniError
-from vllm_omni_plugin.ray.keeping import Ended, Placed
 from vllm_omni_plugin.ray.node_process import NodeProcess
 
 _CALLS_AT_ONCE = 3
 """Of an actor: one waits for its node to end, one tells it to, one says where it is."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A node runs on this machine."""
+
+    number: int
+    host: str
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A node is gone: the exit code of its process, or why it was lost."""
+
+    number: int
+    how: int | str
 
 
 class RayNodes:
