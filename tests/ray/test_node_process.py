@@ -15,11 +15,16 @@ from vllm_omni_plugin.ray.node_process import NodeProcess
 
 WAIT_S = 20.0
 ENDED = 3
+# No shell, since a shell unblocks signals.
 VLLM = f"""\
-#!/bin/sh
-trap 'exit {ENDED}' TERM
-echo "$$ $*" >"$NODE_FILE.new" && mv "$NODE_FILE.new" "$NODE_FILE"
-while :; do sleep 0.05; done
+#!{sys.executable}
+import os, signal, sys
+signal.signal(signal.SIGTERM, lambda *_: sys.exit({ENDED}))
+with open(os.environ["NODE_FILE"] + ".new", "w") as file:
+    file.write(" ".join([str(os.getpid()), *sys.argv[1:]]))
+os.rename(file.name, os.environ["NODE_FILE"])
+while True:
+    signal.pause()
 """
 OWNER = """\
 import sys

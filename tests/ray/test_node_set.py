@@ -51,6 +51,13 @@ def test_the_newest_drain_and_are_not_replaced() -> None:
     assert nodes.decide(LATE + 2, 1) == []
 
 
+def test_one_that_was_told_to_end_soon_after_its_start_delays_no_other() -> None:
+    nodes = running(2)
+    nodes.decide(1.0, 1)
+    nodes.ended(2.0, 1)
+    assert nodes.decide(2.0, 2) == [(Do.START, 2)]
+
+
 def test_one_that_drains_does_not_count_when_more_are_wanted_again() -> None:
     nodes = running(2)
     nodes.decide(LATE, 1)

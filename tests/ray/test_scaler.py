@@ -33,6 +33,12 @@ def test_nodes_that_still_start_are_not_asked_for_twice() -> None:
     assert it.wanted(6.0, Load(3, 5.0)) == 8
 
 
+def test_a_wait_for_which_fewer_would_do_takes_none_back() -> None:
+    it = scaler()
+    assert it.wanted(0.0, Load(1, 9.0)) == 5
+    assert it.wanted(2.0, Load(1, 2.5)) == 5
+
+
 def test_fewer_are_wanted_one_at_a_time_each_after_a_calm_window() -> None:
     it = scaler(minimum=2)
     assert it.wanted(0.0, Load(2, 4.0)) == 4
