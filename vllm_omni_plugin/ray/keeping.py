@@ -52,13 +52,7 @@ class Keeping:
 
     def _act(self, do: Do, number: int) -> None:
         self.say(f"node {number}: {do.value}")
-        match do:
-            case Do.START:
-                self.nodes.start(number)
-            case Do.DRAIN:
-                self.nodes.drain(number)
-            case Do.KILL:
-                self.nodes.kill(number)
+        {Do.START: self.nodes.start, Do.DRAIN: self.nodes.drain, Do.KILL: self.nodes.kill}[do](number)
 
     def _note(self, news: Placed | Ended) -> None:
         match news:

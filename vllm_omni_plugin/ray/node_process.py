@@ -23,7 +23,7 @@ class NodeProcess:
     """
 
     def __init__(self, arguments: Sequence[str]) -> None:
-        # A process inherits which signals are blocked, and Ray's threads may block the one that drains.
+        # A process inherits which signals are blocked. Ray 2.60 blocks SIGINT here.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
         command = [str(Path(sys.executable).with_name("vllm")), "serve", *arguments]
         self._reaper = Reaper()

@@ -99,7 +99,7 @@ class RayNodes:
             answer = _line(error)
         if kind is Placed:
             return Placed(number, answer)
-        # Frees its resources, and ends what Ray has only lost sight of.
+        # Frees its resources, and ends a node that Ray has only lost sight of: another one takes its place.
         self._ray.kill(self._actors.pop(number))
         return Ended(number, answer)
 
