@@ -11,7 +11,8 @@ from tests.fakes.free_ports import free_port
 
 from .server import ServeProcess, until
 
-_RAY = str(Path(sys.executable).with_name("ray"))
+RAY = Path(sys.executable).with_name("ray")
+"""Not there where Ray is not installed."""
 # Ray takes 127.0.0.1 for the address of the network; with one address each, machines do not take each other's ports.
 _FIRST_ADDRESS = 2
 _COMMON = (
@@ -94,7 +95,7 @@ class RayCluster:
         log = self._folder / f"{number}.log"
         here = ("--node-ip-address", f"127.0.0.{_FIRST_ADDRESS + number}")
         ports = ("--dashboard-agent-listen-port", str(free_port()))
-        machine = RayMachine([_RAY, "start", *arguments, *here, *ports, *_COMMON], log, **_QUIET)
+        machine = RayMachine([str(RAY), "start", *arguments, *here, *ports, *_COMMON], log, **_QUIET)
         self._all.append(machine)
         until(machine.runs, f"Ray starts; log: {log}", _START_S)
         return machine

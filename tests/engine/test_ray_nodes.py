@@ -1,6 +1,5 @@
 """Nodes on a Ray cluster of several machines, with real engines: a machine is lost under streams."""
 
-import importlib.util
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -13,16 +12,14 @@ import pytest
 from tests.fakes.free_ports import free_port
 
 from .load import Load
-from .ray_cluster import RayCluster
+from .ray_cluster import RAY, RayCluster
 from .server import START_S, ServeProcess, Server, serve_command, until, write_secret
 from .test_nodes_faults import MOVES, STREAMS, TOKENS, streams, total
 
 pytestmark = [
     pytest.mark.long,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(
-        importlib.util.find_spec("ray") is None, reason="needs Ray: .venv/bin/python -m pip install '.[ray]'"
-    ),
+    pytest.mark.skipif(not RAY.exists(), reason="needs Ray: .venv/bin/python -m pip install '.[ray]'"),
 ]
 NODES = 2
 
