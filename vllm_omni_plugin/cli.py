@@ -1,4 +1,4 @@
-"""The command `vllm-omni-plugin`: operate a running fleet, check a pipeline's file, or start simulated replicas.
+"""The command `vllm-omni-plugin`: operate a running fleet, check a pipeline's file, start nodes on Ray or simulated.
 
 Operating needs only the standard library, so that a look at the fleet takes no longer than the answer.
 """
@@ -43,7 +43,7 @@ _COLUMNS = ("ID", "STATUS", "WHERE", "IN FLIGHT", "DISPATCHED", "RESTARTS", "SIN
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns 0, or 1 if the server refused or is not there; wrong usage exits with argparse's 2."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    args = _parser(simulate=arguments[:1] == ["sim"]).parse_args(arguments)
+    args = _parser(arguments[:1]).parse_args(arguments)
     try:
         code: int = args.run(args)
     except OmniError as error:
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _parser(simulate: bool) -> argparse.ArgumentParser:
+def _parser(command: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=_NAME, description="Operate a fleet of vLLM replicas.")
     parser.add_argument("--version", action=_Versions, nargs=0, help="print this version and that of vLLM, and exit")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -60,12 +60,19 @@ def _parser(simulate: bool) -> argparse.ArgumentParser:
     _add_top(commands)
     _add_explain(commands)
     _add_pipeline(commands)
-    if simulate:
+    # Those that import more than an answer takes do so only when they are asked for.
+    if command == ["sim"]:
         from vllm_omni_plugin.sim.sim_command import add_parser
 
         add_parser(commands)
     else:
         commands.add_parser("sim", help="start simulated replicas that join a head")
+    if command == ["ray"]:
+        from vllm_omni_plugin.ray.ray_command import add_parser as add_ray
+
+        add_ray(commands)
+    else:
+        commands.add_parser("ray", help="run nodes on a Ray cluster")
     return parser
 
 

@@ -9,8 +9,10 @@ import yaml
 
 from tests.engine.server import until
 from tests.project.source_tree import ROOT
+from vllm_omni_plugin.ray.ray_command import parse
 
 from .chart import CHART, SECRET, Manifests, render
+from .flags import faults
 from .slurm import Slurm
 from .test_compose import FILE as COMPOSE_FILE
 from .test_systemd import UNITS
@@ -99,3 +101,23 @@ def test_the_variables_of_compose_are_those_of_its_page() -> None:
     in_file = dict(re.findall(r"\$\{(\w+):-([^}]*)\}", COMPOSE_FILE.read_text()))
     assert described.pop("MODEL") == "none"
     assert {name: "" if default == "none" else default for name, default in described.items()} == in_file
+
+
+def test_the_commands_for_ray_are_taken_by_those_that_read_them() -> None:
+    parsed = [parse(words[2:]) for words in lines("ray.md", "vllm-omni-plugin")]
+    assert [(args.replicas, args.max_replicas) for args, _ in parsed] == [(4, None), (1, 8)]
+    commands = [*lines("ray.md", "vllm"), *(["vllm", "serve", *serve] for _, serve in parsed)]
+    assert [faults(command) for command in commands] == [[], [], []]
+    assert [command[2] for command in commands] == ["MODEL"] * 3
+
+
+def test_the_options_for_ray_are_those_of_its_page() -> None:
+    described = {}
+    for names, defaults in re.findall(r"^\| (`--.*?) \| (.*?) \|", (PAGES / "ray.md").read_text(), flags=re.M):
+        options = re.findall(r"`--([\w-]+)`", names)
+        described |= dict(zip(options, defaults.replace("`", "").split(", "), strict=True))
+    parsed = vars(parse(["up", "MODEL", "--omni-master-address", "head"])[0])
+    options = {name.replace("_", "-"): value for name, value in parsed.items() if name != "action"}
+    assert set(described) == set(options)
+    # None stands for a default that depends on the other options.
+    assert {name: value for name, value in options.items() if value is not None and str(value) != described[name]} == {}

@@ -12,6 +12,7 @@ from .source_tree import PACKAGE, modules
 LAYERS = (
     "entrypoints",
     "cli",
+    "ray",
     "sim",
     "integration",
     "admin",

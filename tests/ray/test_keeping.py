@@ -1,0 +1,107 @@
+"""The loop that keeps nodes, over nodes that the test plays, one step of the clock for each look."""
+
+from collections.abc import Callable
+
+from vllm_omni_plugin.ray.keeping import TICK_S, Keeping
+from vllm_omni_plugin.ray.node_set import NodeSet
+from vllm_omni_plugin.ray.ray_nodes import Ended, Placed
+
+
+class PlayedNodes:
+    """Notes what is done to nodes, and makes happen what is planned for the time that has passed.
+
+    Args:
+        plan: called with the second before each wait; may append to `news`, or signal.
+    """
+
+    def __init__(self, plan: Callable[["PlayedNodes", float], None]) -> None:
+        self._plan = plan
+        self.now = 0.0
+        self.done: list[str] = []
+        self.waiting: list[Placed | Ended] = []
+        self.said: list[str] = []
+        self.keeping = Keeping(self, NodeSet(10.0), lambda now: 2, lambda: self.now, self.said.append)
+
+    def start(self, number: int) -> None:
+        self.done.append(f"start {number}")
+        self.waiting.append(Placed(number, f"host{number}"))
+
+    def drain(self, number: int) -> None:
+        self.done.append(f"drain {number}")
+
+    def kill(self, number: int) -> None:
+        self.done.append(f"kill {number}")
+        self.waiting.append(Ended(number, "killed"))
+
+    def news(self, timeout: float) -> list[Placed | Ended]:
+        assert self.now < 1000.0, self.said
+        self.now += timeout
+        self._plan(self, self.now)
+        news, self.waiting = self.waiting, []
+        return news
+
+
+def test_a_lost_node_is_replaced_and_a_signal_drains_all() -> None:
+    def plan(nodes: PlayedNodes, now: float) -> None:
+        if now == 100:
+            nodes.waiting.append(Ended(0, "its machine died"))
+        if now == 200:
+            nodes.keeping.signals += 1
+        if now == 204:
+            nodes.waiting += [Ended(1, 0), Ended(2, 0)]
+
+    nodes = PlayedNodes(plan)
+    assert nodes.keeping.run() is True
+    assert nodes.done == ["start 0", "start 1", "start 2", "drain 2", "drain 1"]
+    assert "node 0: lost, its machine died" in nodes.said
+    assert "node 2: runs on host2" in nodes.said
+    assert "node 1: ended with code 0" in nodes.said
+
+
+def test_a_second_signal_is_passed_on_to_the_nodes() -> None:
+    def plan(nodes: PlayedNodes, now: float) -> None:
+        if now in (100, 104):
+            nodes.keeping.signals += 1
+        if now == 108:
+            nodes.waiting += [Ended(0, 0), Ended(1, 0)]
+
+    nodes = PlayedNodes(plan)
+    assert nodes.keeping.run() is True
+    assert nodes.done[2:] == ["drain 1", "drain 0", "drain 0", "drain 1"]
+
+
+def test_nodes_that_do_not_drain_are_killed() -> None:
+    def plan(nodes: PlayedNodes, now: float) -> None:
+        if now == 100:
+            nodes.keeping.signals += 1
+
+    nodes = PlayedNodes(plan)
+    assert nodes.keeping.run() is True
+    assert nodes.done[2:] == ["drain 1", "drain 0", "kill 0", "kill 1"]
+    assert nodes.now <= 100 + 10 + 30 + 3 * TICK_S
+
+
+def test_a_refused_command_line_ends_all_and_is_not_tried_again() -> None:
+    def plan(nodes: PlayedNodes, now: float) -> None:
+        if now == 4:
+            nodes.waiting.append(Ended(0, 2))
+        if now == 8:
+            nodes.waiting.append(Ended(1, 2))
+
+    nodes = PlayedNodes(plan)
+    assert nodes.keeping.run() is False
+    assert nodes.done == ["start 0", "start 1", "drain 1"]
+    assert sum("command line" in line for line in nodes.said) == 1
+
+
+def test_a_node_that_ends_by_itself_is_started_again_whatever_its_code() -> None:
+    def plan(nodes: PlayedNodes, now: float) -> None:
+        if now in (100, 200, 300):
+            nodes.waiting.append(Ended(int(now) // 100 - 1, (0, 1, -9)[int(now) // 100 - 1]))
+        if now == 400:
+            nodes.keeping.signals += 1
+            nodes.waiting += [Ended(3, 0), Ended(4, 0)]
+
+    nodes = PlayedNodes(plan)
+    assert nodes.keeping.run() is True
+    assert [action for action in nodes.done if "start" in action] == [f"start {number}" for number in range(5)]

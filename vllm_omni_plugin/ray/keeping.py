@@ -1,0 +1,67 @@
+"""The loop that keeps as many nodes as are wanted, until it is told to end."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from vllm_omni_plugin.ray.node_set import Do, NodeSet
+from vllm_omni_plugin.ray.ray_nodes import Ended, Placed, RayNodes
+
+TICK_S = 2.0
+"""Between two looks at what is wanted, and at signals."""
+_REFUSED = 2
+"""Exit code of `vllm serve` for a command line that it does not take. It would not take it elsewhere either."""
+
+
+@dataclass
+class Keeping:
+    """Keeps nodes at the wanted number.
+
+    Attributes:
+        nodes: what they run on.
+        node_set: decides which to start and to end.
+        wanted: says how many there should be at a time.
+        clock: time in seconds.
+        say: writes a line for the operator.
+        signals: how often it was told to end. The first time all nodes drain, then what they have moves.
+    """
+
+    nodes: RayNodes
+    node_set: NodeSet
+    wanted: Callable[[float], int]
+    clock: Callable[[], float]
+    say: Callable[[str], None]
+    signals: int = 0
+    _heard: int = field(default=0, init=False)
+    _refused: bool = field(default=False, init=False)
+
+    def run(self) -> bool:
+        """Return when all nodes have ended: True after a signal, False if a node's command line was refused."""
+        while True:
+            ending = self._refused or self.signals > 0
+            now = self.clock()
+            for do, number in self.node_set.decide(now, 0 if ending else self.wanted(now)):
+                self._act(do, number)
+            if self.signals > max(1, self._heard):
+                for number in self.node_set.draining():
+                    self.nodes.drain(number)
+            self._heard = self.signals
+            if ending and not self.node_set:
+                return not self._refused
+            for news in self.nodes.news(TICK_S):
+                self._note(news)
+
+    def _act(self, do: Do, number: int) -> None:
+        self.say(f"node {number}: {do.value}")
+        {Do.START: self.nodes.start, Do.DRAIN: self.nodes.drain, Do.KILL: self.nodes.kill}[do](number)
+
+    def _note(self, news: Placed | Ended) -> None:
+        match news:
+            case Placed(number, host):
+                self.node_set.placed(self.clock(), number)
+                self.say(f"node {number}: runs on {host}")
+            case Ended(number, how):
+                self.node_set.ended(self.clock(), number)
+                self.say(f"node {number}: " + (f"lost, {how}" if isinstance(how, str) else f"ended with code {how}"))
+                if how == _REFUSED and not self._refused:
+                    self._refused = True
+                    self.say("the command line of nodes is refused, see the node's own lines above; all nodes end")

@@ -1,0 +1,117 @@
+"""`vllm-omni-plugin ray up`: its arguments, and what it is made of."""
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from vllm_omni_plugin.config import OmniConfig
+from vllm_omni_plugin.integration.options.flag_table import FLAGS, seconds, whole
+from vllm_omni_plugin.ray.head_load import read_load
+from vllm_omni_plugin.ray.keeping import Keeping
+from vllm_omni_plugin.ray.node_set import NodeSet
+from vllm_omni_plugin.ray.ray_nodes import RayNodes
+from vllm_omni_plugin.ray.scaler import Scaler
+
+_PROG = "vllm-omni-plugin ray"
+_USAGE = f"{_PROG} up [options] MODEL [arguments of vllm serve]"
+_DESCRIPTION = """Run headless nodes as actors of a Ray cluster, and replace those that die, until Ctrl-C or SIGTERM,
+which drains them. Everything that is no option of this command goes to `vllm serve --headless` on each node; that needs
+the head's --omni-master-address and --omni-master-port. Start the head yourself; the order does not matter."""
+_TARGET_WAIT_S = 2.0
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the sub-command with what stands behind its name; returns the exit code.
+
+    Raises:
+        OmniError: Ray is not installed, or its cluster cannot be reached.
+    """
+    args, serve = parse(arguments)
+    given = _given(serve)
+    with RayNodes(args.address, serve, args.num_gpus, args.num_cpus) as nodes:
+        keeping = Keeping(nodes, NodeSet(given.drain_timeout), _demand(args, given.stage_id), time.monotonic, _say)
+
+        def count(*_: object) -> None:
+            keeping.signals += 1
+
+        # After ray.init, which has handlers of its own.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, count)
+        return 0 if keeping.run() else 1
+
+
+def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options of this command, and the arguments of `vllm serve` for each node. Exits with 2 on wrong usage."""
+    parser = _parser()
+    args, serve = parser.parse_known_args(arguments)
+    # Users may put them between both parts; some versions of argparse leave them in.
+    serve = [word for word in serve if word != "--"]
+    if args.max_replicas is None and (args.min_replicas, args.target_wait) != (None, None):
+        parser.error("--min-replicas and --target-wait need --max-replicas")
+    if args.max_replicas is not None and args.max_replicas < (args.min_replicas or 1):
+        parser.error(f"--max-replicas {args.max_replicas} is below --min-replicas {args.min_replicas}")
+    if args.target_wait == 0:
+        parser.error("argument --target-wait: it must be above 0")
+    if not args.url.startswith(("http://", "https://")):
+        parser.error(f"argument --url: {args.url!r} does not begin with http:// or https://")
+    if _given(serve).master_address is None:
+        parser.error("nodes need the head's --omni-master-address and --omni-master-port")
+    return args, serve if "--headless" in serve else [*serve, "--headless"]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=_PROG, usage=_USAGE, description=_DESCRIPTION, allow_abbrev=False)
+    parser.add_argument("action", choices=["up"], help=argparse.SUPPRESS)
+    number = parser.add_mutually_exclusive_group()
+    number.add_argument("--replicas", type=whole(1), default=1, metavar="N", help="nodes to run (default: 1)")
+    number.add_argument(
+        "--max-replicas", type=whole(1), metavar="N", help="run as many nodes as the wait needs, at most this many"
+    )
+    parser.add_argument("--min-replicas", type=whole(1), metavar="N", help="and at least this many (default: 1)")
+    parser.add_argument(
+        "--target-wait",
+        type=seconds,
+        metavar="SECONDS",
+        help=f"the wait for an engine above which nodes are added (default: {_TARGET_WAIT_S:g})",
+    )
+    parser.add_argument(
+        "--url",
+        default="http://127.0.0.1:8000",
+        help="a head's HTTP address, asked for the wait (default: %(default)s)",
+    )
+    parser.add_argument("--num-gpus", type=whole(0), default=1, metavar="N", help="GPUs of each node (default: 1)")
+    parser.add_argument("--num-cpus", type=whole(0), default=1, metavar="N", help="CPUs of each node (default: 1)")
+    parser.add_argument("--address", default="auto", help="the Ray cluster (default: the one of this machine)")
+    return parser
+
+
+def _given(serve: Sequence[str]) -> OmniConfig:
+    """What the arguments of `vllm serve` say that this command needs to know, too."""
+    parser = argparse.ArgumentParser(prog=_PROG, usage=_USAGE, add_help=False, allow_abbrev=False)
+    for flag in FLAGS:
+        if flag.field in ("master_address", "stage_id", "drain_timeout"):
+            default = getattr(OmniConfig, flag.field)
+            parser.add_argument(flag.name, *flag.aliases, dest=flag.field, type=flag.type or str, default=default)
+    return OmniConfig(**vars(parser.parse_known_args(serve)[0]))
+
+
+def _demand(args: argparse.Namespace, stage: int) -> Callable[[float], int]:
+    """How many nodes there should be at a time."""
+    if args.max_replicas is None:
+        return lambda now: int(args.replicas)
+    scaler = Scaler(args.min_replicas or 1, args.max_replicas, args.target_wait or _TARGET_WAIT_S)
+    return lambda now: scaler.wanted(now, read_load(args.url, stage))
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"{_PROG}: {line}\n")
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the sub-command, with its arguments as they are."""
+    parser = subparsers.add_parser("ray", help="run nodes on a Ray cluster", prefix_chars="\0", add_help=False)
+    parser.add_argument("arguments", nargs="*")
+    parser.set_defaults(run=lambda args: run(args.arguments))
