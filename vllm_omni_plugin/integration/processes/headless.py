@@ -18,6 +18,7 @@ from vllm.v1.executor import Executor
 
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.errors import ConfigError, OmniError
+from vllm_omni_plugin.integration.checks.head_checks import refuse_unlike_head
 from vllm_omni_plugin.integration.fleet_setup.pipeline_command import pipeline_of
 from vllm_omni_plugin.integration.options.carried_options import without_options
 from vllm_omni_plugin.integration.options.listening import (
@@ -54,7 +55,7 @@ the id of every process it starts."""
 
 
 @dataclass(frozen=True)
-class _Node:
+class NodePlan:
     """What a node runs.
 
     Attributes:
@@ -81,14 +82,9 @@ def serve_replicas(args: argparse.Namespace, options: OmniConfig, launcher_for: 
         options: ours among them.
         launcher_for: see `LauncherFor`; not for a Python stage.
     """
-    pipeline = pipeline_of(options)
-    stage = None if pipeline is None else pipeline.stages[options.stage_id]
     spawn_only()
     use_socket_folder()
-    if stage is None or stage.is_vllm:
-        node = _vllm_node(args, options, launcher_for)
-    else:
-        node = _Node(partial(PythonStageLauncher, stage), python_fingerprint(stage), options.dp_size_local)
+    node = plan_node(args, options, launcher_for)
     with Reaper() as reaper, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
             runner.run(_serve(options, node, node.make_launcher(reaper.watch)))
@@ -98,7 +94,12 @@ def serve_replicas(args: argparse.Namespace, options: OmniConfig, launcher_for: 
     return _EXIT_OK
 
 
-def _vllm_node(args: argparse.Namespace, options: OmniConfig, launcher_for: LauncherFor) -> _Node:
+def plan_node(args: argparse.Namespace, options: OmniConfig, launcher_for: LauncherFor = engine_launcher) -> NodePlan:
+    """What a command line asks for; starts nothing. The arguments are those of `serve_replicas`."""
+    pipeline = pipeline_of(options)
+    stage = None if pipeline is None else pipeline.stages[options.stage_id]
+    if stage is not None and not stage.is_vllm:
+        return NodePlan(partial(PythonStageLauncher, stage), python_fingerprint(stage), options.dp_size_local)
     if args.reasoning_parser_plugin:
         ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
     engine_args = AsyncEngineArgs.from_cli_args(args)
@@ -108,15 +109,18 @@ def _vllm_node(args: argparse.Namespace, options: OmniConfig, launcher_for: Laun
     replicas = options.dp_size_local * ranks
     share_cores([engine_config], replicas)
     make_launcher = partial(launcher_for, without_options(engine_config), not engine_args.disable_log_stats)
-    return _Node(make_launcher, fingerprint(vllm_config, options.stage_id), replicas)
+    return NodePlan(make_launcher, fingerprint(vllm_config, options.stage_id), replicas)
 
 
-async def _serve(options: OmniConfig, node: _Node, launcher: Launcher) -> None:
+async def _serve(options: OmniConfig, node: NodePlan, launcher: Launcher) -> None:
     address = await _find_own_address(options)
     options = secured(options, address, headless=True)
     warn_of_exposure(options, address)
-    coordinator = await asyncio.get_running_loop().run_in_executor(None, coordinator_address, options)
+    loop = asyncio.get_running_loop()
+    coordinator = await loop.run_in_executor(None, coordinator_address, options)
     settings = server_settings(options, address, coordinator, options.stage_id, node.fingerprint)
+    # Before anything is loaded, which may take minutes.
+    await loop.run_in_executor(None, refuse_unlike_head, settings)
     # Two blocking steps per replica may run at once: the old engine's end and the new one's start.
     with ThreadPoolExecutor(2 * node.replicas, thread_name_prefix="omni-engine") as executor:
         servers = [ReplicaServer(settings, launcher, index, EngineApi(), executor) for index in range(node.replicas)]

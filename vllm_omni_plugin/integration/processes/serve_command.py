@@ -25,8 +25,13 @@ def take_over_command() -> None:
 
     @wraps(own_validate)
     def validate(args: argparse.Namespace) -> None:
-        parse_or_exit(args)
+        options = parse_or_exit(args)
         own_validate(args)
+        if options is not None:
+            from vllm_omni_plugin.integration.checks.start_checks import check_or_exit
+            from vllm_omni_plugin.integration.fleet_setup.pipeline_command import local_engines
+
+            check_or_exit(args, options, local_engines(options, bool(args.headless)))
 
     serve.run_headless = _with_our_flags(serve.run_headless, _run_headless)
     serve.run_multi_api_server = _with_our_flags(serve.run_multi_api_server, _run_api_servers)

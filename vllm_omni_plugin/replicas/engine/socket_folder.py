@@ -23,7 +23,7 @@ _ATTEMPTS = 3
 
 def new_ipc_address() -> str:
     """A fresh ipc address where vLLM puts its own."""
-    return f"ipc://{_base()}/{uuid4()}"
+    return f"ipc://{socket_base()}/{uuid4()}"
 
 
 @cache
@@ -32,7 +32,7 @@ def use_socket_folder() -> None:
 
     It is removed when this process ends in order. Not used where that would make paths too long for sockets.
     """
-    base = _base()
+    base = socket_base()
     sweep(base)
     if len(base) > _LONGEST_BASE:
         return
@@ -59,7 +59,8 @@ def sweep(base: str) -> None:
                 os.close(lock)
 
 
-def _base() -> str:
+def socket_base() -> str:
+    """The folder in which sockets lie, as vLLM chooses it."""
     return os.environ.get(_BASE_PATH) or tempfile.gettempdir()
 
 
