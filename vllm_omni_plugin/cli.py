@@ -1,4 +1,4 @@
-"""The command `vllm-omni-plugin`: operate a running fleet, check a pipeline's file, or start simulated replicas.
+"""The command `vllm-omni-plugin`: operate a running fleet, check a pipeline or a machine, start simulated replicas.
 
 Operating needs only the standard library, so that a look at the fleet takes no longer than the answer.
 """
@@ -58,6 +58,7 @@ def _parser(simulate: bool) -> argparse.ArgumentParser:
     _add_top(commands)
     _add_explain(commands)
     _add_pipeline(commands)
+    _add_doctor(commands)
     if simulate:
         from vllm_omni_plugin.sim.sim_command import add_parser
 
@@ -119,6 +120,18 @@ def _add_pipeline(commands: Any) -> None:
     check.set_defaults(run=_check_pipeline)
     check.add_argument("file", metavar="FILE", help="the YAML file of stages")
     check.add_argument("--mermaid", action="store_true", help="print the graph as a Mermaid flow chart instead")
+
+
+def _add_doctor(commands: Any) -> None:
+    # With no prefix character nothing looks like an option, `--help` included: the command reads its arguments itself.
+    doctor = commands.add_parser(
+        "doctor",
+        help="check this machine, and a node's command line against its head",
+        prefix_chars="\0",
+        add_help=False,
+    )
+    doctor.set_defaults(run=_doctor)
+    doctor.add_argument("arguments", nargs="*")
 
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
@@ -211,6 +224,12 @@ def _check_pipeline(args: argparse.Namespace) -> int:
 
     sys.stdout.write(_table(summary(load_pipeline(args.file, STAGE_CHECKS))))
     return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from vllm_omni_plugin.integration.doctor import run_doctor
+
+    return run_doctor(args.arguments)
 
 
 def _http_url(text: str) -> str:
