@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Set
 from importlib.metadata import distributions, entry_points
 
 from vllm_omni_plugin.integration.checks.finding import Finding, Level
-from vllm_omni_plugin.replicas.engine.socket_folder import socket_base
-from vllm_omni_plugin.vllm_api.launch.tiles import cpu_features, why_no_tiles
+from vllm_omni_plugin.vllm_api.launch.tiles import ask_for_tiles, cpu_features
 from vllm_omni_plugin.vllm_api.versions.supported import installed_version, why_unsupported
 
 _GROUP = "vllm.general_plugins"
@@ -20,9 +19,9 @@ _CLASHES = {
 """By distribution: what goes wrong beside it, and what to do."""
 
 
-def version_finding(version: str | None = None) -> Finding:
-    """Whether the installed vLLM, or one of another version, is supported."""
-    version = installed_version() if version is None else version
+def version_finding() -> Finding:
+    """Whether the installed vLLM is supported."""
+    version = installed_version()
     reason = why_unsupported(version)
     if reason is not None:
         return Finding(Level.ERROR, f"vLLM: {reason}: install one of those, or another version of the plugin")
@@ -34,8 +33,7 @@ def machine_findings() -> Iterator[Finding]:
     installed = {plugin.name: plugin.value for plugin in entry_points(group=_GROUP)}
     yield plugin_finding(installed, os.environ.get("VLLM_PLUGINS"))
     yield from clash_findings({str(found.metadata["Name"]) for found in distributions()})
-    yield processor_finding(platform.machine(), cpu_features(), installed_version(), why_no_tiles())
-    yield _sockets()
+    yield processor_finding(platform.machine(), cpu_features(), installed_version(), ask_for_tiles())
 
 
 def plugin_finding(installed: Mapping[str, str], allowed: str | None) -> Finding:
@@ -71,7 +69,7 @@ def processor_finding(machine: str, features: Set[str], version: str, tile_troub
         machine: the processor's family.
         features: what it can do, by Linux's names.
         version: of vLLM.
-        tile_trouble: see `why_no_tiles`.
+        tile_trouble: see `ask_for_tiles`.
     """
     of_use = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_tile") if name in features]
     told = f"processor: {machine} {' '.join(of_use)}".rstrip()
@@ -82,12 +80,3 @@ def processor_finding(machine: str, features: Set[str], version: str, tile_troub
     if tile_trouble:
         return Finding(Level.WARNING, f"{told}: {tile_trouble}")
     return Finding(Level.OK, told)
-
-
-def _sockets() -> Finding:
-    folder = socket_base()
-    if os.access(folder, os.W_OK | os.X_OK):
-        return Finding(Level.OK, f"sockets: in {folder}")
-    return Finding(
-        Level.ERROR, f"sockets: no file can be made in {folder}: name another folder in TMPDIR or VLLM_RPC_BASE_PATH"
-    )

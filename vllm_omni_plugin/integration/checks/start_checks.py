@@ -10,7 +10,7 @@ from vllm_omni_plugin.integration.checks.finding import Finding, Level
 from vllm_omni_plugin.integration.options.carried_options import exit_with
 from vllm_omni_plugin.integration.options.listening import bind_address
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.replicas.links.replica_ports import PORTS_OF_A_REPLICA, PortRange, close_all, listen_on_many
+from vllm_omni_plugin.replicas.links.replica_ports import REPLICA_PORTS, PortRange, close_all, listen_on_many
 from vllm_omni_plugin.replicas.server.descriptor_limits import check_limits
 
 logger = init_logger(__name__)
@@ -80,7 +80,7 @@ def _ports(options: OmniConfig, replicas: int) -> Iterator[Finding]:
     except ConfigError:
         # The head's name may come with the head, and only then is it known where to listen.
         return
-    needed = PORTS_OF_A_REPLICA * replicas
+    needed = REPLICA_PORTS * replicas
     try:
         close_all(listen_on_many(address, PortRange.parse(options.replica_ports), needed))
     except ConfigError as error:

@@ -23,7 +23,7 @@ _ATTEMPTS = 3
 
 def new_ipc_address() -> str:
     """A fresh ipc address where vLLM puts its own."""
-    return f"ipc://{socket_base()}/{uuid4()}"
+    return f"ipc://{_base()}/{uuid4()}"
 
 
 @cache
@@ -32,7 +32,7 @@ def use_socket_folder() -> None:
 
     It is removed when this process ends in order. Not used where that would make paths too long for sockets.
     """
-    base = socket_base()
+    base = _base()
     sweep(base)
     if len(base) > _LONGEST_BASE:
         return
@@ -59,8 +59,7 @@ def sweep(base: str) -> None:
                 os.close(lock)
 
 
-def socket_base() -> str:
-    """The folder in which sockets lie, as vLLM chooses it."""
+def _base() -> str:
     return os.environ.get(_BASE_PATH) or tempfile.gettempdir()
 
 

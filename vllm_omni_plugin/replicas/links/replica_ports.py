@@ -15,7 +15,7 @@ from vllm_omni_plugin.errors import ConfigError
 ADDRESS_FLAG = "--omni-replica-address"
 PORTS_FLAG = "--omni-replica-ports"
 
-PORTS_OF_A_REPLICA = 3
+REPLICA_PORTS = 3
 """Where heads attach, and the inputs and outputs of the first of them."""
 
 _BACKLOG = 128

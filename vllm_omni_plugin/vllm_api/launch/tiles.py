@@ -27,8 +27,10 @@ def ask_for_tiles(
     cpu_info: Path = CPU_INFO,
     machine: str = platform.machine(),
     system_call: Callable[..., int] | None = None,
-) -> None:
+) -> str:
     """Ask for the tile registers where there are some, for this whole process. Idempotent.
+
+    Returns what is logged if they are refused, "" otherwise.
 
     An exec ends the permission, so every process must ask by itself.
 
@@ -37,23 +39,15 @@ def ask_for_tiles(
         machine: the processor's family; the number of the system call is that of x86-64.
         system_call: makes one; libc's if None.
     """
-    if refusal := why_no_tiles(cpu_info, machine, system_call):
-        logger.warning("%s", refusal)
-
-
-def why_no_tiles(
-    cpu_info: Path = CPU_INFO,
-    machine: str = platform.machine(),
-    system_call: Callable[..., int] | None = None,
-) -> str:
-    """Ask as `ask_for_tiles` does; returns why they are refused and what to do, "" if they are not, or not there."""
     if machine != "x86_64" or _TILES not in cpu_features(cpu_info):
         return ""
     libc = ctypes.CDLL(None, use_errno=True)
     if (system_call or libc.syscall)(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XTILEDATA) == 0:
         return ""
     reason = os.strerror(ctypes.get_errno())
-    return f"The system refuses the processor's tile registers (AMX): {reason}. Use --dtype float32."
+    refusal = f"The system refuses the processor's tile registers (AMX): {reason}. Use --dtype float32."
+    logger.warning("%s", refusal)
+    return refusal
 
 
 def cpu_features(cpu_info: Path = CPU_INFO) -> frozenset[str]:
