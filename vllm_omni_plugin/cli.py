@@ -1,4 +1,4 @@
-"""The command `vllm-omni-plugin`: operate a running fleet, check a pipeline's file, start nodes on Ray or simulated.
+"""The command `vllm-omni-plugin`: operate a fleet, check a pipeline or a machine, start nodes on Ray or simulated ones.
 
 Operating needs only the standard library, so that a look at the fleet takes no longer than the answer.
 """
@@ -60,6 +60,7 @@ def _parser(command: Sequence[str]) -> argparse.ArgumentParser:
     _add_top(commands)
     _add_explain(commands)
     _add_pipeline(commands)
+    _add_doctor(commands)
     # Those that import more than an answer takes do so only when they are asked for.
     if command == ["sim"]:
         from vllm_omni_plugin.sim.sim_command import add_parser
@@ -128,6 +129,18 @@ def _add_pipeline(commands: Any) -> None:
     check.set_defaults(run=_check_pipeline)
     check.add_argument("file", metavar="FILE", help="the YAML file of stages")
     check.add_argument("--mermaid", action="store_true", help="print the graph as a Mermaid flow chart instead")
+
+
+def _add_doctor(commands: Any) -> None:
+    # With no prefix character nothing looks like an option, `--help` included: the command reads its arguments itself.
+    doctor = commands.add_parser(
+        "doctor",
+        help="check this machine, and a node's command line against its head",
+        prefix_chars="\0",
+        add_help=False,
+    )
+    doctor.set_defaults(run=_doctor)
+    doctor.add_argument("arguments", nargs="*")
 
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
@@ -226,6 +239,12 @@ def _check_pipeline(args: argparse.Namespace) -> int:
 
     sys.stdout.write(table(summary(load_pipeline(args.file, STAGE_CHECKS))))
     return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from vllm_omni_plugin.integration.doctor import run_doctor
+
+    return run_doctor(args.arguments)
 
 
 def _http_url(text: str) -> str:

@@ -288,7 +288,7 @@ def test_wrong_usage_exits_with_2(capsys: pytest.CaptureFixture[str], arguments:
 def test_the_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
-    assert {"replicas", "explain", "pipeline", "sim"} <= set(capsys.readouterr().out.split())
+    assert {"replicas", "explain", "pipeline", "doctor", "sim"} <= set(capsys.readouterr().out.split())
 
 
 def test_operating_a_fleet_loads_neither_vllm_nor_torch_nor_a_web_framework() -> None:

@@ -39,7 +39,7 @@ class Supervised:
         self.plans: Sequence[StagePlan] = ()
         self.sockets = 0
 
-    def open_fleet(self, options: OmniConfig, _resources: ExitStack) -> OmniConfig:
+    def open_fleet(self, options: OmniConfig, _plans: Sequence[StagePlan], _resources: ExitStack) -> OmniConfig:
         return options
 
     def plan(self, *arguments: Any) -> Sequence[StagePlan]:

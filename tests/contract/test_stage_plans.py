@@ -8,11 +8,14 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.executor import Executor
 
 from tests.engine.experts import MIXTRAL
+from vllm_omni_plugin.coordinator import Facts, HeadAnswer
 from vllm_omni_plugin.errors import ConfigError
+from vllm_omni_plugin.integration.checks.head_checks import head_findings
 from vllm_omni_plugin.integration.fleet_setup.pipeline_command import local_engines
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import StagePlan, stage_plans
 from vllm_omni_plugin.integration.options.carried_options import carry_options, options_of, without_options
 from vllm_omni_plugin.integration.options.compatibility import prepare_engine_args
+from vllm_omni_plugin.integration.processes.headless import plan_node
 from vllm_omni_plugin.replicas.engine.engine_start import SharingProcess
 from vllm_omni_plugin.vllm_api.launch.model_fingerprint import fingerprint
 
@@ -62,6 +65,17 @@ def test_without_a_pipeline_there_is_one_plan_from_the_flags(tmp_path: Path) -> 
     assert (plan.stage, plan.replicas, plan.policy, plan.policy_config) == (None, 2, "session", None)
     assert plan.fingerprint == fingerprint(plan.vllm_config, 0)
     assert plan.api.vocabulary == plan.vllm_config.model_config.get_vocab_size() > 0
+
+
+def test_a_node_of_each_stage_is_as_the_head_tells_of_it(tmp_path: Path) -> None:
+    line = f"--omni-pipeline {write_pipeline(tmp_path, third=VOCODER)} {ENGINE} {JOIN}"
+    plans = plans_of(line)
+    for plan in plans:
+        node = plan_node(*read(f"{line} --headless --omni-stage-id {plan.stage_id}"))
+        facts = Facts(0.0, [each.stage_id for each in plans], dict(plan.fingerprint))
+        assert {finding.level for finding in head_findings(HeadAnswer(facts), plan.stage_id, node.fingerprint)} == {
+            "ok"
+        }
 
 
 def test_every_rank_of_a_replica_is_planned_for(tmp_path: Path) -> None:

@@ -32,6 +32,12 @@ def fleet_with(arguments: str, flag: str, reason: str, **environment: str) -> Ca
     return Case(f"--omni-dp-size-local 2 {arguments}", flag, reason, tuple(environment.items()))
 
 
+ONE_PORT = free_port()
+TOO_FEW_PORTS = Case(
+    f"--headless -oma 127.0.0.1 -omp 1 --omni-replica-ports {ONE_PORT}-{ONE_PORT}",
+    "--omni-replica-ports",
+    "3 are needed",
+)
 LEAST_TOKENS = "--omni-lb-policy least-tokens --omni-lb-config"
 OWN_FLAGS = (
     Case("--omni-lb-policy roundrobin", "--omni-lb-policy", "unknown load balancing policy 'roundrobin'"),
@@ -188,6 +194,7 @@ def test_what_can_be_honoured_is_not_refused(answers: Any, name: str) -> None:
         pytest.param(OWN_FLAGS[0], id="unknown policy", marks=pytest.mark.long),
         pytest.param(TOGETHER[3], id="data parallel", marks=pytest.mark.long),
         pytest.param(TOGETHER[10], id="API servers", marks=pytest.mark.long),
+        pytest.param(TOO_FEW_PORTS, id="ports", marks=pytest.mark.long),
     ],
 )
 def test_the_command_ends_before_any_engine_starts(tiny_model: Path, case: Case) -> None:

@@ -1,10 +1,12 @@
 """Nodes that may not join, or cannot: both ends say why, and nobody else notices.
 
-The head and its node are real; those that are turned away have simulated engines behind the same server, which start in
-seconds.
+The head and its node are real; most of those that are turned away have simulated engines behind the same server, which
+start in seconds.
 """
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,12 +19,22 @@ from vllm_omni_plugin.curve import Secrets
 from .load import Load
 from .lora import make_lora
 from .nodes import Node, NodeFleet
-from .server import START_S, until, write_secret
+from .server import START_S, serve_command, serve_environment, until, write_secret
 
 NEVER = "tcp://127.0.0.1:9"
 """The discard port of this machine, where nobody listens."""
 
+SERVE = tuple(serve_command(Path())[:2])
+OTHER_LENGTH = "max model length: head has 1024, replica 512"
+
 StartSim = Callable[..., Node]
+
+
+def error_of(node: Node) -> str:
+    """The one line with which a node ends."""
+    assert node.process.wait(START_S) == 1
+    (line,) = [line for line in node.log.read_text().splitlines() if line.startswith("vllm serve: error: ")]
+    return line
 
 
 @pytest.fixture
@@ -39,8 +51,8 @@ def start_sim(served: NodeFleet) -> Iterator[StartSim]:
     """Starts simulated nodes that end with the test."""
     started: list[Node] = []
 
-    def start(*flags: str, model: Path | None = None, join: tuple[str, ...] | None = None) -> Node:
-        started.append(served.start_sim(*flags, model=model, join=join))
+    def start(*flags: str, join: tuple[str, ...] | None = None, program: tuple[str, ...] | None = None) -> Node:
+        started.append(served.start_sim(*flags, join=join, program=program))
         return started[-1]
 
     yield start
@@ -49,18 +61,32 @@ def start_sim(served: NodeFleet) -> Iterator[StartSim]:
 
 
 @pytest.mark.parametrize(
-    ("flags", "field"),
+    ("program", "flags", "why"),
     [
-        (("--max-model-len", "512"), "max model length: head has 1024, replica 512"),
-        pytest.param(("--omni-stage-id", "1"), "stage", marks=pytest.mark.long),
+        (SERVE, ("--headless", "--max-model-len", "512"), OTHER_LENGTH),
+        pytest.param(None, ("--omni-stage-id", "1"), "stage: the head has 0, replica 1", marks=pytest.mark.long),
     ],
 )
-def test_another_configuration_is_refused_with_both_values_at_both_ends(
-    served: NodeFleet, start_sim: StartSim, flags: tuple[str, ...], field: str
+def test_a_node_of_another_configuration_ends_before_it_starts_an_engine(
+    start_sim: StartSim, program: tuple[str, ...] | None, flags: tuple[str, ...], why: str
 ) -> None:
-    node = start_sim(*flags)
-    until(lambda: node.says(field), "the node says why", START_S)
-    until(lambda: field in served.head.log.read_text(), "the head says why")
+    node = start_sim(*flags, program=program)
+    assert why in error_of(node)
+    assert not node.says("EngineCore")
+
+
+def test_doctor_says_the_same_without_a_start(served: NodeFleet, tiny_model: Path) -> None:
+    doctor = str(Path(sys.executable).with_name("vllm-omni-plugin"))
+    against = ("--against", "{}:{}".format(*served.master), "--omni-secret-file", str(served.secret))
+    flags = (*serve_command(tiny_model)[2:], *against, "--enable-lora", "--headless", "--max-model-len", "512")
+    done = subprocess.run(
+        [doctor, "doctor", *flags], env=serve_environment(), capture_output=True, text=True, timeout=START_S
+    )
+    errors = [line for line in done.stdout.splitlines() if line.startswith("error ")]
+    assert done.returncode == 1, done.stderr
+    assert len(errors) == 1
+    assert OTHER_LENGTH in errors[0]
+    assert "head: it answers" in done.stdout
 
 
 @pytest.mark.long
@@ -85,8 +111,11 @@ def test_a_node_with_other_files_of_an_adapter_joins_when_nobody_can_ask_for_it_
 @pytest.mark.long
 def test_another_secret_is_refused_and_both_ends_say_so(served: NodeFleet, start_sim: StartSim, tmp_path: Path) -> None:
     wrong = write_secret(tmp_path / "wrong")
-    node = start_sim(join=(*served.join[:-1], str(wrong)))
-    until(lambda: node.says("refused secret") and node.says("--omni-secret-file"), "the node says why", START_S)
+    node = start_sim("--headless", join=(*served.join[:-1], str(wrong)), program=SERVE)
+    why = error_of(node)
+    assert "refused secret" in why
+    assert "--omni-secret-file" in why
+    assert not node.says("EngineCore")
     until(lambda: "Refused " in served.head.log.read_text(), "the head's coordinator says whom it refused")
 
 
@@ -94,18 +123,14 @@ def test_another_secret_is_refused_and_both_ends_say_so(served: NodeFleet, start
 def test_a_node_without_a_head_ends_with_one_clear_line(start_sim: StartSim) -> None:
     port = str(free_port())
     node = start_sim("--omni-join-timeout", "1", join=("-oma", "127.0.0.1", "-omp", port))
-    assert node.process.wait(START_S) == 1
-    (line,) = [line for line in node.log.read_text().splitlines() if line.startswith("vllm serve: error: ")]
-    assert f"no head answered at tcp://127.0.0.1:{port} within 1 s" in line
+    assert f"no head answered at tcp://127.0.0.1:{port} within 1 s" in error_of(node)
 
 
 @pytest.mark.long
 def test_an_exhausted_port_range_ends_the_node_with_the_flags_name(start_sim: StartSim) -> None:
     first = free_port()
     node = start_sim("--omni-replica-ports", f"{first}-{first}")
-    assert node.process.wait(START_S) == 1
-    (line,) = [line for line in node.log.read_text().splitlines() if line.startswith("vllm serve: error: ")]
-    assert "--omni-replica-ports" in line
+    assert "--omni-replica-ports" in error_of(node)
 
 
 def test_a_replica_that_cannot_be_reached_is_named_and_forgotten(served: NodeFleet) -> None:

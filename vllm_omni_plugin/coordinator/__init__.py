@@ -2,6 +2,7 @@
 
 from vllm_omni_plugin.coordinator.client.announcing_client import OmniCoordClientForStage
 from vllm_omni_plugin.coordinator.client.head_client import OmniCoordClientForHead
+from vllm_omni_plugin.coordinator.client.head_question import HeadAnswer, ask_head
 from vllm_omni_plugin.coordinator.client.head_session import SessionEvent
 from vllm_omni_plugin.coordinator.client.hub_client import OmniCoordClientForHub
 from vllm_omni_plugin.coordinator.process.runtime import OmniCoordinatorRuntime
@@ -17,6 +18,7 @@ from vllm_omni_plugin.coordinator.protocol.control_messages import (
     encode_replica_list,
 )
 from vllm_omni_plugin.coordinator.protocol.head_messages import (
+    Facts,
     HeadLeft,
     PeerWork,
     ReplicaWork,
@@ -30,6 +32,8 @@ from vllm_omni_plugin.coordinator.state.membership_table import Change, ChangeKi
 __all__ = [
     "Change",
     "ChangeKind",
+    "Facts",
+    "HeadAnswer",
     "HeadLeft",
     "Liveness",
     "Member",
@@ -49,6 +53,7 @@ __all__ = [
     "SessionEvent",
     "SessionLost",
     "Welcome",
+    "ask_head",
     "decode_event",
     "decode_replica_list",
     "encode_event",

@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from vllm_omni_plugin.config import OmniConfig
-from vllm_omni_plugin.integration.options.flag_table import FLAGS, seconds, whole
+from vllm_omni_plugin.config import FLAGS, OmniConfig, seconds, whole
 from vllm_omni_plugin.ray.head_load import read_load
 from vllm_omni_plugin.ray.keeping import Keeping
 from vllm_omni_plugin.ray.node_set import NodeSet

@@ -40,6 +40,7 @@ class CoordinatorLink:
 
     Attributes:
         connected: Whether the handshake of the current connection succeeded.
+        refused: Whether a handshake has failed with each of the secrets.
         invalid_frames: How much of what the coordinator sent was no valid frame or message, and was dropped.
     """
 
@@ -57,7 +58,7 @@ class CoordinatorLink:
         self._failures = 0
         self._reopen_at: float | None = None
         self._trouble: str | None = None
-        self.connected = False
+        self.connected = self.refused = False
         self.invalid_frames = 0
         self._context: Context = zmq.Context()
         try:
@@ -156,6 +157,7 @@ class CoordinatorLink:
         tried_all = self._failures % (self._secrets.count if self._secrets else 1) == 0
         self._reopen_at = time.monotonic() + (RECONNECT_MAX_MS / 1000 if tried_all else 0.0)
         if tried_all:
+            self.refused = True
             why = why_refused(event, value, self._secrets)
             self._set_state(False, f"cannot join the coordinator at {self._address}: {why}")
 

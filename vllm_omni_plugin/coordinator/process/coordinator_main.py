@@ -1,4 +1,4 @@
-"""Entry of the coordinator's own process: ``python -m`` with this module and its arguments as JSON."""
+"""Entry of the coordinator's own process: ``python -m`` with this module, and its arguments on standard input."""
 
 import contextlib
 import ctypes
@@ -26,7 +26,7 @@ def main() -> int:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     _die_with_parent()
     _allow_many_connections()
-    arguments = msgspec.json.decode(sys.argv[1], type=ChildArguments)
+    arguments = msgspec.json.decode(sys.stdin.buffer.readline(), type=ChildArguments)
     try:
         coordinator = OmniCoordinator(
             arguments.router_zmq_addr,
@@ -35,6 +35,7 @@ def main() -> int:
             settle_time=arguments.settle_time,
             first_numbers=arguments.first_numbers,
             secrets=Secrets.from_file(arguments.secret_file) if arguments.secret_file else None,
+            fingerprints=arguments.fingerprints,
         )
     except ConfigError as error:
         _answer(str(error))

@@ -4,6 +4,7 @@ import os
 import select
 import subprocess
 import sys
+from contextlib import suppress
 
 import msgspec
 
@@ -22,9 +23,9 @@ Answer = tuple[str, str] | str
 
 
 class ChildArguments(msgspec.Struct, frozen=True):
-    """What the child is told to do, as one JSON argument; the fields are those of `OmniCoordinator`, times in seconds.
+    """What the child is told to do; the fields are those of `OmniCoordinator`, times in seconds.
 
-    Everybody may read the arguments of a process, so they name the file of the secrets instead of holding them.
+    It is one line of JSON on standard input, since everybody may read the arguments of a process.
     """
 
     router_zmq_addr: str
@@ -34,6 +35,7 @@ class ChildArguments(msgspec.Struct, frozen=True):
     settle_time: float = 0.0
     secret_file: str | None = None
     first_numbers: dict[int, int] = {}
+    fingerprints: dict[int, dict[str, str]] = {}
 
 
 class CoordinatorProcess:
@@ -44,7 +46,7 @@ class CoordinatorProcess:
     """
 
     def __init__(self, arguments: ChildArguments) -> None:
-        command = [sys.executable, "-m", _CHILD_MODULE, msgspec.json.encode(arguments).decode()]
+        command = [sys.executable, "-m", _CHILD_MODULE]
         # An own session: Ctrl-C is for the parent, which needs the coordinator until it has shut down in order.
         self._popen: subprocess.Popen[bytes] = subprocess.Popen(
             command,
@@ -59,6 +61,9 @@ class CoordinatorProcess:
         assert self._popen.stdout is not None
         self._stdin = self._popen.stdin
         self._stdout = self._popen.stdout
+        # Should it have ended already, `wait_ready` says so.
+        with suppress(BrokenPipeError):
+            self._stdin.write(msgspec.json.encode(arguments) + b"\n")
         self._poll = select.poll()
         self._poll.register(self._stdout, select.POLLIN)
         self.pid = self._popen.pid

@@ -40,6 +40,7 @@ class OmniCoordinatorRuntime:
         heartbeat_timeout: Seconds of silence after which a replica is dead.
         secret_file: Path of the secrets of the fleet; the child reads it anew whenever it is restarted.
         first_numbers: See `OmniCoordinator`.
+        fingerprints: See `OmniCoordinator`.
         answer_timeout: Seconds without a beat after which the process is killed and restarted.
 
     Attributes:
@@ -59,6 +60,7 @@ class OmniCoordinatorRuntime:
         *,
         secret_file: str | None = None,
         first_numbers: Mapping[int, int] | None = None,
+        fingerprints: Mapping[int, Mapping[str, str]] | None = None,
         answer_timeout: float = ANSWER_TIMEOUT,
     ) -> None:
         host = f"[{host}]" if ":" in host else host
@@ -74,6 +76,7 @@ class OmniCoordinatorRuntime:
             answer_timeout / BEATS_PER_TIMEOUT,
             secret_file=secret_file,
             first_numbers=dict(first_numbers or {}),
+            fingerprints={stage_id: dict(fields) for stage_id, fields in (fingerprints or {}).items()},
         )
         # Linux tells the child of the end of the thread that made it, so this thread lives as long as the runtime. It
         # has no other work, so what it runs may block.

@@ -1,4 +1,4 @@
-"""What heads and the coordinator say to each other.
+"""What heads and the coordinator say to each other, and what nodes ask it before they start.
 
 A head's frames are objects whose first key is ``type``, which no replica's announcement is. A frame to a head is a list
 of such objects; an empty one answers a beat.
@@ -190,6 +190,30 @@ class Bye(Struct, frozen=True, tag="bye"):
     """The head leaves."""
 
 
+class Question(Struct, frozen=True, tag="question"):
+    """Asked by a node before it loads a model. Needs no session; older coordinators do not answer it.
+
+    Attributes:
+        stage_id: That its replicas will serve.
+    """
+
+    stage_id: StageId
+
+
+class Facts(Struct, frozen=True, tag="facts"):
+    """The answer to a `Question`, in a frame of its own.
+
+    Attributes:
+        timestamp: Wall-clock seconds since the epoch.
+        stages: Those of the head; empty: not to be told.
+        fingerprint: What all replicas of that stage have in common; empty likewise, or if there is no such stage.
+    """
+
+    timestamp: WallSeconds
+    stages: list[StageId]
+    fingerprint: dict[str, str]
+
+
 class Welcome(Struct, frozen=True, tag="welcome"):
     """A full resync begins: these are the other heads, then the replica list and the loads of the others.
 
@@ -299,7 +323,8 @@ CallMessage = NumberedCall | CallRefused | TakeOver | CallOutcome | CallFinished
 ToHead = Welcome | Refused | FullList | ListDelta | PeerWork | HeadLeft | CallMessage
 
 _encoder = msgspec.json.Encoder()
-_from_head: msgspec.json.Decoder[FromHead] = msgspec.json.Decoder(FromHead)
+_from_head: msgspec.json.Decoder[FromHead | Question] = msgspec.json.Decoder(FromHead | Question)
+_facts: msgspec.json.Decoder[tuple[Facts]] = msgspec.json.Decoder(tuple[Facts])
 _to_head: msgspec.json.Decoder[list[ToHead]] = msgspec.json.Decoder(list[ToHead])
 _anything = msgspec.json.Decoder()
 _DEEPER, _NO_DEEPER = b"[" * 64, b"]" * 64
@@ -310,7 +335,7 @@ def is_of_head(frame: bytes) -> bool:
     return frame.startswith(_HEAD_PREFIX)
 
 
-def encode_from_head(message: FromHead) -> bytes:
+def encode_from_head(message: FromHead | Question) -> bytes:
     """Return ``message`` as one frame; raise `WireError` if the coordinator would refuse it."""
     try:
         frame = _encoder.encode(message)
@@ -320,12 +345,12 @@ def encode_from_head(message: FromHead) -> bytes:
     return frame
 
 
-def decode_from_head(frame: bytes) -> FromHead:
+def decode_from_head(frame: bytes) -> FromHead | Question:
     """Return the message in ``frame``; raise `WireError` naming the field and what is wrong with it."""
     return decode_strictly(_from_head, frame, "message of a head", MAX_HEAD_FRAME_BYTES)
 
 
-def encode_to_head(message: ToHead) -> Raw:
+def encode_to_head(message: ToHead | Facts) -> Raw:
     """Return ``message`` as a part of any number of frames."""
     return Raw(_encoder.encode(message))
 
@@ -356,3 +381,9 @@ def frames_to_head(messages: Iterable[Raw]) -> Iterator[bytes]:
 def decode_to_head(frame: bytes) -> list[ToHead]:
     """Return the messages in ``frame``; raise `WireError` naming the field and what is wrong with it."""
     return decode_strictly(_to_head, frame, "frame to a head", MAX_FRAME_TO_HEAD_BYTES)
+
+
+def decode_facts(frame: bytes) -> Facts:
+    """Return the answer to a question in ``frame``; raise `WireError` naming the field and what is wrong with it."""
+    (facts,) = decode_strictly(_facts, frame, "answer to a question", MAX_FRAME_TO_HEAD_BYTES)
+    return facts

@@ -1,12 +1,20 @@
 """Where heads' frames come in at the coordinator, and frames to them go out."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import zmq
 
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import Socket
-from vllm_omni_plugin.coordinator.protocol.head_messages import Call, Hello, decode_from_head
+from vllm_omni_plugin.coordinator.protocol.head_messages import (
+    Call,
+    Facts,
+    Hello,
+    Question,
+    decode_from_head,
+    encode_to_head,
+    frames_to_head,
+)
 from vllm_omni_plugin.coordinator.state.head_sessions import Letter, Sessions
 from vllm_omni_plugin.coordinator.state.membership_table import TableFullError
 from vllm_omni_plugin.errors import WireError
@@ -18,20 +26,26 @@ class HeadFrames:
     Args:
         sessions: Of all heads.
         router: The coordinator's ROUTER.
+        facts: What nodes are told that ask about a stage.
     """
 
-    def __init__(self, sessions: Sessions, router: Socket) -> None:
+    def __init__(self, sessions: Sessions, router: Socket, facts: Callable[[int], Facts]) -> None:
         self._sessions = sessions
         self._router = router
+        self._facts = facts
 
     def take(self, peer: bytes, frame: bytes, now: float) -> bool:
-        """Take in a frame of a connection; return whether the connection has a session, or has one from now on.
+        """Take in a frame of a connection; return whether it may say so: most of it only in a session.
 
         Raises:
             WireError: It is no message of a head, or of one of another version.
             TableFullError: There is no place for another head.
         """
         message = decode_from_head(frame)
+        if isinstance(message, Question):
+            answer = encode_to_head(self._facts(message.stage_id))
+            self.send((peer, answered) for answered in frames_to_head([answer]))
+            return True
         try:
             letters = self._sessions.take(peer, message, now)
         except (TableFullError, WireError) as error:

@@ -16,7 +16,7 @@ from vllm_omni_plugin.coordinator.protocol.control_messages import (
     encode_replica_list,
 )
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import MAX_TOPICS_PER_PEER, Socket, poll_ms
-from vllm_omni_plugin.coordinator.protocol.head_messages import is_of_head
+from vllm_omni_plugin.coordinator.protocol.head_messages import Facts, is_of_head
 from vllm_omni_plugin.coordinator.protocol.wakeup import Wakeup
 from vllm_omni_plugin.coordinator.server.coordinator_ports import Ports
 from vllm_omni_plugin.coordinator.server.drops import DropLog, DropReason, peer_of
@@ -57,6 +57,7 @@ class OmniCoordinator:
         settle_time: float = 0.0,
         first_numbers: Mapping[int, int] | None = None,
         secrets: Secrets | None = None,
+        fingerprints: Mapping[int, Mapping[str, str]] | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -71,6 +72,8 @@ class OmniCoordinator:
             first_numbers: By stage, the lowest number that a replica gets. Those below are the head's own engines,
                 which it does not register.
             secrets: Who does not hold one of them cannot connect; None admits everybody, unencrypted.
+            fingerprints: By stage, what all its replicas have in common. Told to nodes that ask, but to nobody without
+                secrets.
             clock: Monotonic seconds.
             wall_clock: Seconds since the epoch.
 
@@ -98,7 +101,8 @@ class OmniCoordinator:
         self._ports = Ports(router_zmq_addr, pub_zmq_addr, secrets)
         self._router = self._ports.router
         self._pub = self._ports.pub
-        self._heads = HeadFrames(self._sessions, self._router)
+        self._fingerprints = {} if secrets is None else dict(fingerprints or {})
+        self._heads = HeadFrames(self._sessions, self._router, self._facts)
         # How many each connection subscribed to, by its descriptor. That is used again for the next one, so each count
         # belongs to an admission, too, which the gate gives every connection anew.
         self._topics: dict[int, tuple[str, int]] = {}
@@ -269,6 +273,10 @@ class OmniCoordinator:
             # The head shall not wait for a change to have its first list.
             self._delta_schedule.request(now)
         return self._heads.take(peer, frame, now)
+
+    def _facts(self, stage_id: int) -> Facts:
+        fingerprint = dict(self._fingerprints.get(stage_id, {}))
+        return Facts(self._wall_clock(), sorted(self._fingerprints), fingerprint)
 
     def _take_subscriptions(self) -> None:
         for _ in range(BATCH_FRAMES):

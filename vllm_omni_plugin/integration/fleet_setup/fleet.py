@@ -152,6 +152,7 @@ class Fleet:
             options.heartbeat_timeout,
             secret_file=options.secret_file,
             first_numbers={plan.stage_id: plan.replicas for plan in self._plans},
+            fingerprints={plan.stage_id: plan.fingerprint for plan in self._plans},
         )
         say_how_to_join(options, address)
         return coordinator

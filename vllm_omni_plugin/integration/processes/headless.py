@@ -16,6 +16,7 @@ from vllm.v1.executor import Executor as VllmExecutor
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError, OmniError
+from vllm_omni_plugin.integration.checks.head_checks import refuse_unlike_head
 from vllm_omni_plugin.integration.fleet_setup.pipeline_command import pipeline_of
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import StagePlan, engine_launcher, model_plan, python_plan
 from vllm_omni_plugin.integration.options.listening import bind_address, coordinator_address, secured, warn_of_exposure
@@ -51,7 +52,7 @@ def serve_replicas(
     """
     spawn_only()
     use_socket_folder()
-    plan = _plan(args, options, launcher)
+    plan = plan_node(args, options, launcher)
     with Reaper() as reaper, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
             runner.run(_serve(options, plan, reaper))
@@ -81,24 +82,31 @@ def replica_servers(
     """
     servers: list[ReplicaServer] = []
     for plan in plans:
-        settings = ServerSettings(
-            host=address,
-            ports=None if options.replica_ports is None else PortRange.parse(options.replica_ports),
-            coordinator_addr=coordinator,
-            stage_id=plan.stage_id,
-            heartbeat_interval=options.heartbeat_interval,
-            heartbeat_timeout=options.heartbeat_timeout,
-            drain_timeout=options.drain_timeout,
-            secrets=Secrets.from_file(options.secret_file) if options.secret_file else None,
-            fingerprint=plan.fingerprint,
-            max_message_bytes=options.max_message_bytes,
-        )
+        settings = _server_settings(plan, options, address, coordinator)
         launcher = plan.launcher_for(on_spawn, report_cache=True, for_others=True)
         servers += [ReplicaServer(settings, launcher, index, plan.api, executor) for index in range(plan.replicas)]
     return servers
 
 
-def _plan(args: argparse.Namespace, options: OmniConfig, launcher: Callable[..., Launcher]) -> StagePlan:
+def _server_settings(plan: StagePlan, options: OmniConfig, address: str, coordinator: str) -> ServerSettings:
+    return ServerSettings(
+        host=address,
+        ports=None if options.replica_ports is None else PortRange.parse(options.replica_ports),
+        coordinator_addr=coordinator,
+        stage_id=plan.stage_id,
+        heartbeat_interval=options.heartbeat_interval,
+        heartbeat_timeout=options.heartbeat_timeout,
+        drain_timeout=options.drain_timeout,
+        secrets=Secrets.from_file(options.secret_file) if options.secret_file else None,
+        fingerprint=plan.fingerprint,
+        max_message_bytes=options.max_message_bytes,
+    )
+
+
+def plan_node(
+    args: argparse.Namespace, options: OmniConfig, launcher: Callable[..., Launcher] = engine_launcher
+) -> StagePlan:
+    """What a command line asks for; starts nothing. The arguments are those of `serve_replicas`."""
     pipeline = pipeline_of(options)
     stage = None if pipeline is None else pipeline.stages[options.stage_id]
     if stage is not None and not stage.is_vllm:
@@ -116,7 +124,10 @@ async def _serve(options: OmniConfig, plan: StagePlan, reaper: Reaper) -> None:
     address = await _find_own_address(options)
     options = secured(options, address, headless=True)
     warn_of_exposure(options, address)
-    coordinator = await asyncio.get_running_loop().run_in_executor(None, coordinator_address, options)
+    loop = asyncio.get_running_loop()
+    coordinator = await loop.run_in_executor(None, coordinator_address, options)
+    # Before anything is loaded, which may take minutes.
+    await loop.run_in_executor(None, refuse_unlike_head, _server_settings(plan, options, address, coordinator))
     with ThreadPoolExecutor(2 * plan.replicas, thread_name_prefix="omni-engine") as executor:
         servers = replica_servers([plan], options, address, coordinator, reaper.watch, executor)
         await run_node(servers, options.join_timeout, coordinator)

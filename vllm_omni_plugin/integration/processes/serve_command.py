@@ -23,8 +23,13 @@ def take_over_command() -> None:
 
 
 def _validate(own: Any, args: argparse.Namespace) -> None:
-    parse_or_exit(args)
+    options = parse_or_exit(args)
     own(args)
+    if options is not None:
+        from vllm_omni_plugin.integration.checks.start_checks import check_or_exit
+        from vllm_omni_plugin.integration.fleet_setup.pipeline_command import local_engines
+
+        check_or_exit(args, options, local_engines(options, bool(args.headless)))
 
 
 def _run_headless(own: Any, args: argparse.Namespace) -> None:

@@ -151,7 +151,7 @@ def serve_api_servers(args: argparse.Namespace, options: OmniConfig) -> int:
         try:
             plans = () if options.join else _plans(engine_args, args.api_server_count, options)
             raise_limits(sum(plan.replicas for plan in plans), args.api_server_count)
-            home = options if options.join else _open_fleet(options, resources)
+            home = options if options.join else _open_fleet(options, plans, resources)
             reaper = resources.enter_context(Reaper())
             processes = ApiServerProcesses(
                 args.api_server_count, listen_address, listening, _joined(args, home), reaper.watch
@@ -194,7 +194,7 @@ def _plans(engine_args: Any, api_servers: int, options: OmniConfig) -> Sequence[
     return stage_plans(options, vllm_config, executor_class, not engine_args.disable_log_stats)
 
 
-def _open_fleet(options: OmniConfig, resources: ExitStack) -> OmniConfig:
+def _open_fleet(options: OmniConfig, plans: Sequence[StagePlan], resources: ExitStack) -> OmniConfig:
     """Start the coordinator; returns the options with which processes of this node find it and listen themselves."""
     if not options.is_open:
         host, port, home = _LOOPBACK, 0, replace(options, master_address=_LOOPBACK)
@@ -207,7 +207,13 @@ def _open_fleet(options: OmniConfig, resources: ExitStack) -> OmniConfig:
             home = replace(options, master_address=_LOOPBACK, replica_address=options.replica_address or get_ip())
     home = secured(home, host)
     warn_of_exposure(options, host)
-    coordinator = OmniCoordinatorRuntime(host, port, options.heartbeat_timeout, secret_file=home.secret_file)
+    coordinator = OmniCoordinatorRuntime(
+        host,
+        port,
+        options.heartbeat_timeout,
+        secret_file=home.secret_file,
+        fingerprints={plan.stage_id: plan.fingerprint for plan in plans},
+    )
     resources.callback(coordinator.close)
     if options.is_open:
         say_how_to_join(options, host)

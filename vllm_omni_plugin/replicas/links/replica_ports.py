@@ -15,6 +15,9 @@ from vllm_omni_plugin.errors import ConfigError
 ADDRESS_FLAG = "--omni-replica-address"
 PORTS_FLAG = "--omni-replica-ports"
 
+REPLICA_PORTS = 3
+"""Where heads attach, and the inputs and outputs of the first of them."""
+
 _BACKLOG = 128
 _EPHEMERAL = (0,)
 

@@ -26,19 +26,26 @@ def raise_limits(replicas: int, heads: int = 1, more: int = 0) -> None:
     Raises:
         ConfigError: they need more than the system allows. ZMQ ends a process that has no descriptor left, at any time.
     """
+    needed = check_limits(replicas, heads, more)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = _BESIDE_REPLICAS + replicas * (_BY_REPLICA + heads * _BY_HEAD + more)
-    if hard != resource.RLIM_INFINITY and needed > hard:
-        raise ConfigError(
-            f"{replicas} replicas need some {needed} open files, and this process may have {hard}: raise its limit "
-            "(ulimit -Hn, or LimitNOFILE= of systemd), or run fewer replicas in it"
-        )
     wanted = max(_OPEN_FILES, needed)
     if hard != resource.RLIM_INFINITY:
         wanted = min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     raise_socket_limit(zmq.Context.instance())
+
+
+def check_limits(replicas: int, heads: int = 1, more: int = 0) -> int:
+    """How many open files replicas need; arguments and errors as of `raise_limits`. Changes nothing."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = _BESIDE_REPLICAS + replicas * (_BY_REPLICA + heads * _BY_HEAD + more)
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        raise ConfigError(
+            f"{replicas} replicas need some {needed} open files, and this process may have {hard}: raise its limit "
+            "(ulimit -Hn, or LimitNOFILE= of systemd), or run fewer replicas in it"
+        )
+    return needed
 
 
 def worded(error: Exception) -> Exception:

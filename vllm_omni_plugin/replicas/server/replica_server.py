@@ -13,7 +13,7 @@ from vllm_omni_plugin.replicas.client.stage_client import Codec
 from vllm_omni_plugin.replicas.control.control_socket import ControlSocket
 from vllm_omni_plugin.replicas.engine.engine_keeper import EngineKeeper, Timing, finish
 from vllm_omni_plugin.replicas.engine.engine_start import Launcher
-from vllm_omni_plugin.replicas.links.replica_ports import Listener, close_all, listen_on_many
+from vllm_omni_plugin.replicas.links.replica_ports import REPLICA_PORTS, Listener, close_all, listen_on_many
 from vllm_omni_plugin.replicas.server.announcer import Announcer
 from vllm_omni_plugin.replicas.server.attached_heads import Heads
 from vllm_omni_plugin.replicas.server.served_engine import ServedEngine, start_served_engine
@@ -82,7 +82,7 @@ class ReplicaServer:
             ReplicaError: the engine did not start the first time. Later it is started again and again.
         """
         async with AsyncExitStack() as stack:
-            listeners = listen_on_many(self._settings.host, self._settings.ports, 3)
+            listeners = listen_on_many(self._settings.host, self._settings.ports, REPLICA_PORTS)
             stack.callback(close_all, listeners)
             self._addresses = [listener.address for listener in listeners]
             stack.push_async_callback(self._close_announcer)

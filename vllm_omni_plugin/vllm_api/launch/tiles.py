@@ -17,14 +17,20 @@ logger = init_logger(__name__)
 _ARCH_PRCTL = 158
 _ARCH_REQ_XCOMP_PERM = 0x1023
 _XTILEDATA = 18
+_TILES = "amx_tile"
+
+CPU_INFO = Path("/proc/cpuinfo")
+"""Where Linux describes the processor."""
 
 
 def ask_for_tiles(
-    cpu_info: Path = Path("/proc/cpuinfo"),
+    cpu_info: Path = CPU_INFO,
     machine: str = platform.machine(),
     system_call: Callable[..., int] | None = None,
-) -> None:
+) -> str:
     """Ask for the tile registers where there are some, for this whole process. Idempotent.
+
+    Returns what is logged if they are refused, "" otherwise.
 
     An exec ends the permission, so every process must ask by itself.
 
@@ -33,18 +39,22 @@ def ask_for_tiles(
         machine: the processor's family; the number of the system call is that of x86-64.
         system_call: makes one; libc's if None.
     """
-    if machine != "x86_64" or not _has_tiles(cpu_info):
-        return
+    if machine != "x86_64" or _TILES not in cpu_features(cpu_info):
+        return ""
     libc = ctypes.CDLL(None, use_errno=True)
-    if (system_call or libc.syscall)(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XTILEDATA) != 0:
-        reason = os.strerror(ctypes.get_errno())
-        logger.warning("The system refuses the processor's tile registers (AMX): %s. Use --dtype float32.", reason)
+    if (system_call or libc.syscall)(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XTILEDATA) == 0:
+        return ""
+    reason = os.strerror(ctypes.get_errno())
+    refusal = f"The system refuses the processor's tile registers (AMX): {reason}. Use --dtype float32."
+    logger.warning("%s", refusal)
+    return refusal
 
 
-def _has_tiles(cpu_info: Path) -> bool:
+def cpu_features(cpu_info: Path = CPU_INFO) -> frozenset[str]:
+    """What an x86 processor can do, by Linux's names; nothing for others."""
     try:
         with cpu_info.open() as lines:
             # All cores list the same.
-            return "amx_tile" in next((line for line in lines if line.startswith("flags")), "").split()
+            return frozenset(next((line for line in lines if line.startswith("flags")), "").split())
     except OSError:
-        return False
+        return frozenset()

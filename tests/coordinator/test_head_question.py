@@ -1,0 +1,217 @@
+"""What a node is told that asks before it loads a model; nothing but a certain refusal is taken for one."""
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import zmq
+from coordinator_support import ANY, OpenDealer, OpenSocket, eventually, free_address, process_status, read_if_there
+
+from vllm_omni_plugin.coordinator import OmniCoordinator, OmniCoordinatorRuntime, ask_head
+from vllm_omni_plugin.coordinator.client import head_question
+from vllm_omni_plugin.curve import Secrets
+
+FINGERPRINTS = {0: {"stage": "0", "model": "a"}, 1: {"stage": "1", "model": "b"}}
+NOW = 1_000_000.0
+OLD_LINE, NEW_LINE = "the old secret of the fleet", "the new secret of the fleet"
+OLD, NEW = Secrets([OLD_LINE]), Secrets([NEW_LINE])
+
+Serve = Callable[[Secrets | None], str]
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """Opens coordinators of a head with two stages; returns where they listen."""
+    opened: list[OmniCoordinator] = []
+
+    def serve(secrets: Secrets | None) -> str:
+        opened.append(OmniCoordinator(ANY, ANY, secrets=secrets, fingerprints=FINGERPRINTS, wall_clock=lambda: NOW))
+        return opened[-1].router_zmq_addr
+
+    yield serve
+    for coordinator in opened:
+        coordinator.close()
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waits a moment only, for what never comes."""
+    monkeypatch.setattr(head_question, "TIMEOUT_S", 0.3)
+
+
+@contextmanager
+def listening(treat: Callable[[socket.socket], object]) -> Iterator[str]:
+    """A tcp server that is no head and treats each connection so."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def run() -> None:
+            while True:
+                try:
+                    connection, _ = server.accept()
+                except OSError:
+                    return
+                with connection:
+                    treat(connection)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            yield f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+@pytest.mark.parametrize("stage_id", FINGERPRINTS)
+@pytest.mark.parametrize("held", [OLD, Secrets([NEW_LINE, OLD_LINE])], ids=["same", "ahead in a rotation"])
+def test_a_holder_of_the_secret_is_told_the_time_and_what_its_stage_has_in_common(
+    serve: Serve, held: Secrets, stage_id: int
+) -> None:
+    answer = ask_head(serve(OLD), stage_id, held, wall_clock=lambda: NOW)
+    assert answer.facts is not None
+    assert (answer.facts.timestamp, answer.facts.stages) == (NOW, [0, 1])
+    assert answer.facts.fingerprint == FINGERPRINTS[stage_id]
+    assert (answer.clock_ahead, answer.trouble, answer.refused) == (0.0, "", False)
+
+
+def test_a_stage_that_the_head_does_not_have_has_no_fingerprint(serve: Serve) -> None:
+    facts = ask_head(serve(OLD), 7, OLD).facts
+    assert facts is not None
+    assert (facts.stages, facts.fingerprint) == ([0, 1], {})
+
+
+def test_a_head_without_a_secret_tells_nobody_what_it_serves(serve: Serve) -> None:
+    facts = ask_head(serve(None), 0, None).facts
+    assert facts is not None
+    assert (facts.stages, facts.fingerprint) == ([], {})
+
+
+@pytest.mark.parametrize(
+    ("sent", "received", "ahead"),
+    [(NOW - 9, NOW - 8, -8.0), (NOW - 1, NOW + 1, 0.0), (NOW + 20, NOW + 21, 20.0)],
+)
+def test_the_clocks_differ_by_no_more_than_the_time_of_the_answer_allows(
+    serve: Serve, sent: float, received: float, ahead: float
+) -> None:
+    # Read when the question is made, when it is sent, and when the answer comes.
+    times = iter([sent, sent, received])
+    assert ask_head(serve(OLD), 0, OLD, wall_clock=lambda: next(times)).clock_ahead == ahead
+
+
+@pytest.mark.parametrize(
+    ("served", "held"),
+    [
+        pytest.param(OLD, NEW, id="another"),
+        pytest.param(OLD, None, id="missing"),
+        pytest.param(None, OLD, id="needless"),
+        pytest.param(OLD, Secrets([NEW_LINE, "one more secret than two"]), id="two others"),
+    ],
+)
+def test_a_wrong_secret_is_refused_within_seconds(serve: Serve, served: Secrets | None, held: Secrets | None) -> None:
+    began = time.monotonic()
+    answer = ask_head(serve(served), 0, held)
+    assert answer.refused
+    assert answer.facts is None
+    assert "refused secret" in answer.trouble
+    assert time.monotonic() - began < 2 * head_question.TIMEOUT_S
+
+
+def test_a_head_that_is_not_there_costs_no_time_and_refuses_nobody() -> None:
+    began = time.monotonic()
+    answer = ask_head(free_address(), 0, OLD)
+    assert not answer.refused
+    assert "no coordinator answers" in answer.trouble
+    assert time.monotonic() - began < head_question.TIMEOUT_S / 2
+
+
+@pytest.mark.parametrize(
+    "treat",
+    [
+        pytest.param(lambda connection: None, id="a relay without a head ends each connection"),
+        pytest.param(lambda connection: connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 4), id="http"),
+        pytest.param(lambda connection: connection.sendall(b"\xff" + bytes(8) + b"\x7f"), id="half a greeting"),
+        pytest.param(lambda connection: connection.recv(1 << 16), id="ends after what came"),
+    ],
+)
+@pytest.mark.parametrize("held", [OLD, None], ids=["with", "without"])
+def test_what_is_no_head_refuses_nobody(
+    impatient: None, treat: Callable[[socket.socket], object], held: Secrets | None
+) -> None:
+    with listening(treat) as address:
+        answer = ask_head(address, 0, held)
+    assert answer.trouble
+    assert not answer.refused
+
+
+def test_what_says_nothing_at_all_is_waited_for_no_longer_than_that(impatient: None) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        answer = ask_head(f"tcp://127.0.0.1:{server.getsockname()[1]}", 0, OLD)
+    assert "does not answer" in answer.trouble
+    assert not answer.refused
+
+
+@pytest.fixture
+def router(open_socket: OpenSocket) -> zmq.Socket[bytes]:
+    """What an older head listens on."""
+    router = open_socket(zmq.ROUTER)
+    router.bind("tcp://127.0.0.1:0")
+    return router
+
+
+def test_an_older_head_does_not_answer_and_refuses_nobody(impatient: None, router: zmq.Socket[bytes]) -> None:
+    answer = ask_head(router.get_string(zmq.LAST_ENDPOINT), 0, None)
+    assert "of an older version" in answer.trouble
+    assert not answer.refused
+    _, question = router.recv_multipart()
+    assert json.loads(question) == {"type": "question", "stage_id": 0}
+
+
+@pytest.mark.parametrize("said", [b"", b"[]", b"\xff\x00", b'[{"type":"facts"}]', b"[" * 100_000])
+def test_an_answer_that_cannot_be_read_is_none(router: zmq.Socket[bytes], said: bytes) -> None:
+    def answer() -> None:
+        peer, _ = router.recv_multipart()
+        router.send_multipart((peer, said))
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    answered = ask_head(router.get_string(zmq.LAST_ENDPOINT), 0, None)
+    thread.join()
+    assert "cannot be read" in answered.trouble
+    assert (answered.facts, answered.refused) == (None, False)
+
+
+@pytest.mark.parametrize("frame", [b'{"type":"question"}', b'{"type":"question","stage_id":-1}'])
+def test_a_malformed_question_is_counted_and_others_are_answered(
+    coordinator: OmniCoordinator, dealer: OpenDealer, frame: bytes
+) -> None:
+    dealer(coordinator.router_zmq_addr).send(frame)
+    eventually(lambda: coordinator.invalid_frames["malformed"] == 1)
+    assert ask_head(coordinator.router_zmq_addr, 0, None).facts is not None
+
+
+def test_the_process_tells_it_too_again_after_a_restart_but_not_to_who_lists_processes(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.touch(mode=0o600)
+    file.write_text(OLD_LINE)
+    runtime = OmniCoordinatorRuntime(secret_file=str(file), fingerprints=FINGERPRINTS)
+    try:
+        for _ in range(2):
+            pid = runtime.process_id
+            assert pid is not None
+            assert "stage" not in read_if_there(Path(f"/proc/{pid}/cmdline"))
+            facts = ask_head(runtime.router_address, 1, OLD).facts
+            assert facts is not None
+            assert facts.fingerprint == FINGERPRINTS[1]
+            os.kill(pid, signal.SIGKILL)
+            eventually(lambda killed=pid: runtime.process_id not in (None, killed))
+            eventually(lambda: "State" in process_status(runtime.process_id or 0))
+            eventually(lambda: ask_head(runtime.router_address, 1, OLD).facts is not None)
+    finally:
+        runtime.close()

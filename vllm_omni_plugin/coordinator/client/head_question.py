@@ -1,0 +1,110 @@
+"""What a node asks the head's coordinator before it loads a model. Everything here blocks, for seconds at most."""
+
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import zmq
+
+from vllm_omni_plugin.coordinator.client.coordinator_link import CoordinatorLink
+from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import open_head_dealer
+from vllm_omni_plugin.coordinator.protocol.head_messages import Facts, Question, decode_facts, encode_from_head
+from vllm_omni_plugin.curve import Secrets
+from vllm_omni_plugin.errors import WireError
+
+TIMEOUT_S = 2.0
+"""For each step: a question, and a look at what answers in place of the head."""
+
+# Of a greeting of ZMTP 3.1 (RFC 37): signature and version, which are answered by a whole one; its ends and mechanism.
+_OPENING = b"\xff" + bytes(8) + b"\x7f\x03\x01"
+_GREETING_BYTES, _SIGNATURE_ENDS, _MECHANISM = 64, (0xFF, 0x7F), slice(12, 32)
+
+
+@dataclass(frozen=True)
+class HeadAnswer:
+    """What came of a question.
+
+    Attributes:
+        facts: what the head says; None: nothing.
+        trouble: why it says nothing, in a clause for the operator.
+        refused: whether that is so for good, because the secrets of the two ends differ.
+        clock_ahead: seconds that the clock of this machine is ahead of the head's, at least; negative: behind.
+    """
+
+    facts: Facts | None = None
+    trouble: str = ""
+    refused: bool = False
+    clock_ahead: float = 0.0
+
+
+def ask_head(
+    address: str, stage_id: int, secrets: Secrets | None, *, wall_clock: Callable[[], float] = time.time
+) -> HeadAnswer:
+    """Ask the coordinator at a ZMQ address about a stage. A head that cannot be reached is no error.
+
+    Args:
+        wall_clock: seconds since the epoch.
+
+    Raises:
+        ConfigError: `address` is no address.
+    """
+    answer = _ask(address, stage_id, secrets, wall_clock)
+    if not answer.refused:
+        return answer
+    # A relay of connections whose head is away ends them, too, as does a head that is just ending.
+    if _demanded(address) not in ((b"CURVE",) if secrets is None else (b"CURVE", b"NULL")):
+        return replace(answer, refused=False, trouble=f"what answers at {address} is no head, or not at this moment")
+    return _ask(address, stage_id, secrets, wall_clock)
+
+
+def _ask(address: str, stage_id: int, secrets: Secrets | None, wall_clock: Callable[[], float]) -> HeadAnswer:
+    troubles: list[str] = []
+    link = CoordinatorLink(address, open_head_dealer, secrets, troubles.append)
+    try:
+        frames = deque([encode_from_head(Question(stage_id))])
+        deadline = time.monotonic() + TIMEOUT_S
+        sent_at = wall_clock()
+        while time.monotonic() < deadline:
+            link.wait(deadline, zmq.POLLIN)
+            if troubles and troubles[-1]:
+                return HeadAnswer(trouble=troubles[-1], refused=link.refused)
+            if frames and link.connected:
+                sent_at = wall_clock()
+                link.send_all(frames)
+            with suppress(zmq.Again):
+                return _read(link.socket.recv(zmq.NOBLOCK), sent_at, wall_clock())
+    finally:
+        link.close(at_once=True)
+    silent = "does not know the question, being of an older version, or is too busy" if troubles else "does not answer"
+    return HeadAnswer(trouble=f"the head at {address} {silent}")
+
+
+def _read(frame: bytes, sent_at: float, received_at: float) -> HeadAnswer:
+    try:
+        facts = decode_facts(frame)
+    except WireError as error:
+        return HeadAnswer(trouble=f"its answer cannot be read ({error})")
+    # Its clock was read at some time in between.
+    ahead, behind = sent_at - facts.timestamp, facts.timestamp - received_at
+    return HeadAnswer(facts, clock_ahead=max(ahead, 0.0) - max(behind, 0.0))
+
+
+def _demanded(address: str) -> bytes | None:
+    """The mechanism that a ZMQ socket at an address demands, from its greeting; None if nothing greets like one."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    deadline = time.monotonic() + TIMEOUT_S
+    greeting = b""
+    with suppress(OSError), socket.create_connection((host.strip("[]"), int(port)), TIMEOUT_S) as connection:
+        connection.sendall(_OPENING)
+        while len(greeting) < _GREETING_BYTES:
+            connection.settimeout(max(0.001, deadline - time.monotonic()))
+            received = connection.recv(_GREETING_BYTES - len(greeting))
+            if not received:
+                return None
+            greeting += received
+        if (greeting[0], greeting[9]) == _SIGNATURE_ENDS:
+            return greeting[_MECHANISM].rstrip(b"\0")
+    return None

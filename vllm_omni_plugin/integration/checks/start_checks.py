@@ -1,0 +1,89 @@
+"""What replicas take of this machine, looked at before any of them starts. Takes milliseconds."""
+
+import argparse
+import os
+from collections.abc import Iterator
+
+from vllm_omni_plugin.config import OmniConfig
+from vllm_omni_plugin.errors import ConfigError
+from vllm_omni_plugin.integration.checks.finding import Finding, Level
+from vllm_omni_plugin.integration.options.carried_options import exit_with
+from vllm_omni_plugin.integration.options.listening import bind_address
+from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.replicas.links.replica_ports import REPLICA_PORTS, PortRange, close_all, listen_on_many
+from vllm_omni_plugin.replicas.server.descriptor_limits import check_limits
+
+logger = init_logger(__name__)
+
+SHARED_MEMORY = "/dev/shm"
+SHARED_MEMORY_OF_A_WORKER = 64 * 2**20
+"""What a container has by default, and which several workers of one engine use up: queues of vLLM's, and NCCL's."""
+
+
+def check_or_exit(args: argparse.Namespace, options: OmniConfig, engines: int) -> None:
+    """End the process as argparse does if its replicas could not start for sure; warn of what may harm them.
+
+    Args:
+        args: the parsed command line of `vllm serve`.
+        options: ours in it, which have been checked.
+        engines: how many of vLLM's this process will run itself; each data-parallel rank of one is a replica.
+    """
+    for finding in start_findings(args, options, engines):
+        if finding.level is Level.ERROR:
+            exit_with(ConfigError(finding.text))
+        if finding.level is Level.WARNING:
+            logger.warning("%s", finding.text)
+
+
+def start_findings(args: argparse.Namespace, options: OmniConfig, engines: int) -> Iterator[Finding]:
+    """What is found for a command line; arguments as of `check_or_exit`."""
+    replicas = engines * args.data_parallel_size
+    if getattr(args, "headless", False):
+        yield files_finding(replicas)
+        yield from _ports(options, replicas)
+    workers = args.tensor_parallel_size * args.pipeline_parallel_size
+    if workers > 1:
+        yield memory_finding(replicas * workers)
+
+
+def files_finding(replicas: int) -> Finding:
+    """Whether a node may open as many files as so many replicas need."""
+    try:
+        needed = check_limits(replicas)
+    except ConfigError as error:
+        return Finding(Level.ERROR, str(error))
+    return Finding(Level.OK, f"open files: the limit allows the {needed} that are needed here")
+
+
+def memory_finding(workers: int) -> Finding:
+    """Whether the shared memory suffices for so many worker processes of vLLM's."""
+    try:
+        found = os.statvfs(SHARED_MEMORY)
+    except OSError as error:
+        return Finding(Level.UNKNOWN, f"shared memory: {SHARED_MEMORY}: {error.strerror}")
+    free, wanted = found.f_bavail * found.f_frsize, workers * SHARED_MEMORY_OF_A_WORKER
+    told = f"shared memory: {SHARED_MEMORY} has {free >> 20} MiB free"
+    if free >= wanted:
+        return Finding(Level.OK, told)
+    return Finding(
+        Level.WARNING,
+        f"{told}, and {workers} worker processes may take {wanted >> 20} MiB: give a container more (--shm-size of "
+        "Docker, a volume of medium Memory in Kubernetes)",
+    )
+
+
+def _ports(options: OmniConfig, replicas: int) -> Iterator[Finding]:
+    if options.replica_ports is None:
+        return
+    try:
+        address = bind_address(options, headless=True)
+    except ConfigError:
+        # The head's name may come with the head, and only then is it known where to listen.
+        return
+    needed = REPLICA_PORTS * replicas
+    try:
+        close_all(listen_on_many(address, PortRange.parse(options.replica_ports), needed))
+    except ConfigError as error:
+        yield Finding(Level.ERROR, f"argument {error}; {needed} are needed: name a range of free ports")
+    else:
+        yield Finding(Level.OK, f"ports: enough of {options.replica_ports} are free on {address}")

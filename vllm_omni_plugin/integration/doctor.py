@@ -1,0 +1,116 @@
+"""`vllm-omni-plugin doctor`: what is wrong with this machine, and with the command line of a node."""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+
+from vllm_omni_plugin.config import OmniConfig
+from vllm_omni_plugin.coordinator import ask_head
+from vllm_omni_plugin.curve import Secrets
+from vllm_omni_plugin.errors import ConfigError
+from vllm_omni_plugin.integration.checks.finding import Finding, Level
+from vllm_omni_plugin.integration.checks.head_checks import head_findings
+from vllm_omni_plugin.integration.checks.machine_checks import machine_findings, version_finding
+
+_PROG = "vllm-omni-plugin doctor"
+_DESCRIPTION = """Check this machine and, given the arguments of `vllm serve --headless`, whether a node with them would
+start and join its head. No model is loaded. Each finding is a line; the exit status is 1 if one is an error."""
+_EPILOG = """Takes every argument of `vllm serve MODEL --headless`. Without MODEL, or a pipeline, the model is not
+compared with the head's."""
+_MAX_PORT = 65535
+
+
+def run_doctor(arguments: Sequence[str]) -> int:
+    """Print what is found, as it is found; returns the exit status."""
+    is_well = True
+    for finding in _examine(_with_head(arguments)):
+        # What vLLM and transformers say may take several lines.
+        sys.stdout.write(f"{finding.level:<11}{' '.join(finding.text.split())}\n")
+        sys.stdout.flush()
+        is_well = is_well and finding.level is not Level.ERROR
+    return 0 if is_well else 1
+
+
+def _with_head(arguments: Sequence[str]) -> list[str]:
+    """The arguments of `vllm serve` among ours, with the flags for which `--against` is short."""
+    parser = argparse.ArgumentParser(
+        prog=_PROG,
+        usage=f"{_PROG} [--against HOST:PORT] [ARGUMENTS OF vllm serve --headless]",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--against",
+        type=_head,
+        default=[],
+        metavar="HOST:PORT",
+        help="the head to compare with; short for --omni-master-address HOST --omni-master-port PORT",
+    )
+    ours, rest = parser.parse_known_args(arguments)
+    return [*rest, *ours.against]
+
+
+def _head(text: str) -> list[str]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 1 <= int(port) <= _MAX_PORT:
+        raise argparse.ArgumentTypeError(f"expected HOST:PORT, the head's master address and port, got {text!r}")
+    return ["--omni-master-address", host.strip("[]"), "--omni-master-port", port]
+
+
+def _examine(arguments: Sequence[str]) -> Iterator[Finding]:
+    version = version_finding()
+    yield version
+    yield from machine_findings()
+    if version.level is Level.ERROR:
+        return
+    # Lines of ours stand on standard output, and vLLM logs there as well.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm_omni_plugin.integration.checks.start_checks import files_finding, memory_finding
+
+    if arguments:
+        yield from _examine_node(arguments)
+    else:
+        yield files_finding(1)
+        yield memory_finding(0)
+
+
+def _examine_node(arguments: Sequence[str]) -> Iterator[Finding]:
+    from vllm_omni_plugin.integration.checks.start_checks import start_findings
+    from vllm_omni_plugin.integration.command_line import parse_options
+    from vllm_omni_plugin.vllm_api.versions.serve_arguments import parse_headless_args
+
+    args = parse_headless_args(arguments, _PROG, _DESCRIPTION, _EPILOG, lambda parser: None)
+    try:
+        options = parse_options(args)
+    except ConfigError as error:
+        yield Finding(Level.ERROR, f"flags: {error}")
+        return
+    if options is None:
+        yield Finding(Level.UNKNOWN, "flags: there is none of ours, hence no fleet: name the head with --against")
+        return
+    yield Finding(Level.OK, "flags: they go together, and the files and addresses that they name can be used")
+    yield from start_findings(args, options, options.dp_size_local)
+    yield from _compare(args, options)
+
+
+def _compare(args: argparse.Namespace, options: OmniConfig) -> Iterator[Finding]:
+    from vllm_omni_plugin.integration.options.listening import bind_address, coordinator_address, secured
+    from vllm_omni_plugin.integration.processes.headless import plan_node
+
+    fingerprint = None
+    if args.model_tag is not None or options.pipeline is not None:
+        try:
+            fingerprint = plan_node(args, options).fingerprint
+        # Whatever a model's configuration makes vLLM and transformers raise.
+        except Exception as error:
+            yield Finding(Level.ERROR, f"model: vLLM cannot configure it: {error}")
+    try:
+        options = secured(options, bind_address(options, headless=True), headless=True)
+    except ConfigError as error:
+        yield Finding(Level.UNKNOWN, f"head: {error}")
+        return
+    secrets = Secrets.from_file(options.secret_file) if options.secret_file else None
+    answer = ask_head(coordinator_address(options), options.stage_id, secrets)
+    yield from head_findings(answer, options.stage_id, fingerprint)
