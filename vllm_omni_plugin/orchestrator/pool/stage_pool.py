@@ -17,7 +17,7 @@ from vllm_omni_plugin.balancing import (
 )
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import NoReplicaError
-from vllm_omni_plugin.orchestrator.pool import decision_log
+from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.pool.bindings import Bindings
 from vllm_omni_plugin.orchestrator.pool.policy_guard import PolicyGuard
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
@@ -31,11 +31,15 @@ from vllm_omni_plugin.vllm_api.requests.facts import CacheSize, LoadReport
 
 __all__ = ["BOUND", "PoolMember", "StagePool"]
 
+logger = init_logger(__name__)
+
 BOUND = "bound"
 """The reason where a request may go to one replica only, and no policy is asked."""
 APART = "apart"
 """The reason where a request and others are kept apart, because an engine may have died of one; see `Suspects`."""
 
+_DECISIONS_PER_LINE = 100
+"""For whoever finds `logger` enabled for DEBUG: all decisions would be too many to read or to write."""
 _MAX_DESCRIBED = 8
 """Replicas whose states an error names one by one."""
 
@@ -80,7 +84,7 @@ class StagePool:
         self.policy = self._policy.name
         self.follows_caches = self._policy.follows_caches
         self.wants_cache_events = self._policy.wants_cache_events
-        self._log = decision_log.DecisionLog(self.policy)
+        self._decisions = itertools.count()
         self.flow = StageFlow(clock)
         self._clock = clock
         self._by_id: dict[int, PoolMember] = {}
@@ -206,9 +210,10 @@ class StagePool:
             places = [place for place, member in enumerate(serving) if member.replica_id not in avoid]
             if places:
                 decision = Decision(min(places, key=lambda place: serving[place].queue_length), APART)
-        if decision_log.logger.isEnabledFor(logging.DEBUG):
-            self._log.note(decision, serving, task.get("request_id", ""))
         member = serving[decision.position]
+        if logger.isEnabledFor(logging.DEBUG) and next(self._decisions) % _DECISIONS_PER_LINE == 0:
+            request_id = task.get("request_id", "")
+            logger.debug("Request %s goes to replica %s: policy %s, %r", request_id, member.name, self.policy, decision)
         if affinity_key is not None and not stays:
             self._bindings.bind(affinity_key, member)
         return member, decision
