@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 from coordinator_support import make_event
-from head_world import QUEUE_FRAMES, World, rows
+from head_world import QUEUE_FRAMES, World, numbers, rows
 
 from vllm_omni_plugin.coordinator import (
     PeerWork,
@@ -127,12 +127,12 @@ def test_replica_keeps_its_number_when_it_comes_back_and_when_the_coordinator_do
     for name in "abc":
         world.announce(make_event(name))
     world.settle()
-    numbers = {row[0]: row[5] for row in rows(world.heads["h1"].lists[-1])}
+    before = numbers(world.heads["h1"].lists[-1])
     world.announce(make_event("b", status=ReplicaStatus.DOWN))
     world.settle()
     world.announce(make_event("b", incarnation=5))
     world.settle()
-    assert {row[0]: row[5] for row in rows(world.heads["h1"].lists[-1])} == numbers
+    assert numbers(world.heads["h1"].lists[-1]) == before
 
     world.restart()
     world.exchange("h1", "h2", "h3")
@@ -141,8 +141,7 @@ def test_replica_keeps_its_number_when_it_comes_back_and_when_the_coordinator_do
     for name in "xcba":
         world.announce(make_event(name))
     world.settle()
-    found = {row[0]: row[5] for row in rows(world.heads["h2"].lists[-1])}
-    assert found == {**numbers, "tcp://x:1": 3}
+    assert numbers(world.heads["h2"].lists[-1]) == {**before, "tcp://x:1": 3}
 
 
 def test_first_list_comes_whole_then_only_what_changed(world: World) -> None:

@@ -355,8 +355,8 @@ async def test_what_cannot_be_followed_is_logged_and_changes_nothing(
 ) -> None:
     await heads[0].call("pause_scheduler", "keep", True)
     for message in (
-        NumberedCall(90, "x", 1, "shutdown", [], [0], []),
-        NumberedCall(91, "x", 1, "pause_scheduler", ["keep", True], [0, 1], []),
+        NumberedCall(1, "shutdown", [], [0], [], number=90, head_id="x"),
+        NumberedCall(1, "pause_scheduler", ["keep", True], [0, 1], [], number=91, head_id="x"),
         FleetState(92, [StageState(1, [], False)], []),
         FleetState(93, [StageState(0, [("profile", [True, None, None, None])], False)], []),
     ):

@@ -209,6 +209,9 @@ async def test_a_lasting_refusal_is_tried_again_late_or_when_the_replica_has_cha
     fleet.register(row(1))
     await eventually(lambda: fleet.pauses)
     assert fleet.pauses == [LASTING_REFUSAL_PAUSE_S]
+    fleet.register(row(1, last_heartbeat=9.0, queue_length=5))
+    await fleet.all_heard()
+    assert fleet.attachments == []
     fleet.register(row(1, incarnation=2))
     await fleet.serving(1)
     assert fleet.attachments[0].info.incarnation == 2

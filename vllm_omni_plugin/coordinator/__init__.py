@@ -17,7 +17,9 @@ from vllm_omni_plugin.coordinator.protocol.control_messages import (
     encode_replica_list,
 )
 from vllm_omni_plugin.coordinator.protocol.head_messages import (
+    FullList,
     HeadLeft,
+    ListDelta,
     PeerWork,
     ReplicaWork,
     SessionLost,
@@ -30,7 +32,9 @@ from vllm_omni_plugin.coordinator.state.membership_table import Change, ChangeKi
 __all__ = [
     "Change",
     "ChangeKind",
+    "FullList",
     "HeadLeft",
+    "ListDelta",
     "Liveness",
     "Member",
     "MembershipTable",

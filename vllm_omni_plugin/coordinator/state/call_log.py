@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from vllm_omni_plugin.coordinator.protocol.call_arguments import FORGET_LORA, MANAGE_CALLS, decode
 from vllm_omni_plugin.coordinator.protocol.control_messages import ReplicaKey
@@ -147,9 +147,7 @@ class OperatorCalls:
             self._last_lasting = self._number
         if call.method in MANAGE_CALLS:
             note_drained(call.method, args[0], self._drained)
-        numbered = NumberedCall(
-            self._number, head_id, call.call_id, call.method, call.arguments, call.stages, call.told
-        )
+        numbered = NumberedCall(**asdict(call), number=self._number, head_id=head_id)
         self._open[self._number] = _OpenCall(numbered, settle)
         return [(head, numbered) for head in heads]
 

@@ -231,7 +231,7 @@ class Sessions:
         letters = self._tell(self._calls.begins_anew(session.head_id, self._following()))
         session.synced, session.synced_at = True, now
         others = [other for other in self._sessions.values() if other is not session]
-        whole_list = self._lists.full()
+        whole_list = self._lists.full(now)
         messages = [encode_to_head(Welcome([other.head_id for other in others], starting=whole_list is None))]
         if whole_list is not None:
             messages.append(whole_list)

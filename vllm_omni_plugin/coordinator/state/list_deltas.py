@@ -11,7 +11,7 @@ from vllm_omni_plugin.coordinator.state.numbering import Numbering
 
 
 class ListDeltas:
-    """One delta after the other. A full list is that of the last delta, never ahead of it.
+    """What heads are told of a table. A delta has rows as they are now, so a full list may be ahead of the next one.
 
     Args:
         table: What is listed.
@@ -26,16 +26,16 @@ class ListDeltas:
         self._numbering = numbering
         self._touched: set[ReplicaKey] = set()
         self.has_begun = False
-        self._timestamp = 0.0
-        self._takes_work: dict[ReplicaKey, ReplicaInfo] = {}
-        self._held_back: dict[ReplicaKey, ReplicaInfo] = {}
-        self._encoded: Raw | None = None
+        self._wall_offset = 0.0
+        # Until a row changes: after the start of a coordinator all heads ask for it.
+        self._full: Raw | None = None
 
     def note(self, changes: Iterable[Change]) -> bool:
         """Note what changed in the table; return whether there is something for the next delta."""
         for change in changes:
             if change.alters_list:
                 self._touched.add(ReplicaKey.of(change.member.event))
+                self._full = None
             if change.forgotten is not None:
                 self._numbering.release(ReplicaKey.of(change.forgotten.event))
         return bool(self._touched)
@@ -45,13 +45,12 @@ class ListDeltas:
         if not self.has_begun:
             self._numbering.reserve(numbers.numbers)
 
-    def full(self) -> Raw | None:
-        """Return the last list as a `FullList`, or None if there was none yet."""
-        if self._encoded is None and self.has_begun:
-            rows, held_back = self._takes_work.values(), self._held_back.values()
-            full = FullList(list(rows), list(held_back), self._timestamp)
-            self._encoded = encode_to_head(full)
-        return self._encoded
+    def full(self, now: float) -> Raw | None:
+        """Return the whole list as a `FullList`, or None if there was no list yet. ``now``: monotonic seconds."""
+        if self._full is None and self.has_begun:
+            listed = replica_list(self._table, self._numbering, now, now + self._wall_offset)
+            self._full = encode_to_head(FullList(listed.replicas, listed.timestamp, listed.no_new_work))
+        return self._full
 
     def revise(self, now: float, wall_now: float) -> Raw | None:
         """Return what changed since the last time, for heads that have the last list; None if nothing did.
@@ -59,33 +58,25 @@ class ListDeltas:
         The first time it is the whole list. ``now`` and ``wall_now`` are one moment in monotonic and in wall-clock
         seconds.
         """
-        delta = self._change(wall_now - now, wall_now)
-        is_first, self.has_begun = not self.has_begun, True
-        if is_first:
+        self._wall_offset = wall_now - now
+        if not self.has_begun:
+            self.has_begun = True
+            self._touched.clear()
+            full = self.full(now)
             self._numbering.end_reservations()
-        elif not (delta.replicas or delta.no_new_work or delta.removed):
+            return full
+        if not self._touched:
             return None
-        self._timestamp = wall_now
-        self._encoded = None
-        return self.full() if is_first else encode_to_head(delta)
-
-    def _change(self, wall_offset: float, timestamp: float) -> ListDelta:
-        delta = ListDelta([], [], [], timestamp)
+        delta = ListDelta([], wall_now)
         for key in self._touched:
             member = self._table.get(key)
-            was_listed = key in self._takes_work or key in self._held_back
-            self._takes_work.pop(key, None)
-            self._held_back.pop(key, None)
-            if member is not None and member.takes_new_work:
-                self._takes_work[key] = _row(member, self._numbering, wall_offset)
-                delta.replicas.append(self._takes_work[key])
-            elif member is not None and member.may_finish_work:
-                self._held_back[key] = _row(member, self._numbering, wall_offset)
-                delta.no_new_work.append(self._held_back[key])
-            elif was_listed:
+            if member is not None and (member.takes_new_work or member.may_finish_work):
+                rows = delta.replicas if member.takes_new_work else delta.no_new_work
+                rows.append(_row(member, self._numbering, self._wall_offset))
+            else:
                 delta.removed.append(key)
         self._touched.clear()
-        return delta
+        return encode_to_head(delta)
 
 
 def replica_list(members: Iterable[Member], numbering: Numbering, now: float, wall_now: float) -> ReplicaList:
