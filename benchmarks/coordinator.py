@@ -26,12 +26,12 @@ import zmq
 from processes import percentile, wait_for
 
 from vllm_omni_plugin.coordinator import (
+    FullList,
+    ListDelta,
     OmniCoordClientForHead,
     OmniCoordinatorRuntime,
     PeerWork,
     ReplicaEvent,
-    FullList,
-    ListDelta,
     ReplicaStatus,
     ReplicaWork,
     SessionEvent,

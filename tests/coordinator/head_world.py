@@ -20,11 +20,10 @@ from vllm_omni_plugin.coordinator import (
 )
 from vllm_omni_plugin.coordinator.client.head_session import HeadSession, News
 from vllm_omni_plugin.coordinator.protocol.head_messages import Refused
-from vllm_omni_plugin.coordinator.server.head_frames import HeadFrames
+from vllm_omni_plugin.coordinator.server.service import HeadFrames
 from vllm_omni_plugin.coordinator.state.head_sessions import Sessions
-from vllm_omni_plugin.coordinator.state.list_deltas import ListDeltas, replica_list
+from vllm_omni_plugin.coordinator.state.list_deltas import ListDeltas, Numbering, replica_list
 from vllm_omni_plugin.coordinator.state.membership_table import MembershipTable
-from vllm_omni_plugin.coordinator.state.numbering import Numbering
 from vllm_omni_plugin.errors import WireError
 
 QUEUE_FRAMES = 3
@@ -170,10 +169,10 @@ class World:
         self.lists.note(self.table.expire(self.now))
         self._note_state()
         self.frames.send(self.sessions.expire(self.now))
-        self.resync()
         delta = self.lists.revise(self.now, self.now)
         if delta is not None:
             self.frames.send(self.sessions.broadcast([delta]))
+        self.resync()
 
     def resync(self) -> None:
         """Let the coordinator welcome who has come, and tell all of the others' work."""

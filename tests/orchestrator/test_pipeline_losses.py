@@ -8,7 +8,7 @@ import pytest
 from tests.fakes.pipeline_fleet import FakePipelineFleet
 from tests.fakes.pipelines import CHAIN, DIAMOND, SPEECH
 from vllm_omni_plugin.errors import NoReplicaError, RequestLostError
-from vllm_omni_plugin.orchestrator.requests.pipeline_call import StageEvent
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import StageEvent
 from vllm_omni_plugin.pipeline import Stage
 
 Outcome = tuple[list[int], dict[str, list[int]]]

@@ -61,7 +61,12 @@ async def queued(*events: SessionEvent | ReplicaList) -> list[RpcMessage]:
 async def test_everything_is_queued_as_it_came_and_of_a_list_what_it_names() -> None:
     welcome, work = Welcome(["other"], False), PeerWork("other", True, [ReplicaWork(7, 3, 100)])
     assert await queued(
-        welcome, FullList([row(1)], 1.0), work, ListDelta([], 2.0, [row(1)]), HeadLeft("other"), SessionLost()
+        welcome,
+        FullList([row(1)], 1.0),
+        work,
+        ListDelta([], 2.0, [row(1)], removed=[]),
+        HeadLeft("other"),
+        SessionLost(),
     ) == [welcome, registered(1), work, registered(1, accepts=False), HeadLeft("other"), SessionLost()]
 
 

@@ -7,8 +7,7 @@ from xxhash import xxh3_64_intdigest
 
 from vllm_omni_plugin.balancing.caches.block_index import Level
 from vllm_omni_plugin.balancing.caches.block_keys import prompt_keys
-from vllm_omni_plugin.balancing.interface import ReplicaView
-from vllm_omni_plugin.balancing.prompt import Prompt
+from vllm_omni_plugin.balancing.interface import Prompt, ReplicaView
 
 _BUCKETS = 8192
 _FEW_JOINERS = 8

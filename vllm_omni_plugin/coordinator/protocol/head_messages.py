@@ -17,7 +17,6 @@ from vllm_omni_plugin.coordinator.protocol.control_messages import (
     Ordinal,
     QueueLength,
     ReplicaId,
-    ReplicaInfo,
     ReplicaKey,
     ReplicaList,
     StageId,
@@ -195,7 +194,8 @@ class Welcome(Struct, frozen=True, tag="welcome"):
 
     Attributes:
         heads: Of a head whose load does not follow, what was known stands until it reports.
-        starting: Whether the coordinator has just started, and wants `Numbers`.
+        starting: Whether the coordinator has just started, and wants `Numbers`. Another welcome follows with its first
+            list, and until then no call is to be made.
     """
 
     heads: list[HeadId]
@@ -212,7 +212,7 @@ class FullList(ReplicaList, frozen=True, tag="full_list"):
     """The replicas of all stages. Here and in `ListDelta`, a row's `last_heartbeat` may be older than its last one."""
 
 
-class ListDelta(ReplicaList, frozen=True, tag="list_delta"):
+class ListDelta(ReplicaList, frozen=True, tag="list_delta", kw_only=True):
     """What makes a list out of the one before it: rows that are new or changed, and those that are gone.
 
     A row may be told that the head has already, and the end of one that it does not have.
@@ -221,7 +221,7 @@ class ListDelta(ReplicaList, frozen=True, tag="list_delta"):
         removed: Keys of the rows that are gone: stage, input and output address.
     """
 
-    removed: list[ReplicaKey] = []
+    removed: list[ReplicaKey]
 
 
 class PeerWork(Struct, frozen=True, tag="work"):

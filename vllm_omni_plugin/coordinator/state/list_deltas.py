@@ -1,13 +1,81 @@
-"""The list of replicas: for heads whole once and then only what changes, for subscribers whole each time."""
+"""The list of replicas and their numbers: what heads and subscribers are told of the table, and when."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from msgspec import Raw
 
 from vllm_omni_plugin.coordinator.protocol.control_messages import ReplicaInfo, ReplicaKey, ReplicaList
-from vllm_omni_plugin.coordinator.protocol.head_messages import FullList, ListDelta, Numbers, encode_to_head
-from vllm_omni_plugin.coordinator.state.membership_table import Change, Member, MembershipTable
-from vllm_omni_plugin.coordinator.state.numbering import Numbering
+from vllm_omni_plugin.coordinator.protocol.head_messages import (
+    FullList,
+    ListDelta,
+    Numbers,
+    ReplicaNumber,
+    encode_to_head,
+)
+from vllm_omni_plugin.coordinator.state.membership_table import DEFAULT_MAX_REPLICAS, Change, Member, MembershipTable
+
+
+class Numbering:
+    """Gives each replica the lowest free number of its stage, and keeps it until it is released.
+
+    Args:
+        first: the lowest of a stage, by its id, where it is not 0.
+    """
+
+    def __init__(self, first: Mapping[int, int] | None = None) -> None:
+        self._first = dict(first or {})
+        self._numbers: dict[ReplicaKey, int] = {}
+        self._former: dict[ReplicaKey, int] = {}
+        self._taken: dict[int, set[int]] = {}
+        self._lowest: dict[int, int] = {}
+
+    def number_of(self, key: ReplicaKey) -> int:
+        """Return the number of a replica, which has one from now on."""
+        number = self._numbers.get(key)
+        if number is None:
+            former = self._former.pop(key, None)
+            number = self._numbers[key] = self._take_lowest(key.stage_id) if former is None else former
+        return number
+
+    def reserve(self, numbers: Iterable[ReplicaNumber]) -> None:
+        """Keep the numbers that replicas had, for when they are asked for. What is taken or known already stays so."""
+        for row in numbers:
+            key = ReplicaKey.of(row)
+            taken = self._taken.setdefault(row.stage_id, set())
+            known = key in self._numbers or key in self._former or row.replica_id in taken
+            allowed = row.replica_id >= self._first.get(row.stage_id, 0)
+            if allowed and not known and len(self._former) < DEFAULT_MAX_REPLICAS:
+                self._former[key] = row.replica_id
+                taken.add(row.replica_id)
+
+    def end_reservations(self) -> None:
+        """Free the numbers that nobody has asked for."""
+        for key, number in self._former.items():
+            self._free(key.stage_id, number)
+        self._former.clear()
+
+    def release(self, key: ReplicaKey) -> None:
+        """Free the number of a replica, if it has one."""
+        number = self._numbers.pop(key, None)
+        if number is not None:
+            self._free(key.stage_id, number)
+
+    def _take_lowest(self, stage_id: int) -> int:
+        taken = self._taken.setdefault(stage_id, set())
+        number = self._lowest_of(stage_id)
+        while number in taken:
+            number += 1
+        taken.add(number)
+        self._lowest[stage_id] = number + 1
+        return number
+
+    def _free(self, stage_id: int, number: int) -> None:
+        self._taken[stage_id].remove(number)
+        self._lowest[stage_id] = min(number, self._lowest_of(stage_id))
+
+    def _lowest_of(self, stage_id: int) -> int:
+        """A number below which all are taken."""
+        return self._lowest.get(stage_id, self._first.get(stage_id, 0))
 
 
 class ListDeltas:
@@ -55,19 +123,18 @@ class ListDeltas:
     def revise(self, now: float, wall_now: float) -> Raw | None:
         """Return what changed since the last time, for heads that have the last list; None if nothing did.
 
-        The first time it is the whole list. ``now`` and ``wall_now`` are one moment in monotonic and in wall-clock
-        seconds.
+        The first time there is a list from then on, which nobody has: see `full`. ``now`` and ``wall_now`` are one
+        moment in monotonic and in wall-clock seconds.
         """
         self._wall_offset = wall_now - now
         if not self.has_begun:
             self.has_begun = True
             self._touched.clear()
-            full = self.full(now)
+            self.full(now)
             self._numbering.end_reservations()
-            return full
         if not self._touched:
             return None
-        delta = ListDelta([], wall_now)
+        delta = ListDelta([], wall_now, [], removed=[])
         for key in self._touched:
             member = self._table.get(key)
             if member is not None and (member.takes_new_work or member.may_finish_work):
@@ -109,3 +176,34 @@ def _row(member: Member, numbering: Numbering, wall_offset: float) -> ReplicaInf
         control_addr=event.control_addr,
         replica_id=numbering.number_of(ReplicaKey.of(event)),
     )
+
+
+MIN_INTERVAL = 0.1
+KEEP_ALIVE_INTERVAL = 5.0
+
+
+class PublishSchedule:
+    """Coalesces requests to publish: at most one per interval, at least one per 5 s. Times are monotonic seconds."""
+
+    def __init__(self, now: float, quiet_until: float, min_interval: float = MIN_INTERVAL) -> None:
+        """Start at ``now``, holding everything back until ``quiet_until``."""
+        self._min_interval = min_interval
+        self._allowed_at = quiet_until
+        self._keep_alive_at = max(quiet_until, now + KEEP_ALIVE_INTERVAL)
+        self._requested = quiet_until > now
+
+    @property
+    def due_at(self) -> float:
+        """When the next list must go out."""
+        return self._allowed_at if self._requested else self._keep_alive_at
+
+    def request(self, now: float) -> bool:
+        """Ask for a list; return whether it may go out now (True) or joins a later one (False)."""
+        self._requested = True
+        return now >= self._allowed_at
+
+    def published(self, now: float) -> None:
+        """Note that a list went out."""
+        self._requested = False
+        self._allowed_at = now + self._min_interval
+        self._keep_alive_at = now + KEEP_ALIVE_INTERVAL

@@ -34,11 +34,11 @@ from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.pool_member import engine_index
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     AbortRequests,
+    CallEnded,
     CallReplicas,
     FrontMessage,
     SubmitRequest,
 )
-from vllm_omni_plugin.orchestrator.requests.pipeline_call import CallEnded
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
 from vllm_omni_plugin.vllm_api.requests.adapter import adapter_of
 from vllm_omni_plugin.vllm_api.requests.request_building import drop_transfers

@@ -10,7 +10,7 @@ from uuid import uuid4
 from vllm_omni_plugin.admin.answers.call_options import CallOptions
 from vllm_omni_plugin.admin.answers.stage_results import AudioPart, StageResults
 from vllm_omni_plugin.integration.engine_client.pipeline_calls import RunningCall
-from vllm_omni_plugin.orchestrator.requests.pipeline_call import CallEnded, StageEvent
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallEnded, StageEvent
 
 DONE: Final = "data: [DONE]\n\n"
 
