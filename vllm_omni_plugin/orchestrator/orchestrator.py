@@ -4,7 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_omni_plugin.coordinator import ReplicaKey, ReplicaStatus
 from vllm_omni_plugin.errors import ReplicaError, WireError
@@ -30,12 +30,15 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     ReplicaLeft,
     RpcMessage,
 )
-from vllm_omni_plugin.orchestrator.requests.request_api import RequestApi
 from vllm_omni_plugin.orchestrator.requests.request_owner import Requests
 from vllm_omni_plugin.orchestrator.requests.thread_queue import ThreadQueue
 from vllm_omni_plugin.orchestrator.single_stage import SingleStage
 from vllm_omni_plugin.pipeline import Modality
 from vllm_omni_plugin.replicas.client.stage_client import StageClient
+
+if TYPE_CHECKING:
+    # Imports vLLM, which nothing here does.
+    from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 
 
 class ServingSignal:
@@ -84,7 +87,7 @@ class Orchestrator:
 
     Args:
         stage_pools: one pool per stage, by stage id.
-        apis: see `RequestApi`, by stage id.
+        apis: see `EngineApi`, by stage id.
         migration_limit: moves a request may make, in each stage.
         clock: monotonic seconds.
         replica_wait: seconds that a request waits while no replica serves.
@@ -109,7 +112,7 @@ class Orchestrator:
     def __init__(
         self,
         stage_pools: list[StagePool],
-        apis: Sequence[RequestApi],
+        apis: "Sequence[EngineApi]",
         migration_limit: int,
         clock: Callable[[], float],
         replica_wait: float = 60.0,

@@ -2,21 +2,16 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from vllm_omni_plugin.orchestrator.requests.request_api import RequestApi
 from vllm_omni_plugin.pipeline.stage import Stage
-from vllm_omni_plugin.replicas.client.stage_client import Codec
 from vllm_omni_plugin.replicas.engine.engine_start import Launcher
+from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 
 LauncherFor = Callable[..., Launcher]
 """Makes what starts the local engines of a stage from what is told the id of every process that is started, whether
 engines shall report what they have cached, and, False by default, whether heads of other processes use them, with which
 no memory can be shared."""
-
-
-class PlannedApi(RequestApi, Codec, Protocol):
-    """What a plan's api answers in any case; in a pipeline it is a `StageApi` as well."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +37,7 @@ class StagePlan:
     policy: str
     policy_config: dict[str, Any] | None
     launcher_for: LauncherFor
-    api: PlannedApi
+    api: EngineApi
     fingerprint: Mapping[str, str]
     vllm_config: Any = None
     lockstep: bool = False

@@ -4,7 +4,7 @@ import itertools
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_omni_plugin.errors import MessageTooLargeError, NoReplicaError, OmniError, ReplicaError, RequestLostError
 from vllm_omni_plugin.logger import init_logger
@@ -13,9 +13,12 @@ from vllm_omni_plugin.orchestrator.dispatch.refused_runs import RefusedRuns
 from vllm_omni_plugin.orchestrator.dispatch.suspects import Suspects
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics, count
-from vllm_omni_plugin.orchestrator.requests.request_api import RequestApi
 from vllm_omni_plugin.orchestrator.requests.stage_run import Accepted, Loss, RequestPhase, RunEnded, StageRun
 from vllm_omni_plugin.vllm_api.requests.move import Move
+
+if TYPE_CHECKING:
+    # Imports vLLM, which nothing here does.
+    from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 
 logger = init_logger(__name__)
 
@@ -27,7 +30,7 @@ class Dispatcher:
 
     Args:
         pool: the stage's replicas.
-        api: see `RequestApi`.
+        api: see `EngineApi`.
         migration_limit: moves a request may make, without those for which another one is to blame.
         replica_wait: seconds that a request waits while no replica serves.
         clock: monotonic seconds.
@@ -40,7 +43,7 @@ class Dispatcher:
     def __init__(
         self,
         pool: StagePool,
-        api: RequestApi,
+        api: "EngineApi",
         migration_limit: int,
         replica_wait: float,
         clock: Callable[[], float],

@@ -6,16 +6,19 @@ from concurrent.futures import Future
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_omni_plugin.errors import StageError, StageInputError
 from vllm_omni_plugin.orchestrator.pipeline.chunk_input import ChunkInput, Piece
 from vllm_omni_plugin.orchestrator.pipeline.request_state import PipelineRequestState
-from vllm_omni_plugin.orchestrator.requests.request_api import StageApi
 from vllm_omni_plugin.pipeline import BuiltInTransform, Modality, Pipeline, Stage
 from vllm_omni_plugin.pipeline.output_reader import joined
 from vllm_omni_plugin.pipeline.transfer import Part, StageInput, StageOutput, Transfer, Transform
 from vllm_omni_plugin.pipeline.transforms import check_input, resolve_transform
+
+if TYPE_CHECKING:
+    # Imports vLLM, which nothing here does.
+    from vllm_omni_plugin.vllm_api.stages.stage_api import StageApi
 
 
 class DaemonThreads:
@@ -105,7 +108,7 @@ class Preparation:
         ConfigError: a transform cannot be found.
     """
 
-    def __init__(self, pipeline: Pipeline, apis: Sequence[StageApi], prompt_text: Callable[[Any], str]) -> None:
+    def __init__(self, pipeline: Pipeline, apis: "Sequence[StageApi]", prompt_text: Callable[[Any], str]) -> None:
         self.pipeline = pipeline
         self.apis = apis
         self._prompt_text = prompt_text

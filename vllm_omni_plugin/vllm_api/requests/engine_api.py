@@ -62,7 +62,7 @@ class EngineApi:
 
     @property
     def pooling_task(self) -> str | None:
-        """None: vLLM's server checks what requests ask a pooling model for."""
+        """What all requests ask a pooling model for; one that does not know it dies. None: vLLM's server checks it."""
         return None
 
     def encode_add(self, request: Any, engine_request_id: str, client_index: int = 0) -> Frames:
@@ -166,6 +166,7 @@ class EngineApi:
         return is_refusal(output)
 
     def fetches_once(self, request: Any) -> bool:
+        """Whether the request names a cache of another engine, kept until it has been fetched or refused once."""
         return moving.fetches_once(request)
 
     def movable(self, request: Any) -> Any:
@@ -184,6 +185,7 @@ class EngineApi:
         return msgspec.structs.replace(request, sampling_params=params)
 
     def how_to_move(self, request: Any) -> Move:
+        """How the request goes on elsewhere once part of its answer has been delivered."""
         return moving.how_to_move(request, self._custom_processors)
 
     def idle_report(self, engine_index: int) -> Any:
