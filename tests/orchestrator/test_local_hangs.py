@@ -199,7 +199,7 @@ async def test_an_engine_that_really_says_nothing_is_left_and_taken_back_on_its_
     # Asserted by the status alone: from here on it may hang again at any moment, as it answers nothing by itself.
     await eventually(lambda: member.status is ERROR)
     back: list[ReplicaStatus] = []
-    orchestrator.orchestrator.tell = lambda: back.append(member.status)  # type: ignore[method-assign]
+    orchestrator.serving_signal.tell = lambda: back.append(member.status)  # type: ignore[method-assign]
     await answer(engine, "is_sleeping", False)
     await take_back(engine)
     await eventually(lambda: back)
