@@ -27,11 +27,10 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import (
     engine_key,
 )
 from vllm_omni_plugin.coordinator.server.service import OmniCoordinator
-from vllm_omni_plugin.coordinator.state.membership_table import Change, ChangeKind, Liveness, Member, MembershipTable
+from vllm_omni_plugin.coordinator.state.membership_table import Change, Liveness, Member, MembershipTable
 
 __all__ = [
     "Change",
-    "ChangeKind",
     "FullList",
     "HeadLeft",
     "ListDelta",
