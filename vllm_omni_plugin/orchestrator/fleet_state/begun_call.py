@@ -69,7 +69,7 @@ class BegunCall:
         ]
         for call, was_taken in zip(self.calls, taken, strict=True):
             call.settle(was_taken)
-            call.stage.distrust_the_failed(call)
+            call.stage.distrust_the_different(call, was_taken)
         return taken
 
     def settle(self, taken: bool) -> None:

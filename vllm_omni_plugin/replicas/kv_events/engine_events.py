@@ -1,7 +1,7 @@
 """What vLLM's engines publish about their prefix caches, as far as we read it, and where."""
 
 from collections.abc import Callable
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
@@ -104,8 +104,8 @@ _ANY_HOST = {"tcp://*:": "tcp://127.0.0.1:", "tcp://[::]:": "tcp://[::1]:"}
 """What a publisher binds to be reached on every address of its machine, and the address that we take."""
 
 
-class CacheSource(NamedTuple):
-    """A publisher of cache events on this machine.
+class CacheSource(Struct):
+    """A publisher of cache events on this machine: vLLM's `KVEventsConfig`, as its engine resolved it.
 
     Attributes:
         endpoint: where to subscribe.
@@ -115,24 +115,16 @@ class CacheSource(NamedTuple):
     """
 
     endpoint: str
-    replay_endpoint: str | None
-    topic: str
-    blocks: int
-
-
-class _Publisher(Struct):
-    """vLLM's `KVEventsConfig`, as the engine resolved it."""
-
-    endpoint: str
     replay_endpoint: str | None = None
     topic: str = ""
+    blocks: int = 0
 
 
 class _ReadyResponse(Struct):
     """What we read of vLLM's `EngineCoreReadyResponse`."""
 
     num_gpu_blocks: int = 0
-    kv_events_config: _Publisher | None = None
+    kv_events_config: CacheSource | None = None
 
 
 _ready_decoder: msgspec.msgpack.Decoder[_ReadyResponse] = msgspec.msgpack.Decoder(_ReadyResponse)
