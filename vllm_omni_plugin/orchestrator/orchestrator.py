@@ -40,6 +40,11 @@ if TYPE_CHECKING:
     # Imports vLLM, which nothing here does.
     from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 
+MAX_QUEUED_REQUESTS = 4096
+"""Requests handed over and not taken yet before AsyncLLM waits."""
+MAX_QUEUED_OUTPUTS = 4096
+"""Output messages AsyncLLM has not taken yet before the replicas' sockets are left unread."""
+
 
 class ServingSignal:
     """Wakes coroutines when the fleet can serve. Nothing is polled.
@@ -74,12 +79,6 @@ class ServingSignal:
                 # A loop that has ended waits for nothing, and the others are to be told all the same.
                 with suppress(RuntimeError):
                     loop.call_soon_threadsafe(news.set)
-
-
-MAX_QUEUED_REQUESTS = 4096
-"""Requests handed over and not taken yet before AsyncLLM waits."""
-MAX_QUEUED_OUTPUTS = 4096
-"""Output messages AsyncLLM has not taken yet before the replicas' sockets are left unread."""
 
 
 class Orchestrator:

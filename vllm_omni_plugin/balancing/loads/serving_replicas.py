@@ -12,6 +12,7 @@ from vllm_omni_plugin.balancing.loads.replica_load import load_of
 
 _AGE_S = 0.1
 """How old what other heads report may be. Chosen with benchmarks/spread.py; half of it was worse, more no better."""
+R = TypeVar("R", bound=ReplicaView)
 
 
 class UnreportedRequests:
@@ -83,9 +84,6 @@ def draw_by_water_filling(levels: Sequence[tuple[float, int]], coming: float, rn
         if rest < 0:
             return index
     return 0
-
-
-R = TypeVar("R", bound=ReplicaView)
 
 
 class ServingReplicas(tuple[R, ...]):

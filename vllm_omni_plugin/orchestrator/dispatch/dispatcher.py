@@ -101,9 +101,7 @@ class Dispatcher:
     def abort(self, runs: Iterable[StageRun]) -> None:
         """Forget these runs and tell their replicas. Nothing to do for those that have ended."""
         by_member: dict[PoolMember, list[str]] = {}
-        for run in runs:
-            if run.closed:
-                continue
+        for run in [run for run in runs if not run.closed]:
             member = self._member_of(run)
             if member is not None:
                 by_member.setdefault(member, []).append(run.engine_request_id)

@@ -6,6 +6,10 @@ from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 
 MAX_HELD_REQUESTS = 4096
 """Requests that may wait at once. Those beyond are refused at once: after a gap they would only be late."""
+MOVES_PER_S = 256.0
+"""Moves per second in the long run. For each a prompt is computed once more, which slows down all others there."""
+MOVES_AT_ONCE = 1024
+"""Moves that may follow each other at once after a quiet time: what several replicas have in flight."""
 
 
 class HeldRequests:
@@ -58,12 +62,6 @@ class HeldRequests:
             self._wake_at(due)
             return None
         return self.take()
-
-
-MOVES_PER_S = 256.0
-"""Moves per second in the long run. For each a prompt is computed once more, which slows down all others there."""
-MOVES_AT_ONCE = 1024
-"""Moves that may follow each other at once after a quiet time: what several replicas have in flight."""
 
 
 class MoveBudget:

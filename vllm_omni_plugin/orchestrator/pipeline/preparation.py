@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     # Imports vLLM, which nothing here does.
     from vllm_omni_plugin.vllm_api.stages.stage_api import StageApi
 
+_THREADS = 2
+"""For each stage, so that one slow transform does not keep the other requests of its stage waiting."""
+
 
 class DaemonThreads:
     """Runs calls in order. Unlike those of a `ThreadPoolExecutor`, its threads do not keep the process from ending.
@@ -62,10 +65,6 @@ class DaemonThreads:
             call()
             # What it holds is not to live until the next one comes.
             del call
-
-
-_THREADS = 2
-"""For each stage, so that one slow transform does not keep the other requests of its stage waiting."""
 
 
 class WholeInput(NamedTuple):

@@ -36,13 +36,15 @@ from vllm_omni_plugin.replicas.kv_events.cache_listener import OnCacheChange
 from vllm_omni_plugin.replicas.kv_events.engine_events import publishes_cache_events
 from vllm_omni_plugin.replicas.links.connection import Context
 
-_WINDOW_S = 60.0
 logger = init_logger(__name__)
+
+_WINDOW_S = 60.0
 
 _MAX_SOCKETS = 16384
 """Nine for each replica, with those that watch the others; ZMQ's own limit would end at 113 replicas."""
 _SERVER_SAYS_WHY_S = 1.0
 """An engine's own word of its death and the end of its connections take shorter ways; its server knows how it ended."""
+
 OnOutputs = Callable[[Any], None]
 OnStatus = Callable[[ReplicaStatus], None]
 

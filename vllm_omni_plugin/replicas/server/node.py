@@ -14,12 +14,13 @@ from vllm_omni_plugin.errors import ConfigError, OmniError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.server.replica_server import ReplicaServer
 
+logger = init_logger(__name__)
+
 _OPEN_FILES = 65535
 """What vLLM sets for its API servers."""
 _BESIDE_REPLICAS = 64
 _BY_REPLICA = 130
 _BY_HEAD = 20
-logger = init_logger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
