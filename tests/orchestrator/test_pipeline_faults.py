@@ -321,7 +321,7 @@ async def test_a_stage_without_replicas_fails_its_requests_and_no_others(held: b
         assert fleet.call_ends("other") == [None]
         if held:
             await fleet.step("r", 0, count=9)
-            assert fleet.orchestrator.metrics.held_by_stage == {0: 0, 1: 1, 2: 0}
+            assert [fleet.orchestrator.metrics.waiting_in[stage]().held for stage in range(3)] == [0, 1, 0]
             fleet.join(fleet.pools[1].add(0))
             await fleet.finish()
             assert fleet.call_ends("r") == [None]

@@ -32,10 +32,7 @@ def all_totals(orchestrator: Orchestrator) -> Iterator[StageTotals]:
     """Those of each stage. What waits before it is accepted counts for the first stage that it needs."""
     metrics, first = orchestrator.metrics, orchestrator.needed_pools[0]
     for pool in orchestrator.stage_pools:
-        unsent = sum(
-            waiting.get(pool.stage_id, 0)
-            for waiting in (metrics.held_by_stage, metrics.paused_by_stage, metrics.moves_waiting_by_stage)
-        )
+        unsent = sum(metrics.waiting_in[pool.stage_id]())
         yield _totals(pool, unsent + (metrics.waiting if pool is first else 0))
 
 

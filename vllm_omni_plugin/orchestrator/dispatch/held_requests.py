@@ -39,11 +39,9 @@ class HeldRequests:
             self._wake_at(now + self.wait)
         return True
 
-    def remove(self, run: StageRun) -> bool:
-        """A request no longer waits. Returns whether it did."""
-        waited = run in self._line
+    def remove(self, run: StageRun) -> None:
+        """A request no longer waits, if it did."""
         self._line.pop(run, None)
-        return waited
 
     def take(self) -> StageRun | None:
         """Remove and return the first in the line, None if there is nobody."""
