@@ -16,8 +16,8 @@ from vllm_omni_plugin.coordinator.client.head_session import HeadSession, News
 from vllm_omni_plugin.coordinator.protocol.head_messages import Call, OperatorMessage, decode_from_head
 from vllm_omni_plugin.coordinator.state.head_sessions import Letter, Sessions
 from vllm_omni_plugin.coordinator.state.list_deltas import ListDeltas, Numbering
+from vllm_omni_plugin.orchestrator.fleet_state.begun_call import FrontUpdate
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
-from vllm_omni_plugin.orchestrator.fleet_state.front_update import FrontUpdate
 from vllm_omni_plugin.orchestrator.fleet_state.session_listener import SessionListener
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.replicas.client.stage_client import StageClient

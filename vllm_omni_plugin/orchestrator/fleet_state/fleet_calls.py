@@ -26,9 +26,8 @@ from vllm_omni_plugin.errors import (
     WireError,
 )
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.orchestrator.fleet_state.begun_call import BegunCall
+from vllm_omni_plugin.orchestrator.fleet_state.begun_call import BegunCall, tell
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_snapshot import adopt, manage_by_key, snapshot_of
-from vllm_omni_plugin.orchestrator.fleet_state.front_update import tell
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PeerMessage
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError

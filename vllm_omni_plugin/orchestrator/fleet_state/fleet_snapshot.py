@@ -8,7 +8,7 @@ from vllm_omni_plugin.coordinator import ReplicaKey
 from vllm_omni_plugin.coordinator.protocol.head_messages import FleetState, StageState
 from vllm_omni_plugin.coordinator.state.call_log import note_drained
 from vllm_omni_plugin.errors import ReplicaError, WireError
-from vllm_omni_plugin.orchestrator.fleet_state.front_update import FrontView, tell
+from vllm_omni_plugin.orchestrator.fleet_state.begun_call import FrontView, tell
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD, PoolMember
 
