@@ -7,15 +7,17 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from vllm_omni_plugin.coordinator import (
-    Change,
-    Liveness,
-    Member,
-    MembershipTable,
     ReplicaEvent,
     ReplicaKey,
     ReplicaStatus,
 )
-from vllm_omni_plugin.coordinator.state.membership_table import TableFullError
+from vllm_omni_plugin.coordinator.state.membership_table import (
+    Change,
+    Liveness,
+    Member,
+    MembershipTable,
+    TableFullError,
+)
 
 TIMEOUT = 10.0
 UP, DOWN, ERROR, DRAINING = ReplicaStatus

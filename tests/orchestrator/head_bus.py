@@ -11,11 +11,12 @@ from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeEngineApi
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.links import FakeLink, answer_calls
-from vllm_omni_plugin.coordinator import MembershipTable, ReplicaStatus, ReplicaWork, SessionLost, Welcome
+from vllm_omni_plugin.coordinator import ReplicaStatus, ReplicaWork, SessionLost, Welcome
 from vllm_omni_plugin.coordinator.client.head_session import HeadSession, News
 from vllm_omni_plugin.coordinator.protocol.head_messages import Call, OperatorMessage, decode_from_head
 from vllm_omni_plugin.coordinator.state.head_sessions import Letter, Sessions
 from vllm_omni_plugin.coordinator.state.list_deltas import ListDeltas, Numbering
+from vllm_omni_plugin.coordinator.state.membership_table import MembershipTable
 from vllm_omni_plugin.orchestrator.fleet_state.begun_call import FrontUpdate
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.fleet_state.session_listener import SessionListener

@@ -27,16 +27,11 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import (
     engine_key,
 )
 from vllm_omni_plugin.coordinator.server.service import OmniCoordinator
-from vllm_omni_plugin.coordinator.state.membership_table import Change, Liveness, Member, MembershipTable
 
 __all__ = [
-    "Change",
     "FullList",
     "HeadLeft",
     "ListDelta",
-    "Liveness",
-    "Member",
-    "MembershipTable",
     "OmniCoordClientForHead",
     "OmniCoordClientForHub",
     "OmniCoordClientForStage",
