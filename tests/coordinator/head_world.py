@@ -20,7 +20,7 @@ from vllm_omni_plugin.coordinator import (
 )
 from vllm_omni_plugin.coordinator.client.head_session import HeadSession, News
 from vllm_omni_plugin.coordinator.protocol.head_messages import Refused
-from vllm_omni_plugin.coordinator.server.service import HeadFrames
+from vllm_omni_plugin.coordinator.server.head_frames import HeadFrames
 from vllm_omni_plugin.coordinator.state.head_sessions import Sessions
 from vllm_omni_plugin.coordinator.state.list_deltas import ListDeltas, Numbering, replica_list
 from vllm_omni_plugin.coordinator.state.membership_table import MembershipTable

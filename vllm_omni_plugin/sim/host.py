@@ -8,7 +8,7 @@ from typing import Self, TypeVar
 import uvloop
 import zmq
 
-from vllm_omni_plugin.replicas.server.node import raise_socket_limit
+from vllm_omni_plugin.replicas.server.descriptor_limits import raise_socket_limit
 
 _T = TypeVar("_T")
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from vllm_omni_plugin.replicas.server.node import raise_limits
+from vllm_omni_plugin.replicas.server.descriptor_limits import raise_limits
 from vllm_omni_plugin.sim.model.engine_settings import DEFAULT_CONCURRENCY, EngineSettings
 
 _PROG = "vllm-omni-plugin sim"

@@ -44,7 +44,8 @@ from vllm_omni_plugin.integration.processes.supervisor import supervise
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.engine.reaper import Reaper
 from vllm_omni_plugin.replicas.engine.socket_folder import use_socket_folder
-from vllm_omni_plugin.replicas.server.node import SIGNALS, raise_limits
+from vllm_omni_plugin.replicas.server.descriptor_limits import raise_limits
+from vllm_omni_plugin.replicas.server.node import SIGNALS
 from vllm_omni_plugin.replicas.server.replica_server import ReplicaServer
 from vllm_omni_plugin.vllm_api.launch.engine_launch import spawn_only
 from vllm_omni_plugin.vllm_api.versions.serve_arguments import propagate_flash_late_interaction

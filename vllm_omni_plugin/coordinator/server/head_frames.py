@@ -1,0 +1,62 @@
+"""Where heads' frames come in at the coordinator, and frames to them go out."""
+
+from collections import deque
+from collections.abc import Iterable
+
+import zmq
+
+from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import Socket
+from vllm_omni_plugin.coordinator.protocol.head_messages import Call, Hello, decode_from_head
+from vllm_omni_plugin.coordinator.state.head_sessions import Letter, Sessions
+from vllm_omni_plugin.coordinator.state.membership_table import TableFullError
+from vllm_omni_plugin.errors import WireError
+
+
+class HeadFrames:
+    """Sends what the sessions say. For the coordinator's own thread.
+
+    Args:
+        sessions: Of all heads.
+        router: The coordinator's ROUTER.
+    """
+
+    def __init__(self, sessions: Sessions, router: Socket) -> None:
+        self._sessions = sessions
+        self._router = router
+
+    def take(self, peer: bytes, frame: bytes, now: float) -> bool:
+        """Take in a frame of a connection; return whether the connection has a session, or has one from now on.
+
+        Raises:
+            WireError: It is no message of a head, or of one of another version.
+            TableFullError: There is no place for another head.
+        """
+        message = decode_from_head(frame)
+        try:
+            letters = self._sessions.take(peer, message, now)
+        except (TableFullError, WireError) as error:
+            # Both are waited for.
+            if isinstance(message, Hello | Call):
+                self.send([self._sessions.refusal(peer, message, str(error))])
+            raise
+        self.send(letters or ())
+        return letters is not None
+
+    def send(self, letters: Iterable[Letter]) -> None:
+        """Send them to those who are there and whose queues are not full."""
+        pending = deque(letters)
+        full: set[bytes] = set()
+        while pending:
+            peer, frame = pending.popleft()
+            if peer in full:
+                # What follows on something lost would be misread.
+                continue
+            try:
+                self._router.send_multipart((peer, frame), zmq.NOBLOCK)
+            except zmq.Again:
+                full.add(peer)
+                self._sessions.overflowed(peer)
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+                pending += self._sessions.leave(peer)
