@@ -26,11 +26,12 @@ import zmq
 from processes import percentile, wait_for
 
 from vllm_omni_plugin.coordinator import (
+    FullList,
+    ListDelta,
     OmniCoordClientForHead,
     OmniCoordinatorRuntime,
     PeerWork,
     ReplicaEvent,
-    ReplicaList,
     ReplicaStatus,
     ReplicaWork,
     SessionEvent,
@@ -82,7 +83,7 @@ def steady(options: argparse.Namespace, secret: str | None) -> None:
         observers = [
             stack.enter_context(_client(runtime.router_address, f"client-{n}", secret)) for n in range(CLIENT_HEADS)
         ]
-        wait_for(lambda: all(head.listed == options.replicas for head in observers), "the list")
+        wait_for(lambda: all(len(head.listed) == options.replicas for head in observers), "the list")
         over = threading.Event()
         reporter = threading.Thread(target=_report, args=(observers[0], options.replicas, over))
         if not options.silent_heads:
@@ -108,7 +109,7 @@ def storm(options: argparse.Namespace, secret: str | None) -> None:
         ]
         wait_for(lambda: all(head.told_at for head in heads), "the first list")
         began = stack.enter_context(_generator(_register, runtime.router_address, secret, options.replicas))
-        wait_for(lambda: all(head.listed == options.replicas for head in heads), "the list")
+        wait_for(lambda: all(len(head.listed) == options.replicas for head in heads), "the list")
         last = max(head.told_at for head in heads)
         print(f"storm: {options.heads} heads list all {options.replicas} replicas after {last - began:.2f} s")
 
@@ -118,7 +119,7 @@ class Observer:
 
     def __init__(self) -> None:
         self.client: Future[OmniCoordClientForHead] = Future()
-        self.listed = 0
+        self.listed: set[str] = set()
         self.told_at = 0.0
         self.forget()
 
@@ -133,8 +134,9 @@ class Observer:
         match event:
             case Welcome():
                 self.client.result().report_work([], full=True)
-            case ReplicaList():
-                self.listed = len(event.replicas)
+            case FullList() | ListDelta():
+                gone = self.listed if isinstance(event, FullList) else {key.input_addr for key in event.removed}
+                self.listed = (self.listed - gone) | {row.input_addr for row in event.replicas}
                 self.told_at = now
                 said = next((row.queue_length for row in event.replicas if row.queue_length), None)
                 if said is not None:

@@ -24,7 +24,7 @@ from vllm_omni_plugin.curve import (
     secure_client,
     secure_server,
 )
-from vllm_omni_plugin.curve.newcomers import MAX_HANDSHAKE_BYTES, Newcomers
+from vllm_omni_plugin.curve.descriptors import MAX_HANDSHAKE_BYTES, Newcomers
 from vllm_omni_plugin.curve.refusals import LOG_INTERVAL, MAX_LOGGED_PEERS, RefusalLog
 
 OLD, NEW, OTHER = "the old secret of the fleet", "the new secret of the fleet", "somebody else's secret"

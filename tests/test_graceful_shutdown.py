@@ -9,7 +9,7 @@ import pytest
 from vllm.exceptions import GracefulHTTPError
 
 from vllm_omni_plugin.integration.engine_client.graceful_shutdown import GracefulShutdown
-from vllm_omni_plugin.orchestrator.requests.pipeline_call import CallEnded, PipelineCall, StageEvent
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallEnded, PipelineCall, StageEvent
 
 
 class FakeProcessor:

@@ -5,7 +5,7 @@ from typing import Any
 
 import zmq
 
-from vllm_omni_plugin.curve.newcomers import Newcomers
+from vllm_omni_plugin.curve.descriptors import Newcomers
 from vllm_omni_plugin.curve.refusals import HandshakeWatch, RefusalLog
 
 

@@ -14,6 +14,7 @@ from vllm_omni_plugin.coordinator import PeerWork, SessionLost
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
+from vllm_omni_plugin.orchestrator.requests.counters import Waiting
 
 
 def registry_of(orchestrator: Orchestrator) -> CollectorRegistry:
@@ -164,8 +165,7 @@ async def test_requests_wait_or_run_wherever_they_are() -> None:
 
 async def test_requests_that_wait_for_their_turn_to_move_or_for_the_end_of_a_pause_wait() -> None:
     async with FakeFleet() as fleet:
-        fleet.orchestrator.metrics.moves_waiting_by_stage[0] = 2
-        fleet.orchestrator.metrics.paused_by_stage[0] = 3
+        fleet.orchestrator.metrics.waiting_in[0] = lambda: Waiting(held=0, paused=3, moving=2)
         assert of_stages(registry_of(fleet.orchestrator), "requests_waiting") == {"0": 5}
 
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_omni_plugin.balancing import ReplicaLoad
-from vllm_omni_plugin.balancing.interface import Decision, Task
-from vllm_omni_plugin.balancing.prompt import Prompt
+from vllm_omni_plugin.balancing.interface import Decision, Prompt, Task
 
 BLOCK = 16
 

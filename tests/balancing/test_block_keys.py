@@ -3,7 +3,7 @@
 import pytest
 
 from vllm_omni_plugin.balancing.caches.block_keys import answered_keys, block_key, pack_tokens, prompt_keys
-from vllm_omni_plugin.balancing.prompt import MediaSpan, Prompt
+from vllm_omni_plugin.balancing.interface import MediaSpan, Prompt
 
 TOKENS = list(range(100, 140))
 

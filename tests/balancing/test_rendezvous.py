@@ -7,12 +7,10 @@ from collections.abc import Iterable
 import pytest
 
 from vllm_omni_plugin.balancing.caches.rendezvous import Expected, RendezvousTable, expected_at
-from vllm_omni_plugin.balancing.interface import Decision, Task
+from vllm_omni_plugin.balancing.interface import Decision, Prompt, Task
 from vllm_omni_plugin.balancing.loads.replica_load import ReplicaLoad
-from vllm_omni_plugin.balancing.loads.serving_replicas import ServingReplicas
-from vllm_omni_plugin.balancing.loads.unreported import UnreportedRequests
+from vllm_omni_plugin.balancing.loads.serving_replicas import ServingReplicas, UnreportedRequests
 from vllm_omni_plugin.balancing.policies.prefix_policy import PrefixBalancer
-from vllm_omni_plugin.balancing.prompt import Prompt
 
 from .pool import BLOCK, PooledReplica
 

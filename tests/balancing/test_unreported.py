@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from tests.balancing.pool import PooledReplica
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer, ReplicaLoad
-from vllm_omni_plugin.balancing.loads.serving_replicas import ServingReplicas
-from vllm_omni_plugin.balancing.loads.unreported import UnreportedRequests, draw_by_water_filling
+from vllm_omni_plugin.balancing.loads.serving_replicas import ServingReplicas, UnreportedRequests, draw_by_water_filling
 from vllm_omni_plugin.balancing.sampling import coming_to, lowest
 
 DRAWS = 4000

@@ -20,7 +20,7 @@ from vllm_omni_plugin.errors import CoordinatorAwayError
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
 from vllm_omni_plugin.integration.engine_client.peer_front import AdapterIds, PeerFront
 from vllm_omni_plugin.integration.http.adapters import open_adapters
-from vllm_omni_plugin.orchestrator.fleet_state.front_update import FrontUpdate
+from vllm_omni_plugin.orchestrator.fleet_state.begun_call import FrontUpdate
 from vllm_omni_plugin.vllm_api.requests.adapter import Adapter, adapter_of
 
 STORY = Adapter("story", 7, "/loras/story")

@@ -32,11 +32,12 @@ from vllm_omni_plugin.orchestrator.pipeline.preparation import Preparation
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     AbortRequests,
+    CallEnded,
     CallReplicas,
+    PipelineCall,
     ReplicaJoined,
     SubmitRequest,
 )
-from vllm_omni_plugin.orchestrator.requests.pipeline_call import CallEnded, PipelineCall
 from vllm_omni_plugin.orchestrator.requests.thread_queue import ThreadQueue
 from vllm_omni_plugin.pipeline.graph import Pipeline
 from vllm_omni_plugin.pipeline.stage import VLLM_ENGINE, Modality, Stage

@@ -5,9 +5,13 @@ from collections import deque
 import zmq
 
 from vllm_omni_plugin.coordinator import (
+    FullList,
     HeadLeft,
+    ListDelta,
     PeerWork,
     ReplicaEvent,
+    ReplicaInfo,
+    ReplicaKey,
     ReplicaList,
     ReplicaWork,
     SessionEvent,
@@ -18,30 +22,34 @@ from vllm_omni_plugin.coordinator.client.head_session import HeadSession, News
 from vllm_omni_plugin.coordinator.protocol.head_messages import Facts, Refused
 from vllm_omni_plugin.coordinator.server.head_frames import HeadFrames
 from vllm_omni_plugin.coordinator.state.head_sessions import Sessions
-from vllm_omni_plugin.coordinator.state.list_deltas import ListDeltas, replica_list
+from vllm_omni_plugin.coordinator.state.list_deltas import ListDeltas, Numbering, replica_list
 from vllm_omni_plugin.coordinator.state.membership_table import MembershipTable
-from vllm_omni_plugin.coordinator.state.numbering import Numbering
 from vllm_omni_plugin.errors import WireError
 
 QUEUE_FRAMES = 3
 
-Row = tuple[str, int, bool, str, int, int]
+Row = tuple[str, int, bool, str, int]
+"""What is listed of a replica, without its number and its times."""
 
 
 def rows(replicas: ReplicaList) -> frozenset[Row]:
-    """Return what a list says, but for its times."""
+    """Return what a list says."""
     told = [(info, True) for info in replicas.replicas] + [(info, False) for info in replicas.no_new_work]
     return frozenset(
-        (info.input_addr, info.stage_id, accepts, info.status.value, info.incarnation, info.replica_id)
-        for info, accepts in told
+        (info.input_addr, info.stage_id, accepts, info.status.value, info.incarnation) for info, accepts in told
     )
+
+
+def numbers(replicas: ReplicaList) -> dict[str, int]:
+    """Return the numbers of the replicas in a list, by their addresses."""
+    return {info.input_addr: info.replica_id for info in (*replicas.replicas, *replicas.no_new_work)}
 
 
 class Heard:
     """What a head was told, kept as an orchestrator does.
 
     Attributes:
-        lists: all of them.
+        lists: all that its lists and deltas make.
         others: what other heads have in flight.
         resyncs: how often everything was told anew.
         losses: how often the coordinator was silent.
@@ -49,6 +57,7 @@ class Heard:
 
     def __init__(self) -> None:
         self.lists: list[ReplicaList] = []
+        self._rows: dict[ReplicaKey, tuple[ReplicaInfo, bool]] = {}
         self.others: dict[str, dict[int, ReplicaWork]] = {}
         self.resyncs = self.losses = 0
 
@@ -58,8 +67,14 @@ class Heard:
             case Welcome():
                 self.resyncs += 1
                 self.others = {name: work for name, work in self.others.items() if name in event.heads}
-            case ReplicaList():
-                self.lists.append(event)
+            case FullList() | ListDelta():
+                gone = self._rows.keys() if isinstance(event, FullList) else event.removed
+                told = [(info, True) for info in event.replicas] + [(info, False) for info in event.no_new_work]
+                self._rows = {key: row for key, row in self._rows.items() if key not in gone}
+                self._rows |= {ReplicaKey.of(info): (info, accepts) for info, accepts in told}
+                accepting = [info for info, accepts in self._rows.values() if accepts]
+                others = [info for info, accepts in self._rows.values() if not accepts]
+                self.lists.append(ReplicaList(accepting, event.timestamp, others))
             case PeerWork():
                 known = {} if event.full else self.others.get(event.head_id, {})
                 known |= {row.engine: row for row in event.work}
@@ -106,7 +121,7 @@ class World:
         self.now = 1000.0
         self.queue_frames = QUEUE_FRAMES
         self.heads: dict[str, Head] = {}
-        self.published: dict[float, frozenset[Row]] = {}
+        self.states: set[frozenset[Row]] = set()
         self._connections = 0
         self.restart()
 
@@ -126,6 +141,7 @@ class World:
         self.lists = ListDeltas(self.table, self.numbering)
         self.sessions = Sessions(self.lists)
         self.frames = HeadFrames(self.sessions, self, lambda stage_id: Facts(0.0, [], {}))  # type: ignore[arg-type]
+        self._note_state()
         for name in self.heads:
             self.connect(name)
 
@@ -145,17 +161,18 @@ class World:
         change = self.table.apply(event, self.now)
         if change is not None:
             self.lists.note([change])
+        self._note_state()
 
     def tick(self, seconds: float = 0.5) -> None:
         """Let time pass at the coordinator."""
         self.now += seconds
         self.lists.note(self.table.expire(self.now))
+        self._note_state()
         self.frames.send(self.sessions.expire(self.now))
-        self.resync()
         delta = self.lists.revise(self.now, self.now)
         if delta is not None:
-            self.published[self.now] = rows(self.listed())
             self.frames.send(self.sessions.broadcast([delta]))
+        self.resync()
 
     def resync(self) -> None:
         """Let the coordinator welcome who has come, and tell all of the others' work."""
@@ -164,6 +181,12 @@ class World:
     def listed(self) -> ReplicaList:
         """Return what the table says now."""
         return replica_list(self.table, self.numbering, self.now, self.now)
+
+    def _note_state(self) -> None:
+        events = [(m.event, m.takes_new_work) for m in self.table if m.takes_new_work or m.may_finish_work]
+        self.states.add(
+            frozenset((e.input_addr, e.stage_id, accepts, e.status.value, e.incarnation) for e, accepts in events)
+        )
 
     def deliver_up(self, name: str) -> bool:
         """Let one frame of a head arrive; return whether there was one."""

@@ -7,16 +7,17 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from vllm_omni_plugin.coordinator import (
-    Change,
-    ChangeKind,
-    Liveness,
-    Member,
-    MembershipTable,
     ReplicaEvent,
     ReplicaKey,
     ReplicaStatus,
 )
-from vllm_omni_plugin.coordinator.state.membership_table import TableFullError
+from vllm_omni_plugin.coordinator.state.membership_table import (
+    Change,
+    Liveness,
+    Member,
+    MembershipTable,
+    TableFullError,
+)
 
 TIMEOUT = 10.0
 UP, DOWN, ERROR, DRAINING = ReplicaStatus
@@ -35,12 +36,13 @@ def row(table: MembershipTable, name: str = "a") -> Member:
     return member
 
 
-def kind(change: Change | None) -> ChangeKind | None:
-    return None if change is None else change.kind
+def alters_list(change: Change | None) -> bool | None:
+    """Whether heads see a change; None if there is none."""
+    return None if change is None else change.alters_list
 
 
-def kinds(changes: list[Change]) -> list[ChangeKind]:
-    return [change.kind for change in changes]
+def livenesses(changes: list[Change]) -> list[Liveness]:
+    return [change.member.liveness for change in changes]
 
 
 A = make_event()
@@ -49,28 +51,27 @@ NUMBERED = make_event(incarnation=1, sequence=1)
 
 
 @pytest.mark.parametrize(
-    ("before", "event", "expected", "registered_at"),
+    ("before", "event", "is_seen", "registered_at"),
     [
-        pytest.param([], replace(A, event_type="heartbeat"), ChangeKind.JOINED, 3.0, id="a heartbeat joins"),
+        pytest.param([], replace(A, event_type="heartbeat"), True, 3.0, id="a heartbeat joins"),
         pytest.param([], GONE, None, None, id="one unknown leaves"),
-        pytest.param([A], A, ChangeKind.REFRESHED, 0.0, id="the same again"),
-        pytest.param([A], make_event(queue_length=3), ChangeKind.UPDATED, 0.0, id="a queue length"),
-        pytest.param([A], replace(A, control_addr="tcp://a:3"), ChangeKind.UPDATED, 0.0, id="a control address"),
-        pytest.param([A, GONE], A, ChangeKind.JOINED, 3.0, id="it left and is back"),
+        pytest.param([A], A, False, 0.0, id="the same again"),
+        pytest.param([A], make_event(queue_length=3), True, 0.0, id="a queue length"),
+        pytest.param([A], replace(A, control_addr="tcp://a:3"), True, 0.0, id="a control address"),
+        pytest.param([A, GONE], A, True, 3.0, id="it left and is back"),
         pytest.param([NUMBERED], GONE, None, 0.0, id="no number against a number"),
         pytest.param([NUMBERED], replace(GONE, incarnation=1), None, 0.0, id="no sequence against a number"),
     ],
 )
 def test_what_one_event_changes(
-    before: list[ReplicaEvent], event: ReplicaEvent, expected: ChangeKind | None, registered_at: float | None
+    before: list[ReplicaEvent], event: ReplicaEvent, is_seen: bool | None, registered_at: float | None
 ) -> None:
     table = table_of(*before)
     change = table.apply(event, 3.0)
-    assert kind(change) is expected
+    assert alters_list(change) is is_seen
     member = table.get(ReplicaKey.of(A))
     assert (member and member.registered_at) == registered_at
     if change is not None:
-        assert change.alters_list == (expected is not ChangeKind.REFRESHED)
         assert (row(table).event, row(table).heard_at) == (event, 3.0)
 
 
@@ -80,9 +81,7 @@ def test_error_then_up_under_a_new_incarnation_joins_anew() -> None:
     assert not row(table).takes_new_work
     assert not row(table).may_finish_work
     change = table.apply(make_event(incarnation=2, sequence=1), 2.0)
-    assert kind(change) is ChangeKind.JOINED
-    assert change is not None
-    assert change.alters_list
+    assert alters_list(change)
     assert row(table).registered_at == 2.0
     assert row(table).takes_new_work
     assert table.apply(make_event(status=ERROR, incarnation=1, sequence=11), 3.0) is None
@@ -91,7 +90,7 @@ def test_error_then_up_under_a_new_incarnation_joins_anew() -> None:
 @pytest.mark.parametrize("status", [ERROR, DRAINING])
 def test_replica_in_error_or_draining_takes_no_new_work(status: ReplicaStatus) -> None:
     table = table_of(make_event())
-    assert kind(table.apply(make_event(status=status), 1.0)) is ChangeKind.UPDATED
+    assert alters_list(table.apply(make_event(status=status), 1.0))
     assert not row(table).takes_new_work
     assert row(table).may_finish_work == (status is DRAINING)
 
@@ -105,33 +104,37 @@ def test_same_address_in_two_stages_is_two_replicas() -> None:
 
 def test_authoritative_removal_needs_no_numbers_and_replays_stay_refused() -> None:
     table = table_of(make_event(incarnation=5, sequence=7))
-    assert kind(table.apply(make_event(status=DOWN), 1.0, authoritative=True)) is ChangeKind.LEFT
+    assert alters_list(table.apply(make_event(status=DOWN), 1.0, authoritative=True))
+    assert row(table).liveness is Liveness.LEFT
     assert table.apply(make_event(incarnation=5, sequence=7), 2.0) is None
-    assert kind(table.apply(make_event(incarnation=5, sequence=8), 3.0)) is ChangeKind.JOINED
+    assert alters_list(table.apply(make_event(incarnation=5, sequence=8), 3.0))
+    assert row(table).registered_at == 3.0
 
 
 def test_leaving_is_not_dying() -> None:
     table = table_of(make_event())
-    assert kind(table.apply(make_event(status=DOWN), 1.0)) is ChangeKind.LEFT
-    assert kind(table.apply(make_event(status=DOWN), 2.0)) is ChangeKind.REFRESHED
+    assert alters_list(table.apply(make_event(status=DOWN), 1.0))
+    assert alters_list(table.apply(make_event(status=DOWN), 2.0)) is False
     assert row(table).liveness is Liveness.LEFT
-    assert ChangeKind.DIED not in kinds(table.expire(1.0 + 2 * TIMEOUT))
+    assert table.expire(1.0 + 2 * TIMEOUT) == []
+    assert row(table).liveness is Liveness.LEFT
 
 
 def test_silence_is_suspicion_before_death() -> None:
     table = table_of(make_event())
     assert table.expire(4.99) == []
-    assert kinds(table.expire(5.0)) == [ChangeKind.SUSPECTED]
+    assert livenesses(table.expire(5.0)) == [Liveness.SUSPECT]
     assert (row(table).takes_new_work, row(table).may_finish_work) == (False, True)
     assert table.expire(9.99) == []
-    assert kinds(table.expire(10.0)) == [ChangeKind.DIED]
+    assert livenesses(table.expire(10.0)) == [Liveness.DEAD]
     assert (row(table).takes_new_work, row(table).may_finish_work) == (False, False)
 
 
 def test_heartbeat_clears_suspicion() -> None:
     table = table_of(make_event())
     table.expire(6.0)
-    assert kind(table.apply(make_event(), 7.0)) is ChangeKind.RECOVERED
+    assert alters_list(table.apply(make_event(), 7.0))
+    assert row(table).liveness is Liveness.ALIVE
     assert table.expire(11.0) == []
     assert row(table).registered_at == 0.0
 
@@ -140,7 +143,8 @@ def test_dead_replica_that_is_heard_again_recovers() -> None:
     table = table_of(make_event(incarnation=1, sequence=1))
     table.expire(TIMEOUT)
     assert table.apply(make_event(incarnation=1, sequence=1), 11.0) is None
-    assert kind(table.apply(make_event(incarnation=1, sequence=2), 12.0)) is ChangeKind.RECOVERED
+    assert alters_list(table.apply(make_event(incarnation=1, sequence=2), 12.0))
+    assert (row(table).liveness, row(table).registered_at) == (Liveness.ALIVE, 0.0)
 
 
 def test_rows_that_are_gone_are_forgotten_in_the_end() -> None:
@@ -148,7 +152,8 @@ def test_rows_that_are_gone_are_forgotten_in_the_end() -> None:
     table.apply(make_event("left", status=DOWN), 0.0)
     table.expire(TIMEOUT)
     forgotten = table.expire(TIMEOUT * 5)
-    assert kinds(forgotten) == [ChangeKind.FORGOTTEN] * 2
+    assert [change.forgotten for change in forgotten] == [change.member for change in forgotten]
+    assert len(forgotten) == 2
     assert not any(change.alters_list for change in forgotten)
     assert (len(table), table.next_deadline()) == (0, None)
 
@@ -157,7 +162,7 @@ def test_late_coordinator_extends_deadlines_instead_of_expiring_everyone() -> No
     table = table_of(make_event("a"), make_event("b"))
     assert table.expire(1000.0, late_by=996.0) == []
     assert len([member for member in table if member.takes_new_work]) == 2
-    assert kinds(table.expire(1001.0)) == [ChangeKind.SUSPECTED] * 2
+    assert livenesses(table.expire(1001.0)) == [Liveness.SUSPECT] * 2
 
 
 def test_excuse_never_puts_a_heartbeat_into_the_future() -> None:
@@ -171,13 +176,15 @@ def test_full_table_refuses_new_rows_and_leaves_others() -> None:
     with pytest.raises(TableFullError, match="2 replicas"):
         table.apply(make_event("c"), 1.0)
     assert len(table) == 2
-    assert kind(table.apply(make_event("a", queue_length=1), 2.0)) is ChangeKind.UPDATED
+    assert alters_list(table.apply(make_event("a", queue_length=1), 2.0))
 
 
 def test_full_table_gives_the_place_of_a_row_that_is_gone() -> None:
     table = table_of(make_event("a"), make_event("b"), max_replicas=2)
     table.apply(make_event("b", status=DOWN), 1.0)
-    assert kind(table.apply(make_event("c"), 1.0)) is ChangeKind.JOINED
+    displaced = row(table, "b")
+    joined = table.apply(make_event("c"), 1.0)
+    assert joined == Change(row(table, "c"), forgotten=displaced)
     assert table.get(ReplicaKey.of(make_event("b"))) is None
     assert row(table, "a").takes_new_work
 

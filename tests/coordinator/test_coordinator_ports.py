@@ -5,7 +5,7 @@ from contextlib import suppress
 
 import zmq
 
-from vllm_omni_plugin.coordinator.server.coordinator_ports import Ports
+from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import Ports
 
 
 def test_close_ends_though_heads_that_read_nothing_leave_in_the_same_moment() -> None:

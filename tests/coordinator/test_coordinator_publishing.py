@@ -2,10 +2,9 @@
 
 from coordinator_support import make_event
 
-from vllm_omni_plugin.coordinator import Liveness, Member, ReplicaStatus
-from vllm_omni_plugin.coordinator.server.publishing import PublishSchedule
-from vllm_omni_plugin.coordinator.state.list_deltas import replica_list
-from vllm_omni_plugin.coordinator.state.numbering import Numbering
+from vllm_omni_plugin.coordinator import ReplicaStatus
+from vllm_omni_plugin.coordinator.state.list_deltas import Numbering, PublishSchedule, replica_list
+from vllm_omni_plugin.coordinator.state.membership_table import Liveness, Member
 
 
 def test_under_any_load_at_most_ten_lists_go_out_per_second() -> None:

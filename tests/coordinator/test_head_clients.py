@@ -336,7 +336,7 @@ def test_hostile_coordinator_harms_no_head(open_socket: Callable[[int], Socket])
     head = Listener(f"tcp://127.0.0.1:{port}", "head")
     peer = router.recv_multipart()[0]
     rng = random.Random(7)
-    messages = [Welcome(["x"], False), FullList([], [], 1.0), ListDelta([], [], [(0, "a", "b")], 2.0)]
+    messages = [Welcome(["x"], False), FullList([], 1.0), ListDelta([], 2.0, removed=[(0, "a", "b")])]
     samples = [frame for message in messages for frame in frames_to_head([encode_to_head(message)])]
     for _ in range(2000):
         router.send_multipart([peer, *hostile_message(rng, samples)])

@@ -92,11 +92,11 @@ class FakeOutputs(msgspec.Struct):
 
 
 class FakeEngineApi:
-    """Satisfies `Codec` and `RequestApi`.
+    """Satisfies `Codec` and stands for `EngineApi`.
 
     Attributes:
-        pooling_task: see `RequestApi`.
-        vocabulary: see `RequestApi`.
+        pooling_task: see `EngineApi`.
+        vocabulary: see `EngineApi`.
     """
 
     pooling_task: str | None = None

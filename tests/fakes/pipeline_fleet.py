@@ -15,12 +15,14 @@ from vllm_omni_plugin.orchestrator.pipeline.request_state import OrchestratorReq
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     AbortRequests,
+    CallEnded,
     Dispatches,
+    PipelineCall,
     RequestFailed,
     RequestStages,
+    StageEvent,
     SubmitRequest,
 )
-from vllm_omni_plugin.orchestrator.requests.pipeline_call import CallEnded, PipelineCall, StageEvent
 from vllm_omni_plugin.pipeline import Modality, Pipeline, Stage
 
 TRANSFORM = "tests.fakes.transforms:obedient"

@@ -8,7 +8,7 @@ import pytest
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.orchestrator.event_log import MAX_EVENTS, MAX_REASON, EventKind, EventLog
-from vllm_omni_plugin.orchestrator.fleet_state.member_changes import manage
+from vllm_omni_plugin.orchestrator.fleet_state.fleet_snapshot import manage
 
 
 def seen(fleet: FakeFleet) -> list[tuple[str, str | None, int]]:

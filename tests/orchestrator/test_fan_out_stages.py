@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any
 
 import pytest
+from msgspec.structs import asdict
 
 from tests.fakes.conditions import eventually
 from tests.fakes.links import answer_calls, refuse_calls
@@ -147,7 +148,7 @@ async def test_a_replica_that_is_lost_before_its_stage_takes_a_call_has_failed_i
     lost = head.pools[0].member(1).engine_key
     head.lose(0, 1)
     call = head.said[0]
-    head.hear(NumberedCall(1, "a", call.call_id, call.method, call.arguments, call.stages, call.told))
+    head.hear(NumberedCall(**asdict(call), number=1, head_id="a"))
     await eventually(lambda: len(head.said) == 2)
     assert head.said[1] == CallOutcome(1, [True, False], failed=[lost])
     head.hear(CallFinished(1))
@@ -157,7 +158,7 @@ async def test_a_replica_that_is_lost_before_its_stage_takes_a_call_has_failed_i
 
 async def test_the_server_hears_of_a_call_of_another_head_that_one_stage_took(head: PlayedHead) -> None:
     told = [member.engine_key for pool in head.pools for member in pool.members]
-    head.hear(NumberedCall(1, "b", 1, "sleep", [2, "abort"], [0, 1], told))
+    head.hear(NumberedCall(1, "sleep", [2, "abort"], [0, 1], told, number=1, head_id="b"))
     head.hear(CallOutcome(1, [True, False]))
     assert await head.hears_of_sleep() == 2
     await eventually(lambda: head.said == [CallDone(1)])
@@ -167,7 +168,7 @@ async def test_of_a_call_made_again_the_server_hears_what_one_stage_took_and_the
     head: PlayedHead,
 ) -> None:
     head.links[1, 0].on_call = refuse_calls
-    head.hear(TakeOver(NumberedCall(1, "b", 1, "sleep", [2, "abort"], [0, 1], [])))
+    head.hear(TakeOver(NumberedCall(1, "sleep", [2, "abort"], [0, 1], [], number=1, head_id="b")))
     await eventually(lambda: head.said)
     assert head.said[0].taken == [True, False]
     head.hear(CallFinished(1))

@@ -14,7 +14,7 @@ from tests.orchestrator.head_bus import FakeHead, HeadBus
 from vllm_omni_plugin.coordinator import ReplicaKey, ReplicaStatus
 from vllm_omni_plugin.coordinator.protocol.call_arguments import FORGET_LORA
 from vllm_omni_plugin.coordinator.protocol.head_messages import CallRefused, FleetState, NumberedCall, StageState
-from vllm_omni_plugin.errors import NOT_ALLOWED, CoordinatorAwayError, NoReplicaError, OmniError, ReplicaError
+from vllm_omni_plugin.errors import NOT_ALLOWED, CoordinatorAwayError, NoReplicaError, ReplicaError
 from vllm_omni_plugin.orchestrator.fleet_state import fleet_calls
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
@@ -101,7 +101,7 @@ async def test_a_call_that_the_coordinator_refuses_is_an_error(bus: HeadBus, hea
     reply = heads[0].ask("set_weight_version", "v2")
     await eventually(lambda: bus.calls)
     heads[0].orchestrator.rpc_async_queue.force_put(CallRefused(bus.calls[0].call_id, "there are too many"))
-    with pytest.raises(OmniError, match="there are too many"):
+    with pytest.raises(CoordinatorAwayError, match="there are too many"):
         await asyncio.wait_for(asyncio.wrap_future(reply), 10)
 
 
@@ -355,8 +355,8 @@ async def test_what_cannot_be_followed_is_logged_and_changes_nothing(
 ) -> None:
     await heads[0].call("pause_scheduler", "keep", True)
     for message in (
-        NumberedCall(90, "x", 1, "shutdown", [], [0], []),
-        NumberedCall(91, "x", 1, "pause_scheduler", ["keep", True], [0, 1], []),
+        NumberedCall(1, "shutdown", [], [0], [], number=90, head_id="x"),
+        NumberedCall(1, "pause_scheduler", ["keep", True], [0, 1], [], number=91, head_id="x"),
         FleetState(92, [StageState(1, [], False)], []),
         FleetState(93, [StageState(0, [("profile", [True, None, None, None])], False)], []),
     ):

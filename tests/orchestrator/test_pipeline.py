@@ -8,8 +8,7 @@ from tests.fakes.observations import observed
 from tests.fakes.pipeline_fleet import FakePipelineFleet, stage
 from tests.fakes.pipelines import CHAIN, DIAMOND, FAN_OUT, JOIN, SPEECH
 from vllm_omni_plugin.errors import StageInputError
-from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import Dispatches
-from vllm_omni_plugin.orchestrator.requests.pipeline_call import CallEnded, StageEvent
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallEnded, Dispatches, StageEvent
 from vllm_omni_plugin.pipeline import Stage
 
 

@@ -9,7 +9,7 @@ from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import REFUSED
 from tests.fakes.pipeline_fleet import FakePipelineFleet, stage
 from tests.fakes.pipelines import PYTHON, SPEECH
-from vllm_omni_plugin.orchestrator.requests.pipeline_call import StageEvent
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import StageEvent
 
 CHUNKED_FRONT = (
     stage(0, "thinker", "text"),

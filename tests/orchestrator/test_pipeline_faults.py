@@ -15,14 +15,19 @@ from tests.fakes.transforms import leaving, raising, refusing
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.errors import NoReplicaError, StageError, StageInputError
 from vllm_omni_plugin.orchestrator.dispatch.dispatcher import Dispatcher
-from vllm_omni_plugin.orchestrator.dispatch.move_budget import MoveBudget
+from vllm_omni_plugin.orchestrator.dispatch.held_requests import MoveBudget
 from vllm_omni_plugin.orchestrator.pipeline.pipeline_requests import PipelineRequests
 from vllm_omni_plugin.orchestrator.pipeline.preparation import Preparation
 from vllm_omni_plugin.orchestrator.pipeline.request_state import PipelineRequestState
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
-from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import RequestFailed, SubmitRequest
-from vllm_omni_plugin.orchestrator.requests.pipeline_call import CallEnded, PipelineCall, StageEvent
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
+    CallEnded,
+    PipelineCall,
+    RequestFailed,
+    StageEvent,
+    SubmitRequest,
+)
 from vllm_omni_plugin.orchestrator.requests.stage_run import RunEnded
 from vllm_omni_plugin.pipeline import Pipeline, Stage
 
@@ -316,7 +321,7 @@ async def test_a_stage_without_replicas_fails_its_requests_and_no_others(held: b
         assert fleet.call_ends("other") == [None]
         if held:
             await fleet.step("r", 0, count=9)
-            assert fleet.orchestrator.metrics.held_by_stage == {0: 0, 1: 1, 2: 0}
+            assert [fleet.orchestrator.metrics.waiting_in[stage]().held for stage in range(3)] == [0, 1, 0]
             fleet.join(fleet.pools[1].add(0))
             await fleet.finish()
             assert fleet.call_ends("r") == [None]

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.fakes.pipeline_fleet import FakePipelineFleet
 from tests.fakes.pipelines import SPEECH
 from vllm_omni_plugin.errors import NoReplicaError, RequestLostError
-from vllm_omni_plugin.orchestrator.requests.pipeline_call import StageEvent
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import StageEvent
 
 REPLICAS = 2
 NAMES = [f"r{number}" for number in range(4)]

@@ -8,7 +8,7 @@ import pytest
 from tests.fakes.pipeline_fleet import FakePipelineFleet
 from tests.fakes.pipelines import CHAIN, DIAMOND, SPEECH
 from vllm_omni_plugin.errors import NoReplicaError, RequestLostError
-from vllm_omni_plugin.orchestrator.requests.pipeline_call import StageEvent
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import StageEvent
 from vllm_omni_plugin.pipeline import Stage
 
 Outcome = tuple[list[int], dict[str, list[int]]]
@@ -101,7 +101,7 @@ async def test_a_session_takes_all_its_chunks_along_with_those_that_came_while_n
         await fleet.step("r", 1)
         fleet.lose(1, 0)
         await fleet.step("r", 0)
-        assert fleet.orchestrator.metrics.held_by_stage[1] == 1
+        assert fleet.orchestrator.metrics.waiting_in[1]().held == 1
         link = fleet.join(fleet.pools[1].member(0))
         assert [body["prompt"] for body in link.requests] == [[4, 7], [10, 13], []]
         assert [body["resumable"] for body in link.requests] == [True, True, False]
@@ -121,7 +121,7 @@ async def test_a_session_keeps_its_chunks_when_the_replica_it_moves_to_is_dead_t
         for link in (fleet.links[1, 0], fleet.links[1, 1]):
             link.broken = True
         dying.say_dead()
-        assert fleet.orchestrator.metrics.held_by_stage[1] == 1
+        assert fleet.orchestrator.metrics.waiting_in[1]().held == 1
         link = fleet.join(fleet.pools[1].member(0))
         assert [body["prompt"] for body in link.requests] == [[4, 7], [10, 13], []]
         await fleet.finish()

@@ -12,7 +12,7 @@ from tests.fakes.engine_api import REFUSED
 from tests.fakes.pipeline_fleet import FakePipelineFleet, stage
 from tests.fakes.pipelines import CHAIN, DISAGGREGATED
 from vllm_omni_plugin.errors import StageInputError
-from vllm_omni_plugin.orchestrator.requests.pipeline_call import CallEnded
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallEnded
 
 LONG, SHORT = [1, 2, 3], [1, 2]
 PARAMS = {"remote": "here"}

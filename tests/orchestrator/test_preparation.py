@@ -14,9 +14,8 @@ from tests.fakes.stage_api import FakeStageApi
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.orchestrator.pipeline.chunk_input import ChunkInput, Piece
 from vllm_omni_plugin.orchestrator.pipeline.preparation import Preparation
-from vllm_omni_plugin.orchestrator.pipeline.request_plan import make_plan
-from vllm_omni_plugin.orchestrator.pipeline.request_state import PipelineRequestState
-from vllm_omni_plugin.orchestrator.requests.pipeline_call import PipelineCall
+from vllm_omni_plugin.orchestrator.pipeline.request_state import PipelineRequestState, make_plan
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCall
 from vllm_omni_plugin.pipeline import Pipeline, Stage
 from vllm_omni_plugin.pipeline.transfer import StageOutput
 

@@ -209,6 +209,9 @@ async def test_a_lasting_refusal_is_tried_again_late_or_when_the_replica_has_cha
     fleet.register(row(1))
     await eventually(lambda: fleet.pauses)
     assert fleet.pauses == [LASTING_REFUSAL_PAUSE_S]
+    fleet.register(row(1, last_heartbeat=9.0, queue_length=5))
+    await fleet.all_heard()
+    assert fleet.attachments == []
     fleet.register(row(1, incarnation=2))
     await fleet.serving(1)
     assert fleet.attachments[0].info.incarnation == 2
@@ -306,11 +309,15 @@ async def test_a_replica_that_is_not_attached_cannot_be_told_to_leave(fleet: Fle
         fleet.remote.leave(fleet.pool.members[0])
 
 
-async def test_a_stage_that_the_head_does_not_have_is_reported(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_stage_that_the_head_does_not_have_is_reported_once(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
     fleet.failures.append(AttachRefusedError("stage: head has 0, replica 4", lasting=True))
     fleet.register(row(1, stage_id=4))
     await eventually(lambda: "A replica of stage 4 cannot be attached to: stage: head has 0, replica 4" in caplog.text)
-    assert fleet.pool.members == ()
+    fleet.register(row(1, stage_id=4))
+    await fleet.all_heard()
+    assert (fleet.pool.members, fleet.attachments) == ((), [])
 
 
 async def test_of_a_storm_of_registrations_only_so_many_are_attached_to_at_once(fleet: Fleet) -> None:

@@ -1,15 +1,29 @@
-"""What one list after another means for a head."""
+"""What one list after another means for a head, and that all it hears of the coordinator is queued in order."""
 
 from typing import Any
 
-from vllm_omni_plugin.coordinator import ReplicaInfo, ReplicaList, ReplicaStatus
-from vllm_omni_plugin.orchestrator.fleet_state.session_listener import changes
+from vllm_omni_plugin.coordinator import (
+    FullList,
+    HeadLeft,
+    ListDelta,
+    PeerWork,
+    ReplicaInfo,
+    ReplicaKey,
+    ReplicaList,
+    ReplicaStatus,
+    ReplicaWork,
+    SessionEvent,
+    SessionLost,
+    Welcome,
+)
+from vllm_omni_plugin.orchestrator.fleet_state.session_listener import SessionListener
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     RegisterRemoteReplica,
+    RpcMessage,
     UnregisterRemoteReplica,
 )
+from vllm_omni_plugin.orchestrator.requests.thread_queue import ThreadQueue
 
-EMPTY = ReplicaList([], 0.0)
 REASON = "the coordinator no longer lists it"
 
 
@@ -27,38 +41,58 @@ def row(number: int, **fields: Any) -> ReplicaInfo:
     return ReplicaInfo(f"tcp://n:{number}1", f"tcp://n:{number}2", **(values | fields))
 
 
-def listed(*rows: ReplicaInfo, no_new_work: tuple[ReplicaInfo, ...] = ()) -> ReplicaList:
-    return ReplicaList(list(rows), 1.0, list(no_new_work))
+def registered(number: int, accepts: bool = True) -> RegisterRemoteReplica:
+    return RegisterRemoteReplica(row(number), accepts)
 
 
-def test_new_replicas_are_registered() -> None:
-    assert changes(EMPTY, listed(row(1), row(2))) == [
-        RegisterRemoteReplica(row(1), accepts=True),
-        RegisterRemoteReplica(row(2), accepts=True),
-    ]
+def unregistered(number: int) -> UnregisterRemoteReplica:
+    return UnregisterRemoteReplica(0, f"tcp://n:{number}1", f"tcp://n:{number}2", REASON)
 
 
-def test_a_replica_in_neither_part_of_the_list_is_unregistered_before_others_are_registered() -> None:
-    assert changes(listed(row(1)), listed(row(2))) == [
-        UnregisterRemoteReplica(0, "tcp://n:11", "tcp://n:12", REASON),
-        RegisterRemoteReplica(row(2), accepts=True),
-    ]
+async def queued(*events: SessionEvent | ReplicaList) -> list[RpcMessage]:
+    """What a head's orchestrator gets of these."""
+    queue: ThreadQueue[RpcMessage] = ThreadQueue(10)
+    listener = SessionListener(queue)
+    for event in events:
+        listener(event)
+    return await queue.get_batch()
 
 
-def test_a_replica_that_shall_get_no_new_work_stays_registered() -> None:
-    suspect = listed(no_new_work=(row(1),))
-    assert changes(listed(row(1)), suspect) == [RegisterRemoteReplica(row(1), accepts=False)]
-    assert changes(suspect, listed(row(1))) == [RegisterRemoteReplica(row(1), accepts=True)]
+async def test_everything_is_queued_as_it_came_and_of_a_list_what_it_names() -> None:
+    welcome, work = Welcome(["other"], False), PeerWork("other", True, [ReplicaWork(7, 3, 100)])
+    assert await queued(
+        welcome,
+        FullList([row(1)], 1.0),
+        work,
+        ListDelta([], 2.0, [row(1)], removed=[]),
+        HeadLeft("other"),
+        SessionLost(),
+    ) == [welcome, registered(1), work, registered(1, accepts=False), HeadLeft("other"), SessionLost()]
 
 
-def test_a_new_incarnation_address_or_status_is_told() -> None:
-    for changed in (row(1, incarnation=2), row(1, control_addr="tcp://n:9"), row(1, status=ReplicaStatus.DRAINING)):
-        assert changes(listed(row(1)), listed(changed)) == [RegisterRemoteReplica(changed, accepts=True)]
+async def test_a_replica_that_a_whole_list_lacks_is_unregistered_before_others_are_registered() -> None:
+    for whole in (FullList, ReplicaList):
+        assert await queued(whole([row(1)], 1.0), whole([row(2)], 2.0)) == [
+            registered(1),
+            unregistered(1),
+            registered(2),
+        ]
 
 
-def test_heartbeats_and_queue_lengths_change_nothing() -> None:
-    assert changes(listed(row(1)), listed(row(1, last_heartbeat=9.0, queue_length=5))) == []
+async def test_of_a_delta_only_what_it_says_has_left_is_unregistered() -> None:
+    gone = [ReplicaKey.of(row(1)), ReplicaKey.of(row(9))]
+    assert await queued(
+        FullList([row(1), row(2)], 1.0), ListDelta([row(3)], 2.0, removed=gone), ListDelta([], 3.0, removed=gone)
+    ) == [registered(1), registered(2), unregistered(1), registered(3)]
 
 
-def test_a_replica_that_needs_no_attaching_is_left_alone() -> None:
-    assert changes(EMPTY, listed(row(1, control_addr=""))) == []
+async def test_a_replica_that_needs_no_attaching_is_left_alone() -> None:
+    assert await queued(FullList([row(1, control_addr=""), row(2)], 1.0)) == [registered(2)]
+
+
+def test_a_head_that_has_closed_hears_nothing_more() -> None:
+    queue: ThreadQueue[RpcMessage] = ThreadQueue(10)
+    listener = SessionListener(queue)
+    queue.close()
+    listener(HeadLeft("other"))
+    listener(FullList([row(1)], 1.0))

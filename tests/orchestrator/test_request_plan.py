@@ -6,8 +6,8 @@ import pytest
 
 from tests.fakes.pipeline_fleet import stage
 from tests.fakes.pipelines import CHAIN, DIAMOND, DISAGGREGATED, FAN_OUT, JOIN, PYTHON, SPEECH
-from vllm_omni_plugin.orchestrator.pipeline.request_plan import Plan, make_plan
-from vllm_omni_plugin.orchestrator.requests.pipeline_call import PipelineCall
+from vllm_omni_plugin.orchestrator.pipeline.request_state import Plan, make_plan
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCall
 from vllm_omni_plugin.pipeline import Pipeline, Stage
 
 GUARDED = (

@@ -21,6 +21,7 @@ from vllm_omni_plugin.balancing import (
 )
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import NoReplicaError
+from vllm_omni_plugin.orchestrator.pool import stage_pool
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 from vllm_omni_plugin.replicas.client.stage_client import StageClient
@@ -250,3 +251,17 @@ async def test_a_cancelled_wait_for_idleness_harms_nobody() -> None:
     pool.release(state)
     assert second.done()
     assert not second.cancelled()
+
+
+def test_the_first_of_a_hundred_decisions_is_logged_for_who_looks(caplog: pytest.LogCaptureFixture) -> None:
+    pool, _ = make_pool(2)
+    caplog.set_level(logging.INFO, stage_pool.logger.name)
+    pool.decide({"request_id": "a"})
+    caplog.set_level(logging.DEBUG, stage_pool.logger.name)
+    for number in range(101):
+        pool.decide({"request_id": f"b{number}"})
+    first, hundredth = caplog.messages
+    assert first.startswith("Request b0 goes to replica 2.")
+    assert "policy LeastQueueLengthBalancer" in first
+    assert "Candidate(position=0" in first
+    assert hundredth.startswith("Request b100 ")

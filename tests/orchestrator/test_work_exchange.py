@@ -52,18 +52,6 @@ def test_the_first_report_leaves_at_once_and_the_next_after_the_interval_with_al
     assert bus.reports[1:] == [("a", began + REPORT_INTERVAL_S, [work(4, 4 * PROMPT_TOKENS)], False)]
 
 
-def test_what_is_as_it_was_is_not_reported() -> None:
-    bus, a, _ = two_heads()
-    first, second = a.attach(0), a.attach(1)
-    a.charge(first)
-    bus.timers.advance(1.0)
-    bus.reports.clear()
-    run = a.charge(second)
-    a.release(run)
-    bus.timers.advance(1.0)
-    assert bus.reports == []
-
-
 def test_a_head_that_is_alone_reports_nothing_but_the_answer_to_a_question() -> None:
     bus = WorkBus()
     a = bus.join("a")

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from vllm_omni_plugin.replicas.kv_events.cache_listener import listen_to_cache
-from vllm_omni_plugin.replicas.kv_events.cache_source import CacheSource, find_cache_source, publishes_cache_events
+from vllm_omni_plugin.replicas.kv_events.engine_events import CacheSource, find_cache_source, publishes_cache_events
 
 
 def ready(**publisher: Any) -> bytes:

@@ -1,6 +1,6 @@
 """Times of another clock, told in ours."""
 
-from vllm_omni_plugin.replicas.client.clock_offset import ClockOffset
+from vllm_omni_plugin.replicas.client.remote import ClockOffset
 
 
 def test_the_message_that_was_fastest_on_its_way_says_how_far_apart_the_clocks_are() -> None:

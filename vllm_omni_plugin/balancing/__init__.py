@@ -11,13 +11,14 @@ from vllm_omni_plugin.balancing.interface import (
     Decision,
     LoadBalancer,
     LoadBalancingPolicy,
+    MediaSpan,
     Observer,
+    Prompt,
     ReplicaView,
     Task,
 )
 from vllm_omni_plugin.balancing.loads.replica_load import ReplicaLoad, load_of
-from vllm_omni_plugin.balancing.loads.serving_replicas import ServingReplicas
-from vllm_omni_plugin.balancing.loads.unreported import UnreportedRequests
+from vllm_omni_plugin.balancing.loads.serving_replicas import ServingReplicas, UnreportedRequests
 from vllm_omni_plugin.balancing.policies.cost_aware import CostAwareBalancer
 from vllm_omni_plugin.balancing.policies.least_queue_length import LeastQueueLengthBalancer
 from vllm_omni_plugin.balancing.policies.least_tokens import LeastTokensBalancer
@@ -26,7 +27,6 @@ from vllm_omni_plugin.balancing.policies.prefix_policy import KvAwareBalancer, P
 from vllm_omni_plugin.balancing.policies.random_policy import RandomBalancer
 from vllm_omni_plugin.balancing.policies.round_robin import RoundRobinBalancer
 from vllm_omni_plugin.balancing.policies.session import SessionBalancer
-from vllm_omni_plugin.balancing.prompt import MediaSpan, Prompt
 from vllm_omni_plugin.balancing.registry import build_load_balancer_factory, known_policies
 from vllm_omni_plugin.balancing.sampling import coming_to, lowest
 

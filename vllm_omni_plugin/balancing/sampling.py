@@ -4,8 +4,7 @@ import random
 from collections.abc import Sequence
 
 from vllm_omni_plugin.balancing.interface import ReplicaView
-from vllm_omni_plugin.balancing.loads.serving_replicas import ServingReplicas
-from vllm_omni_plugin.balancing.loads.unreported import draw_by_water_filling
+from vllm_omni_plugin.balancing.loads.serving_replicas import ServingReplicas, draw_by_water_filling
 
 MOST_COMPARED = 8
 """Replicas that a policy compares at most where each comparison takes a computation.

@@ -19,7 +19,9 @@ from vllm_omni_plugin.coordinator.protocol.control_messages import (
 )
 from vllm_omni_plugin.coordinator.protocol.head_messages import (
     Facts,
+    FullList,
     HeadLeft,
+    ListDelta,
     PeerWork,
     ReplicaWork,
     SessionLost,
@@ -27,17 +29,13 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import (
     engine_key,
 )
 from vllm_omni_plugin.coordinator.server.service import OmniCoordinator
-from vllm_omni_plugin.coordinator.state.membership_table import Change, ChangeKind, Liveness, Member, MembershipTable
 
 __all__ = [
-    "Change",
-    "ChangeKind",
     "Facts",
+    "FullList",
     "HeadAnswer",
     "HeadLeft",
-    "Liveness",
-    "Member",
-    "MembershipTable",
+    "ListDelta",
     "OmniCoordClientForHead",
     "OmniCoordClientForHub",
     "OmniCoordClientForStage",

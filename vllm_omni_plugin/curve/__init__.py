@@ -3,12 +3,13 @@
 from vllm_omni_plugin.curve.descriptors import cut_connection
 from vllm_omni_plugin.curve.gate import NOTHING_SHOWN, Gate
 from vllm_omni_plugin.curve.own_secret import new_secret, own_secret
-from vllm_omni_plugin.curve.secrets import KeyPair, Secrets
-from vllm_omni_plugin.curve.securing import (
+from vllm_omni_plugin.curve.secrets import (
     CURVE_BYTES,
     HANDSHAKE_FRAME_BYTES,
     HANDSHAKE_MS,
     PLAIN_USERNAME,
+    KeyPair,
+    Secrets,
     require_key,
     require_password,
     secure_client,

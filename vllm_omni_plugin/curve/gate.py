@@ -12,10 +12,9 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
-from vllm_omni_plugin.curve.newcomers import Newcomers
+from vllm_omni_plugin.curve.descriptors import Newcomers
 from vllm_omni_plugin.curve.refusals import WATCHED_EVENTS, HandshakeWatch, RefusalLog
-from vllm_omni_plugin.curve.secrets import Secrets
-from vllm_omni_plugin.curve.securing import PLAIN_USERNAME, Socket
+from vllm_omni_plugin.curve.secrets import PLAIN_USERNAME, Secrets, Socket
 
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 

@@ -6,8 +6,14 @@ from typing import Any
 
 import zmq
 
-from vllm_omni_plugin.curve.descriptors import NONE_LEFT, borrowed, cut_connection, is_spare
-from vllm_omni_plugin.curve.newcomers import SENT_TO_STRANGERS, Newcomers
+from vllm_omni_plugin.curve.descriptors import (
+    NONE_LEFT,
+    SENT_TO_STRANGERS,
+    Newcomers,
+    borrowed,
+    cut_connection,
+    is_spare,
+)
 from vllm_omni_plugin.curve.secrets import FLAG
 from vllm_omni_plugin.logger import init_logger
 

@@ -11,7 +11,7 @@ from vllm_omni_plugin.errors import OmniError, ReplicaError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.attachment.remote_replicas import RemoteReplicas
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
-from vllm_omni_plugin.orchestrator.fleet_state.member_changes import manage
+from vllm_omni_plugin.orchestrator.fleet_state.fleet_snapshot import manage
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.work_exchange import OfHeads, WorkExchange
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (

@@ -1,14 +1,16 @@
 """The orchestrator: takes requests from AsyncLLM, gives each to a replica, brings the outputs back."""
 
 import asyncio
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 from vllm_omni_plugin.coordinator import ReplicaKey, ReplicaStatus
 from vllm_omni_plugin.errors import ReplicaError, WireError
 from vllm_omni_plugin.orchestrator.dispatch.bad_outputs import BadOutputs
 from vllm_omni_plugin.orchestrator.dispatch.dispatcher import Dispatcher
-from vllm_omni_plugin.orchestrator.dispatch.move_budget import MoveBudget
+from vllm_omni_plugin.orchestrator.dispatch.held_requests import MoveBudget
 from vllm_omni_plugin.orchestrator.event_log import EventKind, EventLog
 from vllm_omni_plugin.orchestrator.pipeline.pause_order import PauseOrder
 from vllm_omni_plugin.orchestrator.pipeline.pipeline_requests import PipelineRequests
@@ -28,13 +30,15 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     ReplicaLeft,
     RpcMessage,
 )
-from vllm_omni_plugin.orchestrator.requests.request_api import RequestApi
 from vllm_omni_plugin.orchestrator.requests.request_owner import Requests
 from vllm_omni_plugin.orchestrator.requests.thread_queue import ThreadQueue
-from vllm_omni_plugin.orchestrator.serving_signal import ServingSignal
 from vllm_omni_plugin.orchestrator.single_stage import SingleStage
 from vllm_omni_plugin.pipeline import Modality
 from vllm_omni_plugin.replicas.client.stage_client import StageClient
+
+if TYPE_CHECKING:
+    # Imports vLLM, which nothing here does.
+    from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 
 MAX_QUEUED_REQUESTS = 4096
 """Requests handed over and not taken yet before AsyncLLM waits."""
@@ -42,12 +46,47 @@ MAX_QUEUED_OUTPUTS = 4096
 """Output messages AsyncLLM has not taken yet before the replicas' sockets are left unread."""
 
 
+class ServingSignal:
+    """Wakes coroutines when the fleet can serve. Nothing is polled.
+
+    Args:
+        can_serve: whether it can; safe to call from any thread.
+    """
+
+    def __init__(self, can_serve: Callable[[], bool]) -> None:
+        self._can_serve = can_serve
+        self._lock = threading.Lock()
+        self._waiting: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
+
+    async def wait(self) -> None:
+        """Return once the fleet can serve."""
+        news = asyncio.Event()
+        place = (asyncio.get_running_loop(), news)
+        with self._lock:
+            self._waiting.add(place)
+        try:
+            while not self._can_serve():
+                await news.wait()
+                news.clear()
+        finally:
+            with self._lock:
+                self._waiting.discard(place)
+
+    def tell(self) -> None:
+        """A replica has begun to take requests."""
+        with self._lock:
+            for loop, news in self._waiting:
+                # A loop that has ended waits for nothing, and the others are to be told all the same.
+                with suppress(RuntimeError):
+                    loop.call_soon_threadsafe(news.set)
+
+
 class Orchestrator:
     """Owns the requests and the pools. Everything but the queues belongs to the loop that runs `run`.
 
     Args:
         stage_pools: one pool per stage, by stage id.
-        apis: see `RequestApi`, by stage id.
+        apis: see `EngineApi`, by stage id.
         migration_limit: moves a request may make, in each stage.
         clock: monotonic seconds.
         replica_wait: seconds that a request waits while no replica serves.
@@ -72,7 +111,7 @@ class Orchestrator:
     def __init__(
         self,
         stage_pools: list[StagePool],
-        apis: Sequence[RequestApi],
+        apis: "Sequence[EngineApi]",
         migration_limit: int,
         clock: Callable[[], float],
         replica_wait: float = 60.0,

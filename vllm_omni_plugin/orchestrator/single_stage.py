@@ -1,15 +1,18 @@
 """Requests of a fleet without a pipeline: one stage answers them."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_omni_plugin.errors import OmniError
 from vllm_omni_plugin.orchestrator.dispatch.dispatcher import Dispatcher
 from vllm_omni_plugin.orchestrator.pipeline.request_state import OrchestratorRequestState
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import RequestFailed, SubmitRequest
-from vllm_omni_plugin.orchestrator.requests.request_api import RequestApi
 from vllm_omni_plugin.orchestrator.requests.request_owner import Requests
 from vllm_omni_plugin.orchestrator.requests.stage_run import Accepted, RunEnded, StageRun, StreamingInputState
+
+if TYPE_CHECKING:
+    # Imports vLLM, which nothing here does.
+    from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 
 _STAGE = 0
 
@@ -18,12 +21,12 @@ class SingleStage(Requests[OrchestratorRequestState]):
     """Gives each request to the dispatcher of its stage.
 
     Args:
-        api: see `RequestApi`.
+        api: see `EngineApi`.
         dispatcher: of the stage.
         put: gives an item to AsyncLLM's side.
     """
 
-    def __init__(self, api: RequestApi, dispatcher: Dispatcher, put: Callable[[Any], None]) -> None:
+    def __init__(self, api: "EngineApi", dispatcher: Dispatcher, put: Callable[[Any], None]) -> None:
         super().__init__(put)
         self._api = api
         self._dispatcher = dispatcher

@@ -12,8 +12,8 @@ from vllm_omni_plugin.pipeline.stage import Stage
 from vllm_omni_plugin.pipeline.transfer import WHOLE, Part, StageInput, StageOutput
 from vllm_omni_plugin.vllm_api.protocol.stage_codec import sendable
 from vllm_omni_plugin.vllm_api.protocol.stage_protocol import CONTENT_KEY, STOP, Content, StageRequest
-from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 from vllm_omni_plugin.vllm_api.requests.move import Move
+from vllm_omni_plugin.vllm_api.stages.stage_api import StageApi
 
 _SENT = msgspec.msgpack.Decoder(tuple[list[int] | None, str | None, dict[str, Any], dict[str, Any]])
 
@@ -38,8 +38,8 @@ class PythonOutputReader(OutputReader):
         )
 
 
-class PythonStageApi(EngineApi):
-    """A `StageApi` (in `orchestrator.requests.request_api`, with the meaning of the methods) for a Python stage.
+class PythonStageApi(StageApi):
+    """Of a Python stage.
 
     Outputs are numbered through a session: output n has n as its only token. So when another replica computes a
     request again, the repeated outputs are recognised in the same way as repeated tokens.

@@ -28,7 +28,7 @@ from vllm.sampling_params import RequestOutputKind
 from tests.admin.asgi import Client
 from vllm_omni_plugin.integration.engine_client.pipeline_calls import submitted
 from vllm_omni_plugin.integration.http.pipeline_http import serve_pipeline
-from vllm_omni_plugin.orchestrator.requests.pipeline_call import CallEnded, PipelineCall, StageEvent
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallEnded, PipelineCall, StageEvent
 from vllm_omni_plugin.pipeline.graph import Pipeline
 from vllm_omni_plugin.pipeline.stage import Modality, Stage
 from vllm_omni_plugin.pipeline.transfer import StageOutput

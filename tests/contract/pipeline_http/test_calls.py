@@ -8,7 +8,7 @@ import pytest
 
 from tests.contract.pipeline_http.app import spoken
 from vllm_omni_plugin.integration.engine_client.pipeline_calls import RunningCall, submitted
-from vllm_omni_plugin.orchestrator.requests.pipeline_call import CallEnded, PipelineCall, StageEvent
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallEnded, PipelineCall, StageEvent
 
 ENDED = CallEnded(None)
 

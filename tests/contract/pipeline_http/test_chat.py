@@ -11,7 +11,7 @@ import torch
 from tests.contract.pipeline_http.app import Model, PipelineApp, Step, classified, samples, spoken
 from tests.fakes.conditions import eventually
 from vllm_omni_plugin.errors import NoReplicaError, StageError, StageInputError
-from vllm_omni_plugin.orchestrator.requests.pipeline_call import CallEnded, StageEvent
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallEnded, StageEvent
 from vllm_omni_plugin.pipeline.graph import Pipeline
 from vllm_omni_plugin.pipeline.transfer import StageOutput
 

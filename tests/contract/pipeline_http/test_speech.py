@@ -13,7 +13,7 @@ from tests.admin.asgi import Client
 from tests.contract.pipeline_http.app import Model, PipelineApp, classified, samples, spoken
 from tests.fakes.conditions import eventually
 from vllm_omni_plugin.errors import StageError, StageInputError
-from vllm_omni_plugin.orchestrator.requests.pipeline_call import CallEnded
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallEnded
 from vllm_omni_plugin.pipeline.graph import Pipeline
 
 ENDED = CallEnded(None)

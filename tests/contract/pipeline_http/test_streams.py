@@ -10,7 +10,7 @@ from openai import AsyncOpenAI
 from tests.contract.pipeline_http.app import MODEL, Model, PipelineApp, Step, events, samples, spoken
 from tests.fakes.conditions import eventually
 from vllm_omni_plugin.errors import StageInputError
-from vllm_omni_plugin.orchestrator.requests.pipeline_call import CallEnded
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallEnded
 from vllm_omni_plugin.pipeline.graph import Pipeline
 
 # vLLM reads a field of its own that it has deprecated.

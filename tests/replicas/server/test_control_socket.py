@@ -10,7 +10,7 @@ import zmq
 
 from tests.fakes.conditions import eventually
 from vllm_omni_plugin.coordinator import ReplicaStatus
-from vllm_omni_plugin.replicas.control.control_socket import ControlSocket
+from vllm_omni_plugin.replicas.control.control_link import ControlSocket
 from vllm_omni_plugin.replicas.control.lease_messages import LeaseBeat, Status, ToServer, encode
 from vllm_omni_plugin.replicas.links.replica_ports import Listener, listen
 

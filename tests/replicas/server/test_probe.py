@@ -7,7 +7,7 @@ import pytest
 
 from tests.fakes.conditions import eventually
 from vllm_omni_plugin.errors import ReplicaError
-from vllm_omni_plugin.replicas.engine.probe import Probe
+from vllm_omni_plugin.replicas.engine.engine_keeper import Probe
 
 
 class Engine:

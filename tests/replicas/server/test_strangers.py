@@ -21,7 +21,7 @@ from tests.replicas.server.engines import SlotCodec
 from tests.replicas.server.heads import Head
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.curve import Secrets
-from vllm_omni_plugin.curve.newcomers import MAX_HANDSHAKE_BYTES
+from vllm_omni_plugin.curve.descriptors import MAX_HANDSHAKE_BYTES
 from vllm_omni_plugin.errors import MessageTooLargeError, ReplicaError
 from vllm_omni_plugin.replicas.control.lease_messages import (
     PROTOCOL_VERSION,

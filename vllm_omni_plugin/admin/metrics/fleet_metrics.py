@@ -40,10 +40,7 @@ def all_totals(orchestrator: Orchestrator) -> Iterator[StageTotals]:
     """Those of each stage. What waits before it is accepted counts for the first stage that it needs."""
     metrics, first = orchestrator.metrics, orchestrator.needed_pools[0]
     for pool in orchestrator.stage_pools:
-        unsent = sum(
-            waiting.get(pool.stage_id, 0)
-            for waiting in (metrics.held_by_stage, metrics.paused_by_stage, metrics.moves_waiting_by_stage)
-        )
+        unsent = sum(metrics.waiting_in[pool.stage_id]())
         yield _totals(pool, unsent + (metrics.waiting if pool is first else 0))
 
 
@@ -63,7 +60,7 @@ def _totals(pool: StagePool, unsent: int) -> StageTotals:
 
 def _kv_usage(pool: StagePool) -> float | None:
     """By the size of their memory, or each replica as much as any other where that is not known of all."""
-    loads = [member.account.uncached_load() for member in pool.members if member.client is not None]
+    loads = [member.load for member in pool.members if member.client is not None]
     if not loads:
         return None
     weights = [load.kv_blocks for load in loads]
@@ -81,8 +78,8 @@ _BY_REPLICA: tuple[tuple[str, Callable[[PoolMember], float]], ...] = (
     ("requests_in_flight", lambda member: len(member.in_flight)),
     # What other heads have there is in the load, and they tell it themselves.
     ("prefill_tokens", lambda member: member.account.own.prefill_tokens),
-    ("decode_tokens", lambda member: member.account.uncached_load().decode_tokens),
-    ("kv_cache_usage_ratio", lambda member: member.account.uncached_load().kv_usage),
+    ("decode_tokens", lambda member: member.load.decode_tokens),
+    ("kv_cache_usage_ratio", lambda member: member.load.kv_usage),
 )
 _BY_STAGE: tuple[tuple[str, Callable[[StageTotals], float | None]], ...] = (
     ("requests_waiting", lambda totals: totals.waiting),

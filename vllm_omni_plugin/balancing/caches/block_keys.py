@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from xxhash import xxh3_64_intdigest
 
-from vllm_omni_plugin.balancing.prompt import MediaSpan, Prompt
+from vllm_omni_plugin.balancing.interface import MediaSpan, Prompt
 
 ROOT = 0
 """The key before the first block."""

@@ -17,10 +17,12 @@ from vllm_omni_plugin.balancing.caches.replica_bits import (
     some_bits_of,
 )
 from vllm_omni_plugin.balancing.interface import (
+    NO_PROMPT,
     CacheChange,
     Candidate,
     DecidingBalancer,
     Decision,
+    Prompt,
     ReplicaView,
     Task,
     require_replicas,
@@ -28,7 +30,6 @@ from vllm_omni_plugin.balancing.interface import (
 from vllm_omni_plugin.balancing.loads.replica_load import load_of
 from vllm_omni_plugin.balancing.loads.serving_replicas import ServingReplicas
 from vllm_omni_plugin.balancing.policy_options import number
-from vllm_omni_plugin.balancing.prompt import NO_PROMPT, Prompt
 from vllm_omni_plugin.balancing.sampling import MOST_COMPARED, are_shared, coming_to, few, lowest
 
 _MOST_HOLDERS = 3

@@ -12,10 +12,10 @@ from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import (
     RECONNECT_MAX_MS,
     Context,
     Socket,
+    Wakeup,
     connect_watched,
     poll_ms,
 )
-from vllm_omni_plugin.coordinator.protocol.wakeup import Wakeup
 from vllm_omni_plugin.curve import Secrets, why_refused
 from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.logger import init_logger

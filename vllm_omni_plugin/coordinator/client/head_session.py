@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from vllm_omni_plugin.coordinator.protocol.control_messages import ReplicaInfo, ReplicaKey, ReplicaList
+from vllm_omni_plugin.coordinator.protocol.control_messages import ReplicaKey
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import HEAD_QUEUE_FRAMES
 from vllm_omni_plugin.coordinator.protocol.head_messages import (
     ROWS_PER_FRAME,
@@ -33,7 +33,7 @@ from vllm_omni_plugin.errors import WireError
 
 SILENCE_TIMEOUT = 2.0
 
-SessionEvent = Welcome | ReplicaList | PeerWork | HeadLeft | CallMessage | SessionLost
+SessionEvent = Welcome | FullList | ListDelta | PeerWork | HeadLeft | CallMessage | SessionLost
 """What a head is told."""
 News = SessionEvent | Refused | WireError
 """An event, why there is no session, or what was dropped."""
@@ -57,8 +57,8 @@ class HeadSession:
         self._number = 0
         self._heard_at: float | None = None
         self._welcomed = False
-        self._takes_work: dict[ReplicaKey, ReplicaInfo] = {}
-        self._held_back: dict[ReplicaKey, ReplicaInfo] = {}
+        # Of the replicas that are listed.
+        self._numbers: dict[ReplicaKey, int] = {}
         self.frames: deque[bytes] = deque()
         self.open(0)
 
@@ -131,33 +131,23 @@ class HeadSession:
                 # It is what was left of another session.
                 return
             case FullList() | ListDelta():
-                yield self._take_list(message)
+                self._note_numbers(message)
+                yield message
             case PeerWork() if message.head_id == self._head_id:
                 return
             case _:
                 yield message
 
-    def _take_list(self, news: FullList | ListDelta) -> ReplicaList:
+    def _note_numbers(self, news: FullList | ListDelta) -> None:
         if isinstance(news, FullList):
-            self._takes_work.clear()
-            self._held_back.clear()
+            self._numbers.clear()
         else:
-            for removed in news.removed:
-                self._forget(removed)
-        for rows, told in ((self._takes_work, news.replicas), (self._held_back, news.no_new_work)):
-            for row in told:
-                key = ReplicaKey.of(row)
-                self._forget(key)
-                rows[key] = row
-        return ReplicaList(list(self._takes_work.values()), news.timestamp, list(self._held_back.values()))
-
-    def _forget(self, key: ReplicaKey) -> None:
-        self._takes_work.pop(key, None)
-        self._held_back.pop(key, None)
+            for key in news.removed:
+                self._numbers.pop(key, None)
+        self._numbers |= {ReplicaKey.of(row): row.replica_id for row in (*news.replicas, *news.no_new_work)}
 
     def _report_numbers(self) -> None:
-        rows = [*self._takes_work.items(), *self._held_back.items()]
-        numbers = [ReplicaNumber(*key, row.replica_id) for key, row in rows if row.replica_id >= 0]
+        numbers = [ReplicaNumber(*key, number) for key, number in self._numbers.items() if number >= 0]
         for start in range(0, len(numbers), ROWS_PER_FRAME):
             self._add(Numbers(numbers[start : start + ROWS_PER_FRAME]))
 

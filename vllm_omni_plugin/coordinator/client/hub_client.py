@@ -35,19 +35,12 @@ class OmniCoordClientForHub:
         secrets: Secrets | None = None,
     ) -> None:
         self._on_update = on_update
-        self._news = threading.Condition()
         self._latest = ReplicaList(replicas=[], timestamp=0.0)
-        self._generation = 0
+        self._lock = threading.Lock()
         self._closed = False
         self._link = CoordinatorLink(coord_zmq_addr, open_sub, secrets, _log_trouble)
         self._thread = threading.Thread(target=self._follow, name="omni-hub-client", daemon=True)
         self._thread.start()
-
-    @property
-    def generation(self) -> int:
-        """How many lists were received."""
-        with self._news:
-            return self._generation
 
     @property
     def invalid_frames(self) -> int:
@@ -56,8 +49,7 @@ class OmniCoordClientForHub:
 
     def get_replica_list(self) -> ReplicaList:
         """Return the last list received; before the first an empty one with timestamp 0.0."""
-        with self._news:
-            return self._latest
+        return self._latest
 
     def get_replicas_for_stage(self, stage_id: int) -> ReplicaList:
         """Return the last list received, reduced to one stage."""
@@ -68,19 +60,12 @@ class OmniCoordClientForHub:
             no_new_work=[replica for replica in latest.no_new_work if replica.stage_id == stage_id],
         )
 
-    def wait_for_update(self, after_generation: int, timeout: float | None = None) -> bool:
-        """Block until more than ``after_generation`` lists came; return False after ``timeout`` seconds or a close."""
-        with self._news:
-            self._news.wait_for(lambda: self._closed or self._generation > after_generation, timeout)
-            return self._generation > after_generation
-
     def close(self) -> None:
         """Stop following and give everything back. Raises RuntimeError when called again."""
-        with self._news:
+        with self._lock:
             if self._closed:
                 raise RuntimeError("the hub client is closed already")
             self._closed = True
-            self._news.notify_all()
             self._link.wake()
         self._thread.join()
         self._link.close(at_once=True)
@@ -99,16 +84,11 @@ class OmniCoordClientForHub:
             try:
                 if len(parts) != 1:
                     raise WireError(f"replica list: {len(parts)} frames instead of one")
-                self._take_list(decode_replica_list(parts[0]))
+                self._latest = decode_replica_list(parts[0])
             except WireError as error:
                 self._link.note_invalid(error)
-
-    def _take_list(self, replicas: ReplicaList) -> None:
-        with self._news:
-            self._latest = replicas
-            self._generation += 1
-            self._news.notify_all()
-        tell(self._on_update, replicas)
+            else:
+                tell(self._on_update, self._latest)
 
 
 def _log_trouble(trouble: str) -> None:

@@ -11,7 +11,7 @@ import msgspec
 
 from vllm_omni_plugin.coordinator.process.coordinator_process import ChildArguments, CoordinatorProcess
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import RECONNECT_MAX_MS
-from vllm_omni_plugin.coordinator.server.publishing import KEEP_ALIVE_INTERVAL
+from vllm_omni_plugin.coordinator.state.list_deltas import KEEP_ALIVE_INTERVAL
 from vllm_omni_plugin.keep_running import Backoff, keep_running
 from vllm_omni_plugin.logger import init_logger
 

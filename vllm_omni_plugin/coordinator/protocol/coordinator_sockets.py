@@ -1,6 +1,7 @@
 """The coordinator's five kinds of sockets and their limits, all in one place."""
 
 import math
+import os
 
 import zmq
 
@@ -9,12 +10,40 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import MAX_FRAME_TO_HEA
 from vllm_omni_plugin.curve import (
     HANDSHAKE_FRAME_BYTES,
     HANDSHAKE_MS,
+    NOTHING_SHOWN,
     Gate,
     Secrets,
     secure_client,
     secure_server,
 )
 from vllm_omni_plugin.errors import ConfigError
+
+
+class Wakeup:
+    """A flag that a poller can wait for. `set` and `clear` are thread-safe; neither may be called after `close`."""
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable while the flag is set."""
+        return self._fd
+
+    def set(self) -> None:
+        """Set the flag."""
+        os.eventfd_write(self._fd, 1)
+
+    def clear(self) -> None:
+        """Unset the flag, whether it was set or not."""
+        try:
+            os.eventfd_read(self._fd)
+        except BlockingIOError:
+            return
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        os.close(self._fd)
+
 
 ROLE = "coordinator"
 """Of the coordinator's sockets in key derivation, and the ZAP domain of both."""
@@ -145,3 +174,48 @@ def _bind(socket: Socket, address: str, secrets: Secrets | None, gate: Gate) -> 
     except zmq.ZMQError as error:
         socket.close(linger=0)
         raise ConfigError(f"the coordinator cannot bind {address}: {error.strerror}") from error
+
+
+class Ports:
+    """Opened together and closed in order.
+
+    Attributes:
+        router: For announcements.
+        pub: For lists.
+        router_address: What `router` is bound to.
+        pub_address: What `pub` is bound to.
+        gate: Knows how many were refused.
+    """
+
+    def __init__(self, router_address: str, pub_address: str, secrets: Secrets | None) -> None:
+        """Bind both. Raises `ConfigError`."""
+        self._context: Context = zmq.Context()
+        # Now: libzmq keeps what an endpoint lingers from its bind on. With its default, for ever, `close` would hang
+        # when a connection with unread messages ends in the same moment (libzmq's issues 2733 and 3252).
+        self._context.linger = 0
+        self.gate = Gate(self._context, secrets)
+        self.gate.admit_secret_holders(ROLE)
+        if secrets is None:
+            self.gate.admit(ROLE, NOTHING_SHOWN)
+        try:
+            self.router = bind_router(self._context, router_address, secrets, self.gate)
+            try:
+                self.pub = bind_pub(self._context, pub_address, secrets, self.gate)
+            except BaseException:
+                self.router.close()
+                raise
+        except BaseException:
+            self._close_gate()
+            raise
+        self.router_address = bound_address(self.router)
+        self.pub_address = bound_address(self.pub)
+
+    def close(self) -> None:
+        """Give everything back; what was not sent yet is dropped."""
+        self.router.close()
+        self.pub.close()
+        self._close_gate()
+
+    def _close_gate(self) -> None:
+        self.gate.close()
+        self._context.term()

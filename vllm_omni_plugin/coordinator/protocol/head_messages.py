@@ -17,8 +17,8 @@ from vllm_omni_plugin.coordinator.protocol.control_messages import (
     Ordinal,
     QueueLength,
     ReplicaId,
-    ReplicaInfo,
     ReplicaKey,
+    ReplicaList,
     StageId,
     WallSeconds,
     decode_strictly,
@@ -219,7 +219,8 @@ class Welcome(Struct, frozen=True, tag="welcome"):
 
     Attributes:
         heads: Of a head whose load does not follow, what was known stands until it reports.
-        starting: Whether the coordinator has just started, and wants `Numbers`.
+        starting: Whether the coordinator has just started, and wants `Numbers`. Another welcome follows with its first
+            list, and until then no call is to be made.
     """
 
     heads: list[HeadId]
@@ -232,34 +233,20 @@ class Refused(Struct, frozen=True, tag="refused"):
     reason: ErrorText
 
 
-class FullList(Struct, frozen=True, tag="full_list"):
-    """The replicas of all stages, as in `ReplicaList`.
+class FullList(ReplicaList, frozen=True, tag="full_list"):
+    """The replicas of all stages. Here and in `ListDelta`, a row's `last_heartbeat` may be older than its last one."""
+
+
+class ListDelta(ReplicaList, frozen=True, tag="list_delta", kw_only=True):
+    """What makes a list out of the one before it: rows that are new or changed, and those that are gone.
+
+    A row may be told that the head has already, and the end of one that it does not have.
 
     Attributes:
-        replicas: Rows that take new work. Here and in `ListDelta`, `last_heartbeat` is of when the row last changed.
-        no_new_work: Rows that do not.
-        timestamp: Wall-clock seconds since the epoch.
-    """
-
-    replicas: list[ReplicaInfo]
-    no_new_work: list[ReplicaInfo]
-    timestamp: WallSeconds
-
-
-class ListDelta(Struct, frozen=True, tag="list_delta"):
-    """What makes a list out of the one before it.
-
-    Attributes:
-        replicas: New or changed rows that take new work.
-        no_new_work: New or changed rows that do not.
         removed: Keys of the rows that are gone: stage, input and output address.
-        timestamp: Of the list that it makes.
     """
 
-    replicas: list[ReplicaInfo]
-    no_new_work: list[ReplicaInfo]
     removed: list[ReplicaKey]
-    timestamp: WallSeconds
 
 
 class PeerWork(Struct, frozen=True, tag="work"):
@@ -270,22 +257,16 @@ class PeerWork(Struct, frozen=True, tag="work"):
     work: list[ReplicaWork]
 
 
-class NumberedCall(Struct, frozen=True, tag="numbered_call"):
+class NumberedCall(Call, frozen=True, tag="numbered_call", kw_only=True):
     """A call of a head, its own included, in the order in which all heads get them.
 
     Attributes:
         number: One more than that of the call before.
         head_id: The caller.
-        call_id: See `Call`, as the following.
     """
 
     number: Ordinal
     head_id: HeadId
-    call_id: Ordinal
-    method: Method
-    arguments: list[Any]
-    stages: list[StageId]
-    told: list[EngineKey]
 
 
 class CallRefused(Struct, frozen=True, tag="call_refused"):

@@ -15,17 +15,19 @@ from vllm_omni_plugin.coordinator.protocol.control_messages import (
     encode_event,
     encode_replica_list,
 )
-from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import MAX_TOPICS_PER_PEER, Socket, poll_ms
+from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import (
+    MAX_TOPICS_PER_PEER,
+    Ports,
+    Socket,
+    Wakeup,
+    poll_ms,
+)
 from vllm_omni_plugin.coordinator.protocol.head_messages import Facts, is_of_head
-from vllm_omni_plugin.coordinator.protocol.wakeup import Wakeup
-from vllm_omni_plugin.coordinator.server.coordinator_ports import Ports
 from vllm_omni_plugin.coordinator.server.drops import DropLog, DropReason, peer_of
 from vllm_omni_plugin.coordinator.server.head_frames import HeadFrames
-from vllm_omni_plugin.coordinator.server.publishing import PublishSchedule
 from vllm_omni_plugin.coordinator.state.head_sessions import RELAY_INTERVAL, Sessions
-from vllm_omni_plugin.coordinator.state.list_deltas import ListDeltas, replica_list
+from vllm_omni_plugin.coordinator.state.list_deltas import ListDeltas, Numbering, PublishSchedule, replica_list
 from vllm_omni_plugin.coordinator.state.membership_table import Change, MembershipTable, TableFullError
-from vllm_omni_plugin.coordinator.state.numbering import Numbering
 from vllm_omni_plugin.curve import Secrets, cut_connection
 from vllm_omni_plugin.errors import ConfigError, WireError
 
@@ -319,13 +321,12 @@ class OmniCoordinator:
             self._pub.send(encode_replica_list(replicas))
 
     def _tell_heads(self, now: float) -> None:
+        if now >= self._delta_schedule.due_at:
+            self._delta_schedule.published(now)
+            delta = self._lists.revise(now, self._wall_clock())
+            if delta is not None:
+                self._heads.send(self._sessions.broadcast([delta]))
         self._heads.send(self._sessions.tick(now))
-        if now < self._delta_schedule.due_at:
-            return
-        self._delta_schedule.published(now)
-        delta = self._lists.revise(now, self._wall_clock())
-        if delta is not None:
-            self._heads.send(self._sessions.broadcast([delta]))
 
 
 def _skip_rest(socket: Socket, frame: zmq.Frame) -> bool:

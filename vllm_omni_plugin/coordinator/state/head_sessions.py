@@ -118,7 +118,8 @@ class Sessions:
         self._lists = lists
         self._sessions: dict[str, Session] = {}
         self._by_peer: dict[bytes, Session] = {}
-        self._calls = OperatorCalls(settled=lists.has_begun)
+        self._calls = OperatorCalls()
+        self._has_begun = lists.has_begun
         self._relayed_at = float("-inf")
 
     def __len__(self) -> int:
@@ -167,13 +168,16 @@ class Sessions:
         return [(session.peer, frame) for session in self._sessions.values() if session.synced for frame in frames]
 
     def tick(self, now: float) -> list[Letter]:
-        """Resync the heads that need it, and tell all what was reported, unless that was just now."""
+        """Resync the heads that need it, all with the first list; tell all what was reported if that is due."""
         letters: list[Letter] = []
+        if self._lists.has_begun and not self._has_begun:
+            # Heads make no calls before that: one that has followed more of them than the others may have come late.
+            self._has_begun = True
+            for session in self._sessions.values():
+                session.synced, session.synced_at = False, float("-inf")
         for session in self._sessions.values():
             if not session.synced and now >= session.synced_at + RESYNC_INTERVAL:
                 letters += self._resync(session, now)
-        if self._lists.has_begun:
-            letters += self._tell(self._calls.settle(list(self._sessions)))
         if now >= self._relayed_at + RELAY_INTERVAL:
             news = [encode_to_head(session.take_news()) for session in self._sessions.values() if session.has_news]
             if news:
@@ -231,7 +235,7 @@ class Sessions:
         letters = self._tell(self._calls.begins_anew(session.head_id, self._following()))
         session.synced, session.synced_at = True, now
         others = [other for other in self._sessions.values() if other is not session]
-        whole_list = self._lists.full()
+        whole_list = self._lists.full(now)
         messages = [encode_to_head(Welcome([other.head_id for other in others], starting=whole_list is None))]
         if whole_list is not None:
             messages.append(whole_list)
@@ -259,5 +263,5 @@ class Sessions:
         letters += self._tell(self._calls.left(leaver.head_id, self._following()))
         if not self._sessions:
             # Engines that lose their last head forget what they were told.
-            self._calls = OperatorCalls(settled=self._lists.has_begun)
+            self._calls = OperatorCalls()
         return letters

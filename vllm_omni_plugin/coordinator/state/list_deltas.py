@@ -1,17 +1,85 @@
-"""The list of replicas: for heads whole once and then only what changes, for subscribers whole each time."""
+"""The list of replicas and their numbers: what heads and subscribers are told of the table, and when."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from msgspec import Raw
 
 from vllm_omni_plugin.coordinator.protocol.control_messages import ReplicaInfo, ReplicaKey, ReplicaList
-from vllm_omni_plugin.coordinator.protocol.head_messages import FullList, ListDelta, Numbers, encode_to_head
-from vllm_omni_plugin.coordinator.state.membership_table import Change, Member, MembershipTable
-from vllm_omni_plugin.coordinator.state.numbering import Numbering
+from vllm_omni_plugin.coordinator.protocol.head_messages import (
+    FullList,
+    ListDelta,
+    Numbers,
+    ReplicaNumber,
+    encode_to_head,
+)
+from vllm_omni_plugin.coordinator.state.membership_table import DEFAULT_MAX_REPLICAS, Change, Member, MembershipTable
+
+
+class Numbering:
+    """Gives each replica the lowest free number of its stage, and keeps it until it is released.
+
+    Args:
+        first: the lowest of a stage, by its id, where it is not 0.
+    """
+
+    def __init__(self, first: Mapping[int, int] | None = None) -> None:
+        self._first = dict(first or {})
+        self._numbers: dict[ReplicaKey, int] = {}
+        self._former: dict[ReplicaKey, int] = {}
+        self._taken: dict[int, set[int]] = {}
+        self._lowest: dict[int, int] = {}
+
+    def number_of(self, key: ReplicaKey) -> int:
+        """Return the number of a replica, which has one from now on."""
+        number = self._numbers.get(key)
+        if number is None:
+            former = self._former.pop(key, None)
+            number = self._numbers[key] = self._take_lowest(key.stage_id) if former is None else former
+        return number
+
+    def reserve(self, numbers: Iterable[ReplicaNumber]) -> None:
+        """Keep the numbers that replicas had, for when they are asked for. What is taken or known already stays so."""
+        for row in numbers:
+            key = ReplicaKey.of(row)
+            taken = self._taken.setdefault(row.stage_id, set())
+            known = key in self._numbers or key in self._former or row.replica_id in taken
+            allowed = row.replica_id >= self._first.get(row.stage_id, 0)
+            if allowed and not known and len(self._former) < DEFAULT_MAX_REPLICAS:
+                self._former[key] = row.replica_id
+                taken.add(row.replica_id)
+
+    def end_reservations(self) -> None:
+        """Free the numbers that nobody has asked for."""
+        for key, number in self._former.items():
+            self._free(key.stage_id, number)
+        self._former.clear()
+
+    def release(self, key: ReplicaKey) -> None:
+        """Free the number of a replica, if it has one."""
+        number = self._numbers.pop(key, None)
+        if number is not None:
+            self._free(key.stage_id, number)
+
+    def _take_lowest(self, stage_id: int) -> int:
+        taken = self._taken.setdefault(stage_id, set())
+        number = self._lowest_of(stage_id)
+        while number in taken:
+            number += 1
+        taken.add(number)
+        self._lowest[stage_id] = number + 1
+        return number
+
+    def _free(self, stage_id: int, number: int) -> None:
+        self._taken[stage_id].remove(number)
+        self._lowest[stage_id] = min(number, self._lowest_of(stage_id))
+
+    def _lowest_of(self, stage_id: int) -> int:
+        """A number below which all are taken."""
+        return self._lowest.get(stage_id, self._first.get(stage_id, 0))
 
 
 class ListDeltas:
-    """One delta after the other. A full list is that of the last delta, never ahead of it.
+    """What heads are told of a table. A delta has rows as they are now, so a full list may be ahead of the next one.
 
     Args:
         table: What is listed.
@@ -26,16 +94,16 @@ class ListDeltas:
         self._numbering = numbering
         self._touched: set[ReplicaKey] = set()
         self.has_begun = False
-        self._timestamp = 0.0
-        self._takes_work: dict[ReplicaKey, ReplicaInfo] = {}
-        self._held_back: dict[ReplicaKey, ReplicaInfo] = {}
-        self._encoded: Raw | None = None
+        self._wall_offset = 0.0
+        # Until a row changes: after the start of a coordinator all heads ask for it.
+        self._full: Raw | None = None
 
     def note(self, changes: Iterable[Change]) -> bool:
         """Note what changed in the table; return whether there is something for the next delta."""
         for change in changes:
             if change.alters_list:
                 self._touched.add(ReplicaKey.of(change.member.event))
+                self._full = None
             if change.forgotten is not None:
                 self._numbering.release(ReplicaKey.of(change.forgotten.event))
         return bool(self._touched)
@@ -45,47 +113,37 @@ class ListDeltas:
         if not self.has_begun:
             self._numbering.reserve(numbers.numbers)
 
-    def full(self) -> Raw | None:
-        """Return the last list as a `FullList`, or None if there was none yet."""
-        if self._encoded is None and self.has_begun:
-            rows, held_back = self._takes_work.values(), self._held_back.values()
-            full = FullList(list(rows), list(held_back), self._timestamp)
-            self._encoded = encode_to_head(full)
-        return self._encoded
+    def full(self, now: float) -> Raw | None:
+        """Return the whole list as a `FullList`, or None if there was no list yet. ``now``: monotonic seconds."""
+        if self._full is None and self.has_begun:
+            listed = replica_list(self._table, self._numbering, now, now + self._wall_offset)
+            self._full = encode_to_head(FullList(listed.replicas, listed.timestamp, listed.no_new_work))
+        return self._full
 
     def revise(self, now: float, wall_now: float) -> Raw | None:
         """Return what changed since the last time, for heads that have the last list; None if nothing did.
 
-        The first time it is the whole list. ``now`` and ``wall_now`` are one moment in monotonic and in wall-clock
-        seconds.
+        The first time there is a list from then on, which nobody has: see `full`. ``now`` and ``wall_now`` are one
+        moment in monotonic and in wall-clock seconds.
         """
-        delta = self._change(wall_now - now, wall_now)
-        is_first, self.has_begun = not self.has_begun, True
-        if is_first:
+        self._wall_offset = wall_now - now
+        if not self.has_begun:
+            self.has_begun = True
+            self._touched.clear()
+            self.full(now)
             self._numbering.end_reservations()
-        elif not (delta.replicas or delta.no_new_work or delta.removed):
+        if not self._touched:
             return None
-        self._timestamp = wall_now
-        self._encoded = None
-        return self.full() if is_first else encode_to_head(delta)
-
-    def _change(self, wall_offset: float, timestamp: float) -> ListDelta:
-        delta = ListDelta([], [], [], timestamp)
+        delta = ListDelta([], wall_now, [], removed=[])
         for key in self._touched:
             member = self._table.get(key)
-            was_listed = key in self._takes_work or key in self._held_back
-            self._takes_work.pop(key, None)
-            self._held_back.pop(key, None)
-            if member is not None and member.takes_new_work:
-                self._takes_work[key] = _row(member, self._numbering, wall_offset)
-                delta.replicas.append(self._takes_work[key])
-            elif member is not None and member.may_finish_work:
-                self._held_back[key] = _row(member, self._numbering, wall_offset)
-                delta.no_new_work.append(self._held_back[key])
-            elif was_listed:
+            if member is not None and (member.takes_new_work or member.may_finish_work):
+                rows = delta.replicas if member.takes_new_work else delta.no_new_work
+                rows.append(_row(member, self._numbering, self._wall_offset))
+            else:
                 delta.removed.append(key)
         self._touched.clear()
-        return delta
+        return encode_to_head(delta)
 
 
 def replica_list(members: Iterable[Member], numbering: Numbering, now: float, wall_now: float) -> ReplicaList:
@@ -118,3 +176,34 @@ def _row(member: Member, numbering: Numbering, wall_offset: float) -> ReplicaInf
         control_addr=event.control_addr,
         replica_id=numbering.number_of(ReplicaKey.of(event)),
     )
+
+
+MIN_INTERVAL = 0.1
+KEEP_ALIVE_INTERVAL = 5.0
+
+
+class PublishSchedule:
+    """Coalesces requests to publish: at most one per interval, at least one per 5 s. Times are monotonic seconds."""
+
+    def __init__(self, now: float, quiet_until: float, min_interval: float = MIN_INTERVAL) -> None:
+        """Start at ``now``, holding everything back until ``quiet_until``."""
+        self._min_interval = min_interval
+        self._allowed_at = quiet_until
+        self._keep_alive_at = max(quiet_until, now + KEEP_ALIVE_INTERVAL)
+        self._requested = quiet_until > now
+
+    @property
+    def due_at(self) -> float:
+        """When the next list must go out."""
+        return self._allowed_at if self._requested else self._keep_alive_at
+
+    def request(self, now: float) -> bool:
+        """Ask for a list; return whether it may go out now (True) or joins a later one (False)."""
+        self._requested = True
+        return now >= self._allowed_at
+
+    def published(self, now: float) -> None:
+        """Note that a list went out."""
+        self._requested = False
+        self._allowed_at = now + self._min_interval
+        self._keep_alive_at = now + KEEP_ALIVE_INTERVAL

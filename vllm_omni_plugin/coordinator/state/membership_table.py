@@ -34,19 +34,6 @@ class Liveness(StrEnum):
     LEFT = "left"
 
 
-class ChangeKind(StrEnum):
-    """What an announcement or the passing of time did to one row."""
-
-    JOINED = "joined"
-    UPDATED = "updated"
-    REFRESHED = "refreshed"
-    SUSPECTED = "suspected"
-    RECOVERED = "recovered"
-    DIED = "died"
-    LEFT = "left"
-    FORGOTTEN = "forgotten"
-
-
 class Member(Struct, frozen=True):
     """One row: the last announcement accepted, and what the table makes of it. Times are monotonic seconds."""
 
@@ -69,21 +56,17 @@ class Member(Struct, frozen=True):
 
 
 class Change(Struct, frozen=True):
-    """One row after a change (a forgotten one: as it was last), and the one that was forgotten to make room for it."""
+    """One row after a change (a forgotten one: as it was last).
 
-    kind: ChangeKind
+    Attributes:
+        member: The row.
+        alters_list: Whether heads would see anything but a younger heartbeat.
+        forgotten: The row that the table holds no longer, if there is one: this one, or one that made room for it.
+    """
+
     member: Member
-    displaced: Member | None = None
-
-    @property
-    def forgotten(self) -> Member | None:
-        """The row that the table holds no longer, if there is one."""
-        return self.member if self.kind is ChangeKind.FORGOTTEN else self.displaced
-
-    @property
-    def alters_list(self) -> bool:
-        """Whether heads would see anything but a younger heartbeat."""
-        return self.kind not in (ChangeKind.REFRESHED, ChangeKind.FORGOTTEN)
+    alters_list: bool = True
+    forgotten: Member | None = None
 
 
 class MembershipTable:
@@ -129,8 +112,14 @@ class MembershipTable:
             event = replace(event, incarnation=row.event.incarnation, sequence=row.event.sequence)
         elif not _supersedes(event, row.event):
             return None
-        kind, member = _after(row, event, now)
-        return self._store(kind, member)
+        member = _after(row, event, now)
+        if member.liveness is row.liveness is Liveness.LEFT:
+            # In its place, since it is forgotten no later for that.
+            self._gone[ReplicaKey.of(event)] = member
+        else:
+            self._store(member)
+        said = replace(row.event, event_type=event.event_type, sequence=event.sequence)
+        return Change(member, alters_list=member.liveness is not row.liveness or event != said)
 
     def expire(self, now: float, late_by: float = 0.0) -> list[Change]:
         """Return what silence up to ``now`` changed.
@@ -142,14 +131,12 @@ class MembershipTable:
             self._excuse(now, late_by)
         changes = []
         while (row := _first(self._alive)) and row.heard_at + self._suspect_after <= now:
-            suspect = replace(row, liveness=Liveness.SUSPECT, changed_at=now)
-            changes.append(self._store(ChangeKind.SUSPECTED, suspect))
+            changes.append(self._store(replace(row, liveness=Liveness.SUSPECT, changed_at=now)))
         while (row := _first(self._suspect)) and row.heard_at + self._dead_after <= now:
-            dead = replace(row, liveness=Liveness.DEAD, changed_at=now)
-            changes.append(self._store(ChangeKind.DIED, dead))
+            changes.append(self._store(replace(row, liveness=Liveness.DEAD, changed_at=now)))
         while (row := _first(self._gone)) and row.changed_at + self._forget_after <= now:
             del self._gone[ReplicaKey.of(row.event)]
-            changes.append(Change(ChangeKind.FORGOTTEN, row))
+            changes.append(Change(row, alters_list=False, forgotten=row))
         return changes
 
     def next_deadline(self) -> float | None:
@@ -170,20 +157,14 @@ class MembershipTable:
             if displaced is None:
                 raise TableFullError(f"the table is full with {self._max_replicas} replicas")
             self._remove(ReplicaKey.of(displaced.event))
-        joined = self._store(ChangeKind.JOINED, Member(event, Liveness.ALIVE, now, now, now))
-        return replace(joined, displaced=displaced)
+        return replace(self._store(Member(event, Liveness.ALIVE, now, now, now)), forgotten=displaced)
 
-    def _store(self, kind: ChangeKind, member: Member) -> Change:
+    def _store(self, member: Member) -> Change:
         key = ReplicaKey.of(member.event)
-        if member.liveness in (Liveness.DEAD, Liveness.LEFT):
-            if kind is not ChangeKind.REFRESHED:
-                self._remove(key)
-            self._gone[key] = member
-        else:
-            self._remove(key)
-            bucket = self._alive if member.liveness is Liveness.ALIVE else self._suspect
-            bucket[key] = member
-        return Change(kind, member)
+        self._remove(key)
+        buckets = {Liveness.ALIVE: self._alive, Liveness.SUSPECT: self._suspect}
+        buckets.get(member.liveness, self._gone)[key] = member
+        return Change(member)
 
     def _remove(self, key: ReplicaKey) -> None:
         for bucket in (self._alive, self._suspect, self._gone):
@@ -205,15 +186,13 @@ def _supersedes(new: ReplicaEvent, old: ReplicaEvent) -> bool:
     return (new.incarnation, new.sequence) > (old.incarnation, old.sequence)
 
 
-def _after(row: Member, event: ReplicaEvent, now: float) -> tuple[ChangeKind, Member]:
+def _after(row: Member, event: ReplicaEvent, now: float) -> Member:
     if event.status is ReplicaStatus.DOWN:
         if row.liveness is Liveness.LEFT:
-            return ChangeKind.REFRESHED, replace(row, event=event)
-        return ChangeKind.LEFT, replace(row, event=event, liveness=Liveness.LEFT, heard_at=now, changed_at=now)
+            return replace(row, event=event)
+        return replace(row, event=event, liveness=Liveness.LEFT, heard_at=now, changed_at=now)
     if row.liveness is Liveness.LEFT or event.incarnation != row.event.incarnation:
-        return ChangeKind.JOINED, Member(event, Liveness.ALIVE, now, now, now)
+        return Member(event, Liveness.ALIVE, now, now, now)
     if row.liveness is not Liveness.ALIVE:
-        return ChangeKind.RECOVERED, replace(row, event=event, liveness=Liveness.ALIVE, heard_at=now, changed_at=now)
-    nothing_new = event == replace(row.event, event_type=event.event_type, sequence=event.sequence)
-    kind = ChangeKind.REFRESHED if nothing_new else ChangeKind.UPDATED
-    return kind, replace(row, event=event, heard_at=now)
+        return replace(row, event=event, liveness=Liveness.ALIVE, heard_at=now, changed_at=now)
+    return replace(row, event=event, heard_at=now)

@@ -28,10 +28,10 @@ from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.pool.pool_member import engine_index
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     AbortRequests,
+    CallEnded,
     FrontMessage,
     SubmitRequest,
 )
-from vllm_omni_plugin.orchestrator.requests.pipeline_call import CallEnded
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
 from vllm_omni_plugin.vllm_api.requests.request_building import drop_transfers
 

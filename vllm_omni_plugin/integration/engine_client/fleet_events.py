@@ -19,7 +19,7 @@ from vllm_omni_plugin.integration.engine_client.request_failures import (
 from vllm_omni_plugin.integration.engine_client.stat_labels import StatLabels
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.orchestrator.fleet_state.front_update import FrontUpdate
+from vllm_omni_plugin.orchestrator.fleet_state.begun_call import FrontUpdate
 from vllm_omni_plugin.orchestrator.pool.pool_member import engine_index
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     OutputUnusable,

@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm_omni_plugin.errors import SHUTTING_DOWN, NoReplicaError
 from vllm_omni_plugin.integration.engine_client.request_failures import to_http
-from vllm_omni_plugin.orchestrator.requests.pipeline_call import CallEnded, PipelineCall
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallEnded, PipelineCall
 
 _ANSWER_S = 1.0
 """Seconds that AsyncLLM may take, beyond the time for requests, for what they have put out by then."""

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from vllm.lora.request import LoRARequest
 
-from vllm_omni_plugin.orchestrator.fleet_state.front_update import FrontUpdate
+from vllm_omni_plugin.orchestrator.fleet_state.begun_call import FrontUpdate
 
 _ID_BITS = 53
 """Ids pass through JSON."""

@@ -30,7 +30,6 @@ from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pipeline.preparation import Preparation
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
-from vllm_omni_plugin.orchestrator.requests.request_api import StageApi
 from vllm_omni_plugin.orchestrator.thread import OrchestratorThread
 from vllm_omni_plugin.replicas.client.remote import AttachSettings
 from vllm_omni_plugin.replicas.engine.engine_keeper import Timing
@@ -38,6 +37,7 @@ from vllm_omni_plugin.replicas.engine.reaper import Reaper
 from vllm_omni_plugin.replicas.engine.socket_folder import use_socket_folder
 from vllm_omni_plugin.vllm_api.launch.engine_launch import spawn_only
 from vllm_omni_plugin.vllm_api.launch.kv_event_settings import why_no_cache_events
+from vllm_omni_plugin.vllm_api.stages.stage_api import StageApi
 from vllm_omni_plugin.vllm_api.stages.stage_requests import VllmStageApi
 
 logger = init_logger(__name__)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, Self, cast
+from typing import Any, Self, cast
 
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.executor import Executor
@@ -13,9 +13,7 @@ from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.fleet_setup.pipeline_command import PipelineCommand, command_of
 from vllm_omni_plugin.integration.options.carried_options import without_options
 from vllm_omni_plugin.integration.options.compatibility import prepare_engine_args
-from vllm_omni_plugin.orchestrator.requests.request_api import RequestApi
 from vllm_omni_plugin.pipeline import BuiltInTransform, Modality, Pipeline, Stage
-from vllm_omni_plugin.replicas.client.stage_client import Codec
 from vllm_omni_plugin.replicas.engine.engine_start import Launcher
 from vllm_omni_plugin.stages.api import PythonStageApi
 from vllm_omni_plugin.stages.stage_process import PythonStageLauncher, python_fingerprint
@@ -36,10 +34,6 @@ LauncherFor = Callable[..., Launcher]
 """Makes what starts the local engines of a stage from what is told the id of every process that is started, whether
 engines shall report what they have cached, and, False by default, whether heads of other processes use them, with which
 no memory can be shared."""
-
-
-class PlannedApi(RequestApi, Codec, Protocol):
-    """What a plan's api answers in any case; in a pipeline it is a `StageApi` as well."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +59,7 @@ class StagePlan:
     policy: str
     policy_config: dict[str, Any] | None
     launcher_for: LauncherFor
-    api: PlannedApi
+    api: EngineApi
     fingerprint: Mapping[str, str]
     vllm_config: Any = None
     lockstep: bool = False
@@ -174,7 +168,7 @@ def model_plan(
     )
 
 
-def python_plan(stage: Stage, replicas: int, api: PlannedApi, first_device: int = 0) -> StagePlan:
+def python_plan(stage: Stage, replicas: int, api: EngineApi, first_device: int = 0) -> StagePlan:
     """The plan of a Python stage, whose replicas take devices from this one on."""
     launcher_for = partial(_python_launcher, stage, first_device)
     policy_config = dict(stage.policy_config)

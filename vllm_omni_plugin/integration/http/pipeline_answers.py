@@ -21,7 +21,7 @@ from vllm_omni_plugin.admin.answers.stage_results import AudioPart, StageResults
 from vllm_omni_plugin.errors import OmniError
 from vllm_omni_plugin.integration.engine_client.pipeline_calls import Abort, RunningCall
 from vllm_omni_plugin.integration.engine_client.request_failures import to_http
-from vllm_omni_plugin.orchestrator.requests.pipeline_call import CallEnded, StageEvent
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallEnded, StageEvent
 from vllm_omni_plugin.pipeline.graph import Pipeline
 
 DONE: Final = "data: [DONE]\n\n"

@@ -76,9 +76,12 @@ class RemoteReplicaKeeper:
         return self._replica if self.member.client is not None else None
 
     def update(self, info: ReplicaInfo, accepts: bool) -> None:
-        """The coordinator says something new of the replica."""
+        """The coordinator says something of the replica, maybe what it has said before."""
         restarted = info.incarnation > self.info.incarnation
+        is_new = _what_matters(info, accepts) != _what_matters(self.info, self._accepts)
         self.info, self._accepts = info, accepts
+        if not is_new:
+            return
         self._news.set()
         self._place_holds()
         if restarted and self._replica is not None:
@@ -200,3 +203,8 @@ class RemoteReplicaKeeper:
             logger.debug("Replica %s still cannot be attached to: %s", self.member.name, text)
         else:
             self._orchestrator.events.note(EventKind.REFUSE, text, self.member, level=level)
+
+
+def _what_matters(info: ReplicaInfo, accepts: bool) -> tuple[bool, ReplicaStatus, int, str]:
+    """What of a row matters to a head; the rest may change with every heartbeat."""
+    return accepts, info.status, info.incarnation, info.control_addr

@@ -50,7 +50,7 @@ class RemoteReplicas:
         self._tasks: dict[RemoteReplicaKeeper, asyncio.Task[None]] = {}
         self._attaching = asyncio.Semaphore(MAX_ATTACHING)
         self._turning_away: set[asyncio.Task[None]] = set()
-        # Replicas that were told to leave for good, and the incarnation that was; they are listed until they have.
+        # Replicas that were told to leave for good or turned away, and the incarnation that was; they are listed on.
         self._dismissed: dict[ReplicaKey, int] = {}
         self._closed = False
 
@@ -66,6 +66,7 @@ class RemoteReplicas:
         elif info.stage_id < self._orchestrator.num_stages:
             self._add(key, message)
         else:
+            self._dismissed[key] = info.incarnation
             task = asyncio.get_running_loop().create_task(self._turn_away(info), name="omni-turn-away")
             self._turning_away.add(task)
             task.add_done_callback(self._turning_away.discard)

@@ -4,19 +4,21 @@ import itertools
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_omni_plugin.errors import MessageTooLargeError, NoReplicaError, OmniError, ReplicaError, RequestLostError
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.orchestrator.dispatch.held_requests import HeldRequests
-from vllm_omni_plugin.orchestrator.dispatch.move_budget import MoveBudget
+from vllm_omni_plugin.orchestrator.dispatch.held_requests import HeldRequests, MoveBudget
 from vllm_omni_plugin.orchestrator.dispatch.refused_runs import RefusedRuns
 from vllm_omni_plugin.orchestrator.dispatch.suspects import Suspects
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
-from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics, count
-from vllm_omni_plugin.orchestrator.requests.request_api import RequestApi
+from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics, Waiting, count
 from vllm_omni_plugin.orchestrator.requests.stage_run import Accepted, Loss, RequestPhase, RunEnded, StageRun
 from vllm_omni_plugin.vllm_api.requests.move import Move
+
+if TYPE_CHECKING:
+    # Imports vLLM, which nothing here does.
+    from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 
 logger = init_logger(__name__)
 
@@ -28,7 +30,7 @@ class Dispatcher:
 
     Args:
         pool: the stage's replicas.
-        api: see `RequestApi`.
+        api: see `EngineApi`.
         migration_limit: moves a request may make, without those for which another one is to blame.
         replica_wait: seconds that a request waits while no replica serves.
         clock: monotonic seconds.
@@ -41,7 +43,7 @@ class Dispatcher:
     def __init__(
         self,
         pool: StagePool,
-        api: RequestApi,
+        api: "EngineApi",
         migration_limit: int,
         replica_wait: float,
         clock: Callable[[], float],
@@ -55,15 +57,17 @@ class Dispatcher:
         self._migration_limit = migration_limit
         self._clock = clock
         self._metrics = metrics
-        metrics.held_by_stage[pool.stage_id] = metrics.moves_waiting_by_stage[pool.stage_id] = 0
+        metrics.waiting_in[pool.stage_id] = lambda: Waiting(
+            len(self._held), len(self._refused), len(self._moving) + len(self._suspects)
+        )
         self._wake_at = wake_at
         self._held = HeldRequests(replica_wait, wake_at)
         self._moves = moves
         # In the order of their losses.
         self._moving: dict[StageRun, None] = {}
         self._is_moving = False
-        self._suspects = Suspects(pool, wake_at, clock, metrics)
-        self._refused = RefusedRuns(pool, self._suspects, wake_at, clock, metrics, fed)
+        self._suspects = Suspects(pool, wake_at, clock)
+        self._refused = RefusedRuns(pool, self._suspects, wake_at, clock, fed)
         self._ended: list[RunEnded] = []
         # Two heads may share an engine, and so may one head before and after its restart: ids must not meet there.
         self._head_tag = secrets.token_hex(4)
@@ -99,9 +103,7 @@ class Dispatcher:
     def abort(self, runs: Iterable[StageRun]) -> None:
         """Forget these runs and tell their replicas. Nothing to do for those that have ended."""
         by_member: dict[PoolMember, list[str]] = {}
-        for run in runs:
-            if run.closed:
-                continue
+        for run in [run for run in runs if not run.closed]:
             member = self._member_of(run)
             if member is not None:
                 by_member.setdefault(member, []).append(run.engine_request_id)
@@ -164,7 +166,6 @@ class Dispatcher:
         while self._pool.serving and (run := self._held.take()) is not None:
             self._metrics.hold_time.observe(self._clock() - run.waits_since)
             self._dispatch(run)
-        self._count_held()
         self._dispatch_suspects()
         return self._take_ended()
 
@@ -228,7 +229,6 @@ class Dispatcher:
             self._fail(run, error)
         elif not self._end_if_whole(run, lost):
             self._metrics.moves_by_way[run.move] += 1
-            self._metrics.moves_waiting_by_stage[self._pool.stage_id] += 1
             self._moving[run] = None
             self._dispatch_moving()
 
@@ -240,17 +240,12 @@ class Dispatcher:
         try:
             while self._moving and self._moves.take():
                 run = next(iter(self._moving))
-                self._stop_moving(run)
+                del self._moving[run]
                 self._dispatch(run)
         finally:
             self._is_moving = False
             if self._moving:
                 self._wake_at(self._moves.next_at)
-
-    def _stop_moving(self, run: StageRun) -> None:
-        if run in self._moving:
-            del self._moving[run]
-            self._metrics.moves_waiting_by_stage[self._pool.stage_id] -= 1
 
     def _dispatch_suspects(self) -> None:
         while (run := self._suspects.next_free()) is not None:
@@ -325,14 +320,10 @@ class Dispatcher:
         # Without an engine there is nothing to clean up either.
         if run.request.abort_immediately or not self._held.hold(run, self._clock()):
             self._refuse(run, waited=0.0)
-        self._count_held()
 
     def _refuse(self, run: StageRun, waited: float) -> None:
         self._metrics.refused += 1
         self._fail(run, run.give_up(self._pool.unavailable(waited)))
-
-    def _count_held(self) -> None:
-        self._metrics.held_by_stage[self._pool.stage_id] = len(self._held)
 
     def _fit(self, run: StageRun, output: Any, cut_short: bool) -> bool:
         """Fit output of a moved request to what was delivered before. Returns whether anything of it is new."""
@@ -380,9 +371,8 @@ class Dispatcher:
         if run.replica_id is not None:
             self._pool.release(run)
         else:
-            self._stop_moving(run)
+            self._moving.pop(run, None)
             self._held.remove(run)
-            self._count_held()
         if run.suspicions:
             self._suspects.forget(run)
         self._refused.forget(run)

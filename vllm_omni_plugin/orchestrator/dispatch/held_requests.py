@@ -1,4 +1,4 @@
-"""Requests that wait, in order, for a replica that serves."""
+"""Requests that wait, in order, for a replica that serves; and how fast those of lost replicas go on elsewhere."""
 
 from collections.abc import Callable
 
@@ -6,6 +6,10 @@ from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 
 MAX_HELD_REQUESTS = 4096
 """Requests that may wait at once. Those beyond are refused at once: after a gap they would only be late."""
+MOVES_PER_S = 256.0
+"""Moves per second in the long run. For each a prompt is computed once more, which slows down all others there."""
+MOVES_AT_ONCE = 1024
+"""Moves that may follow each other at once after a quiet time: what several replicas have in flight."""
 
 
 class HeldRequests:
@@ -35,11 +39,9 @@ class HeldRequests:
             self._wake_at(now + self.wait)
         return True
 
-    def remove(self, run: StageRun) -> bool:
-        """A request no longer waits. Returns whether it did."""
-        waited = run in self._line
+    def remove(self, run: StageRun) -> None:
+        """A request no longer waits, if it did."""
         self._line.pop(run, None)
-        return waited
 
     def take(self) -> StageRun | None:
         """Remove and return the first in the line, None if there is nobody."""
@@ -58,3 +60,31 @@ class HeldRequests:
             self._wake_at(due)
             return None
         return self.take()
+
+
+class MoveBudget:
+    """A token bucket.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._moves = float(MOVES_AT_ONCE)
+        self._counted_at = clock()
+
+    def take(self) -> bool:
+        """Spend one move. Returns False if there is none."""
+        now = self._clock()
+        self._moves = min(MOVES_AT_ONCE, self._moves + (now - self._counted_at) * MOVES_PER_S)
+        self._counted_at = now
+        if self._moves < 1.0:
+            return False
+        self._moves -= 1.0
+        return True
+
+    @property
+    def next_at(self) -> float:
+        """Monotonic seconds at which there is a move again."""
+        return self._counted_at + max(0.0, 1.0 - self._moves) / MOVES_PER_S

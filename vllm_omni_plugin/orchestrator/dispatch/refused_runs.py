@@ -6,7 +6,6 @@ from vllm_omni_plugin.orchestrator.dispatch.held_requests import MAX_HELD_REQUES
 from vllm_omni_plugin.orchestrator.dispatch.suspects import Suspects
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
-from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 
 RETRY_S = 0.5
@@ -27,7 +26,6 @@ class RefusedRuns:
         suspects: of the stage; one that was refused is tried nowhere.
         wake_at: asks for calls of `take` at this time, in monotonic seconds.
         clock: monotonic seconds.
-        metrics: what it counts.
         fed: whether requests get here what other stages have put out, so that the fleet has taken all of them.
     """
 
@@ -37,14 +35,12 @@ class RefusedRuns:
         suspects: Suspects,
         wake_at: Callable[[float], None],
         clock: Callable[[], float],
-        metrics: OrchestratorMetrics,
         fed: bool,
     ) -> None:
         self._pool = pool
         self._suspects = suspects
         self._wake_at = wake_at
         self._clock = clock
-        self._metrics = metrics
         self._fed = fed
         self._refused_by: dict[StageRun, set[int]] = {}
         self._refused_at: dict[int, float] = {}
@@ -52,7 +48,10 @@ class RefusedRuns:
         self._waiting: dict[StageRun, None] = {}
         self._probe: StageRun | None = None
         self._probe_at = 0.0
-        self._count()
+
+    def __len__(self) -> int:
+        """How many wait for the end of a pause."""
+        return len(self._waiting)
 
     def refuse(self, run: StageRun, member: PoolMember) -> bool:
         """A replica has refused a request.
@@ -111,7 +110,6 @@ class RefusedRuns:
         else:
             self._probe = None
             self._next, self._waiting = self._waiting, {}
-        self._count()
         return self.take()
 
     def forget(self, run: StageRun) -> None:
@@ -120,7 +118,6 @@ class RefusedRuns:
             return
         self._next.pop(run, None)
         self._waiting.pop(run, None)
-        self._count()
         if run is self._probe:
             self._probe = None
 
@@ -133,7 +130,3 @@ class RefusedRuns:
             self._probe, self._probe_at = None, now + RETRY_S
             self._wake_at(self._probe_at)
         self._waiting[run] = None
-        self._count()
-
-    def _count(self) -> None:
-        self._metrics.paused_by_stage[self._pool.stage_id] = len(self._waiting)

@@ -6,7 +6,6 @@ from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.dispatch.held_requests import HeldRequests
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
-from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
 from vllm_omni_plugin.orchestrator.requests.stage_run import Loss, StageRun
 
 logger = init_logger(__name__)
@@ -27,7 +26,6 @@ class Suspects:
         pool: the stage's replicas.
         wake_at: asks for calls of `next_free` at this time, in monotonic seconds.
         clock: monotonic seconds.
-        metrics: what it counts.
 
     Attributes:
         tries: who is tried where, by the replica's id; none is empty.
@@ -38,14 +36,16 @@ class Suspects:
         pool: StagePool,
         wake_at: Callable[[float], None],
         clock: Callable[[], float],
-        metrics: OrchestratorMetrics,
     ) -> None:
         self._pool = pool
         self._wake_at = wake_at
         self._clock = clock
-        self._metrics = metrics
         self._line = HeldRequests(WAIT_S, wake_at)
         self.tries: dict[int, set[StageRun]] = {}
+
+    def __len__(self) -> int:
+        """How many wait for a replica without another one."""
+        return len(self._line)
 
     def avoided(self, run: StageRun) -> Collection[int]:
         """Ids of the replicas to which a request does not go if others serve.
@@ -61,11 +61,8 @@ class Suspects:
 
     def hold(self, run: StageRun) -> bool:
         """Let a suspect wait if others are tried at all replicas that serve. Returns whether it waits."""
-        waits = (
-            self._is_apart(run) and (len(self._line) > 0 or self._all_tried()) and self._line.hold(run, self._clock())
-        )
-        self._metrics.moves_waiting_by_stage[self._pool.stage_id] += waits
-        return waits
+        must_wait = self._is_apart(run) and (len(self._line) > 0 or self._all_tried())
+        return must_wait and self._line.hold(run, self._clock())
 
     def begin(self, run: StageRun, member: PoolMember) -> None:
         """A suspect is sent to a replica."""
@@ -92,7 +89,7 @@ class Suspects:
 
     def forget(self, run: StageRun) -> None:
         """A suspect is none any more, or has ended: the next one may go where it was."""
-        self._metrics.moves_waiting_by_stage[self._pool.stage_id] -= self._line.remove(run)
+        self._line.remove(run)
         if run.replica_id in self.tries:
             tried = self.tries[run.replica_id]
             tried.discard(run)
@@ -107,9 +104,7 @@ class Suspects:
 
         Because a replica is free for it, or because it has waited long enough.
         """
-        run = self._line.take_overdue(self._clock()) if self._all_tried() else self._line.take()
-        self._metrics.moves_waiting_by_stage[self._pool.stage_id] -= run is not None
-        return run
+        return self._line.take_overdue(self._clock()) if self._all_tried() else self._line.take()
 
     def _is_apart(self, run: StageRun) -> bool:
         # A stage with one replica would serve nobody else meanwhile, so it crashes once more before that.

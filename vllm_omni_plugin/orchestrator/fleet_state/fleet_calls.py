@@ -23,14 +23,11 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import (
 from vllm_omni_plugin.errors import (
     CoordinatorAwayError,
     NoReplicaError,
-    OmniError,
     WireError,
 )
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.orchestrator.fleet_state.begun_call import BegunCall
-from vllm_omni_plugin.orchestrator.fleet_state.fleet_snapshot import adopt, snapshot_of
-from vllm_omni_plugin.orchestrator.fleet_state.front_update import tell
-from vllm_omni_plugin.orchestrator.fleet_state.member_changes import manage_by_key
+from vllm_omni_plugin.orchestrator.fleet_state.begun_call import BegunCall, tell
+from vllm_omni_plugin.orchestrator.fleet_state.fleet_snapshot import adopt, manage_by_key, snapshot_of
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PeerMessage
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
@@ -104,8 +101,9 @@ class FleetCalls:
         match message:
             case Welcome():
                 self._forget_calls()
-                self._others, self._knows_others = set(message.heads), True
-                self._in_session = True
+                self._others = set(message.heads)
+                # Before its first list the coordinator may not know yet all heads, nor what the fleet was told.
+                self._in_session = self._knows_others = not message.starting
                 # The fleet's state follows.
                 self._synced.clear()
             case PeerWork():
@@ -126,7 +124,7 @@ class FleetCalls:
                 if message.number in self._finishing:
                     self._finishing.pop(message.number).set_result(None)
             case CallRefused():
-                self._asked[message.call_id].set_exception(OmniError(message.reason))
+                self._asked[message.call_id].set_exception(CoordinatorAwayError(message.reason))
             case FleetState():
                 self._take_state(message)
 

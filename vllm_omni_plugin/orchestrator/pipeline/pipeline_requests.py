@@ -11,11 +11,15 @@ from vllm_omni_plugin.orchestrator.dispatch.dispatcher import Dispatcher
 from vllm_omni_plugin.orchestrator.pipeline.chunk_input import ChunkInput, Piece
 from vllm_omni_plugin.orchestrator.pipeline.pause_order import PauseOrder
 from vllm_omni_plugin.orchestrator.pipeline.preparation import Chunk, Preparation, WholeInput
-from vllm_omni_plugin.orchestrator.pipeline.request_plan import make_plan
-from vllm_omni_plugin.orchestrator.pipeline.request_state import PipelineRequestState
+from vllm_omni_plugin.orchestrator.pipeline.request_state import PipelineRequestState, make_plan
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
-from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import RequestFailed, RequestStages, SubmitRequest
-from vllm_omni_plugin.orchestrator.requests.pipeline_call import CallEnded, StageEvent
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
+    CallEnded,
+    RequestFailed,
+    RequestStages,
+    StageEvent,
+    SubmitRequest,
+)
 from vllm_omni_plugin.orchestrator.requests.request_owner import Requests, refuse
 from vllm_omni_plugin.orchestrator.requests.stage_run import Accepted, RunEnded, StageRun, StreamingInputState
 from vllm_omni_plugin.pipeline import BuiltInTransform, Modality, Stage

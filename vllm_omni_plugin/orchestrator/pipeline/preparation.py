@@ -4,20 +4,67 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, NamedTuple
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_omni_plugin.errors import StageError, StageInputError
 from vllm_omni_plugin.orchestrator.pipeline.chunk_input import ChunkInput, Piece
-from vllm_omni_plugin.orchestrator.pipeline.daemon_threads import DaemonThreads
 from vllm_omni_plugin.orchestrator.pipeline.request_state import PipelineRequestState
-from vllm_omni_plugin.orchestrator.requests.request_api import StageApi
 from vllm_omni_plugin.pipeline import BuiltInTransform, Modality, Pipeline, Stage
 from vllm_omni_plugin.pipeline.output_reader import joined
 from vllm_omni_plugin.pipeline.transfer import Part, StageInput, StageOutput, Transfer, Transform
 from vllm_omni_plugin.pipeline.transforms import check_input, resolve_transform
 
+if TYPE_CHECKING:
+    # Imports vLLM, which nothing here does.
+    from vllm_omni_plugin.vllm_api.stages.stage_api import StageApi
+
 _THREADS = 2
 """For each stage, so that one slow transform does not keep the other requests of its stage waiting."""
+
+
+class DaemonThreads:
+    """Runs calls in order. Unlike those of a `ThreadPoolExecutor`, its threads do not keep the process from ending.
+
+    Args:
+        count: calls that run at once, at most.
+        name: the threads' names begin with it.
+    """
+
+    def __init__(self, count: int, name: str) -> None:
+        self._name = name
+        self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._count = count
+        self._started = 0
+        self._closed = False
+
+    def submit(self, call: Callable[[], object]) -> None:
+        """Run a call, which must not raise. Nothing happens once this is closed."""
+        if self._closed:
+            return
+        self._calls.put(call)
+        if self._started < self._count:
+            Thread(target=self._run, name=f"{self._name}_{self._started}", daemon=True).start()
+            self._started += 1
+
+    def close(self) -> None:
+        """Drop what waits; what runs ends by itself, and then its thread. Idempotent."""
+        self._closed = True
+        with suppress(Empty):
+            while True:
+                self._calls.get_nowait()
+        for _ in range(self._started):
+            self._calls.put(None)
+
+    def _run(self) -> None:
+        while True:
+            call = self._calls.get()
+            if call is None:
+                return
+            call()
+            # What it holds is not to live until the next one comes.
+            del call
 
 
 class WholeInput(NamedTuple):
@@ -60,7 +107,7 @@ class Preparation:
         ConfigError: a transform cannot be found.
     """
 
-    def __init__(self, pipeline: Pipeline, apis: Sequence[StageApi], prompt_text: Callable[[Any], str]) -> None:
+    def __init__(self, pipeline: Pipeline, apis: "Sequence[StageApi]", prompt_text: Callable[[Any], str]) -> None:
         self.pipeline = pipeline
         self.apis = apis
         self._prompt_text = prompt_text

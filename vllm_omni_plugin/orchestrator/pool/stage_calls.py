@@ -175,19 +175,12 @@ class StageCalls:
         """Call all at once; returns when each has answered or failed."""
         call.answers = await asyncio.gather(*(self._call_in_turn(member, call) for member in call.members))
 
-    def distrust_the_failed(self, call: StageCall) -> None:
-        """Take out the replicas that failed what others of the stage took."""
-        if call.refused:
-            return
-        for member, answer in zip(call.members, call.answers, strict=True):
-            if _is_failure(answer):
-                logger.error("Replica %s failed the call %s: %s", member.name, call.method, answer)
-                self.distrust(member, call.method)
-
     def distrust_the_different(self, call: StageCall, taken: bool) -> None:
-        """Take out those that did otherwise than the replicas of the head that made the call; these took it, or not."""
+        """Take out the replicas that did otherwise than others of the stage, which took the call, or did not."""
         for member, answer in zip(call.members, call.answers, strict=True):
             if isinstance(answer, ReplicaError) is taken and not isinstance(answer, NotAllowedError):
+                if taken:
+                    logger.error("Replica %s failed the call %s: %s", member.name, call.method, answer)
                 self.distrust(member, call.method)
 
     def distrust(self, member: PoolMember, method: str) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable
 
 from vllm_omni_plugin.balancing import (
@@ -16,9 +16,8 @@ from vllm_omni_plugin.balancing import (
     UnreportedRequests,
 )
 from vllm_omni_plugin.coordinator import ReplicaStatus
-from vllm_omni_plugin.errors import NoReplicaError
-from vllm_omni_plugin.orchestrator.pool import decision_log
-from vllm_omni_plugin.orchestrator.pool.bindings import Bindings
+from vllm_omni_plugin.errors import NoReplicaError, RequestLostError
+from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.pool.policy_guard import PolicyGuard
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.pool.stage_flow import StageFlow
@@ -29,15 +28,52 @@ from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 from vllm_omni_plugin.replicas.client.stage_client import StageClient
 from vllm_omni_plugin.vllm_api.requests.facts import CacheSize, LoadReport
 
+logger = init_logger(__name__)
+
+MAX_BINDINGS = 16_384
+"""Keys that are remembered, the latest ones: what belongs together is sent within moments."""
 __all__ = ["BOUND", "PoolMember", "StagePool"]
+
 
 BOUND = "bound"
 """The reason where a request may go to one replica only, and no policy is asked."""
 APART = "apart"
 """The reason where a request and others are kept apart, because an engine may have died of one; see `Suspects`."""
-
+_DECISIONS_PER_LINE = 100
+"""For whoever finds `logger` enabled for DEBUG: all decisions would be too many to read or to write."""
 _MAX_DESCRIBED = 8
 """Replicas whose states an error names one by one."""
+
+
+class Bindings:
+    """The replica of each affinity key, while its engine is the one that it had then."""
+
+    def __init__(self) -> None:
+        # Every engine of a replica has an account of its own.
+        self._bindings: OrderedDict[int, tuple[PoolMember, Account]] = OrderedDict()
+
+    def bind(self, key: int, member: PoolMember) -> None:
+        """The first request of a key goes to this replica; those that follow find there what it leaves."""
+        self._bindings[key] = member, member.account
+        self._bindings.move_to_end(key)
+        if len(self._bindings) > MAX_BINDINGS:
+            self._bindings.popitem(last=False)
+
+    def replica_of(self, key: int) -> PoolMember | None:
+        """The replica of a key, None if it is not known.
+
+        Raises:
+            RequestLostError: it was lost since.
+        """
+        if key not in self._bindings:
+            return None
+        member, account = self._bindings[key]
+        if member.account is not account:
+            raise RequestLostError(
+                f"Replica {member.replica_id} was lost, and with it what an earlier request had left there for this "
+                "one. Please send both again."
+            )
+        return member
 
 
 class StagePool:
@@ -80,7 +116,7 @@ class StagePool:
         self.policy = self._policy.name
         self.follows_caches = self._policy.follows_caches
         self.wants_cache_events = self._policy.wants_cache_events
-        self._log = decision_log.DecisionLog(self.policy)
+        self._decisions = itertools.count()
         self.flow = StageFlow(clock)
         self._clock = clock
         self._by_id: dict[int, PoolMember] = {}
@@ -206,9 +242,10 @@ class StagePool:
             places = [place for place, member in enumerate(serving) if member.replica_id not in avoid]
             if places:
                 decision = Decision(min(places, key=lambda place: serving[place].queue_length), APART)
-        if decision_log.logger.isEnabledFor(logging.DEBUG):
-            self._log.note(decision, serving, task.get("request_id", ""))
         member = serving[decision.position]
+        if logger.isEnabledFor(logging.DEBUG) and next(self._decisions) % _DECISIONS_PER_LINE == 0:
+            request_id = task.get("request_id", "")
+            logger.debug("Request %s goes to replica %s: policy %s, %r", request_id, member.name, self.policy, decision)
         if affinity_key is not None and not stays:
             self._bindings.bind(affinity_key, member)
         return member, decision

@@ -21,7 +21,8 @@ class WorkExchange:
     """Reports this head's work to the others, and says what the others report.
 
     A report has what changed since the one before, as it is now, so that any number of changes costs one row. The first
-    after a quiet time leaves as soon as the loop is free. While no other head is known none is made.
+    after a quiet time leaves as soon as the loop is free. While no other head is known none is made, and the first one
+    is told everything.
 
     Others' work is kept for replicas that this head is not attached to yet. While no other head is known, what the
     engines report counts. Lives on the orchestrator's loop.
@@ -45,9 +46,8 @@ class WorkExchange:
         # What is kept of replicas is kept by `engine_key`.
         self._members: dict[int, PoolMember] = {}
         self._keys: dict[PoolMember, int] = {}
-        # Keys whose work may differ from what was reported, in order, and what was reported.
+        # Keys whose work may differ from what was reported, in order.
         self._changed: dict[int, None] = {}
-        self._reported: dict[int, Work] = {}
         self._all_wanted = False
         self._heads: dict[str, dict[int, Work]] = {}
         # The sums over `_heads`, without those that are nothing.
@@ -105,7 +105,7 @@ class WorkExchange:
         known = self._heads.setdefault(message.head_id, {})
         if is_first:
             # Nobody was told of what changed while nobody was there.
-            self._changed |= dict.fromkeys((*self._members, *self._reported))
+            self._all_wanted = True
             self._wake()
         rows = {row.engine: Work(row.requests, row.prefill_tokens) for row in message.work}
         gone = [key for key in known if key not in rows] if message.full else []
@@ -139,24 +139,16 @@ class WorkExchange:
     def _report_changes(self) -> None:
         self._timer = None
         full, self._all_wanted = self._all_wanted, False
-        if full:
-            self._reported.clear()
-            self._changed |= dict.fromkeys(self._members)
-        rows = self._take_changes()
+        own = {key: self._own_of(key) for key in (self._members if full else self._changed)}
+        rows = [ReplicaWork(key, *work) for key, work in own.items() if not full or work != NO_WORK]
+        self._changed.clear()
         if rows or full:
             self._timer = self._call_later(self._interval, self._report_changes)
             self._report(rows, full)
 
-    def _take_changes(self) -> list[ReplicaWork]:
-        rows: list[ReplicaWork] = []
-        for key in self._changed:
-            member = self._members.get(key)
-            work = NO_WORK if member is None else member.account.own
-            if work != self._reported.get(key, NO_WORK):
-                rows.append(ReplicaWork(key, *work))
-                _put(self._reported, key, work)
-        self._changed.clear()
-        return rows
+    def _own_of(self, key: int) -> Work:
+        member = self._members.get(key)
+        return NO_WORK if member is None else member.account.own
 
     def _count(self, known: dict[int, Work], rows: Mapping[int, Work]) -> None:
         """Replace what is known of one head, and correct the sums."""

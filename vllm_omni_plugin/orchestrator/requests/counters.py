@@ -1,6 +1,7 @@
 """What the orchestrator counts, in plain numbers and histograms that any thread may read."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from prometheus_client import Histogram
 
@@ -27,20 +28,32 @@ HISTOGRAMS: Mapping[str, tuple[tuple[str, ...], str]] = {
 """Labels and meanings of the histograms, by their names without the prefix of our metrics."""
 
 
+class Waiting(NamedTuple):
+    """Requests of one stage that wait to be sent.
+
+    Attributes:
+        held: for a replica that serves.
+        paused: because engines are paused and refuse them.
+        moving: for their turn to move, since their replica is lost.
+    """
+
+    held: int
+    paused: int
+    moving: int
+
+
 class OrchestratorMetrics:
     """Counters of one orchestrator since its start.
 
     Attributes:
         queue_time: seconds between the submission of a request and its first dispatch.
         hold_time: seconds that requests waited because no replica served, each time they had to.
-        held_by_stage: requests that wait for that reason now, by stage.
-        paused_by_stage: requests that wait because engines are paused and refuse them, by stage.
         moves_by_way: requests sent again to another replica because theirs was lost, by how they went on there.
         swallowed_tokens: tokens that replays repeated and nobody got a second time.
         diverged: replays that did not repeat what had been delivered; these are among `lost`.
         lost: requests that ended with an error because their replica was lost.
         queries_of_death: requests that ended with an error because engines seemed to die of them.
-        moves_waiting_by_stage: requests of lost replicas that wait for their turn to move, by stage.
+        waiting_in: by stage, says how many of its requests wait now.
         refused: requests refused because no replica could serve, after they had been accepted.
         turned_away: requests refused for the same reason before that.
         decisions: dispatches by stage, policy and reason.
@@ -59,9 +72,7 @@ class OrchestratorMetrics:
         self.queue_time = _histogram("queue_time_seconds")
         self.hold_time = _histogram("hold_time_seconds")
         self.stage_seconds = _histogram("stage_seconds")
-        self.held_by_stage: dict[int, int] = {}
-        self.paused_by_stage: dict[int, int] = {}
-        self.moves_waiting_by_stage: dict[int, int] = {}
+        self.waiting_in: dict[int, Callable[[], Waiting]] = {}
         self.moves_by_way = dict.fromkeys((Move.RESTART, Move.RESUME, Move.REPLAY), 0)
         self.swallowed_tokens = 0
         self.diverged = 0
@@ -83,17 +94,17 @@ class OrchestratorMetrics:
     @property
     def held(self) -> int:
         """Requests that wait for a replica now, whatever their stage."""
-        return sum(self.held_by_stage.values())
+        return sum(waiting().held for waiting in self.waiting_in.values())
 
     @property
     def paused(self) -> int:
         """Requests that wait for paused engines now, whatever their stage."""
-        return sum(self.paused_by_stage.values())
+        return sum(waiting().paused for waiting in self.waiting_in.values())
 
     @property
     def moves_waiting(self) -> int:
         """Requests that wait for their turn to move, whatever their stage."""
-        return sum(self.moves_waiting_by_stage.values())
+        return sum(waiting().moving for waiting in self.waiting_in.values())
 
     @property
     def moves(self) -> int:

@@ -9,12 +9,12 @@ from vllm_omni_plugin.errors import OmniError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     AbortRequests,
+    CallEnded,
     FrontMessage,
     OutputUnusable,
     RequestFailed,
     SubmitRequest,
 )
-from vllm_omni_plugin.orchestrator.requests.pipeline_call import CallEnded
 from vllm_omni_plugin.orchestrator.requests.stage_run import Accepted, RunEnded
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError, ThreadQueue
 

@@ -114,7 +114,7 @@ class StageRun:
         suspicions: those of them that it may have caused; none once it has had output since, see `Suspects`.
         closed: whether it has left its dispatcher, which keeps nothing of it any more.
         task: what the policy was told of the last attempt.
-        affinity_key: see `RequestApi.describe`.
+        affinity_key: see `EngineApi.describe`.
         decision: what it answered.
         attempt_at: monotonic seconds at which the last attempt was charged to its replica.
         answer_begins: how many of the tokens produced before that attempt are in the prompt that it sent.
@@ -269,7 +269,7 @@ class StageRun:
             loss: which replica, and why.
             migration_limit: moves a request may make in its life, without those for which another one is to blame.
             on_delivered: how this request can go on if part of its answer has been delivered, or `STAYS`.
-            vocabulary: see `RequestApi`.
+            vocabulary: see `EngineApi`.
 
         Returns:
             What the request has ended with, if it cannot go on.

@@ -13,7 +13,6 @@ from vllm_omni_plugin.coordinator import ReplicaInfo, ReplicaStatus
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.replicas.client.clock_offset import ClockOffset, rebase
 from vllm_omni_plugin.replicas.client.remote_link import DataCredential, RemoteLink
 from vllm_omni_plugin.replicas.client.stage_client import Codec, StageClient
 from vllm_omni_plugin.replicas.client.unreachable import why_unreachable
@@ -34,19 +33,54 @@ from vllm_omni_plugin.replicas.control.lease_messages import (
     Told,
 )
 from vllm_omni_plugin.replicas.kv_events.cache_listener import OnCacheChange
-from vllm_omni_plugin.replicas.kv_events.cache_source import publishes_cache_events
+from vllm_omni_plugin.replicas.kv_events.engine_events import publishes_cache_events
 from vllm_omni_plugin.replicas.links.connection import Context
 
 logger = init_logger(__name__)
+
+_WINDOW_S = 60.0
 
 _MAX_SOCKETS = 16384
 """Nine for each replica, with those that watch the others; ZMQ's own limit would end at 113 replicas."""
 _SERVER_SAYS_WHY_S = 1.0
 """An engine's own word of its death and the end of its connections take shorter ways; its server knows how it ended."""
 
-
 OnOutputs = Callable[[Any], None]
 OnStatus = Callable[[ReplicaStatus], None]
+
+
+class ClockOffset:
+    """Estimates how far a sender's monotonic clock is behind ours, from the times at which its messages arrive.
+
+    Each message says that the offset is at most its arrival minus its timestamp, the excess being its time on the way;
+    the smallest of many is closest to the truth (as in NTP's clock filter, RFC 5905 section 10). Only the last one to
+    two minutes count, since clocks drift apart.
+    """
+
+    def __init__(self) -> None:
+        self._window_ends_at = 0.0
+        self._smallest = self._smallest_before = float("inf")
+
+    def observe(self, timestamp: float, now: float) -> float:
+        """Seconds to add to the sender's times, given a message of `timestamp` that arrived at `now`."""
+        if now >= self._window_ends_at:
+            self._window_ends_at = now + _WINDOW_S
+            self._smallest_before, self._smallest = self._smallest, float("inf")
+        self._smallest = min(self._smallest, now - timestamp)
+        return min(self._smallest, self._smallest_before)
+
+
+def rebase(outputs: Any, offset: ClockOffset, now: float) -> None:
+    """Tell all times of an `EngineCoreOutputs` that arrived at `now` in our clock.
+
+    vLLM takes intervals between them, and a request that moved has times of two engines.
+    """
+    seconds = offset.observe(outputs.timestamp, now)
+    outputs.timestamp += seconds
+    for output in outputs.outputs:
+        if output.events:
+            for event in output.events:
+                event.timestamp += seconds
 
 
 class AttachRefusedError(ReplicaError):

@@ -10,9 +10,8 @@ from msgspec import Meta, Struct
 
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.coordinator.protocol.control_messages import decode_strictly
-from vllm_omni_plugin.replicas.kv_events.cache_log import MAX_PART, Cursor
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Of the messages below and of the data path. Ends that differ do not work together."""
 
 CONTROL_ROLE = "replica"
@@ -20,6 +19,8 @@ CONTROL_ROLE = "replica"
 
 MAX_CONTROL_BYTES = 256 * 1024
 MAX_TEXT_CHARS = 4096
+MAX_PART = 8192
+"""Changed blocks in one message."""
 
 Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
 Credential = Annotated[str, Meta(min_length=40, max_length=40)]
@@ -77,11 +78,11 @@ class Follow(Struct, frozen=True, tag="follow"):
 
     Attributes:
         lease: the head's.
-        cursor: that of the last answer, or `cache_log.BEGINNING`.
+        received: parts that have come under this lease.
     """
 
     lease: int
-    cursor: Cursor
+    received: int
 
 
 class Attached(Struct, frozen=True, tag="attached"):
@@ -152,8 +153,7 @@ class CacheChanges(Struct, frozen=True, tag="cache_changes"):
 
     Attributes:
         lease: the head's.
-        since: the cursor that this answers.
-        cursor: where to follow on.
+        part: counts the answers under this lease, from 1. One that was lost is sent again.
         stored: see `CacheChange`; keys of eight bytes each, little endian.
         removed: likewise.
         restart: see `CacheChange`.
@@ -161,8 +161,7 @@ class CacheChanges(Struct, frozen=True, tag="cache_changes"):
     """
 
     lease: int
-    since: Cursor
-    cursor: Cursor
+    part: int
     stored: Keys
     removed: Keys
     restart: bool

@@ -10,8 +10,7 @@ from vllm_omni_plugin.balancing import CacheChange
 from vllm_omni_plugin.errors import ReplicaError, WireError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.kv_events.block_names import BlockNames
-from vllm_omni_plugin.replicas.kv_events.cache_source import CacheSource, find_cache_source
-from vllm_omni_plugin.replicas.kv_events.engine_events import decode_events
+from vllm_omni_plugin.replicas.kv_events.engine_events import CacheSource, decode_events, find_cache_source
 from vllm_omni_plugin.replicas.links.link import SocketReader
 
 logger = init_logger(__name__)

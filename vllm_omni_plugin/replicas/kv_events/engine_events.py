@@ -1,4 +1,4 @@
-"""What vLLM's engines publish about their prefix caches, as far as we read it."""
+"""What vLLM's engines publish about their prefix caches, as far as we read it, and where."""
 
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from vllm_omni_plugin.errors import WireError
+from vllm_omni_plugin.errors import ReplicaError, WireError
 
 EngineHash = int | bytes
 """How an engine names a block: only its own events know it by that name."""
@@ -98,3 +98,71 @@ def decode_events(payload: bytes, on_skipped: Callable[[str], object] = lambda r
     except _UNREADABLE as error:
         raise WireError(f"batch of cache events: {str(error)[:_MAX_DETAIL_CHARS]}") from error
     return events
+
+
+_ANY_HOST = {"tcp://*:": "tcp://127.0.0.1:", "tcp://[::]:": "tcp://[::1]:"}
+"""What a publisher binds to be reached on every address of its machine, and the address that we take."""
+
+
+class CacheSource(Struct):
+    """A publisher of cache events on this machine: vLLM's `KVEventsConfig`, as its engine resolved it.
+
+    Attributes:
+        endpoint: where to subscribe.
+        replay_endpoint: where to ask for what was missed, None if nobody answers.
+        topic: what its messages begin with.
+        blocks: KV blocks of the engine.
+    """
+
+    endpoint: str
+    replay_endpoint: str | None = None
+    topic: str = ""
+    blocks: int = 0
+
+
+class _ReadyResponse(Struct):
+    """What we read of vLLM's `EngineCoreReadyResponse`."""
+
+    num_gpu_blocks: int = 0
+    kv_events_config: CacheSource | None = None
+
+
+_ready_decoder: msgspec.msgpack.Decoder[_ReadyResponse] = msgspec.msgpack.Decoder(_ReadyResponse)
+
+
+def publishes_cache_events(ready_response: bytes) -> bool:
+    """Whether an engine reports what it has cached, wherever to."""
+    return _decode(ready_response).kv_events_config is not None
+
+
+def find_cache_source(ready_response: bytes) -> CacheSource | None:
+    """Where an engine of this machine reports what it has cached; None if it does not.
+
+    Raises:
+        ReplicaError: it reports to where we cannot be; the message says why.
+    """
+    ready = _decode(ready_response)
+    publisher = ready.kv_events_config
+    if publisher is None:
+        return None
+    endpoint = _from_here(publisher.endpoint)
+    if endpoint == publisher.endpoint and not endpoint.startswith("ipc://"):
+        # vLLM connects to such an address instead of binding it.
+        raise ReplicaError(f"its engine sends KV cache events to {endpoint}, where only their receiver can take them")
+    replay = publisher.replay_endpoint
+    return CacheSource(endpoint, replay and _from_here(replay), publisher.topic, ready.num_gpu_blocks)
+
+
+def _decode(ready_response: bytes) -> _ReadyResponse:
+    try:
+        return _ready_decoder.decode(ready_response)
+    except msgspec.DecodeError:
+        # That it is no ready response is noticed by those who need more of it.
+        return _ReadyResponse()
+
+
+def _from_here(endpoint: str) -> str:
+    for bound, reached in _ANY_HOST.items():
+        if endpoint.startswith(bound):
+            return reached + endpoint.removeprefix(bound)
+    return endpoint

@@ -15,8 +15,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.pool.late_interaction import get_late_interaction_engine_index
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from vllm_omni_plugin.balancing.interface import Task
-from vllm_omni_plugin.balancing.prompt import MediaSpan, Prompt
+from vllm_omni_plugin.balancing.interface import MediaSpan, Prompt, Task
 from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.vllm_api.requests import moving, ready
 from vllm_omni_plugin.vllm_api.requests.facts import LoadReport
@@ -63,7 +62,7 @@ class EngineApi:
 
     @property
     def pooling_task(self) -> str | None:
-        """None: vLLM's server checks what requests ask a pooling model for."""
+        """What all requests ask a pooling model for; one that does not know it dies. None: vLLM's server checks it."""
         return None
 
     def encode_add(self, request: Any, engine_request_id: str, client_index: int = 0) -> Frames:
@@ -169,6 +168,7 @@ class EngineApi:
         return PAUSE_REFUSES.here and output.error is not None and bool(output.error.retryable)
 
     def fetches_once(self, request: Any) -> bool:
+        """Whether the request names a cache of another engine, kept until it has been fetched or refused once."""
         return moving.fetches_once(request)
 
     def movable(self, request: Any) -> Any:
@@ -187,6 +187,7 @@ class EngineApi:
         return msgspec.structs.replace(request, sampling_params=params)
 
     def how_to_move(self, request: Any) -> Move:
+        """How the request goes on elsewhere once part of its answer has been delivered."""
         return moving.how_to_move(request, self._custom_processors)
 
     def idle_report(self, engine_index: int) -> Any:

@@ -15,7 +15,7 @@ from vllm_omni_plugin.pipeline.places import PipelineError
 from vllm_omni_plugin.pipeline.stage import Modality, Stage
 from vllm_omni_plugin.pipeline.transfer import WHOLE, Part, StageInput, StageOutput
 from vllm_omni_plugin.pipeline.transforms import BuiltInTransform
-from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
+from vllm_omni_plugin.vllm_api.stages.stage_api import StageApi
 from vllm_omni_plugin.vllm_api.stages.stage_params import INVALID, KV_TRANSFER_PARAMS, StageParams
 from vllm_omni_plugin.vllm_api.stages.stage_prompts import NO_EMBEDDINGS, StagePrompts, length_of
 from vllm_omni_plugin.vllm_api.stages.stage_text import TextReader, TokenReader, Vocabulary
@@ -24,8 +24,8 @@ _GENERATED = (Modality.TEXT, Modality.TOKENS, Modality.KV_CACHE)
 _POOLED = (Modality.SCORES, Modality.EMBEDDING, Modality.LATENT)
 
 
-class VllmStageApi(EngineApi):
-    """A `StageApi` (in `orchestrator.requests.request_api`, which says what the methods mean) for a stage of vLLM's.
+class VllmStageApi(StageApi):
+    """Of a stage of vLLM's.
 
     Requests go through vLLM's own input processing, with the configuration of the stage. The methods that build
     requests, `prompt_text` and `encode` may be called by several threads.
