@@ -168,3 +168,11 @@ def test_what_waits_at_an_engine_is_shared_by_the_heads_that_sent_it(heads_repor
         account.report(LoadReport(sum(counts) - running, running, kv_usage=0.0))
     excess = sum(counts) - running
     assert excess <= sum(account.waiting for account in heads) <= excess + len(heads) - 1
+
+
+def test_a_load_for_another_thread_is_not_kept_since_it_may_be_stale_by_then() -> None:
+    account = Account()
+    charged(account, prompt=10)
+    seen = account.uncached_load()
+    assert seen == account.load
+    assert seen is not account.load is account.load

@@ -78,8 +78,8 @@ _BY_REPLICA: tuple[tuple[str, Callable[[PoolMember], float]], ...] = (
     ("requests_in_flight", lambda member: len(member.in_flight)),
     # What other heads have there is in the load, and they tell it themselves.
     ("prefill_tokens", lambda member: member.account.own.prefill_tokens),
-    ("decode_tokens", lambda member: member.load.decode_tokens),
-    ("kv_cache_usage_ratio", lambda member: member.load.kv_usage),
+    ("decode_tokens", lambda member: member.account.uncached_load().decode_tokens),
+    ("kv_cache_usage_ratio", lambda member: member.account.uncached_load().kv_usage),
 )
 _BY_STAGE: tuple[tuple[str, Callable[[StageTotals], float | None]], ...] = (
     ("requests_waiting", lambda totals: totals.waiting),

@@ -89,7 +89,7 @@ class PoolMember:
 
     @property
     def load(self) -> ReplicaLoad:
-        """What it has to do at this moment. Any thread may read it."""
+        """What it has to do at this moment. For the loop's thread; others ask its account for `uncached_load`."""
         return self.account.load
 
     def tell_if_idle(self) -> None:

@@ -56,6 +56,8 @@ class Account:
         self._computed_tokens = 0.0
         self._computing_s = 0.0
         self._seen_until = 0.0
+        # As it was asked for last; None once something has changed since.
+        self._load: ReplicaLoad | None = None
 
     @property
     def own(self) -> Work:
@@ -75,7 +77,14 @@ class Account:
 
     @property
     def load(self) -> ReplicaLoad:
-        """All of it at this moment. Any thread may read it."""
+        """All of it at this moment; the same object until something changes. For the thread that changes it."""
+        load = self._load
+        if load is None:
+            load = self._load = self.uncached_load()
+        return load
+
+    def uncached_load(self) -> ReplicaLoad:
+        """The same for any thread: made anew, and not kept, since it may have changed before it could be."""
         return ReplicaLoad(
             self.requests,
             self.others,
@@ -89,11 +98,13 @@ class Account:
 
     def join(self, peers: Work | None) -> None:
         """The other heads have charged so much; None: they do not say, and the engine's word counts."""
+        self._load = None
         self._peers = peers
         self._count_others()
 
     def charge(self, run: StageRun, now: float) -> None:
         """An attempt is about to be sent."""
+        self._load = None
         self.requests += 1
         self._unanswered += 1
         if run.prefill_tokens:
@@ -104,6 +115,7 @@ class Account:
 
     def begin(self, run: StageRun, now: float) -> None:
         """Its first output came: the prompt is computed, and what it holds of the KV memory stays to its end."""
+        self._load = None
         run.began = True
         self._unanswered -= 1
         self._end_prefill(run, now, computed=run.prefill_tokens)
@@ -114,9 +126,11 @@ class Account:
         run.output_tokens += tokens
         if run.began:
             self._decode_tokens += tokens
+            self._load = None
 
     def release(self, run: StageRun, now: float) -> None:
         """The attempt is over, for whatever reason. To be called once."""
+        self._load = None
         self.requests -= 1
         if run.began:
             self._decode_tokens -= run.prompt_tokens + run.output_tokens
@@ -139,6 +153,7 @@ class Account:
         """
         own, before = self.requests - self.others, self.requests
         if own:
+            self._load = None
             self._report = report
             self._reported_others = max(0, report.waiting + report.running - own)
             self._count_others()
