@@ -10,6 +10,8 @@ from vllm_omni_plugin.balancing.caches.block_keys import prompt_keys
 from vllm_omni_plugin.balancing.interface import Prompt, ReplicaView
 
 _BUCKETS = 8192
+_FEW_JOINERS = 8
+"""With more joiners at once, buckets are decided again when they are asked for."""
 _EXPECTED_SHARE = 0.75
 """Of what this head does not know of a prompt, the part that the replica where all heads look for it is expected to
 have. Chosen with benchmarks/spread.py: more unites a few more prompts that belong together, and spreads prompts that
@@ -23,7 +25,7 @@ class RendezvousTable:
     joins takes only what it wins; one that leaves gives up only what it had: 1/n of all buckets on average, with a
     standard deviation of `sqrt(1/n * (1 - 1/n) / 8192)`, 0.6% at most. Nothing depends on the order of events.
 
-    Buckets are decided when they are first asked for after a change of membership, in O(n), and then remembered.
+    Buckets are decided when they are first asked for, in O(n), so that nothing takes longer for a larger fleet.
     Source: Thaler and Ravishankar, "Using Name-Based Mappings to Increase Hit Rates" (1998), and XXH3 (Collet).
     """
 
@@ -45,15 +47,22 @@ class RendezvousTable:
 
     def update(self, members: Sequence[bytes]) -> None:
         """These are all members; a position in what follows is one among them."""
-        self._members = {name: position for position, name in enumerate(members)}
-        self._owners.clear()
+        before, self._members = self._members, {name: position for position, name in enumerate(members)}
+        joined = [name for name in self._members if name not in before]
+        if len(joined) > _FEW_JOINERS:
+            self._owners.clear()
+        for bucket, owner in list(self._owners.items()):
+            if owner not in self._members:
+                del self._owners[bucket]
+            elif joined:
+                self._owners[bucket] = _heaviest([owner, *joined], bucket)
 
     def position(self, key: bytes, attempt: int = 0) -> int:
         """The position of the member that has `key`; of another, or by chance the same, for another attempt."""
         bucket = xxh3_64_intdigest(key, seed=attempt) % _BUCKETS
         owner = self._owners.get(bucket)
         if owner is None:
-            owner = self._owners[bucket] = max(self._members, key=lambda name: xxh3_64_intdigest(name, seed=bucket))
+            owner = self._owners[bucket] = _heaviest(list(self._members), bucket)
         return self._members[owner]
 
 
@@ -100,3 +109,7 @@ def expected_at(
     table.follow(replicas)
     key = keys[known // block_size].to_bytes(8, "little")
     return Expected(table.position(key), _EXPECTED_SHARE * unknown)
+
+
+def _heaviest(names: Sequence[bytes], bucket: int) -> bytes:
+    return max(names, key=lambda name: xxh3_64_intdigest(name, seed=bucket))
