@@ -93,7 +93,7 @@ async def test_an_engine_that_is_started_anew_because_an_output_could_not_be_tak
 @pytest.mark.parametrize(
     ("field", "value", "lasting", "reason"),
     [
-        ("protocol", 99, True, "protocol: head has 99, replica 5"),
+        ("protocol", 99, True, "protocol: head has 99, replica 4"),
         ("incarnation", 3, False, "incarnation: head means 3"),
         ("fingerprint", {"model": "tiny", "dtype": "bf16"}, True, "dtype: head has bf16, replica float32"),
         ("fingerprint", {}, True, "model: head has nothing, replica tiny"),

@@ -16,7 +16,8 @@ from vllm_omni_plugin.balancing import Prompt
 from vllm_omni_plugin.balancing.caches.block_keys import prompt_keys
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.replicas.control.cache_following import unpack_keys
-from vllm_omni_plugin.replicas.control.lease_messages import MAX_PART, CacheChanges, Expired, Follow
+from vllm_omni_plugin.replicas.control.lease_messages import CacheChanges, Expired, Follow
+from vllm_omni_plugin.replicas.kv_events.cache_log import BEGINNING, MAX_PART, Cursor
 
 SECRET = Secrets(["a secret that both ends know"])
 TOKENS = list(range(8))
@@ -39,8 +40,8 @@ async def changes(head: Head) -> CacheChanges:
     return message
 
 
-async def follow(head: Head, received: int) -> None:
-    await head.say(Follow(head.attached.lease, received))
+async def follow(head: Head, cursor: Cursor) -> None:
+    await head.say(Follow(head.attached.lease, cursor))
 
 
 @pytest.mark.parametrize("secrets", [None, SECRET], ids=["open", "encrypted"])
@@ -146,22 +147,22 @@ async def test_a_question_is_answered_when_there_is_something_to_say(
 ) -> None:
     node = await start_node()
     async with node.attached() as head:
-        await follow(head, 0)
+        await follow(head, BEGINNING)
         beginning = await changes(head)
-        assert (beginning.part, beginning.restart, beginning.stored) == (1, True, b"")
-        await follow(head, 1)
+        assert (beginning.since, beginning.restart, beginning.stored) == (BEGINNING, True, b"")
+        await follow(head, beginning.cursor)
         # Answered at once, so the question before it is not.
         await head.beat()
         publisher.publish(stored(TOKENS, 1, 2))
         change = await changes(head)
-        assert (change.part, change.restart, unpack_keys(change.stored)) == (2, False, tuple(KEYS))
+        assert (change.since, change.restart, unpack_keys(change.stored)) == (beginning.cursor, False, tuple(KEYS))
 
 
 async def test_after_its_lease_a_head_is_told_nothing_more(start_node: StartNode, publisher: FakePublisher) -> None:
     node = await start_node()
     async with node.attached() as head:
-        await follow(head, 0)
-        await follow(head, (await changes(head)).part)
+        await follow(head, BEGINNING)
+        await follow(head, (await changes(head)).cursor)
         lease = head.attached.lease
         await head.detach()
         assert await head.beat() == Expired(lease)

@@ -102,7 +102,7 @@ class FleetCalls:
             case Welcome():
                 self._forget_calls()
                 self._others = set(message.heads)
-                # Before its first list the coordinator may not know yet all heads, nor what the fleet was told.
+                # Before its first list the coordinator may not know yet what the fleet was told, and which heads it has.
                 self._in_session = self._knows_others = not message.starting
                 # The fleet's state follows.
                 self._synced.clear()

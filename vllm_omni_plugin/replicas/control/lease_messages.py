@@ -10,8 +10,9 @@ from msgspec import Meta, Struct
 
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.coordinator.protocol.control_messages import decode_strictly
+from vllm_omni_plugin.replicas.kv_events.cache_log import MAX_PART, Cursor
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 4
 """Of the messages below and of the data path. Ends that differ do not work together."""
 
 CONTROL_ROLE = "replica"
@@ -19,8 +20,6 @@ CONTROL_ROLE = "replica"
 
 MAX_CONTROL_BYTES = 256 * 1024
 MAX_TEXT_CHARS = 4096
-MAX_PART = 8192
-"""Changed blocks in one message."""
 
 Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
 Credential = Annotated[str, Meta(min_length=40, max_length=40)]
@@ -78,11 +77,11 @@ class Follow(Struct, frozen=True, tag="follow"):
 
     Attributes:
         lease: the head's.
-        received: parts that have come under this lease.
+        cursor: that of the last answer, or `cache_log.BEGINNING`.
     """
 
     lease: int
-    received: int
+    cursor: Cursor
 
 
 class Attached(Struct, frozen=True, tag="attached"):
@@ -153,7 +152,8 @@ class CacheChanges(Struct, frozen=True, tag="cache_changes"):
 
     Attributes:
         lease: the head's.
-        part: counts the answers under this lease, from 1. One that was lost is sent again.
+        since: the cursor that this answers.
+        cursor: where to follow on.
         stored: see `CacheChange`; keys of eight bytes each, little endian.
         removed: likewise.
         restart: see `CacheChange`.
@@ -161,7 +161,8 @@ class CacheChanges(Struct, frozen=True, tag="cache_changes"):
     """
 
     lease: int
-    part: int
+    since: Cursor
+    cursor: Cursor
     stored: Keys
     removed: Keys
     restart: bool

@@ -99,8 +99,7 @@ class Heads:
         if engine is not self._engine:
             self._engine, self._told = engine, False
             self._leases.all_clean()
-            self._followers.begin()
-            engine.follow_cache(self._followers.take)
+            self._followers.read(engine.cache_log)
         self._status, self._reason = ReplicaStatus.UP, ""
 
     def tell(self, status: ReplicaStatus, reason: str, engine_failed: bool = False) -> None:
@@ -165,7 +164,7 @@ class Heads:
                 self._leases.beat(lease, self._clock())
                 self._send(peer, Status(lease.lease_id, self._status, self._reason))
             case Follow():
-                self._followers.follow(lease, message.received)
+                self._followers.follow(lease, message.cursor)
             case Told():
                 self._told = True
             case Detach():

@@ -11,6 +11,7 @@ from vllm_omni_plugin.replicas.client.stage_client import Codec
 from vllm_omni_plugin.replicas.engine.engine_start import Launcher, Process, start_engine
 from vllm_omni_plugin.replicas.engine.running_engine import Engine
 from vllm_omni_plugin.replicas.engine.socket_folder import new_ipc_address
+from vllm_omni_plugin.replicas.kv_events.cache_log import CacheLog
 from vllm_omni_plugin.replicas.links.forwarding import QUEUE_MESSAGES, forward, forwarding_context
 from vllm_omni_plugin.replicas.links.link import remove_ipc_files
 from vllm_omni_plugin.replicas.server.output_slot import OutputSlot, SlotLink
@@ -76,6 +77,7 @@ class ServedEngine(Engine):
     Attributes:
         identity: the engine's ZMQ identity.
         slots: the outputs for heads, by client index.
+        cache_log: what it has cached; stays empty if it does not report that.
     """
 
     def __init__(
@@ -91,6 +93,8 @@ class ServedEngine(Engine):
         *head_links, own_link = links
         super().__init__(process, ready_response, own_link, codec, name, _ignore, len(head_links))
         self.identity = identity
+        self.cache_log = CacheLog()
+        self.follow_cache(self.cache_log.append)
         self._resources.push(sockets)
         self.slots = [OutputSlot(link, codec, name, index, self.give_up) for index, link in enumerate(head_links)]
         for slot in self.slots:
