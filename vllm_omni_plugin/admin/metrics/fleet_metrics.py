@@ -60,7 +60,7 @@ def _totals(pool: StagePool, unsent: int) -> StageTotals:
 
 def _kv_usage(pool: StagePool) -> float | None:
     """By the size of their memory, or each replica as much as any other where that is not known of all."""
-    loads = [member.load for member in pool.members if member.client is not None]
+    loads = [member.account.uncached_load() for member in pool.members if member.client is not None]
     if not loads:
         return None
     weights = [load.kv_blocks for load in loads]
