@@ -102,9 +102,12 @@ class CoordinatorLink:
         """Sleep until ``until`` (monotonic seconds), `wake`, one of the socket's ``events`` or a change of the link."""
         self._poller.register(self.socket, events)
         deadlines = [deadline for deadline in (until, self._reopen_at) if deadline is not None]
-        self._poller.poll(poll_ms(min(deadlines) - time.monotonic()) if deadlines else None)
-        self._wakeup.clear()
-        self._take_events()
+        ready = dict(self._poller.poll(poll_ms(min(deadlines) - time.monotonic()) if deadlines else None))
+        # To look in vain for what is not there takes as long as what a wake-up is for.
+        if self._wakeup.fileno() in ready:
+            self._wakeup.clear()
+        if self._monitor in ready:
+            self._take_events()
         if self._reopen_at is not None and self._reopen_at <= time.monotonic():
             self._reopen()
 
