@@ -18,15 +18,20 @@ __all__ = ["COUNTING", "child_of", "count", "descendants", "entries", "held_by",
 COUNTING = {VARIABLE: "1"}
 """Environment of the Python processes that can be looked at."""
 
+_NOT_OURS = ("torchinductor_", "vllm_dist_")
 _KIBI = 1024
 _PATIENCE_S = 30.0
 
 
-def held_by(pid: int) -> dict[str, float]:
+def held_by(pid: int, python: bool = True) -> dict[str, float]:
     """What a process holds now, by family.
 
     `memory_mib` is anonymous memory, `shared_mib` shared memory that it has touched; `tasks` and `objects` are those of
     Python that were made after its start and are alive.
+
+    Args:
+        pid: its id.
+        python: whether it counts what is alive in it.
 
     Raises:
         OSError: it has ended, or does not count what is alive in it.
@@ -39,7 +44,7 @@ def held_by(pid: int) -> dict[str, float]:
         "threads": float(status["Threads"]),
         "descriptors": len(targets),
         "sockets": sum(target.startswith("socket:") for target in targets),
-        **_alive_in(pid),
+        **(_alive_in(pid) if python else {}),
     }
 
 
@@ -56,9 +61,10 @@ def descendants(pid: int) -> int:
     return len(psutil.Process(pid).children(recursive=True))
 
 
-def entries(folder: Path) -> int:
-    """Files, sockets and folders below a folder."""
-    return sum(len(folders) + len(files) for _, folders, files in os.walk(folder))
+def entries(folder: Path) -> list[str]:
+    """Files, sockets and folders below a folder, but for torch's and those that killed engines of vLLM leave."""
+    found = (Path(place, name) for place, folders, files in os.walk(folder) for name in (*folders, *files))
+    return [str(path) for path in found if not path.relative_to(folder).parts[0].startswith(_NOT_OURS)]
 
 
 def in_shared_memory(folder: Path = Path("/dev/shm")) -> set[str]:

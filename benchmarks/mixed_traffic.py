@@ -42,12 +42,16 @@ class Accounts:
     Attributes:
         sent: how many were sent, by kind.
         ends: how they ended, by kind and end.
+        refusals: how many were refused, by status.
+        answers: that clients got to their ends, two for some requests.
         wrong: answers that were not those that the same question had before.
         examples: the first words on what failed, was lost or was wrong.
     """
 
     sent: Counter[str] = field(default_factory=Counter)
     ends: Counter[tuple[str, End]] = field(default_factory=Counter)
+    refusals: Counter[int] = field(default_factory=Counter)
+    answers: int = 0
     wrong: int = 0
     examples: list[str] = field(default_factory=list)
 
@@ -165,7 +169,10 @@ class Traffic:
         if response.status_code != httpx.codes.OK:
             return self._refused(response)
         ends = [choice["finish_reason"] for choice in response.json()["choices"]]
-        return End.ANSWERED if ends == ["length"] * 2 else self._failed(f"choices ended with {ends}")
+        if ends != ["length"] * 2:
+            return self._failed(f"choices ended with {ends}")
+        self.accounts.answers += 2
+        return End.ANSWERED
 
     async def _given_up(self, client: httpx.AsyncClient) -> End:
         body = _body("A story that nobody hears the end of", 200) | {"stream": True}
@@ -189,6 +196,7 @@ class Traffic:
 
     def _refused(self, response: httpx.Response, right: int = httpx.codes.SERVICE_UNAVAILABLE) -> End:
         if response.status_code in (right, httpx.codes.SERVICE_UNAVAILABLE):
+            self.accounts.refusals[response.status_code] += 1
             return End.REFUSED
         return self._failed(f"{response.status_code} {response.text}")
 
@@ -202,6 +210,7 @@ class Traffic:
         if before != text:
             self.accounts.wrong += 1
             self.accounts.note(f"{text[:80]!r} instead of {before[:80]!r}")
+        self.accounts.answers += 1
         return End.ANSWERED
 
 

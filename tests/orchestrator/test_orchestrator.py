@@ -205,6 +205,21 @@ async def test_a_request_moves_no_more_often_than_the_limit() -> None:
         assert (fleet.orchestrator.metrics.moves, fleet.orchestrator.metrics.lost) == (2, 1)
 
 
+async def test_replicas_found_dead_by_the_send_do_not_count_for_the_limit() -> None:
+    """A node with eight replicas is gone at once, and one request finds that out of each of them."""
+    async with FakeFleet(replicas=9, migration_limit=1) as fleet:
+        await fleet.submit("a", affinity=0)
+        for replica_id in range(8):
+            fleet.links[replica_id].broken = True
+        fleet.kill(0)
+        assert await fleet.read() == []
+        assert fleet.in_flight == [0] * 8 + [1]
+        # That one is the first that has got it since.
+        fleet.join(fleet.pool.member(0))
+        fleet.kill(8)
+        assert "moved 1 times" in str(await fleet.the_error("a"))
+
+
 async def test_a_request_without_any_replica_left_is_refused_once(fleet: FakeFleet) -> None:
     await fleet.submit("a")
     for _ in range(2):

@@ -11,6 +11,7 @@ import pytest
 from held import COUNTING, count, entries, held_by, in_shared_memory
 from mixed_traffic import Accounts, End, Traffic
 from processes import Process, wait_for
+from soak_evenness import Evenness
 from soak_report import UNCLEAR, UNSOUND, Look, Soak, report
 from trends import Trend, trend
 
@@ -126,6 +127,8 @@ async def test_each_request_has_one_end(kind: str, status: int, content: bytes, 
     accounts = await ends(kind, status, content)
     assert accounts.sent == {kind: 1}
     assert accounts.ends == {(kind, expected): 1}
+    assert accounts.refusals.total() == (expected is End.REFUSED)
+    assert accounts.answers == (expected is End.ANSWERED)
 
 
 async def test_a_broken_connection_loses_its_request() -> None:
@@ -161,19 +164,73 @@ async def test_who_can_be_answered_must_not_be_refused() -> None:
         assert (accounts.turned_away, accounts.is_balanced) == (turned_away, not turned_away), kind
 
 
-def soak_of(descriptors: list[float], in_flight: int = 0, left_behind: int = 0) -> Soak:
-    soak = Soak(Accounts(), Counter(nothing=len(descriptors)), left_behind=left_behind)
+def replicas(in_flight: list[int], dispatched: list[int] | None = None, **status: str) -> list[dict[str, object]]:
+    """What a head lists; `_1="down"` is the status of the second."""
+    return [
+        {
+            "id": f"0.{number}",
+            "status": status.get(f"_{number}", "up"),
+            "in_flight": load,
+            "dispatched": 0 if dispatched is None else dispatched[number],
+        }
+        for number, load in enumerate(in_flight)
+    ]
+
+
+def even(*looks: list[dict[str, object]]) -> Evenness:
+    evenness = Evenness()
+    for look in looks:
+        evenness.note(look)
+    return evenness
+
+
+def test_evenness_is_that_of_replicas_with_enough_to_do() -> None:
+    found = even(replicas([3, 1]), replicas([0, 1]), replicas([9, 2, 2], _0="draining"))
+    assert found.in_flight == pytest.approx((0.5 + 0.0) / 2)
+    assert even(replicas([0, 0])).in_flight == 0
+
+
+def test_what_is_sent_counts_for_replicas_that_served_all_the_time() -> None:
+    first, last = replicas([0] * 4, [5, 0, 7, 0]), replicas([0] * 4, [8, 1, 9, 3])
+    assert even(first, last).dispatched == pytest.approx(((9 + 1 + 4 + 9) / 4 - (9 / 4) ** 2) ** 0.5 / (9 / 4))
+    gone = replicas([0] * 4, [6, 0, 7, 0], _2="down")
+    assert even(first, gone, last).dispatched == pytest.approx(((9 + 1 + 9) / 3 - (7 / 3) ** 2) ** 0.5 / (7 / 3))
+    replaced = replicas([0] * 4, [0, 0, 7, 0])
+    assert even(first, replaced, last).dispatched == pytest.approx(((1 + 4 + 9) / 3 - 2**2) ** 0.5 / 2)
+    assert even().dispatched == 0
+
+
+def soak_of(descriptors: list[float], counted: float = 0, *left_behind: str) -> Soak:
+    soak = Soak(Accounts(), Counter(nothing=len(descriptors)), left_behind=list(left_behind))
     for number, value in enumerate(descriptors):
         held = {("head", "descriptors"): value, ("head", "memory_mib"): 500.0}
-        soak.add("nothing", 1.0, [0.5], in_flight, Look(number / 60, held))
+        soak.add("nothing", 1.0, even(replicas([3, 1])), counted, Look(number / 60, held, {"head": 1}))
     return soak
 
 
-def test_a_run_is_sound_if_nothing_grows_is_in_flight_or_is_left() -> None:
+def test_a_run_is_sound_if_nothing_grows_is_counted_or_is_left() -> None:
     assert soak_of([40.0] * 10).exit_code == 0
     assert soak_of([40.0 + number for number in range(10)]).exit_code == UNSOUND
-    assert soak_of([40.0] * 10, in_flight=1).exit_code == UNSOUND
-    assert soak_of([40.0] * 10, left_behind=1).exit_code == UNSOUND
+    assert soak_of([40.0] * 10, counted=1).exit_code == UNSOUND
+    assert soak_of([40.0] * 10, 0, "a socket").exit_code == UNSOUND
+
+
+def test_what_one_process_had_is_not_compared_with_what_the_next_one_has() -> None:
+    soak = soak_of([float(number) for number in range(8)] + [20.0] * 8)
+    for number, each in enumerate(soak.rounds):
+        each.look.pids["head"] = 1 if number < 8 else 2  # type: ignore[index]
+    assert soak.exit_code == 0
+    assert {found.samples for who, _, found in soak.trends() if who == "head"} == {7}
+
+
+def test_a_request_that_the_head_accepted_and_no_client_had_an_end_of_is_seen() -> None:
+    soak = soak_of([40.0] * 10)
+    soak.accounts.sent.update({"stream": 5, "given up": 2})
+    soak.accounts.ends.update({("stream", End.ANSWERED): 5, ("given up", End.GIVEN_UP): 2})
+    soak.accounts.answers = 5
+    for accepted, expected in ((4, UNSOUND), (5, 0), (7, 0), (8, UNSOUND)):
+        soak.accepted = accepted
+        assert soak.exit_code == expected, accepted
 
 
 def test_files_in_shared_memory_that_were_there_before_are_not_left() -> None:
@@ -188,13 +245,13 @@ def test_files_in_shared_memory_that_were_there_before_are_not_left() -> None:
 def test_a_run_that_was_too_short_to_tell_is_not_sound() -> None:
     assert soak_of([40.0, 40.0, 44.0, 36.0, 45.0, 39.0]).exit_code == UNCLEAR
     assert soak_of([40.0] * 3).exit_code == UNCLEAR
-    assert soak_of([40.0] * 3, in_flight=1).exit_code == UNSOUND
+    assert soak_of([40.0] * 3, counted=1).exit_code == UNSOUND
 
 
 def test_a_run_whose_requests_were_all_refused_is_not_sound() -> None:
     soak = soak_of([40.0] * 10)
-    soak.add("nothing", 1.0, [], 0, Look(10 / 60, soak.rounds[0].look.held))
-    assert (soak.exit_code, soak.rounds[-1].variation) == (0, 0.0)
+    soak.add("nothing", 1.0, Evenness(), 0, Look(10 / 60, soak.rounds[0].look.held, {"head": 1}))
+    assert (soak.exit_code, soak.rounds[-1].in_flight) == (0, 0.0)
     soak.accounts.sent["stream"] = soak.accounts.ends["stream", End.REFUSED] = 100
     assert soak.exit_code == UNSOUND
 
@@ -244,7 +301,8 @@ def test_what_another_process_holds_is_counted(tmp_path: Path) -> None:
 def test_what_lies_in_a_folder_is_counted_at_any_depth(tmp_path: Path) -> None:
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "b" / "file").touch()
-    assert entries(tmp_path) == 3
+    (tmp_path / "vllm_dist_1").touch()
+    assert sorted(entries(tmp_path)) == [f"{tmp_path}/a", f"{tmp_path}/a/b", f"{tmp_path}/a/b/file"]
 
 
 def test_files_of_this_user_in_shared_memory_are_seen(tmp_path: Path) -> None:

@@ -111,6 +111,7 @@ class StageRun:
         first_request: what the first attempt sends in place of `request`, if anything.
         dispatched_at: monotonic seconds at which the first attempt was sent.
         losses: of the replicas that it has lost.
+        losses_unsent: those of them that turned out to be dead before they had got it.
         suspicions: those of them that it may have caused; none once it has had output since, see `Suspects`.
         closed: whether it has left its dispatcher, which keeps nothing of it any more.
         task: what the policy was told of the last attempt.
@@ -141,6 +142,7 @@ class StageRun:
     first_request: Any = None
     dispatched_at: float = 0.0
     losses: list[Loss] = field(default_factory=list)
+    losses_unsent: list[Loss] = field(default_factory=list)
     suspicions: list[Loss] = field(default_factory=list)
     closed: bool = field(default=False, init=False)
     task: Task = field(default_factory=Task, init=False)
@@ -267,7 +269,8 @@ class StageRun:
 
         Args:
             loss: which replica, and why.
-            migration_limit: moves a request may make in its life, without those for which another one is to blame.
+            migration_limit: moves a request may make in its life, without those for which another one is to blame, and
+                those from a replica that has not got it.
             on_delivered: how this request can go on if part of its answer has been delivered, or `STAYS`.
             vocabulary: see `EngineApi`.
 
@@ -276,6 +279,8 @@ class StageRun:
         """
         assert self.phase in (RequestPhase.DISPATCHED, RequestPhase.STREAMING), self
         self.losses.append(loss)
+        if not self.sent:
+            self.losses_unsent.append(loss)
         self._loss = f"Replica {loss.replica_id} was lost while it served this request ({loss.reason})"
         replayable = self.streaming is not None and self.streaming.replayable
         restarts = not self.produced and on_delivered is not Move.STAYS
@@ -336,7 +341,7 @@ class StageRun:
                 f"{self._loss}, and had sent token id {token}, which the model's vocabulary of {vocabulary} does not "
                 "have, so no other replica can go on with it. Please send it again."
             )
-        if sum(loss.culprit is None for loss in self.losses) > migration_limit:
+        if sum(loss.culprit is None and loss not in self.losses_unsent for loss in self.losses) > migration_limit:
             return RequestLostError(
                 f"{self._loss}; it had moved {migration_limit} times, the limit of --omni-migration-limit."
             )
