@@ -9,12 +9,28 @@ from vllm.v1.engine import async_llm
 
 from vllm_omni_plugin.integration.engine_client.engine_calls import EngineCalls, UnknownCallError
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
+from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 
 
 def test_everything_that_async_llm_takes_of_its_client_is_there(client: FleetClient) -> None:
     taken = set(re.findall(r"\bengine_core\.(\w+)", inspect.getsource(async_llm)))
     assert {"add_request_async", "resources", "get_output_async"} <= taken
     assert [name for name in taken if not hasattr(client, name)] == []
+    for name in taken - vars(client).keys():
+        owner = next(owner for owner in type(client).__mro__ if name in vars(owner))
+        is_a_call = issubclass(EngineCalls, owner) and "self.call_utility" in inspect.getsource(vars(owner)[name])
+        assert is_a_call or owner.__module__.startswith("vllm_omni_plugin."), f"{name} is vLLM's own, of {owner}"
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"), [("execute_dummy_batch_async", ()), ("save_sharded_state_async", ("/anywhere",))]
+)
+async def test_what_replicas_do_not_let_heads_call_is_sent_to_none(
+    client: FleetClient, orchestrator: Orchestrator, name: str, arguments: tuple[str, ...]
+) -> None:
+    with pytest.raises(UnknownCallError, match=f"asks the fleet for '{name.removesuffix('_async')}', which"):
+        await getattr(client, name)(*arguments)
+    assert len(orchestrator.rpc_async_queue) == 0
 
 
 def test_a_method_of_a_later_vllm_is_refused_by_name_and_can_be_looked_for(client: FleetClient) -> None:

@@ -11,7 +11,7 @@ from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeEngineApi
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.links import FakeLink, answer_calls
-from vllm_omni_plugin.coordinator import ReplicaStatus, ReplicaWork, SessionLost, Welcome
+from vllm_omni_plugin.coordinator import ReplicaStatus, ReplicaWork, SessionLost
 from vllm_omni_plugin.coordinator.client.head_session import HeadSession, News
 from vllm_omni_plugin.coordinator.protocol.head_messages import Call, OperatorMessage, decode_from_head
 from vllm_omni_plugin.coordinator.state.head_sessions import Letter, Sessions
@@ -114,7 +114,7 @@ class FakeHead(FakeFleet):
         self.peer = b""
         self.inbox: deque[bytes] = deque()
         self.adapters: dict[str, Adapter] = {}
-        self.sleep_level = self._welcomes = 0
+        self.sleep_level = 0
         self._listener = SessionListener(self.orchestrator.rpc_async_queue)
 
     @cached_property
@@ -138,16 +138,14 @@ class FakeHead(FakeFleet):
 
     async def join_fleet(self) -> None:
         """Connect; returns when this head knows what the fleet was told."""
-        welcomes = self._welcomes
         self.bus.connect(self)
-        await eventually(lambda: self._welcomes > welcomes and len(self.orchestrator.rpc_async_queue) == 0)
+        await eventually(lambda: self.fleet_calls.refusal is None)
         await self.fleet_calls.synced()
 
     def hear(self, news: list[News]) -> None:
         """What the session says."""
         for one in news:
             assert not isinstance(one, Exception), one
-            self._welcomes += isinstance(one, Welcome)
             self._listener(one)  # type: ignore[arg-type]
 
     def send(self, message: OperatorMessage) -> bool:

@@ -90,7 +90,7 @@ async def test_a_head_that_loses_the_coordinator_before_it_was_told_anything_wai
     heads: list[FakeHead], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleet_calls, "FIRST_S", 600.0)
-    heads[0].fleet_calls.take(Welcome([], starting=False))
+    heads[0].fleet_calls.take(Welcome([], starting=True))
     heads[0].fleet_calls.take(SessionLost())
     assert len(await heads[0].call("pause_scheduler", "keep", True)) == 2
 

@@ -175,7 +175,7 @@ async def test_a_new_coordinator_learns_from_the_heads_what_the_fleet_was_told(
     assert [head.replay for head in heads] == [[("add_lora", (STORY,)), ("set_weight_version", ("v2",))]] * 3
 
 
-async def test_a_call_is_refused_while_a_new_coordinator_does_not_know_all_heads_yet(
+async def test_a_call_waits_for_the_heads_that_a_new_coordinator_does_not_know_yet(
     stack: AsyncExitStack, bus: HeadBus, heads: list[FakeHead]
 ) -> None:
     await heads[0].call("add_lora", STORY)
@@ -183,13 +183,29 @@ async def test_a_call_is_refused_while_a_new_coordinator_does_not_know_all_heads
         bus.cut(head)
     bus.start()
     fresh = await joined(stack, bus, "fresh")
-    with pytest.raises(CoordinatorAwayError):
-        await fresh.call("pause_scheduler", "keep", True)
+    reply = fresh.ask("pause_scheduler", "keep", True)
     for head in heads:
         await head.join_fleet()
     bus.settle()
-    assert len(await fresh.call("pause_scheduler", "keep", True)) == 2
+    assert len(await asyncio.wrap_future(reply)) == 2
     assert [head.replay for head in (fresh, *heads)] == [[("add_lora", (STORY,)), *PAUSED]] * 4
+
+
+async def test_of_the_calls_that_wait_for_a_new_coordinator_none_is_made_whose_caller_was_told_that_it_is_lost(
+    bus: HeadBus, heads: list[FakeHead]
+) -> None:
+    for head in heads:
+        bus.cut(head)
+    bus.start()
+    await heads[0].join_fleet()
+    reply = heads[0].ask("pause_scheduler", "keep", True)
+    await eventually(lambda: bus.calls)
+    await heads[0].join_fleet()
+    with pytest.raises(CoordinatorAwayError, match="lost during the call"):
+        await asyncio.wrap_future(reply)
+    bus.settle()
+    await heads[0].call("add_lora", STORY)
+    assert heads[0].replay == [("add_lora", (STORY,))]
 
 
 @pytest.mark.parametrize("outcome", ["is lost with the session", "comes before the resync"])

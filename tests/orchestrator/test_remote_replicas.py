@@ -320,6 +320,20 @@ async def test_a_stage_that_the_head_does_not_have_is_reported_once(
     assert (fleet.pool.members, fleet.attachments) == ((), [])
 
 
+async def test_a_replica_of_another_stage_that_could_not_be_reached_is_asked_again_when_it_is_listed_next(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet.failures.append(ReplicaError("nobody there"))
+    fleet.register(row(1, stage_id=4))
+    await eventually(lambda: "A replica of stage 4 cannot be attached to: nobody there" in caplog.text)
+    fleet.failures.append(AttachRefusedError("stage: head has 0, replica 4", lasting=True))
+    fleet.register(row(1, stage_id=4))
+    await eventually(lambda: "A replica of stage 4 cannot be attached to: stage: head has 0, replica 4" in caplog.text)
+    fleet.register(row(1, stage_id=4))
+    await fleet.all_heard()
+    assert fleet.attachments == []
+
+
 async def test_of_a_storm_of_registrations_only_so_many_are_attached_to_at_once(fleet: Fleet) -> None:
     fleet.may_attach.clear()
     for number in range(MAX_ATTACHING + 20):

@@ -86,6 +86,14 @@ async def test_of_a_delta_only_what_it_says_has_left_is_unregistered() -> None:
     ) == [registered(1), registered(2), unregistered(1), registered(3)]
 
 
+async def test_replicas_that_leave_together_do_so_in_order_of_their_keys_whatever_the_order_they_came_in() -> None:
+    came = [row(number) for number in (3, 1, 4, 2, 5)]
+    gone = [ReplicaKey.of(replica) for replica in came]
+    for news in (ListDelta([], 2.0, removed=gone), FullList([], 2.0)):
+        queued_now = await queued(FullList(came, 1.0), news)
+        assert queued_now[len(came) :] == [unregistered(number) for number in (1, 2, 3, 4, 5)]
+
+
 async def test_a_replica_that_needs_no_attaching_is_left_alone() -> None:
     assert await queued(FullList([row(1, control_addr=""), row(2)], 1.0)) == [registered(2)]
 

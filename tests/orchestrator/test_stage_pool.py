@@ -4,6 +4,7 @@ import itertools
 import logging
 from collections.abc import Sequence
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from tests.fakes.engine_api import FakeEngineApi, FakeRequest
 from tests.fakes.links import FakeLink
 from vllm_omni_plugin.balancing import (
+    Candidate,
     Decision,
     LeastQueueLengthBalancer,
     LoadBalancer,
@@ -262,6 +264,26 @@ def test_the_first_of_a_hundred_decisions_is_logged_for_who_looks(caplog: pytest
         pool.decide({"request_id": f"b{number}"})
     first, hundredth = caplog.messages
     assert first.startswith("Request b0 goes to replica 2.")
-    assert "policy LeastQueueLengthBalancer" in first
-    assert "Candidate(position=0" in first
+    assert first.endswith(": policy LeastQueueLengthBalancer, reason least-load, fallback none")
     assert hundredth.startswith("Request b100 ")
+
+
+class RaisesWhenShown:
+    """What a policy of somebody else's may say."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("not to be shown")
+
+
+@pytest.mark.parametrize("candidates", [None, (3,), (RaisesWhenShown(),), (Candidate(99, 1.0),) * 1000])
+def test_candidates_that_make_no_sense_or_are_many_cost_neither_a_request_nor_a_longer_line(
+    candidates: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = LeastQueueLengthBalancer()
+    monkeypatch.setattr(policy, "decide", lambda task, serving: Decision(1, "match", candidates, fallback="no-events"))
+    pool, members = make_pool(2, policy)
+    caplog.set_level(logging.DEBUG, stage_pool.logger.name)
+    assert pool.pick({"request_id": "a"}) is members[1]
+    assert caplog.messages == [
+        "Request a goes to replica 2.1: policy LeastQueueLengthBalancer, reason match, fallback no-events"
+    ]

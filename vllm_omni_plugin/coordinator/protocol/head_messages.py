@@ -219,8 +219,7 @@ class Welcome(Struct, frozen=True, tag="welcome"):
 
     Attributes:
         heads: Of a head whose load does not follow, what was known stands until it reports.
-        starting: Whether the coordinator has just started, and wants `Numbers`. Another welcome follows with its first
-            list, and until then no call is to be made.
+        starting: Whether the coordinator has just started, and wants `Numbers`.
     """
 
     heads: list[HeadId]

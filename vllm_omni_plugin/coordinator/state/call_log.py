@@ -46,9 +46,15 @@ class OperatorCalls:
     A call is open from its number until all heads that were there at its outcome have done their part, or left. One
     whose caller leaves before the outcome is made again by another head if it may be made twice and no later one
     could be undone by that; otherwise it counts as taken.
+
+    Args:
+        settled: Whether calls get numbers now. They wait until `settle` where the coordinator has just started, since a
+            head that has followed more calls than the others may still come, and what it knows replaces all else.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, settled: bool = True) -> None:
+        self._settled = settled
+        self._early: list[tuple[str, Call]] = []
         self._number = 0
         self._last_lasting = 0
         self._stages: dict[int, SharedState] = {}
@@ -87,6 +93,12 @@ class OperatorCalls:
             case FleetState():
                 return self._adopt(head_id, message, heads)
 
+    def settle(self, heads: Sequence[str]) -> Said:
+        """Number the calls that have waited, and all others from now on as they come. ``heads``: as for `take`."""
+        self._settled = True
+        early, self._early = self._early, []
+        return [said for head_id, call in early for said in self._call(head_id, call, heads)]
+
     def left(self, head_id: str, others: Sequence[str]) -> Said:
         """A head follows no longer. ``others``: who still follows."""
         said = self.begins_anew(head_id, others)
@@ -96,6 +108,7 @@ class OperatorCalls:
 
     def begins_anew(self, head_id: str, others: Sequence[str]) -> Said:
         """A head knows nothing of its own calls any more. ``others``: who else follows."""
+        self._early = [early for early in self._early if early[0] != head_id]
         said: Said = []
         for number, open_call in list(self._open.items()):
             call = open_call.call
@@ -121,9 +134,12 @@ class OperatorCalls:
     def _call(self, head_id: str, call: Call, heads: Sequence[str]) -> Said:
         args = decode(call.method, call.arguments)
         require_flat(call.arguments)
-        if len(self._open) >= MAX_OPEN_CALLS:
+        if len(self._open) + len(self._early) >= MAX_OPEN_CALLS:
             reason = f"{MAX_OPEN_CALLS} calls are under way. Please try again later."
             return [(head_id, CallRefused(call.call_id, reason))]
+        if not self._settled:
+            self._early.append((head_id, call))
+            return []
         self._number += 1
         stages = [self._stages.setdefault(stage_id, SharedState()) for stage_id in call.stages]
         settle = [stage.record(call.method, args) for stage in stages]

@@ -118,8 +118,7 @@ class Sessions:
         self._lists = lists
         self._sessions: dict[str, Session] = {}
         self._by_peer: dict[bytes, Session] = {}
-        self._calls = OperatorCalls()
-        self._has_begun = lists.has_begun
+        self._calls = OperatorCalls(settled=lists.has_begun)
         self._relayed_at = float("-inf")
 
     def __len__(self) -> int:
@@ -168,16 +167,13 @@ class Sessions:
         return [(session.peer, frame) for session in self._sessions.values() if session.synced for frame in frames]
 
     def tick(self, now: float) -> list[Letter]:
-        """Resync the heads that need it, all with the first list; tell all what was reported if that is due."""
+        """Resync the heads that need it, and tell all what was reported, unless that was just now."""
         letters: list[Letter] = []
-        if self._lists.has_begun and not self._has_begun:
-            # Heads make no calls before that: one that has followed more of them than the others may have come late.
-            self._has_begun = True
-            for session in self._sessions.values():
-                session.synced, session.synced_at = False, float("-inf")
         for session in self._sessions.values():
             if not session.synced and now >= session.synced_at + RESYNC_INTERVAL:
                 letters += self._resync(session, now)
+        if self._lists.has_begun:
+            letters += self._tell(self._calls.settle(list(self._sessions)))
         if now >= self._relayed_at + RELAY_INTERVAL:
             news = [encode_to_head(session.take_news()) for session in self._sessions.values() if session.has_news]
             if news:
@@ -263,5 +259,5 @@ class Sessions:
         letters += self._tell(self._calls.left(leaver.head_id, self._following()))
         if not self._sessions:
             # Engines that lose their last head forget what they were told.
-            self._calls = OperatorCalls()
+            self._calls = OperatorCalls(settled=self._lists.has_begun)
         return letters

@@ -123,15 +123,16 @@ class ListDeltas:
     def revise(self, now: float, wall_now: float) -> Raw | None:
         """Return what changed since the last time, for heads that have the last list; None if nothing did.
 
-        The first time there is a list from then on, which nobody has: see `full`. ``now`` and ``wall_now`` are one
-        moment in monotonic and in wall-clock seconds.
+        The first time it is the whole list. ``now`` and ``wall_now`` are one moment in monotonic and in wall-clock
+        seconds.
         """
         self._wall_offset = wall_now - now
         if not self.has_begun:
             self.has_begun = True
             self._touched.clear()
-            self.full(now)
+            whole_list = self.full(now)
             self._numbering.end_reservations()
+            return whole_list
         if not self._touched:
             return None
         delta = ListDelta([], wall_now, [], removed=[])

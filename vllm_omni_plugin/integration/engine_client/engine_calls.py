@@ -16,6 +16,7 @@ from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallReplicas
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
+from vllm_omni_plugin.vllm_api.protocol.screen import CALLS
 from vllm_omni_plugin.vllm_api.requests.adapter import adapter_of
 
 OF_SOME_STAGES: dict[str, Callable[[FleetStages], tuple[int, ...]]] = {
@@ -88,7 +89,13 @@ class EngineCalls(AsyncMPClient):  # type: ignore[misc]
         return JOINED[method](answers) if method in JOINED else next(iter(answers), None)
 
     async def call_utility_all_async(self, method: str, *args: Any) -> list[Any]:
-        """The same; one answer for each that took the call."""
+        """The same; one answer for each that took the call.
+
+        Raises:
+            UnknownCallError: nodes would refuse it, and replicas that join would never learn of it.
+        """
+        if method not in CALLS and method != FORGET_LORA:
+            raise UnknownCallError(method)
         reply: Future[list[Any]] = Future()
         stages = OF_SOME_STAGES[method](self.stages) if method in OF_SOME_STAGES else None
         try:

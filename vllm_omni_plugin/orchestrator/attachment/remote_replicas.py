@@ -15,7 +15,13 @@ from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD, PoolMember
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import RegisterRemoteReplica, UnregisterRemoteReplica
-from vllm_omni_plugin.replicas.client.remote import AttachRemote, AttachSettings, RemoteReplica, attach_remote
+from vllm_omni_plugin.replicas.client.remote import (
+    AttachRefusedError,
+    AttachRemote,
+    AttachSettings,
+    RemoteReplica,
+    attach_remote,
+)
 
 MAX_ATTACHING = 256
 """Attempts at once. Opening the sockets of one takes a third of a millisecond, in which no request moves on."""
@@ -111,6 +117,8 @@ class RemoteReplicas:
         try:
             (await self._attach(ours, -1, self._settings, lambda outputs: None, lambda status: None)).close()
         except ReplicaError as error:
+            if not isinstance(error, AttachRefusedError):
+                self._dismissed.pop(ReplicaKey.of(info), None)
             self._orchestrator.events.note(EventKind.REFUSE, str(error), stage=info.stage_id, level=logging.ERROR)
 
     def _add(self, key: ReplicaKey, message: RegisterRemoteReplica) -> None:

@@ -101,9 +101,8 @@ class FleetCalls:
         match message:
             case Welcome():
                 self._forget_calls()
-                self._others = set(message.heads)
-                # Before its first list the coordinator may not know yet what the fleet was told, and which heads it has.
-                self._in_session = self._knows_others = not message.starting
+                self._others, self._knows_others = set(message.heads), True
+                self._in_session = True
                 # The fleet's state follows.
                 self._synced.clear()
             case PeerWork():

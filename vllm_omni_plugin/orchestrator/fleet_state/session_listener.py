@@ -41,5 +41,5 @@ class SessionListener:
         new = {ReplicaKey.of(row.info): row for row in rows if row.info.control_addr}
         gone = self._listed.intersection(news.removed) if isinstance(news, ListDelta) else self._listed - new.keys()
         self._listed = (self._listed - gone) | new.keys()
-        left = [UnregisterRemoteReplica(*key, reason="the coordinator no longer lists it") for key in gone]
+        left = [UnregisterRemoteReplica(*key, reason="the coordinator no longer lists it") for key in sorted(gone)]
         return [*left, *new.values()]

@@ -38,7 +38,7 @@ class ModelFreeExecutor(UniProcExecutor):  # type: ignore[misc]
 
     @abstractmethod
     def new_model(self, vllm_config: Any) -> Any:
-        """What computes, like `sim.sleeping.SleepingModel`. Raises ConfigError for a configuration it cannot serve."""
+        """What computes, like `sim.executor.SleepingModel`. Raises ConfigError for a configuration it cannot serve."""
 
     @classmethod
     def supports_async_scheduling(cls) -> bool:
