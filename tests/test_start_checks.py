@@ -1,6 +1,5 @@
 """What is looked at before anything starts: certain faults end the command, doubtful ones are told, no others."""
 
-import argparse
 import logging
 import os
 import resource
@@ -33,11 +32,6 @@ FINGERPRINT = {"model": "a", "dtype": "float32"}
 FACTS = Facts(0.0, [0, 2], FINGERPRINT)
 
 
-def arguments(**other: Any) -> argparse.Namespace:
-    given = {"headless": True, "data_parallel_size": 1, "tensor_parallel_size": 1, "pipeline_parallel_size": 1}
-    return argparse.Namespace(**(given | other))
-
-
 def node(**other: Any) -> OmniConfig:
     return OmniConfig(master_address="127.0.0.1", master_port=7500, **other)
 
@@ -57,25 +51,24 @@ def shared_memory(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def test_a_healthy_start_says_nothing(caplog: pytest.LogCaptureFixture, shared_memory: SimpleNamespace) -> None:
     shared_memory.f_bavail = 1024
     first = free_port()
-    check_or_exit(arguments(tensor_parallel_size=2), node(replica_ports=f"{first}-{min(first + 50, 65535)}"), 1)
-    check_or_exit(arguments(headless=False), OmniConfig(), 2)
+    check_or_exit(node(replica_ports=f"{first}-{min(first + 50, 65535)}"), 1, 2, headless=True)
+    check_or_exit(OmniConfig(), 2, 0, headless=False)
     assert caplog.records == []
 
 
 @pytest.mark.parametrize(
-    ("parallel", "replicas", "free", "is_enough"),
-    [(1, 8, 1, True), (2, 1, 128, True), (2, 1, 127, False), (2, 2, 255, False), (4, 2, 512, True)],
+    ("workers", "free", "is_enough"),
+    [(0, 1, True), (2, 128, True), (2, 127, False), (4, 255, False), (8, 512, True)],
 )
 def test_shared_memory_that_is_too_small_for_the_workers_of_all_replicas_is_a_warning(
-    parallel: int,
-    replicas: int,
+    workers: int,
     free: int,
     is_enough: bool,
     shared_memory: SimpleNamespace,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     shared_memory.f_bavail = free
-    check_or_exit(arguments(headless=False, tensor_parallel_size=parallel), OmniConfig(), replicas)
+    check_or_exit(OmniConfig(), 8, workers, headless=False)
     assert [record.levelno for record in caplog.records] == ([] if is_enough else [logging.WARNING])
     assert is_enough or "--shm-size" in caplog.text
 
@@ -85,16 +78,16 @@ def test_no_shared_memory_at_all_is_not_known(monkeypatch: pytest.MonkeyPatch) -
         raise FileNotFoundError(2, "No such file or directory")
 
     monkeypatch.setattr(os, "statvfs", missing)
-    assert levels(start_findings(arguments(headless=False, tensor_parallel_size=2), OmniConfig(), 1)) == [Level.UNKNOWN]
+    assert levels(start_findings(OmniConfig(), 1, 2, headless=False)) == [Level.UNKNOWN]
 
 
 def test_a_limit_of_open_files_that_is_too_low_ends_the_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (300, 300))
-    check_or_exit(arguments(), node(), 1)
+    check_or_exit(node(), 1, 0, headless=True)
     with pytest.raises(SystemExit) as end:
-        check_or_exit(arguments(data_parallel_size=2), node(), 1)
+        check_or_exit(node(), 2, 0, headless=True)
     assert end.value.code == 2
     assert "vllm serve: error: 2 replicas need some 364 open files" in capsys.readouterr().err
 
@@ -105,13 +98,13 @@ def test_a_range_without_enough_free_ports_ends_the_command_and_leaves_them_free
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(SystemExit):
-            check_or_exit(arguments(), node(replica_ports=f"{port}-{port}"), 1)
+            check_or_exit(node(replica_ports=f"{port}-{port}"), 1, 0, headless=True)
     error = capsys.readouterr().err
     assert f"argument --omni-replica-ports: no port of {port}-{port} is free on 127.0.0.1; 3 are needed" in error
     first = free_port()
     last = min(first + 20, 65535)
     for _ in range(2):
-        assert Level.ERROR not in levels(start_findings(arguments(), node(replica_ports=f"{first}-{last}"), 1))
+        assert Level.ERROR not in levels(start_findings(node(replica_ports=f"{first}-{last}"), 1, 0, headless=True))
 
 
 def test_ports_are_not_looked_at_while_the_heads_name_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +113,7 @@ def test_ports_are_not_looked_at_while_the_heads_name_is_unknown(monkeypatch: py
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     options = OmniConfig(master_address="head.example", master_port=1, replica_ports="1-2")
-    assert levels(start_findings(arguments(), options, 1)) == [Level.OK]
+    assert levels(start_findings(options, 1, 0, headless=True)) == [Level.OK]
 
 
 @pytest.mark.parametrize(

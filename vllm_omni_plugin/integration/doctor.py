@@ -79,6 +79,7 @@ def _examine(arguments: Sequence[str]) -> Iterator[Finding]:
 def _examine_node(arguments: Sequence[str]) -> Iterator[Finding]:
     from vllm_omni_plugin.integration.checks.start_checks import start_findings
     from vllm_omni_plugin.integration.command_line import parse_options
+    from vllm_omni_plugin.integration.fleet_setup.pipeline_command import local_processes
     from vllm_omni_plugin.vllm_api.versions.serve_arguments import parse_headless_args
 
     args = parse_headless_args(arguments, _PROG, _DESCRIPTION, _EPILOG, lambda parser: None)
@@ -91,7 +92,7 @@ def _examine_node(arguments: Sequence[str]) -> Iterator[Finding]:
         yield Finding(Level.UNKNOWN, "flags: there is none of ours, hence no fleet: name the head with --against")
         return
     yield Finding(Level.OK, "flags: they go together, and the files and addresses that they name can be used")
-    yield from start_findings(args, options, options.dp_size_local)
+    yield from start_findings(options, *local_processes(args, options), headless=True)
     yield from _compare(args, options)
 
 
