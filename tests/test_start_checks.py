@@ -4,6 +4,7 @@ import logging
 import os
 import resource
 import socket
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,12 @@ from vllm_omni_plugin.coordinator import Facts, HeadAnswer
 from vllm_omni_plugin.errors import OmniError
 from vllm_omni_plugin.integration.checks import head_checks, machine_checks
 from vllm_omni_plugin.integration.checks.finding import Finding, Level
-from vllm_omni_plugin.integration.checks.head_checks import head_findings, refuse_unlike_head
+from vllm_omni_plugin.integration.checks.head_checks import (
+    ask_or_refuse,
+    head_findings,
+    model_findings,
+    refuse_other_model,
+)
 from vllm_omni_plugin.integration.checks.machine_checks import (
     clash_findings,
     machine_findings,
@@ -24,7 +30,6 @@ from vllm_omni_plugin.integration.checks.machine_checks import (
     version_finding,
 )
 from vllm_omni_plugin.integration.checks.start_checks import check_or_exit, start_findings
-from vllm_omni_plugin.replicas.server.server_settings import ServerSettings
 
 MIB = 2**20
 OURS = {"omni": "vllm_omni_plugin.entrypoints.plugin:register"}
@@ -116,6 +121,12 @@ def test_ports_are_not_looked_at_while_the_heads_name_is_unknown(monkeypatch: py
     assert levels(start_findings(options, 1, 0, headless=True)) == [Level.OK]
 
 
+def all_findings(answer: HeadAnswer, stage_id: int, fingerprint: dict[str, str] | None) -> Iterator[Finding]:
+    yield from head_findings(answer, stage_id)
+    if fingerprint is not None:
+        yield from model_findings(answer, stage_id, fingerprint)
+
+
 @pytest.mark.parametrize(
     ("answer", "fingerprint", "expected"),
     [
@@ -136,24 +147,35 @@ def test_ports_are_not_looked_at_while_the_heads_name_is_unknown(monkeypatch: py
 def test_only_a_certain_difference_from_the_head_is_an_error(
     answer: HeadAnswer, fingerprint: dict[str, str] | None, expected: list[Level]
 ) -> None:
-    assert levels(head_findings(answer, 0, fingerprint)) == expected
+    assert levels(all_findings(answer, 0, fingerprint)) == expected
 
 
 def test_findings_about_the_head_name_what_differs_and_what_to_do() -> None:
     other = {**FINGERPRINT, "dtype": "half"}
-    *_, model = head_findings(HeadAnswer(FACTS), 2, other)
+    *_, model = all_findings(HeadAnswer(FACTS), 2, other)
     assert "dtype: head has float32, replica half" in model.text
     assert "start head and node with the same model and flags" in model.text
-    *_, stage = head_findings(HeadAnswer(FACTS), 1, FINGERPRINT)
+
+
+@pytest.mark.parametrize("fingerprint", [FINGERPRINT, None])
+def test_a_stage_that_the_head_does_not_have_is_an_error_with_or_without_a_model(
+    fingerprint: dict[str, str] | None,
+) -> None:
+    *_, stage = all_findings(HeadAnswer(FACTS), 1, fingerprint)
     assert stage == Finding(
         Level.ERROR, "stage: the head has 0, 2, replica 1: give one of the head's with --omni-stage-id"
     )
-    *_, clock = head_findings(HeadAnswer(FACTS, clock_ahead=61.4), 0, None)
+
+
+def test_the_clocks_difference_is_told_with_what_to_do() -> None:
+    *_, clock = head_findings(HeadAnswer(FACTS, clock_ahead=61.4), 0)
     assert "61 s ahead of the head's" in clock.text
     assert "NTP" in clock.text
 
 
-SETTINGS = ServerSettings("127.0.0.1", None, "tcp://h:1", 0, 1.0, 10.0, 300.0, None, FINGERPRINT)
+def compare_and_start() -> None:
+    """What a node does about its head before it starts an engine."""
+    refuse_other_model(ask_or_refuse("tcp://h:1", 0, None), 0, FINGERPRINT)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +191,7 @@ def test_a_node_goes_on_when_nothing_is_wrong_or_known(
     answer: HeadAnswer, warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(head_checks, "ask_head", lambda *_: answer)
-    refuse_unlike_head(SETTINGS)
+    compare_and_start()
     assert [record.levelname for record in caplog.records if record.levelno > logging.INFO] == ["WARNING"] * warns
 
 
@@ -184,7 +206,7 @@ def test_a_node_goes_on_when_nothing_is_wrong_or_known(
 def test_a_node_that_the_head_would_refuse_ends(answer: HeadAnswer, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head_checks, "ask_head", lambda *_: answer)
     with pytest.raises(OmniError, match=why):
-        refuse_unlike_head(SETTINGS)
+        compare_and_start()
 
 
 @pytest.mark.parametrize(

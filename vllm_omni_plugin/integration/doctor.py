@@ -6,11 +6,11 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from vllm_omni_plugin.config import OmniConfig
-from vllm_omni_plugin.coordinator import ask_head
+from vllm_omni_plugin.coordinator import HeadAnswer, ask_head
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.checks.finding import Finding, Level
-from vllm_omni_plugin.integration.checks.head_checks import head_findings
+from vllm_omni_plugin.integration.checks.head_checks import head_findings, model_findings
 from vllm_omni_plugin.integration.checks.machine_checks import machine_findings, version_finding
 
 _PROG = "vllm-omni-plugin doctor"
@@ -99,19 +99,24 @@ def _examine_node(arguments: Sequence[str]) -> Iterator[Finding]:
 def _compare(args: argparse.Namespace, options: OmniConfig) -> Iterator[Finding]:
     from vllm_omni_plugin.integration.options.listening import bind_address, coordinator_address, secured
     from vllm_omni_plugin.integration.processes.headless import plan_node
+    from vllm_omni_plugin.vllm_api.stages.stage_arguments import DEFAULT_MODEL
 
-    fingerprint = None
-    if args.model_tag is not None or options.pipeline is not None:
-        try:
-            fingerprint = plan_node(args, options).fingerprint
-        # Whatever a model's configuration makes vLLM and transformers raise.
-        except Exception as error:
-            yield Finding(Level.ERROR, f"model: vLLM cannot configure it: {error}")
+    answer = HeadAnswer()
     try:
         options = secured(options, bind_address(options, headless=True), headless=True)
     except ConfigError as error:
         yield Finding(Level.UNKNOWN, f"head: {error}")
+    else:
+        secrets = Secrets.from_file(options.secret_file) if options.secret_file else None
+        answer = ask_head(coordinator_address(options), options.stage_id, secrets)
+        yield from head_findings(answer, options.stage_id)
+    if options.pipeline is None and args.model == DEFAULT_MODEL:
+        yield Finding(Level.UNKNOWN, "model: none was named, so none is compared with the head's")
         return
-    secrets = Secrets.from_file(options.secret_file) if options.secret_file else None
-    answer = ask_head(coordinator_address(options), options.stage_id, secrets)
-    yield from head_findings(answer, options.stage_id, fingerprint)
+    try:
+        fingerprint = plan_node(args, options).fingerprint
+    # Whatever a model's configuration makes vLLM and transformers raise.
+    except Exception as error:
+        yield Finding(Level.ERROR, f"model: vLLM cannot configure it: {error}")
+    else:
+        yield from model_findings(answer, options.stage_id, fingerprint)
