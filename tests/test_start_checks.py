@@ -105,11 +105,20 @@ def test_a_range_without_enough_free_ports_ends_the_command_and_leaves_them_free
         with pytest.raises(SystemExit):
             check_or_exit(node(replica_ports=f"{port}-{port}"), 1, 0, headless=True)
     error = capsys.readouterr().err
-    assert f"argument --omni-replica-ports: no port of {port}-{port} is free on 127.0.0.1; 3 are needed" in error
+    assert f"argument --omni-replica-ports: of {port}-{port} 0 are free on 127.0.0.1, and 3 are needed" in error
+    assert "name a range of free ports" in error
     first = free_port()
     last = min(first + 20, 65535)
     for _ in range(2):
         assert Level.ERROR not in levels(start_findings(node(replica_ports=f"{first}-{last}"), 1, 0, headless=True))
+
+
+def test_an_address_that_cannot_be_bound_is_not_told_to_be_for_want_of_ports() -> None:
+    options = node(replica_ports="20000-20100", replica_address="192.0.2.1")
+    *_, ports = start_findings(options, 1, 0, headless=True)
+    assert ports.level is Level.ERROR
+    assert "--omni-replica-address: 192.0.2.1 cannot be bound" in ports.text
+    assert "free ports" not in ports.text
 
 
 def test_ports_are_not_looked_at_while_the_heads_name_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:

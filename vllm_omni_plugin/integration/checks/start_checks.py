@@ -78,10 +78,9 @@ def _ports(options: OmniConfig, replicas: int) -> Iterator[Finding]:
     except ConfigError:
         # The head's name may come with the head, and only then is it known where to listen.
         return
-    needed = REPLICA_PORTS * replicas
     try:
-        close_all(listen_on_many(address, PortRange.parse(options.replica_ports), needed))
+        close_all(listen_on_many(address, PortRange.parse(options.replica_ports), REPLICA_PORTS * replicas))
     except ConfigError as error:
-        yield Finding(Level.ERROR, f"argument {error}; {needed} are needed: name a range of free ports")
+        yield Finding(Level.ERROR, f"argument {error}")
     else:
         yield Finding(Level.OK, f"ports: enough of {options.replica_ports} are free on {address}")
