@@ -3,14 +3,12 @@
 Against a real head it is shown in `tests/engine/test_nodes_joining.py`.
 """
 
-from pathlib import Path
+import os
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from vllm_omni_plugin.cli import main
-from vllm_omni_plugin.coordinator import Facts, HeadAnswer
 from vllm_omni_plugin.integration import doctor
 from vllm_omni_plugin.integration.checks.finding import Finding, Level
 
@@ -19,7 +17,7 @@ from vllm_omni_plugin.integration.checks.finding import Finding, Level
 def test_each_finding_is_a_line_and_only_an_error_ends_with_1(
     level: Level, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor, "version_finding", lambda: Finding(Level.OK, "vLLM: 0.32.0"))
+    monkeypatch.setattr(doctor, "version_finding", lambda _: Finding(Level.OK, "vLLM: 0.32.0"))
     monkeypatch.setattr(doctor, "machine_findings", lambda: [Finding(level, "disk: full\n  of  logs")])
     assert main(["doctor"]) == status
     version, disk, *more = capsys.readouterr().out.splitlines()
@@ -31,51 +29,17 @@ def test_each_finding_is_a_line_and_only_an_error_ends_with_1(
 def test_nothing_of_a_vllm_that_is_not_supported_is_used(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor, "version_finding", lambda: Finding(Level.ERROR, "vLLM: too old"))
+    monkeypatch.setattr(doctor, "version_finding", lambda _: Finding(Level.ERROR, "vLLM: too old"))
     assert main(["doctor", "MODEL", "--no-such-flag"]) == 1
     assert "error      vLLM: too old" in capsys.readouterr().out
 
 
-@pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The models that vLLM was to configure after the head, which has another one, was asked."""
-    from vllm_omni_plugin.integration.processes import headless
-
-    planned: list[str] = []
-
-    def plan(args: Any, options: Any) -> SimpleNamespace:
-        assert asked
-        planned.append(args.model)
-        return SimpleNamespace(fingerprint={"model": args.model})
-
-    asked: list[int] = []
-
-    def ask(address: str, stage_id: int, secrets: Any) -> HeadAnswer:
-        asked.append(stage_id)
-        return HeadAnswer(Facts(0.0, [0], {"model": "theirs"}))
-
-    monkeypatch.setattr(headless, "plan_node", plan)
-    monkeypatch.setattr(doctor, "ask_head", ask)
-    return planned
-
-
-@pytest.mark.parametrize("given", [("mine",), ("--model", "mine"), ("--config", "FILE")])
-def test_a_model_is_compared_however_it_is_named(
-    given: tuple[str, ...], planned: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_too_little_shared_memory_for_two_workers_is_told_without_a_command_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "config.yaml"
-    file.write_text("model: mine\n")
-    assert main(["doctor", *(str(file) if word == "FILE" else word for word in given), "--against", "127.0.0.1:9"]) == 1
-    assert planned == ["mine"]
-    assert "head has theirs, replica mine" in capsys.readouterr().out
-
-
-def test_without_a_model_the_stage_alone_is_compared(planned: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--against", "127.0.0.1:9"]) == 0
-    assert "not known  model: none was named" in capsys.readouterr().out
-    assert main(["doctor", "--against", "127.0.0.1:9", "--omni-stage-id", "1"]) == 1
-    assert "stage: the head has 0, replica 1" in capsys.readouterr().out
-    assert planned == []
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=64, f_frsize=2**20))
+    main(["doctor"])
+    assert "warning    shared memory: /dev/shm has 64 MiB free, and 2 worker processes" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("head", ["10.0.0.1", ":7500", "10.0.0.1:", "10.0.0.1:0", "10.0.0.1:70000", "http://h:x"])

@@ -166,6 +166,12 @@ def test_findings_about_the_head_name_what_differs_and_what_to_do() -> None:
     assert "start head and node with the same model and flags" in model.text
 
 
+def test_a_refused_secret_is_told_with_what_to_do() -> None:
+    (secret,) = head_findings(HeadAnswer(trouble="refused secret", refused=True), 0)
+    assert "give both ends the same --omni-secret-file (sha256sum compares files), or none" in secret.text
+    assert "see that the port is the head's master port" in secret.text
+
+
 @pytest.mark.parametrize("fingerprint", [FINGERPRINT, None])
 def test_a_stage_that_the_head_does_not_have_is_an_error_with_or_without_a_model(
     fingerprint: dict[str, str] | None,
@@ -264,7 +270,8 @@ def test_a_processor_that_the_build_for_cpus_cannot_use_is_told(
 @pytest.mark.parametrize(("version", "level"), [("0.32.1", Level.OK), ("0.31.0", Level.ERROR), ("", Level.ERROR)])
 def test_a_vllm_that_is_not_supported_is_an_error(version: str, level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_checks, "installed_version", lambda: version)
-    assert version_finding().level is level
+    assert version_finding(False).level is level
+    assert version_finding(True).level is (Level.OK if level is Level.OK else Level.WARNING)
 
 
 def test_nothing_is_wrong_with_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.checks.finding import Finding, Level
 from vllm_omni_plugin.integration.checks.head_checks import head_findings, model_findings
 from vllm_omni_plugin.integration.checks.machine_checks import machine_findings, version_finding
+from vllm_omni_plugin.integration.flags import ANY_VLLM_GIVEN
 
 _PROG = "vllm-omni-plugin doctor"
 _DESCRIPTION = """Check this machine and, given the arguments of `vllm serve --headless`, whether a node with them would
@@ -19,6 +20,8 @@ start and join its head. No model is loaded. Each finding is a line; the exit st
 _EPILOG = """Takes every argument of `vllm serve MODEL --headless`. Without MODEL, or a pipeline, the model is not
 compared with the head's."""
 _MAX_PORT = 65535
+_USUAL_WORKERS = 2
+"""Of the smallest replica that needs shared memory, where no command line says how many there are."""
 
 
 def run_doctor(arguments: Sequence[str]) -> int:
@@ -60,7 +63,7 @@ def _head(text: str) -> list[str]:
 
 
 def _examine(arguments: Sequence[str]) -> Iterator[Finding]:
-    version = version_finding()
+    version = version_finding(any(map(ANY_VLLM_GIVEN.match, arguments)))
     yield version
     yield from machine_findings()
     if version.level is Level.ERROR:
@@ -73,7 +76,7 @@ def _examine(arguments: Sequence[str]) -> Iterator[Finding]:
         yield from _examine_node(arguments)
     else:
         yield files_finding(1)
-        yield memory_finding(0)
+        yield memory_finding(_USUAL_WORKERS)
 
 
 def _examine_node(arguments: Sequence[str]) -> Iterator[Finding]:

@@ -52,7 +52,11 @@ def _refuse_errors(findings: Iterator[Finding]) -> None:
 def head_findings(answer: HeadAnswer, stage_id: int) -> Iterator[Finding]:
     """What the head's answer to the question about a stage says about a node, whatever its model is."""
     if answer.refused:
-        yield Finding(Level.ERROR, f"secret: {answer.trouble}: copy the head's file here (sha256sum compares them)")
+        yield Finding(
+            Level.ERROR,
+            f"secret: {answer.trouble}: give both ends the same --omni-secret-file (sha256sum compares files), or "
+            "none; see that the port is the head's master port",
+        )
     elif answer.facts is None:
         yield Finding(Level.UNKNOWN, f"head: {answer.trouble}; secret, clock and model are not compared with it")
     else:

@@ -19,10 +19,12 @@ _CLASHES = {
 """By distribution: what goes wrong beside it, and what to do."""
 
 
-def version_finding() -> Finding:
-    """Whether the installed vLLM is supported."""
+def version_finding(any_vllm: bool) -> Finding:
+    """Whether the installed vLLM is supported, or at least wanted, by `--omni-any-vllm`."""
     version = installed_version()
     reason = why_unsupported(version)
+    if reason is not None and any_vllm:
+        return Finding(Level.WARNING, f"vLLM: {reason}; with --omni-any-vllm, anything may go wrong")
     if reason is not None:
         return Finding(Level.ERROR, f"vLLM: {reason}: install one of those, or another version of the plugin")
     return Finding(Level.OK, f"vLLM: {version}")
