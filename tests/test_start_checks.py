@@ -5,6 +5,7 @@ import os
 import resource
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from tests.fakes.free_ports import free_port
 from vllm_omni_plugin.config import OmniConfig
-from vllm_omni_plugin.coordinator import Facts, HeadAnswer
+from vllm_omni_plugin.coordinator import HeadAnswer, HeadFacts
 from vllm_omni_plugin.errors import OmniError
 from vllm_omni_plugin.integration.checks import head_checks, machine_checks
 from vllm_omni_plugin.integration.checks.finding import Finding, Level
@@ -34,7 +35,7 @@ from vllm_omni_plugin.integration.checks.start_checks import check_or_exit, star
 MIB = 2**20
 OURS = {"omni": "vllm_omni_plugin.entrypoints.plugin:register"}
 FINGERPRINT = {"model": "a", "dtype": "float32"}
-FACTS = Facts(0.0, [0, 2], FINGERPRINT)
+FACTS = HeadFacts(0.0, [0, 2], FINGERPRINT)
 
 
 def node(**other: Any) -> OmniConfig:
@@ -146,7 +147,7 @@ def all_findings(answer: HeadAnswer, stage_id: int, fingerprint: dict[str, str] 
         pytest.param(HeadAnswer(FACTS, clock_ahead=-5.0), None, [Level.OK] * 2, id="clocks nearly alike"),
         pytest.param(HeadAnswer(FACTS, clock_ahead=-5.1), None, [Level.OK, Level.WARNING], id="clock behind"),
         pytest.param(
-            HeadAnswer(Facts(0.0, [], {})), FINGERPRINT, [Level.OK, Level.OK, Level.UNKNOWN], id="tells nothing"
+            HeadAnswer(HeadFacts(0.0, [], {})), FINGERPRINT, [Level.OK, Level.OK, Level.UNKNOWN], id="tells nothing"
         ),
         pytest.param(
             HeadAnswer(FACTS), {**FINGERPRINT, "dtype": "half"}, [Level.OK, Level.OK, Level.ERROR], id="model"
@@ -164,6 +165,12 @@ def test_findings_about_the_head_name_what_differs_and_what_to_do() -> None:
     *_, model = all_findings(HeadAnswer(FACTS), 2, other)
     assert "dtype: head has float32, replica half" in model.text
     assert "start head and node with the same model and flags" in model.text
+
+
+@pytest.mark.parametrize(("stages", "accepted"), [([0], "this secret"), ([], "this node")])
+def test_a_head_without_a_secret_accepts_none(stages: list[int], accepted: str) -> None:
+    head, _ = head_findings(HeadAnswer(HeadFacts(0.0, stages, {})), 0)
+    assert head.text.endswith(accepted)
 
 
 def test_a_refused_secret_is_told_with_what_to_do() -> None:
@@ -198,7 +205,7 @@ def compare_and_start() -> None:
     [
         (HeadAnswer(FACTS), False),
         (HeadAnswer(trouble="no coordinator answers"), False),
-        (HeadAnswer(Facts(0.0, [], {})), False),
+        (HeadAnswer(HeadFacts(0.0, [], {})), False),
         (HeadAnswer(FACTS, clock_ahead=60.0), True),
     ],
 )
@@ -214,8 +221,8 @@ def test_a_node_goes_on_when_nothing_is_wrong_or_known(
     ("answer", "why"),
     [
         (HeadAnswer(trouble="refused secret", refused=True), "refused secret"),
-        (HeadAnswer(Facts(0.0, [0], {"model": "b"})), "model: head has b, replica a"),
-        (HeadAnswer(Facts(0.0, [1], {})), "the head has 1, replica 0"),
+        (HeadAnswer(HeadFacts(0.0, [0], {"model": "b"})), "model: head has b, replica a"),
+        (HeadAnswer(HeadFacts(0.0, [1], {})), "the head has 1, replica 0"),
     ],
 )
 def test_a_node_that_the_head_would_refuse_ends(answer: HeadAnswer, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,10 +251,17 @@ def test_a_plugin_that_vllm_does_not_load_is_an_error(
 
 
 @pytest.mark.parametrize("name", ["vllm-omni", "vllm_omni", "vLLM-Omni"])
-def test_a_package_that_clashes_is_named_with_what_to_do(name: str) -> None:
-    (finding,) = clash_findings({name, "vllm-omni-plugin", "vllm"})
+def test_a_package_that_clashes_is_named_with_what_to_do(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert list(clash_findings()) == []
+    folder = tmp_path / f"{name.replace('-', '_')}-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    (finding,) = clash_findings()
     assert finding.level is Level.WARNING
-    assert name in finding.text
+    assert "vllm-omni is installed" in finding.text
     assert "leave --omni out" in finding.text
 
 

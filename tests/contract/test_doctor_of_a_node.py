@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from vllm_omni_plugin.cli import main
-from vllm_omni_plugin.coordinator import Facts, HeadAnswer
+from vllm_omni_plugin.coordinator import HeadAnswer, HeadFacts
 from vllm_omni_plugin.integration import doctor
 from vllm_omni_plugin.integration.checks import machine_checks
 from vllm_omni_plugin.integration.processes import headless
@@ -27,7 +27,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def ask(address: str, stage_id: int, secrets: Any) -> HeadAnswer:
         asked.append(stage_id)
-        return HeadAnswer(Facts(0.0, [0], {"model": "theirs"}))
+        return HeadAnswer(HeadFacts(0.0, [0], {"model": "theirs"}))
 
     monkeypatch.setattr(headless, "plan_node", plan)
     monkeypatch.setattr(doctor, "ask_head", ask)

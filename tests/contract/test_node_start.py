@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vllm_omni_plugin.coordinator import Facts, HeadAnswer
+from vllm_omni_plugin.coordinator import HeadAnswer, HeadFacts
 from vllm_omni_plugin.integration.checks import head_checks
 from vllm_omni_plugin.integration.processes import headless
 from vllm_omni_plugin.integration.processes.headless import serve_replicas
@@ -37,9 +37,9 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ("answer", "expected", "said"),
     [
         pytest.param(HeadAnswer(trouble="refused secret", refused=True), ["asked"], "refused secret", id="secret"),
-        pytest.param(HeadAnswer(Facts(0.0, [1], {})), ["asked"], "the head has 1, replica 0", id="stage"),
-        pytest.param(HeadAnswer(Facts(0.0, [0], {"model": "b"})), ["asked", "planned"], "replica a", id="model"),
-        pytest.param(HeadAnswer(Facts(0.0, [0], {"model": "a"})), ["asked", "planned", "served"], "", id="alike"),
+        pytest.param(HeadAnswer(HeadFacts(0.0, [1], {})), ["asked"], "the head has 1, replica 0", id="stage"),
+        pytest.param(HeadAnswer(HeadFacts(0.0, [0], {"model": "b"})), ["asked", "planned"], "replica a", id="model"),
+        pytest.param(HeadAnswer(HeadFacts(0.0, [0], {"model": "a"})), ["asked", "planned", "served"], "", id="alike"),
         pytest.param(HeadAnswer(trouble="not there"), ["asked", "planned", "served"], "", id="no head yet"),
     ],
 )

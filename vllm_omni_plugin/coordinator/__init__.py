@@ -18,7 +18,7 @@ from vllm_omni_plugin.coordinator.protocol.control_messages import (
     encode_replica_list,
 )
 from vllm_omni_plugin.coordinator.protocol.head_messages import (
-    Facts,
+    HeadFacts,
     HeadLeft,
     PeerWork,
     ReplicaWork,
@@ -32,8 +32,8 @@ from vllm_omni_plugin.coordinator.state.membership_table import Change, ChangeKi
 __all__ = [
     "Change",
     "ChangeKind",
-    "Facts",
     "HeadAnswer",
+    "HeadFacts",
     "HeadLeft",
     "Liveness",
     "Member",

@@ -11,7 +11,7 @@ import zmq
 
 from vllm_omni_plugin.coordinator.client.coordinator_link import CoordinatorLink
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import open_head_dealer
-from vllm_omni_plugin.coordinator.protocol.head_messages import Facts, Question, decode_facts, encode_from_head
+from vllm_omni_plugin.coordinator.protocol.head_messages import HeadFacts, NodeQuestion, decode_facts, encode_from_head
 from vllm_omni_plugin.curve import HANDSHAKE_MS, Secrets
 from vllm_omni_plugin.errors import WireError
 
@@ -36,7 +36,7 @@ class HeadAnswer:
         clock_ahead: seconds that the clock of this machine is ahead of the head's, at least; negative: behind.
     """
 
-    facts: Facts | None = None
+    facts: HeadFacts | None = None
     trouble: str = ""
     refused: bool = False
     clock_ahead: float = 0.0
@@ -69,7 +69,7 @@ def _ask(
     troubles: list[str] = []
     link = CoordinatorLink(address, open_head_dealer, secrets, troubles.append)
     try:
-        frames = deque([encode_from_head(Question(stage_id))])
+        frames = deque([encode_from_head(NodeQuestion(stage_id))])
         sent_at = wall_clock()
         while time.monotonic() < deadline:
             link.wait(deadline, zmq.POLLIN)

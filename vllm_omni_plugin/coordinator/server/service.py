@@ -16,7 +16,7 @@ from vllm_omni_plugin.coordinator.protocol.control_messages import (
     encode_replica_list,
 )
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import MAX_TOPICS_PER_PEER, Socket, poll_ms
-from vllm_omni_plugin.coordinator.protocol.head_messages import Facts, is_of_head
+from vllm_omni_plugin.coordinator.protocol.head_messages import HeadFacts, is_of_head
 from vllm_omni_plugin.coordinator.protocol.wakeup import Wakeup
 from vllm_omni_plugin.coordinator.server.coordinator_ports import Ports
 from vllm_omni_plugin.coordinator.server.drops import DropLog, DropReason, peer_of
@@ -274,9 +274,9 @@ class OmniCoordinator:
             self._delta_schedule.request(now)
         return self._heads.take(peer, frame, now)
 
-    def _facts(self, stage_id: int) -> Facts:
+    def _facts(self, stage_id: int) -> HeadFacts:
         fingerprint = dict(self._fingerprints.get(stage_id, {}))
-        return Facts(self._wall_clock(), sorted(self._fingerprints), fingerprint)
+        return HeadFacts(self._wall_clock(), sorted(self._fingerprints), fingerprint)
 
     def _take_subscriptions(self) -> None:
         for _ in range(BATCH_FRAMES):

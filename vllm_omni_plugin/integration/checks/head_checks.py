@@ -60,7 +60,9 @@ def head_findings(answer: HeadAnswer, stage_id: int) -> Iterator[Finding]:
     elif answer.facts is None:
         yield Finding(Level.UNKNOWN, f"head: {answer.trouble}; secret, clock and model are not compared with it")
     else:
-        yield Finding(Level.OK, "head: it answers, so it is reached and accepts this secret")
+        # A head without a secret names no stages.
+        accepted = "secret" if answer.facts.stages else "node"
+        yield Finding(Level.OK, f"head: it answers, so it is reached and accepts this {accepted}")
         yield _clock(answer.clock_ahead)
         if answer.facts.stages and stage_id not in answer.facts.stages:
             theirs = ", ".join(map(str, answer.facts.stages))
