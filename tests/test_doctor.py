@@ -3,6 +3,9 @@
 Against a real head it is shown in `tests/engine/test_nodes_joining.py`.
 """
 
+import os
+from types import SimpleNamespace
+
 import pytest
 
 from vllm_omni_plugin.cli import main
@@ -20,7 +23,7 @@ def level_of_logs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_finding_is_a_line_and_only_an_error_ends_with_1(
     level: Level, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor, "version_finding", lambda: Finding(Level.OK, "vLLM: 0.32.0"))
+    monkeypatch.setattr(doctor, "version_finding", lambda _: Finding(Level.OK, "vLLM: 0.32.0"))
     monkeypatch.setattr(doctor, "machine_findings", lambda: [Finding(level, "disk: full\n  of  logs")])
     assert main(["doctor"]) == status
     version, disk, *more = capsys.readouterr().out.splitlines()
@@ -32,9 +35,17 @@ def test_each_finding_is_a_line_and_only_an_error_ends_with_1(
 def test_nothing_of_a_vllm_that_is_not_supported_is_used(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor, "version_finding", lambda: Finding(Level.ERROR, "vLLM: too old"))
+    monkeypatch.setattr(doctor, "version_finding", lambda _: Finding(Level.ERROR, "vLLM: too old"))
     assert main(["doctor", "MODEL", "--no-such-flag"]) == 1
     assert "error      vLLM: too old" in capsys.readouterr().out
+
+
+def test_too_little_shared_memory_for_two_workers_is_told_without_a_command_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=64, f_frsize=2**20))
+    main(["doctor"])
+    assert "warning    shared memory: /dev/shm has 64 MiB free, and 2 worker processes" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("head", ["10.0.0.1", ":7500", "10.0.0.1:", "10.0.0.1:0", "10.0.0.1:70000", "http://h:x"])

@@ -1,10 +1,11 @@
 """What is looked at before anything starts: certain faults end the command, doubtful ones are told, no others."""
 
-import argparse
 import logging
 import os
 import resource
 import socket
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +13,16 @@ import pytest
 
 from tests.fakes.free_ports import free_port
 from vllm_omni_plugin.config import OmniConfig
-from vllm_omni_plugin.coordinator import Facts, HeadAnswer
+from vllm_omni_plugin.coordinator import HeadAnswer, HeadFacts
 from vllm_omni_plugin.errors import OmniError
 from vllm_omni_plugin.integration.checks import head_checks, machine_checks
 from vllm_omni_plugin.integration.checks.finding import Finding, Level
-from vllm_omni_plugin.integration.checks.head_checks import head_findings, refuse_unlike_head
+from vllm_omni_plugin.integration.checks.head_checks import (
+    ask_or_refuse,
+    head_findings,
+    model_findings,
+    refuse_other_model,
+)
 from vllm_omni_plugin.integration.checks.machine_checks import (
     clash_findings,
     machine_findings,
@@ -25,17 +31,11 @@ from vllm_omni_plugin.integration.checks.machine_checks import (
     version_finding,
 )
 from vllm_omni_plugin.integration.checks.start_checks import check_or_exit, start_findings
-from vllm_omni_plugin.replicas.server.server_settings import ServerSettings
 
 MIB = 2**20
 OURS = {"omni": "vllm_omni_plugin.entrypoints.plugin:register"}
 FINGERPRINT = {"model": "a", "dtype": "float32"}
-FACTS = Facts(0.0, [0, 2], FINGERPRINT)
-
-
-def arguments(**other: Any) -> argparse.Namespace:
-    given = {"headless": True, "data_parallel_size": 1, "tensor_parallel_size": 1, "pipeline_parallel_size": 1}
-    return argparse.Namespace(**(given | other))
+FACTS = HeadFacts(0.0, [0, 2], FINGERPRINT)
 
 
 def node(**other: Any) -> OmniConfig:
@@ -57,25 +57,24 @@ def shared_memory(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def test_a_healthy_start_says_nothing(caplog: pytest.LogCaptureFixture, shared_memory: SimpleNamespace) -> None:
     shared_memory.f_bavail = 1024
     first = free_port()
-    check_or_exit(arguments(tensor_parallel_size=2), node(replica_ports=f"{first}-{min(first + 50, 65535)}"), 1)
-    check_or_exit(arguments(headless=False), OmniConfig(), 2)
+    check_or_exit(node(replica_ports=f"{first}-{min(first + 50, 65535)}"), 1, 2, headless=True)
+    check_or_exit(OmniConfig(), 2, 0, headless=False)
     assert caplog.records == []
 
 
 @pytest.mark.parametrize(
-    ("parallel", "replicas", "free", "is_enough"),
-    [(1, 8, 1, True), (2, 1, 128, True), (2, 1, 127, False), (2, 2, 255, False), (4, 2, 512, True)],
+    ("workers", "free", "is_enough"),
+    [(0, 1, True), (2, 128, True), (2, 127, False), (4, 255, False), (8, 512, True)],
 )
 def test_shared_memory_that_is_too_small_for_the_workers_of_all_replicas_is_a_warning(
-    parallel: int,
-    replicas: int,
+    workers: int,
     free: int,
     is_enough: bool,
     shared_memory: SimpleNamespace,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     shared_memory.f_bavail = free
-    check_or_exit(arguments(headless=False, tensor_parallel_size=parallel), OmniConfig(), replicas)
+    check_or_exit(OmniConfig(), 8, workers, headless=False)
     assert [record.levelno for record in caplog.records] == ([] if is_enough else [logging.WARNING])
     assert is_enough or "--shm-size" in caplog.text
 
@@ -85,16 +84,16 @@ def test_no_shared_memory_at_all_is_not_known(monkeypatch: pytest.MonkeyPatch) -
         raise FileNotFoundError(2, "No such file or directory")
 
     monkeypatch.setattr(os, "statvfs", missing)
-    assert levels(start_findings(arguments(headless=False, tensor_parallel_size=2), OmniConfig(), 1)) == [Level.UNKNOWN]
+    assert levels(start_findings(OmniConfig(), 1, 2, headless=False)) == [Level.UNKNOWN]
 
 
 def test_a_limit_of_open_files_that_is_too_low_ends_the_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (300, 300))
-    check_or_exit(arguments(), node(), 1)
+    check_or_exit(node(), 1, 0, headless=True)
     with pytest.raises(SystemExit) as end:
-        check_or_exit(arguments(data_parallel_size=2), node(), 1)
+        check_or_exit(node(), 2, 0, headless=True)
     assert end.value.code == 2
     assert "vllm serve: error: 2 replicas need some 364 open files" in capsys.readouterr().err
 
@@ -105,13 +104,22 @@ def test_a_range_without_enough_free_ports_ends_the_command_and_leaves_them_free
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(SystemExit):
-            check_or_exit(arguments(), node(replica_ports=f"{port}-{port}"), 1)
+            check_or_exit(node(replica_ports=f"{port}-{port}"), 1, 0, headless=True)
     error = capsys.readouterr().err
-    assert f"argument --omni-replica-ports: no port of {port}-{port} is free on 127.0.0.1; 3 are needed" in error
+    assert f"argument --omni-replica-ports: of {port}-{port} 0 are free on 127.0.0.1, and 3 are needed" in error
+    assert "name a range of free ports" in error
     first = free_port()
     last = min(first + 20, 65535)
     for _ in range(2):
-        assert Level.ERROR not in levels(start_findings(arguments(), node(replica_ports=f"{first}-{last}"), 1))
+        assert Level.ERROR not in levels(start_findings(node(replica_ports=f"{first}-{last}"), 1, 0, headless=True))
+
+
+def test_an_address_that_cannot_be_bound_is_not_told_to_be_for_want_of_ports() -> None:
+    options = node(replica_ports="20000-20100", replica_address="192.0.2.1")
+    *_, ports = start_findings(options, 1, 0, headless=True)
+    assert ports.level is Level.ERROR
+    assert "--omni-replica-address: 192.0.2.1 cannot be bound" in ports.text
+    assert "free ports" not in ports.text
 
 
 def test_ports_are_not_looked_at_while_the_heads_name_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +128,13 @@ def test_ports_are_not_looked_at_while_the_heads_name_is_unknown(monkeypatch: py
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     options = OmniConfig(master_address="head.example", master_port=1, replica_ports="1-2")
-    assert levels(start_findings(arguments(), options, 1)) == [Level.OK]
+    assert levels(start_findings(options, 1, 0, headless=True)) == [Level.OK]
+
+
+def all_findings(answer: HeadAnswer, stage_id: int, fingerprint: dict[str, str] | None) -> Iterator[Finding]:
+    yield from head_findings(answer, stage_id)
+    if fingerprint is not None:
+        yield from model_findings(answer, stage_id, fingerprint)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +147,7 @@ def test_ports_are_not_looked_at_while_the_heads_name_is_unknown(monkeypatch: py
         pytest.param(HeadAnswer(FACTS, clock_ahead=-5.0), None, [Level.OK] * 2, id="clocks nearly alike"),
         pytest.param(HeadAnswer(FACTS, clock_ahead=-5.1), None, [Level.OK, Level.WARNING], id="clock behind"),
         pytest.param(
-            HeadAnswer(Facts(0.0, [], {})), FINGERPRINT, [Level.OK, Level.OK, Level.UNKNOWN], id="tells nothing"
+            HeadAnswer(HeadFacts(0.0, [], {})), FINGERPRINT, [Level.OK, Level.OK, Level.UNKNOWN], id="tells nothing"
         ),
         pytest.param(
             HeadAnswer(FACTS), {**FINGERPRINT, "dtype": "half"}, [Level.OK, Level.OK, Level.ERROR], id="model"
@@ -143,24 +157,47 @@ def test_ports_are_not_looked_at_while_the_heads_name_is_unknown(monkeypatch: py
 def test_only_a_certain_difference_from_the_head_is_an_error(
     answer: HeadAnswer, fingerprint: dict[str, str] | None, expected: list[Level]
 ) -> None:
-    assert levels(head_findings(answer, 0, fingerprint)) == expected
+    assert levels(all_findings(answer, 0, fingerprint)) == expected
 
 
 def test_findings_about_the_head_name_what_differs_and_what_to_do() -> None:
     other = {**FINGERPRINT, "dtype": "half"}
-    *_, model = head_findings(HeadAnswer(FACTS), 2, other)
+    *_, model = all_findings(HeadAnswer(FACTS), 2, other)
     assert "dtype: head has float32, replica half" in model.text
     assert "start head and node with the same model and flags" in model.text
-    *_, stage = head_findings(HeadAnswer(FACTS), 1, FINGERPRINT)
+
+
+@pytest.mark.parametrize(("stages", "accepted"), [([0], "this secret"), ([], "this node")])
+def test_a_head_without_a_secret_accepts_none(stages: list[int], accepted: str) -> None:
+    head, _ = head_findings(HeadAnswer(HeadFacts(0.0, stages, {})), 0)
+    assert head.text.endswith(accepted)
+
+
+def test_a_refused_secret_is_told_with_what_to_do() -> None:
+    (secret,) = head_findings(HeadAnswer(trouble="refused secret", refused=True), 0)
+    assert "give both ends the same --omni-secret-file (sha256sum compares files), or none" in secret.text
+    assert "see that the port is the head's master port" in secret.text
+
+
+@pytest.mark.parametrize("fingerprint", [FINGERPRINT, None])
+def test_a_stage_that_the_head_does_not_have_is_an_error_with_or_without_a_model(
+    fingerprint: dict[str, str] | None,
+) -> None:
+    *_, stage = all_findings(HeadAnswer(FACTS), 1, fingerprint)
     assert stage == Finding(
         Level.ERROR, "stage: the head has 0, 2, replica 1: give one of the head's with --omni-stage-id"
     )
-    *_, clock = head_findings(HeadAnswer(FACTS, clock_ahead=61.4), 0, None)
+
+
+def test_the_clocks_difference_is_told_with_what_to_do() -> None:
+    *_, clock = head_findings(HeadAnswer(FACTS, clock_ahead=61.4), 0)
     assert "61 s ahead of the head's" in clock.text
     assert "NTP" in clock.text
 
 
-SETTINGS = ServerSettings("127.0.0.1", None, "tcp://h:1", 0, 1.0, 10.0, 300.0, None, FINGERPRINT)
+def compare_and_start() -> None:
+    """What a node does about its head before it starts an engine."""
+    refuse_other_model(ask_or_refuse("tcp://h:1", 0, None), 0, FINGERPRINT)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +205,7 @@ SETTINGS = ServerSettings("127.0.0.1", None, "tcp://h:1", 0, 1.0, 10.0, 300.0, N
     [
         (HeadAnswer(FACTS), False),
         (HeadAnswer(trouble="no coordinator answers"), False),
-        (HeadAnswer(Facts(0.0, [], {})), False),
+        (HeadAnswer(HeadFacts(0.0, [], {})), False),
         (HeadAnswer(FACTS, clock_ahead=60.0), True),
     ],
 )
@@ -176,7 +213,7 @@ def test_a_node_goes_on_when_nothing_is_wrong_or_known(
     answer: HeadAnswer, warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(head_checks, "ask_head", lambda *_: answer)
-    refuse_unlike_head(SETTINGS)
+    compare_and_start()
     assert [record.levelname for record in caplog.records if record.levelno > logging.INFO] == ["WARNING"] * warns
 
 
@@ -184,14 +221,14 @@ def test_a_node_goes_on_when_nothing_is_wrong_or_known(
     ("answer", "why"),
     [
         (HeadAnswer(trouble="refused secret", refused=True), "refused secret"),
-        (HeadAnswer(Facts(0.0, [0], {"model": "b"})), "model: head has b, replica a"),
-        (HeadAnswer(Facts(0.0, [1], {})), "the head has 1, replica 0"),
+        (HeadAnswer(HeadFacts(0.0, [0], {"model": "b"})), "model: head has b, replica a"),
+        (HeadAnswer(HeadFacts(0.0, [1], {})), "the head has 1, replica 0"),
     ],
 )
 def test_a_node_that_the_head_would_refuse_ends(answer: HeadAnswer, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head_checks, "ask_head", lambda *_: answer)
     with pytest.raises(OmniError, match=why):
-        refuse_unlike_head(SETTINGS)
+        compare_and_start()
 
 
 @pytest.mark.parametrize(
@@ -214,10 +251,17 @@ def test_a_plugin_that_vllm_does_not_load_is_an_error(
 
 
 @pytest.mark.parametrize("name", ["vllm-omni", "vllm_omni", "vLLM-Omni"])
-def test_a_package_that_clashes_is_named_with_what_to_do(name: str) -> None:
-    (finding,) = clash_findings({name, "vllm-omni-plugin", "vllm"})
+def test_a_package_that_clashes_is_named_with_what_to_do(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert list(clash_findings()) == []
+    folder = tmp_path / f"{name.replace('-', '_')}-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    (finding,) = clash_findings()
     assert finding.level is Level.WARNING
-    assert name in finding.text
+    assert "vllm-omni is installed" in finding.text
     assert "leave --omni out" in finding.text
 
 
@@ -240,7 +284,8 @@ def test_a_processor_that_the_build_for_cpus_cannot_use_is_told(
 @pytest.mark.parametrize(("version", "level"), [("0.32.1", Level.OK), ("0.31.0", Level.ERROR), ("", Level.ERROR)])
 def test_a_vllm_that_is_not_supported_is_an_error(version: str, level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_checks, "installed_version", lambda: version)
-    assert version_finding().level is level
+    assert version_finding(False).level is level
+    assert version_finding(True).level is (Level.OK if level is Level.OK else Level.WARNING)
 
 
 def test_nothing_is_wrong_with_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from typing import Any
 
-from vllm_omni_plugin.admin.metrics.stage_totals import all_totals
+from vllm_omni_plugin.admin.metrics.fleet_metrics import all_totals
 from vllm_omni_plugin.balancing import LoadBalancer
 from vllm_omni_plugin.orchestrator.fleet_control import FleetControl
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls

@@ -8,7 +8,12 @@ import pytest
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.command_line import parse_options
 from vllm_omni_plugin.integration.fleet_setup import pipeline_command
-from vllm_omni_plugin.integration.fleet_setup.pipeline_command import command_of, local_engines, pipeline_of
+from vllm_omni_plugin.integration.fleet_setup.pipeline_command import (
+    command_of,
+    local_engines,
+    local_processes,
+    pipeline_of,
+)
 
 from .pipeline_files import JOIN, STAGES, read, write_disaggregated, write_pipeline
 
@@ -191,6 +196,31 @@ def test_a_headless_node_takes_its_own_stage_and_asks_nothing_of_the_others(tmp_
     args, options = read(line)
     assert (args.model, args.max_model_len) == (f"{tmp_path}/refiner", 128)
     assert local_engines(options, headless=True) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        pytest.param("", (2 + 1 + 3, 2 * 4), id="a head with all stages"),
+        pytest.param(f"--omni-join {JOIN}", (0, 0), id="another head"),
+        pytest.param(f"--headless {JOIN} --omni-dp-size-local 3", (3, 12), id="a node of the first stage"),
+        pytest.param(f"--headless {JOIN} --omni-stage-id 1", (1, 0), id="a node of one worker"),
+        pytest.param(
+            f"--headless {JOIN} --omni-stage-id 2 --omni-dp-size-local 3 -tp 4 -dp 2", (3, 0), id="a node in Python"
+        ),
+    ],
+)
+def test_processes_are_counted_by_the_sizes_of_their_own_stage(
+    tmp_path: Path, line: str, expected: tuple[int, int]
+) -> None:
+    first = "replicas: 2\nengine_args: {tensor-parallel-size: 2, pipeline-parallel-size: 2}"
+    file = write_pipeline(tmp_path, first, third=f"{VOCODER}\ntransform: text\nreplicas: 3")
+    assert local_processes(*read(f"--omni-pipeline {file} {line}")) == expected
+
+
+def test_processes_of_a_model_are_those_of_each_rank(tmp_path: Path) -> None:
+    assert local_processes(*read(f"{tmp_path} -dp 2 -tp 2 --omni-dp-size-local 3")) == (6, 12)
+    assert local_processes(*read(f"{tmp_path} -dp 2 --omni-dp-size-local 3")) == (6, 0)
 
 
 def test_a_headless_node_of_a_python_stage_has_no_model(tmp_path: Path) -> None:

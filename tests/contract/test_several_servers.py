@@ -6,6 +6,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,6 +99,22 @@ def test_a_supervisor_may_open_as_many_sockets_as_its_replicas_need(
         monkeypatch.setattr(zmq.Context, "instance", lambda: unused)
         supervised.run(f"{model} --dtype float32 --enforce-eager --api-server-count 2 --omni-dp-size-local 30")
     assert supervised.sockets > 30 * 37
+
+
+def test_the_coordinator_is_told_what_the_replicas_of_each_stage_have_in_common(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[Any] = []
+
+    def open_runtime(*_: Any, fingerprints: Any, **__: Any) -> SimpleNamespace:
+        told.append(fingerprints)
+        return SimpleNamespace(router_address="tcp://127.0.0.1:7500", close=lambda: None)
+
+    monkeypatch.setattr(several_servers, "OmniCoordinatorRuntime", open_runtime)
+    plans: Any = [SimpleNamespace(stage_id=number, fingerprint={"model": name}) for number, name in enumerate("ab")]
+    with ExitStack() as resources:
+        several_servers._open_fleet(OmniConfig(), plans, resources)
+    assert told == [{0: {"model": "a"}, 1: {"model": "b"}}]
 
 
 def test_a_server_that_takes_no_connections_says_so_as_vllm_understands_it() -> None:

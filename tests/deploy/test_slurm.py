@@ -19,8 +19,8 @@ _VLLM = """\
 #!/usr/bin/env bash
 trap 'echo "ended $*" >>"$CALLS"; exit 0' TERM
 echo "$$ $*" >>"$CALLS"
-until [[ -e $CALLS.fail ]]; do sleep 0.05; done
-exit 3
+until [[ -s $CALLS.fail ]]; do sleep 0.05; done
+exit "$(<"$CALLS.fail")"
 """
 
 
@@ -121,9 +121,18 @@ def test_a_node_that_fails_ends_its_job(fleet: Fleet, tmp_path: Path) -> None:
     (fleet.folder / "head").write_text("head-1 7500\n")
     (job,) = fleet.slurm.submit(fleet.sbatch("nodes.sbatch", "--array=0"))
     fleet.started()
-    (tmp_path / "calls.fail").touch()
+    (tmp_path / "calls.fail").write_text("2")
     until(lambda: has_ended(job), "the job ends")
     assert len(fleet.lines("serve")) == 1
+
+
+def test_a_node_that_a_head_may_have_refused_is_tried_again(fleet: Fleet, tmp_path: Path) -> None:
+    (fleet.folder / "head").write_text("head-1 7500\n")
+    (job,) = fleet.slurm.submit(fleet.sbatch("nodes.sbatch", "--array=0"))
+    fleet.started()
+    (tmp_path / "calls.fail").write_text("1")
+    until(lambda: len(fleet.lines("serve")) == 2, "it is started again")
+    assert not has_ended(job)
 
 
 @pytest.mark.parametrize("script", ["head.sbatch", "nodes.sbatch"])

@@ -18,8 +18,8 @@ from vllm_omni_plugin.coordinator.protocol.control_messages import (
     encode_replica_list,
 )
 from vllm_omni_plugin.coordinator.protocol.head_messages import (
-    Facts,
     FullList,
+    HeadFacts,
     HeadLeft,
     ListDelta,
     PeerWork,
@@ -31,9 +31,9 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import (
 from vllm_omni_plugin.coordinator.server.service import OmniCoordinator
 
 __all__ = [
-    "Facts",
     "FullList",
     "HeadAnswer",
+    "HeadFacts",
     "HeadLeft",
     "ListDelta",
     "OmniCoordClientForHead",

@@ -6,12 +6,13 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from vllm_omni_plugin.config import OmniConfig
-from vllm_omni_plugin.coordinator import ask_head
+from vllm_omni_plugin.coordinator import HeadAnswer, ask_head
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.checks.finding import Finding, Level
-from vllm_omni_plugin.integration.checks.head_checks import head_findings
+from vllm_omni_plugin.integration.checks.head_checks import head_findings, model_findings
 from vllm_omni_plugin.integration.checks.machine_checks import machine_findings, version_finding
+from vllm_omni_plugin.integration.flags import ANY_VLLM_GIVEN
 
 _PROG = "vllm-omni-plugin doctor"
 _DESCRIPTION = """Check this machine and, given the arguments of `vllm serve --headless`, whether a node with them would
@@ -19,6 +20,8 @@ start and join its head. No model is loaded. Each finding is a line; the exit st
 _EPILOG = """Takes every argument of `vllm serve MODEL --headless`. Without MODEL, or a pipeline, the model is not
 compared with the head's."""
 _MAX_PORT = 65535
+_USUAL_WORKERS = 2
+"""Of the smallest replica that needs shared memory, where no command line says how many there are."""
 
 
 def run_doctor(arguments: Sequence[str]) -> int:
@@ -60,7 +63,7 @@ def _head(text: str) -> list[str]:
 
 
 def _examine(arguments: Sequence[str]) -> Iterator[Finding]:
-    version = version_finding()
+    version = version_finding(any(map(ANY_VLLM_GIVEN.match, arguments)))
     yield version
     yield from machine_findings()
     if version.level is Level.ERROR:
@@ -73,12 +76,13 @@ def _examine(arguments: Sequence[str]) -> Iterator[Finding]:
         yield from _examine_node(arguments)
     else:
         yield files_finding(1)
-        yield memory_finding(0)
+        yield memory_finding(_USUAL_WORKERS)
 
 
 def _examine_node(arguments: Sequence[str]) -> Iterator[Finding]:
     from vllm_omni_plugin.integration.checks.start_checks import start_findings
     from vllm_omni_plugin.integration.command_line import parse_options
+    from vllm_omni_plugin.integration.fleet_setup.pipeline_command import local_processes
     from vllm_omni_plugin.vllm_api.versions.serve_arguments import parse_headless_args
 
     args = parse_headless_args(arguments, _PROG, _DESCRIPTION, _EPILOG, lambda parser: None)
@@ -91,26 +95,31 @@ def _examine_node(arguments: Sequence[str]) -> Iterator[Finding]:
         yield Finding(Level.UNKNOWN, "flags: there is none of ours, hence no fleet: name the head with --against")
         return
     yield Finding(Level.OK, "flags: they go together, and the files and addresses that they name can be used")
-    yield from start_findings(args, options, options.dp_size_local)
+    yield from start_findings(options, *local_processes(args, options), headless=True)
     yield from _compare(args, options)
 
 
 def _compare(args: argparse.Namespace, options: OmniConfig) -> Iterator[Finding]:
     from vllm_omni_plugin.integration.options.listening import bind_address, coordinator_address, secured
     from vllm_omni_plugin.integration.processes.headless import plan_node
+    from vllm_omni_plugin.vllm_api.stages.stage_arguments import DEFAULT_MODEL
 
-    fingerprint = None
-    if args.model_tag is not None or options.pipeline is not None:
-        try:
-            fingerprint = plan_node(args, options).fingerprint
-        # Whatever a model's configuration makes vLLM and transformers raise.
-        except Exception as error:
-            yield Finding(Level.ERROR, f"model: vLLM cannot configure it: {error}")
+    answer = HeadAnswer()
     try:
         options = secured(options, bind_address(options, headless=True), headless=True)
     except ConfigError as error:
         yield Finding(Level.UNKNOWN, f"head: {error}")
+    else:
+        secrets = Secrets.from_file(options.secret_file) if options.secret_file else None
+        answer = ask_head(coordinator_address(options), options.stage_id, secrets)
+        yield from head_findings(answer, options.stage_id)
+    if options.pipeline is None and args.model == DEFAULT_MODEL:
+        yield Finding(Level.UNKNOWN, "model: none was named, so none is compared with the head's")
         return
-    secrets = Secrets.from_file(options.secret_file) if options.secret_file else None
-    answer = ask_head(coordinator_address(options), options.stage_id, secrets)
-    yield from head_findings(answer, options.stage_id, fingerprint)
+    try:
+        fingerprint = plan_node(args, options).fingerprint
+    # Whatever a model's configuration makes vLLM and transformers raise.
+    except Exception as error:
+        yield Finding(Level.ERROR, f"model: vLLM cannot configure it: {error}")
+    else:
+        yield from model_findings(answer, options.stage_id, fingerprint)

@@ -16,7 +16,8 @@ from vllm_omni_plugin.integration.extending import extend
 
 GROUP = "OmniConfig"
 _ANY_VLLM = "--omni-any-vllm"
-_ANY_VLLM_GIVEN = re.compile(r"--omni[-_]any[-_]vllm$")
+ANY_VLLM_GIVEN = re.compile(r"--omni[-_]any[-_]vllm$")
+"""Matches the flag on a command line."""
 _PIPELINE = re.compile(r"--omni[-_]pipeline(=|$)")
 _CONFIG = "--config"
 
@@ -72,7 +73,7 @@ def check_version(parser: Any, namespace: argparse.Namespace) -> None:
     reason = why_unsupported(installed_version())
     if reason is None:
         return
-    if not any(map(_ANY_VLLM_GIVEN.match, _with_config(parser, sys.argv[1:]))):
+    if not any(map(ANY_VLLM_GIVEN.match, _with_config(parser, sys.argv[1:]))):
         from vllm_omni_plugin.integration.options.carried_options import exit_with
 
         exit_with(ConfigError(f"--omni-* flags: {reason}"))

@@ -51,7 +51,7 @@ def test_ports_of_a_range_are_taken_in_order_and_run_out() -> None:
 
 def test_all_ports_or_none() -> None:
     ports = free_ports(2)
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match=f"of {ports} 2 are free on {LOOPBACK}, and 3 are needed"):
         listen_on_many(LOOPBACK, ports, 3)
     close_all(listen_on_many(LOOPBACK, ports, 2))
 

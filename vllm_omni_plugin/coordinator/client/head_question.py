@@ -11,12 +11,14 @@ import zmq
 
 from vllm_omni_plugin.coordinator.client.coordinator_link import CoordinatorLink
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import open_head_dealer
-from vllm_omni_plugin.coordinator.protocol.head_messages import Facts, Question, decode_facts, encode_from_head
-from vllm_omni_plugin.curve import Secrets
+from vllm_omni_plugin.coordinator.protocol.head_messages import HeadFacts, NodeQuestion, decode_facts, encode_from_head
+from vllm_omni_plugin.curve import HANDSHAKE_MS, Secrets
 from vllm_omni_plugin.errors import WireError
 
-TIMEOUT_S = 2.0
-"""For each step: a question, and a look at what answers in place of the head."""
+# Below what the coordinator waits for a handshake: when its gate is slower than that it ends the connection, as it does
+# when it refuses a secret.
+TIMEOUT_S = 0.75 * HANDSHAKE_MS / 1000
+"""For the question, a look at what answers in place of the head, and the question again, together."""
 
 # Of a greeting of ZMTP 3.1 (RFC 37): signature and version, which are answered by a whole one; its ends and mechanism.
 _OPENING = b"\xff" + bytes(8) + b"\x7f\x03\x01"
@@ -34,7 +36,7 @@ class HeadAnswer:
         clock_ahead: seconds that the clock of this machine is ahead of the head's, at least; negative: behind.
     """
 
-    facts: Facts | None = None
+    facts: HeadFacts | None = None
     trouble: str = ""
     refused: bool = False
     clock_ahead: float = 0.0
@@ -51,21 +53,23 @@ def ask_head(
     Raises:
         ConfigError: `address` is no address.
     """
-    answer = _ask(address, stage_id, secrets, wall_clock)
+    deadline = time.monotonic() + TIMEOUT_S
+    answer = _ask(address, stage_id, secrets, wall_clock, deadline)
     if not answer.refused:
         return answer
     # A relay of connections whose head is away ends them, too, as does a head that is just ending.
-    if _demanded(address) not in ((b"CURVE",) if secrets is None else (b"CURVE", b"NULL")):
+    if _demanded(address, deadline) not in ((b"CURVE",) if secrets is None else (b"CURVE", b"NULL")):
         return replace(answer, refused=False, trouble=f"what answers at {address} is no head, or not at this moment")
-    return _ask(address, stage_id, secrets, wall_clock)
+    return _ask(address, stage_id, secrets, wall_clock, deadline)
 
 
-def _ask(address: str, stage_id: int, secrets: Secrets | None, wall_clock: Callable[[], float]) -> HeadAnswer:
+def _ask(
+    address: str, stage_id: int, secrets: Secrets | None, wall_clock: Callable[[], float], deadline: float
+) -> HeadAnswer:
     troubles: list[str] = []
     link = CoordinatorLink(address, open_head_dealer, secrets, troubles.append)
     try:
-        frames = deque([encode_from_head(Question(stage_id))])
-        deadline = time.monotonic() + TIMEOUT_S
+        frames = deque([encode_from_head(NodeQuestion(stage_id))])
         sent_at = wall_clock()
         while time.monotonic() < deadline:
             link.wait(deadline, zmq.POLLIN)
@@ -92,15 +96,18 @@ def _read(frame: bytes, sent_at: float, received_at: float) -> HeadAnswer:
     return HeadAnswer(facts, clock_ahead=max(ahead, 0.0) - max(behind, 0.0))
 
 
-def _demanded(address: str) -> bytes | None:
+def _demanded(address: str, deadline: float) -> bytes | None:
     """The mechanism that a ZMQ socket at an address demands, from its greeting; None if nothing greets like one."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
-    deadline = time.monotonic() + TIMEOUT_S
     greeting = b""
-    with suppress(OSError), socket.create_connection((host.strip("[]"), int(port)), TIMEOUT_S) as connection:
+
+    def left() -> float:
+        return max(0.001, deadline - time.monotonic())
+
+    with suppress(OSError), socket.create_connection((host.strip("[]"), int(port)), left()) as connection:
         connection.sendall(_OPENING)
         while len(greeting) < _GREETING_BYTES:
-            connection.settimeout(max(0.001, deadline - time.monotonic()))
+            connection.settimeout(left())
             received = connection.recv(_GREETING_BYTES - len(greeting))
             if not received:
                 return None

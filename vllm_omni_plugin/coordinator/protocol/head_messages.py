@@ -190,7 +190,7 @@ class Bye(Struct, frozen=True, tag="bye"):
     """The head leaves."""
 
 
-class Question(Struct, frozen=True, tag="question"):
+class NodeQuestion(Struct, frozen=True, tag="question"):
     """Asked by a node before it loads a model. Needs no session; older coordinators do not answer it.
 
     Attributes:
@@ -200,8 +200,8 @@ class Question(Struct, frozen=True, tag="question"):
     stage_id: StageId
 
 
-class Facts(Struct, frozen=True, tag="facts"):
-    """The answer to a `Question`, in a frame of its own.
+class HeadFacts(Struct, frozen=True, tag="facts"):
+    """The answer to a `NodeQuestion`, in a frame of its own.
 
     Attributes:
         timestamp: Wall-clock seconds since the epoch.
@@ -303,8 +303,8 @@ CallMessage = NumberedCall | CallRefused | TakeOver | CallOutcome | CallFinished
 ToHead = Welcome | Refused | FullList | ListDelta | PeerWork | HeadLeft | CallMessage
 
 _encoder = msgspec.json.Encoder()
-_from_head: msgspec.json.Decoder[FromHead | Question] = msgspec.json.Decoder(FromHead | Question)
-_facts: msgspec.json.Decoder[tuple[Facts]] = msgspec.json.Decoder(tuple[Facts])
+_from_head: msgspec.json.Decoder[FromHead | NodeQuestion] = msgspec.json.Decoder(FromHead | NodeQuestion)
+_facts: msgspec.json.Decoder[tuple[HeadFacts]] = msgspec.json.Decoder(tuple[HeadFacts])
 _to_head: msgspec.json.Decoder[list[ToHead]] = msgspec.json.Decoder(list[ToHead])
 _anything = msgspec.json.Decoder()
 _DEEPER, _NO_DEEPER = b"[" * 64, b"]" * 64
@@ -315,7 +315,7 @@ def is_of_head(frame: bytes) -> bool:
     return frame.startswith(_HEAD_PREFIX)
 
 
-def encode_from_head(message: FromHead | Question) -> bytes:
+def encode_from_head(message: FromHead | NodeQuestion) -> bytes:
     """Return ``message`` as one frame; raise `WireError` if the coordinator would refuse it."""
     try:
         frame = _encoder.encode(message)
@@ -325,12 +325,12 @@ def encode_from_head(message: FromHead | Question) -> bytes:
     return frame
 
 
-def decode_from_head(frame: bytes) -> FromHead | Question:
+def decode_from_head(frame: bytes) -> FromHead | NodeQuestion:
     """Return the message in ``frame``; raise `WireError` naming the field and what is wrong with it."""
     return decode_strictly(_from_head, frame, "message of a head", MAX_HEAD_FRAME_BYTES)
 
 
-def encode_to_head(message: ToHead | Facts) -> Raw:
+def encode_to_head(message: ToHead | HeadFacts) -> Raw:
     """Return ``message`` as a part of any number of frames."""
     return Raw(_encoder.encode(message))
 
@@ -363,7 +363,7 @@ def decode_to_head(frame: bytes) -> list[ToHead]:
     return decode_strictly(_to_head, frame, "frame to a head", MAX_FRAME_TO_HEAD_BYTES)
 
 
-def decode_facts(frame: bytes) -> Facts:
+def decode_facts(frame: bytes) -> HeadFacts:
     """Return the answer to a question in ``frame``; raise `WireError` naming the field and what is wrong with it."""
     (facts,) = decode_strictly(_facts, frame, "answer to a question", MAX_FRAME_TO_HEAD_BYTES)
     return facts

@@ -8,9 +8,9 @@ import zmq
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import Socket
 from vllm_omni_plugin.coordinator.protocol.head_messages import (
     Call,
-    Facts,
+    HeadFacts,
     Hello,
-    Question,
+    NodeQuestion,
     decode_from_head,
     encode_to_head,
     frames_to_head,
@@ -29,7 +29,7 @@ class HeadFrames:
         facts: What nodes are told that ask about a stage.
     """
 
-    def __init__(self, sessions: Sessions, router: Socket, facts: Callable[[int], Facts]) -> None:
+    def __init__(self, sessions: Sessions, router: Socket, facts: Callable[[int], HeadFacts]) -> None:
         self._sessions = sessions
         self._router = router
         self._facts = facts
@@ -42,7 +42,7 @@ class HeadFrames:
             TableFullError: There is no place for another head.
         """
         message = decode_from_head(frame)
-        if isinstance(message, Question):
+        if isinstance(message, NodeQuestion):
             answer = encode_to_head(self._facts(message.stage_id))
             self.send((peer, answered) for answered in frames_to_head([answer]))
             return True

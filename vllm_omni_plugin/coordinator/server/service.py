@@ -22,7 +22,7 @@ from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import (
     Wakeup,
     poll_ms,
 )
-from vllm_omni_plugin.coordinator.protocol.head_messages import Facts, is_of_head
+from vllm_omni_plugin.coordinator.protocol.head_messages import HeadFacts, is_of_head
 from vllm_omni_plugin.coordinator.server.drops import DropLog, DropReason, peer_of
 from vllm_omni_plugin.coordinator.server.head_frames import HeadFrames
 from vllm_omni_plugin.coordinator.state.head_sessions import RELAY_INTERVAL, Sessions
@@ -276,9 +276,9 @@ class OmniCoordinator:
             self._delta_schedule.request(now)
         return self._heads.take(peer, frame, now)
 
-    def _facts(self, stage_id: int) -> Facts:
+    def _facts(self, stage_id: int) -> HeadFacts:
         fingerprint = dict(self._fingerprints.get(stage_id, {}))
-        return Facts(self._wall_clock(), sorted(self._fingerprints), fingerprint)
+        return HeadFacts(self._wall_clock(), sorted(self._fingerprints), fingerprint)
 
     def _take_subscriptions(self) -> None:
         for _ in range(BATCH_FRAMES):

@@ -4,7 +4,8 @@ import os
 import platform
 import sys
 from collections.abc import Iterator, Mapping, Set
-from importlib.metadata import distributions, entry_points
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, distribution, entry_points
 
 from vllm_omni_plugin.integration.checks.finding import Finding, Level
 from vllm_omni_plugin.vllm_api.launch.tiles import ask_for_tiles, cpu_features
@@ -19,10 +20,12 @@ _CLASHES = {
 """By distribution: what goes wrong beside it, and what to do."""
 
 
-def version_finding() -> Finding:
-    """Whether the installed vLLM is supported."""
+def version_finding(any_vllm: bool) -> Finding:
+    """Whether the installed vLLM is supported, or at least wanted, by `--omni-any-vllm`."""
     version = installed_version()
     reason = why_unsupported(version)
+    if reason is not None and any_vllm:
+        return Finding(Level.WARNING, f"vLLM: {reason}; with --omni-any-vllm, anything may go wrong")
     if reason is not None:
         return Finding(Level.ERROR, f"vLLM: {reason}: install one of those, or another version of the plugin")
     return Finding(Level.OK, f"vLLM: {version}")
@@ -32,7 +35,7 @@ def machine_findings() -> Iterator[Finding]:
     """What is found, as it is found."""
     installed = {plugin.name: plugin.value for plugin in entry_points(group=_GROUP)}
     yield plugin_finding(installed, os.environ.get("VLLM_PLUGINS"))
-    yield from clash_findings({str(found.metadata["Name"]) for found in distributions()})
+    yield from clash_findings()
     yield processor_finding(platform.machine(), cpu_features(), installed_version(), ask_for_tiles())
 
 
@@ -55,10 +58,11 @@ def plugin_finding(installed: Mapping[str, str], allowed: str | None) -> Finding
     return Finding(Level.OK, f"plugin: vLLM loads it{f'; others in this environment: {others}' if others else ''}")
 
 
-def clash_findings(installed: Set[str]) -> Iterator[Finding]:
-    """What distributions of these names do to this package."""
-    for name in sorted(installed):
-        if trouble := _CLASHES.get(name.lower().replace("_", "-")):
+def clash_findings() -> Iterator[Finding]:
+    """What other distributions that are installed do to this package."""
+    for name, trouble in _CLASHES.items():
+        with suppress(PackageNotFoundError):
+            distribution(name)
             yield Finding(Level.WARNING, f"plugin: {name} is installed: {trouble}")
 
 

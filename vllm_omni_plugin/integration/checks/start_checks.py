@@ -1,6 +1,5 @@
 """What replicas take of this machine, looked at before any of them starts. Takes milliseconds."""
 
-import argparse
 import os
 from collections.abc import Iterator
 
@@ -20,30 +19,29 @@ SHARED_MEMORY_OF_A_WORKER = 64 * 2**20
 """What a container has by default, and which several workers of one engine use up: queues of vLLM's, and NCCL's."""
 
 
-def check_or_exit(args: argparse.Namespace, options: OmniConfig, engines: int) -> None:
+def check_or_exit(options: OmniConfig, replicas: int, workers: int, headless: bool) -> None:
     """End the process as argparse does if its replicas could not start for sure; warn of what may harm them.
 
     Args:
-        args: the parsed command line of `vllm serve`.
-        options: ours in it, which have been checked.
-        engines: how many of vLLM's this process will run itself; each data-parallel rank of one is a replica.
+        options: ours in the command line, which have been checked.
+        replicas: how many this process will run itself.
+        workers: how many worker processes vLLM will start for them.
+        headless: whether it is a node.
     """
-    for finding in start_findings(args, options, engines):
+    for finding in start_findings(options, replicas, workers, headless):
         if finding.level is Level.ERROR:
             exit_with(ConfigError(finding.text))
         if finding.level is Level.WARNING:
             logger.warning("%s", finding.text)
 
 
-def start_findings(args: argparse.Namespace, options: OmniConfig, engines: int) -> Iterator[Finding]:
+def start_findings(options: OmniConfig, replicas: int, workers: int, headless: bool) -> Iterator[Finding]:
     """What is found for a command line; arguments as of `check_or_exit`."""
-    replicas = engines * args.data_parallel_size
-    if getattr(args, "headless", False):
+    if headless:
         yield files_finding(replicas)
         yield from _ports(options, replicas)
-    workers = args.tensor_parallel_size * args.pipeline_parallel_size
-    if workers > 1:
-        yield memory_finding(replicas * workers)
+    if workers:
+        yield memory_finding(workers)
 
 
 def files_finding(replicas: int) -> Finding:
@@ -80,10 +78,9 @@ def _ports(options: OmniConfig, replicas: int) -> Iterator[Finding]:
     except ConfigError:
         # The head's name may come with the head, and only then is it known where to listen.
         return
-    needed = REPLICA_PORTS * replicas
     try:
-        close_all(listen_on_many(address, PortRange.parse(options.replica_ports), needed))
+        close_all(listen_on_many(address, PortRange.parse(options.replica_ports), REPLICA_PORTS * replicas))
     except ConfigError as error:
-        yield Finding(Level.ERROR, f"argument {error}; {needed} are needed: name a range of free ports")
+        yield Finding(Level.ERROR, f"argument {error}")
     else:
         yield Finding(Level.OK, f"ports: enough of {options.replica_ports} are free on {address}")

@@ -58,6 +58,33 @@ def local_engines(options: OmniConfig, headless: bool) -> int:
     return sum(stage.replicas for stage in pipeline.stages if stage.is_vllm)
 
 
+def local_processes(args: argparse.Namespace, options: OmniConfig) -> tuple[int, int]:
+    """How many replicas this process runs itself, and how many worker processes vLLM's engines start for them.
+
+    Args:
+        args: the parsed command line.
+        options: ours in it.
+    """
+    command = command_of(options)
+    # Of each stage that is run here: how many engines, and vLLM's arguments of each; None: it is no engine of vLLM's.
+    stages: list[tuple[int, Any]]
+    if command is None:
+        stages = [(options.dp_size_local, args)]
+    elif args.headless:
+        stages = [(options.dp_size_local, command.engine_args.get(options.stage_id))]
+    else:
+        replicas = [0 if options.join else stage.replicas for stage in command.pipeline.stages]
+        stages = [(count, command.engine_args.get(stage_id)) for stage_id, count in enumerate(replicas)]
+    replicas_here = workers = 0
+    for count, sizes in stages:
+        ranks = 1 if sizes is None else sizes.data_parallel_size
+        replicas_here += count * ranks
+        of_a_replica = 1 if sizes is None else sizes.tensor_parallel_size * sizes.pipeline_parallel_size
+        # A replica that needs but one works in its own process.
+        workers += count * ranks * of_a_replica if of_a_replica > 1 else 0
+    return replicas_here, workers
+
+
 def lay_pipeline(args: argparse.Namespace, options: OmniConfig, headless: bool) -> None:
     """Read the file, check it, and set in `args` what it says of the stage whose model this process is about.
 

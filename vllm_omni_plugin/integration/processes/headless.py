@@ -16,7 +16,7 @@ from vllm.v1.executor import Executor as VllmExecutor
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError, OmniError
-from vllm_omni_plugin.integration.checks.head_checks import refuse_unlike_head
+from vllm_omni_plugin.integration.checks.head_checks import ask_or_refuse, refuse_other_model
 from vllm_omni_plugin.integration.fleet_setup.pipeline_command import pipeline_of
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import StagePlan, engine_launcher, model_plan, python_plan
 from vllm_omni_plugin.integration.options.listening import bind_address, coordinator_address, secured, warn_of_exposure
@@ -52,10 +52,14 @@ def serve_replicas(
     """
     spawn_only()
     use_socket_folder()
-    plan = plan_node(args, options, launcher)
     with Reaper() as reaper, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
-            runner.run(_serve(options, plan, reaper))
+            options, address, coordinator = runner.run(_find_place(options))
+            # Before vLLM configures the model, which takes it many seconds.
+            answer = ask_or_refuse(coordinator, options.stage_id, _secrets(options))
+            plan = plan_node(args, options, launcher)
+            refuse_other_model(answer, plan.stage_id, plan.fingerprint)
+            runner.run(_serve(options, plan, address, coordinator, reaper))
         except OmniError as error:
             sys.stderr.write(f"vllm serve: error: {error}\n")
             return _EXIT_FAILED
@@ -97,10 +101,14 @@ def _server_settings(plan: StagePlan, options: OmniConfig, address: str, coordin
         heartbeat_interval=options.heartbeat_interval,
         heartbeat_timeout=options.heartbeat_timeout,
         drain_timeout=options.drain_timeout,
-        secrets=Secrets.from_file(options.secret_file) if options.secret_file else None,
+        secrets=_secrets(options),
         fingerprint=plan.fingerprint,
         max_message_bytes=options.max_message_bytes,
     )
+
+
+def _secrets(options: OmniConfig) -> Secrets | None:
+    return Secrets.from_file(options.secret_file) if options.secret_file else None
 
 
 def plan_node(
@@ -120,14 +128,15 @@ def plan_node(
     return model_plan(options, vllm_config, executor_class, not engine_args.disable_log_stats, launcher)
 
 
-async def _serve(options: OmniConfig, plan: StagePlan, reaper: Reaper) -> None:
+async def _find_place(options: OmniConfig) -> tuple[OmniConfig, str, str]:
+    """The options with a secret, the address to bind, and the coordinator's."""
     address = await _find_own_address(options)
     options = secured(options, address, headless=True)
     warn_of_exposure(options, address)
-    loop = asyncio.get_running_loop()
-    coordinator = await loop.run_in_executor(None, coordinator_address, options)
-    # Before anything is loaded, which may take minutes.
-    await loop.run_in_executor(None, refuse_unlike_head, _server_settings(plan, options, address, coordinator))
+    return options, address, await asyncio.get_running_loop().run_in_executor(None, coordinator_address, options)
+
+
+async def _serve(options: OmniConfig, plan: StagePlan, address: str, coordinator: str, reaper: Reaper) -> None:
     with ThreadPoolExecutor(2 * plan.replicas, thread_name_prefix="omni-engine") as executor:
         servers = replica_servers([plan], options, address, coordinator, reaper.watch, executor)
         await run_node(servers, options.join_timeout, coordinator)

@@ -27,9 +27,9 @@ def _validate(own: Any, args: argparse.Namespace) -> None:
     own(args)
     if options is not None:
         from vllm_omni_plugin.integration.checks.start_checks import check_or_exit
-        from vllm_omni_plugin.integration.fleet_setup.pipeline_command import local_engines
+        from vllm_omni_plugin.integration.fleet_setup.pipeline_command import local_processes
 
-        check_or_exit(args, options, local_engines(options, bool(args.headless)))
+        check_or_exit(options, *local_processes(args, options), bool(args.headless))
 
 
 def _run_headless(own: Any, args: argparse.Namespace) -> None:

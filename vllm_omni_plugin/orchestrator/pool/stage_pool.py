@@ -247,7 +247,9 @@ class StagePool:
             # Not the candidates, which are as many as a policy likes and whatever it likes.
             why = (self.policy, decision.reason, decision.fallback or "none")
             request_id = task.get("request_id", "")
-            logger.debug("Request %s goes to replica %s: policy %s, reason %s, fallback %s", request_id, member.name, *why)
+            logger.debug(
+                "Request %s goes to replica %s: policy %s, reason %s, fallback %s", request_id, member.name, *why
+            )
         if affinity_key is not None and not stays:
             self._bindings.bind(affinity_key, member)
         return member, decision

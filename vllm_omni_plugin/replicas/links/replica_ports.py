@@ -78,6 +78,13 @@ def listen(host: str, ports: PortRange | None) -> Listener:
     Raises:
         ConfigError: the host is no address of this machine that heads could connect to, or no port is free.
     """
+    listener = _first_free(host, ports)
+    if listener is None:
+        raise ConfigError(f"{PORTS_FLAG}: no port of {ports or 'this machine'} is free on {host}")
+    return listener
+
+
+def _first_free(host: str, ports: PortRange | None) -> Listener | None:
     family, address = _resolve(host)
     for port in _EPHEMERAL if ports is None else range(ports.first, ports.last + 1):
         try:
@@ -88,7 +95,7 @@ def listen(host: str, ports: PortRange | None) -> Listener:
             if error.errno == errno.EACCES:
                 raise ConfigError(f"{PORTS_FLAG}: port {port} may not be bound: {error.strerror}") from error
             raise ConfigError(f"{ADDRESS_FLAG}: {host} cannot be bound: {error.strerror}") from error
-    raise ConfigError(f"{PORTS_FLAG}: no port of {ports or 'this machine'} is free on {host}")
+    return None
 
 
 def listen_on_many(host: str, ports: PortRange | None, count: int) -> list[Listener]:
@@ -96,7 +103,13 @@ def listen_on_many(host: str, ports: PortRange | None, count: int) -> list[Liste
     taken: list[Listener] = []
     try:
         for _ in range(count):
-            taken.append(listen(host, ports))
+            listener = _first_free(host, ports)
+            if listener is None:
+                raise ConfigError(
+                    f"{PORTS_FLAG}: of {ports or 'the ports of this machine'} {len(taken)} are free on {host}, and "
+                    f"{count} are needed: name a range of free ports"
+                )
+            taken.append(listener)
     except ConfigError:
         close_all(taken)
         raise

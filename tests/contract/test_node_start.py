@@ -1,0 +1,62 @@
+"""What a node of vLLM's does first: it asks its head, and only then lets vLLM configure the model, which takes long."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_omni_plugin.coordinator import HeadAnswer, HeadFacts
+from vllm_omni_plugin.integration.checks import head_checks
+from vllm_omni_plugin.integration.processes import headless
+from vllm_omni_plugin.integration.processes.headless import serve_replicas
+
+from .pipeline_files import JOIN, read
+
+
+@pytest.fixture
+def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What has been done, in order; the node's model is "a"."""
+    done: list[str] = []
+
+    def plan(*_: Any) -> SimpleNamespace:
+        done.append("planned")
+        return SimpleNamespace(stage_id=0, fingerprint={"model": "a"})
+
+    async def serve(*_: Any) -> None:
+        done.append("served")
+
+    monkeypatch.setattr(headless, "spawn_only", lambda: None)
+    monkeypatch.setattr(headless, "use_socket_folder", lambda: None)
+    monkeypatch.setattr(headless, "plan_node", plan)
+    monkeypatch.setattr(headless, "_serve", serve)
+    return done
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected", "said"),
+    [
+        pytest.param(HeadAnswer(trouble="refused secret", refused=True), ["asked"], "refused secret", id="secret"),
+        pytest.param(HeadAnswer(HeadFacts(0.0, [1], {})), ["asked"], "the head has 1, replica 0", id="stage"),
+        pytest.param(HeadAnswer(HeadFacts(0.0, [0], {"model": "b"})), ["asked", "planned"], "replica a", id="model"),
+        pytest.param(HeadAnswer(HeadFacts(0.0, [0], {"model": "a"})), ["asked", "planned", "served"], "", id="alike"),
+        pytest.param(HeadAnswer(trouble="not there"), ["asked", "planned", "served"], "", id="no head yet"),
+    ],
+)
+def test_the_head_is_asked_before_the_model_is_configured(
+    answer: HeadAnswer,
+    expected: list[str],
+    said: str,
+    done: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def ask(*_: Any) -> HeadAnswer:
+        done.append("asked")
+        return answer
+
+    monkeypatch.setattr(head_checks, "ask_head", ask)
+    assert serve_replicas(*read(f"{tmp_path} --headless {JOIN}")) == (1 if said else 0)
+    assert done == expected
+    assert said in capsys.readouterr().err
