@@ -1,5 +1,5 @@
-"""The coordinator's five kinds of sockets and their limits, all in one place; its own two, opened together (`Ports`); and
-a flag with which any thread ends another one's poll of them (`Wakeup`)."""
+"""The coordinator's five kinds of sockets and their limits, all in one place; its own two, opened together (`Ports`); a
+flag with which any thread ends another one's poll of them (`Wakeup`)."""
 
 import math
 import os
