@@ -44,7 +44,7 @@ class NoAnswerError(OmniError):
 
 
 class CoordinatorAwayError(OmniError):
-    """An operator's call cannot reach the other heads of the fleet. It is safe to repeat it later."""
+    """An operator's call cannot reach the fleet's other heads, or gets no number. It is safe to repeat it later."""
 
 
 class RequestLostError(OmniError):

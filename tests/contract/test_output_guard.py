@@ -17,7 +17,7 @@ from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
 from tests.fakes.engine_api import FakeRequest
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
-from vllm_omni_plugin.integration.engine_client.request_failures import guard_outputs, guard_statistics
+from vllm_omni_plugin.integration.engine_client.output_guard import guard_outputs, guard_statistics
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     AbortRequests,
     FrontMessage,

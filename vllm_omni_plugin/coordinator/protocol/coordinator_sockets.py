@@ -1,4 +1,5 @@
-"""The coordinator's five kinds of sockets and their limits, all in one place."""
+"""The coordinator's five kinds of sockets and their limits, all in one place; its own two, opened together (`Ports`); a
+flag with which any thread ends another one's poll of them (`Wakeup`)."""
 
 import math
 import os

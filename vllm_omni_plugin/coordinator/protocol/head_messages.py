@@ -269,7 +269,7 @@ class NumberedCall(Call, frozen=True, tag="numbered_call", kw_only=True):
 
 
 class CallRefused(Struct, frozen=True, tag="call_refused"):
-    """To the caller: its call gets no number."""
+    """To the caller: its call gets no number. Its operator gets 503, since the same call may succeed later."""
 
     call_id: Ordinal
     reason: ErrorText

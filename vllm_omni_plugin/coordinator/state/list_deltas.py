@@ -1,4 +1,5 @@
-"""The list of replicas and their numbers: what heads and subscribers are told of the table, and when."""
+"""The list of replicas: its numbers (`Numbering`), what heads (`ListDeltas`) and subscribers (`replica_list`) are told
+of the table, and when a list goes out (`PublishSchedule`)."""
 
 from collections.abc import Iterable, Mapping
 

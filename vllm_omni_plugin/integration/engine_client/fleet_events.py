@@ -9,13 +9,9 @@ from msgspec.structs import replace
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from vllm_omni_plugin.errors import OmniError
+from vllm_omni_plugin.integration.engine_client.output_guard import guard_outputs, guard_statistics
 from vllm_omni_plugin.integration.engine_client.peer_front import PeerFront
-from vllm_omni_plugin.integration.engine_client.request_failures import (
-    fail_request,
-    forget_request,
-    guard_outputs,
-    guard_statistics,
-)
+from vllm_omni_plugin.integration.engine_client.request_failures import fail_request, forget_request
 from vllm_omni_plugin.integration.engine_client.stat_labels import StatLabels
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages
 from vllm_omni_plugin.logger import init_logger

@@ -245,11 +245,8 @@ class StagePool:
         member = serving[decision.position]
         if logger.isEnabledFor(logging.DEBUG) and next(self._decisions) % _DECISIONS_PER_LINE == 0:
             # Not the candidates, which are as many as a policy likes and whatever it likes.
-            why = (self.policy, decision.reason, decision.fallback or "none")
-            request_id = task.get("request_id", "")
-            logger.debug(
-                "Request %s goes to replica %s: policy %s, reason %s, fallback %s", request_id, member.name, *why
-            )
+            told = (task.get("request_id", ""), member.name, self.policy, decision.reason, decision.fallback or "none")
+            logger.debug("Request %s goes to replica %s: policy %s, reason %s, fallback %s", *told)
         if affinity_key is not None and not stays:
             self._bindings.bind(affinity_key, member)
         return member, decision
