@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Any
 
 from vllm_omni_plugin.config import FLAGS, OmniConfig, seconds, whole
@@ -26,11 +27,11 @@ def run(arguments: Sequence[str]) -> int:
     """Run the sub-command with what stands behind its name; returns the exit code.
 
     Raises:
-        OmniError: Ray is not installed, or its cluster cannot be reached.
+        OmniError: Ray is not installed, its cluster cannot be reached, or it has ended on this machine.
     """
     args, serve = parse(arguments)
     given = _given(serve)
-    with RayNodes(args.address, serve, args.num_gpus, args.num_cpus) as nodes:
+    with closing(RayNodes(args.address, serve, args.num_gpus, args.num_cpus)) as nodes:
         keeping = Keeping(nodes, NodeSet(given.drain_timeout), _demand(args, given.stage_id), time.monotonic, _say)
 
         def count(*_: object) -> None:

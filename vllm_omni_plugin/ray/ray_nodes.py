@@ -8,8 +8,11 @@ from typing import Any
 from vllm_omni_plugin.errors import ConfigError, OmniError
 from vllm_omni_plugin.ray.node_process import NodeProcess
 
-_CALLS_AT_ONCE = 3
-"""Of an actor: one waits for its node to end, one tells it to, one says where it is."""
+_CALLS_AT_ONCE = 16
+"""Of an actor: one waits for its node to end, one tells it to, one says where it is. The others are room for calls
+that were made again, while those before them still wait."""
+AWAY_S = 60.0
+"""How long an actor may be out of reach before it counts as lost."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Ended:
 class RayNodes:
     """Starts, drains and kills nodes on a Ray cluster, and tells what became of them.
 
-    A context manager. What still runs when it is left is killed by Ray.
+    To be closed. What still runs then is killed by Ray.
 
     Args:
         address: of the cluster, as `ray.init` takes it.
@@ -47,7 +50,9 @@ class RayNodes:
     def __init__(self, address: str, arguments: Sequence[str], gpus: int, cpus: int) -> None:
         try:
             import ray
-        except ImportError as error:
+        except ModuleNotFoundError as error:
+            if error.name != "ray":
+                raise
             raise ConfigError("Ray is not installed: pip install 'vllm-omni-plugin[ray]'") from error
         self._ray: Any = ray
         self._arguments = list(arguments)
@@ -55,22 +60,22 @@ class RayNodes:
             ray.init(address=address)
         except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             raise OmniError(f"argument --address: no Ray cluster at {address}: {_line(error)}") from error
+        self._here = ray.get_runtime_context().get_node_id()
         # An actor's resources lie on one machine, so that a node needs no placement group.
         self._actor_class = ray.remote(num_gpus=gpus, num_cpus=cpus, max_concurrency=_CALLS_AT_ONCE)(NodeProcess)
         self._actors: dict[int, Any] = {}
         self._calls: dict[Any, tuple[int, type[Placed] | type[Ended]]] = {}
+        self._away_until: dict[int, float] = {}
 
-    def __enter__(self) -> "RayNodes":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Leave the cluster."""
         self._ray.shutdown()
 
     def start(self, number: int) -> None:
         """Ask for a node. Ray places it when there is room."""
-        actor = self._actors[number] = self._actor_class.remote(self._arguments)
-        self._calls[actor.host.remote()] = (number, Placed)
-        self._calls[actor.wait.remote()] = (number, Ended)
+        self._actors[number] = self._actor_class.remote(self._arguments)
+        self._ask(number, Placed)
+        self._ask(number, Ended)
 
     def drain(self, number: int) -> None:
         """Tell a node to finish what it has and end."""
@@ -81,27 +86,54 @@ class RayNodes:
         self._ray.kill(self._actors[number])
 
     def news(self, timeout: float) -> list[Placed | Ended]:
-        """Wait at most `timeout` seconds for something to happen to a node; returns what did."""
+        """Wait at most `timeout` seconds for something to happen to a node; returns what did.
+
+        Raises:
+            OmniError: Ray has ended on this machine. Actors do not outlive it, since they belong to this process.
+        """
         if not self._calls:
             time.sleep(timeout)
             return []
-        done, _ = self._ray.wait(list(self._calls), timeout=timeout)
+        calls = list(self._calls)
+        done, _ = self._ray.wait(calls, timeout=timeout)
+        if done:
+            done, _ = self._ray.wait(calls, num_returns=len(calls), timeout=0)
         return [news for call in done if (news := self._answer(call)) is not None]
+
+    def _ask(self, number: int, kind: type[Placed] | type[Ended]) -> None:
+        actor = self._actors[number]
+        self._calls[(actor.host if kind is Placed else actor.wait).remote()] = (number, kind)
 
     def _answer(self, call: Any) -> Placed | Ended | None:
         number, kind = self._calls.pop(call)
         try:
             answer = self._ray.get(call)
         except self._ray.exceptions.RayError as error:
+            if not any(node["Alive"] for node in self._ray.nodes() if node["NodeID"] == self._here):
+                raise OmniError(
+                    "Ray on this machine has ended, and all nodes with it: start Ray and this command again"
+                ) from error
+            if isinstance(error, self._ray.exceptions.ActorUnavailableError) and self._may_return(number):
+                self._ask(number, kind)
+                return None
             # Both calls fail; one of them says so.
             if kind is Placed:
                 return None
             answer = _line(error)
+        if number not in self._actors:
+            return None
         if kind is Placed:
             return Placed(number, answer)
         # Frees its resources, and ends a node that Ray has only lost sight of: another one takes its place.
         self._ray.kill(self._actors.pop(number))
         return Ended(number, answer)
+
+    def _may_return(self, number: int) -> bool:
+        """Whether an actor that is out of reach has not been so for long. Ray takes a second for each failed call."""
+        now = time.monotonic()
+        if now > self._away_until.get(number, 0.0) + AWAY_S:
+            self._away_until[number] = now + AWAY_S
+        return number in self._actors and now <= self._away_until[number]
 
 
 def _line(error: BaseException) -> str:
