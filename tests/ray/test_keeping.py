@@ -2,6 +2,9 @@
 
 from collections.abc import Callable
 
+import pytest
+
+from vllm_omni_plugin.errors import OmniError
 from vllm_omni_plugin.ray.keeping import TICK_S, Keeping
 from vllm_omni_plugin.ray.node_set import NodeSet
 from vllm_omni_plugin.ray.ray_nodes import Ended, Placed
@@ -92,6 +95,72 @@ def test_a_refused_command_line_ends_all_and_is_not_tried_again() -> None:
     assert nodes.keeping.run() is False
     assert nodes.done == ["start 0", "start 1", "drain 1"]
     assert sum("command line" in line for line in nodes.said) == 1
+
+
+def test_a_node_that_is_refused_after_others_have_settled_is_replaced() -> None:
+    def plan(nodes: PlayedNodes, now: float) -> None:
+        if now == 100:
+            nodes.waiting.append(Ended(0, -9))
+        if now == 104:
+            nodes.waiting.append(Ended(2, 2))
+        if now == 200:
+            nodes.keeping.signals += 1
+            nodes.waiting += [Ended(1, 0), Ended(3, 0)]
+
+    nodes = PlayedNodes(plan)
+    assert nodes.keeping.run() is True
+    assert nodes.done == ["start 0", "start 1", "start 2", "start 3"]
+
+
+def test_the_first_signal_after_a_refusal_is_passed_on_to_the_nodes() -> None:
+    def plan(nodes: PlayedNodes, now: float) -> None:
+        if now == 4:
+            nodes.waiting.append(Ended(0, 2))
+        if now == 8:
+            nodes.keeping.signals += 1
+        if now == 12:
+            nodes.waiting.append(Ended(1, 0))
+
+    nodes = PlayedNodes(plan)
+    assert nodes.keeping.run() is False
+    assert nodes.done == ["start 0", "start 1", "drain 1", "drain 1"]
+
+
+def test_an_error_that_nobody_foresaw_drains_all_before_it_is_raised() -> None:
+    def plan(nodes: PlayedNodes, now: float) -> None:
+        if now == 100:
+            raise LookupError("what is this")
+        if now == 104:
+            nodes.waiting += [Ended(0, 0), Ended(1, 0)]
+
+    nodes = PlayedNodes(plan)
+    with pytest.raises(LookupError):
+        nodes.keeping.run()
+    assert nodes.now == 104
+    assert nodes.done == ["start 0", "start 1", "drain 1", "drain 0"]
+    assert "all nodes end, because of LookupError: what is this" in nodes.said
+
+
+def test_nodes_that_are_lost_with_ray_are_not_waited_for() -> None:
+    def plan(nodes: PlayedNodes, now: float) -> None:
+        raise OmniError("Ray has ended")
+
+    nodes = PlayedNodes(plan)
+    with pytest.raises(OmniError, match="Ray has ended"):
+        nodes.keeping.run()
+    assert nodes.done == ["start 0", "start 1"]
+
+
+def test_what_is_said_has_been_done() -> None:
+    nodes = PlayedNodes(lambda nodes, now: None)
+
+    def say(line: str) -> None:
+        assert nodes.done == ["start 0"]
+        raise OmniError(line)
+
+    nodes.keeping.say = say
+    with pytest.raises(OmniError, match="node 0: start"):
+        nodes.keeping.run()
 
 
 def test_a_node_that_ends_by_itself_is_started_again_whatever_its_code() -> None:
