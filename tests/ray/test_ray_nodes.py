@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from vllm_omni_plugin.errors import OmniError
-from vllm_omni_plugin.ray.ray_nodes import AWAY_S, Ended, Placed, RayNodes
+from vllm_omni_plugin.ray.ray_nodes import AWAY_S, News, RayNodes
 
 
 class PlayedRayError(Exception):
@@ -112,42 +112,42 @@ def test_an_actor_has_what_a_node_needs(ray: PlayedRay, nodes: RayNodes) -> None
 
 
 def test_what_actors_answer_is_told_once(ray: PlayedRay, nodes: RayNodes) -> None:
-    assert nodes.news(0.0) == []
+    assert list(nodes.news(0.0)) == []
     ray.actors[1].calls["host"].answer = "here"
-    assert nodes.news(0.0) == [Placed(1, "here")]
-    assert nodes.news(0.0) == []
+    assert list(nodes.news(0.0)) == [News(1, "here")]
+    assert list(nodes.news(0.0)) == []
     ray.actors[1].calls["wait"].answer = 3
-    assert nodes.news(0.0) == [Ended(1, 3)]
+    assert list(nodes.news(0.0)) == [News(1, None, 3)]
     assert ray.killed == [ray.actors[1]]
 
 
 def test_an_actor_that_is_gone_is_told_once_with_the_reason_in_one_line(ray: PlayedRay, nodes: RayNodes) -> None:
     error = PlayedRayError("The actor died.\n  Traceback\nits node has failed.\n\n")
     ray.actors[0].calls["host"].answer = ray.actors[0].calls["wait"].answer = error
-    assert nodes.news(0.0) == [Ended(0, "its node has failed.")]
+    assert list(nodes.news(0.0)) == [News(0, None, "its node has failed.")]
 
 
 def test_all_that_has_happened_is_told_at_once(ray: PlayedRay, nodes: RayNodes) -> None:
     for actor in ray.actors:
         actor.calls["host"].answer = "here"
-    assert nodes.news(0.0) == [Placed(0, "here"), Placed(1, "here")]
+    assert list(nodes.news(0.0)) == [News(0, "here"), News(1, "here")]
 
 
 def test_a_place_that_is_told_after_the_end_is_no_news(ray: PlayedRay, nodes: RayNodes) -> None:
     ray.actors[0].calls["wait"].answer = 3
-    assert nodes.news(0.0) == [Ended(0, 3)]
+    assert list(nodes.news(0.0)) == [News(0, None, 3)]
     ray.actors[0].calls["host"].answer = "here"
-    assert nodes.news(0.0) == []
+    assert list(nodes.news(0.0)) == []
 
 
 def test_an_actor_that_is_out_of_reach_for_a_while_is_asked_again(ray: PlayedRay, nodes: RayNodes) -> None:
     actor = ray.actors[0]
     for call in actor.calls.values():
         call.answer = PlayedUnavailableError("unavailable")
-    assert nodes.news(0.0) == []
+    assert list(nodes.news(0.0)) == []
     assert actor.called == ["host", "wait", "host", "wait"]
     actor.calls["host"].answer, actor.calls["wait"].answer = "here", 3
-    assert nodes.news(0.0) == [Placed(0, "here"), Ended(0, 3)]
+    assert list(nodes.news(0.0)) == [News(0, "here"), News(0, None, 3)]
 
 
 def test_an_actor_that_stays_out_of_reach_is_lost_after_a_minute_but_not_for_two_short_times(
@@ -156,29 +156,40 @@ def test_an_actor_that_stays_out_of_reach_is_lost_after_a_minute_but_not_for_two
     now = time.monotonic()
     monkeypatch.setattr("vllm_omni_plugin.ray.ray_nodes.time.monotonic", lambda: now)
 
-    def fail() -> list[Placed | Ended]:
+    def fail() -> list[News]:
         ray.actors[0].calls["wait"].answer = PlayedUnavailableError("unavailable")
-        return nodes.news(0.0)
+        return list(nodes.news(0.0))
 
     assert fail() == []
     now += 2 * AWAY_S + 1
     assert fail() == []
     now += AWAY_S + 1
-    assert fail() == [Ended(0, "unavailable")]
+    assert fail() == [News(0, None, "unavailable")]
     assert ray.killed == [ray.actors[0]]
+
+
+def test_an_answer_that_nobody_foresaw_costs_no_other_and_is_asked_for_again(ray: PlayedRay, nodes: RayNodes) -> None:
+    ray.actors[0].calls["wait"].answer = 3
+    ray.actors[1].calls["wait"].answer = LookupError()
+    told = nodes.news(0.0)
+    assert next(told) == News(0, None, 3)
+    with pytest.raises(LookupError):
+        next(told)
+    ray.actors[1].calls["wait"].answer = 0
+    assert list(nodes.news(0.0)) == [News(1, None, 0)]
 
 
 def test_the_end_of_ray_under_the_command_is_an_error_that_says_what_to_do(ray: PlayedRay, nodes: RayNodes) -> None:
     ray.is_alive = False
     ray.actors[0].calls["host"].answer = PlayedRayError("its owner has died")
     with pytest.raises(OmniError, match=r"Ray on this machine has ended.*start Ray and this command again"):
-        nodes.news(0.0)
+        list(nodes.news(0.0))
 
 
 def test_without_a_node_news_are_waited_for_all_the_same(ray: PlayedRay, monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr("vllm_omni_plugin.ray.ray_nodes.time.sleep", slept.append)
-    assert RayNodes("auto", ["MODEL"], gpus=0, cpus=1).news(2.0) == []
+    assert list(RayNodes("auto", ["MODEL"], gpus=0, cpus=1).news(2.0)) == []
     assert slept == [2.0]
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from vllm_omni_plugin.errors import OmniError
 from vllm_omni_plugin.ray.node_set import Do, NodeSet
-from vllm_omni_plugin.ray.ray_nodes import Ended, Placed, RayNodes
+from vllm_omni_plugin.ray.ray_nodes import News, RayNodes
 
 TICK_S = 2.0
 """Between two looks at what is wanted, and at signals."""
@@ -24,8 +24,7 @@ class Keeping:
         wanted: says how many there should be at a time.
         clock: time in seconds.
         say: writes a line for the operator.
-        signals: how often it was told to end, or had to by itself. The first time all nodes drain, then what they
-            have moves.
+        signals: how often it was told to end, or had to. The first time all nodes drain, then what they have moves.
     """
 
     nodes: RayNodes
@@ -55,11 +54,12 @@ class Keeping:
             raise
 
     def _keep(self) -> bool:
+        actions = {Do.START: self.nodes.start, Do.DRAIN: self.nodes.drain, Do.KILL: self.nodes.kill}
         while True:
-            ending = self.signals > 0
-            now = self.clock()
+            ending, now = self.signals > 0, self.clock()
             for do, number in self.node_set.decide(now, 0 if ending else self.wanted(now)):
-                self._act(do, number)
+                actions[do](number)
+                self.say(f"node {number}: {do.value}")
             if self.signals > max(1, self._heard):
                 for number in self.node_set.draining():
                     self.nodes.drain(number)
@@ -69,19 +69,14 @@ class Keeping:
             for news in self.nodes.news(TICK_S):
                 self._note(news)
 
-    def _act(self, do: Do, number: int) -> None:
-        {Do.START: self.nodes.start, Do.DRAIN: self.nodes.drain, Do.KILL: self.nodes.kill}[do](number)
-        self.say(f"node {number}: {do.value}")
-
-    def _note(self, news: Placed | Ended) -> None:
-        match news:
-            case Placed(number, host):
-                self.node_set.placed(self.clock(), number)
-                self.say(f"node {number}: runs on {host}")
-            case Ended(number, how):
-                settled = self.node_set.ended(self.clock(), number)
-                self.say(f"node {number}: " + (f"lost, {how}" if isinstance(how, str) else f"ended with code {how}"))
-                if how == _REFUSED and not settled and not self.signals:
-                    self._refused = True
-                    self.signals = 1
-                    self.say("the command line of nodes is refused, see the node's own lines above; all nodes end")
+    def _note(self, news: News) -> None:
+        now, number, how = self.clock(), news.number, news.how
+        if news.host is not None:
+            self.node_set.placed(now, number)
+            self.say(f"node {number}: runs on {news.host}")
+            return
+        settled = self.node_set.ended(now, number)
+        self.say(f"node {number}: " + (f"lost, {how}" if isinstance(how, str) else f"ended with code {how}"))
+        if how == _REFUSED and not settled and not self.signals:
+            self._refused, self.signals = True, 1
+            self.say("the command line of nodes is refused, see the node's own lines above; all nodes end")

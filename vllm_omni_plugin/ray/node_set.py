@@ -55,9 +55,7 @@ class NodeSet:
         return [number for number, node in self._nodes.items() if node.told_at is not None and node.placed]
 
     def decide(self, now: float, wanted: int) -> list[tuple[Do, int]]:
-        """What is to be done now, and to which node.
-
-        Those that Ray has no room for yet go first, then the newest ones: they have the least in their caches.
+        """What is to be done now. Those without room go first, then the newest: they have the least in their caches.
 
         Args:
             now: time in seconds.
@@ -88,11 +86,7 @@ class NodeSet:
         node.since, node.placed = now, True
 
     def ended(self, now: float, number: int) -> bool:
-        """Note that a node is gone, whatever the reason. Others take its place if it was still wanted.
-
-        Returns:
-            Whether any node has run for a minute or longer so far.
-        """
+        """Note that a node is gone, whatever the reason; returns whether any node has run for a minute so far."""
         self._settled |= any(node.placed and now - node.since >= _SETTLED_S for node in self._nodes.values())
         node = self._nodes.pop(number)
         if node.told_at is None and now - node.since < _SETTLED_S:

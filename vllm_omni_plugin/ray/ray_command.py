@@ -73,10 +73,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("action", choices=["up"], help=argparse.SUPPRESS)
     number = parser.add_mutually_exclusive_group()
     number.add_argument("--replicas", type=whole(1), default=1, metavar="N", help="nodes to run (default: 1)")
-    number.add_argument(
-        "--max-replicas", type=whole(1), metavar="N", help="run as many nodes as the wait needs, at most this many"
-    )
-    parser.add_argument("--min-replicas", type=whole(1), metavar="N", help="and at least this many (default: 1)")
+    number.add_argument("--max-replicas", type=whole(1), metavar="N", help="or as many as the wait needs, at most N")
+    parser.add_argument("--min-replicas", type=whole(1), metavar="N", help="and at least N (default: 1)")
     parser.add_argument(
         "--target-wait",
         type=seconds,
@@ -111,19 +109,17 @@ def _demand(args: argparse.Namespace, stage: int) -> Callable[[float], int]:
     if args.max_replicas is None:
         return lambda now: int(args.replicas)
     scaler = Scaler(args.min_replicas or 1, args.max_replicas, args.target_wait or _TARGET_WAIT_S)
-    answers = True
+    said = ""
 
     def wanted(now: float) -> int:
-        nonlocal answers
-        answered, load = answers, None
+        nonlocal said
+        load, before, said = None, said, ""
         try:
-            load, answers = read_load(args.url, stage), True
+            load = read_load(args.url, stage)
         except NoAnswerError as error:
-            answers = False
-            if answered:
-                _say(f"{error}; the number of nodes stays")
-        if answers and not answered:
-            _say(f"{args.url} tells the wait again")
+            said = f"{error}; the number of nodes stays"
+        if bool(said) != bool(before):
+            _say(said or f"{args.url} tells the wait again")
         return scaler.wanted(now, load)
 
     return wanted

@@ -1,7 +1,7 @@
 """Nodes as actors of a Ray cluster. The only module that imports Ray."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,26 +9,18 @@ from vllm_omni_plugin.errors import ConfigError, OmniError
 from vllm_omni_plugin.ray.node_process import NodeProcess
 
 _CALLS_AT_ONCE = 16
-"""Of an actor: one waits for its node to end, one tells it to, one says where it is. The others are room for calls
-that were made again, while those before them still wait."""
+"""Of an actor: those that ask again and again how its node ended must leave room for the one that tells it to end."""
 AWAY_S = 60.0
 """How long an actor may be out of reach before it counts as lost."""
 
 
 @dataclass(frozen=True)
-class Placed:
-    """A node runs on this machine."""
+class News:
+    """Of a node: the machine that it runs on. If None, it is gone: the exit code of its process, or why it was lost."""
 
     number: int
-    host: str
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A node is gone: the exit code of its process, or why it was lost."""
-
-    number: int
-    how: int | str
+    host: str | None
+    how: int | str = 0
 
 
 class RayNodes:
@@ -64,8 +56,7 @@ class RayNodes:
         # An actor's resources lie on one machine, so that a node needs no placement group.
         self._actor_class = ray.remote(num_gpus=gpus, num_cpus=cpus, max_concurrency=_CALLS_AT_ONCE)(NodeProcess)
         self._actors: dict[int, Any] = {}
-        self._calls: dict[Any, tuple[int, type[Placed] | type[Ended]]] = {}
-        self._away_until: dict[int, float] = {}
+        self._calls: dict[Any, tuple[int, str, float]] = {}
 
     def close(self) -> None:
         """Leave the cluster."""
@@ -74,8 +65,8 @@ class RayNodes:
     def start(self, number: int) -> None:
         """Ask for a node. Ray places it when there is room."""
         self._actors[number] = self._actor_class.remote(self._arguments)
-        self._ask(number, Placed)
-        self._ask(number, Ended)
+        for method in ("host", "wait"):
+            self._ask(number, method)
 
     def drain(self, number: int) -> None:
         """Tell a node to finish what it has and end."""
@@ -85,55 +76,52 @@ class RayNodes:
         """End a node at once, or take back that it was asked for."""
         self._ray.kill(self._actors[number])
 
-    def news(self, timeout: float) -> list[Placed | Ended]:
-        """Wait at most `timeout` seconds for something to happen to a node; returns what did.
+    def news(self, timeout: float) -> Iterator[News]:
+        """Wait at most `timeout` seconds for something to happen to a node; tells what did.
 
         Raises:
             OmniError: Ray has ended on this machine. Actors do not outlive it, since they belong to this process.
         """
         if not self._calls:
             time.sleep(timeout)
-            return []
+            return
         calls = list(self._calls)
         done, _ = self._ray.wait(calls, timeout=timeout)
         if done:
             done, _ = self._ray.wait(calls, num_returns=len(calls), timeout=0)
-        return [news for call in done if (news := self._answer(call)) is not None]
+        for call in done:
+            news = self._answer(call, *self._calls[call])
+            del self._calls[call]
+            if news is not None:
+                yield news
 
-    def _ask(self, number: int, kind: type[Placed] | type[Ended]) -> None:
-        actor = self._actors[number]
-        self._calls[(actor.host if kind is Placed else actor.wait).remote()] = (number, kind)
+    def _ask(self, number: int, method: str, give_up: float = 0.0) -> None:
+        self._calls[getattr(self._actors[number], method).remote()] = (number, method, give_up)
 
-    def _answer(self, call: Any) -> Placed | Ended | None:
-        number, kind = self._calls.pop(call)
+    def _answer(self, call: Any, number: int, method: str, give_up: float) -> News | None:
+        if number not in self._actors:
+            return None
         try:
             answer = self._ray.get(call)
         except self._ray.exceptions.RayError as error:
             if not any(node["Alive"] for node in self._ray.nodes() if node["NodeID"] == self._here):
-                raise OmniError(
-                    "Ray on this machine has ended, and all nodes with it: start Ray and this command again"
-                ) from error
-            if isinstance(error, self._ray.exceptions.ActorUnavailableError) and self._may_return(number):
-                self._ask(number, kind)
+                message = "Ray on this machine has ended, and all nodes with it: start Ray and this command again"
+                raise OmniError(message) from error
+            # Ray takes a second for each of these.
+            now = time.monotonic()
+            give_up = give_up if now < give_up + AWAY_S else now + AWAY_S
+            if isinstance(error, self._ray.exceptions.ActorUnavailableError) and now < give_up:
+                self._ask(number, method, give_up)
                 return None
             # Both calls fail; one of them says so.
-            if kind is Placed:
+            if method == "host":
                 return None
             answer = _line(error)
-        if number not in self._actors:
-            return None
-        if kind is Placed:
-            return Placed(number, answer)
+        if method == "host":
+            return News(number, answer)
         # Frees its resources, and ends a node that Ray has only lost sight of: another one takes its place.
         self._ray.kill(self._actors.pop(number))
-        return Ended(number, answer)
-
-    def _may_return(self, number: int) -> bool:
-        """Whether an actor that is out of reach has not been so for long. Ray takes a second for each failed call."""
-        now = time.monotonic()
-        if now > self._away_until.get(number, 0.0) + AWAY_S:
-            self._away_until[number] = now + AWAY_S
-        return number in self._actors and now <= self._away_until[number]
+        return News(number, None, answer)
 
 
 def _line(error: BaseException) -> str:

@@ -25,10 +25,8 @@ class Load:
 class Scaler:
     """Decides on the number of nodes. More are wanted at once, fewer one at a time after a calm window.
 
-    While some that were asked for do not serve, more are wanted only once in a window: a queue grows while models load.
-
     The formula for more is that of Kubernetes' HorizontalPodAutoscaler, ceil(serving * metric / target) with what
-    serves already, not with what still starts.
+    serves already. Queues grow while models load: until all that were asked for serve, it is used once in a window.
     https://kubernetes.io/docs/tasks/run-application/horizontal-pod-autoscale/#algorithm-details
 
     Args:
