@@ -35,12 +35,6 @@ def test_an_abbreviated_option_is_one_of_vllm() -> None:
     assert parse(["up", "M", "--rep", "3", *HEAD])[1][:3] == ["M", "--rep", "3"]
 
 
-@pytest.mark.parametrize(("head", "url"), [("10.0.0.1", "http://10.0.0.1:8000"), ("fd00::1", "http://[fd00::1]:8000")])
-def test_the_head_that_nodes_join_is_the_one_that_is_asked(head: str, url: str) -> None:
-    assert parse(["up", "M", "--omni-master-address", head])[0].url == url
-    assert parse(["up", "M", "--omni-master-address", head, "--url", "http://h"])[0].url == "http://h"
-
-
 @pytest.fixture
 def keeping(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Keeping]]:
     """Gets what `run` makes, in place of its run; signals are as before afterwards."""
@@ -76,9 +70,27 @@ def test_flags_with_underscores_are_read_as_vllm_reads_them(
     monkeypatch.setattr(ray_command, "NodeSet", patience.append)
     assert main(["ray", "up", "M", "--omni_master_address=a_b", "--omni_drain_timeout", "7"]) == 0
     assert patience == [7.0]
-    args, serve = parse(["up", "M", "--omni_master_address=a_b", "--omni_drain_timeout", "7"])
-    assert args.url == "http://a_b:8000"
+    _, serve = parse(["up", "M", "--omni_master_address=a_b", "--omni_drain_timeout", "7"])
     assert serve == ["M", "--omni_master_address=a_b", "--omni_drain_timeout", "7", "--headless"]
+
+
+@pytest.mark.parametrize(
+    ("words", "url"),
+    [
+        (["--omni-master-address", "10.0.0.1"], "http://10.0.0.1:8000"),
+        (["--omni_master_address=a_b"], "http://a_b:8000"),
+        (["-oma", "fd00::1"], "http://[fd00::1]:8000"),
+        ([*HEAD, "--url", "http://h:1"], "http://h:1"),
+    ],
+)
+def test_the_head_that_nodes_join_is_asked_if_no_other_is_named(
+    keeping: list[Keeping], monkeypatch: pytest.MonkeyPatch, words: list[str], url: str
+) -> None:
+    asked: list[tuple[str, int]] = []
+    monkeypatch.setattr(ray_command, "read_load", lambda *of: asked.append(of) or Load(1, 0.0))
+    assert main(["ray", "up", "M", *words, "--max-replicas", "3", "--omni-stage-id", "2"]) == 0
+    keeping[0].wanted(0.0)
+    assert asked == [(url, 2)]
 
 
 def test_a_head_that_cannot_be_asked_is_said_once_and_so_is_its_return(

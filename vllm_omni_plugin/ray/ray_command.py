@@ -34,7 +34,7 @@ def run(arguments: Sequence[str]) -> int:
     args, serve = parse(arguments)
     given = _given(serve)
     with closing(RayNodes(args.address, serve, args.num_gpus, args.num_cpus)) as nodes:
-        keeping = Keeping(nodes, NodeSet(given.drain_timeout), _demand(args, given.stage_id), time.monotonic, _say)
+        keeping = Keeping(nodes, NodeSet(given.drain_timeout), _demand(args, given), time.monotonic, _say)
 
         def count(*_: object) -> None:
             keeping.signals += 1
@@ -59,12 +59,10 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         parser.error(f"--max-replicas {args.max_replicas} is below --min-replicas {args.min_replicas}")
     if args.target_wait == 0:
         parser.error("argument --target-wait: it must be above 0")
-    head = _given(serve).master_address
-    if head is None:
-        parser.error("nodes need the head's --omni-master-address and --omni-master-port")
-    args.url = args.url or f"http://{f'[{head}]' if ':' in head else head}:8000"
-    if not args.url.startswith(("http://", "https://")):
+    if args.url is not None and not args.url.startswith(("http://", "https://")):
         parser.error(f"argument --url: {args.url!r} does not begin with http:// or https://")
+    if _given(serve).master_address is None:
+        parser.error("nodes need the head's --omni-master-address and --omni-master-port")
     return args, serve if "--headless" in serve else [*serve, "--headless"]
 
 
@@ -104,22 +102,24 @@ def _given(serve: Sequence[str]) -> OmniConfig:
     return OmniConfig(**vars(parser.parse_known_args(words)[0]))
 
 
-def _demand(args: argparse.Namespace, stage: int) -> Callable[[float], int]:
+def _demand(args: argparse.Namespace, given: OmniConfig) -> Callable[[float], int]:
     """How many nodes there should be at a time."""
     if args.max_replicas is None:
         return lambda now: int(args.replicas)
     scaler = Scaler(args.min_replicas or 1, args.max_replicas, args.target_wait or _TARGET_WAIT_S)
+    head = str(given.master_address)
+    url = args.url or f"http://{f'[{head}]' if ':' in head else head}:8000"
     said = ""
 
     def wanted(now: float) -> int:
         nonlocal said
         load, before, said = None, said, ""
         try:
-            load = read_load(args.url, stage)
+            load = read_load(url, given.stage_id)
         except NoAnswerError as error:
             said = f"{error}; the number of nodes stays"
         if bool(said) != bool(before):
-            _say(said or f"{args.url} tells the wait again")
+            _say(said or f"{url} tells the wait again")
         return scaler.wanted(now, load)
 
     return wanted
