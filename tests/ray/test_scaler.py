@@ -43,7 +43,7 @@ def test_a_queue_that_grows_while_nodes_load_brings_more_only_after_a_window() -
 
 
 def test_a_wait_beyond_all_numbers_brings_the_maximum() -> None:
-    assert scaler().wanted(0.0, Load(8, 1e308)) == 8
+    assert scaler(minimum=4).wanted(0.0, Load(4, 1e308)) == 8
 
 
 def test_a_wait_for_which_fewer_would_do_takes_none_back() -> None:
