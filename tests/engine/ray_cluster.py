@@ -21,6 +21,8 @@ _COMMON = (
     *("--disable-usage-stats", "--block"),
 )
 _QUIET = {"RAY_memory_monitor_refresh_ms": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+# Else a token that Ray has left in this user's home is asked for by the first machine, and not sent by the others.
+NO_TOKEN = {"RAY_AUTH_MODE": "disabled"}
 _START_S = 60.0
 
 
@@ -95,7 +97,7 @@ class RayCluster:
         log = self._folder / f"{number}.log"
         here = ("--node-ip-address", f"127.0.0.{_FIRST_ADDRESS + number}")
         ports = ("--dashboard-agent-listen-port", str(free_port()))
-        machine = RayMachine([str(RAY), "start", *arguments, *here, *ports, *_COMMON], log, **_QUIET)
+        machine = RayMachine([str(RAY), "start", *arguments, *here, *ports, *_COMMON], log, **_QUIET, **NO_TOKEN)
         self._all.append(machine)
         until(machine.runs, f"Ray starts; log: {log}", _START_S)
         return machine

@@ -12,7 +12,7 @@ import pytest
 from tests.fakes.free_ports import free_port
 
 from .load import Load
-from .ray_cluster import RAY, RayCluster
+from .ray_cluster import NO_TOKEN, RAY, RayCluster
 from .server import START_S, ServeProcess, Server, serve_command, until, write_secret
 from .test_nodes_faults import MOVES, STREAMS, TOKENS, streams, total
 
@@ -28,7 +28,7 @@ def ray_up(model: Path, ray: RayCluster, log: Path, *arguments: str) -> ServePro
     """`vllm-omni-plugin ray up` with the model's flags and these."""
     program = str(Path(sys.executable).with_name("vllm-omni-plugin"))
     options = ("--num-gpus", "0", "--address", ray.address)
-    return ServeProcess([program, "ray", "up", *options, *serve_command(model)[2:], *arguments], log)
+    return ServeProcess([program, "ray", "up", *options, *serve_command(model)[2:], *arguments], log, **NO_TOKEN)
 
 
 class RayFleet:

@@ -7,6 +7,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from vllm_omni_plugin.admin.metrics.catalogue import BY_NAME
+from vllm_omni_plugin.errors import NoAnswerError
 from vllm_omni_plugin.ray.head_load import REPLICAS, WAIT, load_of, read_load
 from vllm_omni_plugin.ray.scaler import Load
 
@@ -56,12 +57,20 @@ def head() -> Iterator[Head]:
 
 
 def test_the_stages_are_told_apart() -> None:
-    assert [load_of(SCRAPE, stage) for stage in (0, 1, 2)] == [Load(3, 2.5), Load(7, 0.0), None]
+    assert [load_of(SCRAPE, stage) for stage in (0, 1)] == [Load(3, 2.5), Load(7, 0.0)]
 
 
 def test_a_wait_that_is_not_known_yet_is_no_wait_of_zero() -> None:
     known = "".join(line for line in SCRAPE.splitlines(keepends=True) if not line.startswith(WAIT))
-    assert load_of(known, 0) is None
+    with pytest.raises(ValueError, match="none of stage 0"):
+        load_of(known, 0)
+
+
+@pytest.mark.parametrize("number", ["NaN", "+Inf"])
+@pytest.mark.parametrize("known", ["2.5", "3.0"])
+def test_what_is_no_finite_number_is_no_load(number: str, known: str) -> None:
+    with pytest.raises(ValueError, match="none of stage 0"):
+        load_of(SCRAPE.replace(known, number), 0)
 
 
 def test_the_metrics_are_those_that_heads_have() -> None:
@@ -73,15 +82,22 @@ def test_a_head_is_asked_over_http(head: Head) -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "body"),
-    [(503, SCRAPE), (200, ""), (200, f'{WAIT}{{stage="0"}} many\n'), (200, f'{WAIT}{{stage="0"\n')],
+    ("status", "body", "reason"),
+    [
+        (503, SCRAPE, "503"),
+        (200, "", "none of stage 0"),
+        (200, f'{WAIT}{{stage="0"}} many\n', "many"),
+        (200, f'{WAIT}{{stage="0"\n', "tell the wait"),
+    ],
 )
-def test_a_head_that_says_nothing_usable_is_no_error(head: Head, status: int, body: str) -> None:
+def test_a_head_that_says_nothing_usable_is_no_answer(head: Head, status: int, body: str, reason: str) -> None:
     head.status, head.body = status, body
-    assert read_load(head.url, 0) is None
+    with pytest.raises(NoAnswerError, match=reason):
+        read_load(head.url, 0)
 
 
-def test_a_head_that_is_not_there_is_no_error(head: Head) -> None:
+def test_a_head_that_is_not_there_is_no_answer() -> None:
     with HTTPServer(("127.0.0.1", 0), _Handler) as closed:
         port = closed.server_port
-    assert read_load(f"http://127.0.0.1:{port}", 0) is None
+    with pytest.raises(NoAnswerError, match=rf"http://127\.0\.0\.1:{port} does not tell the wait: .*refused"):
+        read_load(f"http://127.0.0.1:{port}", 0)

@@ -2,9 +2,12 @@
 
 from collections.abc import Callable
 
+import pytest
+
+from vllm_omni_plugin.errors import OmniError
 from vllm_omni_plugin.ray.keeping import TICK_S, Keeping
 from vllm_omni_plugin.ray.node_set import NodeSet
-from vllm_omni_plugin.ray.ray_nodes import Ended, Placed
+from vllm_omni_plugin.ray.ray_nodes import News
 
 
 class PlayedNodes:
@@ -18,22 +21,22 @@ class PlayedNodes:
         self._plan = plan
         self.now = 0.0
         self.done: list[str] = []
-        self.waiting: list[Placed | Ended] = []
+        self.waiting: list[News] = []
         self.said: list[str] = []
         self.keeping = Keeping(self, NodeSet(10.0), lambda now: 2, lambda: self.now, self.said.append)
 
     def start(self, number: int) -> None:
         self.done.append(f"start {number}")
-        self.waiting.append(Placed(number, f"host{number}"))
+        self.waiting.append(News(number, f"host{number}"))
 
     def drain(self, number: int) -> None:
         self.done.append(f"drain {number}")
 
     def kill(self, number: int) -> None:
         self.done.append(f"kill {number}")
-        self.waiting.append(Ended(number, "killed"))
+        self.waiting.append(News(number, None, "killed"))
 
-    def news(self, timeout: float) -> list[Placed | Ended]:
+    def news(self, timeout: float) -> list[News]:
         assert self.now < 1000.0, self.said
         self.now += timeout
         self._plan(self, self.now)
@@ -44,11 +47,11 @@ class PlayedNodes:
 def test_a_lost_node_is_replaced_and_a_signal_drains_all() -> None:
     def plan(nodes: PlayedNodes, now: float) -> None:
         if now == 100:
-            nodes.waiting.append(Ended(0, "its machine died"))
+            nodes.waiting.append(News(0, None, "its machine died"))
         if now == 200:
             nodes.keeping.signals += 1
         if now == 204:
-            nodes.waiting += [Ended(1, 0), Ended(2, 0)]
+            nodes.waiting += [News(1, None, 0), News(2, None, 0)]
 
     nodes = PlayedNodes(plan)
     assert nodes.keeping.run() is True
@@ -63,7 +66,7 @@ def test_a_second_signal_is_passed_on_to_the_nodes() -> None:
         if now in (100, 104):
             nodes.keeping.signals += 1
         if now == 108:
-            nodes.waiting += [Ended(0, 0), Ended(1, 0)]
+            nodes.waiting += [News(0, None, 0), News(1, None, 0)]
 
     nodes = PlayedNodes(plan)
     assert nodes.keeping.run() is True
@@ -84,9 +87,9 @@ def test_nodes_that_do_not_drain_are_killed() -> None:
 def test_a_refused_command_line_ends_all_and_is_not_tried_again() -> None:
     def plan(nodes: PlayedNodes, now: float) -> None:
         if now == 4:
-            nodes.waiting.append(Ended(0, 2))
+            nodes.waiting.append(News(0, None, 2))
         if now == 8:
-            nodes.waiting.append(Ended(1, 2))
+            nodes.waiting.append(News(1, None, 2))
 
     nodes = PlayedNodes(plan)
     assert nodes.keeping.run() is False
@@ -94,13 +97,79 @@ def test_a_refused_command_line_ends_all_and_is_not_tried_again() -> None:
     assert sum("command line" in line for line in nodes.said) == 1
 
 
+def test_a_node_that_is_refused_after_others_have_settled_is_replaced() -> None:
+    def plan(nodes: PlayedNodes, now: float) -> None:
+        if now == 100:
+            nodes.waiting.append(News(0, None, -9))
+        if now == 104:
+            nodes.waiting.append(News(2, None, 2))
+        if now == 200:
+            nodes.keeping.signals += 1
+            nodes.waiting += [News(1, None, 0), News(3, None, 0)]
+
+    nodes = PlayedNodes(plan)
+    assert nodes.keeping.run() is True
+    assert nodes.done == ["start 0", "start 1", "start 2", "start 3"]
+
+
+def test_the_first_signal_after_a_refusal_is_passed_on_to_the_nodes() -> None:
+    def plan(nodes: PlayedNodes, now: float) -> None:
+        if now == 4:
+            nodes.waiting.append(News(0, None, 2))
+        if now == 8:
+            nodes.keeping.signals += 1
+        if now == 12:
+            nodes.waiting.append(News(1, None, 0))
+
+    nodes = PlayedNodes(plan)
+    assert nodes.keeping.run() is False
+    assert nodes.done == ["start 0", "start 1", "drain 1", "drain 1"]
+
+
+def test_an_error_that_nobody_foresaw_drains_all_before_it_is_raised() -> None:
+    def plan(nodes: PlayedNodes, now: float) -> None:
+        if now == 100:
+            raise LookupError("what is this")
+        if now == 104:
+            nodes.waiting += [News(0, None, 0), News(1, None, 0)]
+
+    nodes = PlayedNodes(plan)
+    with pytest.raises(LookupError):
+        nodes.keeping.run()
+    assert nodes.now == 104
+    assert nodes.done == ["start 0", "start 1", "drain 1", "drain 0"]
+    assert "all nodes end, because of LookupError: what is this" in nodes.said
+
+
+def test_nodes_that_are_lost_with_ray_are_not_waited_for() -> None:
+    def plan(nodes: PlayedNodes, now: float) -> None:
+        raise OmniError("Ray has ended")
+
+    nodes = PlayedNodes(plan)
+    with pytest.raises(OmniError, match="Ray has ended"):
+        nodes.keeping.run()
+    assert nodes.done == ["start 0", "start 1"]
+
+
+def test_what_is_said_has_been_done() -> None:
+    nodes = PlayedNodes(lambda nodes, now: None)
+
+    def say(line: str) -> None:
+        assert nodes.done == ["start 0"]
+        raise OmniError(line)
+
+    nodes.keeping.say = say
+    with pytest.raises(OmniError, match="node 0: start"):
+        nodes.keeping.run()
+
+
 def test_a_node_that_ends_by_itself_is_started_again_whatever_its_code() -> None:
     def plan(nodes: PlayedNodes, now: float) -> None:
         if now in (100, 200, 300):
-            nodes.waiting.append(Ended(int(now) // 100 - 1, (0, 1, -9)[int(now) // 100 - 1]))
+            nodes.waiting.append(News(int(now) // 100 - 1, None, (0, 1, -9)[int(now) // 100 - 1]))
         if now == 400:
             nodes.keeping.signals += 1
-            nodes.waiting += [Ended(3, 0), Ended(4, 0)]
+            nodes.waiting += [News(3, None, 0), News(4, None, 0)]
 
     nodes = PlayedNodes(plan)
     assert nodes.keeping.run() is True

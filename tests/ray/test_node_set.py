@@ -29,7 +29,7 @@ def test_one_that_dies_is_replaced_at_once_under_a_new_number() -> None:
 
 def test_one_that_ends_soon_after_its_start_is_replaced_after_a_pause() -> None:
     nodes = running(2)
-    nodes.ended(5.0, 0)
+    assert nodes.ended(5.0, 0) is False
     assert nodes.decide(5.0 + PAUSE_S - 1, 2) == []
     assert nodes.decide(5.0 + PAUSE_S, 2) == [(Do.START, 2)]
 
@@ -79,3 +79,21 @@ def test_one_that_ray_has_no_room_for_is_taken_back() -> None:
     assert len(nodes) == 1
     nodes.ended(2.0, 0)
     assert len(nodes) == 0
+
+
+def test_those_without_room_go_before_those_that_run() -> None:
+    nodes = running(2)
+    nodes.decide(1.0, 5)
+    nodes.placed(2.0, 4)
+    assert nodes.decide(LATE, 1) == [(Do.KILL, 3), (Do.KILL, 2), (Do.DRAIN, 4), (Do.DRAIN, 1)]
+
+
+def test_what_has_run_for_a_minute_is_remembered_and_a_wait_for_room_is_no_run() -> None:
+    nodes = running(1)
+    nodes.decide(0.0, 2)
+    assert nodes.ended(59.0, 0) is False
+    assert nodes.ended(LATE, 1) is False
+    nodes.decide(LATE, 2)
+    nodes.placed(LATE, 2)
+    assert nodes.ended(LATE + 60.0, 2) is True
+    assert nodes.ended(LATE + 61.0, 3) is True

@@ -1,13 +1,21 @@
 """What `vllm-omni-plugin ray up` makes of its arguments."""
 
+import os
+import signal
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from vllm_omni_plugin.cli import main
+from vllm_omni_plugin.errors import NoAnswerError
+from vllm_omni_plugin.ray import ray_command
+from vllm_omni_plugin.ray.keeping import Keeping
 from vllm_omni_plugin.ray.ray_command import parse
+from vllm_omni_plugin.ray.scaler import Load
 
 HEAD = ("--omni-master-address", "10.0.0.1", "--omni-master-port", "7500")
 
@@ -27,6 +35,90 @@ def test_an_abbreviated_option_is_one_of_vllm() -> None:
     assert parse(["up", "M", "--rep", "3", *HEAD])[1][:3] == ["M", "--rep", "3"]
 
 
+@pytest.fixture
+def keeping(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Keeping]]:
+    """Gets what `run` makes, in place of its run; signals are as before afterwards."""
+    made: list[Keeping] = []
+    monkeypatch.setattr(ray_command, "RayNodes", lambda *_: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(Keeping, "run", lambda self: not made.append(self))
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    yield made
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_is_counted(keeping: list[Keeping], number: signal.Signals) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    assert main(["ray", "up", "M", *HEAD]) == 0
+    assert callable(signal.getsignal(number))
+    os.kill(os.getpid(), number)
+    assert keeping[0].signals == 1
+
+
+def test_a_signal_that_is_ignored_stays_so(keeping: list[Keeping]) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    assert main(["ray", "up", "M", *HEAD]) == 0
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+def test_flags_with_underscores_are_read_as_vllm_reads_them(
+    keeping: list[Keeping], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patience: list[float] = []
+    monkeypatch.setattr(ray_command, "NodeSet", patience.append)
+    assert main(["ray", "up", "M", "--omni_master_address=a_b", "--omni_drain_timeout", "7"]) == 0
+    assert patience == [7.0]
+    _, serve = parse(["up", "M", "--omni_master_address=a_b", "--omni_drain_timeout", "7"])
+    assert serve == ["M", "--omni_master_address=a_b", "--omni_drain_timeout", "7", "--headless"]
+
+
+@pytest.mark.parametrize(
+    ("words", "url"),
+    [
+        (["--omni-master-address", "10.0.0.1"], "http://10.0.0.1:8000"),
+        (["--omni_master_address=a_b"], "http://a_b:8000"),
+        (["-oma", "fd00::1"], "http://[fd00::1]:8000"),
+        ([*HEAD, "--url", "http://h:1"], "http://h:1"),
+    ],
+)
+def test_the_head_that_nodes_join_is_asked_if_no_other_is_named(
+    keeping: list[Keeping], monkeypatch: pytest.MonkeyPatch, words: list[str], url: str
+) -> None:
+    asked: list[tuple[str, int]] = []
+    monkeypatch.setattr(ray_command, "read_load", lambda *of: asked.append(of) or Load(1, 0.0))
+    assert main(["ray", "up", "M", *words, "--max-replicas", "3", "--omni-stage-id", "2"]) == 0
+    keeping[0].wanted(0.0)
+    assert asked == [(url, 2)]
+
+
+def test_a_head_that_cannot_be_asked_is_said_once_and_so_is_its_return(
+    keeping: list[Keeping], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["ray", "up", "M", *HEAD, "--max-replicas", "3"]) == 0
+    answers = [Load(1, 0.0), None, None, Load(1, 0.0), Load(1, 4.0), None]
+
+    def read_load(url: str, stage: int) -> Load:
+        if load := answers.pop(0):
+            return load
+        raise NoAnswerError(f"{url} is away")
+
+    monkeypatch.setattr(ray_command, "read_load", read_load)
+    assert [keeping[0].wanted(float(now)) for now in range(6)] == [1, 1, 1, 1, 2, 2]
+    away = "vllm-omni-plugin ray: http://10.0.0.1:8000 is away; the number of nodes stays\n"
+    assert capsys.readouterr().err == f"{away}vllm-omni-plugin ray: http://10.0.0.1:8000 tells the wait again\n{away}"
+
+
+def test_it_is_no_error_that_nobody_listens(keeping: list[Keeping], monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(_: str) -> None:
+        raise BrokenPipeError
+
+    assert main(["ray", "up", "M", *HEAD]) == 0
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=write))
+    keeping[0].say("this")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -40,6 +132,8 @@ def test_an_abbreviated_option_is_one_of_vllm() -> None:
         (["up", "M", *HEAD, "--max-replicas", "2", "--target-wait", "0"], "argument --target-wait: it must be above 0"),
         (["up", "M", *HEAD, "--url", "head:8000"], "argument --url: 'head:8000'"),
         (["up", "M", *HEAD, "--omni-drain-timeout", "soon"], "argument --omni-drain-timeout: 'soon'"),
+        (["up", "M", *HEAD, "--omni-drain", "9"], "unknown argument --omni-drain (did you mean"),
+        (["up", "M", *HEAD, "--omni_drain_timeut=9"], "--omni-drain-timeut (did you mean '--omni-drain-timeout'?)"),
     ],
 )
 def test_wrong_usage_is_refused_by_name(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,3 +163,11 @@ def test_a_cluster_that_is_not_there_is_one_line(
     monkeypatch.setitem(sys.modules, "ray", ray)
     assert main(["ray", "up", "M", *HEAD, "--address", "h:1"]) == 1
     assert "argument --address: no Ray cluster at h:1: Could not find any" in capsys.readouterr().err
+
+
+def test_a_ray_that_lacks_a_module_is_not_taken_for_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "ray.py").write_text("import what_ray_needs")
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="what_ray_needs"):
+        main(["ray", "up", "M", *HEAD])

@@ -33,6 +33,19 @@ def test_nodes_that_still_start_are_not_asked_for_twice() -> None:
     assert it.wanted(6.0, Load(3, 5.0)) == 8
 
 
+def test_a_queue_that_grows_while_nodes_load_brings_more_only_after_a_window() -> None:
+    it = scaler(maximum=50)
+    waits = [(0.0, 5.0), (2.0, 15.0), (WINDOW_S - 1.0, 20.0)]
+    assert [it.wanted(now, Load(1, wait)) for now, wait in waits] == [3, 3, 3]
+    assert it.wanted(WINDOW_S, Load(1, 21.0)) == 11
+    assert it.wanted(WINDOW_S + 2.0, Load(10, 30.0)) == 11
+    assert it.wanted(WINDOW_S + 4.0, Load(11, 3.0)) == 17
+
+
+def test_a_wait_beyond_all_numbers_brings_the_maximum() -> None:
+    assert scaler(minimum=4).wanted(0.0, Load(4, 1e308)) == 8
+
+
 def test_a_wait_for_which_fewer_would_do_takes_none_back() -> None:
     it = scaler()
     assert it.wanted(0.0, Load(1, 9.0)) == 5

@@ -45,6 +45,7 @@ class NodeSet:
         self._nodes: dict[int, _Node] = {}
         self._next = 0
         self._start_at = float("-inf")
+        self._settled = False
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -54,7 +55,7 @@ class NodeSet:
         return [number for number, node in self._nodes.items() if node.told_at is not None and node.placed]
 
     def decide(self, now: float, wanted: int) -> list[tuple[Do, int]]:
-        """What is to be done now, and to which node. The newest ones go first: they have the least in their caches.
+        """What is to be done now. Those without room go first, then the newest: they have the least in their caches.
 
         Args:
             now: time in seconds.
@@ -66,6 +67,7 @@ class NodeSet:
             if node.told_at is not None and now - node.told_at > self._patience
         ]
         kept = [number for number, node in self._nodes.items() if node.told_at is None]
+        kept.sort(key=lambda number: not self._nodes[number].placed)
         for number in reversed(kept[wanted:]):
             node = self._nodes[number]
             node.told_at = now
@@ -83,8 +85,10 @@ class NodeSet:
         node = self._nodes[number]
         node.since, node.placed = now, True
 
-    def ended(self, now: float, number: int) -> None:
-        """Note that a node is gone, whatever the reason. Others take its place if it was still wanted."""
+    def ended(self, now: float, number: int) -> bool:
+        """Note that a node is gone, whatever the reason; returns whether any node has run for a minute so far."""
+        self._settled |= any(node.placed and now - node.since >= _SETTLED_S for node in self._nodes.values())
         node = self._nodes.pop(number)
         if node.told_at is None and now - node.since < _SETTLED_S:
             self._start_at = now + PAUSE_S
+        return self._settled

@@ -1,13 +1,16 @@
 """`vllm-omni-plugin ray up`: its arguments, and what it is made of."""
 
 import argparse
+import re
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from typing import Any
 
 from vllm_omni_plugin.config import FLAGS, OmniConfig, seconds, whole
+from vllm_omni_plugin.errors import NoAnswerError, did_you_mean
 from vllm_omni_plugin.ray.head_load import read_load
 from vllm_omni_plugin.ray.keeping import Keeping
 from vllm_omni_plugin.ray.node_set import NodeSet
@@ -26,19 +29,21 @@ def run(arguments: Sequence[str]) -> int:
     """Run the sub-command with what stands behind its name; returns the exit code.
 
     Raises:
-        OmniError: Ray is not installed, or its cluster cannot be reached.
+        OmniError: Ray is not installed, its cluster cannot be reached, or it has ended on this machine.
     """
     args, serve = parse(arguments)
     given = _given(serve)
-    with RayNodes(args.address, serve, args.num_gpus, args.num_cpus) as nodes:
-        keeping = Keeping(nodes, NodeSet(given.drain_timeout), _demand(args, given.stage_id), time.monotonic, _say)
+    with closing(RayNodes(args.address, serve, args.num_gpus, args.num_cpus)) as nodes:
+        keeping = Keeping(nodes, NodeSet(given.drain_timeout), _demand(args, given), time.monotonic, _say)
 
         def count(*_: object) -> None:
             keeping.signals += 1
 
         # After ray.init, which has handlers of its own.
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, count)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            # nohup has the last one ignored.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, count)
         return 0 if keeping.run() else 1
 
 
@@ -54,7 +59,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         parser.error(f"--max-replicas {args.max_replicas} is below --min-replicas {args.min_replicas}")
     if args.target_wait == 0:
         parser.error("argument --target-wait: it must be above 0")
-    if not args.url.startswith(("http://", "https://")):
+    if args.url is not None and not args.url.startswith(("http://", "https://")):
         parser.error(f"argument --url: {args.url!r} does not begin with http:// or https://")
     if _given(serve).master_address is None:
         parser.error("nodes need the head's --omni-master-address and --omni-master-port")
@@ -66,21 +71,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("action", choices=["up"], help=argparse.SUPPRESS)
     number = parser.add_mutually_exclusive_group()
     number.add_argument("--replicas", type=whole(1), default=1, metavar="N", help="nodes to run (default: 1)")
-    number.add_argument(
-        "--max-replicas", type=whole(1), metavar="N", help="run as many nodes as the wait needs, at most this many"
-    )
-    parser.add_argument("--min-replicas", type=whole(1), metavar="N", help="and at least this many (default: 1)")
+    number.add_argument("--max-replicas", type=whole(1), metavar="N", help="or as many as the wait needs, at most N")
+    parser.add_argument("--min-replicas", type=whole(1), metavar="N", help="and at least N (default: 1)")
     parser.add_argument(
         "--target-wait",
         type=seconds,
         metavar="SECONDS",
         help=f"the wait for an engine above which nodes are added (default: {_TARGET_WAIT_S:g})",
     )
-    parser.add_argument(
-        "--url",
-        default="http://127.0.0.1:8000",
-        help="a head's HTTP address, asked for the wait (default: %(default)s)",
-    )
+    parser.add_argument("--url", help="a head's HTTP address, asked for the wait (default: port 8000 of the head)")
     parser.add_argument("--num-gpus", type=whole(0), default=1, metavar="N", help="GPUs of each node (default: 1)")
     parser.add_argument("--num-cpus", type=whole(0), default=1, metavar="N", help="CPUs of each node (default: 1)")
     parser.add_argument("--address", default="auto", help="the Ray cluster (default: the one of this machine)")
@@ -94,19 +93,42 @@ def _given(serve: Sequence[str]) -> OmniConfig:
         if flag.field in ("master_address", "stage_id", "drain_timeout"):
             default = getattr(OmniConfig, flag.field)
             parser.add_argument(flag.name, *flag.aliases, dest=flag.field, type=flag.type or str, default=default)
-    return OmniConfig(**vars(parser.parse_known_args(serve)[0]))
+    # As vLLM does.
+    words = [re.sub("^--[^=.]*", lambda name: name[0].replace("_", "-"), word) for word in serve]
+    known = [name for flag in FLAGS for name in (flag.name, *flag.aliases)]
+    for name in (word.partition("=")[0] for word in words):
+        if name.startswith("--omni-") and name not in known:
+            parser.error(f"unknown argument {name}{did_you_mean(name, known)}")
+    return OmniConfig(**vars(parser.parse_known_args(words)[0]))
 
 
-def _demand(args: argparse.Namespace, stage: int) -> Callable[[float], int]:
+def _demand(args: argparse.Namespace, given: OmniConfig) -> Callable[[float], int]:
     """How many nodes there should be at a time."""
     if args.max_replicas is None:
         return lambda now: int(args.replicas)
     scaler = Scaler(args.min_replicas or 1, args.max_replicas, args.target_wait or _TARGET_WAIT_S)
-    return lambda now: scaler.wanted(now, read_load(args.url, stage))
+    head = str(given.master_address)
+    url = args.url or f"http://{f'[{head}]' if ':' in head else head}:8000"
+    said = ""
+
+    def wanted(now: float) -> int:
+        nonlocal said
+        load, before, said = None, said, ""
+        try:
+            load = read_load(url, given.stage_id)
+        except NoAnswerError as error:
+            said = f"{error}; the number of nodes stays"
+        if bool(said) != bool(before):
+            _say(said or f"{url} tells the wait again")
+        return scaler.wanted(now, load)
+
+    return wanted
 
 
 def _say(line: str) -> None:
-    sys.stderr.write(f"{_PROG}: {line}\n")
+    # Nobody may listen any more, as where Ctrl-C has ended the other side of a pipe, too.
+    with suppress(OSError):
+        sys.stderr.write(f"{_PROG}: {line}\n")
 
 
 def add_parser(subparsers: Any) -> None:

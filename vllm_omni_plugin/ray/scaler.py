@@ -26,7 +26,7 @@ class Scaler:
     """Decides on the number of nodes. More are wanted at once, fewer one at a time after a calm window.
 
     The formula for more is that of Kubernetes' HorizontalPodAutoscaler, ceil(serving * metric / target) with what
-    serves already, not with what still starts: so one queue is not answered twice while models load.
+    serves already. Queues grow while models load: until all that were asked for serve, it is used once in a window.
     https://kubernetes.io/docs/tasks/run-application/horizontal-pod-autoscale/#algorithm-details
 
     Args:
@@ -40,6 +40,7 @@ class Scaler:
         self._maximum = maximum
         self._target = target_wait
         self._wanted = minimum
+        self._raised_at = float("-inf")
         self._calm_since: float | None = None
 
     def wanted(self, now: float, load: Load | None) -> int:
@@ -56,7 +57,9 @@ class Scaler:
         if load is not None and load.expected_wait > self._target:
             # Replicas of the head itself, or of a node with several, must not count as so many nodes.
             serving = max(1, min(load.serving, self._wanted))
-            self._wanted = max(self._wanted, min(self._maximum, ceil(serving * load.expected_wait / self._target)))
+            needed = ceil(min(self._maximum, serving * load.expected_wait / self._target))
+            if needed > self._wanted and (load.serving >= self._wanted or now - self._raised_at >= WINDOW_S):
+                self._wanted, self._raised_at = needed, now
         elif self._calm_since is not None and now - self._calm_since >= WINDOW_S and self._wanted > self._minimum:
             self._wanted -= 1
             self._calm_since = now
