@@ -45,6 +45,8 @@ def pytest_sessionfinish() -> None:
 
 # Servers under test are on this machine: a proxy that the user's environment names must not come between.
 os.environ["no_proxy"] = os.environ["NO_PROXY"] = "127.0.0.1,localhost"
+# The doctor lowers what vLLM logs in its process, which in some tests is this one, unless the user has chosen.
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
 
 
 @pytest.fixture(autouse=True)

@@ -13,12 +13,6 @@ from vllm_omni_plugin.integration import doctor
 from vllm_omni_plugin.integration.checks.finding import Finding, Level
 
 
-@pytest.fixture(autouse=True)
-def level_of_logs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command sets vLLM's for its process, which here is that of other tests, too."""
-    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
-
-
 @pytest.mark.parametrize(("level", "status"), [(Level.OK, 0), (Level.UNKNOWN, 0), (Level.WARNING, 0), (Level.ERROR, 1)])
 def test_each_finding_is_a_line_and_only_an_error_ends_with_1(
     level: Level, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
