@@ -209,13 +209,21 @@ def test_a_replica_killed_in_the_middle_of_a_request_costs_no_sound(speech: Pipe
 
 
 def test_a_vocoder_killed_in_the_middle_of_its_sound_repeats_none_of_it(speech: PipelineServer) -> None:
+    # An answer may be over before its vocoder can be stopped; then the next one is tried.
+    assert any(killed_in_its_sound(speech) for _ in range(5))
+
+
+def killed_in_its_sound(speech: PipelineServer) -> bool:
+    """Whether the vocoder was killed in the middle of an answer, whose sound is as of any other."""
     with speech.client() as client, open_stream(client, FILE_TOKENS) as stream:
         pcm = b""
         while not pcm:
             pcm += audio_delta(next(stream))
         # The talker stands still, so that the vocoder has not got all of its input.
         with speech.suspended(TALKER), speech.suspended(VOCODER) as engine:
-            assert speech.in_flight(VOCODER) == 1
-            engine.core.kill()
+            is_in_time = speech.in_flight(VOCODER) == 1
+            if is_in_time:
+                engine.core.kill()
         pcm += b"".join(map(audio_delta, stream))
     assert_same_sound(pcm, spoken(speech, FILE_TOKENS))
+    return is_in_time
