@@ -1,4 +1,4 @@
-"""Requests that are refused while they wait, through all of vLLM's handlers: its server and AsyncLLM without engines."""
+"""Requests that are refused while they wait, through all of vLLM's handlers: its HTTP server without engines."""
 
 import asyncio
 import logging
