@@ -208,6 +208,8 @@ class Orchestrator:
         report = self._apis[stage_id].load_report(outputs)
         if report is not None:
             self.stage_pools[stage_id].report(member, report)
+        if ended := self._dispatchers[stage_id].has_room(member):
+            requests.end(stage_id, ended)
         outputs.engine_index = member.engine_index
         if outputs.outputs:
             self._put(outputs)
@@ -264,6 +266,7 @@ class Orchestrator:
         """Give a replica no new requests; those in flight go on. Nothing to do if it is held back for this reason."""
         if reason not in member.held_back:
             self.stage_pools[member.stage_id].hold_back(member, reason)
+            self._requests.end(member.stage_id, self._dispatchers[member.stage_id].held_back(member))
             self.events.note(EventKind.DRAIN, HOLDS[reason][0], member)
 
     def release_hold(self, member: PoolMember, reason: str) -> None:

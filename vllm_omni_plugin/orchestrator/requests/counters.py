@@ -35,11 +35,13 @@ class Waiting(NamedTuple):
         held: for a replica that serves.
         paused: because engines are paused and refuse them.
         moving: for their turn to move, since their replica is lost.
+        queued: for the replica they are charged to, until it can begin them.
     """
 
     held: int
     paused: int
     moving: int
+    queued: int
 
 
 class OrchestratorMetrics:
@@ -58,6 +60,8 @@ class OrchestratorMetrics:
         turned_away: requests refused for the same reason before that.
         decisions: dispatches by stage, policy and reason.
         fallbacks: those among them that a policy decided by something less than its rule, by stage, policy and what.
+        bubbles: times a replica had begun all it had got while requests waited here for it.
+        recalls: requests that waited for a replica and went to another one, which could begin them earlier.
         matched_tokens: prompt tokens that policies expected to be cached where they sent them, of the attempts whose
             engine said how many were.
         cached_tokens: prompt tokens that these engines said they had cached.
@@ -82,6 +86,8 @@ class OrchestratorMetrics:
         self.turned_away = 0
         self.decisions: dict[tuple[int, str, str], int] = {}
         self.fallbacks: dict[tuple[int, str, str], int] = {}
+        self.bubbles = 0
+        self.recalls = 0
         self.matched_tokens = 0
         self.cached_tokens = 0
         self.has_session: bool | None = None
@@ -100,6 +106,11 @@ class OrchestratorMetrics:
     def paused(self) -> int:
         """Requests that wait for paused engines now, whatever their stage."""
         return sum(waiting().paused for waiting in self.waiting_in.values())
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait for the replica they are charged to, whatever their stage."""
+        return sum(waiting().queued for waiting in self.waiting_in.values())
 
     @property
     def moves_waiting(self) -> int:

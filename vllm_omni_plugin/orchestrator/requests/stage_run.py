@@ -109,7 +109,7 @@ class StageRun:
         waits_since: monotonic seconds at which the request began to wait for a replica that serves.
         dispatches: see `SubmitRequest`.
         first_request: what the first attempt sends in place of `request`, if anything.
-        dispatched_at: monotonic seconds at which the first attempt was sent.
+        dispatched_at: monotonic seconds at which the first attempt was sent; None before.
         losses: of the replicas that it has lost.
         losses_unsent: those of them that turned out to be dead before they had got it.
         suspicions: those of them that it may have caused; none once it has had output since, see `Suspects`.
@@ -140,7 +140,7 @@ class StageRun:
     waits_since: float = 0.0
     dispatches: Dispatches | None = None
     first_request: Any = None
-    dispatched_at: float = 0.0
+    dispatched_at: float | None = None
     losses: list[Loss] = field(default_factory=list)
     losses_unsent: list[Loss] = field(default_factory=list)
     suspicions: list[Loss] = field(default_factory=list)
@@ -179,8 +179,6 @@ class StageRun:
         self.phase = RequestPhase.DISPATCHED
         self.replica_id = replica_id
         self.engine_request_id = engine_request_id
-        if not self.attempts:
-            self.dispatched_at = now
         self.attempts += 1
         self.sent = self.began = False
         self.task, self.decision, self.attempt_at = task, decision, now
