@@ -13,8 +13,8 @@ from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.dispatch.held_requests import HeldRequests, MoveBudget
 from vllm_omni_plugin.orchestrator.dispatch.refused_runs import RefusedRuns
 from vllm_omni_plugin.orchestrator.dispatch.suspects import Suspects
-from vllm_omni_plugin.orchestrator.dispatch.waiting_line import Waiting as WaitingRun
 from vllm_omni_plugin.orchestrator.dispatch.waiting_line import RECALLS, WaitingLine
+from vllm_omni_plugin.orchestrator.dispatch.waiting_line import Waiting as WaitingRun
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics, Waiting, count
 from vllm_omni_plugin.orchestrator.requests.stage_run import Accepted, Loss, RequestPhase, RunEnded, StageRun
