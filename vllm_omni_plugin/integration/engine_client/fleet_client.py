@@ -13,6 +13,7 @@ from typing import Any
 from prometheus_client import REGISTRY
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from vllm_omni_plugin.admin.admission import current_answer
 from vllm_omni_plugin.admin.head_drain import HeadDrain
 from vllm_omni_plugin.admin.metrics.fleet_metrics import FleetCollector
 from vllm_omni_plugin.admin.metrics.multiprocess_metrics import MetricFiles, in_multiprocess_mode
@@ -184,7 +185,11 @@ class FleetClient(EngineCalls):
         spans = self._events.spans
         if spans is not None:
             dispatches = spans.expect(request.request_id, dispatches)
-        message = SubmitRequest(request, self._clock(), dispatches, call, traced=spans is not None)
+        now, answer, terms = self._clock(), current_answer(), None
+        if answer is not None:
+            terms = answer.submitted(now)
+            self._events.answers[request.request_id] = answer
+        message = SubmitRequest(request, now, dispatches, call, traced=spans is not None, terms=terms)
         try:
             await queue.put(message)
         except QueueClosedError:

@@ -4,10 +4,12 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import wraps
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from msgspec.structs import replace
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
+from vllm_omni_plugin.admin.admission import Answer, note_refusal
 from vllm_omni_plugin.errors import OmniError
 from vllm_omni_plugin.integration.engine_client.output_guard import guard_outputs, guard_statistics
 from vllm_omni_plugin.integration.engine_client.peer_front import PeerFront
@@ -52,6 +54,7 @@ class FleetEvents:
         kv_event_sources: the KV-event publisher of each engine that has one, by engine index.
         peer: follows what other heads were told.
         spans: of traced requests; None if none are.
+        answers: those over HTTP that requests are for, by the request's id; who makes an answer keeps it.
         sender: index of the engine whose outputs AsyncLLM was given last.
     """
 
@@ -67,6 +70,7 @@ class FleetEvents:
         self._vllm_config = vllm_config
         self._abort = abort
         self._complain = complain
+        self.answers: WeakValueDictionary[str, Answer] = WeakValueDictionary()
         self.sender = 0
         self._configured: set[int] = set()
         self._output_processor: Any = None
@@ -104,6 +108,7 @@ class FleetEvents:
         try:
             match item:
                 case RequestFailed():
+                    note_refusal(self.answers.get(item.request_id), item.error)
                     self._abort(fail_request(self._output_processor, item))
                 case RequestStages():
                     if self.spans is not None:

@@ -5,7 +5,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any
 
-from vllm_omni_plugin.errors import NoReplicaError, OmniError, StageError, StageInputError
+from vllm_omni_plugin.errors import NoReplicaError, OmniError, RefusedError, StageError, StageInputError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.dispatch.dispatcher import Dispatcher
 from vllm_omni_plugin.orchestrator.pipeline.chunk_input import ChunkInput, Piece
@@ -108,7 +108,10 @@ class PipelineRequests(Requests[PipelineRequestState]):
             state = self._state_of(stage_id, run)
             if state is None:
                 continue
-            if error is not None:
+            if isinstance(error, RefusedError):
+                # Of the request as a whole, also if this stage could be left out.
+                self._fail(state, error)
+            elif error is not None:
                 self._stage_failed(state, stage, type(error)(f"Stage {stage.name!r}: {error}"))
             elif outputs is not None:
                 outputs.outputs = self.take(stage_id, [(run, output) for output in outputs.outputs])
@@ -177,6 +180,7 @@ class PipelineRequests(Requests[PipelineRequestState]):
             streaming=session,
             dispatches=state.dispatches,
             first_request=given.first_request,
+            terms=state.terms,
         )
         if stage.id in state.plan.read:
             state.readers[stage.id] = api.reader(run.request)

@@ -7,6 +7,7 @@ from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
 
+from vllm_omni_plugin.admission.terms import Terms
 from vllm_omni_plugin.balancing import Decision, Task
 from vllm_omni_plugin.errors import NoReplicaError, OmniError, RequestLostError
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import Dispatches
@@ -109,6 +110,7 @@ class StageRun:
         waits_since: monotonic seconds at which the request began to wait for a replica that serves.
         dispatches: see `SubmitRequest`.
         first_request: what the first attempt sends in place of `request`, if anything.
+        terms: see `SubmitRequest`.
         dispatched_at: monotonic seconds at which the first attempt was sent; None before.
         losses: of the replicas that it has lost.
         losses_unsent: those of them that turned out to be dead before they had got it.
@@ -140,6 +142,7 @@ class StageRun:
     waits_since: float = 0.0
     dispatches: Dispatches | None = None
     first_request: Any = None
+    terms: Terms | None = None
     dispatched_at: float | None = None
     losses: list[Loss] = field(default_factory=list)
     losses_unsent: list[Loss] = field(default_factory=list)
