@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from vllm_omni_plugin.admission import OPEN_PLAN, AdmissionPlan
 from vllm_omni_plugin.coordinator import ReplicaKey, ReplicaStatus
 from vllm_omni_plugin.errors import ReplicaError, WireError
 from vllm_omni_plugin.orchestrator.dispatch.bad_outputs import BadOutputs
@@ -91,6 +92,7 @@ class Orchestrator:
         clock: monotonic seconds.
         replica_wait: seconds that a request waits while no replica serves.
         preparation: of a pipeline, whose stages have these pools and APIs; None: one stage answers everything.
+        admission_plan: who may come in, and in what order they wait.
 
     Attributes:
         request_async_queue: `SubmitRequest`, `AbortRequests` and `OutputUnusable`, in order.
@@ -104,6 +106,7 @@ class Orchestrator:
         stage_pools: the pools; their `members` and `serving` may be read from any thread.
         stage_calls: calls to the replicas of each stage, by stage id.
         pause_order: how the stages of a pipeline come to rest; None: all at once.
+        admission: see `HeadQueue`; of the first stage that all requests need.
         needed_pools: those that must serve for a plain request to be answered.
         async_chunk: whether a stage may start on parts of its input.
     """
@@ -116,6 +119,7 @@ class Orchestrator:
         clock: Callable[[], float],
         replica_wait: float = 60.0,
         preparation: Preparation | None = None,
+        admission_plan: AdmissionPlan = OPEN_PLAN,
     ) -> None:
         self.stage_pools = self.needed_pools = stage_pools
         self.async_chunk = False
@@ -146,7 +150,12 @@ class Orchestrator:
             # A prefill that cannot be done at once is left to the stage behind it.
             limit, wait = (0, 0.0) if pool.stage_id in prefills else (migration_limit, replica_wait)
             arguments = (limit, wait, clock, self.metrics, moves, self._wake_at, pool.stage_id in fed)
-            self._dispatchers.append(Dispatcher(pool, api, *arguments))
+            # A request comes in once, at the first stage that all need.
+            plan = admission_plan if pool is self.needed_pools[0] else None
+            self._dispatchers.append(Dispatcher(pool, api, *arguments, plan))
+        admission = self._dispatchers[self.needed_pools[0].stage_id].queue.admission
+        assert admission is not None
+        self.admission = admission
         self._requests: Requests[Any]
         self.pause_order: PauseOrder | None = None
         if preparation is None:

@@ -6,15 +6,21 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from vllm_omni_plugin.balancing import Decision
-from vllm_omni_plugin.coordinator import ReplicaStatus
-from vllm_omni_plugin.errors import MessageTooLargeError, NoReplicaError, OmniError, ReplicaError, RequestLostError
+from vllm_omni_plugin.admission import Admission, AdmissionPlan
+from vllm_omni_plugin.balancing.interface import prompt_tokens
+from vllm_omni_plugin.errors import (
+    MessageTooLargeError,
+    NoReplicaError,
+    OmniError,
+    RefusedError,
+    ReplicaError,
+    RequestLostError,
+)
 from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.orchestrator.dispatch.head_queue import Choice, HeadQueue
 from vllm_omni_plugin.orchestrator.dispatch.held_requests import HeldRequests, MoveBudget
 from vllm_omni_plugin.orchestrator.dispatch.refused_runs import RefusedRuns
 from vllm_omni_plugin.orchestrator.dispatch.suspects import Suspects
-from vllm_omni_plugin.orchestrator.dispatch.waiting_line import RECALLS, WaitingLine
-from vllm_omni_plugin.orchestrator.dispatch.waiting_line import Waiting as WaitingRun
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics, Waiting, count
 from vllm_omni_plugin.orchestrator.requests.stage_run import Accepted, Loss, RequestPhase, RunEnded, StageRun
@@ -26,8 +32,6 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-Choice = tuple[PoolMember, Decision]
-"""A replica, and why it is the one."""
 
 
 class Dispatcher:
@@ -45,6 +49,7 @@ class Dispatcher:
         moves: how many requests of lost replicas may go on.
         wake_at: asks for a call of `tick` at this time or before, in monotonic seconds.
         fed: see `RefusedRuns`.
+        plan: see `HeadQueue`.
     """
 
     def __init__(
@@ -58,6 +63,7 @@ class Dispatcher:
         moves: MoveBudget,
         wake_at: Callable[[float], None],
         fed: bool = False,
+        plan: AdmissionPlan | None = None,
     ) -> None:
         self._pool = pool
         self._api = api
@@ -65,7 +71,7 @@ class Dispatcher:
         self._clock = clock
         self._metrics = metrics
         metrics.waiting_in[pool.stage_id] = lambda: Waiting(
-            len(self._held), len(self._refused), len(self._moving) + len(self._suspects), len(self._line)
+            len(self._held), len(self._refused), len(self._moving) + len(self._suspects), len(self._queue)
         )
         self._wake_at = wake_at
         self._held = HeldRequests(replica_wait, wake_at)
@@ -74,7 +80,7 @@ class Dispatcher:
         self._moving: dict[StageRun, None] = {}
         self._is_moving = False
         self._suspects = Suspects(pool, wake_at, clock)
-        self._line = WaitingLine(wake_at)
+        self._queue = HeadQueue(pool, plan, metrics, clock, wake_at)
         # Replicas that may have room since something left them otherwise than by an output.
         self._freed: dict[PoolMember, None] = {}
         self._refused = RefusedRuns(pool, self._suspects, wake_at, clock, fed)
@@ -88,6 +94,11 @@ class Dispatcher:
         """Whether a replica takes requests now."""
         return bool(self._pool.serving)
 
+    @property
+    def queue(self) -> HeadQueue:
+        """What waits for its replica."""
+        return self._queue
+
     def submit(self, run: StageRun) -> Sequence[RunEnded]:
         """Take a new run. There must be no other one of the same request."""
         self._dispatch(run)
@@ -99,7 +110,7 @@ class Dispatcher:
         assert session is not None
         member = self._member_of(run)
         run.add_chunk(chunk)
-        waits = run in self._line
+        waits = run in self._queue
         if run.finished:
             self._end(run)
         if member is not None and not waits:
@@ -116,26 +127,26 @@ class Dispatcher:
         by_member: dict[PoolMember, list[str]] = {}
         for run in [run for run in runs if not run.closed]:
             member = self._member_of(run)
-            if member is not None and run not in self._line:
+            if member is not None and run not in self._queue:
                 by_member.setdefault(member, []).append(run.engine_request_id)
             self._end(run)
         for member, engine_request_ids in by_member.items():
             self._abort_at(member, engine_request_ids)
-        if by_member and len(self._line):
+        if by_member and len(self._queue):
             # Not at once: whoever ends these requests may be in the middle of sending others.
             self._freed.update(dict.fromkeys(by_member))
             self._wake_at(self._clock())
 
     def has_room(self, member: PoolMember) -> Sequence[RunEnded]:
         """An output or a report of a replica has been dealt with: what waits may go there."""
-        if len(self._line):
+        if len(self._queue):
             self._fill(member)
         return self._take_ended() if self._ended else ()
 
     def held_back(self, member: PoolMember) -> Sequence[RunEnded]:
         """A replica gets no new requests. Those that wait for it go elsewhere, or to it if there is no other one."""
         if self._pool.serving:
-            for run in self._line.of(member):
+            for run in self._queue.waiting_for(member):
                 self._recall(run)
         return self._take_ended()
 
@@ -181,7 +192,7 @@ class Dispatcher:
             self._suspects.engine_failed(runs, loss)
         self._suspects.lost(lost)
         for run in runs:
-            self._line.take(run)
+            self._queue.leave(run)
         self._dispatch_suspects()
         # Suspects first, so that the others can avoid the replicas where they are tried.
         for run in sorted(runs, key=lambda run: not run.suspicions):
@@ -197,7 +208,7 @@ class Dispatcher:
             self._metrics.hold_time.observe(self._clock() - run.waits_since)
             self._dispatch(run)
         self._dispatch_suspects()
-        for member in self._pool.serving if len(self._line) else ():
+        for member in self._pool.serving if len(self._queue) else ():
             self._fill(member)
         return self._take_ended()
 
@@ -206,6 +217,8 @@ class Dispatcher:
         while (run := self._held.take_overdue(self._clock())) is not None:
             self._metrics.hold_time.observe(self._held.wait)
             self._refuse(run, waited=self._held.wait)
+        for run, error in self._queue.overdue():
+            self._turn_away(run, error)
         self._dispatch_moving()
         self._dispatch_suspects()
         while (run := self._refused.take()) is not None:
@@ -287,33 +300,23 @@ class Dispatcher:
 
     def _fill(self, member: PoolMember) -> None:
         """Send a replica what waits for it, as far as it has room; or what waits for others, if that is better."""
-        reserve = self._pool.reserve
-        waits = self._line.first_of(member) is not None
-        if waits and not member.account.unbegun:
-            self._metrics.bubbles += 1
-        for run, waiting in self._line.ready(member, reserve):
-            self._start(member, run, waiting.request)
-        if waits or not reserve.recalls or member.status is not ReplicaStatus.UP:
-            return
-        for run in self._line.to_recall(self._clock(), RECALLS):
-            if not reserve.has_room(member.account, run.prefill_tokens):
-                return
-            charged_to = self._member_of(run)
-            assert charged_to is not None
-            other, decision = self._pool.decide_again(charged_to, run)
-            may_begin = reserve.has_room(other.account, run.prompt_tokens - decision.matched_tokens)
-            if other is not charged_to and may_begin and self._line.first_of(other) is None:
-                self._recall(run, (other, decision))
+        for run, request in self._queue.ready(member):
+            self._start(member, run, request)
+        for run, chosen in self._queue.recalls(member):
+            self._recall(run, chosen)
 
     def _recall(self, run: StageRun, chosen: Choice | None = None) -> None:
         """A request that waits for its replica goes to another one, or looks for one."""
-        self._line.take(run)
-        self._metrics.recalls += 1
+        self._queue.leave(run)
         self._pool.release(run)
         run.refuse()
         if run.dispatches:
             run.dispatches.pop()
         self._dispatch(run, chosen=chosen)
+
+    def _turn_away(self, run: StageRun, error: RefusedError) -> None:
+        count(self._metrics.refusals, (self._pool.stage_id, error.reason, str(error.status)))
+        self._fail(run, error)
 
     def _dispatch(self, run: StageRun, may_wait: bool = True, chosen: Choice | None = None) -> None:
         """Send a request to the replica its pool picks, or let it wait for that one, or hold it."""
@@ -324,11 +327,13 @@ class Dispatcher:
             if run.move is not Move.RESTART:
                 request = self._api.moved(request, run.move, run.produced)
             member = self._choose(run, request, chosen)
-            if self._must_wait(member, run, request):
-                recallable = run.affinity_key is None and (run.attempts > 1 or run.first_request is None)
-                self._line.add(run, WaitingRun(member, request, self._place(run)), None, recallable)
-            else:
+            if request.abort_immediately or not self._queue.must_wait(member, run):
                 self._start(member, run, request)
+            else:
+                for refused, error in self._queue.wait(run, member, request):
+                    self._turn_away(refused, error)
+        except RefusedError as error:
+            self._turn_away(run, error)
         except NoReplicaError:
             self._hold(run)
         except RequestLostError as error:
@@ -337,23 +342,13 @@ class Dispatcher:
         except Exception as error:
             self._give_up_alone(run, error)
 
-    def _must_wait(self, member: PoolMember, run: StageRun, request: Any) -> bool:
-        # A suspect has its replica for itself.
-        if not self._pool.reserve.waits or run.suspicions or request.abort_immediately:
-            return False
-        return not self._pool.reserve.has_room(member.account, run.prefill_tokens) or (
-            len(self._line) > 0 and self._line.first_of(member) is not None
-        )
-
-    def _place(self, run: StageRun) -> Any:
-        return run.submitted_at
-
     def _start(self, member: PoolMember, run: StageRun, request: Any) -> None:
         """Send a request to the replica that it is charged to; on to the next if that one turns out to be dead."""
         attempt = run.engine_request_id
         if run.dispatched_at is None:
             run.dispatched_at = self._clock()
             self._metrics.queue_time.observe(run.dispatched_at - run.submitted_at)
+        self._queue.started(run)
         self._send(member, run, request)
         if run.engine_request_id != attempt:
             # The replica turned out to be dead, so the request has moved, or waits with all that has not been sent.
@@ -371,6 +366,7 @@ class Dispatcher:
         is_first = not run.attempts
         if is_first or run.move is not Move.RESTART:
             run.task, run.affinity_key = self._api.describe(request)
+            self._queue.enter(run, run.request, prompt_tokens(run.task))
         if chosen is None:
             stays = run.affinity_key is not None and self._api.how_to_move(request) is Move.STAYS
             chosen = self._pool.decide(run.task, run.affinity_key, self._refused.avoided(run), stays)
@@ -460,7 +456,7 @@ class Dispatcher:
         else:
             self._moving.pop(run, None)
             self._held.remove(run)
-        self._line.take(run)
+        self._queue.ended(run)
         if run.suspicions:
             self._suspects.forget(run)
         self._refused.forget(run)

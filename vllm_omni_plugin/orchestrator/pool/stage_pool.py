@@ -341,6 +341,11 @@ class StagePool:
         self._policy.tell("ended", run.task, member, now - run.attempt_at, run.output_tokens)
         member.tell_if_idle()
 
+    @property
+    def heads(self) -> int:
+        """How many heads balance over these replicas, this one included."""
+        return self._unreported.heads
+
     def share_with(self, heads: int) -> None:
         """So many heads balance over these replicas now, this one included."""
         self._unreported.share_with(heads)

@@ -62,6 +62,8 @@ class OrchestratorMetrics:
         fallbacks: those among them that a policy decided by something less than its rule, by stage, policy and what.
         bubbles: times a replica had begun all it had got while requests waited here for it.
         recalls: requests that waited for a replica and went to another one, which could begin them earlier.
+        refusals: requests that found the queue full, waited too long or whose tenant was at a limit, by stage, reason and
+            status of HTTP.
         matched_tokens: prompt tokens that policies expected to be cached where they sent them, of the attempts whose
             engine said how many were.
         cached_tokens: prompt tokens that these engines said they had cached.
@@ -86,6 +88,7 @@ class OrchestratorMetrics:
         self.turned_away = 0
         self.decisions: dict[tuple[int, str, str], int] = {}
         self.fallbacks: dict[tuple[int, str, str], int] = {}
+        self.refusals: dict[tuple[int, str, str], int] = {}
         self.bubbles = 0
         self.recalls = 0
         self.matched_tokens = 0
