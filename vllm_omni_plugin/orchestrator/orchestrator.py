@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from vllm_omni_plugin.admission import OPEN_PLAN, AdmissionPlan
+from vllm_omni_plugin.admission import AdmissionPlan
 from vllm_omni_plugin.coordinator import ReplicaKey, ReplicaStatus
 from vllm_omni_plugin.errors import ReplicaError, WireError
 from vllm_omni_plugin.orchestrator.dispatch.bad_outputs import BadOutputs
@@ -92,7 +92,7 @@ class Orchestrator:
         clock: monotonic seconds.
         replica_wait: seconds that a request waits while no replica serves.
         preparation: of a pipeline, whose stages have these pools and APIs; None: one stage answers everything.
-        admission_plan: who may come in, and in what order they wait.
+        admission_plan: who may come in, and in what order they wait; None: everybody, in the order of arrival.
 
     Attributes:
         request_async_queue: `SubmitRequest`, `AbortRequests` and `OutputUnusable`, in order.
@@ -119,7 +119,7 @@ class Orchestrator:
         clock: Callable[[], float],
         replica_wait: float = 60.0,
         preparation: Preparation | None = None,
-        admission_plan: AdmissionPlan = OPEN_PLAN,
+        admission_plan: AdmissionPlan | None = None,
     ) -> None:
         self.stage_pools = self.needed_pools = stage_pools
         self.async_chunk = False
@@ -151,7 +151,7 @@ class Orchestrator:
             limit, wait = (0, 0.0) if pool.stage_id in prefills else (migration_limit, replica_wait)
             arguments = (limit, wait, clock, self.metrics, moves, self._wake_at, pool.stage_id in fed)
             # A request comes in once, at the first stage that all need.
-            plan = admission_plan if pool is self.needed_pools[0] else None
+            plan = (admission_plan or AdmissionPlan()) if pool is self.needed_pools[0] else None
             self._dispatchers.append(Dispatcher(pool, api, *arguments, plan))
         admission = self._dispatchers[self.needed_pools[0].stage_id].queue.admission
         assert admission is not None

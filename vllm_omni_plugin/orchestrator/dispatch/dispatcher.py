@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from vllm_omni_plugin.admission import Admission, AdmissionPlan
+from vllm_omni_plugin.admission import AdmissionPlan
 from vllm_omni_plugin.balancing.interface import prompt_tokens
 from vllm_omni_plugin.errors import (
     MessageTooLargeError,
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 
 logger = init_logger(__name__)
-
 
 
 class Dispatcher:
@@ -71,7 +70,7 @@ class Dispatcher:
         self._clock = clock
         self._metrics = metrics
         metrics.waiting_in[pool.stage_id] = lambda: Waiting(
-            len(self._held), len(self._refused), len(self._moving) + len(self._suspects), len(self._queue)
+            len(self._held), len(self._refused), len(self._moving) + len(self._suspects)
         )
         self._wake_at = wake_at
         self._held = HeldRequests(replica_wait, wake_at)
@@ -81,6 +80,7 @@ class Dispatcher:
         self._is_moving = False
         self._suspects = Suspects(pool, wake_at, clock)
         self._queue = HeadQueue(pool, plan, metrics, clock, wake_at)
+        metrics.queued_in[pool.stage_id] = lambda: len(self._queue)
         # Replicas that may have room since something left them otherwise than by an output.
         self._freed: dict[PoolMember, None] = {}
         self._refused = RefusedRuns(pool, self._suspects, wake_at, clock, fed)
