@@ -19,7 +19,6 @@ from vllm_omni_plugin.admin.admission import (
     Answer,
     HttpAdmission,
     current_answer,
-    note_refusal,
 )
 from vllm_omni_plugin.admin.hold import CLIENT_CLOSED_REQUEST
 from vllm_omni_plugin.admission.terms import Reason, Refusal, Terms
@@ -79,7 +78,7 @@ class Head:
         """A request for the current answer goes to the fleet."""
         answer = current_answer()
         assert answer is not None
-        self.seen.append(answer.submitted(self.now))
+        self.seen.append(answer.submitted("r", self.now))
         return answer
 
     async def submitting(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -238,7 +237,7 @@ class Stream:
             await send(part(event))
         self.answer = current_answer()
         assert self.answer is not None
-        self.answer.submitted(100.0)
+        self.answer.submitted("r", 100.0)
         self.submitted.set()
         while True:
             message = await self.outputs.get()
@@ -248,9 +247,10 @@ class Stream:
             if not message["more_body"]:
                 return
 
-    def refuse(self) -> None:
-        """The fleet refuses its request, and vLLM has its own word for it."""
-        note_refusal(self.answer, RefusedError(*OVER_SHARE))
+    def fail(self, error: Exception) -> bool:
+        """The fleet ends its request; returns whether vLLM's word for that is not sent."""
+        assert self.answer is not None
+        return self.answer.refuse(error)
 
 
 @pytest.mark.parametrize("before", [(), (b"event: created\n\n", b"event: in_progress\n\n")])
@@ -278,7 +278,7 @@ async def test_a_stream_that_is_refused_while_it_waits_gets_the_true_status(
     client = Head(stream).request()
     async with asyncio.timeout(10):
         await stream.submitted.wait()
-    stream.refuse()
+    assert stream.fail(RefusedError(*OVER_SHARE))
     if raises:
         stream.outputs.put_nowait(RuntimeError("the response has started"))
     else:
@@ -294,7 +294,7 @@ async def test_a_stream_that_is_refused_while_it_waits_gets_the_true_status(
 
 async def test_a_whole_answer_that_is_refused_while_it_waits_says_when_to_come_back() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        note_refusal(head.submit(), RefusedError(*FULL))
+        assert head.submit().refuse(RefusedError(*FULL))
         await send(start(503, JSON))
         await send(part(b"as vLLM says it", more=False))
 
@@ -310,7 +310,7 @@ async def test_an_answer_that_has_begun_keeps_its_status_when_a_further_request_
     client = Head(stream).request()
     stream.outputs.put_nowait(part(b"data: one\n\n"))
     await client.sent_so_far(2)
-    stream.refuse()
+    assert not stream.fail(RefusedError(*OVER_SHARE))
     stream.outputs.put_nowait(RuntimeError("after the beginning"))
     with pytest.raises(RuntimeError, match="after the beginning"):
         await client.status()
@@ -322,7 +322,7 @@ async def test_other_errors_of_a_request_stay_what_they_are() -> None:
     client = Head(stream).request()
     async with asyncio.timeout(10):
         await stream.submitted.wait()
-    note_refusal(stream.answer, NoReplicaError("No replica"))
+    assert not stream.fail(NoReplicaError("No replica"))
     stream.outputs.put_nowait(ValueError("of the stream"))
     with pytest.raises(ValueError, match="of the stream"):
         await client.status()
@@ -366,7 +366,7 @@ async def test_answers_at_the_same_time_do_not_mix() -> None:
     async with asyncio.timeout(10):
         for stream in streams.values():
             await stream.submitted.wait()
-    streams["a"].refuse()
+    assert streams["a"].fail(RefusedError(*OVER_SHARE))
     for stream in streams.values():
         stream.outputs.put_nowait(part(b"data: last\n\n", more=False))
     assert {tenant: await client.status() for tenant, client in clients.items()} == {"a": 429, "b": 200}

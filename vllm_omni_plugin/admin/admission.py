@@ -82,28 +82,56 @@ def _tenant(headers: Headers, names: Sequence[str]) -> str:
 class Answer:
     """An answer that is being made, by one request or several.
 
+    What it begins with is kept back until a request for it was handed to the fleet and something follows.
+
     Args:
         terms: of its requests.
         arrived: monotonic seconds at which its client began to wait.
+        send: to the client.
 
     Attributes:
-        is_submitted: whether a request for it has been handed to the fleet.
-        refused: why a request for it was refused by the fleet, if one was.
+        request_ids: the requests that were handed to the fleet for it.
+        refused: what its client is told in its place: a request for it was refused, and nothing had been sent.
     """
 
-    def __init__(self, terms: Terms, arrived: float) -> None:
-        self.is_submitted = False
+    def __init__(self, terms: Terms, arrived: float, send: Send) -> None:
+        self.request_ids: list[str] = []
         self.refused: RefusedError | None = None
         self._terms = terms
         self._arrived = arrived
+        self._send = send
+        self._kept: list[Message] | None = []
 
-    def submitted(self, now: float) -> Terms:
+    def submitted(self, request_id: str, now: float) -> Terms:
         """A request for it is handed to the fleet; returns its terms, with the time that is left."""
-        self.is_submitted = True
+        self.request_ids.append(request_id)
         timeout_s = self._terms.timeout_s
         if timeout_s is None:
             return self._terms
         return Terms(self._terms.tenant, max(0.0, timeout_s - (now - self._arrived)))
+
+    def refuse(self, error: Exception | None) -> bool:
+        """A request for it has ended with this error; returns whether the client will be told of a refusal instead."""
+        if isinstance(error, RefusedError) and self._kept is not None:
+            self.refused = error
+        return self.refused is not None
+
+    def send(self, message: Message) -> Awaitable[None]:
+        """Send a message of the application, or keep it."""
+        return self._send(message) if self._kept is None else self._keep(self._kept, message)
+
+    async def _keep(self, kept: list[Message], message: Message) -> None:
+        kept.append(message)
+        # Some streams say that they have begun before they ask for anything.
+        follows = message["type"] != "http.response.start" and (self.request_ids or not message.get("more_body", False))
+        if follows and self.refused is None:
+            await self.release()
+
+    async def release(self) -> None:
+        """Send what is kept, and from now on all at once."""
+        kept, self._kept = self._kept or (), None
+        for message in kept:
+            await self._send(message)
 
 
 _answer: ContextVar[Answer | None] = ContextVar("omni_answer", default=None)
@@ -112,12 +140,6 @@ _answer: ContextVar[Answer | None] = ContextVar("omni_answer", default=None)
 def current_answer() -> Answer | None:
     """The answer over HTTP that this task works for, as those do that it starts; None outside of any."""
     return _answer.get()
-
-
-def note_refusal(answer: Answer | None, error: Exception | None) -> None:
-    """A request for the answer has ended with this error, which is noted if it is a refusal."""
-    if answer is not None and isinstance(error, RefusedError):
-        answer.refused = error
 
 
 class AdmissionMiddleware:
@@ -157,69 +179,25 @@ class AdmissionMiddleware:
                 return
             if (priority := _priority(body)) is not None:
                 refused = admission.refusal(terms, priority, now)
-        if refused is not None:
-            await refusal(RefusedError(*refused))(scope, receive, send)
-        else:
-            await self._answer(Answer(terms, now), scope, receive, send)
+        error = None if refused is None else RefusedError(*refused)
+        if error is None:
+            error = await self._answer(Answer(terms, now, send), scope, receive)
+        if error is not None:
+            await refusal(error)(scope, receive, send)
 
-    async def _answer(self, answer: Answer, scope: Scope, receive: Receive, send: Send) -> None:
-        beginning = _Beginning(answer, scope, receive, send)
+    async def _answer(self, answer: Answer, scope: Scope, receive: Receive) -> RefusedError | None:
+        """Let the application answer. Returns what the client is told instead, if anything."""
         token = _answer.set(answer)
         try:
-            await self._app(scope, receive, beginning.send)
+            await self._app(scope, receive, answer.send)
         except Exception:
-            # Some of vLLM's streams raise the refusal.
-            await beginning.release()
-            if not beginning.is_replaced:
+            if answer.refused is None:
                 raise
         finally:
             _answer.reset(token)
-            await beginning.release()
-
-
-class _Beginning:
-    """Keeps back what the application sends until it is known whether that will be the answer.
-
-    Attributes:
-        is_replaced: whether a refusal was sent in its place.
-    """
-
-    def __init__(self, answer: Answer, scope: Scope, receive: Receive, send: Send) -> None:
-        self._answer = answer
-        self._scope = scope
-        self._receive = receive
-        self._send = send
-        self._kept: list[Message] | None = []
-        self.is_replaced = False
-
-    def send(self, message: Message) -> Awaitable[None]:
-        """What the application is given to send with."""
-        return self._send(message) if self._kept is None else self._keep(self._kept, message)
-
-    async def _keep(self, kept: list[Message], message: Message) -> None:
-        kept.append(message)
-        if message["type"] == "http.response.start":
-            return
-        # Some streams say that they have begun before they ask for anything.
-        if self._answer.is_submitted or not message.get("more_body", False):
-            await self.release()
-
-    async def release(self) -> None:
-        """Send what was kept, or the refusal in its place and nothing after it. Idempotent."""
-        if self._kept is None:
-            return
-        kept, self._kept = self._kept, None
-        if self._answer.refused is not None:
-            self.is_replaced = True
-            send, self._send = self._send, _drop
-            await refusal(self._answer.refused)(self._scope, self._receive, send)
-            return
-        for message in kept:
-            await self._send(message)
-
-
-async def _drop(_: Message) -> None:
-    pass
+            if answer.refused is None:
+                await answer.release()
+        return answer.refused
 
 
 class _Body(msgspec.Struct):

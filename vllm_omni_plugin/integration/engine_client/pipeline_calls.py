@@ -6,7 +6,7 @@ from contextlib import suppress
 from contextvars import ContextVar, copy_context
 from typing import Any, TypeVar
 
-from vllm_omni_plugin.admin.admission import current_answer, note_refusal
+from vllm_omni_plugin.admin.admission import current_answer
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallEnded, PipelineCall, StageEvent
 
 T = TypeVar("T")
@@ -98,6 +98,7 @@ class RunningCall:
     def _received(self, event: StageEvent | CallEnded) -> None:
         if isinstance(event, CallEnded):
             self._ended += 1
-            # May come before the orchestrator's other word of it.
-            note_refusal(self._answer, event.error)
+            if self._answer is not None:
+                # May come before `RequestFailed`.
+                self._answer.refuse(event.error)
         self._items.put_nowait(event)
