@@ -127,7 +127,7 @@ class Dispatcher:
         by_member: dict[PoolMember, list[str]] = {}
         for run in [run for run in runs if not run.closed]:
             member = self._member_of(run)
-            if member is not None and run not in self._queue:
+            if member is not None and run.sent:
                 by_member.setdefault(member, []).append(run.engine_request_id)
             self._end(run)
         for member, engine_request_ids in by_member.items():
