@@ -147,13 +147,11 @@ class Head:
 
     def _ask_again(self, run: StageRun) -> None:
         charged_to = next(member for member in self.serving if member.replica_id == run.replica_id)
-        self._tell("ended", run.task, charged_to, 0.0, 0)
         charged_to.account.release(run, self._clock.now)
         self.serving.changed(charged_to)
         decision = self._choose(run.task)
         charged_to.account.charge(run, self._clock.now)
         self.serving.changed(charged_to)
-        self._tell("dispatched", run.task, charged_to, run.decision)
         other = self.serving[decision.position]
         may_begin = self._reserve.has_room(other.account, run.prompt_tokens - decision.matched_tokens)
         if other is not charged_to and may_begin and self.line.first_of(_member(other)) is None:

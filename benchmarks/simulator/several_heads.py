@@ -82,6 +82,7 @@ class SharingHead(Head):
         for member, work in others_work:
             member.account.join(work)
             self.serving.changed(cast(Any, member))
+            self.fill(cast(Any, member))
 
     def dispatch(self, request: Request) -> None:
         """See `Head`."""

@@ -21,6 +21,7 @@ from vllm_omni_plugin.orchestrator.pool.output_queue import OutputQueue
 from vllm_omni_plugin.orchestrator.pool.pool_member import HOLDS
 from vllm_omni_plugin.orchestrator.pool.stage_calls import StageCalls
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
+from vllm_omni_plugin.orchestrator.requests.charges import Work
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     CallReplicas,
@@ -298,6 +299,11 @@ class Orchestrator:
             self.events.note(EventKind.MOVE, reason, member, requests=moved)
         self._requests.end(member.stage_id, ended)
         self._put(self._apis[member.stage_id].idle_report(member.engine_index))
+
+    def others_charged(self, member: PoolMember, work: Work | None) -> None:
+        """What the other heads have on a replica is other than before, see `StagePool.join`: it may have room now."""
+        self.stage_pools[member.stage_id].join(member, work)
+        self._requests.end(member.stage_id, self._dispatchers[member.stage_id].has_room(member))
 
     def replica_joined(self, member: PoolMember, ready_response: bytes) -> None:
         """A replica that was not there at the start is about to serve: tell AsyncLLM's side."""

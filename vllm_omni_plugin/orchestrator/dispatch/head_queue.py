@@ -1,15 +1,17 @@
 """The queue of one stage at one head: who may come in, who waits for its replica, and who is sent when it has room."""
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
-from vllm_omni_plugin.admission import Admission, AdmissionPlan, Backlog, Refusal, Terms
+from vllm_omni_plugin.admission import Admission, AdmissionPlan, Backlog, Refusal, Terms, Ticket
 from vllm_omni_plugin.balancing import Decision
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import RefusedError
 from vllm_omni_plugin.orchestrator.dispatch.waiting_line import RECALLS, Waiting, WaitingLine
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
+from vllm_omni_plugin.orchestrator.requests.charges import NO_WORK, Work
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 
@@ -38,7 +40,6 @@ class HeadQueue:
 
     Attributes:
         admission: the rules; None: everybody may come in.
-        others_waiting: what waits at the other heads, by class, as they said. Replaced, never changed.
     """
 
     def __init__(
@@ -54,7 +55,6 @@ class HeadQueue:
         self._clock = clock
         self._line = WaitingLine(wake_at)
         self._by_ticket: dict[int, StageRun] = {}
-        self.others_waiting: Mapping[str, Backlog] = {}
         self.admission = None if plan is None else Admission(plan, self)
 
     def __len__(self) -> int:
@@ -77,6 +77,14 @@ class HeadQueue:
     def heads(self) -> int:
         """See `StageState`."""
         return self._pool.heads
+
+    @property
+    def others_waiting(self) -> Mapping[str, Backlog]:
+        """See `StageState`."""
+        exchange = self._pool.exchange
+        if exchange is None or self.admission is None:
+            return {}
+        return {each.name: Backlog(*exchange.others_waiting(each.name)) for each in self.admission.plan.classes}
 
     def enter(self, run: StageRun, request: Any, prompt_tokens: int) -> None:
         """A request has come, or comes again, with so many tokens of prompt.
@@ -110,6 +118,7 @@ class HeadQueue:
             pushed_out = [(self._by_ticket.pop(ticket.number), self._refused(refusal)) for ticket, refusal in outcome]
             due = run.ticket.due
             self._by_ticket[run.ticket.number] = run
+            self._tell_others(run.ticket.class_name)
         # What the first attempt alone may send would be lost elsewhere.
         recallable = run.affinity_key is None and run.first_request is None
         place = run.ticket if run.ticket is not None else (run.submitted_at,)
@@ -119,20 +128,19 @@ class HeadQueue:
     def started(self, run: StageRun) -> None:
         """A run is sent to its replica."""
         if self.admission is not None and run.ticket is not None:
-            self._by_ticket.pop(run.ticket.number, None)
             self.admission.started(run.ticket)
+            self._waits_no_longer(run.ticket)
 
     def leave(self, run: StageRun) -> None:
         """A run is no longer charged to the replica it waits for, if it does, and is to be dispatched anew."""
         if self._line.take(run) is not None and self.admission is not None and run.ticket is not None:
-            self._by_ticket.pop(run.ticket.number, None)
             self.admission.leave(run.ticket)
+            self._waits_no_longer(run.ticket)
 
     def ended(self, run: StageRun) -> None:
         """A run is over, in whatever way. Idempotent."""
         self.leave(run)
         if self.admission is not None and run.ticket is not None:
-            self._by_ticket.pop(run.ticket.number, None)
             self.admission.ended(run.ticket, len(run.produced), self._clock())
 
     def overdue(self) -> Iterator[Refused]:
@@ -140,8 +148,9 @@ class HeadQueue:
         while (run := self._line.take_overdue(self._clock())) is not None:
             assert self.admission is not None
             assert run.ticket is not None
-            self._by_ticket.pop(run.ticket.number, None)
-            yield run, self._refused(self.admission.overdue(run.ticket, self._clock()))
+            refusal = self.admission.overdue(run.ticket, self._clock())
+            self._waits_no_longer(run.ticket)
+            yield run, self._refused(refusal)
 
     def ready(self, member: PoolMember) -> Iterator[tuple[StageRun, Any]]:
         """Take those that wait for a replica, as far as it has room: each with what is to be sent, and at once."""
@@ -169,6 +178,18 @@ class HeadQueue:
     def waiting_for(self, member: PoolMember) -> list[StageRun]:
         """All that wait for a replica, in order."""
         return self._line.of(member)
+
+    def _waits_no_longer(self, ticket: Ticket) -> None:
+        if self._by_ticket.pop(ticket.number, None) is not None:
+            self._tell_others(ticket.class_name)
+
+    def _tell_others(self, class_name: str) -> None:
+        if self._pool.exchange is not None:
+            self._pool.exchange.tell_waiting(class_name, partial(self._waiting_of, class_name))
+
+    def _waiting_of(self, class_name: str) -> Work:
+        assert self.admission is not None
+        return Work(*self.admission.by_class().get(class_name, NO_WORK))
 
     def _refused(self, refusal: Refusal) -> RefusedError:
         return RefusedError(refusal.status, refusal.reason, refusal.message, refusal.retry_after_s)

@@ -298,8 +298,8 @@ class StagePool:
         Raises:
             NoReplicaError: no replica serves.
         """
+        # The policy is not told: its prompt counts as cached there all along, for those that were sent after it.
         now = self._clock()
-        self._policy.tell("ended", run.task, member, 0.0, 0)
         member.account.release(run, now)
         self.serving.changed(member)
         try:
@@ -307,7 +307,6 @@ class StagePool:
         finally:
             member.account.charge(run, now)
             self.serving.changed(member)
-            self._policy.tell("dispatched", run.task, member, run.decision)
 
     def begin(self, member: PoolMember, run: StageRun, cached_tokens: int | None) -> None:
         """The first output of an attempt came; the engine had so many prompt tokens cached, None if it did not say."""
