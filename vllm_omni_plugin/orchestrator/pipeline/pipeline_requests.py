@@ -264,7 +264,7 @@ class PipelineRequests(Requests[PipelineRequestState]):
 
     def _take(self, state: PipelineRequestState, stage: Stage, run: StageRun, output: Any) -> Any | None:
         api = self._apis[stage.id]
-        if stage.id not in state.answered:
+        if stage.id not in state.answered and run.dispatched_at is not None:
             state.answered.add(stage.id)
             self._spend(state, stage, "queue", run.dispatched_at - run.submitted_at)
             self._spend(state, stage, "first_output", self._clock() - run.dispatched_at)
@@ -319,7 +319,7 @@ class PipelineRequests(Requests[PipelineRequestState]):
         state.ended[stage.id] = now = self._clock()
         self.pause_order.note_progress()
         run = state.runs.get(stage.id)
-        if run is not None and run.attempts:
+        if run is not None and run.dispatched_at is not None:
             self._spend(state, stage, "run", now - run.dispatched_at)
         if stage.id in state.final_output_stage_ids:
             state.finished_final_output_stage_ids.add(stage.id)
@@ -377,7 +377,7 @@ class PipelineRequests(Requests[PipelineRequestState]):
 
     def _tell_end(self, state: PipelineRequestState, error: Exception | None) -> None:
         for stage_id, run in state.runs.items():
-            if run.attempts and stage_id not in state.answered:
+            if run.dispatched_at is not None and stage_id not in state.answered:
                 self._spend(state, self._pipeline.stages[stage_id], "queue", run.dispatched_at - run.submitted_at)
         if state.traced:
             times = state.stage_times(self._pipeline.stages, self._clock())

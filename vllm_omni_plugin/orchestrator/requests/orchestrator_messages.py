@@ -243,11 +243,13 @@ class Explanation:
         decision: what it would decide.
         replicas: those it could choose from, as `<stage>.<replica>`, and their loads, at the positions that the
             decision speaks of.
+        may_begin: whether the chosen one could begin it in its next steps, so that it would be sent at once.
     """
 
     policy: str
     decision: Decision
     replicas: tuple[tuple[str, ReplicaLoad], ...]
+    may_begin: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
 
-from vllm_omni_plugin.admission.terms import Terms
+from vllm_omni_plugin.admission import Terms, Ticket
 from vllm_omni_plugin.balancing import Decision, Task
 from vllm_omni_plugin.errors import NoReplicaError, OmniError, RequestLostError
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import Dispatches
@@ -111,7 +111,8 @@ class StageRun:
         dispatches: see `SubmitRequest`.
         first_request: what the first attempt sends in place of `request`, if anything.
         terms: see `SubmitRequest`.
-        dispatched_at: monotonic seconds at which the first attempt was sent.
+        ticket: its place in the order of all; None in stages that let everybody in.
+        dispatched_at: monotonic seconds at which the first attempt was sent; None before.
         losses: of the replicas that it has lost.
         losses_unsent: those of them that turned out to be dead before they had got it.
         suspicions: those of them that it may have caused; none once it has had output since, see `Suspects`.
@@ -143,7 +144,8 @@ class StageRun:
     dispatches: Dispatches | None = None
     first_request: Any = None
     terms: Terms | None = None
-    dispatched_at: float = 0.0
+    ticket: Ticket | None = None
+    dispatched_at: float | None = None
     losses: list[Loss] = field(default_factory=list)
     losses_unsent: list[Loss] = field(default_factory=list)
     suspicions: list[Loss] = field(default_factory=list)
@@ -182,8 +184,6 @@ class StageRun:
         self.phase = RequestPhase.DISPATCHED
         self.replica_id = replica_id
         self.engine_request_id = engine_request_id
-        if not self.attempts:
-            self.dispatched_at = now
         self.attempts += 1
         self.sent = self.began = False
         self.task, self.decision, self.attempt_at = task, decision, now
