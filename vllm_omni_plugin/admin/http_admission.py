@@ -40,11 +40,13 @@ class HttpAdmission:
 
     Attributes:
         refusal: see `Admission.refusal`.
+        count: told of each refusal that is answered before the application sees the request.
         tenant_headers: where a tenant's name may stand, first come first; empty: tenants are not told apart.
         clock: monotonic seconds.
     """
 
     refusal: Callable[[Terms, int | None, float], Refusal | None]
+    count: Callable[[Refusal], None]
     tenant_headers: Sequence[str]
     clock: Callable[[], float]
 
@@ -57,6 +59,18 @@ class HttpAdmission:
         text = headers.get(_TIMEOUT)
         timeout_s = None if text is None else _seconds(text.decode("latin-1"))
         return Terms(_tenant(headers, self.tenant_headers) if self.tenant_headers else "", timeout_s)
+
+
+def tenant_headers(named: str | None, plan: str | None) -> tuple[str, ...]:
+    """Where a tenant's name may stand; empty: nobody asked for tenants.
+
+    Args:
+        named: what `--omni-tenant-header` says.
+        plan: what `--omni-admission` says.
+    """
+    if named is not None:
+        return (named,)
+    return (TENANT_HEADER, FAIRNESS_HEADER) if plan is not None else ()
 
 
 def _seconds(text: str) -> float:
@@ -167,8 +181,8 @@ class AdmissionMiddleware:
         now = admission.clock()
         try:
             terms = admission.terms(dict(scope["headers"]))
-        except BadTimeoutError as error:
-            await error_response(str(error), HTTPStatus.BAD_REQUEST, "BadRequestError")(scope, receive, send)
+        except BadTimeoutError as fault:
+            await error_response(str(fault), HTTPStatus.BAD_REQUEST, "BadRequestError")(scope, receive, send)
             return
         refused = admission.refusal(terms, None, now)
         if refused is not None:
@@ -179,9 +193,11 @@ class AdmissionMiddleware:
                 return
             if (priority := _priority(body)) is not None:
                 refused = admission.refusal(terms, priority, now)
-        error = None if refused is None else RefusedError(*refused)
-        if error is None:
+        if refused is None:
             error = await self._answer(Answer(terms, now, send), scope, receive)
+        else:
+            admission.count(refused)
+            error = RefusedError(*refused)
         if error is not None:
             await refusal(error)(scope, receive, send)
 
