@@ -6,7 +6,14 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from vllm_omni_plugin.errors import MessageTooLargeError, NoReplicaError, OmniError, ReplicaError, RequestLostError
+from vllm_omni_plugin.errors import (
+    MessageTooLargeError,
+    NoReplicaError,
+    OmniError,
+    QueryOfDeathError,
+    ReplicaError,
+    RequestLostError,
+)
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.dispatch.held_requests import HeldRequests, MoveBudget
 from vllm_omni_plugin.orchestrator.dispatch.refused_runs import RefusedRuns
@@ -137,6 +144,8 @@ class Dispatcher:
                 accepted.append((run, output))
             except Exception as error:
                 self._give_up_alone(run, error)
+        if member.replica_id in self._suspects.tries:
+            self._suspects.heard(member, accepted)
         return accepted, self._take_ended() if self._ended else ()
 
     def move(self, runs: Sequence[StageRun], lost: PoolMember, reason: str, engine_failed: bool) -> Sequence[RunEnded]:
@@ -148,13 +157,14 @@ class Dispatcher:
             reason: why it is lost, for errors.
             engine_failed: whether its engine crashed by itself or said what cannot be used: a request may be the cause.
         """
-        loss = Loss(lost.replica_id, reason)
+        loss = Loss(lost.replica_id, reason, lost.machine, len(runs))
         if engine_failed and not self._pool.lockstep:
             self._suspects.engine_failed(runs, loss)
         self._suspects.lost(lost)
         self._dispatch_suspects()
-        # Suspects first, so that the others can avoid the replicas where they are tried.
-        for run in sorted(runs, key=lambda run: not run.suspicions):
+        # Suspects first, so that the others can avoid the replicas where they are tried. Most engines that die of a
+        # request do so at once.
+        for run in sorted(runs, key=lambda run: (not run.suspicions, run.began)):
             try:
                 self._move(run, lost, loss)
             except Exception as error:
@@ -163,9 +173,12 @@ class Dispatcher:
 
     def replica_serves(self) -> Sequence[RunEnded]:
         """A replica takes new requests: dispatch what was held, in order."""
-        while self._pool.serving and (run := self._held.take()) is not None:
-            self._metrics.hold_time.observe(self._clock() - run.waits_since)
-            self._dispatch(run)
+        for run in list(self._held):
+            # Where one is sent may turn out to be dead.
+            if self._pool.serving and self._suspects.can_go(run):
+                self._held.remove(run)
+                self._metrics.hold_time.observe(self._clock() - run.waits_since)
+                self._dispatch(run)
         self._dispatch_suspects()
         return self._take_ended()
 
@@ -215,18 +228,12 @@ class Dispatcher:
         if cached_tokens is not None:
             self._metrics.matched_tokens += run.decision.matched_tokens
             self._metrics.cached_tokens += cached_tokens
-        if run.suspicions:
-            self._suspects.clear(run)
 
     def _move(self, run: StageRun, lost: PoolMember, loss: Loss) -> None:
         move = self._api.how_to_move(run.request)
         error = run.lose_replica(loss, self._migration_limit, move, self._api.vocabulary)
         if error is not None:
-            if loss.culprit is run:
-                self._metrics.queries_of_death += 1
-            else:
-                self._metrics.lost += 1
-            self._fail(run, error)
+            self._lose(run, error)
         elif not self._end_if_whole(run, lost):
             self._metrics.moves_by_way[run.move] += 1
             self._moving[run] = None
@@ -275,8 +282,7 @@ class Dispatcher:
         except NoReplicaError:
             self._hold(run)
         except RequestLostError as error:
-            self._metrics.lost += 1
-            self._fail(run, error)
+            self._lose(run, error)
         except Exception as error:
             self._give_up_alone(run, error)
 
@@ -286,7 +292,10 @@ class Dispatcher:
         if is_first or run.move is not Move.RESTART:
             run.task, run.affinity_key = self._api.describe(request)
         stays = run.affinity_key is not None and self._api.how_to_move(request) is Move.STAYS
-        member, decision = self._pool.decide(run.task, run.affinity_key, self._refused.avoided(run), stays)
+        avoided = self._refused.avoided(run)
+        if run.suspicions:
+            avoided = self._suspects.confine(run, avoided)
+        member, decision = self._pool.decide(run.task, run.affinity_key, avoided, stays)
         attempt = f"{run.request_id}-{self._head_tag}-{next(self._attempts):x}"
         run.dispatch(member.replica_id, attempt, run.task, decision, self._clock())
         self._pool.charge(member, run)
@@ -322,8 +331,19 @@ class Dispatcher:
             self._refuse(run, waited=0.0)
 
     def _refuse(self, run: StageRun, waited: float) -> None:
-        self._metrics.refused += 1
-        self._fail(run, run.give_up(self._pool.unavailable(waited)))
+        error = run.give_up(self._pool.unavailable(waited))
+        if isinstance(error, QueryOfDeathError):
+            self._lose(run, error)
+        else:
+            self._metrics.refused += 1
+            self._fail(run, error)
+
+    def _lose(self, run: StageRun, error: RequestLostError) -> None:
+        if isinstance(error, QueryOfDeathError):
+            self._metrics.queries_of_death += 1
+        else:
+            self._metrics.lost += 1
+        self._fail(run, error)
 
     def _fit(self, run: StageRun, output: Any, cut_short: bool) -> bool:
         """Fit output of a moved request to what was delivered before. Returns whether anything of it is new."""
@@ -332,8 +352,7 @@ class Dispatcher:
             swallow = len(tokens) if cut_short else run.join(tokens, finished)
         except RequestLostError as error:
             self._metrics.diverged += 1
-            self._metrics.lost += 1
-            self._fail(run, error)
+            self._lose(run, error)
             return False
         self._metrics.swallowed_tokens += swallow
         if run.finished:
