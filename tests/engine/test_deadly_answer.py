@@ -6,7 +6,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from .load import Load
+from .load import Load, Outcome
 from .server import START_S, Server, until
 from .startup.deadly_logits import DEADLY_TOKEN, MARKER
 
@@ -15,6 +15,11 @@ STREAMS = 9
 LONG = 700
 """Tokens: a stream is still running when the second engine dies."""
 FAILED = "vllm_omni_fleet:requests_failed_total"
+
+
+def send(load: Load, number: int) -> Outcome:
+    """Ask for a stream that is the same every time."""
+    return load.send(LONG, stream=True, prompt=f"story {number}", temperature=0)
 
 
 @pytest.fixture
@@ -31,12 +36,12 @@ def test_a_request_that_engines_die_of_in_its_answer_kills_two_and_its_neighbour
     server: Server,
 ) -> None:
     with Load(server) as load:
-        undisturbed = [load.send(LONG, stream=True, prompt=f"story {number}") for number in range(STREAMS)]
+        undisturbed = [send(load, number) for number in range(STREAMS)]
         load.wait()
     assert all(stream.finished_whole for stream in undisturbed)
     engines = [psutil.Process(pid) for pid in server.engine_pids().values()]
     with Load(server) as load:
-        streams = [load.send(LONG, stream=True, prompt=f"story {number}") for number in range(STREAMS)]
+        streams = [send(load, number) for number in range(STREAMS)]
         assert all(stream.started.wait(START_S) for stream in streams)
         deadly = load.send(2 * DEADLY_TOKEN, stream=True, prompt=MARKER)
         load.wait()

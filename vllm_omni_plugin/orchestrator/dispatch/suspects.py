@@ -11,8 +11,8 @@ from vllm_omni_plugin.orchestrator.requests.stage_run import Accepted, Loss, Sta
 WAIT_S = 10.0
 """Seconds that a suspect waits for a replica without another one. Where many wait, most of them are innocent."""
 TRIAL_OUTPUTS = 4
-"""New outputs of a replica that end a trial there. One is not enough: what an engine has computed ahead is lost with it,
-so of two engines that die at the same token the second may have sent more."""
+"""New outputs of a replica that end a trial there. One is not enough: what an engine has computed ahead is lost with
+it, so of two engines that die at the same token the second may have sent more."""
 
 
 class Suspects:
@@ -165,7 +165,7 @@ class Suspects:
             return False
         return self._allowed(run) is not None or not _has_had_outputs(run)
 
-    def _allowed(self, run: StageRun) -> Collection[int] | None:
+    def _allowed(self, run: StageRun) -> set[int] | None:
         """Ids of the only replicas to which a request may go; None: it may go to all."""
         crashed = {loss.replica_id for loss in run.suspected}
         return crashed if len(crashed) > 1 else None

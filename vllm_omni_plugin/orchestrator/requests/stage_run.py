@@ -338,8 +338,8 @@ class StageRun:
         """The error of a request that gets no third replica because engines may have died of it."""
         which = ", ".join(f"replica {loss.replica_id} ({loss.reason})" for loss in self.crashes)
         return QueryOfDeathError(
-            f"{len(self.crashes)} engines died while they ran this request: {which}. They may have died of it, so it gets "
-            "no third replica."
+            f"{len(self.crashes)} engines died while they ran this request: {which}. They may have died of it, so it "
+            "gets no third replica."
         )
 
     def _why_not_movable(self, move: Move, migration_limit: int, vocabulary: int | None) -> RequestLostError | None:
