@@ -136,7 +136,7 @@ async def test_what_replays_repeat_and_do_not_repeat_is_counted() -> None:
         for name in ("repeats", "diverges"):
             await fleet.submit(name, move="replay", affinity=0)
             fleet.say(name, 1, 2, 3)
-        fleet.lose(0)
+        fleet.kill(0)
         for name, tokens in (("repeats", (1, 2, 3, 4)), ("diverges", (7,))):
             fleet.say(name, *tokens)
         registry = registry_of(fleet.orchestrator)
@@ -173,7 +173,7 @@ async def test_requests_wait_or_run_wherever_they_are() -> None:
         assert of_stages(registry, "requests_waiting") == {"0": 2}
         assert of_stages(registry, "requests_running") == {"0": 2}
         for replica in (0, 1):
-            fleet.lose(replica)
+            fleet.kill(replica)
         fleet.orchestrator.metrics.waiting = 7
         assert of_stages(registry, "requests_waiting") == {"0": 4 + 7}
         assert of_stages(registry, "requests_running") == {"0": 0}

@@ -79,7 +79,7 @@ async def test_what_an_engine_tells_once_is_told_once(fleet: FakeFleet, move: st
 async def test_a_request_that_moves_twice_misses_nothing(fleet: FakeFleet) -> None:
     await begin(fleet, "resume")
     for token in (14, 15):
-        fleet.attempt("a")[0].say_dead()
+        fleet.kill(home(fleet, "a"))
         link, attempt = fleet.attempt("a")
         link.output(attempt, token)
     assert link.prompts[attempt] == [1, 2, *BEGUN, 14]
@@ -93,7 +93,7 @@ async def test_a_replay_that_loses_its_replica_halfway_replays_again(fleet: Fake
     fleet.attempt("a")[0].say_dead()
     link, attempt = fleet.attempt("a")
     link.output(attempt, *BEGUN[:2])
-    link.say_dead()
+    fleet.kill(home(fleet, "a"))
     fleet.say("a", *BEGUN, 14, finish_reason="stop")
     await fleet.read()
     assert fleet.tokens["a"] == [*BEGUN, 14]
