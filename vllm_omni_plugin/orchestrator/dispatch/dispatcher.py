@@ -6,14 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from vllm_omni_plugin.errors import (
-    MessageTooLargeError,
-    NoReplicaError,
-    OmniError,
-    QueryOfDeathError,
-    ReplicaError,
-    RequestLostError,
-)
+from vllm_omni_plugin.errors import MessageTooLargeError, NoReplicaError, OmniError, ReplicaError, RequestLostError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.dispatch.held_requests import HeldRequests, MoveBudget
 from vllm_omni_plugin.orchestrator.dispatch.refused_runs import RefusedRuns
@@ -148,16 +141,15 @@ class Dispatcher:
             self._suspects.heard(member, accepted)
         return accepted, self._take_ended() if self._ended else ()
 
-    def move(self, runs: Sequence[StageRun], lost: PoolMember, reason: str, engine_failed: bool) -> Sequence[RunEnded]:
+    def move(self, runs: Sequence[StageRun], lost: PoolMember, loss: Loss, engine_failed: bool) -> Sequence[RunEnded]:
         """These requests' replica is lost, and they are no longer charged to it: each moves or fails.
 
         Args:
             runs: the requests.
             lost: the replica.
-            reason: why it is lost, for errors.
+            loss: of the replica.
             engine_failed: whether its engine crashed by itself or said what cannot be used: a request may be the cause.
         """
-        loss = Loss(lost.replica_id, reason, lost.machine, len(runs))
         if engine_failed and not self._pool.lockstep:
             self._suspects.engine_failed(runs, loss)
         self._suspects.lost(lost)
@@ -292,10 +284,7 @@ class Dispatcher:
         if is_first or run.move is not Move.RESTART:
             run.task, run.affinity_key = self._api.describe(request)
         stays = run.affinity_key is not None and self._api.how_to_move(request) is Move.STAYS
-        avoided = self._refused.avoided(run)
-        if run.suspicions:
-            avoided = self._suspects.confine(run, avoided)
-        member, decision = self._pool.decide(run.task, run.affinity_key, avoided, stays)
+        member, decision = self._pool.decide(run.task, run.affinity_key, self._refused.avoided(run), stays)
         attempt = f"{run.request_id}-{self._head_tag}-{next(self._attempts):x}"
         run.dispatch(member.replica_id, attempt, run.task, decision, self._clock())
         self._pool.charge(member, run)
@@ -332,17 +321,11 @@ class Dispatcher:
 
     def _refuse(self, run: StageRun, waited: float) -> None:
         error = run.give_up(self._pool.unavailable(waited))
-        if isinstance(error, QueryOfDeathError):
-            self._lose(run, error)
-        else:
-            self._metrics.refused += 1
-            self._fail(run, error)
+        self._metrics.failed(error, refused=True)
+        self._fail(run, error)
 
     def _lose(self, run: StageRun, error: RequestLostError) -> None:
-        if isinstance(error, QueryOfDeathError):
-            self._metrics.queries_of_death += 1
-        else:
-            self._metrics.lost += 1
+        self._metrics.failed(error)
         self._fail(run, error)
 
     def _fit(self, run: StageRun, output: Any, cut_short: bool) -> bool:

@@ -40,6 +40,7 @@ class Loss:
         reason: why it is gone, for errors.
         machine: the replica's, see `PoolMember`.
         requests: how many of this head's were in flight there.
+        others: how many of other heads', as far as they have said.
         culprit: the request that its engine died of; None: there is none, or it is not known.
     """
 
@@ -47,6 +48,7 @@ class Loss:
     reason: str
     machine: str = ""
     requests: int = 0
+    others: int = 0
     culprit: "StageRun | None" = None
 
 
@@ -115,7 +117,8 @@ class StageRun:
         first_request: what the first attempt sends in place of `request`, if anything.
         dispatched_at: monotonic seconds at which the first attempt was sent.
         losses: of the replicas that it has lost.
-        losses_unsent: those of them that turned out to be dead before they had got it.
+        losses_excused: those of them that do not count for the limit: replicas that turned out to be dead before they
+            had got it, and crashes that a request of another head is the likelier cause of.
         suspicions: those of them that were crashes of engines that had got it, see `Suspects`.
         trial_outputs: new outputs that it has had since the last of these, as far as they are counted.
         closed: whether it has left its dispatcher, which keeps nothing of it any more.
@@ -147,7 +150,7 @@ class StageRun:
     first_request: Any = None
     dispatched_at: float = 0.0
     losses: list[Loss] = field(default_factory=list)
-    losses_unsent: list[Loss] = field(default_factory=list)
+    losses_excused: list[Loss] = field(default_factory=list)
     suspicions: list[Loss] = field(default_factory=list)
     trial_outputs: int = 0
     closed: bool = field(default=False, init=False)
@@ -286,7 +289,7 @@ class StageRun:
         Args:
             loss: which replica, and why.
             migration_limit: moves a request may make in its life, without those for which another one is to blame, and
-                those from a replica that has not got it.
+                those of `losses_excused`.
             on_delivered: how this request can go on if part of its answer has been delivered, or `STAYS`.
             vocabulary: see `EngineApi`.
 
@@ -296,7 +299,7 @@ class StageRun:
         assert self.phase in (RequestPhase.DISPATCHED, RequestPhase.STREAMING), self
         self.losses.append(loss)
         if not self.sent:
-            self.losses_unsent.append(loss)
+            self.losses_excused.append(loss)
         self._loss = f"Replica {loss.replica_id} was lost while it served this request ({loss.reason})"
         replayable = self.streaming is not None and self.streaming.replayable
         restarts = not self.produced and on_delivered is not Move.STAYS
@@ -363,7 +366,7 @@ class StageRun:
                 f"{self._loss}, and had sent token id {token}, which the model's vocabulary of {vocabulary} does not "
                 "have, so no other replica can go on with it. Please send it again."
             )
-        if sum(loss.culprit is None and loss not in self.losses_unsent for loss in self.losses) > migration_limit:
+        if sum(loss.culprit is None and loss not in self.losses_excused for loss in self.losses) > migration_limit:
             return RequestLostError(
                 f"{self._loss}; it had moved {migration_limit} times, the limit of --omni-migration-limit."
             )
