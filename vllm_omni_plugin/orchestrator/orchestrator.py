@@ -33,7 +33,7 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     RpcMessage,
 )
 from vllm_omni_plugin.orchestrator.requests.request_owner import Requests
-from vllm_omni_plugin.orchestrator.requests.stage_run import RunEnded
+from vllm_omni_plugin.orchestrator.requests.stage_run import Loss, RunEnded
 from vllm_omni_plugin.orchestrator.requests.thread_queue import ThreadQueue
 from vllm_omni_plugin.orchestrator.single_stage import SingleStage
 from vllm_omni_plugin.pipeline import Modality
@@ -292,9 +292,11 @@ class Orchestrator:
         pool = self.stage_pools[member.stage_id]
         engine_failed = member.client is not None and member.client.engine_failed
         member.changed_at = self._clock()
+        others = pool.others_at(member)
         orphans = pool.lose(member, status)
+        loss = Loss(member.replica_id, reason, member.machine, len(orphans), others)
         self.events.note(EventKind.LOST, reason, member, requests=len(orphans))
-        ended = self._dispatchers[member.stage_id].move(orphans, member, reason, engine_failed)
+        ended = self._dispatchers[member.stage_id].move(orphans, member, loss, engine_failed)
         moved = len(set(orphans) - {each.run for each in ended})
         if moved:
             self.events.note(EventKind.MOVE, reason, member, requests=moved)
