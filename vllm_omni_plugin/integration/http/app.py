@@ -147,8 +147,9 @@ class FleetEndpoints:
             )
         state.omni_drain = fleet.head_drain
         state.omni_viewers = _viewers(fleet)
+        admission = fleet.orchestrator.admission
         state.omni_admission = HttpAdmission(
-            fleet.orchestrator.admission.refusal, partial(_count_refusal, fleet), (), time.monotonic
+            admission.refusal, admission.may_refuse, partial(_count_refusal, fleet), (), time.monotonic
         )
         state.omni_hold = Hold(
             fleet.orchestrator,
