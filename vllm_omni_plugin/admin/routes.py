@@ -32,6 +32,8 @@ class Question(BaseModel):
         prompt: text of a completion.
         session: that it belongs to, if any.
         model: the model's name, or an adapter's; None: the model.
+        tenant: whose it would be; "": nobody's.
+        priority: as in a request; None: the best that its tenant's class allows.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -39,6 +41,8 @@ class Question(BaseModel):
     prompt: str
     session: str | None = None
     model: str | None = None
+    tenant: str = ""
+    priority: int | None = None
 
 
 _STATUS: tuple[tuple[type[OmniError], HTTPStatus], ...] = (

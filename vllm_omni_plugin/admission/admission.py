@@ -203,6 +203,14 @@ class Admission:
         """What waits at this head of each class, in order."""
         return self._queues.by_class()
 
+    def class_waits(self) -> dict[str, float]:
+        """Seconds until a request that came last in each class would start; 0 while the rate is not known."""
+        waits, ahead = {}, 0
+        for name, backlog in self.by_class().items():
+            ahead += backlog.requests
+            waits[name] = self._queues.wait_s(ahead)
+        return waits
+
     def by_tenant(self, most: int) -> tuple[dict[str, TenantReport], TenantReport]:
         """So many tenants with the most tokens, served or waiting, and all others as one. O(tenants)."""
         reports = {account.name: self._report(account) for account in self._accounts}
