@@ -73,12 +73,17 @@ def _must(be: str, error: Any) -> str:
 
 _WORDING: Mapping[str, Callable[[Any], str]] = MappingProxyType(
     {
+        "dependentRequired": lambda error: (
+            f"{' and '.join(repr(key) for key in error.validator_value if key in error.instance)} needs "
+            + " and ".join(repr(each) for key in error.validator_value for each in error.validator_value[key])
+        ),
         "enum": lambda error: (
             _must(f"one of {', '.join(error.validator_value)}", error)
             + did_you_mean(str(error.instance), error.validator_value)
         ),
         "exclusiveMinimum": lambda error: _must(f"above {error.validator_value}", error),
         "maxItems": lambda error: f"must be at most {error.validator_value}, not {len(error.instance)}",
+        "maximum": lambda error: _must(f"at most {error.validator_value}", error),
         "maxLength": lambda error: f"must have at most {error.validator_value} characters, not {len(error.instance)}",
         "minItems": lambda error: "must not be empty",
         "minLength": lambda error: "must not be empty",

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, cast
 
+from vllm_omni_plugin.admission import load_admission
 from vllm_omni_plugin.balancing import build_load_balancer_factory
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.coordinator import OmniCoordClientForHead, OmniCoordinatorRuntime, ReplicaWork
@@ -134,8 +135,15 @@ class Fleet:
             reader = apis[self.stages.prompt_stage]
             assert isinstance(reader, VllmStageApi)
             preparation = Preparation(pipeline, cast(list[StageApi], apis), reader.prompt_text)
+        admission_plan = None if options.admission is None else load_admission(options.admission)
         return Orchestrator(
-            self._pools, apis, options.migration_limit, time.monotonic, options.replica_wait, preparation
+            self._pools,
+            apis,
+            options.migration_limit,
+            time.monotonic,
+            options.replica_wait,
+            preparation,
+            admission_plan,
         )
 
     def _make_thread(self) -> OrchestratorThread:

@@ -21,7 +21,8 @@ from starlette.middleware import Middleware
 
 from vllm_omni_plugin.admin.access import Access, HasKey
 from vllm_omni_plugin.admin.admin_keys import read_admin_keys
-from vllm_omni_plugin.admin.admission import AdmissionMiddleware, HttpAdmission
+from vllm_omni_plugin.admin.admission import FAIRNESS_HEADER, TENANT_HEADER, AdmissionMiddleware, HttpAdmission
+from vllm_omni_plugin.admin.admission_file import AdmissionFile
 from vllm_omni_plugin.admin.explain import explain
 from vllm_omni_plugin.admin.head_drain import DRAINING
 from vllm_omni_plugin.admin.hold import Hold, HoldMiddleware
@@ -33,7 +34,7 @@ from vllm_omni_plugin.admin.watch.fleet_view import FleetView
 from vllm_omni_plugin.admin.watch.token_counts import TokenRates
 from vllm_omni_plugin.admin.watch.viewers import Viewers
 from vllm_omni_plugin.admin.watch.watch_routes import build_watch_router
-from vllm_omni_plugin.config import ADMIN_KEY_FLAG
+from vllm_omni_plugin.config import ADMIN_KEY_FLAG, OmniConfig
 from vllm_omni_plugin.errors import SHUTTING_DOWN
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
 from vllm_omni_plugin.integration.extending import extend
@@ -145,7 +146,17 @@ class FleetEndpoints:
             )
         state.omni_drain = fleet.head_drain
         state.omni_viewers = _viewers(fleet)
-        state.omni_admission = HttpAdmission(lambda *_: None, (), time.monotonic)
+        state.omni_admission = HttpAdmission(
+            fleet.orchestrator.admission.refusal, _tenant_headers(options), time.monotonic
+        )
+        if options.admission is not None:
+            # A supervisor sends the signal to each of its API servers.
+            one_of_several = hasattr(args, DRAIN_FLAG)
+            tell_others = partial(os.kill, os.getppid(), signal.SIGHUP) if one_of_several else _nobody
+            state.omni_admission_file = file = AdmissionFile(options.admission, fleet.orchestrator, tell_others)
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, file.on_signal)
+            # A signal may have come between the first reading and now.
+            file.on_signal()
         state.omni_hold = Hold(
             fleet.orchestrator,
             fleet.until_serving,
@@ -155,6 +166,16 @@ class FleetEndpoints:
         )
         if fleet.stages.pipeline is not None:
             serve_pipeline(self._app, fleet.stages.pipeline, fleet.abort_call)
+
+
+def _nobody() -> None:
+    """There are no other API servers."""
+
+
+def _tenant_headers(options: OmniConfig) -> Sequence[str]:
+    if options.tenant_header is not None:
+        return (options.tenant_header,)
+    return (TENANT_HEADER, FAIRNESS_HEADER) if options.admission is not None else ()
 
 
 def _viewers(fleet: FleetClient) -> Viewers:
