@@ -98,7 +98,7 @@ def _tenant(headers: Headers, names: Sequence[str]) -> str:
 class Answer:
     """An answer that is being made, by one request or several.
 
-    Where a request may still be refused in the queue, what it begins with is kept back until a request for it was handed
+    Where a request may still be refused in the queue, what it begins with is kept back until one for it was handed
     to the fleet and something follows.
 
     Args:

@@ -28,6 +28,7 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     Explain,
     FrontMessage,
     ManageReplica,
+    ReplaceAdmission,
     ReplicaJoined,
     ReplicaLeft,
     RpcMessage,
@@ -99,8 +100,8 @@ class Orchestrator:
     Attributes:
         request_async_queue: `SubmitRequest`, `AbortRequests` and `OutputUnusable`, in order.
         output_async_queue: vLLM's `EngineCoreOutputs`, `RequestFailed`, `ReplicaJoined` and `ReplicaLeft`.
-        rpc_async_queue: `CallReplicas`, changes of membership, `ManageReplica` among them, `Explain`, and what other
-            heads say; `FleetControl` takes them.
+        rpc_async_queue: `CallReplicas`, changes of membership, `ManageReplica` among them, `Explain`,
+            `ReplaceAdmission`, and what other heads say; `FleetControl` takes them.
         events: what has happened to replicas.
         drained: replicas that an operator drained, whether they are here or not.
         serving_signal: wakes those who wait until `can_serve` holds.
@@ -205,7 +206,7 @@ class Orchestrator:
         """End `run` and release everybody who waits on a queue. Idempotent, from any thread."""
         self.request_async_queue.close()
         for message in self.rpc_async_queue.close():
-            if isinstance(message, CallReplicas | ManageReplica | Explain):
+            if isinstance(message, CallReplicas | ManageReplica | Explain | ReplaceAdmission):
                 message.reply.cancel()
         self.output_async_queue.close()
 
