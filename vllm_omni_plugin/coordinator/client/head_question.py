@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from secrets import token_hex
 
 import zmq
@@ -14,6 +15,7 @@ from vllm_omni_plugin.coordinator.client.coordinator_link import CoordinatorLink
 from vllm_omni_plugin.coordinator.client.nonce_answers import answering
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import open_head_dealer
 from vllm_omni_plugin.coordinator.protocol.head_messages import (
+    MAX_LISTENING,
     TRIAL_S,
     HeadFacts,
     NodeQuestion,
@@ -68,17 +70,17 @@ def ask_head(
     """Ask the coordinator at a ZMQ address about a stage. A head that cannot be reached is no error.
 
     Args:
-        listening: sockets that listen, by ZMQ address with a numeric host: it is asked whether it reaches them.
+        listening: sockets that listen, by ZMQ address with a numeric host: it is asked whether it reaches the first 32
+            of them.
         wall_clock: seconds since the epoch.
 
     Raises:
         ConfigError: `address` is no address.
     """
     deadline = time.monotonic() + TIMEOUT_S
-    listening = listening or {}
-    nonce = token_hex(_NONCE_BYTES) if listening else ""
-    question = NodeQuestion(stage_id, list(listening), nonce)
-    with answering(listening.values(), nonce.encode()):
+    tried = dict(islice((listening or {}).items(), MAX_LISTENING))
+    question = NodeQuestion(stage_id, list(tried), token_hex(_NONCE_BYTES) if tried else "")
+    with answering(tried.values(), question.nonce.encode()):
         answer = replace(_ask(address, question, secrets, wall_clock, deadline), listening=question.listening)
     if not answer.refused:
         return answer

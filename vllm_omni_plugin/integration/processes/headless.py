@@ -17,7 +17,7 @@ from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError, OmniError
 from vllm_omni_plugin.integration.checks.head_checks import ask_or_refuse, refuse_other_model
-from vllm_omni_plugin.integration.fleet_setup.pipeline_command import pipeline_of
+from vllm_omni_plugin.integration.fleet_setup.pipeline_command import local_processes, pipeline_of
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import StagePlan, engine_launcher, model_plan, python_plan
 from vllm_omni_plugin.integration.options.listening import bind_address, coordinator_address, secured, warn_of_exposure
 from vllm_omni_plugin.logger import init_logger
@@ -56,7 +56,7 @@ def serve_replicas(
         try:
             options, address, coordinator = runner.run(_find_place(options))
             # Before vLLM configures the model, which takes it many seconds.
-            answer = ask_or_refuse(coordinator, options.stage_id, _secrets(options))
+            answer = ask_or_refuse(coordinator, options, address, local_processes(args, options)[0])
             plan = plan_node(args, options, launcher)
             refuse_other_model(answer, plan.stage_id, plan.fingerprint)
             runner.run(_serve(options, plan, address, coordinator, reaper))
