@@ -87,6 +87,7 @@ def test_doctor_says_the_same_without_a_start(served: NodeFleet, tiny_model: Pat
     assert len(errors) == 1
     assert OTHER_LENGTH in errors[0]
     assert "head: it answers" in done.stdout
+    assert "ports: the head reaches 127.0.0.1 port " in done.stdout
 
 
 @pytest.mark.long

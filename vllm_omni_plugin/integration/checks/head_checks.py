@@ -10,8 +10,6 @@ from vllm_omni_plugin.errors import ConfigError, OmniError
 from vllm_omni_plugin.integration.checks.finding import Finding, Level
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.links.replica_ports import (
-    ADDRESS_FLAG,
-    PORTS_FLAG,
     REPLICA_PORTS,
     Listener,
     PortRange,
@@ -126,8 +124,9 @@ def reach_findings(answer: HeadAnswer) -> Iterator[Finding]:
     elif answer.unreached:
         yield Finding(
             Level.ERROR,
-            f"ports: the head does not reach {_by_reason(answer.unreached)}: open the ports of {PORTS_FLAG} (any "
-            f"free ones are taken without it) to all heads, or give an address that they reach with {ADDRESS_FLAG}",
+            f"ports: the head does not reach {_by_reason(answer.unreached)}: open the ports of --omni-replica-ports "
+            "(any free ones are taken without it) to all heads, or give an address that they reach with "
+            "--omni-replica-address",
         )
     else:
         yield Finding(Level.OK, f"ports: the head reaches {_places(answer.listening)}")
