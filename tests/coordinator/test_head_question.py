@@ -220,8 +220,11 @@ def ports(*hosts: str) -> Iterator[dict[str, socket.socket]]:
 
 
 def test_a_node_is_told_that_its_ports_are_reached(serve: Serve) -> None:
+    address = serve(OLD)
     with ports("127.0.0.1", "127.0.0.2") as listening:
-        answer = ask_head(serve(OLD), 0, OLD, listening)
+        began = time.monotonic()
+        answer = ask_head(address, 0, OLD, listening)
+        assert time.monotonic() - began < TRIAL_S
         assert (answer.listening, answer.unreached) == (list(listening), {})
         assert answer.facts is not None
         assert answer.facts.stages == [0, 1]
@@ -305,6 +308,28 @@ def test_a_result_that_cannot_be_read_leaves_what_the_head_said_before(
     thread.join()
     assert answered.facts is not None
     assert (answered.unreached, answered.trouble) == (None, "")
+
+
+def test_a_head_that_ends_before_it_says_what_it_reaches_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, router: zmq.Socket[bytes]
+) -> None:
+    monkeypatch.setattr(head_question, "TRIAL_S", 10.0)
+
+    def answer() -> None:
+        peer, _ = router.recv_multipart()
+        router.send_multipart((peer, b'[{"type":"facts","timestamp":1.0,"stages":[0],"fingerprint":{},"trying":true}]'))
+        router.close(linger=1000)
+
+    address = router.get_string(zmq.LAST_ENDPOINT)
+    thread = threading.Thread(target=answer)
+    thread.start()
+    began = time.monotonic()
+    with ports("127.0.0.1") as listening:
+        answered = ask_head(address, 0, None, listening)
+    thread.join()
+    assert answered.facts is not None
+    assert answered.unreached is None
+    assert time.monotonic() - began < 10.0
 
 
 def test_a_node_that_is_gone_before_its_answer_harms_nobody(serve: Serve) -> None:
