@@ -54,7 +54,7 @@ def test_a_model_is_compared_however_it_is_named(
     assert "head has theirs, replica mine" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("where", ["command line", "file"])
+@pytest.mark.parametrize("where", ["command line", "command line beside a file", "file"])
 def test_the_head_is_asked_once_with_the_secret_wherever_it_is_named(
     where: str, planned: list[str], asked: list[OmniConfig], tmp_path: Path
 ) -> None:
@@ -64,8 +64,17 @@ def test_the_head_is_asked_once_with_the_secret_wherever_it_is_named(
     file = tmp_path / "config.yaml"
     file.write_text(f"omni-secret-file: {secret}\n" if where == "file" else "seed: 1\n")
     named = () if where == "file" else ("--omni_secret_file", str(secret))
-    main(["doctor", "mine", "--config", str(file), *named, "--against", "127.0.0.1:9"])
+    config = () if where == "command line" else ("--config", str(file))
+    main(["doctor", "mine", *config, *named, "--against", "127.0.0.1:9"])
     assert [options.secret_file for options in asked] == [str(secret)]
+
+
+def test_a_pipeline_is_looked_at_though_no_flag_of_vllm_is_given(
+    asked: list[OmniConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--against", "127.0.0.1:9", "--omni-pipeline", str(tmp_path / "none.yaml")]) == 1
+    assert "error      flags: " in capsys.readouterr().out
+    assert len(asked) == 1
 
 
 def test_flags_that_do_not_go_together_are_told_before_the_head_is_asked(
