@@ -100,16 +100,17 @@ def _ask(
         sent_at = wall_clock()
         while time.monotonic() < deadline:
             link.wait(deadline, zmq.POLLIN)
-            if troubles and troubles[-1]:
-                return HeadAnswer(trouble=troubles[-1], refused=link.refused)
-            if frames and link.connected:
-                sent_at = wall_clock()
-                link.send_all(frames)
+            # First: a head may end after its answer.
             with suppress(zmq.Again):
                 answer = _read(link.socket.recv(zmq.NOBLOCK), sent_at, wall_clock())
                 if answer.facts is not None and answer.facts.trying:
                     return replace(answer, unreached=_unreached(link, time.monotonic() + 2 * TRIAL_S))
                 return answer
+            if troubles and troubles[-1]:
+                return HeadAnswer(trouble=troubles[-1], refused=link.refused)
+            if frames and link.connected:
+                sent_at = wall_clock()
+                link.send_all(frames)
     finally:
         link.close(at_once=True)
     silent = "does not know the question, being of an older version, or is too busy" if troubles else "does not answer"
