@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from vllm_omni_plugin.coordinator import HeadAnswer, ask_head
 from vllm_omni_plugin.curve import Secrets
-from vllm_omni_plugin.errors import OmniError
+from vllm_omni_plugin.errors import RefusedByHeadError
 from vllm_omni_plugin.integration.checks.finding import Finding, Level
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.server.attached_heads import differences
@@ -29,7 +29,7 @@ def ask_or_refuse(coordinator: str, stage_id: int, secrets: Secrets | None) -> H
         Its answer, for `refuse_other_model`.
 
     Raises:
-        OmniError: the head would refuse the node's replicas, whatever their model is.
+        RefusedByHeadError: the head would refuse the node's replicas, whatever their model is.
     """
     answer = ask_head(coordinator, stage_id, secrets)
     _refuse_errors(head_findings(answer, stage_id))
@@ -37,14 +37,14 @@ def ask_or_refuse(coordinator: str, stage_id: int, secrets: Secrets | None) -> H
 
 
 def refuse_other_model(answer: HeadAnswer, stage_id: int, fingerprint: Mapping[str, str]) -> None:
-    """Compare the node's fingerprint with that in the head's answer. Raises `OmniError` if they differ."""
+    """Compare the node's fingerprint with that in the head's answer. Raises RefusedByHeadError if they differ."""
     _refuse_errors(model_findings(answer, stage_id, fingerprint))
 
 
 def _refuse_errors(findings: Iterator[Finding]) -> None:
     for finding in findings:
         if finding.level is Level.ERROR:
-            raise OmniError(finding.text)
+            raise RefusedByHeadError(finding.text)
         log = logger.warning if finding.level is Level.WARNING else logger.info
         log("Before the start: %s", finding.text)
 
