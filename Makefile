@@ -44,8 +44,13 @@ check: lint ## lint, types and the tests that start no engine: under two minutes
 test: lint ## the gate: the same, and the tests on real engines: under ten minutes
 	@$(MAKE) --no-print-directory -j 2 types suite
 
-test-long: setup ## tests that take long and repeat in another way what others show, and histories drawn at random
+test-long: .venv/long-test-requirements.txt ## tests that take long and repeat in another way what others show, and histories drawn at random
 	$(TEST_PY) -m pytest -m "long or hypothesis" --hypothesis-profile=random $(PYTEST_ARGS)
+
+# In no set-up, since the gate does not need it: 300 MB.
+.venv/long-test-requirements.txt: examples/cpu/long-test-requirements.txt | setup
+	$(PY) -m pip install -q --no-deps --disable-pip-version-check -r $<
+	cp $< $@
 
 newest: setup ## contract tests and "same answers" with the newest vLLM that is supported
 	@VLLM=$(NEWEST) .ci/setup

@@ -12,7 +12,7 @@ from tests.fakes.free_ports import free_port
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.coordinator import HeadAnswer, HeadFacts, OmniCoordinator
 from vllm_omni_plugin.curve import Secrets
-from vllm_omni_plugin.errors import OmniError
+from vllm_omni_plugin.errors import RefusedByHeadError
 from vllm_omni_plugin.integration.checks import head_checks
 from vllm_omni_plugin.integration.checks.finding import Finding, Level
 from vllm_omni_plugin.integration.checks.head_checks import (
@@ -225,5 +225,5 @@ def test_a_node_goes_on_when_nothing_is_wrong_or_known(
 )
 def test_a_node_that_the_head_would_refuse_ends(answer: HeadAnswer, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head_checks, "ask_head", lambda *_: answer)
-    with pytest.raises(OmniError, match=why):
+    with pytest.raises(RefusedByHeadError, match=why):
         compare_and_start()

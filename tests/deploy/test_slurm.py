@@ -117,20 +117,21 @@ def test_nodes_follow_a_head_that_was_requeued_to_another_machine(fleet: Fleet) 
     assert not has_ended(node)
 
 
-def test_a_node_that_fails_ends_its_job(fleet: Fleet, tmp_path: Path) -> None:
+@pytest.mark.parametrize("code", [1, 2])
+def test_a_node_that_fails_for_good_ends_its_job(fleet: Fleet, tmp_path: Path, code: int) -> None:
     (fleet.folder / "head").write_text("head-1 7500\n")
     (job,) = fleet.slurm.submit(fleet.sbatch("nodes.sbatch", "--array=0"))
     fleet.started()
-    (tmp_path / "calls.fail").write_text("2")
+    (tmp_path / "calls.fail").write_text(str(code))
     until(lambda: has_ended(job), "the job ends")
     assert len(fleet.lines("serve")) == 1
 
 
-def test_a_node_that_a_head_may_have_refused_is_tried_again(fleet: Fleet, tmp_path: Path) -> None:
+def test_a_node_that_its_head_refuses_is_tried_again(fleet: Fleet, tmp_path: Path) -> None:
     (fleet.folder / "head").write_text("head-1 7500\n")
     (job,) = fleet.slurm.submit(fleet.sbatch("nodes.sbatch", "--array=0"))
     fleet.started()
-    (tmp_path / "calls.fail").write_text("1")
+    (tmp_path / "calls.fail").write_text("75")
     until(lambda: len(fleet.lines("serve")) == 2, "it is started again")
     assert not has_ended(job)
 

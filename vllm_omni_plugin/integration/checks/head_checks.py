@@ -6,7 +6,7 @@ from contextlib import contextmanager, suppress
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.coordinator import HeadAnswer, ask_head
 from vllm_omni_plugin.curve import Secrets
-from vllm_omni_plugin.errors import ConfigError, OmniError
+from vllm_omni_plugin.errors import ConfigError, RefusedByHeadError
 from vllm_omni_plugin.integration.checks.finding import Finding, Level
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.links.replica_ports import (
@@ -62,7 +62,7 @@ def ask_or_refuse(coordinator: str, options: OmniConfig, address: str, replicas:
         Its answer, for `refuse_other_model`.
 
     Raises:
-        OmniError: the head would refuse the node's replicas, whatever their model is.
+        RefusedByHeadError: the head would refuse the node's replicas, whatever their model is.
     """
     answer = ask(coordinator, options, address, replicas)
     _refuse_errors(head_findings(answer, options.stage_id))
@@ -72,14 +72,14 @@ def ask_or_refuse(coordinator: str, options: OmniConfig, address: str, replicas:
 
 
 def refuse_other_model(answer: HeadAnswer, stage_id: int, fingerprint: Mapping[str, str]) -> None:
-    """Compare the node's fingerprint with that in the head's answer. Raises `OmniError` if they differ."""
+    """Compare the node's fingerprint with that in the head's answer. Raises RefusedByHeadError if they differ."""
     _refuse_errors(model_findings(answer, stage_id, fingerprint))
 
 
 def _refuse_errors(findings: Iterator[Finding]) -> None:
     for finding in findings:
         if finding.level is Level.ERROR:
-            raise OmniError(finding.text)
+            raise RefusedByHeadError(finding.text)
         _log(finding)
 
 

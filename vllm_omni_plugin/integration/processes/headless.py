@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from vllm.v1.executor import Executor as VllmExecutor
 
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.curve import Secrets
-from vllm_omni_plugin.errors import ConfigError, OmniError
+from vllm_omni_plugin.errors import ConfigError, OmniError, RefusedByHeadError
 from vllm_omni_plugin.integration.checks.head_checks import ask_or_refuse, refuse_other_model
 from vllm_omni_plugin.integration.fleet_setup.pipeline_command import local_processes, pipeline_of
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import StagePlan, engine_launcher, model_plan, python_plan
@@ -36,6 +37,8 @@ logger = init_logger(__name__)
 
 _EXIT_OK = 0
 _EXIT_FAILED = 1
+_EXIT_REFUSED = os.EX_TEMPFAIL
+"""The only failure that may pass without a change of the node: its head is restarted, with the node's model."""
 _RETRY_S = 1.0
 _NOTICE_EVERY = 10
 
@@ -62,7 +65,7 @@ def serve_replicas(
             runner.run(_serve(options, plan, address, coordinator, reaper))
         except OmniError as error:
             sys.stderr.write(f"vllm serve: error: {error}\n")
-            return _EXIT_FAILED
+            return _EXIT_REFUSED if isinstance(error, RefusedByHeadError) else _EXIT_FAILED
     return _EXIT_OK
 
 
