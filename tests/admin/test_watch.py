@@ -31,12 +31,6 @@ MARKUP = "<img src=x onerror=alert(1)>"
 
 
 @pytest.fixture
-async def fleet() -> AsyncIterator[FakeFleet]:
-    async with FakeFleet(replicas=2) as fleet:
-        yield fleet
-
-
-@pytest.fixture
 def viewers(fleet: FakeFleet) -> Viewers:
     return viewers_of(fleet, HeadDrain(fleet.orchestrator.events))
 
