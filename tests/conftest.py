@@ -38,15 +38,15 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-_IS_LANE = "PYTEST_XDIST_WORKER" in os.environ
-if _IS_LANE:
-    # To take apart all that was imported costs each lane five seconds. Registered first, so called last.
-    atexit.register(os._exit, 0)
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        # To take apart all that was imported costs each lane five seconds. Registered before them, so called last.
+        atexit.register(os._exit, 0)
 
 
-def pytest_sessionfinish() -> None:
+def pytest_sessionfinish(session: pytest.Session) -> None:
     """Libraries complain of what is left where a process is taken apart at its end."""
-    if not _IS_LANE:
+    if not hasattr(session.config, "workerinput"):
         gc.unfreeze()
 
 
