@@ -13,6 +13,7 @@ from .server import START_S, Server, until
 
 STREAMS = 6
 TOKENS = 900
+MOVES = "vllm_omni_fleet:request_moves_total"
 RUNNING = "vllm:num_requests_running"
 
 
@@ -37,6 +38,10 @@ def streams(head: Server, expected: dict[str, str]) -> Iterator[list[Outcome]]:
         yield sent
     assert [outcome for outcome in sent if not outcome.finished_whole] == []
     assert [outcome.text for outcome in sent] == [expected[prompt] for prompt in prompts]
+
+
+def total(head: Server, name: str) -> float:
+    return sum(head.metrics(name).values())
 
 
 def test_a_killed_engine_is_replaced_and_its_streams_go_on(nodes: NodeFleet, expected: dict[str, str]) -> None:

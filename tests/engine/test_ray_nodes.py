@@ -13,8 +13,8 @@ from tests.fakes.free_ports import free_port
 
 from .load import Load
 from .ray_cluster import NO_TOKEN, RAY, RayCluster
-from .server import MOVES, START_S, ServeProcess, Server, serve_command, until, write_secret
-from .test_nodes_faults import STREAMS, TOKENS, streams
+from .server import START_S, ServeProcess, Server, serve_command, until, write_secret
+from .test_nodes_faults import MOVES, STREAMS, TOKENS, streams, total
 
 pytestmark = [
     pytest.mark.long,
@@ -99,7 +99,7 @@ def test_a_lost_machine_costs_no_token_and_its_node_is_replaced(fleet: RayFleet)
         killed = lost.lose()
     # Those that nobody has waited for yet still count as running.
     until(lambda: not any(process.is_running() for process in killed), "all of it is gone", START_S)
-    assert fleet.head.total(MOVES) > 0
+    assert total(fleet.head, MOVES) > 0
     until(lambda: fleet.has_said("node 2: runs on"), "the node is replaced", START_S)
     fleet.wait_for_replicas(NODES)
     assert len(fleet.nodes()) == NODES
@@ -109,13 +109,13 @@ def test_the_end_of_the_command_drains_every_node(fleet: RayFleet) -> None:
     fleet.wait_for_replicas(NODES)
     nodes = fleet.nodes()
     assert len(nodes) == NODES
-    before = fleet.head.total(MOVES)
+    before = total(fleet.head, MOVES)
     with Load(fleet.head) as load:
         sent = [load.send(TOKENS, stream=True, prompt=f"number {number}") for number in range(STREAMS)]
         assert all(outcome.started.wait(60) for outcome in sent)
         fleet.up.tell_to_end()
     assert [outcome for outcome in sent if not outcome.finished_whole] == []
-    assert fleet.head.total(MOVES) == before
+    assert total(fleet.head, MOVES) == before
     assert fleet.up.process.wait(START_S) == 0
     assert [node for node in nodes if node.is_running()] == []
 
