@@ -9,6 +9,7 @@ import pytest
 
 from tests.fakes.conditions import eventually
 from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.replicas.engine import engine_keeper
 from vllm_omni_plugin.replicas.engine.engine_keeper import Probe
 
 
@@ -113,14 +114,19 @@ async def test_silence_is_no_hang_where_this_process_itself_stood_still() -> Non
         await eventually(lambda: engine.events)
 
 
-async def test_an_engine_with_a_call_to_answer_first_is_given_the_time_of_a_long_one() -> None:
+async def test_an_engine_with_a_call_to_answer_first_is_given_the_time_of_a_long_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_keeper, "_LONG_CALL_S", 0.2)
     async with probed(timeout=0.01, is_busy=True) as engine:
+        await eventually(lambda: engine.events)
         engine.is_busy = False
         await engine.answer_after(200.0)
         # It says nothing of the engine's steps.
         assert engine.probe.limit == 0.01
-        await eventually(lambda: engine.events)
-        assert engine.events[0] == "its engine has not answered for 0.0 s"
+        await eventually(lambda: len(engine.events) == 3)
+        overdue, waited = "its engine has not answered for 0.0 s", "its engine has not answered for 0.2 s"
+        assert engine.events == [waited, "answered", overdue]
 
 
 async def test_an_engine_with_long_steps_is_given_more_time() -> None:
