@@ -4,6 +4,8 @@
 #   PYTEST_ARGS="-k balancer"  more arguments for pytest; -n 0 for one test after the other
 #   ARGS=--once                arguments for the demo
 export PYTHON
+# Tests start a hundred processes; without it each would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 VLLM ?= 0.32
 PYTEST_ARGS ?=
 ARGS ?=
@@ -35,7 +37,7 @@ suite: setup
 	$(TEST_PY) -m pytest -n 3 $(LANES) --durations=30 $(PYTEST_ARGS)
 
 check-suite: setup
-	$(TEST_PY) -m pytest -m "not engine and not long" --ignore=tests/engine -n 2 $(LANES) $(PYTEST_ARGS)
+	$(TEST_PY) -m pytest -m "not engine and not long" --ignore=tests/engine -n 3 $(LANES) $(PYTEST_ARGS)
 
 # Types are checked beside the tests. Those of tests/project check layers and cycles of imports.
 check: lint ## lint, types and the tests that start no engine: under two minutes

@@ -36,12 +36,6 @@ _BPF_RETURN = 0x06
 
 
 @pytest.fixture
-async def fleet() -> AsyncIterator[FakeFleet]:
-    async with FakeFleet(replicas=2) as fleet:
-        yield fleet
-
-
-@pytest.fixture
 def viewers(fleet: FakeFleet) -> Viewers:
     return viewers_of(fleet, HeadDrain(fleet.orchestrator.events))
 

@@ -4,6 +4,7 @@
 """
 
 import re
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,8 @@ echo "$$ $*" >>"$CALLS"
 until [[ -s $CALLS.fail ]]; do sleep 0.05; done
 exit "$(<"$CALLS.fail")"
 """
+_SLEEP = f"#!/bin/sh\nexec {shutil.which('sleep')} 0.05\n"
+"""The scripts look every two seconds."""
 
 
 class Fleet:
@@ -51,8 +54,9 @@ class Fleet:
 @pytest.fixture
 def fleet(tmp_path: Path) -> Iterator[Fleet]:
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "vllm").write_text(_VLLM)
-    (tmp_path / "bin" / "vllm").chmod(0o755)
+    for name, script in (("vllm", _VLLM), ("sleep", _SLEEP)):
+        (tmp_path / "bin" / name).write_text(script)
+        (tmp_path / "bin" / name).chmod(0o755)
     with Slurm(tmp_path, CALLS=str(tmp_path / "calls"), OMNI_HEAD_ADDRESS="head-1") as slurm:
         yield Fleet(slurm, tmp_path)
 
