@@ -58,12 +58,15 @@ class Head:
         headers: tuple[str, ...] = BOTH_HEADERS,
     ) -> None:
         self.now = 100.0
+        self.may_refuse = True
         self.counted: list[Refusal] = []
         self.asked: list[tuple[Terms, int | None]] = []
         self.seen: list[Terms] = []
         self._refused = refused
         self._main = Starlette()
-        self._main.state.omni_admission = HttpAdmission(self._refusal, self.counted.append, headers, lambda: self.now)
+        self._main.state.omni_admission = HttpAdmission(
+            self._refusal, lambda _: self.may_refuse, self.counted.append, headers, lambda: self.now
+        )
         self.app = AdmissionMiddleware(app or self.submitting, frozenset({PATH}))
 
     def request(self, path: str = PATH, method: str = "POST", **headers: str) -> Client:
@@ -283,6 +286,18 @@ async def test_a_stream_begins_with_its_first_output_and_then_goes_on_as_it_come
         await client.sent_so_far(len(expected) + 1)
         expected.append(message)
         assert client.sent == expected
+    assert await client.status() == 200
+
+
+async def test_a_stream_that_nobody_may_refuse_begins_at_once() -> None:
+    stream = Stream()
+    head = Head(stream)
+    head.may_refuse = False
+    client = head.request()
+    async with asyncio.timeout(10):
+        await stream.submitted.wait()
+    assert client.sent == [start(headers=EVENTS)]
+    stream.outputs.put_nowait(part(b"", more=False))
     assert await client.status() == 200
 
 

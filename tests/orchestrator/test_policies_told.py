@@ -89,7 +89,7 @@ async def test_a_lost_replica_is_forgotten_before_its_requests_are_dispatched_ag
         await fleet.submit("a", prompt=[1, 2])
         link, attempt = fleet.attempt("a")
         link.output(attempt, 7, 8)
-        fleet.kill(1)
+        link.say_dead()
         link, attempt = fleet.attempt("a")
         assert fleet.pool.member(1).load.prefill_tokens == 4
         link.output(attempt, 9, finish_reason="stop")

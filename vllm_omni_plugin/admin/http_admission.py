@@ -40,12 +40,14 @@ class HttpAdmission:
 
     Attributes:
         refusal: see `Admission.refusal`.
+        may_refuse: see `Admission.may_refuse`.
         count: told of each refusal that is answered before the application sees the request.
         tenant_headers: where a tenant's name may stand, first come first; empty: tenants are not told apart.
         clock: monotonic seconds.
     """
 
     refusal: Callable[[Terms, int | None, float], Refusal | None]
+    may_refuse: Callable[[Terms], bool]
     count: Callable[[Refusal], None]
     tenant_headers: Sequence[str]
     clock: Callable[[], float]
@@ -96,25 +98,27 @@ def _tenant(headers: Headers, names: Sequence[str]) -> str:
 class Answer:
     """An answer that is being made, by one request or several.
 
-    What it begins with is kept back until a request for it was handed to the fleet and something follows.
+    Where a request may still be refused in the queue, what it begins with is kept back until one for it was handed
+    to the fleet and something follows.
 
     Args:
         terms: of its requests.
         arrived: monotonic seconds at which its client began to wait.
         send: to the client.
+        keeps: whether its beginning is kept back.
 
     Attributes:
         request_ids: the requests that were handed to the fleet for it.
         refused: what its client is told in its place: a request for it was refused, and nothing had been sent.
     """
 
-    def __init__(self, terms: Terms, arrived: float, send: Send) -> None:
+    def __init__(self, terms: Terms, arrived: float, send: Send, keeps: bool) -> None:
         self.request_ids: list[str] = []
         self.refused: RefusedError | None = None
         self._terms = terms
         self._arrived = arrived
         self._send = send
-        self._kept: list[Message] | None = []
+        self._kept: list[Message] | None = [] if keeps else None
 
     def submitted(self, request_id: str, now: float) -> Terms:
         """A request for it is handed to the fleet; returns its terms, with the time that is left."""
@@ -194,7 +198,7 @@ class AdmissionMiddleware:
             if (priority := _priority(body)) is not None:
                 refused = admission.refusal(terms, priority, now)
         if refused is None:
-            error = await self._answer(Answer(terms, now, send), scope, receive)
+            error = await self._answer(Answer(terms, now, send, admission.may_refuse(terms)), scope, receive)
         else:
             admission.count(refused)
             error = RefusedError(*refused)

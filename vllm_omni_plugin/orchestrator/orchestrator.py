@@ -28,12 +28,13 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     Explain,
     FrontMessage,
     ManageReplica,
+    ReplaceAdmission,
     ReplicaJoined,
     ReplicaLeft,
     RpcMessage,
 )
 from vllm_omni_plugin.orchestrator.requests.request_owner import Requests
-from vllm_omni_plugin.orchestrator.requests.stage_run import RunEnded
+from vllm_omni_plugin.orchestrator.requests.stage_run import Loss, RunEnded
 from vllm_omni_plugin.orchestrator.requests.thread_queue import ThreadQueue
 from vllm_omni_plugin.orchestrator.single_stage import SingleStage
 from vllm_omni_plugin.pipeline import Modality
@@ -99,8 +100,8 @@ class Orchestrator:
     Attributes:
         request_async_queue: `SubmitRequest`, `AbortRequests` and `OutputUnusable`, in order.
         output_async_queue: vLLM's `EngineCoreOutputs`, `RequestFailed`, `ReplicaJoined` and `ReplicaLeft`.
-        rpc_async_queue: `CallReplicas`, changes of membership, `ManageReplica` among them, `Explain`, and what other
-            heads say; `FleetControl` takes them.
+        rpc_async_queue: `CallReplicas`, changes of membership, `ManageReplica` among them, `Explain`,
+            `ReplaceAdmission`, and what other heads say; `FleetControl` takes them.
         events: what has happened to replicas.
         drained: replicas that an operator drained, whether they are here or not.
         serving_signal: wakes those who wait until `can_serve` holds.
@@ -205,7 +206,7 @@ class Orchestrator:
         """End `run` and release everybody who waits on a queue. Idempotent, from any thread."""
         self.request_async_queue.close()
         for message in self.rpc_async_queue.close():
-            if isinstance(message, CallReplicas | ManageReplica | Explain):
+            if isinstance(message, CallReplicas | ManageReplica | Explain | ReplaceAdmission):
                 message.reply.cancel()
         self.output_async_queue.close()
 
@@ -292,9 +293,11 @@ class Orchestrator:
         pool = self.stage_pools[member.stage_id]
         engine_failed = member.client is not None and member.client.engine_failed
         member.changed_at = self._clock()
+        others = pool.others_at(member)
         orphans = pool.lose(member, status)
+        loss = Loss(member.replica_id, reason, member.machine, len(orphans), others)
         self.events.note(EventKind.LOST, reason, member, requests=len(orphans))
-        ended = self._dispatchers[member.stage_id].move(orphans, member, reason, engine_failed)
+        ended = self._dispatchers[member.stage_id].move(orphans, member, loss, engine_failed)
         moved = len(set(orphans) - {each.run for each in ended})
         if moved:
             self.events.note(EventKind.MOVE, reason, member, requests=moved)

@@ -21,10 +21,11 @@ from starlette.middleware import Middleware
 
 from vllm_omni_plugin.admin.access import Access, HasKey
 from vllm_omni_plugin.admin.admin_keys import read_admin_keys
+from vllm_omni_plugin.admin.admission_file import AdmissionFile
 from vllm_omni_plugin.admin.explain import explain
 from vllm_omni_plugin.admin.head_drain import DRAINING
 from vllm_omni_plugin.admin.hold import Hold, HoldMiddleware
-from vllm_omni_plugin.admin.http_admission import AdmissionMiddleware, HttpAdmission
+from vllm_omni_plugin.admin.http_admission import AdmissionMiddleware, HttpAdmission, tenant_headers
 from vllm_omni_plugin.admin.operator_calls import OperatorCallMiddleware
 from vllm_omni_plugin.admin.replica_admin import FleetAdmin
 from vllm_omni_plugin.admin.replica_header import ReplicaHeaderMiddleware
@@ -147,9 +148,22 @@ class FleetEndpoints:
             )
         state.omni_drain = fleet.head_drain
         state.omni_viewers = _viewers(fleet)
+        admission = fleet.orchestrator.admission
         state.omni_admission = HttpAdmission(
-            fleet.orchestrator.admission.refusal, partial(_count_refusal, fleet), (), time.monotonic
+            admission.refusal,
+            admission.may_refuse,
+            partial(_count_refusal, fleet),
+            tenant_headers(options.tenant_header, options.admission),
+            time.monotonic,
         )
+        if options.admission is not None:
+            # A supervisor sends the signal to each of its API servers.
+            one_of_several = hasattr(args, DRAIN_FLAG)
+            tell_others = partial(os.kill, os.getppid(), signal.SIGHUP) if one_of_several else _nobody
+            state.omni_admission_file = file = AdmissionFile(options.admission, fleet.orchestrator, tell_others)
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, file.on_signal)
+            # A signal may have come between the first reading and now.
+            file.on_signal()
         state.omni_hold = Hold(
             fleet.orchestrator,
             fleet.until_serving,
@@ -159,6 +173,10 @@ class FleetEndpoints:
         )
         if fleet.stages.pipeline is not None:
             serve_pipeline(self._app, fleet.stages.pipeline, fleet.abort_call)
+
+
+def _nobody() -> None:
+    """There are no other API servers."""
 
 
 def _viewers(fleet: FleetClient) -> Viewers:

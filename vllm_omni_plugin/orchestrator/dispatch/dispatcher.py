@@ -102,16 +102,15 @@ class Dispatcher(Sender):
             self._suspects.heard(member, accepted)
         return accepted, self._take_ended() if self._ended else ()
 
-    def move(self, runs: Sequence[StageRun], lost: PoolMember, reason: str, engine_failed: bool) -> Sequence[RunEnded]:
+    def move(self, runs: Sequence[StageRun], lost: PoolMember, loss: Loss, engine_failed: bool) -> Sequence[RunEnded]:
         """These requests' replica is lost, and they are no longer charged to it: each moves or fails.
 
         Args:
             runs: the requests.
             lost: the replica.
-            reason: why it is lost, for errors.
+            loss: of the replica.
             engine_failed: whether its engine crashed by itself or said what cannot be used: a request may be the cause.
         """
-        loss = Loss(lost.replica_id, reason, lost.machine, len(runs))
         if engine_failed and not self._pool.lockstep:
             self._suspects.engine_failed(runs, loss)
         self._suspects.lost(lost)

@@ -12,7 +12,6 @@ from vllm_omni_plugin.errors import (
     MessageTooLargeError,
     NoReplicaError,
     OmniError,
-    QueryOfDeathError,
     RefusedError,
     ReplicaError,
     RequestLostError,
@@ -177,10 +176,7 @@ class Sender:
             self._queue.enter(run, run.request, prompt_tokens(run.task))
         if chosen is None:
             stays = run.affinity_key is not None and self._api.how_to_move(request) is Move.STAYS
-            avoided = self._refused.avoided(run)
-            if run.suspicions:
-                avoided = self._suspects.confine(run, avoided)
-            chosen = self._pool.decide(run.task, run.affinity_key, avoided, stays)
+            chosen = self._pool.decide(run.task, run.affinity_key, self._refused.avoided(run), stays)
         member, decision = chosen
         attempt = f"{run.request_id}-{self._head_tag}-{next(self._attempts):x}"
         run.dispatch(member.replica_id, attempt, run.task, decision, self._clock())
@@ -217,17 +213,11 @@ class Sender:
 
     def _refuse(self, run: StageRun, waited: float) -> None:
         error = run.give_up(self._pool.unavailable(waited))
-        if isinstance(error, QueryOfDeathError):
-            self._lose(run, error)
-        else:
-            self._metrics.refused += 1
-            self._fail(run, error)
+        self._metrics.failed(error, refused=True)
+        self._fail(run, error)
 
     def _lose(self, run: StageRun, error: RequestLostError) -> None:
-        if isinstance(error, QueryOfDeathError):
-            self._metrics.queries_of_death += 1
-        else:
-            self._metrics.lost += 1
+        self._metrics.failed(error)
         self._fail(run, error)
 
     def _abort_at(self, member: PoolMember, engine_request_ids: Sequence[str]) -> None:

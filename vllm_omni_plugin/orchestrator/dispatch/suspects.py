@@ -121,9 +121,12 @@ class Suspects:
         tried = self.tries.get(loss.replica_id, ())
         likely = [run for run in twice if run in tried] or twice
         for run in sent:
+            if loss.others and run.began and run not in tried:
+                run.losses_excused.append(loss)
             run.suspicions.append(loss)
             run.trial_outputs = 0
-        if len(likely) == 1:
+        # Where other heads had requests, too, one that has begun before may be beside the one that it was.
+        if len(likely) == 1 and not (loss.others and likely[0].produced):
             self._blame(likely[0])
 
     def lost(self, member: PoolMember) -> None:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from prometheus_client import Histogram
 
+from vllm_omni_plugin.errors import QueryOfDeathError
 from vllm_omni_plugin.vllm_api.requests.move import Move
 
 _MAX_REASONS = 64
@@ -101,6 +102,15 @@ class OrchestratorMetrics:
     def spent(self, stage_id: int, name: str, part: str, seconds: float) -> None:
         """Count what a request has spent in one part of a stage."""
         self.stage_seconds.labels(str(stage_id), name, part).observe(seconds)
+
+    def failed(self, error: Exception, refused: bool = False) -> None:
+        """Count a request that ends with this error; `refused`: because it waited in vain, or might not wait."""
+        if isinstance(error, QueryOfDeathError):
+            self.queries_of_death += 1
+        elif refused:
+            self.refused += 1
+        else:
+            self.lost += 1
 
     @property
     def held(self) -> int:

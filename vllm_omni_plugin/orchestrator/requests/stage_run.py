@@ -41,6 +41,7 @@ class Loss:
         reason: why it is gone, for errors.
         machine: the replica's, see `PoolMember`.
         requests: how many of this head's were in flight there.
+        others: how many of other heads', as far as they have said.
         culprit: the request that its engine died of; None: there is none, or it is not known.
     """
 
@@ -48,6 +49,7 @@ class Loss:
     reason: str
     machine: str = ""
     requests: int = 0
+    others: int = 0
     culprit: "StageRun | None" = None
 
 
@@ -118,7 +120,8 @@ class StageRun:
         ticket: its place in the order of all; None in stages that let everybody in.
         dispatched_at: monotonic seconds at which the first attempt was sent; None before.
         losses: of the replicas that it has lost.
-        losses_unsent: those of them that turned out to be dead before they had got it.
+        losses_excused: those of them that do not count for the limit: replicas that turned out to be dead before they
+            had got it, and crashes that a request of another head is the likelier cause of.
         suspicions: those of them that were crashes of engines that had got it, see `Suspects`.
         trial_outputs: new outputs that it has had since the last of these, as far as they are counted.
         closed: whether it has left its dispatcher, which keeps nothing of it any more.
@@ -152,7 +155,7 @@ class StageRun:
     ticket: Ticket | None = None
     dispatched_at: float | None = None
     losses: list[Loss] = field(default_factory=list)
-    losses_unsent: list[Loss] = field(default_factory=list)
+    losses_excused: list[Loss] = field(default_factory=list)
     suspicions: list[Loss] = field(default_factory=list)
     trial_outputs: int = 0
     closed: bool = field(default=False, init=False)
@@ -289,7 +292,7 @@ class StageRun:
         Args:
             loss: which replica, and why.
             migration_limit: moves a request may make in its life, without those for which another one is to blame, and
-                those from a replica that has not got it.
+                those of `losses_excused`.
             on_delivered: how this request can go on if part of its answer has been delivered, or `STAYS`.
             vocabulary: see `EngineApi`.
 
@@ -299,7 +302,7 @@ class StageRun:
         assert self.phase in (RequestPhase.DISPATCHED, RequestPhase.STREAMING), self
         self.losses.append(loss)
         if not self.sent:
-            self.losses_unsent.append(loss)
+            self.losses_excused.append(loss)
         self._loss = f"Replica {loss.replica_id} was lost while it served this request ({loss.reason})"
         replayable = self.streaming is not None and self.streaming.replayable
         restarts = not self.produced and on_delivered is not Move.STAYS
@@ -366,7 +369,7 @@ class StageRun:
                 f"{self._loss}, and had sent token id {token}, which the model's vocabulary of {vocabulary} does not "
                 "have, so no other replica can go on with it. Please send it again."
             )
-        if sum(loss.culprit is None and loss not in self.losses_unsent for loss in self.losses) > migration_limit:
+        if sum(loss.culprit is None and loss not in self.losses_excused for loss in self.losses) > migration_limit:
             return RequestLostError(
                 f"{self._loss}; it had moved {migration_limit} times, the limit of --omni-migration-limit."
             )
