@@ -78,9 +78,9 @@ def build_router(access: Access) -> APIRouter:
     (`HeadDrain`) and `omni_admission_file` (`AdmissionFile`) of `app.state`.
 
     Errors are `HTTPException`s, which vLLM's server answers in the shape of OpenAI's errors: 400 for a question that
-    makes no sense, a prompt that could not be completed or a file that cannot be used, 404 for an unknown id or model, 409 for a replica in the
-    wrong state or a policy that cannot explain itself, 503 while no replica serves, the server ends, or other heads
-    cannot be told.
+    makes no sense, a prompt that could not be completed or a file that cannot be used, 404 for an unknown id or model,
+    409 for a replica in the wrong state or a policy that cannot explain itself, 503 while no replica serves, the server
+    ends, or other heads cannot be told.
 
     Args:
         access: who may look, and who may change and ask about prompts, which tells what others have sent.

@@ -99,8 +99,8 @@ class Orchestrator:
     Attributes:
         request_async_queue: `SubmitRequest`, `AbortRequests` and `OutputUnusable`, in order.
         output_async_queue: vLLM's `EngineCoreOutputs`, `RequestFailed`, `ReplicaJoined` and `ReplicaLeft`.
-        rpc_async_queue: `CallReplicas`, changes of membership, `ManageReplica` among them, `Explain`, `ReplaceAdmission`, and what other
-            heads say; `FleetControl` takes them.
+        rpc_async_queue: `CallReplicas`, changes of membership, `ManageReplica` among them, `Explain`,
+            `ReplaceAdmission`, and what other heads say; `FleetControl` takes them.
         events: what has happened to replicas.
         drained: replicas that an operator drained, whether they are here or not.
         serving_signal: wakes those who wait until `can_serve` holds.
