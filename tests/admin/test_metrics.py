@@ -52,6 +52,7 @@ async def test_the_families_are_those_of_the_catalogue() -> None:
         await fleet.submit("a", prompt=[1] * 10, terms=Terms("tenant"))
         fleet.say("a", 1, cached=4)
         fleet.orchestrator.metrics.refusals[(0, "deadline", "503")] = 1
+        fleet.orchestrator.metrics.refused_on_arrival[(0, "deadline", "503")] = 2
         fleet.orchestrator.metrics.spent(0, "talker", "run", 1.0)
         shown = {
             family.name.removeprefix(PREFIX): (
@@ -61,7 +62,11 @@ async def test_the_families_are_those_of_the_catalogue() -> None:
             )
             for family in registry_of(fleet.orchestrator).collect()
         }
+        refused = registry_of(fleet.orchestrator).get_sample_value(
+            f"{PREFIX}requests_refused_total", {"stage": "0", "reason": "deadline", "status": "503"}
+        )
     assert shown == {metric.name: (metric.kind, metric.meaning, set(metric.labels)) for metric in METRICS}
+    assert refused == 3
 
 
 @pytest.mark.parametrize(("tenant", "label"), [("", "none"), ("acme", "acme"), ("other", "other_"), ("none", "none_")])
@@ -131,7 +136,7 @@ async def test_what_replays_repeat_and_do_not_repeat_is_counted() -> None:
         for name in ("repeats", "diverges"):
             await fleet.submit(name, move="replay", affinity=0)
             fleet.say(name, 1, 2, 3)
-        fleet.lose(0)
+        fleet.kill(0)
         for name, tokens in (("repeats", (1, 2, 3, 4)), ("diverges", (7,))):
             fleet.say(name, *tokens)
         registry = registry_of(fleet.orchestrator)
@@ -168,7 +173,7 @@ async def test_requests_wait_or_run_wherever_they_are() -> None:
         assert of_stages(registry, "requests_waiting") == {"0": 2}
         assert of_stages(registry, "requests_running") == {"0": 2}
         for replica in (0, 1):
-            fleet.lose(replica)
+            fleet.kill(replica)
         fleet.orchestrator.metrics.waiting = 7
         assert of_stages(registry, "requests_waiting") == {"0": 4 + 7}
         assert of_stages(registry, "requests_running") == {"0": 0}

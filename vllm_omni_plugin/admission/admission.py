@@ -110,6 +110,10 @@ class Admission:
         number = next(self._numbers)
         return Ticket(index, priority, start_tag, number, account, tokens, due, of_class.name, cost, charge)
 
+    def may_refuse(self, terms: Terms) -> bool:
+        """Whether such a request may be refused while it waits, or by a limit. From any thread."""
+        return terms.timeout_s is not None or self.plan.refuses
+
     def refusal(self, terms: Terms, priority: int | None, now: float) -> Refusal | None:
         """Why a request would be refused that came now and had to wait; None if it would not, as far as is known.
 

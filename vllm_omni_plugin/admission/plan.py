@@ -70,6 +70,16 @@ class AdmissionPlan(Bounds, frozen=True, kw_only=True):
     tenants: Mapping[str, TenantSettings] = {}
     default_tenant: TenantSettings = TenantSettings()
 
+    @property
+    def refuses(self) -> bool:
+        """Whether there is any bound, deadline or limit."""
+        tenants = (self.default_tenant, *self.tenants.values())
+        return (
+            self.are_set
+            or any(each.are_set or each.deadline is not None for each in self.classes)
+            or any((each.max_in_flight, each.tokens_per_s) != (None, None) for each in tenants)
+        )
+
     def class_index(self, settings: TenantSettings, priority: int | None) -> int:
         """The place of the class of a tenant's request; for a priority that is not known, of the best that it may be.
 

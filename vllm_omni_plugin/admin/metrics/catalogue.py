@@ -93,7 +93,7 @@ METRICS = (
         "requests_refused",
         "counter",
         ("stage", "reason", "status"),
-        "Requests that were accepted into the queue's order and refused: `in_flight`, `token_rate`: a limit of their "
+        "Requests that were refused, at once or while they waited: `in_flight`, `token_rate`: a limit of their "
         "tenant; `queue_full`, `pushed_out`: others went first; `deadline`: too late. Status 429 is for the tenant, "
         "503 for the fleet.",
     ),

@@ -176,7 +176,7 @@ def _counts(metrics: OrchestratorMetrics) -> Iterator[tuple[str, Samples]]:
     }
     yield "requests_failed", [((reason,), count) for reason, count in failed.items()]
     # The orchestrator's thread may add a key meanwhile: hence the copies.
-    yield "requests_refused", metrics.refusals.copy().items()
+    yield "requests_refused", (Counter(metrics.refusals.copy()) + Counter(metrics.refused_on_arrival)).items()
     yield "decisions", metrics.decisions.copy().items()
     yield "decision_fallbacks", metrics.fallbacks.copy().items()
     for name, count in (

@@ -21,11 +21,11 @@ from starlette.middleware import Middleware
 
 from vllm_omni_plugin.admin.access import Access, HasKey
 from vllm_omni_plugin.admin.admin_keys import read_admin_keys
-from vllm_omni_plugin.admin.admission import FAIRNESS_HEADER, TENANT_HEADER, AdmissionMiddleware, HttpAdmission
 from vllm_omni_plugin.admin.admission_file import AdmissionFile
 from vllm_omni_plugin.admin.explain import explain
 from vllm_omni_plugin.admin.head_drain import DRAINING
 from vllm_omni_plugin.admin.hold import Hold, HoldMiddleware
+from vllm_omni_plugin.admin.http_admission import AdmissionMiddleware, HttpAdmission, tenant_headers
 from vllm_omni_plugin.admin.operator_calls import OperatorCallMiddleware
 from vllm_omni_plugin.admin.replica_admin import FleetAdmin
 from vllm_omni_plugin.admin.replica_header import ReplicaHeaderMiddleware
@@ -34,13 +34,15 @@ from vllm_omni_plugin.admin.watch.fleet_view import FleetView
 from vllm_omni_plugin.admin.watch.token_counts import TokenRates
 from vllm_omni_plugin.admin.watch.viewers import Viewers
 from vllm_omni_plugin.admin.watch.watch_routes import build_watch_router
-from vllm_omni_plugin.config import ADMIN_KEY_FLAG, OmniConfig
+from vllm_omni_plugin.admission import Refusal
+from vllm_omni_plugin.config import ADMIN_KEY_FLAG
 from vllm_omni_plugin.errors import SHUTTING_DOWN
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
 from vllm_omni_plugin.integration.extending import extend
 from vllm_omni_plugin.integration.http.adapters import open_adapters
 from vllm_omni_plugin.integration.options.carried_options import DRAIN_FLAG, options_of
 from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.orchestrator.requests.counters import count
 
 logger = init_logger(__name__)
 
@@ -146,8 +148,13 @@ class FleetEndpoints:
             )
         state.omni_drain = fleet.head_drain
         state.omni_viewers = _viewers(fleet)
+        admission = fleet.orchestrator.admission
         state.omni_admission = HttpAdmission(
-            fleet.orchestrator.admission.refusal, _tenant_headers(options), time.monotonic
+            admission.refusal,
+            admission.may_refuse,
+            partial(_count_refusal, fleet),
+            tenant_headers(options.tenant_header, options.admission),
+            time.monotonic,
         )
         if options.admission is not None:
             # A supervisor sends the signal to each of its API servers.
@@ -172,12 +179,6 @@ def _nobody() -> None:
     """There are no other API servers."""
 
 
-def _tenant_headers(options: OmniConfig) -> Sequence[str]:
-    if options.tenant_header is not None:
-        return (options.tenant_header,)
-    return (TENANT_HEADER, FAIRNESS_HEADER) if options.admission is not None else ()
-
-
 def _viewers(fleet: FleetClient) -> Viewers:
     from vllm import __version__
 
@@ -191,6 +192,12 @@ def _viewers(fleet: FleetClient) -> Viewers:
         fleet.stages.pipeline,
     )
     return Viewers(view, fleet.orchestrator.events, lambda: fleet.resources.engine_dead)
+
+
+def _count_refusal(fleet: FleetClient, refused: Refusal) -> None:
+    orchestrator = fleet.orchestrator
+    key = (orchestrator.needed_pools[0].stage_id, str(refused.reason), str(int(refused.status)))
+    count(orchestrator.metrics.refused_on_arrival, key)
 
 
 def _why_closed(fleet: FleetClient) -> str:

@@ -176,6 +176,10 @@ class StagePool:
             member.account.join(self.exchange.serves(member))
         return self._enter_service(member)
 
+    def others_at(self, member: PoolMember) -> int:
+        """How many requests other heads have at a replica, as far as they have said."""
+        return member.account.others if self.exchange is not None and self.exchange.others else 0
+
     def lose(self, member: PoolMember, status: ReplicaStatus) -> list[StageRun]:
         """The replica is gone or no longer trusted. Returns the requests that were in flight there."""
         orphans = list(member.in_flight.values())
