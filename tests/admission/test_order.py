@@ -153,7 +153,7 @@ def test_reports_name_the_tenants_with_most_tokens_and_add_up_the_others() -> No
         served(rules, [come(rules, f"t{number}", number + 1)])
     come(rules, "t0", 70)
     named, other = rules.by_tenant(50)
-    assert list(named)[0] == "t0"
+    assert next(iter(named)) == "t0"
     assert named["t0"].waiting == (1, 70)
     assert len(named) == 50
     assert other.served_tokens == sum(range(2, 12))
