@@ -54,8 +54,8 @@ class HttpServer:
         self._orchestrator = orchestrator
 
     def post(self, path: str, **body: Any) -> Client:
-        """Send a request."""
-        headers = [(b"content-type", b"application/json"), (b"x-request-id", b"same")]
+        """Send a request that may be refused while it waits."""
+        headers = [(b"content-type", b"application/json"), (b"x-request-id", b"same"), (b"x-request-timeout", b"60")]
         scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
         more = {"http_version": "1.1", "scheme": "http", "server": ("test", 80), "client": ("127.0.0.1", 40000)}
         client = Client(self.app, {**scope, **more})

@@ -14,7 +14,6 @@ from starlette.types import Message
 
 from tests.contract.http_server import HttpServer, http_server
 from tests.contract.pipeline_http.app import TINY_MODEL, events
-from vllm_omni_plugin.admission.terms import Terms
 from vllm_omni_plugin.errors import NoReplicaError, RefusedError
 
 pytestmark = [
@@ -71,7 +70,8 @@ async def is_refused(server: HttpServer, path: str, body: dict[str, Any]) -> Non
     async with asyncio.timeout(20):
         client = server.post(path, **body)
         message = await server.submitted()
-        assert message.terms == Terms()
+        assert message.terms is not None
+        assert message.terms.timeout_s == pytest.approx(60, abs=20)
         assert client.sent == []
         server.fail(message, REFUSED)
         assert await client.status() == 429
@@ -148,10 +148,11 @@ async def test_what_is_not_refused_is_answered_byte_by_byte_as_without_admission
     async def answer() -> list[Message]:
         client = generating.post(path, **GENERATING[path], stream=stream)
         message = await generating.submitted()
+        before = len(client.sent)
         generating.answer(message, 40, 41, ends=False)
         if stream:
             # As many events as outputs, whatever the load.
-            await client.sent_so_far(2)
+            await client.sent_so_far(before + 1)
         generating.answer(message, 42, 43)
         assert await client.status() == 200
         return alike(client.sent)

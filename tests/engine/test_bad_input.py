@@ -69,6 +69,9 @@ OWN_FLAGS = (
         "--omni-lb-config",
         "option decode_weight: -1 is out of range: give a number",
     ),
+    Case("--omni-admission /nowhere/a.yaml", "--omni-admission", "/nowhere/a.yaml: cannot be read: No such file"),
+    Case("--omni-admission /dev/null", "--omni-admission", "/dev/null: the file is empty"),
+    Case("--omni-tenant-header X:Y", "--omni-tenant-header", "'X:Y' is no name of an HTTP header"),
     Case("--omni-migration-limit -1", "--omni-migration-limit", "-1 is below 0"),
     Case("--omni-migration-limit many", "--omni-migration-limit", "'many' is not a whole number"),
 )

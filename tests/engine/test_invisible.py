@@ -22,6 +22,8 @@ FLAGS = (
     "--omni-insecure",
     "--omni-any-vllm",
     "--omni-migration-limit",
+    "--omni-admission",
+    "--omni-tenant-header",
     "--omni-replica-wait",
     "--omni-drain-timeout",
     "--omni-join-timeout",

@@ -1,0 +1,116 @@
+"""The admission file is read again: over HTTP and at a signal."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from tests.admin.asgi import app_of, client_of
+from tests.fakes.conditions import eventually
+from tests.fakes.fleet import FakeFleet
+from vllm_omni_plugin.admin.admission_file import AdmissionFile
+from vllm_omni_plugin.admission import Terms, Ticket, load_admission
+
+GOOD = "max_waiting_requests: 5\n"
+
+
+def write(path: Path, text: str) -> None:
+    path.write_text(text)
+
+
+@pytest.fixture
+async def fleet() -> AsyncIterator[FakeFleet]:
+    async with FakeFleet(replicas=1) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "admission.yaml"
+    write(path, GOOD)
+    return path
+
+
+@pytest.fixture
+def told() -> list[str]:
+    return []
+
+
+@pytest.fixture
+async def file(fleet: FakeFleet, path: Path, told: list[str]) -> AdmissionFile:
+    return AdmissionFile(str(path), fleet.orchestrator, lambda: told.append("others"))
+
+
+@pytest.fixture
+def app(fleet: FakeFleet) -> FastAPI:
+    return app_of(fleet)
+
+
+@pytest.fixture
+async def client(app: FastAPI, file: AdmissionFile) -> AsyncIterator[httpx.AsyncClient]:
+    app.state.omni_admission_file = file
+    async with client_of(app) as client:
+        yield client
+
+
+async def test_a_good_file_is_in_force_at_once_and_the_answer_says_what_changed(
+    fleet: FakeFleet, client: httpx.AsyncClient, path: Path, told: list[str]
+) -> None:
+    answer = await client.post("/omni/admission")
+    assert (answer.status_code, answer.json()) == (200, {"changes": ["max_waiting_requests: none -> 5"]})
+    write(path, "max_waiting_requests: 7\nmax_wait: 2\n")
+    answer = await client.post("/omni/admission")
+    assert answer.json() == {"changes": ["max_wait: none -> 2.0", "max_waiting_requests: 5 -> 7"]}
+    assert fleet.orchestrator.admission.plan == load_admission(path)
+    assert told == ["others", "others"]
+
+
+async def test_a_broken_file_keeps_the_old_plan_and_says_why(
+    fleet: FakeFleet, client: httpx.AsyncClient, path: Path, told: list[str]
+) -> None:
+    await client.post("/omni/admission")
+    admission = fleet.orchestrator.admission
+    ticket = admission.ticket(Terms("a"), 0, 10, 0.0)
+    assert isinstance(ticket, Ticket)
+    assert admission.wait(ticket, 0.0) == []
+    write(path, "max_waiting_requests: 7\n\nmax_wiat: 2\n")
+    answer = await client.post("/omni/admission")
+    assert answer.status_code == 400
+    assert f"{path}:3: max_wiat: unknown key (did you mean 'max_wait'?)" in answer.text
+    assert admission.plan.max_waiting_requests == 5
+    assert admission.waiting == (1, 10)
+    assert told == ["others"]
+
+
+async def test_a_server_without_a_file_says_so(app: FastAPI) -> None:
+    async with client_of(app) as client:
+        answer = await client.post("/omni/admission")
+    assert answer.status_code == 404
+    assert "without --omni-admission" in answer.text
+
+
+async def test_a_signal_has_the_file_read_and_tells_nobody_else(
+    fleet: FakeFleet, file: AdmissionFile, told: list[str]
+) -> None:
+    file.on_signal()
+    await eventually(lambda: fleet.orchestrator.admission.plan.max_waiting_requests == 5)
+    assert told == []
+
+
+async def test_a_signal_with_a_broken_file_is_answered_in_the_log(
+    fleet: FakeFleet, file: AdmissionFile, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(
+        "vllm_omni_plugin.admin.admission_file.logger.error", lambda text, *values: said.append(text % values)
+    )
+    write(path, "max_wait: soon")
+    file.on_signal()
+    await eventually(lambda: bool(said))
+    assert said == [
+        "The admission file is not usable, and what was read before stays in force: "
+        f'{path}:1: max_wait: must be a number, not "soon"'
+    ]
+    assert fleet.orchestrator.admission.plan.max_wait is None

@@ -1,0 +1,306 @@
+"""Who is refused, with what, and who is pushed out: bounds, deadlines and limits."""
+
+import heapq
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_omni_plugin.admission import (
+    Admission,
+    AdmissionPlan,
+    Backlog,
+    Reason,
+    Refusal,
+    RequestClass,
+    TenantSettings,
+    Terms,
+    Ticket,
+)
+
+from .fakes import admission, come, served, try_to_come
+
+CLASSES = (RequestClass(name="first", priority_at_most=0), RequestClass(name="last"))
+FIVE = AdmissionPlan(classes=CLASSES, max_waiting_requests=5)
+
+
+def refused(admission: Admission, tenant: str = "", **request: Any) -> Refusal:
+    """A request comes and is refused itself."""
+    outcome = try_to_come(admission, tenant, **request)[1]
+    assert isinstance(outcome, Refusal)
+    return outcome
+
+
+def pushed_out(admission: Admission, tenant: str = "", **request: Any) -> list[tuple[Ticket, int]]:
+    """A request comes and may wait: those that are pushed out for it, each with its status."""
+    outcome = try_to_come(admission, tenant, **request)[1]
+    assert isinstance(outcome, list)
+    assert {refusal.reason for _, refusal in outcome} <= {Reason.PUSHED_OUT}
+    return [(ticket, int(refusal.status)) for ticket, refusal in outcome]
+
+
+def test_a_full_queue_refuses_the_only_tenant_with_503() -> None:
+    rules = admission(FIVE)
+    for _ in range(5):
+        come(rules)
+    refusal = refused(rules)
+    assert (refusal.status, refusal.reason) == (503, Reason.QUEUE_FULL)
+    assert rules.waiting.requests == 5
+
+
+def test_a_tenant_with_more_than_its_share_of_a_full_queue_is_refused_with_429() -> None:
+    rules = admission(FIVE)
+    for name in "aaaab":
+        come(rules, name)
+    assert refused(rules, "a").status == 429
+    # Even if the other's requests all run.
+    rules = admission(FIVE)
+    rules.started(come(rules, "b"))
+    for name in "aaaaa":
+        come(rules, name)
+    assert refused(rules, "a").status == 429
+
+
+def test_the_longest_queue_makes_room_by_its_newest_request() -> None:
+    rules = admission(FIVE)
+    tickets = [come(rules, name) for name in "aaabb"]
+    assert pushed_out(rules, "c") == [(tickets[2], 429)]
+    assert rules.waiting.requests == 5
+
+
+def test_a_queue_is_long_by_tokens_and_weight() -> None:
+    plan = AdmissionPlan(max_waiting_requests=4, tenants={"a": TenantSettings(weight=4)})
+    rules = admission(plan)
+    come(rules, "a", 100)
+    come(rules, "a", 100)
+    come(rules, "b", 10)
+    longest = come(rules, "c", 60)
+    assert pushed_out(rules, "b", tokens=20) == [(longest, 429)]
+
+
+def test_the_lowest_class_makes_room_first_and_never_for_itself_at_the_cost_of_a_higher_one() -> None:
+    rules = admission(FIVE)
+    for _ in range(4):
+        come(rules, "a")
+    low = come(rules, "b", priority=1)
+    assert pushed_out(rules, "a") == [(low, 503)]
+    refusal = refused(rules, "c", priority=1)
+    assert (refusal.status, refusal.reason) == (503, Reason.QUEUE_FULL)
+    assert rules.by_class() == {"first": (5, 500), "last": (0, 0)}
+
+
+def test_what_has_started_is_never_pushed_out() -> None:
+    rules = admission(AdmissionPlan(max_waiting_requests=1))
+    running = come(rules, "a", 1000)
+    rules.started(running)
+    waiting = come(rules, "b", 100)
+    assert pushed_out(rules, "c", tokens=10) == [(waiting, 429)]
+
+
+def test_who_is_refused_pushes_nobody_out() -> None:
+    rules = admission(AdmissionPlan(max_waiting_tokens=1000))
+    tickets = [come(rules, "a", 100) for _ in range(6)] + [come(rules, "b", 50) for _ in range(8)]
+    # It would be the longest itself once enough have gone.
+    assert refused(rules, "c", tokens=900).reason is Reason.QUEUE_FULL
+    assert rules.waiting == (14, 1000)
+    assert pushed_out(rules, "c", tokens=10) == [(tickets[5], 429)]
+
+
+def test_one_request_alone_fits_whatever_its_size() -> None:
+    rules = admission(AdmissionPlan(max_waiting_tokens=1000))
+    come(rules, "a", 5000)
+    assert refused(rules, "a", tokens=10)
+
+
+def test_a_class_has_bounds_of_its_own() -> None:
+    last = RequestClass(name="last", max_waiting_requests=1)
+    rules = admission(AdmissionPlan(classes=(CLASSES[0], last)))
+    come(rules, priority=1)
+    assert refused(rules, priority=1).status == 503
+    for _ in range(10):
+        come(rules)
+
+
+def test_the_bound_in_seconds_follows_the_measured_rate() -> None:
+    rules = admission(AdmissionPlan(max_wait=2.0), rate=2.0, unbegun=1)
+    for _ in range(4):
+        come(rules)
+    assert refused(rules).reason is Reason.QUEUE_FULL
+    rules = admission(AdmissionPlan(max_wait=2.0))
+    for _ in range(100):
+        come(rules)
+
+
+def test_what_waits_at_other_heads_counts_but_not_that_of_lower_classes() -> None:
+    others = {"first": Backlog(2, 200), "last": Backlog(90, 9000)}
+    rules = admission(FIVE, others_waiting=others)
+    for _ in range(3):
+        come(rules)
+    assert refused(rules).status == 503
+    rules = admission(FIVE, others_waiting=others)
+    assert refused(rules, priority=1).status == 503
+
+
+def test_a_deadline_that_cannot_be_kept_is_refused_at_arrival() -> None:
+    rules = admission(rate=1.0, unbegun=2)
+    for _ in range(8):
+        come(rules, "a")
+    refusal = refused(rules, "a", timeout_s=5.0)
+    assert (refusal.status, refusal.reason, refusal.retry_after_s) == (503, Reason.DEADLINE, 5)
+    come(rules, "a", timeout_s=10.5)
+
+
+def test_a_flood_does_not_make_another_tenants_deadline_unreachable() -> None:
+    rules = admission(rate=1.0)
+    for _ in range(100):
+        come(rules, "flood")
+    assert refused(rules, "flood", timeout_s=5.0).status == 503
+    come(rules, "calm", timeout_s=5.0)
+    assert refused(rules, "flood", timeout_s=5.0).status == 429
+
+
+def test_the_deadline_is_the_lower_of_the_clients_and_the_classes() -> None:
+    rules = admission(AdmissionPlan(classes=(RequestClass(name="only", deadline=10.0),)))
+    assert come(rules, now=100.0).due == 110.0
+    assert come(rules, now=100.0, timeout_s=3.0).due == 103.0
+    assert come(rules, now=100.0, timeout_s=30.0).due == 110.0
+    assert come(admission(), now=100.0).due is None
+
+
+def test_who_has_waited_until_it_is_due_is_refused() -> None:
+    rules = admission()
+    ticket = come(rules, "a", timeout_s=1.0)
+    refusal = rules.overdue(ticket, 1.0)
+    assert (refusal.status, refusal.reason, refusal.retry_after_s) == (503, Reason.DEADLINE, 1)
+    assert rules.waiting.requests == 0
+    rules.ended(ticket, 0, 1.0)
+    assert rules.by_tenant(2)[0]["a"].in_flight == 0
+
+
+def test_retry_after_is_the_time_in_which_the_excess_drains_from_1_to_60_seconds() -> None:
+    def retry_after(rate: float, tokens: int, heads: int = 1) -> int:
+        rules = admission(AdmissionPlan(max_waiting_tokens=1000), rate=rate, heads=heads)
+        for _ in range(10):
+            come(rules)
+        return refused(rules, tokens=tokens).retry_after_s
+
+    # The queue has 10 requests of 100 tokens; so many tokens too many are so many requests.
+    assert retry_after(1.0, 1000) == 10
+    assert retry_after(1.0, 1000, heads=2) == 5
+    assert retry_after(100.0, 1000) == 1
+    assert retry_after(0.01, 1000) == 60
+    assert retry_after(0.0, 1000) == 1
+
+
+def test_in_flight_are_those_that_wait_and_those_that_run() -> None:
+    rules = admission(AdmissionPlan(default_tenant=TenantSettings(max_in_flight=2)))
+    waiting, running = come(rules, "a"), come(rules, "a")
+    rules.started(running)
+    refusal = rules.ticket(Terms("a"), 0, 1, 0.0)
+    assert isinstance(refusal, Refusal)
+    assert (refusal.status, refusal.reason) == (429, Reason.IN_FLIGHT)
+    assert rules.refusal(Terms("a"), None, 0.0) == refusal
+    come(rules, "b")
+    rules.ended(waiting, 0, 0.0)
+    come(rules, "a")
+
+
+@pytest.mark.parametrize(("heads", "expected"), [(1, 5), (2, 3), (8, 1)])
+def test_several_heads_share_the_limit(heads: int, expected: int) -> None:
+    rules = admission(AdmissionPlan(default_tenant=TenantSettings(max_in_flight=5)), heads=heads)
+    while isinstance(rules.ticket(Terms("a"), 0, 1, 0.0), Ticket):
+        pass
+    assert rules.by_tenant(5)[0]["a"].in_flight == expected
+
+
+def test_a_tenant_may_owe_one_answer_and_comes_again_when_it_is_paid_for() -> None:
+    rules = admission(AdmissionPlan(tenants={"a": TenantSettings(tokens_per_s=10.0)}))
+    served(rules, [come(rules, "a", 90)])
+    served(rules, [come(rules, "a", 60)], output_tokens=50)
+    refusal = rules.ticket(Terms("a"), 0, 1, 0.0)
+    assert isinstance(refusal, Refusal)
+    assert (refusal.status, refusal.reason, refusal.retry_after_s) == (429, Reason.TOKEN_RATE, 10)
+    assert isinstance(rules.ticket(Terms("a"), 0, 1, 9.9), Refusal)
+    come(rules, "a", now=10.1)
+
+
+def test_saved_tokens_are_bounded_by_the_burst() -> None:
+    rules = admission(AdmissionPlan(tenants={"a": TenantSettings(tokens_per_s=10.0, burst_tokens=30)}))
+    come(rules, "a", 31, now=1000.0)
+    assert isinstance(rules.ticket(Terms("a"), 0, 1, 1000.0), Refusal)
+    come(rules, "a", 1, now=1000.2)
+
+
+def test_what_never_started_uses_no_tokens() -> None:
+    rules = admission(AdmissionPlan(tenants={"a": TenantSettings(tokens_per_s=10.0)}))
+    ticket = come(rules, "a", 500)
+    assert rules.refusal(Terms("a"), None, 0.0)
+    rules.ended(ticket, 0, 0.0)
+    assert rules.refusal(Terms("a"), None, 0.0) is None
+
+
+def test_a_question_in_advance_judges_an_unknown_priority_by_the_best_class() -> None:
+    last = RequestClass(name="last", max_waiting_requests=1)
+    rules = admission(AdmissionPlan(classes=(CLASSES[0], last)))
+    come(rules, priority=1)
+    assert rules.refusal(Terms(), None, 0.0) is None
+    assert rules.refusal(Terms(), 0, 0.0) is None
+    refusal = rules.refusal(Terms(), 1, 0.0)
+    assert refusal is not None
+    assert refusal.status == 503
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 1), st.integers(1, 300)), max_size=60))
+def test_nobody_is_refused_in_advance_who_might_wait_and_bounds_hold(requests: list[tuple[str, int, int]]) -> None:
+    plan = AdmissionPlan(
+        classes=(CLASSES[0], RequestClass(name="last", max_waiting_tokens=500)),
+        max_waiting_requests=6,
+        max_waiting_tokens=1200,
+        tenants={"a": TenantSettings(weight=3)},
+    )
+    rules = admission(plan, rate=1.0)
+    waiting: dict[int, Ticket] = {}
+    for tenant, priority, tokens in requests:
+        in_advance = rules.refusal(Terms(tenant), priority, 0.0)
+        ticket, outcome = try_to_come(rules, tenant, tokens, priority)
+        if isinstance(outcome, Refusal):
+            continue
+        assert in_advance is None
+        waiting[ticket.number] = ticket
+        for each, _ in outcome:
+            assert each is not ticket
+            del waiting[each.number]
+        assert rules.waiting == (len(waiting), sum(each.tokens for each in waiting.values()))
+        assert rules.waiting.requests <= 6
+        assert rules.waiting.tokens <= 1200 or rules.waiting.requests == 1
+    in_flight = Counter(each.tenant.name for each in waiting.values())
+    assert {name: report.in_flight for name, report in rules.by_tenant(9)[0].items() if report.in_flight} == in_flight
+    served(rules, waiting.values())
+    assert rules.waiting == (0, 0)
+
+
+def test_each_operation_is_cheap_with_a_hundred_thousand_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Counter[str]()
+    for name in ("heappush", "heappop", "heapreplace", "heapify"):
+        original = getattr(heapq, name)
+
+        def counted(heap: list[Any], *args: Any, name: str = name, original: Any = original) -> Any:
+            # A rebuild takes as many steps as there are entries.
+            steps["steps"] += len(heap) if name == "heapify" else max(1, len(heap).bit_length())
+            return original(heap, *args)
+
+        monkeypatch.setattr(f"vllm_omni_plugin.admission.class_queue.{name}", counted)
+    rules = admission(AdmissionPlan(max_waiting_requests=100_000))
+    tickets = [come(rules, f"t{number % 20_000}") for number in range(100_000)]
+    assert steps["steps"] / 100_000 < 40
+    steps.clear()
+    for number in range(2000):
+        pushed_out(rules, f"new-{number}")
+    assert steps["steps"] / 2000 < 120
+    steps.clear()
+    leaving = [ticket for ticket in tickets if ticket.phase == 1][::7]
+    for ticket in leaving:
+        rules.ended(ticket, 0, 0.0)
+    assert steps["steps"] / len(leaving) < 60
