@@ -73,15 +73,20 @@ async def run_all(client: httpx.AsyncClient, prompts: list[str], concurrency: in
 async def keep_killing(
     options: argparse.Namespace, cluster: Cluster, victims: list[Process], killed: list[float]
 ) -> None:
-    """Kill one replica after the other, start each again, and note the times."""
+    """Kill one replica after the other, start each again, and note the times.
+
+    On a busy machine a start may take longer than a round: neither a replica that does not serve yet is killed, nor the
+    last one that does.
+    """
     start = cluster.node if options.engines else cluster.sim
-    starting: list[asyncio.Task[None]] = []
+    starting: dict[int, asyncio.Task[None]] = {}
     for turn in itertools.cycle(range(len(victims))):
         await asyncio.sleep(options.kill_every)
+        await asyncio.gather(*(starting.pop(i) for i in (turn, (turn + 1) % len(victims)) if i in starting))
         await asyncio.to_thread(victims[turn].kill)
         killed.append(time.monotonic())
         victims[turn] = start()
-        starting.append(asyncio.create_task(start_behind_the_others(victims[turn])))
+        starting[turn] = asyncio.create_task(start_behind_the_others(victims[turn]))
 
 
 async def start_behind_the_others(process: Process) -> None:

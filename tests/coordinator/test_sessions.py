@@ -158,6 +158,17 @@ def test_first_list_comes_whole_then_only_what_changed(world: World) -> None:
     assert [row.input_addr for row in world.heads["h1"].lists[-1].no_new_work] == ["tcp://a:1"]
 
 
+def test_a_whole_list_is_not_older_than_the_change_before_it(world: World) -> None:
+    world.announce(make_event("a"))
+    # This head is told of the change by a whole list, and the others by what changed.
+    world.connect("h1")
+    world.settle()
+    world.connect("h1")
+    world.settle()
+    times = [replicas.timestamp for replicas in world.heads["h1"].lists]
+    assert times == sorted(times)
+
+
 def test_heartbeats_alone_make_no_list(world: World) -> None:
     world.announce(make_event("a"))
     world.tick()

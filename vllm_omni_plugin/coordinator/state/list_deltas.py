@@ -145,6 +145,8 @@ class ListDeltas:
             else:
                 delta.removed.append(key)
         self._touched.clear()
+        # One made since the change says the same, but that it is older than this delta.
+        self._full = None
         return encode_to_head(delta)
 
 
