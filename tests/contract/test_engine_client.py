@@ -15,12 +15,14 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 
+from tests.admin.asgi import Client
 from tests.contract.stage_models import source
 from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeRequest
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.idle_fleet import IdleFleet
-from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.admin.http_admission import AdmissionMiddleware, HttpAdmission, current_answer
+from vllm_omni_plugin.errors import RefusedError, ReplicaError
 from vllm_omni_plugin.integration.engine_client import fleet_client
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
@@ -60,6 +62,26 @@ async def test_a_request_that_comes_too_late_is_refused_and_not_sent_and_what_is
     with pytest.raises(GracefulHTTPError, match="shutting down") as refused:
         queue.get_nowait()
     assert refused.value.http_status == HTTPStatus.SERVICE_UNAVAILABLE
+
+
+async def test_a_further_request_for_an_answer_that_is_refused_is_not_sent(
+    orchestrator: Orchestrator, client: FleetClient
+) -> None:
+    processor, _ = registered(client, "further")
+
+    async def app(*_: Any) -> None:
+        answer = current_answer()
+        assert answer is not None
+        assert answer.refuse(RefusedError(503, "queue_full", "The queue is full.", 7))
+        await client.add_request_async(FakeRequest("further"))
+
+    admission = HttpAdmission(lambda *_: None, lambda _: True, list, (), lambda: 0.0)
+    state = SimpleNamespace(omni_admission=admission)
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": [], "app": SimpleNamespace(state=state)}
+    http = Client(AdmissionMiddleware(app, frozenset({"/"})), scope)
+    assert await http.status() == HTTPStatus.SERVICE_UNAVAILABLE
+    assert await orchestrator.request_async_queue.get_batch() == [AbortRequests(("further",), whole=True)]
+    assert not processor.has_unfinished_requests()
 
 
 async def test_a_session_that_has_begun_goes_on_when_the_server_is_told_to_end(
