@@ -37,10 +37,12 @@ class Front:
     Attributes:
         url: what the load goes to.
         metrics: base URLs whose `/metrics` together tell of all engines.
+        pid: process that listens there.
     """
 
     url: str
     metrics: tuple[str, ...]
+    pid: int
 
     def total(self, name: str) -> float:
         """Sum over all engines of the samples of this name."""
@@ -70,7 +72,8 @@ class Group:
     """Set-ups that are served by the same engines, one after the other.
 
     Attributes:
-        kind: `fleet`, `vllm-dp` or `router`.
+        kind: `fleet`, `admission` (a fleet with an admission file), `vllm-dp`, `router`, or `limited-router` (which
+            lets only so many requests through at a time).
         variants: policies, one for each set-up.
     """
 
@@ -89,11 +92,19 @@ class Group:
         return [_NAMES[self.kind].format(variant) for variant in self.variants]
 
 
-_NAMES = {"fleet": "fleet, {}", "vllm-dp": "vLLM --data-parallel-size", "router": "vllm-router, {}"}
+_NAMES = {
+    "fleet": "fleet, {}",
+    "admission": "fleet with admission, {}",
+    "vllm-dp": "vLLM --data-parallel-size",
+    "router": "vllm-router, {}",
+    "limited-router": "vllm-router with limits, {}",
+}
 
 
 @contextmanager
-def served(group: Group, engines: Engines, router: Path | None, logs: Path) -> Iterator[list[Setup]]:
+def served(
+    group: Group, engines: Engines, router: Path | None, logs: Path, front_args: Sequence[str] = ()
+) -> Iterator[list[Setup]]:
     """Run the engines of a group, for its set-ups to be opened in turn.
 
     Args:
@@ -101,22 +112,23 @@ def served(group: Group, engines: Engines, router: Path | None, logs: Path) -> I
         engines: what they run.
         router: command `vllm-router`, needed for that kind only.
         logs: folder for one log per process.
+        front_args: more arguments of the head, or of the router, but not of its servers.
     """
     name, variant = group.names[0], group.variants[0]
     match group.kind:
-        case "fleet":
-            args = ("--omni-dp-size-local", str(engines.count), "--omni-lb-policy", variant)
-            with _server(engines, engines.cores, logs, f"fleet-{variant}", args) as url:
-                yield [Setup(name, lambda: nullcontext(Front(url, (url,))))]
+        case "fleet" | "admission":
+            args = ("--omni-dp-size-local", str(engines.count), "--omni-lb-policy", variant, *front_args)
+            with _server(engines, engines.cores, logs, f"fleet-{variant}", args) as front:
+                yield [Setup(name, lambda: nullcontext(front))]
         case "vllm-dp":
-            args = ("--data-parallel-size", str(engines.count), "--api-server-count", "1")
-            with _server(engines, engines.cores, logs, "dp", args) as url:
-                yield [Setup(name, lambda: nullcontext(Front(url, (url,))))]
+            args = ("--data-parallel-size", str(engines.count), "--api-server-count", "1", *front_args)
+            with _server(engines, engines.cores, logs, "dp", args) as front:
+                yield [Setup(name, lambda: nullcontext(front))]
         case _:
             assert router is not None, "vllm-router is not among the arguments"
             with _servers(engines, logs) as urls:
                 yield [
-                    Setup(name, partial(_router, router, variant, urls, logs))
+                    Setup(name, partial(_router, router, (variant, *front_args), urls, logs))
                     for variant, name in zip(group.variants, group.names, strict=True)
                 ]
 
@@ -137,26 +149,26 @@ def _servers(engines: Engines, logs: Path) -> Iterator[tuple[str, ...]]:
 
 
 @contextmanager
-def _router(router: Path, policy: str, urls: tuple[str, ...], logs: Path) -> Iterator[Front]:
+def _router(router: Path, args: tuple[str, ...], urls: tuple[str, ...], logs: Path) -> Iterator[Front]:
     port, prometheus = free_port(), free_port()
-    command = [str(router), "--policy", policy, "--host", "127.0.0.1", "--port", str(port)]
+    command = [str(router), "--policy", *args, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--prometheus-port", str(prometheus), "--worker-urls", *urls]
     # It may be of an environment without this package.
-    process = Process("router", command, logs / f"router-{policy}.log", PYTHONPATH="")
+    process = Process("router", command, logs / f"router-{args[0]}.log", PYTHONPATH="")
     try:
         url = f"http://127.0.0.1:{port}"
         process.wait_until_healthy(url)
-        yield Front(url, urls)
+        yield Front(url, urls, process.popen.pid)
     finally:
         process.stop()
 
 
 @contextmanager
-def _server(engines: Engines, cores: Sequence[str], logs: Path, name: str, args: Sequence[str]) -> Iterator[str]:
+def _server(engines: Engines, cores: Sequence[str], logs: Path, name: str, args: Sequence[str]) -> Iterator[Front]:
     process, url = _start(engines, cores, logs, name, args)
     try:
         process.wait_until_healthy(url)
-        yield url
+        yield Front(url, (url,), process.popen.pid)
     finally:
         process.stop()
 
