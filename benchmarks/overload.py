@@ -77,7 +77,10 @@ class Run:
 
 def main() -> None:
     """Run everything and write the table."""
-    options = _options()
+    parser = arguments(__doc__)
+    parser.add_argument("--loads", nargs="*", type=float, default=list(LOADS), help="multiples of the capacity")
+    parser.add_argument("--patience", nargs="*", type=float, default=[DEADLINE_S, PATIENCE_S], help="seconds")
+    options = parser.parse_args()
     # An end by SIGTERM ends what was started, too.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with tempfile.TemporaryDirectory() as folder:
@@ -95,20 +98,19 @@ def main() -> None:
         options.out.write_text(tables)
 
 
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    """What benchmarks of engines that have too much to do take."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="directory of the model to serve")
     parser.add_argument("--engines", type=int, default=3, help="of every set-up")
     parser.add_argument("--setups", nargs="*", metavar="KIND:POLICY", default=list(DEFAULT_SETUPS))
     parser.add_argument("--router", type=Path, default=None, help="command vllm-router, in an environment of its own")
     parser.add_argument("--capacity", type=float, default=None, help="requests per second; measured if not given")
-    parser.add_argument("--loads", nargs="*", type=float, default=list(LOADS), help="multiples of the capacity")
-    parser.add_argument("--patience", nargs="*", type=float, default=[DEADLINE_S, PATIENCE_S], help="seconds")
     parser.add_argument("--admission", type=Path, default=None, help="file of the set-ups of the kind `admission`")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--runs", type=Path, default=None, help="JSON lines to add the runs to; the table is of all")
     parser.add_argument("--out", type=Path, default=None, help="Markdown file to write beside printing")
-    return parser.parse_args()
+    return parser
 
 
 def engines(model: Path, count: int) -> Engines:
