@@ -1,9 +1,10 @@
 """A tenant that floods beside one that does not: what the latter waits for its first token, alone and beside the flood.
 
-    python benchmarks/flood.py --model DIR --setups admission:prefix vllm-dp --runs RUNS.jsonl --out FILE
+    python benchmarks/flood.py --model DIR --setups fleet:prefix+admission vllm-dp --runs RUNS.jsonl --out FILE
 
-The calm tenant asks for 0.3 times what the engines can serve, the flooding one for 5 times as much as that. Neither is
-named in the admission file. Engines, lengths and set-ups are those of overload.py.
+The calm tenant asks for 0.3 times what the engines can serve, the flooding one for 5 times it. No admission
+file names either; that of `quota` bounds what any tenant may have in flight. Engines, lengths and set-ups are those of
+overload.py.
 """
 
 import asyncio
@@ -13,19 +14,19 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
 from arrivals import Asked, Clients, Figures, arrive, during
-from overload import DEADLINE_S, LENGTHS, PATIENCE_S, SETTLE_S, arguments, engines, front_args, machine
-from overload import measured_capacity as capacity_of
-from setups import Front, Group, served
+from overload import DEADLINE_S, LENGTHS, SETTLE_S, all_setups, arguments, machine, measured_capacity
+from setups import Front, Group
 
 CALM, FLOOD = 0.3, 5.0
 """Multiples of the capacity."""
-WARM_UP_S = 15.0
-MEASURED_S = 60.0
+WARM_UP_S = 10.0
+MEASURED_S = 40.0
 
 
 @dataclass(frozen=True)
@@ -52,23 +53,19 @@ class Run:
 
 def main() -> None:
     """Run everything and write the table."""
-    parser = arguments(__doc__)
-    options = parser.parse_args()
+    options = arguments(__doc__).parse_args()
     # An end by SIGTERM ends what was started, too.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    with tempfile.TemporaryDirectory() as folder:
+    groups = [Group.parse(text) for text in options.setups]
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         store = options.runs or Path(folder, "runs.jsonl")
-        for text in options.setups:
-            group = Group.parse(text)
-            args = front_args(group, options.engines, options.admission, Path(folder))
-            fleet = engines(options.model, options.engines)
-            with served(group, fleet, options.router, Path(folder), args) as setups:
-                for setup in setups:
-                    with setup.open() as front, store.open("a") as lines:
-                        capacity = options.capacity or capacity_of(front, options.engines)
-                        run = asyncio.run(_measure(front, setup.name, capacity, options.seed))
-                        print(run, flush=True)
-                        lines.write(json.dumps(asdict(run)) + "\n")
+        capacity = options.capacity
+        for setup in all_setups(stack, groups, options, Path(folder)):
+            with setup.open() as front, store.open("a") as lines:
+                capacity = capacity or measured_capacity(front, options.engines)
+                run = asyncio.run(_measure(front, setup.name, capacity, options.seed))
+                print(run, flush=True)
+                lines.write(json.dumps(asdict(run)) + "\n")
         runs = list(_read(store))
     table = f"{machine(options.engines)}\n\n{_table(runs)}\n"
     print(table)
@@ -89,7 +86,7 @@ async def _measure(front: Front, setup: str, capacity: float, seed: int) -> Run:
 
 
 async def _arrive(front: Front, rate: float, tenant: str, seed: int) -> list[Asked]:
-    clients = Clients(DEADLINE_S, PATIENCE_S, tenant)
+    clients = Clients(DEADLINE_S, DEADLINE_S, tenant)
     return await arrive(front.url, rate, WARM_UP_S + MEASURED_S, LENGTHS, clients, random.Random(seed))
 
 

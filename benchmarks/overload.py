@@ -19,14 +19,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 
 import psutil
 from arrivals import Asked, Clients, Figures, Lengths, arrive, during, saturate
-from setups import Engines, Front, Group, served, sleeping
+from setups import Engines, Front, Group, Setup, served, sleeping
 
 SERVICE_TIMES = {"step_s": 0.03, "prefill_token_s": 0.0002, "sequence_s": 0.0005}
 MAX_NUM_SEQS = 16
@@ -34,18 +36,17 @@ LENGTHS = Lengths(prompt_words=(20, 80), output_tokens=(24, 72))
 DEADLINE_S = 5.0
 PATIENCE_S = 20.0
 """Of patient clients."""
-WARM_UP_S = 15.0
-"""By then a queue that grows at 1.5 times the capacity is as long as the deadline."""
-MEASURED_S = 25.0
+MEASURED_S = 20.0
 SATURATION_S = 18.0
 SETTLE_S = 2.0
 LOADS = (0.9, 1.5, 2.0, 4.0)
-DEFAULT_SETUPS = ("fleet:prefix", "admission:prefix", "vllm-dp", "router:round_robin", "limited-router:round_robin")
-ADMISSION = """\
-classes:
-  - name: interactive
-    deadline: 5
-"""
+DEFAULT_SETUPS = ("fleet:prefix", "fleet:prefix+admission", "vllm-dp", "router:round_robin,round_robin+limits")
+PLANS = {
+    "admission": "classes:\n  - name: interactive\n    deadline: 5\n",
+    # No tenant can take more than five eighths of the seats.
+    "quota": "classes:\n  - name: interactive\n    deadline: 5\ndefault_tenant: {max_in_flight: 30}\n",
+}
+"""Admission files by name."""
 
 
 @dataclass(frozen=True)
@@ -79,17 +80,24 @@ def main() -> None:
     """Run everything and write the table."""
     parser = arguments(__doc__)
     parser.add_argument("--loads", nargs="*", type=float, default=list(LOADS), help="multiples of the capacity")
-    parser.add_argument("--patience", nargs="*", type=float, default=[DEADLINE_S, PATIENCE_S], help="seconds")
+    parser.add_argument("--patience", nargs="*", type=float, default=[DEADLINE_S], help="seconds")
     options = parser.parse_args()
     # An end by SIGTERM ends what was started, too.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    with tempfile.TemporaryDirectory() as folder:
+    groups = [Group.parse(text) for text in options.setups]
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         store = options.runs or Path(folder, "runs.jsonl")
-        for text in options.setups:
-            for run in _serve_and_measure(Group.parse(text), options, Path(folder)):
-                print(run, flush=True)
-                with store.open("a") as lines:
-                    lines.write(json.dumps(asdict(run)) + "\n")
+        capacity = options.capacity
+        for setup in all_setups(stack, groups, options, Path(folder)):
+            with setup.open() as front:
+                capacity = capacity or measured_capacity(front, options.engines)
+                for patience_s, load in product(options.patience, options.loads):
+                    # Where there is no queue, patience makes no difference.
+                    if load > 1 or patience_s == DEADLINE_S:
+                        run = _measure(front, setup.name, capacity, load, patience_s, options.seed)
+                        print(run, flush=True)
+                        with store.open("a") as lines:
+                            lines.write(json.dumps(asdict(run)) + "\n")
         rows = [json.loads(line) for line in store.read_text().splitlines()]
     runs = [Run(**{**row, "figures": Figures(**row["figures"])}) for row in rows]
     tables = _report(options, runs)
@@ -106,7 +114,6 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--setups", nargs="*", metavar="KIND:POLICY", default=list(DEFAULT_SETUPS))
     parser.add_argument("--router", type=Path, default=None, help="command vllm-router, in an environment of its own")
     parser.add_argument("--capacity", type=float, default=None, help="requests per second; measured if not given")
-    parser.add_argument("--admission", type=Path, default=None, help="file of the set-ups of the kind `admission`")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--runs", type=Path, default=None, help="JSON lines to add the runs to; the table is of all")
     parser.add_argument("--out", type=Path, default=None, help="Markdown file to write beside printing")
@@ -119,33 +126,25 @@ def engines(model: Path, count: int) -> Engines:
     return Engines(model, count, (*args, "--num-gpu-blocks-override", "4096", *sleeping(SERVICE_TIMES)))
 
 
-def front_args(group: Group, count: int, admission: Path | None, folder: Path) -> tuple[str, ...]:
-    """What the kind of set-up adds to its front's arguments."""
-    match group.kind:
-        case "admission":
-            file = admission or Path(folder, "admission.yaml")
-            if admission is None:
-                file.write_text(ADMISSION)
-            return ("--omni-admission", str(file))
-        case "limited-router":
-            # As many as the engines have seats, and a queue that they empty within the deadline.
-            seats = count * MAX_NUM_SEQS
-            limits = {"max-concurrent-requests": seats, "queue-size": 2 * seats, "queue-timeout-secs": int(DEADLINE_S)}
-            return tuple(f"--{name}={value}" for name, value in limits.items())
-        case _:
-            return ()
+def all_setups(stack: ExitStack, groups: Sequence[Group], options: argparse.Namespace, folder: Path) -> Iterator[Setup]:
+    """Start the engines of all groups at once, as they take nearly no time of the cores, and give their set-ups."""
+    fleet, limits = engines(options.model, options.engines), _limits(options.engines, folder)
+    with ThreadPoolExecutor(len(groups)) as pool:
+        contexts = [served(group, fleet, options.router, folder, limits) for group in groups]
+        up = list(pool.map(stack.enter_context, contexts))
+    return chain.from_iterable(up)
 
 
-def _serve_and_measure(group: Group, options: argparse.Namespace, folder: Path) -> Iterator[Run]:
-    args = front_args(group, options.engines, options.admission, folder)
-    with served(group, engines(options.model, options.engines), options.router, folder, args) as setups:
-        for setup in setups:
-            with setup.open() as front:
-                capacity = options.capacity or measured_capacity(front, options.engines)
-                for patience_s, load in product(options.patience, options.loads):
-                    # Where there is no queue, patience makes no difference.
-                    if load > 1 or patience_s == DEADLINE_S:
-                        yield _measure(front, setup.name, capacity, load, patience_s, options.seed)
+def _limits(count: int, folder: Path) -> dict[str, Sequence[str]]:
+    # As many requests as the engines have seats, and a queue that they empty within the deadline.
+    seats = count * MAX_NUM_SEQS
+    router = {"max-concurrent-requests": seats, "queue-size": 2 * seats, "queue-timeout-secs": int(DEADLINE_S)}
+    limits: dict[str, Sequence[str]] = {"router+limits": [f"--{name}={value}" for name, value in router.items()]}
+    for name, plan in PLANS.items():
+        file = folder / f"{name}.yaml"
+        file.write_text(plan)
+        limits[f"fleet+{name}"] = ("--omni-admission", str(file))
+    return limits
 
 
 def measured_capacity(front: Front, count: int) -> float:
@@ -159,17 +158,23 @@ def measured_capacity(front: Front, count: int) -> float:
 
 def _measure(front: Front, setup: str, capacity: float, load: float, patience_s: float, seed: int) -> Run:
     tokens = front.total("vllm:generation_tokens_total")
-    asked, cores = asyncio.run(_run(front, capacity * load, Clients(DEADLINE_S, patience_s), seed))
+    asked, cores = asyncio.run(_run(front, capacity * load, warm_up_s(load), Clients(DEADLINE_S, patience_s), seed))
     # What clients have given up is given up by the engines a little later.
     time.sleep(SETTLE_S)
     computed = front.total("vllm:generation_tokens_total") - tokens
     useful = sum(one.tokens for one in asked if one.good)
-    counted = [one for one in asked if one.at >= WARM_UP_S]
-    figures = Figures.of(counted, MEASURED_S)
+    figures = Figures.of([one for one in asked if one.at >= warm_up_s(load)], MEASURED_S)
     return Run(setup, patience_s, load, seed, capacity, figures, 1 - useful / computed, *cores)
 
 
-async def _run(front: Front, rate: float, clients: Clients, seed: int) -> tuple[list[Asked], tuple[float, float]]:
+def warm_up_s(load: float) -> float:
+    """Seconds until a queue that nothing bounds is longer than the deadline."""
+    return 2.0 + (1.2 * DEADLINE_S / (load - 1) if load > 1 else 2.0)
+
+
+async def _run(
+    front: Front, rate: float, warm_up: float, clients: Clients, seed: int
+) -> tuple[list[Asked], tuple[float, float]]:
     head = psutil.Process(front.pid)
 
     def sample() -> tuple[float, float]:
@@ -177,8 +182,8 @@ async def _run(front: Front, rate: float, clients: Clients, seed: int) -> tuple[
         return own.user + own.system, sum(machine) - machine.idle - machine.iowait
 
     asked, (before, after) = await asyncio.gather(
-        arrive(front.url, rate, WARM_UP_S + MEASURED_S, LENGTHS, clients, random.Random(seed)),
-        during(WARM_UP_S, MEASURED_S, sample),
+        arrive(front.url, rate, warm_up + MEASURED_S, LENGTHS, clients, random.Random(seed)),
+        during(warm_up, MEASURED_S, sample),
     )
     head_cores, machine_cores = ((now - then) / MEASURED_S for now, then in zip(after, before, strict=True))
     return asked, (head_cores, machine_cores)

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 from processes import MODEL_NAME, Process, free_port, start_server, total
 
@@ -72,9 +73,8 @@ class Group:
     """Set-ups that are served by the same engines, one after the other.
 
     Attributes:
-        kind: `fleet`, `admission` (a fleet with an admission file), `vllm-dp`, `router`, or `limited-router` (which
-            lets only so many requests through at a time).
-        variants: policies, one for each set-up.
+        kind: `fleet`, `vllm-dp` or `router`.
+        variants: policies, one for each set-up; `POLICY+LIMITS` has limits that the benchmark knows by this name.
     """
 
     kind: str
@@ -92,18 +92,13 @@ class Group:
         return [_NAMES[self.kind].format(variant) for variant in self.variants]
 
 
-_NAMES = {
-    "fleet": "fleet, {}",
-    "admission": "fleet with admission, {}",
-    "vllm-dp": "vLLM --data-parallel-size",
-    "router": "vllm-router, {}",
-    "limited-router": "vllm-router with limits, {}",
-}
+_NO_LIMITS: Mapping[str, Sequence[str]] = MappingProxyType({})
+_NAMES = {"fleet": "fleet, {}", "vllm-dp": "vLLM --data-parallel-size", "router": "vllm-router, {}"}
 
 
 @contextmanager
 def served(
-    group: Group, engines: Engines, router: Path | None, logs: Path, front_args: Sequence[str] = ()
+    group: Group, engines: Engines, router: Path | None, logs: Path, limits: Mapping[str, Sequence[str]] = _NO_LIMITS
 ) -> Iterator[list[Setup]]:
     """Run the engines of a group, for its set-ups to be opened in turn.
 
@@ -112,23 +107,28 @@ def served(
         engines: what they run.
         router: command `vllm-router`, needed for that kind only.
         logs: folder for one log per process.
-        front_args: more arguments of the head, or of the router, but not of its servers.
+        limits: arguments of the head or the router that `KIND+LIMITS` stands for, as in `fleet+quota`.
     """
     name, variant = group.names[0], group.variants[0]
     match group.kind:
-        case "fleet" | "admission":
-            args = ("--omni-dp-size-local", str(engines.count), "--omni-lb-policy", variant, *front_args)
+        case "fleet":
+            args = (
+                "--omni-dp-size-local",
+                str(engines.count),
+                "--omni-lb-policy",
+                *_with_limits("fleet", variant, limits),
+            )
             with _server(engines, engines.cores, logs, f"fleet-{variant}", args) as front:
                 yield [Setup(name, lambda: nullcontext(front))]
         case "vllm-dp":
-            args = ("--data-parallel-size", str(engines.count), "--api-server-count", "1", *front_args)
+            args = ("--data-parallel-size", str(engines.count), "--api-server-count", "1")
             with _server(engines, engines.cores, logs, "dp", args) as front:
                 yield [Setup(name, lambda: nullcontext(front))]
         case _:
             assert router is not None, "vllm-router is not among the arguments"
             with _servers(engines, logs) as urls:
                 yield [
-                    Setup(name, partial(_router, router, (variant, *front_args), urls, logs))
+                    Setup(name, partial(_router, router, variant, urls, logs, limits))
                     for variant, name in zip(group.variants, group.names, strict=True)
                 ]
 
@@ -149,12 +149,22 @@ def _servers(engines: Engines, logs: Path) -> Iterator[tuple[str, ...]]:
 
 
 @contextmanager
-def _router(router: Path, args: tuple[str, ...], urls: tuple[str, ...], logs: Path) -> Iterator[Front]:
+def _router(
+    router: Path, variant: str, urls: tuple[str, ...], logs: Path, limits: Mapping[str, Sequence[str]]
+) -> Iterator[Front]:
     port, prometheus = free_port(), free_port()
-    command = [str(router), "--policy", *args, "--host", "127.0.0.1", "--port", str(port)]
+    command = [
+        str(router),
+        "--policy",
+        *_with_limits("router", variant, limits),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
     command += ["--prometheus-port", str(prometheus), "--worker-urls", *urls]
     # It may be of an environment without this package.
-    process = Process("router", command, logs / f"router-{args[0]}.log", PYTHONPATH="")
+    process = Process("router", command, logs / f"router-{variant}.log", PYTHONPATH="")
     try:
         url = f"http://127.0.0.1:{port}"
         process.wait_until_healthy(url)
@@ -181,6 +191,11 @@ def _start(
     if cores:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(cores)
     return start_server(name, args, logs / f"{name}.log", **environment)
+
+
+def _with_limits(kind: str, variant: str, limits: Mapping[str, Sequence[str]]) -> list[str]:
+    policy, plus, name = variant.partition("+")
+    return [policy, *(limits[f"{kind}+{name}"] if plus else ())]
 
 
 def _post(url: str) -> None:
