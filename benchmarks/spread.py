@@ -80,6 +80,7 @@ class SpreadSimulation(Simulation):
             scale.settings,
             self._clock,
             self._after,
+            self._send,
             DELAYS[run.delay],
             run.delay != AS_IF_ALONE,
             random.Random(scale.seed),

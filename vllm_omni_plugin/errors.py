@@ -39,6 +39,23 @@ class NoReplicaError(OmniError):
     """No replica of a stage can serve right now. The request was never dispatched and is safe to retry."""
 
 
+class RefusedError(OmniError):
+    """More requests wait than can be answered in time. This one never reached an engine and is safe to retry.
+
+    Args:
+        status: of HTTP: 429 if its tenant is over its share or limits, 503 if the fleet is full.
+        reason: in a word, the label of metrics.
+        message: for the client.
+        retry_after_s: seconds after which another try may be worth it.
+    """
+
+    def __init__(self, status: int, reason: str, message: str, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.status = status
+        self.reason = reason
+        self.retry_after_s = retry_after_s
+
+
 class NoAnswerError(OmniError):
     """A server that was asked over HTTP is not there, or not now."""
 

@@ -23,11 +23,13 @@ PEERS: Mapping[str, Callable[[random.Random], Policy]] = MappingProxyType(
         OMNISCIENT: Omniscient,
     }
 )
+AT_ONCE = " at once"
+"""Behind the name of a policy: every request is sent as soon as it has chosen, none waits at the head."""
 OURS = tuple(map(str, LoadBalancingPolicy))
 
 
 def build(name: str, seed: int) -> Policy:
-    """A new policy: a peer's, or whatever `--omni-lb-policy` takes, seeded if it can be.
+    """A new policy: a peer's, or whatever `--omni-lb-policy` takes, seeded if it can be; see also `AT_ONCE`.
 
     Raises:
         ConfigError: there is none of this name.
@@ -35,7 +37,10 @@ def build(name: str, seed: int) -> Policy:
     rng = random.Random(seed)
     if name in PEERS:
         return PEERS[name](rng)
-    balancer = build_load_balancer_factory(name)()
+    balancer = build_load_balancer_factory(name.removesuffix(AT_ONCE))()
     kind: Any = type(balancer)
-    seeded: Policy = kind(rng=rng) if "rng" in inspect.signature(kind).parameters else balancer
-    return seeded
+    seeded: Any = kind(rng=rng) if "rng" in inspect.signature(kind).parameters else balancer
+    if name.endswith(AT_ONCE):
+        seeded.binds_late = False
+    policy: Policy = seeded
+    return policy

@@ -2,14 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 from simulator.engine import Outcome
 from simulator.replica import Clock, SimReplica
 from simulator.requests import Job, Request
 from vllm_omni_plugin.balancing import CacheChange, Decision, ServingReplicas, Task, UnreportedRequests
+from vllm_omni_plugin.orchestrator.dispatch.waiting_line import RECALLS, Waiting, WaitingLine
+from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
+from vllm_omni_plugin.orchestrator.pool.reserve import AT_ONCE, Reserve
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
-from vllm_omni_plugin.vllm_api.requests.facts import LoadReport
+from vllm_omni_plugin.vllm_api.requests.facts import BatchLimits, LoadReport
 
 
 class Policy(Protocol):
@@ -41,9 +44,23 @@ class Head:
     Args:
         policy: which replica runs a request.
         clock: the simulation's.
+        send: submits a job to the engine of a replica.
+        limits: what the engines put into a step.
+
+    Attributes:
+        line: what waits here for its replica.
+        bubbles: times an engine had begun all it had got while something waited here for it.
+        recalls: requests that waited for a replica and went to another one.
     """
 
-    def __init__(self, policy: Policy, clock: Clock) -> None:
+    def __init__(
+        self, policy: Policy, clock: Clock, send: Callable[[SimReplica, Job], None], limits: BatchLimits
+    ) -> None:
+        self.line = WaitingLine(lambda at: None)
+        self.bubbles = self.recalls = 0
+        self._reserve = Reserve(limits, waits=True, recalls=True) if getattr(policy, "binds_late", False) else AT_ONCE
+        self._send = send
+        self._jobs: dict[StageRun, Job] = {}
         self.unreported = UnreportedRequests()
         self.serving: ServingReplicas[SimReplica] = ServingReplicas((), self.unreported)
         self.engines_report = bool(getattr(policy, "wants_cache_events", False))
@@ -70,20 +87,30 @@ class Head:
             self.serving = ServingReplicas(
                 [member for member in self.serving if member is not replica], self.unreported
             )
+            if self.serving:
+                for run in self.line.of(_member(replica)):
+                    self._recall(replica, run)
 
     def lose(self, replica: SimReplica) -> list[Job]:
         """Its engine is gone; returns what ran there."""
         self.hold_back(replica)
         self._tell("forgotten", replica)
+        for run in replica.in_flight.values():
+            self.line.take(run)
+            self._jobs.pop(run, None)
         return list(replica.in_flight)
 
-    def dispatch(self, request: Request) -> tuple[SimReplica, Job]:
-        """Choose a replica that serves, of which there must be one, and charge it."""
+    def dispatch(self, request: Request) -> None:
+        """Choose a replica that serves, of which there must be one, and charge it; submit it there once it has room."""
         task = request.task()
+        self._place(request, task, self._choose(task))
+
+    def _choose(self, task: Task) -> Decision:
         if self._decide is not None:
-            decision = self._decide(task, self.serving)
-        else:
-            decision = Decision(self._policy.select(task, self.serving), "")
+            return self._decide(task, self.serving)
+        return Decision(self._policy.select(task, self.serving), "")
+
+    def _place(self, request: Request, task: Task, decision: Decision) -> None:
         replica = self.serving[decision.position]
         job = request.job(replica.engine.settings.block_size)
         job.cached_tokens = decision.matched_tokens
@@ -92,7 +119,52 @@ class Head:
         replica.charge(job, run)
         self.serving.changed(replica)
         self._tell("dispatched", task, replica, decision)
-        return replica, job
+        member = _member(replica)
+        if self._reserve.has_room(replica.account, run.prefill_tokens) and self.line.first_of(member) is None:
+            replica.account.send(run)
+            self._send(replica, job)
+        else:
+            self._jobs[run] = job
+            self.line.add(run, Waiting(member, job, request.arrived))
+
+    def fill(self, replica: SimReplica) -> None:
+        """See `Dispatcher`: submit what waits for a replica, or what waits for others."""
+        if not len(self.line):
+            return
+        member, reserve = _member(replica), self._reserve
+        waits = self.line.first_of(member) is not None
+        self.bubbles += waits and not replica.account.unbegun
+        for run, waiting in self.line.ready(member, reserve):
+            del self._jobs[run]
+            replica.account.send(run)
+            self._send(replica, waiting.request)
+        if waits or replica not in self.serving:
+            return
+        for run in self.line.to_recall(self._clock.now, RECALLS):
+            if not reserve.has_room(replica.account, run.prefill_tokens):
+                return
+            self._ask_again(run)
+
+    def _ask_again(self, run: StageRun) -> None:
+        charged_to = next(member for member in self.serving if member.replica_id == run.replica_id)
+        charged_to.account.release(run, self._clock.now)
+        self.serving.changed(charged_to)
+        decision = self._choose(run.task)
+        charged_to.account.charge(run, self._clock.now)
+        self.serving.changed(charged_to)
+        other = self.serving[decision.position]
+        may_begin = self._reserve.has_room(other.account, run.prompt_tokens - decision.matched_tokens)
+        if other is not charged_to and may_begin and self.line.first_of(_member(other)) is None:
+            self.recalls += 1
+            self._recall(charged_to, run, decision)
+
+    def _recall(self, replica: SimReplica, run: StageRun, decision: Decision | None = None) -> None:
+        self.line.take(run)
+        job = self._jobs.pop(run)
+        replica.release(job)
+        self.serving.changed(replica)
+        self._tell("ended", run.task, replica, 0.0, 0)
+        self._place(job.request, run.task, decision or self._choose(run.task))
 
     def receive(
         self, replica: SimReplica, outcome: Outcome, report: LoadReport | None, change: CacheChange | None
@@ -121,3 +193,8 @@ class Head:
         method = getattr(self._policy, hook, None)
         if method is not None:
             method(*args)
+
+
+def _member(replica: SimReplica) -> PoolMember:
+    """A replica as the waiting line knows it, which needs no more of it than is there."""
+    return cast(PoolMember, replica)

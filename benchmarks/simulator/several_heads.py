@@ -15,7 +15,7 @@ from vllm_omni_plugin.coordinator import PeerWork, ReplicaWork, Welcome
 from vllm_omni_plugin.orchestrator.pool.work_exchange import REPORT_INTERVAL_S, OthersWork, WorkExchange
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 from vllm_omni_plugin.sim import EngineSettings
-from vllm_omni_plugin.vllm_api.requests.facts import LoadReport
+from vllm_omni_plugin.vllm_api.requests.facts import BatchLimits, LoadReport
 
 After = Callable[..., Any]
 """Runs a function after some seconds, which come first."""
@@ -69,8 +69,10 @@ class SharingHead(Head):
     aware = True
     """Whether its policy heeds that others choose as well."""
 
-    def __init__(self, policy: Policy, clock: Clock) -> None:
-        super().__init__(policy, clock)
+    def __init__(
+        self, policy: Policy, clock: Clock, send: Callable[[SimReplica, Job], None], limits: BatchLimits
+    ) -> None:
+        super().__init__(policy, clock, send, limits)
         self.engines_report = _follows_caches(policy)
 
     def hear(self, heads: int, others_work: OthersWork) -> None:
@@ -80,14 +82,14 @@ class SharingHead(Head):
         for member, work in others_work:
             member.account.join(work)
             self.serving.changed(cast(Any, member))
+            self.fill(cast(Any, member))
 
-    def dispatch(self, request: Request) -> tuple[SimReplica, Job]:
+    def dispatch(self, request: Request) -> None:
         """See `Head`."""
         if self.unreported.heads > 1:
             self.unreported.estimate(self._clock.now, self.serving.total_queue_length)
-        replica, job = super().dispatch(request)
+        super().dispatch(request)
         self.unreported.in_flight += 1
-        return replica, job
 
     def receive(
         self, replica: SimReplica, outcome: Outcome, report: LoadReport | None, change: CacheChange | None
@@ -106,6 +108,7 @@ class SeveralHeads(Head):
         settings: theirs.
         clock: the simulation's.
         after: schedules an event of the simulation.
+        send: see `Head`.
         delay: seconds until heads know each other's work, at most; None: they do not tell each other.
         aware: whether their policies heed that others choose as well.
         rng: chooses heads.
@@ -118,17 +121,21 @@ class SeveralHeads(Head):
         settings: EngineSettings,
         clock: Clock,
         after: After,
+        send: Callable[[SimReplica, Job], None],
         delay: float | None,
         aware: bool,
         rng: random.Random,
     ) -> None:
-        super().__init__(policies[0], clock)
+        limits = BatchLimits(settings.max_num_batched_tokens, settings.max_num_seqs)
+        super().__init__(policies[0], clock, send, limits)
         self.serving = ServingReplicas(replicas)
         self.engines_report = _follows_caches(policies[0])
         self._rng = rng
         self._replicas = replicas
         self._owners: dict[Job, SharingHead] = {}
-        self._heads = [SharingHead(policy, clock) for policy in policies]
+        self._heads: list[SharingHead] = []
+        for number, policy in enumerate(policies):
+            self._heads.append(SharingHead(policy, clock, partial(self._send_of, number), limits))
         for head in self._heads:
             head.aware = aware
             for replica in replicas:
@@ -139,12 +146,18 @@ class SeveralHeads(Head):
         if delay is not None and len(policies) > 1:
             self._exchange_work(after, delay)
 
-    def dispatch(self, request: Request) -> tuple[SimReplica, Job]:
+    def dispatch(self, request: Request) -> None:
         """See `Head`."""
-        head = self._rng.choice(self._heads)
-        replica, job = head.dispatch(request)
-        self._owners[job] = head
-        return self._replicas[replica.replica_id], job
+        self._rng.choice(self._heads).dispatch(request)
+
+    def fill(self, replica: SimReplica) -> None:
+        """See `Head`."""
+        for head in self._heads:
+            head.fill(head.serving[replica.replica_id])
+
+    def _send_of(self, number: int, replica: SimReplica, job: Job) -> None:
+        self._owners[job] = self._heads[number]
+        self._send(self._replicas[replica.replica_id], job)
 
     def receive(
         self, replica: SimReplica, outcome: Outcome, report: LoadReport | None, change: CacheChange | None

@@ -14,7 +14,7 @@ from simulator.requests import Job, Request, Session
 from simulator.workload import Incident, Workload
 from vllm_omni_plugin.balancing import CacheChange
 from vllm_omni_plugin.sim import EngineSettings
-from vllm_omni_plugin.vllm_api.requests.facts import LoadReport
+from vllm_omni_plugin.vllm_api.requests.facts import BatchLimits, LoadReport
 
 LINK_S = 0.0005
 """One way between head and engine, a message with its encoding."""
@@ -38,6 +38,7 @@ class Simulation:
     Attributes:
         metrics: what came of it.
         events: things that happened.
+        bubbles, recalls: see `Head`.
     """
 
     def __init__(self, workload: Workload, policy: Policy, settings: EngineSettings, replicas: int) -> None:
@@ -47,7 +48,8 @@ class Simulation:
         self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = count()
         self._replicas = [SimReplica(number, settings, self._clock) for number in range(replicas)]
-        self._head = Head(policy, self._clock)
+        limits = BatchLimits(settings.max_num_batched_tokens, settings.max_num_seqs)
+        self._head = Head(policy, self._clock, self._send, limits)
         self._sessions = iter(workload.sessions)
         self._open: dict[Request, tuple[Session, int]] = {}
         self._waiting: list[Request] = []
@@ -97,7 +99,9 @@ class Simulation:
             self._waiting.append(request)
             self._after(WAIT_S, self._give_up, request)
             return
-        replica, job = self._head.dispatch(request)
+        self._head.dispatch(request)
+
+    def _send(self, replica: SimReplica, job: Job) -> None:
         self._after(LINK_S, self._submit, replica, replica.engine, job)
 
     def _submit(self, replica: SimReplica, engine: LeapEngine, job: Job) -> None:
@@ -131,6 +135,7 @@ class Simulation:
         if engine is replica.engine and replica.alive:
             for request in self._head.receive(replica, outcome, report, change):
                 self._answered(request)
+            self._head.fill(replica)
 
     def _answered(self, request: Request) -> None:
         self.metrics.answered(request)

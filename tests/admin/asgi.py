@@ -81,6 +81,10 @@ class Client:
         """Return when the server has taken all that was sent."""
         await eventually(self._inbox.empty, "the reading of a request")
 
+    async def sent_so_far(self, number: int) -> None:
+        """Return when the application has sent so many messages."""
+        await eventually(lambda: len(self.sent) >= number, f"message {number} of an answer")
+
     async def status(self) -> int:
         """Return the status when the request is over."""
         async with asyncio.timeout(10):

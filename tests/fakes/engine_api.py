@@ -31,6 +31,7 @@ class FakeRequest(msgspec.Struct, frozen=True):
         session: the session it belongs to.
         stop: the token at whose text the request stops, of which its engine knows nothing.
         kv_transfer_params: which cache it fetches from another engine.
+        priority: OpenAI's.
     """
 
     request_id: str
@@ -45,6 +46,7 @@ class FakeRequest(msgspec.Struct, frozen=True):
     mm_features: Any = None
     stop: int | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    priority: int = 0
 
     @property
     def prompt_token_ids(self) -> list[int]:

@@ -5,8 +5,10 @@ from typing import Any
 from tests.fakes.engine_api import FakeEngineApi, FakeRequest
 from tests.fakes.links import FakeLink
 from tests.fakes.played_fleet import PlayedFleet
+from vllm_omni_plugin.admission import AdmissionPlan, Terms
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer, LoadBalancer
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator.pool.reserve import AT_ONCE, Reserve
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
@@ -40,12 +42,18 @@ class FakeFleet(PlayedFleet):
         migration_limit: int = 3,
         replica_wait: float = 0.0,
         exchange: WorkExchange | None = None,
+        reserve: Reserve = AT_ONCE,
+        plan: AdmissionPlan | None = None,
     ) -> None:
         self.now = 0.0
-        self.pool = StagePool(0, balancer or LeastQueueLengthBalancer(), clock=lambda: self.now, exchange=exchange)
+        self.pool = StagePool(
+            0, balancer or LeastQueueLengthBalancer(), clock=lambda: self.now, exchange=exchange, reserve=reserve
+        )
         apis = [FakeEngineApi()]
         self.exchange = exchange
-        self.orchestrator = Orchestrator([self.pool], apis, migration_limit, lambda: self.now, replica_wait)
+        self.orchestrator = Orchestrator(
+            [self.pool], apis, migration_limit, lambda: self.now, replica_wait, admission_plan=plan
+        )
         self.ready_response = b""
         self.links: dict[int, FakeLink] = {}
         self.events: list[tuple[str, Any]] = []
@@ -73,9 +81,11 @@ class FakeFleet(PlayedFleet):
         assert client is not None
         client.mark_dead("its engine process exited: it was ended by SIGKILL")
 
-    async def submit(self, request_id: str, dispatches: Dispatches | None = None, **fields: Any) -> None:
+    async def submit(
+        self, request_id: str, dispatches: Dispatches | None = None, terms: Terms | None = None, **fields: Any
+    ) -> None:
         """The client hands a request over; returns when the orchestrator has dealt with it."""
-        await self.hand_over(SubmitRequest(FakeRequest(request_id, **fields), self.now, dispatches))
+        await self.hand_over(SubmitRequest(FakeRequest(request_id, **fields), self.now, dispatches, terms=terms))
 
     async def abort(self, *request_ids: str) -> None:
         """The client gives requests up; returns when the orchestrator has dealt with it."""

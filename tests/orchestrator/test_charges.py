@@ -15,6 +15,7 @@ def charge(account: Account, task: Task, matched: int = 0, now: float = 0.0) -> 
     run = StageRun("r", FakeRequest("r"), now)
     run.dispatch(0, "r-1", task, Decision(0, "test", matched_tokens=matched), now)
     account.charge(run, now)
+    account.send(run)
     return run
 
 

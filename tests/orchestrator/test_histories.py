@@ -14,9 +14,13 @@ from tests.fakes.fleet import FakeFleet
 from tests.fakes.links import FakeLink
 from vllm_omni_plugin.admin.metrics.fleet_metrics import all_totals
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
+from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD
+from vllm_omni_plugin.orchestrator.pool.reserve import AT_ONCE, Reserve
 
 REPLICAS = 3
 NAMES = [f"r{number}" for number in range(6)]
+TWO_AT_MOST = Reserve(waits=True, recalls=True)
+"""An engine gets one request to begin and one behind it."""
 ABORT_ONLY = "abort-only"
 """A request that its client has given up before it was submitted; whatever comes of it, nobody waits."""
 
@@ -32,9 +36,10 @@ class Histories(RuleBasedStateMachine):
         self.made: dict[str, int] = {}
         """Tokens that an engine has made of each attempt. The tokens of every answer are 0, 1, 2 ..."""
 
-    @initialize(limit=st.integers(0, 3), seed=st.integers(0, 3), wait=st.sampled_from([0.0, 600.0]))
-    def begin(self, limit: int, seed: int, wait: float) -> None:
-        self.fleet = FakeFleet(REPLICAS, LeastQueueLengthBalancer(random.Random(seed)), limit, wait)
+    @initialize(limit=st.integers(0, 3), seed=st.integers(0, 3), wait=st.sampled_from([0.0, 600.0]), late=st.booleans())
+    def begin(self, limit: int, seed: int, wait: float, late: bool) -> None:
+        reserve = TWO_AT_MOST if late else AT_ONCE
+        self.fleet = FakeFleet(REPLICAS, LeastQueueLengthBalancer(random.Random(seed)), limit, wait, reserve=reserve)
         self.run(self.fleet.__aenter__())
 
     def run(self, step: Coroutine[Any, Any, Any]) -> None:
@@ -123,6 +128,18 @@ class Histories(RuleBasedStateMachine):
         self.fleet.lose(replica_id)
 
     @rule(replica_id=st.integers(0, REPLICAS - 1))
+    def drain_and_resume(self, replica_id: int) -> None:
+        self.remember_attempts()
+        self.run(self.hold_back(replica_id))
+
+    async def hold_back(self, replica_id: int) -> None:
+        member = self.fleet.pool.member(replica_id)
+        self.fleet.orchestrator.hold_back(member, ADMIN_HOLD)
+        self.fleet.orchestrator.release_hold(member, ADMIN_HOLD)
+        # What an abort has made room for is sent in a later turn of the loop.
+        await asyncio.sleep(0)
+
+    @rule(replica_id=st.integers(0, REPLICAS - 1))
     def join(self, replica_id: int) -> None:
         member = self.fleet.pool.member(replica_id)
         if member not in self.fleet.pool.serving:
@@ -136,7 +153,9 @@ class Histories(RuleBasedStateMachine):
 
     def dispatched(self) -> list[str]:
         states = self.fleet.orchestrator.request_states if hasattr(self, "fleet") else {}
-        return sorted(name for name, state in states.items() if state.runs[0].replica_id is not None)
+        return sorted(
+            name for name, state in states.items() if state.runs[0].replica_id is not None and state.runs[0].sent
+        )
 
     def remember_attempts(self) -> None:
         self.stale += [attempt for attempt in self.current_attempts() if attempt not in self.stale]
@@ -151,6 +170,13 @@ class Histories(RuleBasedStateMachine):
             assert totals.waiting + totals.running == len(self.open)
             assert not (metrics.held and self.fleet.pool.serving)
             assert not (metrics.moves_waiting and not self.fleet.pool.serving)
+
+    @invariant()
+    def nobody_waits_for_a_replica_that_has_nothing_to_begin(self) -> None:
+        if hasattr(self, "fleet"):
+            self.loop.run_until_complete(asyncio.sleep(0))
+            for member in self.fleet.pool.members:
+                assert member.account.unbegun or not member.account.unsent
 
     @invariant()
     def replicas_that_do_not_serve_are_charged_with_nothing(self) -> None:
@@ -185,7 +211,7 @@ def test_long_histories_with_many_moves(seed: int) -> None:
     """Hypothesis finds short histories that fail; long ones, where requests move again and again, are drawn here."""
     draw = random.Random(seed)
     history = Histories()
-    history.begin(limit=3, seed=seed, wait=draw.choice([0.0, 600.0]))
+    history.begin(limit=3, seed=seed, wait=draw.choice([0.0, 600.0]), late=draw.random() < 0.5)
     for _ in range(80):
         step = draw.choices(("submit", "advance", "lose", "join", "abort"), (3, 8, 2, 3, 1))[0]
         names, replica_id = draw.sample(NAMES, 2), draw.randrange(REPLICAS)

@@ -21,6 +21,7 @@ LAYERS = (
     "replicas",
     "coordinator",
     "vllm_api",
+    "admission",
     "balancing",
     "pipeline",
 )
@@ -30,7 +31,7 @@ FOUNDATION = ("errors", "config", "keep_running", "logger", "key_file", "curve")
 """Single modules below all layers, which anyone may import."""
 
 KNOW_VLLM = {"integration", "vllm_api"}
-LIGHT = {"coordinator", "balancing", "pipeline"}
+LIGHT = {"coordinator", "admission", "balancing", "pipeline"}
 """Start in milliseconds, so they may not even reach vLLM or torch through another module of ours."""
 
 Imports = Mapping[str, set[str]]

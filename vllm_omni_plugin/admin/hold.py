@@ -5,7 +5,7 @@ Later would be too late for a stream: its status line says 200 by then, and a re
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -13,13 +13,15 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vllm_omni_plugin.errors import SHUTTING_DOWN, NoReplicaError, OmniError
+from vllm_omni_plugin.errors import SHUTTING_DOWN, NoReplicaError, OmniError, RefusedError
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 
 MAX_WAITING = 1024
 """Requests that may wait at once; each keeps a connection and its body. More are refused at once."""
 RETRY_AFTER_S = 5
 """What a refused client is told: about the time in which a replica that died comes back or a spare one joins."""
+RATE_LIMITED = "rate_limit_exceeded"
+"""OpenAI's word for 429, the `type` of such an error."""
 CLIENT_CLOSED_REQUEST = 499
 """Nobody reads this status; it keeps a client that left out of the server errors in metrics and logs."""
 
@@ -129,7 +131,7 @@ class HoldMiddleware:
             await self._wait(hold, scope, receive, _with_retry_after(send))
 
     async def _wait(self, hold: Hold, scope: Scope, receive: Receive, send: Send) -> None:
-        ahead = _ReadAhead(receive)
+        ahead = ReadAhead(receive)
         try:
             if await hold.wait(ahead.until_disconnect, self._has_key(Headers(scope=scope))):
                 await self._app(scope, ahead.receive, send)
@@ -141,7 +143,7 @@ class HoldMiddleware:
             ahead.close()
 
 
-class _ReadAhead:
+class ReadAhead:
     """Reads a request before the application does, since a disconnect is seen only behind the body."""
 
     def __init__(self, receive: Receive) -> None:
@@ -156,6 +158,14 @@ class _ReadAhead:
             self._pending = asyncio.ensure_future(self._receive())
             self._messages.append(await asyncio.shield(self._pending))
             self._pending = None
+
+    async def body(self) -> bytes | None:
+        """Read the whole body and keep it, too; None if the client is gone."""
+        while not self._messages or self._messages[-1].get("more_body", False):
+            self._messages.append(await self._receive())
+        if self._messages[-1]["type"] == "http.disconnect":
+            return None
+        return b"".join(message.get("body", b"") for message in self._messages)
 
     async def receive(self) -> Message:
         """What the application gets: first what was read ahead, then the rest."""
@@ -180,10 +190,18 @@ def is_post_to(paths: Collection[str], scope: Scope) -> bool:
 
 
 def refusal(error: OmniError) -> Response:
-    """The 503 that says why, in the shape of OpenAI's errors."""
-    status = HTTPStatus.SERVICE_UNAVAILABLE
-    details = {"message": str(error), "type": status.phrase, "param": None, "code": status.value}
-    return JSONResponse({"error": details}, status, {"Retry-After": str(RETRY_AFTER_S)})
+    """The 503, or what a `RefusedError` has for a status, that says why, in the shape of OpenAI's errors."""
+    status, retry_after_s = HTTPStatus.SERVICE_UNAVAILABLE, RETRY_AFTER_S
+    if isinstance(error, RefusedError):
+        status, retry_after_s = HTTPStatus(error.status), error.retry_after_s
+    kind = RATE_LIMITED if status is HTTPStatus.TOO_MANY_REQUESTS else status.phrase
+    return error_response(str(error), status, kind, {"Retry-After": str(retry_after_s)})
+
+
+def error_response(message: str, status: HTTPStatus, kind: str, headers: Mapping[str, str] | None = None) -> Response:
+    """An error in the shape of OpenAI's, as vLLM has it."""
+    details = {"message": message, "type": kind, "param": None, "code": status.value}
+    return JSONResponse({"error": details}, status, headers)
 
 
 def _with_retry_after(send: Send) -> Send:

@@ -153,5 +153,5 @@ class FleetControl:
             for pool in self._pools:
                 pool.share_with(self._exchange.heads)
             for member, work in others_work:
-                self._pools[member.stage_id].join(member, work)
+                self._orchestrator.others_charged(member, work)
         self._fleet_calls.take(message)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from vllm_omni_plugin.admission import AdmissionPlan
 from vllm_omni_plugin.coordinator import ReplicaKey, ReplicaStatus
 from vllm_omni_plugin.errors import ReplicaError, WireError
 from vllm_omni_plugin.orchestrator.dispatch.bad_outputs import BadOutputs
@@ -20,6 +21,7 @@ from vllm_omni_plugin.orchestrator.pool.output_queue import OutputQueue
 from vllm_omni_plugin.orchestrator.pool.pool_member import HOLDS
 from vllm_omni_plugin.orchestrator.pool.stage_calls import StageCalls
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
+from vllm_omni_plugin.orchestrator.requests.charges import Work
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     CallReplicas,
@@ -91,6 +93,7 @@ class Orchestrator:
         clock: monotonic seconds.
         replica_wait: seconds that a request waits while no replica serves.
         preparation: of a pipeline, whose stages have these pools and APIs; None: one stage answers everything.
+        admission_plan: who may come in, and in what order they wait; None: everybody, in the order of arrival.
 
     Attributes:
         request_async_queue: `SubmitRequest`, `AbortRequests` and `OutputUnusable`, in order.
@@ -104,6 +107,7 @@ class Orchestrator:
         stage_pools: the pools; their `members` and `serving` may be read from any thread.
         stage_calls: calls to the replicas of each stage, by stage id.
         pause_order: how the stages of a pipeline come to rest; None: all at once.
+        admission: see `HeadQueue`; of the first stage that all requests need.
         needed_pools: those that must serve for a plain request to be answered.
         async_chunk: whether a stage may start on parts of its input.
     """
@@ -116,6 +120,7 @@ class Orchestrator:
         clock: Callable[[], float],
         replica_wait: float = 60.0,
         preparation: Preparation | None = None,
+        admission_plan: AdmissionPlan | None = None,
     ) -> None:
         self.stage_pools = self.needed_pools = stage_pools
         self.async_chunk = False
@@ -146,7 +151,12 @@ class Orchestrator:
             # A prefill that cannot be done at once is left to the stage behind it.
             limit, wait = (0, 0.0) if pool.stage_id in prefills else (migration_limit, replica_wait)
             arguments = (limit, wait, clock, self.metrics, moves, self._wake_at, pool.stage_id in fed)
-            self._dispatchers.append(Dispatcher(pool, api, *arguments))
+            # A request comes in once, at the first stage that all need.
+            plan = (admission_plan or AdmissionPlan()) if pool is self.needed_pools[0] else None
+            self._dispatchers.append(Dispatcher(pool, api, *arguments, plan))
+        admission = self._dispatchers[self.needed_pools[0].stage_id].queue.admission
+        assert admission is not None
+        self.admission = admission
         self._requests: Requests[Any]
         self.pause_order: PauseOrder | None = None
         if preparation is None:
@@ -208,6 +218,8 @@ class Orchestrator:
         report = self._apis[stage_id].load_report(outputs)
         if report is not None:
             self.stage_pools[stage_id].report(member, report)
+        if ended := self._dispatchers[stage_id].has_room(member):
+            requests.end(stage_id, ended)
         outputs.engine_index = member.engine_index
         if outputs.outputs:
             self._put(outputs)
@@ -264,6 +276,7 @@ class Orchestrator:
         """Give a replica no new requests; those in flight go on. Nothing to do if it is held back for this reason."""
         if reason not in member.held_back:
             self.stage_pools[member.stage_id].hold_back(member, reason)
+            self._requests.end(member.stage_id, self._dispatchers[member.stage_id].held_back(member))
             self.events.note(EventKind.DRAIN, HOLDS[reason][0], member)
 
     def release_hold(self, member: PoolMember, reason: str) -> None:
@@ -286,6 +299,11 @@ class Orchestrator:
             self.events.note(EventKind.MOVE, reason, member, requests=moved)
         self._requests.end(member.stage_id, ended)
         self._put(self._apis[member.stage_id].idle_report(member.engine_index))
+
+    def others_charged(self, member: PoolMember, work: Work | None) -> None:
+        """What the other heads have on a replica is other than before, see `StagePool.join`: it may have room now."""
+        self.stage_pools[member.stage_id].join(member, work)
+        self._requests.end(member.stage_id, self._dispatchers[member.stage_id].has_room(member))
 
     def replica_joined(self, member: PoolMember, ready_response: bytes) -> None:
         """A replica that was not there at the start is about to serve: tell AsyncLLM's side."""

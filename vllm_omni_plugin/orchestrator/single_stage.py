@@ -48,6 +48,7 @@ class SingleStage(Requests[OrchestratorRequestState]):
             message.submitted_at,
             streaming=streaming,
             dispatches=message.dispatches,
+            terms=message.terms,
         )
         self.states[request.request_id] = OrchestratorRequestState(
             request, message.submitted_at, mm_features=request.mm_features, runs={_STAGE: run}

@@ -123,6 +123,8 @@ class CostAwareBalancer(DecidingBalancer):
         ConfigError: an option is out of range.
     """
 
+    binds_late = True
+
     def __init__(
         self, *, prompt_token_s: float = 0.0001, output_token_s: float = 0.0002, rng: random.Random | None = None
     ) -> None:

@@ -52,6 +52,8 @@ class LeastTokensBalancer(DecidingBalancer):
         ConfigError: an option is out of range.
     """
 
+    binds_late = True
+
     def __init__(
         self, *, decode_weight: float = 0.1, kv_seconds: float = 0.15, rng: random.Random | None = None
     ) -> None:

@@ -76,6 +76,7 @@ class PrefixBalancer(DecidingBalancer):
     """
 
     wants_cache_events = False
+    binds_late = True
 
     def __init__(
         self,

@@ -13,11 +13,12 @@ from typing import Any
 from prometheus_client import REGISTRY
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from vllm_omni_plugin.admin.admission import current_answer
 from vllm_omni_plugin.admin.head_drain import HeadDrain
 from vllm_omni_plugin.admin.metrics.fleet_metrics import FleetCollector
 from vllm_omni_plugin.admin.metrics.multiprocess_metrics import MetricFiles, in_multiprocess_mode
 from vllm_omni_plugin.admin.replica_header import new_dispatches
-from vllm_omni_plugin.errors import NoReplicaError, ReplicaError, StageError
+from vllm_omni_plugin.errors import NoReplicaError, OmniError, ReplicaError, StageError
 from vllm_omni_plugin.integration.engine_client.engine_calls import EngineCalls
 from vllm_omni_plugin.integration.engine_client.fleet_events import FLEET_EVENTS, FleetEvents
 from vllm_omni_plugin.integration.engine_client.graceful_shutdown import GracefulShutdown
@@ -30,6 +31,7 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     AbortRequests,
     CallEnded,
     FrontMessage,
+    PipelineCall,
     SubmitRequest,
 )
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
@@ -184,17 +186,28 @@ class FleetClient(EngineCalls):
         spans = self._events.spans
         if spans is not None:
             dispatches = spans.expect(request.request_id, dispatches)
-        message = SubmitRequest(request, self._clock(), dispatches, call, traced=spans is not None)
+        now, answer, terms = self._clock(), current_answer(), None
+        if answer is not None:
+            if answer.refused is not None:
+                self._give_up(request.request_id, call, answer.refused)
+                return
+            terms = answer.submitted(request.request_id, now)
+            self._events.answers[request.request_id] = answer
+        message = SubmitRequest(request, now, dispatches, call, traced=spans is not None, terms=terms)
         try:
             await queue.put(message)
         except QueueClosedError:
             raise EngineDeadError from None
         except asyncio.CancelledError:
             # AsyncLLM has registered it, and aborts only what it has handed over.
-            self._events.forget(request.request_id)
-            if call is not None:
-                call.put(CallEnded(StageError("The request was aborted.")))
+            self._give_up(request.request_id, call, StageError("The request was aborted."))
             raise
+
+    def _give_up(self, request_id: str, call: PipelineCall | None, error: OmniError) -> None:
+        """End a request without a word, and the call of a pipeline with this error."""
+        self._events.forget(request_id)
+        if call is not None:
+            call.put(CallEnded(error))
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         """Abort requests wherever they run; of those with a call of a pipeline, what answers through vLLM's server."""

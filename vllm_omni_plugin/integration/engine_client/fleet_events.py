@@ -4,10 +4,12 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import wraps
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from msgspec.structs import replace
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
+from vllm_omni_plugin.admin.admission import Answer
 from vllm_omni_plugin.errors import OmniError
 from vllm_omni_plugin.integration.engine_client.output_guard import guard_outputs, guard_statistics
 from vllm_omni_plugin.integration.engine_client.peer_front import PeerFront
@@ -52,6 +54,7 @@ class FleetEvents:
         kv_event_sources: the KV-event publisher of each engine that has one, by engine index.
         peer: follows what other heads were told.
         spans: of traced requests; None if none are.
+        answers: those over HTTP that requests are for, by the request's id; who makes an answer keeps it.
         sender: index of the engine whose outputs AsyncLLM was given last.
     """
 
@@ -67,6 +70,7 @@ class FleetEvents:
         self._vllm_config = vllm_config
         self._abort = abort
         self._complain = complain
+        self.answers: WeakValueDictionary[str, Answer] = WeakValueDictionary()
         self.sender = 0
         self._configured: set[int] = set()
         self._output_processor: Any = None
@@ -104,7 +108,7 @@ class FleetEvents:
         try:
             match item:
                 case RequestFailed():
-                    self._abort(fail_request(self._output_processor, item))
+                    self._fail(item)
                 case RequestStages():
                     if self.spans is not None:
                         self.spans.stages_ended(item)
@@ -119,6 +123,15 @@ class FleetEvents:
     def forget(self, request_id: str) -> None:
         """AsyncLLM gives up a request that it has not handed over."""
         self._abort([request_id, *forget_request(self._output_processor, request_id)])
+
+    def _fail(self, failure: RequestFailed) -> None:
+        answer = self.answers.get(failure.request_id)
+        if answer is None or not answer.refuse(failure.error):
+            self._abort(fail_request(self._output_processor, failure))
+            return
+        # Nothing of the answer is sent, and vLLM would log the error of a stream with its traceback.
+        for request_id in answer.request_ids:
+            self.forget(request_id)
 
     def _output_failed(self, request_id: str, error: Exception) -> None:
         logger.error("Request %s fails, since vLLM cannot process its output.", request_id, exc_info=error)

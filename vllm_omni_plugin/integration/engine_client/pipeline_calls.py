@@ -6,6 +6,7 @@ from contextlib import suppress
 from contextvars import ContextVar, copy_context
 from typing import Any, TypeVar
 
+from vllm_omni_plugin.admin.admission import current_answer
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallEnded, PipelineCall, StageEvent
 
 T = TypeVar("T")
@@ -51,6 +52,7 @@ class RunningCall:
         self._loop = asyncio.get_running_loop()
         self._items: asyncio.Queue[Any] = asyncio.Queue()
         self._ended = 0
+        self._answer = current_answer()
 
     async def run(self, chunks: AsyncGenerator[T, None]) -> AsyncGenerator[T | StageEvent | CallEnded, None]:
         """vLLM's answer to the call and the events of its stages, each as it comes.
@@ -94,5 +96,9 @@ class RunningCall:
             self._loop.call_soon_threadsafe(self._received, event)
 
     def _received(self, event: StageEvent | CallEnded) -> None:
-        self._ended += isinstance(event, CallEnded)
+        if isinstance(event, CallEnded):
+            self._ended += 1
+            if self._answer is not None:
+                # May come before `RequestFailed`.
+                self._answer.refuse(event.error)
         self._items.put_nowait(event)

@@ -28,6 +28,7 @@ from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.fleet_state.session_listener import SessionListener
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pipeline.preparation import Preparation
+from vllm_omni_plugin.orchestrator.pool.reserve import AT_ONCE, Reserve
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.thread import OrchestratorThread
@@ -37,6 +38,7 @@ from vllm_omni_plugin.replicas.engine.reaper import Reaper
 from vllm_omni_plugin.replicas.engine.socket_folder import use_socket_folder
 from vllm_omni_plugin.vllm_api.launch.engine_launch import spawn_only
 from vllm_omni_plugin.vllm_api.launch.kv_event_settings import why_no_cache_events
+from vllm_omni_plugin.vllm_api.requests.ready import batch_limits
 from vllm_omni_plugin.vllm_api.stages.stage_api import StageApi
 from vllm_omni_plugin.vllm_api.stages.stage_requests import VllmStageApi
 
@@ -222,7 +224,11 @@ def _secured(options: OmniConfig) -> OmniConfig:
 
 def _pool(plan: StagePlan, exchange: WorkExchange | None) -> StagePool:
     balancer = build_load_balancer_factory(plan.policy, plan.policy_config)()
-    pool = StagePool(plan.stage_id, balancer, policy=plan.policy, lockstep=plan.lockstep, exchange=exchange)
+    binds_late = plan.vllm_config is not None and bool(getattr(balancer, "binds_late", False))
+    reserve = Reserve(batch_limits(plan.vllm_config), waits=True, recalls=True) if binds_late else AT_ONCE
+    pool = StagePool(
+        plan.stage_id, balancer, policy=plan.policy, lockstep=plan.lockstep, exchange=exchange, reserve=reserve
+    )
     reports = plan.vllm_config is not None and pool.wants_cache_events
     if reports and (reason := why_no_cache_events(plan.vllm_config)):
         logger.warning("Policy %s of stage %s estimates what engines have cached: %s.", plan.policy, plan.name, reason)

@@ -21,6 +21,7 @@ from starlette.middleware import Middleware
 
 from vllm_omni_plugin.admin.access import Access, HasKey
 from vllm_omni_plugin.admin.admin_keys import read_admin_keys
+from vllm_omni_plugin.admin.admission import AdmissionMiddleware, HttpAdmission
 from vllm_omni_plugin.admin.explain import explain
 from vllm_omni_plugin.admin.head_drain import DRAINING
 from vllm_omni_plugin.admin.hold import Hold, HoldMiddleware
@@ -113,6 +114,7 @@ class FleetEndpoints:
         app.include_router(build_router(access))
         app.include_router(build_watch_router(access))
         # Innermost, so that vLLM refuses wrong keys where it looks at them, and the wait counts in its HTTP metrics.
+        app.user_middleware.append(Middleware(AdmissionMiddleware, paths=INFERENCE_PATHS))
         app.user_middleware.append(Middleware(HoldMiddleware, paths=INFERENCE_PATHS, has_key=has_api_key))
         app.user_middleware.append(Middleware(ReplicaHeaderMiddleware))
         app.user_middleware.append(Middleware(OperatorCallMiddleware))
@@ -143,6 +145,7 @@ class FleetEndpoints:
             )
         state.omni_drain = fleet.head_drain
         state.omni_viewers = _viewers(fleet)
+        state.omni_admission = HttpAdmission(lambda *_: None, (), time.monotonic)
         state.omni_hold = Hold(
             fleet.orchestrator,
             fleet.until_serving,

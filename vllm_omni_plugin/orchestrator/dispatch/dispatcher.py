@@ -6,8 +6,18 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from vllm_omni_plugin.errors import MessageTooLargeError, NoReplicaError, OmniError, ReplicaError, RequestLostError
+from vllm_omni_plugin.admission import AdmissionPlan
+from vllm_omni_plugin.balancing.interface import prompt_tokens
+from vllm_omni_plugin.errors import (
+    MessageTooLargeError,
+    NoReplicaError,
+    OmniError,
+    RefusedError,
+    ReplicaError,
+    RequestLostError,
+)
 from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.orchestrator.dispatch.head_queue import Choice, HeadQueue
 from vllm_omni_plugin.orchestrator.dispatch.held_requests import HeldRequests, MoveBudget
 from vllm_omni_plugin.orchestrator.dispatch.refused_runs import RefusedRuns
 from vllm_omni_plugin.orchestrator.dispatch.suspects import Suspects
@@ -38,6 +48,7 @@ class Dispatcher:
         moves: how many requests of lost replicas may go on.
         wake_at: asks for a call of `tick` at this time or before, in monotonic seconds.
         fed: see `RefusedRuns`.
+        plan: see `HeadQueue`.
     """
 
     def __init__(
@@ -51,6 +62,7 @@ class Dispatcher:
         moves: MoveBudget,
         wake_at: Callable[[float], None],
         fed: bool = False,
+        plan: AdmissionPlan | None = None,
     ) -> None:
         self._pool = pool
         self._api = api
@@ -67,6 +79,10 @@ class Dispatcher:
         self._moving: dict[StageRun, None] = {}
         self._is_moving = False
         self._suspects = Suspects(pool, wake_at, clock)
+        self._queue = HeadQueue(pool, plan, metrics, clock, wake_at)
+        metrics.queued_in[pool.stage_id] = lambda: len(self._queue)
+        # Replicas that may have room since something left them otherwise than by an output.
+        self._freed: dict[PoolMember, None] = {}
         self._refused = RefusedRuns(pool, self._suspects, wake_at, clock, fed)
         self._ended: list[RunEnded] = []
         # Two heads may share an engine, and so may one head before and after its restart: ids must not meet there.
@@ -77,6 +93,11 @@ class Dispatcher:
     def can_dispatch(self) -> bool:
         """Whether a replica takes requests now."""
         return bool(self._pool.serving)
+
+    @property
+    def queue(self) -> HeadQueue:
+        """What waits for its replica."""
+        return self._queue
 
     def submit(self, run: StageRun) -> Sequence[RunEnded]:
         """Take a new run. There must be no other one of the same request."""
@@ -89,9 +110,10 @@ class Dispatcher:
         assert session is not None
         member = self._member_of(run)
         run.add_chunk(chunk)
+        waits = run in self._queue
         if run.finished:
             self._end(run)
-        if member is not None:
+        if member is not None and not waits:
             session.note_sent(chunk)
             self._send(member, run, chunk)
         else:
@@ -105,11 +127,28 @@ class Dispatcher:
         by_member: dict[PoolMember, list[str]] = {}
         for run in [run for run in runs if not run.closed]:
             member = self._member_of(run)
-            if member is not None:
+            if member is not None and run.sent:
                 by_member.setdefault(member, []).append(run.engine_request_id)
             self._end(run)
         for member, engine_request_ids in by_member.items():
             self._abort_at(member, engine_request_ids)
+        if by_member and len(self._queue):
+            # Not at once: whoever ends these requests may be in the middle of sending others.
+            self._freed.update(dict.fromkeys(by_member))
+            self._wake_at(self._clock())
+
+    def has_room(self, member: PoolMember) -> Sequence[RunEnded]:
+        """An output or a report of a replica has been dealt with: what waits may go there."""
+        if len(self._queue):
+            self._fill(member)
+        return self._take_ended() if self._ended else ()
+
+    def held_back(self, member: PoolMember) -> Sequence[RunEnded]:
+        """A replica gets no new requests. Those that wait for it go elsewhere, or to it if there is no other one."""
+        if self._pool.serving:
+            for run in self._queue.waiting_for(member):
+                self._recall(run)
+        return self._take_ended()
 
     def accept(self, member: PoolMember, outputs: Iterable[Any]) -> tuple[list[Accepted], Sequence[RunEnded]]:
         """A message came from a replica.
@@ -152,6 +191,8 @@ class Dispatcher:
         if engine_failed and not self._pool.lockstep:
             self._suspects.engine_failed(runs, loss)
         self._suspects.lost(lost)
+        for run in runs:
+            self._queue.leave(run)
         self._dispatch_suspects()
         # Suspects first, so that the others can avoid the replicas where they are tried.
         for run in sorted(runs, key=lambda run: not run.suspicions):
@@ -167,6 +208,8 @@ class Dispatcher:
             self._metrics.hold_time.observe(self._clock() - run.waits_since)
             self._dispatch(run)
         self._dispatch_suspects()
+        for member in self._pool.serving if len(self._queue) else ():
+            self._fill(member)
         return self._take_ended()
 
     def tick(self) -> Sequence[RunEnded]:
@@ -174,10 +217,14 @@ class Dispatcher:
         while (run := self._held.take_overdue(self._clock())) is not None:
             self._metrics.hold_time.observe(self._held.wait)
             self._refuse(run, waited=self._held.wait)
+        for run, error in self._queue.overdue():
+            self._turn_away(run, error)
         self._dispatch_moving()
         self._dispatch_suspects()
         while (run := self._refused.take()) is not None:
             self._dispatch(run)
+        while self._freed:
+            self._fill(self._freed.popitem()[0])
         return self._take_ended()
 
     def _take_ended(self) -> Sequence[RunEnded]:
@@ -251,27 +298,42 @@ class Dispatcher:
         while (run := self._suspects.next_free()) is not None:
             self._dispatch(run, may_wait=False)
 
-    def _dispatch(self, run: StageRun, may_wait: bool = True) -> None:
-        """Send a request to the replica its pool picks, or hold it; on to the next if that one turns out to be dead."""
+    def _fill(self, member: PoolMember) -> None:
+        """Send a replica what waits for it, as far as it has room; or what waits for others, if that is better."""
+        for run, request in self._queue.ready(member):
+            self._start(member, run, request)
+        for run, chosen in self._queue.recalls(member):
+            self._recall(run, chosen)
+
+    def _recall(self, run: StageRun, chosen: Choice | None = None) -> None:
+        """A request that waits for its replica goes to another one, or looks for one."""
+        self._queue.leave(run)
+        self._pool.release(run)
+        run.refuse()
+        if run.dispatches:
+            run.dispatches.pop()
+        self._dispatch(run, chosen=chosen)
+
+    def _turn_away(self, run: StageRun, error: RefusedError) -> None:
+        count(self._metrics.refusals, (self._pool.stage_id, error.reason, str(error.status)))
+        self._fail(run, error)
+
+    def _dispatch(self, run: StageRun, may_wait: bool = True, chosen: Choice | None = None) -> None:
+        """Send a request to the replica its pool picks, or let it wait for that one, or hold it."""
         if run.suspicions and may_wait and self._suspects.hold(run):
             return
         try:
             request = run.request if run.attempts or run.first_request is None else run.first_request
             if run.move is not Move.RESTART:
                 request = self._api.moved(request, run.move, run.produced)
-            member = self._choose(run, request)
-            attempt = run.engine_request_id
-            self._send(member, run, request)
-            if run.engine_request_id != attempt:
-                # The replica turned out to be dead, so the request has moved, or waits with all that has not been sent.
-                return
-            if run.streaming is not None:
-                for chunk in run.streaming.take_unsent():
-                    self._send(member, run, chunk)
-            if request.abort_immediately:
-                # vLLM submits such a request only for the clean-up it causes in the engine, which never answers it.
-                self._end(run)
-                self._ended.append(RunEnded(run))
+            member = self._choose(run, request, chosen)
+            if request.abort_immediately or not self._queue.must_wait(member, run):
+                self._start(member, run, request)
+            else:
+                for refused, error in self._queue.wait(run, member, request):
+                    self._turn_away(refused, error)
+        except RefusedError as error:
+            self._turn_away(run, error)
         except NoReplicaError:
             self._hold(run)
         except RequestLostError as error:
@@ -280,21 +342,41 @@ class Dispatcher:
         except Exception as error:
             self._give_up_alone(run, error)
 
-    def _choose(self, run: StageRun, request: Any) -> PoolMember:
+    def _start(self, member: PoolMember, run: StageRun, request: Any) -> None:
+        """Send a request to the replica that it is charged to; on to the next if that one turns out to be dead."""
+        attempt = run.engine_request_id
+        if run.dispatched_at is None:
+            run.dispatched_at = self._clock()
+            self._metrics.queue_time.observe(run.dispatched_at - run.submitted_at)
+        self._queue.started(run)
+        self._send(member, run, request)
+        if run.engine_request_id != attempt:
+            # The replica turned out to be dead, so the request has moved, or waits with all that has not been sent.
+            return
+        if run.streaming is not None:
+            for chunk in run.streaming.take_unsent():
+                self._send(member, run, chunk)
+        if request.abort_immediately:
+            # vLLM submits such a request only for the clean-up it causes in the engine, which never answers it.
+            self._end(run)
+            self._ended.append(RunEnded(run))
+
+    def _choose(self, run: StageRun, request: Any, chosen: Choice | None) -> PoolMember:
         """The replica of the next attempt, which is charged with it from here on."""
         is_first = not run.attempts
         if is_first or run.move is not Move.RESTART:
             run.task, run.affinity_key = self._api.describe(request)
-        stays = run.affinity_key is not None and self._api.how_to_move(request) is Move.STAYS
-        member, decision = self._pool.decide(run.task, run.affinity_key, self._refused.avoided(run), stays)
+            self._queue.enter(run, run.request, prompt_tokens(run.task))
+        if chosen is None:
+            stays = run.affinity_key is not None and self._api.how_to_move(request) is Move.STAYS
+            chosen = self._pool.decide(run.task, run.affinity_key, self._refused.avoided(run), stays)
+        member, decision = chosen
         attempt = f"{run.request_id}-{self._head_tag}-{next(self._attempts):x}"
         run.dispatch(member.replica_id, attempt, run.task, decision, self._clock())
         self._pool.charge(member, run)
         count(self._metrics.decisions, (member.stage_id, self._pool.policy, decision.reason))
         if decision.fallback:
             count(self._metrics.fallbacks, (member.stage_id, self._pool.policy, decision.fallback))
-        if is_first:
-            self._metrics.queue_time.observe(run.dispatched_at - run.submitted_at)
         if run.suspicions:
             self._suspects.begin(run, member)
         if run.dispatches is not None and not run.produced:
@@ -307,7 +389,8 @@ class Dispatcher:
             return
         try:
             member.client.add_request(request, run.engine_request_id)
-            run.sent = True
+            if not run.sent:
+                member.account.send(run)
         except MessageTooLargeError as error:
             self._fail(run, error)
         except ReplicaError:
@@ -373,6 +456,7 @@ class Dispatcher:
         else:
             self._moving.pop(run, None)
             self._held.remove(run)
+        self._queue.ended(run)
         if run.suspicions:
             self._suspects.forget(run)
         self._refused.forget(run)

@@ -5,7 +5,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any
 
-from vllm_omni_plugin.errors import NoReplicaError, OmniError, StageError, StageInputError
+from vllm_omni_plugin.errors import NoReplicaError, OmniError, RefusedError, StageError, StageInputError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.dispatch.dispatcher import Dispatcher
 from vllm_omni_plugin.orchestrator.pipeline.chunk_input import ChunkInput, Piece
@@ -108,7 +108,10 @@ class PipelineRequests(Requests[PipelineRequestState]):
             state = self._state_of(stage_id, run)
             if state is None:
                 continue
-            if error is not None:
+            if isinstance(error, RefusedError):
+                # Of the request as a whole, also if this stage could be left out.
+                self._fail(state, error)
+            elif error is not None:
                 self._stage_failed(state, stage, type(error)(f"Stage {stage.name!r}: {error}"))
             elif outputs is not None:
                 outputs.outputs = self.take(stage_id, [(run, output) for output in outputs.outputs])
@@ -177,6 +180,7 @@ class PipelineRequests(Requests[PipelineRequestState]):
             streaming=session,
             dispatches=state.dispatches,
             first_request=given.first_request,
+            terms=state.terms,
         )
         if stage.id in state.plan.read:
             state.readers[stage.id] = api.reader(run.request)
@@ -260,7 +264,7 @@ class PipelineRequests(Requests[PipelineRequestState]):
 
     def _take(self, state: PipelineRequestState, stage: Stage, run: StageRun, output: Any) -> Any | None:
         api = self._apis[stage.id]
-        if stage.id not in state.answered:
+        if stage.id not in state.answered and run.dispatched_at is not None:
             state.answered.add(stage.id)
             self._spend(state, stage, "queue", run.dispatched_at - run.submitted_at)
             self._spend(state, stage, "first_output", self._clock() - run.dispatched_at)
@@ -315,7 +319,7 @@ class PipelineRequests(Requests[PipelineRequestState]):
         state.ended[stage.id] = now = self._clock()
         self.pause_order.note_progress()
         run = state.runs.get(stage.id)
-        if run is not None and run.attempts:
+        if run is not None and run.dispatched_at is not None:
             self._spend(state, stage, "run", now - run.dispatched_at)
         if stage.id in state.final_output_stage_ids:
             state.finished_final_output_stage_ids.add(stage.id)
@@ -373,7 +377,7 @@ class PipelineRequests(Requests[PipelineRequestState]):
 
     def _tell_end(self, state: PipelineRequestState, error: Exception | None) -> None:
         for stage_id, run in state.runs.items():
-            if run.attempts and stage_id not in state.answered:
+            if run.dispatched_at is not None and stage_id not in state.answered:
                 self._spend(state, self._pipeline.stages[stage_id], "queue", run.dispatched_at - run.submitted_at)
         if state.traced:
             times = state.stage_times(self._pipeline.stages, self._clock())

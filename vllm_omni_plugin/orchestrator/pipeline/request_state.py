@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from vllm_omni_plugin.admission.terms import Terms
 from vllm_omni_plugin.orchestrator.pipeline.chunk_input import ChunkInput
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     Dispatches,
@@ -124,6 +125,7 @@ class PipelineRequestState(OrchestratorRequestState):
         plan: the stages that it needs.
         dispatches: see `SubmitRequest`.
         traced: see `SubmitRequest`.
+        terms: see `SubmitRequest`.
         readers: read the outputs of the stages in `plan.read` that have begun, by stage id.
         chunk_inputs: inputs of stages that work on chunks, by stage id.
         answered: stages that have put something out.
@@ -136,6 +138,7 @@ class PipelineRequestState(OrchestratorRequestState):
     plan: Plan
     dispatches: Dispatches | None = None
     traced: bool = False
+    terms: Terms | None = None
     readers: dict[int, OutputReader] = field(default_factory=dict)
     chunk_inputs: dict[int, ChunkInput] = field(default_factory=dict)
     answered: set[int] = field(default_factory=set)
@@ -160,6 +163,7 @@ class PipelineRequestState(OrchestratorRequestState):
             plan=plan,
             dispatches=message.dispatches,
             traced=message.traced,
+            terms=message.terms,
         )
 
     def stage_times(self, stages: Sequence[Stage], now: float) -> tuple[StageTimes, ...]:

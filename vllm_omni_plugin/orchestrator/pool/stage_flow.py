@@ -55,6 +55,11 @@ class StageFlow:
         self._queued -= attempts
 
     @property
+    def queued(self) -> int:
+        """Attempts that are charged to a replica and have no output yet."""
+        return self._queued
+
+    @property
     def leaving_rate(self) -> float | None:
         """Requests that leave the queue per second of the time in which there is one; None before the first."""
         left, seconds, since, _ = self._left_by(self._clock()) if self._queued else self._left

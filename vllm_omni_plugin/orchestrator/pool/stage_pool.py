@@ -20,6 +20,7 @@ from vllm_omni_plugin.errors import NoReplicaError, RequestLostError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.pool.policy_guard import PolicyGuard
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
+from vllm_omni_plugin.orchestrator.pool.reserve import AT_ONCE, Reserve
 from vllm_omni_plugin.orchestrator.pool.stage_flow import StageFlow
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.requests.charges import UNKNOWN_CACHE, Account, Work
@@ -88,6 +89,7 @@ class StagePool:
         clock: monotonic seconds.
         lockstep: whether engines die with others of their group, so that a death says nothing of what runs there.
         exchange: tells other heads what is charged here; None if there cannot be any.
+        reserve: when a request that is charged to a replica may be sent; at once by default.
 
     Attributes:
         policy: the policy's name.
@@ -97,6 +99,7 @@ class StagePool:
         serving: those that take new requests; likewise.
         exchange: as above.
         lockstep: as above.
+        reserve: as above.
         flow: what is measured of the stage's requests as they come and go.
     """
 
@@ -108,8 +111,10 @@ class StagePool:
         clock: Callable[[], float] = time.monotonic,
         lockstep: bool = False,
         exchange: WorkExchange | None = None,
+        reserve: Reserve = AT_ONCE,
     ) -> None:
         self.stage_id = stage_id
+        self.reserve = reserve
         self.exchange = exchange
         self.lockstep = lockstep
         self._policy = PolicyGuard(balancer, policy)
@@ -287,6 +292,22 @@ class StagePool:
             self.exchange.changed(member)
         self._policy.tell("dispatched", run.task, member, run.decision)
 
+    def decide_again(self, member: PoolMember, run: StageRun) -> tuple[PoolMember, Decision]:
+        """Where a request would go now that is charged to a replica, waits for it, and stays charged to it.
+
+        Raises:
+            NoReplicaError: no replica serves.
+        """
+        # The policy is not told: its prompt counts as cached there all along, for those that were sent after it.
+        now = self._clock()
+        member.account.release(run, now)
+        self.serving.changed(member)
+        try:
+            return self.decide(run.task)
+        finally:
+            member.account.charge(run, now)
+            self.serving.changed(member)
+
     def begin(self, member: PoolMember, run: StageRun, cached_tokens: int | None) -> None:
         """The first output of an attempt came; the engine had so many prompt tokens cached, None if it did not say."""
         now = self._clock()
@@ -318,6 +339,11 @@ class StagePool:
         run.task["answer_ids"] = run.produced[run.answer_begins : run.answer_begins + run.output_tokens]
         self._policy.tell("ended", run.task, member, now - run.attempt_at, run.output_tokens)
         member.tell_if_idle()
+
+    @property
+    def heads(self) -> int:
+        """How many heads balance over these replicas, this one included."""
+        return self._unreported.heads
 
     def share_with(self, heads: int) -> None:
         """So many heads balance over these replicas now, this one included."""

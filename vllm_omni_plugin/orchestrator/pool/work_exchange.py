@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from vllm_omni_plugin.coordinator import HeadLeft, PeerWork, ReplicaWork, SessionLost, Welcome
+from vllm_omni_plugin.coordinator import HeadLeft, PeerWork, ReplicaWork, SessionLost, Welcome, engine_key
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.requests.charges import NO_WORK, Work
 
@@ -46,6 +46,8 @@ class WorkExchange:
         # What is kept of replicas is kept by `engine_key`.
         self._members: dict[int, PoolMember] = {}
         self._keys: dict[PoolMember, int] = {}
+        # What waits of each class, by a key that no engine has.
+        self._waiting: dict[int, Callable[[], Work]] = {}
         # Keys whose work may differ from what was reported, in order.
         self._changed: dict[int, None] = {}
         self._all_wanted = False
@@ -77,6 +79,16 @@ class WorkExchange:
     def changed(self, member: PoolMember) -> None:
         """What this head has charged to a replica may have changed."""
         self._note(self._keys.get(member))
+
+    def tell_waiting(self, class_name: str, waiting: Callable[[], Work]) -> None:
+        """What this head has waiting of a class may have changed; `waiting` says what it is."""
+        key = _class_key(class_name)
+        self._waiting[key] = waiting
+        self._note(key)
+
+    def others_waiting(self, class_name: str) -> Work:
+        """What the other heads have waiting of a class. From any thread."""
+        return self._others.get(_class_key(class_name), NO_WORK)
 
     def lost(self, member: PoolMember) -> None:
         """A replica is lost, and nothing is charged to it any more."""
@@ -139,7 +151,7 @@ class WorkExchange:
     def _report_changes(self) -> None:
         self._timer = None
         full, self._all_wanted = self._all_wanted, False
-        own = {key: self._own_of(key) for key in (self._members if full else self._changed)}
+        own = {key: self._own_of(key) for key in ((*self._members, *self._waiting) if full else self._changed)}
         rows = [ReplicaWork(key, *work) for key, work in own.items() if not full or work != NO_WORK]
         self._changed.clear()
         if rows or full:
@@ -147,6 +159,8 @@ class WorkExchange:
             self._report(rows, full)
 
     def _own_of(self, key: int) -> Work:
+        if (waiting := self._waiting.get(key)) is not None:
+            return waiting()
         member = self._members.get(key)
         return NO_WORK if member is None else member.account.own
 
@@ -163,6 +177,10 @@ class WorkExchange:
 
     def _others_of(self, key: int) -> Work | None:
         return self._others.get(key, NO_WORK) if self._heads else None
+
+
+def _class_key(name: str) -> int:
+    return engine_key(0, "waiting", name, 0)
 
 
 def _put(works: dict[int, Work], key: int, work: Work) -> None:

@@ -39,12 +39,18 @@ class Account:
         requests: see `ReplicaLoad`.
         others: likewise.
         prefill_tokens: likewise.
+        unsent: requests that are charged and wait at this head.
+        unbegun_tokens: prompt tokens to be computed of this head's requests that the engine has got.
     """
 
     def __init__(self, cache: CacheSize = UNKNOWN_CACHE) -> None:
         self.requests = 0
         self.others = 0
         self.prefill_tokens = 0
+        self.unsent = 0
+        self.unbegun_tokens = 0
+        # In the order in which they were sent.
+        self._unbegun: dict[StageRun, None] = {}
         self._cache = cache
         self._decode_tokens = 0
         self._peers: Work | None = None
@@ -63,6 +69,34 @@ class Account:
     def own(self) -> Work:
         """What this head has charged."""
         return Work(self.requests - self.others, self.prefill_tokens - self._peers_prefill_tokens)
+
+    @property
+    def unbegun(self) -> int:
+        """Requests of this head that the engine has got and not answered yet."""
+        return len(self._unbegun)
+
+    @property
+    def tokens_behind(self) -> int:
+        """`unbegun_tokens` without those of the prompt that the engine computes now, if it computes any."""
+        first = next(iter(self._unbegun), None)
+        return 0 if first is None else self.unbegun_tokens - first.prefill_tokens
+
+    @property
+    def share(self) -> float:
+        """This head's part of the prompts that all heads have charged and the engine has to compute, 0 to 1."""
+        peers = self._peers_prefill_tokens
+        return 1.0 if not peers else 1.0 - peers / self.prefill_tokens
+
+    @property
+    def running(self) -> int:
+        """Requests that the engine said it had begun, of all heads."""
+        return self._report.running
+
+    @property
+    def free_tokens(self) -> float | None:
+        """Tokens for which the engine said it had KV memory; None if that is not known."""
+        cache = self._cache
+        return (1.0 - self._report.kv_usage) * cache.blocks * cache.block_size if cache.blocks else None
 
     @property
     def waiting(self) -> int:
@@ -103,19 +137,30 @@ class Account:
         self._count_others()
 
     def charge(self, run: StageRun, now: float) -> None:
-        """An attempt is about to be sent."""
+        """An attempt is the replica's from here on, and waits at this head until `send`."""
         self._load = None
         self.requests += 1
         self._unanswered += 1
+        self.unsent += 1
         if run.prefill_tokens:
             if self.prefill_tokens > self._peers_prefill_tokens:
                 self._pass_time(now)
             self._seen_until = now
             self.prefill_tokens += run.prefill_tokens
 
+    def send(self, run: StageRun) -> None:
+        """The engine gets it."""
+        run.sent = True
+        self.unsent -= 1
+        self._unbegun[run] = None
+        self.unbegun_tokens += run.prefill_tokens
+
     def begin(self, run: StageRun, now: float) -> None:
         """Its first output came: the prompt is computed, and what it holds of the KV memory stays to its end."""
         self._load = None
+        if not run.sent:
+            self.send(run)
+        self._leave_unbegun(run)
         run.began = True
         self._unanswered -= 1
         self._end_prefill(run, now, computed=run.prefill_tokens)
@@ -136,6 +181,10 @@ class Account:
             self._decode_tokens -= run.prompt_tokens + run.output_tokens
         else:
             self._unanswered -= 1
+            if run.sent:
+                self._leave_unbegun(run)
+            else:
+                self.unsent -= 1
             self._end_prefill(run, now, computed=0)
         if self.requests == self.others:
             # An engine tells each report to one of its clients, those with outputs first. One that has no more requests
@@ -155,7 +204,7 @@ class Account:
         if own:
             self._load = None
             self._report = report
-            self._reported_others = max(0, report.waiting + report.running - own)
+            self._reported_others = max(0, report.waiting + report.running - (own - self.unsent))
             self._count_others()
         return self.requests != before
 
@@ -164,6 +213,10 @@ class Account:
         self.requests += requests - self.others
         self.prefill_tokens += prefill_tokens - self._peers_prefill_tokens
         self.others, self._peers_prefill_tokens = requests, prefill_tokens
+
+    def _leave_unbegun(self, run: StageRun) -> None:
+        del self._unbegun[run]
+        self.unbegun_tokens -= run.prefill_tokens
 
     def _end_prefill(self, run: StageRun, now: float, computed: int) -> None:
         if run.prefill_tokens:

@@ -54,10 +54,15 @@ class OrchestratorMetrics:
         lost: requests that ended with an error because their replica was lost.
         queries_of_death: requests that ended with an error because engines seemed to die of them.
         waiting_in: by stage, says how many of its requests wait now.
+        queued_in: by stage, says how many of its requests wait at this head for the replica they are charged to.
         refused: requests refused because no replica could serve, after they had been accepted.
         turned_away: requests refused for the same reason before that.
         decisions: dispatches by stage, policy and reason.
         fallbacks: those among them that a policy decided by something less than its rule, by stage, policy and what.
+        bubbles: times a replica had begun all it had got while requests waited here for it.
+        recalls: requests that waited for a replica and went to another one, which could begin them earlier.
+        refusals: requests that found the queue full, waited too long or whose tenant was at a limit, by stage,
+            reason and status of HTTP.
         matched_tokens: prompt tokens that policies expected to be cached where they sent them, of the attempts whose
             engine said how many were.
         cached_tokens: prompt tokens that these engines said they had cached.
@@ -73,6 +78,7 @@ class OrchestratorMetrics:
         self.hold_time = _histogram("hold_time_seconds")
         self.stage_seconds = _histogram("stage_seconds")
         self.waiting_in: dict[int, Callable[[], Waiting]] = {}
+        self.queued_in: dict[int, Callable[[], int]] = {}
         self.moves_by_way = dict.fromkeys((Move.RESTART, Move.RESUME, Move.REPLAY), 0)
         self.swallowed_tokens = 0
         self.diverged = 0
@@ -82,6 +88,9 @@ class OrchestratorMetrics:
         self.turned_away = 0
         self.decisions: dict[tuple[int, str, str], int] = {}
         self.fallbacks: dict[tuple[int, str, str], int] = {}
+        self.refusals: dict[tuple[int, str, str], int] = {}
+        self.bubbles = 0
+        self.recalls = 0
         self.matched_tokens = 0
         self.cached_tokens = 0
         self.has_session: bool | None = None
@@ -100,6 +109,11 @@ class OrchestratorMetrics:
     def paused(self) -> int:
         """Requests that wait for paused engines now, whatever their stage."""
         return sum(waiting().paused for waiting in self.waiting_in.values())
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait at this head for the replica they are charged to, whatever their stage."""
+        return sum(queued() for queued in self.queued_in.values())
 
     @property
     def moves_waiting(self) -> int:

@@ -5,6 +5,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from vllm_omni_plugin.admission.terms import Terms
 from vllm_omni_plugin.balancing import Decision, ReplicaLoad, Task
 from vllm_omni_plugin.coordinator import HeadLeft, PeerWork, ReplicaInfo, SessionLost, Welcome
 from vllm_omni_plugin.coordinator.protocol.head_messages import CallMessage
@@ -72,6 +73,7 @@ class SubmitRequest:
         dispatches: the orchestrator's thread appends to it; None if nobody asks.
         call: what the client wants of a pipeline; None for a request that says nothing of one.
         traced: whether `RequestStages` shall tell what a pipeline's stages did for it.
+        terms: what its client said of its place and time; None where nobody was asked.
     """
 
     request: Any
@@ -79,6 +81,7 @@ class SubmitRequest:
     dispatches: Dispatches | None = None
     call: PipelineCall | None = None
     traced: bool = False
+    terms: Terms | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +121,7 @@ class RequestFailed:
     """A request ends with an error instead of a finish reason.
 
     Attributes:
-        error: `NoReplicaError` or `RequestLostError`, worded for the API's user.
+        error: `NoReplicaError`, `RefusedError` or `RequestLostError`, worded for the API's user.
     """
 
     request_id: str

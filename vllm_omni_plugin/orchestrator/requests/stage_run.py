@@ -7,6 +7,7 @@ from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
 
+from vllm_omni_plugin.admission import Terms, Ticket
 from vllm_omni_plugin.balancing import Decision, Task
 from vllm_omni_plugin.errors import NoReplicaError, OmniError, RequestLostError
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import Dispatches
@@ -109,7 +110,9 @@ class StageRun:
         waits_since: monotonic seconds at which the request began to wait for a replica that serves.
         dispatches: see `SubmitRequest`.
         first_request: what the first attempt sends in place of `request`, if anything.
-        dispatched_at: monotonic seconds at which the first attempt was sent.
+        terms: see `SubmitRequest`.
+        ticket: its place in the order of all; None in stages that let everybody in.
+        dispatched_at: monotonic seconds at which the first attempt was sent; None before.
         losses: of the replicas that it has lost.
         losses_unsent: those of them that turned out to be dead before they had got it.
         suspicions: those of them that it may have caused; none once it has had output since, see `Suspects`.
@@ -140,7 +143,9 @@ class StageRun:
     waits_since: float = 0.0
     dispatches: Dispatches | None = None
     first_request: Any = None
-    dispatched_at: float = 0.0
+    terms: Terms | None = None
+    ticket: Ticket | None = None
+    dispatched_at: float | None = None
     losses: list[Loss] = field(default_factory=list)
     losses_unsent: list[Loss] = field(default_factory=list)
     suspicions: list[Loss] = field(default_factory=list)
@@ -179,8 +184,6 @@ class StageRun:
         self.phase = RequestPhase.DISPATCHED
         self.replica_id = replica_id
         self.engine_request_id = engine_request_id
-        if not self.attempts:
-            self.dispatched_at = now
         self.attempts += 1
         self.sent = self.began = False
         self.task, self.decision, self.attempt_at = task, decision, now

@@ -20,6 +20,18 @@ class LoadReport(NamedTuple):
     kv_usage: float
 
 
+class BatchLimits(NamedTuple):
+    """What an engine puts into one step at most; zeros if unknown.
+
+    Attributes:
+        tokens: of prompts and answers together.
+        sequences: requests that it works on at the same time.
+    """
+
+    tokens: int = 0
+    sequences: int = 0
+
+
 class CacheSize(NamedTuple):
     """KV memory of an engine; zeros if unknown.
 

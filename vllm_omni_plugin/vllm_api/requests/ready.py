@@ -9,7 +9,7 @@ from vllm.v1.engine import EngineCoreReadyResponse
 from vllm.v1.engine.core_client import MPClient
 
 from vllm_omni_plugin.errors import WireError
-from vllm_omni_plugin.vllm_api.requests.facts import CacheSize
+from vllm_omni_plugin.vllm_api.requests.facts import BatchLimits, CacheSize
 
 
 def apply_ready_responses(vllm_config: Any, payloads: Iterable[bytes]) -> dict[int, Any]:
@@ -39,6 +39,12 @@ def apply_ready_responses(vllm_config: Any, payloads: Iterable[bytes]) -> dict[i
         parallel_config._coord_store_port = own_port
     sources: dict[int, Any] = front_end._kv_event_sources
     return sources
+
+
+def batch_limits(vllm_config: Any) -> BatchLimits:
+    """What engines of this configuration put into one step at most."""
+    scheduler = vllm_config.scheduler_config
+    return BatchLimits(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
 
 
 def cache_size(payload: bytes) -> CacheSize:

@@ -1,0 +1,373 @@
+"""Admission over HTTP: who is told apart, who is refused before the application runs, and who later."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tests.admin.asgi import Client
+from vllm_omni_plugin.admin.admission import (
+    FAIRNESS_HEADER,
+    TENANT_HEADER,
+    AdmissionMiddleware,
+    Answer,
+    HttpAdmission,
+    current_answer,
+)
+from vllm_omni_plugin.admin.hold import CLIENT_CLOSED_REQUEST
+from vllm_omni_plugin.admission.terms import Reason, Refusal, Terms
+from vllm_omni_plugin.errors import NoReplicaError, RefusedError
+
+PATH = "/v1/completions"
+BOTH_HEADERS = (TENANT_HEADER, FAIRNESS_HEADER)
+FULL = Refusal(HTTPStatus.SERVICE_UNAVAILABLE, Reason.QUEUE_FULL, "The queue is full.", 7)
+OVER_SHARE = Refusal(HTTPStatus.TOO_MANY_REQUESTS, Reason.QUEUE_FULL, "Tenant 'a' has its share.", 3)
+JSON = [(b"content-type", b"application/json")]
+EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8")]
+
+
+def start(status: int = 200, headers: Any = ()) -> Message:
+    return {"type": "http.response.start", "status": status, "headers": [*headers]}
+
+
+def part(body: bytes, more: bool = True) -> Message:
+    return {"type": "http.response.body", "body": body, "more_body": more}
+
+
+class Head:
+    """An application behind the middleware, and what would be refused.
+
+    Attributes:
+        asked: the terms and priorities that the fleet was asked about.
+        now: monotonic seconds.
+        seen: terms of the requests that were handed to the fleet.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp | None = None,
+        refused: Callable[[int | None], Refusal | None] = lambda _: None,
+        headers: tuple[str, ...] = BOTH_HEADERS,
+    ) -> None:
+        self.now = 100.0
+        self.asked: list[tuple[Terms, int | None]] = []
+        self.seen: list[Terms] = []
+        self._refused = refused
+        self._main = Starlette()
+        self._main.state.omni_admission = HttpAdmission(self._refusal, headers, lambda: self.now)
+        self.app = AdmissionMiddleware(app or self.submitting, frozenset({PATH}))
+
+    def request(self, path: str = PATH, method: str = "POST", **headers: str) -> Client:
+        """Send a request up to its body."""
+        pairs = [(name.replace("_", "-").encode(), value.encode("latin-1")) for name, value in headers.items()]
+        scope = {"type": "http", "path": path, "method": method, "headers": pairs, "app": self._main}
+        return Client(self.app, scope)
+
+    def _refusal(self, terms: Terms, priority: int | None, now: float) -> Refusal | None:
+        assert now == self.now
+        self.asked.append((terms, priority))
+        return self._refused(priority)
+
+    def submit(self) -> Answer:
+        """A request for the current answer goes to the fleet."""
+        answer = current_answer()
+        assert answer is not None
+        self.seen.append(answer.submitted("r", self.now))
+        return answer
+
+    async def submitting(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.submit()
+        body = await Request(scope, receive).body()
+        await send(start(headers=JSON))
+        await send(part(body, more=False))
+
+
+async def test_a_request_that_is_admitted_is_answered_as_without_admission() -> None:
+    head = Head()
+    client = head.request()
+    client.upload(b"pro", more=True)
+    client.upload(b"mpt")
+    assert await client.status() == 200
+    assert client.sent == [start(headers=JSON), part(b"prompt", more=False)]
+    assert head.asked == [(Terms(), None)]
+
+
+@pytest.mark.parametrize(
+    ("headers", "tenant"),
+    [
+        pytest.param({}, "", id="nobody is named"),
+        pytest.param({"x_tenant_id": "acme"}, "acme", id="by the header"),
+        pytest.param({"x_tenant_id": " ", "x_gateway_fairness_id": "flow"}, "flow", id="an empty name is none"),
+        pytest.param({"x_gateway_fairness_id": "flow", "x_tenant_id": "acme"}, "acme", id="the first one counts"),
+        pytest.param({"x_tenant_id": "caf\u00e9"}, "caf\u00e9", id="beyond ASCII"),
+        pytest.param({"authorization": "Bearer sk-1"}, "key-0f2c10bf", id="by the key"),
+        pytest.param({"authorization": "bearer sk-1", "x_tenant_id": "acme"}, "acme", id="a name before the key"),
+        pytest.param({"authorization": "Basic sk-1"}, "", id="no key"),
+        pytest.param({"authorization": "Bearer "}, "", id="an empty key"),
+    ],
+)
+async def test_a_tenant_is_named_by_headers_or_told_apart_by_the_key(headers: dict[str, str], tenant: str) -> None:
+    head = Head()
+    client = head.request(**headers)
+    client.upload(b"")
+    await client.status()
+    assert head.seen == [Terms(tenant)]
+
+
+async def test_tenants_are_not_told_apart_unless_asked_for() -> None:
+    head = Head(headers=())
+    client = head.request(x_tenant_id="acme", authorization="Bearer sk-1")
+    client.upload(b"")
+    await client.status()
+    assert head.seen == [Terms()]
+
+
+async def test_the_time_a_client_waits_begins_when_its_request_comes() -> None:
+    async def slow(scope: Scope, receive: Receive, send: Send) -> None:
+        head.now += 2.0
+        head.submit()
+        head.now += 5.0
+        head.submit()
+        await send(start())
+        await send(part(b"", more=False))
+
+    head = Head(slow)
+    assert await head.request(x_request_timeout="2.5", x_tenant_id="a").status() == 200
+    assert head.asked == [(Terms("a", 2.5), None)]
+    assert head.seen == [Terms("a", 0.5), Terms("a", 0.0)]
+
+
+@pytest.mark.parametrize("text", ["", "soon", "0", "-1", "nan", "inf", "1e999", "10s"])
+async def test_a_timeout_that_is_none_is_refused_by_its_name(text: str) -> None:
+    head = Head()
+    client = head.request(x_request_timeout=text)
+    assert await client.status() == 400
+    message = f"X-Request-Timeout: {text!r} is not a number of seconds above 0."
+    assert client.error == {"message": message, "type": "BadRequestError", "param": None, "code": 400}
+    assert (head.asked, head.seen) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("refused", "status", "kind"), [(FULL, 503, "Service Unavailable"), (OVER_SHARE, 429, "rate_limit_exceeded")]
+)
+async def test_a_request_is_refused_before_the_application_sees_it(refused: Refusal, status: int, kind: str) -> None:
+    head = Head(refused=lambda _: refused)
+    client = head.request()
+    client.upload(b'{"prompt": ', more=True)
+    client.upload(b'"Hello", "priority": 3}')
+    assert await client.status() == status
+    assert client.headers["retry-after"] == str(refused.retry_after_s)
+    assert client.error == {"message": refused.message, "type": kind, "param": None, "code": status}
+    assert head.asked == [(Terms(), None), (Terms(), 3)]
+    assert head.seen == []
+
+
+async def test_the_body_of_a_request_that_its_priority_saves_is_whole() -> None:
+    head = Head(refused=lambda priority: None if priority == 5 else FULL)
+    client = head.request()
+    body = b'{"prompt": "Hello", "priority": 5, "stream": false}'
+    client.upload(body[:20], more=True)
+    client.upload(body[20:])
+    assert await client.status() == 200
+    assert client.body == body
+
+
+@pytest.mark.parametrize(
+    ("body", "asked"),
+    [
+        (b"", []),
+        (b"--form", []),
+        (b"[1]", []),
+        (b'{"priority": null}', []),
+        (b'{"priority": "3"}', []),
+        (b'{"prompt": ' + b"[" * 100_000, []),
+        (b"{}", [(Terms(), 0)]),
+        (b'{"priority": -9}', [(Terms(), -9)]),
+    ],
+)
+async def test_a_priority_that_cannot_be_read_saves_nobody(body: bytes, asked: list[Any]) -> None:
+    head = Head(refused=lambda _: FULL)
+    client = head.request()
+    client.upload(body)
+    assert await client.status() == 503
+    assert head.asked == [(Terms(), None), *asked]
+
+
+async def test_a_client_that_leaves_before_it_is_refused_is_no_server_error() -> None:
+    head = Head(refused=lambda _: FULL)
+    client = head.request()
+    client.upload(b"{", more=True)
+    client.disconnect()
+    assert await client.status() == CLIENT_CLOSED_REQUEST
+
+
+@pytest.mark.parametrize(("path", "method"), [(PATH, "GET"), ("/tokenize", "POST")])
+async def test_what_needs_no_engine_is_not_asked_about(path: str, method: str) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        assert current_answer() is None
+        await send(start())
+
+    head = Head(app, lambda _: FULL)
+    assert await head.request(path, method).status() == 200
+    assert head.asked == []
+
+
+class Stream:
+    """A stream as vLLM makes it; the test says when what comes.
+
+    Args:
+        before: what it sends before it asks the fleet for anything.
+    """
+
+    def __init__(self, *before: bytes) -> None:
+        self._before = before
+        self.submitted = asyncio.Event()
+        self.outputs: asyncio.Queue[Message | Exception] = asyncio.Queue()
+        self.answer: Answer | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send(start(headers=EVENTS))
+        for event in self._before:
+            await send(part(event))
+        self.answer = current_answer()
+        assert self.answer is not None
+        self.answer.submitted("r", 100.0)
+        self.submitted.set()
+        while True:
+            message = await self.outputs.get()
+            if isinstance(message, Exception):
+                raise message
+            await send(message)
+            if not message["more_body"]:
+                return
+
+    def fail(self, error: Exception) -> bool:
+        """The fleet ends its request; returns whether vLLM's word for that is not sent."""
+        assert self.answer is not None
+        return self.answer.refuse(error)
+
+
+@pytest.mark.parametrize("before", [(), (b"event: created\n\n", b"event: in_progress\n\n")])
+async def test_a_stream_begins_with_its_first_output_and_then_goes_on_as_it_comes(before: tuple[bytes, ...]) -> None:
+    stream = Stream(*before)
+    client = Head(stream).request()
+    async with asyncio.timeout(10):
+        await stream.submitted.wait()
+    assert client.sent == []
+    expected = [start(headers=EVENTS), *map(part, before)]
+    for message in (part(b"data: one\n\n"), part(b"data: two\n\n"), part(b"", more=False)):
+        stream.outputs.put_nowait(message)
+        await client.sent_so_far(len(expected) + 1)
+        expected.append(message)
+        assert client.sent == expected
+    assert await client.status() == 200
+
+
+@pytest.mark.parametrize("before", [(), (b"event: created\n\n", b"event: in_progress\n\n")])
+@pytest.mark.parametrize("raises", [False, True])
+async def test_a_stream_that_is_refused_while_it_waits_gets_the_true_status(
+    before: tuple[bytes, ...], raises: bool
+) -> None:
+    stream = Stream(*before)
+    client = Head(stream).request()
+    async with asyncio.timeout(10):
+        await stream.submitted.wait()
+    assert stream.fail(RefusedError(*OVER_SHARE))
+    if raises:
+        stream.outputs.put_nowait(RuntimeError("the response has started"))
+    else:
+        stream.outputs.put_nowait(part(b'data: {"error": {}}\n\n'))
+        stream.outputs.put_nowait(part(b"data: [DONE]\n\n"))
+        stream.outputs.put_nowait(part(b"", more=False))
+    assert await client.status() == 429
+    assert client.headers["retry-after"] == "3"
+    assert client.headers["content-type"] == "application/json"
+    assert client.error["message"] == OVER_SHARE.message
+    assert len(client.sent) == 2
+
+
+async def test_a_whole_answer_that_is_refused_while_it_waits_says_when_to_come_back() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        assert head.submit().refuse(RefusedError(*FULL))
+        await send(start(503, JSON))
+        await send(part(b"as vLLM says it", more=False))
+
+    head = Head(app)
+    client = head.request()
+    assert await client.status() == 503
+    assert client.headers["retry-after"] == "7"
+    assert client.error["message"] == FULL.message
+
+
+async def test_an_answer_that_has_begun_keeps_its_status_when_a_further_request_is_refused() -> None:
+    stream = Stream()
+    client = Head(stream).request()
+    stream.outputs.put_nowait(part(b"data: one\n\n"))
+    await client.sent_so_far(2)
+    assert not stream.fail(RefusedError(*OVER_SHARE))
+    stream.outputs.put_nowait(RuntimeError("after the beginning"))
+    with pytest.raises(RuntimeError, match="after the beginning"):
+        await client.status()
+    assert client.sent == [start(headers=EVENTS), part(b"data: one\n\n")]
+
+
+async def test_other_errors_of_a_request_stay_what_they_are() -> None:
+    stream = Stream(b"event: created\n\n")
+    client = Head(stream).request()
+    async with asyncio.timeout(10):
+        await stream.submitted.wait()
+    assert not stream.fail(NoReplicaError("No replica"))
+    stream.outputs.put_nowait(ValueError("of the stream"))
+    with pytest.raises(ValueError, match="of the stream"):
+        await client.status()
+    assert client.sent == [start(headers=EVENTS), part(b"event: created\n\n")]
+
+
+async def test_the_status_of_a_stream_whose_client_left_before_its_first_output_is_still_counted() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(start(headers=EVENTS))
+        head.submit()
+        assert (await receive())["type"] == "http.disconnect"
+
+    head = Head(app)
+    client = head.request()
+    client.disconnect()
+    assert await client.status() == 200
+    assert client.sent == [start(headers=EVENTS)]
+
+
+async def test_a_stream_that_is_cancelled_ends_as_before() -> None:
+    stream = Stream()
+    client = Head(stream).request()
+    async with asyncio.timeout(10):
+        await stream.submitted.wait()
+    client.request.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await client.request
+    assert client.sent == [start(headers=EVENTS)]
+
+
+async def test_answers_at_the_same_time_do_not_mix() -> None:
+    streams = {"a": Stream(), "b": Stream()}
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        tenant = dict(scope["headers"])[b"x-tenant-id"].decode()
+        # As vLLM does: a task of its own makes the answer.
+        await asyncio.create_task(streams[tenant](scope, receive, send))
+
+    head = Head(app)
+    clients = {tenant: head.request(x_tenant_id=tenant) for tenant in streams}
+    async with asyncio.timeout(10):
+        for stream in streams.values():
+            await stream.submitted.wait()
+    assert streams["a"].fail(RefusedError(*OVER_SHARE))
+    for stream in streams.values():
+        stream.outputs.put_nowait(part(b"data: last\n\n", more=False))
+    assert {tenant: await client.status() for tenant, client in clients.items()} == {"a": 429, "b": 200}
+    assert json.loads(clients["a"].body)["error"]["code"] == 429

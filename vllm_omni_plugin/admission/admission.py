@@ -1,0 +1,304 @@
+"""Who waits before whom, for how long at most, and who is refused: of one stage at one head."""
+
+from http import HTTPStatus
+from itertools import count
+from math import ceil
+from typing import NamedTuple
+
+from vllm_omni_plugin.admission.accounts import TenantAccount, TenantAccounts
+from vllm_omni_plugin.admission.class_queue import Backlog, ClassQueue
+from vllm_omni_plugin.admission.plan import AdmissionPlan, RequestClass
+from vllm_omni_plugin.admission.queues import Queues, StageState, total
+from vllm_omni_plugin.admission.terms import Reason, Refusal, Terms
+from vllm_omni_plugin.admission.ticket import Phase, Ticket
+
+MAX_RETRY_AFTER_S = 60
+_MEMORY = 1 / 64
+"""Weight of the latest answer in the mean length of all."""
+
+
+class Standing(NamedTuple):
+    """Where a request would stand if it had to wait.
+
+    Attributes:
+        class_name: its class.
+        ahead: requests of this head that would start before it, about.
+        wait_s: seconds until it would start, about; 0 while the rate is not known.
+    """
+
+    class_name: str
+    ahead: float
+    wait_s: float
+
+
+class TenantReport(NamedTuple):
+    """A tenant, or several as one, for metrics.
+
+    Attributes:
+        waiting: what waits.
+        in_flight: requests that wait or run.
+        served_tokens: of requests that have ended.
+        weight: its share.
+    """
+
+    waiting: Backlog
+    in_flight: int
+    served_tokens: int
+    weight: float
+
+
+class Admission:
+    """The rules of one head for the stage in which its requests begin.
+
+    Classes are served strictly in order, in a class lower priorities first, and among equals by start-time fair
+    queueing over tenants (Goyal, Vin and Cheng, SIGCOMM 1996) with tokens as the cost, as VTC has it (Sheng et al.,
+    OSDI 2024). The order is fixed at arrival, which deficit round robin cannot do, so that the lines of several
+    replicas can share it. A full queue is shortened where it is longest, in the lowest class first.
+
+    A ticket is made when a request comes, and ended once. In between it may wait, leave, and start:
+    `ticket` -> (`wait` -> `leave`) -> `started` -> `ended`. One that has started is never refused, wherever it goes.
+    Belongs to the orchestrator's loop, but for `refusal`, `standing` and the reports, which any thread may ask. Time is
+    in monotonic seconds.
+
+    Args:
+        plan: what the operator wants.
+        stage: how the stage does.
+    """
+
+    def __init__(self, plan: AdmissionPlan, stage: StageState) -> None:
+        self._stage = stage
+        self._accounts = TenantAccounts(plan)
+        self._queues = Queues(plan, stage)
+        self._numbers = count()
+        self._mean_output: float | None = None
+
+    @property
+    def plan(self) -> AdmissionPlan:
+        """What it goes by."""
+        return self._queues.plan
+
+    def replace(self, plan: AdmissionPlan) -> None:
+        """Go by another plan. What waits keeps its place, and accounts their counts. O(n)."""
+        self._accounts.replace(plan)
+        self._queues = self._queues.under(plan)
+
+    def ticket(self, terms: Terms, priority: int, tokens: int, now: float) -> Ticket | Refusal:
+        """Give a request its place in the order; or refuse it, because its tenant is at a limit of its own.
+
+        Args:
+            terms: what its client said.
+            priority: OpenAI's, 0 if it has none.
+            tokens: of its prompt.
+            now: when it came.
+        """
+        account = self._accounts.open(terms.tenant)
+        refused = self._over_limit(account, now)
+        if refused is not None:
+            return refused
+        index = self.plan.class_index(account.settings, priority)
+        of_class = self.plan.classes[index]
+        start_tag = _start_tag(account, of_class.name, self._queues.of(of_class.name))
+        tokens = max(1, tokens)
+        mean_output = self._mean_output if account.mean_output is None else account.mean_output
+        cost = tokens + (mean_output or 0.0)
+        charge = cost / account.settings.weight
+        account.finish[of_class.name] = start_tag + charge
+        account.use(cost, self._stage.heads, now)
+        self._accounts.begin(account)
+        patience = _patience(terms, of_class)
+        due = None if patience is None else now + patience
+        number = next(self._numbers)
+        return Ticket(index, priority, start_tag, number, account, tokens, due, of_class.name, cost, charge)
+
+    def refusal(self, terms: Terms, priority: int | None, now: float) -> Refusal | None:
+        """Why a request would be refused that came now and had to wait; None if it would not, as far as is known.
+
+        Args:
+            terms: what its client said.
+            priority: OpenAI's; None if it is not known, for what would be refused with the best one.
+            now: the time.
+        """
+        queues, account = self._queues, self._account(terms)
+        refused = self._over_limit(account, now)
+        if refused is not None:
+            return refused
+        index = queues.plan.class_index(account.settings, priority)
+        of_class = queues.plan.classes[index]
+        start_tag = _start_tag(account, of_class.name, queues.of(of_class.name))
+        late_s = _late_s(queues, account, index, start_tag, _patience(terms, of_class))
+        return self._refused(account, 1, late_s, 0.0 if late_s else queues.excess(account, index))
+
+    def standing(self, terms: Terms, priority: int | None) -> Standing:
+        """Where a request would stand if it came now and had to wait."""
+        queues, account = self._queues, self._account(terms)
+        index = queues.plan.class_index(account.settings, priority)
+        name = queues.plan.classes[index].name
+        ahead = queues.ahead_of(account, index, _start_tag(account, name, queues.of(name)))
+        return Standing(name, ahead, queues.wait_s(ahead))
+
+    def wait(self, ticket: Ticket, now: float) -> Refusal | list[tuple[Ticket, Refusal]]:
+        """A request that has not started begins to wait, unless it is refused.
+
+        Returns:
+            Why it is refused; or else those that are pushed out for it. The tickets of the refused are ended.
+        """
+        queues, account = self._queues, ticket.tenant
+        index = queues.place_of(ticket.class_name)
+        patience = None if ticket.due is None else ticket.due - now
+        late_s = _late_s(queues, account, index, ticket.start_tag, patience)
+        pushed_out, excess = ([], 0.0) if late_s else queues.make_room(ticket)
+        refused = self._refused(account, ticket.tokens, late_s, excess)
+        if refused is not None:
+            self._end_unstarted(ticket, now)
+            return refused
+        refusals = self._pushed_out(pushed_out)
+        for each in pushed_out:
+            each.phase = Phase.NEW
+            self._end_unstarted(each, now)
+        ticket.phase = Phase.WAITING
+        queues.of(ticket.class_name).add(ticket)
+        return list(zip(pushed_out, refusals, strict=True))
+
+    def leave(self, ticket: Ticket) -> None:
+        """It waits no longer, if it did. Idempotent, and part of `started`, `overdue` and `ended`."""
+        if ticket.phase is Phase.WAITING:
+            ticket.phase = Phase.NEW
+            self._queues.of(ticket.class_name).remove(ticket)
+
+    def overdue(self, ticket: Ticket, now: float) -> Refusal:
+        """It is due and has not started: it is refused, and its ticket ended."""
+        over = self._is_over_share(ticket.tenant)
+        self._end_unstarted(ticket, now)
+        return _refuse(over, Reason.DEADLINE, "The request has waited as long as it may.")
+
+    def started(self, ticket: Ticket) -> None:
+        """It is sent to an engine, for the first time or again."""
+        self.leave(ticket)
+        if ticket.phase is Phase.NEW:
+            ticket.phase = Phase.STARTED
+            queue = self._queues.of(ticket.class_name)
+            queue.virtual_time = max(queue.virtual_time, ticket.start_tag)
+
+    def ended(self, ticket: Ticket, output_tokens: int, now: float) -> None:
+        """It is over, in whatever way. Idempotent.
+
+        Its tenant is charged for what it really cost, and for nothing if it never started.
+        """
+        if ticket.phase is Phase.STARTED:
+            account = ticket.tenant
+            more = ticket.tokens + output_tokens - ticket.cost
+            account.answered(ticket.tokens, output_tokens)
+            mean = self._mean_output
+            self._mean_output = output_tokens if mean is None else mean + (output_tokens - mean) * _MEMORY
+            self._close(ticket, more, more / account.settings.weight, now)
+        else:
+            self._end_unstarted(ticket, now)
+
+    @property
+    def waiting(self) -> Backlog:
+        """What waits at this head."""
+        return total(self.by_class().values())
+
+    def by_class(self) -> dict[str, Backlog]:
+        """What waits at this head of each class, in order."""
+        return self._queues.by_class()
+
+    def by_tenant(self, most: int) -> tuple[dict[str, TenantReport], TenantReport]:
+        """So many tenants with the most tokens, served or waiting, and all others as one. O(tenants)."""
+        reports = {account.name: self._report(account) for account in self._accounts}
+        names = sorted(reports, key=lambda name: -(reports[name].served_tokens + reports[name].waiting.tokens))
+        rest = [reports[name] for name in names[most:]]
+        other = TenantReport(
+            total(report.waiting for report in rest),
+            sum(report.in_flight for report in rest),
+            sum(report.served_tokens for report in rest),
+            sum(report.weight for report in rest),
+        )
+        return {name: reports[name] for name in names[:most]}, other
+
+    def _report(self, account: TenantAccount) -> TenantReport:
+        waiting = self._queues.backlog_of(account.name)
+        return TenantReport(waiting, account.in_flight, account.served_tokens, account.settings.weight)
+
+    def _account(self, terms: Terms) -> TenantAccount:
+        """The account of a tenant, or what it would be. From any thread."""
+        known = self._accounts.known(terms.tenant)
+        return known or TenantAccount(terms.tenant, self._accounts.settings_of(terms.tenant))
+
+    def _is_over_share(self, account: TenantAccount, more: int = 0) -> bool:
+        """Whether, with so many tokens more, it has more of what waits than is its share among active tenants."""
+        weight, active = account.settings.weight, self._accounts.active_weight
+        if not account.in_flight:
+            active += weight
+        own = self._queues.backlog_of(account.name).tokens + more
+        # Not for what rounding has left of weights.
+        return own * active > (self.waiting.tokens + more) * weight * (1 + 1e-9)
+
+    def _over_limit(self, account: TenantAccount, now: float) -> Refusal | None:
+        heads = self._stage.heads
+        if account.is_over_in_flight(heads):
+            message = f"The tenant has {account.in_flight} requests in flight, as many as it may."
+            return _refuse(True, Reason.IN_FLIGHT, message)
+        debt_s = account.debt_s(heads, now)
+        if debt_s:
+            message = f"The tenant has used more than its {account.settings.tokens_per_s:g} tokens per second."
+            return _refuse(True, Reason.TOKEN_RATE, message, debt_s)
+        return None
+
+    def _refused(self, account: TenantAccount, tokens: int, late_s: float, excess: float) -> Refusal | None:
+        """Why a request of so many tokens is refused that would be so late, or for which so many are too many."""
+        if late_s:
+            message = f"The request would start about {late_s:.1f} s later than it may."
+            return _refuse(self._is_over_share(account, tokens), Reason.DEADLINE, message, late_s)
+        if excess:
+            over, drained_s = self._is_over_share(account, tokens), self._queues.drained_in(excess)
+            return _refuse(over, Reason.QUEUE_FULL, "The queue is full.", drained_s)
+        return None
+
+    def _pushed_out(self, tickets: list[Ticket]) -> list[Refusal]:
+        """Why each of these, which were just taken out of the queues, waits no longer."""
+        taken: dict[str, int] = {}
+        for ticket in tickets:
+            taken[ticket.tenant.name] = taken.get(ticket.tenant.name, 0) + ticket.tokens
+        message = "The queue is full, and the request had to make room for another."
+        retry_after_s = self._queues.drained_in(len(tickets))
+        return [
+            _refuse(
+                self._is_over_share(each.tenant, taken[each.tenant.name]), Reason.PUSHED_OUT, message, retry_after_s
+            )
+            for each in tickets
+        ]
+
+    def _end_unstarted(self, ticket: Ticket, now: float) -> None:
+        self.leave(ticket)
+        self._close(ticket, -ticket.cost, -ticket.charge, now)
+
+    def _close(self, ticket: Ticket, tokens: float, charge: float, now: float) -> None:
+        """Correct what its tenant was charged, once."""
+        if ticket.phase is Phase.OVER:
+            return
+        ticket.phase = Phase.OVER
+        account = ticket.tenant
+        account.finish[ticket.class_name] = account.finish.get(ticket.class_name, 0.0) + charge
+        account.use(tokens, self._stage.heads, now)
+        self._accounts.end(account)
+
+
+def _start_tag(account: TenantAccount, class_name: str, queue: ClassQueue) -> float:
+    return max(queue.virtual_time, account.finish.get(class_name, 0.0))
+
+
+def _late_s(queues: Queues, account: TenantAccount, index: int, start_tag: float, patience: float | None) -> float:
+    """Seconds by which a request would start too late; 0 if in time."""
+    if patience is None:
+        return 0.0
+    return max(0.0, queues.wait_s(queues.ahead_of(account, index, start_tag)) - patience)
+
+
+def _patience(terms: Terms, of_class: RequestClass) -> float | None:
+    return min((each for each in (terms.timeout_s, of_class.deadline) if each is not None), default=None)
+
+
+def _refuse(over: bool, reason: Reason, message: str, retry_after_s: float = 0.0) -> Refusal:
+    status = HTTPStatus.TOO_MANY_REQUESTS if over else HTTPStatus.SERVICE_UNAVAILABLE
+    return Refusal(status, reason, message, min(MAX_RETRY_AFTER_S, max(1, ceil(retry_after_s))))
