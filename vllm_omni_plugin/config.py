@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
@@ -21,6 +22,7 @@ NO_MODEL = "<named by --omni-pipeline>"
 _MAX_STAGE_ID = 1023
 _MAX_PORT = 65535
 _MAX_MESSAGE_MIB = 2**20
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 
 class Side(Enum):
@@ -98,6 +100,13 @@ def seconds(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
     _require_range(value, 0, math.inf, "a time cannot be negative")
     return value
+
+
+def header_name(text: str) -> str:
+    """A type for names of HTTP headers."""
+    if not _HEADER_NAME.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no name of an HTTP header")
+    return text
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -270,6 +279,23 @@ class OmniConfig:
         "Seconds that requests wait while no replica can serve, before they are refused with 503.",
         "SECONDS",
         seconds,
+    )
+    admission: str | None = _flag(
+        None,
+        Side.HEAD,
+        "YAML file that says who goes first and who is refused when there is more to do than replicas can begin: "
+        "classes, weights and limits of tenants, bounds of the queue. It is read again at SIGHUP and at "
+        "POST /omni/admission.",
+        "FILE",
+        os.path.abspath,
+    )
+    tenant_header: str | None = _flag(
+        None,
+        Side.HEAD,
+        "Header of a request that names its tenant; without it the API key tells tenants apart. Default: X-Tenant-ID, "
+        "else x-gateway-fairness-id, with --omni-admission; otherwise requests have no tenants.",
+        "NAME",
+        header_name,
     )
     drain_timeout: float = _flag(
         300.0,

@@ -68,6 +68,10 @@ class RequestLostError(OmniError):
     """The replica serving a request died and the request could not be moved exactly. Its output so far stands."""
 
 
+class QueryOfDeathError(RequestLostError):
+    """Two engines crashed while they ran a request, so it gets no third one."""
+
+
 class UnexplainedError(OmniError):
     """A load-balancing policy cannot say why it would choose a replica."""
 

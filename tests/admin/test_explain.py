@@ -14,7 +14,9 @@ from tests.admin.asgi import app_of, client_of
 from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admin.explain import BadPromptError, UnknownModelError, explain
+from vllm_omni_plugin.admission import AdmissionPlan, RequestClass
 from vllm_omni_plugin.balancing import Candidate, Decision, Prompt, ReplicaView, Task
+from vllm_omni_plugin.orchestrator.pool.reserve import Reserve
 
 
 class Scripted:
@@ -91,6 +93,7 @@ async def test_the_answer_says_where_and_why_with_every_candidate_and_its_load(
         "fallback": "",
         "chosen": "0.1",
         "prompt_tokens": 5,
+        "queue": {"waits": False, "class": "default", "ahead": 0, "wait_s": 0.0},
     }
     idle = fleet.pool.member(0).load._asdict()
     assert first == {"replica": "0.0", "score": 2.5, "matched_tokens": 0, **idle}
@@ -190,3 +193,22 @@ async def test_a_question_that_the_end_of_the_server_overtakes_is_answered() -> 
         await eventually(lambda: len(fleet.orchestrator.rpc_async_queue), "the question")
         fleet.orchestrator.close_queues()
         assert (await question).status_code == 503
+
+
+async def test_the_answer_says_where_the_request_would_stand_in_the_queue() -> None:
+    plan = AdmissionPlan(classes=(RequestClass(name="first", priority_at_most=0), RequestClass(name="last")))
+    balancer = Scripted()
+    balancer.decision = Decision(0, "match")
+    fleet = FakeFleet(1, balancer, reserve=Reserve(waits=True), plan=plan)
+    async with fleet, client_of(explaining(fleet)) as client:
+        for name in "abcd":
+            await fleet.submit(name, prompt=[1])
+        first, last = [
+            (await client.post("/omni/explain", json={"prompt": "Hi", "tenant": "t", "priority": priority})).json()[
+                "queue"
+            ]
+            for priority in (0, 1)
+        ]
+        assert (first["waits"], first["class"], last["class"]) == (True, "first", "last")
+        assert first["ahead"] <= last["ahead"] == 2
+        assert len(fleet.orchestrator.request_states) == 4

@@ -9,6 +9,7 @@ from tests.fakes.pipeline_fleet import FakePipelineFleet, stage
 from tests.orchestrator.work_bus import Timers
 from vllm_omni_plugin.admin.metrics.catalogue import METRICS, PREFIX
 from vllm_omni_plugin.admin.metrics.fleet_metrics import FleetCollector
+from vllm_omni_plugin.admission import Terms
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.coordinator import PeerWork, SessionLost
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
@@ -48,8 +49,10 @@ async def test_the_families_are_those_of_the_catalogue() -> None:
     exchange = WorkExchange(print, call_later=Timers().call_later)
     async with FakeFleet(replicas=1, balancer=Broken(), exchange=exchange) as fleet:
         fleet.orchestrator.metrics.has_session = True
-        await fleet.submit("a", prompt=[1] * 10)
+        await fleet.submit("a", prompt=[1] * 10, terms=Terms("tenant"))
         fleet.say("a", 1, cached=4)
+        fleet.orchestrator.metrics.refusals[(0, "deadline", "503")] = 1
+        fleet.orchestrator.metrics.refused_on_arrival[(0, "deadline", "503")] = 2
         fleet.orchestrator.metrics.spent(0, "talker", "run", 1.0)
         shown = {
             family.name.removeprefix(PREFIX): (
@@ -59,7 +62,20 @@ async def test_the_families_are_those_of_the_catalogue() -> None:
             )
             for family in registry_of(fleet.orchestrator).collect()
         }
+        refused = registry_of(fleet.orchestrator).get_sample_value(
+            f"{PREFIX}requests_refused_total", {"stage": "0", "reason": "deadline", "status": "503"}
+        )
     assert shown == {metric.name: (metric.kind, metric.meaning, set(metric.labels)) for metric in METRICS}
+    assert refused == 3
+
+
+@pytest.mark.parametrize(("tenant", "label"), [("", "none"), ("acme", "acme"), ("other", "other_"), ("none", "none_")])
+async def test_a_tenant_has_a_label_that_no_client_can_give_to_others(tenant: str, label: str) -> None:
+    async with FakeFleet(replicas=1) as fleet:
+        await fleet.submit("a", prompt=[1], terms=Terms(tenant))
+        name = "vllm_omni_fleet:tenant_requests_in_flight"
+        assert registry_of(fleet.orchestrator).get_sample_value(name, {"tenant": label}) == 1
+        assert registry_of(fleet.orchestrator).get_sample_value(name, {"tenant": "other"}) == 0
 
 
 def test_a_head_that_can_be_joined_says_who_it_hears_of() -> None:
@@ -120,7 +136,7 @@ async def test_what_replays_repeat_and_do_not_repeat_is_counted() -> None:
         for name in ("repeats", "diverges"):
             await fleet.submit(name, move="replay", affinity=0)
             fleet.say(name, 1, 2, 3)
-        fleet.lose(0)
+        fleet.kill(0)
         for name, tokens in (("repeats", (1, 2, 3, 4)), ("diverges", (7,))):
             fleet.say(name, *tokens)
         registry = registry_of(fleet.orchestrator)
@@ -157,7 +173,7 @@ async def test_requests_wait_or_run_wherever_they_are() -> None:
         assert of_stages(registry, "requests_waiting") == {"0": 2}
         assert of_stages(registry, "requests_running") == {"0": 2}
         for replica in (0, 1):
-            fleet.lose(replica)
+            fleet.kill(replica)
         fleet.orchestrator.metrics.waiting = 7
         assert of_stages(registry, "requests_waiting") == {"0": 4 + 7}
         assert of_stages(registry, "requests_running") == {"0": 0}

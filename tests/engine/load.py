@@ -62,7 +62,7 @@ class Load:
         self._threads.shutdown()
         self._http.close()
 
-    def send(self, tokens: int, stream: bool, prompt: str = "count", **options: Any) -> Outcome:
+    def send(self, tokens: int, stream: bool, prompt: str | list[int] = "count", **options: Any) -> Outcome:
         """Ask for exactly so many tokens; returns at once, and what it returns is filled in as the answer comes."""
         outcome = Outcome(tokens)
         ask = self._ask_for_stream if stream else self._ask

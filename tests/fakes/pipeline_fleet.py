@@ -115,8 +115,14 @@ class FakePipelineFleet(PlayedFleet):
         return link
 
     def lose(self, stage_id: int, replica_id: int) -> None:
-        """The replica dies."""
+        """The replica's engine crashes."""
         self.links[stage_id, replica_id].say_dead()
+
+    def kill(self, stage_id: int, replica_id: int) -> None:
+        """The replica's engine is ended from outside."""
+        client = self.pools[stage_id].member(replica_id).client
+        assert client is not None
+        client.mark_dead("its engine process exited: it was ended by SIGKILL")
 
     async def submit(
         self,

@@ -8,7 +8,7 @@ import pytest
 from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.links import FakeLink
-from vllm_omni_plugin.admission import AdmissionPlan, Bounds, RequestClass, TenantSettings, Terms
+from vllm_omni_plugin.admission import AdmissionPlan, RequestClass, TenantSettings, Terms
 from vllm_omni_plugin.balancing import LeastTokensBalancer
 from vllm_omni_plugin.errors import RefusedError
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD
@@ -158,7 +158,7 @@ async def test_a_policy_that_does_not_bind_late_has_everything_sent_at_once() ->
 
 CLASSES = AdmissionPlan(
     classes=(RequestClass(name="first", priority_at_most=0), RequestClass(name="last")),
-    bounds=Bounds(max_waiting_requests=2),
+    max_waiting_requests=2,
     tenants={
         "heavy": TenantSettings(weight=1),
         "light": TenantSettings(weight=1),

@@ -47,7 +47,7 @@ async def test_requests_of_lost_replicas_wait_for_the_budget_in_order_and_may_be
             link, attempt = fleet.attempt(name)
             link.output(attempt, 5)
         fleet.join(fleet.pool.add())
-        fleet.lose(0)
+        fleet.kill(0)
         assert (fleet.in_flight, fleet.orchestrator.metrics.moves_waiting) == ([0, 2], 2)
         assert all(fleet.attempt(name)[0] is fleet.links[1] for name in "ab")
         await fleet.abort("c")

@@ -28,6 +28,11 @@ async def begin(fleet: FakeFleet, move: str, **fields: object) -> None:
     await fleet.read()
 
 
+def kill_under(fleet: FakeFleet, request_id: str) -> None:
+    """The engine that has a request is ended from outside."""
+    fleet.kill(fleet.orchestrator.request_states[request_id].runs[0].replica_id or 0)
+
+
 def moves(fleet: FakeFleet) -> dict[Move, int]:
     return {move: count for move, count in fleet.orchestrator.metrics.moves_by_way.items() if count}
 
@@ -79,7 +84,7 @@ async def test_what_an_engine_tells_once_is_told_once(fleet: FakeFleet, move: st
 async def test_a_request_that_moves_twice_misses_nothing(fleet: FakeFleet) -> None:
     await begin(fleet, "resume")
     for token in (14, 15):
-        fleet.attempt("a")[0].say_dead()
+        kill_under(fleet, "a")
         link, attempt = fleet.attempt("a")
         link.output(attempt, token)
     assert link.prompts[attempt] == [1, 2, *BEGUN, 14]
@@ -93,7 +98,7 @@ async def test_a_replay_that_loses_its_replica_halfway_replays_again(fleet: Fake
     fleet.attempt("a")[0].say_dead()
     link, attempt = fleet.attempt("a")
     link.output(attempt, *BEGUN[:2])
-    link.say_dead()
+    kill_under(fleet, "a")
     fleet.say("a", *BEGUN, 14, finish_reason="stop")
     await fleet.read()
     assert fleet.tokens["a"] == [*BEGUN, 14]

@@ -51,7 +51,7 @@ async def run(stages: Sequence[Stage], modalities: Sequence[str], lose: dict[int
             stage_id = lose.get(steps)
             if stage_id is not None and (run := fleet.states["r"].runs.get(stage_id)) and run.replica_id is not None:
                 replica_id = run.replica_id
-                fleet.lose(stage_id, replica_id)
+                fleet.kill(stage_id, replica_id)
                 fleet.join(fleet.pools[stage_id].member(replica_id))
             if not await advance(fleet):
                 break

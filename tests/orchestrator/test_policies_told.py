@@ -59,7 +59,7 @@ async def test_a_policy_knows_the_prompt_that_is_sent_and_its_session() -> None:
         fleet.attempt("a")[0].say_dead()
         link, attempt = fleet.attempt("a")
         link.output(attempt, 7, 8)
-        link.say_dead()
+        fleet.kill(1)
     first, again, resumed = policy.tasks
     assert (first["request_id"], first["session"], first["max_tokens"]) == ("a", "s", 9)
     assert first["prompt"].token_ids == [1, 2]
@@ -220,7 +220,7 @@ async def test_dispatches_are_noted_until_an_answer_begins() -> None:
         fleet.attempt("a")[0].say_dead()
         link, attempt = fleet.attempt("a")
         link.output(attempt, 7)
-        link.say_dead()
+        fleet.kill(1)
         assert fleet.orchestrator.request_states["a"].runs[0].attempts == 3
     assert [(replica, decision.reason) for replica, decision in dispatches] == [("0.0", "noted"), ("0.1", "noted")]
 

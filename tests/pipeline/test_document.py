@@ -113,6 +113,6 @@ def test_a_file_that_is_not_utf_8_is_refused(file: Path) -> None:
 
 def test_a_file_of_more_than_a_mebibyte_is_refused(file: Path) -> None:
     file.write_text(SINGLE + "#" * (1024 * 1024 + 1 - len(SINGLE)))
-    assert complaint(file) == "pipeline.yaml: larger than 1 MiB, so hardly a pipeline"
+    assert complaint(file) == "pipeline.yaml: larger than 1 MiB, which nobody writes by hand"
     file.write_text(SINGLE + "#" * (1024 * 1024 - len(SINGLE)))
     assert len(load_pipeline(file).stages) == 1

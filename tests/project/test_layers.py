@@ -27,8 +27,8 @@ LAYERS = (
 )
 """From top to bottom."""
 
-FOUNDATION = ("errors", "config", "keep_running", "logger", "key_file", "curve")
-"""Single modules below all layers, which anyone may import."""
+FOUNDATION = ("errors", "config", "keep_running", "logger", "key_file", "curve", "documents")
+"""Modules and packages below all layers, which anyone may import."""
 
 KNOW_VLLM = {"integration", "vllm_api"}
 LIGHT = {"coordinator", "admission", "balancing", "pipeline"}

@@ -15,7 +15,7 @@ from week.virtual_time import VirtualTimeLoop
 from vllm_omni_plugin.balancing import Decision, LeastQueueLengthBalancer, ReplicaView, Task
 from vllm_omni_plugin.orchestrator.requests.charges import Account
 
-HOURS = Settings(days=0.1, requests=30, replicas=6, fault=0.9)
+HOURS = Settings(days=0.1, requests=30, replicas=6, fault=0.9, seed=4)
 """57 bursts, most of them with a fault."""
 
 

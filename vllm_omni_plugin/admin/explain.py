@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_omni_plugin.admin.replies import result_of
+from vllm_omni_plugin.admission import Terms
 from vllm_omni_plugin.balancing import Candidate, Prompt, Task
 from vllm_omni_plugin.errors import OmniError, UnexplainedError
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
@@ -37,6 +38,8 @@ class DecisionReport:
             for one that is not finite), `matched_tokens` of the prompt that it is expected to have cached, and all
             fields of its `ReplicaLoad`.
         prompt_tokens: length of the prompt.
+        queue: `waits`: whether it would wait at the head, because the chosen replica cannot begin it yet; the `class`
+            it would have; `ahead`: how many requests would go before it if it waited, about; `wait_s`: for how long.
     """
 
     policy: str
@@ -45,6 +48,7 @@ class DecisionReport:
     chosen: str
     candidates: list[dict[str, Any]]
     prompt_tokens: int
+    queue: dict[str, Any]
 
 
 async def explain(
@@ -54,8 +58,11 @@ async def explain(
     prompt: str,
     session: str | None,
     model: str | None,
+    tenant: str = "",
+    priority: int | None = None,
 ) -> DecisionReport:
-    """What the policy of the stage that answers prompts would decide on a completion of this prompt, in this session.
+    """What the policy of the stage that answers prompts would decide on a completion of this prompt, in this session,
+    and where it would stand in the queue as this tenant's, with this priority.
 
     Nothing is run, counted or remembered. The policy is asked on the orchestrator's own loop.
 
@@ -70,10 +77,18 @@ async def explain(
     task: Task = {"request_id": "explain", "prompt": read, "session": session, "max_tokens": None}
     reply: Future[Explanation] = Future()
     orchestrator.rpc_async_queue.force_put(Explain(stage_id, task, reply))
-    return _report(await result_of(reply), len(read.token_ids))
+    explanation = await result_of(reply)
+    standing = orchestrator.admission.standing(Terms(tenant), priority)
+    queue = {
+        "waits": not explanation.may_begin,
+        "class": standing.class_name,
+        "ahead": round(standing.ahead),
+        "wait_s": round(standing.wait_s, 3),
+    }
+    return _report(explanation, len(read.token_ids), queue)
 
 
-def _report(explanation: Explanation, prompt_tokens: int) -> DecisionReport:
+def _report(explanation: Explanation, prompt_tokens: int, queue: dict[str, Any]) -> DecisionReport:
     decision = explanation.decision
     try:
         candidates = [_candidate(explanation, candidate) for candidate in decision.candidates]
@@ -88,6 +103,7 @@ def _report(explanation: Explanation, prompt_tokens: int) -> DecisionReport:
         chosen=explanation.replicas[decision.position][0],
         candidates=candidates,
         prompt_tokens=prompt_tokens,
+        queue=queue,
     )
 
 

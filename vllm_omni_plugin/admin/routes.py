@@ -1,4 +1,4 @@
-"""HTTP routes of the operator: see, drain, resume and remove replicas, drain the head, ask where a request would go."""
+"""HTTP routes of the operator: replicas, draining the head, the admission file, and where a request would go."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,11 +10,19 @@ from fastapi import APIRouter, Depends, HTTPException, Request, Response
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from vllm_omni_plugin.admin.access import Access
+from vllm_omni_plugin.admin.admission_file import AdmissionFile
 from vllm_omni_plugin.admin.explain import BadPromptError, DecisionReport, UnknownModelError
 from vllm_omni_plugin.admin.head_drain import HeadDrain
 from vllm_omni_plugin.admin.hold import RETRY_AFTER_S
 from vllm_omni_plugin.admin.replica_admin import Action, FleetAdmin, ReplicaReport, UnknownReplicaError
-from vllm_omni_plugin.errors import CoordinatorAwayError, NoReplicaError, OmniError, ReplicaError, UnexplainedError
+from vllm_omni_plugin.errors import (
+    ConfigError,
+    CoordinatorAwayError,
+    NoReplicaError,
+    OmniError,
+    ReplicaError,
+    UnexplainedError,
+)
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
 
 
@@ -25,6 +33,13 @@ class FleetReport:
     replicas: list[ReplicaReport]
 
 
+@dataclass(frozen=True, slots=True)
+class AdmissionReport:
+    """The answer of `POST /omni/admission`: what has changed, a line for each value."""
+
+    changes: list[str]
+
+
 class Question(BaseModel):
     """The body of `POST /omni/explain`.
 
@@ -32,6 +47,8 @@ class Question(BaseModel):
         prompt: text of a completion.
         session: that it belongs to, if any.
         model: the model's name, or an adapter's; None: the model.
+        tenant: whose it would be; "": nobody's.
+        priority: as in a request; None: the best that its tenant's class allows.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -39,10 +56,13 @@ class Question(BaseModel):
     prompt: str
     session: str | None = None
     model: str | None = None
+    tenant: str = ""
+    priority: int | None = None
 
 
 _STATUS: tuple[tuple[type[OmniError], HTTPStatus], ...] = (
     (BadPromptError, HTTPStatus.BAD_REQUEST),
+    (ConfigError, HTTPStatus.BAD_REQUEST),
     (UnknownModelError, HTTPStatus.NOT_FOUND),
     (UnknownReplicaError, HTTPStatus.NOT_FOUND),
     (ReplicaError, HTTPStatus.CONFLICT),
@@ -54,13 +74,13 @@ _STATUS: tuple[tuple[type[OmniError], HTTPStatus], ...] = (
 
 
 def build_router(access: Access) -> APIRouter:
-    """The routes under `/omni`. They ask the `omni_fleet` (`FleetAdmin`), `omni_explain` (`explain`) and `omni_drain`
-    (`HeadDrain`) of `app.state`.
+    """The routes under `/omni`. They ask the `omni_fleet` (`FleetAdmin`), `omni_explain` (`explain`), `omni_drain`
+    (`HeadDrain`) and `omni_admission_file` (`AdmissionFile`) of `app.state`.
 
     Errors are `HTTPException`s, which vLLM's server answers in the shape of OpenAI's errors: 400 for a question that
-    makes no sense or a prompt that could not be completed, 404 for an unknown id or model, 409 for a replica in the
-    wrong state or a policy that cannot explain itself, 503 while no replica serves, the server ends, or other heads
-    cannot be told.
+    makes no sense, a prompt that could not be completed or a file that cannot be used, 404 for an unknown id or model,
+    409 for a replica in the wrong state or a policy that cannot explain itself, 503 while no replica serves, the server
+    ends, or other heads cannot be told.
 
     Args:
         access: who may look, and who may change and ask about prompts, which tells what others have sent.
@@ -93,6 +113,14 @@ def build_router(access: Access) -> APIRouter:
     async def resume_head(request: Request) -> Response:
         _drain(request).end()
         return Response(status_code=HTTPStatus.NO_CONTENT)
+
+    @admins.post("/admission")
+    async def reload_admission(request: Request) -> AdmissionReport:
+        file: AdmissionFile | None = getattr(request.app.state, "omni_admission_file", None)
+        if file is None:
+            raise HTTPException(HTTPStatus.NOT_FOUND, "This server was started without --omni-admission.")
+        with _told_in_http():
+            return AdmissionReport(await file.reload())
 
     body = {"requestBody": {"content": {"application/json": {"schema": Question.model_json_schema()}}}}
 

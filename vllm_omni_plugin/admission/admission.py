@@ -110,6 +110,10 @@ class Admission:
         number = next(self._numbers)
         return Ticket(index, priority, start_tag, number, account, tokens, due, of_class.name, cost, charge)
 
+    def may_refuse(self, terms: Terms) -> bool:
+        """Whether such a request may be refused while it waits, or by a limit. From any thread."""
+        return terms.timeout_s is not None or self.plan.refuses
+
     def refusal(self, terms: Terms, priority: int | None, now: float) -> Refusal | None:
         """Why a request would be refused that came now and had to wait; None if it would not, as far as is known.
 
@@ -202,6 +206,14 @@ class Admission:
     def by_class(self) -> dict[str, Backlog]:
         """What waits at this head of each class, in order."""
         return self._queues.by_class()
+
+    def class_waits(self) -> dict[str, float]:
+        """Seconds until a request that came last in each class would start; 0 while the rate is not known."""
+        waits, ahead = {}, 0
+        for name, backlog in self.by_class().items():
+            ahead += backlog.requests
+            waits[name] = self._queues.wait_s(ahead)
+        return waits
 
     def by_tenant(self, most: int) -> tuple[dict[str, TenantReport], TenantReport]:
         """So many tenants with the most tokens, served or waiting, and all others as one. O(tenants)."""

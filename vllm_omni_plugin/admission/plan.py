@@ -39,7 +39,7 @@ class RequestClass(Bounds, frozen=True, kw_only=True):
     deadline: float | None = None
 
 
-class TenantSettings(Struct, frozen=True, kw_only=True):
+class TenantSettings(Struct, frozen=True, kw_only=True, rename={"class_name": "class"}):
     """What one tenant gets.
 
     Attributes:
@@ -57,20 +57,28 @@ class TenantSettings(Struct, frozen=True, kw_only=True):
     burst_tokens: int | None = None
 
 
-class AdmissionPlan(Struct, frozen=True, kw_only=True):
-    """All of a file.
+class AdmissionPlan(Bounds, frozen=True, kw_only=True):
+    """All of a file. Its own bounds are those of all classes together.
 
     Attributes:
         classes: in strict order, at least one.
-        bounds: of all that waits.
         tenants: settings by tenant.
         default_tenant: the settings of every other one, and of requests for which none is named.
     """
 
     classes: tuple[RequestClass, ...] = (RequestClass(name="default"),)
-    bounds: Bounds = Bounds()
     tenants: Mapping[str, TenantSettings] = {}
     default_tenant: TenantSettings = TenantSettings()
+
+    @property
+    def refuses(self) -> bool:
+        """Whether there is any bound, deadline or limit."""
+        tenants = (self.default_tenant, *self.tenants.values())
+        return (
+            self.are_set
+            or any(each.are_set or each.deadline is not None for each in self.classes)
+            or any((each.max_in_flight, each.tokens_per_s) != (None, None) for each in tenants)
+        )
 
     def class_index(self, settings: TenantSettings, priority: int | None) -> int:
         """The place of the class of a tenant's request; for a priority that is not known, of the best that it may be.
@@ -90,7 +98,7 @@ def changes(old: AdmissionPlan, new: AdmissionPlan) -> list[str]:
     """What another plan changes, a line for each value: `classes.batch.max_wait: 60 -> 30`."""
     before, after = _values(old), _values(new)
     return [
-        f"{key}: {before.get(key, 'not there')} -> {after.get(key, 'not there')}"
+        f"{key}: {before.get(key, 'none')} -> {after.get(key, 'none')}"
         for key in sorted({*before, *after})
         if before.get(key) != after.get(key)
     ]
@@ -98,10 +106,17 @@ def changes(old: AdmissionPlan, new: AdmissionPlan) -> list[str]:
 
 def _values(plan: AdmissionPlan) -> dict[str, Any]:
     """All values by the keys that lead there."""
-    sections = {
-        "bounds": to_builtins(plan.bounds),
-        **{f"classes.{each.name}": {"place": index} | to_builtins(each) for index, each in enumerate(plan.classes)},
-        **{f"tenants.{name}": to_builtins(each) for name, each in plan.tenants.items()},
-        "default_tenant": to_builtins(plan.default_tenant),
-    }
-    return {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
+    values: dict[str, Any] = {}
+    _lay_out("", to_builtins(plan), values)
+    return values
+
+
+def _lay_out(name: str, value: Any, values: dict[str, Any]) -> None:
+    if isinstance(value, list | tuple):
+        # Classes: their order matters, and their names are what people call them.
+        value = {each["name"]: {"place": place} | each for place, each in enumerate(value, 1)}
+    if isinstance(value, dict):
+        for key, each in value.items():
+            _lay_out(f"{name}.{key}" if name else key, each, values)
+    elif value is not None:
+        values[name] = value

@@ -153,7 +153,7 @@ class Queues:
         keep a higher class out.
         """
         plan = self.plan
-        if not (plan.bounds.are_set or (index < len(plan.classes) and plan.classes[index].are_set)):
+        if not (plan.are_set or (index < len(plan.classes) and plan.classes[index].are_set)):
             return
         named = list(self._queues.items())
         others = self._stage.others_waiting
@@ -165,7 +165,7 @@ class Queues:
             yield _Room(plan.classes[index], waiting, self.wait_s(above), [queue])
         lower = {each.name for each in plan.classes[index + 1 :]}
         waiting = total((own, *(backlog for each, backlog in others.items() if each not in lower)))
-        yield _Room(plan.bounds, waiting, self.wait_s(own.requests), [each for _, each in named[index:]])
+        yield _Room(plan, waiting, self.wait_s(own.requests), [each for _, each in named[index:]])
 
 
 def total(backlogs: Iterable[Backlog]) -> Backlog:

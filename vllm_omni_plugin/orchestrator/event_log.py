@@ -32,6 +32,7 @@ class EventKind(StrEnum):
     RESUME = "resume"
     REFUSE = "refuse"
     RESTART = "restart"
+    QUERY_OF_DEATH = "query_of_death"
 
 
 _LINES = {
@@ -43,6 +44,7 @@ _LINES = {
     EventKind.RESUME: (logging.INFO, "%(who)s may get new requests again: %(reason)s."),
     EventKind.REFUSE: (logging.WARNING, "%(who)s cannot be attached to: %(reason)s"),
     EventKind.RESTART: (logging.WARNING, "%(who)s is started again %(reason)s"),
+    EventKind.QUERY_OF_DEATH: (logging.ERROR, "A request gets no third replica: %(reason)s."),
 }
 
 

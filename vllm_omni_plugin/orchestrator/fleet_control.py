@@ -5,6 +5,7 @@ from concurrent.futures import Future
 from contextlib import aclosing
 from typing import Any
 
+from vllm_omni_plugin.admission import changes
 from vllm_omni_plugin.coordinator import ReplicaKey
 from vllm_omni_plugin.coordinator.state.call_log import note_drained
 from vllm_omni_plugin.errors import OmniError, ReplicaError
@@ -21,6 +22,7 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     Membership,
     PeerMessage,
     RegisterRemoteReplica,
+    ReplaceAdmission,
     UnregisterRemoteReplica,
 )
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
@@ -103,8 +105,8 @@ class FleetControl:
                 results += await self._fleet_calls.call(method, args, every if stage_ids is None else stage_ids)
         return results
 
-    def _do(self, message: Membership | Explain | PeerMessage) -> None:
-        reply = message.reply if isinstance(message, Explain | ManageReplica) else None
+    def _do(self, message: Membership | Explain | ReplaceAdmission | PeerMessage) -> None:
+        reply = message.reply if isinstance(message, Explain | ManageReplica | ReplaceAdmission) else None
         if reply is not None and not reply.set_running_or_notify_cancel():
             return
         try:
@@ -113,6 +115,11 @@ class FleetControl:
                     message.reply.set_result(self._pools[message.stage_id].explain(message.task))
                 case ManageReplica():
                     self._manage(message)
+                case ReplaceAdmission():
+                    admission = self._orchestrator.admission
+                    before = admission.plan
+                    admission.replace(message.plan)
+                    message.reply.set_result(changes(before, message.plan))
                 case RegisterRemoteReplica() | UnregisterRemoteReplica():
                     self._list_changed(message)
                 case _:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_omni_plugin.admission import AdmissionPlan
 from vllm_omni_plugin.coordinator import ReplicaKey, ReplicaStatus
-from vllm_omni_plugin.errors import ReplicaError, WireError
+from vllm_omni_plugin.errors import QueryOfDeathError, ReplicaError, WireError
 from vllm_omni_plugin.orchestrator.dispatch.bad_outputs import BadOutputs
 from vllm_omni_plugin.orchestrator.dispatch.dispatcher import Dispatcher
 from vllm_omni_plugin.orchestrator.dispatch.held_requests import MoveBudget
@@ -28,11 +28,13 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     Explain,
     FrontMessage,
     ManageReplica,
+    ReplaceAdmission,
     ReplicaJoined,
     ReplicaLeft,
     RpcMessage,
 )
 from vllm_omni_plugin.orchestrator.requests.request_owner import Requests
+from vllm_omni_plugin.orchestrator.requests.stage_run import Loss, RunEnded
 from vllm_omni_plugin.orchestrator.requests.thread_queue import ThreadQueue
 from vllm_omni_plugin.orchestrator.single_stage import SingleStage
 from vllm_omni_plugin.pipeline import Modality
@@ -98,8 +100,8 @@ class Orchestrator:
     Attributes:
         request_async_queue: `SubmitRequest`, `AbortRequests` and `OutputUnusable`, in order.
         output_async_queue: vLLM's `EngineCoreOutputs`, `RequestFailed`, `ReplicaJoined` and `ReplicaLeft`.
-        rpc_async_queue: `CallReplicas`, changes of membership, `ManageReplica` among them, `Explain`, and what other
-            heads say; `FleetControl` takes them.
+        rpc_async_queue: `CallReplicas`, changes of membership, `ManageReplica` among them, `Explain`,
+            `ReplaceAdmission`, and what other heads say; `FleetControl` takes them.
         events: what has happened to replicas.
         drained: replicas that an operator drained, whether they are here or not.
         serving_signal: wakes those who wait until `can_serve` holds.
@@ -204,7 +206,7 @@ class Orchestrator:
         """End `run` and release everybody who waits on a queue. Idempotent, from any thread."""
         self.request_async_queue.close()
         for message in self.rpc_async_queue.close():
-            if isinstance(message, CallReplicas | ManageReplica | Explain):
+            if isinstance(message, CallReplicas | ManageReplica | Explain | ReplaceAdmission):
                 message.reply.cancel()
         self.output_async_queue.close()
 
@@ -213,7 +215,7 @@ class Orchestrator:
         stage_id, requests = member.stage_id, self._requests
         accepted, ended = self._dispatchers[stage_id].accept(member, outputs.outputs)
         if ended:
-            requests.end(stage_id, ended)
+            self._end(stage_id, ended)
         outputs.outputs = requests.take(stage_id, accepted) if accepted else []
         report = self._apis[stage_id].load_report(outputs)
         if report is not None:
@@ -291,13 +293,15 @@ class Orchestrator:
         pool = self.stage_pools[member.stage_id]
         engine_failed = member.client is not None and member.client.engine_failed
         member.changed_at = self._clock()
+        others = pool.others_at(member)
         orphans = pool.lose(member, status)
+        loss = Loss(member.replica_id, reason, member.machine, len(orphans), others)
         self.events.note(EventKind.LOST, reason, member, requests=len(orphans))
-        ended = self._dispatchers[member.stage_id].move(orphans, member, reason, engine_failed)
+        ended = self._dispatchers[member.stage_id].move(orphans, member, loss, engine_failed)
         moved = len(set(orphans) - {each.run for each in ended})
         if moved:
             self.events.note(EventKind.MOVE, reason, member, requests=moved)
-        self._requests.end(member.stage_id, ended)
+        self._end(member.stage_id, ended)
         self._put(self._apis[member.stage_id].idle_report(member.engine_index))
 
     def others_charged(self, member: PoolMember, work: Work | None) -> None:
@@ -336,8 +340,19 @@ class Orchestrator:
     def _tick(self) -> None:
         self._timer = None
         for stage_id, dispatcher in enumerate(self._dispatchers):
-            self._requests.end(stage_id, dispatcher.tick())
+            self._end(stage_id, dispatcher.tick())
 
     def _began_to_serve(self, member: PoolMember) -> None:
-        self._requests.end(member.stage_id, self._dispatchers[member.stage_id].replica_serves())
+        self._end(member.stage_id, self._dispatchers[member.stage_id].replica_serves())
         self.serving_signal.tell()
+
+    def _end(self, stage_id: int, ended: Sequence[RunEnded]) -> None:
+        for run, _, error in ended:
+            if isinstance(error, QueryOfDeathError):
+                crashes = ", ".join(
+                    f"replica {stage_id}.{loss.replica_id} with {loss.requests - 1} others in flight ({loss.reason})"
+                    for loss in run.crashes
+                )
+                reason = f"{crashes} died under request {run.request_id}"
+                self.events.note(EventKind.QUERY_OF_DEATH, reason, stage=stage_id, requests=1)
+        self._requests.end(stage_id, ended)

@@ -6,8 +6,8 @@ from functools import cached_property
 from graphlib import TopologicalSorter
 from operator import attrgetter
 
+from vllm_omni_plugin.documents import Place
 from vllm_omni_plugin.pipeline.checks import ancestors, check_stages
-from vllm_omni_plugin.pipeline.places import Place
 from vllm_omni_plugin.pipeline.stage import Modality, Stage
 from vllm_omni_plugin.pipeline.transforms import fitting_transform
 

@@ -8,8 +8,9 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
+from vllm_omni_plugin.documents import Place
 from vllm_omni_plugin.errors import ConfigError, StageError
-from vllm_omni_plugin.pipeline.places import PipelineError, Place
+from vllm_omni_plugin.pipeline.places import PipelineError
 from vllm_omni_plugin.pipeline.stage import Modality, Stage
 from vllm_omni_plugin.pipeline.transfer import StageInput, StageOutput, Transfer, Transform
 

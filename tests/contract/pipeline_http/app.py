@@ -3,6 +3,7 @@
 import asyncio
 import json
 import runpy
+import time
 import warnings
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.sampling_params import RequestOutputKind
 
 from tests.admin.asgi import Client
+from vllm_omni_plugin.admin.http_admission import AdmissionMiddleware, HttpAdmission, current_answer
 from vllm_omni_plugin.integration.engine_client.pipeline_calls import submitted
 from vllm_omni_plugin.integration.http.pipeline_http import serve_pipeline
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallEnded, PipelineCall, StageEvent
@@ -78,7 +80,9 @@ class Played:
     async def generate(
         self, prompt: Any, params: Any, request_id: str, **_: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        call = submitted(request_id)
+        call, answer = submitted(request_id), current_answer()
+        assert answer is not None
+        answer.submitted(request_id, 0.0)
         self.calls.append(call)
         self.prompts.append(prompt)
         deltas: asyncio.Queue[tuple[str, str | None]] = asyncio.Queue()
@@ -153,6 +157,9 @@ class PipelineApp:
         attach_chat(self.app)
         attach_completion(self.app)
         init_exception_handler(self.app)
+        paths = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/audio/speech"})
+        self.app.add_middleware(AdmissionMiddleware, paths=paths)
+        self.app.state.omni_admission = HttpAdmission(lambda *_: None, lambda _: True, list, (), time.monotonic)
         models = OpenAIServingModels(self.engine, [BaseModelPath(MODEL, MODEL)])
         shared: dict[str, Any] = {"online_renderer": model.online, "request_logger": None}
         self.app.state.openai_serving_completion = OpenAIServingCompletion(self.engine, models, **shared)

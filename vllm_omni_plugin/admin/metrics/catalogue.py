@@ -75,6 +75,67 @@ METRICS = (
         "livemax",
     ),
     MetricText(
+        "requests_queued",
+        "gauge",
+        ("class",),
+        "This head's requests that wait at it until a replica can begin them, by the classes of `--omni-admission`; "
+        "they are among `requests_waiting`.",
+    ),
+    MetricText(
+        "class_expected_wait_seconds",
+        "gauge",
+        ("class",),
+        "Seconds until a request that came now, as the last of its class, would be begun if it had to wait. 0 before a "
+        "first output.",
+        "livemax",
+    ),
+    MetricText(
+        "requests_refused",
+        "counter",
+        ("stage", "reason", "status"),
+        "Requests that were refused, at once or while they waited: `in_flight`, `token_rate`: a limit of their "
+        "tenant; `queue_full`, `pushed_out`: others went first; `deadline`: too late. Status 429 is for the tenant, "
+        "503 for the fleet.",
+    ),
+    MetricText(
+        "requests_recalled",
+        "counter",
+        (),
+        "Requests that waited for one replica and went to another one, which could begin them earlier.",
+    ),
+    MetricText(
+        "reserve_bubbles",
+        "counter",
+        (),
+        "Times a replica had begun all that it had got while requests waited at the head for it.",
+    ),
+    MetricText(
+        "tenant_requests_waiting",
+        "gauge",
+        ("tenant",),
+        "Requests that wait at this head, of the 50 tenants with the most tokens; `other`: all others; `none`: nobody "
+        "was named.",
+    ),
+    MetricText(
+        "tenant_requests_in_flight",
+        "gauge",
+        ("tenant",),
+        "Requests of these tenants that wait or run.",
+    ),
+    MetricText(
+        "tenant_tokens",
+        "counter",
+        ("tenant",),
+        "Tokens of prompts and answers of these tenants' requests that have ended.",
+    ),
+    MetricText(
+        "tenant_weight",
+        "gauge",
+        ("tenant",),
+        "Weight of these tenants: their shares of `tenant_tokens` follow it while all have requests waiting.",
+        "livemax",
+    ),
+    MetricText(
         "stage_kv_cache_usage_ratio",
         "gauge",
         _STAGE,

@@ -9,6 +9,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from vllm_omni_plugin.admin.metrics.catalogue import BY_NAME, PREFIX
+from vllm_omni_plugin.admission import Admission
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
@@ -69,6 +70,10 @@ def _kv_usage(pool: StagePool) -> float | None:
     return sum(load.kv_usage * weight for load, weight in zip(loads, weights, strict=True)) / sum(weights)
 
 
+_TENANTS = 50
+"""Tenants that metrics tell apart. Clients may name any number."""
+_OTHERS, _NOBODY = "other", "none"
+"""Labels of all other tenants, and of requests for which none is named; not of a client that calls itself so."""
 Samples = Iterable[tuple[tuple[object, ...], float]]
 """Values of labels, and a number."""
 
@@ -108,6 +113,8 @@ class FleetCollector(Collector):
             numbers = [(each.stage_id, of_stage(each)) for each in totals]
             yield _family(name, [((stage_id,), number) for stage_id, number in numbers if number is not None])
         yield from self._heads()
+        for name, labelled in _admission(self._orchestrator.admission):
+            yield _family(name, labelled)
         metrics = self._orchestrator.metrics
         for name, samples in _counts(metrics):
             yield _family(name, samples)
@@ -136,6 +143,23 @@ class FleetCollector(Collector):
             yield _family("heads", [((), exchange.heads)])
 
 
+def _admission(admission: Admission) -> Iterator[tuple[str, Samples]]:
+    by_class = admission.by_class()
+    yield "requests_queued", [((name,), backlog.requests) for name, backlog in by_class.items()]
+    waits = admission.class_waits()
+    yield "class_expected_wait_seconds", [((name,), wait) for name, wait in waits.items()]
+    named, other = admission.by_tenant(_TENANTS)
+    tenants = {_label(name): report for name, report in named.items()} | {_OTHERS: other}
+    yield "tenant_requests_waiting", [((name,), each.waiting.requests) for name, each in tenants.items()]
+    yield "tenant_requests_in_flight", [((name,), each.in_flight) for name, each in tenants.items()]
+    yield "tenant_tokens", [((name,), each.served_tokens) for name, each in tenants.items()]
+    yield "tenant_weight", [((name,), each.weight) for name, each in tenants.items() if name != _OTHERS]
+
+
+def _label(tenant: str) -> str:
+    return f"{tenant}_" if tenant in (_OTHERS, _NOBODY) else tenant or _NOBODY
+
+
 def _counts(metrics: OrchestratorMetrics) -> Iterator[tuple[str, Samples]]:
     held = {
         "http": metrics.waiting,
@@ -152,9 +176,12 @@ def _counts(metrics: OrchestratorMetrics) -> Iterator[tuple[str, Samples]]:
     }
     yield "requests_failed", [((reason,), count) for reason, count in failed.items()]
     # The orchestrator's thread may add a key meanwhile: hence the copies.
+    yield "requests_refused", (Counter(metrics.refusals.copy()) + Counter(metrics.refused_on_arrival)).items()
     yield "decisions", metrics.decisions.copy().items()
     yield "decision_fallbacks", metrics.fallbacks.copy().items()
     for name, count in (
+        ("requests_recalled", metrics.recalls),
+        ("reserve_bubbles", metrics.bubbles),
         ("tokens_swallowed", metrics.swallowed_tokens),
         ("replays_diverged", metrics.diverged),
         ("matched_tokens", metrics.matched_tokens),

@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary
 from msgspec.structs import replace
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
-from vllm_omni_plugin.admin.admission import Answer
+from vllm_omni_plugin.admin.http_admission import Answer
 from vllm_omni_plugin.errors import OmniError
 from vllm_omni_plugin.integration.engine_client.output_guard import guard_outputs, guard_statistics
 from vllm_omni_plugin.integration.engine_client.peer_front import PeerFront

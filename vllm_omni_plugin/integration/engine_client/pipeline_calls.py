@@ -6,7 +6,7 @@ from contextlib import suppress
 from contextvars import ContextVar, copy_context
 from typing import Any, TypeVar
 
-from vllm_omni_plugin.admin.admission import current_answer
+from vllm_omni_plugin.admin.http_admission import current_answer
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallEnded, PipelineCall, StageEvent
 
 T = TypeVar("T")

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, cast
 
+from vllm_omni_plugin.admission import load_admission
 from vllm_omni_plugin.balancing import build_load_balancer_factory
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.coordinator import OmniCoordClientForHead, OmniCoordinatorRuntime, ReplicaWork
@@ -79,7 +80,7 @@ class Fleet:
         self.stages = FleetStages.of(self._plans)
         self._reaper = Reaper()
         self._exchange = WorkExchange(self._report_work) if options.is_open else None
-        self._pools = [_pool(plan, self._exchange) for plan in self._plans]
+        self._pools = [_pool(plan, self._exchange, options.admission is not None) for plan in self._plans]
         self._head_id = f"{socket.gethostname()}-{uuid.uuid4().hex}"
         self.orchestrator = self._make_orchestrator()
         self.fleet_calls = FleetCalls(self.orchestrator, self._head_id, self._client_now if options.is_open else None)
@@ -134,8 +135,15 @@ class Fleet:
             reader = apis[self.stages.prompt_stage]
             assert isinstance(reader, VllmStageApi)
             preparation = Preparation(pipeline, cast(list[StageApi], apis), reader.prompt_text)
+        admission_plan = None if options.admission is None else load_admission(options.admission)
         return Orchestrator(
-            self._pools, apis, options.migration_limit, time.monotonic, options.replica_wait, preparation
+            self._pools,
+            apis,
+            options.migration_limit,
+            time.monotonic,
+            options.replica_wait,
+            preparation,
+            admission_plan,
         )
 
     def _make_thread(self) -> OrchestratorThread:
@@ -222,10 +230,12 @@ def _secured(options: OmniConfig) -> OmniConfig:
         return options
 
 
-def _pool(plan: StagePlan, exchange: WorkExchange | None) -> StagePool:
+def _pool(plan: StagePlan, exchange: WorkExchange | None, admits: bool) -> StagePool:
     balancer = build_load_balancer_factory(plan.policy, plan.policy_config)()
-    binds_late = plan.vllm_config is not None and bool(getattr(balancer, "binds_late", False))
-    reserve = Reserve(batch_limits(plan.vllm_config), waits=True, recalls=True) if binds_late else AT_ONCE
+    binds_late = bool(getattr(balancer, "binds_late", False))
+    # Classes and tenants have an order only where requests wait, and what a Python stage can take is not known.
+    waits = plan.vllm_config is not None and (binds_late or admits)
+    reserve = Reserve(batch_limits(plan.vllm_config), waits, recalls=binds_late) if waits else AT_ONCE
     pool = StagePool(
         plan.stage_id, balancer, policy=plan.policy, lockstep=plan.lockstep, exchange=exchange, reserve=reserve
     )

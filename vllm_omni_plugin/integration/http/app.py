@@ -21,10 +21,11 @@ from starlette.middleware import Middleware
 
 from vllm_omni_plugin.admin.access import Access, HasKey
 from vllm_omni_plugin.admin.admin_keys import read_admin_keys
-from vllm_omni_plugin.admin.admission import AdmissionMiddleware, HttpAdmission
+from vllm_omni_plugin.admin.admission_file import AdmissionFile
 from vllm_omni_plugin.admin.explain import explain
 from vllm_omni_plugin.admin.head_drain import DRAINING
 from vllm_omni_plugin.admin.hold import Hold, HoldMiddleware
+from vllm_omni_plugin.admin.http_admission import AdmissionMiddleware, HttpAdmission, tenant_headers
 from vllm_omni_plugin.admin.operator_calls import OperatorCallMiddleware
 from vllm_omni_plugin.admin.replica_admin import FleetAdmin
 from vllm_omni_plugin.admin.replica_header import ReplicaHeaderMiddleware
@@ -33,6 +34,7 @@ from vllm_omni_plugin.admin.watch.fleet_view import FleetView
 from vllm_omni_plugin.admin.watch.token_counts import TokenRates
 from vllm_omni_plugin.admin.watch.viewers import Viewers
 from vllm_omni_plugin.admin.watch.watch_routes import build_watch_router
+from vllm_omni_plugin.admission import Refusal
 from vllm_omni_plugin.config import ADMIN_KEY_FLAG
 from vllm_omni_plugin.errors import SHUTTING_DOWN
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
@@ -40,6 +42,7 @@ from vllm_omni_plugin.integration.extending import extend
 from vllm_omni_plugin.integration.http.adapters import open_adapters
 from vllm_omni_plugin.integration.options.carried_options import DRAIN_FLAG, options_of
 from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.orchestrator.requests.counters import count
 
 logger = init_logger(__name__)
 
@@ -145,7 +148,22 @@ class FleetEndpoints:
             )
         state.omni_drain = fleet.head_drain
         state.omni_viewers = _viewers(fleet)
-        state.omni_admission = HttpAdmission(lambda *_: None, (), time.monotonic)
+        admission = fleet.orchestrator.admission
+        state.omni_admission = HttpAdmission(
+            admission.refusal,
+            admission.may_refuse,
+            partial(_count_refusal, fleet),
+            tenant_headers(options.tenant_header, options.admission),
+            time.monotonic,
+        )
+        if options.admission is not None:
+            # A supervisor sends the signal to each of its API servers.
+            one_of_several = hasattr(args, DRAIN_FLAG)
+            tell_others = partial(os.kill, os.getppid(), signal.SIGHUP) if one_of_several else _nobody
+            state.omni_admission_file = file = AdmissionFile(options.admission, fleet.orchestrator, tell_others)
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, file.on_signal)
+            # A signal may have come between the first reading and now.
+            file.on_signal()
         state.omni_hold = Hold(
             fleet.orchestrator,
             fleet.until_serving,
@@ -155,6 +173,10 @@ class FleetEndpoints:
         )
         if fleet.stages.pipeline is not None:
             serve_pipeline(self._app, fleet.stages.pipeline, fleet.abort_call)
+
+
+def _nobody() -> None:
+    """There are no other API servers."""
 
 
 def _viewers(fleet: FleetClient) -> Viewers:
@@ -170,6 +192,12 @@ def _viewers(fleet: FleetClient) -> Viewers:
         fleet.stages.pipeline,
     )
     return Viewers(view, fleet.orchestrator.events, lambda: fleet.resources.engine_dead)
+
+
+def _count_refusal(fleet: FleetClient, refused: Refusal) -> None:
+    orchestrator = fleet.orchestrator
+    key = (orchestrator.needed_pools[0].stage_id, str(refused.reason), str(int(refused.status)))
+    count(orchestrator.metrics.refused_on_arrival, key)
 
 
 def _why_closed(fleet: FleetClient) -> str:

@@ -4,6 +4,7 @@ import socket
 from collections.abc import Collection
 
 from vllm_omni_plugin.admin.admin_keys import read_admin_keys
+from vllm_omni_plugin.admission import load_admission
 from vllm_omni_plugin.balancing import build_load_balancer_factory
 from vllm_omni_plugin.config import ADMIN_KEY_FLAG, FLAGS, OmniConfig, Side
 from vllm_omni_plugin.curve import Secrets
@@ -41,6 +42,8 @@ def check(options: OmniConfig, given: Collection[str], headless: bool, api_serve
     _check_heartbeats(options)
     if options.admin_key_file is not None:
         read_admin_keys(options.admin_key_file, ADMIN_KEY_FLAG)
+    if options.admission is not None:
+        _check_admission(options.admission)
     if not options.is_open and api_servers < _SEVERAL:
         _refuse_without_master(given)
     if options.secret_file is not None:
@@ -79,6 +82,13 @@ def check_policy(options: OmniConfig) -> None:
             build_load_balancer_factory(options.lb_policy, config)
         except ConfigError as error:
             raise ConfigError(f"argument {flag}: {error}") from error
+
+
+def _check_admission(file: str) -> None:
+    try:
+        load_admission(file)
+    except ConfigError as error:
+        raise ConfigError(f"argument --omni-admission: {error}") from error
 
 
 def _check_side(given: Collection[str], headless: bool) -> None:

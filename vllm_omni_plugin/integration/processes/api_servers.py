@@ -1,6 +1,7 @@
 """Several API server processes on one socket: kept running one by one, ended together."""
 
 import asyncio
+import os
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableSequence, Sequence
@@ -86,6 +87,12 @@ class ApiServers:
             logger.warning("%d API servers have not ended in time and are killed.", len(self._running))
             self.kill()
             await self._stopped.wait()
+
+    def signal(self, signum: int) -> None:
+        """Send a signal to those that serve, which heed it; others would end of it, and what they begin with is new."""
+        for index, process in self._running.items():
+            if self._connections[index] != NOT_ACCEPTING and process.pid is not None:
+                os.kill(process.pid, signum)
 
     def kill(self) -> None:
         """End all of them at once, once `stop` has been called."""

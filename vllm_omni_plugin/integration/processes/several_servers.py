@@ -232,6 +232,8 @@ async def _serve(
     home: OmniConfig, plans: Sequence[StagePlan], processes: ApiServerProcesses, reaper: Reaper, timeout: float
 ) -> None:
     api_servers = ApiServers(processes.connections, processes.start, processes.forget)
+    if home.admission is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, api_servers.signal, signal.SIGHUP)
     engines = sum(plan.replicas for plan in plans)
     with ThreadPoolExecutor(2 * max(engines, 1), thread_name_prefix="omni-engine") as executor:
         replicas: list[ReplicaServer] = []

@@ -1,6 +1,6 @@
 """Requests that wait, in order, for a replica that serves; and how fast those of lost replicas go on elsewhere."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 
@@ -28,6 +28,9 @@ class HeldRequests:
 
     def __len__(self) -> int:
         return len(self._line)
+
+    def __iter__(self) -> Iterator[StageRun]:
+        return iter(self._line)
 
     def hold(self, run: StageRun, now: float) -> bool:
         """Put a request at the end of the line. Returns False if it may not wait."""

@@ -81,15 +81,19 @@ class RefusedRuns:
         return True
 
     def avoided(self, run: StageRun) -> Collection[int]:
-        """Ids of replicas that a request does not go to if others serve: those of `Suspects`, and that refused it."""
+        """Ids of replicas that a request does not go to if others serve: those of `Suspects`, and that refused it.
+
+        Raises:
+            NoReplicaError: see `Suspects.confine`.
+        """
         # What is bound to a replica finds what it needs nowhere else.
         apart = run.suspicions or (run.affinity_key is None and self._suspects.tries)
         tried = self._suspects.avoided(run) if apart else ()
         refused = self._refused_by.get(run)
-        if not refused:
-            return tried
-        both = refused.union(tried)
-        return both if any(member.replica_id not in both for member in self._pool.serving) else refused
+        avoided = refused.union(tried) if refused else tried
+        if refused and not any(member.replica_id not in avoided for member in self._pool.serving):
+            avoided = refused
+        return self._suspects.confine(run, avoided)
 
     def take(self) -> StageRun | None:
         """The next one to be sent, which waits no more. To be asked until there is none."""

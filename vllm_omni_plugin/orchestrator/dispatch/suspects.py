@@ -1,26 +1,30 @@
-"""Requests that engines may have died of: each is tried apart from all others, and a second crash there convicts it."""
+"""Requests that engines may have died of: each is tried apart from the others, and none gets a third replica."""
 
 from collections.abc import Callable, Collection, Iterable
 
-from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.errors import NoReplicaError
 from vllm_omni_plugin.orchestrator.dispatch.held_requests import HeldRequests
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
-from vllm_omni_plugin.orchestrator.requests.stage_run import Loss, StageRun
-
-logger = init_logger(__name__)
+from vllm_omni_plugin.orchestrator.requests.stage_run import Accepted, Loss, StageRun
 
 WAIT_S = 10.0
 """Seconds that a suspect waits for a replica without another one. Where many wait, most of them are innocent."""
+TRIAL_OUTPUTS = 4
+"""New outputs of a replica that end a trial there. One is not enough: what an engine has computed ahead is lost with
+it, so of two engines that die at the same token the second may have sent more."""
 
 
 class Suspects:
     """The suspects of one stage. Lives on the orchestrator's loop.
 
-    When an engine crashes, or says what cannot be used, each request that has had no output of it may be the cause.
-    These are the suspects. Each is tried at another replica until it has output, if possible where no other suspect is
-    and where no new request goes meanwhile. If that replica crashes, too, and nobody else was without output there, the
-    request fails, and both losses are its doing and nobody else's.
+    When an engine crashes, or says what cannot be used, each request in flight there may be the cause. These are the
+    suspects, to their end, or until another one is found to be the cause. Each is tried at another replica until it has
+    had some new output of it, if possible where no other suspect is tried and where no new request goes meanwhile.
+
+    If a second replica crashes, those that were in flight on both are looked at. The only one that is on trial there,
+    or else the only one at all, is guilty: it fails, and both losses are its doing and nobody else's. Where it cannot
+    be told which one it was they get no third replica either, but may go back to those that crashed under them.
 
     Args:
         pool: the stage's replicas.
@@ -41,55 +45,98 @@ class Suspects:
         self._wake_at = wake_at
         self._clock = clock
         self._line = HeldRequests(WAIT_S, wake_at)
+        self._cleared: dict[StageRun, None] = {}
         self.tries: dict[int, set[StageRun]] = {}
 
     def __len__(self) -> int:
         """How many wait for a replica without another one."""
-        return len(self._line)
+        return len(self._line) + len(self._cleared)
 
     def avoided(self, run: StageRun) -> Collection[int]:
         """Ids of the replicas to which a request does not go if others serve.
 
-        These are where suspects are tried, and for a suspect also those that it may have crashed: one broken machine
-        would make it guilty.
+        These are where suspects are tried, and for a suspect also those that it may have crashed, with all on their
+        machines if that leaves any: one that is broken would make it guilty.
         """
+        if not run.suspected:
+            # One that is kept apart to its end would take a replica from all others for as long.
+            return {place for place, tried in self.tries.items() if any(not _has_had_outputs(run) for run in tried)}
         tried = self.tries.keys()
-        if not run.suspicions:
-            return tried
-        avoided = tried | {loss.replica_id for loss in run.suspicions}
-        return avoided if any(member.replica_id not in avoided for member in self._pool.serving) else tried
+        crashed = {loss.replica_id for loss in run.suspected}
+        machines = {loss.machine for loss in run.suspected}
+        beside = {member.replica_id for member in self._pool.serving if member.machine in machines}
+        for wider in (tried | crashed | beside, tried | crashed):
+            if any(member.replica_id not in wider for member in self._pool.serving):
+                return wider
+        return tried
+
+    def confine(self, run: StageRun, avoided: Collection[int]) -> Collection[int]:
+        """As `avoided`, and for a request under which two replicas have crashed all others, too.
+
+        Raises:
+            NoReplicaError: none of those to which it may go serves.
+        """
+        allowed = self._allowed(run)
+        if allowed is None:
+            return avoided
+        serving = {member.replica_id for member in self._pool.serving}
+        if not serving & allowed:
+            raise NoReplicaError("None of the replicas that crashed under this request serves again.")
+        others = serving - allowed
+        return others.union(avoided) if (serving & allowed).difference(avoided) else others
+
+    def can_go(self, run: StageRun) -> bool:
+        """Whether a replica serves to which a request may go."""
+        allowed = self._allowed(run)
+        return any(allowed is None or member.replica_id in allowed for member in self._pool.serving)
 
     def hold(self, run: StageRun) -> bool:
-        """Let a suspect wait if others are tried at all replicas that serve. Returns whether it waits."""
-        must_wait = self._is_apart(run) and (len(self._line) > 0 or self._all_tried())
-        return must_wait and self._line.hold(run, self._clock())
+        """Let a suspect wait if others are tried at all replicas that it may go to. Returns whether it waits."""
+        if not self._on_trial(run):
+            return False
+        if len(self._line) and not self._must_wait(run):
+            # Those in front of it may have to wait, as they may not go everywhere.
+            self._wake_at(self._clock())
+        elif not self._must_wait(run):
+            return False
+        return self._line.hold(run, self._clock())
 
     def begin(self, run: StageRun, member: PoolMember) -> None:
         """A suspect is sent to a replica."""
-        if self._is_apart(run):
+        if self._on_trial(run):
             self.tries.setdefault(member.replica_id, set()).add(run)
+
+    def heard(self, member: PoolMember, accepted: Iterable[Accepted]) -> None:
+        """New outputs came from a replica where suspects are tried."""
+        for run, _ in accepted:
+            if run in self.tries.get(member.replica_id, ()):
+                run.trial_outputs += 1
+                if not self._on_trial(run):
+                    self.forget(run)
 
     def engine_failed(self, runs: Iterable[StageRun], loss: Loss) -> None:
         """An engine failed with these requests in flight. Who may have caused it is noted with them and the loss."""
-        unanswered = [run for run in runs if run.sent and not run.began]
-        if len(unanswered) == 1 and self._is_guilty(unanswered[0], loss):
-            self._blame(unanswered[0], loss)
-            return
-        for run in unanswered:
+        sent = [run for run in runs if run.sent]
+        twice = [run for run in sent if self._crashed_before(run, loss)]
+        tried = self.tries.get(loss.replica_id, ())
+        likely = [run for run in twice if run in tried] or twice
+        for run in sent:
+            if loss.others and run.began and run not in tried:
+                run.losses_excused.append(loss)
             run.suspicions.append(loss)
+            run.trial_outputs = 0
+        # Where other heads had requests, too, one that has begun before may be beside the one that it was.
+        if len(likely) == 1 and not (loss.others and likely[0].produced):
+            self._blame(likely[0])
 
     def lost(self, member: PoolMember) -> None:
         """A replica is lost; who was tried there is to be tried again."""
         self.tries.pop(member.replica_id, None)
 
-    def clear(self, run: StageRun) -> None:
-        """A suspect has had output: it is as good as any other request."""
-        run.suspicions.clear()
-        self.forget(run)
-
     def forget(self, run: StageRun) -> None:
-        """A suspect is none any more, or has ended: the next one may go where it was."""
+        """A suspect's trial is over, or it has ended: the next one may go where it was."""
         self._line.remove(run)
+        self._cleared.pop(run, None)
         if run.replica_id in self.tries:
             tried = self.tries[run.replica_id]
             tried.discard(run)
@@ -102,24 +149,61 @@ class Suspects:
     def next_free(self) -> StageRun | None:
         """The next one that waits and need not any longer, in order; it waits no more. To be asked until there is none.
 
-        Because a replica is free for it, or because it has waited long enough.
+        Because a replica is free for it, because another one is guilty, or because it has waited long enough.
         """
-        return self._line.take_overdue(self._clock()) if self._all_tried() else self._line.take()
+        if self._cleared:
+            run = next(iter(self._cleared))
+            del self._cleared[run]
+            return run
+        if not self._all_tried():
+            for run in self._line:
+                if not self._must_wait(run):
+                    self._line.remove(run)
+                    return run
+        return self._line.take_overdue(self._clock())
 
-    def _is_apart(self, run: StageRun) -> bool:
+    def _on_trial(self, run: StageRun) -> bool:
         # A stage with one replica would serve nobody else meanwhile, so it crashes once more before that.
-        return len(run.suspicions) > (len(self._pool.members) == 1)
+        if len(run.suspected) <= (len(self._pool.members) == 1):
+            return False
+        return self._allowed(run) is not None or not _has_had_outputs(run)
+
+    def _allowed(self, run: StageRun) -> set[int] | None:
+        """Ids of the only replicas to which a request may go; None: it may go to all."""
+        crashed = {loss.replica_id for loss in run.suspected}
+        return crashed if len(crashed) > 1 else None
+
+    def _must_wait(self, run: StageRun) -> bool:
+        # Where no replica serves that it may go to, a suspect waits as everybody else does.
+        if self._all_tried():
+            return True
+        allowed = self._allowed(run)
+        if allowed is None:
+            return False
+        serving = [member.replica_id for member in self._pool.serving if member.replica_id in allowed]
+        return bool(serving) and all(replica_id in self.tries for replica_id in serving)
 
     def _all_tried(self) -> bool:
-        # Where no replica serves at all suspects wait as everybody else does. Most often the lengths say all.
+        # Most often the lengths say all.
         serving = self._pool.serving
         return 0 < len(serving) <= len(self.tries) and all(member.replica_id in self.tries for member in serving)
 
-    def _is_guilty(self, run: StageRun, loss: Loss) -> bool:
-        elsewhere = any(before.replica_id != loss.replica_id for before in run.suspicions)
-        return elsewhere or bool(run.suspicions and not self._pool.serving)
+    def _crashed_before(self, run: StageRun, loss: Loss) -> bool:
+        """Whether a crash before this one counts against a request: of another replica, if there is one."""
+        elsewhere = any(before.replica_id != loss.replica_id for before in run.suspected)
+        return elsewhere or bool(run.suspected and not self._pool.serving)
 
-    def _blame(self, run: StageRun, loss: Loss) -> None:
-        for each in (*run.suspicions, loss):
-            each.culprit = run
-        logger.error("Request %s gets no third replica: two engines seem to have died of it.", run.request_id)
+    def _blame(self, guilty: StageRun) -> None:
+        for loss in guilty.suspected:
+            loss.culprit = guilty
+        # Who is not suspected of anything else need not wait, nor is a replica kept for it.
+        for run in [run for run in self._line if not self._on_trial(run)]:
+            self._line.remove(run)
+            self._cleared[run] = None
+        for tried in [*self.tries.values()]:
+            for run in [run for run in tried if not self._on_trial(run)]:
+                self.forget(run)
+
+
+def _has_had_outputs(run: StageRun) -> bool:
+    return run.trial_outputs >= TRIAL_OUTPUTS

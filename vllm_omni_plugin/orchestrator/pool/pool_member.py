@@ -57,6 +57,7 @@ class PoolMember:
         idle: done as soon as nothing is in flight; None if nobody has asked.
         engine_index: the number under which vLLM's metrics and logs know it.
         name: what users call it, `<stage>.<replica>`.
+        machine: the same for replicas that this head reaches at one address.
     """
 
     replica_id: int
@@ -91,6 +92,11 @@ class PoolMember:
     def load(self) -> ReplicaLoad:
         """What it has to do at this moment. For the loop's thread; others ask its account for `uncached_load`."""
         return self.account.load
+
+    @property
+    def machine(self) -> str:
+        """As above."""
+        return self.input_addr.rpartition(":")[0] if self.remote else ""
 
     def tell_if_idle(self) -> None:
         """Something has left the replica."""

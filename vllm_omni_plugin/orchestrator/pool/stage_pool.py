@@ -15,6 +15,7 @@ from vllm_omni_plugin.balancing import (
     Task,
     UnreportedRequests,
 )
+from vllm_omni_plugin.balancing.interface import prompt_tokens
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import NoReplicaError, RequestLostError
 from vllm_omni_plugin.logger import init_logger
@@ -175,6 +176,10 @@ class StagePool:
             member.account.join(self.exchange.serves(member))
         return self._enter_service(member)
 
+    def others_at(self, member: PoolMember) -> int:
+        """How many requests other heads have at a replica, as far as they have said."""
+        return member.account.others if self.exchange is not None and self.exchange.others else 0
+
     def lose(self, member: PoolMember, status: ReplicaStatus) -> list[StageRun]:
         """The replica is gone or no longer trusted. Returns the requests that were in flight there."""
         orphans = list(member.in_flight.values())
@@ -266,7 +271,10 @@ class StagePool:
         if not self.serving:
             raise self.unavailable()
         decision = self._policy.explain(task, self.serving)
-        return Explanation(self.policy, decision, tuple((member.name, member.load) for member in self.serving))
+        tokens = max(0, prompt_tokens(task) - decision.matched_tokens)
+        may_begin = self.reserve.has_room(self.serving[decision.position].account, tokens)
+        loads = tuple((member.name, member.load) for member in self.serving)
+        return Explanation(self.policy, decision, loads, may_begin)
 
     def unavailable(self, waited: float = 0.0) -> NoReplicaError:
         """The error of a request that finds no replica serving. Safe to call from any thread.

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from prometheus_client import Histogram
 
+from vllm_omni_plugin.errors import QueryOfDeathError
 from vllm_omni_plugin.vllm_api.requests.move import Move
 
 _MAX_REASONS = 64
@@ -63,14 +64,15 @@ class OrchestratorMetrics:
         recalls: requests that waited for a replica and went to another one, which could begin them earlier.
         refusals: requests that found the queue full, waited too long or whose tenant was at a limit, by stage,
             reason and status of HTTP.
+        refused_on_arrival: those of whom that was clear before they were accepted, in the same way.
         matched_tokens: prompt tokens that policies expected to be cached where they sent them, of the attempts whose
             engine said how many were.
         cached_tokens: prompt tokens that these engines said they had cached.
         stage_seconds: what requests spent in stages of a pipeline, by its id and name and by part: `transfer`,
             `queue`, `first_output`, `run`; see `OrchestratorRequestState.pipeline_timings`.
         has_session: whether the coordinator answers this head; None where there is none. Written by its client's.
-        waiting: requests that are held for that reason now, before that. It and `turned_away` are written by
-            AsyncLLM's thread, all else by ours.
+        waiting: requests that are held for that reason now, before that. It, `turned_away` and `refused_on_arrival`
+            are written by AsyncLLM's thread, all else by ours.
     """
 
     def __init__(self) -> None:
@@ -89,6 +91,7 @@ class OrchestratorMetrics:
         self.decisions: dict[tuple[int, str, str], int] = {}
         self.fallbacks: dict[tuple[int, str, str], int] = {}
         self.refusals: dict[tuple[int, str, str], int] = {}
+        self.refused_on_arrival: dict[tuple[int, str, str], int] = {}
         self.bubbles = 0
         self.recalls = 0
         self.matched_tokens = 0
@@ -99,6 +102,15 @@ class OrchestratorMetrics:
     def spent(self, stage_id: int, name: str, part: str, seconds: float) -> None:
         """Count what a request has spent in one part of a stage."""
         self.stage_seconds.labels(str(stage_id), name, part).observe(seconds)
+
+    def failed(self, error: Exception, refused: bool = False) -> None:
+        """Count a request that ends with this error; `refused`: because it waited in vain, or might not wait."""
+        if isinstance(error, QueryOfDeathError):
+            self.queries_of_death += 1
+        elif refused:
+            self.refused += 1
+        else:
+            self.lost += 1
 
     @property
     def held(self) -> int:

@@ -5,7 +5,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from vllm_omni_plugin.admission.terms import Terms
+from vllm_omni_plugin.admission import AdmissionPlan, Terms
 from vllm_omni_plugin.balancing import Decision, ReplicaLoad, Task
 from vllm_omni_plugin.coordinator import HeadLeft, PeerWork, ReplicaInfo, SessionLost, Welcome
 from vllm_omni_plugin.coordinator.protocol.head_messages import CallMessage
@@ -235,6 +235,19 @@ class ManageReplica:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplaceAdmission:
+    """Another plan of who goes first and who is refused.
+
+    Attributes:
+        plan: the plan.
+        reply: gets what it changes, a line for each value.
+    """
+
+    plan: AdmissionPlan
+    reply: "Future[list[str]]"
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
     """A decision that was not carried out.
 
@@ -243,11 +256,13 @@ class Explanation:
         decision: what it would decide.
         replicas: those it could choose from, as `<stage>.<replica>`, and their loads, at the positions that the
             decision speaks of.
+        may_begin: whether the chosen one could begin it in its next steps, so that it would be sent at once.
     """
 
     policy: str
     decision: Decision
     replicas: tuple[tuple[str, ReplicaLoad], ...]
+    may_begin: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,4 +284,4 @@ Membership = RegisterRemoteReplica | UnregisterRemoteReplica | ManageReplica
 """What changes who serves."""
 PeerMessage = Welcome | PeerWork | HeadLeft | SessionLost | CallMessage
 """What a head hears of the coordinator, but for replicas."""
-RpcMessage = CallReplicas | Membership | Explain | PeerMessage
+RpcMessage = CallReplicas | Membership | Explain | ReplaceAdmission | PeerMessage

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from vllm_omni_plugin.admission import Terms, Ticket
 from vllm_omni_plugin.balancing import Decision, Task
-from vllm_omni_plugin.errors import NoReplicaError, OmniError, RequestLostError
+from vllm_omni_plugin.errors import NoReplicaError, OmniError, QueryOfDeathError, RequestLostError
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import Dispatches
 from vllm_omni_plugin.vllm_api.requests.move import Move
 
@@ -39,11 +39,17 @@ class Loss:
     Attributes:
         replica_id: the replica.
         reason: why it is gone, for errors.
+        machine: the replica's, see `PoolMember`.
+        requests: how many of this head's were in flight there.
+        others: how many of other heads', as far as they have said.
         culprit: the request that its engine died of; None: there is none, or it is not known.
     """
 
     replica_id: int
     reason: str
+    machine: str = ""
+    requests: int = 0
+    others: int = 0
     culprit: "StageRun | None" = None
 
 
@@ -114,8 +120,10 @@ class StageRun:
         ticket: its place in the order of all; None in stages that let everybody in.
         dispatched_at: monotonic seconds at which the first attempt was sent; None before.
         losses: of the replicas that it has lost.
-        losses_unsent: those of them that turned out to be dead before they had got it.
-        suspicions: those of them that it may have caused; none once it has had output since, see `Suspects`.
+        losses_excused: those of them that do not count for the limit: replicas that turned out to be dead before they
+            had got it, and crashes that a request of another head is the likelier cause of.
+        suspicions: those of them that were crashes of engines that had got it, see `Suspects`.
+        trial_outputs: new outputs that it has had since the last of these, as far as they are counted.
         closed: whether it has left its dispatcher, which keeps nothing of it any more.
         task: what the policy was told of the last attempt.
         affinity_key: see `EngineApi.describe`.
@@ -147,8 +155,9 @@ class StageRun:
     ticket: Ticket | None = None
     dispatched_at: float | None = None
     losses: list[Loss] = field(default_factory=list)
-    losses_unsent: list[Loss] = field(default_factory=list)
+    losses_excused: list[Loss] = field(default_factory=list)
     suspicions: list[Loss] = field(default_factory=list)
+    trial_outputs: int = 0
     closed: bool = field(default=False, init=False)
     task: Task = field(default_factory=Task, init=False)
     affinity_key: int | None = field(default=None, init=False)
@@ -169,6 +178,16 @@ class StageRun:
     def finished(self) -> bool:
         """Whether the request has ended."""
         return self.phase is RequestPhase.FINISHED
+
+    @property
+    def crashes(self) -> list[Loss]:
+        """The losses that it has caused, or may have."""
+        return [loss for loss in self.suspicions if loss.culprit in (None, self)]
+
+    @property
+    def suspected(self) -> list[Loss]:
+        """The losses that it may have caused: those `suspicions` of which no request is known to be the culprit."""
+        return [loss for loss in self.suspicions if loss.culprit is None] if self.suspicions else []
 
     def dispatch(self, replica_id: int, engine_request_id: str, task: Task, decision: Decision, now: float) -> None:
         """Bind the next attempt to a replica, before it is charged there and sent.
@@ -273,7 +292,7 @@ class StageRun:
         Args:
             loss: which replica, and why.
             migration_limit: moves a request may make in its life, without those for which another one is to blame, and
-                those from a replica that has not got it.
+                those of `losses_excused`.
             on_delivered: how this request can go on if part of its answer has been delivered, or `STAYS`.
             vocabulary: see `EngineApi`.
 
@@ -283,7 +302,7 @@ class StageRun:
         assert self.phase in (RequestPhase.DISPATCHED, RequestPhase.STREAMING), self
         self.losses.append(loss)
         if not self.sent:
-            self.losses_unsent.append(loss)
+            self.losses_excused.append(loss)
         self._loss = f"Replica {loss.replica_id} was lost while it served this request ({loss.reason})"
         replayable = self.streaming is not None and self.streaming.replayable
         restarts = not self.produced and on_delivered is not Move.STAYS
@@ -315,17 +334,23 @@ class StageRun:
         """No replica can take the request. Returns what it has ended with."""
         assert self.phase in (RequestPhase.QUEUED, RequestPhase.MOVING), self
         self.phase = RequestPhase.FINISHED
+        if len({loss.replica_id for loss in self.suspected}) > 1:
+            return self.query_of_death()
         if self.produced:
             return RequestLostError(f"{self._loss}, after part of the answer had been delivered. {error}")
         return error
 
+    def query_of_death(self) -> QueryOfDeathError:
+        """The error of a request that gets no third replica because engines may have died of it."""
+        which = ", ".join(f"replica {loss.replica_id} ({loss.reason})" for loss in self.crashes)
+        return QueryOfDeathError(
+            f"{len(self.crashes)} engines died while they ran this request: {which}. They may have died of it, so it "
+            "gets no third replica."
+        )
+
     def _why_not_movable(self, move: Move, migration_limit: int, vocabulary: int | None) -> RequestLostError | None:
         if self.losses[-1].culprit is self:
-            before = ", ".join(f"replica {loss.replica_id} ({loss.reason})" for loss in self.suspicions)
-            return RequestLostError(
-                f"{self._loss}, as was {before} before it, each without any output of it. The engines may have died of "
-                "this request, so no other replica gets it."
-            )
+            return self.query_of_death()
         if self.streaming is not None and not self.streaming.replayable:
             return RequestLostError(f"{self._loss}, and a streaming-input session cannot move. Please open it again.")
         if move is Move.STAYS:
@@ -344,7 +369,7 @@ class StageRun:
                 f"{self._loss}, and had sent token id {token}, which the model's vocabulary of {vocabulary} does not "
                 "have, so no other replica can go on with it. Please send it again."
             )
-        if sum(loss.culprit is None and loss not in self.losses_unsent for loss in self.losses) > migration_limit:
+        if sum(loss.culprit is None and loss not in self.losses_excused for loss in self.losses) > migration_limit:
             return RequestLostError(
                 f"{self._loss}; it had moved {migration_limit} times, the limit of --omni-migration-limit."
             )

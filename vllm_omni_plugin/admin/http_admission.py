@@ -40,11 +40,15 @@ class HttpAdmission:
 
     Attributes:
         refusal: see `Admission.refusal`.
+        may_refuse: see `Admission.may_refuse`.
+        count: told of each refusal that is answered before the application sees the request.
         tenant_headers: where a tenant's name may stand, first come first; empty: tenants are not told apart.
         clock: monotonic seconds.
     """
 
     refusal: Callable[[Terms, int | None, float], Refusal | None]
+    may_refuse: Callable[[Terms], bool]
+    count: Callable[[Refusal], None]
     tenant_headers: Sequence[str]
     clock: Callable[[], float]
 
@@ -57,6 +61,18 @@ class HttpAdmission:
         text = headers.get(_TIMEOUT)
         timeout_s = None if text is None else _seconds(text.decode("latin-1"))
         return Terms(_tenant(headers, self.tenant_headers) if self.tenant_headers else "", timeout_s)
+
+
+def tenant_headers(named: str | None, plan: str | None) -> tuple[str, ...]:
+    """Where a tenant's name may stand; empty: nobody asked for tenants.
+
+    Args:
+        named: what `--omni-tenant-header` says.
+        plan: what `--omni-admission` says.
+    """
+    if named is not None:
+        return (named,)
+    return (TENANT_HEADER, FAIRNESS_HEADER) if plan is not None else ()
 
 
 def _seconds(text: str) -> float:
@@ -82,25 +98,27 @@ def _tenant(headers: Headers, names: Sequence[str]) -> str:
 class Answer:
     """An answer that is being made, by one request or several.
 
-    What it begins with is kept back until a request for it was handed to the fleet and something follows.
+    Where a request may still be refused in the queue, what it begins with is kept back until one for it was handed
+    to the fleet and something follows.
 
     Args:
         terms: of its requests.
         arrived: monotonic seconds at which its client began to wait.
         send: to the client.
+        keeps: whether its beginning is kept back.
 
     Attributes:
         request_ids: the requests that were handed to the fleet for it.
         refused: what its client is told in its place: a request for it was refused, and nothing had been sent.
     """
 
-    def __init__(self, terms: Terms, arrived: float, send: Send) -> None:
+    def __init__(self, terms: Terms, arrived: float, send: Send, keeps: bool) -> None:
         self.request_ids: list[str] = []
         self.refused: RefusedError | None = None
         self._terms = terms
         self._arrived = arrived
         self._send = send
-        self._kept: list[Message] | None = []
+        self._kept: list[Message] | None = [] if keeps else None
 
     def submitted(self, request_id: str, now: float) -> Terms:
         """A request for it is handed to the fleet; returns its terms, with the time that is left."""
@@ -167,8 +185,8 @@ class AdmissionMiddleware:
         now = admission.clock()
         try:
             terms = admission.terms(dict(scope["headers"]))
-        except BadTimeoutError as error:
-            await error_response(str(error), HTTPStatus.BAD_REQUEST, "BadRequestError")(scope, receive, send)
+        except BadTimeoutError as fault:
+            await error_response(str(fault), HTTPStatus.BAD_REQUEST, "BadRequestError")(scope, receive, send)
             return
         refused = admission.refusal(terms, None, now)
         if refused is not None:
@@ -179,9 +197,11 @@ class AdmissionMiddleware:
                 return
             if (priority := _priority(body)) is not None:
                 refused = admission.refusal(terms, priority, now)
-        error = None if refused is None else RefusedError(*refused)
-        if error is None:
-            error = await self._answer(Answer(terms, now, send), scope, receive)
+        if refused is None:
+            error = await self._answer(Answer(terms, now, send, admission.may_refuse(terms)), scope, receive)
+        else:
+            admission.count(refused)
+            error = RefusedError(*refused)
         if error is not None:
             await refusal(error)(scope, receive, send)
 

@@ -1,15 +1,17 @@
-"""YAML text as plain data, with the line of each of its values."""
+"""A YAML file as plain data, with the line of each of its values."""
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
 from yaml.constructor import ConstructorError
 
+from vllm_omni_plugin.documents.places import Place, worded
 from vllm_omni_plugin.errors import ConfigError
-from vllm_omni_plugin.pipeline.places import Place, worded
 
+_MAX_BYTES = 1024 * 1024
 _MAX_VALUES = 50_000
 _TAG = "tag:yaml.org,2002:"
 
@@ -83,6 +85,27 @@ _Loader.add_constructor(None, _Loader.refuse)
 
 def _fault(node: yaml.Node, message: str) -> ConstructorError:
     return ConstructorError(None, None, message, node.start_mark)
+
+
+def read(path: Path) -> Document:
+    """Read a YAML file, as `parse` does.
+
+    Raises:
+        ConfigError: it cannot be read, or used: one line that names it.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    if len(content) > _MAX_BYTES:
+        raise ConfigError(f"{path}: larger than {_MAX_BYTES // 1024**2} MiB, which nobody writes by hand")
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{path}:{line}: not UTF-8: byte {content[error.start]:#04x}") from None
+    return parse(text, str(path))
 
 
 def parse(text: str, source: str) -> Document:

@@ -12,15 +12,16 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tests.admin.asgi import Client
-from vllm_omni_plugin.admin.admission import (
+from vllm_omni_plugin.admin.hold import CLIENT_CLOSED_REQUEST
+from vllm_omni_plugin.admin.http_admission import (
     FAIRNESS_HEADER,
     TENANT_HEADER,
     AdmissionMiddleware,
     Answer,
     HttpAdmission,
     current_answer,
+    tenant_headers,
 )
-from vllm_omni_plugin.admin.hold import CLIENT_CLOSED_REQUEST
 from vllm_omni_plugin.admission.terms import Reason, Refusal, Terms
 from vllm_omni_plugin.errors import NoReplicaError, RefusedError
 
@@ -44,6 +45,7 @@ class Head:
     """An application behind the middleware, and what would be refused.
 
     Attributes:
+        counted: what was refused before the application saw it.
         asked: the terms and priorities that the fleet was asked about.
         now: monotonic seconds.
         seen: terms of the requests that were handed to the fleet.
@@ -56,11 +58,15 @@ class Head:
         headers: tuple[str, ...] = BOTH_HEADERS,
     ) -> None:
         self.now = 100.0
+        self.may_refuse = True
+        self.counted: list[Refusal] = []
         self.asked: list[tuple[Terms, int | None]] = []
         self.seen: list[Terms] = []
         self._refused = refused
         self._main = Starlette()
-        self._main.state.omni_admission = HttpAdmission(self._refusal, headers, lambda: self.now)
+        self._main.state.omni_admission = HttpAdmission(
+            self._refusal, lambda _: self.may_refuse, self.counted.append, headers, lambda: self.now
+        )
         self.app = AdmissionMiddleware(app or self.submitting, frozenset({PATH}))
 
     def request(self, path: str = PATH, method: str = "POST", **headers: str) -> Client:
@@ -120,6 +126,19 @@ async def test_a_tenant_is_named_by_headers_or_told_apart_by_the_key(headers: di
     assert head.seen == [Terms(tenant)]
 
 
+@pytest.mark.parametrize(
+    ("named", "plan", "headers"),
+    [
+        (None, None, ()),
+        (None, "admission.yaml", ("X-Tenant-ID", "x-gateway-fairness-id")),
+        ("X-Team", None, ("X-Team",)),
+        ("X-Team", "admission.yaml", ("X-Team",)),
+    ],
+)
+def test_tenants_are_told_apart_by_the_flags(named: str | None, plan: str | None, headers: tuple[str, ...]) -> None:
+    assert tenant_headers(named, plan) == headers
+
+
 async def test_tenants_are_not_told_apart_unless_asked_for() -> None:
     head = Head(headers=())
     client = head.request(x_tenant_id="acme", authorization="Bearer sk-1")
@@ -165,7 +184,7 @@ async def test_a_request_is_refused_before_the_application_sees_it(refused: Refu
     assert client.headers["retry-after"] == str(refused.retry_after_s)
     assert client.error == {"message": refused.message, "type": kind, "param": None, "code": status}
     assert head.asked == [(Terms(), None), (Terms(), 3)]
-    assert head.seen == []
+    assert (head.seen, head.counted) == ([], [refused])
 
 
 async def test_the_body_of_a_request_that_its_priority_saves_is_whole() -> None:
@@ -176,6 +195,7 @@ async def test_the_body_of_a_request_that_its_priority_saves_is_whole() -> None:
     client.upload(body[20:])
     assert await client.status() == 200
     assert client.body == body
+    assert head.counted == []
 
 
 @pytest.mark.parametrize(
@@ -266,6 +286,18 @@ async def test_a_stream_begins_with_its_first_output_and_then_goes_on_as_it_come
         await client.sent_so_far(len(expected) + 1)
         expected.append(message)
         assert client.sent == expected
+    assert await client.status() == 200
+
+
+async def test_a_stream_that_nobody_may_refuse_begins_at_once() -> None:
+    stream = Stream()
+    head = Head(stream)
+    head.may_refuse = False
+    client = head.request()
+    async with asyncio.timeout(10):
+        await stream.submitted.wait()
+    assert client.sent == [start(headers=EVENTS)]
+    stream.outputs.put_nowait(part(b"", more=False))
     assert await client.status() == 200
 
 

@@ -1,0 +1,190 @@
+"""Requests that engines die of in the middle of an answer: two engines at most, and their neighbours lose nothing."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from tests.fakes.fleet import FakeFleet
+from vllm_omni_plugin.errors import RequestLostError
+
+STEP_S = 0.02
+LENGTH = 60
+RESTART_S = 5.0
+
+Deadly = Callable[[int, int], bool]
+"""Whether an engine dies in a step: of a request that has so many tokens, so many of them computed by this engine."""
+
+
+def at_once(tokens: int, here: int) -> bool:
+    """It dies of what the request has become, so the next one at once."""
+    return tokens >= 10
+
+
+def after_a_while(tokens: int, here: int) -> bool:
+    """It dies of how long the request has run there."""
+    return here >= 10
+
+
+class Engines:
+    """Engines that compute one token of each of their requests in each step, and die of some requests.
+
+    Args:
+        fleet: where they are the replicas.
+        deadly: how they die of which requests.
+        length: tokens of each request.
+        return_after: seconds after which an engine that has died is there again.
+
+    Attributes:
+        deaths: replicas whose engines have died, in order.
+    """
+
+    def __init__(
+        self, fleet: FakeFleet, deadly: dict[str, Deadly], length: int = LENGTH, return_after: float = 1e9
+    ) -> None:
+        self.deaths: list[int] = []
+        self._fleet = fleet
+        self._deadly = deadly
+        self._length = length
+        self._return_after = return_after
+        self._returns: list[tuple[float, int]] = []
+        self._computed: Counter[str] = Counter()
+
+    async def run(self, steps: int = 4000) -> dict[str, object]:
+        """Let them compute until all requests have ended. Returns how each did."""
+        fleet = self._fleet
+        for _ in range(steps):
+            await self.step()
+            if not fleet.orchestrator.request_states:
+                break
+        return dict(event for event in fleet.events if event[1] is not None)
+
+    async def step(self) -> None:
+        """One step of each, and what is due at its end."""
+        fleet = self._fleet
+        fleet.now += STEP_S
+        while self._returns and self._returns[0][0] <= fleet.now:
+            fleet.join(fleet.pool.member(self._returns.pop(0)[1]))
+        for member in list(fleet.pool.serving):
+            self._compute(member.replica_id)
+        fleet.orchestrator._tick()
+        await fleet.read()
+
+    def lose(self, replica_id: int) -> None:
+        """An engine dies."""
+        self.deaths.append(replica_id)
+        self._returns.append((self._fleet.now + self._return_after, replica_id))
+        self._fleet.lose(replica_id)
+
+    def _compute(self, replica_id: int) -> None:
+        link, in_flight = self._fleet.links[replica_id], self._fleet.pool.member(replica_id).in_flight
+        attempts = list(in_flight.items())
+        for attempt, run in attempts:
+            deadly = self._deadly.get(run.request_id)
+            if deadly is not None and deadly(self._tokens(link.prompts[attempt], attempt), self._computed[attempt]):
+                self.lose(replica_id)
+                return
+        for attempt, _ in attempts:
+            if attempt in in_flight:
+                token = self._tokens(link.prompts[attempt], attempt)
+                self._computed[attempt] += 1
+                link.output(attempt, token, finish_reason="stop" if token + 1 == self._length else None)
+
+    def _tokens(self, prompt: Sequence[int], attempt: str) -> int:
+        return len(prompt) + self._computed[attempt]
+
+
+def whole(fleet: FakeFleet, names: str) -> bool:
+    """Whether these requests got all of their tokens, each once and in order."""
+    return all(fleet.tokens.get(name) == list(range(LENGTH)) for name in names)
+
+
+KILLS = pytest.mark.parametrize(
+    ("deadly", "move"),
+    [
+        pytest.param(at_once, "resume", id="dies at once when resumed"),
+        pytest.param(after_a_while, "resume", id="dies later when resumed"),
+        pytest.param(at_once, "replay", id="dies where it did when replayed"),
+    ],
+)
+
+
+@KILLS
+@pytest.mark.parametrize("replicas", [2, 3, 4])
+async def test_a_request_that_kills_in_the_middle_of_its_answer_gets_no_third_replica(
+    deadly: Deadly, move: str, replicas: int
+) -> None:
+    async with FakeFleet(replicas=replicas, replica_wait=60.0) as fleet:
+        engines = Engines(fleet, {"p": deadly}, return_after=RESTART_S)
+        await fleet.submit("p", move=move)
+        ends = await engines.run()
+        assert isinstance(ends["p"], RequestLostError)
+        assert len(engines.deaths) == len(set(engines.deaths)) == 2
+        assert fleet.orchestrator.metrics.queries_of_death == 1
+
+
+@pytest.mark.parametrize(("deadly", "move"), [(at_once, "resume"), (at_once, "replay")])
+@pytest.mark.parametrize("replicas", [2, 3, 4])
+async def test_its_neighbours_that_have_begun_lose_nothing_by_it(deadly: Deadly, move: str, replicas: int) -> None:
+    async with FakeFleet(replicas=replicas, migration_limit=1, replica_wait=60.0) as fleet:
+        engines = Engines(fleet, {"p": deadly}, return_after=RESTART_S)
+        for name in "abcpdef":
+            await fleet.submit(name, affinity=0, move=move)
+        ends = await engines.run()
+        assert isinstance(ends.pop("p"), RequestLostError)
+        assert ends == dict.fromkeys("abcdef", "stop")
+        assert whole(fleet, "abcdef")
+        assert len(engines.deaths) == len(set(engines.deaths)) == 2
+
+
+async def test_a_request_that_kills_again_and_again_after_a_while_is_found_among_few() -> None:
+    async with FakeFleet(replicas=4, migration_limit=1, replica_wait=60.0) as fleet:
+        engines = Engines(fleet, {"p": after_a_while}, return_after=RESTART_S)
+        for name in "apb":
+            await fleet.submit(name, affinity=0)
+        ends = await engines.run()
+        assert isinstance(ends.pop("p"), RequestLostError)
+        assert ends == dict.fromkeys("ab", "stop")
+        assert whole(fleet, "ab")
+        assert len(engines.deaths) == 2
+
+
+@pytest.mark.parametrize("replicas", [3, 5])
+async def test_a_request_that_kills_after_a_while_among_many_ends_no_third_replica(replicas: int) -> None:
+    async with FakeFleet(replicas=replicas, replica_wait=60.0) as fleet:
+        engines = Engines(fleet, {"p": after_a_while}, return_after=RESTART_S)
+        for name in "abcpdef":
+            await fleet.submit(name, affinity=0)
+        ends = await engines.run()
+        assert isinstance(ends.pop("p"), RequestLostError)
+        assert len(set(engines.deaths)) == 2
+        assert ends == dict.fromkeys("abcdef", "stop")
+
+
+@pytest.mark.parametrize("replicas", [3, 4])
+async def test_several_such_requests_at_once_kill_two_engines_each(replicas: int) -> None:
+    async with FakeFleet(replicas=replicas, migration_limit=1, replica_wait=60.0) as fleet:
+        engines = Engines(fleet, {"p": at_once, "q": at_once}, return_after=RESTART_S)
+        for name in "apbqcd":
+            await fleet.submit(name, affinity=0)
+        ends = await engines.run()
+        assert isinstance(ends.pop("p"), RequestLostError)
+        assert isinstance(ends.pop("q"), RequestLostError)
+        assert ends == dict.fromkeys("abcd", "stop")
+        assert whole(fleet, "abcd")
+        assert len(engines.deaths) <= 4
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+async def test_a_replica_that_crashes_again_and_again_by_itself_convicts_nobody(replicas: int) -> None:
+    async with FakeFleet(replicas=replicas, replica_wait=60.0) as fleet:
+        engines = Engines(fleet, {}, return_after=0.1)
+        for number in range(12):
+            await fleet.submit(f"r{number}")
+        for step in range(400):
+            await engines.step()
+            if step % 10 == 9 and any(member.replica_id == 0 for member in fleet.pool.serving):
+                engines.lose(0)
+        assert len(engines.deaths) > 3
+        assert fleet.orchestrator.request_states == {}
+        assert {end for _, end in fleet.events if end is not None} == {"stop"}
