@@ -14,7 +14,8 @@ from load import Answer, Connection, request
 from processes import percentile
 
 WORDS = ("request", "replica", "engine", "answer", "queue", "burst", "quiet", "long", "short", "first", "last", "next")
-_FAILED = "failed"
+FAILED = "failed"
+"""Outcome of what broke for another reason than a refusal or the client's impatience."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Asked:
             return "late"
         if answer.error == GIVEN_UP:
             return "given up"
-        return str(answer.status) if answer.status in _REFUSALS else _FAILED
+        return str(answer.status) if answer.status in _REFUSALS else FAILED
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from itertools import chain, product
 from pathlib import Path
 
 import psutil
-from arrivals import Asked, Clients, Figures, Lengths, arrive, during, saturate
+from arrivals import FAILED, Asked, Clients, Figures, Lengths, arrive, during, saturate
 from setups import Engines, Front, Group, Setup, served, sleeping
 
 SERVICE_TIMES = {"step_s": 0.03, "prefill_token_s": 0.0002, "sequence_s": 0.0005}
@@ -159,6 +159,8 @@ def measured_capacity(front: Front, count: int) -> float:
 def _measure(front: Front, setup: str, capacity: float, load: float, patience_s: float, seed: int) -> Run:
     tokens = front.total("vllm:generation_tokens_total")
     asked, cores = asyncio.run(_run(front, capacity * load, warm_up_s(load), Clients(DEADLINE_S, patience_s), seed))
+    for error in sorted({one.answer.error for one in asked if one.outcome == FAILED})[:5]:
+        print(f"failed: {error}", flush=True)
     # What clients have given up is given up by the engines a little later.
     time.sleep(SETTLE_S)
     computed = front.total("vllm:generation_tokens_total") - tokens
