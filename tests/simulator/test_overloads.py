@@ -41,7 +41,7 @@ def test_a_deadline_bounds_the_wait_of_what_is_answered_and_costs_no_throughput(
     assert at_once.refused == 0.0
     # What is sent in time may still wait at its engine for a sequence slot.
     assert late.ttft[-1] < 2 * DEADLINE_S < at_once.ttft[-1]
-    assert late.requests_per_s == pytest.approx(at_once.requests_per_s, rel=0.05)
+    assert late.requests_per_s == pytest.approx(at_once.requests_per_s, rel=0.15)
 
 
 def test_only_the_judged_tenant_counts() -> None:
