@@ -146,7 +146,7 @@ class Connection(asyncio.Protocol):
         answer.whole |= b'"finish_reason":"length"' in data
         self._tail = (self._tail + data)[-len(_END) :]
         if self._tail == _END:
-            self._end("" if answer.whole else "the answer ended too soon")
+            self._end("" if answer.whole else f"the answer ended too soon: {data[-300:].decode(errors='replace')}")
 
     def connection_lost(self, error: Exception | None) -> None:
         self.close("the connection was lost")
