@@ -4,6 +4,8 @@
 #   PYTEST_ARGS="-k balancer"  more arguments for pytest; -n 0 for one test after the other
 #   ARGS=--once                arguments for the demo
 export PYTHON
+# Tests start a hundred processes; without it each would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 VLLM ?= 0.32
 PYTEST_ARGS ?=
 ARGS ?=
@@ -35,7 +37,7 @@ suite: setup
 	$(TEST_PY) -m pytest -n 3 $(LANES) --durations=30 $(PYTEST_ARGS)
 
 check-suite: setup
-	$(TEST_PY) -m pytest -m "not engine and not long" --ignore=tests/engine -n 2 $(LANES) $(PYTEST_ARGS)
+	$(TEST_PY) -m pytest -m "not engine and not long" --ignore=tests/engine -n 3 $(LANES) $(PYTEST_ARGS)
 
 # Types are checked beside the tests. Those of tests/project check layers and cycles of imports.
 check: lint ## lint, types and the tests that start no engine: under two minutes
@@ -44,8 +46,13 @@ check: lint ## lint, types and the tests that start no engine: under two minutes
 test: lint ## the gate: the same, and the tests on real engines: under ten minutes
 	@$(MAKE) --no-print-directory -j 2 types suite
 
-test-long: setup ## tests that take long and repeat in another way what others show, and histories drawn at random
+test-long: .venv/long-test-requirements.txt ## tests that take long and repeat in another way what others show, and histories drawn at random
 	$(TEST_PY) -m pytest -m "long or hypothesis" --hypothesis-profile=random $(PYTEST_ARGS)
+
+# In no set-up, since the gate does not need it: 300 MB.
+.venv/long-test-requirements.txt: examples/cpu/long-test-requirements.txt | setup
+	$(PY) -m pip install -q --no-deps --disable-pip-version-check -r $<
+	cp $< $@
 
 newest: setup ## contract tests and "same answers" with the newest vLLM that is supported
 	@VLLM=$(NEWEST) .ci/setup

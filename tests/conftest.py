@@ -1,5 +1,6 @@
 """What every test takes for granted."""
 
+import atexit
 import gc
 import logging
 import os
@@ -33,14 +34,20 @@ def pytest_collection() -> None:
 
 def pytest_collection_finish() -> None:
     """What is imported by now lives as long as the run, so tests that collect garbage need not look through it."""
-    gc.collect()
     gc.freeze()
     gc.enable()
 
 
-def pytest_sessionfinish() -> None:
-    """Libraries complain of what is left at the end of the process."""
-    gc.unfreeze()
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        # To take apart all that was imported costs each lane five seconds. Registered before them, so called last.
+        atexit.register(os._exit, 0)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Libraries complain of what is left where a process is taken apart at its end."""
+    if not hasattr(session.config, "workerinput"):
+        gc.unfreeze()
 
 
 # Servers under test are on this machine: a proxy that the user's environment names must not come between.
@@ -56,7 +63,9 @@ def visible_logs() -> None:
     Building its app silences the root logger, too.
     """
     logging.getLogger("vllm").propagate = True
-    logging.getLogger().setLevel(logging.WARNING)
+    # Setting a level makes thousands of loggers forget what they know of theirs.
+    if logging.getLogger().level != logging.WARNING:
+        logging.getLogger().setLevel(logging.WARNING)
 
 
 @pytest.fixture

@@ -4,10 +4,18 @@ Against a real head it is shown in `tests/engine/test_nodes_joining.py`.
 """
 
 import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from tests.engine.namespaces import HEAD_ADDRESS, NODE_ADDRESS, Cable
+from tests.fakes.free_ports import free_port
 from vllm_omni_plugin.cli import main
 from vllm_omni_plugin.integration import doctor
 from vllm_omni_plugin.integration.checks.finding import Finding, Level
@@ -23,7 +31,12 @@ def test_each_finding_is_a_line_and_only_an_error_ends_with_1(
     version, disk, *more = capsys.readouterr().out.splitlines()
     assert version == "ok         vLLM: 0.32.0"
     assert disk.split(maxsplit=2 if level is Level.UNKNOWN else 1)[-1] == "disk: full of logs"
-    assert [line.split(":")[0] for line in more] == ["ok         open files", "ok         shared memory"]
+    assert [line.removeprefix("ok").split(":")[0].strip() for line in more] == [
+        "open files",
+        "open files",
+        "sockets",
+        "shared memory",
+    ]
 
 
 def test_nothing_of_a_vllm_that_is_not_supported_is_used(
@@ -54,3 +67,96 @@ def test_the_help_says_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit):
         main(["doctor", "--help"])
     assert "--against HOST:PORT" in capsys.readouterr().out
+
+
+SCRIPT = Path(sys.executable).with_name("vllm-omni-plugin")
+WITHOUT_VLLM = """
+import sys
+sys.modules.update(vllm=None, torch=None, transformers=None)
+from vllm_omni_plugin.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+HEAD = """
+import sys
+from vllm_omni_plugin.coordinator import OmniCoordinatorRuntime
+runtime = OmniCoordinatorRuntime(sys.argv[1], secret_file=sys.argv[2], fingerprints={0: {"model": "a"}})
+print(runtime.router_address.removeprefix("tcp://"), flush=True)
+sys.stdin.read()
+runtime.close()
+"""
+
+
+def write_secret(path: Path, secret: str) -> str:
+    path.touch(mode=0o600)
+    path.write_text(secret)
+    return str(path)
+
+
+@contextmanager
+def head(secret_file: str, host: str = "127.0.0.1", prefix: Sequence[str] = ()) -> Iterator[str]:
+    """What nodes find of a head with this secret, in a process of its own; where it listens."""
+    command = [*prefix, sys.executable, "-c", HEAD, host, secret_file]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield process.stdout.readline().strip()
+        process.communicate()
+
+
+def run_without_vllm(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """`doctor` in a process that can import nothing of vLLM's."""
+    command = [sys.executable, "-c", WITHOUT_VLLM, "doctor", *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_a_head_is_looked_at_without_vllm(tmp_path: Path) -> None:
+    secret = write_secret(tmp_path / "right", "the secret of the fleet")
+    first = free_port()
+    ports = f"{first}-{min(first + 20, 65535)}"
+    with head(secret) as against:
+        done = run_without_vllm(
+            "--against", against, "--omni-secret-file", secret, "--omni-replica-ports", ports, "--omni-dp-size-local=2"
+        )
+    assert done.returncode == 0, done.stderr
+    assert "ok         head: it answers" in done.stdout
+    assert f"ok         ports: the head reaches 127.0.0.1 port {first}, " in done.stdout
+    assert "ok         open files: the limit allows the 364" in done.stdout
+    assert f"ok         ports: enough of {ports} are free" in done.stdout
+    assert "not known  model: none was named" in done.stdout
+
+
+@pytest.mark.parametrize("more", [(), ("MODEL", "--max-model-len", "512")], ids=["a head", "a node's command line"])
+def test_a_wrong_secret_is_told_before_vllm_is_imported(more: Sequence[str], tmp_path: Path) -> None:
+    right, wrong = (write_secret(tmp_path / name, f"the {name} secret of the fleet") for name in ("right", "wrong"))
+    with head(right) as against:
+        done = run_without_vllm(*more, "--against", against, "--omni-secret-file", wrong)
+    assert done.returncode == 1
+    assert "error      secret: cannot join the coordinator" in done.stdout
+    # The model needs it.
+    assert ("import of vllm halted" in done.stderr) is bool(more)
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("ip") is None, reason="making network namespaces takes root and iproute2"
+)
+def test_a_node_that_reaches_its_head_and_is_not_reached_by_it_is_told_so(tmp_path: Path) -> None:
+    secret = write_secret(tmp_path / "right", "the secret of the fleet")
+    with Cable() as cable, head(secret, HEAD_ADDRESS, cable.at_head) as against:
+        # To the head there is no way to this address.
+        subprocess.run([*cable.at_node, "ip", "addr", "add", "10.203.8.2/32", "dev", "lo"], check=True)
+        doctor = (*cable.at_node, str(SCRIPT), "doctor", "--against", against, "--omni-secret-file", secret)
+        reached, unreached = (
+            subprocess.run(
+                [*doctor, "--omni-replica-ports", "20000-20002", "--omni-replica-address", address],
+                capture_output=True,
+                text=True,
+            )
+            for address in (NODE_ADDRESS, "10.203.8.2")
+        )
+    assert reached.returncode == 0, reached.stdout
+    assert f"ok         ports: the head reaches {NODE_ADDRESS} port 20000, 20001, 20002" in reached.stdout
+    assert unreached.returncode == 1
+    assert "ok         head: it answers" in unreached.stdout
+    errors = [line for line in unreached.stdout.splitlines() if line.startswith("error")]
+    assert len(errors) == 1
+    assert "the head does not reach 10.203.8.2 port 20000, 20001, 20002 (Network is unreachable)" in errors[0]
+    assert "--omni-replica-address" in errors[0]

@@ -4,25 +4,19 @@ import logging
 import os
 import resource
 import socket
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import zmq
 
 from tests.fakes.free_ports import free_port
 from vllm_omni_plugin.config import OmniConfig
-from vllm_omni_plugin.coordinator import HeadAnswer, HeadFacts
-from vllm_omni_plugin.errors import OmniError
-from vllm_omni_plugin.integration.checks import head_checks, machine_checks
+from vllm_omni_plugin.integration.checks import machine_checks
 from vllm_omni_plugin.integration.checks.finding import Finding, Level
-from vllm_omni_plugin.integration.checks.head_checks import (
-    ask_or_refuse,
-    head_findings,
-    model_findings,
-    refuse_other_model,
-)
 from vllm_omni_plugin.integration.checks.machine_checks import (
     clash_findings,
     machine_findings,
@@ -30,16 +24,20 @@ from vllm_omni_plugin.integration.checks.machine_checks import (
     processor_finding,
     version_finding,
 )
-from vllm_omni_plugin.integration.checks.start_checks import check_or_exit, start_findings
+from vllm_omni_plugin.integration.checks.start_checks import check_or_exit, head_files_finding, start_findings
+from vllm_omni_plugin.replicas.engine.socket_folder import new_ipc_address
 
 MIB = 2**20
 OURS = {"omni": "vllm_omni_plugin.entrypoints.plugin:register"}
-FINGERPRINT = {"model": "a", "dtype": "float32"}
-FACTS = HeadFacts(0.0, [0, 2], FINGERPRINT)
 
 
 def node(**other: Any) -> OmniConfig:
     return OmniConfig(master_address="127.0.0.1", master_port=7500, **other)
+
+
+def about(topic: str, *command: Any, headless: bool = False) -> list[Finding]:
+    """What is found about one topic; the command is as of `start_findings`."""
+    return [each for each in start_findings(*command, headless) if each.text.startswith(topic)]
 
 
 def levels(findings: Any) -> list[Level]:
@@ -84,7 +82,7 @@ def test_no_shared_memory_at_all_is_not_known(monkeypatch: pytest.MonkeyPatch) -
         raise FileNotFoundError(2, "No such file or directory")
 
     monkeypatch.setattr(os, "statvfs", missing)
-    assert levels(start_findings(OmniConfig(), 1, 2, headless=False)) == [Level.UNKNOWN]
+    assert levels(about("shared memory", OmniConfig(), 1, 2)) == [Level.UNKNOWN]
 
 
 def test_a_limit_of_open_files_that_is_too_low_ends_the_command(
@@ -116,7 +114,7 @@ def test_a_range_without_enough_free_ports_ends_the_command_and_leaves_them_free
 
 def test_an_address_that_cannot_be_bound_is_not_told_to_be_for_want_of_ports() -> None:
     options = node(replica_ports="20000-20100", replica_address="192.0.2.1")
-    *_, ports = start_findings(options, 1, 0, headless=True)
+    (ports,) = about("argument", options, 1, 0, headless=True)
     assert ports.level is Level.ERROR
     assert "--omni-replica-address: 192.0.2.1 cannot be bound" in ports.text
     assert "free ports" not in ports.text
@@ -128,107 +126,104 @@ def test_ports_are_not_looked_at_while_the_heads_name_is_unknown(monkeypatch: py
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     options = OmniConfig(master_address="head.example", master_port=1, replica_ports="1-2")
-    assert levels(start_findings(options, 1, 0, headless=True)) == [Level.OK]
-
-
-def all_findings(answer: HeadAnswer, stage_id: int, fingerprint: dict[str, str] | None) -> Iterator[Finding]:
-    yield from head_findings(answer, stage_id)
-    if fingerprint is not None:
-        yield from model_findings(answer, stage_id, fingerprint)
+    assert about("ports", options, 1, 0, headless=True) == about("argument", options, 1, 0, headless=True) == []
 
 
 @pytest.mark.parametrize(
-    ("answer", "fingerprint", "expected"),
+    ("limits", "replicas", "level", "said"),
     [
-        pytest.param(HeadAnswer(FACTS), FINGERPRINT, [Level.OK] * 3, id="all alike"),
-        pytest.param(HeadAnswer(FACTS), None, [Level.OK] * 2, id="no model to compare"),
-        pytest.param(HeadAnswer(trouble="nobody there"), FINGERPRINT, [Level.UNKNOWN], id="head away"),
-        pytest.param(HeadAnswer(trouble="no", refused=True), FINGERPRINT, [Level.ERROR], id="secret"),
-        pytest.param(HeadAnswer(FACTS, clock_ahead=-5.0), None, [Level.OK] * 2, id="clocks nearly alike"),
-        pytest.param(HeadAnswer(FACTS, clock_ahead=-5.1), None, [Level.OK, Level.WARNING], id="clock behind"),
-        pytest.param(
-            HeadAnswer(HeadFacts(0.0, [], {})), FINGERPRINT, [Level.OK, Level.OK, Level.UNKNOWN], id="tells nothing"
-        ),
-        pytest.param(
-            HeadAnswer(FACTS), {**FINGERPRINT, "dtype": "half"}, [Level.OK, Level.OK, Level.ERROR], id="model"
-        ),
+        ((1024, 65535), 2, Level.OK, "those of a head and of its clients"),
+        ((1024, resource.RLIM_INFINITY), 2, Level.OK, ""),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), 2, Level.OK, ""),
+        ((1120, 1120), 2, Level.OK, ""),
+        ((1119, 65534), 2, Level.WARNING, "leaves a head 1023 for connections of its clients"),
+        ((96, 96), 2, Level.WARNING, "leaves a head 0"),
+        ((95, 95), 2, Level.ERROR, "2 replicas need some 96 open files, and this process may have 95"),
     ],
 )
-def test_only_a_certain_difference_from_the_head_is_an_error(
-    answer: HeadAnswer, fingerprint: dict[str, str] | None, expected: list[Level]
+def test_a_head_alone_needs_open_files_for_its_clients_too(
+    limits: tuple[int, int], replicas: int, level: Level, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert levels(all_findings(answer, 0, fingerprint)) == expected
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits)
+    finding = head_files_finding(replicas)
+    assert finding.level is level
+    assert said in finding.text
 
 
-def test_findings_about_the_head_name_what_differs_and_what_to_do() -> None:
-    other = {**FINGERPRINT, "dtype": "half"}
-    *_, model = all_findings(HeadAnswer(FACTS), 2, other)
-    assert "dtype: head has float32, replica half" in model.text
-    assert "start head and node with the same model and flags" in model.text
-
-
-@pytest.mark.parametrize(("stages", "accepted"), [([0], "this secret"), ([], "this node")])
-def test_a_head_without_a_secret_accepts_none(stages: list[int], accepted: str) -> None:
-    head, _ = head_findings(HeadAnswer(HeadFacts(0.0, stages, {})), 0)
-    assert head.text.endswith(accepted)
-
-
-def test_a_refused_secret_is_told_with_what_to_do() -> None:
-    (secret,) = head_findings(HeadAnswer(trouble="refused secret", refused=True), 0)
-    assert "give both ends the same --omni-secret-file (sha256sum compares files), or none" in secret.text
-    assert "see that the port is the head's master port" in secret.text
-
-
-@pytest.mark.parametrize("fingerprint", [FINGERPRINT, None])
-def test_a_stage_that_the_head_does_not_have_is_an_error_with_or_without_a_model(
-    fingerprint: dict[str, str] | None,
+def test_too_few_open_files_for_the_replicas_of_a_head_end_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    *_, stage = all_findings(HeadAnswer(FACTS), 1, fingerprint)
-    assert stage == Finding(
-        Level.ERROR, "stage: the head has 0, 2, replica 1: give one of the head's with --omni-stage-id"
-    )
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (95, 95))
+    check_or_exit(OmniConfig(), 1, 0, headless=False)
+    with pytest.raises(SystemExit):
+        check_or_exit(OmniConfig(), 2, 0, headless=False)
+    assert "vllm serve: error: 2 replicas need some 96 open files" in capsys.readouterr().err
 
 
-def test_the_clocks_difference_is_told_with_what_to_do() -> None:
-    *_, clock = head_findings(HeadAnswer(FACTS, clock_ahead=61.4), 0)
-    assert "61 s ahead of the head's" in clock.text
-    assert "NTP" in clock.text
+@pytest.fixture
+def socket_base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Path]]:
+    """Makes a folder of so many characters in which sockets shall lie."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
 
+        def make(length: int) -> Path:
+            base = Path(folder, "x" * (length - len(folder) - 1))
+            base.mkdir()
+            monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(base))
+            return base
 
-def compare_and_start() -> None:
-    """What a node does about its head before it starts an engine."""
-    refuse_other_model(ask_or_refuse("tcp://h:1", 0, None), 0, FINGERPRINT)
+        yield make
 
 
 @pytest.mark.parametrize(
-    ("answer", "warns"),
+    ("length", "level", "said"),
     [
-        (HeadAnswer(FACTS), False),
-        (HeadAnswer(trouble="no coordinator answers"), False),
-        (HeadAnswer(HeadFacts(0.0, [], {})), False),
-        (HeadAnswer(FACTS, clock_ahead=60.0), True),
+        (46, Level.OK, "they can lie in"),
+        (47, Level.WARNING, "has more than 46 characters, so those of processes that are killed stay there"),
+        (64, Level.WARNING, "TMPDIR or VLLM_RPC_BASE_PATH"),
+        (65, Level.ERROR, "has 65 characters, and a socket there may have 64: name a shorter path with TMPDIR"),
     ],
 )
-def test_a_node_goes_on_when_nothing_is_wrong_or_known(
-    answer: HeadAnswer, warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_the_path_of_sockets_is_told_when_it_is_too_long(
+    length: int, level: Level, said: str, socket_base: Callable[[int], Path]
 ) -> None:
-    monkeypatch.setattr(head_checks, "ask_head", lambda *_: answer)
-    compare_and_start()
-    assert [record.levelname for record in caplog.records if record.levelno > logging.INFO] == ["WARNING"] * warns
+    base = socket_base(length)
+    (finding,) = about("sockets", OmniConfig(), 1, 0)
+    assert finding.level is level
+    assert said in finding.text
+    assert list(base.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("answer", "why"),
-    [
-        (HeadAnswer(trouble="refused secret", refused=True), "refused secret"),
-        (HeadAnswer(HeadFacts(0.0, [0], {"model": "b"})), "model: head has b, replica a"),
-        (HeadAnswer(HeadFacts(0.0, [1], {})), "the head has 1, replica 0"),
-    ],
-)
-def test_a_node_that_the_head_would_refuse_ends(answer: HeadAnswer, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head_checks, "ask_head", lambda *_: answer)
-    with pytest.raises(OmniError, match=why):
-        compare_and_start()
+def test_the_longest_path_that_is_no_error_takes_the_longest_name_of_a_socket(
+    socket_base: Callable[[int], Path],
+) -> None:
+    socket_base(64)
+    with zmq.Context() as context, context.socket(zmq.PULL) as pull:
+        # As for what an engine reports of its cache.
+        pull.bind(f"{new_ipc_address()}-tcp:0")
+        with pytest.raises(zmq.ZMQError, match="longer than 107 characters"):
+            pull.bind(f"{new_ipc_address()}-tcp:00")
+
+
+def test_a_folder_of_sockets_that_cannot_be_used_ends_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(tmp_path / "gone"))
+    with pytest.raises(SystemExit):
+        check_or_exit(OmniConfig(), 1, 0, headless=False)
+    error = capsys.readouterr().err
+    assert "No such file or directory" in error
+    assert "name a folder that can be written to with TMPDIR or VLLM_RPC_BASE_PATH" in error
+    # A head that has joined a fleet has no engines, and so no such sockets.
+    check_or_exit(OmniConfig(), 0, 0, headless=False)
+
+
+def test_no_temporary_folder_at_all_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/nowhere"])
+    (finding,) = about("sockets", OmniConfig(), 1, 0)
+    assert finding.level is Level.ERROR
+    assert "No usable temporary directory found in ['/nowhere']" in finding.text
 
 
 @pytest.mark.parametrize(

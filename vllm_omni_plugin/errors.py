@@ -15,6 +15,10 @@ class ConfigError(OmniError, ValueError):
     """A flag, file or combination that cannot be honoured. The message names it and says what to do."""
 
 
+class RefusedByHeadError(OmniError):
+    """A node's head would not take its replicas: not as they are, or not yet, as it may be started anew itself."""
+
+
 class WireError(OmniError, ValueError):
     """A frame from the network that is not a valid message. Dropped by services, never raised out of their loops."""
 

@@ -1,8 +1,5 @@
 """The state of the fleet as data: what is in it, and where its numbers come from."""
 
-from collections.abc import AsyncIterator
-
-import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from tests.admin.asgi import app_of, client_of
@@ -12,12 +9,6 @@ from vllm_omni_plugin.admin.watch.fleet_view import FleetView
 from vllm_omni_plugin.admin.watch.token_counts import TokenRates
 from vllm_omni_plugin.pipeline import Pipeline, Stage
 from vllm_omni_plugin.pipeline.stage import VLLM_ENGINE, Modality
-
-
-@pytest.fixture
-async def fleet() -> AsyncIterator[FakeFleet]:
-    async with FakeFleet(replicas=2) as fleet:
-        yield fleet
 
 
 async def test_the_state_tells_what_an_operator_asks_about(fleet: FakeFleet) -> None:

@@ -15,12 +15,6 @@ from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 
 
 @pytest.fixture
-async def fleet() -> AsyncIterator[FakeFleet]:
-    async with FakeFleet(replicas=2) as fleet:
-        yield fleet
-
-
-@pytest.fixture
 async def client(fleet: FakeFleet) -> AsyncIterator[httpx.AsyncClient]:
     async with client_of(app_of(fleet)) as client:
         yield client

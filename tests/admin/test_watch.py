@@ -1,11 +1,13 @@
 """The fleet to look at: events and state, once or as streams of one producer, and the page."""
 
 import asyncio
+import ctypes
 import json
 import re
 import socket
+import struct
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import pytest
@@ -28,12 +30,9 @@ from vllm_omni_plugin.admin.watch.viewers import Viewers
 from vllm_omni_plugin.orchestrator.event_log import EventKind
 
 MARKUP = "<img src=x onerror=alert(1)>"
-
-
-@pytest.fixture
-async def fleet() -> AsyncIterator[FakeFleet]:
-    async with FakeFleet(replicas=2) as fleet:
-        yield fleet
+# Of Linux' packet filters, which Python has no names for.
+_SO_ATTACH_FILTER = 26
+_BPF_RETURN = 0x06
 
 
 @pytest.fixture
@@ -269,21 +268,48 @@ async def test_who_does_not_read_loses_its_connection_and_keeps_no_server_from_e
     fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(viewer_response, "SEND_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(viewers_module, "MAX_VIEWERS", 1)
     monkeypatch.setattr(FleetView, "state", lambda _: {"much": "x" * 2_000_000})
+    async with one_viewer(fleet, monkeypatch) as (viewers, server, _):
+        await eventually(lambda: not viewers.is_full, "its place")
+        await eventually(lambda: not server.server_state.connections, "the end of its connection")
+
+
+@pytest.mark.parametrize("path", ["/omni/fleet", "/omni/events"])
+async def test_who_has_vanished_without_a_word_leaves_its_place(
+    fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setattr(viewer_response, "SEND_TIMEOUT_S", 0.5)
+    async with one_viewer(fleet, monkeypatch, path) as (viewers, server, viewer):
+        vanish(viewer)
+        await eventually(lambda: not viewers.is_full, "its place")
+        await eventually(lambda: not server.server_state.connections, "the end of its connection")
+
+
+@asynccontextmanager
+async def one_viewer(
+    fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch, path: str = "/omni/fleet"
+) -> AsyncIterator[tuple[Viewers, uvicorn.Server, socket.socket]]:
+    """A server that is full with one viewer, who reads nothing; the server must end when the block is over."""
+    monkeypatch.setattr(viewers_module, "MAX_VIEWERS", 1)
     app = app_of(fleet)
     listening = socket.create_server(("127.0.0.1", 0))
     app.state.server = server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     await eventually(lambda: server.started, "the server")
     with socket.create_connection(listening.getsockname()) as viewer:
-        viewer.sendall(b"GET /omni/fleet HTTP/1.1\r\nHost: head\r\nAccept: text/event-stream\r\n\r\n")
+        viewer.sendall(f"GET {path} HTTP/1.1\r\nHost: head\r\nAccept: text/event-stream\r\n\r\n".encode())
         await eventually(lambda: app.state.omni_viewers.is_full, "the viewer")
-        await eventually(lambda: not app.state.omni_viewers.is_full, "its place")
-        await eventually(lambda: not server.server_state.connections, "the end of its connection")
+        yield app.state.omni_viewers, server, viewer
         server.should_exit = True
         async with asyncio.timeout(10):
             await serving
+
+
+def vanish(peer: socket.socket) -> None:
+    """Let the kernel drop all that comes for it, so that nothing is acknowledged and nothing said of it."""
+    drop_all = struct.pack("HBBI", _BPF_RETURN, 0, 0, 0)
+    program = ctypes.create_string_buffer(drop_all, len(drop_all))
+    peer.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(program)))
 
 
 @pytest.mark.parametrize("known", ["other-1", "9" * 9999, "nonsense", "here--1", "here-1000"])

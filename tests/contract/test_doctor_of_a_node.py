@@ -7,15 +7,31 @@ from typing import Any
 import pytest
 
 from vllm_omni_plugin.cli import main
+from vllm_omni_plugin.config import FLAGS, OmniConfig
 from vllm_omni_plugin.coordinator import HeadAnswer, HeadFacts
 from vllm_omni_plugin.integration import doctor
 from vllm_omni_plugin.integration.checks import machine_checks
+from vllm_omni_plugin.integration.flags import parse_ours
 from vllm_omni_plugin.integration.processes import headless
+from vllm_omni_plugin.vllm_api.versions.serve_arguments import parse_headless_args
 
 
 @pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The models that vLLM was to configure after the head, which has another one, was asked."""
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[OmniConfig]:
+    """With what options the head, which has another model, was asked."""
+    asked: list[OmniConfig] = []
+
+    def ask(coordinator: str, options: OmniConfig, address: str, replicas: int) -> HeadAnswer:
+        asked.append(options)
+        return HeadAnswer(HeadFacts(0.0, [0], {"model": "theirs"}))
+
+    monkeypatch.setattr(doctor, "ask", ask)
+    return asked
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch, asked: list[OmniConfig]) -> list[str]:
+    """The models that vLLM was to configure after the head was asked."""
     planned: list[str] = []
 
     def plan(args: Any, options: Any) -> SimpleNamespace:
@@ -23,14 +39,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         planned.append(args.model)
         return SimpleNamespace(fingerprint={"model": args.model})
 
-    asked: list[int] = []
-
-    def ask(address: str, stage_id: int, secrets: Any) -> HeadAnswer:
-        asked.append(stage_id)
-        return HeadAnswer(HeadFacts(0.0, [0], {"model": "theirs"}))
-
     monkeypatch.setattr(headless, "plan_node", plan)
-    monkeypatch.setattr(doctor, "ask_head", ask)
     return planned
 
 
@@ -43,6 +52,37 @@ def test_a_model_is_compared_however_it_is_named(
     assert main(["doctor", *(str(file) if word == "FILE" else word for word in given), "--against", "127.0.0.1:9"]) == 1
     assert planned == ["mine"]
     assert "head has theirs, replica mine" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("where", ["command line", "command line beside a file", "file"])
+def test_the_head_is_asked_once_with_the_secret_wherever_it_is_named(
+    where: str, planned: list[str], asked: list[OmniConfig], tmp_path: Path
+) -> None:
+    secret = tmp_path / "secret"
+    secret.touch(mode=0o600)
+    secret.write_text("the secret of the fleet")
+    file = tmp_path / "config.yaml"
+    file.write_text(f"omni-secret-file: {secret}\n" if where == "file" else "seed: 1\n")
+    named = () if where == "file" else ("--omni_secret_file", str(secret))
+    config = () if where == "command line" else ("--config", str(file))
+    main(["doctor", "mine", *config, *named, "--against", "127.0.0.1:9"])
+    assert [options.secret_file for options in asked] == [str(secret)]
+
+
+def test_a_pipeline_is_looked_at_though_no_flag_of_vllm_is_given(
+    asked: list[OmniConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--against", "127.0.0.1:9", "--omni-pipeline", str(tmp_path / "none.yaml")]) == 1
+    assert "error      flags: " in capsys.readouterr().out
+    assert len(asked) == 1
+
+
+def test_flags_that_do_not_go_together_are_told_before_the_head_is_asked(
+    asked: list[OmniConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "mine", "--against", "127.0.0.1:9", "--omni-lb-policy", "random"]) == 1
+    assert "error      flags: argument --omni-lb-policy: not allowed with --headless" in capsys.readouterr().out
+    assert asked == []
 
 
 def test_without_a_model_the_stage_alone_is_compared(planned: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,3 +100,27 @@ def test_a_vllm_that_is_not_supported_but_wanted_is_a_warning_and_the_rest_is_lo
     main(["doctor", "mine", "--omni-any-vllm", "--against", "127.0.0.1:9"])
     assert "warning    vLLM: too new; with --omni-any-vllm" in capsys.readouterr().out
     assert planned == ["mine"]
+
+
+VALUES = {"N": "3", "PORT": "7500", "SECONDS": "2.5", "MIB": "7", "JSON": '{"a": 1}', "FIRST-LAST": "1-9"}
+
+
+@pytest.mark.parametrize("spell", ["as it is", "by an alias", "with underscores", "with an equals sign"])
+def test_our_flags_are_read_as_vllm_reads_them(spell: str) -> None:
+    words = ["MODEL", "-tp", "2"]
+    for flag in FLAGS:
+        name = flag.aliases[0] if flag.aliases and spell == "by an alias" else flag.name
+        if spell == "with underscores":
+            name = f"--{name[2:].replace('-', '_')}"
+        value = [VALUES.get(flag.metavar, "x_y")] if flag.takes_value else []
+        words += [f"{name}={value[0]}"] if value and spell == "with an equals sign" else [name, *value]
+    ours, others = parse_ours([*words, "--seed", "1"], "doctor")
+    args = parse_headless_args([*words, "--seed", "1"], "doctor", "", "", lambda parser: None)
+    assert ours == {flag.field: getattr(args, flag.destination) for flag in FLAGS}
+    assert None not in ours.values()
+    assert others == ["MODEL", "-tp", "2", "--seed", "1"]
+
+
+def test_a_flag_that_is_cut_short_is_read_as_vllm_reads_it() -> None:
+    assert parse_ours(["--omni-sec", "x"], "doctor") == ({"secret_file": "x"}, [])
+    assert parse_headless_args(["--omni-sec", "x"], "doctor", "", "", lambda parser: None).omni_secret_file == "x"

@@ -239,14 +239,19 @@ async def test_a_backlog_of_outputs_does_not_keep_the_loop_from_other_work(
     assert seen == [0, 3, 6, 9]
 
 
+async def the_call(orchestrator: Orchestrator) -> CallReplicas:
+    """The only message for the orchestrator."""
+    async with asyncio.timeout(10):
+        (call,) = await orchestrator.rpc_async_queue.get_batch()
+    assert isinstance(call, CallReplicas)
+    return call
+
+
 async def answered(orchestrator: Orchestrator, asking: Any, *answers: Any) -> Any:
     """What AsyncLLM gets when each replica gives one of these answers."""
     asked = asyncio.ensure_future(asking)
-    async with asyncio.timeout(10):
-        (call,) = await orchestrator.rpc_async_queue.get_batch()
-        assert isinstance(call, CallReplicas)
-        call.reply.set_result(list(answers))
-        return await asked
+    (await the_call(orchestrator)).reply.set_result(list(answers))
+    return await asyncio.wait_for(asked, 10)
 
 
 @pytest.mark.parametrize(
@@ -323,19 +328,15 @@ async def test_a_head_whose_first_replica_is_lost_at_once_waits_for_the_next(
 ) -> None:
     monkeypatch.setattr(Orchestrator, "can_serve", True)
     asking = asyncio.create_task(client.get_supported_tasks_async())
-    (lost,) = await orchestrator.rpc_async_queue.get_batch()
+    lost = await the_call(orchestrator)
     monkeypatch.setattr(Orchestrator, "can_serve", False)
-    assert isinstance(lost, CallReplicas)
     lost.reply.set_exception(ReplicaError("replica 0 is gone"))
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(asyncio.shield(asking), 0.05)
     assert len(orchestrator.rpc_async_queue) == 0
     monkeypatch.setattr(Orchestrator, "can_serve", True)
     orchestrator.serving_signal.tell()
-    (taken,) = await orchestrator.rpc_async_queue.get_batch()
-    assert isinstance(taken, CallReplicas)
-    taken.reply.set_result([("generate",)])
-    assert await asking == ("generate",)
+    assert await answered(orchestrator, asking, ("generate",)) == ("generate",)
 
 
 async def test_a_head_waits_for_its_first_replica_however_long_that_takes(
@@ -358,8 +359,6 @@ async def test_a_replica_that_serves_and_cannot_say_what_it_does_is_an_error(
 ) -> None:
     monkeypatch.setattr(Orchestrator, "can_serve", True)
     asking = asyncio.create_task(client.get_supported_tasks_async())
-    (failing,) = await orchestrator.rpc_async_queue.get_batch()
-    assert isinstance(failing, CallReplicas)
-    failing.reply.set_exception(ReplicaError("it does not know"))
+    (await the_call(orchestrator)).reply.set_exception(ReplicaError("it does not know"))
     with pytest.raises(ReplicaError, match="does not know"):
         await asking

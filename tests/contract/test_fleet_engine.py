@@ -122,7 +122,7 @@ def test_an_engine_core_that_ends_without_a_word_is_named_by_its_own_exit(monkey
         return SimpleNamespace(processes=[core])
 
     monkeypatch.setattr(launch, "CoreEngineProcManager", manager)
-    config: Any = SimpleNamespace(kv_events_config=None)
+    config: Any = SimpleNamespace(kv_events_config=None, shutdown_timeout=0)
     starting = spawn_engine(config, MultiprocExecutor, True, 0, 0, lambda _pid: None)
     assert given["executor_class"] is FleetExecutor
     assert given["mark"].startswith(f"/proc/{os.getpid()}/fd/")
@@ -130,3 +130,19 @@ def test_an_engine_core_that_ends_without_a_word_is_named_by_its_own_exit(monkey
     core.join(ENOUGH_S)
     assert starting.how_it_ended() == "it was ended by SIGSEGV"
     starting.abandon()
+
+
+@pytest.mark.parametrize(("given", "told"), [(0, 1), (30, 30)])
+def test_no_engine_aborts_its_requests_when_it_is_told_to_end(
+    monkeypatch: pytest.MonkeyPatch, given: int, told: int
+) -> None:
+    configs: list[Any] = []
+
+    def manager(*, vllm_config: Any, **_: Any) -> Any:
+        configs.append(vllm_config)
+        return SimpleNamespace(processes=[SimpleNamespace(pid=os.getpid(), is_alive=lambda: False)])
+
+    monkeypatch.setattr(launch, "CoreEngineProcManager", manager)
+    config: Any = SimpleNamespace(kv_events_config=None, shutdown_timeout=given)
+    spawn_engine(config, MultiprocExecutor, True, 0, 0, lambda _pid: None).abandon()
+    assert [config.shutdown_timeout for config in configs] == [told]

@@ -1,5 +1,6 @@
 """What a node of vLLM's does first: it asks its head, and only then lets vLLM configure the model, which takes long."""
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,6 +58,6 @@ def test_the_head_is_asked_before_the_model_is_configured(
         return answer
 
     monkeypatch.setattr(head_checks, "ask_head", ask)
-    assert serve_replicas(*read(f"{tmp_path} --headless {JOIN}")) == (1 if said else 0)
+    assert serve_replicas(*read(f"{tmp_path} --headless {JOIN}")) == (os.EX_TEMPFAIL if said else 0)
     assert done == expected
     assert said in capsys.readouterr().err

@@ -140,7 +140,8 @@ class World:
         self.numbering = Numbering()
         self.lists = ListDeltas(self.table, self.numbering)
         self.sessions = Sessions(self.lists)
-        self.frames = HeadFrames(self.sessions, self, lambda stage_id: HeadFacts(0.0, [], {}))  # type: ignore[arg-type]
+        # No node asks here.
+        self.frames = HeadFrames(self.sessions, self, lambda stage_id: HeadFacts(0.0, [], {}), None)  # type: ignore[arg-type]
         self._note_state()
         for name in self.heads:
             self.connect(name)

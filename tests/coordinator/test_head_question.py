@@ -6,16 +6,22 @@ import signal
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 import zmq
 from coordinator_support import ANY, OpenDealer, OpenSocket, eventually, free_address, process_status, read_if_there
 
+from tests.fakes.free_ports import free_port
 from vllm_omni_plugin.coordinator import OmniCoordinator, OmniCoordinatorRuntime, ask_head
 from vllm_omni_plugin.coordinator.client import head_question
+from vllm_omni_plugin.coordinator.client.coordinator_link import CoordinatorLink
+from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import open_head_dealer
+from vllm_omni_plugin.coordinator.protocol.head_messages import TRIAL_S, NodeQuestion, encode_from_head
 from vllm_omni_plugin.curve import HANDSHAKE_MS, Gate, Secrets
 
 FINGERPRINTS = {0: {"stage": "0", "model": "a"}, 1: {"stage": "1", "model": "b"}}
@@ -205,7 +211,151 @@ def test_an_answer_that_cannot_be_read_is_none(router: zmq.Socket[bytes], said: 
     assert (answered.facts, answered.refused) == (None, False)
 
 
-@pytest.mark.parametrize("frame", [b'{"type":"question"}', b'{"type":"question","stage_id":-1}'])
+@contextmanager
+def ports(*hosts: str) -> Iterator[dict[str, socket.socket]]:
+    """Sockets that listen as a node's replicas would, by address."""
+    with ExitStack() as stack:
+        servers = [stack.enter_context(socket.create_server((host, 0))) for host in hosts]
+        yield {"tcp://{}:{}".format(*server.getsockname()): server for server in servers}
+
+
+def test_a_node_is_told_that_its_ports_are_reached(serve: Serve) -> None:
+    address = serve(OLD)
+    with ports("127.0.0.1", "127.0.0.2") as listening:
+        began = time.monotonic()
+        answer = ask_head(address, 0, OLD, listening)
+        assert time.monotonic() - began < TRIAL_S
+        assert (answer.listening, answer.unreached) == (list(listening), {})
+        assert answer.facts is not None
+        assert answer.facts.stages == [0, 1]
+
+
+def test_a_node_is_told_which_ports_are_not_reached_and_why(serve: Serve) -> None:
+    with ports("127.0.0.1") as listening, ports("127.0.0.1") as announced:
+        elsewhere = {f"tcp://127.0.0.1:{free_port()}": server for server in announced.values()}
+        answer = ask_head(serve(OLD), 0, OLD, listening | elsewhere)
+    assert answer.unreached == dict.fromkeys(elsewhere, "Connection refused")
+
+
+def test_ports_that_are_silent_cost_a_node_no_facts_and_others_no_time(serve: Serve) -> None:
+    address = serve(OLD)
+    with ports("127.0.0.1") as own, ports("127.0.0.1") as others, ports("127.0.0.1", "127.0.0.1") as silent:
+        opened, full = silent.values()
+        # With its backlog full, the kernel drops what comes, as a firewall does.
+        full.listen(0)
+        with socket.create_connection(full.getsockname()), ThreadPoolExecutor(1) as executor:
+            asking = executor.submit(ask_head, address, 0, OLD, own | dict.fromkeys(silent, own[next(iter(own))]))
+            opened.accept()[0].close()
+            began = time.monotonic()
+            assert ask_head(address, 1, OLD, others).unreached == {}
+            assert time.monotonic() - began < TRIAL_S
+            answer = asking.result()
+    assert answer.facts is not None
+    assert answer.unreached == dict(zip(silent, ("something else answers", "no answer within 2 s"), strict=True))
+
+
+def test_a_head_without_a_secret_connects_nowhere(serve: Serve) -> None:
+    with ports("127.0.0.1") as listening:
+        answer = ask_head(serve(None), 0, None, listening)
+        assert answer.facts is not None
+        assert (answer.facts.trying, answer.unreached) == (False, None)
+        ((_, server),) = listening.items()
+        server.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+
+
+def test_an_older_head_that_knows_the_question_alone_is_not_waited_for(router: zmq.Socket[bytes]) -> None:
+    def answer() -> None:
+        peer, _ = router.recv_multipart()
+        router.send_multipart((peer, b'[{"type":"facts","timestamp":1.0,"stages":[0],"fingerprint":{}}]'))
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    began = time.monotonic()
+    with ports("127.0.0.1") as listening:
+        answered = ask_head(router.get_string(zmq.LAST_ENDPOINT), 0, None, listening)
+    thread.join()
+    assert answered.facts is not None
+    assert answered.unreached is None
+    assert time.monotonic() - began < head_question.TIMEOUT_S
+
+
+def test_an_older_node_is_answered_in_the_words_that_it_knows(serve: Serve, dealer: OpenDealer) -> None:
+    asking = dealer(serve(None))
+    asking.send(b'{"type":"question","stage_id":0}')
+    assert json.loads(asking.recv()) == [
+        {"type": "facts", "timestamp": NOW, "stages": [], "fingerprint": {}, "trying": False}
+    ]
+
+
+@pytest.mark.parametrize("said", [b"[]", b"\xff", b'[{"type":"reached","unreached":3}]'])
+def test_a_result_that_cannot_be_read_leaves_what_the_head_said_before(
+    monkeypatch: pytest.MonkeyPatch, router: zmq.Socket[bytes], said: bytes
+) -> None:
+    monkeypatch.setattr(head_question, "TRIAL_S", 0.1)
+
+    def answer() -> None:
+        peer, _ = router.recv_multipart()
+        facts = b'[{"type":"facts","timestamp":1.0,"stages":[0],"fingerprint":{},"trying":true}]'
+        router.send_multipart((peer, facts))
+        router.send_multipart((peer, said))
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    with ports("127.0.0.1") as listening:
+        answered = ask_head(router.get_string(zmq.LAST_ENDPOINT), 0, None, listening)
+    thread.join()
+    assert answered.facts is not None
+    assert (answered.unreached, answered.trouble) == (None, "")
+
+
+def test_a_head_that_ends_before_it_says_what_it_reaches_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, router: zmq.Socket[bytes]
+) -> None:
+    monkeypatch.setattr(head_question, "TRIAL_S", 10.0)
+
+    def answer() -> None:
+        peer, _ = router.recv_multipart()
+        router.send_multipart((peer, b'[{"type":"facts","timestamp":1.0,"stages":[0],"fingerprint":{},"trying":true}]'))
+        router.close(linger=1000)
+
+    address = router.get_string(zmq.LAST_ENDPOINT)
+    thread = threading.Thread(target=answer)
+    thread.start()
+    began = time.monotonic()
+    with ports("127.0.0.1") as listening:
+        answered = ask_head(address, 0, None, listening)
+    thread.join()
+    assert answered.facts is not None
+    assert answered.unreached is None
+    assert time.monotonic() - began < 10.0
+
+
+def test_a_node_that_is_gone_before_its_answer_harms_nobody(serve: Serve) -> None:
+    address = serve(OLD)
+    with ports("127.0.0.1") as listening:
+        ((name, server),) = listening.items()
+        link = CoordinatorLink(address, open_head_dealer, OLD, lambda trouble: None)
+        while not link.connected:
+            link.wait(None, 0)
+        link.send_all(deque([encode_from_head(NodeQuestion(0, [name], "nonce"))]))
+        connection, _ = server.accept()
+        link.close(at_once=True)
+        # Only now has the coordinator something to say.
+        connection.close()
+        assert ask_head(address, 0, OLD, listening).unreached == {}
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b'{"type":"question"}',
+        b'{"type":"question","stage_id":-1}',
+        b'{"type":"question","stage_id":0,"listening":["tcp://localhost:1"],"nonce":"x"}',
+        b'{"type":"question","stage_id":0,"listening":[%s],"nonce":"x"}' % b",".join([b'"tcp://127.0.0.1:1"'] * 33),
+    ],
+)
 def test_a_malformed_question_is_counted_and_others_are_answered(
     coordinator: OmniCoordinator, dealer: OpenDealer, frame: bytes
 ) -> None:

@@ -4,6 +4,7 @@
 """
 
 import re
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,8 @@ echo "$$ $*" >>"$CALLS"
 until [[ -s $CALLS.fail ]]; do sleep 0.05; done
 exit "$(<"$CALLS.fail")"
 """
+_SLEEP = f"#!/bin/sh\nexec {shutil.which('sleep')} 0.05\n"
+"""The scripts look every two seconds."""
 
 
 class Fleet:
@@ -51,8 +54,9 @@ class Fleet:
 @pytest.fixture
 def fleet(tmp_path: Path) -> Iterator[Fleet]:
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "vllm").write_text(_VLLM)
-    (tmp_path / "bin" / "vllm").chmod(0o755)
+    for name, script in (("vllm", _VLLM), ("sleep", _SLEEP)):
+        (tmp_path / "bin" / name).write_text(script)
+        (tmp_path / "bin" / name).chmod(0o755)
     with Slurm(tmp_path, CALLS=str(tmp_path / "calls"), OMNI_HEAD_ADDRESS="head-1") as slurm:
         yield Fleet(slurm, tmp_path)
 
@@ -117,20 +121,21 @@ def test_nodes_follow_a_head_that_was_requeued_to_another_machine(fleet: Fleet) 
     assert not has_ended(node)
 
 
-def test_a_node_that_fails_ends_its_job(fleet: Fleet, tmp_path: Path) -> None:
+@pytest.mark.parametrize("code", [1, 2])
+def test_a_node_that_fails_for_good_ends_its_job(fleet: Fleet, tmp_path: Path, code: int) -> None:
     (fleet.folder / "head").write_text("head-1 7500\n")
     (job,) = fleet.slurm.submit(fleet.sbatch("nodes.sbatch", "--array=0"))
     fleet.started()
-    (tmp_path / "calls.fail").write_text("2")
+    (tmp_path / "calls.fail").write_text(str(code))
     until(lambda: has_ended(job), "the job ends")
     assert len(fleet.lines("serve")) == 1
 
 
-def test_a_node_that_a_head_may_have_refused_is_tried_again(fleet: Fleet, tmp_path: Path) -> None:
+def test_a_node_that_its_head_refuses_is_tried_again(fleet: Fleet, tmp_path: Path) -> None:
     (fleet.folder / "head").write_text("head-1 7500\n")
     (job,) = fleet.slurm.submit(fleet.sbatch("nodes.sbatch", "--array=0"))
     fleet.started()
-    (tmp_path / "calls.fail").write_text("1")
+    (tmp_path / "calls.fail").write_text("75")
     until(lambda: len(fleet.lines("serve")) == 2, "it is started again")
     assert not has_ended(job)
 

@@ -50,10 +50,6 @@ class ApiServers(Server):
         pids = dict(_SERVES.findall(self.log.read_text()))
         return [psutil.Process(int(pid)) for pid in pids.values()]
 
-    def dispatched(self) -> int:
-        """Requests that the API servers that run now have sent to replicas."""
-        return sum(self._dispatched_by(number) for number in self.pids)
-
     @contextmanager
     def connected(self, number: int, timeout: float = 120.0) -> Iterator[httpx.Client]:
         """A client with one connection, which is to this API server."""
@@ -78,11 +74,6 @@ class ApiServers(Server):
             return False
 
         until(serves, f"API server {number} serves again", START_S)
-
-    def _dispatched_by(self, number: int) -> int:
-        with self.connected(number) as client:
-            replicas = client.get("/omni/replicas").json()["replicas"]
-        return sum(int(replica["dispatched"]) for replica in replicas)
 
     def _end_of(self, client: httpx.Client, pid: int) -> bool:
         """Whether the connection of a client, made by this, is to a process."""

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from .answers import comparable, differences, join_events
-from .server import MODEL, START_S, Server, until
+from .server import MODEL, MOVES, START_S, Server, until
 from .suspended import PATIENT, Engine, engines_of
 
 EXACT = ("--dtype", "float32", *PATIENT)
@@ -21,7 +21,6 @@ BEGUN_TOKENS = 8
 TIMEOUT_S = 240.0
 """More than engines need to come back."""
 IN_FLIGHT = "vllm_omni_fleet:requests_in_flight"
-MOVES = "vllm_omni_fleet:request_moves_total"
 GENERATED = "vllm:generation_tokens_total"
 
 TOKENS = 600
@@ -107,10 +106,6 @@ def tokens_of(answer: Any) -> int:
     return int(body.get("usage", {}).get("completion_tokens", 0))
 
 
-def total(server: Server, name: str) -> float:
-    return sum(server.metrics(name).values())
-
-
 def moves(server: Server) -> Counter[str]:
     return Counter({dict(labels)["way"]: int(value) for labels, value in server.metrics(MOVES).items()})
 
@@ -158,9 +153,9 @@ def kill_one(server: Server, rows: tuple[Row, ...], whole: dict[Row, Any]) -> Co
 
 def dispatch(server: Server, threads: ThreadPoolExecutor, row: Row) -> Future[Any]:
     """Send a request and wait until replicas are charged with it, all samples of its `n`."""
-    expected = total(server, IN_FLIGHT) + row.body.get("n", 1)
+    expected = server.total(IN_FLIGHT) + row.body.get("n", 1)
     answer = threads.submit(send, server, row)
-    until(lambda: total(server, IN_FLIGHT) == expected, f"{row} is dispatched")
+    until(lambda: server.total(IN_FLIGHT) == expected, f"{row} is dispatched")
     return answer
 
 

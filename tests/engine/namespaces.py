@@ -1,6 +1,7 @@
 """Network namespaces joined by a cable that a test can cut, slow down and mend."""
 
 import itertools
+import os
 import subprocess
 from typing import Self
 
@@ -14,8 +15,8 @@ class Cable:
 
     def __init__(self) -> None:
         number = next(_numbers)
-        self._head = f"omni-head-{number}"
-        self._node = f"omni-node-{number}"
+        self._head = f"omni-head-{os.getpid()}-{number}"
+        self._node = f"omni-node-{os.getpid()}-{number}"
         self._shaped = False
 
     def __enter__(self) -> Self:

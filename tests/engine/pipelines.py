@@ -93,7 +93,7 @@ class PipelineServer(Server):
     def wait_until_idle(self) -> None:
         """Return when neither the head nor any engine has anything left of any request."""
         names = ("vllm_omni_fleet:requests_in_flight", "vllm:num_requests_running", "vllm:num_requests_waiting")
-        until(lambda: not any(sum(self.metrics(name).values()) for name in names), "nothing is left of any request")
+        until(lambda: not any(self.total(name) for name in names), "nothing is left of any request")
 
     @contextmanager
     def suspended(self, stage: int) -> Iterator[Engine]:

@@ -2,6 +2,7 @@
 
 import sys
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Self
 
@@ -11,8 +12,9 @@ from tests.fakes.free_ports import free_port
 
 from .server import ServeProcess, until
 
-RAY = Path(sys.executable).with_name("ray")
-"""Not there where Ray is not installed."""
+HAS_RAY = find_spec("ray") is not None
+# Where one environment lies over another, the command `ray` is the other one's.
+_RAY = (sys.executable, "-m", "ray.scripts.scripts")
 # Ray takes 127.0.0.1 for the address of the network; with one address each, machines do not take each other's ports.
 _FIRST_ADDRESS = 2
 _COMMON = (
@@ -97,7 +99,7 @@ class RayCluster:
         log = self._folder / f"{number}.log"
         here = ("--node-ip-address", f"127.0.0.{_FIRST_ADDRESS + number}")
         ports = ("--dashboard-agent-listen-port", str(free_port()))
-        machine = RayMachine([str(RAY), "start", *arguments, *here, *ports, *_COMMON], log, **_QUIET, **NO_TOKEN)
+        machine = RayMachine([*_RAY, "start", *arguments, *here, *ports, *_COMMON], log, **_QUIET, **NO_TOKEN)
         self._all.append(machine)
         until(machine.runs, f"Ray starts; log: {log}", _START_S)
         return machine

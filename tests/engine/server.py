@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.fakes.free_ports import free_port
 
 MODEL = "tiny"
+MOVES = "vllm_omni_fleet:request_moves_total"
 IN_PROCESS = ("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor")
 """The model is computed in the process of its engine, as vLLM does by itself on one GPU. On CPUs it starts a worker."""
 WORKERS = ("--distributed-executor-backend", "mp")
@@ -229,6 +230,10 @@ class Server(ServeProcess):
             for sample in family.samples
             if sample.name == name
         }
+
+    def total(self, name: str) -> float:
+        """A metric, added up over its labels."""
+        return sum(self.metrics(name).values())
 
     def by_replica(self, name: str) -> dict[str, float]:
         """Samples of one of our metrics, by replica."""

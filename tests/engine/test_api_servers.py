@@ -75,14 +75,26 @@ def test_either_answers_as_one_plain_engine(plain: Server, api_servers: ApiServe
             assert differences(expected, ask_by(client, case.path, case.body)) == []
 
 
-def test_metrics_are_those_of_both_whichever_is_asked(api_servers: ApiServers) -> None:
-    def counts() -> tuple[float, float]:
-        dispatches = sum(api_servers.by_replica(DISPATCHES).values())
-        return dispatches, sum(api_servers.metrics("vllm:request_success_total").values())
+def all_dispatches(api_servers: ApiServers, threads: ThreadPoolExecutor) -> float:
+    """What the metrics count when they count all that was sent before.
 
-    # The files of which metrics are read are written once a second.
-    until(lambda: counts()[0] == api_servers.dispatched(), "what was sent before is counted")
-    before = counts()
+    They are read from files that each process writes once a second: those that show a request show all before it.
+    """
+    until(lambda: api_servers.total(IN_FLIGHT) == 0, "nothing is in flight")
+    with api_servers.connected(0) as first, api_servers.connected(1) as second:
+        with api_servers.engines_standing_still():
+            running = [threads.submit(complete, client) for client in (first, second)]
+            until(lambda: api_servers.total(IN_FLIGHT) == len(BOTH), "both have written")
+        for one in running:
+            one.result()
+    return api_servers.total(DISPATCHES)
+
+
+def test_metrics_are_those_of_both_whichever_is_asked(api_servers: ApiServers, threads: ThreadPoolExecutor) -> None:
+    def counts() -> tuple[float, float]:
+        return api_servers.total(DISPATCHES), api_servers.total("vllm:request_success_total")
+
+    before = (all_dispatches(api_servers, threads), counts()[1])
     for number, requests in zip(BOTH, (2, 3), strict=True):
         with api_servers.connected(number) as client:
             for _ in range(requests):
@@ -113,8 +125,7 @@ def test_one_that_is_killed_takes_only_its_own_connections_with_it(
     prompts = [f"stream {number}" for number in range(STREAMS)]
     with api_servers.connected(1) as client:
         expected = [answer_text(client, prompt) for prompt in prompts]
-    counted = api_servers.dispatched()
-    until(lambda: sum(api_servers.by_replica(DISPATCHES).values()) == counted, "what was sent before is counted")
+    counted = all_dispatches(api_servers, threads)
     pids = api_servers.pids
     with ExitStack() as connections:
         clients = {
@@ -144,7 +155,7 @@ def test_one_that_is_killed_takes_only_its_own_connections_with_it(
     with api_servers.connected(0) as client:
         assert answer_text(client, prompts[0]) == expected[0]
     until(
-        lambda: sum(api_servers.by_replica(DISPATCHES).values()) >= counted + STREAMS + 1,
+        lambda: api_servers.total(DISPATCHES) >= counted + STREAMS + 1,
         "what the killed one had counted, up to its last second, still counts",
     )
 

@@ -48,10 +48,6 @@ def dispatched(head: Server) -> dict[str, float]:
     return {f"0.{replica}": count for replica, count in head.by_replica("vllm_omni_fleet:dispatches_total").items()}
 
 
-def total(head: Server, name: str) -> float:
-    return sum(head.metrics(name).values())
-
-
 def explain(head: Server, **query: str) -> Any:
     with head.http() as http:
         answer = http.post("/omni/explain", json=query, headers=AS_ADMIN)
@@ -104,9 +100,9 @@ def test_an_explanation_foresees_where_a_request_goes_and_runs_nothing(head: Ser
     fresh = explain(head, prompt=text(4))
     assert {candidate["matched_tokens"] for candidate in fresh["candidates"]} <= {0}
     answer = client.completions.with_raw_response.create(model=MODEL, prompt=text(4), max_tokens=4)
-    counts = dispatched(head), total(head, "vllm_omni_fleet:decisions_total")
+    counts = dispatched(head), head.total("vllm_omni_fleet:decisions_total")
     known = until(lambda: foreseen(head, text(4)), "the engine has reported what it cached")
-    assert (dispatched(head), total(head, "vllm_omni_fleet:decisions_total")) == counts
+    assert (dispatched(head), head.total("vllm_omni_fleet:decisions_total")) == counts
     assert (known["policy"], known["chosen"]) == ("kv-aware", answer.headers[HEADER])
     usage = answer.parse().usage
     assert usage is not None

@@ -10,7 +10,7 @@ import pytest
 
 from .conftest import REPLICA_WAIT_S, RUNNING_EACH
 from .load import Load, Outcome
-from .server import START_S, Server, until
+from .server import MOVES, START_S, Server, until
 from .suspended import Engine, engines_of
 
 WAITING_EACH = 4
@@ -19,7 +19,6 @@ LONG, SHORT = 1200, 20
 """Tokens: of a request that is still running when an engine dies, and of one that waits behind such requests."""
 
 IN_FLIGHT = "vllm_omni_fleet:requests_in_flight"
-MOVES = "vllm_omni_fleet:request_moves_total"
 FAILED = "vllm_omni_fleet:requests_failed_total"
 RUNNING = "vllm:num_requests_running"
 
@@ -50,10 +49,6 @@ class HealthWatch:
     def _watch(self) -> None:
         while not self._over.wait(0.1):
             self.seen.add(self._server.health())
-
-
-def total(server: Server, name: str) -> float:
-    return sum(server.metrics(name).values())
 
 
 @dataclass
@@ -113,7 +108,7 @@ def send_work(server: Server, load: Load) -> dict[str, Work]:
 
 
 def test_a_killed_engine_costs_no_answer(victim: Server) -> None:
-    moves, failed = total(victim, MOVES), total(victim, FAILED)
+    moves, failed = victim.total(MOVES), victim.total(FAILED)
     with Load(victim) as load, HealthWatch(victim) as health:
         with busy_and_suspended(victim, load) as (work, engines):
             engines["1"].core.kill()
@@ -123,8 +118,8 @@ def test_a_killed_engine_costs_no_answer(victim: Server) -> None:
         load.wait()
     ended = [outcome for replica in work.values() for outcome in replica.requests]
     assert [outcome for outcome in ended if not outcome.finished_whole] == []
-    assert total(victim, MOVES) - moves == RUNNING_EACH + WAITING_EACH
-    assert total(victim, FAILED) == failed
+    assert victim.total(MOVES) - moves == RUNNING_EACH + WAITING_EACH
+    assert victim.total(FAILED) == failed
     assert health.seen == {200}
     until(lambda: not any(worker.is_running() for worker in engines["1"].workers), "the dead engine's workers are gone")
 

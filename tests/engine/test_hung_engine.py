@@ -3,18 +3,17 @@
 import psutil
 
 from .load import Load
-from .server import Server, until
+from .server import MOVES, Server, until
 from .suspended import keep_to_one_core
 
 STREAMS = 4
 LONG, SHORT = 900, 8
 DISPATCHES = "vllm_omni_fleet:dispatches_total"
 IN_FLIGHT = "vllm_omni_fleet:requests_in_flight"
-MOVES = "vllm_omni_fleet:request_moves_total"
 
 
 def test_streams_of_a_stopped_engine_go_on_elsewhere_and_it_serves_again_when_it_answers(fleet: Server) -> None:
-    engines, moves = fleet.engine_pids(), sum(fleet.metrics(MOVES).values())
+    engines, moves = fleet.engine_pids(), fleet.total(MOVES)
     # No stream is at its end before the last has begun.
     for pid in engines.values():
         keep_to_one_core(psutil.Process(pid))
@@ -29,7 +28,7 @@ def test_streams_of_a_stopped_engine_go_on_elsewhere_and_it_serves_again_when_it
         finally:
             engine.resume()
     assert [outcome for outcome in sent if not outcome.finished_whole] == []
-    assert sum(fleet.metrics(MOVES).values()) == moves + STREAMS / 2
+    assert fleet.total(MOVES) == moves + STREAMS / 2
     until(lambda: fleet.replicas_up() == 2, "the engine is taken back")
     assert fleet.engine_pids() == engines
     before = fleet.by_replica(DISPATCHES)

@@ -84,7 +84,7 @@ class Fleet:
         return found
 
     def _counter(self, name: str) -> int:
-        return int(sum(self.head.metrics(f"vllm_omni_fleet:{name}_tokens_total").values()))
+        return int(self.head.total(f"vllm_omni_fleet:{name}_tokens_total"))
 
     def _post(self, path: str, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         response = self._http.post(path, json={"temperature": 0, **body})

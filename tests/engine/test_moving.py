@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from .conftest import TWO_REPLICAS
-from .moves import COPIES, EXACT, ROWS, Row, all_begun, kill_one, moves, send, tokens_of, total, whole_answers, wrong
+from .moves import COPIES, EXACT, ROWS, Row, all_begun, kill_one, moves, send, tokens_of, whole_answers, wrong
 from .server import START_S, Server, until
 from .servers import Servers
 
@@ -38,17 +38,17 @@ def whole(movers: Server) -> dict[Row, Any]:
 
 @pytest.mark.long
 def test_a_killed_engine_costs_no_answer_a_token(movers: Server, whole: dict[Row, Any]) -> None:
-    swallowed, failed = total(movers, SWALLOWED), total(movers, FAILED)
+    swallowed, failed = movers.total(SWALLOWED), movers.total(FAILED)
     moved = kill_one(movers, ROWS, whole)
     # Each copy of a request with several samples has them on both replicas.
     assert moved == Counter(row.way for row in ROWS for _ in range(row.body.get("n", 1)))
-    assert total(movers, SWALLOWED) > swallowed
-    assert total(movers, FAILED) == failed
+    assert movers.total(SWALLOWED) > swallowed
+    assert movers.total(FAILED) == failed
 
 
 @pytest.mark.long
 def test_answers_outlive_every_engine_there_was(movers: Server, whole: dict[Row, Any]) -> None:
-    before, failed = moves(movers), total(movers, FAILED)
+    before, failed = moves(movers), movers.total(FAILED)
     rows = tuple(row for row in ROWS if row.exact)
     with all_begun(movers, rows) as (answers, engines):
         for engine in engines.values():
@@ -62,4 +62,4 @@ def test_answers_outlive_every_engine_there_was(movers: Server, whole: dict[Row,
     assert [line for row, answer in answers for line in wrong(row, answer.result(), whole[row])] == []
     # Some move twice: to a replica whose loss has not been noticed yet.
     assert sum((moves(movers) - before).values()) >= sum(COPIES * row.body.get("n", 1) for row in rows)
-    assert total(movers, FAILED) == failed
+    assert movers.total(FAILED) == failed

@@ -12,7 +12,7 @@ import httpx
 from PIL import Image
 
 from .both_replicas import answers_of_both
-from .server import MODEL, Server, until
+from .server import MODEL, MOVES, Server, until
 from .suspended import engines_of
 from .vision_model import TOKENS_PER_IMAGE
 
@@ -90,7 +90,7 @@ def stream(server: Server, image: str, begun: Event) -> str:
 
 
 def test_a_stream_about_an_image_goes_on_elsewhere_when_its_engine_is_killed(vision_fleet: Server) -> None:
-    image, begun, before = gradient(50), Event(), moves(vision_fleet)
+    image, begun, before = gradient(50), Event(), vision_fleet.total(MOVES)
     whole, _ = describe(vision_fleet, image, tokens=LONG)
     engines = engines_of(vision_fleet)
     for engine in engines.values():
@@ -104,11 +104,7 @@ def test_a_stream_about_an_image_goes_on_elsewhere_when_its_engine_is_killed(vis
         for engine in engines.values():
             engine.resume()
         assert text.result() == whole
-    assert moves(vision_fleet) == before + 1
-
-
-def moves(server: Server) -> float:
-    return sum(server.metrics("vllm_omni_fleet:request_moves_total").values())
+    assert vision_fleet.total(MOVES) == before + 1
 
 
 def busy_replica(server: Server) -> str | None:

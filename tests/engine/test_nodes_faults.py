@@ -1,5 +1,6 @@
 """Headless nodes on real engines: every way in which they can fail under streams, and what the streams see."""
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ import pytest
 
 from .load import Load, Outcome
 from .nodes import NodeFleet
-from .server import START_S, Server, until
+from .server import START_S, STOP_S, Server, until
 
 STREAMS = 6
 TOKENS = 900
@@ -64,6 +65,17 @@ def test_a_killed_server_leaves_no_engine_behind(nodes: NodeFleet, expected: dic
         node.kill()
     until(lambda: not any(process.is_running() for process in processes), "its engine has ended with it")
     nodes.replace_node(node)
+
+
+@pytest.mark.long
+def test_ctrl_c_tells_a_nodes_engines_too_and_its_streams_finish(nodes: NodeFleet, expected: dict[str, str]) -> None:
+    node, before = nodes.nodes[1], total(nodes.head, MOVES)
+    with streams(nodes.head, expected):
+        os.killpg(node.process.pid, signal.SIGINT)
+    assert total(nodes.head, MOVES) == before
+    assert node.process.wait(STOP_S) == 0
+    nodes.replace_node(node)
+    nodes.wait_for_replicas(2)
 
 
 @pytest.mark.long

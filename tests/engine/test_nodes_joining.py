@@ -4,6 +4,7 @@ The head and its node are real; most of those that are turned away have simulate
 start in seconds.
 """
 
+import os
 import shutil
 import subprocess
 import sys
@@ -30,9 +31,9 @@ OTHER_LENGTH = "max model length: head has 1024, replica 512"
 StartSim = Callable[..., Node]
 
 
-def error_of(node: Node) -> str:
-    """The one line with which a node ends."""
-    assert node.process.wait(START_S) == 1
+def error_of(node: Node, code: int) -> str:
+    """The one line with which a node ends, and its exit code."""
+    assert node.process.wait(START_S) == code
     (line,) = [line for line in node.log.read_text().splitlines() if line.startswith("vllm serve: error: ")]
     return line
 
@@ -71,7 +72,7 @@ def test_a_node_of_another_configuration_ends_before_it_starts_an_engine(
     start_sim: StartSim, program: tuple[str, ...] | None, flags: tuple[str, ...], why: str
 ) -> None:
     node = start_sim(*flags, program=program)
-    assert why in error_of(node)
+    assert why in error_of(node, os.EX_TEMPFAIL)
     assert not node.says("EngineCore")
 
 
@@ -87,6 +88,7 @@ def test_doctor_says_the_same_without_a_start(served: NodeFleet, tiny_model: Pat
     assert len(errors) == 1
     assert OTHER_LENGTH in errors[0]
     assert "head: it answers" in done.stdout
+    assert "ports: the head reaches 127.0.0.1 port " in done.stdout
 
 
 @pytest.mark.long
@@ -112,7 +114,7 @@ def test_a_node_with_other_files_of_an_adapter_joins_when_nobody_can_ask_for_it_
 def test_another_secret_is_refused_and_both_ends_say_so(served: NodeFleet, start_sim: StartSim, tmp_path: Path) -> None:
     wrong = write_secret(tmp_path / "wrong")
     node = start_sim("--headless", join=(*served.join[:-1], str(wrong)), program=SERVE)
-    why = error_of(node)
+    why = error_of(node, os.EX_TEMPFAIL)
     assert "refused secret" in why
     assert "--omni-secret-file" in why
     assert not node.says("EngineCore")
@@ -123,14 +125,14 @@ def test_another_secret_is_refused_and_both_ends_say_so(served: NodeFleet, start
 def test_a_node_without_a_head_ends_with_one_clear_line(start_sim: StartSim) -> None:
     port = str(free_port())
     node = start_sim("--omni-join-timeout", "1", join=("-oma", "127.0.0.1", "-omp", port))
-    assert f"no head answered at tcp://127.0.0.1:{port} within 1 s" in error_of(node)
+    assert f"no head answered at tcp://127.0.0.1:{port} within 1 s" in error_of(node, 1)
 
 
 @pytest.mark.long
 def test_an_exhausted_port_range_ends_the_node_with_the_flags_name(start_sim: StartSim) -> None:
     first = free_port()
     node = start_sim("--omni-replica-ports", f"{first}-{first}")
-    assert "--omni-replica-ports" in error_of(node)
+    assert "--omni-replica-ports" in error_of(node, 1)
 
 
 def test_a_replica_that_cannot_be_reached_is_named_and_forgotten(served: NodeFleet) -> None:

@@ -9,7 +9,7 @@ from .both_replicas import answers_of_both
 from .load import Load, Outcome, constant_load
 from .lora import make_lora
 from .nodes import NodeFleet
-from .server import MODEL, Server, until
+from .server import MODEL, MOVES, Server, until
 
 ADAPTER = "storyteller"
 CLIENTS = 2
@@ -25,22 +25,18 @@ def answer(server: Server, model: str) -> str:
         return str(http.post("/v1/completions", json=body).raise_for_status().json()["choices"][0]["text"])
 
 
-def moves(server: Server) -> float:
-    return sum(server.metrics("vllm_omni_fleet:request_moves_total").values())
-
-
 def end_in_time(nodes: NodeFleet) -> None:
     """Restart the first node, with all the time that its requests need: they end where they are."""
-    node, before = nodes.nodes[0], moves(nodes.head)
+    node, before = nodes.nodes[0], nodes.head.total(MOVES)
     node.process.terminate()
     assert node.process.wait(120) == 0
-    assert moves(nodes.head) == before
+    assert nodes.head.total(MOVES) == before
     nodes.replace_node(node)
 
 
 def end_at_once(nodes: NodeFleet) -> list[Outcome]:
     """Restart the node that is now first, by two signals in the middle of long streams: they move."""
-    node, before = nodes.nodes[0], moves(nodes.head)
+    node, before = nodes.nodes[0], nodes.head.total(MOVES)
     with Load(nodes.head) as load:
         long = [load.send(LONG, stream=True) for _ in range(2 * CLIENTS)]
         assert all(outcome.started.wait(60) for outcome in long)
@@ -50,7 +46,7 @@ def end_at_once(nodes: NodeFleet) -> list[Outcome]:
         until(lambda: node.says("leaves when"), "it drains")
         node.process.terminate()
     assert node.process.wait(60) == 0
-    assert moves(nodes.head) > before
+    assert nodes.head.total(MOVES) > before
     nodes.replace_node(node)
     return long
 

@@ -45,7 +45,7 @@ def test_a_request_that_engines_die_of_gets_no_third_and_ends_alone(server: Serv
         assert response.status_code == httpx.codes.INTERNAL_SERVER_ERROR
         error = response.json()["error"]["message"]
         assert error.count("SIGILL") == 2
-        assert "no other replica gets it" in error
+        assert "it gets no third replica" in error
         load.wait()
     # A stream that was beside it both times has moved twice, where one move is allowed.
     assert [stream for stream in streams if not stream.finished_whole] == []

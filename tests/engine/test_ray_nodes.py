@@ -12,14 +12,14 @@ import pytest
 from tests.fakes.free_ports import free_port
 
 from .load import Load
-from .ray_cluster import NO_TOKEN, RAY, RayCluster
+from .ray_cluster import HAS_RAY, NO_TOKEN, RayCluster
 from .server import START_S, ServeProcess, Server, serve_command, until, write_secret
 from .test_nodes_faults import MOVES, STREAMS, TOKENS, streams, total
 
 pytestmark = [
     pytest.mark.long,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(not RAY.exists(), reason="needs Ray: .venv/bin/python -m pip install '.[ray]'"),
+    pytest.mark.skipif(not HAS_RAY, reason="needs Ray, which `make test-long` installs"),
 ]
 NODES = 2
 

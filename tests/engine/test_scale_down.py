@@ -56,7 +56,7 @@ class SimulatedFleet:
 
     def counted(self, name: str) -> float:
         """The sum of a metric over replicas and heads."""
-        return sum(sum(head.metrics(name).values()) for head in self.heads)
+        return sum(head.total(name) for head in self.heads)
 
     def _arguments(self, kind: str, name: str) -> list[str]:
         """Those of the chart behind the model, with the addresses, port and files that there are here."""

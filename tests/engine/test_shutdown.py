@@ -15,13 +15,16 @@ from .server import START_S, STOP_S, Server, until
 from .servers import Servers
 
 LONG_STREAMS = 32
+LONG_TOKENS = 3800
+"""So many take longer than engines get that have nothing to do, on a fast machine, too."""
+LONG_MODEL = ("--max-model-len", "4096")
 ENGINES_GRACE_S = 5.0
 
 
 @pytest.fixture
 def doomed(servers: Servers, tiny_model: Path, request: pytest.FixtureRequest) -> Server:
     """A fleet of two for the test that asks, which ends it."""
-    return servers.get(f"doomed-{request.node.name}", tiny_model, *TWO_REPLICAS, engines=2)
+    return servers.get(f"doomed-{request.node.name}", tiny_model, *TWO_REPLICAS, *LONG_MODEL, engines=2)
 
 
 def terminate(server: Server) -> tuple[int, list[psutil.Process]]:
@@ -58,7 +61,7 @@ def test_sigterm_while_an_engine_starts_again_leaves_no_process_behind(doomed: S
 def test_streams_finish_before_their_engines_end(doomed: Server, tell: Callable[[int, int], None]) -> None:
     """Ctrl-C in a terminal, and some service managers, tell all processes."""
     with Load(doomed) as load:
-        streams = [load.send(950, stream=True) for _ in range(LONG_STREAMS)]
+        streams = [load.send(LONG_TOKENS, stream=True) for _ in range(LONG_STREAMS)]
         assert all(stream.started.wait(60) for stream in streams)
         tell(doomed.process.pid, signal.SIGTERM)
         told_at = time.monotonic()

@@ -7,6 +7,7 @@ import pytest
 
 from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
+from tests.fakes.links import FakeLink
 from tests.fakes.observations import observed
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import MessageTooLargeError, NoReplicaError, OmniError, RequestLostError
@@ -317,12 +318,18 @@ async def until_paused(fleet: FakeFleet, paused: bool) -> None:
     await eventually(lambda: all(link.paused is paused for link in fleet.links.values()), f"paused {paused}")
 
 
-async def test_a_replica_that_joins_while_the_client_does_not_read_waits_for_it_too(fleet: FakeFleet) -> None:
-    await fleet.submit("a")
+async def filled(fleet: FakeFleet, **fields: Any) -> tuple[FakeLink, str]:
+    """Link and engine-side id of a request whose outputs fill the queue to the client."""
+    await fleet.submit("a", **fields)
     link, attempt = fleet.attempt("a")
     for _ in range(MAX_QUEUED_OUTPUTS):
         link.output(attempt)
     await until_paused(fleet, True)
+    return link, attempt
+
+
+async def test_a_replica_that_joins_while_the_client_does_not_read_waits_for_it_too(fleet: FakeFleet) -> None:
+    await filled(fleet)
     joined = fleet.join(fleet.pool.add())
     assert joined.paused
     await fleet.read()
@@ -330,11 +337,7 @@ async def test_a_replica_that_joins_while_the_client_does_not_read_waits_for_it_
 
 
 async def test_a_client_that_does_not_read_leaves_outputs_in_the_sockets_until_it_does(fleet: FakeFleet) -> None:
-    await fleet.submit("a")
-    link, attempt = fleet.attempt("a")
-    for _ in range(MAX_QUEUED_OUTPUTS):
-        link.output(attempt)
-    await until_paused(fleet, True)
+    link, attempt = await filled(fleet)
     link.output(attempt, finish_reason="stop")
     assert len(fleet.orchestrator.output_async_queue) == MAX_QUEUED_OUTPUTS
     assert len(await fleet.read()) == MAX_QUEUED_OUTPUTS
@@ -343,11 +346,7 @@ async def test_a_client_that_does_not_read_leaves_outputs_in_the_sockets_until_i
 
 
 async def test_a_loss_is_told_to_a_client_that_does_not_read(fleet: FakeFleet) -> None:
-    await fleet.submit("a", move="never")
-    link, attempt = fleet.attempt("a")
-    for _ in range(MAX_QUEUED_OUTPUTS):
-        link.output(attempt)
-    await until_paused(fleet, True)
+    link, _ = await filled(fleet, move="never")
     fleet.orchestrator.distrust(fleet.pool.members[[*fleet.links.values()].index(link)], "failed a call")
     events = await fleet.read()
     assert isinstance(events[-1][1], RequestLostError)
@@ -356,11 +355,7 @@ async def test_a_loss_is_told_to_a_client_that_does_not_read(fleet: FakeFleet) -
 
 async def test_closing_while_the_client_does_not_read_leaves_no_task() -> None:
     async with FakeFleet() as fleet:
-        await fleet.submit("a")
-        link, attempt = fleet.attempt("a")
-        for _ in range(MAX_QUEUED_OUTPUTS):
-            link.output(attempt)
-        await until_paused(fleet, True)
+        await filled(fleet)
     await asyncio.sleep(0)
     assert [task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith("omni")] == []
 

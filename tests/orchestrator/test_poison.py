@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from tests.fakes.fleet import FakeFleet
-from vllm_omni_plugin.errors import RequestLostError
+from vllm_omni_plugin.errors import QueryOfDeathError, RequestLostError
+from vllm_omni_plugin.orchestrator.dispatch.suspects import TRIAL_OUTPUTS
+from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 
 STEP_S = 0.02
 LENGTH = 60
@@ -188,3 +190,68 @@ async def test_a_replica_that_crashes_again_and_again_by_itself_convicts_nobody(
         assert len(engines.deaths) > 3
         assert fleet.orchestrator.request_states == {}
         assert {end for _, end in fleet.events if end is not None} == {"stop"}
+
+
+async def test_an_event_names_the_request_its_replicas_and_how_many_were_beside_it() -> None:
+    async with FakeFleet(replicas=3, migration_limit=1) as fleet:
+        engines = Engines(fleet, {"p": at_once})
+        for name in "ap":
+            await fleet.submit(name, affinity=0)
+        await engines.run()
+        [event] = [event for event in fleet.orchestrator.events.after() if event.kind == "query_of_death"]
+        first, second = engines.deaths
+        assert f"replica 0.{first} with 1 others in flight" in event.reason
+        assert f"replica 0.{second} with 0 others in flight" in event.reason
+        assert event.reason.endswith("died under request p")
+
+
+async def test_requests_common_to_two_crashes_get_no_third_replica_and_one_error_if_neither_comes_back() -> None:
+    async with FakeFleet(replicas=3, replica_wait=0.0) as fleet:
+        for name in "ab":
+            await fleet.submit(name, affinity=0)
+        fleet.lose(0)
+        # Both have passed their trials, and have come together by another loss.
+        for name in "ab":
+            for token in range(TRIAL_OUTPUTS):
+                fleet.say(name, token)
+        kept, other = (fleet.orchestrator.request_states[name].runs[0].replica_id for name in "ab")
+        assert kept is not None
+        assert other is not None
+        fleet.kill(other)
+        fleet.lose(kept)
+        fleet.join(fleet.pool.member(other))
+        ends = dict(event for event in await fleet.read() if event[1] is not None)
+        assert {name: type(end) for name, end in ends.items()} == dict.fromkeys("ab", QueryOfDeathError)
+        assert fleet.links[other].added == []
+        assert fleet.orchestrator.metrics.queries_of_death == 2
+
+
+async def test_a_suspect_is_tried_on_another_machine_if_one_is_free() -> None:
+    async with FakeFleet(replicas=3) as fleet:
+        for member, host in zip(fleet.pool.members, "xxy", strict=True):
+            member.remote, member.input_addr = True, f"tcp://{host}:1"
+        await fleet.submit("a", affinity=0)
+        fleet.lose(0)
+        assert fleet.orchestrator.request_states["a"].runs[0].replica_id == 2
+
+
+@pytest.mark.parametrize("others", [0, 1])
+async def test_one_that_had_begun_is_not_to_blame_where_another_head_had_requests(
+    others: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StagePool, "others_at", lambda pool, member: others)
+    async with FakeFleet(replicas=3, replica_wait=60.0, migration_limit=1) as fleet:
+        await fleet.submit("a", affinity=0)
+        fleet.say("a", 5)
+        crashed = []
+        for token in range(2):
+            crashed.append(fleet.orchestrator.request_states["a"].runs[0].replica_id or 0)
+            fleet.lose(crashed[-1])
+            if token == 0:
+                fleet.say("a", 6)
+        assert ("a" in fleet.orchestrator.request_states) is bool(others)
+        if others:
+            # It waits for one of the two that crashed.
+            assert fleet.orchestrator.metrics.held == 1
+            fleet.join(fleet.pool.member(crashed[1]))
+            assert fleet.orchestrator.request_states["a"].runs[0].replica_id == crashed[1]

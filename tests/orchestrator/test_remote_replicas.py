@@ -115,18 +115,6 @@ async def test_an_unlisted_replica_is_gone_and_its_requests_move(fleet: Fleet) -
     assert len(fleet.attachments) == 2
 
 
-async def test_a_freed_id_is_given_to_the_next_replica(fleet: Fleet) -> None:
-    await fleet.joined(row(1), row(2))
-    fleet.unregister(row(1))
-    fleet.register(row(3))
-    await fleet.all_heard()
-    await fleet.serving(2)
-    assert {member.replica_id: member.input_addr for member in fleet.pool.members} == {
-        0: row(3).input_addr,
-        1: row(2).input_addr,
-    }
-
-
 async def test_an_unlisted_replica_that_nobody_knows_is_no_error(fleet: Fleet) -> None:
     fleet.unregister(row(1))
     await fleet.joined(row(2))

@@ -5,8 +5,8 @@ Knows neither vLLM nor sockets, threads or clocks: time is an argument. Start wi
 
 from vllm_omni_plugin.admission.admission import Admission, Standing, TenantReport
 from vllm_omni_plugin.admission.class_queue import Backlog
-from vllm_omni_plugin.admission.loading import load_admission
 from vllm_omni_plugin.admission.plan import AdmissionPlan, Bounds, RequestClass, TenantSettings, changes
+from vllm_omni_plugin.admission.plan_file import load_admission
 from vllm_omni_plugin.admission.queues import StageState
 from vllm_omni_plugin.admission.terms import Reason, Refusal, Terms
 from vllm_omni_plugin.admission.ticket import Ticket

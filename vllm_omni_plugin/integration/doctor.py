@@ -3,16 +3,15 @@
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 from vllm_omni_plugin.config import OmniConfig
-from vllm_omni_plugin.coordinator import HeadAnswer, ask_head
-from vllm_omni_plugin.curve import Secrets
+from vllm_omni_plugin.coordinator import HeadAnswer
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.checks.finding import Finding, Level
-from vllm_omni_plugin.integration.checks.head_checks import head_findings, model_findings
+from vllm_omni_plugin.integration.checks.head_checks import ask, head_findings, model_findings, reach_findings
 from vllm_omni_plugin.integration.checks.machine_checks import machine_findings, version_finding
-from vllm_omni_plugin.integration.flags import ANY_VLLM_GIVEN
+from vllm_omni_plugin.integration.flags import ANY_VLLM_GIVEN, CONFIG, parse_ours
 
 _PROG = "vllm-omni-plugin doctor"
 _DESCRIPTION = """Check this machine and, given the arguments of `vllm serve --headless`, whether a node with them would
@@ -22,6 +21,8 @@ compared with the head's."""
 _MAX_PORT = 65535
 _USUAL_WORKERS = 2
 """Of the smallest replica that needs shared memory, where no command line says how many there are."""
+_FLAGS_FIT = Finding(Level.OK, "flags: they go together, and the files and addresses that they name can be used")
+_NO_MODEL = Finding(Level.UNKNOWN, "model: none was named, so none is compared with the head's")
 
 
 def run_doctor(arguments: Sequence[str]) -> int:
@@ -70,19 +71,68 @@ def _examine(arguments: Sequence[str]) -> Iterator[Finding]:
         return
     # Lines of ours stand on standard output, and vLLM logs there as well.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    from vllm_omni_plugin.integration.checks.start_checks import files_finding, memory_finding
+    from vllm_omni_plugin.integration.checks.start_checks import (
+        files_finding,
+        head_files_finding,
+        memory_finding,
+        sockets_finding,
+    )
 
     if arguments:
         yield from _examine_node(arguments)
     else:
         yield files_finding(1)
+        yield head_files_finding(1)
+        yield sockets_finding()
         yield memory_finding(_USUAL_WORKERS)
 
 
 def _examine_node(arguments: Sequence[str]) -> Iterator[Finding]:
     from vllm_omni_plugin.integration.checks.start_checks import start_findings
+    from vllm_omni_plugin.integration.options.flag_rules import check
+
+    given, others = parse_ours(arguments, _PROG)
+    answer = None
+    # The file of `--config` may name the head or the secret, too.
+    if given and CONFIG not in others:
+        options = OmniConfig(**given)
+        try:
+            check(options, given, headless=True)
+        except ConfigError as error:
+            yield Finding(Level.ERROR, f"flags: {error}")
+            return
+        # Before vLLM is imported, which takes it many seconds.
+        answer = yield from _ask(options)
+        if not others and options.pipeline is None:
+            yield _FLAGS_FIT
+            yield from start_findings(options, options.dp_size_local, _USUAL_WORKERS, headless=True)
+            yield _NO_MODEL
+            return
+    yield from _examine_command(arguments, answer)
+
+
+def _ask(options: OmniConfig) -> Generator[Finding, None, HeadAnswer]:
+    from vllm_omni_plugin.integration.options.listening import bind_address, coordinator_address, secured
+
+    try:
+        address = bind_address(options, headless=True)
+        options = secured(options, address, headless=True)
+    except ConfigError as error:
+        yield Finding(Level.UNKNOWN, f"head: {error}")
+        return HeadAnswer()
+    answer = ask(coordinator_address(options), options, address, options.dp_size_local)
+    yield from head_findings(answer, options.stage_id)
+    yield from reach_findings(answer)
+    return answer
+
+
+def _examine_command(arguments: Sequence[str], answer: HeadAnswer | None) -> Iterator[Finding]:
+    """What only vLLM can tell of a command line; `answer`: the head's, if it was asked."""
+    from vllm_omni_plugin.integration.checks.start_checks import start_findings
     from vllm_omni_plugin.integration.command_line import parse_options
     from vllm_omni_plugin.integration.fleet_setup.pipeline_command import local_processes
+    from vllm_omni_plugin.integration.processes.headless import plan_node
+    from vllm_omni_plugin.vllm_api.stages.stage_arguments import DEFAULT_MODEL
     from vllm_omni_plugin.vllm_api.versions.serve_arguments import parse_headless_args
 
     args = parse_headless_args(arguments, _PROG, _DESCRIPTION, _EPILOG, lambda parser: None)
@@ -94,27 +144,12 @@ def _examine_node(arguments: Sequence[str]) -> Iterator[Finding]:
     if options is None:
         yield Finding(Level.UNKNOWN, "flags: there is none of ours, hence no fleet: name the head with --against")
         return
-    yield Finding(Level.OK, "flags: they go together, and the files and addresses that they name can be used")
+    yield _FLAGS_FIT
     yield from start_findings(options, *local_processes(args, options), headless=True)
-    yield from _compare(args, options)
-
-
-def _compare(args: argparse.Namespace, options: OmniConfig) -> Iterator[Finding]:
-    from vllm_omni_plugin.integration.options.listening import bind_address, coordinator_address, secured
-    from vllm_omni_plugin.integration.processes.headless import plan_node
-    from vllm_omni_plugin.vllm_api.stages.stage_arguments import DEFAULT_MODEL
-
-    answer = HeadAnswer()
-    try:
-        options = secured(options, bind_address(options, headless=True), headless=True)
-    except ConfigError as error:
-        yield Finding(Level.UNKNOWN, f"head: {error}")
-    else:
-        secrets = Secrets.from_file(options.secret_file) if options.secret_file else None
-        answer = ask_head(coordinator_address(options), options.stage_id, secrets)
-        yield from head_findings(answer, options.stage_id)
+    if answer is None:
+        answer = yield from _ask(options)
     if options.pipeline is None and args.model == DEFAULT_MODEL:
-        yield Finding(Level.UNKNOWN, "model: none was named, so none is compared with the head's")
+        yield _NO_MODEL
         return
     try:
         fingerprint = plan_node(args, options).fingerprint

@@ -1,12 +1,15 @@
 """A probe tells an engine that hangs from one that is slow, and gives up one that cannot be asked."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
 from tests.fakes.conditions import eventually
 from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.replicas.engine import engine_keeper
 from vllm_omni_plugin.replicas.engine.engine_keeper import Probe
 
 
@@ -61,89 +64,86 @@ class Engine:
         await self.calls[-1]
 
 
-async def test_an_overdue_answer_is_a_hang_until_it_comes() -> None:
-    engine = Engine(timeout=0.05)
+@asynccontextmanager
+async def probed(timeout: float, **fields: Any) -> AsyncIterator[Engine]:
+    """An engine, with these attributes, that is probed until the block ends."""
+    engine = Engine(timeout)
+    for name, value in fields.items():
+        setattr(engine, name, value)
     running = asyncio.create_task(engine.probe.run())
-    await eventually(lambda: engine.events)
-    assert engine.events[0] == "its engine has not answered for 0.1 s"
-    # One call at a time, however long it takes.
-    assert len(engine.calls) == 1
-    await engine.answer_after(1.0)
-    assert engine.events[1] == "answered"
+    await eventually(lambda: engine.calls)
+    yield engine
     running.cancel()
+
+
+async def test_an_overdue_answer_is_a_hang_until_it_comes() -> None:
+    async with probed(timeout=0.05) as engine:
+        await eventually(lambda: engine.events)
+        assert engine.events[0] == "its engine has not answered for 0.1 s"
+        # One call at a time, however long it takes.
+        assert len(engine.calls) == 1
+        await engine.answer_after(1.0)
+        assert engine.events[1] == "answered"
 
 
 async def test_what_looked_like_a_hang_may_have_been_a_long_step_and_the_next_is_given_more_time() -> None:
-    engine = Engine(timeout=0.05)
-    running = asyncio.create_task(engine.probe.run())
-    for turn in range(2):
-        await eventually(lambda turn=turn: len(engine.events) == 2 * turn + 1)  # type: ignore[misc]
-        await engine.answer_after(3600.0)
-    # Four times what was given before, not what an hour's sleep of the machine would make of it.
-    assert engine.probe.limit == pytest.approx(16 * 0.05)
-    running.cancel()
+    async with probed(timeout=0.05) as engine:
+        for turn in range(2):
+            await eventually(lambda turn=turn: len(engine.events) == 2 * turn + 1)  # type: ignore[misc]
+            await engine.answer_after(3600.0)
+        # Four times what was given before, not what an hour's sleep of the machine would make of it.
+        assert engine.probe.limit == pytest.approx(16 * 0.05)
 
 
 async def test_silence_is_no_hang_while_nothing_is_read() -> None:
-    engine = Engine(timeout=0.01)
-    engine.is_read = False
-    running = asyncio.create_task(engine.probe.run())
-    await eventually(lambda: engine.looks > 1)
-    assert engine.events == []
-    engine.is_read = True
-    await eventually(lambda: engine.events)
-    assert len(engine.calls) == 1
-    await engine.answer_after(60.0)
-    assert engine.probe.limit == 0.01
-    running.cancel()
+    async with probed(timeout=0.01, is_read=False) as engine:
+        await eventually(lambda: engine.looks > 1)
+        assert engine.events == []
+        engine.is_read = True
+        await eventually(lambda: engine.events)
+        assert len(engine.calls) == 1
+        await engine.answer_after(60.0)
+        assert engine.probe.limit == 0.01
 
 
 async def test_silence_is_no_hang_where_this_process_itself_stood_still() -> None:
-    engine = Engine(timeout=0.01)
-    engine.ticks = 60.0
-    running = asyncio.create_task(engine.probe.run())
-    await eventually(lambda: engine.looks > 1)
-    assert engine.events == []
-    engine.ticks = 0.0
-    await eventually(lambda: engine.events)
-    running.cancel()
+    async with probed(timeout=0.01, ticks=60.0) as engine:
+        await eventually(lambda: engine.looks > 1)
+        assert engine.events == []
+        engine.ticks = 0.0
+        await eventually(lambda: engine.events)
 
 
-async def test_an_engine_with_a_call_to_answer_first_is_given_the_time_of_a_long_one() -> None:
-    engine = Engine(timeout=0.01)
-    engine.is_busy = True
-    running = asyncio.create_task(engine.probe.run())
-    await eventually(lambda: engine.calls)
-    engine.is_busy = False
-    await engine.answer_after(200.0)
-    # It says nothing of the engine's steps.
-    assert engine.probe.limit == 0.01
-    await eventually(lambda: engine.events)
-    assert engine.events[0] == "its engine has not answered for 0.0 s"
-    running.cancel()
+async def test_an_engine_with_a_call_to_answer_first_is_given_the_time_of_a_long_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_keeper, "_LONG_CALL_S", 0.2)
+    async with probed(timeout=0.01, is_busy=True) as engine:
+        await eventually(lambda: engine.events)
+        engine.is_busy = False
+        await engine.answer_after(200.0)
+        # It says nothing of the engine's steps.
+        assert engine.probe.limit == 0.01
+        await eventually(lambda: len(engine.events) == 3)
+        overdue, waited = "its engine has not answered for 0.0 s", "its engine has not answered for 0.2 s"
+        assert engine.events == [waited, "answered", overdue]
 
 
 async def test_an_engine_with_long_steps_is_given_more_time() -> None:
-    engine = Engine(timeout=10.0)
-    running = asyncio.create_task(engine.probe.run())
-    await eventually(lambda: engine.calls)
-    await engine.answer_after(1.0)
-    assert engine.probe.limit == 10.0
-    await engine.answer_after(6.0)
-    assert engine.probe.limit == 24.0
-    assert engine.events == []
-    running.cancel()
+    async with probed(timeout=10.0) as engine:
+        await engine.answer_after(1.0)
+        assert engine.probe.limit == 10.0
+        await engine.answer_after(6.0)
+        assert engine.probe.limit == 24.0
+        assert engine.events == []
 
 
 async def test_one_long_step_does_not_hide_every_later_hang() -> None:
-    engine = Engine(timeout=10.0)
-    running = asyncio.create_task(engine.probe.run())
-    await eventually(lambda: engine.calls)
-    await engine.answer_after(9.0)
-    for _ in range(150):
-        await engine.answer_after(0.001)
-    assert engine.probe.limit == 10.0
-    running.cancel()
+    async with probed(timeout=10.0) as engine:
+        await engine.answer_after(9.0)
+        for _ in range(150):
+            await engine.answer_after(0.001)
+        assert engine.probe.limit == 10.0
 
 
 async def test_an_engine_that_refuses_the_question_is_given_up() -> None:

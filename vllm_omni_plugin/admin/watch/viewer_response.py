@@ -1,7 +1,8 @@
 """The answer to one viewer: a stream, until the viewer does not read it."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+import socket
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any
@@ -15,7 +16,8 @@ from vllm_omni_plugin.admin.watch.server_sent import MEDIA_TYPE
 from vllm_omni_plugin.admin.watch.viewers import MAX_VIEWERS, Viewers
 
 SEND_TIMEOUT_S = 30.0
-"""Seconds in which a viewer must take what it is sent. A server does not end before its connections have."""
+"""Seconds in which a viewer must take what it is sent, and its machine say that it is there. A server does not end
+before its connections have."""
 
 
 class ViewerResponse(StreamingResponse):
@@ -41,11 +43,15 @@ class ViewerResponse(StreamingResponse):
             async with asyncio.timeout(SEND_TIMEOUT_S):
                 await send(message)
 
+        for connection in _connections(scope):
+            _notice_silence(connection.transport.get_extra_info("socket"))
         async with aclosing(self._chunks):
             try:
                 await super().__call__(scope, receive, send_in_time)
             except TimeoutError:
-                _drop(scope)
+                for connection in _connections(scope):
+                    # What is closed waits for all that is written to be read, and this does not.
+                    connection.transport.abort()
 
     async def stream_response(self, send: Send) -> None:
         """Send all of the stream."""
@@ -61,10 +67,20 @@ class ViewerResponse(StreamingResponse):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _drop(scope: Scope) -> None:
-    """End the connection of a request. What is closed waits for all that is written to be read, and this does not."""
+def _connections(scope: Scope) -> Iterator[Any]:
+    """uvicorn's own of a request: one, and none of another server's."""
     server: Any = getattr(scope["app"].state, "server", None)
     for connection in tuple(server.server_state.connections) if server is not None else ():
-        # uvicorn has one of them at a time for each connection.
+        # uvicorn has one scope at a time for each connection.
         if getattr(connection, "scope", None) is scope:
-            connection.transport.abort()
+            yield connection
+
+
+def _notice_silence(connection: Any) -> None:
+    """End a connection whose other machine has vanished: what a viewer is sent fits into buffers for a long time.
+
+    Args:
+        connection: its socket. By itself TCP gives up after a quarter of an hour.
+    """
+    if connection.family != socket.AF_UNIX:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * SEND_TIMEOUT_S))

@@ -37,6 +37,10 @@ MAX_ERROR_CHARS = 4096
 ENGINE_KEYS = 2**53
 # A frame of so many rows with addresses of the greatest length is not larger than a head's frame may be.
 ROWS_PER_FRAME = 400
+MAX_LISTENING = 32
+MAX_NONCE_CHARS = 64
+TRIAL_S = 2.0
+"""For a node's ports to be reached: a second request for a connection is sent after 1 s."""
 MAX_HEAD_FRAME_BYTES = 256 * 1024
 # Several messages share a frame up to this size; the largest message is a full list.
 SHARED_FRAME_BYTES = 1024 * 1024
@@ -190,14 +194,19 @@ class Bye(Struct, frozen=True, tag="bye"):
     """The head leaves."""
 
 
-class NodeQuestion(Struct, frozen=True, tag="question"):
+class NodeQuestion(Struct, frozen=True, tag="question", omit_defaults=True):
     """Asked by a node before it loads a model. Needs no session; older coordinators do not answer it.
 
     Attributes:
         stage_id: That its replicas will serve.
+        listening: ZMQ addresses with numeric hosts on which it listens while it asks, to be told whether this machine
+            reaches them.
+        nonce: What it says there to who connects, and then hangs up.
     """
 
     stage_id: StageId
+    listening: Annotated[list[Address], Meta(max_length=MAX_LISTENING)] = []
+    nonce: Annotated[str, Meta(max_length=MAX_NONCE_CHARS)] = ""
 
 
 class HeadFacts(Struct, frozen=True, tag="facts"):
@@ -207,11 +216,23 @@ class HeadFacts(Struct, frozen=True, tag="facts"):
         timestamp: Wall-clock seconds since the epoch.
         stages: Those of the head; empty: not to be told.
         fingerprint: What all replicas of that stage have in common; empty likewise, or if there is no such stage.
+        trying: Whether `Reached` follows.
     """
 
     timestamp: WallSeconds
     stages: list[StageId]
     fingerprint: dict[str, str]
+    trying: bool = False
+
+
+class Reached(Struct, frozen=True, tag="reached"):
+    """Follows `HeadFacts`, in a frame of its own and `TRIAL_S` later at most.
+
+    Attributes:
+        unreached: Those of the addresses asked about on which the nonce was not heard, and why.
+    """
+
+    unreached: dict[str, str]
 
 
 class Welcome(Struct, frozen=True, tag="welcome"):
@@ -305,6 +326,7 @@ ToHead = Welcome | Refused | FullList | ListDelta | PeerWork | HeadLeft | CallMe
 _encoder = msgspec.json.Encoder()
 _from_head: msgspec.json.Decoder[FromHead | NodeQuestion] = msgspec.json.Decoder(FromHead | NodeQuestion)
 _facts: msgspec.json.Decoder[tuple[HeadFacts]] = msgspec.json.Decoder(tuple[HeadFacts])
+_reached: msgspec.json.Decoder[tuple[Reached]] = msgspec.json.Decoder(tuple[Reached])
 _to_head: msgspec.json.Decoder[list[ToHead]] = msgspec.json.Decoder(list[ToHead])
 _anything = msgspec.json.Decoder()
 _DEEPER, _NO_DEEPER = b"[" * 64, b"]" * 64
@@ -330,7 +352,7 @@ def decode_from_head(frame: bytes) -> FromHead | NodeQuestion:
     return decode_strictly(_from_head, frame, "message of a head", MAX_HEAD_FRAME_BYTES)
 
 
-def encode_to_head(message: ToHead | HeadFacts) -> Raw:
+def encode_to_head(message: ToHead | HeadFacts | Reached) -> Raw:
     """Return ``message`` as a part of any number of frames."""
     return Raw(_encoder.encode(message))
 
@@ -367,3 +389,9 @@ def decode_facts(frame: bytes) -> HeadFacts:
     """Return the answer to a question in ``frame``; raise `WireError` naming the field and what is wrong with it."""
     (facts,) = decode_strictly(_facts, frame, "answer to a question", MAX_FRAME_TO_HEAD_BYTES)
     return facts
+
+
+def decode_reached(frame: bytes) -> Reached:
+    """Return what follows the answer to a question, from ``frame``; raises as `decode_facts` does."""
+    (reached,) = decode_strictly(_reached, frame, "ports reached", MAX_FRAME_TO_HEAD_BYTES)
+    return reached

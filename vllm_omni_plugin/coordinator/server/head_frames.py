@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 import zmq
+from msgspec.structs import replace
 
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import Socket
 from vllm_omni_plugin.coordinator.protocol.head_messages import (
@@ -11,10 +12,12 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import (
     HeadFacts,
     Hello,
     NodeQuestion,
+    Reached,
     decode_from_head,
     encode_to_head,
     frames_to_head,
 )
+from vllm_omni_plugin.coordinator.server.reach_trials import ReachTrials
 from vllm_omni_plugin.coordinator.state.head_sessions import Letter, Sessions
 from vllm_omni_plugin.coordinator.state.membership_table import TableFullError
 from vllm_omni_plugin.errors import WireError
@@ -27,12 +30,16 @@ class HeadFrames:
         sessions: Of all heads.
         router: The coordinator's ROUTER.
         facts: What nodes are told that ask about a stage.
+        trials: Of their ports.
     """
 
-    def __init__(self, sessions: Sessions, router: Socket, facts: Callable[[int], HeadFacts]) -> None:
+    def __init__(
+        self, sessions: Sessions, router: Socket, facts: Callable[[int], HeadFacts], trials: ReachTrials
+    ) -> None:
         self._sessions = sessions
         self._router = router
         self._facts = facts
+        self._trials = trials
 
     def take(self, peer: bytes, frame: bytes, now: float) -> bool:
         """Take in a frame of a connection; return whether it may say so: most of it only in a session.
@@ -43,8 +50,8 @@ class HeadFrames:
         """
         message = decode_from_head(frame)
         if isinstance(message, NodeQuestion):
-            answer = encode_to_head(self._facts(message.stage_id))
-            self.send((peer, answered) for answered in frames_to_head([answer]))
+            trying = self._trials.begin(peer, message.listening, message.nonce, now)
+            self._tell_node(peer, replace(self._facts(message.stage_id), trying=trying))
             return True
         try:
             letters = self._sessions.take(peer, message, now)
@@ -55,6 +62,14 @@ class HeadFrames:
             raise
         self.send(letters or ())
         return letters is not None
+
+    def tell_nodes(self, now: float) -> None:
+        """Tell those whose ports were tried which of them are reached."""
+        for peer, reached in self._trials.take(now):
+            self._tell_node(peer, reached)
+
+    def _tell_node(self, peer: bytes, answer: HeadFacts | Reached) -> None:
+        self.send((peer, frame) for frame in frames_to_head([encode_to_head(answer)]))
 
     def send(self, letters: Iterable[Letter]) -> None:
         """Send them to those who are there and whose queues are not full."""

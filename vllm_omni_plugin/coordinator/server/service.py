@@ -25,6 +25,7 @@ from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import (
 from vllm_omni_plugin.coordinator.protocol.head_messages import HeadFacts, is_of_head
 from vllm_omni_plugin.coordinator.server.drops import DropLog, DropReason, peer_of
 from vllm_omni_plugin.coordinator.server.head_frames import HeadFrames
+from vllm_omni_plugin.coordinator.server.reach_trials import MAX_CONNECTIONS, ReachTrials
 from vllm_omni_plugin.coordinator.state.head_sessions import RELAY_INTERVAL, Sessions
 from vllm_omni_plugin.coordinator.state.list_deltas import ListDeltas, Numbering, PublishSchedule, replica_list
 from vllm_omni_plugin.coordinator.state.membership_table import Change, MembershipTable, TableFullError
@@ -104,7 +105,9 @@ class OmniCoordinator:
         self._router = self._ports.router
         self._pub = self._ports.pub
         self._fingerprints = {} if secrets is None else dict(fingerprints or {})
-        self._heads = HeadFrames(self._sessions, self._router, self._facts)
+        # Without a secret anybody may ask, and nobody shall learn which ports this machine reaches.
+        self._trials = ReachTrials(0 if secrets is None else MAX_CONNECTIONS)
+        self._heads = HeadFrames(self._sessions, self._router, self._facts, self._trials)
         # How many each connection subscribed to, by its descriptor. That is used again for the next one, so each count
         # belongs to an admission, too, which the gate gives every connection anew.
         self._topics: dict[int, tuple[str, int]] = {}
@@ -218,6 +221,8 @@ class OmniCoordinator:
             self._wakeup.fileno(): self._wakeup.clear,
             self._pub: self._take_subscriptions,
             self._router: self._take_frames,
+            # What came is taken by every `_tick`.
+            self._trials.fileno(): lambda: None,
         }
         for source in sources:
             poller.register(source, zmq.POLLIN)
@@ -228,6 +233,7 @@ class OmniCoordinator:
                     sources[source]()
                 self._tick(wake_at)
         finally:
+            self._trials.close()
             self._ports.close()
             with self._turned:
                 self._stopped.set()
@@ -237,7 +243,7 @@ class OmniCoordinator:
         with self._turned:
             self._turns += 1
             self._turned.notify_all()
-            deadlines = (self._table.next_deadline(), self._sessions.next_deadline())
+            deadlines = (self._table.next_deadline(), self._sessions.next_deadline(), self._trials.next_deadline())
             due_at = min(self._schedule.due_at, self._delta_schedule.due_at)
             wake_at = min([due_at, *(deadline for deadline in deadlines if deadline is not None)])
             # A request that came since the last tick may have been due long before it: that is no lateness of ours.
@@ -312,6 +318,7 @@ class OmniCoordinator:
             self._note(self._table.expire(now, late_by), now)
             self._heads.send(self._sessions.expire(now, late_by))
             self._tell_heads(now)
+            self._heads.tell_nodes(now)
             if now < self._schedule.due_at:
                 return
             self._schedule.published(now)

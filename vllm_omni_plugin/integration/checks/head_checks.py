@@ -1,12 +1,21 @@
 """A node compared with the head that it is to join, before it loads a model."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 
+from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.coordinator import HeadAnswer, ask_head
 from vllm_omni_plugin.curve import Secrets
-from vllm_omni_plugin.errors import OmniError
+from vllm_omni_plugin.errors import ConfigError, RefusedByHeadError
 from vllm_omni_plugin.integration.checks.finding import Finding, Level
 from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.replicas.links.replica_ports import (
+    REPLICA_PORTS,
+    Listener,
+    PortRange,
+    close_all,
+    listen_on_many,
+)
 from vllm_omni_plugin.replicas.server.attached_heads import differences
 
 logger = init_logger(__name__)
@@ -15,38 +24,68 @@ LARGEST_CLOCK_DIFFERENCE_S = 5.0
 """Nothing depends on it but what people read: logs, events and traces."""
 
 
-def ask_or_refuse(coordinator: str, stage_id: int, secrets: Secrets | None) -> HeadAnswer:
-    """Ask the head of a node before anything else is done, as it takes 2 s at most. Blocks.
-
-    What cannot be compared, as the head may come later, is no error.
+def ask(coordinator: str, options: OmniConfig, address: str, replicas: int) -> HeadAnswer:
+    """Ask the head of a node, and listen meanwhile where its replicas would, if there is place. Blocks for 2 s at most,
+    and for 2 s more where the head does not reach the node.
 
     Args:
-        coordinator: its ZMQ address.
-        stage_id: the stage that the node will serve.
-        secrets: of the fleet.
+        coordinator: the head's ZMQ address.
+        options: of the node, secured.
+        address: where its replicas listen.
+        replicas: how many there are.
+    """
+    secrets = Secrets.from_file(options.secret_file) if options.secret_file else None
+    with _listening(options, address, REPLICA_PORTS * replicas) as listeners:
+        sockets = {listener.address: listener.socket for listener in listeners}
+        return ask_head(coordinator, options.stage_id, secrets, sockets)
+
+
+@contextmanager
+def _listening(options: OmniConfig, address: str, count: int) -> Iterator[Sequence[Listener]]:
+    listeners: Sequence[Listener] = ()
+    # What is wrong is told by `start_findings`.
+    with suppress(ConfigError):
+        ports = None if options.replica_ports is None else PortRange.parse(options.replica_ports)
+        listeners = listen_on_many(address, ports, count)
+    try:
+        yield listeners
+    finally:
+        close_all(listeners)
+
+
+def ask_or_refuse(coordinator: str, options: OmniConfig, address: str, replicas: int) -> HeadAnswer:
+    """Ask the head of a node before anything else is done; arguments as of `ask`.
+
+    What cannot be compared, as the head may come later, is no error, nor are ports that it does not reach yet.
 
     Returns:
         Its answer, for `refuse_other_model`.
 
     Raises:
-        OmniError: the head would refuse the node's replicas, whatever their model is.
+        RefusedByHeadError: the head would refuse the node's replicas, whatever their model is.
     """
-    answer = ask_head(coordinator, stage_id, secrets)
-    _refuse_errors(head_findings(answer, stage_id))
+    answer = ask(coordinator, options, address, replicas)
+    _refuse_errors(head_findings(answer, options.stage_id))
+    for finding in reach_findings(answer):
+        _log(finding)
     return answer
 
 
 def refuse_other_model(answer: HeadAnswer, stage_id: int, fingerprint: Mapping[str, str]) -> None:
-    """Compare the node's fingerprint with that in the head's answer. Raises `OmniError` if they differ."""
+    """Compare the node's fingerprint with that in the head's answer. Raises RefusedByHeadError if they differ."""
     _refuse_errors(model_findings(answer, stage_id, fingerprint))
 
 
 def _refuse_errors(findings: Iterator[Finding]) -> None:
     for finding in findings:
         if finding.level is Level.ERROR:
-            raise OmniError(finding.text)
-        log = logger.warning if finding.level is Level.WARNING else logger.info
-        log("Before the start: %s", finding.text)
+            raise RefusedByHeadError(finding.text)
+        _log(finding)
+
+
+def _log(finding: Finding) -> None:
+    log = logger.info if finding.level in (Level.OK, Level.UNKNOWN) else logger.warning
+    log("Before the start: %s", finding.text)
 
 
 def head_findings(answer: HeadAnswer, stage_id: int) -> Iterator[Finding]:
@@ -70,6 +109,40 @@ def head_findings(answer: HeadAnswer, stage_id: int) -> Iterator[Finding]:
                 Level.ERROR,
                 f"stage: the head has {theirs}, replica {stage_id}: give one of the head's with --omni-stage-id",
             )
+
+
+def reach_findings(answer: HeadAnswer) -> Iterator[Finding]:
+    """What the head's answer says about the node's ports: whether heads would get to its replicas."""
+    if answer.facts is None or not answer.listening:
+        return
+    if answer.unreached is None:
+        yield Finding(
+            Level.UNKNOWN,
+            "ports: the head does not say whether it reaches this node, as it is of an older version, without a "
+            "secret, or asked by many",
+        )
+    elif answer.unreached:
+        yield Finding(
+            Level.ERROR,
+            f"ports: the head does not reach {_by_reason(answer.unreached)}: open the ports of --omni-replica-ports "
+            "(any free ones are taken without it) to all heads, or give an address that they reach with "
+            "--omni-replica-address",
+        )
+    else:
+        yield Finding(Level.OK, f"ports: the head reaches {_places(answer.listening)}")
+
+
+def _by_reason(unreached: Mapping[str, str]) -> str:
+    reasons: dict[str, list[str]] = {}
+    for address, why in unreached.items():
+        reasons.setdefault(why, []).append(address)
+    return ", ".join(f"{_places(addresses)} ({why})" for why, addresses in reasons.items())
+
+
+def _places(addresses: Sequence[str]) -> str:
+    """Addresses of one host, in short."""
+    host = addresses[0].rpartition(":")[0]
+    return f"{host.removeprefix('tcp://')} port {', '.join(address.rpartition(':')[2] for address in addresses)}"
 
 
 def model_findings(answer: HeadAnswer, stage_id: int, fingerprint: Mapping[str, str]) -> Iterator[Finding]:

@@ -1,6 +1,7 @@
 """What replicas take of this machine, looked at before any of them starts. Takes milliseconds."""
 
 import os
+import tempfile
 from collections.abc import Iterator
 
 from vllm_omni_plugin.config import OmniConfig
@@ -9,11 +10,15 @@ from vllm_omni_plugin.integration.checks.finding import Finding, Level
 from vllm_omni_plugin.integration.options.carried_options import exit_with
 from vllm_omni_plugin.integration.options.listening import bind_address
 from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.replicas.engine.socket_folder import LONGEST_BASE, LONGEST_BASE_OF_FOLDERS, socket_base
 from vllm_omni_plugin.replicas.links.replica_ports import REPLICA_PORTS, PortRange, close_all, listen_on_many
-from vllm_omni_plugin.replicas.server.descriptor_limits import check_limits
+from vllm_omni_plugin.replicas.server.descriptor_limits import check_limits, files_beside_own
 
 logger = init_logger(__name__)
 
+_CONNECTIONS_OF_CLIENTS = 1024
+"""So few descriptors are all that many systems allow by default."""
+_SHORTER = "TMPDIR or VLLM_RPC_BASE_PATH"
 SHARED_MEMORY = "/dev/shm"
 SHARED_MEMORY_OF_A_WORKER = 64 * 2**20
 """What a container has by default, and which several workers of one engine use up: queues of vLLM's, and NCCL's."""
@@ -37,9 +42,11 @@ def check_or_exit(options: OmniConfig, replicas: int, workers: int, headless: bo
 
 def start_findings(options: OmniConfig, replicas: int, workers: int, headless: bool) -> Iterator[Finding]:
     """What is found for a command line; arguments as of `check_or_exit`."""
+    yield files_finding(replicas) if headless else head_files_finding(replicas)
     if headless:
-        yield files_finding(replicas)
         yield from _ports(options, replicas)
+    if replicas:
+        yield sockets_finding()
     if workers:
         yield memory_finding(workers)
 
@@ -51,6 +58,44 @@ def files_finding(replicas: int) -> Finding:
     except ConfigError as error:
         return Finding(Level.ERROR, str(error))
     return Finding(Level.OK, f"open files: the limit allows the {needed} that are needed here")
+
+
+def head_files_finding(replicas: int) -> Finding:
+    """Whether a head may open as many files as so many replicas of its own need, and its clients."""
+    try:
+        left = files_beside_own(replicas)
+    except ConfigError as error:
+        return Finding(Level.ERROR, str(error))
+    if left >= _CONNECTIONS_OF_CLIENTS:
+        return Finding(Level.OK, "open files: the limit allows those of a head and of its clients")
+    return Finding(
+        Level.WARNING,
+        f"open files: the limit leaves a head {left} for connections of its clients, and others wait: raise it "
+        "(ulimit -n, or LimitNOFILE= of systemd)",
+    )
+
+
+def sockets_finding() -> Finding:
+    """Whether sockets can lie where this process and its engines will put theirs."""
+    try:
+        base = socket_base()
+        with tempfile.TemporaryDirectory(dir=base):
+            pass
+    except OSError as error:
+        return Finding(Level.ERROR, f"sockets: {error}: name a folder that can be written to with {_SHORTER}")
+    if len(base) > LONGEST_BASE:
+        return Finding(
+            Level.ERROR,
+            f"sockets: {base} has {len(base)} characters, and a socket there may have {LONGEST_BASE}: name a shorter "
+            f"path with {_SHORTER}",
+        )
+    if len(base) > LONGEST_BASE_OF_FOLDERS:
+        return Finding(
+            Level.WARNING,
+            f"sockets: {base} has more than {LONGEST_BASE_OF_FOLDERS} characters, so those of processes that are "
+            f"killed stay there: name a shorter path with {_SHORTER}",
+        )
+    return Finding(Level.OK, f"sockets: they can lie in {base}")
 
 
 def memory_finding(workers: int) -> Finding:

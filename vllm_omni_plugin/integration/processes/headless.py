@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -15,9 +16,9 @@ from vllm.v1.executor import Executor as VllmExecutor
 
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.curve import Secrets
-from vllm_omni_plugin.errors import ConfigError, OmniError
+from vllm_omni_plugin.errors import ConfigError, OmniError, RefusedByHeadError
 from vllm_omni_plugin.integration.checks.head_checks import ask_or_refuse, refuse_other_model
-from vllm_omni_plugin.integration.fleet_setup.pipeline_command import pipeline_of
+from vllm_omni_plugin.integration.fleet_setup.pipeline_command import local_processes, pipeline_of
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import StagePlan, engine_launcher, model_plan, python_plan
 from vllm_omni_plugin.integration.options.listening import bind_address, coordinator_address, secured, warn_of_exposure
 from vllm_omni_plugin.logger import init_logger
@@ -36,6 +37,8 @@ logger = init_logger(__name__)
 
 _EXIT_OK = 0
 _EXIT_FAILED = 1
+_EXIT_REFUSED = os.EX_TEMPFAIL
+"""The only failure that may pass without a change of the node: its head is restarted, with the node's model."""
 _RETRY_S = 1.0
 _NOTICE_EVERY = 10
 
@@ -56,13 +59,13 @@ def serve_replicas(
         try:
             options, address, coordinator = runner.run(_find_place(options))
             # Before vLLM configures the model, which takes it many seconds.
-            answer = ask_or_refuse(coordinator, options.stage_id, _secrets(options))
+            answer = ask_or_refuse(coordinator, options, address, local_processes(args, options)[0])
             plan = plan_node(args, options, launcher)
             refuse_other_model(answer, plan.stage_id, plan.fingerprint)
             runner.run(_serve(options, plan, address, coordinator, reaper))
         except OmniError as error:
             sys.stderr.write(f"vllm serve: error: {error}\n")
-            return _EXIT_FAILED
+            return _EXIT_REFUSED if isinstance(error, RefusedByHeadError) else _EXIT_FAILED
     return _EXIT_OK
 
 

@@ -16,14 +16,24 @@ from uuid import uuid4
 
 _BASE_PATH = "VLLM_RPC_BASE_PATH"
 _PREFIX = "omni-run-"
-_LONGEST_BASE = 107 - len(f"/{_PREFIX}abcdefgh/{uuid4()}-tcp:0")
+LONGEST_BASE = 107 - len(f"/{uuid4()}-tcp:0")
 """For paths of unix sockets, see unix(7)."""
+LONGEST_BASE_OF_FOLDERS = LONGEST_BASE - len(f"/{_PREFIX}abcdefgh")
 _ATTEMPTS = 3
 
 
 def new_ipc_address() -> str:
     """A fresh ipc address where vLLM puts its own."""
-    return f"ipc://{_base()}/{uuid4()}"
+    return f"ipc://{socket_base()}/{uuid4()}"
+
+
+def socket_base() -> str:
+    """Where sockets of this process, or their folder, lie.
+
+    Raises:
+        FileNotFoundError: no temporary folder can be written to.
+    """
+    return os.environ.get(_BASE_PATH) or tempfile.gettempdir()
 
 
 @cache
@@ -32,9 +42,9 @@ def use_socket_folder() -> None:
 
     It is removed when this process ends in order. Not used where that would make paths too long for sockets.
     """
-    base = _base()
+    base = socket_base()
     sweep(base)
-    if len(base) > _LONGEST_BASE:
+    if len(base) > LONGEST_BASE_OF_FOLDERS:
         return
     for _ in range(_ATTEMPTS):
         try:
@@ -57,10 +67,6 @@ def sweep(base: str) -> None:
             if lock is not None:
                 shutil.rmtree(folder, ignore_errors=True)
                 os.close(lock)
-
-
-def _base() -> str:
-    return os.environ.get(_BASE_PATH) or tempfile.gettempdir()
 
 
 def _lock(folder: Path) -> int | None:

@@ -52,10 +52,11 @@ class Listener:
 
     Attributes:
         address: ZMQ address to announce, with the port and a numeric host.
+        socket: listens.
     """
 
     def __init__(self, listening: socket.socket) -> None:
-        self._socket = listening
+        self.socket = listening
         host, port = listening.getsockname()[:2]
         self._is_ipv6 = listening.family == socket.AF_INET6
         self.address = f"tcp://[{host}]:{port}" if self._is_ipv6 else f"tcp://{host}:{port}"
@@ -64,12 +65,12 @@ class Listener:
         """Let a ZMQ socket accept the connections to this port until it is closed."""
         zmq_socket.ipv6 = self._is_ipv6
         # libzmq closes the descriptor that it is given.
-        zmq_socket.setsockopt(zmq.USE_FD, os.dup(self._socket.fileno()))
+        zmq_socket.setsockopt(zmq.USE_FD, os.dup(self.socket.fileno()))
         zmq_socket.bind(self.address)
 
     def close(self) -> None:
         """Give the port back. Idempotent."""
-        self._socket.close()
+        self.socket.close()
 
 
 def listen(host: str, ports: PortRange | None) -> Listener:

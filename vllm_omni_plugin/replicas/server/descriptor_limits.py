@@ -1,7 +1,8 @@
-"""How many files and ZMQ sockets a process may open that serves its replicas to other processes."""
+"""How many files a process with replicas may open, and how many ZMQ sockets one that serves them to others."""
 
 import errno
 import resource
+import sys
 
 import zmq
 
@@ -13,6 +14,8 @@ _OPEN_FILES = 65535
 _BESIDE_REPLICAS = 64
 _BY_REPLICA = 130
 _BY_HEAD = 20
+_BY_OWN_REPLICA = 16
+"""Of a head that keeps it to itself; 10 were counted, and 30 beside them."""
 
 
 def raise_limits(replicas: int, heads: int = 1, more: int = 0) -> None:
@@ -46,6 +49,25 @@ def check_limits(replicas: int, heads: int = 1, more: int = 0) -> int:
             "(ulimit -Hn, or LimitNOFILE= of systemd), or run fewer replicas in it"
         )
     return needed
+
+
+def files_beside_own(replicas: int) -> int:
+    """How many files a head with one API server may open beside what so many replicas of its own need.
+
+    Raises:
+        ConfigError: they need more than it may open.
+    """
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (sys.maxsize if limit == resource.RLIM_INFINITY else limit for limit in limits)
+    # vLLM raises it by itself to this number, and not at all where the hard limit is lower.
+    allowed = max(soft, _OPEN_FILES) if hard >= _OPEN_FILES else soft
+    needed = _BESIDE_REPLICAS + replicas * _BY_OWN_REPLICA
+    if needed > allowed:
+        raise ConfigError(
+            f"{replicas} replicas need some {needed} open files, and this process may have {allowed}: raise its soft "
+            "limit (ulimit -n, or LimitNOFILE= of systemd), or run fewer replicas in it"
+        )
+    return allowed - needed
 
 
 def worded(error: Exception) -> Exception:

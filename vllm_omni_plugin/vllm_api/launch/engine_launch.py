@@ -250,6 +250,9 @@ def spawn_engine(
 
     The configuration must be its own; the other arguments are those of `EngineLauncher`.
     """
+    # It asks only whether this is 0, where Ctrl-C or a service manager tells it to end, too: then it would abort what
+    # we let finish or move.
+    config.shutdown_timeout = config.shutdown_timeout or 1
     last_words, handshake = LastWords(), _Handshake()
     try:
         with SPAWNING, as_fleet_engine(last_words):

@@ -1,0 +1,13 @@
+"""A fleet for those who watch and operate it."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.fakes.fleet import FakeFleet
+
+
+@pytest.fixture
+async def fleet() -> AsyncIterator[FakeFleet]:
+    async with FakeFleet(replicas=2) as fleet:
+        yield fleet

@@ -1,0 +1,1 @@
+"""Who goes first, who is refused, and the file that says so."""

@@ -1,0 +1,53 @@
+"""A stage as admission sees it, and a server that starts what waits."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from heapq import heapify, heappop
+
+from vllm_omni_plugin.admission import Admission, AdmissionPlan, Backlog, Refusal, Terms, Ticket
+
+
+@dataclass
+class FakeStage:
+    """Satisfies `StageState` with what the test says."""
+
+    rate: float = 0.0
+    unbegun: int = 0
+    heads: int = 1
+    others_waiting: Mapping[str, Backlog] = field(default_factory=dict)
+
+
+def admission(plan: AdmissionPlan | None = None, **stage: object) -> Admission:
+    """One with a stage of its own."""
+    return Admission(plan or AdmissionPlan(), FakeStage(**stage))  # type: ignore[arg-type]
+
+
+def come(
+    admission: Admission, tenant: str = "", tokens: int = 100, priority: int = 0, now: float = 0.0, **terms: float
+) -> Ticket:
+    """A request comes and waits; nobody is refused for it."""
+    ticket, outcome = try_to_come(admission, tenant, tokens, priority, now, **terms)
+    assert outcome == []
+    assert isinstance(ticket, Ticket)
+    return ticket
+
+
+def try_to_come(
+    admission: Admission, tenant: str = "", tokens: int = 100, priority: int = 0, now: float = 0.0, **terms: float
+) -> tuple[Ticket, Refusal | list[tuple[Ticket, Refusal]]]:
+    """A request comes and wants to wait: its ticket, and what `wait` says."""
+    ticket = admission.ticket(Terms(tenant, **terms), priority, tokens, now)
+    assert isinstance(ticket, Ticket)
+    return ticket, admission.wait(ticket, now)
+
+
+def served(admission: Admission, tickets: Iterable[Ticket], output_tokens: int = 0) -> list[Ticket]:
+    """All that wait start and end, in order."""
+    waiting = list(tickets)
+    heapify(waiting)
+    order = []
+    while waiting:
+        order.append(heappop(waiting))
+        admission.started(order[-1])
+        admission.ended(order[-1], output_tokens, 0.0)
+    return order

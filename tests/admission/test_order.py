@@ -1,0 +1,183 @@
+"""Who goes first: classes, priorities, and tenants by their weights."""
+
+from collections import Counter
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_omni_plugin.admission import AdmissionPlan, RequestClass, TenantSettings, Terms, Ticket
+
+from .fakes import admission, come, served
+
+CLASSES = (RequestClass(name="first", priority_at_most=0), RequestClass(name="last"))
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(-2, 3), st.integers(1, 5000)), max_size=40))
+def test_no_request_of_a_class_goes_before_one_of_a_higher_class(requests: list[tuple[str, int, int]]) -> None:
+    rules = admission(AdmissionPlan(classes=CLASSES))
+    tickets = [come(rules, tenant, tokens, priority) for tenant, priority, tokens in requests]
+    order = served(rules, tickets)
+    assert [ticket.class_name for ticket in order] == sorted(ticket.class_name for ticket in order)
+    priorities = [(ticket.class_name, ticket.priority) for ticket in order]
+    assert priorities == sorted(priorities)
+
+
+@pytest.mark.parametrize(
+    ("tenant", "priority", "expected"),
+    [("", 0, "first"), ("", -5, "first"), ("", 1, "last"), ("slow", 0, "last"), ("quick", 9, "first")],
+)
+def test_the_class_is_the_tenants_or_else_that_of_the_priority(tenant: str, priority: int, expected: str) -> None:
+    tenants = {"slow": TenantSettings(class_name="last"), "quick": TenantSettings(class_name="first")}
+    rules = admission(AdmissionPlan(classes=CLASSES, tenants=tenants))
+    assert come(rules, tenant, priority=priority).class_name == expected
+
+
+def test_a_priority_that_no_class_takes_is_in_the_last_one() -> None:
+    rules = admission(AdmissionPlan(classes=(CLASSES[0], RequestClass(name="last", priority_at_most=5))))
+    assert come(rules, priority=9).class_name == "last"
+
+
+@given(
+    st.dictionaries(st.sampled_from("abcde"), st.sampled_from([0.5, 1.0, 2.0, 4.0]), min_size=2),
+    st.integers(0, 2**32),
+)
+def test_tenants_that_all_have_work_get_tokens_by_their_weights(weights: dict[str, float], seed: int) -> None:
+    rng = Random(seed)
+    plan = AdmissionPlan(tenants={name: TenantSettings(weight=weight) for name, weight in weights.items()})
+    rules = admission(plan)
+    largest = {name: rng.choice([50, 300, 1000]) for name in weights}
+    tickets = []
+    for name, weight in weights.items():
+        tokens = 0.0
+        while tokens < 60_000 * weight:
+            tickets.append(come(rules, name, rng.randint(1, largest[name])))
+            tokens += tickets[-1].tokens
+    rng.shuffle(tickets)
+    got: Counter[str] = Counter()
+    goal = 40_000 * sum(weights.values())
+    for ticket in served(rules, tickets):
+        got[ticket.tenant.name] += ticket.tokens
+        if got.total() >= goal:
+            break
+    for name, weight in weights.items():
+        assert got[name] == pytest.approx(40_000 * weight, rel=0.1)
+
+
+def test_a_tenant_that_comes_later_gets_its_share_at_once_and_not_what_it_missed() -> None:
+    rules = admission()
+    early = [come(rules, "a") for _ in range(100)]
+    served(rules, early[:50])
+    late = [come(rules, "b") for _ in range(50)]
+    order = [ticket.tenant.name for ticket in served(rules, [*early[50:], *late])]
+    assert order[:20].count("a") == pytest.approx(10, abs=1)
+
+
+def test_long_answers_count_for_the_requests_that_follow() -> None:
+    rules = admission()
+    for _ in range(40):
+        served(rules, [come(rules, "long")], output_tokens=900)
+        served(rules, [come(rules, "short")])
+    waiting = [come(rules, name) for _ in range(50) for name in ("long", "short")]
+    first = served(rules, waiting)[:33]
+    counts = Counter(ticket.tenant.name for ticket in first)
+    assert counts["short"] > 4 * counts["long"]
+
+
+def test_an_answer_that_was_longer_than_expected_is_charged_at_its_end() -> None:
+    rules = admission()
+    running = come(rules, "a")
+    rules.started(running)
+    come(rules, "b")
+    before = come(rules, "a").start_tag
+    rules.ended(running, 5000, 0.0)
+    assert come(rules, "a").start_tag >= before + 5000
+
+
+def test_what_never_started_costs_its_tenant_nothing() -> None:
+    rules = admission()
+    kept = come(rules, "a")
+    given_up = [come(rules, "a") for _ in range(100)]
+    for ticket in given_up:
+        rules.ended(ticket, 0, 0.0)
+    assert come(rules, "a").start_tag == kept.start_tag + kept.charge
+
+
+def test_an_idle_tenant_saves_nothing_up_and_owes_nothing_for_its_past() -> None:
+    rules = admission()
+    served(rules, [come(rules, "a", 10_000)])
+    served(rules, [come(rules, "b", 100) for _ in range(200)])
+    assert come(rules, "a").start_tag == come(rules, "new").start_tag
+
+
+def test_tickets_stay_in_order_whatever_has_started() -> None:
+    rules = admission()
+    tickets = [come(rules, "a"), come(rules, "b"), come(rules, "a")]
+    order = sorted(tickets)
+    rules.started(order[0])
+    assert sorted(tickets) == order
+
+
+def test_ten_thousand_tenants_of_one_client_put_nobody_back() -> None:
+    plan = AdmissionPlan(tenants={"known": TenantSettings()})
+    rules = admission(plan)
+    served(rules, [come(rules, "known")])
+    before = come(rules, "known").start_tag
+    waiting = [come(rules, f"made-up-{number}") for number in range(10_000)]
+    after = come(rules, "known")
+    assert after.start_tag == pytest.approx(before + 100)
+    served(rules, waiting)
+    assert come(rules, "known").start_tag == pytest.approx(after.start_tag + 100)
+
+
+def test_tenants_of_clients_cost_bounded_memory_and_push_out_no_configured_one() -> None:
+    plan = AdmissionPlan(tenants={"known": TenantSettings()})
+    rules = admission(plan)
+    served(rules, [come(rules, "known")])
+    busy = come(rules, "busy")
+    for number in range(25_000):
+        served(rules, [come(rules, f"made-up-{number}" + "x" * 1000)])
+    named, other = rules.by_tenant(100_000)
+    assert len(named) == 10_000 + 2
+    assert named["known"].served_tokens == 100
+    assert named["busy"].in_flight == 1
+    assert max(map(len, named)) == 128
+    assert other.served_tokens == 0
+    rules.ended(busy, 0, 0.0)
+
+
+def test_reports_name_the_tenants_with_most_tokens_and_add_up_the_others() -> None:
+    rules = admission()
+    for number in range(60):
+        served(rules, [come(rules, f"t{number}", number + 1)])
+    come(rules, "t0", 70)
+    named, other = rules.by_tenant(50)
+    assert next(iter(named)) == "t0"
+    assert named["t0"].waiting == (1, 70)
+    assert len(named) == 50
+    assert other.served_tokens == sum(range(2, 12))
+
+
+def test_standing_says_the_class_and_how_many_go_before() -> None:
+    rules = admission(AdmissionPlan(classes=CLASSES), rate=2.0, unbegun=3)
+    for _ in range(5):
+        come(rules, "a")
+    come(rules, "a", priority=1)
+    assert rules.standing(Terms("b"), 1) == ("last", 6.0, 4.5)
+    assert rules.standing(Terms("a"), 0) == ("first", 5.0, 4.0)
+    # Another tenant's queue is not all before it.
+    assert rules.standing(Terms("b"), 0) == ("first", 1.0, 2.0)
+
+
+def test_what_ends_twice_or_leaves_twice_counts_once() -> None:
+    rules = admission()
+    ticket: Ticket = come(rules, "a")
+    rules.leave(ticket)
+    rules.leave(ticket)
+    rules.started(ticket)
+    rules.started(ticket)
+    rules.ended(ticket, 7, 0.0)
+    rules.ended(ticket, 7, 0.0)
+    assert rules.waiting == (0, 0)
+    assert rules.by_tenant(5)[0]["a"] == ((0, 0), 0, 107, 1.0)
