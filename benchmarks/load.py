@@ -2,14 +2,18 @@
 
 import asyncio
 import json
+import re
 import time
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import cast
 from urllib.parse import urlsplit
 
 from processes import MODEL_NAME
 
 _END = b"data: [DONE]\n\n\r\n0\r\n\r\n"
+_STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
+_RETRY_AFTER = re.compile(rb"\r\nretry-after: (\d+)\r\n", re.IGNORECASE)
 _PAUSE_S = 0.1
 """Before the next try of a stream whose connection was refused."""
 
@@ -28,6 +32,8 @@ class Answer:
         longest_gap: seconds of the longest wait between two pieces.
         whole: whether all tokens came.
         error: what went wrong, or "".
+        status: of HTTP, 0 if none came.
+        retry_after: seconds that a refusal names, or 0.
     """
 
     started: float
@@ -39,6 +45,8 @@ class Answer:
     longest_gap: float = 0.0
     whole: bool = False
     error: str = ""
+    status: int = 0
+    retry_after: int = 0
 
 
 @dataclass
@@ -74,7 +82,7 @@ class Load:
         host, port = address.hostname or "", address.port or 0
         while time.monotonic() < until:
             try:
-                _, connection = await loop.create_connection(_Connection, host, port)
+                _, connection = await loop.create_connection(Connection, host, port)
             except OSError:
                 self.refused += 1
                 await asyncio.sleep(_PAUSE_S)
@@ -85,13 +93,19 @@ class Load:
 
     def _request(self) -> bytes:
         self._asked += 1
-        body = {"model": MODEL_NAME, "prompt": f"{self._asked:08} {self.prompt}", "max_tokens": self.tokens}
-        payload = json.dumps(body | {"temperature": 0, "ignore_eos": True, "stream": True}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: benchmark\r\nContent-Length: {len(payload)}\r\n"
-        return f"{head}Content-Type: application/json\r\n\r\n".encode() + payload
+        return request(f"{self._asked:08} {self.prompt}", self.tokens)
 
 
-class _Connection(asyncio.Protocol):
+def request(prompt: str, tokens: int, **headers: str) -> bytes:
+    """What asks for so many tokens, streamed; names of headers have `_` for `-`."""
+    body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": tokens}
+    payload = json.dumps(body | {"temperature": 0, "ignore_eos": True, "stream": True}).encode()
+    lines = ["POST /v1/completions HTTP/1.1", "Host: benchmark", "Content-Type: application/json"]
+    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, f"Content-Length: {len(payload)}", "", ""]).encode() + payload
+
+
+class Connection(asyncio.Protocol):
     """A keep-alive connection with at most one request in flight."""
 
     def __init__(self) -> None:
@@ -104,7 +118,13 @@ class _Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         self._port: int = transport.get_extra_info("sockname")[1]
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether no answer is waited for, or its first token is there."""
+        return self._answer is None or self._answer.events > 0
+
     def ask(self, request: bytes) -> "asyncio.Future[Answer]":
+        """Send a request; done when its answer has ended, which closing the connection does, too."""
         self._answer = Answer(time.monotonic(), self._port)
         self._ended = asyncio.get_running_loop().create_future()
         self._tail = b""
@@ -113,7 +133,9 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         now, answer = time.monotonic(), self._answer
-        if answer is None or (not self._tail and not data.startswith(b"HTTP/1.1 200 ")):
+        if answer is not None and not answer.status:
+            answer.status, answer.retry_after = _status(data)
+        if answer is None or answer.status != HTTPStatus.OK:
             self.close(data[:300].decode(errors="replace"))
             return
         if events := data.count(b"data: {"):
@@ -124,7 +146,7 @@ class _Connection(asyncio.Protocol):
         answer.whole |= b'"finish_reason":"length"' in data
         self._tail = (self._tail + data)[-len(_END) :]
         if self._tail == _END:
-            self._end("" if answer.whole else "the answer ended too soon")
+            self._end("" if answer.whole else f"the answer ended too soon: {data[-300:].decode(errors='replace')}")
 
     def connection_lost(self, error: Exception | None) -> None:
         self.close("the connection was lost")
@@ -140,3 +162,10 @@ class _Connection(asyncio.Protocol):
         if answer is not None and self._ended is not None and not self._ended.done():
             answer.ended, answer.error = time.monotonic(), error
             self._ended.set_result(answer)
+
+
+def _status(data: bytes) -> tuple[int, int]:
+    """Status and seconds of `Retry-After` of an answer that begins with this; 0 for what it does not have."""
+    status = _STATUS.match(data)
+    retry_after = _RETRY_AFTER.search(data)
+    return int(status[1]) if status else 0, int(retry_after[1]) if retry_after else 0

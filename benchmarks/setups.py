@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 from processes import MODEL_NAME, Process, free_port, start_server, total
 
@@ -37,10 +38,12 @@ class Front:
     Attributes:
         url: what the load goes to.
         metrics: base URLs whose `/metrics` together tell of all engines.
+        pid: process that listens there.
     """
 
     url: str
     metrics: tuple[str, ...]
+    pid: int
 
     def total(self, name: str) -> float:
         """Sum over all engines of the samples of this name."""
@@ -71,7 +74,7 @@ class Group:
 
     Attributes:
         kind: `fleet`, `vllm-dp` or `router`.
-        variants: policies, one for each set-up.
+        variants: policies, one for each set-up; `POLICY+LIMITS` has limits that the benchmark knows by this name.
     """
 
     kind: str
@@ -89,11 +92,14 @@ class Group:
         return [_NAMES[self.kind].format(variant) for variant in self.variants]
 
 
+_NO_LIMITS: Mapping[str, Sequence[str]] = MappingProxyType({})
 _NAMES = {"fleet": "fleet, {}", "vllm-dp": "vLLM --data-parallel-size", "router": "vllm-router, {}"}
 
 
 @contextmanager
-def served(group: Group, engines: Engines, router: Path | None, logs: Path) -> Iterator[list[Setup]]:
+def served(
+    group: Group, engines: Engines, router: Path | None, logs: Path, limits: Mapping[str, Sequence[str]] = _NO_LIMITS
+) -> Iterator[list[Setup]]:
     """Run the engines of a group, for its set-ups to be opened in turn.
 
     Args:
@@ -101,22 +107,28 @@ def served(group: Group, engines: Engines, router: Path | None, logs: Path) -> I
         engines: what they run.
         router: command `vllm-router`, needed for that kind only.
         logs: folder for one log per process.
+        limits: arguments of the head or the router that `KIND+LIMITS` stands for, as in `fleet+quota`.
     """
     name, variant = group.names[0], group.variants[0]
     match group.kind:
         case "fleet":
-            args = ("--omni-dp-size-local", str(engines.count), "--omni-lb-policy", variant)
-            with _server(engines, engines.cores, logs, f"fleet-{variant}", args) as url:
-                yield [Setup(name, lambda: nullcontext(Front(url, (url,))))]
+            args = (
+                "--omni-dp-size-local",
+                str(engines.count),
+                "--omni-lb-policy",
+                *_with_limits("fleet", variant, limits),
+            )
+            with _server(engines, engines.cores, logs, f"fleet-{variant}", args) as front:
+                yield [Setup(name, lambda: nullcontext(front))]
         case "vllm-dp":
             args = ("--data-parallel-size", str(engines.count), "--api-server-count", "1")
-            with _server(engines, engines.cores, logs, "dp", args) as url:
-                yield [Setup(name, lambda: nullcontext(Front(url, (url,))))]
+            with _server(engines, engines.cores, logs, "dp", args) as front:
+                yield [Setup(name, lambda: nullcontext(front))]
         case _:
             assert router is not None, "vllm-router is not among the arguments"
             with _servers(engines, logs) as urls:
                 yield [
-                    Setup(name, partial(_router, router, variant, urls, logs))
+                    Setup(name, partial(_router, router, variant, urls, logs, limits))
                     for variant, name in zip(group.variants, group.names, strict=True)
                 ]
 
@@ -137,26 +149,36 @@ def _servers(engines: Engines, logs: Path) -> Iterator[tuple[str, ...]]:
 
 
 @contextmanager
-def _router(router: Path, policy: str, urls: tuple[str, ...], logs: Path) -> Iterator[Front]:
+def _router(
+    router: Path, variant: str, urls: tuple[str, ...], logs: Path, limits: Mapping[str, Sequence[str]]
+) -> Iterator[Front]:
     port, prometheus = free_port(), free_port()
-    command = [str(router), "--policy", policy, "--host", "127.0.0.1", "--port", str(port)]
+    command = [
+        str(router),
+        "--policy",
+        *_with_limits("router", variant, limits),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
     command += ["--prometheus-port", str(prometheus), "--worker-urls", *urls]
     # It may be of an environment without this package.
-    process = Process("router", command, logs / f"router-{policy}.log", PYTHONPATH="")
+    process = Process("router", command, logs / f"router-{variant}.log", PYTHONPATH="")
     try:
         url = f"http://127.0.0.1:{port}"
         process.wait_until_healthy(url)
-        yield Front(url, urls)
+        yield Front(url, urls, process.popen.pid)
     finally:
         process.stop()
 
 
 @contextmanager
-def _server(engines: Engines, cores: Sequence[str], logs: Path, name: str, args: Sequence[str]) -> Iterator[str]:
+def _server(engines: Engines, cores: Sequence[str], logs: Path, name: str, args: Sequence[str]) -> Iterator[Front]:
     process, url = _start(engines, cores, logs, name, args)
     try:
         process.wait_until_healthy(url)
-        yield url
+        yield Front(url, (url,), process.popen.pid)
     finally:
         process.stop()
 
@@ -169,6 +191,11 @@ def _start(
     if cores:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(cores)
     return start_server(name, args, logs / f"{name}.log", **environment)
+
+
+def _with_limits(kind: str, variant: str, limits: Mapping[str, Sequence[str]]) -> list[str]:
+    policy, plus, name = variant.partition("+")
+    return [policy, *(limits[f"{kind}+{name}"] if plus else ())]
 
 
 def _post(url: str) -> None:

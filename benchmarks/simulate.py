@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from simulator.contenders import OURS, PEERS, build
 from simulator.metrics import Summary
+from simulator.overloads import OVERLOADS
 from simulator.profiles import profile
 from simulator.report import Results, ranking, ranking_table, table, verdict
 from simulator.simulation import Simulation
@@ -25,6 +26,8 @@ from simulator.workload import Scale
 from simulator.workloads import WEEK, WORKLOADS
 
 from vllm_omni_plugin.balancing import known_policies
+
+_ALL = {**WORKLOADS, **OVERLOADS}
 
 
 class Run(NamedTuple):
@@ -44,7 +47,7 @@ class Outcome(NamedTuple):
 
 def simulate(scale: Scale, run: Run) -> Outcome:
     """Run one policy under one workload."""
-    workload = WORKLOADS[run.workload](scale)
+    workload = _ALL[run.workload](scale)
     began = time.perf_counter()
     simulation = Simulation(workload, build(run.policy, scale.seed), scale.settings, scale.replicas)
     summary = simulation.run().summary()
@@ -80,7 +83,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--replicas", type=int, default=32)
     parser.add_argument("--requests", type=int, default=8000, help="about so many in each workload")
     parser.add_argument("--profile", default="accelerator", help="accelerator, cpu, or a file of calibrate.py")
-    parser.add_argument("--workloads", nargs="+", default=[n for n in WORKLOADS if n != WEEK], choices=WORKLOADS)
+    parser.add_argument("--workloads", nargs="+", default=[n for n in WORKLOADS if n != WEEK], choices=_ALL)
     parser.add_argument("--policies", nargs="+", default=[*available, *PEERS], metavar="NAME")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="processes")
@@ -99,7 +102,7 @@ def _by_workload(runs: Iterable[Run], outcomes: Iterable[Outcome]) -> Results:
 def _document(options: argparse.Namespace, results: Results) -> str:
     parts = [f"{options.replicas} replicas, profile `{options.profile}`, seed {options.seed}.\n"]
     for workload, summaries in results.items():
-        meaning = " ".join((WORKLOADS[workload].__doc__ or "").split())
+        meaning = " ".join((getattr(_ALL[workload], "func", _ALL[workload]).__doc__ or "").split())
         parts.append(f"### {workload}\n\n{meaning}\n\n{table(summaries)}\n")
     ranks = ranking(results)
     parts.append(f"### Over all of these workloads\n\n{ranking_table(ranks)}\n\n{verdict(ranks)}\n")

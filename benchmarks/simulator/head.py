@@ -61,6 +61,7 @@ class Head:
         self._reserve = Reserve(limits, waits=True, recalls=True) if getattr(policy, "binds_late", False) else AT_ONCE
         self._send = send
         self._jobs: dict[StageRun, Job] = {}
+        self._runs: dict[Request, StageRun] = {}
         self.unreported = UnreportedRequests()
         self.serving: ServingReplicas[SimReplica] = ServingReplicas((), self.unreported)
         self.engines_report = bool(getattr(policy, "wants_cache_events", False))
@@ -89,7 +90,7 @@ class Head:
             )
             if self.serving:
                 for run in self.line.of(_member(replica)):
-                    self._recall(replica, run)
+                    self._recall(run)
 
     def lose(self, replica: SimReplica) -> list[Job]:
         """Its engine is gone; returns what ran there."""
@@ -97,7 +98,8 @@ class Head:
         self._tell("forgotten", replica)
         for run in replica.in_flight.values():
             self.line.take(run)
-            self._jobs.pop(run, None)
+            if (job := self._jobs.pop(run, None)) is not None:
+                del self._runs[job.request]
         return list(replica.in_flight)
 
     def dispatch(self, request: Request) -> None:
@@ -125,7 +127,8 @@ class Head:
             self._send(replica, job)
         else:
             self._jobs[run] = job
-            self.line.add(run, Waiting(member, job, request.arrived))
+            self._runs[request] = run
+            self.line.add(run, Waiting(member, job, self._key(request)))
 
     def fill(self, replica: SimReplica) -> None:
         """See `Dispatcher`: submit what waits for a replica, or what waits for others."""
@@ -135,7 +138,7 @@ class Head:
         waits = self.line.first_of(member) is not None
         self.bubbles += waits and not replica.account.unbegun
         for run, waiting in self.line.ready(member, reserve):
-            del self._jobs[run]
+            del self._runs[self._jobs.pop(run).request]
             replica.account.send(run)
             self._send(replica, waiting.request)
         if waits or replica not in self.serving:
@@ -156,14 +159,31 @@ class Head:
         may_begin = self._reserve.has_room(other.account, run.prompt_tokens - decision.matched_tokens)
         if other is not charged_to and may_begin and self.line.first_of(_member(other)) is None:
             self.recalls += 1
-            self._recall(charged_to, run, decision)
+            self._recall(run, decision)
 
-    def _recall(self, replica: SimReplica, run: StageRun, decision: Decision | None = None) -> None:
-        self.line.take(run)
-        job = self._jobs.pop(run)
+    def _key(self, request: Request) -> Any:
+        """Its place in the order of those that wait."""
+        return request.arrived
+
+    def _waiting_job(self, request: Request) -> Job | None:
+        """What is to be submitted of a request that waits here; None if it does not."""
+        run = self._runs.get(request)
+        return None if run is None else self._jobs[run]
+
+    def _withdraw(self, job: Job) -> None:
+        """It waits no longer, and is not charged to the replica any more that it waited for."""
+        run = self._runs.pop(job.request)
+        del self._jobs[run]
+        waiting = self.line.take(run)
+        assert waiting is not None
+        replica = cast(SimReplica, waiting.member)
         replica.release(job)
         self.serving.changed(replica)
         self._tell("ended", run.task, replica, 0.0, 0)
+
+    def _recall(self, run: StageRun, decision: Decision | None = None) -> None:
+        job = self._jobs[run]
+        self._withdraw(job)
         self._place(job.request, run.task, decision or self._choose(run.task))
 
     def receive(

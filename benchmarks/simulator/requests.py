@@ -4,10 +4,12 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from vllm_omni_plugin.admission import Terms
 from vllm_omni_plugin.balancing import Prompt, Task
 from vllm_omni_plugin.balancing.caches.block_keys import prompt_keys
 
 Tokens = Sequence[int]
+_NO_TERMS = Terms()
 
 
 class Request:
@@ -19,6 +21,7 @@ class Request:
         answer: token ids it will be answered with, whichever engine does it.
         max_tokens: what the client allows; the answer is rarely that long.
         session: the conversation it belongs to.
+        terms: what the client says of itself.
 
     Attributes:
         tokens: prompt and answer.
@@ -30,13 +33,22 @@ class Request:
         produced: tokens of the answer that lost replicas have given.
     """
 
-    def __init__(self, number: int, prompt: Tokens, answer: Tokens, max_tokens: int, session: str | None) -> None:
+    def __init__(
+        self,
+        number: int,
+        prompt: Tokens,
+        answer: Tokens,
+        max_tokens: int,
+        session: str | None,
+        terms: Terms = _NO_TERMS,
+    ) -> None:
         self.number = number
         self.prompt_tokens = len(prompt)
         self.output_tokens = len(answer)
         self.tokens = array("I", prompt) + array("I", answer)
         self.max_tokens = max_tokens
         self.session = session
+        self.terms = terms
         self.arrived = 0.0
         self.first_token: float | None = None
         self.finished: float | None = None

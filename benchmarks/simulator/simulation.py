@@ -6,6 +6,7 @@ from itertools import count
 from math import inf
 from typing import Any
 
+from simulator.admitting_head import AdmittingHead
 from simulator.engine import LeapEngine, Outcome
 from simulator.head import Head, Policy, Polling
 from simulator.metrics import Metrics
@@ -49,7 +50,13 @@ class Simulation:
         self._order = count()
         self._replicas = [SimReplica(number, settings, self._clock) for number in range(replicas)]
         limits = BatchLimits(settings.max_num_batched_tokens, settings.max_num_seqs)
-        self._head = Head(policy, self._clock, self._send, limits)
+        self._judged = workload.judged
+        if workload.plan is not None and getattr(policy, "binds_late", False):
+            self._head: Head = AdmittingHead(
+                policy, self._clock, self._send, limits, workload.plan, self._refuse, self._after
+            )
+        else:
+            self._head = Head(policy, self._clock, self._send, limits)
         self._sessions = iter(workload.sessions)
         self._open: dict[Request, tuple[Session, int]] = {}
         self._waiting: list[Request] = []
@@ -138,7 +145,8 @@ class Simulation:
             self._head.fill(replica)
 
     def _answered(self, request: Request) -> None:
-        self.metrics.answered(request)
+        if self._judged in (None, request.terms.tenant):
+            self.metrics.answered(request)
         session, turn = self._open.pop(request)
         if turn + 1 < len(session.turns):
             follower = session.turns[turn + 1]
@@ -147,7 +155,7 @@ class Simulation:
 
     def _refuse(self, request: Request) -> None:
         """The client gives up the whole conversation."""
-        self.metrics.refused += 1
+        self.metrics.refused += self._judged in (None, request.terms.tenant)
         del self._open[request]
 
     def _give_up(self, request: Request) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from math import log, sin, tau
 
 from simulator.requests import Request
+from vllm_omni_plugin.admission import Terms
 
 _TOKEN_BYTES = 4
 _DAY_S = 24 * 3600.0
@@ -52,13 +53,16 @@ class Requests:
 
     Args:
         rng: source of what they consist of.
+        terms: of their clients.
+        first: number before the first one's.
     """
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, terms: Terms | None = None, first: int = 0) -> None:
         self._rng = rng
-        self._number = 0
+        self._terms = terms or Terms()
+        self._number = first
 
     def make(self, prompt: "array[int]", output_tokens: int, limit: int, session: str | None = None) -> Request:
         """The next request, with an answer of so many tokens."""
         self._number += 1
-        return Request(self._number, prompt, tokens(self._rng, output_tokens), limit, session)
+        return Request(self._number, prompt, tokens(self._rng, output_tokens), limit, session, self._terms)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from simulator.requests import Session
+from vllm_omni_plugin.admission import AdmissionPlan
 from vllm_omni_plugin.sim import EngineSettings
 
 
@@ -34,10 +35,14 @@ class Workload:
     Attributes:
         sessions: in the order in which they start.
         incidents: in any order.
+        plan: who may come in at a head where requests wait; None: everybody.
+        judged: the tenant whose requests alone count in the results; None: all.
     """
 
     sessions: Iterable[Session]
     incidents: Sequence[Incident] = ()
+    plan: AdmissionPlan | None = None
+    judged: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +65,7 @@ class Scale:
         """Requests per second that keep the fleet busy for this share of its time, if nothing is wasted.
 
         Args:
-            utilisation: above 0, below 1.
+            utilisation: above 0; from 1 on the fleet cannot keep up.
             prompt_tokens: that are computed for a request, without those that could be cached.
             output_tokens: of its answer.
         """

@@ -1,0 +1,233 @@
+"""More requests than a fleet can serve: what is answered in time, what is refused, what is computed in vain.
+
+    python benchmarks/overload.py --model DIR --setups fleet:prefix vllm-dp --runs RUNS.jsonl --out FILE
+
+Requests arrive at Poisson's times, at multiples of the measured capacity, whatever becomes of those before. A client
+says its deadline in `X-Request-Timeout`; an answer whose first token comes later is worth nothing to it. Impatient
+clients hang up at their deadline, patient ones wait on (`--patience`), as gateways and scripts do. The engines sleep a
+modelled time, so that they and not this machine's cores are the limit; the table has what the head used of its core.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from itertools import chain, product
+from pathlib import Path
+
+import psutil
+from arrivals import FAILED, Asked, Clients, Figures, Lengths, arrive, during, saturate
+from setups import Engines, Front, Group, Setup, served, sleeping
+
+SERVICE_TIMES = {"step_s": 0.03, "prefill_token_s": 0.0002, "sequence_s": 0.0005}
+MAX_NUM_SEQS = 16
+LENGTHS = Lengths(prompt_words=(20, 80), output_tokens=(24, 72))
+DEADLINE_S = 5.0
+PATIENCE_S = 20.0
+"""Of patient clients."""
+MEASURED_S = 20.0
+SATURATION_S = 18.0
+SETTLE_S = 2.0
+LOADS = (0.9, 1.5, 2.0, 4.0)
+DEFAULT_SETUPS = ("fleet:prefix", "fleet:prefix+admission", "vllm-dp", "router:round_robin,round_robin+limits")
+PLANS = {
+    "admission": "classes:\n  - name: interactive\n    deadline: 5\n",
+    # No tenant can take more than five eighths of the seats.
+    "quota": "classes:\n  - name: interactive\n    deadline: 5\ndefault_tenant: {max_in_flight: 30}\n",
+}
+"""Admission files by name."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One load on one set-up.
+
+    Attributes:
+        setup: name of the set-up.
+        patience_s: of its clients.
+        load: offered requests as a multiple of the capacity.
+        seed: of the load.
+        capacity: requests per second of the engines.
+        figures: of the requests that arrived while it was measured.
+        wasted: share of the tokens that engines gave in the whole run for answers that were late or broken off.
+        head_cores: that the process which listens used, API server and orchestrator or router.
+        machine_cores: in use on the whole machine, by other work, too.
+    """
+
+    setup: str
+    patience_s: float
+    load: float
+    seed: int
+    capacity: float
+    figures: Figures
+    wasted: float
+    head_cores: float
+    machine_cores: float
+
+
+def main() -> None:
+    """Run everything and write the table."""
+    parser = arguments(__doc__)
+    parser.add_argument("--loads", nargs="*", type=float, default=list(LOADS), help="multiples of the capacity")
+    parser.add_argument("--patience", nargs="*", type=float, default=[DEADLINE_S], help="seconds")
+    options = parser.parse_args()
+    # An end by SIGTERM ends what was started, too.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    groups = [Group.parse(text) for text in options.setups]
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        store = options.runs or Path(folder, "runs.jsonl")
+        capacity = options.capacity
+        for setup in all_setups(stack, groups, options, Path(folder)):
+            with setup.open() as front:
+                capacity = capacity or measured_capacity(front, options.engines)
+                for patience_s, load in product(options.patience, options.loads):
+                    # Where there is no queue, patience makes no difference.
+                    if load > 1 or patience_s == DEADLINE_S:
+                        run = _measure(front, setup.name, capacity, load, patience_s, options.seed)
+                        print(run, flush=True)
+                        with store.open("a") as lines:
+                            lines.write(json.dumps(asdict(run)) + "\n")
+        rows = [json.loads(line) for line in store.read_text().splitlines()]
+    runs = [Run(**{**row, "figures": Figures(**row["figures"])}) for row in rows]
+    tables = _report(options, runs)
+    print(tables)
+    if options.out is not None:
+        options.out.write_text(tables)
+
+
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    """What benchmarks of engines that have too much to do take."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="directory of the model to serve")
+    parser.add_argument("--engines", type=int, default=3, help="of every set-up")
+    parser.add_argument("--setups", nargs="*", metavar="KIND:POLICY", default=list(DEFAULT_SETUPS))
+    parser.add_argument("--router", type=Path, default=None, help="command vllm-router, in an environment of its own")
+    parser.add_argument("--capacity", type=float, default=None, help="requests per second; measured if not given")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--runs", type=Path, default=None, help="JSON lines to add the runs to; the table is of all")
+    parser.add_argument("--out", type=Path, default=None, help="Markdown file to write beside printing")
+    return parser
+
+
+def engines(model: Path, count: int) -> Engines:
+    """What every set-up runs."""
+    args = ("--max-model-len", "1024", "--max-num-seqs", str(MAX_NUM_SEQS), "--max-num-batched-tokens", "1024")
+    return Engines(model, count, (*args, "--num-gpu-blocks-override", "4096", *sleeping(SERVICE_TIMES)))
+
+
+def all_setups(stack: ExitStack, groups: Sequence[Group], options: argparse.Namespace, folder: Path) -> Iterator[Setup]:
+    """Start the engines of all groups at once, as they take nearly no time of the cores, and give their set-ups."""
+    fleet, limits = engines(options.model, options.engines), _limits(options.engines, folder)
+    with ThreadPoolExecutor(len(groups)) as pool:
+        contexts = [served(group, fleet, options.router, folder, limits) for group in groups]
+        up = list(pool.map(stack.enter_context, contexts))
+    return chain.from_iterable(up)
+
+
+def _limits(count: int, folder: Path) -> dict[str, Sequence[str]]:
+    # As many requests as the engines have seats, and a queue that they empty within the deadline.
+    seats = count * MAX_NUM_SEQS
+    router = {"max-concurrent-requests": seats, "queue-size": 2 * seats, "queue-timeout-secs": int(DEADLINE_S)}
+    limits: dict[str, Sequence[str]] = {"router+limits": [f"--{name}={value}" for name, value in router.items()]}
+    for name, plan in PLANS.items():
+        file = folder / f"{name}.yaml"
+        file.write_text(plan)
+        limits[f"fleet+{name}"] = ("--omni-admission", str(file))
+    return limits
+
+
+def measured_capacity(front: Front, count: int) -> float:
+    """Requests per second that the engines answer when twice as many as fit are always there."""
+    streams = 2 * count * MAX_NUM_SEQS
+    capacity = asyncio.run(saturate(front.url, streams, SATURATION_S, LENGTHS, random.Random(0)))
+    print(f"capacity: {capacity:.1f} requests/s", flush=True)
+    time.sleep(SETTLE_S)
+    return capacity
+
+
+def _measure(front: Front, setup: str, capacity: float, load: float, patience_s: float, seed: int) -> Run:
+    tokens = front.total("vllm:generation_tokens_total")
+    asked, cores = asyncio.run(_run(front, capacity * load, warm_up_s(load), Clients(DEADLINE_S, patience_s), seed))
+    for error in sorted({one.answer.error for one in asked if one.outcome == FAILED})[:5]:
+        print(f"failed: {error}", flush=True)
+    # What clients have given up is given up by the engines a little later.
+    time.sleep(SETTLE_S)
+    computed = front.total("vllm:generation_tokens_total") - tokens
+    useful = sum(one.tokens for one in asked if one.good)
+    figures = Figures.of([one for one in asked if one.at >= warm_up_s(load)], MEASURED_S)
+    return Run(setup, patience_s, load, seed, capacity, figures, 1 - useful / computed, *cores)
+
+
+def warm_up_s(load: float) -> float:
+    """Seconds until a queue that nothing bounds is longer than the deadline."""
+    return 2.0 + (1.2 * DEADLINE_S / (load - 1) if load > 1 else 2.0)
+
+
+async def _run(
+    front: Front, rate: float, warm_up: float, clients: Clients, seed: int
+) -> tuple[list[Asked], tuple[float, float]]:
+    head = psutil.Process(front.pid)
+
+    def sample() -> tuple[float, float]:
+        own, machine = head.cpu_times(), psutil.cpu_times()
+        return own.user + own.system, sum(machine) - machine.idle - machine.iowait
+
+    asked, (before, after) = await asyncio.gather(
+        arrive(front.url, rate, warm_up + MEASURED_S, LENGTHS, clients, random.Random(seed)),
+        during(warm_up, MEASURED_S, sample),
+    )
+    head_cores, machine_cores = ((now - then) / MEASURED_S for now, then in zip(after, before, strict=True))
+    return asked, (head_cores, machine_cores)
+
+
+def machine(count: int) -> str:
+    """What all of it was measured with."""
+    return (
+        f"{count} engines in every set-up: vLLM's own engine core and scheduler, {MAX_NUM_SEQS} sequences each, which "
+        f"sleep {json.dumps(SERVICE_TIMES)} instead of running a model. {os.cpu_count()} cores ({platform.machine()}), "
+        f"Python {platform.python_version()}, vLLM {version('vllm')}."
+    )
+
+
+def _report(options: argparse.Namespace, runs: Sequence[Run]) -> str:
+    parts = [machine(options.engines)]
+    for patience_s in sorted({run.patience_s for run in runs}):
+        what = f"### Clients that hang up after {patience_s:g} s without a first token; deadline {DEADLINE_S:g} s"
+        parts.append(f"{what}\n\n{_table([run for run in runs if run.patience_s == patience_s])}")
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(runs: Sequence[Run]) -> str:
+    lines = [
+        "| set-up | load | offered/s | goodput/s | of capacity | refused 429 / 503 | late | given up | failed "
+        "| TTFT p50 / p99, s | tokens in vain | head, cores | machine |",
+        "|---|" + "---:|" * 12,
+    ]
+    for run in sorted(runs, key=lambda run: run.load):
+        figures, offered = run.figures, sum(run.figures.outcomes.values())
+        share = {outcome: f"{figures.outcomes.get(outcome, 0) / offered:.1%}" for outcome in _OUTCOMES}
+        cells = [f"{run.load:g}x", f"{figures.offered:.1f}", f"{figures.goodput:.1f}"]
+        cells += [f"{figures.goodput / run.capacity:.0%}", f"{share['429']} / {share['503']}"]
+        cells += [share[outcome] for outcome in ("late", "given up", "failed")]
+        cells += [f"{figures.ttft_p50:.2f} / {figures.ttft_p99:.2f}", f"{run.wasted:.1%}"]
+        cells += [f"{run.head_cores:.2f}", f"{run.machine_cores:.2f}"]
+        lines.append(f"| {run.setup} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+_OUTCOMES = ("429", "503", "late", "given up", "failed")
+
+
+if __name__ == "__main__":
+    main()

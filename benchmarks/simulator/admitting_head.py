@@ -1,0 +1,124 @@
+"""A head whose queue is bounded: the real `Admission` says who waits before whom, and who is refused."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from simulator.engine import Outcome
+from simulator.head import Head, Policy
+from simulator.replica import Clock, SimReplica
+from simulator.requests import Job, Request
+from vllm_omni_plugin.admission import Admission, AdmissionPlan, Backlog, Refusal, Ticket
+from vllm_omni_plugin.balancing import CacheChange
+from vllm_omni_plugin.orchestrator.pool.stage_flow import StageFlow
+from vllm_omni_plugin.vllm_api.requests.facts import BatchLimits, LoadReport
+
+
+@dataclass
+class _Stage:
+    """What `Admission` asks of the only stage, whose only head this is."""
+
+    flow: StageFlow
+    unbegun: int = 0
+    heads: int = 1
+
+    @property
+    def rate(self) -> float:
+        return self.flow.leaving_rate or 0.0
+
+    @property
+    def others_waiting(self) -> Mapping[str, Backlog]:
+        return {}
+
+
+class AdmittingHead(Head):
+    """Refuses as `orchestrator.dispatch.HeadQueue` does, for simulations without incidents.
+
+    Args:
+        policy: see `Head`; one that binds late.
+        clock: see `Head`.
+        send: see `Head`.
+        limits: see `Head`.
+        plan: who may come in.
+        refuse: a request is refused.
+        after: schedules an event of the simulation.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        clock: Clock,
+        send: Callable[[SimReplica, Job], None],
+        limits: BatchLimits,
+        plan: AdmissionPlan,
+        refuse: Callable[[Request], None],
+        after: Callable[..., Any],
+    ) -> None:
+        super().__init__(policy, clock, partial(self._start, send), limits)
+        self._stage = _Stage(StageFlow(clock))
+        self._admission = Admission(plan, self._stage)
+        self._refuse = refuse
+        self._after = after
+        self._tickets: dict[Request, Ticket] = {}
+        self._by_number: dict[int, Request] = {}
+
+    def dispatch(self, request: Request) -> None:
+        """See `Head`."""
+        now = self._clock.now
+        ticket = self._admission.ticket(request.terms, 0, request.prompt_tokens, now)
+        if isinstance(ticket, Refusal):
+            self._refuse(request)
+            return
+        self._tickets[request] = ticket
+        self._by_number[ticket.number] = request
+        super().dispatch(request)
+        if (job := self._waiting_job(request)) is None:
+            return
+        outcome = self._admission.wait(ticket, now)
+        if isinstance(outcome, Refusal):
+            self._drop(request, job)
+            return
+        for other, _ in outcome:
+            pushed_out = self._by_number[other.number]
+            pushed_job = self._waiting_job(pushed_out)
+            assert pushed_job is not None
+            self._drop(pushed_out, pushed_job)
+        if ticket.due is not None:
+            self._after(ticket.due - now, self._overdue, request)
+
+    def receive(
+        self, replica: SimReplica, outcome: Outcome, report: LoadReport | None, change: CacheChange | None
+    ) -> list[Request]:
+        """See `Head`."""
+        now = self._clock.now
+        for job in outcome.began:
+            self._stage.unbegun -= 1
+            self._stage.flow.began(now, job.prompt_tokens, job.cached_tokens)
+        answered = super().receive(replica, outcome, report, change)
+        for request in answered:
+            ticket = self._tickets.pop(request)
+            del self._by_number[ticket.number]
+            self._admission.ended(ticket, request.output_tokens, now)
+        return answered
+
+    def _key(self, request: Request) -> Any:
+        return self._tickets[request]
+
+    def _start(self, send: Callable[[SimReplica, Job], None], replica: SimReplica, job: Job) -> None:
+        self._stage.unbegun += 1
+        self._stage.flow.sent(self._clock.now)
+        self._admission.started(self._tickets[job.request])
+        send(replica, job)
+
+    def _overdue(self, request: Request) -> None:
+        job = self._waiting_job(request)
+        if job is not None:
+            self._admission.overdue(self._tickets[request], self._clock.now)
+            self._drop(request, job)
+
+    def _drop(self, request: Request, job: Job) -> None:
+        """It waits no longer and is refused; its ticket is ended."""
+        del self._by_number[self._tickets.pop(request).number]
+        self._withdraw(job)
+        self._refuse(request)

@@ -1,0 +1,56 @@
+"""Workloads that are more than a fleet can do, by name. They rank no policies: what is refused has no latency."""
+
+import random
+from collections.abc import Iterator, Mapping
+from functools import partial
+from heapq import merge
+from itertools import islice
+
+from simulator.requests import Session
+from simulator.traffic import Requests, length, poisson, tokens
+from simulator.workload import MakeWorkload, Scale, Workload
+from vllm_omni_plugin.admission import AdmissionPlan, RequestClass, Terms
+
+DEADLINE_S = 2.0
+_PROMPT, _OUTPUT = 512, 128
+_CALM, _FLOOD = 0.3, 5.0
+_CAPACITY = 1.4
+"""What a fleet serves that always has enough to do, as a multiple of `Scale.rate(1)`: its batches are larger."""
+_PLAN = AdmissionPlan(classes=(RequestClass(name="interactive", deadline=DEADLINE_S),))
+
+
+def overload(scale: Scale, load: float) -> Workload:
+    """The requests of `steady`, more of them than the fleet can do; two seconds to the first token."""
+    rng = random.Random(scale.seed)
+    return Workload(_sessions(scale, load, scale.requests, "", rng), plan=_PLAN)
+
+
+def calm(scale: Scale) -> Workload:
+    """A tenant that asks for 0.3 times what the fleet can do, alone."""
+    rng = random.Random(scale.seed)
+    count = round(scale.requests * _CALM / (_CALM + _FLOOD))
+    return Workload(_sessions(scale, _CALM, count, "calm", rng), plan=_PLAN, judged="calm")
+
+
+def flood(scale: Scale) -> Workload:
+    """The tenant of `calm`, of which the table is, beside one that asks for 5 times what the fleet can do."""
+    quiet = calm(scale).sessions
+    rng = random.Random(scale.seed + 1)
+    count = round(scale.requests * _FLOOD / (_CALM + _FLOOD))
+    loud = _sessions(scale, _FLOOD, count, "flood", rng)
+    return Workload(merge(quiet, loud, key=lambda session: session.starts), plan=_PLAN, judged="calm")
+
+
+def _sessions(scale: Scale, load: float, count: int, tenant: str, rng: random.Random) -> Iterator[Session]:
+    # Numbers of their own, as two tenants' requests come to one head.
+    requests = Requests(rng, Terms(tenant), first=0 if tenant != "flood" else scale.requests)
+    for start in islice(poisson(rng, scale.rate(_CAPACITY * load, _PROMPT, _OUTPUT)), count):
+        prompt = tokens(rng, length(rng, _PROMPT, 0.5, 2048))
+        yield Session(start, [requests.make(prompt, length(rng, _OUTPUT, 0.5, 512), 512)])
+
+
+OVERLOADS: Mapping[str, MakeWorkload] = {
+    **{f"overload-{load:g}x": partial(overload, load=load) for load in (1.5, 2.0, 4.0)},
+    "calm": calm,
+    "flood": flood,
+}

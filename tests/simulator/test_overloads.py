@@ -1,0 +1,54 @@
+"""More than a fleet can do: what may wait is bounded where requests wait at the head, and grows where they do not."""
+
+import pytest
+from simulator.contenders import AT_ONCE, build
+from simulator.metrics import Summary
+from simulator.overloads import DEADLINE_S, OVERLOADS
+from simulator.profiles import accelerator
+from simulator.simulation import Simulation
+from simulator.workload import Scale
+
+SCALE = Scale(replicas=4, requests=1000, settings=accelerator())
+
+
+def summary(workload: str, policy: str) -> Summary:
+    return Simulation(OVERLOADS[workload](SCALE), build(policy, 0), SCALE.settings, SCALE.replicas).run().summary()
+
+
+@pytest.mark.parametrize("name", OVERLOADS)
+def test_requests_come_in_order_with_numbers_of_their_own(name: str) -> None:
+    sessions = list(OVERLOADS[name](SCALE).sessions)
+    starts = [session.starts for session in sessions]
+    assert starts == sorted(starts)
+    assert len({session.turns[0].number for session in sessions}) == len(sessions)
+
+
+def test_the_calm_tenant_asks_the_same_alone_and_beside_the_flood() -> None:
+    alone = [session.turns[0].tokens for session in OVERLOADS["calm"](SCALE).sessions]
+    beside = [session.turns[0] for session in OVERLOADS["flood"](SCALE).sessions]
+    assert alone == [request.tokens for request in beside if request.terms.tenant == "calm"]
+
+
+def test_every_request_is_answered_or_refused() -> None:
+    result = summary("overload-4x", "prefix")
+    refused = round(result.refused * SCALE.requests)
+    assert refused > SCALE.requests / 10
+    assert result.answered + refused == SCALE.requests
+
+
+def test_a_deadline_bounds_the_wait_of_what_is_answered_and_costs_no_throughput() -> None:
+    late, at_once = summary("overload-4x", "prefix"), summary("overload-4x", "prefix" + AT_ONCE)
+    assert at_once.refused == 0.0
+    # What is sent in time may still wait at its engine for a sequence slot.
+    assert late.ttft[-1] < 2 * DEADLINE_S < at_once.ttft[-1]
+    assert late.requests_per_s == pytest.approx(at_once.requests_per_s, rel=0.15)
+
+
+def test_only_the_judged_tenant_counts() -> None:
+    count = sum(1 for _ in OVERLOADS["calm"](SCALE).sessions)
+    result = summary("flood", "prefix")
+    assert result.answered + round(result.refused * count) == count
+
+
+def test_a_flood_delays_a_calm_tenant_less_if_its_requests_wait_at_the_head() -> None:
+    assert summary("flood", "prefix").ttft[-1] < summary("flood", "prefix" + AT_ONCE).ttft[-1] / 2
