@@ -233,8 +233,9 @@ def _secured(options: OmniConfig) -> OmniConfig:
 def _pool(plan: StagePlan, exchange: WorkExchange | None, admits: bool) -> StagePool:
     balancer = build_load_balancer_factory(plan.policy, plan.policy_config)()
     binds_late = bool(getattr(balancer, "binds_late", False))
-    # Classes and tenants have an order only where requests wait, and what a Python stage can take is not known.
-    waits = plan.vllm_config is not None and (binds_late or admits)
+    # By itself late binding brings too little, see benchmarks/results/simulate.md; but only those that wait here can be
+    # put in order. What a Python stage can take is not known.
+    waits = plan.vllm_config is not None and admits
     reserve = Reserve(batch_limits(plan.vllm_config), waits, recalls=binds_late) if waits else AT_ONCE
     pool = StagePool(
         plan.stage_id, balancer, policy=plan.policy, lockstep=plan.lockstep, exchange=exchange, reserve=reserve
