@@ -222,9 +222,7 @@ def ports(*hosts: str) -> Iterator[dict[str, socket.socket]]:
 def test_a_node_is_told_that_its_ports_are_reached(serve: Serve) -> None:
     address = serve(OLD)
     with ports("127.0.0.1", "127.0.0.2") as listening:
-        began = time.monotonic()
         answer = ask_head(address, 0, OLD, listening)
-        assert time.monotonic() - began < TRIAL_S
         assert (answer.listening, answer.unreached) == (list(listening), {})
         assert answer.facts is not None
         assert answer.facts.stages == [0, 1]
@@ -294,6 +292,8 @@ def test_a_result_that_cannot_be_read_leaves_what_the_head_said_before(
     monkeypatch: pytest.MonkeyPatch, router: zmq.Socket[bytes], said: bytes
 ) -> None:
     monkeypatch.setattr(head_question, "TRIAL_S", 0.1)
+    # On a busy machine the thread may begin late.
+    monkeypatch.setattr(head_question, "TIMEOUT_S", 30.0)
 
     def answer() -> None:
         peer, _ = router.recv_multipart()

@@ -69,7 +69,9 @@ class Dispatcher(Sender):
         """A replica gets no new requests. Those that wait for it go elsewhere, or to it if there is no other one."""
         if self._pool.serving:
             for run in self._queue.waiting_for(member):
-                self._recall(run)
+                # One before may have pushed it out.
+                if run in self._queue:
+                    self._recall(run)
         return self._take_ended()
 
     def accept(self, member: PoolMember, outputs: Iterable[Any]) -> tuple[list[Accepted], Sequence[RunEnded]]:

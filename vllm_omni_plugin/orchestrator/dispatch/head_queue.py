@@ -1,6 +1,6 @@
 """The queue of one stage at one head: who may come in, who waits for its replica, and who is sent when it has room."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -10,6 +10,7 @@ from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import RefusedError
 from vllm_omni_plugin.orchestrator.dispatch.waiting_line import RECALLS, Waiting, WaitingLine
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
+from vllm_omni_plugin.orchestrator.pool.stage_flow import StageFlow
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.charges import NO_WORK, Work
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
@@ -54,6 +55,8 @@ class HeadQueue:
         self._metrics = metrics
         self._clock = clock
         self._line = WaitingLine(wake_at)
+        # Of what waits here alone: while nothing does, requests leave at the rate at which they come.
+        self._flow = StageFlow(clock)
         self._by_ticket: dict[int, StageRun] = {}
         self.admission = None if plan is None else Admission(plan, self)
 
@@ -66,7 +69,7 @@ class HeadQueue:
     @property
     def rate(self) -> float:
         """See `StageState`."""
-        return self._pool.flow.leaving_rate or 0.0
+        return self._flow.leaving_rate or 0.0
 
     @property
     def unbegun(self) -> int:
@@ -125,6 +128,7 @@ class HeadQueue:
         recallable = run.affinity_key is None and run.first_request is None
         place = run.ticket if run.ticket is not None else (run.submitted_at,)
         self._line.add(run, Waiting(member, request, place), due, recallable)
+        self._flow.sent(self._clock())
         return pushed_out
 
     def started(self, run: StageRun) -> None:
@@ -135,7 +139,10 @@ class HeadQueue:
 
     def leave(self, run: StageRun) -> None:
         """A run is no longer charged to the replica it waits for, if it does, and is to be dispatched anew."""
-        if self._line.take(run) is not None and self.admission is not None and run.ticket is not None:
+        if self._line.take(run) is None:
+            return
+        self._flow.dropped(self._clock())
+        if self.admission is not None and run.ticket is not None:
             self.admission.leave(run.ticket)
             self._waits_no_longer(run.ticket)
 
@@ -150,6 +157,7 @@ class HeadQueue:
         while (run := self._line.take_overdue(self._clock())) is not None:
             assert self.admission is not None
             assert run.ticket is not None
+            self._flow.dropped(self._clock())
             refusal = self.admission.overdue(run.ticket, self._clock())
             self._waits_no_longer(run.ticket)
             yield run, self._refused(refusal)
@@ -159,19 +167,28 @@ class HeadQueue:
         if self._line.first_of(member) is not None and not member.account.unbegun:
             self._metrics.bubbles += 1
         for run, waiting in self._line.ready(member, self._pool.reserve):
+            self._flow.began(self._clock(), 0, None)
             yield run, waiting.request
 
-    def recalls(self, member: PoolMember) -> Iterator[tuple[StageRun, Choice]]:
-        """A replica may have more room than is asked for: those that wait for others, and where they would go now."""
+    def recalls(
+        self, member: PoolMember, avoided: Callable[[StageRun], Collection[int]]
+    ) -> Iterator[tuple[StageRun, Choice]]:
+        """A replica may have more room than is asked for: those that wait for others, and where they would go now.
+
+        Args:
+            member: the replica.
+            avoided: ids of replicas to which a run does not go.
+        """
         reserve = self._pool.reserve
-        if not reserve.recalls or member.status is not ReplicaStatus.UP or self._line.first_of(member) is not None:
+        if not reserve.recalls or self._line.first_of(member) is not None:
             return
         for run in self._line.to_recall(self._clock(), RECALLS):
-            if not reserve.has_room(member.account, run.prefill_tokens):
+            # The one before may have found that it is dead.
+            if member.status is not ReplicaStatus.UP or not reserve.has_room(member.account, run.prefill_tokens):
                 return
             assert run.replica_id is not None
             charged_to = self._pool.member(run.replica_id)
-            other, decision = self._pool.decide_again(charged_to, run)
+            other, decision = self._pool.decide_again(charged_to, run, avoided(run))
             may_begin = reserve.has_room(other.account, run.prompt_tokens - decision.matched_tokens)
             if other is not charged_to and may_begin and self._line.first_of(other) is None:
                 self._metrics.recalls += 1

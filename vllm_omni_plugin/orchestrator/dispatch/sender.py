@@ -110,7 +110,7 @@ class Sender:
         """Send a replica what waits for it, as far as it has room; or what waits for others, if that is better."""
         for run, request in self._queue.ready(member):
             self._start(member, run, request)
-        for run, chosen in self._queue.recalls(member):
+        for run, chosen in self._queue.recalls(member, self._refused.avoided):
             self._recall(run, chosen)
 
     def _recall(self, run: StageRun, chosen: Choice | None = None) -> None:
@@ -157,7 +157,7 @@ class Sender:
             self._metrics.queue_time.observe(run.dispatched_at - run.submitted_at)
         self._queue.started(run)
         self._send(member, run, request)
-        if run.engine_request_id != attempt:
+        if run.closed or run.engine_request_id != attempt:
             # The replica turned out to be dead, so the request has moved, or waits with all that has not been sent.
             return
         if run.streaming is not None:

@@ -300,7 +300,9 @@ class StagePool:
             self.exchange.changed(member)
         self._policy.tell("dispatched", run.task, member, run.decision)
 
-    def decide_again(self, member: PoolMember, run: StageRun) -> tuple[PoolMember, Decision]:
+    def decide_again(
+        self, member: PoolMember, run: StageRun, avoid: Collection[int]
+    ) -> tuple[PoolMember, Decision]:
         """Where a request would go now that is charged to a replica, waits for it, and stays charged to it.
 
         Raises:
@@ -311,7 +313,7 @@ class StagePool:
         member.account.release(run, now)
         self.serving.changed(member)
         try:
-            return self.decide(run.task)
+            return self.decide(run.task, avoid=avoid)
         finally:
             member.account.charge(run, now)
             self.serving.changed(member)
