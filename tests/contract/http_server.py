@@ -130,7 +130,7 @@ async def http_server(
         args.model = args.model_tag
         args.omni_admin_key_file = None
         engine_args = AsyncEngineArgs.from_cli_args(args)
-        carry_options(engine_args, OmniConfig())
+        carry_options(engine_args, OmniConfig(tenant_header="X-Tenant-ID"))
         config = engine_args.create_engine_config()
         client = _Client(IdleFleet(orchestrator), config, [])
         client.tasks = tasks

@@ -126,6 +126,9 @@ class Admission:
         refused = self._over_limit(account, now)
         if refused is not None:
             return refused
+        if not self.waiting.requests:
+            # As far as is known it need not wait.
+            return None
         index = queues.plan.class_index(account.settings, priority)
         of_class = queues.plan.classes[index]
         start_tag = _start_tag(account, of_class.name, queues.of(of_class.name))

@@ -148,14 +148,13 @@ class FleetEndpoints:
             )
         state.omni_drain = fleet.head_drain
         state.omni_viewers = _viewers(fleet)
-        admission = fleet.orchestrator.admission
-        state.omni_admission = HttpAdmission(
-            admission.refusal,
-            admission.may_refuse,
-            partial(_count_refusal, fleet),
-            tenant_headers(options.tenant_header, options.admission),
-            time.monotonic,
-        )
+        headers = tenant_headers(options.tenant_header, options.admission)
+        if headers:
+            admission = fleet.orchestrator.admission
+            count = partial(_count_refusal, fleet)
+            state.omni_admission = HttpAdmission(
+                admission.refusal, admission.may_refuse, count, headers, time.monotonic
+            )
         if options.admission is not None:
             # A supervisor sends the signal to each of its API servers.
             one_of_several = hasattr(args, DRAIN_FLAG)

@@ -300,9 +300,7 @@ class StagePool:
             self.exchange.changed(member)
         self._policy.tell("dispatched", run.task, member, run.decision)
 
-    def decide_again(
-        self, member: PoolMember, run: StageRun, avoid: Collection[int]
-    ) -> tuple[PoolMember, Decision]:
+    def decide_again(self, member: PoolMember, run: StageRun, avoid: Collection[int]) -> tuple[PoolMember, Decision]:
         """Where a request would go now that is charged to a replica, waits for it, and stays charged to it.
 
         Raises:
