@@ -289,18 +289,6 @@ async def test_a_stream_begins_with_its_first_output_and_then_goes_on_as_it_come
     assert await client.status() == 200
 
 
-async def test_a_stream_that_nobody_may_refuse_begins_at_once() -> None:
-    stream = Stream()
-    head = Head(stream)
-    head.may_refuse = False
-    client = head.request()
-    async with asyncio.timeout(10):
-        await stream.submitted.wait()
-    assert client.sent == [start(headers=EVENTS)]
-    stream.outputs.put_nowait(part(b"", more=False))
-    assert await client.status() == 200
-
-
 @pytest.mark.parametrize("before", [(), (b"event: created\n\n", b"event: in_progress\n\n")])
 @pytest.mark.parametrize("raises", [False, True])
 async def test_a_stream_that_is_refused_while_it_waits_gets_the_true_status(

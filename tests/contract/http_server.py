@@ -5,6 +5,7 @@ import time
 import warnings
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,8 @@ async def http_server(
         await init_app_state(server, app.state, args, tasks)
         # No replica serves, and requests shall reach the orchestrator all the same.
         app.state.omni_hold = None
+        # As with a plan that bounds the queue.
+        app.state.omni_admission = replace(app.state.omni_admission, may_refuse=lambda _: True)
     try:
         yield HttpServer(app, orchestrator)
     finally:

@@ -94,7 +94,9 @@ class HeadQueue:
         """
         if self.admission is None or run.ticket is not None:
             return
-        ticket = self.admission.ticket(run.terms or _NO_TERMS, request.priority, prompt_tokens, self._clock())
+        # Requests of a Python stage have none.
+        priority = getattr(request, "priority", 0)
+        ticket = self.admission.ticket(run.terms or _NO_TERMS, priority, prompt_tokens, self._clock())
         if isinstance(ticket, Refusal):
             raise self._refused(ticket)
         run.ticket = ticket
