@@ -173,9 +173,7 @@ async def test_one_that_is_being_spawned_when_all_is_given_up_is_not_left_behind
     assert (0, 102) in supervised.buried
 
 
-async def test_a_signal_goes_to_those_that_serve_alone(
-    supervised: Supervised, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_signal_goes_to_those_that_serve_alone(supervised: Supervised, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda pid, signum: told.append((pid, signum)))
     await supervised.serve(0)
