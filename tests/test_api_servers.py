@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import threading
 from collections.abc import AsyncIterator, Callable
 
@@ -170,3 +171,13 @@ async def test_one_that_is_being_spawned_when_all_is_given_up_is_not_left_behind
     await asyncio.wait([supervised.running])
     assert supervised.process(0).exitcode == KILLED
     assert (0, 102) in supervised.buried
+
+
+async def test_a_signal_goes_to_those_that_serve_alone(supervised: Supervised, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda pid, signum: told.append((pid, signum)))
+    await supervised.serve(0)
+    await eventually(lambda: len(supervised.started) == 2)
+    # The other would end of it, as it does not heed it yet.
+    supervised.servers.signal(signal.SIGHUP)
+    assert told == [(supervised.process(0).pid, signal.SIGHUP)]

@@ -80,6 +80,16 @@ def test_a_queue_is_long_by_tokens_and_weight() -> None:
     assert pushed_out(rules, "b", tokens=20) == [(longest, 429)]
 
 
+def test_who_was_longest_before_some_of_it_left_makes_no_room() -> None:
+    rules = admission(FIVE)
+    left = [come(rules, "a") for _ in range(4)]
+    for ticket in left[:3]:
+        rules.ended(ticket, 0, 0.0)
+    tickets = [come(rules, name) for name in "bbbc"]
+    assert pushed_out(rules, "c") == [(tickets[2], 429)]
+    assert pushed_out(rules, "d") == [(tickets[1], 429)]
+
+
 def test_the_lowest_class_makes_room_first_and_never_for_itself_at_the_cost_of_a_higher_one() -> None:
     rules = admission(FIVE)
     for _ in range(4):
@@ -103,7 +113,7 @@ def test_who_is_refused_pushes_nobody_out() -> None:
     rules = admission(AdmissionPlan(max_waiting_tokens=1000))
     tickets = [come(rules, "a", 100) for _ in range(6)] + [come(rules, "b", 50) for _ in range(8)]
     # It would be the longest itself once enough have gone.
-    assert refused(rules, "c", tokens=900).reason is Reason.QUEUE_FULL
+    assert refused(rules, "c", tokens=500).reason is Reason.QUEUE_FULL
     assert rules.waiting == (14, 1000)
     assert pushed_out(rules, "c", tokens=10) == [(tickets[5], 429)]
 

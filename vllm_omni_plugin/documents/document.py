@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from yaml.constructor import ConstructorError
 
-from vllm_omni_plugin.documents.place import Place, worded
+from vllm_omni_plugin.documents.text_places import Place, worded
 from vllm_omni_plugin.errors import ConfigError
 
 _MAX_BYTES = 1024 * 1024

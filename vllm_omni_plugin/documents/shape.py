@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from vllm_omni_plugin.documents.document import Document
-from vllm_omni_plugin.documents.place import Place
+from vllm_omni_plugin.documents.text_places import Place
 from vllm_omni_plugin.errors import did_you_mean
 
 _MAX_SHOWN = 60
