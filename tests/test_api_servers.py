@@ -178,6 +178,11 @@ async def test_a_signal_goes_to_those_that_serve_alone(supervised: Supervised, m
     monkeypatch.setattr(os, "kill", lambda pid, signum: told.append((pid, signum)))
     await supervised.serve(0)
     await eventually(lambda: len(supervised.started) == 2)
+
+    def is_told() -> bool:
+        supervised.servers.signal(signal.SIGHUP)
+        return bool(told)
+
+    await eventually(is_told, "that one is known to serve")
     # The other would end of it, as it does not heed it yet.
-    supervised.servers.signal(signal.SIGHUP)
     assert told == [(supervised.process(0).pid, signal.SIGHUP)]
