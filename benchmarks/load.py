@@ -12,6 +12,8 @@ from urllib.parse import urlsplit
 from processes import MODEL_NAME
 
 _END = b"data: [DONE]\n\n\r\n0\r\n\r\n"
+_WHOLE = b'"finish_reason":"length"'
+_LONGEST = max(len(_END), len(_WHOLE))
 _STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
 _RETRY_AFTER = re.compile(rb"\r\nretry-after: (\d+)\r\n", re.IGNORECASE)
 _PAUSE_S = 0.1
@@ -143,9 +145,11 @@ class Connection(asyncio.Protocol):
                 answer.longest_gap = max(answer.longest_gap, now - answer.last)
             answer.first, answer.last = answer.first or now, now
             answer.events += events
-        answer.whole |= b'"finish_reason":"length"' in data
-        self._tail = (self._tail + data)[-len(_END) :]
-        if self._tail == _END:
+        # One read may end, and the next begin, in the middle of a word.
+        data = self._tail + data
+        answer.whole |= _WHOLE in data
+        self._tail = data[-_LONGEST:]
+        if data.endswith(_END):
             self._end("" if answer.whole else f"the answer ended too soon: {data[-300:].decode(errors='replace')}")
 
     def connection_lost(self, error: Exception | None) -> None:
