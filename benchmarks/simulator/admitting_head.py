@@ -102,6 +102,10 @@ class AdmittingHead(Head):
             self._admission.ended(ticket, request.output_tokens, now)
         return answered
 
+    def _has_room(self, request: Request, replica: SimReplica, prefill_tokens: int) -> bool:
+        yields = self._admission.yields(self._tickets[request], self._clock.now)
+        return self._reserve.has_room(replica.account, prefill_tokens, yields)
+
     def _key(self, request: Request) -> Any:
         return self._tickets[request]
 

@@ -122,7 +122,7 @@ class Head:
         self.serving.changed(replica)
         self._tell("dispatched", task, replica, decision)
         member = _member(replica)
-        if self._reserve.has_room(replica.account, run.prefill_tokens) and self.line.first_of(member) is None:
+        if self._has_room(request, replica, run.prefill_tokens) and not self.line.is_behind(member, self._key(request)):
             replica.account.send(run)
             self._send(replica, job)
         else:
@@ -134,17 +134,21 @@ class Head:
         """See `Dispatcher`: submit what waits for a replica, or what waits for others."""
         if not len(self.line):
             return
-        member, reserve = _member(replica), self._reserve
+        member = _member(replica)
         waits = self.line.first_of(member) is not None
-        self.bubbles += waits and not replica.account.unbegun
-        for run, waiting in self.line.ready(member, reserve):
+        idle = not replica.account.unbegun
+        for run, waiting in self.line.ready(
+            member, lambda run: self._has_room(self._jobs[run].request, replica, run.prefill_tokens)
+        ):
+            self.bubbles += idle
+            idle = False
             del self._runs[self._jobs.pop(run).request]
             replica.account.send(run)
             self._send(replica, waiting.request)
         if waits or replica not in self.serving:
             return
         for run in self.line.to_recall(self._clock.now, RECALLS):
-            if not reserve.has_room(replica.account, run.prefill_tokens):
+            if not self._has_room(self._jobs[run].request, replica, run.prefill_tokens):
                 return
             self._ask_again(run)
 
@@ -156,10 +160,14 @@ class Head:
         charged_to.account.charge(run, self._clock.now)
         self.serving.changed(charged_to)
         other = self.serving[decision.position]
-        may_begin = self._reserve.has_room(other.account, run.prompt_tokens - decision.matched_tokens)
+        tokens = run.prompt_tokens - decision.matched_tokens
+        may_begin = self._has_room(self._jobs[run].request, other, tokens)
         if other is not charged_to and may_begin and self.line.first_of(_member(other)) is None:
             self.recalls += 1
             self._recall(run, decision)
+
+    def _has_room(self, request: Request, replica: SimReplica, prefill_tokens: int) -> bool:
+        return self._reserve.has_room(replica.account, prefill_tokens)
 
     def _key(self, request: Request) -> Any:
         """Its place in the order of those that wait."""

@@ -5,6 +5,7 @@ Knows neither vLLM nor sockets, threads or clocks: time is an argument. Start wi
 
 from vllm_omni_plugin.admission.admission import Admission, Standing, TenantReport
 from vllm_omni_plugin.admission.class_queue import Backlog
+from vllm_omni_plugin.admission.order import Order
 from vllm_omni_plugin.admission.plan import AdmissionPlan, Bounds, RequestClass, TenantSettings, changes
 from vllm_omni_plugin.admission.plan_file import load_admission
 from vllm_omni_plugin.admission.queues import StageState
@@ -16,6 +17,7 @@ __all__ = [
     "AdmissionPlan",
     "Backlog",
     "Bounds",
+    "Order",
     "Reason",
     "Refusal",
     "RequestClass",

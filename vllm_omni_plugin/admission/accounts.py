@@ -8,6 +8,8 @@ from vllm_omni_plugin.admission.plan import AdmissionPlan, TenantSettings
 
 MAX_ACCOUNTS = 10_000
 """Tenants of clients' invention that are remembered, beside those with requests in flight."""
+ACTIVE_S = 60.0
+"""Seconds for which a tenant without requests counts as one that may come again at any moment."""
 MAX_NAME = 128
 """Characters of a tenant's name; more are cut off."""
 _BURST_S = 10.0
@@ -22,17 +24,29 @@ class TenantAccount:
         name: "" for requests that name none.
         settings: what it gets.
         in_flight: its requests that wait or run.
+        running_cost: of its requests that have started and not ended, see `Ticket.cost`.
         served_tokens: of prompts and answers of its requests that have ended.
         finish: where its last request ends in the order of each class, by the class's name: see `Ticket.start_tag`.
         mean_output: tokens of its answers; None before the first.
     """
 
-    __slots__ = ("_saved", "_saved_at", "finish", "in_flight", "mean_output", "name", "served_tokens", "settings")
+    __slots__ = (
+        "_saved",
+        "_saved_at",
+        "finish",
+        "in_flight",
+        "mean_output",
+        "name",
+        "running_cost",
+        "served_tokens",
+        "settings",
+    )
 
     def __init__(self, name: str, settings: TenantSettings) -> None:
         self.name = name
         self.settings = settings
         self.in_flight = 0
+        self.running_cost = 0.0
         self.served_tokens = 0
         self.finish: dict[str, float] = {}
         self.mean_output: float | None = None
@@ -84,11 +98,15 @@ class TenantAccounts:
 
     Attributes:
         active_weight: of the tenants with requests in flight.
+        running_cost: see `TenantAccount`, of all.
     """
 
     def __init__(self, plan: AdmissionPlan) -> None:
         self._plan = plan
-        self.active_weight = 0.0
+        self.active_weight = self.running_cost = 0.0
+        # Those that had requests in flight not long ago, by when that ended, and their weights.
+        self._recent: OrderedDict[TenantAccount, float] = OrderedDict()
+        self._recent_weight = 0.0
         self._configured = {name: TenantAccount(name, plan.default_tenant) for name in ("",)}
         # Of those that clients named: with requests in flight, and without, the longest unused first.
         self._in_use: dict[str, TenantAccount] = {}
@@ -115,6 +133,8 @@ class TenantAccounts:
         self._configured = {name: each for name, each in accounts.items() if not name or name in plan.tenants}
         self._in_use = {account.name: account for account in named if account.in_flight}
         self._idle = OrderedDict((account.name, account) for account in named if not account.in_flight)
+        self._recent.clear()
+        self._recent_weight = 0.0
         self._forget()
 
     def settings_of(self, name: str) -> TenantSettings:
@@ -139,20 +159,40 @@ class TenantAccounts:
         """One more of its requests is in flight."""
         if not account.in_flight:
             self.active_weight += account.settings.weight
+            self._forget_recent(account)
         account.in_flight += 1
         if account.name not in self._configured:
             self._idle.pop(account.name, None)
             self._in_use[account.name] = account
 
-    def end(self, account: TenantAccount) -> None:
+    def run(self, account: TenantAccount, cost: float) -> None:
+        """A request of so much starts; or ends, if that is negative."""
+        account.running_cost += cost
+        self.running_cost += cost
+
+    def is_over_share(self, account: TenantAccount, now: float) -> bool:
+        """Whether it has more running than its share, others being there or only just gone that could use it."""
+        while self._recent and now - next(iter(self._recent.values())) > ACTIVE_S:
+            self._forget_recent(next(iter(self._recent)))
+        weight = self.active_weight + self._recent_weight
+        # Not for what rounding has left of either.
+        return account.running_cost * weight > self.running_cost * account.settings.weight * (1 + 1e-6)
+
+    def end(self, account: TenantAccount, now: float) -> None:
         """One of its requests is not in flight any more."""
         account.in_flight -= 1
         if not account.in_flight:
             self.active_weight -= account.settings.weight
+            self._recent[account] = now
+            self._recent_weight += account.settings.weight
             if self._in_use.pop(account.name, None) is not None:
                 self._idle[account.name] = account
                 self._forget()
 
     def _forget(self) -> None:
         while self._idle and len(self._idle) + len(self._in_use) > MAX_ACCOUNTS:
-            self._idle.popitem(last=False)
+            self._forget_recent(self._idle.popitem(last=False)[1])
+
+    def _forget_recent(self, account: TenantAccount) -> None:
+        if self._recent.pop(account, None) is not None:
+            self._recent_weight -= account.settings.weight

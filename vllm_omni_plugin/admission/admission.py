@@ -5,7 +5,7 @@ from itertools import count
 from math import ceil
 from typing import NamedTuple
 
-from vllm_omni_plugin.admission.accounts import TenantAccount, TenantAccounts
+from vllm_omni_plugin.admission.accounts import ACTIVE_S, TenantAccount, TenantAccounts
 from vllm_omni_plugin.admission.class_queue import Backlog, ClassQueue
 from vllm_omni_plugin.admission.plan import AdmissionPlan, RequestClass
 from vllm_omni_plugin.admission.queues import Queues, StageState, total
@@ -107,6 +107,7 @@ class Admission:
         self._accounts.begin(account)
         patience = _patience(terms, of_class)
         due = None if patience is None else now + patience
+        self._queues.of(of_class.name).last_came = now
         number = next(self._numbers)
         return Ticket(index, priority, start_tag, number, account, tokens, due, of_class.name, cost, charge)
 
@@ -178,13 +179,20 @@ class Admission:
         self._end_unstarted(ticket, now)
         return _refuse(over, Reason.DEADLINE, "The request has waited as long as it may.")
 
+    def yields(self, ticket: Ticket, now: float) -> bool:
+        """Whether it is to leave room at the engine: for tenants that have less running than their share, or for a
+        higher class; as long as requests of these come at least once in `ACTIVE_S`."""
+        return self._accounts.is_over_share(ticket.tenant, now) or self._queues.is_above(
+            ticket.class_index, now - ACTIVE_S
+        )
+
     def started(self, ticket: Ticket) -> None:
         """It is sent to an engine, for the first time or again."""
         self.leave(ticket)
         if ticket.phase is Phase.NEW:
             ticket.phase = Phase.STARTED
-            queue = self._queues.of(ticket.class_name)
-            queue.virtual_time = max(queue.virtual_time, ticket.start_tag)
+            self._accounts.run(ticket.tenant, ticket.cost)
+            self._queues.of(ticket.class_name).started(ticket)
 
     def ended(self, ticket: Ticket, output_tokens: int, now: float) -> None:
         """It is over, in whatever way. Idempotent.
@@ -194,6 +202,7 @@ class Admission:
         if ticket.phase is Phase.STARTED:
             account = ticket.tenant
             more = ticket.tokens + output_tokens - ticket.cost
+            self._accounts.run(account, -ticket.cost)
             account.answered(ticket.tokens, output_tokens)
             mean = self._mean_output
             self._mean_output = output_tokens if mean is None else mean + (output_tokens - mean) * _MEMORY
@@ -296,7 +305,7 @@ class Admission:
         account = ticket.tenant
         account.finish[ticket.class_name] = account.finish.get(ticket.class_name, 0.0) + charge
         account.use(tokens, self._stage.heads, now)
-        self._accounts.end(account)
+        self._accounts.end(account, now)
 
 
 def _start_tag(account: TenantAccount, class_name: str, queue: ClassQueue) -> float:

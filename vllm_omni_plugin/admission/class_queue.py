@@ -1,12 +1,11 @@
 """What waits of one class, by tenant: how much it is, and who has most."""
 
-from heapq import heapify, heappop, heappush, heapreplace
+from math import inf
 from typing import NamedTuple
 
 from vllm_omni_plugin.admission.accounts import TenantAccount
+from vllm_omni_plugin.admission.order import Order
 from vllm_omni_plugin.admission.ticket import Ticket
-
-_FEW = 64
 
 
 class Backlog(NamedTuple):
@@ -24,14 +23,12 @@ class Backlog(NamedTuple):
 class TenantQueue:
     """What waits of one tenant, in order of arrival. It exists only while something does."""
 
-    __slots__ = ("account", "at_most", "tickets", "tokens")
+    __slots__ = ("account", "tickets", "tokens")
 
     def __init__(self, account: TenantAccount) -> None:
         self.account = account
         self.tickets: dict[int, Ticket] = {}
         self.tokens = 0
-        # Its latest place in the heap of the class: its load is not above that.
-        self.at_most = -1.0
 
     @property
     def load(self) -> float:
@@ -46,7 +43,9 @@ class ClassQueue:
     attributes may be read, and what changes nothing be asked, from any thread.
 
     Attributes:
-        virtual_time: highest tag of a request that has started: newcomers are not put before it.
+        virtual_time: newcomers are not put before it: the lowest tag of what waits, or, while nothing does, the highest
+            of a request that has started. In a single line of requests the two are the same.
+        last_came: when its last request came, in monotonic seconds.
         requests: how many wait.
         tokens: of their prompts.
         cost: what they are charged for.
@@ -56,12 +55,13 @@ class ClassQueue:
 
     def __init__(self) -> None:
         self.virtual_time = 0.0
+        self.last_came = -inf
         self.requests = self.tokens = 0
         self.cost = self.weight = self.highest_load = 0.0
         self._tenants: dict[str, TenantQueue] = {}
-        # Loads, the highest first. A tenant's entry may be higher than its load, never lower; others are out of date.
-        self._heap: list[tuple[float, int, TenantQueue]] = []
-        self._entries = 0
+        self._loads: Order[TenantQueue] = Order()
+        self._tags: Order[int] = Order()
+        self._started = 0.0
 
     @property
     def backlog(self) -> Backlog:
@@ -95,10 +95,8 @@ class ClassQueue:
             self.weight += account.settings.weight
         queue.tickets[ticket.number] = ticket
         queue.tokens += ticket.tokens
-        self._count(1, ticket)
-        if queue.load > queue.at_most:
-            self._enter(queue)
-        self._settle()
+        self._tags.add(ticket.number, ticket.start_tag)
+        self._count(1, queue, ticket)
 
     def remove(self, ticket: Ticket) -> None:
         """A request waits no longer."""
@@ -116,57 +114,44 @@ class ClassQueue:
 
     def longest(self) -> TenantAccount | None:
         """The tenant with the most tokens per weight; None if nothing waits."""
-        return self._heap[0][2].account if self._heap else None
+        first = self._loads.first()
+        return None if first is None else first[1].account
 
     def reweigh(self) -> None:
         """The weights of tenants have changed. O(n)."""
         self.weight = sum(queue.account.settings.weight for queue in self._tenants.values())
-        self._rebuild()
+        for queue in self._tenants.values():
+            self._loads.add(queue, -queue.load)
+        self._settle()
+
+    def started(self, ticket: Ticket) -> None:
+        """A request has started, which does not wait any more."""
+        self._started = max(self._started, ticket.start_tag)
         self._settle()
 
     def _removed(self, queue: TenantQueue, ticket: Ticket) -> None:
+        self._tags.discard(ticket.number)
         queue.tokens -= ticket.tokens
-        self._count(-1, ticket)
         if not queue.tickets:
             del self._tenants[queue.account.name]
             self.weight -= queue.account.settings.weight
+        self._count(-1, queue, ticket)
         if not self._tenants:
             # What rounding has left.
             self.cost = self.weight = 0.0
-        self._settle()
 
-    def _count(self, sign: int, ticket: Ticket) -> None:
+    def _count(self, sign: int, queue: TenantQueue, ticket: Ticket) -> None:
         self.requests += sign
         self.tokens += sign * ticket.tokens
         self.cost += sign * ticket.cost
-
-    def _enter(self, queue: TenantQueue) -> None:
-        if len(self._heap) > 2 * len(self._tenants) + _FEW:
-            self._rebuild()
+        if queue.tickets:
+            self._loads.add(queue, -queue.load)
         else:
-            queue.at_most = queue.load
-            heappush(self._heap, self._entry(queue))
-
-    def _entry(self, queue: TenantQueue) -> tuple[float, int, TenantQueue]:
-        self._entries += 1
-        return (-queue.at_most, self._entries, queue)
-
-    def _rebuild(self) -> None:
-        for queue in self._tenants.values():
-            queue.at_most = queue.load
-        self._heap = [self._entry(queue) for queue in self._tenants.values()]
-        heapify(self._heap)
+            self._loads.discard(queue)
+        self._settle()
 
     def _settle(self) -> None:
-        """See that the first entry is up to date, and so is that of the tenant with the highest load."""
-        heap = self._heap
-        while heap:
-            load, _, queue = heap[0]
-            if not queue.tickets or -load != queue.at_most:
-                heappop(heap)
-            elif queue.load < queue.at_most:
-                queue.at_most = queue.load
-                heapreplace(heap, self._entry(queue))
-            else:
-                break
-        self.highest_load = heap[0][2].at_most if heap else 0.0
+        # Kept as attributes: asking for the first entry changes the heap, and other threads want to know.
+        longest, lowest = self._loads.first(), self._tags.first()
+        self.highest_load = 0.0 if longest is None else -longest[0]
+        self.virtual_time = self._started if lowest is None else lowest[0]

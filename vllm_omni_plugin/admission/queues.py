@@ -92,6 +92,10 @@ class Queues:
         queues = list(self._queues.values())
         return sum(queue.requests for queue in queues[:index]) + queues[index].ahead_of(account, start_tag)
 
+    def is_above(self, index: int, since: float) -> bool:
+        """Whether a request of a class before this one has come since then."""
+        return any(self.of(each.name).last_came > since for each in self.plan.classes[:index])
+
     def wait_s(self, ahead: float) -> float:
         """Seconds until so many waiting requests have started, after those at engines; 0 while no rate is known."""
         rate = self._stage.rate

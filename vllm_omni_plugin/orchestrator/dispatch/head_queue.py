@@ -110,7 +110,7 @@ class HeadQueue:
         # A suspect has its replica for itself.
         if not reserve.waits or run.suspicions:
             return False
-        return self._line.first_of(member) is not None or not reserve.has_room(member.account, run.prefill_tokens)
+        return self._line.is_behind(member, _place(run)) or not self._has_room(run, member, run.prefill_tokens)
 
     def wait(self, run: StageRun, member: PoolMember, request: Any) -> list[Refused]:
         """A run waits for the replica that it is charged to. Returns who is refused for that, perhaps itself alone."""
@@ -126,8 +126,7 @@ class HeadQueue:
             self._tell_others(run.ticket.class_name)
         # What the first attempt alone may send would be lost elsewhere.
         recallable = run.affinity_key is None and run.first_request is None
-        place = run.ticket if run.ticket is not None else (run.submitted_at,)
-        self._line.add(run, Waiting(member, request, place), due, recallable)
+        self._line.add(run, Waiting(member, request, _place(run)), due, recallable)
         self._flow.sent(self._clock())
         return pushed_out
 
@@ -164,9 +163,10 @@ class HeadQueue:
 
     def ready(self, member: PoolMember) -> Iterator[tuple[StageRun, Any]]:
         """Take those that wait for a replica, as far as it has room: each with what is to be sent, and at once."""
-        if self._line.first_of(member) is not None and not member.account.unbegun:
-            self._metrics.bubbles += 1
-        for run, waiting in self._line.ready(member, self._pool.reserve):
+        idle = not member.account.unbegun
+        for run, waiting in self._line.ready(member, lambda run: self._has_room(run, member, run.prefill_tokens)):
+            self._metrics.bubbles += idle
+            idle = False
             self._flow.began(self._clock(), 0, None)
             yield run, waiting.request
 
@@ -179,17 +179,16 @@ class HeadQueue:
             member: the replica.
             avoided: ids of replicas to which a run does not go.
         """
-        reserve = self._pool.reserve
-        if not reserve.recalls or self._line.first_of(member) is not None:
+        if not self._pool.reserve.recalls or self._line.first_of(member) is not None:
             return
         for run in self._line.to_recall(self._clock(), RECALLS):
             # The one before may have found that it is dead.
-            if member.status is not ReplicaStatus.UP or not reserve.has_room(member.account, run.prefill_tokens):
+            if member.status is not ReplicaStatus.UP or not self._has_room(run, member, run.prefill_tokens):
                 return
             assert run.replica_id is not None
             charged_to = self._pool.member(run.replica_id)
             other, decision = self._pool.decide_again(charged_to, run, avoided(run))
-            may_begin = reserve.has_room(other.account, run.prompt_tokens - decision.matched_tokens)
+            may_begin = self._has_room(run, other, run.prompt_tokens - decision.matched_tokens)
             if other is not charged_to and may_begin and self._line.first_of(other) is None:
                 self._metrics.recalls += 1
                 yield run, (other, decision)
@@ -197,6 +196,11 @@ class HeadQueue:
     def waiting_for(self, member: PoolMember) -> list[StageRun]:
         """All that wait for a replica, in order."""
         return self._line.of(member)
+
+    def _has_room(self, run: StageRun, member: PoolMember, prefill_tokens: int) -> bool:
+        admission, ticket = self.admission, run.ticket
+        yields = admission is not None and ticket is not None and admission.yields(ticket, self._clock())
+        return self._pool.reserve.has_room(member.account, prefill_tokens, yields)
 
     def _waits_no_longer(self, ticket: Ticket) -> None:
         if self._by_ticket.pop(ticket.number, None) is not None:
@@ -212,3 +216,8 @@ class HeadQueue:
 
     def _refused(self, refusal: Refusal) -> RefusedError:
         return RefusedError(refusal.status, refusal.reason, refusal.message, refusal.retry_after_s)
+
+
+def _place(run: StageRun) -> Any:
+    """Its place in the order of all that wait."""
+    return run.ticket if run.ticket is not None else run.submitted_at

@@ -1,58 +1,16 @@
 """Requests that are charged to a replica and wait at the head until it can begin them."""
 
-from collections.abc import Callable, Hashable, Iterator
-from heapq import heapify, heappop, heappush
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
+from vllm_omni_plugin.admission import Order
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
-from vllm_omni_plugin.orchestrator.pool.reserve import Reserve
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 
 RECALLS = 4
 """Requests that are asked anew where they would go, when a replica has room and nobody waits for it."""
 RECALL_S = 0.02
 """Seconds until a request that has waited for its replica rather than go elsewhere is asked again."""
-_FEW = 64
-
-K = TypeVar("K", bound=Hashable)
-
-
-class Order(Generic[K]):
-    """A priority queue out of whose middle anything can be taken in O(1); all else is O(log n).
-
-    What was taken out stays in the heap until it comes to the front, or until it is half of it.
-    """
-
-    def __init__(self) -> None:
-        self._keys: dict[K, Any] = {}
-        self._heap: list[tuple[Any, int, K]] = []
-        self._added = 0
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def add(self, item: K, key: Any) -> None:
-        """Put an item in, or to another place. Equal keys keep the order in which they came."""
-        self._added += 1
-        self._keys[item] = place = (key, self._added)
-        heappush(self._heap, (*place, item))
-        if len(self._heap) > 2 * len(self._keys) + _FEW:
-            self._heap = [(*place, item) for item, place in self._keys.items()]
-            heapify(self._heap)
-
-    def discard(self, item: K) -> None:
-        """Take an item out, if it is there."""
-        self._keys.pop(item, None)
-
-    def first(self) -> tuple[Any, K] | None:
-        """The lowest key and its item, which stays; None if there is nothing."""
-        heap, keys = self._heap, self._keys
-        while heap:
-            key, added, item = heap[0]
-            if keys.get(item) == (key, added):
-                return key, item
-            heappop(heap)
-        return None
 
 
 class Waiting(NamedTuple):
@@ -129,9 +87,15 @@ class WaitingLine:
         first = None if order is None else order.first()
         return None if first is None else first[1]
 
-    def ready(self, member: PoolMember, reserve: Reserve) -> Iterator[tuple[StageRun, Waiting]]:
+    def is_behind(self, member: PoolMember, key: Any) -> bool:
+        """Whether somebody waits for a replica that goes before one with this place in the order."""
+        order = self._by_member.get(member)
+        first = None if order is None else order.first()
+        return first is not None and first[0] <= key
+
+    def ready(self, member: PoolMember, has_room: Callable[[StageRun], bool]) -> Iterator[tuple[StageRun, Waiting]]:
         """Take those that wait for a replica, one by one, as long as it has room; each is to be sent at once."""
-        while (run := self.first_of(member)) is not None and reserve.has_room(member.account, run.prefill_tokens):
+        while (run := self.first_of(member)) is not None and has_room(run):
             waiting = self.take(run)
             assert waiting is not None
             yield run, waiting

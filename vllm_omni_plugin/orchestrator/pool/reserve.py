@@ -1,5 +1,6 @@
 """How much an engine is sent before it can begin it: enough that it never idles, and no more than that."""
 
+from math import ceil, sqrt
 from typing import NamedTuple
 
 from vllm_omni_plugin.orchestrator.requests.charges import Account
@@ -25,7 +26,7 @@ class Reserve(NamedTuple):
     waits: bool = False
     recalls: bool = False
 
-    def has_room(self, account: Account, prefill_tokens: int) -> bool:
+    def has_room(self, account: Account, prefill_tokens: int, yields: bool = False) -> bool:
         """Whether an engine can begin a request in its next steps.
 
         One that computes a prompt has always another one behind it, or it would idle until the head hears of the end of
@@ -35,9 +36,12 @@ class Reserve(NamedTuple):
         Args:
             account: the replica's.
             prefill_tokens: tokens of the prompt that are to be computed.
+            yields: whether it leaves room at the engine for requests of others that are to go before it.
         """
         if not self.waits:
             return True
+        if yields and not self._has_spare_room(account, prefill_tokens):
+            return False
         unbegun, share = account.unbegun, account.share
         if unbegun < (2 if share == 1.0 else 1):
             return True
@@ -49,6 +53,21 @@ class Reserve(NamedTuple):
             return False
         free = account.free_tokens
         return free is None or account.unbegun_tokens + prefill_tokens <= free
+
+    def _has_spare_room(self, account: Account, prefill_tokens: int) -> bool:
+        """Whether room is left behind it: sequence slots, the same share of the KV memory, and all of the next step.
+
+        In telephony this is trunk reservation (Kelly, "Loss networks", 1991): a few free places, which only those may
+        take whose share it is, make that they hardly ever wait. How many are needed grows as the square root of all.
+        """
+        busy, slots = account.running + account.unbegun, self.limits.sequences
+        if not busy:
+            return True
+        spare = ceil(sqrt(slots) / 2)
+        if busy + spare >= slots or account.tokens_behind >= self.limits.tokens * account.share:
+            return False
+        free = account.free_tokens
+        return free is None or account.unbegun_tokens + prefill_tokens + account.cache_tokens * spare / slots <= free
 
 
 AT_ONCE = Reserve()

@@ -95,8 +95,12 @@ class Account:
     @property
     def free_tokens(self) -> float | None:
         """Tokens for which the engine said it had KV memory; None if that is not known."""
-        cache = self._cache
-        return (1.0 - self._report.kv_usage) * cache.blocks * cache.block_size if cache.blocks else None
+        return (1.0 - self._report.kv_usage) * self.cache_tokens if self._cache.blocks else None
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens for which the engine has KV memory; 0 if that is not known."""
+        return self._cache.blocks * self._cache.block_size
 
     @property
     def waiting(self) -> int:
