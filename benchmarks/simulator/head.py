@@ -56,7 +56,7 @@ class Head:
     def __init__(
         self, policy: Policy, clock: Clock, send: Callable[[SimReplica, Job], None], limits: BatchLimits
     ) -> None:
-        self.line = WaitingLine(lambda at: None)
+        self.line = WaitingLine(lambda at: None, self._yields)
         self.bubbles = self.recalls = 0
         self._reserve = Reserve(limits, waits=True, recalls=True) if getattr(policy, "binds_late", False) else AT_ONCE
         self._send = send
@@ -122,7 +122,9 @@ class Head:
         self.serving.changed(replica)
         self._tell("dispatched", task, replica, decision)
         member = _member(replica)
-        if self._has_room(request, replica, run.prefill_tokens) and not self.line.is_behind(member, self._key(request)):
+        if self._has_room(run, replica, run.prefill_tokens) and not self.line.is_behind(
+            run, member, self._key(request)
+        ):
             replica.account.send(run)
             self._send(replica, job)
         else:
@@ -137,9 +139,7 @@ class Head:
         member = _member(replica)
         waits = self.line.first_of(member) is not None
         idle = not replica.account.unbegun
-        for run, waiting in self.line.ready(
-            member, lambda run: self._has_room(self._jobs[run].request, replica, run.prefill_tokens)
-        ):
+        for run, waiting in self.line.ready(member, lambda run: self._has_room(run, replica, run.prefill_tokens)):
             self.bubbles += idle
             idle = False
             del self._runs[self._jobs.pop(run).request]
@@ -148,7 +148,7 @@ class Head:
         if waits or replica not in self.serving:
             return
         for run in self.line.to_recall(self._clock.now, RECALLS):
-            if not self._has_room(self._jobs[run].request, replica, run.prefill_tokens):
+            if not self._has_room(run, replica, run.prefill_tokens):
                 return
             self._ask_again(run)
 
@@ -161,13 +161,17 @@ class Head:
         self.serving.changed(charged_to)
         other = self.serving[decision.position]
         tokens = run.prompt_tokens - decision.matched_tokens
-        may_begin = self._has_room(self._jobs[run].request, other, tokens)
+        may_begin = self._has_room(run, other, tokens)
         if other is not charged_to and may_begin and self.line.first_of(_member(other)) is None:
             self.recalls += 1
             self._recall(run, decision)
 
-    def _has_room(self, request: Request, replica: SimReplica, prefill_tokens: int) -> bool:
-        return self._reserve.has_room(replica.account, prefill_tokens)
+    def _has_room(self, run: StageRun, replica: SimReplica, prefill_tokens: int) -> bool:
+        return self._reserve.has_room(replica.account, prefill_tokens, self._yields(run))
+
+    def _yields(self, run: StageRun) -> bool:
+        """Whether it leaves room for others."""
+        return False
 
     def _key(self, request: Request) -> Any:
         """Its place in the order of those that wait."""

@@ -54,7 +54,7 @@ class HeadQueue:
         self._pool = pool
         self._metrics = metrics
         self._clock = clock
-        self._line = WaitingLine(wake_at)
+        self._line = WaitingLine(wake_at, self._yields)
         # Of what waits here alone: while nothing does, requests leave at the rate at which they come.
         self._flow = StageFlow(clock)
         self._by_ticket: dict[int, StageRun] = {}
@@ -110,7 +110,7 @@ class HeadQueue:
         # A suspect has its replica for itself.
         if not reserve.waits or run.suspicions:
             return False
-        return self._line.is_behind(member, _place(run)) or not self._has_room(run, member, run.prefill_tokens)
+        return self._line.is_behind(run, member, _place(run)) or not self._has_room(run, member, run.prefill_tokens)
 
     def wait(self, run: StageRun, member: PoolMember, request: Any) -> list[Refused]:
         """A run waits for the replica that it is charged to. Returns who is refused for that, perhaps itself alone."""
@@ -198,9 +198,11 @@ class HeadQueue:
         return self._line.of(member)
 
     def _has_room(self, run: StageRun, member: PoolMember, prefill_tokens: int) -> bool:
+        return self._pool.reserve.has_room(member.account, prefill_tokens, self._yields(run))
+
+    def _yields(self, run: StageRun) -> bool:
         admission, ticket = self.admission, run.ticket
-        yields = admission is not None and ticket is not None and admission.yields(ticket, self._clock())
-        return self._pool.reserve.has_room(member.account, prefill_tokens, yields)
+        return admission is not None and ticket is not None and admission.yields(ticket, self._clock())
 
     def _waits_no_longer(self, ticket: Ticket) -> None:
         if self._by_ticket.pop(ticket.number, None) is not None:

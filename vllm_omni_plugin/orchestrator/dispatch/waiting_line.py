@@ -36,12 +36,16 @@ class WaitingLine:
 
     Args:
         wake_at: asks for a call of `take_overdue` at this time, in monotonic seconds.
+        yields: whether a run leaves room for others at its replica; those that do not overtake those that do.
     """
 
-    def __init__(self, wake_at: Callable[[float], None]) -> None:
+    def __init__(self, wake_at: Callable[[float], None], yields: Callable[[StageRun], bool]) -> None:
         self._wake_at = wake_at
+        self._yields = yields
         self._waiting: dict[StageRun, Waiting] = {}
         self._by_member: dict[PoolMember, Order[StageRun]] = {}
+        # Of these, those that need not leave room for others, as far as was known when they began to wait.
+        self._unyielding: dict[PoolMember, Order[StageRun]] = {}
         self._due: Order[StageRun] = Order()
         # First those that were not asked yet whether they go elsewhere, then the others, by when they were asked.
         self._recalls: Order[StageRun] = Order()
@@ -63,6 +67,8 @@ class WaitingLine:
         """
         self._waiting[run] = waiting
         self._by_member.setdefault(waiting.member, Order()).add(run, waiting.key)
+        if not self._yields(run):
+            self._unyielding.setdefault(waiting.member, Order()).add(run, waiting.key)
         if recallable:
             self._recalls.add(run, (0.0, waiting.key))
         if due is not None:
@@ -73,10 +79,8 @@ class WaitingLine:
         """It waits no longer. Returns what it waited for, None if it did not wait."""
         waiting = self._waiting.pop(run, None)
         if waiting is not None:
-            order = self._by_member[waiting.member]
-            order.discard(run)
-            if not order:
-                del self._by_member[waiting.member]
+            for orders in (self._by_member, self._unyielding):
+                _discard(orders, waiting.member, run)
             self._due.discard(run)
             self._recalls.discard(run)
         return waiting
@@ -87,18 +91,31 @@ class WaitingLine:
         first = None if order is None else order.first()
         return None if first is None else first[1]
 
-    def is_behind(self, member: PoolMember, key: Any) -> bool:
-        """Whether somebody waits for a replica that goes before one with this place in the order."""
-        order = self._by_member.get(member)
+    def is_behind(self, run: StageRun, member: PoolMember, key: Any) -> bool:
+        """Whether somebody waits for a replica that goes before this one, which would have this place in the order."""
+        order = (self._by_member if self._yields(run) else self._unyielding).get(member)
         first = None if order is None else order.first()
         return first is not None and first[0] <= key
 
     def ready(self, member: PoolMember, has_room: Callable[[StageRun], bool]) -> Iterator[tuple[StageRun, Waiting]]:
         """Take those that wait for a replica, one by one, as long as it has room; each is to be sent at once."""
-        while (run := self.first_of(member)) is not None and has_room(run):
+        while (run := self._first_with_room(member, has_room)) is not None:
             waiting = self.take(run)
             assert waiting is not None
             yield run, waiting
+
+    def _first_with_room(self, member: PoolMember, has_room: Callable[[StageRun], bool]) -> StageRun | None:
+        first = self.first_of(member)
+        if first is None or has_room(first):
+            return first
+        order = self._unyielding.get(member)
+        while order is not None and (entry := order.first()) is not None:
+            run = entry[1]
+            if not self._yields(run):
+                return run if has_room(run) else None
+            # It did not when it began to wait.
+            order.discard(run)
+        return None
 
     def of(self, member: PoolMember) -> list[StageRun]:
         """All that wait for a replica, in order."""
@@ -128,3 +145,11 @@ class WaitingLine:
             return None
         self.take(run)
         return run
+
+
+def _discard(orders: dict[PoolMember, Order[StageRun]], member: PoolMember, run: StageRun) -> None:
+    order = orders.get(member)
+    if order is not None:
+        order.discard(run)
+        if not order:
+            del orders[member]

@@ -9,6 +9,8 @@ from vllm_omni_plugin.vllm_api.requests.facts import BatchLimits
 _STEPS = 2
 """Steps' worth of prompts that an engine gets ahead: what it computes now, and the next step while its output is on its
 way. With one, `bursty` loses 5% in p99 TTFT, see benchmarks/results/simulate.md."""
+_YIELDING_STEPS = 1 / 4
+"""The same of requests that leave room for others: that is what these may have to wait for in the engine."""
 _SPARE_SHARE = 1 / 16
 """Requests ahead of the sequence slots, as a share of these: as many end in a step or two of a full engine."""
 
@@ -55,17 +57,22 @@ class Reserve(NamedTuple):
         return free is None or account.unbegun_tokens + prefill_tokens <= free
 
     def _has_spare_room(self, account: Account, prefill_tokens: int) -> bool:
-        """Whether room is left behind it: sequence slots, the same share of the KV memory, and all of the next step.
+        """Whether enough is left behind it that a request of another tenant can be begun at once.
 
-        In telephony this is trunk reservation (Kelly, "Loss networks", 1991): a few free places, which only those may
-        take whose share it is, make that they hardly ever wait. How many are needed grows as the square root of all.
+        In telephony this is trunk reservation (Kelly, "Loss networks", 1991): a few free places, for those alone whose
+        share it is, and these hardly ever wait. How many it takes grows as the square root of all.
         """
         busy, slots = account.running + account.unbegun, self.limits.sequences
         if not busy:
             return True
         spare = ceil(sqrt(slots) / 2)
-        if busy + spare >= slots or account.tokens_behind >= self.limits.tokens * account.share:
+        if busy + spare >= slots:
             return False
+        # While others get their next tokens, an engine without a prompt is not idle.
+        if account.unbegun >= (1 if account.began else 2):
+            behind = account.unbegun_tokens + prefill_tokens
+            if behind > _YIELDING_STEPS * self.limits.tokens * account.share:
+                return False
         free = account.free_tokens
         return free is None or account.unbegun_tokens + prefill_tokens + account.cache_tokens * spare / slots <= free
 

@@ -76,6 +76,11 @@ class Account:
         return len(self._unbegun)
 
     @property
+    def began(self) -> int:
+        """Requests of this head that the engine has answered, and not to the end."""
+        return self.requests - self.others - self.unsent - len(self._unbegun)
+
+    @property
     def tokens_behind(self) -> int:
         """`unbegun_tokens` without those of the prompt that the engine computes now, if it computes any."""
         first = next(iter(self._unbegun), None)
