@@ -4,8 +4,10 @@ import asyncio
 from typing import Any
 
 import pytest
+import uvloop
 
 from tests.fakes.conditions import eventually
+from tests.fakes.engine_api import FakeRequest
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.links import FakeLink
 from vllm_omni_plugin.admission import AdmissionPlan, RequestClass, TenantSettings, Terms
@@ -13,6 +15,7 @@ from vllm_omni_plugin.balancing import LeastTokensBalancer
 from vllm_omni_plugin.errors import RefusedError
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD
 from vllm_omni_plugin.orchestrator.pool.reserve import Reserve
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import AbortRequests, SubmitRequest
 from vllm_omni_plugin.vllm_api.requests.facts import BatchLimits
 
 TWO_AT_MOST = Reserve(waits=True, recalls=True)
@@ -91,6 +94,19 @@ async def test_what_waits_is_sent_when_all_that_was_sent_is_aborted() -> None:
         await fleet.abort("a", "b")
         await eventually(lambda: sent(fleet, fleet.links[0]) == "abcd", "the sending of what waited")
         assert [attempt[0] for attempt in fleet.links[0].aborted] == ["a", "b"]
+
+
+def test_a_request_with_a_deadline_can_follow_an_abort_on_the_loop_that_the_orchestrator_has() -> None:
+    async def case() -> None:
+        async with late() as fleet:
+            await submit_all(fleet, "abc")
+            abort, submit = AbortRequests(("a",)), SubmitRequest(FakeRequest("d"), 0.0, terms=Terms(timeout_s=60.0))
+            await asyncio.gather(fleet.hand_over(abort), fleet.hand_over(submit))
+            assert await fleet.read() == []
+
+    # What is due at once is no timer to uvloop.
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(case())
 
 
 async def test_what_waits_for_a_lost_replica_goes_on_without_a_move_that_counts_or_a_suspicion() -> None:

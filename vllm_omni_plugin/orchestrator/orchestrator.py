@@ -137,7 +137,8 @@ class Orchestrator:
         self._clock = clock
         self._put = self.output_async_queue.give
         self._bad_outputs = BadOutputs(stage_pools, clock, self.distrust)
-        self._timer: asyncio.TimerHandle | None = None
+        # A handle does not say when it is due: what uvloop returns for a time that has come has no such method.
+        self._timer: tuple[float, asyncio.Handle] | None = None
         self._closed = False
         moves, prefills, fed = MoveBudget(clock), set[int](), set[int]()
         if preparation is not None:
@@ -200,7 +201,7 @@ class Orchestrator:
             self.output_async_queue.stop_waiting()
             self._requests.close()
             if self._timer is not None:
-                self._timer.cancel()
+                self._timer[1].cancel()
 
     def close_queues(self) -> None:
         """End `run` and release everybody who waits on a queue. Idempotent, from any thread."""
@@ -332,10 +333,11 @@ class Orchestrator:
         loop = asyncio.get_running_loop()
         at = loop.time() + max(0.0, time - self._clock())
         if self._timer is not None:
-            if self._timer.when() <= at:
+            due, handle = self._timer
+            if due <= at:
                 return
-            self._timer.cancel()
-        self._timer = loop.call_at(at, self._tick)
+            handle.cancel()
+        self._timer = at, loop.call_at(at, self._tick)
 
     def _tick(self) -> None:
         self._timer = None
