@@ -63,7 +63,7 @@ class Reserve(NamedTuple):
         share it is, and these hardly ever wait. How many it takes grows as the square root of all.
         """
         busy, slots = account.running + account.unbegun, self.limits.sequences
-        if not busy:
+        if not busy or not slots:
             return True
         spare = ceil(sqrt(slots) / 2)
         if busy + spare >= slots:

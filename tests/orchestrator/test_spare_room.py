@@ -1,0 +1,121 @@
+"""Requests of tenants over their share, and of lower classes, leave room at engines for those who come after them."""
+
+import pytest
+
+from tests.fakes.fleet import FakeFleet
+from tests.orchestrator.test_late_binding import late, sent, submit_all
+from vllm_omni_plugin.admission import AdmissionPlan, RequestClass, TenantSettings, Terms
+from vllm_omni_plugin.orchestrator.pool.reserve import Reserve
+from vllm_omni_plugin.vllm_api.requests.facts import BatchLimits
+
+FLOOD, CALM = Terms("flood"), Terms("calm")
+SLOTS = 9
+SPARE = 2
+"""Half of the root of the slots, rounded up."""
+ROOMY = Reserve(BatchLimits(tokens=1000, sequences=SLOTS), waits=True, recalls=True)
+EQUALS = AdmissionPlan()
+
+
+async def answer_first(fleet: FakeFleet, name: str, terms: Terms, priority: int = 0) -> None:
+    """A request comes and is answered."""
+    await fleet.submit(name, prompt=[1, 2], terms=terms, priority=priority)
+    fleet.say(name, 1, finish_reason="stop")
+
+
+async def flooded(fleet: FakeFleet, requests: int, priority: int = 0) -> str:
+    """So many requests of one tenant, answers to all that are sent begin. Returns those that the engine has got."""
+    names = [chr(ord("a") + number) for number in range(requests)]
+    for name in names:
+        await fleet.submit(name, prompt=[1, 2], terms=FLOOD, priority=priority)
+    link, begun = fleet.links[0], 0
+    while begun < len(link.added):
+        attempt = link.added[begun]
+        if attempt[0] in names:
+            link.output(attempt, running=sum(each[0] in names for each in link.added[: begun + 1]))
+        begun += 1
+    return "".join(name for name in sent(fleet, link) if name in names)
+
+
+async def test_a_tenant_that_nobody_else_was_beside_gets_every_slot_of_the_engine() -> None:
+    async with late(reserve=ROOMY, plan=EQUALS) as fleet:
+        assert len(await flooded(fleet, 20)) >= SLOTS
+
+
+async def test_a_tenant_over_its_share_leaves_slots_and_another_one_is_sent_past_all_that_waits() -> None:
+    async with late(reserve=ROOMY, plan=EQUALS) as fleet:
+        await answer_first(fleet, "0", CALM)
+        assert len(await flooded(fleet, 20)) == SLOTS - SPARE
+        for name in "12":
+            await fleet.submit(name, prompt=[1, 2], terms=CALM)
+            assert sent(fleet, fleet.links[0])[-1] == name
+        assert fleet.orchestrator.metrics.bubbles == 0
+
+
+async def test_a_minute_after_the_others_last_request_the_slots_are_nobodys() -> None:
+    async with late(reserve=ROOMY, plan=EQUALS) as fleet:
+        await answer_first(fleet, "0", CALM)
+        fleet.now = 61.0
+        assert len(await flooded(fleet, 20)) >= SLOTS
+
+
+async def test_a_request_that_had_no_room_overtakes_those_that_leave_room_once_a_slot_is_free() -> None:
+    async with late(reserve=ROOMY, plan=EQUALS) as fleet:
+        await answer_first(fleet, "0", CALM)
+        await flooded(fleet, 20)
+        link = fleet.links[0]
+        link.report(running=SLOTS + SPARE)
+        await fleet.submit("1", prompt=[1, 2], terms=CALM)
+        await fleet.submit("2", prompt=[1, 2], terms=CALM)
+        await fleet.submit("3", prompt=[1, 2], terms=CALM)
+        assert sent(fleet, link).endswith("12")
+        link.output(link.added[-2], running=SLOTS)
+        assert sent(fleet, link).endswith("123")
+
+
+async def test_shares_are_by_weight() -> None:
+    plan = AdmissionPlan(tenants={"flood": TenantSettings(weight=99.0), "calm": TenantSettings(weight=0.1)})
+    async with late(reserve=ROOMY, plan=plan) as fleet:
+        await fleet.submit("0", prompt=[1, 2], terms=CALM)
+        assert len(await flooded(fleet, 20)) >= SLOTS - 1
+
+
+async def test_a_lower_class_leaves_room_for_a_higher_one_that_was_there_in_the_last_minute() -> None:
+    plan = AdmissionPlan(classes=(RequestClass(name="first", priority_at_most=0), RequestClass(name="last")))
+    for later, expected in ((1.0, SLOTS - SPARE), (61.0, SLOTS)):
+        async with late(reserve=ROOMY, plan=plan) as fleet:
+            await answer_first(fleet, "0", FLOOD)
+            fleet.now = later
+            assert len((await flooded(fleet, 20, priority=1))[:SLOTS]) == expected
+
+
+@pytest.mark.parametrize(("prompt_tokens", "expected"), [(47, "0abc"), (48, "0ab")])
+async def test_kv_memory_is_left_in_the_same_share(prompt_tokens: int, expected: str) -> None:
+    # 5 of 100 slots and 5 of 100 blocks of one token are to stay free; a running request holds one block.
+    reserve = Reserve(BatchLimits(tokens=1000, sequences=100), waits=True)
+    async with late(replicas=0, reserve=reserve, plan=EQUALS) as fleet:
+        fleet.ready_response = b"[100, 1]"
+        fleet.join(fleet.pool.add(0))
+        await answer_first(fleet, "0", CALM)
+        prompt = list(range(prompt_tokens))
+        await fleet.submit("a", prompt=prompt, terms=FLOOD)
+        fleet.links[0].output(fleet.attempt("a")[1], running=1)
+        for name in "bc":
+            await fleet.submit(name, prompt=prompt, terms=FLOOD)
+        assert sent(fleet, fleet.links[0]) == expected
+
+
+async def test_small_prompts_are_packed_into_a_quarter_of_a_step_and_no_more() -> None:
+    async with late(reserve=Reserve(BatchLimits(tokens=32, sequences=100), waits=True), plan=EQUALS) as fleet:
+        await answer_first(fleet, "0", CALM)
+        await submit_all(fleet, "abcdefgh", terms=FLOOD)
+        assert sent(fleet, fleet.links[0]) == "0abcd"
+
+
+@pytest.mark.parametrize("sequences", [0, 1, 2])
+async def test_an_engine_with_few_slots_or_an_unknown_number_never_idles_for_it(sequences: int) -> None:
+    async with late(reserve=Reserve(BatchLimits(tokens=8, sequences=sequences), waits=True), plan=EQUALS) as fleet:
+        await answer_first(fleet, "0", CALM)
+        await submit_all(fleet, "abcd", terms=FLOOD)
+        for name in "abcd":
+            assert name in sent(fleet, fleet.links[0])
+            fleet.say(name, 1, finish_reason="stop", running=0)
