@@ -181,3 +181,38 @@ def test_what_ends_twice_or_leaves_twice_counts_once() -> None:
     rules.ended(ticket, 7, 0.0)
     assert rules.waiting == (0, 0)
     assert rules.by_tenant(5)[0]["a"] == ((0, 0), 0, 107, 1.0)
+
+
+def test_a_newcomer_goes_before_what_others_have_waiting_for_slower_replicas() -> None:
+    rules = admission()
+    waiting = [come(rules, "a") for _ in range(10)]
+    # Those of a faster replica start first, out of order.
+    for ticket in waiting[5:]:
+        rules.started(ticket)
+    late = come(rules, "b")
+    assert sorted([*waiting[:5], late]).index(late) == 1
+
+
+def test_a_tenant_yields_while_it_has_more_running_than_its_share_and_others_may_come() -> None:
+    rules = admission()
+    served(rules, [come(rules, "calm")])
+    assert not rules.yields(come(rules, "flood"), 1.0)
+    for _ in range(3):
+        rules.started(come(rules, "flood"))
+    flood, calm = come(rules, "flood"), come(rules, "calm", now=1.0)
+    assert (rules.yields(flood, 1.0), rules.yields(calm, 1.0)) == (True, False)
+    rules.ended(calm, 0, 2.0)
+    assert (rules.yields(flood, 61.9), rules.yields(flood, 62.1)) == (True, False)
+
+
+def test_nothing_of_what_ran_is_left_when_it_has_ended() -> None:
+    rules = admission(AdmissionPlan(tenants={"a": TenantSettings(weight=3)}))
+    for name in "abcab":
+        ticket = come(rules, name, tokens=7)
+        rules.started(ticket)
+        rules.replace(AdmissionPlan())
+        rules.ended(ticket, 1000, 0.0)
+        rules.ended(ticket, 1000, 0.0)
+    first = come(rules, "d", now=100.0)
+    rules.started(first)
+    assert not rules.yields(first, 100.0)
