@@ -56,7 +56,7 @@ class Head:
     def __init__(
         self, policy: Policy, clock: Clock, send: Callable[[SimReplica, Job], None], limits: BatchLimits
     ) -> None:
-        self.line = WaitingLine(lambda at: None)
+        self.line = WaitingLine()
         self.bubbles = self.recalls = 0
         self._reserve = Reserve(limits, waits=True, recalls=True) if getattr(policy, "binds_late", False) else AT_ONCE
         self._send = send
@@ -137,7 +137,7 @@ class Head:
         member, reserve = _member(replica), self._reserve
         waits = self.line.first_of(member) is not None
         self.bubbles += waits and not replica.account.unbegun
-        for run, waiting in self.line.ready(member, reserve):
+        for run, waiting in self.line.ready(member, lambda run: reserve.has_room(replica.account, run.prefill_tokens)):
             del self._runs[self._jobs.pop(run).request]
             replica.account.send(run)
             self._send(replica, waiting.request)

@@ -15,12 +15,12 @@ from tests.fakes.links import FakeLink
 from vllm_omni_plugin.admin.metrics.fleet_metrics import all_totals
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD
-from vllm_omni_plugin.orchestrator.pool.reserve import AT_ONCE, Reserve
+from vllm_omni_plugin.orchestrator.pool.reserve import AT_ONCE
+
+from .late_fleet import TWO_AT_MOST
 
 REPLICAS = 3
 NAMES = [f"r{number}" for number in range(6)]
-TWO_AT_MOST = Reserve(waits=True, recalls=True)
-"""An engine gets one request to begin and one behind it."""
 ABORT_ONLY = "abort-only"
 """A request that its client has given up before it was submitted; whatever comes of it, nobody waits."""
 

@@ -221,7 +221,7 @@ class Orchestrator:
         if report is not None:
             self.stage_pools[stage_id].report(member, report)
         if ended := self._dispatchers[stage_id].has_room(member):
-            requests.end(stage_id, ended)
+            self._end(stage_id, ended)
         outputs.engine_index = member.engine_index
         if outputs.outputs:
             self._put(outputs)
@@ -278,7 +278,7 @@ class Orchestrator:
         """Give a replica no new requests; those in flight go on. Nothing to do if it is held back for this reason."""
         if reason not in member.held_back:
             self.stage_pools[member.stage_id].hold_back(member, reason)
-            self._requests.end(member.stage_id, self._dispatchers[member.stage_id].held_back(member))
+            self._end(member.stage_id, self._dispatchers[member.stage_id].held_back(member))
             self.events.note(EventKind.DRAIN, HOLDS[reason][0], member)
 
     def release_hold(self, member: PoolMember, reason: str) -> None:
@@ -295,10 +295,12 @@ class Orchestrator:
         member.changed_at = self._clock()
         others = pool.others_at(member)
         orphans = pool.lose(member, status)
-        loss = Loss(member.replica_id, reason, member.machine, len(orphans), others)
-        self.events.note(EventKind.LOST, reason, member, requests=len(orphans))
+        # The others were charged to it, but it never had them.
+        had = [run for run in orphans if run.sent]
+        loss = Loss(member.replica_id, reason, member.machine, len(had), others)
+        self.events.note(EventKind.LOST, reason, member, requests=len(had))
         ended = self._dispatchers[member.stage_id].move(orphans, member, loss, engine_failed)
-        moved = len(set(orphans) - {each.run for each in ended})
+        moved = sum(not run.closed for run in had)
         if moved:
             self.events.note(EventKind.MOVE, reason, member, requests=moved)
         self._end(member.stage_id, ended)
@@ -307,7 +309,7 @@ class Orchestrator:
     def others_charged(self, member: PoolMember, work: Work | None) -> None:
         """What the other heads have on a replica is other than before, see `StagePool.join`: it may have room now."""
         self.stage_pools[member.stage_id].join(member, work)
-        self._requests.end(member.stage_id, self._dispatchers[member.stage_id].has_room(member))
+        self._end(member.stage_id, self._dispatchers[member.stage_id].has_room(member))
 
     def replica_joined(self, member: PoolMember, ready_response: bytes) -> None:
         """A replica that was not there at the start is about to serve: tell AsyncLLM's side."""

@@ -67,11 +67,10 @@ class Dispatcher(Sender):
 
     def held_back(self, member: PoolMember) -> Sequence[RunEnded]:
         """A replica gets no new requests. Those that wait for it go elsewhere, or to it if there is no other one."""
-        if self._pool.serving:
-            for run in self._queue.waiting_for(member):
-                # One before may have pushed it out.
-                if run in self._queue:
-                    self._recall(run)
+        for run in self._queue.waiting_for(member):
+            # The one before may have found that the others are dead.
+            if self._pool.serving:
+                self._recall(run)
         return self._take_ended()
 
     def accept(self, member: PoolMember, outputs: Iterable[Any]) -> tuple[list[Accepted], Sequence[RunEnded]]:
@@ -107,6 +106,8 @@ class Dispatcher(Sender):
     def move(self, runs: Sequence[StageRun], lost: PoolMember, loss: Loss, engine_failed: bool) -> Sequence[RunEnded]:
         """These requests' replica is lost, and they are no longer charged to it: each moves or fails.
 
+        Those that it had not got yet go on as if they had just come.
+
         Args:
             runs: the requests.
             lost: the replica.
@@ -123,16 +124,21 @@ class Dispatcher(Sender):
         # request do so at once.
         for run in sorted(runs, key=lambda run: (not run.suspicions, run.began)):
             try:
-                self._move(run, lost, loss)
+                if run.sent:
+                    self._move(run, lost, loss)
+                else:
+                    run.refuse()
+                    self._unsent[run] = None
             except Exception as error:
                 self._give_up_alone(run, error)
+        self._dispatch_moving()
         return self._take_ended()
 
     def replica_serves(self) -> Sequence[RunEnded]:
         """A replica takes new requests: dispatch what was held, in order."""
         for run in list(self._held):
-            # Where one is sent may turn out to be dead.
-            if self._pool.serving and self._suspects.can_go(run):
+            # Where one is sent may turn out to be dead, and one may push out another.
+            if self._pool.serving and not run.closed and self._suspects.can_go(run):
                 self._held.remove(run)
                 self._metrics.hold_time.observe(self._clock() - run.waits_since)
                 self._dispatch(run)
@@ -179,7 +185,10 @@ class Dispatcher(Sender):
             # Chunks that were on their way begin the session anew there, and nobody would end that.
             self._abort_at(member, [run.engine_request_id])
         may_move = not run.began and self._api.refused(output) and not self._api.fetches_once(run.request)
-        return may_move and self._refused.refuse(run, member)
+        if not may_move or not self._refused.refuse(run, member):
+            return False
+        self._queue.must_start(run)
+        return True
 
     def _begin(self, member: PoolMember, run: StageRun, output: Any) -> None:
         cached_tokens = self._api.cached_tokens(output)
@@ -195,8 +204,8 @@ class Dispatcher(Sender):
             self._lose(run, error)
         elif not self._end_if_whole(run, lost):
             self._metrics.moves_by_way[run.move] += 1
+            self._queue.must_start(run)
             self._moving[run] = None
-            self._dispatch_moving()
 
     def _dispatch_moving(self) -> None:
         # The next replica may turn out to be dead, too; then its requests come in here and have their turn below.
@@ -204,9 +213,10 @@ class Dispatcher(Sender):
             return
         self._is_moving = True
         try:
-            while self._moving and self._moves.take():
-                run = next(iter(self._moving))
-                del self._moving[run]
+            # Those of whom some are suspects first, as above.
+            while line := self._moving if self._moving and self._moves.take() else self._unsent:
+                run = next(iter(line))
+                del line[run]
                 self._dispatch(run)
         finally:
             self._is_moving = False

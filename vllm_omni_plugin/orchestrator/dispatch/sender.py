@@ -75,6 +75,8 @@ class Sender:
         self._moves = moves
         # In the order of their losses.
         self._moving: dict[StageRun, None] = {}
+        # Those of lost replicas that had not got them; only while `_dispatch_moving` runs.
+        self._unsent: dict[StageRun, None] = {}
         self._is_moving = False
         self._suspects = Suspects(pool, wake_at, clock)
         self._queue = HeadQueue(pool, plan, metrics, clock, wake_at)
@@ -97,10 +99,7 @@ class Sender:
             self._end(run)
         for member, engine_request_ids in by_member.items():
             self._abort_at(member, engine_request_ids)
-        if by_member and len(self._queue):
-            # Not at once: whoever ends these requests may be in the middle of sending others.
-            self._freed.update(dict.fromkeys(by_member))
-            self._wake_at(self._clock())
+            self._fill_later(member)
 
     def _take_ended(self) -> Sequence[RunEnded]:
         ended, self._ended = self._ended, []
@@ -108,18 +107,22 @@ class Sender:
 
     def _fill(self, member: PoolMember) -> None:
         """Send a replica what waits for it, as far as it has room; or what waits for others, if that is better."""
-        for run, request in self._queue.ready(member):
+        for run, request in self._queue.ready(member, self._refused.avoided):
             self._start(member, run, request)
         for run, chosen in self._queue.recalls(member, self._refused.avoided):
             self._recall(run, chosen)
+
+    def _fill_later(self, member: PoolMember) -> None:
+        """As `_fill`, for whoever may be in the middle of sending other requests."""
+        if len(self._queue):
+            self._freed[member] = None
+            self._wake_at(self._clock())
 
     def _recall(self, run: StageRun, chosen: Choice | None = None) -> None:
         """A request that waits for its replica goes to another one, or looks for one."""
         self._queue.leave(run)
         self._pool.release(run)
         run.refuse()
-        if run.dispatches:
-            run.dispatches.pop()
         self._dispatch(run, chosen=chosen)
 
     def _turn_away(self, run: StageRun, error: RefusedError) -> None:
@@ -140,6 +143,11 @@ class Sender:
             else:
                 for refused, error in self._queue.wait(run, member, request):
                     self._turn_away(refused, error)
+            if run.suspicions:
+                for waiting in self._queue.waiting_for(member):
+                    # It is not to be there while the other one is on trial.
+                    if self._pool.avoids(member, self._refused.avoided(waiting)):
+                        self._recall(waiting)
         except RefusedError as error:
             self._turn_away(run, error)
         except NoReplicaError:
@@ -152,10 +160,6 @@ class Sender:
     def _start(self, member: PoolMember, run: StageRun, request: Any) -> None:
         """Send a request to the replica that it is charged to; on to the next if that one turns out to be dead."""
         attempt = run.engine_request_id
-        if run.dispatched_at is None:
-            run.dispatched_at = self._clock()
-            self._metrics.queue_time.observe(run.dispatched_at - run.submitted_at)
-        self._queue.started(run)
         self._send(member, run, request)
         if run.closed or run.engine_request_id != attempt:
             # The replica turned out to be dead, so the request has moved, or waits with all that has not been sent.
@@ -170,8 +174,7 @@ class Sender:
 
     def _choose(self, run: StageRun, request: Any, chosen: Choice | None) -> PoolMember:
         """The replica of the next attempt, which is charged with it from here on."""
-        is_first = not run.attempts
-        if is_first or run.move is not Move.RESTART:
+        if not run.task or run.move is not Move.RESTART:
             run.task, run.affinity_key = self._api.describe(request)
             self._queue.enter(run, run.request, prompt_tokens(run.task))
         if chosen is None:
@@ -186,8 +189,6 @@ class Sender:
             count(self._metrics.fallbacks, (member.stage_id, self._pool.policy, decision.fallback))
         if run.suspicions:
             self._suspects.begin(run, member)
-        if run.dispatches is not None and not run.produced:
-            run.dispatches.append((member.name, decision))
         return member
 
     def _send(self, member: PoolMember, run: StageRun, request: Any) -> None:
@@ -197,7 +198,7 @@ class Sender:
         try:
             member.client.add_request(request, run.engine_request_id)
             if not run.sent:
-                member.account.send(run)
+                self._note_sent(member, run)
         except MessageTooLargeError as error:
             self._fail(run, error)
         except ReplicaError:
@@ -205,6 +206,15 @@ class Sender:
             return
         except Exception as error:
             self._give_up_alone(run, OmniError(f"The request could not be encoded for the engine: {error}"))
+
+    def _note_sent(self, member: PoolMember, run: StageRun) -> None:
+        member.account.send(run)
+        self._queue.started(run)
+        if run.dispatched_at is None:
+            run.dispatched_at = self._clock()
+            self._metrics.queue_time.observe(run.dispatched_at - run.submitted_at)
+        if run.dispatches is not None and not run.produced:
+            run.dispatches.append((member.name, run.decision))
 
     def _hold(self, run: StageRun) -> None:
         # Without an engine there is nothing to clean up either.
@@ -236,10 +246,14 @@ class Sender:
             self._pool.release(run)
         else:
             self._moving.pop(run, None)
+            self._unsent.pop(run, None)
             self._held.remove(run)
         self._queue.ended(run)
         if run.suspicions:
             self._suspects.forget(run)
+            if (member := self._member_of(run)) is not None:
+                # Something may wait there for the end of its trial.
+                self._fill_later(member)
         self._refused.forget(run)
 
     def _give_up_alone(self, run: StageRun, error: Exception) -> None:

@@ -5,7 +5,6 @@ from heapq import heapify, heappop, heappush
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
-from vllm_omni_plugin.orchestrator.pool.reserve import Reserve
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 
 RECALLS = 4
@@ -30,6 +29,9 @@ class Order(Generic[K]):
 
     def __len__(self) -> int:
         return len(self._keys)
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(sorted(self._keys, key=self._keys.__getitem__))
 
     def add(self, item: K, key: Any) -> None:
         """Put an item in, or to another place. Equal keys keep the order in which they came."""
@@ -75,16 +77,11 @@ class WaitingLine:
     Each is charged to a replica, as the policy chose, and sent when that one has room: so a policy sees all there is to
     do, as if everything were sent at once, and which of the waiting goes first, whether it goes elsewhere, or is
     refused, is decided as late as can be.
-
-    Args:
-        wake_at: asks for a call of `take_overdue` at this time, in monotonic seconds.
     """
 
-    def __init__(self, wake_at: Callable[[float], None]) -> None:
-        self._wake_at = wake_at
+    def __init__(self) -> None:
         self._waiting: dict[StageRun, Waiting] = {}
         self._by_member: dict[PoolMember, Order[StageRun]] = {}
-        self._due: Order[StageRun] = Order()
         # First those that were not asked yet whether they go elsewhere, then the others, by when they were asked.
         self._recalls: Order[StageRun] = Order()
 
@@ -94,22 +91,18 @@ class WaitingLine:
     def __contains__(self, run: StageRun) -> bool:
         return run in self._waiting
 
-    def add(self, run: StageRun, waiting: Waiting, due: float | None = None, recallable: bool = True) -> None:
+    def add(self, run: StageRun, waiting: Waiting, recallable: bool = True) -> None:
         """It waits from here on.
 
         Args:
             run: of whom nothing is at an engine.
             waiting: for whom, with what and where in the order.
-            due: monotonic seconds by which it must be sent.
             recallable: whether it may go to another replica.
         """
         self._waiting[run] = waiting
         self._by_member.setdefault(waiting.member, Order()).add(run, waiting.key)
         if recallable:
             self._recalls.add(run, (0.0, waiting.key))
-        if due is not None:
-            self._due.add(run, due)
-            self._wake_at(due)
 
     def take(self, run: StageRun) -> Waiting | None:
         """It waits no longer. Returns what it waited for, None if it did not wait."""
@@ -119,7 +112,6 @@ class WaitingLine:
             order.discard(run)
             if not order:
                 del self._by_member[waiting.member]
-            self._due.discard(run)
             self._recalls.discard(run)
         return waiting
 
@@ -129,19 +121,16 @@ class WaitingLine:
         first = None if order is None else order.first()
         return None if first is None else first[1]
 
-    def ready(self, member: PoolMember, reserve: Reserve) -> Iterator[tuple[StageRun, Waiting]]:
-        """Take those that wait for a replica, one by one, as long as it has room; each is to be sent at once."""
-        while (run := self.first_of(member)) is not None and reserve.has_room(member.account, run.prefill_tokens):
+    def ready(self, member: PoolMember, may_go: Callable[[StageRun], bool]) -> Iterator[tuple[StageRun, Waiting]]:
+        """Take those that wait for a replica, one by one, as long as they may go; each is to be sent at once."""
+        while (run := self.first_of(member)) is not None and may_go(run):
             waiting = self.take(run)
             assert waiting is not None
             yield run, waiting
 
     def of(self, member: PoolMember) -> list[StageRun]:
         """All that wait for a replica, in order."""
-        return sorted(
-            (run for run, waiting in self._waiting.items() if waiting.member is member),
-            key=lambda run: self._waiting[run].key,
-        )
+        return list(self._by_member.get(member, ()))
 
     def to_recall(self, now: float, most: int) -> Iterator[StageRun]:
         """Those that may go to another replica, in order; each not again before `RECALL_S` have passed."""
@@ -152,15 +141,3 @@ class WaitingLine:
             (_, key), run = first
             self._recalls.add(run, (now, key))
             yield run
-
-    def take_overdue(self, now: float) -> StageRun | None:
-        """Remove and return one that should have been sent by now; None if there is none."""
-        first = self._due.first()
-        if first is None:
-            return None
-        due, run = first
-        if due > now:
-            self._wake_at(due)
-            return None
-        self.take(run)
-        return run
