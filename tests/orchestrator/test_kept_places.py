@@ -9,7 +9,7 @@ from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.pipeline_fleet import FakePipelineFleet
 from tests.fakes.pipelines import DISAGGREGATED
-from vllm_omni_plugin.admission import AdmissionPlan
+from vllm_omni_plugin.admission import AdmissionPlan, RequestClass
 from vllm_omni_plugin.errors import MessageTooLargeError
 from vllm_omni_plugin.orchestrator.dispatch import held_requests
 from vllm_omni_plugin.orchestrator.dispatch.suspects import TRIAL_OUTPUTS
@@ -60,6 +60,22 @@ async def test_a_request_that_waits_after_its_replica_was_found_dead_counts_as_w
         fleet.say("a", 1)
         assert got(fleet.links[0]) == "abc"
         assert fleet.orchestrator.admission.waiting.requests == 0
+
+
+async def test_what_is_pushed_out_while_no_replica_serves_is_not_sent_when_one_does(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    classes = (RequestClass(name="first", priority_at_most=0), RequestClass(name="last"))
+    async with late(replica_wait=LONG, plan=AdmissionPlan(classes=classes, max_waiting_requests=1)) as fleet:
+        await submit_all(fleet, "abc", priority=1)
+        drain(fleet)
+        await submit_all(fleet, "def")
+        lose(fleet)
+        fleet.join(fleet.pool.add())
+        assert [name for name, _ in await fleet.read()] == ["c"]
+        assert got(fleet.links[1]) == "de"
+        assert list(fleet.orchestrator.request_states) == ["a", "b", "d", "e", "f"]
+    assert "is given up" not in caplog.text
 
 
 async def test_what_a_lost_replica_had_not_got_goes_on_without_a_move(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,3 +119,26 @@ async def test_not_once_an_engine_has_begun_to_answer() -> None:
         fleet.kill(0)
         assert fleet.orchestrator.metrics.held == 1
         await goes_on(fleet, "a")
+
+
+async def test_nobody_is_refused_for_the_time_that_engines_take_while_nothing_waits() -> None:
+    async with late() as fleet:
+        terms = Terms("tenant", timeout_s=1.0)
+        # Engines take ten seconds for each, and are never behind.
+        for name in "abc":
+            await fleet.submit(name, prompt=[1])
+            fleet.now += 10.0
+            fleet.say(name, 1, finish_reason="stop")
+        for name in "de":
+            await fleet.submit(name, prompt=[1])
+        admission = fleet.orchestrator.admission
+        assert admission.refusal(terms, None, fleet.now) is None
+        await fleet.submit("f", prompt=[1], terms=terms)
+        assert admission.refusal(terms, None, fleet.now) is None
+        assert list(fleet.orchestrator.request_states) == ["d", "e", "f"]
+        # From here on it is known how long one waits.
+        fleet.now += 0.9
+        fleet.say("d", 1)
+        await fleet.submit("g", prompt=[1], terms=terms)
+        assert isinstance(dict(await fleet.read())["g"], RefusedError)
+        assert list(fleet.orchestrator.request_states) == ["d", "e", "f"]

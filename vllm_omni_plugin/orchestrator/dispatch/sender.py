@@ -251,9 +251,6 @@ class Sender:
         self._queue.ended(run)
         if run.suspicions:
             self._suspects.forget(run)
-            if (member := self._member_of(run)) is not None:
-                # Something may wait there for the end of its trial.
-                self._fill_later(member)
         self._refused.forget(run)
 
     def _give_up_alone(self, run: StageRun, error: Exception) -> None:
