@@ -10,7 +10,7 @@ from tests.fakes.fleet import FakeFleet
 from tests.fakes.pipeline_fleet import FakePipelineFleet
 from tests.fakes.pipelines import DISAGGREGATED
 from vllm_omni_plugin.admission import AdmissionPlan, RequestClass
-from vllm_omni_plugin.errors import MessageTooLargeError
+from vllm_omni_plugin.errors import MessageTooLargeError, RequestLostError
 from vllm_omni_plugin.orchestrator.dispatch import held_requests
 from vllm_omni_plugin.orchestrator.dispatch.suspects import TRIAL_OUTPUTS
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD
@@ -182,6 +182,15 @@ async def test_a_replica_that_turns_out_to_be_dead_gets_no_more_of_what_waits_fo
         assert len(got(fleet.links[0])) == 4
 
 
+async def test_an_output_of_a_replica_that_is_found_dead_when_it_has_room_comes_before_the_error() -> None:
+    async with late(migration_limit=0) as fleet:
+        await submit_all(fleet, "abc")
+        break_link(fleet)
+        said, error = [outcome for name, outcome in await fleet.read() if name == "a"]
+        assert said is None
+        assert isinstance(error, RequestLostError)
+
+
 async def test_of_a_session_whose_first_message_fails_nothing_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     async with late() as fleet:
         await submit_all(fleet, "ab")
@@ -197,7 +206,7 @@ async def test_of_a_session_whose_first_message_fails_nothing_is_sent(monkeypatc
         monkeypatch.setattr(link, "send", send)
         fleet.say("a", 1)
         assert len(frames) == 1
-        assert [name for name, _ in await fleet.read()] == ["s", "a"]
+        assert [name for name, _ in await fleet.read()] == ["a", "s"]
 
 
 async def test_what_waits_for_a_replica_with_a_suspect_on_trial_goes_elsewhere() -> None:

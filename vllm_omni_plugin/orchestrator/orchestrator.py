@@ -220,13 +220,14 @@ class Orchestrator:
         report = self._apis[stage_id].load_report(outputs)
         if report is not None:
             self.stage_pools[stage_id].report(member, report)
-        if ended := self._dispatchers[stage_id].has_room(member):
-            self._end(stage_id, ended)
         outputs.engine_index = member.engine_index
         if outputs.outputs:
             self._put(outputs)
         elif outputs.scheduler_stats is not None:
             self.output_async_queue.give_later(outputs)
+        # Now, since the replica may turn out to be dead, and whose output this was may end with it.
+        if ended := self._dispatchers[stage_id].has_room(member):
+            self._end(stage_id, ended)
 
     async def admit(self, member: PoolMember, client: StageClient, ready_response: bytes, told: bool = False) -> None:
         """See that a replica that attaches can do what its stage is for, and tell it what the others were told.
