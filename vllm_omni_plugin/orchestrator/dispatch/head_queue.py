@@ -18,8 +18,6 @@ from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 
 Choice = tuple[PoolMember, Decision]
 """A replica, and why it is the one."""
-Avoided = Callable[[StageRun], Collection[int]]
-"""Ids of the replicas to which a run does not go if others serve."""
 Refused = tuple[StageRun, RefusedError]
 """A run that waits no longer, and what its client is told."""
 
@@ -171,12 +169,19 @@ class HeadQueue:
             self._due.discard(run)
             yield run, self._refused(self.admission.overdue(run.ticket, self._clock()))
 
-    def ready(self, member: PoolMember, avoided: Avoided) -> Iterator[tuple[StageRun, Any]]:
-        """Take those that wait for a replica, as far as it has room: each with what is to be sent, and at once."""
+    def ready(
+        self, member: PoolMember, avoids: Callable[[StageRun, PoolMember], bool]
+    ) -> Iterator[tuple[StageRun, Any]]:
+        """Take those that wait for a replica, as far as it has room: each with what is to be sent, and at once.
+
+        Args:
+            member: the replica.
+            avoids: whether a run does not go there now.
+        """
 
         def may_go(run: StageRun) -> bool:
             has_room = self._pool.reserve.has_room(member.account, run.prefill_tokens)
-            return has_room and not self._pool.avoids(member, avoided(run))
+            return has_room and not avoids(run, member)
 
         first = self._line.first_of(member)
         if first is not None and not member.account.unbegun and may_go(first):
@@ -185,8 +190,15 @@ class HeadQueue:
             self._flow.began(self._clock(), 0, None)
             yield run, waiting.request
 
-    def recalls(self, member: PoolMember, avoided: Avoided) -> Iterator[tuple[StageRun, Choice]]:
-        """A replica may have more room than is asked for: those that wait for others, and where they would go now."""
+    def recalls(
+        self, member: PoolMember, avoided: Callable[[StageRun], Collection[int]]
+    ) -> Iterator[tuple[StageRun, Choice]]:
+        """A replica may have more room than is asked for: those that wait for others, and where they would go now.
+
+        Args:
+            member: the replica.
+            avoided: ids of replicas to which a run does not go.
+        """
         reserve = self._pool.reserve
         if not reserve.recalls or self._line.first_of(member) is not None:
             return

@@ -107,7 +107,7 @@ class Sender:
 
     def _fill(self, member: PoolMember) -> None:
         """Send a replica what waits for it, as far as it has room; or what waits for others, if that is better."""
-        for run, request in self._queue.ready(member, self._refused.avoided):
+        for run, request in self._queue.ready(member, self._refused.avoids):
             self._start(member, run, request)
         for run, chosen in self._queue.recalls(member, self._refused.avoided):
             self._recall(run, chosen)
@@ -146,7 +146,7 @@ class Sender:
             if run.suspicions:
                 for waiting in self._queue.waiting_for(member):
                     # It is not to be there while the other one is on trial.
-                    if self._pool.avoids(member, self._refused.avoided(waiting)):
+                    if self._refused.avoids(waiting, member):
                         self._recall(waiting)
         except RefusedError as error:
             self._turn_away(run, error)

@@ -261,10 +261,6 @@ class StagePool:
             self._bindings.bind(affinity_key, member)
         return member, decision
 
-    def avoids(self, member: PoolMember, avoid: Collection[int]) -> bool:
-        """Whether a replica is among those that shall not get a request, and one serves that is not."""
-        return member.replica_id in avoid and any(other.replica_id not in avoid for other in self.serving)
-
     def explain(self, task: Task) -> Explanation:
         """What `decide` would say now; nothing is run or remembered.
 
