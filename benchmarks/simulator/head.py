@@ -56,7 +56,7 @@ class Head:
     def __init__(
         self, policy: Policy, clock: Clock, send: Callable[[SimReplica, Job], None], limits: BatchLimits
     ) -> None:
-        self.line = WaitingLine(lambda at: None, self._yields)
+        self.line = WaitingLine(self._yields)
         self.bubbles = self.recalls = 0
         self._reserve = Reserve(limits, waits=True, recalls=True) if getattr(policy, "binds_late", False) else AT_ONCE
         self._send = send
@@ -140,7 +140,7 @@ class Head:
         waits = self.line.first_of(member) is not None
         idle = not replica.account.unbegun
         for run, waiting in self.line.ready(member, lambda run: self._has_room(run, replica, run.prefill_tokens)):
-            self.bubbles += idle
+            self.bubbles += idle and not self._yields(run)
             idle = False
             del self._runs[self._jobs.pop(run).request]
             replica.account.send(run)

@@ -314,3 +314,10 @@ def test_each_operation_is_cheap_with_a_hundred_thousand_waiting(monkeypatch: py
     for ticket in leaving:
         rules.ended(ticket, 0, 0.0)
     assert steps["steps"] / len(leaving) < 60
+
+
+def test_nobody_is_refused_on_arrival_while_nothing_waits_however_slow_engines_are() -> None:
+    rules = admission(rate=0.1, unbegun=2)
+    assert rules.refusal(Terms(timeout_s=1.0), None, 0.0) is None
+    come(rules)
+    assert rules.refusal(Terms(timeout_s=1.0), None, 0.0) is not None

@@ -173,8 +173,8 @@ def test_standing_says_the_class_and_how_many_go_before() -> None:
 def test_what_ends_twice_or_leaves_twice_counts_once() -> None:
     rules = admission()
     ticket: Ticket = come(rules, "a")
-    rules.leave(ticket)
-    rules.leave(ticket)
+    rules.started(ticket)
+    rules.started(ticket)
     rules.started(ticket)
     rules.started(ticket)
     rules.ended(ticket, 7, 0.0)

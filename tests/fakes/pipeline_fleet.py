@@ -12,6 +12,7 @@ from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pipeline.preparation import Preparation
 from vllm_omni_plugin.orchestrator.pipeline.request_state import OrchestratorRequestState, PipelineRequestState
+from vllm_omni_plugin.orchestrator.pool.reserve import AT_ONCE, Reserve
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     AbortRequests,
@@ -47,6 +48,7 @@ class FakePipelineFleet(PlayedFleet):
         replicas: of each stage, or of all.
         migration_limit: see `Orchestrator`.
         replica_wait: see `Orchestrator`.
+        reserve: see `StagePool`.
 
     Attributes:
         now: what the orchestrator's clock shows.
@@ -65,12 +67,13 @@ class FakePipelineFleet(PlayedFleet):
         replicas: int | Sequence[int] = 1,
         migration_limit: int = 3,
         replica_wait: float = 0.0,
+        reserve: Reserve = AT_ONCE,
     ) -> None:
         self.now = 0.0
         self.pipeline = Pipeline(tuple(stages))
         self.apis = [FakeStageApi(stage) for stage in self.pipeline.stages]
         self.pools = [
-            StagePool(stage.id, LeastQueueLengthBalancer(random.Random(0)), clock=self.clock)
+            StagePool(stage.id, LeastQueueLengthBalancer(random.Random(0)), clock=self.clock, reserve=reserve)
             for stage in self.pipeline.stages
         ]
         self.orchestrator = Orchestrator(

@@ -13,14 +13,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.links import FakeLink
 from vllm_omni_plugin.admin.metrics.fleet_metrics import all_totals
+from vllm_omni_plugin.admission import AdmissionPlan, RequestClass
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD
-from vllm_omni_plugin.orchestrator.pool.reserve import AT_ONCE, Reserve
+from vllm_omni_plugin.orchestrator.pool.reserve import AT_ONCE
+
+from .late_fleet import TWO_AT_MOST
 
 REPLICAS = 3
+CLASSES = (RequestClass(name="first", priority_at_most=0), RequestClass(name="last"))
 NAMES = [f"r{number}" for number in range(6)]
-TWO_AT_MOST = Reserve(waits=True, recalls=True)
-"""An engine gets one request to begin and one behind it."""
 ABORT_ONLY = "abort-only"
 """A request that its client has given up before it was submitted; whatever comes of it, nobody waits."""
 
@@ -36,10 +38,17 @@ class Histories(RuleBasedStateMachine):
         self.made: dict[str, int] = {}
         """Tokens that an engine has made of each attempt. The tokens of every answer are 0, 1, 2 ..."""
 
-    @initialize(limit=st.integers(0, 3), seed=st.integers(0, 3), wait=st.sampled_from([0.0, 600.0]), late=st.booleans())
-    def begin(self, limit: int, seed: int, wait: float, late: bool) -> None:
-        reserve = TWO_AT_MOST if late else AT_ONCE
-        self.fleet = FakeFleet(REPLICAS, LeastQueueLengthBalancer(random.Random(seed)), limit, wait, reserve=reserve)
+    @initialize(
+        limit=st.integers(0, 3),
+        seed=st.integers(0, 3),
+        wait=st.sampled_from([0.0, 600.0]),
+        late=st.booleans(),
+        most=st.sampled_from([None, 1, 2]),
+    )
+    def begin(self, limit: int, seed: int, wait: float, late: bool, most: int | None) -> None:
+        balancer = LeastQueueLengthBalancer(random.Random(seed))
+        reserve, plan = TWO_AT_MOST if late else AT_ONCE, AdmissionPlan(classes=CLASSES, max_waiting_requests=most)
+        self.fleet = FakeFleet(REPLICAS, balancer, limit, wait, reserve=reserve, plan=plan)
         self.run(self.fleet.__aenter__())
 
     def run(self, step: Coroutine[Any, Any, Any]) -> None:
@@ -64,15 +73,16 @@ class Histories(RuleBasedStateMachine):
         names=st.sets(st.sampled_from(NAMES), min_size=1),
         affinity=st.sampled_from([None, None, 0, 1]),
         move=st.sampled_from(["resume", "replay", "replay", "never"]),
+        priority=st.integers(0, 1),
     )
-    def submit(self, names: set[str], affinity: int | None, move: str) -> None:
+    def submit(self, names: set[str], affinity: int | None, move: str, priority: int = 0) -> None:
         self.remember_attempts()
         for name in sorted(names):
             self.open.add(name)
             self.fleet.tokens.pop(name, None)
             if name in self.fleet.told_first:
                 self.fleet.told_first.remove(name)
-            self.run(self.fleet.submit(name, affinity=affinity, move=move))
+            self.run(self.fleet.submit(name, affinity=affinity, move=move, priority=priority))
 
     @rule()
     def submit_for_the_abort_only(self) -> None:
@@ -176,7 +186,8 @@ class Histories(RuleBasedStateMachine):
         if hasattr(self, "fleet"):
             self.loop.run_until_complete(asyncio.sleep(0))
             for member in self.fleet.pool.members:
-                assert member.account.unbegun or not member.account.unsent
+                tries = any(run.suspicions for run in member.in_flight.values())
+                assert member.account.unbegun or not member.account.unsent or tries
 
     @invariant()
     def replicas_that_do_not_serve_are_charged_with_nothing(self) -> None:
@@ -198,6 +209,8 @@ class Histories(RuleBasedStateMachine):
             self.run(self.fleet.abort(*held))
             assert self.fleet.orchestrator.request_states == {}
             assert self.fleet.in_flight == [0] * REPLICAS
+            report, _ = self.fleet.orchestrator.admission.by_tenant(50)
+            assert all((tenant.waiting, tenant.in_flight) == ((0, 0), 0) for tenant in report.values())
             self.run(self.fleet.__aexit__())
         self.loop.close()
 
@@ -211,12 +224,13 @@ def test_long_histories_with_many_moves(seed: int) -> None:
     """Hypothesis finds short histories that fail; long ones, where requests move again and again, are drawn here."""
     draw = random.Random(seed)
     history = Histories()
-    history.begin(limit=3, seed=seed, wait=draw.choice([0.0, 600.0]), late=draw.random() < 0.5)
+    wait, most = draw.choice([0.0, 600.0]), draw.choice([None, 1, 2])
+    history.begin(limit=3, seed=seed, wait=wait, late=draw.random() < 0.5, most=most)
     for _ in range(80):
         step = draw.choices(("submit", "advance", "lose", "join", "abort"), (3, 8, 2, 3, 1))[0]
         names, replica_id = draw.sample(NAMES, 2), draw.randrange(REPLICAS)
         if step == "submit":
-            history.submit(set(names) - history.open, None, draw.choice(["resume", "replay"]))
+            history.submit(set(names) - history.open, None, draw.choice(["resume", "replay"]), draw.randrange(2))
         elif step == "advance":
             history.advance(draw.randrange(1000))
         elif step == "lose":

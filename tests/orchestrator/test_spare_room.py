@@ -3,10 +3,11 @@
 import pytest
 
 from tests.fakes.fleet import FakeFleet
-from tests.orchestrator.test_late_binding import late, sent, submit_all
 from vllm_omni_plugin.admission import AdmissionPlan, RequestClass, TenantSettings, Terms
 from vllm_omni_plugin.orchestrator.pool.reserve import Reserve
 from vllm_omni_plugin.vllm_api.requests.facts import BatchLimits
+
+from .late_fleet import got, late, submit_all
 
 FLOOD, CALM = Terms("flood"), Terms("calm")
 SLOTS = 9
@@ -33,7 +34,7 @@ async def flooded(fleet: FakeFleet, requests: int, priority: int = 0) -> str:
         if attempt[0] in names:
             link.output(attempt, running=sum(each[0] in names for each in link.added[: begun + 1]))
         begun += 1
-    return "".join(name for name in sent(fleet, link) if name in names)
+    return "".join(name for name in got(link) if name in names)
 
 
 async def test_a_tenant_that_nobody_else_was_beside_gets_every_slot_of_the_engine() -> None:
@@ -47,7 +48,7 @@ async def test_a_tenant_over_its_share_leaves_slots_and_another_one_is_sent_past
         assert len(await flooded(fleet, 20)) == SLOTS - SPARE
         for name in "12":
             await fleet.submit(name, prompt=[1, 2], terms=CALM)
-            assert sent(fleet, fleet.links[0])[-1] == name
+            assert got(fleet.links[0])[-1] == name
         assert fleet.orchestrator.metrics.bubbles == 0
 
 
@@ -67,9 +68,9 @@ async def test_a_request_that_had_no_room_overtakes_those_that_leave_room_once_a
         await fleet.submit("1", prompt=[1, 2], terms=CALM)
         await fleet.submit("2", prompt=[1, 2], terms=CALM)
         await fleet.submit("3", prompt=[1, 2], terms=CALM)
-        assert sent(fleet, link).endswith("12")
+        assert got(link).endswith("12")
         link.output(link.added[-2], running=SLOTS)
-        assert sent(fleet, link).endswith("123")
+        assert got(link).endswith("123")
 
 
 async def test_shares_are_by_weight() -> None:
@@ -101,14 +102,14 @@ async def test_kv_memory_is_left_in_the_same_share(prompt_tokens: int, expected:
         fleet.links[0].output(fleet.attempt("a")[1], running=1)
         for name in "bc":
             await fleet.submit(name, prompt=prompt, terms=FLOOD)
-        assert sent(fleet, fleet.links[0]) == expected
+        assert got(fleet.links[0]) == expected
 
 
 async def test_small_prompts_are_packed_into_a_quarter_of_a_step_and_no_more() -> None:
     async with late(reserve=Reserve(BatchLimits(tokens=32, sequences=100), waits=True), plan=EQUALS) as fleet:
         await answer_first(fleet, "0", CALM)
         await submit_all(fleet, "abcdefgh", terms=FLOOD)
-        assert sent(fleet, fleet.links[0]) == "0abcd"
+        assert got(fleet.links[0]) == "0abcd"
 
 
 @pytest.mark.parametrize("sequences", [0, 1, 2])
@@ -117,5 +118,5 @@ async def test_an_engine_with_few_slots_or_an_unknown_number_never_idles_for_it(
         await answer_first(fleet, "0", CALM)
         await submit_all(fleet, "abcd", terms=FLOOD)
         for name in "abcd":
-            assert name in sent(fleet, fleet.links[0])
+            assert name in got(fleet.links[0])
             fleet.say(name, 1, finish_reason="stop", running=0)

@@ -55,8 +55,9 @@ class Admission:
     OSDI 2024). The order is fixed at arrival, which deficit round robin cannot do, so that the lines of several
     replicas can share it. A full queue is shortened where it is longest, in the lowest class first.
 
-    A ticket is made when a request comes, and ended once. In between it may wait, leave, and start:
-    `ticket` -> (`wait` -> `leave`) -> `started` -> `ended`. One that has started is never refused, wherever it goes.
+    A ticket is made when a request comes, and ended once. In between it may wait, and start: `ticket` -> (`wait`) ->
+    `started` -> `ended`. It is judged when it begins to wait, and not again, for whichever replica it waits then. One
+    that has started is refused only if its engine is lost or refuses it before the first output: by `overdue`.
     Belongs to the orchestrator's loop, but for `refusal`, `standing` and the reports, which any thread may ask. Time is
     in monotonic seconds.
 
@@ -145,11 +146,13 @@ class Admission:
         return Standing(name, ahead, queues.wait_s(ahead))
 
     def wait(self, ticket: Ticket, now: float) -> Refusal | list[tuple[Ticket, Refusal]]:
-        """A request that has not started begins to wait, unless it is refused.
+        """A request begins to wait, unless it is refused. One that has waited or started keeps its place.
 
         Returns:
             Why it is refused; or else those that are pushed out for it. The tickets of the refused are ended.
         """
+        if ticket.phase is not Phase.NEW:
+            return []
         queues, account = self._queues, ticket.tenant
         index = queues.place_of(ticket.class_name)
         patience = None if ticket.due is None else ticket.due - now
@@ -167,14 +170,8 @@ class Admission:
         queues.of(ticket.class_name).add(ticket)
         return list(zip(pushed_out, refusals, strict=True))
 
-    def leave(self, ticket: Ticket) -> None:
-        """It waits no longer, if it did. Idempotent, and part of `started`, `overdue` and `ended`."""
-        if ticket.phase is Phase.WAITING:
-            ticket.phase = Phase.NEW
-            self._queues.of(ticket.class_name).remove(ticket)
-
     def overdue(self, ticket: Ticket, now: float) -> Refusal:
-        """It is due and has not started: it is refused, and its ticket ended."""
+        """It is due, and no engine has it or has begun to answer it: it is refused, and its ticket ended."""
         over = self._is_over_share(ticket.tenant)
         self._end_unstarted(ticket, now)
         return _refuse(over, Reason.DEADLINE, "The request has waited as long as it may.")
@@ -187,8 +184,8 @@ class Admission:
         )
 
     def started(self, ticket: Ticket) -> None:
-        """It is sent to an engine, for the first time or again."""
-        self.leave(ticket)
+        """An engine has got it, for the first time or again."""
+        self._leave(ticket)
         if ticket.phase is Phase.NEW:
             ticket.phase = Phase.STARTED
             self._accounts.run(ticket.tenant, ticket.cost)
@@ -293,8 +290,14 @@ class Admission:
             for each in tickets
         ]
 
+    def _leave(self, ticket: Ticket) -> None:
+        """It waits no longer, if it did."""
+        if ticket.phase is Phase.WAITING:
+            ticket.phase = Phase.NEW
+            self._queues.of(ticket.class_name).remove(ticket)
+
     def _end_unstarted(self, ticket: Ticket, now: float) -> None:
-        self.leave(ticket)
+        self._leave(ticket)
         self._close(ticket, -ticket.cost, -ticket.charge, now)
 
     def _close(self, ticket: Ticket, tokens: float, charge: float, now: float) -> None:

@@ -1,6 +1,6 @@
 """What comes first among things that come and go."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from heapq import heapify, heappop, heappush
 from typing import Any, Generic, TypeVar
 
@@ -22,6 +22,9 @@ class Order(Generic[K]):
 
     def __len__(self) -> int:
         return len(self._keys)
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(sorted(self._keys, key=self._keys.__getitem__))
 
     def add(self, item: K, key: Any) -> None:
         """Put an item in, or to another place. Equal keys keep the order in which they came."""

@@ -221,13 +221,14 @@ class Orchestrator:
         report = self._apis[stage_id].load_report(outputs)
         if report is not None:
             self.stage_pools[stage_id].report(member, report)
-        if ended := self._dispatchers[stage_id].has_room(member):
-            requests.end(stage_id, ended)
         outputs.engine_index = member.engine_index
         if outputs.outputs:
             self._put(outputs)
         elif outputs.scheduler_stats is not None:
             self.output_async_queue.give_later(outputs)
+        # Now, since the replica may turn out to be dead, and whose output this was may end with it.
+        if ended := self._dispatchers[stage_id].has_room(member):
+            self._end(stage_id, ended)
 
     async def admit(self, member: PoolMember, client: StageClient, ready_response: bytes, told: bool = False) -> None:
         """See that a replica that attaches can do what its stage is for, and tell it what the others were told.
@@ -279,7 +280,7 @@ class Orchestrator:
         """Give a replica no new requests; those in flight go on. Nothing to do if it is held back for this reason."""
         if reason not in member.held_back:
             self.stage_pools[member.stage_id].hold_back(member, reason)
-            self._requests.end(member.stage_id, self._dispatchers[member.stage_id].held_back(member))
+            self._end(member.stage_id, self._dispatchers[member.stage_id].held_back(member))
             self.events.note(EventKind.DRAIN, HOLDS[reason][0], member)
 
     def release_hold(self, member: PoolMember, reason: str) -> None:
@@ -296,10 +297,12 @@ class Orchestrator:
         member.changed_at = self._clock()
         others = pool.others_at(member)
         orphans = pool.lose(member, status)
-        loss = Loss(member.replica_id, reason, member.machine, len(orphans), others)
-        self.events.note(EventKind.LOST, reason, member, requests=len(orphans))
+        # The others were charged to it, but it never had them.
+        had = [run for run in orphans if run.sent]
+        loss = Loss(member.replica_id, reason, member.machine, len(had), others)
+        self.events.note(EventKind.LOST, reason, member, requests=len(had))
         ended = self._dispatchers[member.stage_id].move(orphans, member, loss, engine_failed)
-        moved = len(set(orphans) - {each.run for each in ended})
+        moved = sum(not run.closed for run in had)
         if moved:
             self.events.note(EventKind.MOVE, reason, member, requests=moved)
         self._end(member.stage_id, ended)
@@ -308,7 +311,7 @@ class Orchestrator:
     def others_charged(self, member: PoolMember, work: Work | None) -> None:
         """What the other heads have on a replica is other than before, see `StagePool.join`: it may have room now."""
         self.stage_pools[member.stage_id].join(member, work)
-        self._requests.end(member.stage_id, self._dispatchers[member.stage_id].has_room(member))
+        self._end(member.stage_id, self._dispatchers[member.stage_id].has_room(member))
 
     def replica_joined(self, member: PoolMember, ready_response: bytes) -> None:
         """A replica that was not there at the start is about to serve: tell AsyncLLM's side."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from vllm_omni_plugin.admission import Admission, AdmissionPlan, Backlog, Refusal, Terms, Ticket
+from vllm_omni_plugin.admission import Admission, AdmissionPlan, Backlog, Order, Refusal, Terms, Ticket
 from vllm_omni_plugin.balancing import Decision
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import RefusedError
@@ -54,7 +54,10 @@ class HeadQueue:
         self._pool = pool
         self._metrics = metrics
         self._clock = clock
-        self._line = WaitingLine(wake_at, self._yields)
+        self._wake_at = wake_at
+        self._line = WaitingLine(self._yields)
+        # Those that no engine has, wherever they wait.
+        self._due: Order[StageRun] = Order()
         # Of what waits here alone: while nothing does, requests leave at the rate at which they come.
         self._flow = StageFlow(clock)
         self._by_ticket: dict[int, StageRun] = {}
@@ -103,6 +106,13 @@ class HeadQueue:
         if isinstance(ticket, Refusal):
             raise self._refused(ticket)
         run.ticket = ticket
+        self.must_start(run)
+
+    def must_start(self, run: StageRun) -> None:
+        """A run is at no engine, or not any more: if nothing of it has come, it is refused at its deadline."""
+        if run.ticket is not None and run.ticket.due is not None and not run.produced:
+            self._due.add(run, run.ticket.due)
+            self._wake_at(run.ticket.due)
 
     def must_wait(self, member: PoolMember, run: StageRun) -> bool:
         """Whether a run that is charged to a replica cannot be sent yet."""
@@ -115,57 +125,66 @@ class HeadQueue:
     def wait(self, run: StageRun, member: PoolMember, request: Any) -> list[Refused]:
         """A run waits for the replica that it is charged to. Returns who is refused for that, perhaps itself alone."""
         pushed_out: list[Refused] = []
-        due = None
-        if self.admission is not None and run.ticket is not None and run.dispatched_at is None:
+        if self.admission is not None and run.ticket is not None:
             outcome = self.admission.wait(run.ticket, self._clock())
             if isinstance(outcome, Refusal):
                 return [(run, self._refused(outcome))]
             pushed_out = [(self._by_ticket.pop(ticket.number), self._refused(refusal)) for ticket, refusal in outcome]
-            due = run.ticket.due
             self._by_ticket[run.ticket.number] = run
             self._tell_others(run.ticket.class_name)
-        # What the first attempt alone may send would be lost elsewhere.
-        recallable = run.affinity_key is None and run.first_request is None
-        self._line.add(run, Waiting(member, request, _place(run)), due, recallable)
+        self._line.add(run, Waiting(member, request, _place(run)), recallable=run.affinity_key is None)
         self._flow.sent(self._clock())
         return pushed_out
 
     def started(self, run: StageRun) -> None:
-        """A run is sent to its replica."""
+        """An engine has got a run."""
         if self.admission is not None and run.ticket is not None:
+            self._due.discard(run)
             self.admission.started(run.ticket)
             self._waits_no_longer(run.ticket)
 
     def leave(self, run: StageRun) -> None:
-        """A run is no longer charged to the replica it waits for, if it does, and is to be dispatched anew."""
-        if self._line.take(run) is None:
-            return
-        self._flow.dropped(self._clock())
-        if self.admission is not None and run.ticket is not None:
-            self.admission.leave(run.ticket)
-            self._waits_no_longer(run.ticket)
+        """A run is no longer charged to the replica it waits for, if it does. It keeps its place in the order."""
+        if self._line.take(run) is not None:
+            self._flow.dropped(self._clock())
 
     def ended(self, run: StageRun) -> None:
         """A run is over, in whatever way. Idempotent."""
         self.leave(run)
         if self.admission is not None and run.ticket is not None:
+            self._due.discard(run)
             self.admission.ended(run.ticket, len(run.produced), self._clock())
+            self._waits_no_longer(run.ticket)
 
     def overdue(self) -> Iterator[Refused]:
-        """Those that should have been sent by now; they wait no longer."""
-        while (run := self._line.take_overdue(self._clock())) is not None:
+        """Those that should have started by now; each is to be ended at once."""
+        while (first := self._due.first()) is not None:
+            due, run = first
+            if due > self._clock():
+                self._wake_at(due)
+                return
             assert self.admission is not None
             assert run.ticket is not None
-            self._flow.dropped(self._clock())
-            refusal = self.admission.overdue(run.ticket, self._clock())
-            self._waits_no_longer(run.ticket)
-            yield run, self._refused(refusal)
+            self._due.discard(run)
+            yield run, self._refused(self.admission.overdue(run.ticket, self._clock()))
 
-    def ready(self, member: PoolMember) -> Iterator[tuple[StageRun, Any]]:
-        """Take those that wait for a replica, as far as it has room: each with what is to be sent, and at once."""
+    def ready(
+        self, member: PoolMember, avoids: Callable[[StageRun, PoolMember], bool]
+    ) -> Iterator[tuple[StageRun, Any]]:
+        """Take those that wait for a replica, as far as it has room: each with what is to be sent, and at once.
+
+        Args:
+            member: the replica.
+            avoids: whether a run does not go there now.
+        """
+
+        def may_go(run: StageRun) -> bool:
+            return self._has_room(run, member, run.prefill_tokens) and not avoids(run, member)
+
         idle = not member.account.unbegun
-        for run, waiting in self._line.ready(member, lambda run: self._has_room(run, member, run.prefill_tokens)):
-            self._metrics.bubbles += idle
+        for run, waiting in self._line.ready(member, may_go):
+            # One that leaves room for others comes when none is there, on purpose.
+            self._metrics.bubbles += idle and not self._yields(run)
             idle = False
             self._flow.began(self._clock(), 0, None)
             yield run, waiting.request

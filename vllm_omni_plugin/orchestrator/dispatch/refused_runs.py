@@ -95,6 +95,11 @@ class RefusedRuns:
             avoided = refused
         return self._suspects.confine(run, avoided)
 
+    def avoids(self, run: StageRun, member: PoolMember) -> bool:
+        """Whether a request does not go to a replica, since others serve."""
+        avoided = self.avoided(run)
+        return member.replica_id in avoided and any(other.replica_id not in avoided for other in self._pool.serving)
+
     def take(self) -> StageRun | None:
         """The next one to be sent, which waits no more. To be asked until there is none."""
         run = next(iter(self._next), None)

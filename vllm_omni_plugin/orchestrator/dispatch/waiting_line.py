@@ -35,18 +35,15 @@ class WaitingLine:
     refused, is decided as late as can be.
 
     Args:
-        wake_at: asks for a call of `take_overdue` at this time, in monotonic seconds.
         yields: whether a run leaves room for others at its replica; those that do not overtake those that do.
     """
 
-    def __init__(self, wake_at: Callable[[float], None], yields: Callable[[StageRun], bool]) -> None:
-        self._wake_at = wake_at
+    def __init__(self, yields: Callable[[StageRun], bool]) -> None:
         self._yields = yields
         self._waiting: dict[StageRun, Waiting] = {}
         self._by_member: dict[PoolMember, Order[StageRun]] = {}
         # Of these, those that need not leave room for others, as far as was known when they began to wait.
         self._unyielding: dict[PoolMember, Order[StageRun]] = {}
-        self._due: Order[StageRun] = Order()
         # First those that were not asked yet whether they go elsewhere, then the others, by when they were asked.
         self._recalls: Order[StageRun] = Order()
 
@@ -56,13 +53,12 @@ class WaitingLine:
     def __contains__(self, run: StageRun) -> bool:
         return run in self._waiting
 
-    def add(self, run: StageRun, waiting: Waiting, due: float | None = None, recallable: bool = True) -> None:
+    def add(self, run: StageRun, waiting: Waiting, recallable: bool = True) -> None:
         """It waits from here on.
 
         Args:
             run: of whom nothing is at an engine.
             waiting: for whom, with what and where in the order.
-            due: monotonic seconds by which it must be sent.
             recallable: whether it may go to another replica.
         """
         self._waiting[run] = waiting
@@ -71,9 +67,6 @@ class WaitingLine:
             self._unyielding.setdefault(waiting.member, Order()).add(run, waiting.key)
         if recallable:
             self._recalls.add(run, (0.0, waiting.key))
-        if due is not None:
-            self._due.add(run, due)
-            self._wake_at(due)
 
     def take(self, run: StageRun) -> Waiting | None:
         """It waits no longer. Returns what it waited for, None if it did not wait."""
@@ -81,7 +74,6 @@ class WaitingLine:
         if waiting is not None:
             for orders in (self._by_member, self._unyielding):
                 _discard(orders, waiting.member, run)
-            self._due.discard(run)
             self._recalls.discard(run)
         return waiting
 
@@ -97,32 +89,29 @@ class WaitingLine:
         first = None if order is None else order.first()
         return first is not None and first[0] <= key
 
-    def ready(self, member: PoolMember, has_room: Callable[[StageRun], bool]) -> Iterator[tuple[StageRun, Waiting]]:
-        """Take those that wait for a replica, one by one, as long as it has room; each is to be sent at once."""
-        while (run := self._first_with_room(member, has_room)) is not None:
+    def ready(self, member: PoolMember, may_go: Callable[[StageRun], bool]) -> Iterator[tuple[StageRun, Waiting]]:
+        """Take those that wait for a replica, one by one, as long as they may go; each is to be sent at once."""
+        while (run := self._first_to_go(member, may_go)) is not None:
             waiting = self.take(run)
             assert waiting is not None
             yield run, waiting
 
-    def _first_with_room(self, member: PoolMember, has_room: Callable[[StageRun], bool]) -> StageRun | None:
+    def _first_to_go(self, member: PoolMember, may_go: Callable[[StageRun], bool]) -> StageRun | None:
         first = self.first_of(member)
-        if first is None or has_room(first):
+        if first is None or may_go(first):
             return first
         order = self._unyielding.get(member)
         while order is not None and (entry := order.first()) is not None:
             run = entry[1]
             if not self._yields(run):
-                return run if has_room(run) else None
+                return run if may_go(run) else None
             # It did not when it began to wait.
             order.discard(run)
         return None
 
     def of(self, member: PoolMember) -> list[StageRun]:
         """All that wait for a replica, in order."""
-        return sorted(
-            (run for run, waiting in self._waiting.items() if waiting.member is member),
-            key=lambda run: self._waiting[run].key,
-        )
+        return list(self._by_member.get(member, ()))
 
     def to_recall(self, now: float, most: int) -> Iterator[StageRun]:
         """Those that may go to another replica, in order; each not again before `RECALL_S` have passed."""
@@ -133,18 +122,6 @@ class WaitingLine:
             (_, key), run = first
             self._recalls.add(run, (now, key))
             yield run
-
-    def take_overdue(self, now: float) -> StageRun | None:
-        """Remove and return one that should have been sent by now; None if there is none."""
-        first = self._due.first()
-        if first is None:
-            return None
-        due, run = first
-        if due > now:
-            self._wake_at(due)
-            return None
-        self.take(run)
-        return run
 
 
 def _discard(orders: dict[PoolMember, Order[StageRun]], member: PoolMember, run: StageRun) -> None:

@@ -160,6 +160,7 @@ class Account:
     def send(self, run: StageRun) -> None:
         """The engine gets it."""
         run.sent = True
+        run.attempts += 1
         self.unsent -= 1
         self._unbegun[run] = None
         self.unbegun_tokens += run.prefill_tokens

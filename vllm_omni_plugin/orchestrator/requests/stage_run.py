@@ -107,7 +107,7 @@ class StageRun:
         phase: see `RequestPhase`; changed by the methods below only.
         replica_id: the replica of the current attempt, or None.
         engine_request_id: the id of the current attempt on its engine, new for every attempt.
-        attempts: how often the request was dispatched.
+        attempts: how often a replica has got the request.
         sent: whether the replica has got the current attempt.
         streaming: state of a streaming-input session, or None for an ordinary request.
         produced: tokens delivered so far, over all attempts.
@@ -115,13 +115,13 @@ class StageRun:
         joining: whether the current attempt has yet to reach the end of what was delivered.
         waits_since: monotonic seconds at which the request began to wait for a replica that serves.
         dispatches: see `SubmitRequest`.
-        first_request: what the first attempt sends in place of `request`, if anything.
+        first_request: what the first replica gets in place of `request`, if anything.
         terms: see `SubmitRequest`.
         ticket: its place in the order of all; None in stages that let everybody in.
-        dispatched_at: monotonic seconds at which the first attempt was sent; None before.
-        losses: of the replicas that it has lost.
-        losses_excused: those of them that do not count for the limit: replicas that turned out to be dead before they
-            had got it, and crashes that a request of another head is the likelier cause of.
+        dispatched_at: monotonic seconds at which a replica got it for the first time; None before.
+        losses: of the replicas that it has lost, and that had got it.
+        losses_excused: those of them that do not count for the limit: crashes that a request of another head is the
+            likelier cause of.
         suspicions: those of them that were crashes of engines that had got it, see `Suspects`.
         trial_outputs: new outputs that it has had since the last of these, as far as they are counted.
         closed: whether it has left its dispatcher, which keeps nothing of it any more.
@@ -203,7 +203,6 @@ class StageRun:
         self.phase = RequestPhase.DISPATCHED
         self.replica_id = replica_id
         self.engine_request_id = engine_request_id
-        self.attempts += 1
         self.sent = self.began = False
         self.task, self.decision, self.attempt_at = task, decision, now
         prompt = task.get("prompt")
@@ -287,7 +286,7 @@ class StageRun:
     def lose_replica(
         self, loss: Loss, migration_limit: int, on_delivered: Move, vocabulary: int | None = None
     ) -> RequestLostError | None:
-        """The replica of the current attempt is gone: the request is to be sent to another one, as `move` says.
+        """The replica that had got the current attempt is gone: the request goes on at another one, as `move` says.
 
         Args:
             loss: which replica, and why.
@@ -301,8 +300,6 @@ class StageRun:
         """
         assert self.phase in (RequestPhase.DISPATCHED, RequestPhase.STREAMING), self
         self.losses.append(loss)
-        if not self.sent:
-            self.losses_excused.append(loss)
         self._loss = f"Replica {loss.replica_id} was lost while it served this request ({loss.reason})"
         replayable = self.streaming is not None and self.streaming.replayable
         restarts = not self.produced and on_delivered is not Move.STAYS
@@ -322,7 +319,7 @@ class StageRun:
         return None
 
     def refuse(self) -> None:
-        """The replica has not taken the current attempt, and keeps nothing of it."""
+        """The replica has not got or not taken the current attempt, and keeps nothing of it."""
         assert self.phase is RequestPhase.DISPATCHED, self
         self.phase = RequestPhase.MOVING
         self.replica_id = None

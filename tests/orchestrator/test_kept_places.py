@@ -1,0 +1,262 @@
+"""What waits at the head, and cannot go where it was to go, keeps its place and loses nothing by it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.fakes.conditions import eventually
+from tests.fakes.fleet import FakeFleet
+from tests.fakes.pipeline_fleet import FakePipelineFleet
+from tests.fakes.pipelines import DISAGGREGATED
+from vllm_omni_plugin.admission import AdmissionPlan, RequestClass
+from vllm_omni_plugin.errors import MessageTooLargeError, RequestLostError
+from vllm_omni_plugin.orchestrator.dispatch import held_requests
+from vllm_omni_plugin.orchestrator.dispatch.suspects import TRIAL_OUTPUTS
+from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD
+from vllm_omni_plugin.orchestrator.pool.reserve import Reserve
+
+from .late_fleet import TWO_AT_MOST, got, late, submit_all
+
+LONG = 600.0
+
+
+def drain(fleet: FakeFleet) -> None:
+    fleet.orchestrator.hold_back(fleet.pool.member(0), ADMIN_HOLD)
+
+
+def lose(fleet: FakeFleet) -> None:
+    fleet.kill(0)
+
+
+def break_link(fleet: FakeFleet) -> None:
+    """The next one that is sent finds the replica dead."""
+    fleet.links[0].broken = True
+    fleet.say("a", 1)
+
+
+@pytest.mark.parametrize("happens", [drain, lose, break_link])
+async def test_what_was_let_in_is_not_judged_again_where_it_waits_for_another_replica(
+    happens: Callable[[FakeFleet], None],
+) -> None:
+    async with late(replicas=2, plan=AdmissionPlan(max_waiting_requests=4)) as fleet:
+        # Two at each, and two that wait for each.
+        await submit_all(fleet, "abcdefgh")
+        assert (len(got(fleet.links[0])), fleet.in_flight) == (2, [4, 4])
+        fleet.orchestrator.admission.replace(AdmissionPlan(max_waiting_requests=1))
+        happens(fleet)
+        assert await fleet.read() in ([], [("a", None)])
+        fleet.say("b", 1)
+        fleet.say("d", 1)
+        assert len(fleet.orchestrator.request_states) == 8
+
+
+async def test_a_request_that_waits_after_its_replica_was_found_dead_counts_as_waiting() -> None:
+    async with late(replica_wait=LONG, plan=AdmissionPlan(max_waiting_requests=1)) as fleet:
+        await submit_all(fleet, "abc")
+        lose(fleet)
+        assert fleet.orchestrator.admission.waiting.requests == 1
+        fleet.join(fleet.pool.member(0))
+        fleet.say("a", 1)
+        assert got(fleet.links[0]) == "abc"
+        assert fleet.orchestrator.admission.waiting.requests == 0
+
+
+async def test_what_is_pushed_out_while_no_replica_serves_is_not_sent_when_one_does(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    classes = (RequestClass(name="first", priority_at_most=0), RequestClass(name="last"))
+    async with late(replica_wait=LONG, plan=AdmissionPlan(classes=classes, max_waiting_requests=1)) as fleet:
+        await submit_all(fleet, "abc", priority=1)
+        drain(fleet)
+        await submit_all(fleet, "def")
+        lose(fleet)
+        fleet.join(fleet.pool.add())
+        assert [name for name, _ in await fleet.read()] == ["c"]
+        assert got(fleet.links[1]) == "de"
+        assert list(fleet.orchestrator.request_states) == ["a", "b", "d", "e", "f"]
+    assert "is given up" not in caplog.text
+
+
+async def test_what_a_lost_replica_had_not_got_goes_on_without_a_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held_requests, "MOVES_AT_ONCE", 0)
+    async with late(replica_wait=LONG) as fleet:
+        await submit_all(fleet, "ab")
+        # No session of a client could move.
+        await fleet.submit("s", prompt=[1], resumable=True)
+        await fleet.submit("s", prompt=[2], resumable=True)
+        lose(fleet)
+        metrics, states = fleet.orchestrator.metrics, fleet.orchestrator.request_states
+        assert (list(states), metrics.moves_waiting, metrics.held) == (["a", "b", "s"], 2, 1)
+        fleet.join(fleet.pool.member(0))
+        assert (got(fleet.links[0]), states["s"].runs[0].attempts) == ("ss", 1)
+        assert sum(metrics.moves_by_way.values()) == 2
+        told = [(event.kind.value, event.requests) for event in fleet.orchestrator.events.after()]
+        assert told == [("lost", 2), ("move", 2)]
+
+
+async def test_a_chain_of_many_dead_replicas_costs_a_session_nothing() -> None:
+    async with FakeFleet(replicas=300, replica_wait=LONG, migration_limit=0) as fleet:
+        for link in fleet.links.values():
+            link.broken = True
+        await fleet.submit("s", prompt=[1], resumable=True)
+        run = fleet.orchestrator.request_states["s"].runs[0]
+        assert (run.attempts, run.dispatched_at, run.losses, fleet.pool.serving[:]) == (0, None, [], ())
+        fleet.now = 5.0
+        fleet.join(fleet.pool.member(0))
+        assert (run.attempts, run.dispatched_at, got(fleet.links[0])) == (1, 5.0, "s")
+
+
+async def test_what_only_the_first_replica_may_get_is_sent_after_one_that_was_dead() -> None:
+    async with FakePipelineFleet(DISAGGREGATED, replica_wait=LONG) as fleet:
+        fleet.links[1, 0].broken = True
+        await fleet.submit("r")
+        fleet.tell("r", 0, 9, finish_reason="length", kv_transfer_params={"remote": "here"}, cached=2)
+        await fleet.settle()
+        link = fleet.join(fleet.pools[1].member(0))
+        assert link.requests[0]["sampling_params"]["kv"] == {"remote": "here"}
+        fleet.tell("r", 1, 5, cached=3)
+        await fleet.read()
+        assert fleet.cached["r"] == [2]
+
+
+async def test_what_only_the_first_replica_may_get_goes_to_one_that_has_room_earlier() -> None:
+    async with FakePipelineFleet(DISAGGREGATED, reserve=TWO_AT_MOST) as fleet:
+        for name in "abc":
+            await fleet.submit(name)
+            fleet.tell(name, 0, 9, finish_reason="length", kv_transfer_params={"of": name}, cached=2)
+            await fleet.settle()
+        assert len(fleet.links[1, 0].requests) == 2
+        link = fleet.join(fleet.pools[1].add())
+        assert [request["sampling_params"]["kv"] for request in link.requests] == [{"of": "c"}]
+
+
+async def test_a_recall_after_a_move_takes_nothing_from_the_notes_of_where_an_answer_began() -> None:
+    async with late() as fleet:
+        dispatches: list[Any] = []
+        await fleet.submit("a", dispatches, prompt=[1, 2])
+        fleet.say("a", 1)
+        other = fleet.pool.add()
+        other.held_back = frozenset([ADMIN_HOLD])
+        fleet.join(other)
+        # The answer goes on behind two others there, and then at a third.
+        fleet.orchestrator.hold_back(fleet.pool.member(0), ADMIN_HOLD)
+        fleet.orchestrator.release_hold(other, ADMIN_HOLD)
+        await submit_all(fleet, "bcd")
+        lose(fleet)
+        assert got(fleet.links[1]) == "bc"
+        fleet.join(fleet.pool.add())
+        fleet.orchestrator.hold_back(other, ADMIN_HOLD)
+        assert set(got(fleet.links[2])) == {"a", "d"}
+        assert [name for name, _ in dispatches] == ["0.0"]
+
+
+async def test_a_drain_refuses_and_pushes_out_nobody() -> None:
+    async with late(replicas=2, plan=AdmissionPlan(max_waiting_tokens=8)) as fleet:
+        await submit_all(fleet, "abcdefgh")
+        drain(fleet)
+        assert (await fleet.read(), fleet.in_flight) == ([], [2, 6])
+
+
+async def test_what_waits_for_a_drained_replica_stays_once_the_others_have_turned_out_to_be_dead() -> None:
+    async with late(replica_wait=LONG, reserve=Reserve(waits=True)) as fleet:
+        await submit_all(fleet, "abcde")
+        fleet.join(fleet.pool.add()).broken = True
+        drain(fleet)
+        # The first one was to go there.
+        assert (fleet.orchestrator.metrics.held, fleet.in_flight) == (1, [4, 0])
+
+
+async def test_a_replica_that_turns_out_to_be_dead_gets_no_more_of_what_waits_for_others() -> None:
+    async with late(replica_wait=LONG) as fleet:
+        await submit_all(fleet, "abcde")
+        drain(fleet)
+        other = fleet.pool.add()
+        other.held_back = frozenset([ADMIN_HOLD])
+        fleet.join(other).broken = True
+        fleet.orchestrator.release_hold(other, ADMIN_HOLD)
+        # One was to go there, and waits for the next that serves; the others have not noticed.
+        assert (fleet.orchestrator.metrics.held, fleet.in_flight) == (1, [4, 0])
+        for name in "ab":
+            fleet.say(name, 1, finish_reason="stop")
+        assert len(got(fleet.links[0])) == 4
+
+
+async def test_an_output_of_a_replica_that_is_found_dead_when_it_has_room_comes_before_the_error() -> None:
+    async with late(migration_limit=0) as fleet:
+        await submit_all(fleet, "abc")
+        break_link(fleet)
+        said, error = [outcome for name, outcome in await fleet.read() if name == "a"]
+        assert said is None
+        assert isinstance(error, RequestLostError)
+
+
+async def test_of_a_session_whose_first_message_fails_nothing_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with late() as fleet:
+        await submit_all(fleet, "ab")
+        await fleet.submit("s", prompt=[1], resumable=True)
+        await fleet.submit("s", prompt=[2], resumable=True)
+        link, frames = fleet.links[0], list[Any]()
+
+        def send(message: Any) -> None:
+            frames.append(message)
+            if len(frames) == 1:
+                raise MessageTooLargeError("it is too large")
+
+        monkeypatch.setattr(link, "send", send)
+        fleet.say("a", 1)
+        assert len(frames) == 1
+        assert [name for name, _ in await fleet.read()] == ["a", "s"]
+
+
+async def test_what_waits_for_a_replica_with_a_suspect_on_trial_goes_elsewhere() -> None:
+    async with late(replicas=3, reserve=Reserve(waits=True)) as fleet:
+        await fleet.submit("p", affinity=0)
+        for replica_id in (0, 2):
+            fleet.pool.hold_back(fleet.pool.member(replica_id), ADMIN_HOLD)
+        await submit_all(fleet, "abc")
+        fleet.orchestrator.release_hold(fleet.pool.member(2), ADMIN_HOLD)
+        fleet.lose(0)
+        assert (got(fleet.links[1]), got(fleet.links[2])) == ("abp", "c")
+
+
+async def on_trial(fleet: FakeFleet) -> None:
+    """ "p" is on trial at the second of two replicas, which others wait for, and the first one serves again."""
+    await fleet.submit("p", affinity=0)
+    first = fleet.pool.member(0)
+    fleet.pool.hold_back(first, ADMIN_HOLD)
+    await submit_all(fleet, "abcde")
+    fleet.lose(0)
+    fleet.say("a", 1)
+    fleet.say("b", 1)
+    assert got(fleet.links[1]) == "abpc", "nobody else served"
+    fleet.join(first)
+    fleet.orchestrator.release_hold(first, ADMIN_HOLD)
+    fleet.say("c", 1)
+    assert got(fleet.links[1]) == "abpc"
+    fleet.say("p", 1)
+    assert (got(fleet.links[1]), fleet.orchestrator.metrics.bubbles) == ("abpc", 0)
+
+
+async def test_what_waits_for_a_replica_with_a_suspect_on_trial_is_sent_there_after_it() -> None:
+    async with late(replicas=2, reserve=Reserve(waits=True)) as fleet:
+        await on_trial(fleet)
+        for token in range(TRIAL_OUTPUTS - 1):
+            fleet.say("p", token)
+        assert got(fleet.links[1]) == "abpcde"
+
+
+async def test_what_waits_for_a_replica_is_sent_there_when_its_suspect_is_aborted() -> None:
+    async with late(replicas=2, reserve=Reserve(waits=True)) as fleet:
+        await on_trial(fleet)
+        await fleet.abort("p")
+        await eventually(lambda: got(fleet.links[1]) == "abpcde", "the sending of what waited")
+
+
+async def test_a_replica_with_a_suspect_on_trial_gets_nothing_that_waits_for_others() -> None:
+    async with late(replicas=3) as fleet:
+        await fleet.submit("p", affinity=5)
+        fleet.lose(2)
+        await submit_all(fleet, "abc")
+        fleet.say("p", 1)
+        assert (got(fleet.links[0]), got(fleet.links[1])) == ("ab", "p")

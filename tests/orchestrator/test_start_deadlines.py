@@ -1,0 +1,144 @@
+"""A request that no engine has at its deadline is refused, wherever it waits; one that an engine has never is."""
+
+import asyncio
+
+import pytest
+
+from tests.fakes.conditions import eventually
+from tests.fakes.engine_api import REFUSED
+from tests.fakes.fleet import FakeFleet
+from vllm_omni_plugin.admission import Terms
+from vllm_omni_plugin.errors import RefusedError
+from vllm_omni_plugin.orchestrator.dispatch import held_requests
+from vllm_omni_plugin.orchestrator.dispatch.refused_runs import RETRY_S
+from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD
+
+from .late_fleet import got, late
+
+LONG = 600.0
+DUE_S = 0.01
+
+
+async def submit(fleet: FakeFleet, *names: str) -> None:
+    for name in names:
+        await fleet.submit(name, prompt=[1], terms=Terms("tenant", timeout_s=DUE_S))
+
+
+async def refused(fleet: FakeFleet, name: str) -> None:
+    """A request is refused at its deadline, which is now."""
+    fleet.now = max(fleet.now, DUE_S)
+    await eventually(lambda: name not in fleet.orchestrator.request_states, "the refusal")
+    error = dict(await fleet.read())[name]
+    assert isinstance(error, RefusedError)
+    assert error.reason == "deadline"
+
+
+async def goes_on(fleet: FakeFleet, name: str) -> None:
+    """It is not, however late it is."""
+    fleet.now += 10 * DUE_S
+    await asyncio.sleep(2 * DUE_S)
+    assert name in fleet.orchestrator.request_states
+
+
+async def test_while_no_replica_serves() -> None:
+    async with FakeFleet(replicas=0, replica_wait=LONG) as fleet:
+        await submit(fleet, "a")
+        assert fleet.orchestrator.metrics.held == 1
+        await refused(fleet, "a")
+        assert fleet.orchestrator.metrics.held == 0
+        fleet.join(fleet.pool.add())
+        assert fleet.in_flight == [0]
+
+
+async def test_where_its_replica_turned_out_to_be_dead() -> None:
+    async with FakeFleet(replicas=1, replica_wait=LONG) as fleet:
+        fleet.links[0].broken = True
+        await submit(fleet, "a")
+        await refused(fleet, "a")
+        named, _ = fleet.orchestrator.admission.by_tenant(50)
+        assert (named["tenant"].in_flight, named["tenant"].served_tokens) == (0, 0)
+
+
+async def test_where_it_waits_since_its_first_replica_is_drained() -> None:
+    async with late(replicas=2) as fleet:
+        for name in "abcd":
+            await fleet.submit(name, prompt=[1])
+        await submit(fleet, "e", "f")
+        fleet.orchestrator.hold_back(fleet.pool.member(0), ADMIN_HOLD)
+        assert fleet.in_flight == [2, 4]
+        fleet.now = DUE_S
+        await eventually(lambda: len(fleet.orchestrator.request_states) == 4, "the refusals")
+        assert fleet.in_flight == [2, 2]
+
+
+async def test_while_the_moves_of_others_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held_requests, "MOVES_AT_ONCE", 1)
+    monkeypatch.setattr(held_requests, "MOVES_PER_S", 1.0)
+    async with FakeFleet(replicas=1) as fleet:
+        await submit(fleet, "a", "b")
+        fleet.join(fleet.pool.add())
+        fleet.kill(0)
+        assert (fleet.orchestrator.metrics.moves_waiting, got(fleet.links[1])) == (1, "a")
+        await refused(fleet, "b")
+        assert fleet.orchestrator.metrics.moves_waiting == 0
+        await goes_on(fleet, "a")
+
+
+async def test_while_other_suspects_are_tried() -> None:
+    async with FakeFleet(replicas=1) as fleet:
+        await submit(fleet, "a", "b")
+        fleet.join(fleet.pool.add())
+        fleet.lose(0)
+        assert (fleet.orchestrator.metrics.moves_waiting, got(fleet.links[1])) == (1, "a")
+        await refused(fleet, "b")
+        await goes_on(fleet, "a")
+
+
+async def test_while_all_engines_are_paused() -> None:
+    async with FakeFleet(replicas=1, replica_wait=LONG) as fleet:
+        await submit(fleet, "a")
+        fleet.kill(0)
+        fleet.join(fleet.pool.member(0))
+        fleet.say("a", finish_reason=REFUSED)
+        assert fleet.orchestrator.metrics.paused == 1
+        assert RETRY_S > DUE_S
+        await refused(fleet, "a")
+        assert fleet.orchestrator.metrics.paused == 0
+
+
+async def test_not_once_an_engine_has_it() -> None:
+    async with late(replica_wait=LONG) as fleet:
+        await submit(fleet, "a")
+        await goes_on(fleet, "a")
+
+
+async def test_not_once_an_engine_has_begun_to_answer() -> None:
+    async with late(replica_wait=LONG) as fleet:
+        await submit(fleet, "a")
+        fleet.say("a", 1)
+        fleet.kill(0)
+        assert fleet.orchestrator.metrics.held == 1
+        await goes_on(fleet, "a")
+
+
+async def test_nobody_is_refused_for_the_time_that_engines_take_while_nothing_waits() -> None:
+    async with late() as fleet:
+        terms = Terms("tenant", timeout_s=1.0)
+        # Engines take ten seconds for each, and are never behind.
+        for name in "abc":
+            await fleet.submit(name, prompt=[1])
+            fleet.now += 10.0
+            fleet.say(name, 1, finish_reason="stop")
+        for name in "de":
+            await fleet.submit(name, prompt=[1])
+        admission = fleet.orchestrator.admission
+        assert admission.refusal(terms, None, fleet.now) is None
+        await fleet.submit("f", prompt=[1], terms=terms)
+        assert admission.refusal(terms, None, fleet.now) is None
+        assert list(fleet.orchestrator.request_states) == ["d", "e", "f"]
+        # From here on it is known how long one waits.
+        fleet.now += 0.9
+        fleet.say("d", 1)
+        await fleet.submit("g", prompt=[1], terms=terms)
+        assert isinstance(dict(await fleet.read())["g"], RefusedError)
+        assert list(fleet.orchestrator.request_states) == ["d", "e", "f"]
