@@ -12,9 +12,11 @@ from tests.fakes.pipeline_fleet import FakePipelineFleet, stage
 from tests.fakes.pipelines import CHAIN, DIAMOND, FAN_OUT, PYTHON, SPEECH
 from tests.fakes.stage_api import FakeStageApi
 from tests.fakes.transforms import leaving, raising, refusing
+from vllm_omni_plugin.admission import AdmissionPlan
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.errors import NoReplicaError, StageError, StageInputError
 from vllm_omni_plugin.orchestrator.dispatch.dispatcher import Dispatcher
+from vllm_omni_plugin.orchestrator.dispatch.entrance import Entrance
 from vllm_omni_plugin.orchestrator.dispatch.held_requests import MoveBudget
 from vllm_omni_plugin.orchestrator.pipeline.pipeline_requests import PipelineRequests
 from vllm_omni_plugin.orchestrator.pipeline.preparation import Preparation
@@ -361,11 +363,12 @@ def requests() -> Iterator[tuple[PipelineRequests, list[Any]]]:
     apis = [FakeStageApi(each) for each in CHAIN]
     preparation = Preparation(pipeline, apis, lambda request: "")
     pools, moves = [StagePool(each.id, LeastQueueLengthBalancer()) for each in CHAIN], MoveBudget(lambda: 0.0)
+    entrance = Entrance(pools[0], AdmissionPlan(), metrics, lambda: 0.0)
     dispatchers = [
-        Dispatcher(pool, api, 3, 600.0, lambda: 0.0, metrics, moves, lambda time: None)
+        Dispatcher(pool, api, 3, 600.0, lambda: 0.0, metrics, moves, lambda time: None, entrance)
         for pool, api in zip(pools, apis, strict=True)
     ]
-    requests = PipelineRequests(preparation, dispatchers, said.append, metrics, lambda: 0.0)
+    requests = PipelineRequests(preparation, dispatchers, entrance, said.append, metrics, lambda: 0.0)
     yield requests, said
     requests.close()
 

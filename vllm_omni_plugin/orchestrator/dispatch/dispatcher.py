@@ -7,7 +7,6 @@ from vllm_omni_plugin.errors import (
     RequestLostError,
 )
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.orchestrator.dispatch.head_queue import HeadQueue
 from vllm_omni_plugin.orchestrator.dispatch.sender import Sender
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember
 from vllm_omni_plugin.orchestrator.requests.stage_run import Accepted, Loss, RequestPhase, RunEnded, StageRun
@@ -30,11 +29,6 @@ class Dispatcher(Sender):
     def can_dispatch(self) -> bool:
         """Whether a replica takes requests now."""
         return bool(self._pool.serving)
-
-    @property
-    def queue(self) -> HeadQueue:
-        """What waits for its replica."""
-        return self._queue
 
     def submit(self, run: StageRun) -> Sequence[RunEnded]:
         """Take a new run. There must be no other one of the same request."""

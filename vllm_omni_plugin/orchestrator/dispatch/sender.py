@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from vllm_omni_plugin.admission import AdmissionPlan
-from vllm_omni_plugin.balancing.interface import prompt_tokens
 from vllm_omni_plugin.errors import (
     MessageTooLargeError,
     NoReplicaError,
@@ -17,6 +15,7 @@ from vllm_omni_plugin.errors import (
     RequestLostError,
 )
 from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.orchestrator.dispatch.entrance import Entrance
 from vllm_omni_plugin.orchestrator.dispatch.head_queue import Choice, HeadQueue
 from vllm_omni_plugin.orchestrator.dispatch.held_requests import HeldRequests, MoveBudget
 from vllm_omni_plugin.orchestrator.dispatch.refused_runs import RefusedRuns
@@ -45,8 +44,8 @@ class Sender:
         metrics: what it counts.
         moves: how many requests of lost replicas may go on.
         wake_at: asks for a call of `tick` at this time or before, in monotonic seconds.
+        entrance: see `HeadQueue`.
         fed: see `RefusedRuns`.
-        plan: see `HeadQueue`.
     """
 
     def __init__(
@@ -59,8 +58,8 @@ class Sender:
         metrics: OrchestratorMetrics,
         moves: MoveBudget,
         wake_at: Callable[[float], None],
+        entrance: Entrance,
         fed: bool = False,
-        plan: AdmissionPlan | None = None,
     ) -> None:
         self._pool = pool
         self._api = api
@@ -77,7 +76,7 @@ class Sender:
         self._moving: dict[StageRun, None] = {}
         self._is_moving = False
         self._suspects = Suspects(pool, wake_at, clock)
-        self._queue = HeadQueue(pool, plan, metrics, clock, wake_at)
+        self._queue = HeadQueue(pool, entrance, metrics, clock, wake_at)
         metrics.queued_in[pool.stage_id] = lambda: len(self._queue)
         # Replicas that may have room since something left them otherwise than by an output.
         self._freed: dict[PoolMember, None] = {}
@@ -126,6 +125,11 @@ class Sender:
         count(self._metrics.refusals, (self._pool.stage_id, error.reason, str(error.status)))
         self._fail(run, error)
 
+    def _push_out(self, run: StageRun, error: RefusedError) -> None:
+        self._turn_away(run, error)
+        # What took its place may be at another stage, and then nobody asks here what has ended.
+        self._wake_at(self._clock())
+
     def _dispatch(self, run: StageRun, may_wait: bool = True, chosen: Choice | None = None) -> None:
         """Send a request to the replica its pool picks, or let it wait for that one, or hold it."""
         if run.suspicions and may_wait and self._suspects.hold(run):
@@ -138,8 +142,7 @@ class Sender:
             if request.abort_immediately or not self._queue.must_wait(member, run):
                 self._start(member, run, request)
             else:
-                for refused, error in self._queue.wait(run, member, request):
-                    self._turn_away(refused, error)
+                self._queue.wait(run, member, request, self._push_out)
         except RefusedError as error:
             self._turn_away(run, error)
         except NoReplicaError:
@@ -173,7 +176,6 @@ class Sender:
         is_first = not run.attempts
         if is_first or run.move is not Move.RESTART:
             run.task, run.affinity_key = self._api.describe(request)
-            self._queue.enter(run, run.request, prompt_tokens(run.task))
         if chosen is None:
             stays = run.affinity_key is not None and self._api.how_to_move(request) is Move.STAYS
             chosen = self._pool.decide(run.task, run.affinity_key, self._refused.avoided(run), stays)
@@ -237,7 +239,7 @@ class Sender:
         else:
             self._moving.pop(run, None)
             self._held.remove(run)
-        self._queue.ended(run)
+        self._queue.leave(run)
         if run.suspicions:
             self._suspects.forget(run)
         self._refused.forget(run)
