@@ -165,8 +165,9 @@ async def test_a_tenant_pays_for_the_prompt_and_for_the_answer_of_decode_once() 
         await fleet.submit("a", prompt=LONG, terms=Terms("one"))
         await prefilled(fleet, "a")
         fleet.tell("a", DECODE, 5, 6, finish_reason="stop")
-        report, _ = fleet.orchestrator.admission.by_tenant(50)
-        assert (report["one"].served_tokens, report["one"].in_flight) == (len(LONG) + 2, 0)
+        account = fleet.orchestrator.admission._accounts.known("one")
+        assert account is not None
+        assert (account.served_tokens, account.in_flight) == (len(LONG) + 2, 0)
 
 
 async def test_of_several_stages_that_begin_with_the_request_one_alone_may_refuse_it() -> None:
@@ -182,11 +183,10 @@ async def test_of_several_stages_that_begin_with_the_request_one_alone_may_refus
 
 
 async def left(fleet: FakePipelineFleet) -> tuple[int, int]:
-    """Requests that wait, and that count as in flight of the one tenant."""
+    """Requests that wait, and that count as in flight of a tenant."""
     await fleet.settle()
     admission = fleet.orchestrator.admission
-    report, _ = admission.by_tenant(50)
-    return admission.waiting.requests, sum(tenant.in_flight for tenant in report.values())
+    return admission.waiting.requests, sum(account.in_flight for account in admission._accounts)
 
 
 @pytest.mark.parametrize("end", ["finish", "abort", "lose"])
