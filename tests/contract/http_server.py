@@ -3,7 +3,7 @@
 import json
 import time
 import warnings
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -47,15 +47,17 @@ class HttpServer:
 
     Attributes:
         app: vLLM's, with all that we add.
+        orchestrator: what it hands requests to. It does not run.
     """
 
     def __init__(self, app: FastAPI, orchestrator: Orchestrator) -> None:
         self.app = app
-        self._orchestrator = orchestrator
+        self.orchestrator = orchestrator
 
-    def post(self, path: str, **body: Any) -> Client:
-        """Send a request that may be refused while it waits."""
-        headers = [(b"content-type", b"application/json"), (b"x-request-id", b"same"), (b"x-request-timeout", b"60")]
+    def post(self, path: str, patience: float = 60, **body: Any) -> Client:
+        """Send a request that may be refused while it waits, and is after so many seconds."""
+        headers = [(b"content-type", b"application/json"), (b"x-request-id", b"same")]
+        headers.append((b"x-request-timeout", b"%g" % patience))
         scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
         more = {"http_version": "1.1", "scheme": "http", "server": ("test", 80), "client": ("127.0.0.1", 40000)}
         client = Client(self.app, {**scope, **more})
@@ -64,12 +66,12 @@ class HttpServer:
 
     async def forget(self) -> None:
         """What has been said to the orchestrator so far does not count."""
-        if len(self._orchestrator.request_async_queue):
-            await self._orchestrator.request_async_queue.get_batch()
+        if len(self.orchestrator.request_async_queue):
+            await self.orchestrator.request_async_queue.get_batch()
 
     async def told(self, kind: type[FrontMessage]) -> Any:
         """The next message of this kind to the orchestrator; what comes before it is dropped."""
-        queue = self._orchestrator.request_async_queue
+        queue = self.orchestrator.request_async_queue
         while True:
             batch = await queue.get_batch()
             for number, message in enumerate(batch):
@@ -90,14 +92,14 @@ class HttpServer:
 
     def fail(self, message: SubmitRequest, error: Exception) -> None:
         """The orchestrator ends a request with an error."""
-        self._orchestrator.output_async_queue.force_put(RequestFailed(message.request.request_id, error))
+        self.orchestrator.output_async_queue.force_put(RequestFailed(message.request.request_id, error))
 
     def answer(self, message: SubmitRequest, *tokens: int, ends: bool = True) -> None:
         """A replica has computed tokens for a request."""
         reason = FinishReason.LENGTH if ends else None
         output = EngineCoreOutput(message.request.request_id, list(tokens), finish_reason=reason)
         outputs = EngineCoreOutputs(outputs=[output], timestamp=time.monotonic())
-        self._orchestrator.output_async_queue.force_put(outputs)
+        self.orchestrator.output_async_queue.force_put(outputs)
 
 
 class _Client(FleetClient):
@@ -107,9 +109,18 @@ class _Client(FleetClient):
         return self.tasks
 
 
+def one_stage(config: Any) -> Orchestrator:
+    """An orchestrator of one stage without replicas, whatever the model."""
+    return Orchestrator([StagePool(0, RandomBalancer())], [EngineApi()], 0, time.monotonic)
+
+
 @asynccontextmanager
 async def http_server(
-    model: Path, monkeypatch: pytest.MonkeyPatch, tasks: tuple[str, ...], *arguments: str
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tasks: tuple[str, ...],
+    *arguments: str,
+    orchestrator_of: Callable[[Any], Orchestrator] = one_stage,
 ) -> AsyncIterator[HttpServer]:
     """vLLM's server on the loop that runs, until the context ends.
 
@@ -118,8 +129,8 @@ async def http_server(
         monkeypatch: undoes what changes vLLM.
         tasks: what the model can do.
         arguments: more of its command line.
+        orchestrator_of: makes the orchestrator for vLLM's configuration of the model.
     """
-    orchestrator = Orchestrator([StagePool(0, RandomBalancer())], [EngineApi()], 0, time.monotonic)
     with warnings.catch_warnings():
         # Some of vLLM's imports warn.
         warnings.simplefilter("ignore")
@@ -132,6 +143,7 @@ async def http_server(
         engine_args = AsyncEngineArgs.from_cli_args(args)
         carry_options(engine_args, OmniConfig(tenant_header="X-Tenant-ID"))
         config = engine_args.create_engine_config()
+        orchestrator = orchestrator_of(config)
         client = _Client(IdleFleet(orchestrator), config, [])
         client.tasks = tasks
         monkeypatch.setattr(EngineCoreClient, "make_async_mp_client", staticmethod(lambda *_, **__: client))

@@ -8,6 +8,7 @@ from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeRequest
 from tests.fakes.played_fleet import PlayedFleet
 from tests.fakes.stage_api import FakeStageApi, PlayedLink
+from vllm_omni_plugin.admission import AdmissionPlan, Terms
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pipeline.preparation import Preparation
@@ -48,7 +49,8 @@ class FakePipelineFleet(PlayedFleet):
         replicas: of each stage, or of all.
         migration_limit: see `Orchestrator`.
         replica_wait: see `Orchestrator`.
-        reserve: see `StagePool`.
+        reserve: when replicas get what is charged to them.
+        plan: who may come in.
 
     Attributes:
         now: what the orchestrator's clock shows.
@@ -68,6 +70,7 @@ class FakePipelineFleet(PlayedFleet):
         migration_limit: int = 3,
         replica_wait: float = 0.0,
         reserve: Reserve = AT_ONCE,
+        plan: AdmissionPlan | None = None,
     ) -> None:
         self.now = 0.0
         self.pipeline = Pipeline(tuple(stages))
@@ -83,6 +86,7 @@ class FakePipelineFleet(PlayedFleet):
             self.clock,
             replica_wait,
             Preparation(self.pipeline, self.apis, lambda request: "the prompt"),
+            plan,
         )
         self.links: dict[tuple[int, int], PlayedLink] = {}
         self.tokens: dict[str, list[int]] = {}
@@ -136,6 +140,7 @@ class FakePipelineFleet(PlayedFleet):
         sampling: dict[str, Any] | None = None,
         dispatches: Dispatches | None = None,
         traced: bool = False,
+        terms: Terms | None = None,
         settle: bool = True,
         **fields: Any,
     ) -> None:
@@ -145,7 +150,8 @@ class FakePipelineFleet(PlayedFleet):
             events = self.events[request_id] = []
             call = PipelineCall(modalities, events.append, frozenset(outputs), sampling or {}, params or {})
         fields.setdefault("prompt", [1, 2, 3])
-        await self.hand_over(SubmitRequest(FakeRequest(request_id, **fields), self.now, dispatches, call, traced))
+        request = FakeRequest(request_id, **fields)
+        await self.hand_over(SubmitRequest(request, self.now, dispatches, call, traced, terms))
         if settle:
             await self.settle()
 

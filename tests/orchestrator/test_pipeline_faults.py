@@ -10,17 +10,10 @@ from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeOutput, FakeRequest
 from tests.fakes.pipeline_fleet import FakePipelineFleet, stage
 from tests.fakes.pipelines import CHAIN, DIAMOND, FAN_OUT, PYTHON, SPEECH
-from tests.fakes.stage_api import FakeStageApi
 from tests.fakes.transforms import leaving, raising, refusing
-from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.errors import NoReplicaError, StageError, StageInputError
-from vllm_omni_plugin.orchestrator.dispatch.dispatcher import Dispatcher
-from vllm_omni_plugin.orchestrator.dispatch.held_requests import MoveBudget
 from vllm_omni_plugin.orchestrator.pipeline.pipeline_requests import PipelineRequests
-from vllm_omni_plugin.orchestrator.pipeline.preparation import Preparation
 from vllm_omni_plugin.orchestrator.pipeline.request_state import PipelineRequestState
-from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
-from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     CallEnded,
     PipelineCall,
@@ -29,7 +22,7 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     SubmitRequest,
 )
 from vllm_omni_plugin.orchestrator.requests.stage_run import RunEnded
-from vllm_omni_plugin.pipeline import Pipeline, Stage
+from vllm_omni_plugin.pipeline import Stage
 
 SHORT = 0.02
 """Seconds."""
@@ -357,15 +350,10 @@ async def test_a_request_waits_for_a_stage_no_longer_than_it_may() -> None:
 @pytest.fixture
 def requests() -> Iterator[tuple[PipelineRequests, list[Any]]]:
     """Requests of a pipeline without replicas, and what it says to vLLM's server."""
-    pipeline, said, metrics = Pipeline(CHAIN), list[Any](), OrchestratorMetrics()
-    apis = [FakeStageApi(each) for each in CHAIN]
-    preparation = Preparation(pipeline, apis, lambda request: "")
-    pools, moves = [StagePool(each.id, LeastQueueLengthBalancer()) for each in CHAIN], MoveBudget(lambda: 0.0)
-    dispatchers = [
-        Dispatcher(pool, api, 3, 600.0, lambda: 0.0, metrics, moves, lambda time: None)
-        for pool, api in zip(pools, apis, strict=True)
-    ]
-    requests = PipelineRequests(preparation, dispatchers, said.append, metrics, lambda: 0.0)
+    orchestrator, said = FakePipelineFleet(CHAIN, 0, replica_wait=600.0).orchestrator, list[Any]()
+    requests = orchestrator._requests
+    assert isinstance(requests, PipelineRequests)
+    requests._put = said.append
     yield requests, said
     requests.close()
 

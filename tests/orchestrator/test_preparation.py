@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -29,7 +29,8 @@ def state_of(stages: tuple[Stage, ...], *modalities: str, **params: Any) -> Pipe
     call = PipelineCall(modalities, lambda event: None, params=params)
     plan = make_plan(Pipeline(stages), call)
     request = FakeRequest("r", prompt=[1, 2])
-    return PipelineRequestState(request, 0.0, sampling_params_list=({},) * len(stages), call=call, plan=plan)
+    ticket = cast(Any, None)
+    return PipelineRequestState(request, 0.0, ticket, sampling_params_list=({},) * len(stages), call=call, plan=plan)
 
 
 async def outcome(

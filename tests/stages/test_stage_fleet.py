@@ -62,7 +62,7 @@ class Fleet:
         self.replicas = LocalReplicas(self.orchestrator, [stage], Timing(1.0, 10.0, time.monotonic, no_pause))
 
     def submit(self, request_id: str, given: StageInput) -> None:
-        request = source(request_id, given=given, mm_features=None, resumable=False)
+        request = source(request_id, given=given, mm_features=None, resumable=False, priority=0, prompt_token_ids=[])
         self.orchestrator.request_async_queue.force_put(SubmitRequest(request, time.monotonic()))
 
     async def run_of(self, request_id: str) -> StageRun:

@@ -10,7 +10,7 @@ from vllm_omni_plugin.admission.plan import AdmissionPlan, Bounds, RequestClass,
 from vllm_omni_plugin.admission.plan_file import load_admission
 from vllm_omni_plugin.admission.queues import StageState
 from vllm_omni_plugin.admission.terms import Reason, Refusal, Terms
-from vllm_omni_plugin.admission.ticket import Ticket
+from vllm_omni_plugin.admission.ticket import Phase, Ticket
 
 __all__ = [
     "Admission",
@@ -18,6 +18,7 @@ __all__ = [
     "Backlog",
     "Bounds",
     "Order",
+    "Phase",
     "Reason",
     "Refusal",
     "RequestClass",

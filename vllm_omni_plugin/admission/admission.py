@@ -170,6 +170,12 @@ class Admission:
         queues.of(ticket.class_name).add(ticket)
         return list(zip(pushed_out, refusals, strict=True))
 
+    def leave(self, ticket: Ticket) -> None:
+        """It waits no longer, if it did, and may come to wait elsewhere. Part of `started`, `overdue` and `ended`."""
+        if ticket.phase is Phase.WAITING:
+            ticket.phase = Phase.NEW
+            self._queues.of(ticket.class_name).remove(ticket)
+
     def overdue(self, ticket: Ticket, now: float) -> Refusal:
         """It is due, and no engine has it or has begun to answer it: it is refused, and its ticket ended."""
         over = self._is_over_share(ticket.tenant)
@@ -185,7 +191,7 @@ class Admission:
 
     def started(self, ticket: Ticket) -> None:
         """An engine has got it, for the first time or again."""
-        self._leave(ticket)
+        self.leave(ticket)
         if ticket.phase is Phase.NEW:
             ticket.phase = Phase.STARTED
             self._accounts.run(ticket.tenant, ticket.cost)
@@ -199,7 +205,6 @@ class Admission:
         if ticket.phase is Phase.STARTED:
             account = ticket.tenant
             more = ticket.tokens + output_tokens - ticket.cost
-            self._accounts.run(account, -ticket.cost)
             account.answered(ticket.tokens, output_tokens)
             mean = self._mean_output
             self._mean_output = output_tokens if mean is None else mean + (output_tokens - mean) * _MEMORY
@@ -290,22 +295,18 @@ class Admission:
             for each in tickets
         ]
 
-    def _leave(self, ticket: Ticket) -> None:
-        """It waits no longer, if it did."""
-        if ticket.phase is Phase.WAITING:
-            ticket.phase = Phase.NEW
-            self._queues.of(ticket.class_name).remove(ticket)
-
     def _end_unstarted(self, ticket: Ticket, now: float) -> None:
-        self._leave(ticket)
+        self.leave(ticket)
         self._close(ticket, -ticket.cost, -ticket.charge, now)
 
     def _close(self, ticket: Ticket, tokens: float, charge: float, now: float) -> None:
         """Correct what its tenant was charged, once."""
         if ticket.phase is Phase.OVER:
             return
-        ticket.phase = Phase.OVER
         account = ticket.tenant
+        if ticket.phase is Phase.STARTED:
+            self._accounts.run(account, -ticket.cost)
+        ticket.phase = Phase.OVER
         account.finish[ticket.class_name] = account.finish.get(ticket.class_name, 0.0) + charge
         account.use(tokens, self._stage.heads, now)
         self._accounts.end(account, now)

@@ -11,6 +11,7 @@ from vllm_omni_plugin.coordinator import ReplicaKey, ReplicaStatus
 from vllm_omni_plugin.errors import QueryOfDeathError, ReplicaError, WireError
 from vllm_omni_plugin.orchestrator.dispatch.bad_outputs import BadOutputs
 from vllm_omni_plugin.orchestrator.dispatch.dispatcher import Dispatcher
+from vllm_omni_plugin.orchestrator.dispatch.entrance import Entrance
 from vllm_omni_plugin.orchestrator.dispatch.held_requests import MoveBudget
 from vllm_omni_plugin.orchestrator.event_log import EventKind, EventLog
 from vllm_omni_plugin.orchestrator.pipeline.pause_order import PauseOrder
@@ -109,7 +110,8 @@ class Orchestrator:
         stage_pools: the pools; their `members` and `serving` may be read from any thread.
         stage_calls: calls to the replicas of each stage, by stage id.
         pause_order: how the stages of a pipeline come to rest; None: all at once.
-        admission: see `HeadQueue`; of the first stage that all requests need.
+        admission: who may come in, see `Entrance`.
+        entry_pool: of the stage where requests come in, as far as they do not skip it.
         needed_pools: those that must serve for a plain request to be answered.
         async_chunk: whether a stage may start on parts of its input.
     """
@@ -141,6 +143,7 @@ class Orchestrator:
         self._timer: tuple[float, asyncio.Handle] | None = None
         self._closed = False
         moves, prefills, fed = MoveBudget(clock), set[int](), set[int]()
+        self.entry_pool = stage_pools[0]
         if preparation is not None:
             pipeline = preparation.pipeline
             self.async_chunk = any(stage.async_chunk for stage in pipeline.stages)
@@ -149,23 +152,21 @@ class Orchestrator:
             fed = {stage.id for stage in pipeline.stages if {up.id for up in pipeline.upstream(stage)} - prefills}
             needed = {stage.id for stage in pipeline.needed_for(pipeline.default_modalities)} - prefills
             self.needed_pools = [pool for pool in stage_pools if pool.stage_id in needed]
+            self.entry_pool = stage_pools[pipeline.entry.id]
+        entrance = Entrance(self.entry_pool, admission_plan or AdmissionPlan(), self.metrics, clock)
+        self.admission = entrance.admission
         self._dispatchers = []
         for pool, api in zip(stage_pools, apis, strict=True):
             # A prefill that cannot be done at once is left to the stage behind it.
             limit, wait = (0, 0.0) if pool.stage_id in prefills else (migration_limit, replica_wait)
-            arguments = (limit, wait, clock, self.metrics, moves, self._wake_at, pool.stage_id in fed)
-            # A request comes in once, at the first stage that all need.
-            plan = (admission_plan or AdmissionPlan()) if pool is self.needed_pools[0] else None
-            self._dispatchers.append(Dispatcher(pool, api, *arguments, plan))
-        admission = self._dispatchers[self.needed_pools[0].stage_id].queue.admission
-        assert admission is not None
-        self.admission = admission
+            arguments = (limit, wait, clock, self.metrics, moves, self._wake_at, entrance, pool.stage_id in fed)
+            self._dispatchers.append(Dispatcher(pool, api, *arguments))
         self._requests: Requests[Any]
         self.pause_order: PauseOrder | None = None
         if preparation is None:
-            self._requests = SingleStage(apis[0], self._dispatchers[0], self._put)
+            self._requests = SingleStage(apis[0], self._dispatchers[0], entrance, self._put)
         else:
-            requests = PipelineRequests(preparation, self._dispatchers, self._put, self.metrics, clock)
+            requests = PipelineRequests(preparation, self._dispatchers, entrance, self._put, self.metrics, clock)
             self._requests, self.pause_order = requests, requests.pause_order
         self.stage_calls = tuple(StageCalls(pool, self.distrust) for pool in stage_pools)
         self.request_states: Mapping[str, OrchestratorRequestState] = self._requests.states

@@ -3,11 +3,12 @@
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm_omni_plugin.errors import OmniError
+from vllm_omni_plugin.errors import OmniError, RefusedError
 from vllm_omni_plugin.orchestrator.dispatch.dispatcher import Dispatcher
+from vllm_omni_plugin.orchestrator.dispatch.entrance import Entrance
 from vllm_omni_plugin.orchestrator.pipeline.request_state import OrchestratorRequestState
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import RequestFailed, SubmitRequest
-from vllm_omni_plugin.orchestrator.requests.request_owner import Requests
+from vllm_omni_plugin.orchestrator.requests.request_owner import Requests, refuse
 from vllm_omni_plugin.orchestrator.requests.stage_run import Accepted, RunEnded, StageRun, StreamingInputState
 
 if TYPE_CHECKING:
@@ -23,12 +24,16 @@ class SingleStage(Requests[OrchestratorRequestState]):
     Args:
         api: see `EngineApi`.
         dispatcher: of the stage.
+        entrance: where requests come in.
         put: gives an item to AsyncLLM's side.
     """
 
-    def __init__(self, api: "EngineApi", dispatcher: Dispatcher, put: Callable[[Any], None]) -> None:
-        super().__init__(put)
+    def __init__(
+        self, api: "EngineApi", dispatcher: Dispatcher, entrance: Entrance, put: Callable[[Any], None]
+    ) -> None:
+        super().__init__(put, entrance.left)
         self._api = api
+        self._entrance = entrance
         self._dispatcher = dispatcher
 
     def submit(self, message: SubmitRequest) -> None:
@@ -42,16 +47,22 @@ class SingleStage(Requests[OrchestratorRequestState]):
             # Two attempts under one client id could not be told apart; the newer one is the one that is waited for.
             self.abort((request.request_id,), whole=True)
         streaming = StreamingInputState() if request.resumable else None
+        movable = self._api.movable(request)
+        try:
+            ticket = self._entrance.enter(message)
+        except RefusedError as error:
+            refuse(message, error, self._put)
+            return
         run = StageRun(
             request.request_id,
-            self._api.movable(request),
+            movable,
             message.submitted_at,
             streaming=streaming,
             dispatches=message.dispatches,
-            terms=message.terms,
+            ticket=ticket,
         )
         self.states[request.request_id] = OrchestratorRequestState(
-            request, message.submitted_at, mm_features=request.mm_features, runs={_STAGE: run}
+            request, message.submitted_at, ticket, mm_features=request.mm_features, runs={_STAGE: run}
         )
         if ended := self._dispatcher.submit(run):
             self.end(_STAGE, ended)

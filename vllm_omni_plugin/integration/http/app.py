@@ -195,7 +195,7 @@ def _viewers(fleet: FleetClient) -> Viewers:
 
 def _count_refusal(fleet: FleetClient, refused: Refusal) -> None:
     orchestrator = fleet.orchestrator
-    key = (orchestrator.needed_pools[0].stage_id, str(refused.reason), str(int(refused.status)))
+    key = (orchestrator.entry_pool.stage_id, str(refused.reason), str(int(refused.status)))
     count(orchestrator.metrics.refused_on_arrival, key)
 
 

@@ -5,8 +5,6 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm_omni_plugin.admission import AdmissionPlan
-from vllm_omni_plugin.balancing.interface import prompt_tokens
 from vllm_omni_plugin.errors import (
     MessageTooLargeError,
     NoReplicaError,
@@ -15,6 +13,7 @@ from vllm_omni_plugin.errors import (
     ReplicaError,
     RequestLostError,
 )
+from vllm_omni_plugin.orchestrator.dispatch.entrance import Entrance
 from vllm_omni_plugin.orchestrator.dispatch.head_queue import Choice, HeadQueue
 from vllm_omni_plugin.orchestrator.dispatch.held_requests import HeldRequests, MoveBudget
 from vllm_omni_plugin.orchestrator.dispatch.outcomes import Outcomes
@@ -44,8 +43,8 @@ class Dispatcher:
         metrics: what it counts.
         moves: how many requests of lost replicas may go on.
         wake_at: asks for a call of `tick` at this time or before, in monotonic seconds.
+        entrance: see `HeadQueue`.
         fed: see `RefusedRuns`.
-        plan: see `HeadQueue`.
 
     Attributes:
         queue: what waits for its replica.
@@ -61,8 +60,8 @@ class Dispatcher:
         metrics: OrchestratorMetrics,
         moves: MoveBudget,
         wake_at: Callable[[float], None],
+        entrance: Entrance,
         fed: bool = False,
-        plan: AdmissionPlan | None = None,
     ) -> None:
         self._pool = pool
         self._api = api
@@ -81,7 +80,7 @@ class Dispatcher:
         self._unsent: dict[StageRun, None] = {}
         self._is_moving = False
         self._suspects = Suspects(pool, wake_at, clock)
-        self.queue = HeadQueue(pool, plan, metrics, clock, wake_at)
+        self.queue = HeadQueue(pool, entrance, metrics, clock, wake_at)
         metrics.queued_in[pool.stage_id] = lambda: len(self.queue)
         # Replicas that may have room since something left them otherwise than by an output.
         self._freed: dict[PoolMember, None] = {}
@@ -100,6 +99,7 @@ class Dispatcher:
 
     def submit(self, run: StageRun) -> Sequence[RunEnded]:
         """Take a new run. There must be no other one of the same request."""
+        self.queue.must_start(run)
         self._dispatch(run)
         return self._outcomes.take_ended()
 
@@ -235,8 +235,7 @@ class Dispatcher:
             if request.abort_immediately or not self.queue.must_wait(member, run):
                 self._start(member, run, request)
             else:
-                for refused, error in self.queue.wait(run, member, request):
-                    self._outcomes.fail(refused, error)
+                self.queue.wait(run, member, request, self._push_out)
             if run.suspicions:
                 for waiting in self.queue.waiting_for(member):
                     # It is not to be there while the other one is on trial.
@@ -248,6 +247,11 @@ class Dispatcher:
             self._outcomes.fail(run, error)
         except Exception as error:
             self._outcomes.give_up(run, error)
+
+    def _push_out(self, run: StageRun, error: RefusedError) -> None:
+        self._outcomes.fail(run, error)
+        # What takes its place may be at another stage, and then nobody asks here what has ended.
+        self._wake_at(self._clock())
 
     def _start(self, member: PoolMember, run: StageRun, request: Any) -> None:
         """Send a request to the replica that it is charged to; on to the next if that one turns out to be dead."""
@@ -267,7 +271,6 @@ class Dispatcher:
         """The replica of the next attempt, which is charged with it from here on."""
         if not run.task or run.move is not Move.RESTART:
             run.task, run.affinity_key = self._api.describe(request)
-            self.queue.enter(run, run.request, prompt_tokens(run.task))
         if chosen is None:
             stays = run.affinity_key is not None and self._api.how_to_move(request) is Move.STAYS
             chosen = self._pool.decide(run.task, run.affinity_key, self._refused.avoided(run), stays)

@@ -1,18 +1,16 @@
 """The queue of one stage at one head: who may come in, who waits for its replica, and who is sent when it has room."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from vllm_omni_plugin.admission import Admission, AdmissionPlan, Backlog, Order, Refusal, Terms, Ticket
+from vllm_omni_plugin.admission import Order, Ticket
 from vllm_omni_plugin.balancing import Decision
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import RefusedError
+from vllm_omni_plugin.orchestrator.dispatch.entrance import Entrance, TurnAway
 from vllm_omni_plugin.orchestrator.dispatch.waiting_line import RECALLS, Waiting, WaitingLine
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
-from vllm_omni_plugin.orchestrator.pool.stage_flow import StageFlow
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
-from vllm_omni_plugin.orchestrator.requests.charges import NO_WORK, Work
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 
@@ -21,47 +19,37 @@ Choice = tuple[PoolMember, Decision]
 Refused = tuple[StageRun, RefusedError]
 """A run that waits no longer, and what its client is told."""
 
-_NO_TERMS = Terms()
-
 
 class HeadQueue:
     """Requests between the choice of a replica and the send. Lives on the orchestrator's loop; does no I/O.
 
     A request is charged to the replica that the policy has chosen, and waits here until that one can begin it
-    (`Reserve`). The order is that of `Admission`, which also says who is refused; a stage that gets what other stages
-    have put out refuses nobody, and its order is that of arrival. What `Admission` wants to know of the stage, it asks
-    here.
+    (`Reserve`). The order is that of the tickets; who is refused while no engine has begun it, `Entrance` says.
 
     Args:
         pool: the stage's replicas.
-        plan: who may come in; None: everybody.
+        entrance: where requests have come in.
         metrics: what it counts.
         clock: monotonic seconds.
         wake_at: asks for a call of `overdue` at this time, in monotonic seconds.
-
-    Attributes:
-        admission: the rules; None: everybody may come in.
     """
 
     def __init__(
         self,
         pool: StagePool,
-        plan: AdmissionPlan | None,
+        entrance: Entrance,
         metrics: OrchestratorMetrics,
         clock: Callable[[], float],
         wake_at: Callable[[float], None],
     ) -> None:
         self._pool = pool
+        self._entrance = entrance
         self._metrics = metrics
         self._clock = clock
         self._wake_at = wake_at
         self._line = WaitingLine(self._yields)
         # Those that no engine has, wherever they wait.
         self._due: Order[StageRun] = Order()
-        # Of what waits here alone: while nothing does, requests leave at the rate at which they come.
-        self._flow = StageFlow(clock)
-        self._by_ticket: dict[int, StageRun] = {}
-        self.admission = None if plan is None else Admission(plan, self)
 
     def __len__(self) -> int:
         return len(self._line)
@@ -69,50 +57,12 @@ class HeadQueue:
     def __contains__(self, run: StageRun) -> bool:
         return run in self._line
 
-    @property
-    def rate(self) -> float:
-        """See `StageState`."""
-        return self._flow.leaving_rate or 0.0
-
-    @property
-    def unbegun(self) -> int:
-        """See `StageState`."""
-        return max(0, self._pool.flow.queued - len(self._line))
-
-    @property
-    def heads(self) -> int:
-        """See `StageState`."""
-        return self._pool.heads
-
-    @property
-    def others_waiting(self) -> Mapping[str, Backlog]:
-        """See `StageState`."""
-        exchange = self._pool.exchange
-        if exchange is None or self.admission is None:
-            return {}
-        return {each.name: Backlog(*exchange.others_waiting(each.name)) for each in self.admission.plan.classes}
-
-    def enter(self, run: StageRun, request: Any, prompt_tokens: int) -> None:
-        """A request has come, or comes again, with so many tokens of prompt.
-
-        Raises:
-            RefusedError: its tenant is at a limit.
-        """
-        if self.admission is None or run.ticket is not None:
-            return
-        # Requests of a Python stage have none.
-        priority = getattr(request, "priority", 0)
-        ticket = self.admission.ticket(run.terms or _NO_TERMS, priority, prompt_tokens, self._clock())
-        if isinstance(ticket, Refusal):
-            raise self._refused(ticket)
-        run.ticket = ticket
-        self.must_start(run)
-
     def must_start(self, run: StageRun) -> None:
         """A run is at no engine, or not any more: if nothing of it has come, it is refused at its deadline."""
-        if run.ticket is not None and run.ticket.due is not None and not run.produced:
-            self._due.add(run, run.ticket.due)
-            self._wake_at(run.ticket.due)
+        due = _ticket(run).due
+        if due is not None and not run.produced:
+            self._due.add(run, due)
+            self._wake_at(due)
 
     def must_wait(self, member: PoolMember, run: StageRun) -> bool:
         """Whether a run that is charged to a replica cannot be sent yet."""
@@ -120,41 +70,32 @@ class HeadQueue:
         # A suspect has its replica for itself.
         if not reserve.waits or run.suspicions:
             return False
-        return self._line.is_behind(run, member, _place(run)) or not self._has_room(run, member, run.prefill_tokens)
+        return self._line.is_behind(run, member, _ticket(run)) or not self._has_room(run, member, run.prefill_tokens)
 
-    def wait(self, run: StageRun, member: PoolMember, request: Any) -> list[Refused]:
-        """A run waits for the replica that it is charged to. Returns who is refused for that, perhaps itself alone."""
-        pushed_out: list[Refused] = []
-        if self.admission is not None and run.ticket is not None:
-            outcome = self.admission.wait(run.ticket, self._clock())
-            if isinstance(outcome, Refusal):
-                return [(run, self._refused(outcome))]
-            pushed_out = [(self._by_ticket.pop(ticket.number), self._refused(refusal)) for ticket, refusal in outcome]
-            self._by_ticket[run.ticket.number] = run
-            self._tell_others(run.ticket.class_name)
-        self._line.add(run, Waiting(member, request, _place(run)), recallable=run.affinity_key is None)
-        self._flow.sent(self._clock())
-        return pushed_out
+    def wait(self, run: StageRun, member: PoolMember, request: Any, turn_away: TurnAway) -> None:
+        """A run waits for the replica that it is charged to.
+
+        Raises:
+            RefusedError: its request may not wait.
+        """
+        ticket = _ticket(run)
+        self._entrance.wait(run, ticket, turn_away)
+        self._line.add(run, Waiting(member, request, ticket), recallable=run.affinity_key is None)
 
     def started(self, run: StageRun) -> None:
         """An engine has got a run."""
-        if self.admission is not None and run.ticket is not None:
-            self._due.discard(run)
-            self.admission.started(run.ticket)
-            self._waits_no_longer(run.ticket)
+        self._due.discard(run)
+        self._entrance.started(_ticket(run))
 
     def leave(self, run: StageRun) -> None:
         """A run is no longer charged to the replica it waits for, if it does. It keeps its place in the order."""
-        if self._line.take(run) is not None:
-            self._flow.dropped(self._clock())
+        self._line.take(run)
 
     def ended(self, run: StageRun) -> None:
         """A run is over, in whatever way. Idempotent."""
-        self.leave(run)
-        if self.admission is not None and run.ticket is not None:
-            self._due.discard(run)
-            self.admission.ended(run.ticket, len(run.produced), self._clock())
-            self._waits_no_longer(run.ticket)
+        self._line.take(run)
+        self._due.discard(run)
+        self._entrance.leave(_ticket(run))
 
     def overdue(self) -> Iterator[Refused]:
         """Those that should have started by now; each is to be ended at once."""
@@ -163,10 +104,8 @@ class HeadQueue:
             if due > self._clock():
                 self._wake_at(due)
                 return
-            assert self.admission is not None
-            assert run.ticket is not None
             self._due.discard(run)
-            yield run, self._refused(self.admission.overdue(run.ticket, self._clock()))
+            yield run, self._entrance.overdue(_ticket(run))
 
     def ready(
         self, member: PoolMember, avoids: Callable[[StageRun, PoolMember], bool]
@@ -186,7 +125,6 @@ class HeadQueue:
             # One that leaves room for others comes when none is there, on purpose.
             self._metrics.bubbles += idle and not self._yields(run)
             idle = False
-            self._flow.began(self._clock(), 0, None)
             yield run, waiting.request
 
     def recalls(
@@ -220,25 +158,9 @@ class HeadQueue:
         return self._pool.reserve.has_room(member.account, prefill_tokens, self._yields(run))
 
     def _yields(self, run: StageRun) -> bool:
-        admission, ticket = self.admission, run.ticket
-        return admission is not None and ticket is not None and admission.yields(ticket, self._clock())
-
-    def _waits_no_longer(self, ticket: Ticket) -> None:
-        if self._by_ticket.pop(ticket.number, None) is not None:
-            self._tell_others(ticket.class_name)
-
-    def _tell_others(self, class_name: str) -> None:
-        if self._pool.exchange is not None:
-            self._pool.exchange.tell_waiting(class_name, partial(self._waiting_of, class_name))
-
-    def _waiting_of(self, class_name: str) -> Work:
-        assert self.admission is not None
-        return Work(*self.admission.by_class().get(class_name, NO_WORK))
-
-    def _refused(self, refusal: Refusal) -> RefusedError:
-        return RefusedError(refusal.status, refusal.reason, refusal.message, refusal.retry_after_s)
+        return self._entrance.admission.yields(_ticket(run), self._clock())
 
 
-def _place(run: StageRun) -> Any:
-    """Its place in the order of all that wait."""
-    return run.ticket if run.ticket is not None else run.submitted_at
+def _ticket(run: StageRun) -> Ticket:
+    assert run.ticket is not None
+    return run.ticket

@@ -8,6 +8,7 @@ from typing import Any
 from vllm_omni_plugin.errors import NoReplicaError, OmniError, RefusedError, StageError, StageInputError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.dispatch.dispatcher import Dispatcher
+from vllm_omni_plugin.orchestrator.dispatch.entrance import Entrance
 from vllm_omni_plugin.orchestrator.pipeline.chunk_input import ChunkInput, Piece
 from vllm_omni_plugin.orchestrator.pipeline.pause_order import PauseOrder
 from vllm_omni_plugin.orchestrator.pipeline.preparation import Chunk, Preparation, WholeInput
@@ -37,6 +38,7 @@ class PipelineRequests(Requests[PipelineRequestState]):
     Args:
         preparation: makes the inputs of stages on threads; knows the pipeline.
         dispatchers: of the stages, by stage id.
+        entrance: where requests come in.
         put: gives an item to AsyncLLM's side.
         metrics: counts the time spent in stages.
         clock: monotonic seconds.
@@ -49,15 +51,17 @@ class PipelineRequests(Requests[PipelineRequestState]):
         self,
         preparation: Preparation,
         dispatchers: Sequence[Dispatcher],
+        entrance: Entrance,
         put: Callable[[Any], None],
         metrics: OrchestratorMetrics,
         clock: Callable[[], float],
     ) -> None:
-        super().__init__(put)
+        super().__init__(put, entrance.left)
         pipeline = self._pipeline = preparation.pipeline
         self.pause_order = PauseOrder(pipeline, self.states.values)
         self._apis = preparation.apis
         self._dispatchers = dispatchers
+        self._entrance = entrance
         self._preparation = preparation
         self._metrics = metrics
         self._clock = clock
@@ -67,19 +71,14 @@ class PipelineRequests(Requests[PipelineRequestState]):
         )
 
     def submit(self, message: SubmitRequest) -> None:
-        request = message.request
-        if request.abort_immediately:
+        if message.request.abort_immediately:
             # It frees the KV cache that a prefill outside of this fleet has left; here the prefill is a stage.
             return
-        self.abort((request.request_id,), whole=True)
-        if request.resumable:
-            error = StageInputError("A pipeline takes whole prompts: streaming input is for a fleet of one stage.")
-            refuse(message, error, self._put)
-            return
+        self.abort((message.request.request_id,), whole=True)
         try:
             state = self._new_state(message)
-        except (ValueError, StageInputError) as error:
-            refuse(message, StageInputError(str(error)), self._put)
+        except (ValueError, OmniError) as error:
+            refuse(message, error if isinstance(error, OmniError) else StageInputError(str(error)), self._put)
             return
         self.states[state.request_id] = state
         for stage in state.plan.roots:
@@ -143,10 +142,12 @@ class PipelineRequests(Requests[PipelineRequestState]):
         self._metrics.spent(stage.id, stage.name, part, seconds)
 
     def _new_state(self, message: SubmitRequest) -> PipelineRequestState:
+        if message.request.resumable:
+            raise StageInputError("A pipeline takes whole prompts: streaming input is for a fleet of one stage.")
         plan = self._default_plan if message.call is None else make_plan(self._pipeline, message.call)
         if plan.front is not None:
             self._apis[plan.front].check_front(message.request)
-        return PipelineRequestState.of(message, plan, self._pipeline.stages)
+        return PipelineRequestState.of(message, plan, self._entrance.enter(message), self._pipeline.stages)
 
     def _is_unfinished(self, state: PipelineRequestState) -> bool:
         """Safe to call from any thread."""
@@ -180,7 +181,7 @@ class PipelineRequests(Requests[PipelineRequestState]):
             streaming=session,
             dispatches=state.dispatches,
             first_request=given.first_request,
-            terms=state.terms,
+            ticket=state.ticket_at(stage),
         )
         if stage.id in state.plan.read:
             state.readers[stage.id] = api.reader(run.request)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from vllm_omni_plugin.admission.terms import Terms
+from vllm_omni_plugin.admission.ticket import Phase, Ticket
 from vllm_omni_plugin.orchestrator.pipeline.chunk_input import ChunkInput
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     Dispatches,
@@ -23,6 +23,8 @@ class Plan:
 
     Attributes:
         roots: stages that begin with the request itself, in topological order.
+        entries: where the request comes in: the first root that is vLLM's, and behind it, if it is a prefill, the stage
+            that goes on from there and may also begin.
         downstream: for each stage that is needed those that get its output and are needed.
         front: the stage that answers through vLLM's server, None if none does.
         client_sampled: see `Pipeline.sampled_by_client`.
@@ -32,6 +34,7 @@ class Plan:
     """
 
     roots: tuple[Stage, ...]
+    entries: tuple[int, ...]
     downstream: Mapping[int, tuple[Stage, ...]]
     front: int | None
     client_sampled: int | None
@@ -68,9 +71,12 @@ def make_plan(pipeline: Pipeline, call: PipelineCall | None) -> Plan:
         if stage.id in shown or not stage.is_vllm or (downstream[stage.id] and stage.output is not Modality.KV_CACHE)
     }
     roots = tuple(stage for stage in needed if not stage.inputs)
+    entry = next((stage for stage in roots if stage.is_vllm), roots[0])
+    behind = downstream[entry.id] if entry.output is Modality.KV_CACHE else ()
+    entries = (entry.id, *(stage.id for stage in behind))
     sampled = pipeline.sampled_by_client(modalities)
     client_sampled = None if sampled is None else sampled.id
-    return Plan(roots, downstream, front, client_sampled, finals, frozenset(read), frozenset(shown))
+    return Plan(roots, entries, downstream, front, client_sampled, finals, frozenset(read), frozenset(shown))
 
 
 @dataclass(slots=True, eq=False)
@@ -80,6 +86,7 @@ class OrchestratorRequestState:
     Attributes:
         request: vLLM's `EngineCoreRequest` as the client submitted it.
         submitted_at: monotonic seconds at which it was submitted.
+        ticket: its place in the order of all.
         final_stage_id: the stage that answers through vLLM's server; None if what the client wants does not come from
             there.
         final_output_stage_ids: stages whose output the client wants.
@@ -95,6 +102,7 @@ class OrchestratorRequestState:
 
     request: Any
     submitted_at: float
+    ticket: Ticket
     final_stage_id: int | None = 0
     final_output_stage_ids: frozenset[int] = frozenset((0,))
     finished_final_output_stage_ids: set[int] = field(default_factory=set)
@@ -112,6 +120,11 @@ class OrchestratorRequestState:
         return request_id
 
     @property
+    def answer_tokens(self) -> int:
+        """Tokens of the answer so far, of the stage where it came in."""
+        return len(self.runs[0].produced)
+
+    @property
     def finished(self) -> bool:
         """Whether everything that the client wants has been put out."""
         return self.finished_final_output_stage_ids >= self.final_output_stage_ids
@@ -125,7 +138,6 @@ class PipelineRequestState(OrchestratorRequestState):
         plan: the stages that it needs.
         dispatches: see `SubmitRequest`.
         traced: see `SubmitRequest`.
-        terms: see `SubmitRequest`.
         readers: read the outputs of the stages in `plan.read` that have begun, by stage id.
         chunk_inputs: inputs of stages that work on chunks, by stage id.
         answered: stages that have put something out.
@@ -138,7 +150,6 @@ class PipelineRequestState(OrchestratorRequestState):
     plan: Plan
     dispatches: Dispatches | None = None
     traced: bool = False
-    terms: Terms | None = None
     readers: dict[int, OutputReader] = field(default_factory=dict)
     chunk_inputs: dict[int, ChunkInput] = field(default_factory=dict)
     answered: set[int] = field(default_factory=set)
@@ -148,13 +159,14 @@ class PipelineRequestState(OrchestratorRequestState):
     prompt: str | None = None
 
     @classmethod
-    def of(cls, message: SubmitRequest, plan: Plan, stages: Sequence[Stage]) -> "PipelineRequestState":
+    def of(cls, message: SubmitRequest, plan: Plan, ticket: Ticket, stages: Sequence[Stage]) -> "PipelineRequestState":
         """The state of a request that has just been submitted."""
         request, call = message.request, message.call
         sampling = {} if call is None else call.sampling
         return cls(
             request,
             message.submitted_at,
+            ticket,
             final_stage_id=plan.front,
             final_output_stage_ids=plan.finals,
             sampling_params_list=tuple(sampling.get(stage.name, {}) for stage in stages),
@@ -163,8 +175,19 @@ class PipelineRequestState(OrchestratorRequestState):
             plan=plan,
             dispatches=message.dispatches,
             traced=message.traced,
-            terms=message.terms,
         )
+
+    @property
+    def answer_tokens(self) -> int:
+        """Tokens of the answer so far, of the stage where it came in or, behind a prefill, that goes on from there."""
+        run = self.runs.get(self.plan.entries[-1])
+        return 0 if run is None else len(run.produced)
+
+    def ticket_at(self, stage: Stage) -> Ticket:
+        """Its place in the order at a stage, where it may be refused only if it comes in there."""
+        if stage.id in self.plan.entries and self.ticket.phase is not Phase.STARTED:
+            return self.ticket
+        return self.ticket.follower()
 
     def stage_times(self, stages: Sequence[Stage], now: float) -> tuple[StageTimes, ...]:
         """When the stages that have begun worked for it, in the order of their beginnings.

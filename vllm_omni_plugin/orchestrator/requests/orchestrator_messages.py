@@ -83,6 +83,12 @@ class SubmitRequest:
     traced: bool = False
     terms: Terms | None = None
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of its prompt, or embeddings in their place."""
+        request = self.request
+        return len(request.prompt_embeds if request.prompt_token_ids is None else request.prompt_token_ids)
+
 
 @dataclass(frozen=True, slots=True)
 class AbortRequests:

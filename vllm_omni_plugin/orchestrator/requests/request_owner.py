@@ -3,8 +3,9 @@
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
+from vllm_omni_plugin.admission import Ticket
 from vllm_omni_plugin.errors import OmniError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
@@ -20,7 +21,19 @@ from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
 
 logger = init_logger(__name__)
 
-S = TypeVar("S")
+
+class RequestState(Protocol):
+    """What is looked at of an unfinished request."""
+
+    ticket: Ticket
+    """Its place in the order of all."""
+
+    @property
+    def answer_tokens(self) -> int:
+        """Tokens of its answer so far."""
+
+
+S = TypeVar("S", bound=RequestState)
 
 
 class Requests(ABC, Generic[S]):
@@ -28,14 +41,16 @@ class Requests(ABC, Generic[S]):
 
     Args:
         put: gives an item to AsyncLLM's side.
+        left: gives back the ticket of a request that has ended, with the number of its answer's tokens.
 
     Attributes:
         states: unfinished requests by the client's id; only `_drop` takes one out.
     """
 
-    def __init__(self, put: Callable[[Any], None]) -> None:
+    def __init__(self, put: Callable[[Any], None], left: Callable[[Ticket, int], None]) -> None:
         self.states: dict[str, S] = {}
         self._put = put
+        self._left = left
         self._empty: asyncio.Future[None] | None = None
 
     async def until_none(self) -> None:
@@ -99,6 +114,8 @@ class Requests(ABC, Generic[S]):
     def _drop(self, request_id: str) -> S | None:
         """Take out a request that has ended, if it is there."""
         state = self.states.pop(request_id, None)
+        if state is not None:
+            self._left(state.ticket, state.answer_tokens)
         if not self.states and self._empty is not None and not self._empty.done():
             self._empty.set_result(None)
         return state

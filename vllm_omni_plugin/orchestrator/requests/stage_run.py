@@ -7,7 +7,7 @@ from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
 
-from vllm_omni_plugin.admission import Terms, Ticket
+from vllm_omni_plugin.admission import Ticket
 from vllm_omni_plugin.balancing import Decision, Task
 from vllm_omni_plugin.errors import NoReplicaError, OmniError, QueryOfDeathError, RequestLostError
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import Dispatches
@@ -116,8 +116,7 @@ class StageRun:
         waits_since: monotonic seconds at which the request began to wait for a replica that serves.
         dispatches: see `SubmitRequest`.
         first_request: what the first replica gets in place of `request`, if anything.
-        terms: see `SubmitRequest`.
-        ticket: its place in the order of all; None in stages that let everybody in.
+        ticket: its place in the order of all; None in simulations without one.
         dispatched_at: monotonic seconds at which a replica got it for the first time; None before.
         losses: of the replicas that it has lost, and that had got it.
         losses_excused: those of them that do not count for the limit: crashes that a request of another head is the
@@ -151,7 +150,6 @@ class StageRun:
     waits_since: float = 0.0
     dispatches: Dispatches | None = None
     first_request: Any = None
-    terms: Terms | None = None
     ticket: Ticket | None = None
     dispatched_at: float | None = None
     losses: list[Loss] = field(default_factory=list)
