@@ -9,7 +9,7 @@ from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.links import FakeLink
 from vllm_omni_plugin.admission import AdmissionPlan, RequestClass, TenantSettings, Terms
-from vllm_omni_plugin.balancing import LeastTokensBalancer
+from vllm_omni_plugin.balancing import LeastTokensBalancer, PrefixBalancer, Prompt
 from vllm_omni_plugin.errors import RefusedError
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD
 from vllm_omni_plugin.orchestrator.pool.reserve import Reserve
@@ -220,6 +220,23 @@ async def test_a_request_that_has_waited_as_long_as_its_client_does_is_refused()
         assert sent(fleet, fleet.links[0]) == "ab"
         await asyncio.sleep(0)
         assert fleet.in_flight == [2]
+
+
+@pytest.mark.parametrize("end", ["refused", "aborted", "sent and aborted"])
+async def test_a_prompt_that_no_engine_got_does_not_count_as_cached(end: str) -> None:
+    prompt, plan = list(range(160)), AdmissionPlan(max_waiting_requests=1)
+    async with FakeFleet(1, PrefixBalancer(), reserve=TWO_AT_MOST, plan=plan) as fleet:
+        if end == "refused":
+            await submit_all(fleet, "abc")
+        elif end == "aborted":
+            await submit_all(fleet, "ab")
+        await fleet.submit("x", prompt=prompt)
+        if end == "refused":
+            assert isinstance(await fleet.the_error("x"), RefusedError)
+        else:
+            await fleet.abort("x")
+        _, decision = fleet.pool.decide({"prompt": Prompt(prompt)})
+        assert bool(decision.matched_tokens) == (end == "sent and aborted")
 
 
 @pytest.mark.parametrize("end", ["finish", "abort", "lose"])

@@ -344,6 +344,9 @@ class StagePool:
         self.serving.changed(member)
         if self.exchange is not None:
             self.exchange.changed(member)
+        if run.closed and not run.sent:
+            # One that is recalled is not: its prompt goes on counting as cached there, see `decide_again`.
+            self._policy.tell("withdrawn", run.task, member, run.decision)
         run.task["answer_ids"] = run.produced[run.answer_begins : run.answer_begins + run.output_tokens]
         self._policy.tell("ended", run.task, member, now - run.attempt_at, run.output_tokens)
         member.tell_if_idle()
