@@ -31,12 +31,9 @@ from vllm_omni_plugin.replicas.client.stage_client import StageClient
 from vllm_omni_plugin.vllm_api.requests.facts import CacheSize, LoadReport
 
 logger = init_logger(__name__)
-
 MAX_BINDINGS = 16_384
 """Keys that are remembered, the latest ones: what belongs together is sent within moments."""
 __all__ = ["BOUND", "PoolMember", "StagePool"]
-
-
 BOUND = "bound"
 """The reason where a request may go to one replica only, and no policy is asked."""
 APART = "apart"
