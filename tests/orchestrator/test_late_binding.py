@@ -251,5 +251,5 @@ async def test_nothing_of_a_tenant_is_left_when_its_requests_have_ended(end: str
         else:
             fleet.lose(0)
         admission = fleet.orchestrator.admission
-        report, _ = admission.by_tenant(50)
+        report, _ = admission.by_tenant()
         assert (admission.waiting, report["heavy"].in_flight if "heavy" in report else 0) == ((0, 0), 0)
