@@ -124,5 +124,8 @@ class AdmittingHead(Head):
     def _drop(self, request: Request, job: Job) -> None:
         """It waits no longer and is refused; its ticket is ended."""
         del self._by_number[self._tickets.pop(request).number]
+        run = self._runs[request]
+        assert run.replica_id is not None
+        self._tell("withdrawn", run.task, self.serving[run.replica_id], run.decision)
         self._withdraw(job)
         self._refuse(request)

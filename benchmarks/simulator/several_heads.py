@@ -112,6 +112,7 @@ class SeveralHeads(Head):
         delay: seconds until heads know each other's work, at most; None: they do not tell each other.
         aware: whether their policies heed that others choose as well.
         rng: chooses heads.
+        make_head: makes each of them; its arguments are those of `SharingHead`.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class SeveralHeads(Head):
         delay: float | None,
         aware: bool,
         rng: random.Random,
+        make_head: Callable[..., SharingHead] = SharingHead,
     ) -> None:
         limits = BatchLimits(settings.max_num_batched_tokens, settings.max_num_seqs)
         super().__init__(policies[0], clock, send, limits)
@@ -135,7 +137,7 @@ class SeveralHeads(Head):
         self._owners: dict[Job, SharingHead] = {}
         self._heads: list[SharingHead] = []
         for number, policy in enumerate(policies):
-            self._heads.append(SharingHead(policy, clock, partial(self._send_of, number), limits))
+            self._heads.append(make_head(policy, clock, partial(self._send_of, number), limits))
         for head in self._heads:
             head.aware = aware
             for replica in replicas:

@@ -4,10 +4,13 @@ import asyncio
 import random
 from array import array
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tests.fakes.engine_api import VOCABULARY, FakeOutputs
+from vllm_omni_plugin.admission import AdmissionPlan, Terms
+from vllm_omni_plugin.errors import RefusedError
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import AbortRequests, RequestFailed, SubmitRequest
 from week.played_engine import Request
@@ -31,19 +34,21 @@ class Clients:
     Args:
         orchestrator: the head's.
         rng: draws what they ask.
+        plan: of the head; None: they name no tenants, priorities and times.
 
     Attributes:
         sent: requests.
-        ends: how they ended: `ANSWERED`, `GIVEN_UP`, `REFUSED` while no replica served, or `FAILED`.
+        ends: how they ended: `ANSWERED`, `GIVEN_UP`, `REFUSED` by admission or while no replica served, or `FAILED`.
         wrong: outputs that did not go on where the one before had ended, or that nobody waits for.
         examples: of what is not as it should be, the first few.
         open: requests that have not ended.
         waits: seconds to the first token, by day.
     """
 
-    def __init__(self, orchestrator: Orchestrator, rng: random.Random) -> None:
+    def __init__(self, orchestrator: Orchestrator, rng: random.Random, plan: AdmissionPlan | None = None) -> None:
         self._orchestrator = orchestrator
         self._rng = rng
+        self._tenants = None if plan is None else [*plan.tenants, "", "made up"]
         self._loop = asyncio.get_running_loop()
         self._sessions: list[tuple[str, list[int], int]] = [self._session(number) for number in range(64)]
         self._numbers = len(self._sessions)
@@ -60,6 +65,7 @@ class Clients:
         rng, name = self._rng, f"r{self.sent}"
         self.sent += 1
         length = min(400, max(1, round(rng.lognormvariate(3.6, 0.9))))
+        terms = None if self._tenants is None else self._terms(self._tenants)
         session, prompt = None, [rng.randrange(VOCABULARY) for _ in range(rng.randint(16, 120))]
         if rng.random() < 0.5:
             session, prompt = self._next_turn()
@@ -70,9 +76,10 @@ class Clients:
             session=session,
             move=rng.choice(("resume", "resume", "replay")),
             asked=len(prompt),
+            priority=0 if terms is None else rng.randrange(2),
         )
         self.open[name] = _Asked(self._loop.time(), length)
-        self._orchestrator.request_async_queue.force_put(SubmitRequest(request, self._loop.time()))
+        self._orchestrator.request_async_queue.force_put(SubmitRequest(request, self._loop.time(), terms=terms))
         if rng.random() < _GIVEN_UP:
             self._loop.call_later(rng.expovariate(1.0), self._give_up, name)
 
@@ -115,10 +122,17 @@ class Clients:
         if item.request_id not in self.open:
             self._wrong(f"{item.request_id} failed after its end")
             return
-        refused = not self._orchestrator.can_serve
+        refused = isinstance(item.error, RefusedError) or not self._orchestrator.can_serve
         if not refused:
             self._note(f"{item.request_id}: {item.error}")
         self._end(item.request_id, REFUSED if refused else FAILED)
+
+    def _terms(self, tenants: Sequence[str]) -> Terms:
+        """Whose request it is, and how long it may wait; clients make up a thousand names."""
+        tenant = self._rng.choice(tenants)
+        if tenant == "made up":
+            tenant = f"made-up-{self._rng.randrange(1000)}"
+        return Terms(tenant, self._rng.choice((None, None, None, self._rng.uniform(0.01, 3.0))))
 
     def _give_up(self, name: str) -> None:
         if name in self.open:

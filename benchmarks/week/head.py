@@ -8,17 +8,22 @@ from functools import partial
 from typing import Any
 
 from vllm_omni_plugin.admin.metrics.fleet_metrics import all_totals
+from vllm_omni_plugin.admission import AdmissionPlan
 from vllm_omni_plugin.balancing import LoadBalancer
 from vllm_omni_plugin.orchestrator.fleet_control import FleetControl
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD, DRAIN_HOLD, SUSPECT_HOLD
+from vllm_omni_plugin.orchestrator.pool.reserve import AT_ONCE, Reserve
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
 from vllm_omni_plugin.replicas.client.stage_client import StageClient
-from week.played_engine import BLOCK_SIZE, BLOCKS, PlayedApi, PlayedEngine
+from vllm_omni_plugin.vllm_api.requests.facts import BatchLimits
+from week.played_engine import BLOCK_SIZE, BLOCKS, PLACES, PlayedApi, PlayedEngine
 
 MOVES, WAIT_S = 3, 60.0
 """The defaults of `--omni-migration-limit` and `--omni-replica-wait`."""
+_STEP_TOKENS = 64
+"""Of prompts in one step of an engine; what an engine with a queue gets ahead follows from it."""
 _READY = f"[{BLOCKS}, {BLOCK_SIZE}]".encode()
 
 
@@ -30,6 +35,7 @@ class Head:
         name: the policy's.
         replicas: at the beginning; the fleet comes back to so many.
         rng: draws what happens.
+        plan: who may come in, and waits here until a replica can begin it; None: each request is sent at once.
 
     Attributes:
         happened: what befell replicas how often, by name.
@@ -37,7 +43,9 @@ class Head:
         pool: of the stage.
     """
 
-    def __init__(self, policy: LoadBalancer, name: str, replicas: int, rng: random.Random) -> None:
+    def __init__(
+        self, policy: LoadBalancer, name: str, replicas: int, rng: random.Random, plan: AdmissionPlan | None = None
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._rng = rng
         self._engines: dict[PoolMember, PlayedEngine] = {}
@@ -45,10 +53,11 @@ class Head:
         self._tasks: set[asyncio.Task[None]] = set()
         self._befallen: set[PoolMember] = set()
         self.happened: Counter[str] = Counter()
-        self.pool = StagePool(0, policy, name, self._loop.time)
+        reserve = AT_ONCE if plan is None else Reserve(BatchLimits(_STEP_TOKENS, PLACES), waits=True, recalls=True)
+        self.pool = StagePool(0, policy, name, self._loop.time, reserve=reserve)
         # Those of its methods that only pipelines need are missing.
         apis: list[Any] = [PlayedApi()]
-        self.orchestrator = Orchestrator([self.pool], apis, MOVES, self._loop.time, WAIT_S)
+        self.orchestrator = Orchestrator([self.pool], apis, MOVES, self._loop.time, WAIT_S, admission_plan=plan)
         for _ in range(replicas):
             self._join(self.pool.add())
         self._faults: dict[str, tuple[int, Callable[[], Coroutine[Any, Any, None]]]] = {
@@ -86,6 +95,7 @@ class Head:
     def left(self) -> Iterator[tuple[str, float]]:
         """What is counted, charged, queued or kept of requests, by where. All of it is 0 when there is none."""
         orchestrator, metrics, pool = self.orchestrator, self.orchestrator.metrics, self.pool
+        admission = orchestrator.admission
         for member in pool.members:
             load, account = member.account.uncached_load(), member.account
             yield "in flight", len(member.in_flight)
@@ -94,6 +104,7 @@ class Head:
             yield "prefill tokens", load.prefill_tokens
             yield "decode tokens", load.decode_tokens
             yield "waiting at replicas", account.waiting
+            yield "unsent", account.unsent + account.unbegun + account.unbegun_tokens
         for totals in all_totals(orchestrator):
             yield "waiting", totals.waiting
             yield "running", totals.running
@@ -101,6 +112,12 @@ class Head:
         yield "queue lengths", sum(map(abs, lengths)) + abs(pool.serving.total_queue_length)
         yield "prefill tokens of all", sum(map(abs, tokens))
         yield "sent and unfinished", pool.serving.unreported.in_flight
+        yield "in the flow", pool.flow.queued
+        yield "queued at the head", sum(map(sum, admission.by_class().values())) + metrics.queued_in[pool.stage_id]()
+        named, others = admission.by_tenant()
+        for report in (*named.values(), others):
+            yield "of tenants", sum(report.waiting) + report.in_flight
+        yield "expected waits", sum(admission.class_waits().values())
         yield "held, paused, moving", metrics.held + metrics.paused + metrics.moves_waiting
         yield "requests", len(orchestrator.request_states)
         yield "queued", len(orchestrator.request_async_queue) + len(orchestrator.output_async_queue)

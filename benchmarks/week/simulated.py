@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from math import sin, tau
 
+from vllm_omni_plugin.admission import AdmissionPlan
 from vllm_omni_plugin.balancing import LoadBalancer
 from week.clients import Clients
 from week.head import Head
@@ -37,6 +38,7 @@ class Settings:
         replicas: when all are there.
         fault: with which probability something befalls replicas in a burst.
         seed: of everything that is drawn.
+        plan: see `Head`; with one, requests have tenants, priorities and times.
     """
 
     days: float = 7.0
@@ -44,6 +46,7 @@ class Settings:
     replicas: int = 12
     fault: float = 0.25
     seed: int = 0
+    plan: AdmissionPlan | None = None
 
 
 @dataclass
@@ -53,6 +56,7 @@ class Outcome:
     Attributes:
         sent: see `Clients`, as of `ends`, `wrong`, `examples` and `waits`.
         moves: of requests whose replica was lost.
+        recalls: of requests that waited for another replica.
         happened: see `Head`.
         rests: at which was looked for what was left.
         left: the most that was found at any rest, by where; without what is 0, as everything should be.
@@ -71,6 +75,7 @@ class Outcome:
     examples: list[str] = field(default_factory=list)
     waits: "list[array[float]]" = field(default_factory=list)
     moves: int = 0
+    recalls: int = 0
     happened: Counter[str] = field(default_factory=Counter)
     rests: int = 0
     left: dict[str, float] = field(default_factory=dict)
@@ -103,8 +108,8 @@ class _Week:
         # What goes wrong in a callback must not pass for a good end.
         errors: list[object] = []
         loop.set_exception_handler(lambda _, context: errors.append(context))
-        async with Head(self._policy, self._name, settings.replicas, self._rng) as head:
-            clients = Clients(head.orchestrator, self._rng)
+        async with Head(self._policy, self._name, settings.replicas, self._rng, settings.plan) as head:
+            clients = Clients(head.orchestrator, self._rng, settings.plan)
             reading = loop.create_task(clients.read())
             for number in range(int(settings.days * DAY_S / PERIOD_S)):
                 await self._burst(head, clients)
@@ -122,6 +127,7 @@ class _Week:
             outcome.sent, outcome.ends, outcome.wrong = clients.sent, clients.ends, clients.wrong
             outcome.examples, outcome.waits = clients.examples, clients.waits
             outcome.moves, outcome.happened = head.orchestrator.metrics.moves, head.happened
+            outcome.recalls = head.orchestrator.metrics.recalls
         return outcome
 
     async def _burst(self, head: Head, clients: Clients) -> None:

@@ -9,7 +9,7 @@ from tests.fakes.pipeline_fleet import FakePipelineFleet, stage
 from tests.orchestrator.work_bus import Timers
 from vllm_omni_plugin.admin.metrics.catalogue import METRICS, PREFIX
 from vllm_omni_plugin.admin.metrics.fleet_metrics import FleetCollector
-from vllm_omni_plugin.admission import Terms
+from vllm_omni_plugin.admission import AdmissionPlan, TenantSettings, Terms, Ticket
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.coordinator import PeerWork, SessionLost
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
@@ -76,6 +76,22 @@ async def test_a_tenant_has_a_label_that_no_client_can_give_to_others(tenant: st
         name = "vllm_omni_fleet:tenant_requests_in_flight"
         assert registry_of(fleet.orchestrator).get_sample_value(name, {"tenant": label}) == 1
         assert registry_of(fleet.orchestrator).get_sample_value(name, {"tenant": "other"}) == 0
+
+
+def test_ten_thousand_tenants_of_one_client_are_fifty_in_metrics_and_all_others_as_one() -> None:
+    orchestrator = empty_orchestrator()
+    orchestrator.admission.replace(AdmissionPlan(tenants={"known": TenantSettings()}))
+    for number in range(10_000):
+        ticket = orchestrator.admission.ticket(Terms(f"made-up-{number}"), 0, 10, 0.0)
+        assert isinstance(ticket, Ticket)
+        orchestrator.admission.started(ticket)
+        orchestrator.admission.ended(ticket, 5, 0.0)
+    registry = registry_of(orchestrator)
+    for name in ("requests_waiting", "requests_in_flight", "tokens_total"):
+        assert len(tenants := values(registry, f"vllm_omni_fleet:tenant_{name}", "tenant")) == 50 + 1
+        assert {"known", "other"} <= tenants.keys()
+    assert sum(tenants.values()) == 150_000
+    assert "other" not in values(registry, "vllm_omni_fleet:tenant_weight", "tenant")
 
 
 def test_a_head_that_can_be_joined_says_who_it_hears_of() -> None:

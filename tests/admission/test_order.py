@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_omni_plugin.admission import AdmissionPlan, RequestClass, TenantSettings, Terms, Ticket
+from vllm_omni_plugin.admission.accounts import TenantAccounts
 
 from .fakes import admission, come, served
 
@@ -132,31 +133,14 @@ def test_ten_thousand_tenants_of_one_client_put_nobody_back() -> None:
 
 
 def test_tenants_of_clients_cost_bounded_memory_and_push_out_no_configured_one() -> None:
-    plan = AdmissionPlan(tenants={"known": TenantSettings()})
-    rules = admission(plan)
-    served(rules, [come(rules, "known")])
-    busy = come(rules, "busy")
+    accounts = TenantAccounts(AdmissionPlan(tenants={"known": TenantSettings()}))
+    known, busy = accounts.open("known"), accounts.open("busy")
+    accounts.begin(busy)
     for number in range(25_000):
-        served(rules, [come(rules, f"made-up-{number}" + "x" * 1000)])
-    named, other = rules.by_tenant(100_000)
-    assert len(named) == 10_000 + 2
-    assert named["known"].served_tokens == 100
-    assert named["busy"].in_flight == 1
-    assert max(map(len, named)) == 128
-    assert other.served_tokens == 0
-    rules.ended(busy, 0, 0.0)
-
-
-def test_reports_name_the_tenants_with_most_tokens_and_add_up_the_others() -> None:
-    rules = admission()
-    for number in range(60):
-        served(rules, [come(rules, f"t{number}", number + 1)])
-    come(rules, "t0", 70)
-    named, other = rules.by_tenant(50)
-    assert next(iter(named)) == "t0"
-    assert named["t0"].waiting == (1, 70)
-    assert len(named) == 50
-    assert other.served_tokens == sum(range(2, 12))
+        accounts.open(f"made-up-{number}" + "x" * 1000)
+    assert len(accounts) == 10_000 + 2
+    assert (accounts.known("known"), accounts.known("busy")) == (known, busy)
+    assert max(len(account.name) for account in accounts) == 128
 
 
 def test_standing_says_the_class_and_how_many_go_before() -> None:
@@ -180,7 +164,7 @@ def test_what_ends_twice_or_leaves_twice_counts_once() -> None:
     rules.ended(ticket, 7, 0.0)
     rules.ended(ticket, 7, 0.0)
     assert rules.waiting == (0, 0)
-    assert rules.by_tenant(5)[0]["a"] == ((0, 0), 0, 107, 1.0)
+    assert rules.by_tenant()[0]["a"] == ((0, 0), 0, 107, 1.0)
 
 
 def test_a_newcomer_goes_before_what_others_have_waiting_for_slower_replicas() -> None:

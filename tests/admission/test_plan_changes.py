@@ -17,7 +17,7 @@ def test_what_waits_keeps_its_place_and_tenants_their_counts() -> None:
     rules.replace(AdmissionPlan(classes=classes("b", "a"), tenants={"two": TenantSettings(class_name="a")}))
     assert rules.by_class() == {"b": (1, 100), "a": (1, 100)}
     assert served(rules, tickets) == [tickets[1], tickets[0]]
-    named, _ = rules.by_tenant(5)
+    named, _ = rules.by_tenant()
     assert (named["one"].served_tokens, named["two"].served_tokens) == (100, 100)
 
 
@@ -85,6 +85,6 @@ def test_a_tenant_that_is_configured_or_no_longer_so_keeps_its_requests(name: st
     ticket = come(rules, name)
     rules.replace(AdmissionPlan(tenants={"made-up": TenantSettings()}))
     come(rules, name)
-    assert rules.by_tenant(9)[0][name].in_flight == 2
+    assert rules.by_tenant()[0][name].in_flight == 2
     rules.ended(ticket, 0, 0.0)
-    assert rules.by_tenant(9)[0][name].in_flight == 1
+    assert rules.by_tenant()[0][name].in_flight == 1

@@ -77,6 +77,35 @@ def test_estimated_caches_evict_as_lists_of_blocks_do(uses: list[tuple[int, str]
         assert matches(caches, chain(prompt)) == {bit: blocks for bit, blocks in expected.items() if blocks}
 
 
+@given(st.lists(WORDS, max_size=10), WORDS, st.lists(WORDS, max_size=3), WORDS)
+def test_a_prompt_that_is_withdrawn_leaves_what_was_there_before_and_what_others_use(
+    before: list[str], withdrawn: str, after: list[str], prompt: str
+) -> None:
+    caches = PrefixCaches()
+    for word in before:
+        caches.estimate(0, chain(word), 100)
+    known = matches(caches, chain(withdrawn)).get(0, 0)
+    caches.estimate(0, chain(withdrawn), 100)
+    for word in after:
+        caches.estimate(0, chain(word), 100)
+    caches.withdraw(0, chain(withdrawn), known)
+    held = {key for word in (*before, *after) for key in chain(word)}
+    # A prompt with the very same blocks cannot be told from the withdrawn one.
+    if not any(word.startswith(withdrawn) or withdrawn.startswith(word) for word in after):
+        assert matches(caches, chain(prompt)).get(0, 0) == leading(held, chain(prompt))
+
+
+def test_a_flood_of_withdrawn_prompts_evicts_no_more_than_the_longest_of_them() -> None:
+    caches = PrefixCaches()
+    for prompt in range(10):
+        caches.estimate(0, range(10 * prompt, 10 * prompt + 10), 100)
+    for prompt in range(10, 1000):
+        flood = range(10 * prompt, 10 * prompt + 10)
+        caches.estimate(0, flood, 100)
+        caches.withdraw(0, flood, 0)
+    assert [matches(caches, range(10 * prompt, 10 * prompt + 10)) for prompt in range(10)] == [{}] + 9 * [{0: 10}]
+
+
 def test_the_same_prompt_for_ever_is_one_prompt() -> None:
     caches = PrefixCaches()
     for _ in range(1000):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from vllm_omni_plugin.balancing import LoadBalancer, ReplicaLoad, build_load_balancer_factory, known_policies
+from vllm_omni_plugin.balancing.registry import installed_policies
 from vllm_omni_plugin.errors import ConfigError
 
 from .fakes import with_loads, with_queues
@@ -35,7 +36,9 @@ def installed(site: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The package can be imported, as if it had been installed where vLLM is."""
     monkeypatch.syspath_prepend(site)
     invalidate_caches()
+    installed_policies.cache_clear()
     yield
+    installed_policies.cache_clear()
     for name in [name for name in sys.modules if name.partition(".")[0] == "acme_policies"]:
         del sys.modules[name]
 

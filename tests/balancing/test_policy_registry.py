@@ -23,6 +23,7 @@ from vllm_omni_plugin.balancing import (
     known_policies,
 )
 from vllm_omni_plugin.balancing.policy_options import number, whole
+from vllm_omni_plugin.balancing.registry import installed_policies
 from vllm_omni_plugin.errors import ConfigError
 
 from .fakes import with_queues
@@ -85,6 +86,7 @@ def plugin_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     monkeypatch.syspath_prepend(tmp_path)
     yield tmp_path
     sys.modules.pop("acme_policies", None)
+    installed_policies.cache_clear()
 
 
 @pytest.fixture
@@ -98,6 +100,7 @@ def install(plugin_dir: Path) -> Install:
         lines = [f"{name.replace('_', '-')} = {value}" for name, value in policies.items()]
         (folder / "entry_points.txt").write_text("\n".join(["[vllm_omni_plugin.lb_policies]", *lines, ""]))
         importlib.invalidate_caches()
+        installed_policies.cache_clear()
 
     return write_metadata
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from vllm_omni_plugin.pipeline.transfer import StageOutput, Transfer
+from vllm_omni_plugin.pipeline.transfer import StageInput, StageOutput, Transfer
 from vllm_omni_plugin.stages import PythonStage, StageJob
 
 
@@ -14,6 +14,10 @@ class Vocoder(PythonStage):
 
     def compute(self, jobs: Sequence[StageJob]) -> Sequence[StageOutput | Exception]:
         return [StageOutput() for _ in jobs]
+
+    @staticmethod
+    def cost(given: StageInput) -> int:
+        return 100
 
 
 def speak(outputs: Mapping[str, StageOutput], transfer: Transfer) -> str:

@@ -18,6 +18,7 @@ from vllm_omni_plugin.integration.options.compatibility import prepare_engine_ar
 from vllm_omni_plugin.integration.processes.headless import plan_node
 from vllm_omni_plugin.replicas.engine.engine_start import SharingProcess
 from vllm_omni_plugin.vllm_api.launch.model_fingerprint import fingerprint
+from vllm_omni_plugin.vllm_api.protocol.stage_protocol import StageRequest
 
 from .pipeline_files import JOIN, STAGES, read, write_disaggregated, write_pipeline, write_text_model
 
@@ -125,6 +126,17 @@ def test_a_head_shares_memory_with_the_python_stages_that_it_alone_uses(tmp_path
         assert (process.memory is None) == for_others
     finally:
         process.shutdown(0.0)
+
+
+@pytest.mark.parametrize(("replicas", "cost"), [(1, 100), (0, 4)])
+def test_a_class_is_asked_for_costs_where_it_is_run_and_else_need_not_be_there(
+    tmp_path: Path, replicas: int, cost: int
+) -> None:
+    vocoder = VOCODER if replicas else VOCODER.replace(STAGES, "not_installed_here")
+    file = write_pipeline(tmp_path, third=f"{vocoder}\nreplicas: {replicas}")
+    *_, plan = plans_of(f"--omni-pipeline {file} {ENGINE} {JOIN}")
+    task, _ = plan.api.describe(StageRequest("a", text="four"))
+    assert len(task["prompt"].token_ids) == cost
 
 
 def test_engines_of_the_node_are_numbered_through_all_stages(tmp_path: Path) -> None:

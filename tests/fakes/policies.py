@@ -41,6 +41,9 @@ class NotingPolicy:
     def began(self, task: Task, replica: Any, cached_tokens: int | None) -> None:
         self._note("began", replica, task["request_id"], cached_tokens)
 
+    def withdrawn(self, task: Task, replica: Any, decision: Decision) -> None:
+        self._note("withdrawn", replica, task["request_id"], decision.reason)
+
     def ended(self, task: Task, replica: Any, seconds: float, output_tokens: int) -> None:
         self._note("ended", replica, task["request_id"], seconds, output_tokens, list(task["answer_ids"]))
 

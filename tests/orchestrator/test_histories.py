@@ -209,7 +209,7 @@ class Histories(RuleBasedStateMachine):
             self.run(self.fleet.abort(*held))
             assert self.fleet.orchestrator.request_states == {}
             assert self.fleet.in_flight == [0] * REPLICAS
-            report, _ = self.fleet.orchestrator.admission.by_tenant(50)
+            report, _ = self.fleet.orchestrator.admission.by_tenant()
             assert all((tenant.waiting, tenant.in_flight) == ((0, 0), 0) for tenant in report.values())
             self.run(self.fleet.__aexit__())
         self.loop.close()

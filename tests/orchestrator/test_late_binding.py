@@ -10,13 +10,14 @@ from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeRequest
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admission import AdmissionPlan, RequestClass, TenantSettings, Terms
+from vllm_omni_plugin.balancing import PrefixBalancer, Prompt
 from vllm_omni_plugin.errors import RefusedError
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD
 from vllm_omni_plugin.orchestrator.pool.reserve import Reserve
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import AbortRequests, SubmitRequest
 from vllm_omni_plugin.vllm_api.requests.facts import BatchLimits
 
-from .late_fleet import got, late, submit_all
+from .late_fleet import TWO_AT_MOST, got, late, submit_all
 
 NAMES = "abcdef"
 
@@ -222,6 +223,23 @@ async def test_a_request_that_has_waited_as_long_as_its_client_does_is_refused()
         assert fleet.in_flight == [2]
 
 
+@pytest.mark.parametrize("end", ["refused", "aborted", "sent and aborted"])
+async def test_a_prompt_that_no_engine_got_does_not_count_as_cached(end: str) -> None:
+    prompt, plan = list(range(160)), AdmissionPlan(max_waiting_requests=1)
+    async with FakeFleet(1, PrefixBalancer(), reserve=TWO_AT_MOST, plan=plan) as fleet:
+        if end == "refused":
+            await submit_all(fleet, "abc")
+        elif end == "aborted":
+            await submit_all(fleet, "ab")
+        await fleet.submit("x", prompt=prompt)
+        if end == "refused":
+            assert isinstance(await fleet.the_error("x"), RefusedError)
+        else:
+            await fleet.abort("x")
+        _, decision = fleet.pool.decide({"prompt": Prompt(prompt)})
+        assert bool(decision.matched_tokens) == (end == "sent and aborted")
+
+
 @pytest.mark.parametrize("end", ["finish", "abort", "lose"])
 async def test_nothing_of_a_tenant_is_left_when_its_requests_have_ended(end: str) -> None:
     async with late(plan=CLASSES) as fleet:
@@ -234,5 +252,5 @@ async def test_nothing_of_a_tenant_is_left_when_its_requests_have_ended(end: str
         else:
             fleet.lose(0)
         admission = fleet.orchestrator.admission
-        report, _ = admission.by_tenant(50)
+        report, _ = admission.by_tenant()
         assert (admission.waiting, report["heavy"].in_flight if "heavy" in report else 0) == ((0, 0), 0)

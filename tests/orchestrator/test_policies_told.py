@@ -18,6 +18,8 @@ from vllm_omni_plugin.balancing import (
 )
 from vllm_omni_plugin.errors import NoReplicaError, OmniError, UnexplainedError
 from vllm_omni_plugin.orchestrator.pool.policy_guard import POLICY_FAULT, UNEXPLAINED, PolicyGuard
+from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD
+from vllm_omni_plugin.orchestrator.pool.reserve import Reserve
 from vllm_omni_plugin.orchestrator.pool.stage_pool import BOUND
 from vllm_omni_plugin.orchestrator.requests.counters import count
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import Dispatches, Explain, Explanation
@@ -80,6 +82,21 @@ async def test_an_attempt_that_is_aborted_before_its_first_output_ends_without_b
         ("ended", "a"),
         ("dispatched", "b"),
         ("ended", "b"),
+    ]
+
+
+async def test_an_attempt_that_ends_before_its_engine_got_it_is_withdrawn_and_a_recalled_one_is_not() -> None:
+    policy = NotingPolicy()
+    async with FakeFleet(balancer=policy, reserve=Reserve(waits=True)) as fleet:
+        for name in "abcd":
+            await fleet.submit(name)
+        await fleet.abort("c")
+        fleet.orchestrator.hold_back(fleet.pool.member(0), ADMIN_HOLD)
+    assert policy.notes[4:] == [
+        ("withdrawn", 0, "c", "noted"),
+        ("ended", 0, "c", 0.0, 0, []),
+        ("ended", 0, "d", 0.0, 0, []),
+        ("dispatched", 1, "d", "noted"),
     ]
 
 

@@ -55,7 +55,7 @@ async def test_where_its_replica_turned_out_to_be_dead() -> None:
         fleet.links[0].broken = True
         await submit(fleet, "a")
         await refused(fleet, "a")
-        named, _ = fleet.orchestrator.admission.by_tenant(50)
+        named, _ = fleet.orchestrator.admission.by_tenant()
         assert (named["tenant"].in_flight, named["tenant"].served_tokens) == (0, 0)
 
 

@@ -3,20 +3,34 @@
 import asyncio
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from simulated_week import drifts, is_sound
 from simulator.contenders import build
-from week.clients import ANSWERED, FAILED, GIVEN_UP
+from week.clients import ANSWERED, FAILED, GIVEN_UP, REFUSED
 from week.simulated import Outcome, Settings, simulate
 from week.virtual_time import VirtualTimeLoop
 
+from vllm_omni_plugin.admission import AdmissionPlan, RequestClass, TenantSettings
 from vllm_omni_plugin.balancing import Decision, LeastQueueLengthBalancer, ReplicaView, Task
 from vllm_omni_plugin.orchestrator.requests.charges import Account
 
 HOURS = Settings(days=0.1, requests=30, replicas=6, fault=0.9, seed=4)
 """57 bursts, most of them with a fault."""
+
+
+PLAN = AdmissionPlan(
+    classes=(RequestClass(name="first", priority_at_most=0), RequestClass(name="last", deadline=2.0)),
+    max_waiting_requests=60,
+    max_wait=3.0,
+    tenants={
+        "heavy": TenantSettings(weight=3),
+        "few": TenantSettings(max_in_flight=3),
+        "slow": TenantSettings(tokens_per_s=50),
+    },
+)
 
 
 def run(policy: str, settings: Settings = HOURS) -> Outcome:
@@ -33,6 +47,16 @@ def test_after_hours_of_bursts_and_faults_nothing_is_left_of_any_request(policy:
     assert outcome.moves > 15
     assert len(outcome.happened) == 7
     assert min(outcome.ends[end] for end in (ANSWERED, GIVEN_UP)) > 0
+
+
+@pytest.mark.parametrize("policy", ["prefix", "least-tokens"])
+def test_after_hours_of_refusals_losses_and_recalls_nothing_is_left_in_the_queue_or_of_any_tenant(policy: str) -> None:
+    outcome = run(policy, replace(HOURS, requests=100, plan=PLAN))
+    assert outcome.left == {}
+    assert (outcome.ends.total(), outcome.ends[FAILED], outcome.wrong) == (outcome.sent, 0, 0), outcome.examples
+    assert outcome.rests > 50
+    assert min(outcome.moves, outcome.recalls) > 20
+    assert min(outcome.ends[end] for end in (ANSWERED, GIVEN_UP, REFUSED)) > 100
 
 
 def test_the_same_seed_gives_the_same_hours() -> None:
@@ -79,6 +103,12 @@ def test_load_that_gets_less_even_is_found() -> None:
 @pytest.mark.parametrize("policy", ["prefix", "least-tokens", "session"])
 def test_a_week_leaves_nothing_and_load_stays_as_even(policy: str) -> None:
     outcome = run(policy, Settings(requests=10))
+    assert is_sound(outcome), (outcome.left, outcome.examples, drifts(outcome))
+
+
+@pytest.mark.long
+def test_a_week_of_refusals_leaves_nothing_and_the_head_grows_no_larger() -> None:
+    outcome = run("prefix", Settings(requests=15, replicas=4, plan=PLAN))
     assert is_sound(outcome), (outcome.left, outcome.examples, drifts(outcome))
 
 

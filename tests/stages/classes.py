@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_omni_plugin.errors import StageInputError
-from vllm_omni_plugin.pipeline.transfer import StageOutput
+from vllm_omni_plugin.pipeline.transfer import StageInput, StageOutput
 from vllm_omni_plugin.stages import PythonStage, StageJob
 
 
@@ -32,6 +32,15 @@ class Echo(PythonStage):
             )
             for job in jobs
         ]
+
+
+class Priced(Echo):
+    """Costs what the input says."""
+
+    @staticmethod
+    def cost(given: StageInput) -> int:
+        """Whatever is in the metadata; raises without it."""
+        return given.metadata["cost"]  # type: ignore[no-any-return]
 
 
 class Faulty(PythonStage):

@@ -1,6 +1,6 @@
 """Replicas of Python stages behind the link and the client that all replicas have."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -12,6 +12,7 @@ from vllm_omni_plugin.pipeline.stage import Modality, Stage
 from vllm_omni_plugin.pipeline.transfer import Part, StageInput, StageOutput
 from vllm_omni_plugin.replicas.engine.running_engine import Engine, start_local_engine
 from vllm_omni_plugin.stages.api import PythonStageApi
+from vllm_omni_plugin.stages.python_stage import PythonStage
 from vllm_omni_plugin.stages.stage_process import PythonStageLauncher
 
 END_TOKEN = 2
@@ -22,10 +23,10 @@ def stage(engine: str = "classes:Echo", **fields: Any) -> Stage:
     return Stage(1, "vocoder", f"tests.stages.{engine}", Modality.AUDIO, **fields)
 
 
-def api(described: Stage) -> PythonStageApi:
+def api(described: Stage, cost: Callable[[StageInput], int] = PythonStage.cost) -> PythonStageApi:
     """An interface whose tokens are characters."""
     return PythonStageApi(
-        described, lambda tokens: "".join(map(chr, tokens)), lambda text: list(map(ord, text)), END_TOKEN
+        described, lambda tokens: "".join(map(chr, tokens)), lambda text: list(map(ord, text)), END_TOKEN, cost
     )
 
 

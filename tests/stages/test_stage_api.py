@@ -1,5 +1,7 @@
 """What the orchestrator is told about Python stages."""
 
+import random
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -7,7 +9,10 @@ import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 
+from tests.balancing.pool import pool_of
+from tests.stages.classes import Priced
 from tests.stages.heads import END_TOKEN, api, source, stage
+from vllm_omni_plugin.balancing import LeastTokensBalancer, Task
 from vllm_omni_plugin.errors import StageInputError
 from vllm_omni_plugin.pipeline.transfer import WHOLE, Part, StageInput, StageOutput
 from vllm_omni_plugin.stages.stage_process import python_fingerprint
@@ -82,6 +87,32 @@ def test_a_first_stage_gets_the_embeddings_of_a_prompt_without_tokens() -> None:
 def test_the_size_of_the_work_is_that_of_the_input(given: StageInput, size: int) -> None:
     task, _ = API.describe(build(given))
     assert (task["prompt"].token_ids, task["prompt"].cacheable, task["max_tokens"]) == (range(size), False, 1)
+
+
+def test_a_stage_says_what_an_input_costs() -> None:
+    priced = api(stage("classes:Priced"), Priced.cost)
+
+    def task_of(cost: int) -> Task:
+        request = priced.build(source(), StageInput(text="as long", metadata={"cost": cost}), {}, front=False)
+        return priced.describe(request)[0]
+
+    pool = pool_of(LeastTokensBalancer(rng=random.Random(0)), 2)
+    dear = pool.send(task_of(100)).position
+    cheap = Counter(pool.send(task_of(1)).position for _ in range(100))
+    assert cheap == {1 - dear: 100}
+
+
+@pytest.mark.parametrize("cost", [None, -1, float("nan"), float("inf"), "much", 2**70], ids=str)
+def test_a_cost_that_is_none_is_the_size_and_said_once(cost: Any, caplog: pytest.LogCaptureFixture) -> None:
+    priced = api(stage("classes:Priced"), Priced.cost)
+    request = priced.build(source(), StageInput(text="four"), {}, front=False)
+    request.metadata = {} if cost is None else {"cost": cost}
+    for _ in range(2):
+        assert len(priced.describe(request)[0]["prompt"].token_ids) == 4
+    (said,) = caplog.messages
+    assert "tests.stages.classes:Priced.cost: " in said
+    request.metadata = {"cost": 7.9}
+    assert len(priced.describe(request)[0]["prompt"].token_ids) == 7
 
 
 def test_an_output_that_was_delivered_before_carries_nothing_when_it_comes_again() -> None:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from vllm_omni_plugin.admission.accounts import ACTIVE_S, TenantAccount, TenantAccounts
 from vllm_omni_plugin.admission.class_queue import Backlog, ClassQueue
+from vllm_omni_plugin.admission.named_tenants import NamedTenants
 from vllm_omni_plugin.admission.plan import AdmissionPlan, RequestClass
 from vllm_omni_plugin.admission.queues import Queues, StageState, total
 from vllm_omni_plugin.admission.terms import Reason, Refusal, Terms
@@ -37,7 +38,7 @@ class TenantReport(NamedTuple):
     Attributes:
         waiting: what waits.
         in_flight: requests that wait or run.
-        served_tokens: of requests that have ended.
+        served_tokens: of requests that have ended, see `NamedTenants`.
         weight: its share.
     """
 
@@ -72,6 +73,8 @@ class Admission:
         self._queues = Queues(plan, stage)
         self._numbers = count()
         self._mean_output: float | None = None
+        self._named = NamedTenants()
+        self._name_configured()
 
     @property
     def plan(self) -> AdmissionPlan:
@@ -82,6 +85,7 @@ class Admission:
         """Go by another plan. What waits keeps its place, and accounts their counts. O(n)."""
         self._accounts.replace(plan)
         self._queues = self._queues.under(plan)
+        self._name_configured()
 
     def ticket(self, terms: Terms, priority: int, tokens: int, now: float) -> Ticket | Refusal:
         """Give a request its place in the order; or refuse it, because its tenant is at a limit of its own.
@@ -106,6 +110,7 @@ class Admission:
         account.finish[of_class.name] = start_tag + charge
         account.use(cost, self._stage.heads, now)
         self._accounts.begin(account)
+        self._named.come(account, self.plan.tenants)
         patience = _patience(terms, of_class)
         due = None if patience is None else now + patience
         self._queues.of(of_class.name).last_came = now
@@ -206,6 +211,7 @@ class Admission:
             account = ticket.tenant
             more = ticket.tokens + output_tokens - ticket.cost
             account.answered(ticket.tokens, output_tokens)
+            self._named.answered(account, ticket.tokens + output_tokens)
             mean = self._mean_output
             self._mean_output = output_tokens if mean is None else mean + (output_tokens - mean) * _MEMORY
             self._close(ticket, more, more / account.settings.weight, now)
@@ -229,22 +235,21 @@ class Admission:
             waits[name] = self._queues.wait_s(ahead)
         return waits
 
-    def by_tenant(self, most: int) -> tuple[dict[str, TenantReport], TenantReport]:
-        """So many tenants with the most tokens, served or waiting, and all others as one. O(tenants)."""
-        reports = {account.name: self._report(account) for account in self._accounts}
-        names = sorted(reports, key=lambda name: -(reports[name].served_tokens + reports[name].waiting.tokens))
-        rest = [reports[name] for name in names[most:]]
-        other = TenantReport(
-            total(report.waiting for report in rest),
-            sum(report.in_flight for report in rest),
-            sum(report.served_tokens for report in rest),
-            sum(report.weight for report in rest),
-        )
-        return {name: reports[name] for name in names[:most]}, other
+    def by_tenant(self) -> tuple[dict[str, TenantReport], TenantReport]:
+        """The tenants that metrics tell apart, and all others as one. O(tenants)."""
+        named = {account.name: self._report(account, tokens) for account, tokens in self._named.served()}
+        others = [self._report(account, 0) for account in self._accounts if account.name not in named]
+        waiting = total(report.waiting for report in others)
+        in_flight, weight = sum(report.in_flight for report in others), sum(report.weight for report in others)
+        return named, TenantReport(waiting, in_flight, self._named.other_tokens, weight)
 
-    def _report(self, account: TenantAccount) -> TenantReport:
+    def _report(self, account: TenantAccount, served_tokens: int) -> TenantReport:
         waiting = self._queues.backlog_of(account.name)
-        return TenantReport(waiting, account.in_flight, account.served_tokens, account.settings.weight)
+        return TenantReport(waiting, account.in_flight, served_tokens, account.settings.weight)
+
+    def _name_configured(self) -> None:
+        for name in self.plan.tenants:
+            self._named.come(self._accounts.open(name), self.plan.tenants)
 
     def _account(self, terms: Terms) -> TenantAccount:
         """The account of a tenant, or what it would be. From any thread."""

@@ -202,6 +202,9 @@ class Observer(Protocol):
     def dispatched(self, task: Task, replica: ReplicaView, decision: Decision) -> None:
         """A request goes to a replica; not always the one chosen, since some requests are bound to one."""
 
+    def withdrawn(self, task: Task, replica: ReplicaView, decision: Decision) -> None:
+        """It was refused or given up before its engine got it; `ended` follows."""
+
     def began(self, task: Task, replica: ReplicaView, cached_tokens: int | None) -> None:
         """Its first output came; the engine took so many prompt tokens from its cache, None if it did not say."""
 

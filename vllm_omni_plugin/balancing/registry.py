@@ -3,8 +3,8 @@
 import inspect
 import pkgutil
 from collections.abc import Callable, Mapping
-from functools import partial
-from importlib.metadata import EntryPoint, entry_points
+from functools import cache, partial
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from types import MappingProxyType
 from typing import Any
 
@@ -38,9 +38,15 @@ _BUILT_IN: Mapping[str, type[LoadBalancer]] = MappingProxyType(
 )
 
 
+@cache
+def installed_policies() -> EntryPoints:
+    """The entry points of all installed packages. Looked for once, since that reads a file of each package."""
+    return entry_points(group=ENTRY_POINT_GROUP)
+
+
 def known_policies() -> list[str]:
     """Return the names that can be asked for: built-in ones first, then installed ones. Loads no third-party code."""
-    installed = {entry_point.name for entry_point in entry_points(group=ENTRY_POINT_GROUP)}
+    installed = installed_policies().names
     return [*map(str, _BUILT_IN), *sorted(installed - _BUILT_IN.keys())]
 
 
@@ -74,7 +80,7 @@ def build_load_balancer_factory(
 
 def _installed(name: str) -> EntryPoint | None:
     """Return the only entry point of this name, None without one. Raises ConfigError when the name is ambiguous."""
-    found = list(entry_points(group=ENTRY_POINT_GROUP, name=name))
+    found = list(installed_policies().select(name=name))
     providers = ["vllm-omni-plugin (built-in)"] if name in _BUILT_IN else []
     providers += [_distribution(entry_point) for entry_point in found]
     if found and len(providers) > 1:

@@ -7,14 +7,20 @@ import msgspec
 
 from vllm_omni_plugin.balancing import Prompt, Task
 from vllm_omni_plugin.errors import StageInputError
+from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.pipeline.output_reader import OutputReader
 from vllm_omni_plugin.pipeline.stage import Stage
 from vllm_omni_plugin.pipeline.transfer import WHOLE, Part, StageInput, StageOutput
+from vllm_omni_plugin.stages.python_stage import PythonStage
 from vllm_omni_plugin.vllm_api.protocol.stage_codec import sendable
 from vllm_omni_plugin.vllm_api.protocol.stage_protocol import CONTENT_KEY, STOP, Content, StageRequest
 from vllm_omni_plugin.vllm_api.requests.move import Move
 from vllm_omni_plugin.vllm_api.stages.stage_api import StageApi
 
+logger = init_logger(__name__)
+
+_MOST_TOKENS = 2**31
+"""More than any input costs, and little enough for sums of many to be sent to other heads."""
 _SENT = msgspec.msgpack.Decoder(tuple[list[int] | None, str | None, dict[str, Any], dict[str, Any]])
 
 
@@ -50,6 +56,7 @@ class PythonStageApi(StageApi):
         encode: tokens of text for vLLM's server to answer with, if this stage answers through it; without the special
             tokens that begin or end a prompt.
         end_token: the token that ends an answer of theirs.
+        cost: see `PythonStage`.
     """
 
     _wave: Mapping[str, int] = {}
@@ -60,12 +67,15 @@ class PythonStageApi(StageApi):
         decode: Callable[[Sequence[int]], str],
         encode: Callable[[str], Sequence[int]],
         end_token: int,
+        cost: Callable[[StageInput], int] = PythonStage.cost,
     ) -> None:
         super().__init__()
         self._stage = stage
         self._decode = decode
         self._encode = encode
         self._end_token = end_token
+        self._cost = cost
+        self._warned = False
 
     def check_front(self, source: Any) -> None:
         params = source.sampling_params
@@ -116,13 +126,11 @@ class PythonStageApi(StageApi):
         return msgspec.structs.replace(output, new_token_ids=tokens, pooling_output=None, kv_transfer_params=None)
 
     def describe(self, request: Any) -> tuple[Task, int | None]:
-        rows = 0 if request.tensor is None or not request.tensor.shape else request.tensor.shape[0]
-        size = len(request.token_ids or ()) or len(request.text or "") or rows
         task = Task(
             request_id=request.request_id,
             engine_inputs=request,
             sampling_params=None,
-            prompt=Prompt(range(max(1, size)), cacheable=False),
+            prompt=Prompt(range(max(1, self._cost_of(request))), cacheable=False),
             session=request.session_id,
             max_tokens=1,
         )
@@ -152,3 +160,17 @@ class PythonStageApi(StageApi):
         if swallow:
             output.new_token_ids = []
             output.pooling_output = output.kv_transfer_params = None
+
+    def _cost_of(self, request: StageRequest) -> int:
+        given = StageInput(request.token_ids, request.text, request.tensor, request.metadata, request.sampling)
+        try:
+            cost = int(self._cost(given))
+            if not 0 <= cost <= _MOST_TOKENS:
+                raise ValueError(f"{cost} is not between 0 and {_MOST_TOKENS}")
+        except Exception as error:  # a user's method may raise anything
+            if not self._warned:
+                self._warned = True
+                told = (self._stage.engine, error)
+                logger.warning("%s.cost: %r; such inputs cost what their size says. This is said once.", *told)
+            return PythonStage.cost(given)
+        return cost

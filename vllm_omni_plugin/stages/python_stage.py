@@ -60,6 +60,15 @@ class PythonStage(ABC):
     def stop(self) -> None:  # noqa: B027
         """Free what `start` took; not called if that raised, or if the process is killed."""
 
+    @staticmethod
+    def cost(given: StageInput) -> int:
+        """About how much it is to compute an input, in tokens: policies take it for the prompt's length.
+
+        Its size by default. Called by the head, on the loop that chooses replicas, so it must be quick.
+        """
+        rows = 0 if given.tensor is None or not given.tensor.shape else given.tensor.shape[0]
+        return len(given.token_ids or ()) or len(given.text or "") or int(rows)
+
 
 def stage_class(engine: str) -> type[PythonStage]:
     """The class that a pipeline's file names as `package.module:Class`; its module is imported.

@@ -113,8 +113,8 @@ METRICS = (
         "tenant_requests_waiting",
         "gauge",
         ("tenant",),
-        "Requests that wait at this head, of the 50 tenants with the most tokens; `other`: all others; `none`: nobody "
-        "was named.",
+        "Requests that wait at this head, of up to 50 tenants: those of the admission file, and those that were served "
+        "most; `other`: all others; `none`: nobody was named.",
     ),
     MetricText(
         "tenant_requests_in_flight",
@@ -126,7 +126,7 @@ METRICS = (
         "tenant_tokens",
         "counter",
         ("tenant",),
-        "Tokens of prompts and answers of these tenants' requests that have ended.",
+        "Tokens of prompts and answers of requests that have ended, of these tenants since they are told apart.",
     ),
     MetricText(
         "tenant_weight",

@@ -70,8 +70,6 @@ def _kv_usage(pool: StagePool) -> float | None:
     return sum(load.kv_usage * weight for load, weight in zip(loads, weights, strict=True)) / sum(weights)
 
 
-_TENANTS = 50
-"""Tenants that metrics tell apart. Clients may name any number."""
 _OTHERS, _NOBODY = "other", "none"
 """Labels of all other tenants, and of requests for which none is named; not of a client that calls itself so."""
 Samples = Iterable[tuple[tuple[object, ...], float]]
@@ -148,7 +146,7 @@ def _admission(admission: Admission) -> Iterator[tuple[str, Samples]]:
     yield "requests_queued", [((name,), backlog.requests) for name, backlog in by_class.items()]
     waits = admission.class_waits()
     yield "class_expected_wait_seconds", [((name,), wait) for name, wait in waits.items()]
-    named, other = admission.by_tenant(_TENANTS)
+    named, other = admission.by_tenant()
     tenants = {_label(name): report for name, report in named.items()} | {_OTHERS: other}
     yield "tenant_requests_waiting", [((name,), each.waiting.requests) for name, each in tenants.items()]
     yield "tenant_requests_in_flight", [((name,), each.in_flight) for name, each in tenants.items()]

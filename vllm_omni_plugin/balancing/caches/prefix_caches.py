@@ -47,6 +47,26 @@ class PromptRuns:
             self._most_runs = 2 * len(self._by_age) + _FEWEST_RUNS
         return known
 
+    def take_back(self, keys: Sequence[int], known: int) -> "array[int]":
+        """Undo the use of a prompt, of which `known` blocks were there before. Returns the keys that are gone.
+
+        Blocks that later prompts have used stay. Of prompts with all blocks in common any may be the one taken back.
+        """
+        place, own, begins = 0, None, 0
+        while place < len(keys) and (run := self._by_head.get(keys[place])) is not None:
+            common = _common_length(array("Q", keys[place : place + len(run)]), run)
+            own, begins = (run, place) if common == len(run) else (None, 0)
+            place += common
+        if own is None or begins + len(own) <= known:
+            return array("Q")
+        kept = max(0, known - begins)
+        gone = own[kept:]
+        del own[kept:]
+        self._size -= len(gone)
+        if not own:
+            del self._by_head[gone[0]]
+        return gone
+
     def shrink(self, capacity: int) -> "array[int]":
         """Evict what is beyond the capacity. Returns the keys."""
         evicted = array("Q")
@@ -144,6 +164,14 @@ class PrefixCaches:
         evicted = runs.shrink(capacity)
         self._index.store(bit, keys[known:])
         self._index.remove(bit, evicted)
+
+    def withdraw(self, bit: int, keys: Sequence[int], known: int) -> None:
+        """A prompt with these blocks was not sent after all; so many of its leading ones the replica had before.
+
+        Of replicas that report, `end` says so.
+        """
+        if not self.reporting >> bit & 1 and (runs := self._estimated.get(bit)) is not None:
+            self._index.remove(bit, runs.take_back(keys, known))
 
     def change(self, bit: int, change: CacheChange) -> None:
         """An engine has reported, or its reports were lost."""

@@ -123,6 +123,12 @@ class PrefixBalancer(DecidingBalancer):
         keys = prompt_keys(task.get("prompt", NO_PROMPT), block_size_of(replica))
         self._caches.send(self._bits.bit(replica), keys, capacity_of(replica))
 
+    def withdrawn(self, task: Task, replica: ReplicaView, decision: Decision) -> None:
+        """It has no more of the prompt cached than before."""
+        size = block_size_of(replica)
+        keys = prompt_keys(task.get("prompt", NO_PROMPT), size)
+        self._caches.withdraw(self._bits.bit(replica), keys, decision.matched_tokens // size)
+
     def ended(self, task: Task, replica: ReplicaView, seconds: float, output_tokens: int) -> None:
         """It has the answer cached, too; all but the last token, which was never computed on."""
         prompt, answer = task.get("prompt", NO_PROMPT), task.get("answer_ids", ())

@@ -16,6 +16,7 @@ from vllm_omni_plugin.integration.options.compatibility import prepare_engine_ar
 from vllm_omni_plugin.pipeline import BuiltInTransform, Modality, Pipeline, Stage
 from vllm_omni_plugin.replicas.engine.engine_start import Launcher
 from vllm_omni_plugin.stages.api import PythonStageApi
+from vllm_omni_plugin.stages.python_stage import PythonStage, stage_class
 from vllm_omni_plugin.stages.stage_process import PythonStageLauncher, python_fingerprint
 from vllm_omni_plugin.vllm_api.launch.engine_launch import share_cores, take_devices
 from vllm_omni_plugin.vllm_api.launch.group_launch import new_launcher, split_ranks
@@ -132,7 +133,9 @@ def stage_plans(options: OmniConfig, vllm_config: Any, executor_class: Any, log_
             plans.append(plan(launcher_for, api, fingerprint(config, stage.id), config, lockstep))
             first_engine += replicas[stage.id]
         else:
-            python_api = PythonStageApi(stage, entry_api.decode, entry_api.encode, entry_api.end_token)
+            # Where none is run the class need not be installed.
+            cost = (stage_class(stage.engine) if replicas[stage.id] else PythonStage).cost
+            python_api = PythonStageApi(stage, entry_api.decode, entry_api.encode, entry_api.end_token, cost)
             plans.append(python_plan(stage, replicas[stage.id], python_api, first_device))
             first_device += replicas[stage.id]
     return tuple(plans)

@@ -20,7 +20,7 @@ UNEXPLAINED = "unexplained"
 """The reason of all decisions of a policy that only selects."""
 POLICY_FAULT = "policy-fault"
 """The fallback where a policy raised or answered nonsense."""
-_HOOKS = ("dispatched", "began", "ended", "forgotten", "cleared", "cache_changed")
+_HOOKS = ("dispatched", "withdrawn", "began", "ended", "forgotten", "cleared", "cache_changed")
 
 
 class PolicyGuard:

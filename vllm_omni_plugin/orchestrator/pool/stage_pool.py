@@ -31,12 +31,9 @@ from vllm_omni_plugin.replicas.client.stage_client import StageClient
 from vllm_omni_plugin.vllm_api.requests.facts import CacheSize, LoadReport
 
 logger = init_logger(__name__)
-
 MAX_BINDINGS = 16_384
 """Keys that are remembered, the latest ones: what belongs together is sent within moments."""
 __all__ = ["BOUND", "PoolMember", "StagePool"]
-
-
 BOUND = "bound"
 """The reason where a request may go to one replica only, and no policy is asked."""
 APART = "apart"
@@ -344,6 +341,9 @@ class StagePool:
         self.serving.changed(member)
         if self.exchange is not None:
             self.exchange.changed(member)
+        if run.closed and not run.sent:
+            # One that is recalled is not: its prompt goes on counting as cached there, see `decide_again`.
+            self._policy.tell("withdrawn", run.task, member, run.decision)
         run.task["answer_ids"] = run.produced[run.answer_begins : run.answer_begins + run.output_tokens]
         self._policy.tell("ended", run.task, member, now - run.attempt_at, run.output_tokens)
         member.tell_if_idle()

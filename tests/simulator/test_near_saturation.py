@@ -1,0 +1,94 @@
+"""Bounds refuse what is more than a fleet can do, and nobody at a load that it can do.
+
+Users of another router were refused one request in seven near saturation, and were not told of it.
+"""
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
+
+import pytest
+from simulator.admitting_head import AdmittingHead
+from simulator.contenders import AT_ONCE, build
+from simulator.overloads import overload
+from simulator.profiles import accelerator
+from simulator.several_heads import SeveralHeads, SharingHead
+from simulator.simulation import Simulation
+from simulator.workload import Scale, Workload
+
+from vllm_omni_plugin.admission import Admission, AdmissionPlan, Backlog, RequestClass
+from vllm_omni_plugin.orchestrator.pool.stage_flow import StageFlow
+
+SCALE = Scale(replicas=4, requests=3000, settings=accelerator())
+BOUNDS = AdmissionPlan(
+    classes=(RequestClass(name="interactive", deadline=2.0),),
+    max_waiting_requests=64,
+    max_waiting_tokens=64 * 512,
+    max_wait=2.0,
+)
+
+
+@dataclass
+class SharedStage:
+    """The stage as one of two heads sees it, which hears at once what waits at the other one."""
+
+    flow: StageFlow
+    rules: list[Admission]
+    other: int
+    unbegun: int = 0
+    heads: int = 2
+
+    @property
+    def rate(self) -> float:
+        return self.flow.leaving_rate or 0.0
+
+    @property
+    def others_waiting(self) -> Mapping[str, Backlog]:
+        return self.rules[self.other].by_class()
+
+
+class AdmittingSharingHead(AdmittingHead, SharingHead):
+    """One of two heads with bounds."""
+
+    def __init__(self, *args: Any, rules: list[Admission], **admission: Any) -> None:
+        super().__init__(*args, **admission)
+        self._stage: Any = SharedStage(self._stage.flow, rules, other=1 - len(rules))
+        self._admission = Admission(admission["plan"], self._stage)
+        rules.append(self._admission)
+
+
+def workload(load: float) -> Workload:
+    return replace(overload(SCALE, load), plan=BOUNDS)
+
+
+def simulation(load: float, policy: str = "prefix", heads: int = 1) -> Simulation:
+    policies = [build(policy, seed) for seed in range(heads)]
+    simulation = Simulation(workload(load), policies[0], SCALE.settings, SCALE.replicas)
+    if heads == 2:
+        of_all = SCALE.settings, simulation._clock, simulation._after, simulation._send
+        head = partial(AdmittingSharingHead, rules=[], plan=BOUNDS, refuse=simulation._refuse, after=simulation._after)
+        simulation._head = SeveralHeads(
+            policies, simulation._replicas, *of_all, 0.1, aware=True, rng=random.Random(0), make_head=head
+        )
+    return simulation
+
+
+@cache
+def full_load() -> float:
+    """The load that is all that the fleet can do, by what it does if it always has enough to do."""
+    done_per_s = simulation(4.0, "prefix" + AT_ONCE).run().summary().requests_per_s
+    last = max(session.starts for session in workload(1.0).sessions)
+    return done_per_s / (SCALE.requests / last)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_nobody_is_refused_at_95_percent_of_what_the_fleet_can_do(heads: int) -> None:
+    done = simulation(0.95 * full_load(), heads=heads).run().summary()
+    assert (done.answered, done.refused) == (SCALE.requests, 0.0)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_the_same_bounds_refuse_what_is_too_much(heads: int) -> None:
+    assert simulation(1.5 * full_load(), heads=heads).run().summary().refused > 0.15
