@@ -3,13 +3,13 @@
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import zmq
 
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.replicas.links.shared_memory import SharedMemory
+from vllm_omni_plugin.vllm_api.launch.spawning import remove_ipc_files
 
 Frames = Sequence[Any]
 
@@ -124,12 +124,6 @@ class IpcLink(Link):
         self.input_socket.close()
         self.output_socket.close()
         remove_ipc_files(self.input_addr, self.output_addr)
-
-
-def remove_ipc_files(*addresses: str) -> None:
-    """Remove the files of ipc addresses that are bound no more; libzmq leaves them behind."""
-    for address in addresses:
-        Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
 
 
 class SocketReader:

@@ -8,10 +8,11 @@ import zmq
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.replicas.client.stage_client import Codec, StageClient
 from vllm_omni_plugin.replicas.links.forwarding import QUEUE_MESSAGES, Socket
-from vllm_omni_plugin.replicas.links.link import Frames, Link, remove_ipc_files
+from vllm_omni_plugin.replicas.links.link import Frames, Link
 from vllm_omni_plugin.replicas.links.replica_ports import Listener
 from vllm_omni_plugin.replicas.server.relay import Relay
 from vllm_omni_plugin.replicas.server.server_settings import ServerSettings
+from vllm_omni_plugin.vllm_api.launch.spawning import remove_ipc_files
 
 
 class SlotLink(Link):

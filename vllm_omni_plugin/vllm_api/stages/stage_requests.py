@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Mapping, Sequence
-from random import Random
 from typing import Any
 
 import msgspec
@@ -44,10 +43,9 @@ class VllmStageApi(StageApi):
         entry_config: Any,
         stage: Stage,
         custom_processors: bool = False,
-        random: Random | None = None,
     ) -> None:
         self._config = vllm_config.model_config
-        super().__init__(custom_processors, random, self._config.get_vocab_size())
+        super().__init__(custom_processors, vocabulary=self._config.get_vocab_size())
         self._stage = stage
         self._is_pooling = self._config.runner_type == "pooling"
         self._lora = vllm_config.lora_config
