@@ -104,14 +104,10 @@ def _server_settings(plan: StagePlan, options: OmniConfig, address: str, coordin
         heartbeat_interval=options.heartbeat_interval,
         heartbeat_timeout=options.heartbeat_timeout,
         drain_timeout=options.drain_timeout,
-        secrets=_secrets(options),
+        secrets=Secrets.from_file(options.secret_file) if options.secret_file else None,
         fingerprint=plan.fingerprint,
         max_message_bytes=options.max_message_bytes,
     )
-
-
-def _secrets(options: OmniConfig) -> Secrets | None:
-    return Secrets.from_file(options.secret_file) if options.secret_file else None
 
 
 def plan_node(
