@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -37,15 +37,13 @@ Serve = Callable[[Secrets | None], str]
 @pytest.fixture
 def serve() -> Iterator[Serve]:
     """Opens coordinators of a head with two stages; returns where they listen."""
-    opened: list[OmniCoordinator] = []
+    with ExitStack() as opened:
 
-    def serve(secrets: Secrets | None) -> str:
-        opened.append(OmniCoordinator(ANY, ANY, secrets=secrets, fingerprints=FINGERPRINTS, wall_clock=lambda: NOW))
-        return opened[-1].router_zmq_addr
+        def serve(secrets: Secrets | None) -> str:
+            head = OmniCoordinator(ANY, ANY, secrets=secrets, fingerprints=FINGERPRINTS, wall_clock=lambda: NOW)
+            return opened.enter_context(closing(head)).router_zmq_addr
 
-    yield serve
-    for coordinator in opened:
-        coordinator.close()
+        yield serve
 
 
 @pytest.fixture
