@@ -86,7 +86,7 @@ def run_sim(arguments: Sequence[str]) -> int:
 def _launcher(
     args: argparse.Namespace, host: Any, vllm_config: Any, executor_class: Any, log_stats: bool, *_: Any, **__: Any
 ) -> Any:
-    """Stands in for `engine_launcher`; no process is spawned, so there is none to tell of."""
+    """Stands in for `new_launcher`; no process is spawned, so there is none to tell of."""
     from vllm_omni_plugin.sim.sim_launcher import SimLauncher
     from vllm_omni_plugin.vllm_api.protocol.sim_protocol import ready_response
 

@@ -19,7 +19,7 @@ from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError, OmniError, RefusedByHeadError
 from vllm_omni_plugin.integration.checks.head_checks import ask_or_refuse, refuse_other_model
 from vllm_omni_plugin.integration.fleet_setup.pipeline_command import local_processes, pipeline_of
-from vllm_omni_plugin.integration.fleet_setup.stage_planning import StagePlan, engine_launcher, model_plan, python_plan
+from vllm_omni_plugin.integration.fleet_setup.stage_planning import StagePlan, model_plan, python_plan
 from vllm_omni_plugin.integration.options.listening import bind_address, coordinator_address, secured, warn_of_exposure
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.engine.engine_start import Launcher
@@ -30,6 +30,7 @@ from vllm_omni_plugin.replicas.server.node import run_node
 from vllm_omni_plugin.replicas.server.replica_server import ReplicaServer
 from vllm_omni_plugin.replicas.server.server_settings import ServerSettings
 from vllm_omni_plugin.vllm_api.launch.engine_launch import spawn_only
+from vllm_omni_plugin.vllm_api.launch.group_launch import new_launcher
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 from vllm_omni_plugin.vllm_api.versions.serve_arguments import propagate_flash_late_interaction
 
@@ -44,14 +45,14 @@ _NOTICE_EVERY = 10
 
 
 def serve_replicas(
-    args: argparse.Namespace, options: OmniConfig, launcher: Callable[..., Launcher] = engine_launcher
+    args: argparse.Namespace, options: OmniConfig, launcher: Callable[..., Launcher] = new_launcher
 ) -> int:
     """Run this node's replicas until they have left the fleet; returns the exit code of the process.
 
     Args:
         args: the parsed command line, as vLLM's own headless command gets it.
         options: ours among them.
-        launcher: see `engine_launcher`; not for a Python stage.
+        launcher: see `model_plan`; not for a Python stage.
     """
     spawn_only()
     use_socket_folder()
@@ -111,7 +112,7 @@ def _server_settings(plan: StagePlan, options: OmniConfig, address: str, coordin
 
 
 def plan_node(
-    args: argparse.Namespace, options: OmniConfig, launcher: Callable[..., Launcher] = engine_launcher
+    args: argparse.Namespace, options: OmniConfig, launcher: Callable[..., Launcher] = new_launcher
 ) -> StagePlan:
     """What a command line asks for; starts nothing. The arguments are those of `serve_replicas`."""
     pipeline = pipeline_of(options)

@@ -8,9 +8,7 @@ import zmq
 from vllm_omni_plugin.replicas.client.stage_client import Codec, StageClient
 from vllm_omni_plugin.replicas.links.forwarding import QUEUE_MESSAGES, Socket
 from vllm_omni_plugin.replicas.links.link import Link
-from vllm_omni_plugin.replicas.links.replica_ports import Listener
 from vllm_omni_plugin.replicas.server.relay import Relay
-from vllm_omni_plugin.replicas.server.server_settings import ServerSettings
 from vllm_omni_plugin.vllm_api.launch.spawning import remove_ipc_files
 
 
@@ -72,28 +70,13 @@ class OutputSlot:
         self._relay: Relay | None = None
         self.client.start()
 
-    def lease(
-        self,
-        inputs: Listener,
-        outputs: Listener,
-        credential: str,
-        settings: ServerSettings,
-        on_lost: Callable[[], None],
-    ) -> Relay:
-        """Give the slot to a head; see `Relay`."""
+    def lease(self, new_relay: Callable[[str, Socket], Relay]) -> Relay:
+        """Give the slot to a head, by a relay that is made of the engine's input and the slot's socket; see `Relay`."""
         self.client.pause_reading()
         # What has come is another head's.
         self.client.drain()
         try:
-            self._relay = Relay(
-                inputs,
-                outputs,
-                self._link.input_addr,
-                self._link.output_socket,
-                credential,
-                settings,
-                on_lost,
-            )
+            self._relay = new_relay(self._link.input_addr, self._link.output_socket)
         except BaseException:
             self.client.resume_reading()
             raise

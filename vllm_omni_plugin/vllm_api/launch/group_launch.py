@@ -62,11 +62,15 @@ def new_launcher(
     engine_config: Any,
     executor_class: Any,
     log_stats: bool,
+    first_engine: int,
     on_spawn: Callable[[int], None],
-    report_cache: bool = False,
-    first_engine: int = 0,
+    report_cache: bool,
+    for_others: bool = False,
 ) -> "EngineLauncher | GroupLauncher":
-    """What starts the engines of this configuration; the arguments are those of `EngineLauncher`."""
+    """What starts the engines of this configuration; the arguments are those of `EngineLauncher`.
+
+    Whether heads of other processes use them (`for_others`) makes no difference to vLLM's engines.
+    """
     if engine_config.parallel_config.data_parallel_size > 1:
         return GroupLauncher(engine_config, executor_class, log_stats, on_spawn, report_cache)
     return EngineLauncher(engine_config, executor_class, log_stats, on_spawn, report_cache, first_engine)
