@@ -37,13 +37,7 @@ class VllmStageApi(StageApi):
         PipelineError: the stage asks for what its engines cannot do. Its place begins at the stage.
     """
 
-    def __init__(
-        self,
-        vllm_config: Any,
-        entry_config: Any,
-        stage: Stage,
-        custom_processors: bool = False,
-    ) -> None:
+    def __init__(self, vllm_config: Any, entry_config: Any, stage: Stage, custom_processors: bool = False) -> None:
         self._config = vllm_config.model_config
         super().__init__(custom_processors, vocabulary=self._config.get_vocab_size())
         self._stage = stage
