@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 
 import uvloop
-from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.reasoning import ReasoningParserManager
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.executor import Executor as VllmExecutor
@@ -32,7 +31,7 @@ from vllm_omni_plugin.replicas.server.server_settings import ServerSettings
 from vllm_omni_plugin.vllm_api.launch.engine_launch import spawn_only
 from vllm_omni_plugin.vllm_api.launch.group_launch import new_launcher
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
-from vllm_omni_plugin.vllm_api.versions.serve_arguments import propagate_flash_late_interaction
+from vllm_omni_plugin.vllm_api.stages.stage_arguments import read_engine_args
 
 logger = init_logger(__name__)
 
@@ -121,8 +120,7 @@ def plan_node(
         return python_plan(stage, options.dp_size_local, EngineApi())
     if args.reasoning_parser_plugin:
         ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
-    engine_args = AsyncEngineArgs.from_cli_args(args)
-    propagate_flash_late_interaction(args, engine_args)
+    engine_args = read_engine_args(args)
     vllm_config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
     executor_class = VllmExecutor.get_class(vllm_config)
     return model_plan(options, vllm_config, executor_class, not engine_args.disable_log_stats, launcher)

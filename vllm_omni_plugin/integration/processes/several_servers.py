@@ -18,7 +18,7 @@ from typing import Any
 
 import uvloop
 from prometheus_client import multiprocess
-from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.launchers.api_server.entry import setup_server
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.network_utils import get_ip
@@ -51,7 +51,7 @@ from vllm_omni_plugin.replicas.server.node import SIGNALS
 from vllm_omni_plugin.replicas.server.replica_server import ReplicaServer
 from vllm_omni_plugin.vllm_api.launch.engine_launch import spawn_only
 from vllm_omni_plugin.vllm_api.launch.spawning import SPAWNING
-from vllm_omni_plugin.vllm_api.versions.serve_arguments import propagate_flash_late_interaction
+from vllm_omni_plugin.vllm_api.stages.stage_arguments import read_engine_args
 
 logger = init_logger(__name__)
 
@@ -146,8 +146,7 @@ def serve_api_servers(args: argparse.Namespace, options: OmniConfig) -> int:
     listen_address, listening = setup_server(args, reuse_port=True)
     with ExitStack() as resources:
         resources.callback(_stop_listening, listening, args.uds)
-        engine_args = AsyncEngineArgs.from_cli_args(args)
-        propagate_flash_late_interaction(args, engine_args)
+        engine_args = read_engine_args(args)
         try:
             plans = () if options.join else _plans(engine_args, args.api_server_count, options)
             raise_limits(sum(plan.replicas for plan in plans), args.api_server_count)
