@@ -43,7 +43,6 @@ from vllm_omni_plugin.integration.options.listening import (
 )
 from vllm_omni_plugin.integration.processes.api_servers import NOT_ACCEPTING, ApiServers, supervise
 from vllm_omni_plugin.integration.processes.headless import replica_servers
-from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.engine.reaper import Reaper
 from vllm_omni_plugin.replicas.engine.socket_folder import use_socket_folder
 from vllm_omni_plugin.replicas.server.descriptor_limits import raise_limits
@@ -52,8 +51,6 @@ from vllm_omni_plugin.replicas.server.replica_server import ReplicaServer
 from vllm_omni_plugin.vllm_api.launch.engine_launch import spawn_only
 from vllm_omni_plugin.vllm_api.launch.spawning import SPAWNING
 from vllm_omni_plugin.vllm_api.stages.stage_arguments import read_engine_args
-
-logger = init_logger(__name__)
 
 _SLOT = SharedAdmissionStats.COUNTERS_PER_SLOT
 _EXIT_OK = 0
