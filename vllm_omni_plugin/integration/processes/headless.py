@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import closing
 
 import uvloop
 from vllm.reasoning import ReasoningParserManager
@@ -55,7 +56,7 @@ def serve_replicas(
     """
     spawn_only()
     use_socket_folder()
-    with Reaper() as reaper, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with closing(Reaper()) as reaper, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
             options, address, coordinator = runner.run(_find_place(options))
             # Before vLLM configures the model, which takes it many seconds.

@@ -10,7 +10,7 @@ import socket
 import sys
 from collections.abc import Callable, MutableSequence, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -148,7 +148,7 @@ def serve_api_servers(args: argparse.Namespace, options: OmniConfig) -> int:
             plans = () if options.join else _plans(engine_args, args.api_server_count, options)
             raise_limits(sum(plan.replicas for plan in plans), args.api_server_count)
             home = options if options.join else _open_fleet(options, plans, resources)
-            reaper = resources.enter_context(Reaper())
+            reaper = resources.enter_context(closing(Reaper()))
             processes = ApiServerProcesses(
                 args.api_server_count, listen_address, listening, _joined(args, home), reaper.watch
             )
