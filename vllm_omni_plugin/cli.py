@@ -42,8 +42,7 @@ _COLUMNS = ("ID", "STATUS", "WHERE", "IN FLIGHT", "DISPATCHED", "RESTARTS", "SIN
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns 0, or 1 if the server refused or is not there; wrong usage exits with argparse's 2."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    args = _parser(arguments[:1]).parse_args(arguments)
+    args = _parser().parse_args(argv)
     try:
         code: int = args.run(args)
     except OmniError as error:
@@ -52,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _parser(command: Sequence[str]) -> argparse.ArgumentParser:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=_NAME, description="Operate a fleet of vLLM replicas.")
     parser.add_argument("--version", action=_Versions, nargs=0, help="print this version and that of vLLM, and exit")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -60,20 +59,15 @@ def _parser(command: Sequence[str]) -> argparse.ArgumentParser:
     _add_top(commands)
     _add_explain(commands)
     _add_pipeline(commands)
-    _add_doctor(commands)
-    # Those that import more than an answer takes do so only when they are asked for.
-    if command == ["sim"]:
-        from vllm_omni_plugin.sim.sim_command import add_parser
-
-        add_parser(commands)
-    else:
-        commands.add_parser("sim", help="start simulated replicas that join a head")
-    if command == ["ray"]:
-        from vllm_omni_plugin.ray.ray_command import add_parser as add_ray
-
-        add_ray(commands)
-    else:
-        commands.add_parser("ray", help="run nodes on a Ray cluster")
+    for name, run, about in (
+        ("doctor", _doctor, "check this machine, and a node's command line against its head"),
+        ("sim", _sim, "start simulated replicas that join a head"),
+        ("ray", _ray, "run nodes on a Ray cluster"),
+    ):
+        # With no prefix character nothing looks like an option, `--help` included: they read their arguments.
+        own = commands.add_parser(name, help=about, prefix_chars="\0", add_help=False)
+        own.add_argument("arguments", nargs="*")
+        own.set_defaults(run=run)
     return parser
 
 
@@ -129,18 +123,6 @@ def _add_pipeline(commands: Any) -> None:
     check.set_defaults(run=_check_pipeline)
     check.add_argument("file", metavar="FILE", help="the YAML file of stages")
     check.add_argument("--mermaid", action="store_true", help="print the graph as a Mermaid flow chart instead")
-
-
-def _add_doctor(commands: Any) -> None:
-    # With no prefix character nothing looks like an option, `--help` included: the command reads its arguments itself.
-    doctor = commands.add_parser(
-        "doctor",
-        help="check this machine, and a node's command line against its head",
-        prefix_chars="\0",
-        add_help=False,
-    )
-    doctor.set_defaults(run=_doctor)
-    doctor.add_argument("arguments", nargs="*")
 
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
@@ -245,6 +227,18 @@ def _doctor(args: argparse.Namespace) -> int:
     from vllm_omni_plugin.integration.doctor import run_doctor
 
     return run_doctor(args.arguments)
+
+
+def _sim(args: argparse.Namespace) -> int:
+    from vllm_omni_plugin.sim.sim_command import run_sim
+
+    return run_sim(args.arguments)
+
+
+def _ray(args: argparse.Namespace) -> int:
+    from vllm_omni_plugin.ray.ray_command import run_ray
+
+    return run_ray(args.arguments)
 
 
 def _http_url(text: str) -> str:

@@ -21,6 +21,16 @@ from vllm_omni_plugin.admin.watch.token_counts import TokenRates
 from vllm_omni_plugin.admin.watch.viewers import Viewers
 from vllm_omni_plugin.admin.watch.watch_routes import build_watch_router
 
+CHANGES = (
+    ("DELETE", "/omni/replicas/0.0"),
+    ("POST", "/omni/replicas/0.0/drain"),
+    ("POST", "/omni/replicas/0.0/resume"),
+    ("POST", "/omni/drain"),
+    ("POST", "/omni/resume"),
+    ("POST", "/omni/explain"),
+)
+"""Requests that change a fleet, or tell what others have sent."""
+
 
 def app_of(fleet: FakeFleet | None, *, has_admin_keys: bool = True, unix_socket: bool = False) -> FastAPI:
     """A server with our routes, which takes every key there can be."""

@@ -13,22 +13,12 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from tests.admin.asgi import app_of, client_of
+from tests.admin.asgi import CHANGES, app_of, client_of
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admin.admin_keys import read_admin_keys
 from vllm_omni_plugin.errors import ConfigError
 
 DRAIN = "/omni/replicas/0.0/drain"
-CHANGES = (
-    ("DELETE", "/omni/replicas/0.0"),
-    ("POST", DRAIN),
-    ("POST", DRAIN[:-5] + "resume"),
-    ("POST", "/omni/drain"),
-    ("POST", "/omni/resume"),
-    ("POST", "/omni/explain"),
-)
-
-
 keyless = partial(app_of, has_admin_keys=False)
 """A server without keys of any kind."""
 

@@ -22,7 +22,7 @@ with warnings.catch_warnings():
 
     from vllm_omni_plugin.vllm_api.versions.serve_arguments import make_arg_parser
 
-from tests.admin.asgi import client_of
+from tests.admin.asgi import CHANGES, client_of
 from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admin import hold
@@ -174,14 +174,6 @@ async def test_a_root_path_opens_no_way_around_the_key(build: BuildApp) -> None:
 
 (ADMIN_KEY_FILE,) = (flag.destination for flag in FLAGS if flag.name == "--omni-admin-key-file")
 """Where the flag's value stands in the arguments."""
-CHANGES = (
-    ("DELETE", "/omni/replicas/0.0"),
-    ("POST", "/omni/replicas/0.0/drain"),
-    ("POST", "/omni/replicas/0.0/resume"),
-    ("POST", "/omni/drain"),
-    ("POST", "/omni/resume"),
-    ("POST", "/omni/explain"),
-)
 ADMIN_KEYS = ("admin-key-number-1", "admin-key-number-2")
 
 

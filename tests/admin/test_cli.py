@@ -291,6 +291,24 @@ def test_the_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> Non
     assert {"replicas", "explain", "pipeline", "doctor", "sim"} <= set(capsys.readouterr().out.split())
 
 
+@pytest.mark.parametrize(
+    ("command", "runs"),
+    [
+        ("doctor", "vllm_omni_plugin.integration.doctor.run_doctor"),
+        ("sim", "vllm_omni_plugin.sim.sim_command.run_sim"),
+        ("ray", "vllm_omni_plugin.ray.ray_command.run_ray"),
+    ],
+)
+def test_what_stands_behind_a_command_with_arguments_of_vllm_is_left_to_it(
+    command: str, runs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[list[str]] = []
+    monkeypatch.setattr(runs, lambda arguments: taken.append(arguments) or 3)
+    given = ["M", "--replicas", "3", "--help", "-omp", "1", "--version", "--config", "f"]
+    assert main([command, *given]) == 3
+    assert taken == [given]
+
+
 def test_operating_a_fleet_loads_neither_vllm_nor_torch_nor_a_web_framework() -> None:
     heavy = ("vllm", "torch", "fastapi", "zmq", "msgspec", "yaml", "jsonschema", "vllm_omni_plugin.sim")
     script = (

@@ -267,6 +267,13 @@ class Stream:
             if not message["more_body"]:
                 return
 
+    async def begun(self) -> Client:
+        """Its client, once it has asked the fleet."""
+        client = Head(self).request()
+        async with asyncio.timeout(10):
+            await self.submitted.wait()
+        return client
+
     def fail(self, error: Exception) -> bool:
         """The fleet ends its request; returns whether vLLM's word for that is not sent."""
         assert self.answer is not None
@@ -276,9 +283,7 @@ class Stream:
 @pytest.mark.parametrize("before", [(), (b"event: created\n\n", b"event: in_progress\n\n")])
 async def test_a_stream_begins_with_its_first_output_and_then_goes_on_as_it_comes(before: tuple[bytes, ...]) -> None:
     stream = Stream(*before)
-    client = Head(stream).request()
-    async with asyncio.timeout(10):
-        await stream.submitted.wait()
+    client = await stream.begun()
     assert client.sent == []
     expected = [start(headers=EVENTS), *map(part, before)]
     for message in (part(b"data: one\n\n"), part(b"data: two\n\n"), part(b"", more=False)):
@@ -295,9 +300,7 @@ async def test_a_stream_that_is_refused_while_it_waits_gets_the_true_status(
     before: tuple[bytes, ...], raises: bool
 ) -> None:
     stream = Stream(*before)
-    client = Head(stream).request()
-    async with asyncio.timeout(10):
-        await stream.submitted.wait()
+    client = await stream.begun()
     assert stream.fail(RefusedError(*OVER_SHARE))
     if raises:
         stream.outputs.put_nowait(RuntimeError("the response has started"))
@@ -339,9 +342,7 @@ async def test_an_answer_that_has_begun_keeps_its_status_when_a_further_request_
 
 async def test_other_errors_of_a_request_stay_what_they_are() -> None:
     stream = Stream(b"event: created\n\n")
-    client = Head(stream).request()
-    async with asyncio.timeout(10):
-        await stream.submitted.wait()
+    client = await stream.begun()
     assert not stream.fail(NoReplicaError("No replica"))
     stream.outputs.put_nowait(ValueError("of the stream"))
     with pytest.raises(ValueError, match="of the stream"):
@@ -364,9 +365,7 @@ async def test_the_status_of_a_stream_whose_client_left_before_its_first_output_
 
 async def test_a_stream_that_is_cancelled_ends_as_before() -> None:
     stream = Stream()
-    client = Head(stream).request()
-    async with asyncio.timeout(10):
-        await stream.submitted.wait()
+    client = await stream.begun()
     client.request.cancel()
     with pytest.raises(asyncio.CancelledError):
         await client.request

@@ -39,7 +39,7 @@ def dense(tmp_path: Path) -> Path:
 
 def launcher_of(model: Path, **arguments: Any) -> Any:
     engines = split_ranks(vllm_config(model, **arguments))
-    return new_launcher(engines.config, object, True, lambda _pid: None, first_engine=3)
+    return new_launcher(engines.config, object, True, 3, lambda _pid: None, report_cache=False)
 
 
 def test_ranks_of_a_dense_model_are_engines_of_their_own(dense: Path) -> None:

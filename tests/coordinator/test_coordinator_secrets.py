@@ -4,7 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import pytest
@@ -36,42 +36,36 @@ OpenReplica = Callable[..., OmniCoordClientForStage]
 @pytest.fixture
 def serve() -> Iterator[OpenCoordinator]:
     """Open coordinators that are closed at the end."""
-    opened: list[OmniCoordinator] = []
+    with ExitStack() as opened:
 
-    def serve(secrets: Secrets | None, router: str = ANY, pub: str = ANY) -> OmniCoordinator:
-        opened.append(OmniCoordinator(router, pub, heartbeat_timeout=1000.0, secrets=secrets))
-        return opened[-1]
+        def serve(secrets: Secrets | None, router: str = ANY, pub: str = ANY) -> OmniCoordinator:
+            return opened.enter_context(closing(OmniCoordinator(router, pub, 1000.0, secrets=secrets)))
 
-    yield serve
-    for coordinator in opened:
-        coordinator.close()
+        yield serve
 
 
 @pytest.fixture
 def report(monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenReplica]:
     """Open stage clients that are closed at the end, without much patience for a coordinator that refuses them."""
     monkeypatch.setattr(link_module, "CLOSE_GRACE", 0.1)
-    opened: list[OmniCoordClientForStage] = []
+    with ExitStack() as opened:
 
-    def report(
-        address: str, secrets: Secrets | None, name: str = "a", on_unreachable: Callable[[str], None] | None = None
-    ) -> OmniCoordClientForStage:
-        client = OmniCoordClientForStage(
-            address,
-            f"tcp://{name}:1",
-            f"tcp://{name}:2",
-            0,
-            heartbeat_interval=0.2,
-            control_addr=f"tcp://{name}:3",
-            secrets=secrets,
-            on_unreachable=on_unreachable,
-        )
-        opened.append(client)
-        return client
+        def report(
+            address: str, secrets: Secrets | None, name: str = "a", on_unreachable: Callable[[str], None] | None = None
+        ) -> OmniCoordClientForStage:
+            client = OmniCoordClientForStage(
+                address,
+                f"tcp://{name}:1",
+                f"tcp://{name}:2",
+                0,
+                heartbeat_interval=0.2,
+                control_addr=f"tcp://{name}:3",
+                secrets=secrets,
+                on_unreachable=on_unreachable,
+            )
+            return opened.enter_context(closing(client))
 
-    yield report
-    for client in opened:
-        client.close()
+        yield report
 
 
 def follow_until(address: str, secrets: Secrets | None, expected: list[str]) -> ReplicaList:

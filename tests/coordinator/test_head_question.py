@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ import zmq
 from coordinator_support import ANY, OpenDealer, OpenSocket, eventually, free_address, process_status, read_if_there
 
 from tests.fakes.free_ports import free_port
-from vllm_omni_plugin.coordinator import OmniCoordinator, OmniCoordinatorRuntime, ask_head
+from vllm_omni_plugin.coordinator import HeadAnswer, OmniCoordinator, OmniCoordinatorRuntime, ask_head
 from vllm_omni_plugin.coordinator.client import head_question
 from vllm_omni_plugin.coordinator.client.coordinator_link import CoordinatorLink
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import open_head_dealer
@@ -29,21 +29,21 @@ NOW = 1_000_000.0
 OLD_LINE, NEW_LINE = "the old secret of the fleet", "the new secret of the fleet"
 OLD, NEW = Secrets([OLD_LINE]), Secrets([NEW_LINE])
 
+TRYING = b'[{"type":"facts","timestamp":1.0,"stages":[0],"fingerprint":{},"trying":true}]'
+
 Serve = Callable[[Secrets | None], str]
 
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
     """Opens coordinators of a head with two stages; returns where they listen."""
-    opened: list[OmniCoordinator] = []
+    with ExitStack() as opened:
 
-    def serve(secrets: Secrets | None) -> str:
-        opened.append(OmniCoordinator(ANY, ANY, secrets=secrets, fingerprints=FINGERPRINTS, wall_clock=lambda: NOW))
-        return opened[-1].router_zmq_addr
+        def serve(secrets: Secrets | None) -> str:
+            head = OmniCoordinator(ANY, ANY, secrets=secrets, fingerprints=FINGERPRINTS, wall_clock=lambda: NOW)
+            return opened.enter_context(closing(head)).router_zmq_addr
 
-    yield serve
-    for coordinator in opened:
-        coordinator.close()
+        yield serve
 
 
 @pytest.fixture
@@ -189,6 +189,24 @@ def router(open_socket: OpenSocket) -> zmq.Socket[bytes]:
     return router
 
 
+def ask_played(router: zmq.Socket[bytes], *said: bytes, hangs_up: bool = False) -> HeadAnswer:
+    """What a node with a port makes of a head that the test plays, and that says so much."""
+
+    def answer() -> None:
+        peer, _ = router.recv_multipart()
+        for frame in said:
+            router.send_multipart((peer, frame))
+        if hangs_up:
+            router.close(linger=1000)
+
+    address = router.get_string(zmq.LAST_ENDPOINT)
+    with ThreadPoolExecutor(1) as executor, ports("127.0.0.1") as listening:
+        answering = executor.submit(answer)
+        answered = ask_head(address, 0, None, listening)
+        answering.result()
+    return answered
+
+
 def test_an_older_head_does_not_answer_and_refuses_nobody(impatient: None, router: zmq.Socket[bytes]) -> None:
     answer = ask_head(router.get_string(zmq.LAST_ENDPOINT), 0, None)
     assert "of an older version" in answer.trouble
@@ -199,14 +217,7 @@ def test_an_older_head_does_not_answer_and_refuses_nobody(impatient: None, route
 
 @pytest.mark.parametrize("said", [b"", b"[]", b"\xff\x00", b'[{"type":"facts"}]', b"[" * 100_000])
 def test_an_answer_that_cannot_be_read_is_none(router: zmq.Socket[bytes], said: bytes) -> None:
-    def answer() -> None:
-        peer, _ = router.recv_multipart()
-        router.send_multipart((peer, said))
-
-    thread = threading.Thread(target=answer)
-    thread.start()
-    answered = ask_head(router.get_string(zmq.LAST_ENDPOINT), 0, None)
-    thread.join()
+    answered = ask_played(router, said)
     assert "cannot be read" in answered.trouble
     assert (answered.facts, answered.refused) == (None, False)
 
@@ -264,16 +275,8 @@ def test_a_head_without_a_secret_connects_nowhere(serve: Serve) -> None:
 
 
 def test_an_older_head_that_knows_the_question_alone_is_not_waited_for(router: zmq.Socket[bytes]) -> None:
-    def answer() -> None:
-        peer, _ = router.recv_multipart()
-        router.send_multipart((peer, b'[{"type":"facts","timestamp":1.0,"stages":[0],"fingerprint":{}}]'))
-
-    thread = threading.Thread(target=answer)
-    thread.start()
     began = time.monotonic()
-    with ports("127.0.0.1") as listening:
-        answered = ask_head(router.get_string(zmq.LAST_ENDPOINT), 0, None, listening)
-    thread.join()
+    answered = ask_played(router, b'[{"type":"facts","timestamp":1.0,"stages":[0],"fingerprint":{}}]')
     assert answered.facts is not None
     assert answered.unreached is None
     assert time.monotonic() - began < head_question.TIMEOUT_S
@@ -295,17 +298,7 @@ def test_a_result_that_cannot_be_read_leaves_what_the_head_said_before(
     # On a busy machine the thread may begin late.
     monkeypatch.setattr(head_question, "TIMEOUT_S", 30.0)
 
-    def answer() -> None:
-        peer, _ = router.recv_multipart()
-        facts = b'[{"type":"facts","timestamp":1.0,"stages":[0],"fingerprint":{},"trying":true}]'
-        router.send_multipart((peer, facts))
-        router.send_multipart((peer, said))
-
-    thread = threading.Thread(target=answer)
-    thread.start()
-    with ports("127.0.0.1") as listening:
-        answered = ask_head(router.get_string(zmq.LAST_ENDPOINT), 0, None, listening)
-    thread.join()
+    answered = ask_played(router, TRYING, said)
     assert answered.facts is not None
     assert (answered.unreached, answered.trouble) == (None, "")
 
@@ -315,18 +308,8 @@ def test_a_head_that_ends_before_it_says_what_it_reaches_is_not_waited_for(
 ) -> None:
     monkeypatch.setattr(head_question, "TRIAL_S", 10.0)
 
-    def answer() -> None:
-        peer, _ = router.recv_multipart()
-        router.send_multipart((peer, b'[{"type":"facts","timestamp":1.0,"stages":[0],"fingerprint":{},"trying":true}]'))
-        router.close(linger=1000)
-
-    address = router.get_string(zmq.LAST_ENDPOINT)
-    thread = threading.Thread(target=answer)
-    thread.start()
     began = time.monotonic()
-    with ports("127.0.0.1") as listening:
-        answered = ask_head(address, 0, None, listening)
-    thread.join()
+    answered = ask_played(router, TRYING, hangs_up=True)
     assert answered.facts is not None
     assert answered.unreached is None
     assert time.monotonic() - began < 10.0

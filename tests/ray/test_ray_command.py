@@ -63,15 +63,16 @@ def test_a_signal_that_is_ignored_stays_so(keeping: list[Keeping]) -> None:
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
-def test_flags_with_underscores_are_read_as_vllm_reads_them(
-    keeping: list[Keeping], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("flag", ["--omni_drain_timeout", "--omni-drain"])
+def test_flags_with_underscores_or_cut_short_are_read_as_vllm_reads_them(
+    keeping: list[Keeping], monkeypatch: pytest.MonkeyPatch, flag: str
 ) -> None:
     patience: list[float] = []
     monkeypatch.setattr(ray_command, "NodeSet", patience.append)
-    assert main(["ray", "up", "M", "--omni_master_address=a_b", "--omni_drain_timeout", "7"]) == 0
+    assert main(["ray", "up", "M", "--omni_master_address=a_b", flag, "7"]) == 0
     assert patience == [7.0]
-    _, serve = parse(["up", "M", "--omni_master_address=a_b", "--omni_drain_timeout", "7"])
-    assert serve == ["M", "--omni_master_address=a_b", "--omni_drain_timeout", "7", "--headless"]
+    _, serve = parse(["up", "M", "--omni_master_address=a_b", flag, "7"])
+    assert serve == ["M", "--omni_master_address=a_b", flag, "7", "--headless"]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +133,6 @@ def test_it_is_no_error_that_nobody_listens(keeping: list[Keeping], monkeypatch:
         (["up", "M", *HEAD, "--max-replicas", "2", "--target-wait", "0"], "argument --target-wait: it must be above 0"),
         (["up", "M", *HEAD, "--url", "head:8000"], "argument --url: 'head:8000'"),
         (["up", "M", *HEAD, "--omni-drain-timeout", "soon"], "argument --omni-drain-timeout: 'soon'"),
-        (["up", "M", *HEAD, "--omni-drain", "9"], "unknown argument --omni-drain (did you mean"),
         (["up", "M", *HEAD, "--omni_drain_timeut=9"], "--omni-drain-timeut (did you mean '--omni-drain-timeout'?)"),
     ],
 )

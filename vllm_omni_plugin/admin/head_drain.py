@@ -14,12 +14,11 @@ class HeadDrain:
 
     Args:
         events: is told.
-        flag: one number, 0 while it is not drained.
     """
 
-    def __init__(self, events: EventLog, flag: MutableSequence[int] | None = None) -> None:
+    def __init__(self, events: EventLog) -> None:
         self._events = events
-        self._flag: MutableSequence[int] = [0] if flag is None else flag
+        self._flag: MutableSequence[int] = [0]
 
     @property
     def active(self) -> bool:
@@ -27,7 +26,7 @@ class HeadDrain:
         return bool(self._flag[0])
 
     def share(self, flag: MutableSequence[int]) -> None:
-        """From now on the number is this one, which the API servers of one command share."""
+        """From now on this number says it, 0 while it is not drained, which the API servers of one command share."""
         self._flag = flag
 
     def begin(self) -> None:

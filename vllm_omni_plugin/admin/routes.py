@@ -6,15 +6,14 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
-from fastapi import APIRouter, Depends, HTTPException, Request, Response
+from fastapi import APIRouter, Depends, HTTPException, Request
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from vllm_omni_plugin.admin.access import Access
 from vllm_omni_plugin.admin.admission_file import AdmissionFile
 from vllm_omni_plugin.admin.explain import BadPromptError, DecisionReport, UnknownModelError
-from vllm_omni_plugin.admin.head_drain import HeadDrain
 from vllm_omni_plugin.admin.hold import RETRY_AFTER_S
-from vllm_omni_plugin.admin.replica_admin import Action, FleetAdmin, ReplicaReport, UnknownReplicaError
+from vllm_omni_plugin.admin.replica_admin import Action, ReplicaReport, UnknownReplicaError
 from vllm_omni_plugin.errors import (
     ConfigError,
     CoordinatorAwayError,
@@ -90,29 +89,27 @@ def build_router(access: Access) -> APIRouter:
 
     @router.get("/replicas", dependencies=[Depends(access.to_look)])
     async def list_replicas(request: Request) -> FleetReport:
-        return FleetReport(_fleet(request).replicas())
+        return FleetReport(of_app(request, "omni_fleet").replicas())
 
     @admins.post("/replicas/{replica}/drain", status_code=HTTPStatus.NO_CONTENT)
-    async def drain_replica(replica: str, request: Request) -> Response:
-        return await _manage(request, replica, "drain")
+    async def drain_replica(replica: str, request: Request) -> None:
+        await _manage(request, replica, "drain")
 
     @admins.post("/replicas/{replica}/resume", status_code=HTTPStatus.NO_CONTENT)
-    async def resume_replica(replica: str, request: Request) -> Response:
-        return await _manage(request, replica, "resume")
+    async def resume_replica(replica: str, request: Request) -> None:
+        await _manage(request, replica, "resume")
 
     @admins.delete("/replicas/{replica}", status_code=HTTPStatus.NO_CONTENT)
-    async def remove_replica(replica: str, request: Request) -> Response:
-        return await _manage(request, replica, "remove")
+    async def remove_replica(replica: str, request: Request) -> None:
+        await _manage(request, replica, "remove")
 
     @admins.post("/drain", status_code=HTTPStatus.NO_CONTENT)
-    async def drain_head(request: Request) -> Response:
-        _drain(request).begin()
-        return Response(status_code=HTTPStatus.NO_CONTENT)
+    async def drain_head(request: Request) -> None:
+        of_app(request, "omni_drain").begin()
 
     @admins.post("/resume", status_code=HTTPStatus.NO_CONTENT)
-    async def resume_head(request: Request) -> Response:
-        _drain(request).end()
-        return Response(status_code=HTTPStatus.NO_CONTENT)
+    async def resume_head(request: Request) -> None:
+        of_app(request, "omni_drain").end()
 
     @admins.post("/admission")
     async def reload_admission(request: Request) -> AdmissionReport:
@@ -129,7 +126,7 @@ def build_router(access: Access) -> APIRouter:
         # Not a parameter: FastAPI would read the body before it is known who sends it.
         question = _question(await request.body())
         with _told_in_http():
-            explained: DecisionReport = await _of_app(request, "omni_explain")(**question.model_dump())
+            explained: DecisionReport = await of_app(request, "omni_explain")(**question.model_dump())
         return explained
 
     router.include_router(admins)
@@ -144,27 +141,17 @@ def _question(body: bytes) -> Question:
         raise HTTPException(HTTPStatus.BAD_REQUEST, f"The body: {'; '.join(faults)}.") from error
 
 
-def _fleet(request: Request) -> FleetAdmin:
-    fleet: FleetAdmin = _of_app(request, "omni_fleet")
-    return fleet
-
-
-def _drain(request: Request) -> HeadDrain:
-    drain: HeadDrain = _of_app(request, "omni_drain")
-    return drain
-
-
-def _of_app(request: Request, name: str) -> Any:
+def of_app(request: Request, name: str) -> Any:
+    """What `app.state` has under a name. Raises an `HTTPException`, 404, of a server without a fleet."""
     found = getattr(request.app.state, name, None)
     if found is None:
         raise HTTPException(HTTPStatus.NOT_FOUND, "This server has no fleet of replicas.")
     return found
 
 
-async def _manage(request: Request, replica: str, action: Action) -> Response:
+async def _manage(request: Request, replica: str, action: Action) -> None:
     with _told_in_http():
-        await _fleet(request).manage(replica, action)
-    return Response(status_code=HTTPStatus.NO_CONTENT)
+        await of_app(request, "omni_fleet").manage(replica, action)
 
 
 @contextmanager

@@ -1,16 +1,15 @@
 """`vllm-omni-plugin ray up`: its arguments, and what it is made of."""
 
 import argparse
-import re
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
-from typing import Any
 
 from vllm_omni_plugin.config import FLAGS, OmniConfig, seconds, whole
 from vllm_omni_plugin.errors import NoAnswerError, did_you_mean
+from vllm_omni_plugin.integration.flags import parse_ours
 from vllm_omni_plugin.ray.head_load import read_load
 from vllm_omni_plugin.ray.keeping import Keeping
 from vllm_omni_plugin.ray.node_set import NodeSet
@@ -25,14 +24,14 @@ the head's --omni-master-address and --omni-master-port. Start the head yourself
 _TARGET_WAIT_S = 2.0
 
 
-def run(arguments: Sequence[str]) -> int:
+def run_ray(arguments: Sequence[str]) -> int:
     """Run the sub-command with what stands behind its name; returns the exit code.
 
     Raises:
         OmniError: Ray is not installed, its cluster cannot be reached, or it has ended on this machine.
     """
     args, serve = parse(arguments)
-    given = _given(serve)
+    given = OmniConfig(**parse_ours(serve, _PROG)[0])
     with closing(RayNodes(args.address, serve, args.num_gpus, args.num_cpus)) as nodes:
         keeping = Keeping(nodes, NodeSet(given.drain_timeout), _demand(args, given), time.monotonic, _say)
 
@@ -61,7 +60,12 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         parser.error("argument --target-wait: it must be above 0")
     if args.url is not None and not args.url.startswith(("http://", "https://")):
         parser.error(f"argument --url: {args.url!r} does not begin with http:// or https://")
-    if _given(serve).master_address is None:
+    given, others = parse_ours(serve, _PROG)
+    known = [name for flag in FLAGS for name in (flag.name, *flag.aliases)]
+    for name in (word.partition("=")[0] for word in others):
+        if name.startswith("--omni-"):
+            parser.error(f"unknown argument {name}{did_you_mean(name, known)}")
+    if "master_address" not in given:
         parser.error("nodes need the head's --omni-master-address and --omni-master-port")
     return args, serve if "--headless" in serve else [*serve, "--headless"]
 
@@ -84,22 +88,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--num-cpus", type=whole(0), default=1, metavar="N", help="CPUs of each node (default: 1)")
     parser.add_argument("--address", default="auto", help="the Ray cluster (default: the one of this machine)")
     return parser
-
-
-def _given(serve: Sequence[str]) -> OmniConfig:
-    """What the arguments of `vllm serve` say that this command needs to know, too."""
-    parser = argparse.ArgumentParser(prog=_PROG, usage=_USAGE, add_help=False, allow_abbrev=False)
-    for flag in FLAGS:
-        if flag.field in ("master_address", "stage_id", "drain_timeout"):
-            default = getattr(OmniConfig, flag.field)
-            parser.add_argument(flag.name, *flag.aliases, dest=flag.field, type=flag.type or str, default=default)
-    # As vLLM does.
-    words = [re.sub("^--[^=.]*", lambda name: name[0].replace("_", "-"), word) for word in serve]
-    known = [name for flag in FLAGS for name in (flag.name, *flag.aliases)]
-    for name in (word.partition("=")[0] for word in words):
-        if name.startswith("--omni-") and name not in known:
-            parser.error(f"unknown argument {name}{did_you_mean(name, known)}")
-    return OmniConfig(**vars(parser.parse_known_args(words)[0]))
 
 
 def _demand(args: argparse.Namespace, given: OmniConfig) -> Callable[[float], int]:
@@ -129,10 +117,3 @@ def _say(line: str) -> None:
     # Nobody may listen any more, as where Ctrl-C has ended the other side of a pipe, too.
     with suppress(OSError):
         sys.stderr.write(f"{_PROG}: {line}\n")
-
-
-def add_parser(subparsers: Any) -> None:
-    """Add the sub-command, with its arguments as they are."""
-    parser = subparsers.add_parser("ray", help="run nodes on a Ray cluster", prefix_chars="\0", add_help=False)
-    parser.add_argument("arguments", nargs="*")
-    parser.set_defaults(run=lambda args: run(args.arguments))

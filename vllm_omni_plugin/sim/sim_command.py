@@ -1,10 +1,11 @@
 """`vllm-omni-plugin sim`: a headless node whose engines are simulated."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from vllm_omni_plugin.config import whole
 from vllm_omni_plugin.replicas.server.descriptor_limits import raise_limits
 from vllm_omni_plugin.sim.model.engine_settings import DEFAULT_CONCURRENCY, EngineSettings
 
@@ -20,23 +21,13 @@ _OF_AN_ENGINE = 70
 """Descriptors of a simulated engine, which has the other ends of its replica's sockets."""
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the sub-command. Its arguments are taken as they are: vLLM's own parser reads them when it runs."""
-    # With no prefix character nothing looks like an option, `--help` included.
-    parser = subparsers.add_parser(
-        "sim", help="start simulated replicas that join a head", prefix_chars="\0", add_help=False
-    )
-    parser.add_argument("arguments", nargs="*")
-    parser.set_defaults(run=_run)
-
-
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the simulation."""
     group = parser.add_argument_group("SimConfig", "Simulated engines.")
-    group.add_argument("--replicas", type=_positive(int), default=1, metavar="N", help="Replicas to start.")
+    group.add_argument("--replicas", type=whole(1), default=1, metavar="N", help="Replicas to start.")
     group.add_argument(
         "--tokens-per-second",
-        type=_positive(float),
+        type=_positive,
         default=100.0,
         metavar="N",
         help="Tokens that a sequence alone in its engine gets per second; each further one makes iterations about 1%% "
@@ -44,14 +35,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--prefill-tokens-per-second",
-        type=_positive(float),
+        type=_positive,
         default=10_000.0,
         metavar="N",
         help="Prompt tokens that an engine computes per second.",
     )
     group.add_argument(
         "--kv-blocks",
-        type=_positive(int),
+        type=whole(1),
         metavar="N",
         # The end prints nothing, but keeps vLLM's formatter from adding a default of None.
         help=f"Blocks of KV memory of each engine. (default: room for {DEFAULT_CONCURRENCY} requests of the maximum "
@@ -76,14 +67,14 @@ def settings_of(vllm_config: Any, args: argparse.Namespace) -> EngineSettings:
     )
 
 
-def _run(args: argparse.Namespace) -> int:
-    """Run the sub-command; returns the exit code."""
+def run_sim(arguments: Sequence[str]) -> int:
+    """Run the sub-command with what stands behind its name; returns the exit code."""
     from vllm_omni_plugin.integration.command_line import parse_or_exit
     from vllm_omni_plugin.integration.processes.headless import serve_replicas
     from vllm_omni_plugin.sim.sim_launcher import EngineHost
     from vllm_omni_plugin.vllm_api.versions.serve_arguments import parse_headless_args
 
-    args = parse_headless_args(args.arguments, _PROG, _DESCRIPTION, _EPILOG, add_flags)
+    args = parse_headless_args(arguments, _PROG, _DESCRIPTION, _EPILOG, add_flags)
     args.omni_dp_size_local = args.replicas
     options = parse_or_exit(args)
     assert options is not None, "the number of replicas is one of our flags"
@@ -95,7 +86,7 @@ def _run(args: argparse.Namespace) -> int:
 def _launcher(
     args: argparse.Namespace, host: Any, vllm_config: Any, executor_class: Any, log_stats: bool, *_: Any, **__: Any
 ) -> Any:
-    """Stands in for `engine_launcher`; no process is spawned, so there is none to tell of."""
+    """Stands in for `new_launcher`; no process is spawned, so there is none to tell of."""
     from vllm_omni_plugin.sim.sim_launcher import SimLauncher
     from vllm_omni_plugin.vllm_api.protocol.sim_protocol import ready_response
 
@@ -107,14 +98,11 @@ def _launcher(
     return SimLauncher(host, settings, ready, log_stats=log_stats)
 
 
-def _positive(number: Callable[[str], Any]) -> Callable[[str], Any]:
-    def parse(text: str) -> Any:
-        try:
-            value = number(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-        if not value > 0:
-            raise argparse.ArgumentTypeError(f"{text} is not above 0")
-        return value
-
-    return parse
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value

@@ -99,7 +99,7 @@ async def headless_group(model: Path, folder: Path) -> AsyncIterator[HeadlessGro
     )
     engines = split_ranks(config)
     pids: list[int] = []
-    launcher = new_launcher(engines.config, Executor.get_class(engines.config), True, pids.append, report_cache=True)
+    launcher = new_launcher(engines.config, Executor.get_class(engines.config), True, 0, pids.append, report_cache=True)
     group = HeadlessGroup(launcher, pids, folder)
     try:
         await group.up()

@@ -8,7 +8,7 @@ import zmq
 from tests.replicas.server.conftest import StartNode
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.replicas.control.lease_messages import AttachRefused
-from vllm_omni_plugin.replicas.links.replica_ports import PortRange, close_all, listen, listen_on_many
+from vllm_omni_plugin.replicas.links.replica_ports import PortRange, close_all, listen_on_many
 
 LOOPBACK = "127.0.0.1"
 
@@ -43,8 +43,8 @@ def test_ports_of_a_range_are_taken_in_order_and_run_out() -> None:
         assert [listener.address for listener in listeners] == [
             f"tcp://127.0.0.1:{port}" for port in range(ports.first, ports.last + 1)
         ]
-        with pytest.raises(ConfigError, match=f"--omni-replica-ports: no port of {ports} is free"):
-            listen(LOOPBACK, ports)
+        with pytest.raises(ConfigError, match=f"--omni-replica-ports: of {ports} 0 are free"):
+            listen_on_many(LOOPBACK, ports, 1)
     finally:
         close_all(listeners)
 
@@ -59,14 +59,14 @@ def test_all_ports_or_none() -> None:
 @pytest.mark.parametrize("host", ["192.0.2.1", "0.0.0.0", "::", "no.such.host.invalid"])
 def test_an_address_that_cannot_be_bound_is_refused_by_the_flags_name(host: str) -> None:
     with pytest.raises(ConfigError, match="--omni-replica-address"):
-        listen(host, None)
+        listen_on_many(host, None, 1)
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
 @pytest.mark.parametrize("host", ["::1", "[::1]"])
 def test_an_ipv6_address_is_announced_in_brackets(host: str) -> None:
     try:
-        listener = listen(host, None)
+        (listener,) = listen_on_many(host, None, 1)
     except ConfigError:
         pytest.skip("no IPv6 loopback here")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -84,7 +84,7 @@ def test_an_ipv6_address_is_announced_in_brackets(host: str) -> None:
 
 
 def test_a_port_stays_taken_between_the_sockets_that_answer_on_it() -> None:
-    listener = listen(LOOPBACK, None)
+    (listener,) = listen_on_many(LOOPBACK, None, 1)
     port = int(listener.address.rpartition(":")[2])
     for _ in range(3):
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -92,9 +92,9 @@ def test_a_port_stays_taken_between_the_sockets_that_answer_on_it() -> None:
             listener.bind(pull)
         context.term()
         with pytest.raises(ConfigError):
-            listen(LOOPBACK, PortRange(port, port))
+            listen_on_many(LOOPBACK, PortRange(port, port), 1)
     listener.close()
-    listen(LOOPBACK, PortRange(port, port)).close()
+    close_all(listen_on_many(LOOPBACK, PortRange(port, port), 1))
 
 
 async def test_a_server_without_ports_says_so_before_it_starts_an_engine(start_node: StartNode) -> None:

@@ -5,6 +5,7 @@ import select
 import signal
 import subprocess
 import sys
+from contextlib import closing
 
 import psutil
 import pytest
@@ -53,7 +54,7 @@ def test_a_killed_owner_takes_its_engines_and_their_workers_with_it(stopped: boo
 
 def test_an_engine_is_killed_when_the_reaper_closes() -> None:
     with subprocess.Popen(SLEEPER) as engine:
-        with Reaper() as reaper:
+        with closing(Reaper()) as reaper:
             reaper.watch(engine.pid)
         assert engine.wait(10) == -signal.SIGKILL
 
@@ -63,7 +64,7 @@ def test_a_process_of_another_parent_is_left_alone() -> None:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         grandchild = os.pidfd_open(pid)
-        with Reaper() as reaper:
+        with closing(Reaper()) as reaper:
             reaper.watch(pid)
         assert not select.select([grandchild], [], [], 0)[0]
         signal.pidfd_send_signal(grandchild, signal.SIGKILL)
@@ -75,7 +76,7 @@ def test_a_reaper_that_was_killed_is_replaced_by_one_that_knows_all_engines() ->
     with subprocess.Popen(SLEEPER) as first, subprocess.Popen(SLEEPER) as second:
         try:
             others = set(psutil.Process().children())
-            with Reaper() as reaper:
+            with closing(Reaper()) as reaper:
                 reaper.watch(first.pid)
                 (child,) = {process.pid for process in set(psutil.Process().children()) - others}
                 os.kill(child, signal.SIGKILL)

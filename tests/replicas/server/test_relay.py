@@ -46,7 +46,7 @@ async def test_a_relay_that_cannot_be_opened_leaves_nothing_on_the_loop(
     outputs.close()
     before = set(os.listdir("/proc/self/fd"))
     with contextlib.closing(inputs), pytest.raises(OSError, match="Bad file descriptor"):
-        Relay(inputs, outputs, f"ipc://{tmp_path}/hub", slot, "c" * 40, SETTINGS, lambda: None)
+        Relay(inputs, outputs, "c" * 40, SETTINGS, lambda: None, f"ipc://{tmp_path}/hub", slot)
     # The slot's own thread may not have noticed yet that its connection is gone.
     slot.context.destroy(linger=0)
     # What earlier tests had may end meanwhile.
@@ -78,7 +78,7 @@ async def test_a_relay_to_a_head_that_reads_nothing_is_closed_at_once(
     tmp_path: Path, slot: "zmq.Socket[bytes]", open_socket: Callable[[int], "zmq.Socket[bytes]"]
 ) -> None:
     inputs, outputs = listen_on_many("127.0.0.1", None, 2)
-    relay = Relay(inputs, outputs, f"ipc://{tmp_path}/hub", slot, "c" * 40, SETTINGS, lambda: None)
+    relay = Relay(inputs, outputs, "c" * 40, SETTINGS, lambda: None, f"ipc://{tmp_path}/hub", slot)
     head, engine = open_socket(zmq.PULL), open_socket(zmq.PUSH)
     head.rcvhwm = 1
     head.plain_username, head.plain_password = PLAIN_USERNAME.encode(), b"c" * 40

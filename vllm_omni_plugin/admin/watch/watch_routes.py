@@ -1,13 +1,13 @@
 """HTTP routes to look at the fleet: its events, its state, and the page that shows them."""
 
 from dataclasses import dataclass
-from http import HTTPStatus
 from importlib.resources import files
 from typing import Any
 
-from fastapi import APIRouter, Depends, HTTPException, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 
 from vllm_omni_plugin.admin.access import Access
+from vllm_omni_plugin.admin.routes import of_app
 from vllm_omni_plugin.admin.watch.server_sent import LAST_EVENT_ID, MEDIA_TYPE
 from vllm_omni_plugin.admin.watch.viewer_response import ViewerResponse
 from vllm_omni_plugin.admin.watch.viewers import Viewers
@@ -54,7 +54,7 @@ def build_watch_router(access: Access) -> APIRouter:
 
     @router.get("/events", dependencies=look, response_model=EventReport)
     async def events(request: Request) -> Any:
-        viewers = _viewers(request)
+        viewers: Viewers = of_app(request, "omni_viewers")
         known = _known(request)
         if _wants_stream(request):
             return ViewerResponse(viewers, viewers.event_stream(known), _STREAM_HEADERS)
@@ -62,7 +62,7 @@ def build_watch_router(access: Access) -> APIRouter:
 
     @router.get("/fleet", dependencies=look, response_model=None)
     async def fleet(request: Request) -> Any:
-        viewers = _viewers(request)
+        viewers: Viewers = of_app(request, "omni_viewers")
         if _wants_stream(request):
             return ViewerResponse(viewers, viewers.fleet_stream(_known(request)), _STREAM_HEADERS)
         return viewers.state()
@@ -78,13 +78,6 @@ def _serve_file(router: APIRouter, path: str, name: str, media_type: str) -> Non
     @router.get(path, include_in_schema=False)
     async def serve() -> Response:
         return Response(content, media_type=media_type, headers=_PAGE_HEADERS)
-
-
-def _viewers(request: Request) -> Viewers:
-    viewers: Viewers | None = getattr(request.app.state, "omni_viewers", None)
-    if viewers is None:
-        raise HTTPException(HTTPStatus.NOT_FOUND, "This server has no fleet of replicas.")
-    return viewers
 
 
 def _wants_stream(request: Request) -> bool:

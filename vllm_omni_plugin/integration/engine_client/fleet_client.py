@@ -211,17 +211,13 @@ class FleetClient(EngineCalls):
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         """Abort requests wherever they run; of those with a call of a pipeline, what answers through vLLM's server."""
-        self._abort(request_ids)
+        self.abort_call(request_ids, whole=False)
 
-    def abort_call(self, request_ids: Sequence[str]) -> None:
+    def abort_call(self, request_ids: Sequence[str], whole: bool = True) -> None:
         """Abort everything that is done in any stage for these requests, by AsyncLLM's ids. Never blocks."""
-        self._abort(request_ids, whole=True)
-
-    def _abort(self, request_ids: Sequence[str], whole: bool = False) -> None:
         self.graceful_shutdown.answered()
-        if not request_ids:
-            return
-        self._tell(AbortRequests(tuple(request_ids), whole))
+        if request_ids:
+            self._tell(AbortRequests(tuple(request_ids), whole))
 
     def _tell(self, message: FrontMessage) -> None:
         # Not bounded by the queue's length, since an abort must never wait; there are no more than requests.

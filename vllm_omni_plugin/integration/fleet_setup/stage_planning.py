@@ -71,19 +71,6 @@ class StagePlan:
         return f"'{self.stage.name}'" if self.stage is not None else str(self.stage_id)
 
 
-def engine_launcher(
-    vllm_config: Any,
-    executor_class: Any,
-    log_stats: bool,
-    first_engine: int,
-    on_spawn: Callable[[int], None],
-    report_cache: bool,
-    for_others: bool = False,
-) -> Launcher:
-    """A launcher of vLLM's engines: from the fifth on the arguments are those of a `LauncherFor`."""
-    return new_launcher(vllm_config, executor_class, log_stats, on_spawn, report_cache, first_engine)
-
-
 def stage_plans(options: OmniConfig, vllm_config: Any, executor_class: Any, log_stats: bool) -> tuple[StagePlan, ...]:
     """The plans of all stages, in the order of their ids; one without a pipeline. Nothing is started.
 
@@ -126,7 +113,7 @@ def stage_plans(options: OmniConfig, vllm_config: Any, executor_class: Any, log_
         if stage.is_vllm:
             config, engines = configs[stage.id], split[stage.id].config
             executor = Executor.get_class(config)
-            launcher_for = partial(engine_launcher, without_options(engines), executor, log_stats, first_engine)
+            launcher_for = partial(new_launcher, without_options(engines), executor, log_stats, first_engine)
             api = entry_api if stage is prompt_stage else _vllm_api(options, stage, config, entry_config)
             lockstep = engines.parallel_config.data_parallel_size > 1
             plan = partial(StagePlan, stage.id, stage, replicas[stage.id], stage.policy, dict(stage.policy_config))
@@ -146,12 +133,12 @@ def model_plan(
     vllm_config: Any,
     executor_class: Any,
     log_stats: bool,
-    launcher: Callable[..., Launcher] = engine_launcher,
+    launcher: Callable[..., Launcher] = new_launcher,
 ) -> StagePlan:
     """The plan of the replicas of one model, of a head or a node; the arguments are those of `stage_plans`.
 
     Args:
-        launcher: see `engine_launcher`.
+        launcher: see `new_launcher`; from the fifth on its arguments are those of a `LauncherFor`.
     """
     engines = split_ranks(vllm_config)
     replicas = options.dp_size_local * engines.ranks

@@ -16,7 +16,6 @@ from typing import Any
 
 from fastapi import FastAPI
 from prometheus_client import REGISTRY
-from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 
 from vllm_omni_plugin.admin.access import Access, HasKey
@@ -110,7 +109,7 @@ class FleetEndpoints:
         self._app = app
         args = app.state.args
         api_keys = [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
-        has_api_key = _has_one_of(api_keys, app) if api_keys else _needs_no_key
+        has_api_key = _has_one_of(api_keys, app) if api_keys else lambda _: True
         key_file = args.omni_admin_key_file
         has_admin_key = _has_one_of(read_admin_keys(key_file, ADMIN_KEY_FLAG), app) if key_file else None
         access = Access(has_api_key, has_admin_key, unix_socket=bool(args.uds))
@@ -158,7 +157,7 @@ class FleetEndpoints:
         if options.admission is not None:
             # A supervisor sends the signal to each of its API servers.
             one_of_several = hasattr(args, DRAIN_FLAG)
-            tell_others = partial(os.kill, os.getppid(), signal.SIGHUP) if one_of_several else _nobody
+            tell_others = partial(os.kill, os.getppid(), signal.SIGHUP) if one_of_several else lambda: None
             state.omni_admission_file = file = AdmissionFile(options.admission, fleet.orchestrator, tell_others)
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, file.on_signal)
             # A signal may have come between the first reading and now.
@@ -172,10 +171,6 @@ class FleetEndpoints:
         )
         if fleet.stages.pipeline is not None:
             serve_pipeline(self._app, fleet.stages.pipeline, fleet.abort_call)
-
-
-def _nobody() -> None:
-    """There are no other API servers."""
 
 
 def _viewers(fleet: FleetClient) -> Viewers:
@@ -218,10 +213,6 @@ def _hurry(fleet: FleetClient, app: FastAPI) -> None:
     server: Any = getattr(app.state, "server", None)
     if server is not None and hasattr(server, "force_exit"):
         server.force_exit = True
-
-
-def _needs_no_key(_: Headers) -> bool:
-    return True
 
 
 def _has_one_of(keys: Sequence[str], app: FastAPI) -> HasKey:

@@ -7,9 +7,9 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import closing
 
 import uvloop
-from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.reasoning import ReasoningParserManager
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.executor import Executor as VllmExecutor
@@ -19,7 +19,7 @@ from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError, OmniError, RefusedByHeadError
 from vllm_omni_plugin.integration.checks.head_checks import ask_or_refuse, refuse_other_model
 from vllm_omni_plugin.integration.fleet_setup.pipeline_command import local_processes, pipeline_of
-from vllm_omni_plugin.integration.fleet_setup.stage_planning import StagePlan, engine_launcher, model_plan, python_plan
+from vllm_omni_plugin.integration.fleet_setup.stage_planning import StagePlan, model_plan, python_plan
 from vllm_omni_plugin.integration.options.listening import bind_address, coordinator_address, secured, warn_of_exposure
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.engine.engine_start import Launcher
@@ -30,8 +30,9 @@ from vllm_omni_plugin.replicas.server.node import run_node
 from vllm_omni_plugin.replicas.server.replica_server import ReplicaServer
 from vllm_omni_plugin.replicas.server.server_settings import ServerSettings
 from vllm_omni_plugin.vllm_api.launch.engine_launch import spawn_only
+from vllm_omni_plugin.vllm_api.launch.group_launch import new_launcher
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
-from vllm_omni_plugin.vllm_api.versions.serve_arguments import propagate_flash_late_interaction
+from vllm_omni_plugin.vllm_api.stages.stage_arguments import read_engine_args
 
 logger = init_logger(__name__)
 
@@ -44,18 +45,18 @@ _NOTICE_EVERY = 10
 
 
 def serve_replicas(
-    args: argparse.Namespace, options: OmniConfig, launcher: Callable[..., Launcher] = engine_launcher
+    args: argparse.Namespace, options: OmniConfig, launcher: Callable[..., Launcher] = new_launcher
 ) -> int:
     """Run this node's replicas until they have left the fleet; returns the exit code of the process.
 
     Args:
         args: the parsed command line, as vLLM's own headless command gets it.
         options: ours among them.
-        launcher: see `engine_launcher`; not for a Python stage.
+        launcher: see `model_plan`; not for a Python stage.
     """
     spawn_only()
     use_socket_folder()
-    with Reaper() as reaper, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with closing(Reaper()) as reaper, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
             options, address, coordinator = runner.run(_find_place(options))
             # Before vLLM configures the model, which takes it many seconds.
@@ -104,18 +105,14 @@ def _server_settings(plan: StagePlan, options: OmniConfig, address: str, coordin
         heartbeat_interval=options.heartbeat_interval,
         heartbeat_timeout=options.heartbeat_timeout,
         drain_timeout=options.drain_timeout,
-        secrets=_secrets(options),
+        secrets=Secrets.from_file(options.secret_file) if options.secret_file else None,
         fingerprint=plan.fingerprint,
         max_message_bytes=options.max_message_bytes,
     )
 
 
-def _secrets(options: OmniConfig) -> Secrets | None:
-    return Secrets.from_file(options.secret_file) if options.secret_file else None
-
-
 def plan_node(
-    args: argparse.Namespace, options: OmniConfig, launcher: Callable[..., Launcher] = engine_launcher
+    args: argparse.Namespace, options: OmniConfig, launcher: Callable[..., Launcher] = new_launcher
 ) -> StagePlan:
     """What a command line asks for; starts nothing. The arguments are those of `serve_replicas`."""
     pipeline = pipeline_of(options)
@@ -124,8 +121,7 @@ def plan_node(
         return python_plan(stage, options.dp_size_local, EngineApi())
     if args.reasoning_parser_plugin:
         ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
-    engine_args = AsyncEngineArgs.from_cli_args(args)
-    propagate_flash_late_interaction(args, engine_args)
+    engine_args = read_engine_args(args)
     vllm_config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
     executor_class = VllmExecutor.get_class(vllm_config)
     return model_plan(options, vllm_config, executor_class, not engine_args.disable_log_stats, launcher)

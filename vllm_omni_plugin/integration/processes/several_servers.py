@@ -10,7 +10,7 @@ import socket
 import sys
 from collections.abc import Callable, MutableSequence, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 
 import uvloop
 from prometheus_client import multiprocess
-from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.launchers.api_server.entry import setup_server
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.network_utils import get_ip
@@ -43,7 +43,6 @@ from vllm_omni_plugin.integration.options.listening import (
 )
 from vllm_omni_plugin.integration.processes.api_servers import NOT_ACCEPTING, ApiServers, supervise
 from vllm_omni_plugin.integration.processes.headless import replica_servers
-from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.engine.reaper import Reaper
 from vllm_omni_plugin.replicas.engine.socket_folder import use_socket_folder
 from vllm_omni_plugin.replicas.server.descriptor_limits import raise_limits
@@ -51,9 +50,7 @@ from vllm_omni_plugin.replicas.server.node import SIGNALS
 from vllm_omni_plugin.replicas.server.replica_server import ReplicaServer
 from vllm_omni_plugin.vllm_api.launch.engine_launch import spawn_only
 from vllm_omni_plugin.vllm_api.launch.spawning import SPAWNING
-from vllm_omni_plugin.vllm_api.versions.serve_arguments import propagate_flash_late_interaction
-
-logger = init_logger(__name__)
+from vllm_omni_plugin.vllm_api.stages.stage_arguments import read_engine_args
 
 _SLOT = SharedAdmissionStats.COUNTERS_PER_SLOT
 _EXIT_OK = 0
@@ -146,13 +143,12 @@ def serve_api_servers(args: argparse.Namespace, options: OmniConfig) -> int:
     listen_address, listening = setup_server(args, reuse_port=True)
     with ExitStack() as resources:
         resources.callback(_stop_listening, listening, args.uds)
-        engine_args = AsyncEngineArgs.from_cli_args(args)
-        propagate_flash_late_interaction(args, engine_args)
+        engine_args = read_engine_args(args)
         try:
             plans = () if options.join else _plans(engine_args, args.api_server_count, options)
             raise_limits(sum(plan.replicas for plan in plans), args.api_server_count)
             home = options if options.join else _open_fleet(options, plans, resources)
-            reaper = resources.enter_context(Reaper())
+            reaper = resources.enter_context(closing(Reaper()))
             processes = ApiServerProcesses(
                 args.api_server_count, listen_address, listening, _joined(args, home), reaper.watch
             )

@@ -79,17 +79,19 @@ class RemoteLink(Link):
     ) -> None:
         self.input_addr = lease.input_addr
         self.output_addr = lease.output_addr
-        self._identity = lease.identity
+        self.identity = lease.identity
         self._max_bytes = lease.max_message_bytes
         self._sockets = (context.socket(zmq.PUSH), context.socket(zmq.PULL))
-        self._input, self.output_socket = self._sockets
+        self.input_socket, self.output_socket = self._sockets
         self._connections: list[Connection] = []
         try:
             for socket, address in zip(self._sockets, (self.input_addr, self.output_addr), strict=True):
                 self._connections.append(Connection(socket, on_lost))
                 credential.show(socket, lease.data_key)
                 # What is sent to us for requests is a handshake.
-                socket.maxmsgsize = HANDSHAKE_FRAME_BYTES if socket is self._input else max_output_bytes + CURVE_BYTES
+                socket.maxmsgsize = (
+                    HANDSHAKE_FRAME_BYTES if socket is self.input_socket else max_output_bytes + CURVE_BYTES
+                )
                 _connect(socket, address)
         except zmq.ZMQError as error:
             self.close()
@@ -116,10 +118,7 @@ class RemoteLink(Link):
                 f"The request takes {size / MIB:.1f} MiB on its way to the engine, where {self._max_bytes // MIB} MiB "
                 f"are allowed (--omni-max-message-size of the replica's node)"
             )
-        try:
-            self._input.send_multipart((self._identity, *frames), zmq.NOBLOCK, copy=False)
-        except zmq.ZMQError as error:
-            raise ReplicaError(f"cannot send to {self.input_addr}: {error}") from error
+        super().send(frames)
 
     def close(self) -> None:
         self._stop_reading()

@@ -16,27 +16,18 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 
 _DEATH_TAKES_AT_MOST_S = 5.0
 
 
 class Reaper:
-    """The owner's end. A context manager; the child starts with the first engine. All methods are thread-safe."""
+    """The owner's end. To be closed; the child starts with the first engine. All methods are thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
         self._pids: list[int] = []
         self._closed = False
-
-    def __enter__(self) -> "Reaper":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def watch(self, pid: int) -> None:
         """Have a child process of this one killed, with its descendants, if it outlives this one or `close`.

@@ -3,13 +3,13 @@
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import zmq
 
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.replicas.links.shared_memory import SharedMemory
+from vllm_omni_plugin.vllm_api.launch.spawning import remove_ipc_files
 
 Frames = Sequence[Any]
 
@@ -23,15 +23,18 @@ class Link(ABC):
     Attributes:
         input_addr: where messages to the engine go.
         output_addr: where its messages come from.
+        input_socket: what they are sent on.
         output_socket: what is read, from `start_reading` on.
+        identity: the engine's ZMQ identity, the routing frame of every message to it.
     """
 
     input_addr: str
     output_addr: str
+    input_socket: "zmq.Socket[bytes]"
     output_socket: "zmq.Socket[bytes]"
+    identity: bytes
     _reader: "SocketReader | None" = None
 
-    @abstractmethod
     def send(self, frames: Frames) -> None:
         """Queue one message for the engine. Never blocks: the queue is unbounded, as vLLM's own is.
 
@@ -39,6 +42,10 @@ class Link(ABC):
             MessageTooLargeError: the other end would end the connection over it. It was not sent.
             ReplicaError: the engine is not connected, or the connection is broken.
         """
+        try:
+            self.input_socket.send_multipart((self.identity, *frames), zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            raise ReplicaError(f"cannot send on {self.input_addr}: {error}") from error
 
     @abstractmethod
     def close(self) -> None:
@@ -76,7 +83,7 @@ class IpcLink(Link):
     Args:
         input_addr: ipc address to bind for requests (ROUTER; the engine is a DEALER with a known identity).
         output_addr: ipc address to bind for outputs (PULL; the engine is a PUSH).
-        identity: the engine's ZMQ identity, the routing frame of every request.
+        identity: see `Link`.
 
     Attributes:
         input_socket: the ROUTER, on which the one message that comes is the engine's ready response.
@@ -85,7 +92,7 @@ class IpcLink(Link):
     def __init__(self, input_addr: str, output_addr: str, identity: bytes) -> None:
         self.input_addr = input_addr
         self.output_addr = output_addr
-        self._identity = identity
+        self.identity = identity
         self._memory: SharedMemory | None = None
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self.input_socket = context.socket(zmq.ROUTER)
@@ -111,12 +118,7 @@ class IpcLink(Link):
         super().start_reading(on_message if memory is None else lambda frames: on_message(memory.take(frames)))
 
     def send(self, frames: Frames) -> None:
-        if self._memory is not None:
-            frames = self._memory.lend(frames)
-        try:
-            self.input_socket.send_multipart((self._identity, *frames), zmq.NOBLOCK, copy=False)
-        except zmq.ZMQError as error:
-            raise ReplicaError(f"cannot send on {self.input_addr}: {error}") from error
+        super().send(frames if self._memory is None else self._memory.lend(frames))
 
     def close(self) -> None:
         self._stop_reading()
@@ -124,12 +126,6 @@ class IpcLink(Link):
         self.input_socket.close()
         self.output_socket.close()
         remove_ipc_files(self.input_addr, self.output_addr)
-
-
-def remove_ipc_files(*addresses: str) -> None:
-    """Remove the files of ipc addresses that are bound no more; libzmq leaves them behind."""
-    for address in addresses:
-        Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
 
 
 class SocketReader:

@@ -45,7 +45,7 @@ class PortRange:
 
 
 class Listener:
-    """A tcp port that is ours from `listen` to `close`, whichever ZMQ socket answers on it in between.
+    """A tcp port that is ours from `listen_on_many` to `close`, whichever ZMQ socket answers on it in between.
 
     The port listens all the time, so that no other process can take it while one lease ends and the next begins, and so
     that it can be bound again at once. Connections that come while no ZMQ socket is there wait in the backlog.
@@ -73,18 +73,6 @@ class Listener:
         self.socket.close()
 
 
-def listen(host: str, ports: PortRange | None) -> Listener:
-    """Take the first free port of a range, or any free one if None.
-
-    Raises:
-        ConfigError: the host is no address of this machine that heads could connect to, or no port is free.
-    """
-    listener = _first_free(host, ports)
-    if listener is None:
-        raise ConfigError(f"{PORTS_FLAG}: no port of {ports or 'this machine'} is free on {host}")
-    return listener
-
-
 def _first_free(host: str, ports: PortRange | None) -> Listener | None:
     family, address = _resolve(host)
     for port in _EPHEMERAL if ports is None else range(ports.first, ports.last + 1):
@@ -100,7 +88,11 @@ def _first_free(host: str, ports: PortRange | None) -> Listener | None:
 
 
 def listen_on_many(host: str, ports: PortRange | None, count: int) -> list[Listener]:
-    """Take `count` ports, all or none. Raises `ConfigError` as `listen` does."""
+    """Take the first `count` free ports of a range, or any free ones if None; all or none.
+
+    Raises:
+        ConfigError: the host is no address of this machine that heads could connect to, or too few ports are free.
+    """
     taken: list[Listener] = []
     try:
         for _ in range(count):

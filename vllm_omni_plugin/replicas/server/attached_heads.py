@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from typing import Any
 
 import zmq
@@ -28,6 +29,7 @@ from vllm_omni_plugin.replicas.control.lease_messages import (
 )
 from vllm_omni_plugin.replicas.control.leases import Lease, Leases
 from vllm_omni_plugin.replicas.links.replica_ports import Listener, close_all, listen_on_many
+from vllm_omni_plugin.replicas.server.relay import Relay
 from vllm_omni_plugin.replicas.server.served_engine import HEAD_SLOTS, ServedEngine
 from vllm_omni_plugin.replicas.server.server_settings import ServerSettings
 
@@ -209,13 +211,8 @@ class Heads:
         if lease.slot not in self._ports:
             self._ports[lease.slot] = listen_on_many(self._settings.host, self._settings.ports, 2)
         inputs, outputs = self._ports[lease.slot]
-        relay = engine.slots[lease.slot].lease(
-            inputs,
-            outputs,
-            credential,
-            self._settings,
-            lambda: self._connection_lost(lease),
-        )
+        new_relay = partial(Relay, inputs, outputs, credential, self._settings, partial(self._connection_lost, lease))
+        relay = engine.slots[lease.slot].lease(new_relay)
         logger.info("Head %s is attached, on slot %d.", lease.head_id, lease.slot)
         return Attached(
             lease=lease.lease_id,

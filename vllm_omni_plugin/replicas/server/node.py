@@ -6,11 +6,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from vllm_omni_plugin.errors import OmniError
-from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.server.descriptor_limits import raise_limits, worded
 from vllm_omni_plugin.replicas.server.replica_server import ReplicaServer
-
-logger = init_logger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 

@@ -5,13 +5,11 @@ from typing import Any
 
 import zmq
 
-from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.replicas.client.stage_client import Codec, StageClient
 from vllm_omni_plugin.replicas.links.forwarding import QUEUE_MESSAGES, Socket
-from vllm_omni_plugin.replicas.links.link import Frames, Link, remove_ipc_files
-from vllm_omni_plugin.replicas.links.replica_ports import Listener
+from vllm_omni_plugin.replicas.links.link import Link
 from vllm_omni_plugin.replicas.server.relay import Relay
-from vllm_omni_plugin.replicas.server.server_settings import ServerSettings
+from vllm_omni_plugin.vllm_api.launch.spawning import remove_ipc_files
 
 
 class SlotLink(Link):
@@ -20,14 +18,14 @@ class SlotLink(Link):
     Args:
         to_hub: a PUSH connected to the engine's hub; shared by the links of one engine, and not closed by them.
         output_addr: ipc address to bind for the engine's outputs.
-        identity: the engine's ZMQ identity.
+        identity: see `Link`.
     """
 
     def __init__(self, to_hub: Socket, output_addr: str, identity: bytes) -> None:
         self.input_addr = to_hub.get_string(zmq.LAST_ENDPOINT)
         self.output_addr = output_addr
-        self._to_hub = to_hub
-        self._identity = identity
+        self.input_socket = to_hub
+        self.identity = identity
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self.output_socket = context.socket(zmq.PULL)
         self.output_socket.rcvhwm = QUEUE_MESSAGES
@@ -36,12 +34,6 @@ class SlotLink(Link):
         except BaseException:
             self.output_socket.close(linger=0)
             raise
-
-    def send(self, frames: Frames) -> None:
-        try:
-            self._to_hub.send_multipart((self._identity, *frames), zmq.NOBLOCK, copy=False)
-        except zmq.ZMQError as error:
-            raise ReplicaError(f"cannot send on {self.input_addr}: {error}") from error
 
     def close(self) -> None:
         self._stop_reading()
@@ -78,28 +70,13 @@ class OutputSlot:
         self._relay: Relay | None = None
         self.client.start()
 
-    def lease(
-        self,
-        inputs: Listener,
-        outputs: Listener,
-        credential: str,
-        settings: ServerSettings,
-        on_lost: Callable[[], None],
-    ) -> Relay:
-        """Give the slot to a head; see `Relay`."""
+    def lease(self, new_relay: Callable[[str, Socket], Relay]) -> Relay:
+        """Give the slot to a head, by a relay that is made of the engine's input and the slot's socket; see `Relay`."""
         self.client.pause_reading()
         # What has come is another head's.
         self.client.drain()
         try:
-            self._relay = Relay(
-                inputs,
-                outputs,
-                self._link.input_addr,
-                self._link.output_socket,
-                credential,
-                settings,
-                on_lost,
-            )
+            self._relay = new_relay(self._link.input_addr, self._link.output_socket)
         except BaseException:
             self.client.resume_reading()
             raise

@@ -41,11 +41,11 @@ class Relay:
     Args:
         inputs: port on which the head sends.
         outputs: port on which the head receives.
-        hub_addr: where the engine's input takes messages.
-        slot_socket: where the engine's outputs for this slot come from. Belongs to the relay until `close`.
         credential: what the head must show; nobody else is let in.
         settings: the node's. A head that takes nothing of what there is for it is cut off after the heartbeat timeout.
         on_lost: called on the running loop when the head's output connection has gone.
+        hub_addr: where the engine's input takes messages.
+        slot_socket: where the engine's outputs for this slot come from. Belongs to the relay until `close`.
 
     Attributes:
         data_key: public CURVE key (Z85) of both ports, or "" where links are not encrypted.
@@ -58,11 +58,11 @@ class Relay:
         self,
         inputs: Listener,
         outputs: Listener,
-        hub_addr: str,
-        slot_socket: Socket,
         credential: str,
         settings: ServerSettings,
         on_lost: Callable[[], None],
+        hub_addr: str,
+        slot_socket: Socket,
     ) -> None:
         self.data_key, self._secret_key = "", b""
         if settings.secrets is not None:

@@ -13,8 +13,8 @@ from vllm_omni_plugin.replicas.engine.running_engine import Engine
 from vllm_omni_plugin.replicas.engine.socket_folder import new_ipc_address
 from vllm_omni_plugin.replicas.kv_events.cache_log import CacheLog
 from vllm_omni_plugin.replicas.links.forwarding import QUEUE_MESSAGES, forward, forwarding_context
-from vllm_omni_plugin.replicas.links.link import remove_ipc_files
 from vllm_omni_plugin.replicas.server.output_slot import OutputSlot, SlotLink
+from vllm_omni_plugin.vllm_api.launch.spawning import remove_ipc_files
 
 HEAD_SLOTS = 32
 """Heads that may hold one replica at the same time, such as two with 16 API server processes each. The engine learns

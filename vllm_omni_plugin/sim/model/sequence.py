@@ -115,10 +115,10 @@ class Sequence:
         self._extend((token,))
         finish = self._finish_reason(token, produced + 1)
         stop_token = token if finish == "stop" and token != request.eos_token_id else None
-        return SimOutput(request.request_id, token, finish, stop_token, None if produced else self._prefill())
-
-    def _prefill(self) -> Prefill:
-        return Prefill(self._queued_at, self._scheduled_at, len(self.request.prompt), self._cached_tokens)
+        prefill = None
+        if not produced:
+            prefill = Prefill(self._queued_at, self._scheduled_at, len(request.prompt), self._cached_tokens)
+        return SimOutput(request.request_id, token, finish, stop_token, prefill)
 
     def _extend(self, tokens: Tokens[int]) -> None:
         size, position = self._settings.block_size, 0

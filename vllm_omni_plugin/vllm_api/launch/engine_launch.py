@@ -4,7 +4,6 @@ import copy
 import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import zmq
@@ -23,7 +22,7 @@ from vllm.v1.engine.utils import (
 from vllm_omni_plugin.errors import ConfigError, ReplicaError
 from vllm_omni_plugin.vllm_api.launch.fleet_engine import LastWords, as_fleet_engine, fleet_executor
 from vllm_omni_plugin.vllm_api.launch.kv_event_settings import remove_event_sockets, turn_on_cache_events
-from vllm_omni_plugin.vllm_api.launch.spawning import SPAWNING, describe_exit
+from vllm_omni_plugin.vllm_api.launch.spawning import SPAWNING, describe_exit, remove_ipc_files
 
 
 def replica_config(vllm_config: Any, rank: int) -> Any:
@@ -289,5 +288,4 @@ class _Handshake:
 
     def close(self) -> None:
         self.socket.close()
-        # libzmq leaves it behind.
-        Path(self.address.removeprefix("ipc://")).unlink(missing_ok=True)
+        remove_ipc_files(self.address)

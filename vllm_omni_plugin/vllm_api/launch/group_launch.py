@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from vllm.distributed.utils import create_tcp_store
@@ -26,9 +25,8 @@ from vllm_omni_plugin.vllm_api.launch.engine_launch import (
 )
 from vllm_omni_plugin.vllm_api.launch.kv_event_settings import turn_on_cache_events
 from vllm_omni_plugin.vllm_api.launch.lockstep import Generation, Meeting
-from vllm_omni_plugin.vllm_api.launch.spawning import SPAWNING
+from vllm_omni_plugin.vllm_api.launch.spawning import SPAWNING, remove_ipc_files
 
-_IPC = "ipc://"
 _AT_ONCE = 0.0
 
 
@@ -64,11 +62,15 @@ def new_launcher(
     engine_config: Any,
     executor_class: Any,
     log_stats: bool,
+    first_engine: int,
     on_spawn: Callable[[int], None],
-    report_cache: bool = False,
-    first_engine: int = 0,
+    report_cache: bool,
+    for_others: bool = False,
 ) -> "EngineLauncher | GroupLauncher":
-    """What starts the engines of this configuration; the arguments are those of `EngineLauncher`."""
+    """What starts the engines of this configuration; the arguments are those of `EngineLauncher`.
+
+    Whether heads of other processes use them (`for_others`) makes no difference to vLLM's engines.
+    """
     if engine_config.parallel_config.data_parallel_size > 1:
         return GroupLauncher(engine_config, executor_class, log_stats, on_spawn, report_cache)
     return EngineLauncher(engine_config, executor_class, log_stats, on_spawn, report_cache, first_engine)
@@ -167,9 +169,7 @@ class LockstepGeneration(Generation):
     def _forget(self, coordinator: Any) -> None:
         coordinator.proc.join()
         self._store = None
-        for address in (*coordinator.get_engine_socket_addresses(), coordinator.get_stats_publish_address()):
-            if address.startswith(_IPC):
-                Path(address.removeprefix(_IPC)).unlink(missing_ok=True)
+        remove_ipc_files(*coordinator.get_engine_socket_addresses(), coordinator.get_stats_publish_address())
 
 
 class _Coordinator(DPCoordinator):  # type: ignore[misc]

@@ -1,10 +1,11 @@
 """Making engines report what their prefix caches hold."""
 
-from pathlib import Path
 from typing import Any
 
 from vllm.config import KVEventsConfig
 from vllm.utils.network_utils import get_open_zmq_ipc_path
+
+from vllm_omni_plugin.vllm_api.launch.spawning import remove_ipc_files
 
 _IPC = "ipc://"
 # vLLM changes an address by the engine's rank and refuses one that it cannot change. It takes this for a TCP address
@@ -38,7 +39,7 @@ def remove_event_sockets(vllm_config: Any) -> None:
     events = vllm_config.kv_events_config
     for address in () if events is None else (events.endpoint, events.replay_endpoint):
         if address is not None and address.startswith(_IPC) and address.endswith(_LEFT_ALONE):
-            Path(address.removeprefix(_IPC)).unlink(missing_ok=True)
+            remove_ipc_files(address)
 
 
 def _new_address() -> str:

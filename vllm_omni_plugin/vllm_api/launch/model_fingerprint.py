@@ -35,14 +35,14 @@ def fingerprint(vllm_config: Any, stage_id: int) -> dict[str, str]:
     Models and tokenizers on the hub go by their names, and weights there by the commit; local ones by their content:
     paths differ from node to node. To be made once, since files are read.
     """
-    model = vllm_config.model_config
+    model, load_format = vllm_config.model_config, str(vllm_config.load_config.load_format)
     return {
         "stage": str(stage_id),
         "vLLM version": _build(vllm.__version__),
         "model": _identity(model.model, _model_digest)
         + (f" with {model.model_weights}" if model.model_weights else ""),
         "revision": _commit(model) or str(model.revision),
-        "load format": _load_format(str(vllm_config.load_config.load_format)),
+        "load format": "auto" if load_format in _SAME_FILES else load_format,
         "hf-overrides": _overrides(model.hf_overrides),
         "tokenizer": _identity(model.tokenizer, _tokenizer_digest),
         "tokenizer mode": str(model.tokenizer_mode),
@@ -62,10 +62,6 @@ def _build(version: str) -> str:
     public, _, local = version.partition("+")
     kept = [part for part in local.split(".") if part and not _PLATFORM.fullmatch(part)]
     return "+".join([public, ".".join(kept)]) if kept else public
-
-
-def _load_format(load_format: str) -> str:
-    return "auto" if load_format in _SAME_FILES else load_format
 
 
 def _overrides(overrides: Any) -> str:
@@ -94,7 +90,7 @@ def _lora(config: Any) -> str:
     if config is None:
         return "off"
     kind = str(config.lora_dtype).removeprefix("torch.")
-    adapters = {what: _identity(path, _adapter_digest) for what, path in (config.default_mm_loras or {}).items()}
+    adapters = {what: _identity(path, adapter_digest) for what, path in (config.default_mm_loras or {}).items()}
     always = f", always {_short(str(sorted(adapters.items())))}" if adapters else ""
     return f"at most {config.max_loras} adapters of rank {config.max_lora_rank} in {kind}{always}"
 
@@ -133,10 +129,6 @@ def _model_digest(path: Path) -> str:
     weights = next(filter(None, (_files(path, patterns) for patterns in _WEIGHTS)), [])
     of_each = max(_LEAST_SAMPLES, _SAMPLES // max(1, len(weights)))
     return digest([content, *samples(weights, of_each, _SAMPLE_BYTES)])
-
-
-def _adapter_digest(path: Path) -> str:
-    return adapter_digest(str(path))
 
 
 def _tokenizer_digest(path: Path) -> str:

@@ -1,7 +1,8 @@
-"""Processes are spawned one at a time, and each end has a name."""
+"""Processes are spawned one at a time, each end has a name, and the files of their sockets are removed."""
 
 import signal
 import threading
+from pathlib import Path
 
 SPAWNING = threading.Lock()
 """Held while a process is spawned, never while it loads. vLLM changes what belongs to all threads meanwhile, and puts
@@ -23,3 +24,9 @@ def describe_exit(code: int | None) -> str:
         return f"was ended by {signal.Signals(-code).name}"
     except ValueError:
         return f"was ended by signal {-code}"
+
+
+def remove_ipc_files(*addresses: str) -> None:
+    """Remove the files of ipc addresses that are bound no more, which libzmq leaves behind; others have none."""
+    for address in addresses:
+        Path(address.removeprefix("ipc://")).unlink(missing_ok=True)

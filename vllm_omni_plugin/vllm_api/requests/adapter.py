@@ -17,7 +17,7 @@ _ADAPTER_SAMPLES, _ADAPTER_SAMPLE_BYTES = 1024, 64 * 1024
 """All of a file up to 64 MiB, which takes some tenth of a second, and never more of one, for others wait meanwhile."""
 
 
-def adapter_digest(path: str) -> str:
+def adapter_digest(path: str | Path) -> str:
     """Of the configuration and the weights of a LoRA adapter, whatever its folder is called.
 
     Returns:

@@ -56,6 +56,7 @@ class EngineApi:
         self._decoder = _outputs_decoder()
 
     cache_size = staticmethod(ready.cache_size)
+    fetches_once = staticmethod(moving.fetches_once)
     moved = staticmethod(moving.moved)
     missing_end = staticmethod(moving.missing_end)
     fit = staticmethod(moving.fit)
@@ -166,10 +167,6 @@ class EngineApi:
     def refused(self, output: Any) -> bool:
         """Whether the engine has not taken the request, because an operator has paused it."""
         return PAUSE_REFUSES.here and output.error is not None and bool(output.error.retryable)
-
-    def fetches_once(self, request: Any) -> bool:
-        """Whether the request names a cache of another engine, kept until it has been fetched or refused once."""
-        return moving.fetches_once(request)
 
     def movable(self, request: Any) -> Any:
         """The request, or a copy with a seed if its answer could neither be resumed nor repeated without.

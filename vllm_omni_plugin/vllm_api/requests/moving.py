@@ -37,9 +37,7 @@ def how_to_move(request: Any, custom_processors: bool) -> Move:
     params = request.sampling_params
     if params is None:
         return Move.STAYS if _scores_document(request.pooling_params) else Move.NEVER
-    if request.resumable:
-        return Move.NEVER
-    if fetches_once(request):
+    if request.resumable or fetches_once(request):
         return Move.NEVER
     if _is_seeded(params) or custom_processors or looks_back(request):
         return Move.REPLAY

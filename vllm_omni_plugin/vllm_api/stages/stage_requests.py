@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Mapping, Sequence
-from random import Random
 from typing import Any
 
 import msgspec
@@ -38,16 +37,9 @@ class VllmStageApi(StageApi):
         PipelineError: the stage asks for what its engines cannot do. Its place begins at the stage.
     """
 
-    def __init__(
-        self,
-        vllm_config: Any,
-        entry_config: Any,
-        stage: Stage,
-        custom_processors: bool = False,
-        random: Random | None = None,
-    ) -> None:
+    def __init__(self, vllm_config: Any, entry_config: Any, stage: Stage, custom_processors: bool = False) -> None:
         self._config = vllm_config.model_config
-        super().__init__(custom_processors, random, self._config.get_vocab_size())
+        super().__init__(custom_processors, vocabulary=self._config.get_vocab_size())
         self._stage = stage
         self._is_pooling = self._config.runner_type == "pooling"
         self._lora = vllm_config.lora_config
