@@ -3,14 +3,15 @@
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
 import zmq
 from coordinator_support import ANY, OpenDealer, eventually, free_address, make_event, names
 
+from tests.fakes.keeping import Keep
 from vllm_omni_plugin.coordinator import (
     OmniCoordClientForHub,
     OmniCoordClientForStage,
@@ -34,50 +35,42 @@ OpenReplica = Callable[..., OmniCoordClientForStage]
 
 
 @pytest.fixture
-def serve() -> Iterator[OpenCoordinator]:
+def serve(keep: Keep) -> OpenCoordinator:
     """Open coordinators that are closed at the end."""
-    opened: list[OmniCoordinator] = []
 
-    def serve(secrets: Secrets | None, router: str = ANY, pub: str = ANY) -> OmniCoordinator:
-        opened.append(OmniCoordinator(router, pub, heartbeat_timeout=1000.0, secrets=secrets))
-        return opened[-1]
+    def serve(secrets: Secrets | None, router: str = ANY) -> OmniCoordinator:
+        return keep(OmniCoordinator(router, ANY, heartbeat_timeout=1000.0, secrets=secrets))
 
-    yield serve
-    for coordinator in opened:
-        coordinator.close()
+    return serve
 
 
 @pytest.fixture
-def report(monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenReplica]:
+def report(monkeypatch: pytest.MonkeyPatch, keep: Keep) -> OpenReplica:
     """Open stage clients that are closed at the end, without much patience for a coordinator that refuses them."""
     monkeypatch.setattr(link_module, "CLOSE_GRACE", 0.1)
-    opened: list[OmniCoordClientForStage] = []
 
     def report(
         address: str, secrets: Secrets | None, name: str = "a", on_unreachable: Callable[[str], None] | None = None
     ) -> OmniCoordClientForStage:
-        client = OmniCoordClientForStage(
-            address,
-            f"tcp://{name}:1",
-            f"tcp://{name}:2",
-            0,
-            heartbeat_interval=0.2,
-            control_addr=f"tcp://{name}:3",
-            secrets=secrets,
-            on_unreachable=on_unreachable,
+        return keep(
+            OmniCoordClientForStage(
+                address,
+                f"tcp://{name}:1",
+                f"tcp://{name}:2",
+                0,
+                heartbeat_interval=0.2,
+                control_addr=f"tcp://{name}:3",
+                secrets=secrets,
+                on_unreachable=on_unreachable,
+            )
         )
-        opened.append(client)
-        return client
 
-    yield report
-    for client in opened:
-        client.close()
+    return report
 
 
 def follow_until(address: str, secrets: Secrets | None, expected: list[str]) -> ReplicaList:
-    hub = OmniCoordClientForHub(address, secrets=secrets)
-    eventually(lambda: names(hub.get_replica_list()) == expected)
-    hub.close()
+    with closing(OmniCoordClientForHub(address, secrets=secrets)) as hub:
+        eventually(lambda: names(hub.get_replica_list()) == expected)
     return hub.get_replica_list()
 
 
@@ -117,12 +110,12 @@ def test_replica_and_head_that_share_the_served_secret_meet(
     ],
 )
 def test_replica_with_a_wrong_secret_is_kept_out_and_knows_why(
-    serve: OpenCoordinator, report: OpenReplica, served: Secrets | None, held: Secrets | None, why: str
+    keep: Keep, serve: OpenCoordinator, report: OpenReplica, served: Secrets | None, held: Secrets | None, why: str
 ) -> None:
     coordinator = serve(served)
     said: list[str] = []
     stranger = report(coordinator.router_zmq_addr, held, "stranger", said.append)
-    listener = OmniCoordClientForHub(coordinator.pub_zmq_addr, secrets=held)
+    listener = keep(OmniCoordClientForHub(coordinator.pub_zmq_addr, secrets=held))
     eventually(lambda: said and coordinator.refused_connections >= 2)
     note = "" if held is None else " (links on loopback have one of their user's own where none is given)"
     assert said == [
@@ -133,7 +126,6 @@ def test_replica_with_a_wrong_secret_is_kept_out_and_knows_why(
     coordinator.add_new_replica(make_event("a"))
     follow_until(coordinator.pub_zmq_addr, served, ["a"])
     assert listener.get_replica_list().timestamp == 0.0
-    listener.close()
 
 
 def test_refused_replica_joins_once_the_coordinator_serves_with_its_secret(
@@ -224,11 +216,11 @@ def secret_file(folder: Path, line: str = OLD_LINE, mode: int = 0o600) -> str:
 
 
 def test_killed_process_comes_back_with_its_secret_and_no_head_drops_anybody(
-    tmp_path: Path, report: OpenReplica
+    tmp_path: Path, keep: Keep, report: OpenReplica
 ) -> None:
-    runtime = OmniCoordinatorRuntime(heartbeat_timeout=9.0, secret_file=secret_file(tmp_path))
+    runtime = keep(OmniCoordinatorRuntime(heartbeat_timeout=9.0, secret_file=secret_file(tmp_path)))
     lists: list[list[str]] = []
-    hub = OmniCoordClientForHub(runtime.pub_address, lambda replicas: lists.append(names(replicas)), secrets=OLD)
+    hub = keep(OmniCoordClientForHub(runtime.pub_address, lambda replicas: lists.append(names(replicas)), secrets=OLD))
     clients = [report(runtime.router_address, OLD, name) for name in "ab"]
     eventually(lambda: lists[-1:] == [["a", "b"]])
     killed, seen = runtime.process_id, len(lists)
@@ -238,16 +230,13 @@ def test_killed_process_comes_back_with_its_secret_and_no_head_drops_anybody(
     clients[0].update_info(queue_length=9)
     eventually(lambda: [info.queue_length for info in hub.get_replica_list().replicas] == [9, 0])
     assert all(listed == ["a", "b"] for listed in lists[seen:])
-    hub.close()
-    runtime.close()
 
 
-def test_who_lists_processes_sees_neither_the_secret_nor_its_path(tmp_path: Path) -> None:
+def test_who_lists_processes_sees_neither_the_secret_nor_its_path(tmp_path: Path, keep: Keep) -> None:
     path = secret_file(tmp_path)
-    runtime = OmniCoordinatorRuntime(secret_file=path)
+    runtime = keep(OmniCoordinatorRuntime(secret_file=path))
     visible = Path(f"/proc/{runtime.process_id}/cmdline").read_bytes()
     visible += Path(f"/proc/{runtime.process_id}/environ").read_bytes()
-    runtime.close()
     assert path.encode() not in visible
     assert OLD_LINE.encode() not in visible
 
@@ -257,11 +246,10 @@ def test_process_with_a_bad_secret_file_is_a_config_error(tmp_path: Path) -> Non
         OmniCoordinatorRuntime(secret_file=secret_file(tmp_path, mode=0o644))
 
 
-def test_heads_are_served_on_loopback_wherever_replicas_are() -> None:
-    runtime = OmniCoordinatorRuntime(host="0.0.0.0")
+def test_heads_are_served_on_loopback_wherever_replicas_are(keep: Keep) -> None:
+    runtime = keep(OmniCoordinatorRuntime(host="0.0.0.0"))
     assert runtime.router_address.startswith("tcp://0.0.0.0:")
     assert runtime.pub_address.startswith("tcp://127.0.0.1:")
-    runtime.close()
 
 
 def test_frames_of_a_peer_without_the_secret_never_arrive(serve: OpenCoordinator, dealer: OpenDealer) -> None:

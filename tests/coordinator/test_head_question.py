@@ -17,6 +17,7 @@ import zmq
 from coordinator_support import ANY, OpenDealer, OpenSocket, eventually, free_address, process_status, read_if_there
 
 from tests.fakes.free_ports import free_port
+from tests.fakes.keeping import Keep
 from vllm_omni_plugin.coordinator import OmniCoordinator, OmniCoordinatorRuntime, ask_head
 from vllm_omni_plugin.coordinator.client import head_question
 from vllm_omni_plugin.coordinator.client.coordinator_link import CoordinatorLink
@@ -33,17 +34,14 @@ Serve = Callable[[Secrets | None], str]
 
 
 @pytest.fixture
-def serve() -> Iterator[Serve]:
+def serve(keep: Keep) -> Serve:
     """Opens coordinators of a head with two stages; returns where they listen."""
-    opened: list[OmniCoordinator] = []
 
     def serve(secrets: Secrets | None) -> str:
-        opened.append(OmniCoordinator(ANY, ANY, secrets=secrets, fingerprints=FINGERPRINTS, wall_clock=lambda: NOW))
-        return opened[-1].router_zmq_addr
+        coordinator = OmniCoordinator(ANY, ANY, secrets=secrets, fingerprints=FINGERPRINTS, wall_clock=lambda: NOW)
+        return keep(coordinator).router_zmq_addr
 
-    yield serve
-    for coordinator in opened:
-        coordinator.close()
+    return serve
 
 
 @pytest.fixture
@@ -55,7 +53,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def listening(treat: Callable[[socket.socket], object]) -> Iterator[str]:
     """A tcp server that is no head and treats each connection so."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as executor:
 
         def run() -> None:
             while True:
@@ -66,13 +64,11 @@ def listening(treat: Callable[[socket.socket], object]) -> Iterator[str]:
                 with connection:
                     treat(connection)
 
-        thread = threading.Thread(target=run)
-        thread.start()
+        executor.submit(run)
         try:
             yield f"tcp://127.0.0.1:{server.getsockname()[1]}"
         finally:
             server.shutdown(socket.SHUT_RDWR)
-            thread.join()
 
 
 @pytest.mark.parametrize("stage_id", FINGERPRINTS)
@@ -189,6 +185,29 @@ def router(open_socket: OpenSocket) -> zmq.Socket[bytes]:
     return router
 
 
+@contextmanager
+def answering(router: zmq.Socket[bytes], *said: bytes, ends: bool = False) -> Iterator[str]:
+    """What answers the first question so, and may end then; gives its address."""
+
+    def answer() -> None:
+        peer, _ = router.recv_multipart()
+        for frame in said:
+            router.send_multipart((peer, frame))
+        if ends:
+            router.close(linger=1000)
+
+    address = router.get_string(zmq.LAST_ENDPOINT)
+    with ThreadPoolExecutor(1) as executor:
+        answered = executor.submit(answer)
+        yield address
+    answered.result()
+
+
+def facts(**rest: object) -> bytes:
+    """What a head says first."""
+    return json.dumps([{"type": "facts", "timestamp": 1.0, "stages": [0], "fingerprint": {}, **rest}]).encode()
+
+
 def test_an_older_head_does_not_answer_and_refuses_nobody(impatient: None, router: zmq.Socket[bytes]) -> None:
     answer = ask_head(router.get_string(zmq.LAST_ENDPOINT), 0, None)
     assert "of an older version" in answer.trouble
@@ -199,23 +218,17 @@ def test_an_older_head_does_not_answer_and_refuses_nobody(impatient: None, route
 
 @pytest.mark.parametrize("said", [b"", b"[]", b"\xff\x00", b'[{"type":"facts"}]', b"[" * 100_000])
 def test_an_answer_that_cannot_be_read_is_none(router: zmq.Socket[bytes], said: bytes) -> None:
-    def answer() -> None:
-        peer, _ = router.recv_multipart()
-        router.send_multipart((peer, said))
-
-    thread = threading.Thread(target=answer)
-    thread.start()
-    answered = ask_head(router.get_string(zmq.LAST_ENDPOINT), 0, None)
-    thread.join()
+    with answering(router, said) as address:
+        answered = ask_head(address, 0, None)
     assert "cannot be read" in answered.trouble
     assert (answered.facts, answered.refused) == (None, False)
 
 
 @contextmanager
 def ports(*hosts: str) -> Iterator[dict[str, socket.socket]]:
-    """Sockets that listen as a node's replicas would, by address."""
+    """Sockets that listen as a node's replicas would, one if nothing else is said, by address."""
     with ExitStack() as stack:
-        servers = [stack.enter_context(socket.create_server((host, 0))) for host in hosts]
+        servers = [stack.enter_context(socket.create_server((host, 0))) for host in hosts or ["127.0.0.1"]]
         yield {"tcp://{}:{}".format(*server.getsockname()): server for server in servers}
 
 
@@ -229,7 +242,7 @@ def test_a_node_is_told_that_its_ports_are_reached(serve: Serve) -> None:
 
 
 def test_a_node_is_told_which_ports_are_not_reached_and_why(serve: Serve) -> None:
-    with ports("127.0.0.1") as listening, ports("127.0.0.1") as announced:
+    with ports() as listening, ports() as announced:
         elsewhere = {f"tcp://127.0.0.1:{free_port()}": server for server in announced.values()}
         answer = ask_head(serve(OLD), 0, OLD, listening | elsewhere)
     assert answer.unreached == dict.fromkeys(elsewhere, "Connection refused")
@@ -237,7 +250,7 @@ def test_a_node_is_told_which_ports_are_not_reached_and_why(serve: Serve) -> Non
 
 def test_ports_that_are_silent_cost_a_node_no_facts_and_others_no_time(serve: Serve) -> None:
     address = serve(OLD)
-    with ports("127.0.0.1") as own, ports("127.0.0.1") as others, ports("127.0.0.1", "127.0.0.1") as silent:
+    with ports() as own, ports() as others, ports("127.0.0.1", "127.0.0.1") as silent:
         opened, full = silent.values()
         # With its backlog full, the kernel drops what comes, as a firewall does.
         full.listen(0)
@@ -253,7 +266,7 @@ def test_ports_that_are_silent_cost_a_node_no_facts_and_others_no_time(serve: Se
 
 
 def test_a_head_without_a_secret_connects_nowhere(serve: Serve) -> None:
-    with ports("127.0.0.1") as listening:
+    with ports() as listening:
         answer = ask_head(serve(None), 0, None, listening)
         assert answer.facts is not None
         assert (answer.facts.trying, answer.unreached) == (False, None)
@@ -263,20 +276,17 @@ def test_a_head_without_a_secret_connects_nowhere(serve: Serve) -> None:
             server.accept()
 
 
-def test_an_older_head_that_knows_the_question_alone_is_not_waited_for(router: zmq.Socket[bytes]) -> None:
-    def answer() -> None:
-        peer, _ = router.recv_multipart()
-        router.send_multipart((peer, b'[{"type":"facts","timestamp":1.0,"stages":[0],"fingerprint":{}}]'))
-
-    thread = threading.Thread(target=answer)
-    thread.start()
+@pytest.mark.parametrize("ends", [False, True], ids=["knows the question alone", "ends before it says the result"])
+def test_a_head_of_which_no_result_will_come_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, router: zmq.Socket[bytes], ends: bool
+) -> None:
+    monkeypatch.setattr(head_question, "TRIAL_S", 10.0)
     began = time.monotonic()
-    with ports("127.0.0.1") as listening:
-        answered = ask_head(router.get_string(zmq.LAST_ENDPOINT), 0, None, listening)
-    thread.join()
+    with answering(router, facts(trying=True) if ends else facts(), ends=ends) as address, ports() as listening:
+        answered = ask_head(address, 0, None, listening)
     assert answered.facts is not None
     assert answered.unreached is None
-    assert time.monotonic() - began < head_question.TIMEOUT_S
+    assert time.monotonic() - began < 10.0
 
 
 def test_an_older_node_is_answered_in_the_words_that_it_knows(serve: Serve, dealer: OpenDealer) -> None:
@@ -294,47 +304,15 @@ def test_a_result_that_cannot_be_read_leaves_what_the_head_said_before(
     monkeypatch.setattr(head_question, "TRIAL_S", 0.1)
     # On a busy machine the thread may begin late.
     monkeypatch.setattr(head_question, "TIMEOUT_S", 30.0)
-
-    def answer() -> None:
-        peer, _ = router.recv_multipart()
-        facts = b'[{"type":"facts","timestamp":1.0,"stages":[0],"fingerprint":{},"trying":true}]'
-        router.send_multipart((peer, facts))
-        router.send_multipart((peer, said))
-
-    thread = threading.Thread(target=answer)
-    thread.start()
-    with ports("127.0.0.1") as listening:
-        answered = ask_head(router.get_string(zmq.LAST_ENDPOINT), 0, None, listening)
-    thread.join()
+    with answering(router, facts(trying=True), said) as address, ports() as listening:
+        answered = ask_head(address, 0, None, listening)
     assert answered.facts is not None
     assert (answered.unreached, answered.trouble) == (None, "")
 
 
-def test_a_head_that_ends_before_it_says_what_it_reaches_is_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch, router: zmq.Socket[bytes]
-) -> None:
-    monkeypatch.setattr(head_question, "TRIAL_S", 10.0)
-
-    def answer() -> None:
-        peer, _ = router.recv_multipart()
-        router.send_multipart((peer, b'[{"type":"facts","timestamp":1.0,"stages":[0],"fingerprint":{},"trying":true}]'))
-        router.close(linger=1000)
-
-    address = router.get_string(zmq.LAST_ENDPOINT)
-    thread = threading.Thread(target=answer)
-    thread.start()
-    began = time.monotonic()
-    with ports("127.0.0.1") as listening:
-        answered = ask_head(address, 0, None, listening)
-    thread.join()
-    assert answered.facts is not None
-    assert answered.unreached is None
-    assert time.monotonic() - began < 10.0
-
-
 def test_a_node_that_is_gone_before_its_answer_harms_nobody(serve: Serve) -> None:
     address = serve(OLD)
-    with ports("127.0.0.1") as listening:
+    with ports() as listening:
         ((name, server),) = listening.items()
         link = CoordinatorLink(address, open_head_dealer, OLD, lambda trouble: None)
         while not link.connected:
@@ -364,22 +342,21 @@ def test_a_malformed_question_is_counted_and_others_are_answered(
     assert ask_head(coordinator.router_zmq_addr, 0, None).facts is not None
 
 
-def test_the_process_tells_it_too_again_after_a_restart_but_not_to_who_lists_processes(tmp_path: Path) -> None:
+def test_the_process_tells_it_too_again_after_a_restart_but_not_to_who_lists_processes(
+    tmp_path: Path, keep: Keep
+) -> None:
     file = tmp_path / "secret"
     file.touch(mode=0o600)
     file.write_text(OLD_LINE)
-    runtime = OmniCoordinatorRuntime(secret_file=str(file), fingerprints=FINGERPRINTS)
-    try:
-        for _ in range(2):
-            pid = runtime.process_id
-            assert pid is not None
-            assert "stage" not in read_if_there(Path(f"/proc/{pid}/cmdline"))
-            facts = ask_head(runtime.router_address, 1, OLD).facts
-            assert facts is not None
-            assert facts.fingerprint == FINGERPRINTS[1]
-            os.kill(pid, signal.SIGKILL)
-            eventually(lambda killed=pid: runtime.process_id not in (None, killed))
-            eventually(lambda: "State" in process_status(runtime.process_id or 0))
-            eventually(lambda: ask_head(runtime.router_address, 1, OLD).facts is not None)
-    finally:
-        runtime.close()
+    runtime = keep(OmniCoordinatorRuntime(secret_file=str(file), fingerprints=FINGERPRINTS))
+    for _ in range(2):
+        pid = runtime.process_id
+        assert pid is not None
+        assert "stage" not in read_if_there(Path(f"/proc/{pid}/cmdline"))
+        facts = ask_head(runtime.router_address, 1, OLD).facts
+        assert facts is not None
+        assert facts.fingerprint == FINGERPRINTS[1]
+        os.kill(pid, signal.SIGKILL)
+        eventually(lambda killed=pid: runtime.process_id not in (None, killed))
+        eventually(lambda: "State" in process_status(runtime.process_id or 0))
+        eventually(lambda: ask_head(runtime.router_address, 1, OLD).facts is not None)
