@@ -17,7 +17,6 @@ class FakeReplica:
 
 
 def with_queues(*queue_lengths: int) -> list[FakeReplica]:
-    """Return one replica for each length."""
     return [FakeReplica(f"tcp://replica:{port}", queue_length=length) for port, length in enumerate(queue_lengths)]
 
 

@@ -69,5 +69,4 @@ def pool_of(policy: Any, count: int, **load: Any) -> Pool:
 
 
 def prompt_task(token_ids: Sequence[int], **prompt: Any) -> Task:
-    """A request with this prompt."""
     return {"prompt": Prompt(token_ids, **prompt)}

@@ -89,11 +89,9 @@ class HttpServer:
         return message.request_ids
 
     def fail(self, message: SubmitRequest, error: Exception) -> None:
-        """The orchestrator ends a request with an error."""
         self._orchestrator.output_async_queue.force_put(RequestFailed(message.request.request_id, error))
 
     def answer(self, message: SubmitRequest, *tokens: int, ends: bool = True) -> None:
-        """A replica has computed tokens for a request."""
         reason = FinishReason.LENGTH if ends else None
         output = EngineCoreOutput(message.request.request_id, list(tokens), finish_reason=reason)
         outputs = EngineCoreOutputs(outputs=[output], timestamp=time.monotonic())

@@ -81,7 +81,6 @@ class Front:
         return list(self.processor.process_outputs(list(outputs), 1.0, IterationStats()).reqs_to_abort)
 
     async def told(self) -> list[FrontMessage]:
-        """What the orchestrator is told."""
         queue = self.orchestrator.request_async_queue
         return list(await queue.get_batch()) if len(queue) else []
 

@@ -42,14 +42,12 @@ POOLING: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's folder."""
     path: Path = runpy.run_path(str(TINY_MODEL))["make_tiny_model"](tmp_path_factory.mktemp("model") / "tiny")
     return path
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def generating(model: Path) -> AsyncIterator[HttpServer]:
-    """A server of a model that generates."""
     with pytest.MonkeyPatch.context() as patch:
         async with http_server(model, patch, ("generate",), "--enable-scale-out") as server:
             yield server
@@ -57,7 +55,6 @@ async def generating(model: Path) -> AsyncIterator[HttpServer]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pooling(model: Path) -> AsyncIterator[HttpServer]:
-    """A server of a model that embeds."""
     arguments = ("--runner", "pooling", "--convert", "embed")
     with pytest.MonkeyPatch.context() as patch:
         async with http_server(model, patch, ("embed",), *arguments) as server:

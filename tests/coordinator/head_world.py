@@ -33,7 +33,6 @@ Row = tuple[str, int, bool, str, int]
 
 
 def rows(replicas: ReplicaList) -> frozenset[Row]:
-    """Return what a list says."""
     told = [(info, True) for info in replicas.replicas] + [(info, False) for info in replicas.no_new_work]
     return frozenset(
         (info.input_addr, info.stage_id, accepts, info.status.value, info.incarnation) for info, accepts in told
@@ -41,7 +40,6 @@ def rows(replicas: ReplicaList) -> frozenset[Row]:
 
 
 def numbers(replicas: ReplicaList) -> dict[str, int]:
-    """Return the numbers of the replicas in a list, by their addresses."""
     return {info.input_addr: info.replica_id for info in (*replicas.replicas, *replicas.no_new_work)}
 
 
@@ -62,7 +60,6 @@ class Heard:
         self.resyncs = self.losses = 0
 
     def take(self, event: SessionEvent) -> None:
-        """Take in what the session says."""
         match event:
             case Welcome():
                 self.resyncs += 1

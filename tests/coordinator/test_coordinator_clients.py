@@ -48,7 +48,6 @@ def stage_client(address: str, interval: float = 1000.0) -> OmniCoordClientForSt
 
 @pytest.fixture
 def client(ear: Ear, keep: Keep) -> OmniCoordClientForStage:
-    """One that the ear hears."""
     return keep(stage_client(ear.address))
 
 

@@ -84,7 +84,6 @@ class Listener(Heard):
 
     @property
     def replicas(self) -> ReplicaList:
-        """The last list."""
         return self.lists[-1] if self.lists else ReplicaList([], 0.0)
 
     def report(self, *in_flight: ReplicaWork) -> None:

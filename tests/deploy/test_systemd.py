@@ -19,7 +19,6 @@ _ANALYZE = shutil.which("systemd-analyze")
 
 
 def settings(unit: str) -> dict[str, list[str]]:
-    """What a unit says, by name."""
     found: dict[str, list[str]] = {}
     for line in (UNITS / unit).read_text().replace("\\\n", " ").splitlines():
         name, equals, value = line.partition("=")

@@ -8,7 +8,6 @@ from typing import Any
 
 @functools.cache
 def tokenizer_of(folder: Path) -> Any:
-    """The tokenizer of a model on disk."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder)
@@ -23,13 +22,11 @@ def chat_prompt(folder: Path, text: str) -> str:
 
 
 def token_ids(folder: Path, text: str) -> list[int]:
-    """A text in tokens of a model."""
     ids: list[int] = tokenizer_of(folder)(text)["input_ids"]
     return ids
 
 
 def text_of(folder: Path, tokens: Sequence[int]) -> str:
-    """Tokens of a model as text."""
     return str(tokenizer_of(folder).decode(tokens))
 
 

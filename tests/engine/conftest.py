@@ -107,7 +107,6 @@ def plain(servers: Servers, tiny_model: Path) -> Server:
 
 @pytest.fixture(scope="session")
 def vision_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that sees."""
     return make_vision_model(tmp_path_factory.mktemp("vision") / "model", tiny_model)
 
 

@@ -131,7 +131,6 @@ def all_begun(
 
 
 def whole_answers(server: Server, rows: tuple[Row, ...]) -> dict[Row, Any]:
-    """The answers of engines that live."""
     with ThreadPoolExecutor(len(rows)) as threads:
         return dict(zip(rows, threads.map(partial(send, server), rows), strict=True))
 

@@ -22,7 +22,6 @@ class Node(ServeProcess):
 
     @property
     def engine(self) -> psutil.Process:
-        """The engine that it started last."""
         return psutil.Process(int(_ENGINE.findall(self.log.read_text())[-1]))
 
     def says(self, text: str) -> bool:
@@ -82,7 +81,6 @@ class NodeFleet:
             process.tell_to_end()
 
     def stop(self) -> None:
-        """End everything."""
         self.tell_to_end()
         for process in (*self.nodes, self.head):
             process.stop()

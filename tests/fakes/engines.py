@@ -35,7 +35,6 @@ class FakeProcess:
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended in any way."""
         return self._ended.is_set()
 
     def die(self) -> None:

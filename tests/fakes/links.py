@@ -111,7 +111,6 @@ class FakeLink:
         self.say(msgspec.json.encode(FakeOutputs(outputs=[output], scheduler_stats=running)))
 
     def answer(self, call_id: int, result: Any = None) -> None:
-        """The engine answers a utility call."""
         self.say(msgspec.json.encode(FakeOutputs(utility_output=FakeUtilityOutput(call_id, None, FakeResult(result)))))
 
     def refuse(self, call_id: int, message: str = "no") -> None:
@@ -125,5 +124,4 @@ def answer_calls(link: FakeLink, call_id: int, method: str, args: list[Any]) -> 
 
 
 def refuse_calls(link: FakeLink, call_id: int, method: str, args: list[Any]) -> None:
-    """An `on_call` that refuses every call."""
     link.refuse(call_id, f"{link.input_addr} refuses {method}")

@@ -180,7 +180,6 @@ class FakePipelineFleet(PlayedFleet):
         link.tell(attempt, *tokens, **fields)
 
     async def step(self, request_id: str, stage_id: int, count: int = 1) -> None:
-        """The engine of a stage works on a request."""
         link, attempt = self.attempt(request_id, stage_id)
         link.step(attempt, count)
         await self.settle()

@@ -68,12 +68,10 @@ class Node:
         return [member.status for member in self.pool.members]
 
     def engine_of(self, replica_id: int) -> FakeEngine:
-        """The latest engine of a replica."""
         address = self.pool.member(replica_id).input_addr
         return next(engine for engine in reversed(self.launcher.engines) if engine.input_addr == address)
 
     def submit(self, request: FakeRequest) -> None:
-        """Hand a request to the orchestrator."""
         self.orchestrator.request_async_queue.force_put(SubmitRequest(request, 0.0))
 
     async def until_statuses(self, *statuses: ReplicaStatus) -> None:

@@ -16,7 +16,6 @@ def seen(fleet: FakeFleet) -> list[tuple[str, str | None, int]]:
 
 
 def holder(fleet: FakeFleet, request_id: str) -> int:
-    """The replica that has a request."""
     return next(replica_id for replica_id, link in fleet.links.items() if link is fleet.attempt(request_id)[0])
 
 

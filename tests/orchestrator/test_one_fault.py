@@ -18,7 +18,6 @@ from vllm_omni_plugin.orchestrator.single_stage import SingleStage
 
 
 def fail_for(monkeypatch: pytest.MonkeyPatch, method: str, request_id: str) -> None:
-    """A method of the API raises for this request."""
     unharmed = getattr(FakeEngineApi, method)
 
     def faulty(api: FakeEngineApi, subject: Any, *args: Any) -> Any:
@@ -30,7 +29,6 @@ def fail_for(monkeypatch: pytest.MonkeyPatch, method: str, request_id: str) -> N
 
 
 def say(link: FakeLink, *outputs: FakeOutput) -> None:
-    """The engine says this in one message."""
     link.say(msgspec.json.encode(FakeOutputs(outputs=list(outputs))))
 
 

@@ -16,14 +16,12 @@ from vllm_omni_plugin.orchestrator.dispatch.refused_runs import RETRY_S
 
 
 def refuse(fleet: FakeFleet, request_id: str) -> int:
-    """The replica that has a request refuses it; returns its id."""
     link, attempt = fleet.attempt(request_id)
     link.output(attempt, finish_reason=REFUSED)
     return next(replica_id for replica_id, other in fleet.links.items() if other is link)
 
 
 async def sent(fleet: FakeFleet, request_id: str) -> None:
-    """The request is at a replica again."""
     run = fleet.orchestrator.request_states[request_id].runs[0]
     await eventually(lambda: run.replica_id is not None, "another attempt")
 

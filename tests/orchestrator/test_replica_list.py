@@ -28,7 +28,6 @@ REASON = "the coordinator no longer lists it"
 
 
 def row(number: int, **fields: Any) -> ReplicaInfo:
-    """The replica with this number."""
     values: dict[str, Any] = {
         "stage_id": 0,
         "status": ReplicaStatus.UP,

@@ -24,7 +24,6 @@ class Module:
 
     @property
     def package(self) -> str:
-        """What its relative imports are relative to."""
         return self.name if self.path.name == "__init__.py" else self.name.rpartition(".")[0]
 
 

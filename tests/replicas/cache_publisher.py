@@ -53,7 +53,6 @@ class FakePublisher:
         self.publish_raw(msgspec.msgpack.encode([0.5, events, 0]))
 
     def publish_raw(self, payload: bytes) -> None:
-        """A batch of anything."""
         self._pub.send_multipart((b"", self._next.to_bytes(8, "big"), payload))
         self.lose_raw(payload)
 
@@ -75,7 +74,6 @@ class FakePublisher:
         self._buffer.clear()
 
     def close(self) -> None:
-        """The engine ends."""
         self._reader.pause()
         for socket in (self._pub, self._router):
             socket.close(linger=0)
@@ -130,7 +128,6 @@ class Mirror:
         self.restarts = 0
 
     def take(self, change: CacheChange) -> None:
-        """Apply a change."""
         if change.restart:
             self.restarts += 1
             self.keys.clear()

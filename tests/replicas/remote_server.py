@@ -126,7 +126,6 @@ class FakeServer:
         self._output.send(msgspec.json.encode(outputs))
 
     def say_dead(self) -> None:
-        """The engine says that it is dead."""
         self._output.send(DEAD_FRAME)
 
     def cut(self) -> None:
@@ -136,7 +135,6 @@ class FakeServer:
         self._output.close(linger=0)
 
     def close(self) -> None:
-        """The server dies."""
         for reader in self._readers:
             reader.pause()
         for socket in (self._control, self._input, self._output):

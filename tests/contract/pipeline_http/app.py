@@ -170,7 +170,6 @@ class PipelineApp:
             serve_pipeline(self.app, pipeline, lambda ids: self.engine.aborted.append(tuple(ids)))
 
     def post(self, path: str, **body: Any) -> Client:
-        """Send a request."""
         headers = [(b"content-type", b"application/json")]
         scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
         client = Client(self.app, {**scope, "http_version": "1.1", "scheme": "http", "server": ("test", 80)})
@@ -182,7 +181,6 @@ class PipelineApp:
         return self.post("/v1/chat/completions", messages=[{"role": "user", "content": "Hello"}], **body)
 
     async def answer(self, client: Client, status: int = 200) -> Any:
-        """The whole answer, as JSON."""
         assert await client.status() == status, client.body
         return json.loads(client.body)
 

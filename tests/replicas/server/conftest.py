@@ -47,7 +47,6 @@ class Node:
 
     @property
     def engine(self) -> ServedFakeEngine:
-        """The engine started last."""
         return self.launcher.engines[-1]
 
     @property
@@ -72,7 +71,6 @@ class Node:
 
     @asynccontextmanager
     async def attached(self) -> AsyncIterator[Head]:
-        """A head with a lease."""
         info = await self.up()
         async with self.head() as head:
             await head.attach(info.incarnation)

@@ -133,7 +133,6 @@ class Head:
         await self.say(Leave(self.attached.lease))
 
     async def send(self, *frames: bytes) -> None:
-        """A message to the engine."""
         await within(self.inputs.send_multipart([self.attached.identity, *frames]))
 
     async def add(self, request_id: str) -> None:

@@ -24,7 +24,6 @@ SECRET = Secrets(["a secret that both ends know"])
 
 @asynccontextmanager
 async def whole_head(coordinator: OmniCoordinator, secrets: Secrets | None = None) -> AsyncIterator[FakeFleet]:
-    """A head that follows a coordinator."""
     fleet = FakeFleet(replicas=0, replica_wait=60.0)
     settings = AttachSettings({0: SlotCodec()}, "head", {0: FINGERPRINT}, 0.05, 10.0, secrets)
     fleet.remote = remote = RemoteReplicas(fleet.orchestrator, fleet.fleet_calls, settings)
