@@ -61,8 +61,8 @@ async def pooling(model: Path) -> AsyncIterator[HttpServer]:
             yield server
 
 
-async def is_refused(server: HttpServer, path: str, body: dict[str, Any]) -> None:
-    """Send a request, whose first part the orchestrator refuses, and look at what its client gets."""
+async def is_refused(server: HttpServer, path: str, body: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    """Send a request, whose first part the orchestrator refuses, and look at what its client gets, without an error."""
     await server.forget()
     async with asyncio.timeout(20):
         client = server.post(path, **body)
@@ -76,6 +76,7 @@ async def is_refused(server: HttpServer, path: str, body: dict[str, Any]) -> Non
     assert client.headers["content-type"] == "application/json"
     assert client.error == {"message": str(REFUSED), "type": "rate_limit_exceeded", "param": None, "code": 429}
     assert len(client.sent) == 2
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -83,16 +84,14 @@ async def is_refused(server: HttpServer, path: str, body: dict[str, Any]) -> Non
 async def test_an_answer_whose_request_is_refused_has_the_true_status(
     generating: HttpServer, path: str, stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await is_refused(generating, path, {**GENERATING[path], "stream": stream})
-    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+    await is_refused(generating, path, {**GENERATING[path], "stream": stream}, caplog)
 
 
 @pytest.mark.parametrize("path", POOLING)
 async def test_so_has_one_of_a_model_that_pools(
     pooling: HttpServer, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await is_refused(pooling, path, POOLING[path])
-    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+    await is_refused(pooling, path, POOLING[path], caplog)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
