@@ -43,11 +43,7 @@ MODEL = "tiny"
 
 
 class HttpServer:
-    """The application, the clients and the orchestrator, both of which the test plays.
-
-    Attributes:
-        app: vLLM's, with all that we add.
-    """
+    """The application, the clients and the orchestrator, both of which the test plays."""
 
     def __init__(self, app: FastAPI, orchestrator: Orchestrator) -> None:
         self.app = app
@@ -109,14 +105,7 @@ class _Client(FleetClient):
 async def http_server(
     model: Path, monkeypatch: pytest.MonkeyPatch, tasks: tuple[str, ...], *arguments: str
 ) -> AsyncIterator[HttpServer]:
-    """vLLM's server on the loop that runs, until the context ends.
-
-    Args:
-        model: its folder.
-        monkeypatch: undoes what changes vLLM.
-        tasks: what the model can do.
-        arguments: more of its command line.
-    """
+    """vLLM's server on the loop that runs, until the context ends."""
     orchestrator = Orchestrator([StagePool(0, RandomBalancer())], [EngineApi()], 0, time.monotonic)
     with warnings.catch_warnings():
         # Some of vLLM's imports warn.

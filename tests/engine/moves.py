@@ -37,9 +37,7 @@ class Row:
 
     Attributes:
         way: value of the label `way` of its move.
-        body: what is sent.
         exact: whether its whole answer is the same every time; else only its shape is.
-        path: route it is sent to.
     """
 
     name: str

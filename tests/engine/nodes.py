@@ -33,14 +33,9 @@ class NodeFleet:
     """A head and its nodes, all with one secret.
 
     Args:
-        model: what they serve.
         log: log of the head; the nodes' lie beside it.
-        nodes: how many nodes to start.
         local: replicas of the head itself.
         cable: the head and the nodes are at its two ends, if given, else all on loopback.
-        flags: more for the head and the nodes alike.
-        head_flags: more for the head.
-        environment: changes for the head and the nodes.
     """
 
     def __init__(
@@ -108,7 +103,6 @@ class NodeFleet:
         """Start a node with simulated engines, which the caller must stop: fast, for what needs no real ones.
 
         Args:
-            *flags: more for it.
             model: what it serves, if not what the others do.
             join: the flags that name the head and the secret, if not the true ones.
             program: what stands for `vllm-omni-plugin sim`.

@@ -26,10 +26,7 @@ class PipelineServer(Server):
     """One example, started with its one command; nodes may join it.
 
     Args:
-        kind: which example.
         log: file for what it writes; the models and the nodes' logs lie beside it.
-        flags: more of its command line, and of its nodes'.
-        environment: changes to `serve_environment`.
     """
 
     start_s = START_S

@@ -99,8 +99,6 @@ class ServeProcess:
     """One `vllm serve` process with everything it starts, in a session of its own.
 
     Args:
-        command: its command line.
-        log: file for what it writes.
         environment: changes to `serve_environment`.
     """
 
@@ -148,9 +146,6 @@ class Server(ServeProcess):
     """One running `vllm serve` with an API server. A context manager; leaving it ends everything it started.
 
     Args:
-        model: what it serves.
-        log: file for what it writes.
-        args: more of its command line.
         prefix: a command that runs it, for example in another network namespace.
         port: TCP port of the API server, any free one if None.
         uds: listen on this unix socket instead, which is reached from any network namespace.

@@ -125,7 +125,6 @@ class FakeLauncher:
 
     Attributes:
         plans: how the next starts of each replica go; without one they succeed at once.
-        engines: all that were spawned, in order.
         starts: replica ids whose start was asked for, in order.
     """
 

@@ -27,9 +27,7 @@ class FakeFleet(PlayedFleet):
     Attributes:
         now: what the orchestrator's clock shows.
         ready_response: what the engines of replicas that join said when they were ready.
-        links: the current link of each replica.
         events: what the client was given, as (request id, finish reason, error, or None for an output in the middle).
-        tokens: tokens the client was given, by request id.
         told_first: requests of which the client was told what is told once, in order.
         changes: replicas that it was told have joined or left.
         statistics: statistics the client was given, as (replica id, running requests).

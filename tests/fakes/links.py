@@ -99,9 +99,6 @@ class FakeLink:
         """The engine sends one output of a request, with one token of no meaning unless told otherwise.
 
         Args:
-            engine_request_id: the attempt's.
-            *tokens: the new ones.
-            finish_reason: ends the attempt.
             cached: prompt tokens that were cached, as it says with the first output.
             running: makes it report, with the same message, that so many requests run.
         """

@@ -43,14 +43,10 @@ class FakePipelineFleet(PlayedFleet):
     """Stages of replicas that the test plays. Use it as an asynchronous context manager.
 
     Args:
-        stages: of the pipeline.
         replicas: of each stage, or of all.
-        migration_limit: see `Orchestrator`.
-        replica_wait: see `Orchestrator`.
 
     Attributes:
         now: what the orchestrator's clock shows.
-        apis: of the stages.
         links: the current link of each replica, by stage and replica.
         tokens: what vLLM's server was given of each request.
         cached: what it was told of cached tokens.

@@ -31,10 +31,6 @@ class Node:
     Attributes:
         pauses: the pauses that were asked for before restarts, in seconds.
         go_on: a permit for each pause to end.
-        launchers: by stage id.
-        launcher: of the first stage.
-        pools: likewise by stage id.
-        pool: of the first stage.
     """
 
     def __init__(

@@ -69,10 +69,8 @@ class FakeServer:
         heard: the head's control messages, in order.
         received: the frames that reached the engine, in order.
         refusal: what to answer to an `Attach` instead of a lease.
-        answers_attach: whether to answer it at all.
         answers_beats: whether to give signs of life.
         answers_calls: whether the engine answers utility calls; False: it hangs.
-        status: what a sign of life says.
         admits: whether the data sockets admit the head.
         told: whether another head has told the engine everything.
     """

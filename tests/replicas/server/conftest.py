@@ -24,14 +24,7 @@ FINGERPRINT = {"model": "tiny", "dtype": "float32"}
 
 
 class Node:
-    """One replica server under test.
-
-    Attributes:
-        server: it.
-        running: its `run`.
-        launcher: starts its engines.
-        coordinator: what it announces itself to.
-    """
+    """One replica server under test."""
 
     def __init__(self, settings: ServerSettings, launcher: ServedFakeLauncher, coordinator: OmniCoordinator) -> None:
         self.settings = settings

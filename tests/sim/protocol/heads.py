@@ -21,9 +21,6 @@ class Head:
 
     Attributes:
         outputs: each `EngineCoreOutput` of the engine, in order.
-        stats: each `SchedulerStats`.
-        deaths: reasons.
-        replicas: what it has attached to.
     """
 
     launcher: SimLauncher

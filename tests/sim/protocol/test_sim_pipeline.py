@@ -39,7 +39,6 @@ class Head:
     """The fleet and its client.
 
     Attributes:
-        launchers: by stage.
         outputs: what AsyncLLM was given, in order.
     """
 
