@@ -21,7 +21,6 @@ def with_queues(*queue_lengths: int) -> list[FakeReplica]:
 
 
 def with_loads(*loads: ReplicaLoad) -> list[FakeReplica]:
-    """Return one replica for each load, as the fleet's are."""
     return [
         FakeReplica(f"tcp://replica:{port}", queue_length=load.requests, load=load) for port, load in enumerate(loads)
     ]

@@ -63,7 +63,6 @@ class Pool:
 
 
 def pool_of(policy: Any, count: int, **load: Any) -> Pool:
-    """A pool of idle replicas, or of ones with this load."""
     start = ReplicaLoad(**{"kv_blocks": 1000, "block_size": BLOCK, **load})
     return Pool(policy, tuple(PooledReplica(number, start) for number in range(count)))
 

@@ -75,12 +75,10 @@ class HttpServer:
                     return message
 
     async def submitted(self) -> SubmitRequest:
-        """The next request that the orchestrator gets."""
         message: SubmitRequest = await self.told(SubmitRequest)
         return message
 
     async def aborted(self) -> tuple[str, ...]:
-        """The next requests whose abort it is told."""
         message: AbortRequests = await self.told(AbortRequests)
         return message.request_ids
 

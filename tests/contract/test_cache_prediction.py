@@ -60,7 +60,6 @@ class Engine:
         self._manager.free(self._running.popleft())
 
     def reset(self) -> None:
-        """End all requests and clear the cache."""
         while self._running:
             self.end()
         assert self._manager.reset_prefix_cache()

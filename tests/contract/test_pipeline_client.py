@@ -108,7 +108,6 @@ class Head:
         """Nothing was started."""
 
     async def told(self) -> Any:
-        """What the client hands to the orchestrator."""
         (message,) = await self.orchestrator.request_async_queue.get_batch()
         return message
 

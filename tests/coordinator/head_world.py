@@ -155,14 +155,12 @@ class World:
         return head
 
     def announce(self, event: ReplicaEvent) -> None:
-        """Let a replica say something."""
         change = self.table.apply(event, self.now)
         if change is not None:
             self.lists.note([change])
         self._note_state()
 
     def tick(self, seconds: float = 0.5) -> None:
-        """Let time pass at the coordinator."""
         self.now += seconds
         self.lists.note(self.table.expire(self.now))
         self._note_state()
@@ -177,7 +175,6 @@ class World:
         self.frames.send(self.sessions.tick(self.now))
 
     def listed(self) -> ReplicaList:
-        """Return what the table says now."""
         return replica_list(self.table, self.numbering, self.now, self.now)
 
     def _note_state(self) -> None:
@@ -227,7 +224,6 @@ class World:
         self.queue_frames = QUEUE_FRAMES
 
     def report(self, name: str, work: ReplicaWork) -> None:
-        """Let a head have this in flight, and say so."""
         head = self.heads[name]
         if work.requests:
             head.in_flight[work.engine] = work

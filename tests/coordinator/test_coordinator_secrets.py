@@ -36,8 +36,6 @@ OpenReplica = Callable[..., OmniCoordClientForStage]
 
 @pytest.fixture
 def serve(keep: Keep) -> OpenCoordinator:
-    """Open coordinators that are closed at the end."""
-
     def serve(secrets: Secrets | None, router: str = ANY) -> OmniCoordinator:
         return keep(OmniCoordinator(router, ANY, heartbeat_timeout=1000.0, secrets=secrets))
 

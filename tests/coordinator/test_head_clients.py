@@ -73,7 +73,6 @@ class Listener(Heard):
         )
 
     def hear(self, event: SessionEvent) -> None:
-        """Take in what the client says."""
         self.take(event)
         if isinstance(event, Welcome):
             self.client.report_work(self.in_flight, full=True)
@@ -97,8 +96,6 @@ Connect = Callable[..., Listener]
 
 @pytest.fixture
 def connect(keep: Keep) -> Connect:
-    """Let heads have sessions."""
-
     def connect(address: str, *head_ids: str, secrets: Secrets | None = None) -> list[Listener]:
         heads = [Listener(address, head_id, secrets) for head_id in head_ids]
         for head in heads:

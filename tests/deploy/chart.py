@@ -91,7 +91,6 @@ class Manifests:
         return spec
 
     def command(self, kind: str, name: str) -> list[str]:
-        """The command line of a workload's only container."""
         (container,) = self.pod(kind, name)["containers"]
         return [*container["command"], *container["args"]]
 

@@ -47,7 +47,6 @@ def command(unit: str) -> list[str]:
 
 
 def verify(unit: Path) -> str:
-    """What systemd has to say against a unit."""
     assert _ANALYZE is not None
     done = subprocess.run([_ANALYZE, "verify", unit], capture_output=True, text=True, check=False, timeout=60)
     return done.stderr

@@ -102,5 +102,4 @@ class Browser:
         self.call("Emulation.setDeviceMetricsOverride", **size)
 
     def picture(self, path: Path) -> None:
-        """Take a screenshot of what is in the window."""
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))

@@ -14,7 +14,6 @@ def tokenizer_of(folder: Path) -> Any:
 
 
 def chat_prompt(folder: Path, text: str) -> str:
-    """A user's message as the prompt of a chat model."""
     prompt: str = tokenizer_of(folder).apply_chat_template(
         [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
     )
@@ -52,7 +51,6 @@ def greedy(folder: Path, prompt: Sequence[int], count: int) -> list[int]:
 
 
 def answer(folder: Path, prompt: str, count: int) -> str:
-    """The greedy answer to a text."""
     return text_of(folder, greedy(folder, token_ids(folder, prompt), count))
 
 

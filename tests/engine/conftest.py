@@ -76,7 +76,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory, tiny_model_maker: Modul
 
 @pytest.fixture(scope="session")
 def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where servers write."""
     return tmp_path_factory.mktemp("logs")
 
 

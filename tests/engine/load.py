@@ -65,7 +65,6 @@ class Load:
         return outcome
 
     def wait(self) -> None:
-        """Wait until every answer has ended."""
         for _, future in self._sent:
             future.result(TIMEOUT_S)
 

@@ -25,7 +25,6 @@ class Node(ServeProcess):
         return psutil.Process(int(_ENGINE.findall(self.log.read_text())[-1]))
 
     def says(self, text: str) -> bool:
-        """Whether its log holds this text."""
         return text in self.log.read_text()
 
 
@@ -89,7 +88,6 @@ class NodeFleet:
         return node
 
     def replace_node(self, node: Node) -> Node:
-        """Start a node in the place of one that has ended."""
         self.nodes.remove(node)
         return self.add_node()
 
@@ -131,7 +129,6 @@ class NodeFleet:
 
     @property
     def join(self) -> tuple[str, ...]:
-        """The flags that name the head and the secret."""
         address, port = self.master
         return ("-oma", address, "-omp", str(port), "--omni-secret-file", str(self.secret))
 

@@ -227,11 +227,9 @@ class Server(ServeProcess):
         }
 
     def total(self, name: str) -> float:
-        """A metric, added up over its labels."""
         return sum(self.metrics(name).values())
 
     def by_replica(self, name: str) -> dict[str, float]:
-        """Samples of one of our metrics, by replica."""
         return {dict(labels)["replica"]: value for labels, value in self.metrics(name).items()}
 
     def by_engine(self, name: str) -> dict[str, float]:
@@ -248,6 +246,5 @@ class Server(ServeProcess):
         return {int(replica): int(pid) for replica, pid in lines}
 
     def replicas_up(self) -> int:
-        """How many replicas serve."""
         samples = self.metrics("vllm_omni_fleet:replicas")
         return int(sum(value for labels, value in samples.items() if dict(labels)["state"] == "up"))

@@ -66,7 +66,6 @@ class Prometheus:
         return answer["data"]
 
     def ask(self, expr: str) -> list[Any]:
-        """The samples that answer a query."""
         data = self.get("query", query=expr)
         return [] if data is None else data["result"]
 

@@ -79,7 +79,6 @@ class PipelineHead(Server):
 
 
 def joining(folder: Path) -> tuple[str, ...]:
-    """Flags of the processes of one fleet."""
     secret = write_secret(folder / "secret")
     where = ("--omni-master-address", "127.0.0.1", "--omni-master-port", str(free_port()))
     return (*where, "--omni-secret-file", str(secret))

@@ -66,7 +66,6 @@ def decoded(codes: list[int]) -> bytes:
 
 @functools.cache
 def vocoder() -> Any:
-    """The example's module."""
     spec = importlib.util.spec_from_file_location("vocoder", EXAMPLES / "stages" / "vocoder.py")
     assert spec is not None
     assert spec.loader is not None

@@ -70,11 +70,9 @@ class FakeFleet(PlayedFleet):
         return link
 
     def lose(self, replica_id: int) -> None:
-        """The replica's engine crashes."""
         self.links[replica_id].say_dead()
 
     def kill(self, replica_id: int) -> None:
-        """The replica's engine is ended from outside."""
         client = self.pool.member(replica_id).client
         assert client is not None
         client.mark_dead("its engine process exited: it was ended by SIGKILL")
@@ -105,7 +103,6 @@ class FakeFleet(PlayedFleet):
         return error
 
     def attempt(self, request_id: str) -> tuple[FakeLink, str]:
-        """Link and engine-side id of the current attempt of a request."""
         run = self.orchestrator.request_states[request_id].runs[0]
         assert run.replica_id is not None
         return self.links[run.replica_id], run.engine_request_id

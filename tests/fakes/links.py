@@ -75,13 +75,11 @@ class FakeLink:
         self.closed = True
 
     def say(self, frame: bytes) -> None:
-        """The engine sends one frame."""
         self._arrived.append(frame)
         if not self.paused:
             self.drain()
 
     def say_dead(self) -> None:
-        """The engine announces its death."""
         self.say(DEAD_FRAME)
 
     def report(self, running: int) -> None:
@@ -111,7 +109,6 @@ class FakeLink:
         self.say(msgspec.json.encode(FakeOutputs(utility_output=FakeUtilityOutput(call_id, None, FakeResult(result)))))
 
     def refuse(self, call_id: int, message: str = "no") -> None:
-        """The engine fails a utility call."""
         self.say(msgspec.json.encode(FakeOutputs(utility_output=FakeUtilityOutput(call_id, message))))
 
 

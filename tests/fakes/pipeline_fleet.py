@@ -89,7 +89,6 @@ class FakePipelineFleet(PlayedFleet):
                 self.join(pool.add(replica_id))
 
     def clock(self) -> float:
-        """The orchestrator's time."""
         return self.now
 
     @property
@@ -99,7 +98,6 @@ class FakePipelineFleet(PlayedFleet):
 
     @property
     def in_flight(self) -> int:
-        """Requests charged to replicas."""
         return sum(member.queue_length for pool in self.pools for member in pool.members)
 
     def join(self, member: PoolMember) -> PlayedLink:
@@ -111,11 +109,9 @@ class FakePipelineFleet(PlayedFleet):
         return link
 
     def lose(self, stage_id: int, replica_id: int) -> None:
-        """The replica's engine crashes."""
         self.links[stage_id, replica_id].say_dead()
 
     def kill(self, stage_id: int, replica_id: int) -> None:
-        """The replica's engine is ended from outside."""
         client = self.pools[stage_id].member(replica_id).client
         assert client is not None
         client.mark_dead("its engine process exited: it was ended by SIGKILL")
@@ -165,7 +161,6 @@ class FakePipelineFleet(PlayedFleet):
                 self._note(item)
 
     def attempt(self, request_id: str, stage_id: int) -> tuple[PlayedLink, str]:
-        """Link and engine-side id of what a stage does for a request now."""
         run = self.states[request_id].runs[stage_id]
         assert run.replica_id is not None
         return self.links[stage_id, run.replica_id], run.engine_request_id
@@ -202,7 +197,6 @@ class FakePipelineFleet(PlayedFleet):
                         yield name, stage_id
 
     def shown(self, request_id: str, stage: str) -> list[int]:
-        """Tokens of a stage that a call was told."""
         events = [event for event in self.events[request_id] if isinstance(event, StageEvent) and event.stage == stage]
         return [token for event in events for token in event.output.token_ids]
 

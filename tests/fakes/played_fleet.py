@@ -49,7 +49,6 @@ class PlayedFleet:
         await self._running
 
     def serve(self, member: PoolMember, link: Any, api: Any, ready_response: bytes) -> None:
-        """The replica serves from now on, over this link."""
         client = StageClient(
             link,
             api,

@@ -35,7 +35,6 @@ async def results(resting: "asyncio.Future[list[Any]]") -> list[Any]:
 
 
 def told(fleet: FakePipelineFleet, stage_id: int, replica_id: int = 0) -> list[str]:
-    """The calls that a replica has got."""
     return [method for _, method, _ in fleet.links[stage_id, replica_id].calls]
 
 

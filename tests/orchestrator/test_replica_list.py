@@ -49,7 +49,6 @@ def unregistered(number: int) -> UnregisterRemoteReplica:
 
 
 async def queued(*events: SessionEvent | ReplicaList) -> list[RpcMessage]:
-    """What a head's orchestrator gets of these."""
     queue: ThreadQueue[RpcMessage] = ThreadQueue(10)
     listener = SessionListener(queue)
     for event in events:

@@ -67,7 +67,6 @@ class WorkingHead:
         return member
 
     def lose(self, member: PoolMember) -> None:
-        """A replica is lost, and its requests with it."""
         lost = self.pool.lose(member, ReplicaStatus.DOWN)
         self.runs = [run for run in self.runs if run not in lost]
 

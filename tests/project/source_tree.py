@@ -37,7 +37,6 @@ def text_files() -> list[Path]:
 
 
 def python_files() -> list[Path]:
-    """Return every Python file, in a fixed order."""
     return [path for path in text_files() if path.suffix == ".py"]
 
 

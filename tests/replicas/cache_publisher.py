@@ -49,7 +49,6 @@ class FakePublisher:
         return bool(self._pub.poll(0)) and self._pub.recv() == b"\x01"
 
     def publish(self, *events: dict[str, Any]) -> None:
-        """One batch, as an engine sends it."""
         self.publish_raw(msgspec.msgpack.encode([0.5, events, 0]))
 
     def publish_raw(self, payload: bytes) -> None:
@@ -70,7 +69,6 @@ class FakePublisher:
         self._pub.send_multipart(frames)
 
     def forget(self) -> None:
-        """Remember none of the batches so far."""
         self._buffer.clear()
 
     def close(self) -> None:

@@ -112,7 +112,6 @@ class FakeServer:
         return any(isinstance(message, kind) for message in self.heard)
 
     def tell(self, message: FromServer) -> None:
-        """Send a control message to the head."""
         self._control.send_multipart([self._head, encode(message)])
 
     def tell_raw(self, *frames: bytes) -> None:
@@ -120,7 +119,6 @@ class FakeServer:
         self._control.send_multipart([self._head, *frames])
 
     def say(self, outputs: TimedOutputs) -> None:
-        """The engine sends outputs."""
         self._output.send(msgspec.json.encode(outputs))
 
     def say_dead(self) -> None:

@@ -139,11 +139,9 @@ class Head:
         await self.send(b"add", msgspec.json.encode({"request_id": request_id}))
 
     async def read(self) -> FakeOutputs:
-        """The next message of the engine."""
         return msgspec.json.decode(await within(self.outputs.recv()), type=FakeOutputs)
 
     async def read_ids(self, count: int) -> list[str]:
-        """The request ids of the next outputs."""
         return [(await self.read()).outputs[0].request_id for _ in range(count)]
 
 

@@ -33,7 +33,6 @@ async def publisher(tmp_path: Path, launcher: ServedFakeLauncher, keep: Keep) ->
 
 
 async def changes(head: Head) -> CacheChanges:
-    """The next message, which must be about the cache."""
     message = await head.hear()
     assert isinstance(message, CacheChanges), message
     return message

@@ -10,7 +10,6 @@ from vllm_omni_plugin.replicas.server.served_engine import HEAD_SLOTS
 
 
 def held() -> tuple[int, int]:
-    """Descriptors and threads of this process."""
     return len(os.listdir("/proc/self/fd")), threading.active_count()
 
 
