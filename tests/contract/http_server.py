@@ -43,7 +43,11 @@ MODEL = "tiny"
 
 
 class HttpServer:
-    """The application, the clients and the orchestrator, both of which the test plays."""
+    """The application, the clients and the orchestrator, both of which the test plays.
+
+    Attributes:
+        app: vLLM's, with all that we add.
+    """
 
     def __init__(self, app: FastAPI, orchestrator: Orchestrator) -> None:
         self.app = app
@@ -75,17 +79,21 @@ class HttpServer:
                     return message
 
     async def submitted(self) -> SubmitRequest:
+        """The next request that the orchestrator gets."""
         message: SubmitRequest = await self.told(SubmitRequest)
         return message
 
     async def aborted(self) -> tuple[str, ...]:
+        """The next requests whose abort it is told."""
         message: AbortRequests = await self.told(AbortRequests)
         return message.request_ids
 
     def fail(self, message: SubmitRequest, error: Exception) -> None:
+        """The orchestrator ends a request with an error."""
         self._orchestrator.output_async_queue.force_put(RequestFailed(message.request.request_id, error))
 
     def answer(self, message: SubmitRequest, *tokens: int, ends: bool = True) -> None:
+        """A replica has computed tokens for a request."""
         reason = FinishReason.LENGTH if ends else None
         output = EngineCoreOutput(message.request.request_id, list(tokens), finish_reason=reason)
         outputs = EngineCoreOutputs(outputs=[output], timestamp=time.monotonic())
@@ -103,7 +111,14 @@ class _Client(FleetClient):
 async def http_server(
     model: Path, monkeypatch: pytest.MonkeyPatch, tasks: tuple[str, ...], *arguments: str
 ) -> AsyncIterator[HttpServer]:
-    """vLLM's server on the loop that runs, until the context ends."""
+    """vLLM's server on the loop that runs, until the context ends.
+
+    Args:
+        model: its folder.
+        monkeypatch: undoes what changes vLLM.
+        tasks: what the model can do.
+        arguments: more of its command line.
+    """
     orchestrator = Orchestrator([StagePool(0, RandomBalancer())], [EngineApi()], 0, time.monotonic)
     with warnings.catch_warnings():
         # Some of vLLM's imports warn.

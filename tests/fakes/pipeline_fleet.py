@@ -43,10 +43,14 @@ class FakePipelineFleet(PlayedFleet):
     """Stages of replicas that the test plays. Use it as an asynchronous context manager.
 
     Args:
+        stages: of the pipeline.
         replicas: of each stage, or of all.
+        migration_limit: see `Orchestrator`.
+        replica_wait: see `Orchestrator`.
 
     Attributes:
         now: what the orchestrator's clock shows.
+        apis: of the stages.
         links: the current link of each replica, by stage and replica.
         tokens: what vLLM's server was given of each request.
         cached: what it was told of cached tokens.
@@ -89,6 +93,7 @@ class FakePipelineFleet(PlayedFleet):
                 self.join(pool.add(replica_id))
 
     def clock(self) -> float:
+        """The orchestrator's time."""
         return self.now
 
     @property
@@ -98,6 +103,7 @@ class FakePipelineFleet(PlayedFleet):
 
     @property
     def in_flight(self) -> int:
+        """Requests charged to replicas."""
         return sum(member.queue_length for pool in self.pools for member in pool.members)
 
     def join(self, member: PoolMember) -> PlayedLink:
@@ -109,9 +115,11 @@ class FakePipelineFleet(PlayedFleet):
         return link
 
     def lose(self, stage_id: int, replica_id: int) -> None:
+        """The replica's engine crashes."""
         self.links[stage_id, replica_id].say_dead()
 
     def kill(self, stage_id: int, replica_id: int) -> None:
+        """The replica's engine is ended from outside."""
         client = self.pools[stage_id].member(replica_id).client
         assert client is not None
         client.mark_dead("its engine process exited: it was ended by SIGKILL")
@@ -161,6 +169,7 @@ class FakePipelineFleet(PlayedFleet):
                 self._note(item)
 
     def attempt(self, request_id: str, stage_id: int) -> tuple[PlayedLink, str]:
+        """Link and engine-side id of what a stage does for a request now."""
         run = self.states[request_id].runs[stage_id]
         assert run.replica_id is not None
         return self.links[stage_id, run.replica_id], run.engine_request_id
@@ -171,6 +180,7 @@ class FakePipelineFleet(PlayedFleet):
         link.tell(attempt, *tokens, **fields)
 
     async def step(self, request_id: str, stage_id: int, count: int = 1) -> None:
+        """The engine of a stage works on a request."""
         link, attempt = self.attempt(request_id, stage_id)
         link.step(attempt, count)
         await self.settle()
@@ -197,6 +207,7 @@ class FakePipelineFleet(PlayedFleet):
                         yield name, stage_id
 
     def shown(self, request_id: str, stage: str) -> list[int]:
+        """Tokens of a stage that a call was told."""
         events = [event for event in self.events[request_id] if isinstance(event, StageEvent) and event.stage == stage]
         return [token for event in events for token in event.output.token_ids]
 

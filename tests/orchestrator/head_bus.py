@@ -184,8 +184,7 @@ class FakeHead(FakeFleet):
 
     def stand_still(self) -> None:
         """Its replicas do not answer any more."""
-        for link in self.links.values():
-            link.on_call = None
+        self.answer_with(None)
 
     def let_answer(self) -> None:
         """They answer what they were asked last."""
