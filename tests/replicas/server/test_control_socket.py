@@ -13,7 +13,7 @@ from tests.fakes.keeping import Keep
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.replicas.control.control_link import ControlSocket
 from vllm_omni_plugin.replicas.control.lease_messages import LeaseBeat, Status, ToServer, encode
-from vllm_omni_plugin.replicas.links.replica_ports import Listener, listen
+from vllm_omni_plugin.replicas.links.replica_ports import Listener, listen_on_many
 
 
 def has(items: list[bytes], count: int) -> bool:
@@ -22,7 +22,8 @@ def has(items: list[bytes], count: int) -> bool:
 
 @pytest.fixture
 def listener(keep: Keep) -> Listener:
-    return keep(listen("127.0.0.1", None))
+    (listener,) = listen_on_many("127.0.0.1", None, 1)
+    return keep(listener)
 
 
 @pytest.fixture
