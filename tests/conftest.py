@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.fakes.keeping import Keep, keeping
+
 # The gate draws a few examples, the same in every run; `make test-long` draws more, and anew.
 _ANY_TIME = settings(deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("fixed", _ANY_TIME, derandomize=True, max_examples=40)
@@ -73,3 +75,9 @@ def short_path() -> Iterator[Path]:
     """A folder for Unix sockets: their paths have 107 characters at most, and `tmp_path` is longer in a lane."""
     with tempfile.TemporaryDirectory(prefix="omni-") as folder:
         yield Path(folder)
+
+
+@pytest.fixture
+def keep() -> Iterator[Keep]:
+    with keeping() as keep:
+        yield keep

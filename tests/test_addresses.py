@@ -20,7 +20,6 @@ V6 = (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", 0, 0, 0))
 
 @pytest.fixture
 def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
-    """What names resolve to."""
     known: dict[str, list[Any]] = {}
 
     def getaddrinfo(host: str, *_: Any, **__: Any) -> list[Any]:

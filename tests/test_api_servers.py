@@ -79,7 +79,6 @@ class Supervised:
         await self.go_on.wait()
 
     def process(self, index: int) -> FakeProcess:
-        """The one started last."""
         return [process for number, process in self.started if number == index][-1]
 
     async def serve(self, *indexes: int) -> None:

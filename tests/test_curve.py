@@ -13,6 +13,7 @@ import zmq
 import zmq.utils.monitor
 
 from tests.coordinator.coordinator_support import eventually
+from tests.fakes.keeping import keeping
 from tests.fakes.strangers import stranger
 from vllm_omni_plugin.curve import (
     HANDSHAKE_FRAME_BYTES,
@@ -91,16 +92,17 @@ class Site:
 @pytest.fixture
 def sites() -> Iterator[Callable[[Secrets | None], Site]]:
     others = set(threading.enumerate())
-    opened: list[Site] = []
-
-    def open_site(secrets: Secrets | None) -> Site:
-        opened.append(Site(secrets))
-        return opened[-1]
-
-    yield open_site
-    for site in opened:
-        site.close()
+    with keeping() as keep:
+        yield lambda secrets: keep(Site(secrets))
     assert set(threading.enumerate()) <= others
+
+
+@pytest.fixture
+def site(sites: "OpenSite") -> Site:
+    """One that lets in who holds the old secret."""
+    site = sites(made(OLD))
+    site.gate.admit_secret_holders("test")
+    return site
 
 
 OpenSite = Callable[[Secrets | None], Site]
@@ -124,9 +126,7 @@ def with_keys(server_key: bytes, public: bytes, secret: bytes) -> Callable[[Sock
     return secure
 
 
-def test_holder_is_let_in_where_there_is_no_port(sites: OpenSite, tmp_path: Path) -> None:
-    site = sites(made(OLD))
-    site.gate.admit_secret_holders("test")
+def test_holder_is_let_in_where_there_is_no_port(site: Site, tmp_path: Path) -> None:
     server = site.serve(address=f"ipc://{tmp_path}/socket")
     assert [site.lets_in(server, holder(made(OLD))) for _ in range(2)] == [True, True]
     assert not site.lets_in(server, holder(made(OTHER)))
@@ -142,10 +142,8 @@ STRANGERS = {
 
 @pytest.mark.parametrize("stranger", STRANGERS.values(), ids=STRANGERS.keys())
 def test_stranger_is_refused_counted_and_logged_with_its_address(
-    sites: OpenSite, stranger: Callable[[Socket], None], caplog: pytest.LogCaptureFixture
+    site: Site, stranger: Callable[[Socket], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    site = sites(made(OLD))
-    site.gate.admit_secret_holders("test")
     server = site.serve()
     refusals = 0
     # A connection that is cut at once may be gone before its address was read.
@@ -159,14 +157,9 @@ def test_stranger_is_refused_counted_and_logged_with_its_address(
     assert site.lets_in(server, holder(made(OLD)))
 
 
-def test_who_knows_the_server_but_holds_no_key_of_it_is_refused(
-    sites: OpenSite, caplog: pytest.LogCaptureFixture
-) -> None:
-    secrets = made(OLD)
-    site = sites(secrets)
-    site.gate.admit_secret_holders("test")
+def test_who_knows_the_server_but_holds_no_key_of_it_is_refused(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     own = zmq.curve_keypair()
-    event, _ = site.connect(site.serve(), with_keys(secrets.server_keys("test").public, *own))
+    event, _ = site.connect(site.serve(), with_keys(made(OLD).server_keys("test").public, *own))
     assert event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
     assert site.gate.refused == 1
     assert "Refused 127.0.0.1 at the test socket" in caplog.text
@@ -249,10 +242,8 @@ def test_stranger_that_sends_more_than_a_handshake_is_cut_off_whatever_size_of_f
 
 
 def test_stranger_that_announces_a_frame_over_the_limit_is_cut_off_and_logged(
-    sites: OpenSite, caplog: pytest.LogCaptureFixture
+    site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
-    site = sites(made(OLD))
-    site.gate.admit_secret_holders("test")
 
     def secure(socket: Socket) -> None:
         socket.maxmsgsize = HANDSHAKE_FRAME_BYTES
@@ -268,9 +259,7 @@ def test_stranger_that_announces_a_frame_over_the_limit_is_cut_off_and_logged(
 
 
 @pytest.mark.parametrize("mechanism", ["CURVE", "PLAIN"])
-def test_who_is_let_in_may_send_large_messages_at_once(sites: OpenSite, mechanism: str) -> None:
-    site = sites(made(OLD))
-    site.gate.admit_secret_holders("test")
+def test_who_is_let_in_may_send_large_messages_at_once(site: Site, mechanism: str) -> None:
     site.gate.admit("test", "x" * 40)
     encrypted = mechanism == "CURVE"
     server = site.serve(None if encrypted else lambda socket: require_password(socket, "test"))
@@ -288,9 +277,7 @@ def test_who_is_let_in_may_send_large_messages_at_once(sites: OpenSite, mechanis
     assert site.gate.refused == 0
 
 
-def test_socket_may_come_and_go_while_the_gate_stands(sites: OpenSite) -> None:
-    site = sites(made(OLD))
-    site.gate.admit_secret_holders("test")
+def test_socket_may_come_and_go_while_the_gate_stands(site: Site) -> None:
     descriptors = []
     for _ in range(10):
         server = site.serve()

@@ -51,23 +51,14 @@ def last(processor: FakeProcessor) -> GracefulShutdown:
     return last
 
 
-def submit(
-    last: GracefulShutdown,
-    processor: FakeProcessor,
-    request_id: str,
-    *,
-    pooling: bool = False,
-    call: Any = None,
-    said: list[Exception] | None = None,
-) -> bool:
-    """As AsyncLLM does, whose processor knows it first."""
-    queue = [] if said is None else said
-    processor.request_states[request_id] = SimpleNamespace(
-        detokenizer=None if pooling else "one", queue=SimpleNamespace(put=queue.append, said=queue)
-    )
+def submit(last: GracefulShutdown, processor: FakeProcessor, *, pooling: bool = False, call: Any = None) -> bool:
+    """Request "a", as AsyncLLM does it, whose processor knows it first."""
+    said: list[Exception] = []
+    queue = SimpleNamespace(put=said.append, said=said)
+    processor.request_states["a"] = SimpleNamespace(detokenizer=None if pooling else "one", queue=queue)
     last.answered()
     if last.ending:
-        last.refuse(request_id, call)
+        last.refuse("a", call)
     return not last.ending
 
 
@@ -83,7 +74,7 @@ async def test_a_server_made_on_its_loop_waits_before_its_first_request_has_reac
 async def test_without_time_nothing_is_waited_for(
     last: GracefulShutdown, processor: FakeProcessor, timeout: float | None
 ) -> None:
-    assert submit(last, processor, "a")
+    assert submit(last, processor)
     fleet = Finished(left=50.0)
     assert await asyncio.to_thread(last.let_finish, fleet, timeout) == timeout
     assert fleet.asked == []
@@ -92,7 +83,7 @@ async def test_without_time_nothing_is_waited_for(
 async def test_on_the_loop_that_requests_need_nothing_is_waited_for(
     last: GracefulShutdown, processor: FakeProcessor
 ) -> None:
-    assert submit(last, processor, "a")
+    assert submit(last, processor)
     fleet = Finished(left=50.0)
     assert last.let_finish(fleet, 60.0) == 60
     assert fleet.asked == []
@@ -101,7 +92,7 @@ async def test_on_the_loop_that_requests_need_nothing_is_waited_for(
 async def test_a_refused_call_of_a_pipeline_ends(last: GracefulShutdown, processor: FakeProcessor) -> None:
     events: list[StageEvent | CallEnded] = []
     await asyncio.to_thread(last.let_finish, Finished(left=0.0), 0.0)
-    assert not submit(last, processor, "a", call=PipelineCall(("audio",), events.append))
+    assert not submit(last, processor, call=PipelineCall(("audio",), events.append))
     (ended,) = events
     assert isinstance(ended, CallEnded)
     assert "shutting down" in str(ended.error)
@@ -110,7 +101,7 @@ async def test_a_refused_call_of_a_pipeline_ends(last: GracefulShutdown, process
 async def test_an_answer_without_a_finish_reason_ends_with_an_error(
     last: GracefulShutdown, processor: FakeProcessor
 ) -> None:
-    assert submit(last, processor, "a", pooling=True)
+    assert submit(last, processor, pooling=True)
     queue = processor.request_states["a"].queue
     await asyncio.to_thread(last.end)
     await asyncio.sleep(0)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.fakes.free_ports import free_port
+from tests.fakes.keeping import Keep
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.coordinator import HeadAnswer, HeadFacts, OmniCoordinator
 from vllm_omni_plugin.curve import Secrets
@@ -124,11 +125,8 @@ def test_ports_that_the_head_does_not_reach_are_told_with_what_to_do(
 
 
 @pytest.fixture
-def head() -> Iterator[OmniCoordinator]:
-    """The coordinator of a head with a secret."""
-    coordinator = OmniCoordinator("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", secrets=SECRETS, fingerprints={0: {}})
-    yield coordinator
-    coordinator.close()
+def head(keep: Keep) -> OmniCoordinator:
+    return keep(OmniCoordinator("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", secrets=SECRETS, fingerprints={0: {}}))
 
 
 @pytest.fixture

@@ -42,7 +42,6 @@ class Runs:
         return bool(self.lives)
 
     async def keep(self, *, must_start: bool = True) -> list[float]:
-        """Run all lives; returns the pauses."""
         await keep_running(self.start, Backoff(), lambda: self.now, self.pause, must_start=must_start)
         return [seconds for seconds, _ in self.pauses]
 

@@ -1,47 +1,23 @@
 """Processes of a lockstep group: meeting, living and dying together."""
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
+from tests.fakes.engines import FakeProcess
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.vllm_api.launch.lockstep import Generation, Meeting
 
 SOON_S = 10.0
 
 
-class FakeProcess:
-    """Satisfies `Process`; its sentinel is a pipe that closes when it ends."""
-
-    def __init__(self) -> None:
-        self.sentinel, self._alive_end = os.pipe()
-        self.exited = threading.Event()
-        self.killed = threading.Event()
-        self._lock = threading.Lock()
-
-    def exit(self) -> None:
-        with self._lock:
-            if not self.exited.is_set():
-                self.exited.set()
-                os.close(self._alive_end)
-
-    def kill(self) -> None:
-        self.killed.set()
-        self.exit()
-
-    @property
-    def runs(self) -> bool:
-        return not self.exited.is_set()
-
-
 class Undying(FakeProcess):
     """A process that hangs in the kernel."""
 
     def kill(self) -> None:
-        self.killed.set()
+        self.killed = True
 
 
 @pytest.fixture
@@ -53,7 +29,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 def group(helper_exits: Callable[[], None] = lambda: None) -> tuple[Generation, FakeProcess, FakeProcess, FakeProcess]:
     """Two ranks and a helper."""
     generation = Generation(2)
-    one, other, helper = FakeProcess(), FakeProcess(), FakeProcess()
+    one, other, helper = map(FakeProcess, range(3))
     generation.add(one)
     generation.add(other)
     generation.add(helper, helper_exits)
@@ -67,42 +43,42 @@ def test_ranks_that_all_leave_end_in_order_and_the_helper_after_them(threads: Th
     assert not leaving.done()
     generation.leave(1, None)
     leaving.result(SOON_S)
-    one.exit()
+    one.die()
     generation.close(one)
-    assert other.runs
-    assert helper.runs
-    other.exit()
+    assert not other.ended
+    assert not helper.ended
+    other.die()
     generation.close(other)
-    assert not helper.runs
+    assert helper.ended
     assert told.wait(SOON_S)
 
 
 def test_leaving_alone_takes_no_longer_than_it_may() -> None:
     generation, one, other, helper = group()
     generation.leave(0, 0.01)
-    assert one.runs
+    assert not one.ended
     generation.end()
-    assert not other.runs
-    assert not helper.runs
+    assert other.ended
+    assert helper.ended
 
 
 def test_who_comes_to_an_ended_generation_is_killed() -> None:
     generation = Generation(2)
     generation.end()
-    late = FakeProcess()
+    late = FakeProcess(0)
     with pytest.raises(ReplicaError, match="another process of its group ended"):
         generation.add(late)
-    assert late.killed.is_set()
+    assert late.killed
 
 
 def test_what_cannot_be_killed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_omni_plugin.vllm_api.launch.lockstep._DEATH_TAKES_AT_MOST_S", 0.0)
-    generation, undying = Generation(1), Undying()
+    generation, undying = Generation(1), Undying(0)
     generation.add(undying)
     generation.end()
     with pytest.raises(ReplicaError, match="cannot be ended"):
         generation.join()
-    undying.exit()
+    undying.die()
 
 
 def attend(threads: ThreadPoolExecutor, meeting: Meeting, rank: int) -> "Attendance":
@@ -147,8 +123,8 @@ def test_no_generation_begins_beside_processes_that_do_not_end(
     monkeypatch.setattr("vllm_omni_plugin.vllm_api.launch.lockstep._DEATH_TAKES_AT_MOST_S", 0.0)
     meeting = two_ranks()
     first = [attend(threads, meeting, rank) for rank in (0, 1)]
-    undying = Undying()
+    undying = Undying(0)
     first[1].generation().add(undying)
     with pytest.raises(ReplicaError, match="cannot be ended"):
         attend(threads, meeting, 0).generation()
-    undying.exit()
+    undying.die()

@@ -36,7 +36,6 @@ def _stat(path: object, real: object = os.stat, **other: object) -> os.stat_resu
 
 
 def secret_in(folder: Path) -> Path:
-    """The one file there."""
     (path,) = folder.iterdir()
     return path
 

@@ -63,8 +63,6 @@ class FakeReplica:
 
 
 class Process:
-    """One under test."""
-
     def __init__(self) -> None:
         self.events: list[str] = []
         self.heads = FakeHeads(self.events)

@@ -17,12 +17,10 @@ class FakeReplica:
 
 
 def with_queues(*queue_lengths: int) -> list[FakeReplica]:
-    """Return one replica for each length."""
     return [FakeReplica(f"tcp://replica:{port}", queue_length=length) for port, length in enumerate(queue_lengths)]
 
 
 def with_loads(*loads: ReplicaLoad) -> list[FakeReplica]:
-    """Return one replica for each load, as the fleet's are."""
     return [
         FakeReplica(f"tcp://replica:{port}", queue_length=load.requests, load=load) for port, load in enumerate(loads)
     ]

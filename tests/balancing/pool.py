@@ -63,11 +63,9 @@ class Pool:
 
 
 def pool_of(policy: Any, count: int, **load: Any) -> Pool:
-    """A pool of idle replicas, or of ones with this load."""
     start = ReplicaLoad(**{"kv_blocks": 1000, "block_size": BLOCK, **load})
     return Pool(policy, tuple(PooledReplica(number, start) for number in range(count)))
 
 
 def prompt_task(token_ids: Sequence[int], **prompt: Any) -> Task:
-    """A request with this prompt."""
     return {"prompt": Prompt(token_ids, **prompt)}

@@ -19,7 +19,6 @@ every_policy = pytest.mark.parametrize("policy", list(LoadBalancingPolicy))
 
 
 def section(policy: LoadBalancingPolicy) -> str:
-    """What the page says of a policy."""
     (text,) = re.findall(rf"^## `{policy}`\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
     return str(text)
 
@@ -29,7 +28,6 @@ def class_of(policy: LoadBalancingPolicy) -> type[LoadBalancer]:
 
 
 def docstring(policy: LoadBalancingPolicy) -> str:
-    """That of the class, on one line."""
     return " ".join((inspect.getdoc(class_of(policy)) or "").split())
 
 

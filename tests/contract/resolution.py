@@ -107,7 +107,6 @@ def _class_attribute(owner: type, name: str) -> tuple[Any, bool]:
 
 
 def assigned_on_self(owner: type) -> set[str]:
-    """Return the attributes that the methods of a class assign on `self`."""
     try:
         source = textwrap.dedent(inspect.getsource(owner))
     except (OSError, TypeError):

@@ -57,11 +57,9 @@ class Engine:
                 request.num_computed_tokens += 1
 
     def end(self) -> None:
-        """The oldest request ends."""
         self._manager.free(self._running.popleft())
 
     def reset(self) -> None:
-        """End all requests and clear the cache."""
         while self._running:
             self.end()
         assert self._manager.reset_prefix_cache()
@@ -81,7 +79,6 @@ class Client:
         self._count = 0
 
     def ask(self) -> Request:
-        """The next request."""
         rng = self._rng
         former = rng.choice(self._prompts[-12:])
         prompt = former[: rng.randint(0, len(former))] + [rng.randrange(99) for _ in range(rng.randint(1, 12))]

@@ -262,7 +262,6 @@ async def test_a_backlog_of_outputs_does_not_keep_the_loop_from_other_work(
 
 
 async def the_call(orchestrator: Orchestrator) -> CallReplicas:
-    """The only message for the orchestrator."""
     async with asyncio.timeout(10):
         (call,) = await orchestrator.rpc_async_queue.get_batch()
     assert isinstance(call, CallReplicas)

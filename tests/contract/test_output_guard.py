@@ -30,7 +30,6 @@ from .stage_models import source
 
 
 def logprobs(*shape: int, ranks: tuple[int, ...] = (1,)) -> LogprobsLists:
-    """Log-probabilities in arrays of this shape."""
     return LogprobsLists(np.ones(shape, np.int64), np.zeros(shape, np.float32), np.ones(ranks, np.int64))
 
 
@@ -55,7 +54,6 @@ class Front:
         self.recorded.append(stats["engine_idx"])
 
     def add(self, request_id: str, **sampling: Any) -> RequestOutputCollector:
-        """A request that AsyncLLM has registered."""
         params = SamplingParams(output_kind=RequestOutputKind.DELTA, **sampling)
         request = source([1], params, request_id=request_id)
         queue = RequestOutputCollector(params.output_kind, request_id)
@@ -81,7 +79,6 @@ class Front:
         return list(self.processor.process_outputs(list(outputs), 1.0, IterationStats()).reqs_to_abort)
 
     async def told(self) -> list[FrontMessage]:
-        """What the orchestrator is told."""
         queue = self.orchestrator.request_async_queue
         return list(await queue.get_batch()) if len(queue) else []
 

@@ -19,7 +19,6 @@ HIGHEST = 2**31 - 1
 
 
 def lists(ids: tuple[int, ...], logprobs: tuple[int, ...], ranks: tuple[int, ...]) -> LogprobsLists:
-    """Log-probabilities with arrays of these shapes."""
     return LogprobsLists(np.ones(ids, np.int64), np.zeros(logprobs, np.float32), np.ones(ranks, np.int64))
 
 

@@ -38,10 +38,10 @@ class FakeFleetClient(FleetClient):
         self.forgotten.append(lora_id)
 
 
-def server(
+async def server(
     client: Any, *modules: tuple[str, str], on_add: Callable[[LoRARequest], None] | None = None
 ) -> OpenAIServingModels:
-    """The registry of one server, as vLLM builds it; `on_add` is called where the engines load an adapter."""
+    """The registry of one server that starts, as vLLM builds it; `on_add` is called where engines load an adapter."""
     open_adapters()
 
     async def add_lora(request: LoRARequest) -> bool:
@@ -55,11 +55,13 @@ def server(
         engine_core=client,
         add_lora=add_lora,
     )
-    return OpenAIServingModels(
+    models = OpenAIServingModels(
         engine_client,
         [BaseModelPath("base", "/base")],
         lora_modules=[LoRAModulePath(name=name, path=path) for name, path in modules],
     )
+    await models.init_static_loras()
+    return models
 
 
 def told(loaded: tuple[Adapter, ...] = (), level: int | None = None, unloaded: tuple[int, ...] = ()) -> FrontUpdate:
@@ -77,8 +79,7 @@ def client() -> FakeFleetClient:
 
 async def test_what_the_fleet_has_loaded_before_the_server_starts_stays(client: FakeFleetClient) -> None:
     client.peer_front.apply(told(loaded=(STORY,)))
-    models = server(client, ("story", "/other"), ("brief", "/loras/brief"))
-    await models.init_static_loras()
+    models = await server(client, ("story", "/other"), ("brief", "/loras/brief"))
     assert await listed(models) == ["base", "story", "brief"]
     assert [request.lora_name for request in client.added] == ["brief"]
     assert models.lora_requests["story"].lora_path == "/loras/story"
@@ -88,8 +89,7 @@ async def test_what_another_server_unloads_goes_and_nothing_else_and_it_is_told_
     client: FakeFleetClient,
 ) -> None:
     client.peer_front.apply(told(loaded=(STORY, Adapter("brief", 8, "/loras/brief"))))
-    models = server(client)
-    await models.init_static_loras()
+    models = await server(client)
     news = told(unloaded=(7,))
     client.peer_front.apply(news)
     assert await listed(models) == ["base", "brief"]
@@ -101,7 +101,7 @@ async def test_a_module_that_another_server_loads_meanwhile_is_not_loaded_again_
 ) -> None:
     modules = [(name, f"/loras/{name}") for name in ("first", "second", "third")]
     other = FakeFleetClient()
-    await server(other, *modules).init_static_loras()
+    await server(other, *modules)
     _, second, third = map(adapter_of, other.added)
 
     def other_is_faster(request: LoRARequest) -> None:
@@ -109,8 +109,7 @@ async def test_a_module_that_another_server_loads_meanwhile_is_not_loaded_again_
         if request.lora_name == "first":
             client.peer_front.apply(told(loaded=(second,)))
 
-    models = server(client, *modules, on_add=other_is_faster)
-    await models.init_static_loras()
+    models = await server(client, *modules, on_add=other_is_faster)
     assert sorted(await listed(models)) == ["base", "first", "second", "third"]
     assert [request.lora_name for request in client.added] == ["first", "third"]
     assert client.added[1].lora_int_id == third.lora_int_id
@@ -119,16 +118,14 @@ async def test_a_module_that_another_server_loads_meanwhile_is_not_loaded_again_
 
 
 async def test_a_name_that_the_command_line_gives_twice_is_refused_as_by_vllm(client: FakeFleetClient) -> None:
-    models = server(client, ("story", "/loras/story"), ("story", "/other"))
     with pytest.raises(ValueError, match="'story' has already been loaded"):
-        await models.init_static_loras()
+        await server(client, ("story", "/loras/story"), ("story", "/other"))
 
 
 async def test_an_adapter_that_other_servers_could_not_be_told_to_forget_stays_and_can_be_unloaded_again(
     client: FakeFleetClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    models = server(client)
-    await models.init_static_loras()
+    models = await server(client)
     assert await models.load_lora_adapter(LoadLoRAAdapterRequest(lora_name="story", lora_path="/loras/story"))
     with monkeypatch.context() as patch:
         patch.setattr(client, "forget_lora_async", _coordinator_away)
@@ -148,8 +145,7 @@ async def test_servers_give_the_modules_of_the_command_line_the_same_ids_and_all
     ids: list[list[int]] = []
     for _ in range(2):
         client = FakeFleetClient()
-        models = server(client, ("story", "/loras/story"), ("brief", "/loras/brief"))
-        await models.init_static_loras()
+        models = await server(client, ("story", "/loras/story"), ("brief", "/loras/brief"))
         await models.load_lora_adapter(LoadLoRAAdapterRequest(lora_name="third", lora_path="/loras/third"))
         ids.append([request.lora_int_id for request in client.added])
     assert ids[0][:2] == ids[1][:2]
@@ -163,7 +159,7 @@ async def test_other_files_at_the_path_of_a_module_are_another_adapter_to_an_eng
     for weights in (b"1", b"1", b"2"):
         (tmp_path / "adapter_model.safetensors").write_bytes(weights)
         client = FakeFleetClient()
-        await server(client, ("story", str(tmp_path))).init_static_loras()
+        await server(client, ("story", str(tmp_path)))
         ids.append(client.added[0].lora_int_id)
     assert ids[0] == ids[1] != ids[2]
 
@@ -174,8 +170,7 @@ def test_ids_are_positive_and_fit_into_json() -> None:
 
 
 async def test_a_server_without_a_fleet_keeps_its_own_registry() -> None:
-    models = server(SimpleNamespace(added=[]), ("story", "/loras/story"))
-    await models.init_static_loras()
+    models = await server(SimpleNamespace(added=[]), ("story", "/loras/story"))
     assert models.lora_requests["story"].lora_int_id == 1
     assert "removed" in str(await models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name="story")))
 
@@ -193,8 +188,7 @@ async def test_news_that_nobody_waits_for_any_more_are_applied(client: FakeFleet
     news = told(loaded=(STORY,))
     news.applied.cancel()
     client.peer_front.apply(news)
-    models = server(client)
-    await models.init_static_loras()
+    models = await server(client)
     assert await listed(models) == ["base", "story"]
 
 

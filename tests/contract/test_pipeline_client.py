@@ -108,7 +108,6 @@ class Head:
         """Nothing was started."""
 
     async def told(self) -> Any:
-        """What the client hands to the orchestrator."""
         (message,) = await self.orchestrator.request_async_queue.get_batch()
         return message
 
@@ -227,6 +226,17 @@ async def test_the_call_of_a_request_that_is_cancelled_before_it_is_handed_over_
     assert "aborted" in str(ended.error)
 
 
+async def start_app(head: Head, options: OmniConfig, args: Any = None) -> FastAPI:
+    """What we add to vLLM's application, at the start of a server with these options."""
+    carry_options(engine_config := SimpleNamespace(additional_config=None), options)
+    endpoints, app = FleetEndpoints(), FastAPI()
+    app.state.args = SimpleNamespace(api_key=None, uds=None, omni_admin_key_file=options.admin_key_file)
+    app.state.openai_serving_chat = app.state.openai_serving_completion = None
+    endpoints.attach_router(app)
+    await endpoints.init_state(SimpleNamespace(engine_core=head.client, vllm_config=engine_config), app.state, args)
+    return app
+
+
 @pytest.mark.parametrize(
     ("mode", "warning"),
     [(None, "Without --omni-admin-key-file"), (0o640, "others may access it; run `chmod 600`"), (0o600, None)],
@@ -237,14 +247,8 @@ async def test_the_start_warns_of_who_may_change_the_fleet(
     keys = tmp_path / "keys"
     keys.write_text("0123456789abcdef")
     keys.chmod(mode or 0o600)
-    options = OmniConfig(admin_key_file=None if mode is None else str(keys))
-    carry_options(engine_config := SimpleNamespace(additional_config=None), options)
-    endpoints, app = FleetEndpoints(), FastAPI()
-    app.state.args = SimpleNamespace(api_key=None, uds=None, omni_admin_key_file=options.admin_key_file)
-    app.state.openai_serving_chat = app.state.openai_serving_completion = None
-    endpoints.attach_router(app)
     with caplog.at_level(logging.WARNING, "vllm"):
-        await endpoints.init_state(SimpleNamespace(engine_core=head.client, vllm_config=engine_config), app.state, None)
+        await start_app(head, OmniConfig(admin_key_file=None if mode is None else str(keys)))
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == (warning is not None)
     assert all(warning in line for line in told if warning is not None)
@@ -252,14 +256,8 @@ async def test_the_start_warns_of_who_may_change_the_fleet(
 
 @pytest.mark.parametrize("servers", [1, 2])
 async def test_one_server_alone_heeds_a_second_signal_since_several_get_each_twice(head: Head, servers: int) -> None:
-    carry_options(engine_config := SimpleNamespace(additional_config=None), OmniConfig())
-    engine = SimpleNamespace(engine_core=head.client, vllm_config=engine_config)
     args = SimpleNamespace() if servers == 1 else SimpleNamespace(**{DRAIN_FLAG: bytearray(1)})
-    endpoints, app = FleetEndpoints(), FastAPI()
-    app.state.args = SimpleNamespace(api_key=None, uds=None, omni_admin_key_file=None)
-    app.state.openai_serving_chat = app.state.openai_serving_completion = None
-    endpoints.attach_router(app)
-    await endpoints.init_state(engine, app.state, args)
+    app = await start_app(head, OmniConfig(), args)
     heeds: asyncio.Task[None] | None = getattr(app.state, "omni_second_signal", None)
     assert (heeds is not None) == (servers == 1)
     if heeds is not None:

@@ -42,14 +42,12 @@ POOLING: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's folder."""
     path: Path = runpy.run_path(str(TINY_MODEL))["make_tiny_model"](tmp_path_factory.mktemp("model") / "tiny")
     return path
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def generating(model: Path) -> AsyncIterator[HttpServer]:
-    """A server of a model that generates."""
     with pytest.MonkeyPatch.context() as patch:
         async with http_server(model, patch, ("generate",), "--enable-scale-out") as server:
             yield server
@@ -57,15 +55,14 @@ async def generating(model: Path) -> AsyncIterator[HttpServer]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pooling(model: Path) -> AsyncIterator[HttpServer]:
-    """A server of a model that embeds."""
     arguments = ("--runner", "pooling", "--convert", "embed")
     with pytest.MonkeyPatch.context() as patch:
         async with http_server(model, patch, ("embed",), *arguments) as server:
             yield server
 
 
-async def is_refused(server: HttpServer, path: str, body: dict[str, Any]) -> None:
-    """Send a request, whose first part the orchestrator refuses, and look at what its client gets."""
+async def is_refused(server: HttpServer, path: str, body: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    """Send a request, whose first part the orchestrator refuses, and look at what its client gets, without an error."""
     await server.forget()
     async with asyncio.timeout(20):
         client = server.post(path, **body)
@@ -79,6 +76,7 @@ async def is_refused(server: HttpServer, path: str, body: dict[str, Any]) -> Non
     assert client.headers["content-type"] == "application/json"
     assert client.error == {"message": str(REFUSED), "type": "rate_limit_exceeded", "param": None, "code": 429}
     assert len(client.sent) == 2
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -86,16 +84,14 @@ async def is_refused(server: HttpServer, path: str, body: dict[str, Any]) -> Non
 async def test_an_answer_whose_request_is_refused_has_the_true_status(
     generating: HttpServer, path: str, stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await is_refused(generating, path, {**GENERATING[path], "stream": stream})
-    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+    await is_refused(generating, path, {**GENERATING[path], "stream": stream}, caplog)
 
 
 @pytest.mark.parametrize("path", POOLING)
 async def test_so_has_one_of_a_model_that_pools(
     pooling: HttpServer, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await is_refused(pooling, path, POOLING[path])
-    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+    await is_refused(pooling, path, POOLING[path], caplog)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])

@@ -65,7 +65,6 @@ def traced(exporter: InMemorySpanExporter) -> Traced:
 
 
 def attributes(span: ReadableSpan) -> dict[str, Any]:
-    """Return our attributes of a span."""
     return {name: value for name, value in (span.attributes or {}).items() if name.startswith("omni.")}
 
 

@@ -36,6 +36,12 @@ def refusal_of(method: str, *args: Any) -> str | None:
     return refusal.reason
 
 
+def complaint(method: str, *args: Any) -> str:
+    reason = refusal_of(method, *args)
+    assert reason is not None
+    return reason
+
+
 NEWER = frozenset() if PAUSE_REFUSES.here else frozenset({"pause_generation"})
 """Calls that only engines of a newer vLLM than the installed one take."""
 
@@ -56,8 +62,7 @@ def test_an_engine_that_was_told_to_end_refuses_calls_in_these_words() -> None:
 
 @pytest.mark.parametrize("method", ["save_sharded_state", "shutdown", "abort_requests", "__init__", "", "x" * 10**6])
 def test_other_methods_are_refused_with_an_answer(method: str) -> None:
-    reason = refusal_of(method, "/root")
-    assert reason is not None
+    reason = complaint(method, "/root")
     assert "is no call that heads may make" in reason
     assert len(reason) < 200
 
@@ -70,9 +75,7 @@ def test_what_vllms_server_calls_on_workers_passes(method: str) -> None:
 def test_other_methods_of_workers_pass_in_dev_mode_only(monkeypatch: pytest.MonkeyPatch) -> None:
     call = ("collective_rpc", "save_sharded_state", None, ("/root",), {})
     monkeypatch.delenv("VLLM_SERVER_DEV_MODE", raising=False)
-    reason = refusal_of(*call)
-    assert reason is not None
-    assert "VLLM_SERVER_DEV_MODE=1" in reason
+    assert "VLLM_SERVER_DEV_MODE=1" in complaint(*call)
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
     assert refusal_of(*call) is None
 
@@ -92,9 +95,7 @@ def test_what_is_no_name_of_a_method_is_refused_with_an_answer(
     monkeypatch: pytest.MonkeyPatch, called: Any, dev_mode: str
 ) -> None:
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", dev_mode)
-    reason = refusal_of("collective_rpc", called, None, (), {})
-    assert reason is not None
-    assert "something that is no name" in reason
+    assert "something that is no name" in complaint("collective_rpc", called, None, (), {})
 
 
 @pytest.fixture
@@ -124,8 +125,7 @@ def test_an_adapter_with_the_files_of_the_head_is_loaded(folder: Path, loaded: A
 def test_an_adapter_with_other_files_is_a_call_that_fails(folder: Path, loaded: Adapter, other: dict[str, Any]) -> None:
     shutil.rmtree(folder)
     write_adapter(folder, **other)
-    reason = refusal_of("add_lora", loaded)
-    assert reason is not None
+    reason = complaint("add_lora", loaded)
     here = adapter_digest(str(folder))
     assert here != loaded.digest
     assert all(named in reason for named in ("'story'", str(folder), here, loaded.digest))
@@ -133,9 +133,7 @@ def test_an_adapter_with_other_files_is_a_call_that_fails(folder: Path, loaded: 
 
 def test_an_adapter_whose_files_only_the_head_has_is_a_call_that_fails(folder: Path, loaded: Adapter) -> None:
     shutil.rmtree(folder)
-    reason = refusal_of("add_lora", loaded)
-    assert reason is not None
-    assert "(no files)" in reason
+    assert "(no files)" in complaint("add_lora", loaded)
 
 
 def test_an_adapter_of_which_the_head_has_no_files_is_loaded(folder: Path) -> None:

@@ -53,7 +53,6 @@ class Supervised:
         raise StartedError
 
     def run(self, line: str) -> None:
-        """Read a command line and go on to the start."""
         args, options = read(line)
         with pytest.raises(StartedError):
             serve_api_servers(args, options)

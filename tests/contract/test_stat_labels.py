@@ -53,7 +53,6 @@ def value(name: str, engine: int, **labels: str) -> float | None:
 
 
 def record(manager: StatLoggerManager, engine: int) -> None:
-    """Everything that an engine may report."""
     iteration = IterationStats()
     iteration.finished_requests.append(FinishedRequestStats(FinishReason.STOP, "id"))
     speculation = SpecDecodingStats(num_spec_tokens=2, num_drafts=1, num_draft_tokens=2, num_accepted_tokens=1)

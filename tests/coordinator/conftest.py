@@ -8,6 +8,7 @@ import pytest
 import zmq
 from coordinator_support import ANY, OpenDealer, OpenSocket, Socket, eventually, read_if_there
 
+from tests.fakes.keeping import Keep
 from vllm_omni_plugin.coordinator import OmniCoordClientForHub, OmniCoordinator
 
 
@@ -58,17 +59,14 @@ def dealer(open_socket: OpenSocket) -> OpenDealer:
 
 
 @pytest.fixture
-def coordinator() -> Iterator[OmniCoordinator]:
+def coordinator(keep: Keep) -> OmniCoordinator:
     """A live one, in which nothing expires by itself."""
-    coordinator = OmniCoordinator(ANY, ANY, heartbeat_timeout=1000.0)
-    yield coordinator
-    coordinator.close()
+    return keep(OmniCoordinator(ANY, ANY, heartbeat_timeout=1000.0))
 
 
 @pytest.fixture
-def hub(coordinator: OmniCoordinator) -> Iterator[OmniCoordClientForHub]:
+def hub(coordinator: OmniCoordinator, keep: Keep) -> OmniCoordClientForHub:
     """A head following it, known to be subscribed."""
-    hub = OmniCoordClientForHub(coordinator.pub_zmq_addr)
+    hub = keep(OmniCoordClientForHub(coordinator.pub_zmq_addr))
     eventually(lambda: hub.get_replica_list().timestamp > 0)
-    yield hub
-    hub.close()
+    return hub

@@ -26,7 +26,6 @@ def make_event(
     incarnation: int = 0,
     sequence: int = 0,
 ) -> ReplicaEvent:
-    """Return an update of the replica called ``name``."""
     return ReplicaEvent(
         input_addr=f"tcp://{name}:1",
         output_addr=f"tcp://{name}:2",

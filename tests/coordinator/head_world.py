@@ -33,7 +33,6 @@ Row = tuple[str, int, bool, str, int]
 
 
 def rows(replicas: ReplicaList) -> frozenset[Row]:
-    """Return what a list says."""
     told = [(info, True) for info in replicas.replicas] + [(info, False) for info in replicas.no_new_work]
     return frozenset(
         (info.input_addr, info.stage_id, accepts, info.status.value, info.incarnation) for info, accepts in told
@@ -41,7 +40,6 @@ def rows(replicas: ReplicaList) -> frozenset[Row]:
 
 
 def numbers(replicas: ReplicaList) -> dict[str, int]:
-    """Return the numbers of the replicas in a list, by their addresses."""
     return {info.input_addr: info.replica_id for info in (*replicas.replicas, *replicas.no_new_work)}
 
 
@@ -62,7 +60,6 @@ class Heard:
         self.resyncs = self.losses = 0
 
     def take(self, event: SessionEvent) -> None:
-        """Take in what the session says."""
         match event:
             case Welcome():
                 self.resyncs += 1
@@ -158,14 +155,12 @@ class World:
         return head
 
     def announce(self, event: ReplicaEvent) -> None:
-        """Let a replica say something."""
         change = self.table.apply(event, self.now)
         if change is not None:
             self.lists.note([change])
         self._note_state()
 
     def tick(self, seconds: float = 0.5) -> None:
-        """Let time pass at the coordinator."""
         self.now += seconds
         self.lists.note(self.table.expire(self.now))
         self._note_state()
@@ -180,7 +175,6 @@ class World:
         self.frames.send(self.sessions.tick(self.now))
 
     def listed(self) -> ReplicaList:
-        """Return what the table says now."""
         return replica_list(self.table, self.numbering, self.now, self.now)
 
     def _note_state(self) -> None:
@@ -230,7 +224,6 @@ class World:
         self.queue_frames = QUEUE_FRAMES
 
     def report(self, name: str, work: ReplicaWork) -> None:
-        """Let a head have this in flight, and say so."""
         head = self.heads[name]
         if work.requests:
             head.in_flight[work.engine] = work

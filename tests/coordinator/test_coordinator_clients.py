@@ -3,12 +3,14 @@
 import json
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import zmq
 from coordinator_support import ANY, OpenSocket, eventually, free_address, make_event, names
 
+from tests.fakes.keeping import Keep
 from vllm_omni_plugin.coordinator import (
     OmniCoordClientForHub,
     OmniCoordClientForStage,
@@ -44,12 +46,16 @@ def stage_client(address: str, interval: float = 1000.0) -> OmniCoordClientForSt
     return OmniCoordClientForStage(address, "tcp://a:1", "tcp://a:2", 3, heartbeat_interval=interval)
 
 
+@pytest.fixture
+def client(ear: Ear, keep: Keep) -> OmniCoordClientForStage:
+    return keep(stage_client(ear.address))
+
+
 def info(name: str, stage_id: int) -> ReplicaInfo:
     return ReplicaInfo(f"tcp://{name}:1", f"tcp://{name}:2", stage_id, ReplicaStatus.UP, 0, 1.0, 1.0)
 
 
-def test_stage_client_announces_up_at_once(ear: Ear) -> None:
-    client = stage_client(ear.address)
+def test_stage_client_announces_up_at_once(ear: Ear, client: OmniCoordClientForStage) -> None:
     heard = ear.hear()
     assert heard.pop("incarnation") > 0
     assert heard == {
@@ -62,27 +68,23 @@ def test_stage_client_announces_up_at_once(ear: Ear) -> None:
         "sequence": 1,
         "control_addr": "",
     }
-    client.close()
 
 
-def test_every_update_is_sent_in_order_with_the_whole_registration(ear: Ear) -> None:
-    client = stage_client(ear.address)
+def test_every_update_is_sent_in_order_with_the_whole_registration(ear: Ear, client: OmniCoordClientForStage) -> None:
     client.update_info(status=ReplicaStatus.ERROR)
     client.update_info(queue_length=10)
     heard = [ear.hear() for _ in range(3)]
     assert [(event["status"], event["queue_length"]) for event in heard] == [("up", 0), ("error", 0), ("error", 10)]
     assert [event["sequence"] for event in heard] == [1, 2, 3]
     assert {event["input_addr"] for event in heard} == {"tcp://a:1"}
-    client.close()
 
 
-def test_heartbeats_repeat_the_last_word(ear: Ear) -> None:
-    client = stage_client(ear.address, interval=0.02)
+def test_heartbeats_repeat_the_last_word(ear: Ear, keep: Keep) -> None:
+    client = keep(stage_client(ear.address, interval=0.02))
     client.update_info(status=ReplicaStatus.DRAINING, queue_length=4)
     heartbeats = [event for event in (ear.hear() for _ in range(8)) if event["event_type"] == "heartbeat"]
     assert len(heartbeats) >= 5
     assert (heartbeats[-1]["status"], heartbeats[-1]["queue_length"]) == ("draining", 4)
-    client.close()
 
 
 def test_close_sends_down_before_it_returns(ear: Ear) -> None:
@@ -96,26 +98,21 @@ def test_close_sends_down_before_it_returns(ear: Ear) -> None:
 def test_closed_stage_client_refuses(ear: Ear) -> None:
     client = stage_client(ear.address)
     client.close()
-    with pytest.raises(RuntimeError):
-        client.update_info(queue_length=1)
-    with pytest.raises(RuntimeError):
-        client.close()
+    for refused in (client.close, lambda: client.update_info(queue_length=1)):
+        with pytest.raises(RuntimeError):
+            refused()
 
 
-def test_update_of_nothing_is_a_value_error(ear: Ear) -> None:
-    client = stage_client(ear.address)
+def test_update_of_nothing_is_a_value_error(client: OmniCoordClientForStage) -> None:
     with pytest.raises(ValueError, match="at least one"):
         client.update_info()
-    client.close()
 
 
-def test_refused_update_leaves_the_last_valid_one(ear: Ear) -> None:
-    client = stage_client(ear.address)
+def test_refused_update_leaves_the_last_valid_one(ear: Ear, client: OmniCoordClientForStage) -> None:
     with pytest.raises(WireError, match="queue_length"):
         client.update_info(queue_length=-1)
     client.update_info(status=ReplicaStatus.UP)
     assert [ear.hear()["queue_length"] for _ in range(2)] == [0, 0]
-    client.close()
 
 
 def test_registration_that_would_be_refused_is_never_opened() -> None:
@@ -137,8 +134,7 @@ def test_interval_that_is_not_positive_is_refused(interval: float) -> None:
         stage_client("tcp://127.0.0.1:1", interval=interval)
 
 
-def test_restarted_replica_counts_as_newer() -> None:
-    coordinator = OmniCoordinator(ANY, ANY)
+def test_restarted_replica_counts_as_newer(coordinator: OmniCoordinator) -> None:
     first = stage_client(coordinator.router_zmq_addr)
     eventually(lambda: names(coordinator.get_active_replicas()) == ["a"])
     second = stage_client(coordinator.router_zmq_addr)
@@ -149,7 +145,6 @@ def test_restarted_replica_counts_as_newer() -> None:
     assert names(coordinator.get_active_replicas()) == ["a"]
     second.close()
     eventually(lambda: names(coordinator.get_active_replicas()) == [])
-    coordinator.close()
 
 
 def test_stage_client_started_first_registers_when_the_coordinator_comes() -> None:
@@ -174,16 +169,23 @@ def test_stage_client_started_first_registers_when_the_coordinator_comes() -> No
 class Voice:
     """An XPUB that says what a test wants a hub client to hear."""
 
-    def __init__(self, open_socket: OpenSocket) -> None:
+    def __init__(self, open_socket: OpenSocket, keep: Keep) -> None:
         self._pub = open_socket(zmq.XPUB)
         self._pub.bind(ANY)
-        self.address = self._pub.get_string(zmq.LAST_ENDPOINT)
+        self._keep = keep
 
-    def wait_for_listener(self) -> None:
+    def listener(self, on_update: Callable[[ReplicaList], None] | None = None) -> OmniCoordClientForHub:
+        hub = self._keep(OmniCoordClientForHub(self._pub.get_string(zmq.LAST_ENDPOINT), on_update))
         assert self._pub.recv() == b"\x01"
+        return hub
 
     def say(self, *parts: bytes) -> None:
         self._pub.send_multipart(parts)
+
+
+@pytest.fixture
+def voice(open_socket: OpenSocket, keep: Keep) -> Voice:
+    return Voice(open_socket, keep)
 
 
 def test_hub_starts_with_an_empty_list_of_time_zero() -> None:
@@ -195,21 +197,16 @@ def test_hub_starts_with_an_empty_list_of_time_zero() -> None:
         hub.close()
 
 
-def test_hub_filters_by_stage(open_socket: OpenSocket) -> None:
-    voice = Voice(open_socket)
-    hub = OmniCoordClientForHub(voice.address)
-    voice.wait_for_listener()
+def test_hub_filters_by_stage(voice: Voice) -> None:
+    hub = voice.listener()
     voice.say(encode_replica_list(ReplicaList([info("a", 0), info("b", 1)], 5.0, no_new_work=[info("c", 1)])))
     eventually(lambda: hub.get_replica_list().timestamp == 5.0)
     assert hub.get_replicas_for_stage(1) == ReplicaList([info("b", 1)], 5.0, no_new_work=[info("c", 1)])
     assert hub.get_replicas_for_stage(7) == ReplicaList([], 5.0)
-    hub.close()
 
 
-def test_hub_survives_garbage_and_keeps_its_list(open_socket: OpenSocket, caplog: pytest.LogCaptureFixture) -> None:
-    voice = Voice(open_socket)
-    hub = OmniCoordClientForHub(voice.address)
-    voice.wait_for_listener()
+def test_hub_survives_garbage_and_keeps_its_list(voice: Voice, caplog: pytest.LogCaptureFixture) -> None:
+    hub = voice.listener()
     good = encode_replica_list(ReplicaList([info("a", 0)], 5.0))
     voice.say(good)
     eventually(lambda: hub.get_replica_list().timestamp == 5.0)
@@ -220,37 +217,31 @@ def test_hub_survives_garbage_and_keeps_its_list(open_socket: OpenSocket, caplog
     assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == 1
     voice.say(encode_replica_list(ReplicaList([], 6.0)))
     eventually(lambda: hub.get_replica_list().timestamp == 6.0)
-    hub.close()
 
 
-def test_failing_callback_does_not_end_the_hub(open_socket: OpenSocket, caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_callback_does_not_end_the_hub(voice: Voice, caplog: pytest.LogCaptureFixture) -> None:
     seen: list[float] = []
 
     def on_update(replicas: ReplicaList) -> None:
         seen.append(replicas.timestamp)
         raise OSError("the head is unwell")
 
-    voice = Voice(open_socket)
-    hub = OmniCoordClientForHub(voice.address, on_update)
-    voice.wait_for_listener()
+    voice.listener(on_update)
     for timestamp in (1.0, 2.0):
         voice.say(encode_replica_list(ReplicaList([], timestamp)))
         eventually(lambda expected=timestamp: seen[-1:] == [expected])  # type: ignore[misc]
-    hub.close()
     assert seen == [1.0, 2.0]
     assert "could not be dealt with" in caplog.text
 
 
-def test_hub_follows_a_coordinator_that_comes_back() -> None:
+def test_hub_follows_a_coordinator_that_comes_back(keep: Keep) -> None:
     first = OmniCoordinator(ANY, ANY)
-    hub = OmniCoordClientForHub(first.pub_zmq_addr)
+    hub = keep(OmniCoordClientForHub(first.pub_zmq_addr))
     first.add_new_replica(make_event("a"))
     eventually(lambda: names(hub.get_replica_list()) == ["a"])
     first.close()
     assert names(hub.get_replica_list()) == ["a"]
-    second = OmniCoordinator(ANY, first.pub_zmq_addr)
+    second = keep(OmniCoordinator(ANY, first.pub_zmq_addr))
     second.add_new_replica(make_event("b"))
     eventually(lambda: names(hub.get_replica_list()) == ["b"])
     assert hub.get_replica_list().timestamp <= time.time()
-    hub.close()
-    second.close()

@@ -8,12 +8,12 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from coordinator_support import OpenDealer, eventually, free_address, make_event, names, process_status
 
+from tests.fakes.keeping import Keep
 from vllm_omni_plugin.coordinator import (
     OmniCoordClientForHub,
     OmniCoordClientForStage,
@@ -27,10 +27,8 @@ from vllm_omni_plugin.errors import ConfigError, OmniError
 
 
 @pytest.fixture
-def runtime() -> Iterator[OmniCoordinatorRuntime]:
-    runtime = OmniCoordinatorRuntime(heartbeat_timeout=3.0)
-    yield runtime
-    runtime.close()
+def runtime(keep: Keep) -> OmniCoordinatorRuntime:
+    return keep(OmniCoordinatorRuntime(heartbeat_timeout=3.0))
 
 
 def process_of(runtime: OmniCoordinatorRuntime) -> int:
@@ -59,25 +57,20 @@ def test_it_is_small_and_runs_in_its_own_process(runtime: OmniCoordinatorRuntime
     assert resident_kib < 60 * 1024
 
 
-def test_stopped_process_is_killed_and_replaced_on_the_same_ports(caplog: pytest.LogCaptureFixture) -> None:
-    runtime = OmniCoordinatorRuntime(heartbeat_timeout=3.0, answer_timeout=5.0)
-    try:
-        addresses, stopped = (runtime.router_address, runtime.pub_address), process_of(runtime)
-        client = OmniCoordClientForStage(runtime.router_address, "tcp://a:1", "tcp://a:2", 0, heartbeat_interval=0.1)
-        os.kill(stopped, signal.SIGSTOP)
-        eventually(lambda: runtime.process_id not in (None, stopped))
-        assert not runs(stopped)
-        assert "did not answer for 5 s" in caplog.text
-        assert (runtime.router_address, runtime.pub_address) == addresses
-        hub = OmniCoordClientForHub(runtime.pub_address)
-        eventually(lambda: names(hub.get_replica_list()) == ["a"])
-        hub.close()
-        client.close()
-    finally:
-        runtime.close()
+def test_stopped_process_is_killed_and_replaced_on_the_same_ports(keep: Keep, caplog: pytest.LogCaptureFixture) -> None:
+    runtime = keep(OmniCoordinatorRuntime(heartbeat_timeout=3.0, answer_timeout=5.0))
+    addresses, stopped = (runtime.router_address, runtime.pub_address), process_of(runtime)
+    keep(OmniCoordClientForStage(runtime.router_address, "tcp://a:1", "tcp://a:2", 0, heartbeat_interval=0.1))
+    os.kill(stopped, signal.SIGSTOP)
+    eventually(lambda: runtime.process_id not in (None, stopped))
+    assert not runs(stopped)
+    assert "did not answer for 5 s" in caplog.text
+    assert (runtime.router_address, runtime.pub_address) == addresses
+    hub = keep(OmniCoordClientForHub(runtime.pub_address))
+    eventually(lambda: names(hub.get_replica_list()) == ["a"])
 
 
-def test_process_that_serves_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_that_serves_is_left_alone(keep: Keep, monkeypatch: pytest.MonkeyPatch) -> None:
     beats = threading.Semaphore(0)
     wait_for_beat = CoordinatorProcess.beats
 
@@ -86,11 +79,10 @@ def test_process_that_serves_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> N
         return wait_for_beat(child, timeout)
 
     monkeypatch.setattr(CoordinatorProcess, "beats", counted)
-    runtime = OmniCoordinatorRuntime(answer_timeout=5.0)
+    runtime = keep(OmniCoordinatorRuntime(answer_timeout=5.0))
     first = process_of(runtime)
     assert all(beats.acquire(timeout=20) for _ in range(4))
     assert runtime.process_id == first
-    runtime.close()
 
 
 def test_process_that_does_not_answer_at_the_start_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,31 +91,28 @@ def test_process_that_does_not_answer_at_the_start_is_given_up(monkeypatch: pyte
         OmniCoordinatorRuntime()
 
 
-def test_restarted_process_tells_no_head_of_a_fleet_it_does_not_know_yet(dealer: OpenDealer) -> None:
-    runtime = OmniCoordinatorRuntime(heartbeat_timeout=9.0)
+def test_restarted_process_tells_no_head_of_a_fleet_it_does_not_know_yet(keep: Keep, dealer: OpenDealer) -> None:
+    runtime = keep(OmniCoordinatorRuntime(heartbeat_timeout=9.0))
     replica = dealer(runtime.router_address)
-    hub = OmniCoordClientForHub(runtime.pub_address)
+    hub = keep(OmniCoordClientForHub(runtime.pub_address))
     replica.send(encode_event(make_event("slow", sequence=1)))
     eventually(lambda: names(hub.get_replica_list()) == ["slow"])
     kill_and_wait_for_the_next(runtime)
     heard = threading.Event()
-    newcomer = OmniCoordClientForHub(runtime.pub_address, lambda replicas: heard.set())
+    newcomer = keep(OmniCoordClientForHub(runtime.pub_address, lambda replicas: heard.set()))
     assert not heard.wait(0.5)
     replica.send(encode_event(make_event("slow", sequence=2)))
     assert heard.wait(20)
     assert names(newcomer.get_replica_list()) == names(hub.get_replica_list()) == ["slow"]
-    newcomer.close()
-    hub.close()
-    runtime.close()
 
 
 def test_restart_fails_until_the_port_is_free_again(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    keep: Keep, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Time for the test to take the port before the restart does.
     monkeypatch.setattr(runtime_module, "FIRST_DELAY", 1.0)
     monkeypatch.setattr(runtime_module, "MAX_DELAY", 1.0)
-    runtime = OmniCoordinatorRuntime()
+    runtime = keep(OmniCoordinatorRuntime())
     port = int(runtime.router_address.rpartition(":")[2])
     os.kill(process_of(runtime), signal.SIGKILL)
     eventually(lambda: runtime.process_id is None)
@@ -132,15 +121,13 @@ def test_restart_fails_until_the_port_is_free_again(
     assert runtime.router_address in caplog.text
     eventually(lambda: "serves again" in caplog.text)
     assert runs(process_of(runtime))
-    runtime.close()
 
 
-def test_given_port_is_the_one_for_replicas() -> None:
+def test_given_port_is_the_one_for_replicas(keep: Keep) -> None:
     address = free_address()
-    runtime = OmniCoordinatorRuntime(port=int(address.rpartition(":")[2]))
+    runtime = keep(OmniCoordinatorRuntime(port=int(address.rpartition(":")[2])))
     assert runtime.router_address == address
     assert runtime.pub_address != runtime.router_address
-    runtime.close()
 
 
 def test_busy_port_is_a_config_error_naming_it() -> None:
@@ -210,10 +197,10 @@ def test_child_may_have_as_many_connections_as_the_system_allows(runtime: OmniCo
     assert soft == hard
 
 
-def test_process_out_of_descriptors_lets_nobody_wait_and_goes_on(capfd: pytest.CaptureFixture[str]) -> None:
+def test_process_out_of_descriptors_lets_nobody_wait_and_goes_on(keep: Keep, capfd: pytest.CaptureFixture[str]) -> None:
     runtime = OmniCoordinatorRuntime(heartbeat_timeout=1000.0)
-    hub = OmniCoordClientForHub(runtime.pub_address)
-    client = OmniCoordClientForStage(runtime.router_address, "tcp://a:1", "tcp://a:2", 0, heartbeat_interval=0.1)
+    hub = keep(OmniCoordClientForHub(runtime.pub_address))
+    client = keep(OmniCoordClientForStage(runtime.router_address, "tcp://a:1", "tcp://a:2", 0, heartbeat_interval=0.1))
     eventually(lambda: names(hub.get_replica_list()) == ["a"])
     pid = process_of(runtime)
     _, most = resource.prlimit(pid, resource.RLIMIT_NOFILE)
@@ -229,8 +216,7 @@ def test_process_out_of_descriptors_lets_nobody_wait_and_goes_on(capfd: pytest.C
     client.update_info(queue_length=9)
     eventually(lambda: [info.queue_length for info in hub.get_replica_list().replicas] == [9])
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (most, most))
-    late = OmniCoordClientForStage(runtime.router_address, "tcp://b:1", "tcp://b:2", 0)
+    keep(OmniCoordClientForStage(runtime.router_address, "tcp://b:1", "tcp://b:2", 0))
     eventually(lambda: names(hub.get_replica_list()) == ["a", "b"])
-    for each in (late, client, hub, runtime):
-        each.close()
+    runtime.close()
     assert capfd.readouterr().err.count("no descriptor left") == 1

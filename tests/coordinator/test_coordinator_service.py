@@ -3,14 +3,15 @@
 import itertools
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import msgspec
 import pytest
 import zmq
 from coordinator_support import ANY, ManualClock, OpenSocket, SharedClock, eventually, make_event, names
 
+from tests.fakes.keeping import Keep
 from vllm_omni_plugin.coordinator import (
     OmniCoordClientForHub,
     OmniCoordinator,
@@ -64,47 +65,44 @@ def test_published_frame_is_plain_json_for_any_subscriber(
     assert published["timestamp"] == decode_replica_list(frame).timestamp > 0
 
 
-def test_late_subscriber_is_sent_the_list_without_any_change(coordinator: OmniCoordinator) -> None:
+def test_late_subscriber_is_sent_the_list_without_any_change(coordinator: OmniCoordinator, keep: Keep) -> None:
     coordinator.add_new_replica(make_event("a"))
-    subscribers = []
     for _ in range(3):
-        late = OmniCoordClientForHub(coordinator.pub_zmq_addr)
-        subscribers.append(late)
+        late = keep(OmniCoordClientForHub(coordinator.pub_zmq_addr))
         # Less than the keep-alive interval, which would bring the list as well.
         eventually(lambda late=late: names(late.get_replica_list()) == ["a"], within=4)  # type: ignore[misc]
-    for subscriber in subscribers:
-        subscriber.close()
 
 
-def test_burst_of_updates_is_coalesced_and_ends_with_the_last() -> None:
+def test_burst_of_updates_is_coalesced_and_ends_with_the_last(keep: Keep) -> None:
     clock = SharedClock()
-    coordinator = OmniCoordinator(ANY, ANY, clock=clock, wall_clock=clock.wall)
+    coordinator = keep(OmniCoordinator(ANY, ANY, clock=clock, wall_clock=clock.wall))
     timestamps: list[float] = []
-    hub = OmniCoordClientForHub(coordinator.pub_zmq_addr, lambda replicas: timestamps.append(replicas.timestamp))
+    hub = keep(OmniCoordClientForHub(coordinator.pub_zmq_addr, lambda replicas: timestamps.append(replicas.timestamp)))
     eventually(lambda: timestamps)
     for queue_length in range(1, 3001):
         coordinator.update_replica_info(make_event("a", queue_length=queue_length))
     eventually(lambda: [info.queue_length for info in hub.get_replica_list().replicas] == [3000])
-    hub.close()
-    coordinator.close()
     assert all(later - earlier > 0.09 for earlier, later in itertools.pairwise(timestamps))
 
 
 class Slowly:
-    """A coordinator for which time passes only here, and a head that follows it."""
+    """A coordinator for which time passes only here, with a replica "a" and a head that is subscribed."""
 
-    def __init__(self, heartbeat_timeout: float, settle_time: float = 0.0) -> None:
+    def __init__(self, keep: Keep, heartbeat_timeout: float) -> None:
         self.clock = ManualClock()
-        self.coordinator = OmniCoordinator(
-            ANY, ANY, heartbeat_timeout, settle_time=settle_time, clock=self.clock, wall_clock=self.clock.wall
+        self.coordinator = keep(
+            OmniCoordinator(ANY, ANY, heartbeat_timeout, clock=self.clock, wall_clock=self.clock.wall)
         )
-        self.lists: list[ReplicaList] = []
-        self.heard = threading.Event()
-        self.hub = OmniCoordClientForHub(self.coordinator.pub_zmq_addr, self._hear)
+        heard = threading.Event()
+        self.hub = keep(OmniCoordClientForHub(self.coordinator.pub_zmq_addr, lambda replicas: heard.set()))
 
-    def _hear(self, replicas: ReplicaList) -> None:
-        self.lists.append(replicas)
-        self.heard.set()
+        def subscribed() -> bool:
+            self.clock.now += 0.125
+            self.coordinator.publish_replica_list_update()
+            return heard.wait(0.05)
+
+        eventually(subscribed)
+        self.coordinator.add_new_replica(make_event("a"))
 
     def advance(self, seconds: float) -> ReplicaList:
         """Let time pass and return the list that the coordinator publishes then."""
@@ -113,70 +111,31 @@ class Slowly:
         eventually(lambda: self.hub.get_replica_list().timestamp == self.clock.now)
         return self.hub.get_replica_list()
 
-    def subscribe(self) -> None:
-        """Return once the head is subscribed, which takes a little of the clock's time as well."""
-
-        def heard() -> bool:
-            self.clock.now += 0.125
-            self.coordinator.publish_replica_list_update()
-            return self.heard.wait(0.05)
-
-        eventually(heard)
-
-    def close(self) -> None:
-        self.hub.close()
-        self.coordinator.close()
-
-
-Begin = Callable[..., Slowly]
-
-
-@pytest.fixture
-def begin() -> Iterator[Begin]:
-    """Make `Slowly`, which ends with the test."""
-    with ExitStack() as stack:
-
-        def begin(heartbeat_timeout: float, settle_time: float = 0.0) -> Slowly:
-            slowly = Slowly(heartbeat_timeout, settle_time)
-            stack.callback(slowly.close)
-            return slowly
-
-        yield begin
-
 
 def test_publish_reports_whether_the_list_goes_out_at_once() -> None:
-    coordinator = OmniCoordinator(ANY, ANY, clock=ManualClock())
-    try:
+    with closing(OmniCoordinator(ANY, ANY, clock=ManualClock())) as coordinator:
         assert coordinator.publish_replica_list_update()
         # Once that list is out, and no time passes, the next one has to wait.
         eventually(lambda: not coordinator.publish_replica_list_update())
-    finally:
-        coordinator.close()
     assert not coordinator.publish_replica_list_update()
 
 
-def test_silent_replica_is_suspected_then_gone(begin: Begin) -> None:
-    slowly = begin(10.0)
-    slowly.subscribe()
-    slowly.coordinator.add_new_replica(make_event("a"))
+def test_silent_replica_is_suspected_then_gone(keep: Keep) -> None:
+    slowly = Slowly(keep, 10.0)
     # In steps below the tolerance, or the coordinator would take itself for the one that is late.
     published = [slowly.advance(0.5) for _ in range(24)]
     assert [len(replicas.replicas) for replicas in published] == [1] * 9 + [0] * 15
     assert [len(replicas.no_new_work) for replicas in published] == [0] * 9 + [1] * 10 + [0] * 5
 
 
-def test_coordinator_that_was_late_expires_nobody(begin: Begin) -> None:
-    slowly = begin(30.0)
-    slowly.subscribe()
-    slowly.coordinator.add_new_replica(make_event("a"))
+def test_coordinator_that_was_late_expires_nobody(keep: Keep) -> None:
+    slowly = Slowly(keep, 30.0)
     slowly.advance(1.0)
     assert names(slowly.advance(10_000.0)) == ["a"]
 
 
-def test_sleeping_for_long_is_not_being_late(begin: Begin) -> None:
-    slowly = begin(30.0)
-    slowly.subscribe()
-    slowly.coordinator.add_new_replica(make_event("a"))
+def test_sleeping_for_long_is_not_being_late(keep: Keep) -> None:
+    slowly = Slowly(keep, 30.0)
     # Requests that come long after the last list must not excuse the silent.
     published = [slowly.advance(2.5) for _ in range(7)]
     assert [len(replicas.replicas) for replicas in published] == [1] * 5 + [0] * 2
@@ -189,11 +148,8 @@ def test_concurrent_callers_leave_a_consistent_table(coordinator: OmniCoordinato
             coordinator.publish_replica_list_update()
             coordinator.get_active_replicas()
 
-    threads = [threading.Thread(target=report, args=(name,)) for name in "abcd"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(report, "abcd"))
     replicas = coordinator.get_active_replicas()
     assert names(replicas) == ["a", "b", "c", "d"]
     assert {info.queue_length for info in replicas.replicas} == {199}
@@ -236,17 +192,15 @@ def test_closed_coordinator_refuses_everything_but_reading() -> None:
     coordinator = OmniCoordinator(ANY, ANY)
     coordinator.add_new_replica(make_event("a"))
     coordinator.close()
-    with pytest.raises(RuntimeError):
-        coordinator.close()
-    with pytest.raises(RuntimeError):
-        coordinator.add_new_replica(make_event("b"))
+    for refused in (coordinator.close, lambda: coordinator.add_new_replica(make_event("b"))):
+        with pytest.raises(RuntimeError):
+            refused()
     assert names(coordinator.get_active_replicas()) == ["a"]
     assert "closed" in repr(coordinator)
 
 
-def test_closed_coordinator_frees_its_ports() -> None:
+def test_closed_coordinator_frees_its_ports(keep: Keep) -> None:
     first = OmniCoordinator(ANY, ANY)
     first.close()
-    second = OmniCoordinator(first.router_zmq_addr, first.pub_zmq_addr)
+    second = keep(OmniCoordinator(first.router_zmq_addr, first.pub_zmq_addr))
     assert second.router_zmq_addr == first.router_zmq_addr
-    second.close()

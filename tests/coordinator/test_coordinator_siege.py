@@ -3,13 +3,13 @@
 import contextlib
 import random
 import socket
-from collections.abc import Iterator
 
 import pytest
 import zmq
-from coordinator_support import ANY, OpenSocket, Socket, eventually, make_event, names
+from coordinator_support import ANY, OpenDealer, OpenSocket, Socket, eventually, make_event, names
 
 from tests.fakes.hostile_frames import hostile_message, hostile_stream
+from tests.fakes.keeping import Keep
 from vllm_omni_plugin.coordinator import (
     OmniCoordClientForHub,
     OmniCoordClientForStage,
@@ -36,11 +36,12 @@ HALF_A_GREETING = b"\xff" + bytes(8) + b"\x7f\x03"
 class Fleet:
     """A coordinator with a secret, one well-behaved replica and one head."""
 
-    def __init__(self) -> None:
-        self.coordinator = OmniCoordinator(ANY, ANY, heartbeat_timeout=1000.0, secrets=SECRETS)
-        self.hub = OmniCoordClientForHub(self.coordinator.pub_zmq_addr, secrets=SECRETS)
-        self.neighbour = OmniCoordClientForStage(
-            self.coordinator.router_zmq_addr, "tcp://neighbour:1", "tcp://neighbour:2", 0, secrets=SECRETS
+    def __init__(self, keep: Keep) -> None:
+        self.coordinator = keep(OmniCoordinator(ANY, ANY, heartbeat_timeout=1000.0, secrets=SECRETS))
+        self.hub = keep(OmniCoordClientForHub(self.coordinator.pub_zmq_addr, secrets=SECRETS))
+        address = self.coordinator.router_zmq_addr
+        self.neighbour = keep(
+            OmniCoordClientForStage(address, "tcp://neighbour:1", "tcp://neighbour:2", 0, secrets=SECRETS)
         )
         self.queue_length = 0
         self.check()
@@ -56,18 +57,11 @@ class Fleet:
         known = {info.input_addr: info.queue_length for info in self.hub.get_replica_list().replicas}
         return known.get("tcp://neighbour:1")
 
-    def close(self) -> None:
-        self.neighbour.close()
-        self.hub.close()
-        self.coordinator.close()
-
 
 @pytest.fixture
-def fleet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
+def fleet(keep: Keep, monkeypatch: pytest.MonkeyPatch) -> Fleet:
     monkeypatch.setattr(sockets_module, "LINK_CHECK_MS", HANDSHAKE_MS)
-    fleet = Fleet()
-    yield fleet
-    fleet.close()
+    return Fleet(keep)
 
 
 def insider(open_socket: OpenSocket, kind: int, address: str) -> Socket:
@@ -109,21 +103,17 @@ def test_hostile_bytes_of_a_peer_without_the_secret(fleet: Fleet, port: str) -> 
     assert [info.input_addr for info in fleet.coordinator.get_active_replicas().replicas] == ["tcp://neighbour:1"]
 
 
-def test_peer_with_the_protocol_of_an_old_libzmq_changes_nothing(open_socket: OpenSocket) -> None:
-    coordinator = OmniCoordinator(ANY, ANY, heartbeat_timeout=1000.0)
-    try:
-        with tcp_connection(coordinator.router_zmq_addr) as connection:
-            connection.sendall(OLD_GREETING + OLD_MESSAGE)
-            with contextlib.suppress(ConnectionResetError):
-                while connection.recv(4096):
-                    pass
-        stranger = open_socket(zmq.DEALER)
-        stranger.connect(coordinator.router_zmq_addr)
-        stranger.send(encode_event(make_event("after")))
-        eventually(lambda: names(coordinator.get_active_replicas()) == ["after"])
-        assert coordinator.invalid_frames["malformed"] == 0
-    finally:
-        coordinator.close()
+def test_peer_with_the_protocol_of_an_old_libzmq_changes_nothing(
+    coordinator: OmniCoordinator, dealer: OpenDealer
+) -> None:
+    with tcp_connection(coordinator.router_zmq_addr) as connection:
+        connection.sendall(OLD_GREETING + OLD_MESSAGE)
+        with contextlib.suppress(ConnectionResetError):
+            while connection.recv(4096):
+                pass
+    dealer(coordinator.router_zmq_addr).send(encode_event(make_event("after")))
+    eventually(lambda: names(coordinator.get_active_replicas()) == ["after"])
+    assert coordinator.invalid_frames["malformed"] == 0
 
 
 def test_half_open_connections_are_ended_and_disturb_nobody(fleet: Fleet) -> None:

@@ -3,16 +3,16 @@
 import os
 import random
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 
 import msgspec
 import pytest
 import zmq
-from coordinator_support import ANY, OpenDealer, Socket, eventually, free_address, make_event, names
-from head_world import Heard
+from coordinator_support import ANY, OpenDealer, OpenSocket, eventually, free_address, make_event, names
+from head_world import Heard, numbers
 
 from tests.fakes.hostile_frames import hostile_message
+from tests.fakes.keeping import Keep
 from vllm_omni_plugin.coordinator import (
     OmniCoordClientForHead,
     OmniCoordClientForStage,
@@ -73,7 +73,6 @@ class Listener(Heard):
         )
 
     def hear(self, event: SessionEvent) -> None:
-        """Take in what the client says."""
         self.take(event)
         if isinstance(event, Welcome):
             self.client.report_work(self.in_flight, full=True)
@@ -84,7 +83,6 @@ class Listener(Heard):
 
     @property
     def replicas(self) -> ReplicaList:
-        """The last list."""
         return self.lists[-1] if self.lists else ReplicaList([], 0.0)
 
     def report(self, *in_flight: ReplicaWork) -> None:
@@ -97,31 +95,32 @@ Connect = Callable[..., Listener]
 
 
 @pytest.fixture
-def connect() -> Iterator[Connect]:
-    """Let heads have sessions."""
-    with ExitStack() as stack:
+def connect(keep: Keep) -> Connect:
+    def connect(address: str, *head_ids: str, secrets: Secrets | None = None) -> list[Listener]:
+        heads = [Listener(address, head_id, secrets) for head_id in head_ids]
+        for head in heads:
+            keep(head.client)
+        eventually(lambda: all(head.resyncs for head in heads))
+        return heads
 
-        def connect(address: str, *head_ids: str, secrets: Secrets | None = None) -> list[Listener]:
-            heads = [Listener(address, head_id, secrets) for head_id in head_ids]
-            for head in heads:
-                stack.callback(head.client.close)
-            eventually(lambda: all(head.resyncs for head in heads))
-            return heads
-
-        yield connect
+    return connect
 
 
 @pytest.fixture(params=[None, SECRETS], ids=["open", "secret"])
-def fleet(request: pytest.FixtureRequest) -> Iterator[OmniCoordinator]:
+def secrets(request: pytest.FixtureRequest) -> Secrets | None:
+    given: Secrets | None = request.param
+    return given
+
+
+@pytest.fixture
+def fleet(keep: Keep, secrets: Secrets | None) -> OmniCoordinator:
     """A coordinator with and without a secret."""
-    coordinator = OmniCoordinator(ANY, ANY, heartbeat_timeout=1000.0, secrets=request.param)
-    coordinator.secrets = request.param  # type: ignore[attr-defined]
-    yield coordinator
-    coordinator.close()
+    return keep(OmniCoordinator(ANY, ANY, heartbeat_timeout=1000.0, secrets=secrets))
 
 
-def test_heads_hear_of_replicas_of_work_and_of_calls(fleet: OmniCoordinator, connect: Connect) -> None:
-    secrets: Secrets | None = fleet.secrets  # type: ignore[attr-defined]
+def test_heads_hear_of_replicas_of_work_and_of_calls(
+    fleet: OmniCoordinator, secrets: Secrets | None, connect: Connect
+) -> None:
     first, second = connect(fleet.router_zmq_addr, "first", "second", secrets=secrets)
     fleet.add_new_replica(make_event("b"))
     fleet.add_new_replica(make_event("a"))
@@ -174,46 +173,40 @@ def test_listener_that_fails_is_told_of_what_comes_next(coordinator: OmniCoordin
     eventually(lambda: first.client.send(CALL) and first.calls and second.calls)
 
 
-def test_coordinator_that_is_not_there_yet_is_no_error() -> None:
+def test_coordinator_that_is_not_there_yet_is_no_error(keep: Keep) -> None:
     address = free_address()
     head = Listener(address, "early")
+    keep(head.client)
     eventually(lambda: any("no coordinator answers" in trouble for trouble in head.troubles))
     assert not head.client.send(CALL)
-    coordinator = OmniCoordinator(address, ANY)
+    keep(OmniCoordinator(address, ANY))
     eventually(lambda: head.resyncs)
-    head.client.close()
-    coordinator.close()
 
 
-def test_killed_coordinator_is_followed_by_one_that_knows_the_numbers(connect: Connect) -> None:
-    runtime = OmniCoordinatorRuntime(heartbeat_timeout=9.0, first_numbers={0: 2})
-    try:
-        first, second = connect(runtime.router_address, "first", "second")
-        replicas = []
-        for name in ("a", "b"):
-            replicas.append(
-                OmniCoordClientForStage(
-                    runtime.router_address, f"tcp://{name}:1", f"tcp://{name}:2", 0, heartbeat_interval=0.2
-                )
-            )
-            eventually(lambda: len(first.replicas.replicas) == len(second.replicas.replicas) == len(replicas))
-        assert {row.input_addr: row.replica_id for row in first.replicas.replicas} == {"tcp://a:1": 2, "tcp://b:1": 3}
-        replicas[0].close()
-        # Either would tell the next coordinator of numbers that it still knows.
-        eventually(lambda: names(first.replicas) == names(second.replicas) == ["b"])
-        wanted = first.resyncs
-        assert runtime.process_id is not None
-        os.kill(runtime.process_id, signal.SIGKILL)
-        eventually(lambda: first.resyncs > wanted)
-        replicas[0] = OmniCoordClientForStage(
-            runtime.router_address, "tcp://c:1", "tcp://c:2", 0, heartbeat_interval=0.2
-        )
-        eventually(lambda: names(first.replicas) == names(second.replicas) == ["b", "c"])
-        assert {row.input_addr: row.replica_id for row in second.replicas.replicas} == {"tcp://b:1": 3, "tcp://c:1": 2}
-        for replica in replicas:
-            replica.close()
-    finally:
-        runtime.close()
+def test_killed_coordinator_is_followed_by_one_that_knows_the_numbers(keep: Keep, connect: Connect) -> None:
+    runtime = keep(OmniCoordinatorRuntime(heartbeat_timeout=9.0, first_numbers={0: 2}))
+    first, second = connect(runtime.router_address, "first", "second")
+
+    def announce(name: str) -> OmniCoordClientForStage:
+        addresses = (f"tcp://{name}:1", f"tcp://{name}:2")
+        return OmniCoordClientForStage(runtime.router_address, *addresses, 0, heartbeat_interval=0.2)
+
+    def numbers_are(expected: dict[str, int]) -> bool:
+        return all(numbers(head.replicas) == expected for head in (first, second))
+
+    leaver = announce("a")
+    eventually(lambda: numbers_are({"tcp://a:1": 2}))
+    keep(announce("b"))
+    eventually(lambda: numbers_are({"tcp://a:1": 2, "tcp://b:1": 3}))
+    leaver.close()
+    # Either would tell the next coordinator of numbers that it still knows.
+    eventually(lambda: numbers_are({"tcp://b:1": 3}))
+    wanted = first.resyncs
+    assert runtime.process_id is not None
+    os.kill(runtime.process_id, signal.SIGKILL)
+    eventually(lambda: first.resyncs > wanted)
+    keep(announce("c"))
+    eventually(lambda: numbers_are({"tcp://b:1": 3, "tcp://c:1": 2}))
 
 
 def test_impossible_address_interval_and_id_are_refused() -> None:
@@ -283,7 +276,7 @@ def test_frames_without_a_session_are_stale(coordinator: OmniCoordinator, dealer
 
 
 def test_a_head_says_why_it_has_no_session_and_when_it_has_one(
-    coordinator: OmniCoordinator, dealer: OpenDealer
+    coordinator: OmniCoordinator, keep: Keep, dealer: OpenDealer
 ) -> None:
     peers = [dealer(coordinator.router_zmq_addr) for _ in range(64)]
     for number, peer in enumerate(peers):
@@ -291,12 +284,10 @@ def test_a_head_says_why_it_has_no_session_and_when_it_has_one(
     for peer in peers:
         peer.recv()
     head = Listener(coordinator.router_zmq_addr, "late", interval=0.05)
-    try:
-        eventually(lambda: head.troubles != [])
-        peers[0].send(encode_from_head(Bye()))
-        eventually(lambda: len(head.troubles) == 2)
-    finally:
-        head.client.close()
+    keep(head.client)
+    eventually(lambda: head.troubles != [])
+    peers[0].send(encode_from_head(Bye()))
+    eventually(lambda: len(head.troubles) == 2)
     full = f"the coordinator at {coordinator.router_zmq_addr} gives this head no session: there are 64 heads already"
     assert head.troubles == [full, ""]
     assert coordinator.invalid_frames["table-full"] > 0
@@ -304,9 +295,8 @@ def test_a_head_says_why_it_has_no_session_and_when_it_has_one(
 
 @pytest.mark.usefixtures("patient")
 def test_hostile_frames_of_heads_harm_neither_service_nor_neighbours(
-    fleet: OmniCoordinator, connect: Connect, dealer: OpenDealer, open_socket: Callable[[int], Socket]
+    fleet: OmniCoordinator, secrets: Secrets | None, connect: Connect, open_socket: OpenSocket
 ) -> None:
-    secrets: Secrets | None = fleet.secrets  # type: ignore[attr-defined]
     first, second = connect(fleet.router_zmq_addr, "neighbour", "second", secrets=secrets)
     fleet.add_new_replica(make_event("a"))
     rng = random.Random(6)
@@ -330,10 +320,11 @@ def test_hostile_frames_of_heads_harm_neither_service_nor_neighbours(
     assert (first.losses, second.losses) == (0, 0)
 
 
-def test_hostile_coordinator_harms_no_head(open_socket: Callable[[int], Socket]) -> None:
+def test_hostile_coordinator_harms_no_head(keep: Keep, open_socket: OpenSocket) -> None:
     router = open_socket(zmq.ROUTER)
     port = router.bind_to_random_port("tcp://127.0.0.1")
     head = Listener(f"tcp://127.0.0.1:{port}", "head")
+    keep(head.client)
     peer = router.recv_multipart()[0]
     rng = random.Random(7)
     messages = [Welcome(["x"], False), FullList([], 1.0), ListDelta([], 2.0, removed=[(0, "a", "b")])]
@@ -341,4 +332,3 @@ def test_hostile_coordinator_harms_no_head(open_socket: Callable[[int], Socket])
     for _ in range(2000):
         router.send_multipart([peer, *hostile_message(rng, samples)])
     eventually(lambda: head.client.invalid_frames > 1000)
-    head.client.close()

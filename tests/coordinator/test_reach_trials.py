@@ -10,6 +10,7 @@ from contextlib import ExitStack
 import pytest
 
 from tests.fakes.free_ports import free_port
+from tests.fakes.keeping import Keep
 from vllm_omni_plugin.coordinator.client.nonce_answers import answering
 from vllm_omni_plugin.coordinator.protocol.head_messages import TRIAL_S
 from vllm_omni_plugin.coordinator.server import reach_trials
@@ -23,10 +24,8 @@ Listen = Callable[..., str]
 
 
 @pytest.fixture
-def trials() -> Iterator[ReachTrials]:
-    trials = ReachTrials()
-    yield trials
-    trials.close()
+def trials(keep: Keep) -> ReachTrials:
+    return keep(ReachTrials())
 
 
 @pytest.fixture
@@ -129,23 +128,23 @@ def test_a_peer_has_one_trial_at_a_time(trials: ReachTrials, listen: Listen) -> 
     assert trials.begin(NODE, [port], NONCE, TRIAL_S)
 
 
-def test_all_peers_together_have_few_connections_in_the_time_of_a_trial(listen: Listen) -> None:
-    trials = ReachTrials(places=3)
+def test_all_peers_together_have_few_connections_in_the_time_of_a_trial(keep: Keep, listen: Listen) -> None:
+    trials = keep(ReachTrials(places=3))
     port, other = listen(NONCE.encode()), listen(NONCE.encode())
     assert trials.begin(NODE, [port, other], NONCE, 0.0)
     assert result(trials) == {NODE: {}}
     assert not trials.begin(OTHER, [port, other], NONCE, 1.0)
     trials.take(TRIAL_S)
     assert trials.begin(OTHER, [port, other], NONCE, TRIAL_S)
-    trials.close()
 
 
 @pytest.mark.parametrize(("places", "addresses", "nonce"), [(0, 1, NONCE), (9, 0, NONCE), (9, 1, "")])
-def test_without_places_addresses_or_a_nonce_nothing_is_tried(places: int, addresses: int, nonce: str) -> None:
-    trials = ReachTrials(places)
+def test_without_places_addresses_or_a_nonce_nothing_is_tried(
+    keep: Keep, places: int, addresses: int, nonce: str
+) -> None:
+    trials = keep(ReachTrials(places))
     assert not trials.begin(NODE, ["tcp://127.0.0.1:1"] * addresses, nonce, 0.0)
     assert (trials.next_deadline(), trials.take(99.0)) == (None, [])
-    trials.close()
 
 
 @pytest.mark.parametrize(

@@ -72,32 +72,25 @@ EVERYTHING: dict[str, Any] = {
 
 
 def values(models: Sequence[dict[str, Any]] = (MODEL,), **spec: Any) -> dict[str, Any]:
-    """Values with these models, and a secret."""
     return {"servingEngineSpec": {"fleetSecret": SECRET, "modelSpec": list(models), **spec}}
 
 
 @dataclass(frozen=True)
 class Manifests:
-    """What a chart renders to."""
-
     objects: Sequence[dict[str, Any]]
 
     def names(self) -> list[str]:
-        """`Kind/name` of each."""
         return sorted(f"{found['kind']}/{found['metadata']['name']}" for found in self.objects)
 
     def get(self, kind: str, name: str) -> dict[str, Any]:
-        """One of them."""
         (found,) = (found for found in self.objects if (found["kind"], found["metadata"]["name"]) == (kind, name))
         return found
 
     def pod(self, kind: str, name: str) -> dict[str, Any]:
-        """The pod specification of a workload."""
         spec: dict[str, Any] = self.get(kind, name)["spec"]["template"]["spec"]
         return spec
 
     def command(self, kind: str, name: str) -> list[str]:
-        """The command line of a workload's only container."""
         (container,) = self.pod(kind, name)["containers"]
         return [*container["command"], *container["args"]]
 

@@ -23,7 +23,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(given: list[str]) -> None:
-    """Submit a job."""
     parser = _parser()
     script: Path = parser.parse_args(given).script
     lines = [line.split()[1:] for line in script.read_text().splitlines() if line.startswith("#SBATCH ")]

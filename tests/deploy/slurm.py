@@ -22,7 +22,6 @@ class Slurm:
 
     Args:
         folder: for logs, and for `bin`, the first folder of the jobs' PATH.
-        environment: more for the jobs.
     """
 
     def __init__(self, folder: Path, **environment: str) -> None:

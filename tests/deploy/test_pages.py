@@ -21,7 +21,6 @@ PAGES = ROOT / "docs" / "deploy"
 
 
 def blocks(page: str, language: str = "") -> list[str]:
-    """The examples of a page in one language."""
     found = re.findall(r"^```(\w*)\n(.*?)^```$", (PAGES / page).read_text(), flags=re.M | re.S)
     return [text for of, text in found if of == language]
 

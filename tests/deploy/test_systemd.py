@@ -19,7 +19,6 @@ _ANALYZE = shutil.which("systemd-analyze")
 
 
 def settings(unit: str) -> dict[str, list[str]]:
-    """What a unit says, by name."""
     found: dict[str, list[str]] = {}
     for line in (UNITS / unit).read_text().replace("\\\n", " ").splitlines():
         name, equals, value = line.partition("=")
@@ -48,7 +47,6 @@ def command(unit: str) -> list[str]:
 
 
 def verify(unit: Path) -> str:
-    """What systemd has to say against a unit."""
     assert _ANALYZE is not None
     done = subprocess.run([_ANALYZE, "verify", unit], capture_output=True, text=True, check=False, timeout=60)
     return done.stderr

@@ -46,7 +46,6 @@ class ApiServers(Server):
 
     @property
     def engines(self) -> list[psutil.Process]:
-        """The engines that were started last, one for each replica."""
         pids = dict(_SERVES.findall(self.log.read_text()))
         return [psutil.Process(int(pid)) for pid in pids.values()]
 
@@ -76,7 +75,6 @@ class ApiServers(Server):
         until(serves, f"API server {number} serves again", START_S)
 
     def _end_of(self, client: httpx.Client, pid: int) -> bool:
-        """Whether the connection of a client, made by this, is to a process."""
         response = client.get("/version")
         port: int = response.extensions["network_stream"].get_extra_info("client_addr")[1]
         connections: list[Any] = psutil.Process(pid).net_connections("tcp")

@@ -61,7 +61,6 @@ class Browser:
         self._process.wait(STOP_S)
 
     def call(self, method: str, **params: Any) -> Any:
-        """Call a method of the protocol."""
         number = next(self._ids)
         self._connection.send(json.dumps({"id": number, "method": method, "params": params}))
         while True:
@@ -91,7 +90,6 @@ class Browser:
         self.press("Enter", 13, "\r")
 
     def press(self, key: str, code: int, text: str = "") -> None:
-        """Press a key and let it go."""
         for kind in ("keyDown", "keyUp"):
             extra = {"text": text} if text and kind == "keyDown" else {}
             self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **extra)
@@ -104,5 +102,4 @@ class Browser:
         self.call("Emulation.setDeviceMetricsOverride", **size)
 
     def picture(self, path: Path) -> None:
-        """Take a screenshot of what is in the window."""
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))

@@ -8,14 +8,12 @@ from typing import Any
 
 @functools.cache
 def tokenizer_of(folder: Path) -> Any:
-    """The tokenizer of a model on disk."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder)
 
 
 def chat_prompt(folder: Path, text: str) -> str:
-    """A user's message as the prompt of a chat model."""
     prompt: str = tokenizer_of(folder).apply_chat_template(
         [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
     )
@@ -23,13 +21,11 @@ def chat_prompt(folder: Path, text: str) -> str:
 
 
 def token_ids(folder: Path, text: str) -> list[int]:
-    """A text in tokens of a model."""
     ids: list[int] = tokenizer_of(folder)(text)["input_ids"]
     return ids
 
 
 def text_of(folder: Path, tokens: Sequence[int]) -> str:
-    """Tokens of a model as text."""
     return str(tokenizer_of(folder).decode(tokens))
 
 
@@ -55,7 +51,6 @@ def greedy(folder: Path, prompt: Sequence[int], count: int) -> list[int]:
 
 
 def answer(folder: Path, prompt: str, count: int) -> str:
-    """The greedy answer to a text."""
     return text_of(folder, greedy(folder, token_ids(folder, prompt), count))
 
 

@@ -137,7 +137,6 @@ def refuse(cases: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """See the module's docstring."""
     what, out, source = sys.argv[1:]
     # vLLM looks for its subcommand in the process's own arguments.
     sys.argv = ["vllm", "serve"]

@@ -76,7 +76,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory, tiny_model_maker: Modul
 
 @pytest.fixture(scope="session")
 def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where servers write."""
     return tmp_path_factory.mktemp("logs")
 
 
@@ -107,7 +106,6 @@ def plain(servers: Servers, tiny_model: Path) -> Server:
 
 @pytest.fixture(scope="session")
 def vision_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that sees."""
     return make_vision_model(tmp_path_factory.mktemp("vision") / "model", tiny_model)
 
 

@@ -22,13 +22,7 @@ class Outcome:
     """What a client saw of one request.
 
     Attributes:
-        tokens: tokens asked for.
-        status: HTTP status.
         completed: tokens that the final usage report names, None without such a report.
-        finish_reasons: every finish reason that came.
-        errors: messages of every error that came, in a stream or instead of an answer.
-        error_codes: their codes.
-        text: all text that came.
         started: set once the client has seen output.
     """
 
@@ -71,7 +65,6 @@ class Load:
         return outcome
 
     def wait(self) -> None:
-        """Wait until every answer has ended."""
         for _, future in self._sent:
             future.result(TIMEOUT_S)
 
@@ -97,9 +90,7 @@ def constant_load(heads: Sequence[Server], clients: int, tokens: int, pause_s: f
     """Clients, shared out to the heads, that send one request after the other as long as the block runs.
 
     Args:
-        heads: who is asked.
         clients: how many there are; of those of each head, every second one asks for streams.
-        tokens: asked for by each request.
         pause_s: seconds between the requests of a client.
     """
     over = Event()

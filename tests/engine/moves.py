@@ -37,9 +37,7 @@ class Row:
 
     Attributes:
         way: value of the label `way` of its move.
-        body: what is sent.
         exact: whether its whole answer is the same every time; else only its shape is.
-        path: route it is sent to.
     """
 
     name: str
@@ -131,7 +129,6 @@ def all_begun(
 
 
 def whole_answers(server: Server, rows: tuple[Row, ...]) -> dict[Row, Any]:
-    """The answers of engines that live."""
     with ThreadPoolExecutor(len(rows)) as threads:
         return dict(zip(rows, threads.map(partial(send, server), rows), strict=True))
 

@@ -22,11 +22,9 @@ class Node(ServeProcess):
 
     @property
     def engine(self) -> psutil.Process:
-        """The engine that it started last."""
         return psutil.Process(int(_ENGINE.findall(self.log.read_text())[-1]))
 
     def says(self, text: str) -> bool:
-        """Whether its log holds this text."""
         return text in self.log.read_text()
 
 
@@ -34,14 +32,9 @@ class NodeFleet:
     """A head and its nodes, all with one secret.
 
     Args:
-        model: what they serve.
         log: log of the head; the nodes' lie beside it.
-        nodes: how many nodes to start.
         local: replicas of the head itself.
         cable: the head and the nodes are at its two ends, if given, else all on loopback.
-        flags: more for the head and the nodes alike.
-        head_flags: more for the head.
-        environment: changes for the head and the nodes.
     """
 
     def __init__(
@@ -82,7 +75,6 @@ class NodeFleet:
             process.tell_to_end()
 
     def stop(self) -> None:
-        """End everything."""
         self.tell_to_end()
         for process in (*self.nodes, self.head):
             process.stop()
@@ -96,7 +88,6 @@ class NodeFleet:
         return node
 
     def replace_node(self, node: Node) -> Node:
-        """Start a node in the place of one that has ended."""
         self.nodes.remove(node)
         return self.add_node()
 
@@ -110,7 +101,6 @@ class NodeFleet:
         """Start a node with simulated engines, which the caller must stop: fast, for what needs no real ones.
 
         Args:
-            *flags: more for it.
             model: what it serves, if not what the others do.
             join: the flags that name the head and the secret, if not the true ones.
             program: what stands for `vllm-omni-plugin sim`.
@@ -139,7 +129,6 @@ class NodeFleet:
 
     @property
     def join(self) -> tuple[str, ...]:
-        """The flags that name the head and the secret."""
         address, port = self.master
         return ("-oma", address, "-omp", str(port), "--omni-secret-file", str(self.secret))
 

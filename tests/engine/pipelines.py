@@ -26,10 +26,7 @@ class PipelineServer(Server):
     """One example, started with its one command; nodes may join it.
 
     Args:
-        kind: which example.
         log: file for what it writes; the models and the nodes' logs lie beside it.
-        flags: more of its command line, and of its nodes'.
-        environment: changes to `serve_environment`.
     """
 
     start_s = START_S
@@ -61,7 +58,6 @@ class PipelineServer(Server):
             node.stop()
 
     def engine(self, stage: int, replica: int = 0) -> Engine:
-        """The engine that a local replica runs now."""
         found = {(int(s), int(r)): int(pid) for s, r, pid in _SERVES.findall(self.log.read_text())}
         return Engine(found[stage, replica])
 
@@ -74,12 +70,10 @@ class PipelineServer(Server):
         return sums
 
     def by_replica_of(self, stage: int, name: str) -> dict[int, float]:
-        """Samples of one of our metrics, by replica of a stage."""
         samples = ((dict(labels), value) for labels, value in self.metrics(name).items())
         return {int(labels["replica"]): value for labels, value in samples if int(labels["stage"]) == stage}
 
     def in_flight(self, stage: int) -> float:
-        """Requests that the replicas of a stage are charged with."""
         return self.by_stage("vllm_omni_fleet:requests_in_flight")[stage]
 
     def dispatched(self) -> dict[int, float]:

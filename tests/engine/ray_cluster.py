@@ -32,13 +32,11 @@ class RayMachine(ServeProcess):
     """One `ray start` with everything below it."""
 
     def runs(self) -> bool:
-        """Whether it is part of the cluster."""
         text = self.log.read_text()
         assert self.process.poll() is None, text[-4000:]
         return "will now block" in text
 
     def nodes(self) -> list[psutil.Process]:
-        """The servers of headless nodes that run here."""
         found = []
         for process in self._below():
             with suppress(psutil.NoSuchProcess):

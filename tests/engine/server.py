@@ -99,8 +99,6 @@ class ServeProcess:
     """One `vllm serve` process with everything it starts, in a session of its own.
 
     Args:
-        command: its command line.
-        log: file for what it writes.
         environment: changes to `serve_environment`.
     """
 
@@ -148,9 +146,6 @@ class Server(ServeProcess):
     """One running `vllm serve` with an API server. A context manager; leaving it ends everything it started.
 
     Args:
-        model: what it serves.
-        log: file for what it writes.
-        args: more of its command line.
         prefix: a command that runs it, for example in another network namespace.
         port: TCP port of the API server, any free one if None.
         uds: listen on this unix socket instead, which is reached from any network namespace.
@@ -232,11 +227,9 @@ class Server(ServeProcess):
         }
 
     def total(self, name: str) -> float:
-        """A metric, added up over its labels."""
         return sum(self.metrics(name).values())
 
     def by_replica(self, name: str) -> dict[str, float]:
-        """Samples of one of our metrics, by replica."""
         return {dict(labels)["replica"]: value for labels, value in self.metrics(name).items()}
 
     def by_engine(self, name: str) -> dict[str, float]:
@@ -253,6 +246,5 @@ class Server(ServeProcess):
         return {int(replica): int(pid) for replica, pid in lines}
 
     def replicas_up(self) -> int:
-        """How many replicas serve."""
         samples = self.metrics("vllm_omni_fleet:replicas")
         return int(sum(value for labels, value in samples.items() if dict(labels)["state"] == "up"))

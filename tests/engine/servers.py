@@ -49,10 +49,6 @@ class Servers:
 
         Args:
             name: tells it from others; the same name always stands for the same arguments.
-            model: what it serves.
-            args: its command line.
-            engines: engines it runs.
-            environment: see `Server`.
         """
         server: Server = self.keep(name, lambda log: Server(model, log, *args, **environment).__enter__(), engines)
         return server
@@ -61,9 +57,7 @@ class Servers:
         """What `start(log)` returned under this name, called if it is not running.
 
         Args:
-            name: see `get`.
             start: starts something with a method `stop`, logging to the file it is given or to others beside it.
-            engines: see `get`.
         """
         if name in self._running:
             self._running[name] = self._running.pop(name)

@@ -66,5 +66,4 @@ def standing_still(pids: Iterable[int]) -> Iterator[None]:
 
 
 def engines_of(server: Server) -> dict[str, Engine]:
-    """The engines that a server's replicas run now, by replica."""
     return {str(replica): Engine(pid) for replica, pid in server.engine_pids().items()}

@@ -33,7 +33,6 @@ class Stream:
 
     Attributes:
         started: set with the first output.
-        text: all that came.
         broken: why the connection ended before the answer did; None if it did not.
     """
 

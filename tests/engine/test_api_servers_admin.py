@@ -23,7 +23,6 @@ SAME_PARTS = ("model_config", "cache_config", "scheduler_config", "lora_config",
 
 @pytest.fixture
 def both(api_servers: ApiServers) -> Iterator[tuple[httpx.Client, httpx.Client]]:
-    """A connection to each API server."""
     with ExitStack() as stack:
         yield stack.enter_context(api_servers.connected(0)), stack.enter_context(api_servers.connected(1))
 

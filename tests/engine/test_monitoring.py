@@ -34,7 +34,6 @@ def scrape_of(server: Server) -> dict[str, Set[str]]:
 
 
 def complete(server: Server) -> None:
-    """A short answer."""
     with server.client() as client:
         client.completions.create(model=MODEL, prompt="Once upon a time there was a fleet.", max_tokens=4)
 
@@ -67,12 +66,10 @@ class Prometheus:
         return answer["data"]
 
     def ask(self, expr: str) -> list[Any]:
-        """The samples that answer a query."""
         data = self.get("query", query=expr)
         return [] if data is None else data["result"]
 
     def rules(self) -> list[Any]:
-        """All rules, with what has become of them."""
         data = self.get("rules")
         return [] if data is None else [rule for group in data["groups"] for rule in group["rules"]]
 

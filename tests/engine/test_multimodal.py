@@ -108,6 +108,5 @@ def test_a_stream_about_an_image_goes_on_elsewhere_when_its_engine_is_killed(vis
 
 
 def busy_replica(server: Server) -> str | None:
-    """The replica that has a request in flight."""
     in_flight = server.by_replica("vllm_omni_fleet:requests_in_flight")
     return next((replica for replica, count in in_flight.items() if count), None)

@@ -49,7 +49,6 @@ def served(nodes: NodeFleet) -> Iterator[NodeFleet]:
 
 @pytest.fixture
 def start_sim(served: NodeFleet) -> Iterator[StartSim]:
-    """Starts simulated nodes that end with the test."""
     started: list[Node] = []
 
     def start(*flags: str, join: tuple[str, ...] | None = None, program: tuple[str, ...] | None = None) -> Node:

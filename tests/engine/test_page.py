@@ -49,7 +49,6 @@ class SimFleet:
 
     @classmethod
     def of_one_model(cls, model: Path, folder: Path, nodes: int, *flags: str) -> Self:
-        """Replicas of one model."""
         join = joining(folder)
         head = Server(model, folder / "head.log", "--omni-dp-size-local", "0", *join, *flags)
         command = [SIM, "sim", *serve_command(model, *join)[2:]]
@@ -64,7 +63,6 @@ class SimFleet:
         return cls(head, [ServeProcess([*command, str(stage)], file.with_name(f"{stage}.log")) for stage in range(2)])
 
     def stop(self) -> None:
-        """End everything."""
         for process in (*self.nodes, self.head):
             process.tell_to_end()
         for process in (*self.nodes, self.head):
@@ -72,8 +70,6 @@ class SimFleet:
 
 
 class PipelineHead(Server):
-    """The head of a pipeline."""
-
     def __init__(self, file: Path, *flags: str) -> None:
         self._uds = None
         self.port = free_port()
@@ -83,7 +79,6 @@ class PipelineHead(Server):
 
 
 def joining(folder: Path) -> tuple[str, ...]:
-    """Flags of the processes of one fleet."""
     secret = write_secret(folder / "secret")
     where = ("--omni-master-address", "127.0.0.1", "--omni-master-port", str(free_port()))
     return (*where, "--omni-secret-file", str(secret))

@@ -47,7 +47,6 @@ def spoken(server: PipelineServer, tokens: int = ANSWER_TOKENS) -> bytes:
 
 @functools.cache
 def sound_after(models: Path, prompt: str, count: int) -> bytes:
-    """The sound of the answer to a prompt."""
     thinker, talker = models / "thinker", models / "talker"
     tokens = by_hand.greedy(thinker, by_hand.token_ids(thinker, prompt), count)
     chunks = [tokens[start : start + CHUNK] for start in range(0, count, CHUNK)]
@@ -67,7 +66,6 @@ def decoded(codes: list[int]) -> bytes:
 
 @functools.cache
 def vocoder() -> Any:
-    """The example's module."""
     spec = importlib.util.spec_from_file_location("vocoder", EXAMPLES / "stages" / "vocoder.py")
     assert spec is not None
     assert spec.loader is not None

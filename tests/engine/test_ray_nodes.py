@@ -57,7 +57,6 @@ class RayFleet:
         return text in self.up.log.read_text()
 
     def nodes(self) -> list[psutil.Process]:
-        """The servers of all nodes."""
         return [node for machine in self.ray.machines if machine.process.poll() is None for node in machine.nodes()]
 
     def _answers(self) -> bool:

@@ -24,14 +24,10 @@ class FakeRequest(msgspec.Struct, frozen=True):
     """What the head reads of an `EngineCoreRequest`, and what vLLM would derive from it.
 
     Attributes:
-        affinity: its affinity key.
-        prompt: its tokens.
         move: how it goes on elsewhere, a value of `Move`.
         length: tokens it shall produce, 0 for as many as the engine likes.
-        session: the session it belongs to.
         stop: the token at whose text the request stops, of which its engine knows nothing.
         kv_transfer_params: which cache it fetches from another engine.
-        priority: OpenAI's.
     """
 
     request_id: str
@@ -94,12 +90,7 @@ class FakeOutputs(msgspec.Struct):
 
 
 class FakeEngineApi:
-    """Satisfies `Codec` and stands for `EngineApi`.
-
-    Attributes:
-        pooling_task: see `EngineApi`.
-        vocabulary: see `EngineApi`.
-    """
+    """Satisfies `Codec` and stands for `EngineApi`."""
 
     pooling_task: str | None = None
     vocabulary: int | None = VOCABULARY

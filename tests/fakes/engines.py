@@ -35,7 +35,6 @@ class FakeProcess:
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended in any way."""
         return self._ended.is_set()
 
     def die(self) -> None:
@@ -105,15 +104,12 @@ class FakeEngine(FakeProcess):
         self.process.kill()
 
     def say(self, frame: bytes) -> None:
-        """Send one message to the head."""
         self._sockets[1].send(frame)
 
     def receive(self) -> list[bytes]:
-        """The next message of the head."""
         return receive(self._sockets[0])
 
     def close(self) -> None:
-        """Free what the test holds of it."""
         self.process.die()
         os.close(self.process.sentinel)
         for socket in self._sockets:
@@ -126,7 +122,6 @@ class FakeLauncher:
 
     Attributes:
         plans: how the next starts of each replica go; without one they succeed at once.
-        engines: all that were spawned, in order.
         starts: replica ids whose start was asked for, in order.
     """
 
@@ -156,13 +151,11 @@ class FakeLauncher:
         self.plans[replica_id] = deque(plans)
 
     def close(self) -> None:
-        """Free what the test holds of all engines."""
         for engine in self.engines:
             engine.close()
 
 
 def connect(input_addr: str, output_addr: str, identity: bytes) -> "list[zmq.Socket[bytes]]":
-    """The DEALER and the PUSH socket of an engine, connected to the head."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
     sockets = [context.socket(zmq.DEALER), context.socket(zmq.PUSH)]
     sockets[0].setsockopt(zmq.IDENTITY, identity)

@@ -27,9 +27,7 @@ class FakeFleet(PlayedFleet):
     Attributes:
         now: what the orchestrator's clock shows.
         ready_response: what the engines of replicas that join said when they were ready.
-        links: the current link of each replica.
         events: what the client was given, as (request id, finish reason, error, or None for an output in the middle).
-        tokens: tokens the client was given, by request id.
         told_first: requests of which the client was told what is told once, in order.
         changes: replicas that it was told have joined or left.
         statistics: statistics the client was given, as (replica id, running requests).
@@ -72,11 +70,9 @@ class FakeFleet(PlayedFleet):
         return link
 
     def lose(self, replica_id: int) -> None:
-        """The replica's engine crashes."""
         self.links[replica_id].say_dead()
 
     def kill(self, replica_id: int) -> None:
-        """The replica's engine is ended from outside."""
         client = self.pool.member(replica_id).client
         assert client is not None
         client.mark_dead("its engine process exited: it was ended by SIGKILL")
@@ -107,7 +103,6 @@ class FakeFleet(PlayedFleet):
         return error
 
     def attempt(self, request_id: str) -> tuple[FakeLink, str]:
-        """Link and engine-side id of the current attempt of a request."""
         run = self.orchestrator.request_states[request_id].runs[0]
         assert run.replica_id is not None
         return self.links[run.replica_id], run.engine_request_id

@@ -75,13 +75,11 @@ class FakeLink:
         self.closed = True
 
     def say(self, frame: bytes) -> None:
-        """The engine sends one frame."""
         self._arrived.append(frame)
         if not self.paused:
             self.drain()
 
     def say_dead(self) -> None:
-        """The engine announces its death."""
         self.say(DEAD_FRAME)
 
     def report(self, running: int) -> None:
@@ -99,9 +97,6 @@ class FakeLink:
         """The engine sends one output of a request, with one token of no meaning unless told otherwise.
 
         Args:
-            engine_request_id: the attempt's.
-            *tokens: the new ones.
-            finish_reason: ends the attempt.
             cached: prompt tokens that were cached, as it says with the first output.
             running: makes it report, with the same message, that so many requests run.
         """
@@ -111,11 +106,9 @@ class FakeLink:
         self.say(msgspec.json.encode(FakeOutputs(outputs=[output], scheduler_stats=running)))
 
     def answer(self, call_id: int, result: Any = None) -> None:
-        """The engine answers a utility call."""
         self.say(msgspec.json.encode(FakeOutputs(utility_output=FakeUtilityOutput(call_id, None, FakeResult(result)))))
 
     def refuse(self, call_id: int, message: str = "no") -> None:
-        """The engine fails a utility call."""
         self.say(msgspec.json.encode(FakeOutputs(utility_output=FakeUtilityOutput(call_id, message))))
 
 
@@ -125,5 +118,4 @@ def answer_calls(link: FakeLink, call_id: int, method: str, args: list[Any]) -> 
 
 
 def refuse_calls(link: FakeLink, call_id: int, method: str, args: list[Any]) -> None:
-    """An `on_call` that refuses every call."""
     link.refuse(call_id, f"{link.input_addr} refuses {method}")

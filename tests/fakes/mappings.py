@@ -12,7 +12,6 @@ def mappings() -> list[range]:
 
 
 def is_shared(address: int) -> bool:
-    """Whether an address is in such a mapping."""
     return any(address in mapping for mapping in mappings())
 
 

@@ -1,6 +1,7 @@
 """What fleets whose replicas the test plays have in common."""
 
 import asyncio
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import cached_property, partial
 from typing import Any, Self
@@ -26,11 +27,13 @@ class PlayedFleet:
     """An orchestrator that runs within an asynchronous context manager.
 
     Attributes:
+        links: the current link of each replica.
         remote: stands for `RemoteReplicas`.
         exchange: of a head that has others beside it.
     """
 
     orchestrator: Orchestrator
+    links: Mapping[Any, FakeLink]
     remote: Any = None
     exchange: WorkExchange | None = None
 
@@ -49,7 +52,6 @@ class PlayedFleet:
         await self._running
 
     def serve(self, member: PoolMember, link: Any, api: Any, ready_response: bytes) -> None:
-        """The replica serves from now on, over this link."""
         client = StageClient(
             link,
             api,
@@ -77,6 +79,11 @@ class PlayedFleet:
         """As `ask`; returns what they answered."""
         async with asyncio.timeout(10):
             return await asyncio.wrap_future(self.ask(method, *args, stages=stages))
+
+    def answer_with(self, on_call: Callable[[FakeLink, int, str, list[Any]], None] | None) -> None:
+        """Have all replicas answer calls so from now on, or not at all."""
+        for link in self.links.values():
+            link.on_call = on_call
 
     async def told(self, stage_id: int = 0, link: FakeLink | None = None) -> list[tuple[str, list[Any]]]:
         """What a replica that attaches to a stage is told, over this link or one of an engine that takes every call."""

@@ -56,12 +56,10 @@ def history() -> bytes:
 
 
 def state(**changes: Any) -> bytes:
-    """A state, whose only replica has these changes."""
     return message("state", {**STATE, "stages": [{**STAGE, "replicas": [{**REPLICA, **changes}]}]})
 
 
 def event(event_id: str, reason: str = "it died") -> bytes:
-    """The loss of a replica."""
     lost = {"time": 0, "kind": "lost", "stage": 0, "replica": "0.1", "reason": reason, "requests": 3}
     return message("lost", {"id": event_id, **lost}, event_id)
 
@@ -108,7 +106,6 @@ class StreamingHead(ThreadingHTTPServer):
         """Viewers come and go."""
 
     def serve(self, viewer: BaseHTTPRequestHandler) -> None:
-        """Send a stream to who asks for one."""
         with self._counting:
             stream = self._streams[min(len(self.asked), len(self._streams) - 1)]
             self.asked.append(viewer.headers.get("Last-Event-ID", ""))

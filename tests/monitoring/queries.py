@@ -51,7 +51,6 @@ def all_queries() -> list[Query]:
 
 
 def queries_of(path: Path) -> list[Query]:
-    """Those of one file."""
     return list(_of_dashboard(path) if path.suffix == ".json" else _of_rules(path))
 
 
@@ -77,7 +76,6 @@ def of_the_catalogue() -> dict[str, Set[str]]:
 
 
 def rules_of(path: Path) -> list[dict[str, Any]]:
-    """The rules of a file, in order."""
     return [rule for group in yaml.safe_load(path.read_text())["groups"] for rule in group["rules"]]
 
 

@@ -57,7 +57,6 @@ class HeadBus:
         self._sessions.overflowed(head.peer)
 
     def connect(self, head: "FakeHead") -> None:
-        """A head has a new connection."""
         self._connections += 1
         self._heads = {peer: other for peer, other in self._heads.items() if other is not head}
         head.peer = b"%d" % self._connections
@@ -143,7 +142,6 @@ class FakeHead(FakeFleet):
         await self.fleet_calls.synced()
 
     def hear(self, news: list[News]) -> None:
-        """What the session says."""
         for one in news:
             assert not isinstance(one, Exception), one
             self._listener(one)  # type: ignore[arg-type]
@@ -161,7 +159,6 @@ class FakeHead(FakeFleet):
         self.bus.wake()
 
     def attach(self, replica_id: int, private: bool = False) -> FakeLink:
-        """This head reaches a replica from now on."""
         link = self.join(self.pool.add(replica_id))
         self._share(replica_id, link)
         self.pool.member(replica_id).remote = not private
@@ -183,13 +180,11 @@ class FakeHead(FakeFleet):
         return [(method, args) for _, method, args in link.calls]
 
     def calls(self, replica_id: int) -> list[tuple[str, list[Any]]]:
-        """What this head told a replica."""
         return [(method, args) for _, method, args in self.links[replica_id].calls]
 
     def stand_still(self) -> None:
         """Its replicas do not answer any more."""
-        for link in self.links.values():
-            link.on_call = None
+        self.answer_with(None)
 
     def let_answer(self) -> None:
         """They answer what they were asked last."""

@@ -31,10 +31,6 @@ class Node:
     Attributes:
         pauses: the pauses that were asked for before restarts, in seconds.
         go_on: a permit for each pause to end.
-        launchers: by stage id.
-        launcher: of the first stage.
-        pools: likewise by stage id.
-        pool: of the first stage.
     """
 
     def __init__(
@@ -68,12 +64,10 @@ class Node:
         return [member.status for member in self.pool.members]
 
     def engine_of(self, replica_id: int) -> FakeEngine:
-        """The latest engine of a replica."""
         address = self.pool.member(replica_id).input_addr
         return next(engine for engine in reversed(self.launcher.engines) if engine.input_addr == address)
 
     def submit(self, request: FakeRequest) -> None:
-        """Hand a request to the orchestrator."""
         self.orchestrator.request_async_queue.force_put(SubmitRequest(request, 0.0))
 
     async def until_statuses(self, *statuses: ReplicaStatus) -> None:

@@ -108,7 +108,6 @@ class Fleet(FakeFleet):
         self.orchestrator.rpc_async_queue.force_put(message)
 
     async def joined(self, *infos: ReplicaInfo) -> list[Attachment]:
-        """Register replicas and wait until they serve."""
         for info in infos:
             self.register(info)
         await self.serving(len(infos))

@@ -6,7 +6,6 @@ from tests.fakes.fleet import FakeFleet
 
 
 async def begin(fleet: FakeFleet, *request_ids: str) -> None:
-    """Submit requests, and deliver the first token of each."""
     for request_id in request_ids:
         await fleet.submit(request_id, prompt=[1, 2])
         fleet.say(request_id, 11)

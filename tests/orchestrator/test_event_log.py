@@ -16,7 +16,6 @@ def seen(fleet: FakeFleet) -> list[tuple[str, str | None, int]]:
 
 
 def holder(fleet: FakeFleet, request_id: str) -> int:
-    """The replica that has a request."""
     return next(replica_id for replica_id, link in fleet.links.items() if link is fleet.attempt(request_id)[0])
 
 
@@ -102,13 +101,12 @@ def test_who_looks_is_told_of_each_event() -> None:
     assert told == [1, 2]
 
 
-async def test_the_loss_of_many_requests_is_one_event_and_their_move_another() -> None:
-    async with FakeFleet(replicas=2) as fleet:
-        for number in range(20):
-            await fleet.submit(f"r{number}")
-        before = len(fleet.pool.member(1).in_flight)
-        fleet.kill(1)
-        assert seen(fleet) == [("lost", "0.1", before), ("move", "0.1", before)]
+async def test_the_loss_of_many_requests_is_one_event_and_their_move_another(fleet: FakeFleet) -> None:
+    for number in range(20):
+        await fleet.submit(f"r{number}")
+    before = len(fleet.pool.member(1).in_flight)
+    fleet.kill(1)
+    assert seen(fleet) == [("lost", "0.1", before), ("move", "0.1", before)]
 
 
 async def test_requests_that_fail_with_their_replica_do_not_count_as_moved() -> None:
@@ -131,16 +129,15 @@ async def test_the_next_replica_that_is_dead_too_has_its_own_events() -> None:
         assert len(lost) == 3
 
 
-async def test_a_drain_is_told_once_and_its_end_once() -> None:
-    async with FakeFleet(replicas=2) as fleet:
-        member = fleet.pool.member(1)
-        for action in ("drain", "drain", "resume", "resume"):
-            manage(fleet.orchestrator, action, member)
-        assert seen(fleet) == [("drain", "0.1", 0), ("resume", "0.1", 0)]
-        assert [event.reason for event in fleet.orchestrator.events.after()] == [
-            "an operator drains it",
-            "an operator resumes it",
-        ]
+async def test_a_drain_is_told_once_and_its_end_once(fleet: FakeFleet) -> None:
+    member = fleet.pool.member(1)
+    for action in ("drain", "drain", "resume", "resume"):
+        manage(fleet.orchestrator, action, member)
+    assert seen(fleet) == [("drain", "0.1", 0), ("resume", "0.1", 0)]
+    assert [event.reason for event in fleet.orchestrator.events.after()] == [
+        "an operator drains it",
+        "an operator resumes it",
+    ]
 
 
 async def test_a_replica_that_is_no_longer_trusted_is_lost() -> None:

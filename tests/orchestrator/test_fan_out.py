@@ -23,8 +23,7 @@ from vllm_omni_plugin.vllm_api.requests.adapter import Adapter, adapter_digest
 @pytest.fixture
 async def fleet() -> AsyncIterator[FakeFleet]:
     async with FakeFleet(replicas=3) as fleet:
-        for link in fleet.links.values():
-            link.on_call = answer_calls
+        fleet.answer_with(answer_calls)
         yield fleet
 
 
@@ -37,8 +36,7 @@ def statuses(fleet: FakeFleet) -> list[ReplicaStatus]:
 
 
 async def test_all_replicas_are_called_at_once_and_answer_in_replica_order(fleet: FakeFleet) -> None:
-    for link in fleet.links.values():
-        link.on_call = None
+    fleet.answer_with(None)
     reply = fleet.ask("is_sleeping")
     await until_called(*fleet.links.values())
     for replica_id in (2, 0, 1):
@@ -86,8 +84,7 @@ async def test_a_replica_that_dies_in_the_step_in_which_a_call_begins_is_left_ou
 
 
 async def test_a_call_that_all_fail_is_an_error_and_no_replica_is_to_blame(fleet: FakeFleet) -> None:
-    for link in fleet.links.values():
-        link.on_call = refuse_calls
+    fleet.answer_with(refuse_calls)
     with pytest.raises(ReplicaError, match="replica-0/in refuses sleep"):
         await fleet.call("sleep", 1, "abort")
     assert statuses(fleet) == [ReplicaStatus.UP] * 3
@@ -153,8 +150,7 @@ async def test_a_replica_of_this_node_that_starts_after_the_files_of_an_adapter_
 
 
 async def test_a_joiner_during_a_call_that_runs_misses_nothing(fleet: FakeFleet) -> None:
-    for link in fleet.links.values():
-        link.on_call = None
+    fleet.answer_with(None)
     reply = fleet.ask("set_weight_version", "v2")
     await until_called(*fleet.links.values())
     assert await fleet.told() == [("set_weight_version", ["v2"])]
@@ -198,8 +194,7 @@ async def test_a_joiner_does_not_serve_when_the_others_refused_a_call_meanwhile(
     link = FakeLink("joiner")
     joining = asyncio.create_task(fleet.told(link=link))
     await until_called(link)
-    for other in fleet.links.values():
-        other.on_call = refuse_calls
+    fleet.answer_with(refuse_calls)
     with pytest.raises(ReplicaError, match="refuses sleep"):
         await fleet.call("sleep", 1, "abort")
     link.on_call = answer_calls
@@ -238,8 +233,7 @@ async def test_no_replica_joins_when_the_weights_change_meanwhile(fleet: FakeFle
 
 
 async def test_a_caller_that_gives_up_leaves_nothing_behind(fleet: FakeFleet) -> None:
-    for link in fleet.links.values():
-        link.on_call = None
+    fleet.answer_with(None)
     reply = fleet.ask("one")
     await until_called(*fleet.links.values())
     reply.cancel()

@@ -33,8 +33,7 @@ TOLD_TO_SLEEP = [("sleep", [1, "wait"])]
 async def fleet() -> AsyncIterator[FakePipelineFleet]:
     """Two stages, one of two replicas and one of one, which take every call."""
     async with FakePipelineFleet(CHAIN, replicas=[2, 1]) as fleet:
-        for link in fleet.links.values():
-            link.on_call = answer_calls
+        fleet.answer_with(answer_calls)
         yield fleet
 
 
@@ -106,8 +105,7 @@ class PlayedHead(FakePipelineFleet):
         self.is_open = True
         self.resyncs = 0
         self.hear = self.fleet_calls.take
-        for link in self.links.values():
-            link.on_call = answer_calls
+        self.answer_with(answer_calls)
 
     @cached_property
     def fleet_calls(self) -> FleetCalls:

@@ -54,8 +54,7 @@ def kept() -> int:
 
 async def test_the_servers_of_other_heads_keep_an_adapter_whose_replacement_is_refused(heads: list[FakeHead]) -> None:
     await heads[0].call("add_lora", STORY)
-    for link in heads[0].links.values():
-        link.on_call = refuse_calls
+    heads[0].answer_with(refuse_calls)
     with pytest.raises(ReplicaError, match="refuses add_lora"):
         await heads[0].call("add_lora", OTHER_STORY)
     assert [head.adapters for head in heads[1:]] == [{"story": STORY}] * 2

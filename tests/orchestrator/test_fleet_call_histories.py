@@ -123,7 +123,6 @@ def agree(fleet: Fleet) -> bool:
 
 
 def joiner(fleet: Fleet) -> EngineModel:
-    """An engine that attaches in the end."""
     engine = EngineModel()
     for method, args in fleet.heads["a"].replay:
         engine.apply(method, args)

@@ -75,8 +75,7 @@ async def test_what_leaves_nothing_behind_or_no_engine_takes_concerns_no_other_h
 
 
 async def test_a_call_that_all_engines_refuse_leaves_no_record_anywhere(heads: list[FakeHead]) -> None:
-    for link in heads[0].links.values():
-        link.on_call = refuse_calls
+    heads[0].answer_with(refuse_calls)
     with pytest.raises(ReplicaError, match="refuses sleep"):
         await heads[0].call("sleep", 1, "abort")
     with pytest.raises(ReplicaError):

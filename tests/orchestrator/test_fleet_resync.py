@@ -247,8 +247,7 @@ async def test_a_call_whose_head_dies_and_that_engines_refuse_leaves_no_record(
     heads[0].ask("add_lora", STORY)
     await heads[2].until([("add_lora", (STORY,))])
     for head in heads[1:]:
-        for link in head.links.values():
-            link.on_call = refuse_calls
+        head.answer_with(refuse_calls)
     bus.cut(heads[0])
     for head in heads[1:]:
         await head.until([])
@@ -265,8 +264,7 @@ async def test_a_call_whose_head_dies_and_that_engines_refuse_leaves_no_record_w
     await caller.until([("add_lora", (STORY,))])
     late = await joined(stack, bus, "late")
     assert late.replay == caller.replay
-    for link in late.links.values():
-        link.on_call = refuse_calls
+    late.answer_with(refuse_calls)
     bus.cut(caller)
     await late.until([])
     await eventually(lambda: late.adapters == {})
@@ -343,8 +341,7 @@ async def test_a_server_whose_own_call_was_lost_and_refused_by_the_others_knows_
     reply = heads[0].ask("add_lora", STORY)
     await eventually(lambda: heads[0].links[1].calls)
     for head in heads[1:]:
-        for link in head.links.values():
-            link.on_call = refuse_calls
+        head.answer_with(refuse_calls)
     bus.cut(heads[0])
     await heads[1].until([])
     await heads[0].join_fleet()
@@ -354,8 +351,7 @@ async def test_a_server_whose_own_call_was_lost_and_refused_by_the_others_knows_
         await asyncio.wrap_future(reply)
     # What AsyncLLM's side is told comes in order.
     other = Adapter("other", 8, "/loras/other")
-    for link in heads[1].links.values():
-        link.on_call = answer_calls
+    heads[1].answer_with(answer_calls)
     await heads[1].call("add_lora", other)
     await eventually(lambda: heads[0].adapters)
     assert heads[0].adapters == {"other": other}

@@ -29,7 +29,6 @@ async def begin(fleet: FakeFleet, move: str, **fields: object) -> None:
 
 
 def kill_under(fleet: FakeFleet, request_id: str) -> None:
-    """The engine that has a request is ended from outside."""
     fleet.kill(fleet.orchestrator.request_states[request_id].runs[0].replica_id or 0)
 
 

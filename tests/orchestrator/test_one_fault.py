@@ -18,7 +18,6 @@ from vllm_omni_plugin.orchestrator.single_stage import SingleStage
 
 
 def fail_for(monkeypatch: pytest.MonkeyPatch, method: str, request_id: str) -> None:
-    """A method of the API raises for this request."""
     unharmed = getattr(FakeEngineApi, method)
 
     def faulty(api: FakeEngineApi, subject: Any, *args: Any) -> Any:
@@ -30,7 +29,6 @@ def fail_for(monkeypatch: pytest.MonkeyPatch, method: str, request_id: str) -> N
 
 
 def say(link: FakeLink, *outputs: FakeOutput) -> None:
-    """The engine says this in one message."""
     link.say(msgspec.json.encode(FakeOutputs(outputs=list(outputs))))
 
 
@@ -108,12 +106,11 @@ async def test_a_pipelines_request_that_cannot_be_begun_fails_alone(monkeypatch:
         assert fleet.call_ends("good") == [None]
 
 
-async def test_a_word_of_other_heads_that_cannot_be_heeded_stops_nothing() -> None:
-    async with FakeFleet() as fleet:
-        # This head has no way to other heads at all.
-        fleet.orchestrator.rpc_async_queue.force_put(SessionLost())
-        await fleet.manage("drain", 0)
-        await eventually(lambda: len(fleet.pool.serving) == 1, "the drain")
+async def test_a_word_of_other_heads_that_cannot_be_heeded_stops_nothing(fleet: FakeFleet) -> None:
+    # This head has no way to other heads at all.
+    fleet.orchestrator.rpc_async_queue.force_put(SessionLost())
+    await fleet.manage("drain", 0)
+    await eventually(lambda: len(fleet.pool.serving) == 1, "the drain")
 
 
 async def test_an_administrators_wish_that_fails_halfway_is_answered() -> None:

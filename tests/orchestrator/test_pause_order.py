@@ -35,7 +35,6 @@ async def results(resting: "asyncio.Future[list[Any]]") -> list[Any]:
 
 
 def told(fleet: FakePipelineFleet, stage_id: int, replica_id: int = 0) -> list[str]:
-    """The calls that a replica has got."""
     return [method for _, method, _ in fleet.links[stage_id, replica_id].calls]
 
 
@@ -90,8 +89,7 @@ async def test_a_stage_is_told_to_abort_when_what_is_still_prepared_for_it_has_a
     gate = threading.Event()
     try:
         async with FakePipelineFleet(CHAIN) as fleet:
-            for link in fleet.links.values():
-                link.on_call = answer_calls
+            fleet.answer_with(answer_calls)
             await fleet.submit("r", "text", params={"refiner": lambda transfer: gate.wait(30) and [7]})
             first, attempt = fleet.attempt("r", 0)
             first.step(attempt, 9)
@@ -116,8 +114,7 @@ async def test_what_freezes_or_wakes_the_stages_reaches_them_at_once(rest: tuple
 
 async def test_chunks_that_are_on_their_way_reach_the_end() -> None:
     async with FakePipelineFleet(SPEECH) as fleet:
-        for link in fleet.links.values():
-            link.on_call = answer_calls
+        fleet.answer_with(answer_calls)
         await fleet.submit("r", "text", "audio")
         fleet.links[0, 0].on_call = None
         resting = asyncio.wrap_future(fleet.ask("pause_scheduler", "wait", True))
@@ -135,8 +132,7 @@ async def test_chunks_that_are_on_their_way_reach_the_end() -> None:
 @pytest.mark.parametrize("end", ["abort", "lost"])
 async def test_a_request_that_ends_early_is_waited_for_no_longer(end: str) -> None:
     async with FakePipelineFleet(CHAIN, replicas=[1, 2], migration_limit=0) as fleet:
-        for link in fleet.links.values():
-            link.on_call = answer_calls
+        fleet.answer_with(answer_calls)
         await fleet.submit("r")
         await fleet.step("r", 0, count=9)
         resting = asyncio.wrap_future(fleet.ask("pause_scheduler", "wait", True))
@@ -153,8 +149,7 @@ async def test_a_pipeline_that_is_told_otherwise_while_it_comes_to_rest_rests_no
     later: tuple[Any, ...],
 ) -> None:
     async with FakePipelineFleet(CHAIN) as fleet:
-        for link in fleet.links.values():
-            link.on_call = answer_calls
+        fleet.answer_with(answer_calls)
         await fleet.submit("r")
         await fleet.step("r", 0, count=9)
         resting = asyncio.wrap_future(fleet.ask("pause_scheduler", "wait", True))
@@ -167,8 +162,7 @@ async def test_a_pipeline_that_is_told_otherwise_while_it_comes_to_rest_rests_no
 
 async def test_a_prompt_that_skips_its_prefill_is_ended_by_the_stage_behind() -> None:
     async with FakePipelineFleet(DISAGGREGATED) as fleet:
-        for link in fleet.links.values():
-            link.on_call = answer_calls
+        fleet.answer_with(answer_calls)
         await fleet.submit("r", prompt=[1, 2])
         resting = asyncio.wrap_future(fleet.ask("pause_scheduler", "wait", True))
         await begun(fleet)
@@ -181,8 +175,7 @@ async def test_a_prompt_that_skips_its_prefill_is_ended_by_the_stage_behind() ->
 
 async def test_a_stage_without_replicas_is_told_with_the_one_in_front_and_holds_nothing_up() -> None:
     async with FakePipelineFleet(SPEECH, replicas=[1, 0, 1], replica_wait=600.0) as fleet:
-        for link in fleet.links.values():
-            link.on_call = answer_calls
+        fleet.answer_with(answer_calls)
         await fleet.submit("r", "text", "audio")
         await fleet.step("r", 0, count=9)
         assert await fleet.call("pause_scheduler", "wait", True) == ["pause_scheduler"] * 2
@@ -191,8 +184,7 @@ async def test_a_stage_without_replicas_is_told_with_the_one_in_front_and_holds_
 
 async def test_a_stage_rests_when_it_has_ended_the_last_of_what_was_on_its_way() -> None:
     async with FakePipelineFleet(CHAIN) as fleet:
-        for link in fleet.links.values():
-            link.on_call = answer_calls
+        fleet.answer_with(answer_calls)
         for name in "ab":
             await fleet.submit(name)
             await fleet.step(name, 0, count=9)
@@ -209,8 +201,7 @@ async def test_a_stage_rests_when_it_has_ended_the_last_of_what_was_on_its_way()
 async def test_a_stage_waits_neither_for_those_behind_it_nor_for_what_a_request_does_not_need() -> None:
     critic = stage(4, "critic", "scores", "thinker", final=True)
     async with FakePipelineFleet((*DIAMOND, critic)) as fleet:
-        for link in fleet.links.values():
-            link.on_call = answer_calls
+        fleet.answer_with(answer_calls)
         await fleet.submit("r", "text")
         await fleet.step("r", 0, count=9)
         resting = asyncio.wrap_future(fleet.ask("pause_scheduler", "wait", True))
@@ -229,8 +220,7 @@ async def test_a_stage_waits_neither_for_those_behind_it_nor_for_what_a_request_
 
 async def test_a_request_that_a_paused_stage_holds_holds_up_none_of_the_stages_behind() -> None:
     async with FakePipelineFleet(JOIN) as fleet:
-        for link in fleet.links.values():
-            link.on_call = answer_calls
+        fleet.answer_with(answer_calls)
         fleet.links[0, 0].on_call = None
         resting = asyncio.wrap_future(fleet.ask("pause_scheduler", "wait", True))
         await until_told(fleet, 0, 1)

@@ -16,14 +16,12 @@ from vllm_omni_plugin.orchestrator.dispatch.refused_runs import RETRY_S
 
 
 def refuse(fleet: FakeFleet, request_id: str) -> int:
-    """The replica that has a request refuses it; returns its id."""
     link, attempt = fleet.attempt(request_id)
     link.output(attempt, finish_reason=REFUSED)
     return next(replica_id for replica_id, other in fleet.links.items() if other is link)
 
 
 async def sent(fleet: FakeFleet, request_id: str) -> None:
-    """The request is at a replica again."""
     run = fleet.orchestrator.request_states[request_id].runs[0]
     await eventually(lambda: run.replica_id is not None, "another attempt")
 
@@ -45,35 +43,33 @@ async def test_what_one_replica_refuses_another_one_answers() -> None:
         assert fleet.in_flight == [0, 0, 0]
 
 
-async def test_a_client_is_told_once_all_replicas_have_refused() -> None:
-    async with FakeFleet(replicas=2) as fleet:
-        await fleet.submit("a")
-        refuse(fleet, "a")
-        await sent(fleet, "a")
-        assert await fleet.read() == []
-        refuse(fleet, "a")
-        assert await fleet.read() == [("a", REFUSED)]
-        assert not fleet.orchestrator.request_states
-        assert fleet.in_flight == [0, 0]
+async def test_a_client_is_told_once_all_replicas_have_refused(fleet: FakeFleet) -> None:
+    await fleet.submit("a")
+    refuse(fleet, "a")
+    await sent(fleet, "a")
+    assert await fleet.read() == []
+    refuse(fleet, "a")
+    assert await fleet.read() == [("a", REFUSED)]
+    assert not fleet.orchestrator.request_states
+    assert fleet.in_flight == [0, 0]
 
 
-async def test_what_the_fleet_took_before_the_pause_goes_on_when_that_is_over() -> None:
-    async with FakeFleet(replicas=2) as fleet:
-        await fleet.submit("a", prompt=[1])
-        link, attempt = fleet.attempt("a")
-        link.output(attempt, 5)
-        fleet.lose(next(replica_id for replica_id, other in fleet.links.items() if other is link))
+async def test_what_the_fleet_took_before_the_pause_goes_on_when_that_is_over(fleet: FakeFleet) -> None:
+    await fleet.submit("a", prompt=[1])
+    link, attempt = fleet.attempt("a")
+    link.output(attempt, 5)
+    fleet.lose(next(replica_id for replica_id, other in fleet.links.items() if other is link))
+    await sent(fleet, "a")
+    for _ in range(3):
+        refuse(fleet, "a")
+        assert sum(fleet.in_flight) == 0
+        fleet.now += RETRY_S
         await sent(fleet, "a")
-        for _ in range(3):
-            refuse(fleet, "a")
-            assert sum(fleet.in_flight) == 0
-            fleet.now += RETRY_S
-            await sent(fleet, "a")
-        link, attempt = fleet.attempt("a")
-        assert link.prompts[attempt] == [1, 5]
-        link.output(attempt, 6, finish_reason="stop")
-        await fleet.read()
-        assert fleet.tokens["a"] == [5, 6]
+    link, attempt = fleet.attempt("a")
+    assert link.prompts[attempt] == [1, 5]
+    link.output(attempt, 6, finish_reason="stop")
+    await fleet.read()
+    assert fleet.tokens["a"] == [5, 6]
 
 
 async def test_a_replica_that_has_just_refused_one_request_is_not_asked_with_the_next() -> None:
@@ -132,14 +128,15 @@ async def at_the_only_replica(fleet: FakeFleet, names: str) -> FakeLink:
     return link
 
 
-async def test_a_request_is_not_sent_back_to_the_replica_that_refused_it_however_long_ago_that_was() -> None:
-    async with FakeFleet(replicas=2) as fleet:
-        await fleet.submit("a")
-        refuse(fleet, "a")
-        await sent(fleet, "a")
-        fleet.now += RETRY_S
-        refuse(fleet, "a")
-        assert await fleet.read() == [("a", REFUSED)]
+async def test_a_request_is_not_sent_back_to_the_replica_that_refused_it_however_long_ago_that_was(
+    fleet: FakeFleet,
+) -> None:
+    await fleet.submit("a")
+    refuse(fleet, "a")
+    await sent(fleet, "a")
+    fleet.now += RETRY_S
+    refuse(fleet, "a")
+    assert await fleet.read() == [("a", REFUSED)]
 
 
 async def test_what_has_waited_for_the_end_of_a_pause_is_offered_to_all_replicas_anew(retry_s: float) -> None:
@@ -195,48 +192,45 @@ async def test_the_others_go_on_once_the_one_that_was_sent_is_not_refused_unless
         assert fleet.orchestrator.metrics.paused == wait_on
 
 
-async def test_what_fetches_a_cache_once_is_not_sent_again_after_a_refusal_that_gave_it_up() -> None:
-    async with FakeFleet(replicas=2) as fleet:
-        await fleet.submit("a", kv_transfer_params={"do_remote_prefill": True})
-        refuse(fleet, "a")
-        assert await fleet.read() == [("a", REFUSED)]
-        assert sum(len(link.added) for link in fleet.links.values()) == 1
+async def test_what_fetches_a_cache_once_is_not_sent_again_after_a_refusal_that_gave_it_up(fleet: FakeFleet) -> None:
+    await fleet.submit("a", kv_transfer_params={"do_remote_prefill": True})
+    refuse(fleet, "a")
+    assert await fleet.read() == [("a", REFUSED)]
+    assert sum(len(link.added) for link in fleet.links.values()) == 1
 
 
 @pytest.mark.parametrize("waits", [True, False])
-async def test_a_refused_request_that_is_aborted_is_forgotten(waits: bool) -> None:
-    async with FakeFleet(replicas=2) as fleet:
-        await fleet.submit("a")
-        if waits:
-            link, _ = fleet.attempt("a")
-            fleet.lose(next(replica_id for replica_id, other in fleet.links.items() if other is link))
-            await sent(fleet, "a")
-        refuse(fleet, "a")
-        await fleet.abort("a")
-        added = [len(link.added) for link in fleet.links.values()]
-        fleet.now += 2 * RETRY_S
-        await fleet.submit("b")
-        assert sum(len(link.added) for link in fleet.links.values()) == sum(added) + 1
-        assert await fleet.read() == []
+async def test_a_refused_request_that_is_aborted_is_forgotten(fleet: FakeFleet, waits: bool) -> None:
+    await fleet.submit("a")
+    if waits:
+        link, _ = fleet.attempt("a")
+        fleet.lose(next(replica_id for replica_id, other in fleet.links.items() if other is link))
+        await sent(fleet, "a")
+    refuse(fleet, "a")
+    await fleet.abort("a")
+    added = [len(link.added) for link in fleet.links.values()]
+    fleet.now += 2 * RETRY_S
+    await fleet.submit("b")
+    assert sum(len(link.added) for link in fleet.links.values()) == sum(added) + 1
+    assert await fleet.read() == []
 
 
 @pytest.mark.parametrize("reason", [REFUSED, "abort"])
 async def test_a_session_whose_parts_are_on_their_way_is_not_sent_elsewhere_and_ended_where_they_go(
+    fleet: FakeFleet,
     reason: str,
 ) -> None:
-    async with FakeFleet(replicas=2) as fleet:
-        await fleet.submit("a", resumable=True)
-        link, attempt = fleet.attempt("a")
-        link.output(attempt, finish_reason=reason)
-        assert await fleet.read() == [("a", reason)]
-        assert link.aborted == [attempt]
+    await fleet.submit("a", resumable=True)
+    link, attempt = fleet.attempt("a")
+    link.output(attempt, finish_reason=reason)
+    assert await fleet.read() == [("a", reason)]
+    assert link.aborted == [attempt]
 
 
-async def test_what_is_bound_to_a_replica_is_not_sent_elsewhere() -> None:
-    async with FakeFleet(replicas=2) as fleet:
-        await fleet.submit("a", affinity=1)
-        refuse(fleet, "a")
-        assert await fleet.read() == [("a", REFUSED)]
+async def test_what_is_bound_to_a_replica_is_not_sent_elsewhere(fleet: FakeFleet) -> None:
+    await fleet.submit("a", affinity=1)
+    refuse(fleet, "a")
+    assert await fleet.read() == [("a", REFUSED)]
 
 
 def answer(fleet: FakeFleet, replica_id: int) -> None:
@@ -253,54 +247,52 @@ async def begin(fleet: FakeFleet, method: str, *args: object) -> "asyncio.Future
     return calling
 
 
-async def test_streams_end_whole_when_one_replica_is_paused_and_resumed_later_than_the_other() -> None:
-    async with FakeFleet(replicas=2) as fleet:
-        for name, replica_id in (("a", 0), ("b", 1)):
-            await fleet.submit(name, affinity=replica_id)
-            fleet.say(name, 1)
-        pausing = await begin(fleet, "pause_scheduler", "keep", False)
-        answer(fleet, 0)
-        # The other one goes on meanwhile.
-        fleet.say("b", 2)
-        await fleet.submit("c", affinity=1)
-        fleet.say("c", 7)
-        assert not pausing.done()
-        answer(fleet, 1)
-        assert await pausing == ["pause_scheduler"] * 2
-        await fleet.submit("d", affinity=0)
-        resuming = await begin(fleet, "resume_scheduler")
-        answer(fleet, 1)
-        fleet.say("b", 3, finish_reason="stop")
-        fleet.say("c", 8, finish_reason="stop")
-        answer(fleet, 0)
-        await resuming
-        fleet.say("a", 2, finish_reason="stop")
-        fleet.say("d", 5, finish_reason="stop")
-        ends = [event for event in await fleet.read() if event[1] is not None]
-        assert ends == [("b", "stop"), ("c", "stop"), ("a", "stop"), ("d", "stop")]
-        assert fleet.tokens == {"a": [1, 2], "b": [1, 2, 3], "c": [7, 8], "d": [5]}
-        assert fleet.in_flight == [0, 0]
+async def test_streams_end_whole_when_one_replica_is_paused_and_resumed_later_than_the_other(fleet: FakeFleet) -> None:
+    for name, replica_id in (("a", 0), ("b", 1)):
+        await fleet.submit(name, affinity=replica_id)
+        fleet.say(name, 1)
+    pausing = await begin(fleet, "pause_scheduler", "keep", False)
+    answer(fleet, 0)
+    # The other one goes on meanwhile.
+    fleet.say("b", 2)
+    await fleet.submit("c", affinity=1)
+    fleet.say("c", 7)
+    assert not pausing.done()
+    answer(fleet, 1)
+    assert await pausing == ["pause_scheduler"] * 2
+    await fleet.submit("d", affinity=0)
+    resuming = await begin(fleet, "resume_scheduler")
+    answer(fleet, 1)
+    fleet.say("b", 3, finish_reason="stop")
+    fleet.say("c", 8, finish_reason="stop")
+    answer(fleet, 0)
+    await resuming
+    fleet.say("a", 2, finish_reason="stop")
+    fleet.say("d", 5, finish_reason="stop")
+    ends = [event for event in await fleet.read() if event[1] is not None]
+    assert ends == [("b", "stop"), ("c", "stop"), ("a", "stop"), ("d", "stop")]
+    assert fleet.tokens == {"a": [1, 2], "b": [1, 2, 3], "c": [7, 8], "d": [5]}
+    assert fleet.in_flight == [0, 0]
 
 
-async def test_a_stream_whose_replica_is_lost_before_it_is_paused_goes_on_at_the_paused_one_when_that_is_resumed() -> (
-    None
-):
-    async with FakeFleet(replicas=2) as fleet:
-        await fleet.submit("a", affinity=1, prompt=[9])
-        fleet.say("a", 1)
-        pausing = await begin(fleet, "pause_scheduler", "keep", False)
-        answer(fleet, 0)
-        fleet.lose(1)
-        assert await pausing == ["pause_scheduler"]
-        link, attempt = fleet.attempt("a")
-        assert link is fleet.links.pop(0)
-        assert link.prompts[attempt] == [9, 1]
-        assert await fleet.told() == [("pause_scheduler", ["keep", False])]
-        resuming = asyncio.wrap_future(fleet.ask("resume_scheduler"))
-        await eventually(lambda: link.calls[-1][1] == "resume_scheduler", "the call")
-        link.answer(link.calls[-1][0], None)
-        await resuming
-        link.output(attempt, 2, finish_reason="stop")
-        await fleet.read()
-        assert fleet.tokens["a"] == [1, 2]
-        assert await fleet.told() == []
+async def test_a_stream_whose_replica_is_lost_before_it_is_paused_goes_on_at_the_paused_one_when_that_is_resumed(
+    fleet: FakeFleet,
+) -> None:
+    await fleet.submit("a", affinity=1, prompt=[9])
+    fleet.say("a", 1)
+    pausing = await begin(fleet, "pause_scheduler", "keep", False)
+    answer(fleet, 0)
+    fleet.lose(1)
+    assert await pausing == ["pause_scheduler"]
+    link, attempt = fleet.attempt("a")
+    assert link is fleet.links.pop(0)
+    assert link.prompts[attempt] == [9, 1]
+    assert await fleet.told() == [("pause_scheduler", ["keep", False])]
+    resuming = asyncio.wrap_future(fleet.ask("resume_scheduler"))
+    await eventually(lambda: link.calls[-1][1] == "resume_scheduler", "the call")
+    link.answer(link.calls[-1][0], None)
+    await resuming
+    link.output(attempt, 2, finish_reason="stop")
+    await fleet.read()
+    assert fleet.tokens["a"] == [1, 2]
+    assert await fleet.told() == []

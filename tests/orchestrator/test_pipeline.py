@@ -13,7 +13,6 @@ from vllm_omni_plugin.pipeline import Stage
 
 
 def running(fleet: FakePipelineFleet, request_id: str) -> list[str]:
-    """Names of the stages that work on a request."""
     runs = fleet.states[request_id].runs
     return [fleet.pipeline.stages[stage_id].name for stage_id, run in sorted(runs.items()) if not run.finished]
 

@@ -179,7 +179,6 @@ async def test_a_stage_may_move_as_often_as_the_limit_and_then_the_request_fails
 
 
 async def advance_before(fleet: FakePipelineFleet, stage_id: int) -> None:
-    """The stages in front of one work."""
     for name, other in list(fleet.at_work(list(fleet.states))):
         if other < stage_id and name in fleet.states:
             await fleet.step(name, other)

@@ -19,7 +19,6 @@ PARAMS = {"remote": "here"}
 
 
 def sent(fleet: FakePipelineFleet, stage_id: int, replica_id: int = 0) -> list[dict[str, Any]]:
-    """What a replica was sent."""
     return fleet.links[stage_id, replica_id].requests
 
 

@@ -25,7 +25,6 @@ def preparation_of(stages: tuple[Stage, ...], prompt_text: Callable[[Any], str] 
 
 
 def state_of(stages: tuple[Stage, ...], *modalities: str, **params: Any) -> PipelineRequestState:
-    """A request that has just been accepted."""
     call = PipelineCall(modalities, lambda event: None, params=params)
     plan = make_plan(Pipeline(stages), call)
     request = FakeRequest("r", prompt=[1, 2])

@@ -28,7 +28,6 @@ REASON = "the coordinator no longer lists it"
 
 
 def row(number: int, **fields: Any) -> ReplicaInfo:
-    """The replica with this number."""
     values: dict[str, Any] = {
         "stage_id": 0,
         "status": ReplicaStatus.UP,
@@ -50,7 +49,6 @@ def unregistered(number: int) -> UnregisterRemoteReplica:
 
 
 async def queued(*events: SessionEvent | ReplicaList) -> list[RpcMessage]:
-    """What a head's orchestrator gets of these."""
     queue: ThreadQueue[RpcMessage] = ThreadQueue(10)
     listener = SessionListener(queue)
     for event in events:

@@ -22,7 +22,6 @@ def session() -> StageRun:
 
 
 def dispatch(run: StageRun, replica_id: int, engine_request_id: str) -> None:
-    """Bind the next attempt of a session to a replica."""
     run.dispatch(replica_id, engine_request_id, {}, Decision(0, "test"), 0.0)
 
 

@@ -52,8 +52,6 @@ class _Handle:
 
 
 class WorkingHead:
-    """A pool with an exchange."""
-
     def __init__(self, timers: Timers, report: Callable[[Sequence[ReplicaWork], bool], None]) -> None:
         self.exchange = WorkExchange(report, call_later=timers.call_later)
         self.pool = StagePool(0, LeastQueueLengthBalancer(), clock=lambda: timers.now, exchange=self.exchange)
@@ -61,7 +59,6 @@ class WorkingHead:
         self._number = count()
 
     def attach(self, replica: int, incarnation: int = 0, remote: bool = True) -> PoolMember:
-        """A replica serves."""
         known = [member for member in self.pool.members if member.replica_id == replica]
         member = known[0] if known else self.pool.add(replica)
         member.remote, member.incarnation = remote, incarnation
@@ -70,12 +67,10 @@ class WorkingHead:
         return member
 
     def lose(self, member: PoolMember) -> None:
-        """A replica is lost, and its requests with it."""
         lost = self.pool.lose(member, ReplicaStatus.DOWN)
         self.runs = [run for run in self.runs if run not in lost]
 
     def charge(self, member: PoolMember) -> StageRun:
-        """A request goes there."""
         run = StageRun("r", cast(Any, FakeRequest("r")), 0.0)
         task: Task = {"prompt": Prompt(range(PROMPT_TOKENS))}
         run.dispatch(member.replica_id, f"r-{next(self._number)}", task, Decision(0, "test"), 0.0)
@@ -90,7 +85,6 @@ class WorkingHead:
         self.pool.begin(self.pool.member(run.replica_id), run, None)
 
     def release(self, run: StageRun) -> None:
-        """It ends."""
         self.runs.remove(run)
         self.pool.release(run)
 
@@ -120,7 +114,6 @@ class WorkBus:
         return head
 
     def leave(self, head_id: str) -> None:
-        """A head is gone."""
         self.heads.pop(head_id).exchange.close()
         del self._inboxes[head_id]
         self._work.pop(head_id, None)
@@ -138,7 +131,6 @@ class WorkBus:
         self._welcome(head_id)
 
     def deliver(self, head_id: str, messages: int = 1) -> None:
-        """So many messages arrive."""
         inbox = self._inboxes[head_id]
         for _ in range(min(messages, len(inbox))):
             self.heads[head_id].hear(inbox.popleft())

@@ -10,7 +10,6 @@ def imported_names(source: str, package: str) -> set[str]:
     Imports in functions and under TYPE_CHECKING count, and so does `import_module` of a constant.
 
     Args:
-        source: the text of the module.
         package: what its relative imports are relative to.
     """
     names: set[str] = set()

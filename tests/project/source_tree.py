@@ -24,7 +24,6 @@ class Module:
 
     @property
     def package(self) -> str:
-        """What its relative imports are relative to."""
         return self.name if self.path.name == "__init__.py" else self.name.rpartition(".")[0]
 
 
@@ -38,7 +37,6 @@ def text_files() -> list[Path]:
 
 
 def python_files() -> list[Path]:
-    """Return every Python file, in a fixed order."""
     return [path for path in text_files() if path.suffix == ".py"]
 
 

@@ -55,7 +55,6 @@ def depth(layer: str) -> int:
 
 
 def upward(imports: Imports) -> list[str]:
-    """Return the imports that point up."""
     return [
         f"{importer} imports {name}"
         for importer, names in imports.items()

@@ -49,11 +49,9 @@ class FakePublisher:
         return bool(self._pub.poll(0)) and self._pub.recv() == b"\x01"
 
     def publish(self, *events: dict[str, Any]) -> None:
-        """One batch, as an engine sends it."""
         self.publish_raw(msgspec.msgpack.encode([0.5, events, 0]))
 
     def publish_raw(self, payload: bytes) -> None:
-        """A batch of anything."""
         self._pub.send_multipart((b"", self._next.to_bytes(8, "big"), payload))
         self.lose_raw(payload)
 
@@ -71,11 +69,9 @@ class FakePublisher:
         self._pub.send_multipart(frames)
 
     def forget(self) -> None:
-        """Remember none of the batches so far."""
         self._buffer.clear()
 
     def close(self) -> None:
-        """The engine ends."""
         self._reader.pause()
         for socket in (self._pub, self._router):
             socket.close(linger=0)
@@ -130,7 +126,6 @@ class Mirror:
         self.restarts = 0
 
     def take(self, change: CacheChange) -> None:
-        """Apply a change."""
         if change.restart:
             self.restarts += 1
             self.keys.clear()

@@ -69,10 +69,8 @@ class FakeServer:
         heard: the head's control messages, in order.
         received: the frames that reached the engine, in order.
         refusal: what to answer to an `Attach` instead of a lease.
-        answers_attach: whether to answer it at all.
         answers_beats: whether to give signs of life.
         answers_calls: whether the engine answers utility calls; False: it hangs.
-        status: what a sign of life says.
         admits: whether the data sockets admit the head.
         told: whether another head has told the engine everything.
     """
@@ -114,7 +112,6 @@ class FakeServer:
         return any(isinstance(message, kind) for message in self.heard)
 
     def tell(self, message: FromServer) -> None:
-        """Send a control message to the head."""
         self._control.send_multipart([self._head, encode(message)])
 
     def tell_raw(self, *frames: bytes) -> None:
@@ -122,11 +119,9 @@ class FakeServer:
         self._control.send_multipart([self._head, *frames])
 
     def say(self, outputs: TimedOutputs) -> None:
-        """The engine sends outputs."""
         self._output.send(msgspec.json.encode(outputs))
 
     def say_dead(self) -> None:
-        """The engine says that it is dead."""
         self._output.send(DEAD_FRAME)
 
     def cut(self) -> None:
@@ -136,7 +131,6 @@ class FakeServer:
         self._output.close(linger=0)
 
     def close(self) -> None:
-        """The server dies."""
         for reader in self._readers:
             reader.pause()
         for socket in (self._control, self._input, self._output):

@@ -2,17 +2,18 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
 from tests.fakes.conditions import eventually
+from tests.fakes.keeping import Keep
 from tests.replicas.cache_publisher import BLOCK_SIZE, CLEARED, FakePublisher, Mirror, removed, stored
 from vllm_omni_plugin.balancing import Prompt
 from vllm_omni_plugin.balancing.caches.block_keys import prompt_keys
 from vllm_omni_plugin.replicas.kv_events import cache_listener
-from vllm_omni_plugin.replicas.kv_events.cache_listener import CacheListener, listen_to_cache
+from vllm_omni_plugin.replicas.kv_events.cache_listener import listen_to_cache
 
 TOKENS = list(range(12))
 KEYS = prompt_keys(Prompt([*TOKENS, 0]), BLOCK_SIZE)
@@ -20,34 +21,29 @@ FIRST, SECOND, THIRD = (TOKENS[start : start + BLOCK_SIZE] for start in range(0,
 
 
 @pytest.fixture
-async def publisher(tmp_path: Path) -> AsyncIterator[FakePublisher]:
-    publisher = FakePublisher(tmp_path)
-    yield publisher
-    publisher.close()
+async def publisher(tmp_path: Path, keep: Keep) -> FakePublisher:
+    return keep(FakePublisher(tmp_path))
 
 
 Listen = Callable[..., Awaitable[Mirror]]
 
 
 @pytest.fixture
-async def listen(publisher: FakePublisher) -> AsyncIterator[Listen]:
+async def listen(publisher: FakePublisher, keep: Keep) -> Listen:
     """Follow the publisher's engine; returns once the first of what is published is heard."""
-    listeners: list[CacheListener] = []
 
     async def follow(blocks: int = 1000, *, can_ask: bool = True) -> Mirror:
         mirror = Mirror()
         other = {} if can_ask else {"replay_endpoint": None}
         listener = listen_to_cache(publisher.ready_response(blocks, **other), mirror.take, "replica 3")
         assert listener is not None
-        listeners.append(listener)
+        keep(listener)
         await eventually(lambda: publisher.is_subscribed, "a subscription")
         if can_ask and publisher.answers:
             await eventually(lambda: mirror.restarts == 1, "the first answer")
         return mirror
 
-    yield follow
-    for each in listeners:
-        each.close()
+    return follow
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -11,8 +11,6 @@ from vllm_omni_plugin.replicas.kv_events.cache_log import BEGINNING, CacheLog, C
 
 
 class Reader(Mirror):
-    """Takes what it reads."""
-
     def __init__(self) -> None:
         super().__init__()
         self.cursor = BEGINNING
@@ -31,7 +29,6 @@ class Reader(Mirror):
 
 
 def begun(*keys: int) -> CacheLog:
-    """The log of an engine that has these blocks cached."""
     log = CacheLog()
     log.append(CacheChange(keys, restart=True))
     return log

@@ -1,7 +1,6 @@
 """The link to an engine on this node, over real sockets."""
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import zmq
 
 from tests.fakes.conditions import eventually
 from tests.fakes.engines import connect, receive
+from tests.fakes.keeping import Keep
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.replicas.links.link import IpcLink
 
@@ -42,10 +42,8 @@ class Ends:
 
 
 @pytest.fixture
-def ends(tmp_path: Path) -> Iterator[Ends]:
-    ends = Ends(tmp_path)
-    yield ends
-    ends.close()
+def ends(tmp_path: Path, keep: Keep) -> Ends:
+    return keep(Ends(tmp_path))
 
 
 async def test_a_message_goes_to_the_engine_and_its_ready_response_comes_back(ends: Ends) -> None:
@@ -55,11 +53,10 @@ async def test_a_message_goes_to_the_engine_and_its_ready_response_comes_back(en
     assert receive(ends.requests) == [b"kind", b"body"]
 
 
-async def test_sending_to_an_engine_that_never_connected_is_an_error(tmp_path: Path) -> None:
-    link = IpcLink(f"ipc://{tmp_path}/in", f"ipc://{tmp_path}/out", IDENTITY)
+async def test_sending_to_an_engine_that_never_connected_is_an_error(tmp_path: Path, keep: Keep) -> None:
+    link = keep(IpcLink(f"ipc://{tmp_path}/in", f"ipc://{tmp_path}/out", IDENTITY))
     with pytest.raises(ReplicaError, match="cannot send on ipc://"):
         link.send((b"kind", b"body"))
-    link.close()
 
 
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 128, 1000])

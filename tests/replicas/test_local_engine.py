@@ -8,6 +8,7 @@ import pytest
 
 from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeEngineApi
+from tests.fakes.keeping import Keep
 from tests.replicas.cache_publisher import FakePublisher, Mirror, stored
 from tests.replicas.server.engines import ServedFakeEngine, ServedFakeLauncher
 from vllm_omni_plugin.errors import ReplicaError
@@ -15,10 +16,8 @@ from vllm_omni_plugin.replicas.engine.running_engine import Engine, start_local_
 
 
 @pytest.fixture
-def launcher() -> Iterator[ServedFakeLauncher]:
-    launcher = ServedFakeLauncher()
-    yield launcher
-    launcher.close()
+def launcher(keep: Keep) -> ServedFakeLauncher:
+    return keep(ServedFakeLauncher())
 
 
 @pytest.fixture

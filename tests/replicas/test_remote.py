@@ -3,7 +3,7 @@
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from msgspec.structs import replace as with_changes
 from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeRequest
 from tests.fakes.free_ports import free_port
+from tests.fakes.keeping import Keep
 from tests.replicas.remote_head import RemoteHead
 from tests.replicas.remote_server import (
     CLIENT_INDEX,
@@ -79,24 +80,14 @@ def stand_still() -> None:
 
 
 @pytest.fixture
-def head() -> Iterator[RemoteHead]:
-    head = RemoteHead(
-        RemoteApi(),
-        {"dtype": "bfloat16"},
-        head_id="head",
-        heartbeat_interval=0.02,
-        heartbeat_timeout=5.0,
-        clock=lambda: 1000.0,
-    )
-    yield head
-    head.close()
+def head(keep: Keep) -> RemoteHead:
+    settings: Any = {"head_id": "head", "heartbeat_interval": 0.02, "heartbeat_timeout": 5.0, "clock": lambda: 1000.0}
+    return keep(RemoteHead(RemoteApi(), {"dtype": "bfloat16"}, **settings))
 
 
 @pytest.fixture
-async def server() -> AsyncIterator[FakeServer]:
-    server = FakeServer()
-    yield server
-    server.close()
+async def server(keep: Keep) -> FakeServer:
+    return keep(FakeServer())
 
 
 async def test_attaching_says_who_asks_for_what_and_ends_with_an_answer_of_the_engine(
@@ -333,16 +324,13 @@ async def test_data_sockets_that_do_not_admit_us_are_named(head: RemoteHead, ser
     ids=["same", "head knows the new one first", "server knows the new one too", "both turned around"],
 )
 async def test_ends_that_share_a_secret_work_together_encrypted(
-    head: RemoteHead, ours: tuple[str, ...], theirs: tuple[str, ...]
+    head: RemoteHead, keep: Keep, ours: tuple[str, ...], theirs: tuple[str, ...]
 ) -> None:
-    server = FakeServer(Secrets(theirs))
+    server = keep(FakeServer(Secrets(theirs)))
     head.set(secrets=Secrets(ours))
-    try:
-        async with head.attached(server.info) as replica:
-            replica.client.add_request(FakeRequest("a"), "a-1")
-            await eventually(lambda: len(server.received) == 2)
-    finally:
-        server.close()
+    async with head.attached(server.info) as replica:
+        replica.client.add_request(FakeRequest("a"), "a-1")
+        await eventually(lambda: len(server.received) == 2)
 
 
 @pytest.mark.parametrize(
@@ -355,13 +343,10 @@ async def test_ends_that_share_a_secret_work_together_encrypted(
     ids=["another secret", "no secret", "a secret too many"],
 )
 async def test_ends_that_share_no_secret_are_told_why(
-    head: RemoteHead, ours: tuple[str, ...], theirs: tuple[str, ...], told: str
+    head: RemoteHead, keep: Keep, ours: tuple[str, ...], theirs: tuple[str, ...], told: str
 ) -> None:
-    server = FakeServer(Secrets(theirs) if theirs else None)
+    server = keep(FakeServer(Secrets(theirs) if theirs else None))
     head.set(secrets=Secrets(ours) if ours else None)
-    try:
-        with pytest.raises(ReplicaError, match=f"{server.info.control_addr}: .*({told})"):
-            await head.attach(server.info)
-        assert server.heard == []
-    finally:
-        server.close()
+    with pytest.raises(ReplicaError, match=f"{server.info.control_addr}: .*({told})"):
+        await head.attach(server.info)
+    assert server.heard == []

@@ -3,8 +3,6 @@
 import os
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -41,55 +39,48 @@ class Owner:
         self.process.communicate()
 
 
-@pytest.fixture
-def base() -> Iterator[Path]:
-    """A folder with a path short enough for sockets."""
-    with tempfile.TemporaryDirectory() as folder:
-        yield Path(folder)
-
-
-def test_what_a_killed_process_leaves_is_swept_by_the_next(base: Path) -> None:
-    with Owner(base) as killed:
+def test_what_a_killed_process_leaves_is_swept_by_the_next(short_path: Path) -> None:
+    with Owner(short_path) as killed:
         killed.process.kill()
         killed.process.wait()
     assert killed.socket.exists()
-    with Owner(base) as following:
+    with Owner(short_path) as following:
         assert not killed.socket.parent.exists()
         assert following.socket.exists()
-    assert list(base.iterdir()) == []
+    assert list(short_path.iterdir()) == []
 
 
-def test_sockets_of_a_process_that_runs_are_left(base: Path) -> None:
-    with Owner(base) as running:
-        assert running.socket.parent.parent == base
-        sweep(str(base))
-        with Owner(base):
+def test_sockets_of_a_process_that_runs_are_left(short_path: Path) -> None:
+    with Owner(short_path) as running:
+        assert running.socket.parent.parent == short_path
+        sweep(str(short_path))
+        with Owner(short_path):
             assert running.socket.exists()
 
 
-def test_only_folders_of_that_name_are_swept(base: Path) -> None:
-    other = base / "other"
+def test_only_folders_of_that_name_are_swept(short_path: Path) -> None:
+    other = short_path / "other"
     other.mkdir()
     (other / "file").touch()
-    (base / "omni-run-link").symlink_to(other)
-    (base / "omni-run-file").touch()
-    (base / "omni-run-left").mkdir()
-    sweep(str(base))
-    assert {path.name for path in base.iterdir()} == {"other", "omni-run-link", "omni-run-file"}
+    (short_path / "omni-run-link").symlink_to(other)
+    (short_path / "omni-run-file").touch()
+    (short_path / "omni-run-left").mkdir()
+    sweep(str(short_path))
+    assert {path.name for path in short_path.iterdir()} == {"other", "omni-run-link", "omni-run-file"}
     assert (other / "file").exists()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
-def test_folders_of_others_are_left(base: Path) -> None:
-    theirs = base / "omni-run-theirs"
+def test_folders_of_others_are_left(short_path: Path) -> None:
+    theirs = short_path / "omni-run-theirs"
     theirs.mkdir()
     os.chown(theirs, 65534, 65534)
-    sweep(str(base))
+    sweep(str(short_path))
     assert theirs.exists()
 
 
-def test_a_long_path_is_used_as_it_is(base: Path) -> None:
-    long = base / ("x" * 60)
+def test_a_long_path_is_used_as_it_is(short_path: Path) -> None:
+    long = short_path / ("x" * 60)
     long.mkdir()
     with Owner(long) as owner:
         assert owner.socket.parent == long

@@ -41,8 +41,12 @@ class Peer:
         return task
 
 
-async def test_calls_are_answered_each_with_its_own_reply() -> None:
-    peer = Peer()
+@pytest.fixture
+async def peer() -> Peer:
+    return Peer()
+
+
+async def test_calls_are_answered_each_with_its_own_reply(peer: Peer) -> None:
     first = await peer.open_call("one", 1)
     second = await peer.open_call("two")
     (first_id, *first_call), (second_id, *_) = peer.link.calls
@@ -53,8 +57,7 @@ async def test_calls_are_answered_each_with_its_own_reply() -> None:
     assert peer.outputs == []
 
 
-async def test_a_call_is_answered_by_its_own_reply_alone_which_may_be_a_refusal() -> None:
-    peer = Peer()
+async def test_a_call_is_answered_by_its_own_reply_alone_which_may_be_a_refusal(peer: Peer) -> None:
     call = await peer.open_call("one")
     call_id = peer.link.calls[0][0]
     peer.link.answer(call_id + 100, "whose?")
@@ -69,8 +72,7 @@ async def test_a_call_is_answered_by_its_own_reply_alone_which_may_be_a_refusal(
     assert peer.deaths == []
 
 
-async def test_a_reply_to_a_cancelled_call_is_ignored() -> None:
-    peer = Peer()
+async def test_a_reply_to_a_cancelled_call_is_ignored(peer: Peer) -> None:
     call = await peer.open_call("one")
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -81,8 +83,7 @@ async def test_a_reply_to_a_cancelled_call_is_ignored() -> None:
 
 
 @pytest.mark.parametrize("frame", [b"", b"\xff\xfe", b"[]", b'{"outputs": 3}', b'{"utility_output": {"call_id": 0}}'])
-async def test_a_message_that_cannot_be_used_is_the_replicas_death(frame: bytes) -> None:
-    peer = Peer()
+async def test_a_message_that_cannot_be_used_is_the_replicas_death(peer: Peer, frame: bytes) -> None:
     call = await peer.open_call("one")
     call_id = peer.link.calls[0][0]
     peer.link.say(frame.replace(b"0", str(call_id).encode()))
@@ -92,8 +93,9 @@ async def test_a_message_that_cannot_be_used_is_the_replicas_death(frame: bytes)
         await call
 
 
-async def test_outputs_that_cannot_be_handled_are_the_replicas_death(caplog: pytest.LogCaptureFixture) -> None:
-    peer = Peer()
+async def test_outputs_that_cannot_be_handled_are_the_replicas_death(
+    peer: Peer, caplog: pytest.LogCaptureFixture
+) -> None:
     peer.fault = RuntimeError("bug")
     peer.link.report(1)
     peer.fault = None
@@ -102,8 +104,7 @@ async def test_outputs_that_cannot_be_handled_are_the_replicas_death(caplog: pyt
     assert "Outputs of replica 7 could not be handled" in caplog.text
 
 
-async def test_death_fails_open_calls_and_refuses_new_ones() -> None:
-    peer = Peer()
+async def test_death_fails_open_calls_and_refuses_new_ones(peer: Peer) -> None:
     calls = [await peer.open_call("one"), await peer.open_call("two")]
     peer.link.say_dead()
     for call in calls:
@@ -118,8 +119,7 @@ async def test_death_fails_open_calls_and_refuses_new_ones() -> None:
     assert (len(peer.link.calls), peer.link.added, peer.link.aborted) == (2, [], [])
 
 
-async def test_death_is_told_once_with_its_first_reason() -> None:
-    peer = Peer()
+async def test_death_is_told_once_with_its_first_reason(peer: Peer) -> None:
     peer.client.mark_dead("first")
     peer.client.mark_dead("second")
     peer.link.say_dead()
@@ -158,16 +158,14 @@ async def test_a_client_that_is_closed_before_somebody_says_more_tells_of_one_en
     assert peer.deaths == ["closed"]
 
 
-async def test_nothing_is_heard_of_the_dead() -> None:
-    peer = Peer()
+async def test_nothing_is_heard_of_the_dead(peer: Peer) -> None:
     peer.client.mark_dead("distrusted")
     peer.link.output("a")
     peer.link.report(3)
     assert peer.outputs == []
 
 
-async def test_a_send_that_fails_is_the_replicas_death() -> None:
-    peer = Peer()
+async def test_a_send_that_fails_is_the_replicas_death(peer: Peer) -> None:
     peer.link.broken = True
     with pytest.raises(ReplicaError, match="cannot send"):
         peer.client.add_request(FakeRequest("a"), "a-1")
@@ -186,8 +184,7 @@ async def test_a_call_that_cannot_be_sent_leaves_no_unretrieved_error() -> None:
     assert unretrieved == []
 
 
-async def test_close_closes_the_link_and_fails_open_calls() -> None:
-    peer = Peer()
+async def test_close_closes_the_link_and_fails_open_calls(peer: Peer) -> None:
     call = await peer.open_call("one")
     peer.client.close()
     with pytest.raises(ReplicaError, match="closed"):
@@ -195,8 +192,7 @@ async def test_close_closes_the_link_and_fails_open_calls() -> None:
     assert peer.link.closed
 
 
-async def test_what_came_while_paused_is_read_on_resume_or_drain() -> None:
-    peer = Peer()
+async def test_what_came_while_paused_is_read_on_resume_or_drain(peer: Peer) -> None:
     peer.client.pause_reading()
     peer.link.report(1)
     assert peer.outputs == []
@@ -207,8 +203,7 @@ async def test_what_came_while_paused_is_read_on_resume_or_drain() -> None:
     assert [outputs.scheduler_stats for outputs in peer.outputs] == [1, 2]
 
 
-async def test_an_interruption_fails_calls_and_leaves_the_question_whether_the_engine_answers() -> None:
-    peer = Peer()
+async def test_an_interruption_fails_calls_and_leaves_the_question_whether_the_engine_answers(peer: Peer) -> None:
     alive = asyncio.create_task(peer.client.answers())
     await asyncio.sleep(0)
     call = await peer.open_call("one")
@@ -220,8 +215,9 @@ async def test_an_interruption_fails_calls_and_leaves_the_question_whether_the_e
     assert peer.deaths == []
 
 
-async def test_an_engine_that_refuses_calls_since_it_was_told_to_end_answers_and_may_finish_its_requests() -> None:
-    peer = Peer()
+async def test_an_engine_that_refuses_calls_since_it_was_told_to_end_answers_and_may_finish_its_requests(
+    peer: Peer,
+) -> None:
     alive = asyncio.create_task(peer.client.answers())
     await asyncio.sleep(0)
     peer.link.refuse(peer.link.calls[0][0], "Server shutting down")
@@ -229,8 +225,7 @@ async def test_an_engine_that_refuses_calls_since_it_was_told_to_end_answers_and
     assert peer.deaths == []
 
 
-async def test_what_an_engine_says_between_its_interruption_and_its_reset_is_dropped() -> None:
-    peer = Peer()
+async def test_what_an_engine_says_between_its_interruption_and_its_reset_is_dropped(peer: Peer) -> None:
     peer.client.interrupt("no answer")
     peer.link.output("a")
     peer.link.report(3)
@@ -245,8 +240,7 @@ async def test_what_an_engine_says_between_its_interruption_and_its_reset_is_dro
     assert [outputs.scheduler_stats for outputs in peer.outputs] == [4]
 
 
-async def test_only_calls_that_may_take_long_make_an_engine_busy() -> None:
-    peer = Peer()
+async def test_only_calls_that_may_take_long_make_an_engine_busy(peer: Peer) -> None:
     question, update = await peer.open_call("is_sleeping"), await peer.open_call("collective_rpc", "update_weights")
     assert peer.client.is_busy
     peer.link.answer(peer.link.calls[1][0])

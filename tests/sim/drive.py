@@ -36,7 +36,6 @@ def run(model: EngineModel, now: float = 0.0, until: float = float("inf")) -> li
 
 
 def tokens_of(timeline: Iterable[tuple[float, SimOutput]], request_id: str) -> list[int]:
-    """The answer to one request."""
     return [output.token for _, output in timeline if output.request_id == request_id and output.token is not None]
 
 

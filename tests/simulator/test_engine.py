@@ -25,7 +25,6 @@ Times = dict[int, tuple[float, float, int]]
 
 
 def iterate(settings: EngineSettings, arrivals: Arrivals) -> Times:
-    """What the iterating engine does with these requests."""
     model = EngineModel(settings)
     pending = [(at, request) for at, request in arrivals]
     first: dict[int, tuple[float, int]] = {}

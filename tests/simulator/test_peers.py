@@ -18,8 +18,6 @@ QUIET = LoadReport(0, 0, 0.0)
 
 @dataclass
 class FakeEngine:
-    """Has settings."""
-
     settings: EngineSettings = field(default_factory=EngineSettings)
 
 

@@ -16,7 +16,6 @@ PAGE = (Path(__file__).parents[2] / "docs" / "python_stages.md").read_text()
 
 
 def block(language: str) -> str:
-    """The first block of this language on the page."""
     found = re.search(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
     assert found
     return found[1]

@@ -41,7 +41,6 @@ OWNER = [
 
 
 def ended(fd: int) -> bool:
-    """Whether the process behind a pidfd ends."""
     return bool(select.select([fd], [], [], 10)[0])
 
 

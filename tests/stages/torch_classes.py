@@ -18,7 +18,6 @@ class Doubling(PythonStage):
     """
 
     def start(self) -> None:
-        """Load the weights."""
         self._weights = torch.nn.Parameter(torch.tensor(2.0, device=self.device))
 
     def compute(self, jobs: Sequence[StageJob]) -> Sequence[StageOutput | Exception]:

@@ -130,7 +130,6 @@ class Model:
 
 
 def make_model(folder: Path, max_model_len: int = 64) -> Model:
-    """A tiny model's configuration and its renderers."""
     path = runpy.run_path(str(TINY_MODEL))["make_tiny_model"](folder / "tiny")
     with warnings.catch_warnings():
         # Some of vLLM's imports warn.
@@ -170,7 +169,6 @@ class PipelineApp:
             serve_pipeline(self.app, pipeline, lambda ids: self.engine.aborted.append(tuple(ids)))
 
     def post(self, path: str, **body: Any) -> Client:
-        """Send a request."""
         headers = [(b"content-type", b"application/json")]
         scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
         client = Client(self.app, {**scope, "http_version": "1.1", "scheme": "http", "server": ("test", 80)})
@@ -178,17 +176,14 @@ class PipelineApp:
         return client
 
     def chat(self, **body: Any) -> Client:
-        """Send a request for a chat completion."""
         return self.post("/v1/chat/completions", messages=[{"role": "user", "content": "Hello"}], **body)
 
     async def answer(self, client: Client, status: int = 200) -> Any:
-        """The whole answer, as JSON."""
         assert await client.status() == status, client.body
         return json.loads(client.body)
 
 
 def events(body: bytes) -> list[dict[str, Any]]:
-    """The server-sent events of a stream that ended."""
     *parts, done, rest = body.decode().split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")
     return [json.loads(part.removeprefix("data: ")) for part in parts]

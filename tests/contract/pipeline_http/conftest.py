@@ -10,7 +10,6 @@ from vllm_omni_plugin.pipeline.loading import load_pipeline
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """The entry stage's model."""
     return make_model(tmp_path_factory.mktemp("model"))
 
 

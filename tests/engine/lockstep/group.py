@@ -75,7 +75,6 @@ class HeadlessGroup:
         self.context.term()
 
     def alive(self) -> list[int]:
-        """Those of its processes that run."""
         return [pid for pid in self.pids if runs(pid)]
 
 

@@ -70,7 +70,6 @@ class FrontEnd:
             await self._all_lost.wait()
 
     async def ask(self, rank: int, request: Any) -> list[int]:
-        """Submit a request and wait for its answer."""
         async with asyncio.timeout(_ANSWER_S):
             return await self.send(rank, request)
 

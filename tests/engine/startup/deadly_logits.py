@@ -40,7 +40,6 @@ class DeadlyLogits(LogitsProcessor):
                 self._answers[one] = from_other
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Leave them as they are."""
         if any(len(answer) >= DEADLY_TOKEN for answer in self._answers.values()):
             os._exit(1)
         return logits

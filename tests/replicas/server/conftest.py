@@ -1,7 +1,7 @@
 """A replica server that runs, with the coordinator it announces itself to."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.fakes.conditions import eventually
+from tests.fakes.keeping import Keep
 from tests.replicas.remote_head import RemoteHead
 from tests.replicas.server.engines import ServedFakeEngine, ServedFakeLauncher, SlotCodec
 from tests.replicas.server.heads import Head
@@ -23,14 +24,7 @@ FINGERPRINT = {"model": "tiny", "dtype": "float32"}
 
 
 class Node:
-    """One replica server under test.
-
-    Attributes:
-        server: it.
-        running: its `run`.
-        launcher: starts its engines.
-        coordinator: what it announces itself to.
-    """
+    """One replica server under test."""
 
     def __init__(self, settings: ServerSettings, launcher: ServedFakeLauncher, coordinator: OmniCoordinator) -> None:
         self.settings = settings
@@ -46,7 +40,6 @@ class Node:
 
     @property
     def engine(self) -> ServedFakeEngine:
-        """The engine started last."""
         return self.launcher.engines[-1]
 
     @property
@@ -71,7 +64,6 @@ class Node:
 
     @asynccontextmanager
     async def attached(self) -> AsyncIterator[Head]:
-        """A head with a lease."""
         info = await self.up()
         async with self.head() as head:
             await head.attach(info.incarnation)
@@ -93,10 +85,8 @@ def socket_folder(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def launcher(socket_folder: Path) -> Iterator[ServedFakeLauncher]:
-    launcher = ServedFakeLauncher()
-    yield launcher
-    launcher.close()
+def launcher(socket_folder: Path, keep: Keep) -> ServedFakeLauncher:
+    return keep(ServedFakeLauncher())
 
 
 @pytest.fixture
@@ -131,20 +121,27 @@ async def start_node(launcher: ServedFakeLauncher) -> AsyncIterator[StartNode]:
         node.coordinator.close()
 
 
+@pytest.fixture
+async def node(start_node: StartNode) -> Node:
+    """One with the usual settings."""
+    return await start_node()
+
+
+@pytest.fixture
+async def head(node: Node) -> AsyncIterator[Head]:
+    """A head with a lease of that one."""
+    async with node.attached() as head:
+        yield head
+
+
 MakeHead = Callable[..., RemoteHead]
 
 
 @pytest.fixture
-def make_head() -> Iterator[MakeHead]:
+def make_head(keep: Keep) -> MakeHead:
     """Heads that attach as ours do; they are closed after the test."""
-    heads: list[RemoteHead] = []
 
-    def make(secrets: Secrets | None = None, max_message_bytes: int = 2**30, **fingerprint: str) -> RemoteHead:
-        heads.append(
-            RemoteHead(SlotCodec(), FINGERPRINT | fingerprint, secrets=secrets, max_message_bytes=max_message_bytes)
-        )
-        return heads[-1]
+    def make(secrets: Secrets | None = None, max_message_bytes: int = 2**30) -> RemoteHead:
+        return keep(RemoteHead(SlotCodec(), FINGERPRINT, secrets=secrets, max_message_bytes=max_message_bytes))
 
-    yield make
-    for head in heads:
-        head.close()
+    return make

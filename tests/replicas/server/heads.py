@@ -133,18 +133,15 @@ class Head:
         await self.say(Leave(self.attached.lease))
 
     async def send(self, *frames: bytes) -> None:
-        """A message to the engine."""
         await within(self.inputs.send_multipart([self.attached.identity, *frames]))
 
     async def add(self, request_id: str) -> None:
         await self.send(b"add", msgspec.json.encode({"request_id": request_id}))
 
     async def read(self) -> FakeOutputs:
-        """The next message of the engine."""
         return msgspec.json.decode(await within(self.outputs.recv()), type=FakeOutputs)
 
     async def read_ids(self, count: int) -> list[str]:
-        """The request ids of the next outputs."""
         return [(await self.read()).outputs[0].request_id for _ in range(count)]
 
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from tests.fakes.conditions import eventually
-from tests.replicas.server.conftest import StartNode
+from tests.replicas.server.conftest import Node, StartNode
 from tests.replicas.server.heads import Head
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.curve import Secrets
@@ -31,20 +31,17 @@ def fail_next_close(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Relay, "close", close_and_fail_once)
 
 
-async def test_requests_and_outputs_pass_between_head_and_engine(start_node: StartNode) -> None:
-    node = await start_node()
-    async with node.attached() as head:
-        await head.add("a")
-        await eventually(lambda: [b"add", msgspec.json.encode({"request_id": "a"})] in node.engine.frames)
-        node.engine.say(0, "a", "b", "c")
-        assert await head.read_ids(3) == ["a", "b", "c"]
-        assert head.attached.ready_response == b'"ready"'
-        assert head.attached.client_index == 0
-        assert await head.beat() == Status(head.attached.lease, ReplicaStatus.UP)
+async def test_requests_and_outputs_pass_between_head_and_engine(head: Head, node: Node) -> None:
+    await head.add("a")
+    await eventually(lambda: [b"add", msgspec.json.encode({"request_id": "a"})] in node.engine.frames)
+    node.engine.say(0, "a", "b", "c")
+    assert await head.read_ids(3) == ["a", "b", "c"]
+    assert head.attached.ready_response == b'"ready"'
+    assert head.attached.client_index == 0
+    assert await head.beat() == Status(head.attached.lease, ReplicaStatus.UP)
 
 
-async def test_two_heads_have_slots_of_their_own(start_node: StartNode) -> None:
-    node = await start_node()
+async def test_two_heads_have_slots_of_their_own(node: Node) -> None:
     async with node.attached() as first, node.attached() as second:
         slot = second.attached.client_index
         assert slot != 0
@@ -55,9 +52,8 @@ async def test_two_heads_have_slots_of_their_own(start_node: StartNode) -> None:
 
 
 async def test_the_next_heads_hear_that_an_engine_was_told_everything_until_its_last_head_has_gone(
-    start_node: StartNode,
+    node: Node,
 ) -> None:
-    node = await start_node()
     async with node.attached() as first:
         assert not first.attached.told
         await first.say(Told(first.attached.lease))
@@ -77,9 +73,8 @@ async def let_go(head: Head) -> None:
 
 
 async def test_an_engine_that_is_started_anew_because_an_output_could_not_be_taken_back_was_told_nothing(
-    start_node: StartNode, monkeypatch: pytest.MonkeyPatch
+    node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    node = await start_node()
     async with node.attached() as first:
         await first.say(Told(first.attached.lease))
         before = await node.up()
@@ -113,9 +108,8 @@ async def test_a_head_that_differs_is_refused_with_both_values(
 
 @pytest.mark.parametrize("said", [{"protocol": 99}, {"fingerprint": {}}, {"fingerprint": {"model": "tiny"}}])
 async def test_without_a_secret_only_the_log_says_what_differs(
-    start_node: StartNode, caplog: pytest.LogCaptureFixture, said: dict[str, Any]
+    node: Node, caplog: pytest.LogCaptureFixture, said: dict[str, Any]
 ) -> None:
-    node = await start_node()
     info = await node.up()
     async with node.head() as stranger:
         answers = [await stranger.ask_to_attach(info.incarnation, **said) for _ in range(2)]
@@ -125,8 +119,7 @@ async def test_without_a_secret_only_the_log_says_what_differs(
     assert "replica float32" in caplog.text or "head has 99" in caplog.text
 
 
-async def test_a_head_too_many_is_refused_for_now(start_node: StartNode) -> None:
-    node = await start_node()
+async def test_a_head_too_many_is_refused_for_now(node: Node) -> None:
     async with AsyncExitStack() as heads:
         attached = [await heads.enter_async_context(node.attached()) for _ in range(HEAD_SLOTS)]
         one_more = await heads.enter_async_context(node.head())
@@ -164,8 +157,7 @@ async def test_a_head_that_cannot_be_let_go_costs_the_engine_and_the_next_silent
         assert await head.hear() == Expired(attached.lease)
 
 
-async def test_a_lease_is_good_on_its_own_connection_only(start_node: StartNode) -> None:
-    node = await start_node()
+async def test_a_lease_is_good_on_its_own_connection_only(node: Node) -> None:
     async with node.attached() as head, node.head() as other:
         other.attached = head.attached
         assert await other.beat() == Expired(head.attached.lease)
@@ -174,8 +166,7 @@ async def test_a_lease_is_good_on_its_own_connection_only(start_node: StartNode)
         assert await head.beat() == Status(head.attached.lease, ReplicaStatus.UP)
 
 
-async def test_outputs_for_a_former_head_never_reach_the_next(start_node: StartNode) -> None:
-    node = await start_node()
+async def test_outputs_for_a_former_head_never_reach_the_next(node: Node) -> None:
     for turn in range(5):
         async with node.attached() as head:
             slot = head.attached.client_index
@@ -187,27 +178,23 @@ async def test_outputs_for_a_former_head_never_reach_the_next(start_node: StartN
         assert await last.read_ids(1) == ["mine"]
 
 
-async def test_a_head_that_attaches_anew_gives_up_what_it_had(start_node: StartNode) -> None:
-    node = await start_node()
-    async with node.attached() as head:
-        info = await node.up()
-        former = head.attached
-        await head.attach(info.incarnation)
-        head.attached, current = former, head.attached
-        assert await head.beat() == Expired(former.lease)
-        head.attached = current
-        assert isinstance(await head.beat(), Status)
+async def test_a_head_that_attaches_anew_gives_up_what_it_had(head: Head, node: Node) -> None:
+    info = await node.up()
+    former = head.attached
+    await head.attach(info.incarnation)
+    head.attached, current = former, head.attached
+    assert await head.beat() == Expired(former.lease)
+    head.attached = current
+    assert isinstance(await head.beat(), Status)
 
 
-async def test_outputs_of_an_unleased_slot_are_taken_and_their_requests_aborted(start_node: StartNode) -> None:
-    node = await start_node()
+async def test_outputs_of_an_unleased_slot_are_taken_and_their_requests_aborted(node: Node) -> None:
     await node.up()
     node.engine.say(2, *[f"r{number}" for number in range(5000)])
     await eventually(lambda: len(node.engine.aborted) == 5000)
 
 
-async def test_bursts_longer_than_every_queue_arrive_whole_and_in_order(start_node: StartNode) -> None:
-    node = await start_node()
+async def test_bursts_longer_than_every_queue_arrive_whole_and_in_order(node: Node) -> None:
     ids = [f"r{number}" for number in range(5000)]
     async with node.attached() as head:
         for request_id in ids:
@@ -219,8 +206,7 @@ async def test_bursts_longer_than_every_queue_arrive_whole_and_in_order(start_no
         assert added == ids
 
 
-async def test_messages_of_several_parts_stay_whole_while_leases_come_and_go(start_node: StartNode) -> None:
-    node = await start_node()
+async def test_messages_of_several_parts_stay_whole_while_leases_come_and_go(node: Node) -> None:
     parts = [b"add", b'{"request_id": "r"}', b"second part", b"third part"]
     for _ in range(20):
         async with node.attached() as head:

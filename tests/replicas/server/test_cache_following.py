@@ -2,14 +2,14 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from tests.fakes.conditions import eventually
+from tests.fakes.keeping import Keep
 from tests.replicas.cache_publisher import BLOCK_SIZE, CLEARED, FakePublisher, Mirror, removed, stored
-from tests.replicas.server.conftest import MakeHead, StartNode
+from tests.replicas.server.conftest import MakeHead, Node, StartNode
 from tests.replicas.server.engines import ServedFakeLauncher
 from tests.replicas.server.heads import Head
 from vllm_omni_plugin.balancing import Prompt
@@ -25,16 +25,14 @@ KEYS = prompt_keys(Prompt([*TOKENS, 0]), BLOCK_SIZE)
 
 
 @pytest.fixture
-async def publisher(tmp_path: Path, launcher: ServedFakeLauncher) -> AsyncIterator[FakePublisher]:
+async def publisher(tmp_path: Path, launcher: ServedFakeLauncher, keep: Keep) -> FakePublisher:
     """That of the engine that will be started."""
-    publisher = FakePublisher(tmp_path)
+    publisher = keep(FakePublisher(tmp_path))
     launcher.ready = publisher.ready_response()
-    yield publisher
-    publisher.close()
+    return publisher
 
 
 async def changes(head: Head) -> CacheChanges:
-    """The next message, which must be about the cache."""
     message = await head.hear()
     assert isinstance(message, CacheChanges), message
     return message
@@ -62,10 +60,7 @@ async def test_a_head_knows_all_that_is_cached_and_what_changes(
         assert (mirror.keys, mirror.complete) == (set(), True)
 
 
-async def test_two_heads_follow_each_at_its_own_pace(
-    start_node: StartNode, make_head: MakeHead, publisher: FakePublisher
-) -> None:
-    node = await start_node()
+async def test_two_heads_follow_each_at_its_own_pace(publisher: FakePublisher, node: Node, make_head: MakeHead) -> None:
     info = await node.up()
     first, second = Mirror(), Mirror()
     async with make_head().attached(info) as one:
@@ -95,9 +90,8 @@ async def test_a_large_cache_comes_in_parts(
 
 
 async def test_a_head_that_comes_back_learns_everything_again(
-    start_node: StartNode, make_head: MakeHead, publisher: FakePublisher
+    publisher: FakePublisher, node: Node, make_head: MakeHead
 ) -> None:
-    node = await start_node()
     head, mirror = make_head(), Mirror()
     publisher.publish(stored(TOKENS, 1, 2))
     for attachments in (1, 2):
@@ -109,16 +103,15 @@ async def test_a_head_that_comes_back_learns_everything_again(
 
 
 async def test_of_an_engine_that_was_restarted_nothing_is_known(
-    start_node: StartNode, make_head: MakeHead, publisher: FakePublisher, launcher: ServedFakeLauncher, tmp_path: Path
+    publisher: FakePublisher, node: Node, make_head: MakeHead, launcher: ServedFakeLauncher, keep: Keep, tmp_path: Path
 ) -> None:
-    node = await start_node()
     head, mirror = make_head(), Mirror()
     info = await node.up()
     publisher.publish(stored(TOKENS, 1, 2))
     async with head.attached(info) as replica:
         replica.follow_cache(mirror.take)
         await eventually(lambda: mirror.keys)
-        successor = FakePublisher(tmp_path, "successor")
+        successor = keep(FakePublisher(tmp_path, "successor"))
         launcher.ready = successor.ready_response()
         node.engine.process.kill()
         await eventually(lambda: head.deaths)
@@ -126,7 +119,6 @@ async def test_of_an_engine_that_was_restarted_nothing_is_known(
         replica.follow_cache(mirror.take)
         await eventually(lambda: mirror.restarts == 2)
         assert (mirror.keys, mirror.complete) == (set(), True)
-    successor.close()
 
 
 async def test_an_engine_that_reports_nothing_is_said_and_attached_to_all_the_same(
@@ -142,30 +134,24 @@ async def test_an_engine_that_reports_nothing_is_said_and_attached_to_all_the_sa
     assert "Replica 0.0 does not report what its prefix cache holds." in caplog.text
 
 
-async def test_a_question_is_answered_when_there_is_something_to_say(
-    start_node: StartNode, publisher: FakePublisher
-) -> None:
-    node = await start_node()
-    async with node.attached() as head:
-        await follow(head, BEGINNING)
-        beginning = await changes(head)
-        assert (beginning.since, beginning.restart, beginning.stored) == (BEGINNING, True, b"")
-        await follow(head, beginning.cursor)
-        # Answered at once, so the question before it is not.
-        await head.beat()
-        publisher.publish(stored(TOKENS, 1, 2))
-        change = await changes(head)
-        assert (change.since, change.restart, unpack_keys(change.stored)) == (beginning.cursor, False, tuple(KEYS))
+async def test_a_question_is_answered_when_there_is_something_to_say(publisher: FakePublisher, head: Head) -> None:
+    await follow(head, BEGINNING)
+    beginning = await changes(head)
+    assert (beginning.since, beginning.restart, beginning.stored) == (BEGINNING, True, b"")
+    await follow(head, beginning.cursor)
+    # Answered at once, so the question before it is not.
+    await head.beat()
+    publisher.publish(stored(TOKENS, 1, 2))
+    change = await changes(head)
+    assert (change.since, change.restart, unpack_keys(change.stored)) == (beginning.cursor, False, tuple(KEYS))
 
 
-async def test_after_its_lease_a_head_is_told_nothing_more(start_node: StartNode, publisher: FakePublisher) -> None:
-    node = await start_node()
-    async with node.attached() as head:
-        await follow(head, BEGINNING)
-        await follow(head, (await changes(head)).cursor)
-        lease = head.attached.lease
-        await head.detach()
-        assert await head.beat() == Expired(lease)
-        publisher.publish(stored(TOKENS, 1, 2))
-        await asyncio.sleep(0)
-        assert await head.beat() == Expired(lease)
+async def test_after_its_lease_a_head_is_told_nothing_more(publisher: FakePublisher, head: Head) -> None:
+    await follow(head, BEGINNING)
+    await follow(head, (await changes(head)).cursor)
+    lease = head.attached.lease
+    await head.detach()
+    assert await head.beat() == Expired(lease)
+    publisher.publish(stored(TOKENS, 1, 2))
+    await asyncio.sleep(0)
+    assert await head.beat() == Expired(lease)

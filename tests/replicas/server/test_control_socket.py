@@ -9,6 +9,7 @@ import pytest
 import zmq
 
 from tests.fakes.conditions import eventually
+from tests.fakes.keeping import Keep
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.replicas.control.control_link import ControlSocket
 from vllm_omni_plugin.replicas.control.lease_messages import LeaseBeat, Status, ToServer, encode
@@ -20,10 +21,9 @@ def has(items: list[bytes], count: int) -> bool:
 
 
 @pytest.fixture
-def listener() -> Iterator[Listener]:
+def listener(keep: Keep) -> Listener:
     (listener,) = listen_on_many("127.0.0.1", None, 1)
-    yield listener
-    listener.close()
+    return keep(listener)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import pytest
 
 from tests.fakes.conditions import eventually
 from tests.replicas.server.conftest import Node, StartNode
+from tests.replicas.server.heads import Head
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.replicas.control.lease_messages import AttachRefused, Status
@@ -15,27 +16,24 @@ from vllm_omni_plugin.replicas.server.announcer import Announcer
 from vllm_omni_plugin.replicas.server.attached_heads import Heads
 
 
-async def test_an_engine_that_exits_is_reported_and_replaced_on_the_same_ports(start_node: StartNode) -> None:
-    node = await start_node()
-    async with node.attached() as head:
-        before = await node.up()
-        node.engine.process.die()
-        status = await head.hear_status()
-        assert status.status is ReplicaStatus.ERROR
-        assert "process 1000 exited" in status.reason
-        after = await node.up(after=before.incarnation)
-        addresses = (before.input_addr, before.output_addr, before.control_addr)
-        assert (after.input_addr, after.output_addr, after.control_addr) == addresses
-        await head.attach(after.incarnation)
-        node.engine.say(0, "of the new engine")
-        assert await head.read_ids(1) == ["of the new engine"]
-        assert node.launcher.engines[0].process.shutdowns == [0.0], "what was lost has nothing to finish"
+async def test_an_engine_that_exits_is_reported_and_replaced_on_the_same_ports(head: Head, node: Node) -> None:
+    before = await node.up()
+    node.engine.process.die()
+    status = await head.hear_status()
+    assert status.status is ReplicaStatus.ERROR
+    assert "process 1000 exited" in status.reason
+    after = await node.up(after=before.incarnation)
+    addresses = (before.input_addr, before.output_addr, before.control_addr)
+    assert (after.input_addr, after.output_addr, after.control_addr) == addresses
+    await head.attach(after.incarnation)
+    node.engine.say(0, "of the new engine")
+    assert await head.read_ids(1) == ["of the new engine"]
+    assert node.launcher.engines[0].process.shutdowns == [0.0], "what was lost has nothing to finish"
 
 
 async def test_heads_hear_of_a_loss_before_the_coordinator_that_cannot_tell_why(
-    start_node: StartNode, monkeypatch: pytest.MonkeyPatch
+    node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    node = await start_node()
     told: list[str] = []
     turn_away, say = Heads.turn_away, Announcer.say
     monkeypatch.setattr(Heads, "turn_away", lambda *args: (told.append("heads"), turn_away(*args)))
@@ -48,28 +46,24 @@ async def test_heads_hear_of_a_loss_before_the_coordinator_that_cannot_tell_why(
 
 
 @pytest.mark.parametrize(("ended", "failed"), [("SIGILL", True), ("SIGKILL", False)])
-async def test_heads_are_told_how_an_engine_ended(start_node: StartNode, ended: str, failed: bool) -> None:
-    node = await start_node()
-    async with node.attached() as head:
-        await node.up()
-        node.engine.process.last_words = f"its worker VllmWorker-0 was ended by {ended}"
-        node.engine.announce_death()
-        status = await head.hear_status()
-        assert status.reason == f"the engine reported its own death: its worker VllmWorker-0 was ended by {ended}"
-        assert status.engine_failed is failed
+async def test_heads_are_told_how_an_engine_ended(head: Head, node: Node, ended: str, failed: bool) -> None:
+    await node.up()
+    node.engine.process.last_words = f"its worker VllmWorker-0 was ended by {ended}"
+    node.engine.announce_death()
+    status = await head.hear_status()
+    assert status.reason == f"the engine reported its own death: its worker VllmWorker-0 was ended by {ended}"
+    assert status.engine_failed is failed
 
 
 @pytest.mark.parametrize("reported", [True, False])
 async def test_an_engine_that_is_given_up_has_not_crashed_unless_it_says_so(
-    start_node: StartNode, reported: bool
+    head: Head, node: Node, reported: bool
 ) -> None:
-    node = await start_node()
-    async with node.attached() as head:
-        if reported:
-            node.engine.announce_death()
-        else:
-            node.engine.failure = "the executor is gone"
-        assert (await head.hear_status()).engine_failed is reported
+    if reported:
+        node.engine.announce_death()
+    else:
+        node.engine.failure = "the executor is gone"
+    assert (await head.hear_status()).engine_failed is reported
 
 
 async def test_an_engine_that_hangs_is_reported_kept_and_taken_back(start_node: StartNode) -> None:
@@ -101,8 +95,7 @@ async def test_a_first_start_that_fails_ends_the_server(start_node: StartNode) -
         await node.running
 
 
-async def test_a_server_that_is_cancelled_twice_ends_its_engine(start_node: StartNode, socket_folder: Path) -> None:
-    node = await start_node()
+async def test_a_server_that_is_cancelled_twice_ends_its_engine(node: Node, socket_folder: Path) -> None:
     await node.up()
     for _ in range(20):
         node.running.cancel()

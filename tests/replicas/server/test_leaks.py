@@ -5,12 +5,11 @@ import threading
 from pathlib import Path
 
 from tests.fakes.conditions import eventually
-from tests.replicas.server.conftest import Node, StartNode
+from tests.replicas.server.conftest import Node
 from vllm_omni_plugin.replicas.server.served_engine import HEAD_SLOTS
 
 
 def held() -> tuple[int, int]:
-    """Descriptors and threads of this process."""
     return len(os.listdir("/proc/self/fd")), threading.active_count()
 
 
@@ -20,8 +19,7 @@ async def come_and_go(node: Node) -> None:
         await second.detach()
 
 
-async def test_many_heads_leave_threads_descriptors_and_ports_as_they_were(start_node: StartNode) -> None:
-    node = await start_node()
+async def test_many_heads_leave_threads_descriptors_and_ports_as_they_were(node: Node) -> None:
     await come_and_go(node)
     await node.up()
     await eventually(lambda: (HEAD_SLOTS, "is_sleeping") in node.engine.calls)
@@ -34,8 +32,7 @@ async def test_many_heads_leave_threads_descriptors_and_ports_as_they_were(start
     )
 
 
-async def test_a_server_that_has_ended_leaves_nothing(start_node: StartNode, socket_folder: Path) -> None:
-    node = await start_node()
+async def test_a_server_that_has_ended_leaves_nothing(node: Node, socket_folder: Path) -> None:
     others = set(threading.enumerate())
     await come_and_go(node)
     node.server.drain()

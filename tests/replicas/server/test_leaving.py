@@ -6,14 +6,14 @@ import threading
 import pytest
 
 from tests.fakes.conditions import eventually
-from tests.replicas.server.conftest import StartNode
+from tests.replicas.server.conftest import Node, StartNode
+from tests.replicas.server.heads import Head
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.replicas.control.lease_messages import AttachRefused
 from vllm_omni_plugin.replicas.server import replica_server
 
 
-async def test_a_drained_replica_waits_for_its_head_and_takes_no_other(start_node: StartNode) -> None:
-    node = await start_node()
+async def test_a_drained_replica_waits_for_its_head_and_takes_no_other(node: Node) -> None:
     async with node.attached() as head, node.head() as late:
         info = await node.up()
         node.server.drain()
@@ -44,16 +44,13 @@ async def test_a_drain_out_of_time_tells_the_heads_and_ends(start_node: StartNod
     assert node.engine.process.ended
 
 
-async def test_a_head_that_does_not_detach_cannot_keep_a_replica(start_node: StartNode) -> None:
-    node = await start_node()
-    async with node.attached() as head:
-        node.server.leave_now("it was told twice")
-        assert (await head.hear_status()).reason == "it was told twice"
-        await node.running
+async def test_a_head_that_does_not_detach_cannot_keep_a_replica(head: Head, node: Node) -> None:
+    node.server.leave_now("it was told twice")
+    assert (await head.hear_status()).reason == "it was told twice"
+    await node.running
 
 
-async def test_an_idle_replica_leaves_at_once_and_its_engine_has_time_to_end(start_node: StartNode) -> None:
-    node = await start_node()
+async def test_an_idle_replica_leaves_at_once_and_its_engine_has_time_to_end(node: Node) -> None:
     await node.up()
     node.server.drain()
     await node.running
@@ -62,9 +59,8 @@ async def test_an_idle_replica_leaves_at_once_and_its_engine_has_time_to_end(sta
 
 @pytest.mark.parametrize(("leave", "why"), [("drain", "draining: it is leaving"), ("leave_now", "down: it was told")])
 async def test_a_head_that_comes_while_an_idle_replica_leaves_is_told_so(
-    start_node: StartNode, monkeypatch: pytest.MonkeyPatch, leave: str, why: str
+    node: Node, monkeypatch: pytest.MonkeyPatch, leave: str, why: str
 ) -> None:
-    node = await start_node()
     info = await node.up()
     may_end, process = threading.Event(), node.engine.process
 
@@ -85,8 +81,7 @@ async def test_a_head_that_comes_while_an_idle_replica_leaves_is_told_so(
         await node.running
 
 
-async def test_leaving_again_after_the_end_changes_nothing(start_node: StartNode) -> None:
-    node = await start_node()
+async def test_leaving_again_after_the_end_changes_nothing(node: Node) -> None:
     await node.up()
     node.server.drain()
     node.server.drain()
@@ -96,24 +91,20 @@ async def test_leaving_again_after_the_end_changes_nothing(start_node: StartNode
     assert len(node.launcher.engines) == 1
 
 
-async def test_a_head_may_ask_a_replica_to_leave(start_node: StartNode) -> None:
-    node = await start_node()
-    async with node.attached() as head:
-        await head.leave()
-        assert (await head.hear_status()).status is ReplicaStatus.DRAINING
-        await head.detach()
-        await node.running
+async def test_a_head_may_ask_a_replica_to_leave(head: Head, node: Node) -> None:
+    await head.leave()
+    assert (await head.hear_status()).status is ReplicaStatus.DRAINING
+    await head.detach()
+    await node.running
 
 
-async def test_a_head_that_lets_go_at_once_is_still_heard(start_node: StartNode) -> None:
-    node = await start_node()
-    async with node.attached() as head:
-        node.engine.say(0, "a")
-        await head.read_ids(1)
-        head.outputs.close(linger=0)
-        assert (await head.hear_status()).status is ReplicaStatus.ERROR
-        await head.leave()
-        await node.running
+async def test_a_head_that_lets_go_at_once_is_still_heard(head: Head, node: Node) -> None:
+    node.engine.say(0, "a")
+    await head.read_ids(1)
+    head.outputs.close(linger=0)
+    assert (await head.hear_status()).status is ReplicaStatus.ERROR
+    await head.leave()
+    await node.running
 
 
 @pytest.mark.parametrize("leave", ["drain", "restart_no_more"])
@@ -126,8 +117,7 @@ async def test_a_replica_that_is_to_leave_ends_at_once_if_its_engine_hangs(start
     await asyncio.wait_for(node.running, 10)
 
 
-async def test_draining_before_the_engine_is_ready_gives_up_its_start(start_node: StartNode) -> None:
-    node = await start_node()
+async def test_draining_before_the_engine_is_ready_gives_up_its_start(node: Node) -> None:
     node.server.drain()
     await node.running
     assert all(engine.process.ended for engine in node.launcher.engines)

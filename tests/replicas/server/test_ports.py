@@ -14,7 +14,6 @@ LOOPBACK = "127.0.0.1"
 
 
 def free_ports(count: int) -> PortRange:
-    """A range of ports that nobody uses now."""
     for first in range(21000, 30000, count):
         ports = PortRange(first, first + count - 1)
         try:

@@ -34,7 +34,6 @@ OWNER = [
 
 
 def ends(fd: int) -> bool:
-    """Whether the process behind a pidfd ends."""
     return bool(select.select([fd], [], [], 10)[0])
 
 

@@ -163,10 +163,7 @@ async def test_a_message_of_many_parts_is_no_larger_than_one_of_one(start_node: 
         await works(node, head)
 
 
-async def test_outputs_over_the_heads_limit_are_a_loss_that_names_the_flag(
-    start_node: StartNode, make_head: MakeHead
-) -> None:
-    node = await start_node()
+async def test_outputs_over_the_heads_limit_are_a_loss_that_names_the_flag(node: Node, make_head: MakeHead) -> None:
     head = make_head(max_message_bytes=2**20)
     async with head.attached(await node.up()):
         node.engine.say(0, "x" * 2**20)

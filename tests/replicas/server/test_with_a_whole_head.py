@@ -24,7 +24,6 @@ SECRET = Secrets(["a secret that both ends know"])
 
 @asynccontextmanager
 async def whole_head(coordinator: OmniCoordinator, secrets: Secrets | None = None) -> AsyncIterator[FakeFleet]:
-    """A head that follows a coordinator."""
     fleet = FakeFleet(replicas=0, replica_wait=60.0)
     settings = AttachSettings({0: SlotCodec()}, "head", {0: FINGERPRINT}, 0.05, 10.0, secrets)
     fleet.remote = remote = RemoteReplicas(fleet.orchestrator, fleet.fleet_calls, settings)
@@ -63,8 +62,7 @@ async def test_a_replica_joins_a_head_that_has_none_and_takes_what_waits(
         assert await fleet.read() == [("a", None)]
 
 
-async def test_a_killed_engine_serves_again_under_the_next_incarnation(start_node: StartNode) -> None:
-    node = await start_node()
+async def test_a_killed_engine_serves_again_under_the_next_incarnation(node: Node) -> None:
     async with whole_head(node.coordinator) as fleet:
         await serving(fleet, 1)
         await fleet.submit("a")
@@ -74,10 +72,7 @@ async def test_a_killed_engine_serves_again_under_the_next_incarnation(start_nod
         await eventually(lambda: node.engine is not engine and added(node), "the request on the new engine")
 
 
-async def test_a_drained_replica_is_gone_without_a_loss(
-    start_node: StartNode, caplog: pytest.LogCaptureFixture
-) -> None:
-    node = await start_node()
+async def test_a_drained_replica_is_gone_without_a_loss(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     async with whole_head(node.coordinator) as fleet:
         await serving(fleet, 1)
         node.server.drain()
@@ -88,8 +83,7 @@ async def test_a_drained_replica_is_gone_without_a_loss(
     assert "is lost" not in caplog.text
 
 
-async def test_a_replica_that_is_removed_leaves_and_ends(start_node: StartNode) -> None:
-    node = await start_node()
+async def test_a_replica_that_is_removed_leaves_and_ends(node: Node) -> None:
     async with whole_head(node.coordinator) as fleet:
         await serving(fleet, 1)
         fleet.remote.leave(fleet.pool.members[0])
@@ -97,9 +91,7 @@ async def test_a_replica_that_is_removed_leaves_and_ends(start_node: StartNode) 
         assert fleet.pool.members == ()
 
 
-async def test_heads_come_and_go_and_leave_a_serving_replica_and_no_descriptors(start_node: StartNode) -> None:
-    node = await start_node()
-
+async def test_heads_come_and_go_and_leave_a_serving_replica_and_no_descriptors(node: Node) -> None:
     def descriptors() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))
 

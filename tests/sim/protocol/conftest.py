@@ -11,6 +11,7 @@ with warnings.catch_warnings():
     import vllm.v1.engine.core  # noqa: F401
 
 from tests.sim.protocol.heads import FAST, Head, open_head
+from vllm_omni_plugin.replicas.engine.running_engine import Engine
 
 
 @pytest.fixture
@@ -18,6 +19,12 @@ async def head() -> AsyncIterator[Head]:
     """A head without an engine yet; closed with all its engines."""
     async with open_head() as opened:
         yield opened
+
+
+@pytest.fixture
+async def replica(head: Head) -> Engine:
+    """The engine of that head."""
+    return await head.start()
 
 
 @pytest.fixture

@@ -21,9 +21,6 @@ class Head:
 
     Attributes:
         outputs: each `EngineCoreOutput` of the engine, in order.
-        stats: each `SchedulerStats`.
-        deaths: reasons.
-        replicas: what it has attached to.
     """
 
     launcher: SimLauncher
@@ -34,7 +31,6 @@ class Head:
     replicas: list[Engine] = field(default_factory=list)
 
     async def start(self, codec: EngineApi | None = None) -> Engine:
-        """Start the engine and attach to it."""
         replica = await start_local_engine(self.launcher, codec or EngineApi(), self.executor, 0, self._on_outputs)
         replica.on_lost = self.deaths.append
         self.replicas.append(replica)

@@ -12,7 +12,6 @@ LONG = 50
 
 
 def request(request_id: str = "a", prompt: int = 8, **params: Any) -> EngineCoreRequest:
-    """A request with the prompt of `drive.request`."""
     return EngineCoreRequest(
         request_id=request_id,
         prompt_token_ids=list(sim_request("", prompt).prompt),

@@ -23,7 +23,6 @@ NEVER = 10**6
 
 
 def held() -> dict[str, int]:
-    """What this process holds."""
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),
         # Those that the loop lends to whoever blocks stay for the next one.

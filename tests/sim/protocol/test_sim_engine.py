@@ -32,8 +32,7 @@ def tokens(head: Head, request_id: str) -> list[int]:
     return [token for output in head.outputs if output.request_id == request_id for token in output.new_token_ids]
 
 
-async def test_requests_are_answered_with_the_models_tokens(head: Head) -> None:
-    replica = await head.start()
+async def test_requests_are_answered_with_the_models_tokens(replica: Engine, head: Head) -> None:
     assert replica.ready_response == b"ready 0"
     for request_id in ("a", "b"):
         replica.client.add_request(request(request_id), request_id)
@@ -44,8 +43,7 @@ async def test_requests_are_answered_with_the_models_tokens(head: Head) -> None:
     assert (head.deaths, replica.lost.result()) == ([], "closed")
 
 
-async def test_the_first_output_tells_what_came_before_and_stats_come_with_steps(head: Head) -> None:
-    replica = await head.start()
+async def test_the_first_output_tells_what_came_before_and_stats_come_with_steps(replica: Engine, head: Head) -> None:
     for request_id in ("a", "b"):
         replica.client.add_request(request(request_id, 17), request_id)
         await eventually(lambda request_id=request_id: request_id in ended(head))
@@ -57,8 +55,7 @@ async def test_the_first_output_tells_what_came_before_and_stats_come_with_steps
     assert sum(stats.prefix_cache_stats.hits for stats in head.stats) == 16
 
 
-async def test_stop_tokens_are_honoured_and_named(head: Head) -> None:
-    replica = await head.start()
+async def test_stop_tokens_are_honoured_and_named(replica: Engine, head: Head) -> None:
     stop = answer(sim_request("a"), FAST)[1]
     replica.client.add_request(request("a", stop_token_ids=[stop]), "a")
     await eventually(lambda: "a" in ended(head))
@@ -90,8 +87,7 @@ async def test_all_requests_are_aborted_by_one_call_without_a_word(slow_head: He
     assert [output.finish_reason for output in head.outputs[heard:]] == [FinishReason.LENGTH]
 
 
-async def test_what_is_not_simulated_is_refused_request_by_request(head: Head) -> None:
-    replica = await head.start()
+async def test_what_is_not_simulated_is_refused_request_by_request(replica: Engine, head: Head) -> None:
     embeddings = request("a")
     embeddings.prompt_token_ids = None
     streaming = request("b")
@@ -103,8 +99,7 @@ async def test_what_is_not_simulated_is_refused_request_by_request(head: Head) -
     assert head.deaths == []
 
 
-async def test_a_duplicate_id_kills_the_engine_with_notice_as_in_vllm(head: Head) -> None:
-    replica = await head.start()
+async def test_a_duplicate_id_kills_the_engine_with_notice_as_in_vllm(replica: Engine, head: Head) -> None:
     for _ in range(2):
         replica.client.add_request(request("a", max_tokens=LONG), "a")
     await eventually(lambda: head.deaths)
@@ -132,8 +127,7 @@ async def dies_of(head: Head, replica: Engine, reason: str) -> None:
     assert process.how_it_ended() in head.deaths[0]
 
 
-async def test_a_request_that_breaks_a_step_kills_the_engine_with_notice(head: Head) -> None:
-    replica = await head.start()
+async def test_a_request_that_breaks_a_step_kills_the_engine_with_notice(replica: Engine, head: Head) -> None:
     replica.client.add_request(request("good", max_tokens=LONG), "good")
     replica.client.add_request(request("bad", allowed_token_ids=[-1]), "bad")
     await dies_of(head, replica, "OverflowError")
@@ -153,8 +147,7 @@ async def test_an_engine_that_cannot_handle_a_message_dies(head: Head, monkeypat
     await dies_of(head, replica, "RuntimeError('broken')")
 
 
-async def test_a_killed_engine_is_seen_by_its_sentinel_and_can_be_started_again(head: Head) -> None:
-    replica = await head.start()
+async def test_a_killed_engine_is_seen_by_its_sentinel_and_can_be_started_again(replica: Engine, head: Head) -> None:
     replica.client.add_request(request("a", max_tokens=LONG), "a")
     head.launcher.processes[0].kill()
     await eventually(lambda: head.deaths)
@@ -165,8 +158,7 @@ async def test_a_killed_engine_is_seen_by_its_sentinel_and_can_be_started_again(
     await eventually(lambda: "b" in ended(head))
 
 
-async def test_a_pause_aborts_keeps_or_awaits_what_runs(head: Head) -> None:
-    replica = await head.start()
+async def test_a_pause_aborts_keeps_or_awaits_what_runs(replica: Engine, head: Head) -> None:
     call = replica.client.call
     replica.client.add_request(request("aborted", max_tokens=LONG), "aborted")
     await call("pause_scheduler", "abort", True)
@@ -190,8 +182,7 @@ async def test_a_pause_aborts_keeps_or_awaits_what_runs(head: Head) -> None:
 
 
 @pytest.mark.skipif(not PAUSE_REFUSES.here, reason="requests wait in paused engines of this vLLM")
-async def test_what_comes_while_an_engine_refuses_may_be_sent_again(head: Head) -> None:
-    replica = await head.start()
+async def test_what_comes_while_an_engine_refuses_may_be_sent_again(replica: Engine, head: Head) -> None:
     for mode in ("abort", "wait"):
         await replica.client.call("pause_generation", mode, True)
         replica.client.add_request(request(mode), mode)
@@ -204,8 +195,7 @@ async def test_what_comes_while_an_engine_refuses_may_be_sent_again(head: Head) 
         await eventually(lambda mode=mode: ended(head)[mode] is FinishReason.LENGTH)
 
 
-async def test_calls_are_answered_as_vllms_engine_answers_them(head: Head) -> None:
-    replica = await head.start()
+async def test_calls_are_answered_as_vllms_engine_answers_them(replica: Engine) -> None:
     call = replica.client.call
     adapter = LoRARequest("adapter", 7, "somewhere")
     assert await call("get_supported_tasks") == ["generate"]
@@ -235,16 +225,14 @@ async def test_calls_are_answered_as_vllms_engine_answers_them(head: Head) -> No
     ],
 )
 async def test_a_call_that_fails_says_why_and_harms_nothing(
-    head: Head, method: str, args: tuple[Any, ...], complaint: str
+    replica: Engine, method: str, args: tuple[Any, ...], complaint: str
 ) -> None:
-    replica = await head.start()
     with pytest.raises(ReplicaError, match=f"Call to {method} method failed: .*{complaint}"):
         await replica.client.call(method, *args)
     assert await replica.client.call("is_sleeping") is False
 
 
-async def test_an_adapter_changes_the_answer(head: Head) -> None:
-    replica = await head.start()
+async def test_an_adapter_changes_the_answer(replica: Engine, head: Head) -> None:
     asked = request()
     asked.lora_request = LoRARequest("adapter", 7, "somewhere")
     replica.client.add_request(asked, "a")

@@ -39,7 +39,6 @@ class Head:
     """The fleet and its client.
 
     Attributes:
-        launchers: by stage.
         outputs: what AsyncLLM was given, in order.
     """
 
@@ -81,7 +80,6 @@ class Head:
         )
 
     async def ask(self, request_id: str) -> list[int]:
-        """The tokens of the answer to a request, which ends by itself."""
         assert self.client is not None
         await self.client.add_request_async(asked(request_id))
         tokens: list[int] = []

@@ -71,7 +71,6 @@ class WholeHead:
 
     @property
     def member(self) -> PoolMember:
-        """The replica."""
         return self.pool.members[0]
 
     def submit(self, *requests: Any) -> None:
@@ -124,7 +123,6 @@ class Site:
         self._numbers = itertools.count()
 
     def head(self) -> WholeHead:
-        """One more head."""
         return WholeHead(self._coordinator.router_zmq_addr, f"head-{next(self._numbers)}")
 
 
