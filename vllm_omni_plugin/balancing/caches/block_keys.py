@@ -4,7 +4,6 @@ import json
 import sys
 from array import array
 from collections.abc import Sequence
-from dataclasses import replace
 
 from xxhash import xxh3_64_intdigest
 
@@ -50,23 +49,25 @@ def prompt_keys(prompt: Prompt, block_size: int) -> list[int]:
     """
     keys = prompt.known_keys.get(block_size)
     if keys is None:
-        keys = prompt.known_keys[block_size] = _continue_keys([], prompt, block_size)
+        keys = prompt.known_keys[block_size] = _continue_keys([], prompt, prompt.token_ids, block_size)
     return keys
 
 
 def answered_keys(prompt: Prompt, answer_ids: Sequence[int], block_size: int) -> list[int]:
     """Keys of the blocks that a prompt and its answer fill, but for the last token, which nothing was computed from."""
-    answered = replace(prompt, token_ids=[*prompt.token_ids, *answer_ids])
-    return _continue_keys(prompt_keys(prompt, block_size), answered, block_size)
+    known = prompt_keys(prompt, block_size)
+    return _continue_keys(known, prompt, [*prompt.token_ids[len(known) * block_size :], *answer_ids], block_size)
 
 
-def _continue_keys(known: list[int], prompt: Prompt, block_size: int) -> list[int]:
+def _continue_keys(known: list[int], prompt: Prompt, rest: Sequence[int], block_size: int) -> list[int]:
+    """The known keys, and those of the blocks that the tokens behind them fill."""
     if not prompt.cacheable:
         return []
     keys = known.copy()
     parent = keys[-1] if keys else ROOT
-    begin, end = len(keys), (len(prompt.token_ids) - 1) // block_size
-    data = memoryview(pack_tokens(prompt.token_ids[begin * block_size : end * block_size]))
+    begin, more = len(keys), max(0, len(rest) - 1) // block_size
+    end = begin + more
+    data = memoryview(pack_tokens(rest[: more * block_size]))
     width = 4 * block_size
     for block in range(begin, end):
         tokens = data[(block - begin) * width : (block - begin + 1) * width]

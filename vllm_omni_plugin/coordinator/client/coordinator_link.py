@@ -98,8 +98,11 @@ class CoordinatorLink:
         if self.invalid_frames == 1:
             logger.warning("Dropped a frame of the coordinator: %r; more are counted, not logged", str(error))
 
-    def wait(self, until: float | None, events: int) -> None:
-        """Sleep until ``until`` (monotonic seconds), `wake`, one of the socket's ``events`` or a change of the link."""
+    def wait(self, until: float | None, events: int) -> bool:
+        """Sleep until ``until`` (monotonic seconds), `wake`, one of the socket's ``events`` or a change of the link.
+
+        Returns whether it was one of the events.
+        """
         self._poller.register(self.socket, events)
         deadlines = [deadline for deadline in (until, self._reopen_at) if deadline is not None]
         ready = dict(self._poller.poll(poll_ms(min(deadlines) - time.monotonic()) if deadlines else None))
@@ -108,8 +111,10 @@ class CoordinatorLink:
             self._wakeup.clear()
         if self._monitor in ready:
             self._take_events()
+        has_come = self.socket in ready
         if self._reopen_at is not None and self._reopen_at <= time.monotonic():
             self._reopen()
+        return has_come
 
     def close(self, *, at_once: bool = False) -> None:
         """Give everything back, after up to 1 s for what was sent to leave unless ``at_once``."""

@@ -124,8 +124,9 @@ class OmniCoordClientForHead:
         next_beat = time.monotonic() + self._interval
         while True:
             is_blocked = not self._flush() and self._link.connected
-            self._link.wait(next_beat, zmq.POLLIN | (zmq.POLLOUT if is_blocked else 0))
-            self._take_frames()
+            # As many wake-ups are for a report that is to go out.
+            if self._link.wait(next_beat, zmq.POLLIN | (zmq.POLLOUT if is_blocked else 0)):
+                self._take_frames()
             now = time.monotonic()
             with self._lock:
                 if self._closed:
