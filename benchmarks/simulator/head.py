@@ -8,6 +8,7 @@ from simulator.engine import Outcome
 from simulator.replica import Clock, SimReplica
 from simulator.requests import Job, Request
 from vllm_omni_plugin.balancing import CacheChange, Decision, ServingReplicas, Task, UnreportedRequests
+from vllm_omni_plugin.orchestrator.dispatch.head_queue import ROOM
 from vllm_omni_plugin.orchestrator.dispatch.waiting_line import RECALLS, Waiting, WaitingLine
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.pool.reserve import AT_ONCE, Reserve
@@ -145,26 +146,32 @@ class Head:
             del self._runs[self._jobs.pop(run).request]
             replica.account.send(run)
             self._send(replica, waiting.request)
-        if waits or replica not in self.serving:
+        if replica not in self.serving:
             return
-        for run in self.line.to_recall(self._clock.now, RECALLS):
+        for run in self.line.to_recall(self._clock.now, RECALLS, yielding=not waits):
             if not self._has_room(run, replica, run.prefill_tokens):
                 return
-            self._ask_again(run)
+            self._ask_again(run, replica)
 
-    def _ask_again(self, run: StageRun) -> None:
+    def _ask_again(self, run: StageRun, replica: SimReplica) -> None:
         charged_to = next(member for member in self.serving if member.replica_id == run.replica_id)
         charged_to.account.release(run, self._clock.now)
         self.serving.changed(charged_to)
         decision = self._choose(run.task)
         charged_to.account.charge(run, self._clock.now)
         self.serving.changed(charged_to)
-        other = self.serving[decision.position]
-        tokens = run.prompt_tokens - decision.matched_tokens
-        may_begin = self._has_room(run, other, tokens)
-        if other is not charged_to and may_begin and self.line.first_of(_member(other)) is None:
+        may_begin = self._may_begin(run, decision)
+        if not (may_begin or self._yields(run)) and decision.matched_tokens <= self._reserve.few_tokens:
+            decision = Decision(self.serving.index(replica), ROOM)
+            may_begin = self._may_begin(run, decision)
+        if may_begin and self.serving[decision.position] is not charged_to:
             self.recalls += 1
             self._recall(run, decision)
+
+    def _may_begin(self, run: StageRun, decision: Decision) -> bool:
+        replica, tokens = self.serving[decision.position], run.prompt_tokens - decision.matched_tokens
+        key = self._key(self._jobs[run].request)
+        return self._has_room(run, replica, tokens) and not self.line.is_behind(run, _member(replica), key)
 
     def _has_room(self, run: StageRun, replica: SimReplica, prefill_tokens: int) -> bool:
         return self._reserve.has_room(replica.account, prefill_tokens, self._yields(run))

@@ -4,6 +4,8 @@ import pytest
 
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admission import AdmissionPlan, RequestClass, TenantSettings, Terms
+from vllm_omni_plugin.balancing import PrefixBalancer
+from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD
 from vllm_omni_plugin.orchestrator.pool.reserve import Reserve
 from vllm_omni_plugin.vllm_api.requests.facts import BatchLimits
 
@@ -120,3 +122,34 @@ async def test_an_engine_with_few_slots_or_an_unknown_number_never_idles_for_it(
         for name in "abcd":
             assert name in got(fleet.links[0])
             fleet.say(name, 1, finish_reason="stop", running=0)
+
+
+SMALL_STEPS = Reserve(BatchLimits(tokens=16, sequences=100), waits=True, recalls=True)
+
+
+async def test_a_request_goes_where_room_was_left_although_more_work_waits_there_than_at_its_own_replica() -> None:
+    async with late(replicas=2, reserve=SMALL_STEPS, plan=EQUALS) as fleet:
+        await answer_first(fleet, "0", CALM)
+        fleet.pool.hold_back(fleet.pool.member(0), ADMIN_HOLD)
+        for name in "abcdef":
+            await fleet.submit(name, prompt=list(range(100)), terms=FLOOD)
+        fleet.orchestrator.release_hold(fleet.pool.member(0), ADMIN_HOLD)
+        await fleet.submit("1", prompt=list(range(100)), terms=CALM)
+        assert fleet.in_flight == [3, 4]
+        fleet.say("a", 1)
+        assert (got(fleet.links[0]), got(fleet.links[1])) == ("0cd", "ab1")
+
+
+async def test_a_request_stays_for_more_of_a_cache_than_is_soon_computed() -> None:
+    cached = list(range(2000))
+    async with FakeFleet(2, PrefixBalancer(), reserve=SMALL_STEPS, plan=EQUALS) as fleet:
+        fleet.pool.hold_back(fleet.pool.member(1), ADMIN_HOLD)
+        await fleet.submit("0", prompt=cached, terms=CALM)
+        fleet.say("0", 1)
+        for name in "12":
+            await fleet.submit(name, prompt=[int(name)] * 100, terms=CALM)
+        fleet.orchestrator.release_hold(fleet.pool.member(1), ADMIN_HOLD)
+        await fleet.submit("3", prompt=cached, terms=CALM)
+        assert fleet.in_flight == [4, 0]
+        fleet.links[1].report(running=0)
+        assert (got(fleet.links[0]), got(fleet.links[1])) == ("012", "")

@@ -190,8 +190,9 @@ METRICS = (
         "counter",
         ("stage", "policy", "reason"),
         "Dispatches, by what decided where they went. `bound`: they could go nowhere "
-        "else; `apart`: kept away from requests that an engine may have died of, or one of these; `unexplained`: the "
-        "policy gives no reasons.",
+        "else; `apart`: kept away from requests that an engine may have died of, or one of these; `room`: to where "
+        "[room was left](admission.md#the-order) for tenants under their share; `unexplained`: the policy gives no "
+        "reasons.",
     ),
     MetricText(
         "decision_fallbacks",

@@ -16,6 +16,8 @@ from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 
 Choice = tuple[PoolMember, Decision]
 """A replica, and why it is the one."""
+ROOM = "room"
+"""The reason where a request of somebody under the share goes where room was left for such, and no policy is asked."""
 Refused = tuple[StageRun, RefusedError]
 """A run that waits no longer, and what its client is told."""
 
@@ -136,23 +138,34 @@ class HeadQueue:
             member: the replica.
             avoided: ids of replicas to which a run does not go.
         """
-        if not self._pool.reserve.recalls or self._line.first_of(member) is not None:
+        if not self._pool.reserve.recalls:
             return
-        for run in self._line.to_recall(self._clock(), RECALLS):
+        # Those that wait for it go before others that leave room as well.
+        nobody_waits = self._line.first_of(member) is None
+        for run in self._line.to_recall(self._clock(), RECALLS, yielding=nobody_waits):
             # The one before may have found that it is dead.
             if member.status is not ReplicaStatus.UP or not self._has_room(run, member, run.prefill_tokens):
                 return
             assert run.replica_id is not None
             charged_to = self._pool.member(run.replica_id)
-            other, decision = self._pool.decide_again(charged_to, run, avoided(run))
-            may_begin = self._has_room(run, other, run.prompt_tokens - decision.matched_tokens)
-            if other is not charged_to and may_begin and self._line.first_of(other) is None:
+            avoids = avoided(run)
+            other, decision = self._pool.decide_again(charged_to, run, avoids)
+            waits = not self._may_begin(run, other, decision)
+            overtakes = not self._yields(run) and decision.matched_tokens <= self._pool.reserve.few_tokens
+            if waits and overtakes and member.replica_id not in avoids:
+                # The policy goes by work that this one overtakes.
+                other, decision = member, Decision(0, ROOM)
+            if other is not charged_to and self._may_begin(run, other, decision):
                 self._metrics.recalls += 1
                 yield run, (other, decision)
 
     def waiting_for(self, member: PoolMember) -> list[StageRun]:
         """All that wait for a replica, in order."""
         return self._line.of(member)
+
+    def _may_begin(self, run: StageRun, member: PoolMember, decision: Decision) -> bool:
+        tokens = run.prompt_tokens - decision.matched_tokens
+        return self._has_room(run, member, tokens) and not self._line.is_behind(run, member, _ticket(run))
 
     def _has_room(self, run: StageRun, member: PoolMember, prefill_tokens: int) -> bool:
         return self._pool.reserve.has_room(member.account, prefill_tokens, self._yields(run))

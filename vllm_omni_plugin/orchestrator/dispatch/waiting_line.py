@@ -46,6 +46,7 @@ class WaitingLine:
         self._unyielding: dict[PoolMember, Order[StageRun]] = {}
         # First those that were not asked yet whether they go elsewhere, then the others, by when they were asked.
         self._recalls: Order[StageRun] = Order()
+        self._unyielding_recalls: Order[StageRun] = Order()
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -63,10 +64,12 @@ class WaitingLine:
         """
         self._waiting[run] = waiting
         self._by_member.setdefault(waiting.member, Order()).add(run, waiting.key)
+        recalls = self._recalls
         if not self._yields(run):
             self._unyielding.setdefault(waiting.member, Order()).add(run, waiting.key)
+            recalls = self._unyielding_recalls
         if recallable:
-            self._recalls.add(run, (0.0, waiting.key))
+            recalls.add(run, (0.0, waiting.key))
 
     def take(self, run: StageRun) -> Waiting | None:
         """It waits no longer. Returns what it waited for, None if it did not wait."""
@@ -75,6 +78,7 @@ class WaitingLine:
             for orders in (self._by_member, self._unyielding):
                 _discard(orders, waiting.member, run)
             self._recalls.discard(run)
+            self._unyielding_recalls.discard(run)
         return waiting
 
     def first_of(self, member: PoolMember) -> StageRun | None:
@@ -113,15 +117,35 @@ class WaitingLine:
         """All that wait for a replica, in order."""
         return list(self._by_member.get(member, ()))
 
-    def to_recall(self, now: float, most: int) -> Iterator[StageRun]:
-        """Those that may go to another replica, in order; each not again before `RECALL_S` have passed."""
+    def to_recall(self, now: float, most: int, yielding: bool) -> Iterator[StageRun]:
+        """Those that may go to another replica, in order; each not again before `RECALL_S` have passed.
+
+        Args:
+            now: monotonic seconds.
+            most: how many at most.
+            yielding: whether, behind the others, those are asked, too, that leave room for others.
+        """
         for _ in range(most):
-            first = self._recalls.first()
-            if first is None or (first[0][0] and first[0][0] + RECALL_S > now):
+            order = self._unyielding_recalls
+            first = _due(order, now)
+            if first is None and yielding:
+                order = self._recalls
+                first = _due(order, now)
+            if first is None:
                 return
             (_, key), run = first
-            self._recalls.add(run, (now, key))
-            yield run
+            if order is self._unyielding_recalls and self._yields(run):
+                # It did not when it began to wait.
+                order.discard(run)
+                order = self._recalls
+            order.add(run, (now, key))
+            if order is self._unyielding_recalls or yielding:
+                yield run
+
+
+def _due(recalls: Order[StageRun], now: float) -> tuple[Any, StageRun] | None:
+    first = recalls.first()
+    return None if first is None or (first[0][0] and first[0][0] + RECALL_S > now) else first
 
 
 def _discard(orders: dict[PoolMember, Order[StageRun]], member: PoolMember, run: StageRun) -> None:

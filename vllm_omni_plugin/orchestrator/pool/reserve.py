@@ -29,6 +29,11 @@ class Reserve(NamedTuple):
     waits: bool = False
     recalls: bool = False
 
+    @property
+    def few_tokens(self) -> float:
+        """Prompt tokens that are soon computed, so that waiting for them is no matter."""
+        return _YIELDING_STEPS * self.limits.tokens
+
     def has_room(self, account: Account, prefill_tokens: int, yields: bool = False) -> bool:
         """Whether an engine can begin a request in its next steps.
 
@@ -72,7 +77,7 @@ class Reserve(NamedTuple):
         # While others get their next tokens, an engine without a prompt is not idle.
         if account.unbegun >= (1 if account.began else 2):
             behind = account.unbegun_tokens + prefill_tokens
-            if behind > _YIELDING_STEPS * self.limits.tokens * account.share:
+            if behind > self.few_tokens * account.share:
                 return False
         free = account.free_tokens
         return free is None or account.unbegun_tokens + prefill_tokens + account.cache_tokens * spare / slots <= free
