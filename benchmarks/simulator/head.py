@@ -174,7 +174,9 @@ class Head:
         return self._has_room(run, replica, tokens) and not self.line.is_behind(run, _member(replica), key)
 
     def _has_room(self, run: StageRun, replica: SimReplica, prefill_tokens: int) -> bool:
-        return self._reserve.has_room(replica.account, prefill_tokens, self._yields(run))
+        yields, first = self._yields(run), self.line.first_of(_member(replica))
+        overtakes = not yields and first is not None and self._yields(first)
+        return self._reserve.has_room(replica.account, prefill_tokens, yields, overtakes)
 
     def _yields(self, run: StageRun) -> bool:
         """Whether it leaves room for others."""

@@ -61,18 +61,18 @@ async def test_a_minute_after_the_others_last_request_the_slots_are_nobodys() ->
         assert len(await flooded(fleet, 20)) >= SLOTS
 
 
-async def test_a_request_that_had_no_room_overtakes_those_that_leave_room_once_a_slot_is_free() -> None:
+async def test_requests_that_others_leave_room_for_wait_for_a_free_slot_at_the_head_and_go_first() -> None:
     async with late(reserve=ROOMY, plan=EQUALS) as fleet:
         await answer_first(fleet, "0", CALM)
         await flooded(fleet, 20)
         link = fleet.links[0]
-        link.report(running=SLOTS + SPARE)
-        await fleet.submit("1", prompt=[1, 2], terms=CALM)
-        await fleet.submit("2", prompt=[1, 2], terms=CALM)
-        await fleet.submit("3", prompt=[1, 2], terms=CALM)
-        assert got(link).endswith("12")
-        link.output(link.added[-2], running=SLOTS)
-        assert got(link).endswith("123")
+        link.report(running=SLOTS)
+        await submit_all(fleet, "12", terms=CALM)
+        assert not set(got(link)) & set("12")
+        link.report(running=SLOTS - 1)
+        assert got(link)[-1] == "1"
+        link.output(link.added[-1], running=SLOTS - 1)
+        assert got(link)[-1] == "2"
 
 
 async def test_shares_are_by_weight() -> None:
@@ -129,15 +129,15 @@ SMALL_STEPS = Reserve(BatchLimits(tokens=16, sequences=100), waits=True, recalls
 
 async def test_a_request_goes_where_room_was_left_although_more_work_waits_there_than_at_its_own_replica() -> None:
     async with late(replicas=2, reserve=SMALL_STEPS, plan=EQUALS) as fleet:
-        await answer_first(fleet, "0", CALM)
         fleet.pool.hold_back(fleet.pool.member(0), ADMIN_HOLD)
+        await answer_first(fleet, "0", CALM)
         for name in "abcdef":
             await fleet.submit(name, prompt=list(range(100)), terms=FLOOD)
         fleet.orchestrator.release_hold(fleet.pool.member(0), ADMIN_HOLD)
         await fleet.submit("1", prompt=list(range(100)), terms=CALM)
         assert fleet.in_flight == [3, 4]
         fleet.say("a", 1)
-        assert (got(fleet.links[0]), got(fleet.links[1])) == ("0cd", "ab1")
+        assert (got(fleet.links[0]), got(fleet.links[1])) == ("cd", "0ab1")
 
 
 async def test_a_request_stays_for_more_of_a_cache_than_is_soon_computed() -> None:

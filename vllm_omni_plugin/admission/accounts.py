@@ -183,6 +183,9 @@ class TenantAccounts:
         account.in_flight -= 1
         if not account.in_flight:
             self.active_weight -= account.settings.weight
+            # What rounding has left.
+            self.running_cost -= account.running_cost
+            account.running_cost = 0.0
             self._recent[account] = now
             self._recent_weight += account.settings.weight
             if self._in_use.pop(account.name, None) is not None:

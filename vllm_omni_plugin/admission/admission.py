@@ -156,6 +156,9 @@ class Admission:
         Returns:
             Why it is refused; or else those that are pushed out for it. The tickets of the refused are ended.
         """
+        if ticket.phase is Phase.LET_IN:
+            ticket.phase = Phase.WAITING
+            self._queues.of(ticket.class_name).add(ticket)
         if ticket.phase is not Phase.NEW:
             return []
         queues, account = self._queues, ticket.tenant
@@ -178,7 +181,7 @@ class Admission:
     def leave(self, ticket: Ticket) -> None:
         """It waits no longer, if it did, and may come to wait elsewhere. Part of `started`, `overdue` and `ended`."""
         if ticket.phase is Phase.WAITING:
-            ticket.phase = Phase.NEW
+            ticket.phase = Phase.LET_IN
             self._queues.of(ticket.class_name).remove(ticket)
 
     def overdue(self, ticket: Ticket, now: float) -> Refusal:
@@ -190,14 +193,13 @@ class Admission:
     def yields(self, ticket: Ticket, now: float) -> bool:
         """Whether it is to leave room at the engine: for tenants that have less running than their share, or for a
         higher class; as long as requests of these come at least once in `ACTIVE_S`."""
-        return self._accounts.is_over_share(ticket.tenant, now) or self._queues.is_above(
-            ticket.class_index, now - ACTIVE_S
-        )
+        is_over = self._accounts.is_over_share(ticket.tenant, now)
+        return is_over or self._queues.is_above(ticket.class_name, now - ACTIVE_S)
 
     def started(self, ticket: Ticket) -> None:
         """An engine has got it, for the first time or again."""
         self.leave(ticket)
-        if ticket.phase is Phase.NEW:
+        if ticket.phase in (Phase.NEW, Phase.LET_IN):
             ticket.phase = Phase.STARTED
             self._accounts.run(ticket.tenant, ticket.cost)
             self._queues.of(ticket.class_name).started(ticket)

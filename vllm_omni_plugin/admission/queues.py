@@ -92,9 +92,14 @@ class Queues:
         queues = list(self._queues.values())
         return sum(queue.requests for queue in queues[:index]) + queues[index].ahead_of(account, start_tag)
 
-    def is_above(self, index: int, since: float) -> bool:
-        """Whether a request of a class before this one has come since then."""
-        return any(self.of(each.name).last_came > since for each in self.plan.classes[:index])
+    def is_above(self, class_name: str, since: float) -> bool:
+        """Whether a request of a class before this one waits, or has come since then."""
+        for name, queue in self._queues.items():
+            if name == class_name:
+                return False
+            if queue.requests or queue.last_came > since:
+                return True
+        return False
 
     def wait_s(self, ahead: float) -> float:
         """Seconds until so many waiting requests have started, after those at engines; 0 while no rate is known."""

@@ -16,6 +16,8 @@ class Phase(IntEnum):
     WAITING = 1
     STARTED = 2
     OVER = 3
+    LET_IN = 4
+    """It has waited, and is to go on or to wait elsewhere without being judged again."""
 
 
 class Ticket(Struct, order=True):

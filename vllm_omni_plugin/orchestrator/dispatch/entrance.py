@@ -94,7 +94,7 @@ class Entrance:
         Raises:
             RefusedError: it may not wait.
         """
-        if ticket.phase is not Phase.NEW:
+        if ticket.phase not in (Phase.NEW, Phase.LET_IN):
             return
         outcome = self.admission.wait(ticket, self._clock())
         if isinstance(outcome, Refusal):
@@ -109,30 +109,33 @@ class Entrance:
 
     def started(self, ticket: Ticket) -> None:
         """An engine has got a request, or its work in one of the stages."""
-        if self._waiting.pop(ticket.number, None) is not None:
+        if ticket.phase is Phase.WAITING:
+            del self._waiting[ticket.number]
             self._flow.began(self._clock(), 0, None)
             self._tell_others(ticket.class_name)
         self.admission.started(ticket)
 
     def leave(self, ticket: Ticket) -> None:
         """A request waits no longer, if it did, and no engine gets it."""
-        self._forget(ticket)
-        self.admission.leave(ticket)
+        if ticket.phase is Phase.WAITING:
+            self._forget(ticket)
+            self.admission.leave(ticket)
 
     def overdue(self, ticket: Ticket) -> RefusedError:
         """A request has waited as long as it may. Returns what its client is told."""
-        self._forget(ticket)
+        if ticket.phase is Phase.WAITING:
+            self._forget(ticket)
         return RefusedError(*self.admission.overdue(ticket, self._clock()))
 
     def left(self, ticket: Ticket, output_tokens: int) -> None:
         """A request is over, in whatever way, after so many tokens of answer."""
-        self._forget(ticket)
+        self.leave(ticket)
         self.admission.ended(ticket, output_tokens, self._clock())
 
     def _forget(self, ticket: Ticket) -> None:
-        if self._waiting.pop(ticket.number, None) is not None:
-            self._flow.dropped(self._clock())
-            self._tell_others(ticket.class_name)
+        del self._waiting[ticket.number]
+        self._flow.dropped(self._clock())
+        self._tell_others(ticket.class_name)
 
     def _tell_others(self, class_name: str) -> None:
         if self._pool.exchange is not None:

@@ -168,7 +168,9 @@ class HeadQueue:
         return self._has_room(run, member, tokens) and not self._line.is_behind(run, member, _ticket(run))
 
     def _has_room(self, run: StageRun, member: PoolMember, prefill_tokens: int) -> bool:
-        return self._pool.reserve.has_room(member.account, prefill_tokens, self._yields(run))
+        yields, first = self._yields(run), self._line.first_of(member)
+        overtakes = not yields and first is not None and self._yields(first)
+        return self._pool.reserve.has_room(member.account, prefill_tokens, yields, overtakes)
 
     def _yields(self, run: StageRun) -> bool:
         return self._entrance.admission.yields(_ticket(run), self._clock())

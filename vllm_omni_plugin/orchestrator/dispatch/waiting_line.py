@@ -1,9 +1,9 @@
 """Requests that are charged to a replica and wait at the head until it can begin them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
-from vllm_omni_plugin.admission import Order
+from vllm_omni_plugin.admission import Order, Ticket
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 
@@ -27,6 +27,60 @@ class Waiting(NamedTuple):
     key: Any
 
 
+class _MemberLine:
+    """What waits for one replica, by groups of which all or none leave room for others: those of one tenant and class.
+
+    The first of all is found in O(1); that of each further group costs as much as there are groups.
+
+    Attributes:
+        groups: those with something in them.
+    """
+
+    def __init__(self) -> None:
+        self.groups: dict[Hashable, Order[StageRun]] = {}
+        self._firsts: Order[Hashable] = Order()
+
+    def __iter__(self) -> Iterator[StageRun]:
+        return (run for order in self.groups.values() for run in order)
+
+    def add(self, run: StageRun, key: Any) -> None:
+        group = _group(key)
+        self.groups.setdefault(group, Order()).add(run, key)
+        self._note_first(group)
+
+    def discard(self, run: StageRun, key: Any) -> None:
+        group = _group(key)
+        self.groups[group].discard(run)
+        self._note_first(group)
+
+    def firsts(self) -> Iterator[tuple[Any, StageRun]]:
+        """The first of each group with its key, in order."""
+        first = self._firsts.first()
+        if first is None:
+            return
+        yield self._first_of(first[1])
+        if len(self._firsts) > 1:
+            for group in list(self._firsts)[1:]:
+                yield self._first_of(group)
+
+    def _first_of(self, group: Hashable) -> tuple[Any, StageRun]:
+        first = self.groups[group].first()
+        assert first is not None
+        return first
+
+    def _note_first(self, group: Hashable) -> None:
+        first = self.groups[group].first()
+        if first is None:
+            del self.groups[group]
+            self._firsts.discard(group)
+        else:
+            self._firsts.add(group, first[0])
+
+
+def _group(key: Any) -> Hashable:
+    return (key.tenant.name, key.class_name) if isinstance(key, Ticket) else None
+
+
 class WaitingLine:
     """The requests of one stage that wait at this head, in an order that is the same for all replicas.
 
@@ -41,11 +95,10 @@ class WaitingLine:
     def __init__(self, yields: Callable[[StageRun], bool]) -> None:
         self._yields = yields
         self._waiting: dict[StageRun, Waiting] = {}
-        self._by_member: dict[PoolMember, Order[StageRun]] = {}
-        # Of these, those that need not leave room for others, as far as was known when they began to wait.
-        self._unyielding: dict[PoolMember, Order[StageRun]] = {}
+        self._by_member: dict[PoolMember, _MemberLine] = {}
         # First those that were not asked yet whether they go elsewhere, then the others, by when they were asked.
         self._recalls: Order[StageRun] = Order()
+        # Those that need not leave room for others, as far as was known when they were asked last.
         self._unyielding_recalls: Order[StageRun] = Order()
 
     def __len__(self) -> int:
@@ -63,35 +116,36 @@ class WaitingLine:
             recallable: whether it may go to another replica.
         """
         self._waiting[run] = waiting
-        self._by_member.setdefault(waiting.member, Order()).add(run, waiting.key)
-        recalls = self._recalls
-        if not self._yields(run):
-            self._unyielding.setdefault(waiting.member, Order()).add(run, waiting.key)
-            recalls = self._unyielding_recalls
+        self._by_member.setdefault(waiting.member, _MemberLine()).add(run, waiting.key)
         if recallable:
+            recalls = self._recalls if self._yields(run) else self._unyielding_recalls
             recalls.add(run, (0.0, waiting.key))
 
     def take(self, run: StageRun) -> Waiting | None:
         """It waits no longer. Returns what it waited for, None if it did not wait."""
         waiting = self._waiting.pop(run, None)
         if waiting is not None:
-            for orders in (self._by_member, self._unyielding):
-                _discard(orders, waiting.member, run)
+            line = self._by_member[waiting.member]
+            line.discard(run, waiting.key)
+            if not line.groups:
+                del self._by_member[waiting.member]
             self._recalls.discard(run)
             self._unyielding_recalls.discard(run)
         return waiting
 
     def first_of(self, member: PoolMember) -> StageRun | None:
         """The next one that a replica is to get, None if nobody waits for it."""
-        order = self._by_member.get(member)
-        first = None if order is None else order.first()
-        return None if first is None else first[1]
+        return next((run for _, run in self._firsts(member)), None)
 
     def is_behind(self, run: StageRun, member: PoolMember, key: Any) -> bool:
         """Whether somebody waits for a replica that goes before this one, which would have this place in the order."""
-        order = (self._by_member if self._yields(run) else self._unyielding).get(member)
-        first = None if order is None else order.first()
-        return first is not None and first[0] <= key
+        yields = self._yields(run)
+        for place, first in self._firsts(member):
+            if place > key:
+                return False
+            if yields or not self._yields(first):
+                return True
+        return False
 
     def ready(self, member: PoolMember, may_go: Callable[[StageRun], bool]) -> Iterator[tuple[StageRun, Waiting]]:
         """Take those that wait for a replica, one by one, as long as they may go; each is to be sent at once."""
@@ -101,21 +155,22 @@ class WaitingLine:
             yield run, waiting
 
     def _first_to_go(self, member: PoolMember, may_go: Callable[[StageRun], bool]) -> StageRun | None:
-        first = self.first_of(member)
-        if first is None or may_go(first):
-            return first
-        order = self._unyielding.get(member)
-        while order is not None and (entry := order.first()) is not None:
-            run = entry[1]
+        for _, run in self._firsts(member):
+            if may_go(run):
+                return run
             if not self._yields(run):
-                return run if may_go(run) else None
-            # It did not when it began to wait.
-            order.discard(run)
+                # Nobody overtakes it.
+                return None
         return None
+
+    def _firsts(self, member: PoolMember) -> Iterator[tuple[Any, StageRun]]:
+        line = self._by_member.get(member)
+        return iter(()) if line is None else line.firsts()
 
     def of(self, member: PoolMember) -> list[StageRun]:
         """All that wait for a replica, in order."""
-        return list(self._by_member.get(member, ()))
+        line = self._by_member.get(member)
+        return [] if line is None else sorted(line, key=lambda run: self._waiting[run].key)
 
     def to_recall(self, now: float, most: int, yielding: bool) -> Iterator[StageRun]:
         """Those that may go to another replica, in order; each not again before `RECALL_S` have passed.
@@ -146,11 +201,3 @@ class WaitingLine:
 def _due(recalls: Order[StageRun], now: float) -> tuple[Any, StageRun] | None:
     first = recalls.first()
     return None if first is None or (first[0][0] and first[0][0] + RECALL_S > now) else first
-
-
-def _discard(orders: dict[PoolMember, Order[StageRun]], member: PoolMember, run: StageRun) -> None:
-    order = orders.get(member)
-    if order is not None:
-        order.discard(run)
-        if not order:
-            del orders[member]

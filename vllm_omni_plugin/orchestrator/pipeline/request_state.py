@@ -72,7 +72,7 @@ def make_plan(pipeline: Pipeline, call: PipelineCall | None) -> Plan:
     }
     roots = tuple(stage for stage in needed if not stage.inputs)
     entry = next((stage for stage in roots if stage.is_vllm), roots[0])
-    behind = downstream[entry.id] if entry.output is Modality.KV_CACHE else ()
+    behind = downstream[entry.id][:1] if entry.output is Modality.KV_CACHE else ()
     entries = (entry.id, *(stage.id for stage in behind))
     sampled = pipeline.sampled_by_client(modalities)
     client_sampled = None if sampled is None else sampled.id

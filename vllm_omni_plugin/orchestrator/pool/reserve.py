@@ -1,6 +1,6 @@
 """How much an engine is sent before it can begin it: enough that it never idles, and no more than that."""
 
-from math import ceil, sqrt
+from math import ceil, inf, sqrt
 from typing import NamedTuple
 
 from vllm_omni_plugin.orchestrator.requests.charges import Account
@@ -34,7 +34,7 @@ class Reserve(NamedTuple):
         """Prompt tokens that are soon computed, so that waiting for them is no matter."""
         return _YIELDING_STEPS * self.limits.tokens
 
-    def has_room(self, account: Account, prefill_tokens: int, yields: bool = False) -> bool:
+    def has_room(self, account: Account, prefill_tokens: int, yields: bool = False, overtakes: bool = False) -> bool:
         """Whether an engine can begin a request in its next steps.
 
         One that computes a prompt has always another one behind it, or it would idle until the head hears of the end of
@@ -45,10 +45,14 @@ class Reserve(NamedTuple):
             account: the replica's.
             prefill_tokens: tokens of the prompt that are to be computed.
             yields: whether it leaves room at the engine for requests of others that are to go before it.
+            overtakes: whether requests wait for the engine that do so for this one. Then it waits for a free sequence
+                slot at the head: another engine may have one sooner.
         """
         if not self.waits:
             return True
         if yields and not self._has_spare_room(account, prefill_tokens):
+            return False
+        if overtakes and self._is_full(account):
             return False
         unbegun, share = account.unbegun, account.share
         if unbegun < (2 if share == 1.0 else 1):
@@ -62,6 +66,11 @@ class Reserve(NamedTuple):
         free = account.free_tokens
         return free is None or account.unbegun_tokens + prefill_tokens <= free
 
+    def _is_full(self, account: Account) -> bool:
+        # What an engine reports comes with outputs: one of this head's must be there for it to hear.
+        heard = account.unbegun or account.began
+        return bool(heard) and account.running + account.unbegun >= (self.limits.sequences or inf)
+
     def _has_spare_room(self, account: Account, prefill_tokens: int) -> bool:
         """Whether enough is left behind it that a request of another tenant can be begun at once.
 
@@ -69,7 +78,8 @@ class Reserve(NamedTuple):
         share it is, and these hardly ever wait. How many it takes grows as the square root of all.
         """
         busy, slots = account.running + account.unbegun, self.limits.sequences
-        if not busy or not slots:
+        # What it reports comes with outputs: one of this head's must be there for it to hear.
+        if not (account.unbegun or account.began) or not slots:
             return True
         spare = ceil(sqrt(slots) / 2)
         if busy + spare >= slots:

@@ -341,7 +341,7 @@ class StagePool:
         self.serving.changed(member)
         if self.exchange is not None:
             self.exchange.changed(member)
-        if run.closed and not run.sent:
+        if run.closed and not run.sent and run.decision.reason != APART:
             # One that is recalled is not: its prompt goes on counting as cached there, see `decide_again`.
             self._policy.tell("withdrawn", run.task, member, run.decision)
         run.task["answer_ids"] = run.produced[run.answer_begins : run.answer_begins + run.output_tokens]
