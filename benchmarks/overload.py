@@ -43,6 +43,7 @@ LOADS = (0.9, 1.5, 2.0, 4.0)
 DEFAULT_SETUPS = ("fleet:prefix", "fleet:prefix+admission", "vllm-dp", "router:round_robin,round_robin+limits")
 PLANS = {
     "admission": "classes:\n  - name: interactive\n    deadline: 5\n",
+    "weights": "classes:\n  - name: interactive\n    deadline: 5\ntenants:\n  calm: {weight: 3}\n",
     # No tenant can take more than five eighths of the seats.
     "quota": "classes:\n  - name: interactive\n    deadline: 5\ndefault_tenant: {max_in_flight: 30}\n",
 }

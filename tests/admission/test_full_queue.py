@@ -321,3 +321,12 @@ def test_nobody_is_refused_on_arrival_while_nothing_waits_however_slow_engines_a
     assert rules.refusal(Terms(timeout_s=1.0), None, 0.0) is None
     come(rules)
     assert rules.refusal(Terms(timeout_s=1.0), None, 0.0) is not None
+
+
+def test_who_was_let_in_waits_elsewhere_without_being_judged_again() -> None:
+    rules = admission(AdmissionPlan(max_waiting_requests=1))
+    let_in = come(rules)
+    rules.leave(let_in)
+    come(rules)
+    assert rules.wait(let_in, 0.0) == []
+    assert rules.waiting.requests == 2

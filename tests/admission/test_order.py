@@ -200,3 +200,15 @@ def test_nothing_of_what_ran_is_left_when_it_has_ended() -> None:
     first = come(rules, "d", now=100.0)
     rules.started(first)
     assert not rules.yields(first, 100.0)
+
+
+def test_a_class_whose_requests_wait_has_room_left_for_it_however_long_ago_the_last_came() -> None:
+    rules = admission(AdmissionPlan(classes=CLASSES))
+    first = come(rules, priority=0)
+    last = come(rules, priority=1, now=100.0)
+    assert rules.yields(last, 100.0)
+    rules.started(first)
+    assert not rules.yields(last, 100.0)
+    rules.replace(AdmissionPlan(classes=(RequestClass(name="new", priority_at_most=-1), *CLASSES)))
+    come(rules, priority=0, now=100.0)
+    assert rules.yields(last, 100.0)

@@ -2,11 +2,19 @@
 
 import pytest
 
+from tests.admission.fakes import admission, come
+from tests.fakes.engine_api import FakeRequest
 from tests.fakes.fleet import FakeFleet
-from vllm_omni_plugin.admission import AdmissionPlan, RequestClass, TenantSettings, Terms
-from vllm_omni_plugin.balancing import PrefixBalancer
-from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD
+from vllm_omni_plugin.admission import AdmissionPlan, RequestClass, TenantSettings, Terms, Ticket
+from vllm_omni_plugin.balancing import LeastTokensBalancer, PrefixBalancer
+from vllm_omni_plugin.orchestrator.dispatch.entrance import Entrance
+from vllm_omni_plugin.orchestrator.dispatch.waiting_line import Waiting, WaitingLine
+from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD, PoolMember
 from vllm_omni_plugin.orchestrator.pool.reserve import Reserve
+from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
+from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import SubmitRequest
+from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 from vllm_omni_plugin.vllm_api.requests.facts import BatchLimits
 
 from .late_fleet import got, late, submit_all
@@ -153,3 +161,48 @@ async def test_a_request_stays_for_more_of_a_cache_than_is_soon_computed() -> No
         assert fleet.in_flight == [4, 0]
         fleet.links[1].report(running=0)
         assert (got(fleet.links[0]), got(fleet.links[1])) == ("012", "")
+
+
+async def test_a_head_that_has_nothing_left_at_a_busy_engine_sends_one_since_it_would_hear_nothing_else() -> None:
+    async with late(reserve=ROOMY, plan=EQUALS) as fleet:
+        await answer_first(fleet, "0", CALM)
+        await submit_all(fleet, "a", terms=FLOOD)
+        fleet.say("a", 1, running=SLOTS)
+        await submit_all(fleet, "bc", terms=FLOOD)
+        assert got(fleet.links[0]) == "0a"
+        fleet.say("a", 2, finish_reason="stop", running=SLOTS)
+        assert got(fleet.links[0]) == "0ab"
+
+
+def test_what_waits_of_one_tenant_stays_in_order_when_it_had_to_leave_room_for_a_moment() -> None:
+    rules, member, yielding = admission(), PoolMember(0, 0), {"a", "b"}
+    tickets = {f"{tenant}{number}": come(rules, tenant) for number in range(2) for tenant in "ab"}
+    runs = {name: StageRun(name, None, 0.0) for name in tickets}
+    line = WaitingLine(lambda run: run.request_id[0] in yielding)
+    for name, ticket in tickets.items():
+        line.add(runs[name], Waiting(member, None, ticket))
+    assert [*line.ready(member, lambda run: False)] == []
+    yielding.remove("b")
+    assert [run.request_id for run, _ in line.ready(member, lambda run: run.request_id[0] == "b")] == ["b0", "b1"]
+    assert line.is_behind(runs["b1"], member, come(rules, "b")) is False
+    yielding.clear()
+    assert [run.request_id for run, _ in line.ready(member, lambda run: True)] == ["a0", "a1"]
+
+
+def test_what_a_later_stage_does_leaves_the_place_of_what_waits_alone() -> None:
+    classes = (RequestClass(name="first", priority_at_most=0), RequestClass(name="last"))
+    plan = AdmissionPlan(classes=classes, max_waiting_requests=1)
+    entrance = Entrance(StagePool(0, LeastTokensBalancer()), plan, OrchestratorMetrics(), lambda: 0.0)
+    turned_away: list[StageRun] = []
+
+    def comes(name: str, priority: int) -> tuple[StageRun, Ticket]:
+        ticket = entrance.enter(SubmitRequest(FakeRequest(name, priority=priority), 0.0))
+        run = StageRun(name, None, 0.0, ticket=ticket)
+        entrance.wait(run, ticket, lambda run, error: turned_away.append(run))
+        return run, ticket
+
+    run, ticket = comes("a", 1)
+    entrance.started(ticket.follower())
+    entrance.leave(ticket.follower())
+    comes("b", 0)
+    assert turned_away == [run]
