@@ -2,9 +2,8 @@
 
     python benchmarks/flood.py --model DIR --setups fleet:prefix+admission vllm-dp --runs RUNS.jsonl --out FILE
 
-The calm tenant asks for 0.3 times what the engines can serve, the flooding one for 5 times it. No admission
-file names either; that of `quota` bounds what any tenant may have in flight. Engines, lengths and set-ups are those of
-overload.py.
+The calm tenant asks for 0.3 times what the engines can serve, the flooding one for 5 times it. The admission file of
+`weights` gives the calm one three times the weight. Engines, lengths and set-ups are those of overload.py.
 """
 
 import asyncio

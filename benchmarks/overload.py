@@ -44,8 +44,6 @@ DEFAULT_SETUPS = ("fleet:prefix", "fleet:prefix+admission", "vllm-dp", "router:r
 PLANS = {
     "admission": "classes:\n  - name: interactive\n    deadline: 5\n",
     "weights": "classes:\n  - name: interactive\n    deadline: 5\ntenants:\n  calm: {weight: 3}\n",
-    # No tenant can take more than five eighths of the seats.
-    "quota": "classes:\n  - name: interactive\n    deadline: 5\ndefault_tenant: {max_in_flight: 30}\n",
 }
 """Admission files by name."""
 

@@ -107,7 +107,7 @@ def served(
         engines: what they run.
         router: command `vllm-router`, needed for that kind only.
         logs: folder for one log per process.
-        limits: arguments of the head or the router that `KIND+LIMITS` stands for, as in `fleet+quota`.
+        limits: arguments of the head or the router that `KIND+LIMITS` stands for, as in `fleet+weights`.
     """
     name, variant = group.names[0], group.variants[0]
     match group.kind:
