@@ -10,6 +10,7 @@ import pytest
 from tests.fakes.engine_api import REFUSED
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
+from vllm_omni_plugin.errors import RequestLostError
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD
 from vllm_omni_plugin.orchestrator.pool.reserve import AT_ONCE
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
@@ -40,7 +41,7 @@ class History:
     poisonous: int
     crashed: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     ends: dict[str, object] = field(default_factory=dict)
-    deaths: int = 0
+    killed: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     wait_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -100,7 +101,12 @@ class History:
                 self._compute(replica_id)
         for fleet in self._heads:
             fleet.orchestrator._tick()
-            self.ends |= {name: end for name, end in await fleet.read() if end is not None}
+            for name, end in await fleet.read():
+                if end is not None:
+                    self.ends[name] = end
+                    # As OpenAI's client does: it sends a request again whose answer had not begun.
+                    if isinstance(end, RequestLostError) and name not in fleet.tokens and name.count("'") < 2:
+                        self._names.append(f"{name}'")
 
     def _disturb(self, replica_id: int) -> None:
         if replica_id in self._returns:
@@ -125,6 +131,7 @@ class History:
             if name.startswith("p"):
                 deadly_at = self._deadly_at.setdefault(attempt, self._draw.choice([0, 0, 1, 3, 4, 5, 7]))
                 if self._said[attempt] >= deadly_at:
+                    self.killed[name].append(replica_id)
                     self._crash(replica_id, {name for _, _, name in running})
                     return
         for fleet, attempt, _ in running:
@@ -139,7 +146,6 @@ class History:
             link.output(attempt, token, finish_reason="stop" if token + 1 == self._length else None)
 
     def _crash(self, replica_id: int, names: set[str]) -> None:
-        self.deaths += 1
         self._returns[replica_id] = self._heads[0].now + self._restart_s
         for name in names:
             self.crashed[name].add(replica_id)

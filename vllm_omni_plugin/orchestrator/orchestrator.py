@@ -357,7 +357,7 @@ class Orchestrator:
             if isinstance(error, QueryOfDeathError):
                 crashes = ", ".join(
                     f"replica {stage_id}.{loss.replica_id} with {loss.requests - 1} others in flight ({loss.reason})"
-                    for loss in run.crashes
+                    for loss in run.suspicions
                 )
                 reason = f"{crashes} died under request {run.request_id}"
                 self.events.note(EventKind.QUERY_OF_DEATH, reason, stage=stage_id, requests=1)

@@ -84,16 +84,12 @@ class RefusedRuns:
         """Ids of replicas that a request does not go to if others serve: those of `Suspects`, and that refused it.
 
         Raises:
-            NoReplicaError: see `Suspects.confine`.
+            NoReplicaError: see `Suspects.avoided`.
         """
         # What is bound to a replica finds what it needs nowhere else.
         apart = run.suspicions or (run.affinity_key is None and self._suspects.tries)
-        tried = self._suspects.avoided(run) if apart else ()
-        refused = self._refused_by.get(run)
-        avoided = refused.union(tried) if refused else tried
-        if refused and not any(member.replica_id not in avoided for member in self._pool.serving):
-            avoided = refused
-        return self._suspects.confine(run, avoided)
+        refused = self._refused_by.get(run, ())
+        return self._suspects.avoided(run, refused) if apart else refused
 
     def avoids(self, run: StageRun, member: PoolMember) -> bool:
         """Whether a request does not go to a replica, since others serve."""

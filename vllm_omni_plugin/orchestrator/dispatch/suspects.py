@@ -52,38 +52,37 @@ class Suspects:
         """How many wait for a replica without another one."""
         return len(self._line) + len(self._cleared)
 
-    def avoided(self, run: StageRun) -> Collection[int]:
+    def avoided(self, run: StageRun, refused: Collection[int] = ()) -> Collection[int]:
         """Ids of the replicas to which a request does not go if others serve.
 
         These are where suspects are tried, and for a suspect also those that it may have crashed, with all on their
-        machines if that leaves any: one that is broken would make it guilty.
-        """
-        if not run.suspected:
-            # One that is kept apart to its end would take a replica from all others for as long.
-            return {place for place, tried in self.tries.items() if any(not _has_had_outputs(run) for run in tried)}
-        tried = self.tries.keys()
-        crashed = {loss.replica_id for loss in run.suspected}
-        machines = {loss.machine for loss in run.suspected}
-        beside = {member.replica_id for member in self._pool.serving if member.machine in machines}
-        for wider in (tried | crashed | beside, tried | crashed):
-            if any(member.replica_id not in wider for member in self._pool.serving):
-                return wider
-        return tried
+        machines if that leaves any: one that is broken would make it guilty. For a request under which two replicas
+        have crashed they are all others, too.
 
-    def confine(self, run: StageRun, avoided: Collection[int]) -> Collection[int]:
-        """As `avoided`, and for a request under which two replicas have crashed all others, too.
+        Args:
+            run: the request.
+            refused: ids of those that have refused it.
 
         Raises:
             NoReplicaError: none of those to which it may go serves.
         """
-        allowed = self._allowed(run)
-        if allowed is None:
-            return avoided
         serving = {member.replica_id for member in self._pool.serving}
-        if not serving & allowed:
+        allowed = self._allowed(run)
+        others = set[int]() if allowed is None else serving - allowed
+        if allowed is not None and others == serving:
             raise NoReplicaError("None of the replicas that crashed under this request serves again.")
-        others = serving - allowed
-        return others.union(avoided) if (serving & allowed).difference(avoided) else others
+        if run.suspected:
+            tried, crashed = set(self.tries), {loss.replica_id for loss in run.suspected}
+            machines = {loss.machine for loss in run.suspected}
+            beside = {member.replica_id for member in self._pool.serving if member.machine in machines}
+            wishes = [tried | crashed | beside, tried | crashed, tried]
+        else:
+            # One that is kept apart to its end would take a replica from all others for as long.
+            wishes = [{place for place, tried in self.tries.items() if any(not _has_had_outputs(run) for run in tried)}]
+        for avoided in wishes:
+            if serving - (avoided | others).union(refused):
+                return (avoided | others).union(refused)
+        return others.union(refused) if serving - others.union(refused) else others
 
     def can_go(self, run: StageRun) -> bool:
         """Whether a replica serves to which a request may go."""
@@ -170,7 +169,7 @@ class Suspects:
 
     def _allowed(self, run: StageRun) -> set[int] | None:
         """Ids of the only replicas to which a request may go; None: it may go to all."""
-        crashed = {loss.replica_id for loss in run.suspected}
+        crashed = run.crashed
         return crashed if len(crashed) > 1 else None
 
     def _must_wait(self, run: StageRun) -> bool:

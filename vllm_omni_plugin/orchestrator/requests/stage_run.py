@@ -178,9 +178,9 @@ class StageRun:
         return self.phase is RequestPhase.FINISHED
 
     @property
-    def crashes(self) -> list[Loss]:
-        """The losses that it has caused, or may have."""
-        return [loss for loss in self.suspicions if loss.culprit in (None, self)]
+    def crashed(self) -> set[int]:
+        """Ids of the replicas that have crashed under it. Of two, it goes to these only, whoever is found to blame."""
+        return {loss.replica_id for loss in self.suspicions}
 
     @property
     def suspected(self) -> list[Loss]:
@@ -329,7 +329,7 @@ class StageRun:
         """No replica can take the request. Returns what it has ended with."""
         assert self.phase in (RequestPhase.QUEUED, RequestPhase.MOVING), self
         self.phase = RequestPhase.FINISHED
-        if len({loss.replica_id for loss in self.suspected}) > 1:
+        if len(self.crashed) > 1:
             return self.query_of_death()
         if self.produced:
             return RequestLostError(f"{self._loss}, after part of the answer had been delivered. {error}")
@@ -337,9 +337,9 @@ class StageRun:
 
     def query_of_death(self) -> QueryOfDeathError:
         """The error of a request that gets no third replica because engines may have died of it."""
-        which = ", ".join(f"replica {loss.replica_id} ({loss.reason})" for loss in self.crashes)
+        which = ", ".join(f"replica {loss.replica_id} ({loss.reason})" for loss in self.suspicions)
         return QueryOfDeathError(
-            f"{len(self.crashes)} engines died while they ran this request: {which}. They may have died of it, so it "
+            f"{len(self.suspicions)} engines died while they ran this request: {which}. They may have died of it, so it "
             "gets no third replica."
         )
 
