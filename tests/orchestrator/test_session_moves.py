@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from tests.fakes.engine_api import FakeRequest
 from vllm_omni_plugin.balancing import Decision
+from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.requests.stage_run import Loss, StageRun, StreamingInputState
 from vllm_omni_plugin.vllm_api.requests.move import Move
 
@@ -39,7 +40,7 @@ def add(run: StageRun, *chunks: FakeRequest) -> None:
 def lose(run: StageRun, replica_id: int = 2) -> list[FakeRequest]:
     """The replica is lost, another one takes over. Returns what it is sent after the first chunk."""
     assert run.streaming is not None
-    assert run.lose_replica(Loss(1, "died"), 99, Move.NEVER) is None
+    assert run.lose_replica(Loss(PoolMember(1, 0), "died"), 99, Move.NEVER) is None
     dispatch(run, replica_id, f"r-{replica_id}")
     return run.streaming.take_unsent()
 

@@ -271,7 +271,7 @@ async def test_a_request_that_makes_engines_say_what_cannot_be_used_gets_no_thir
 
 async def test_suspects_wait_for_a_while_only_and_of_several_none_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suspects, "WAIT_S", 0.02)
-    async with FakeFleet(replicas=3) as fleet:
+    async with FakeFleet(replicas=3, replica_wait=LONG) as fleet:
         fleet.orchestrator.replica_lost(fleet.pool.member(2), "cut off")
         for name in "abc":
             await fleet.submit(name, affinity=0)
@@ -292,6 +292,10 @@ async def test_suspects_wait_for_a_while_only_and_of_several_none_is_blamed(monk
         [(request_id, error)] = await fleet.read()
         assert (request_id, isinstance(error, RequestLostError)) == ("a", True)
         assert "it gets no third replica" in str(error)
+        # Not even now that another one is found guilty, but they need not be tried any more.
+        await eventually(lambda: fleet.orchestrator.metrics.held == 2, "the wait for one of the two")
+        fleet.join(fleet.pool.member(1))
+        assert [home(fleet, name) for name in "bc"] == [1, 1]
 
 
 async def test_a_suspect_that_is_aborted_makes_room_for_the_next(fleet: FakeFleet) -> None:

@@ -300,7 +300,7 @@ class Orchestrator:
         orphans = pool.lose(member, status)
         # The others were charged to it, but it never had them.
         had = [run for run in orphans if run.sent]
-        loss = Loss(member.replica_id, reason, member.machine, len(had), others)
+        loss = Loss(member, reason, len(had), others)
         self.events.note(EventKind.LOST, reason, member, requests=len(had))
         ended = self._dispatchers[member.stage_id].move(orphans, member, loss, engine_failed)
         moved = sum(not run.closed for run in had)
@@ -356,7 +356,7 @@ class Orchestrator:
         for run, _, error in ended:
             if isinstance(error, QueryOfDeathError):
                 crashes = ", ".join(
-                    f"replica {stage_id}.{loss.replica_id} with {loss.requests - 1} others in flight ({loss.reason})"
+                    f"replica {loss.replica.name} with {loss.requests - 1} others in flight ({loss.reason})"
                     for loss in run.suspicions
                 )
                 reason = f"{crashes} died under request {run.request_id}"

@@ -1,6 +1,6 @@
 """Requests that engines may have died of: each is tried apart from the others, and none gets a third replica."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from vllm_omni_plugin.errors import NoReplicaError
 from vllm_omni_plugin.orchestrator.dispatch.held_requests import HeldRequests
@@ -23,8 +23,8 @@ class Suspects:
     had some new output of it, if possible where no other suspect is tried and where no new request goes meanwhile.
 
     If a second replica crashes, those that were in flight on both are looked at. The only one that is on trial there,
-    or else the only one at all, is guilty: it fails, and both losses are its doing and nobody else's. Where it cannot
-    be told which one it was they get no third replica either, but may go back to those that crashed under them.
+    or else the only one at all, is guilty: it fails, and both losses are its doing and nobody else's. The others get no
+    third replica either, whether one was found guilty or not, but may go back to those that crashed under them.
 
     Args:
         pool: the stage's replicas.
@@ -67,37 +67,36 @@ class Suspects:
             NoReplicaError: none of those to which it may go serves.
         """
         serving = {member.replica_id for member in self._pool.serving}
-        allowed = self._allowed(run)
-        others = set[int]() if allowed is None else serving - allowed
-        if allowed is not None and others == serving:
+        others = serving.difference(member.replica_id for member in self._open_to(run))
+        if run.confined_to and others == serving:
             raise NoReplicaError("None of the replicas that crashed under this request serves again.")
-        if run.suspected:
-            tried, crashed = set(self.tries), {loss.replica_id for loss in run.suspected}
-            machines = {loss.machine for loss in run.suspected}
+        tried, suspected = set(self.tries), run.suspected
+        if suspected:
+            crashed = {loss.replica.replica_id for loss in suspected}
+            machines = {loss.replica.machine for loss in suspected}
             beside = {member.replica_id for member in self._pool.serving if member.machine in machines}
             wishes = [tried | crashed | beside, tried | crashed, tried]
         else:
             # One that is kept apart to its end would take a replica from all others for as long.
-            wishes = [{place for place, tried in self.tries.items() if any(not _has_had_outputs(run) for run in tried)}]
-        for avoided in wishes:
-            if serving - (avoided | others).union(refused):
-                return (avoided | others).union(refused)
-        return others.union(refused) if serving - others.union(refused) else others
+            wishes = [{place for place in tried if any(not _has_had_outputs(run) for run in self.tries[place])}]
+        for wish in (*wishes, set[int]()):
+            avoided = others.union(wish, refused)
+            if not serving <= avoided:
+                return avoided
+        return others
 
     def can_go(self, run: StageRun) -> bool:
         """Whether a replica serves to which a request may go."""
-        allowed = self._allowed(run)
-        return any(allowed is None or member.replica_id in allowed for member in self._pool.serving)
+        return bool(self._open_to(run))
 
     def hold(self, run: StageRun) -> bool:
         """Let a suspect wait if others are tried at all replicas that it may go to. Returns whether it waits."""
-        if not self._on_trial(run):
+        must_wait = self._all_tried(self._open_to(run))
+        if not self._on_trial(run) or not (must_wait or len(self._line)):
             return False
-        if len(self._line) and not self._must_wait(run):
+        if not must_wait:
             # Those in front of it may have to wait, as they may not go everywhere.
             self._wake_at(self._clock())
-        elif not self._must_wait(run):
-            return False
         return self._line.hold(run, self._clock())
 
     def begin(self, run: StageRun, member: PoolMember) -> None:
@@ -117,7 +116,7 @@ class Suspects:
         """An engine failed with these requests in flight. Who may have caused it is noted with them and the loss."""
         sent = [run for run in runs if run.sent]
         twice = [run for run in sent if self._crashed_before(run, loss)]
-        tried = self.tries.get(loss.replica_id, ())
+        tried = self.tries.get(loss.replica.replica_id, ())
         likely = [run for run in twice if run in tried] or twice
         for run in sent:
             if loss.others and run.began and run not in tried:
@@ -154,43 +153,38 @@ class Suspects:
             run = next(iter(self._cleared))
             del self._cleared[run]
             return run
-        if not self._all_tried():
+        if not self._all_tried(self._pool.serving):
             for run in self._line:
-                if not self._must_wait(run):
+                if not self._all_tried(self._open_to(run)):
                     self._line.remove(run)
                     return run
         return self._line.take_overdue(self._clock())
 
     def _on_trial(self, run: StageRun) -> bool:
+        suspected = run.suspected
         # A stage with one replica would serve nobody else meanwhile, so it crashes once more before that.
-        if len(run.suspected) <= (len(self._pool.members) == 1):
+        if len(suspected) <= (len(self._pool.members) == 1):
             return False
-        return self._allowed(run) is not None or not _has_had_outputs(run)
+        return len({loss.replica for loss in suspected}) > 1 or not _has_had_outputs(run)
 
-    def _allowed(self, run: StageRun) -> set[int] | None:
-        """Ids of the only replicas to which a request may go; None: it may go to all."""
-        crashed = run.crashed
-        return crashed if len(crashed) > 1 else None
+    def _open_to(self, run: StageRun) -> Sequence[PoolMember]:
+        """The replicas that serve and to which a request may go."""
+        confined_to = run.confined_to
+        if not confined_to:
+            return self._pool.serving
+        return [member for member in self._pool.serving if member in confined_to]
 
-    def _must_wait(self, run: StageRun) -> bool:
-        # Where no replica serves that it may go to, a suspect waits as everybody else does.
-        if self._all_tried():
-            return True
-        allowed = self._allowed(run)
-        if allowed is None:
-            return False
-        serving = [member.replica_id for member in self._pool.serving if member.replica_id in allowed]
-        return bool(serving) and all(replica_id in self.tries for replica_id in serving)
-
-    def _all_tried(self) -> bool:
+    def _all_tried(self, members: Sequence[PoolMember]) -> bool:
+        """Whether suspects are tried at all of these; not if there is none, since who finds none waits as all do."""
         # Most often the lengths say all.
-        serving = self._pool.serving
-        return 0 < len(serving) <= len(self.tries) and all(member.replica_id in self.tries for member in serving)
+        return 0 < len(members) <= len(self.tries) and all(member.replica_id in self.tries for member in members)
 
     def _crashed_before(self, run: StageRun, loss: Loss) -> bool:
         """Whether a crash before this one counts against a request: of another replica, if there is one."""
-        elsewhere = any(before.replica_id != loss.replica_id for before in run.suspected)
-        return elsewhere or bool(run.suspected and not self._pool.serving)
+        suspected = run.suspected
+        return any(before.replica is not loss.replica for before in suspected) or bool(
+            suspected and not self._pool.serving
+        )
 
     def _blame(self, guilty: StageRun) -> None:
         for loss in guilty.suspected:

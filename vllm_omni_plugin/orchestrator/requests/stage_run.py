@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from vllm_omni_plugin.admission import Ticket
 from vllm_omni_plugin.balancing import Decision, Task
@@ -32,22 +32,31 @@ class RequestPhase(Enum):
 _UNDECIDED = Decision(0, "")
 
 
+class LostReplica(Protocol):
+    """A `PoolMember`. One that gets the id of another later on is not the same."""
+
+    replica_id: int
+    name: str
+
+    @property
+    def machine(self) -> str:
+        """See there."""
+
+
 @dataclass(slots=True, eq=False)
 class Loss:
     """The loss of one replica, the same for all requests that were in flight on it.
 
     Attributes:
-        replica_id: the replica.
+        replica: the replica.
         reason: why it is gone, for errors.
-        machine: the replica's, see `PoolMember`.
         requests: how many of this head's were in flight there.
         others: how many of other heads', as far as they have said.
         culprit: the request that its engine died of; None: there is none, or it is not known.
     """
 
-    replica_id: int
+    replica: LostReplica
     reason: str
-    machine: str = ""
     requests: int = 0
     others: int = 0
     culprit: "StageRun | None" = None
@@ -178,9 +187,10 @@ class StageRun:
         return self.phase is RequestPhase.FINISHED
 
     @property
-    def crashed(self) -> set[int]:
-        """Ids of the replicas that have crashed under it. Of two, it goes to these only, whoever is found to blame."""
-        return {loss.replica_id for loss in self.suspicions}
+    def confined_to(self) -> set[LostReplica]:
+        """The only replicas to which it may go: two that have crashed under it, whoever was to blame; empty: all."""
+        crashed = {loss.replica for loss in self.suspicions}
+        return crashed if len(crashed) > 1 else set()
 
     @property
     def suspected(self) -> list[Loss]:
@@ -298,7 +308,7 @@ class StageRun:
         """
         assert self.phase in (RequestPhase.DISPATCHED, RequestPhase.STREAMING), self
         self.losses.append(loss)
-        self._loss = f"Replica {loss.replica_id} was lost while it served this request ({loss.reason})"
+        self._loss = f"Replica {loss.replica.replica_id} was lost while it served this request ({loss.reason})"
         replayable = self.streaming is not None and self.streaming.replayable
         restarts = not self.produced and on_delivered is not Move.STAYS
         move = Move.RESTART if restarts else Move.REPLAY if replayable else on_delivered
@@ -329,7 +339,7 @@ class StageRun:
         """No replica can take the request. Returns what it has ended with."""
         assert self.phase in (RequestPhase.QUEUED, RequestPhase.MOVING), self
         self.phase = RequestPhase.FINISHED
-        if len(self.crashed) > 1:
+        if self.confined_to:
             return self.query_of_death()
         if self.produced:
             return RequestLostError(f"{self._loss}, after part of the answer had been delivered. {error}")
@@ -337,10 +347,10 @@ class StageRun:
 
     def query_of_death(self) -> QueryOfDeathError:
         """The error of a request that gets no third replica because engines may have died of it."""
-        which = ", ".join(f"replica {loss.replica_id} ({loss.reason})" for loss in self.suspicions)
+        which = ", ".join(f"replica {loss.replica.replica_id} ({loss.reason})" for loss in self.suspicions)
         return QueryOfDeathError(
-            f"{len(self.suspicions)} engines died while they ran this request: {which}. They may have died of it, so it "
-            "gets no third replica."
+            f"{len(self.suspicions)} engines died while they ran this request: {which}. They may have died of it, so "
+            "it gets no third replica."
         )
 
     def _why_not_movable(self, move: Move, migration_limit: int, vocabulary: int | None) -> RequestLostError | None:
