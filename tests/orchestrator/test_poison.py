@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from tests.fakes.fleet import FakeFleet
+from tests.fakes.policies import NotingPolicy
 from vllm_omni_plugin.errors import QueryOfDeathError, RequestLostError
 from vllm_omni_plugin.orchestrator.dispatch.suspects import TRIAL_OUTPUTS
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
@@ -224,6 +225,66 @@ async def test_requests_common_to_two_crashes_get_no_third_replica_and_one_error
         assert {name: type(end) for name, end in ends.items()} == dict.fromkeys("ab", QueryOfDeathError)
         assert fleet.links[other].added == []
         assert fleet.orchestrator.metrics.queries_of_death == 2
+
+
+async def crash_twice(fleet: FakeFleet, late: str) -> tuple[int, int]:
+    """Two replicas crash under all requests, replica 0 and the one that is returned; the last is still on trial there.
+
+    Args:
+        fleet: of three replicas, with requests on replica 0.
+        late: the one on trial.
+
+    Returns:
+        The other replica that has crashed, and the third one, which serves.
+    """
+    fleet.lose(0)
+    for name in fleet.orchestrator.request_states:
+        for token in range(TRIAL_OUTPUTS if name != late else 0):
+            fleet.say(name, token)
+    third = fleet.orchestrator.request_states[late].runs[0].replica_id or 0
+    fleet.kill(third)
+    fleet.lose(3 - third)
+    fleet.join(fleet.pool.member(third))
+    return 3 - third, third
+
+
+async def test_a_request_in_whose_place_another_was_blamed_gets_no_third_replica_either() -> None:
+    async with FakeFleet(replicas=3, replica_wait=60.0) as fleet:
+        for name in "pa":
+            await fleet.submit(name, affinity=0)
+        second, third = await crash_twice(fleet, late="a")
+        [(name, error)] = [event for event in await fleet.read() if event[1] is not None]
+        assert (name, type(error)) == ("a", QueryOfDeathError)
+        assert fleet.links[third].added == []
+        fleet.join(fleet.pool.member(second))
+        assert fleet.orchestrator.request_states["p"].runs[0].replica_id == second
+
+
+async def test_a_replica_that_gets_the_id_of_one_that_crashed_is_another_one() -> None:
+    async with FakeFleet(replicas=3, replica_wait=60.0) as fleet:
+        for name in "pa":
+            await fleet.submit(name, affinity=0)
+        second, _ = await crash_twice(fleet, late="a")
+        for replica_id in (0, second):
+            fleet.orchestrator.replica_left(fleet.pool.member(replica_id))
+            fleet.join(fleet.pool.add(replica_id))
+            assert fleet.links[replica_id].added == []
+
+
+async def test_of_two_replicas_that_a_request_may_go_to_it_is_tried_at_the_one_where_nobody_else_is() -> None:
+    async with FakeFleet(replicas=3, replica_wait=60.0, balancer=NotingPolicy(0)) as fleet:
+        for name in "ab":
+            await fleet.submit(name)
+        fleet.lose(0)
+        for replica_id in (1, 2):
+            for token in range(TRIAL_OUTPUTS):
+                fleet.say("ab"[replica_id - 1], token)
+        # Both have passed their trials, and come together.
+        fleet.kill(1)
+        fleet.lose(2)
+        for replica_id in (1, 0, 2):
+            fleet.join(fleet.pool.member(replica_id))
+        assert [fleet.orchestrator.request_states[name].runs[0].replica_id for name in "ab"] == [0, 2]
 
 
 async def test_a_suspect_is_tried_on_another_machine_if_one_is_free() -> None:
