@@ -100,6 +100,15 @@ async def test_an_attempt_that_ends_before_its_engine_got_it_is_withdrawn_and_a_
     ]
 
 
+async def test_a_policy_takes_nothing_back_of_what_it_did_not_decide() -> None:
+    policy = NotingPolicy()
+    async with FakeFleet(balancer=policy, reserve=Reserve(waits=True)) as fleet:
+        for name in "abc":
+            await fleet.submit(name, affinity=0)
+        await fleet.abort("c")
+    assert policy.notes[3:] == [("ended", 0, "c", 0.0, 0, [])]
+
+
 async def test_a_lost_replica_is_forgotten_before_its_requests_are_dispatched_again() -> None:
     policy = NotingPolicy()
     async with FakeFleet(balancer=policy) as fleet:
@@ -200,7 +209,7 @@ async def test_every_dispatch_is_one_counted_decision() -> None:
         assert metrics.decisions == {(0, "NotingPolicy", "noted"): 2, (0, "NotingPolicy", BOUND): 1}
         assert sum(metrics.decisions.values()) == sum(member.dispatched for member in fleet.pool.members)
         state = fleet.orchestrator.request_states["b"].runs[0]
-        assert state.decision == Decision(0, BOUND)
+        assert state.decision == Decision(0, BOUND, by_policy=False)
 
 
 async def test_a_policy_that_only_selects_is_counted_under_one_reason() -> None:

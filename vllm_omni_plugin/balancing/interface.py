@@ -133,6 +133,7 @@ class Decision(Struct, frozen=True, gc=False):
         candidates: those compared, the chosen one among them; empty where nothing was compared.
         fallback: why the policy decided by something less than its rule, in as few words; "" if it did not.
         matched_tokens: prompt tokens that the chosen replica is expected to have cached.
+        by_policy: false: the pool chose in the policy's place, and what the replica has cached is not known.
     """
 
     position: int
@@ -140,6 +141,7 @@ class Decision(Struct, frozen=True, gc=False):
     candidates: tuple[Candidate, ...] = ()
     fallback: str = ""
     matched_tokens: int = 0
+    by_policy: bool = True
 
 
 class CacheChange(NamedTuple):
@@ -203,7 +205,7 @@ class Observer(Protocol):
         """A request goes to a replica; not always the one chosen, since some requests are bound to one."""
 
     def withdrawn(self, task: Task, replica: ReplicaView, decision: Decision) -> None:
-        """It was refused or given up before its engine got it; `ended` follows."""
+        """What the policy itself had decided was refused or given up before its engine got it; `ended` follows."""
 
     def began(self, task: Task, replica: ReplicaView, cached_tokens: int | None) -> None:
         """Its first output came; the engine took so many prompt tokens from its cache, None if it did not say."""

@@ -56,7 +56,7 @@ class PolicyGuard:
             return decision
         self._warn("decide", f"{flaw}; such requests go to the shortest queue instead")
         shortest = min(range(len(replicas)), key=lambda place: replicas[place].queue_length)
-        return Decision(shortest, "least-load", fallback=POLICY_FAULT)
+        return Decision(shortest, "least-load", fallback=POLICY_FAULT, by_policy=False)
 
     def explain(self, task: Task, replicas: ServingReplicas[Any]) -> Decision:
         """Its decision, which is not carried out.

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 
 from vllm_omni_plugin.balancing import (
@@ -17,8 +17,9 @@ from vllm_omni_plugin.balancing import (
 )
 from vllm_omni_plugin.balancing.interface import prompt_tokens
 from vllm_omni_plugin.coordinator import ReplicaStatus
-from vllm_omni_plugin.errors import NoReplicaError, RequestLostError
+from vllm_omni_plugin.errors import NoReplicaError
 from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.orchestrator.pool.bindings import Bindings
 from vllm_omni_plugin.orchestrator.pool.policy_guard import PolicyGuard
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.pool.reserve import AT_ONCE, Reserve
@@ -31,8 +32,6 @@ from vllm_omni_plugin.replicas.client.stage_client import StageClient
 from vllm_omni_plugin.vllm_api.requests.facts import CacheSize, LoadReport
 
 logger = init_logger(__name__)
-MAX_BINDINGS = 16_384
-"""Keys that are remembered, the latest ones: what belongs together is sent within moments."""
 __all__ = ["BOUND", "PoolMember", "StagePool"]
 BOUND = "bound"
 """The reason where a request may go to one replica only, and no policy is asked."""
@@ -42,37 +41,6 @@ _DECISIONS_PER_LINE = 100
 """For whoever finds `logger` enabled for DEBUG: all decisions would be too many to read or to write."""
 _MAX_DESCRIBED = 8
 """Replicas whose states an error names one by one."""
-
-
-class Bindings:
-    """The replica of each affinity key, while its engine is the one that it had then."""
-
-    def __init__(self) -> None:
-        # Every engine of a replica has an account of its own.
-        self._bindings: OrderedDict[int, tuple[PoolMember, Account]] = OrderedDict()
-
-    def bind(self, key: int, member: PoolMember) -> None:
-        """The first request of a key goes to this replica; those that follow find there what it leaves."""
-        self._bindings[key] = member, member.account
-        self._bindings.move_to_end(key)
-        if len(self._bindings) > MAX_BINDINGS:
-            self._bindings.popitem(last=False)
-
-    def replica_of(self, key: int) -> PoolMember | None:
-        """The replica of a key, None if it is not known.
-
-        Raises:
-            RequestLostError: it was lost since.
-        """
-        if key not in self._bindings:
-            return None
-        member, account = self._bindings[key]
-        if member.account is not account:
-            raise RequestLostError(
-                f"Replica {member.replica_id} was lost, and with it what an earlier request had left there for this "
-                "one. Please send both again."
-            )
-        return member
 
 
 class StagePool:
@@ -214,10 +182,6 @@ class StagePool:
         member.tell_if_idle()
         return member.idle
 
-    def pick(self, task: Task, affinity_key: int | None = None) -> PoolMember:
-        """The replica that shall run a request; see `decide`."""
-        return self.decide(task, affinity_key)[0]
-
     def decide(
         self, task: Task, affinity_key: int | None = None, avoid: Collection[int] = (), stays: bool = False
     ) -> tuple[PoolMember, Decision]:
@@ -235,12 +199,12 @@ class StagePool:
         """
         bound = self._bindings.replica_of(affinity_key) if stays and affinity_key is not None else None
         if bound is not None:
-            return bound, Decision(0, BOUND)
+            return bound, Decision(0, BOUND, by_policy=False)
         serving = self.serving
         if not serving:
             raise self.unavailable()
         if affinity_key is not None:
-            decision = Decision(affinity_key % len(serving), BOUND)
+            decision = Decision(affinity_key % len(serving), BOUND, by_policy=False)
         else:
             if self._unreported.heads > 1:
                 self._unreported.estimate(self._clock(), serving.total_queue_length)
@@ -248,7 +212,8 @@ class StagePool:
         if serving[decision.position].replica_id in avoid:
             places = [place for place, member in enumerate(serving) if member.replica_id not in avoid]
             if places:
-                decision = Decision(min(places, key=lambda place: serving[place].queue_length), APART)
+                shortest = min(places, key=lambda place: serving[place].queue_length)
+                decision = Decision(shortest, APART, by_policy=False)
         member = serving[decision.position]
         if logger.isEnabledFor(logging.DEBUG) and next(self._decisions) % _DECISIONS_PER_LINE == 0:
             # Not the candidates, which are as many as a policy likes and whatever it likes.
@@ -341,7 +306,7 @@ class StagePool:
         self.serving.changed(member)
         if self.exchange is not None:
             self.exchange.changed(member)
-        if run.closed and not run.sent and run.decision.reason != APART:
+        if run.closed and not run.sent and run.decision.by_policy:
             # One that is recalled is not: its prompt goes on counting as cached there, see `decide_again`.
             self._policy.tell("withdrawn", run.task, member, run.decision)
         run.task["answer_ids"] = run.produced[run.answer_begins : run.answer_begins + run.output_tokens]
