@@ -14,9 +14,10 @@ from tests.admin.asgi import app_of, client_of
 from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admin.explain import BadPromptError, UnknownModelError, explain
-from vllm_omni_plugin.admission import AdmissionPlan, RequestClass
+from vllm_omni_plugin.admission import AdmissionPlan, RequestClass, Terms
 from vllm_omni_plugin.balancing import Candidate, Decision, Prompt, ReplicaView, Task
 from vllm_omni_plugin.orchestrator.pool.reserve import Reserve
+from vllm_omni_plugin.vllm_api.requests.facts import BatchLimits
 
 
 class Scripted:
@@ -212,3 +213,20 @@ async def test_the_answer_says_where_the_request_would_stand_in_the_queue() -> N
         assert (first["waits"], first["class"], last["class"]) == (True, "first", "last")
         assert first["ahead"] <= last["ahead"] == 2
         assert len(fleet.orchestrator.request_states) == 4
+
+
+async def test_the_answer_knows_of_the_room_that_a_tenant_over_its_share_leaves() -> None:
+    balancer = Scripted()
+    balancer.decision = Decision(0, "match")
+    reserve = Reserve(BatchLimits(tokens=1000, sequences=9), waits=True)
+    async with FakeFleet(1, balancer, reserve=reserve) as fleet, client_of(explaining(fleet)) as client:
+        await fleet.submit("calm", prompt=[1], terms=Terms("calm"))
+        for number in range(6):
+            await fleet.submit(f"{number}", prompt=[1], terms=Terms("flood"))
+        for running, attempt in enumerate(fleet.links[0].added, start=1):
+            fleet.links[0].output(attempt, running=running)
+        waits = []
+        for tenant in ("flood", "calm"):
+            answer = await client.post("/omni/explain", json={"prompt": "Hi", "tenant": tenant})
+            waits.append(answer.json()["queue"]["waits"])
+    assert waits == [True, False]

@@ -148,10 +148,10 @@ def test_standing_says_the_class_and_how_many_go_before() -> None:
     for _ in range(5):
         come(rules, "a")
     come(rules, "a", priority=1)
-    assert rules.standing(Terms("b"), 1) == ("last", 6.0, 4.5)
-    assert rules.standing(Terms("a"), 0) == ("first", 5.0, 4.0)
+    assert rules.standing(Terms("b"), 1, 0.0) == ("last", 6.0, 4.5, True)
+    assert rules.standing(Terms("a"), 0, 0.0) == ("first", 5.0, 4.0, False)
     # Another tenant's queue is not all before it.
-    assert rules.standing(Terms("b"), 0) == ("first", 1.0, 2.0)
+    assert rules.standing(Terms("b"), 0, 0.0) == ("first", 1.0, 2.0, False)
 
 
 def test_what_ends_twice_or_leaves_twice_counts_once() -> None:

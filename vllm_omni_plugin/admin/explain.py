@@ -76,20 +76,12 @@ async def explain(
     read = await read_prompt(prompt, model)
     task: Task = {"request_id": "explain", "prompt": read, "session": session, "max_tokens": None}
     reply: Future[Explanation] = Future()
-    orchestrator.rpc_async_queue.force_put(Explain(stage_id, task, reply))
-    explanation = await result_of(reply)
-    standing = orchestrator.admission.standing(Terms(tenant), priority)
-    queue = {
-        "waits": not explanation.may_begin,
-        "class": standing.class_name,
-        "ahead": round(standing.ahead),
-        "wait_s": round(standing.wait_s, 3),
-    }
-    return _report(explanation, len(read.token_ids), queue)
+    orchestrator.rpc_async_queue.force_put(Explain(stage_id, task, reply, Terms(tenant), priority))
+    return _report(await result_of(reply), len(read.token_ids))
 
 
-def _report(explanation: Explanation, prompt_tokens: int, queue: dict[str, Any]) -> DecisionReport:
-    decision = explanation.decision
+def _report(explanation: Explanation, prompt_tokens: int) -> DecisionReport:
+    decision, standing = explanation.decision, explanation.standing
     try:
         candidates = [_candidate(explanation, candidate) for candidate in decision.candidates]
     except (AttributeError, LookupError, TypeError, ValueError) as error:
@@ -103,7 +95,12 @@ def _report(explanation: Explanation, prompt_tokens: int, queue: dict[str, Any])
         chosen=explanation.replicas[decision.position][0],
         candidates=candidates,
         prompt_tokens=prompt_tokens,
-        queue=queue,
+        queue={
+            "waits": not explanation.may_begin,
+            "class": standing.class_name,
+            "ahead": round(standing.ahead),
+            "wait_s": round(standing.wait_s, 3),
+        },
     )
 
 

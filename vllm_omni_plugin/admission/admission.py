@@ -25,11 +25,13 @@ class Standing(NamedTuple):
         class_name: its class.
         ahead: requests of this head that would start before it, about.
         wait_s: seconds until it would start, about; 0 while the rate is not known.
+        yields: see `Admission.yields`.
     """
 
     class_name: str
     ahead: float
     wait_s: float
+    yields: bool
 
 
 class TenantReport(NamedTuple):
@@ -59,7 +61,7 @@ class Admission:
     A ticket is made when a request comes, and ended once. In between it may wait, and start: `ticket` -> (`wait`) ->
     `started` -> `ended`. It is judged when it begins to wait, and not again, for whichever replica it waits then. One
     that has started is refused only if its engine is lost or refuses it before the first output: by `overdue`.
-    Belongs to the orchestrator's loop, but for `refusal`, `standing` and the reports, which any thread may ask. Time is
+    Belongs to the orchestrator's loop, but for `refusal` and the reports, which any thread may ask. Time is
     in monotonic seconds.
 
     Args:
@@ -142,13 +144,13 @@ class Admission:
         late_s = _late_s(queues, account, index, start_tag, _patience(terms, of_class))
         return self._refused(account, 1, late_s, 0.0 if late_s else queues.excess(account, index))
 
-    def standing(self, terms: Terms, priority: int | None) -> Standing:
+    def standing(self, terms: Terms, priority: int | None, now: float) -> Standing:
         """Where a request would stand if it came now and had to wait."""
         queues, account = self._queues, self._account(terms)
         index = queues.plan.class_index(account.settings, priority)
         name = queues.plan.classes[index].name
         ahead = queues.ahead_of(account, index, _start_tag(account, name, queues.of(name)))
-        return Standing(name, ahead, queues.wait_s(ahead))
+        return Standing(name, ahead, queues.wait_s(ahead), self._yields(account, name, now))
 
     def wait(self, ticket: Ticket, now: float) -> Refusal | list[tuple[Ticket, Refusal]]:
         """A request begins to wait, unless it is refused. One that has waited or started keeps its place.
@@ -193,8 +195,7 @@ class Admission:
     def yields(self, ticket: Ticket, now: float) -> bool:
         """Whether it is to leave room at the engine: for tenants that have less running than their share, or for a
         higher class; as long as requests of these come at least once in `ACTIVE_S`."""
-        is_over = self._accounts.is_over_share(ticket.tenant, now)
-        return is_over or self._queues.is_above(ticket.class_name, now - ACTIVE_S)
+        return self._yields(ticket.tenant, ticket.class_name, now)
 
     def started(self, ticket: Ticket) -> None:
         """An engine has got it, for the first time or again."""
@@ -244,6 +245,9 @@ class Admission:
         waiting = total(report.waiting for report in others)
         in_flight, weight = sum(report.in_flight for report in others), sum(report.weight for report in others)
         return named, TenantReport(waiting, in_flight, self._named.other_tokens, weight)
+
+    def _yields(self, account: TenantAccount, class_name: str, now: float) -> bool:
+        return self._accounts.is_over_share(account, now) or self._queues.is_above(class_name, now - ACTIVE_S)
 
     def _report(self, account: TenantAccount, served_tokens: int) -> TenantReport:
         waiting = self._queues.backlog_of(account.name)

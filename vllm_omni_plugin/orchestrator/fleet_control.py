@@ -112,7 +112,7 @@ class FleetControl:
         try:
             match message:
                 case Explain():
-                    message.reply.set_result(self._pools[message.stage_id].explain(message.task))
+                    message.reply.set_result(self._orchestrator.explain(message))
                 case ManageReplica():
                     self._manage(message)
                 case ReplaceAdmission():

@@ -27,6 +27,7 @@ from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     CallReplicas,
     Explain,
+    Explanation,
     FrontMessage,
     ManageReplica,
     ReplaceAdmission,
@@ -329,6 +330,11 @@ class Orchestrator:
         if client is not None:
             self.replica_lost(member, reason, ReplicaStatus.ERROR)
             client.mark_dead(reason)
+
+    def explain(self, question: Explain) -> Explanation:
+        """Where a request would go now, or stand in the queue; see `StagePool.explain`."""
+        standing = self.admission.standing(question.terms, question.priority, self._clock())
+        return self.stage_pools[question.stage_id].explain(question.task, standing)
 
     def _wake_at(self, time: float) -> None:
         """See that `_tick` comes at this time, or before."""

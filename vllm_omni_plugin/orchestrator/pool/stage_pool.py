@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 
+from vllm_omni_plugin.admission import Standing
 from vllm_omni_plugin.balancing import (
     CacheChange,
     Decision,
@@ -223,8 +224,8 @@ class StagePool:
             self._bindings.bind(affinity_key, member)
         return member, decision
 
-    def explain(self, task: Task) -> Explanation:
-        """What `decide` would say now; nothing is run or remembered.
+    def explain(self, task: Task, standing: Standing) -> Explanation:
+        """What `decide` would say now of a request that stands there; nothing is run or remembered.
 
         Raises:
             NoReplicaError: no replica serves.
@@ -234,9 +235,9 @@ class StagePool:
             raise self.unavailable()
         decision = self._policy.explain(task, self.serving)
         tokens = max(0, prompt_tokens(task) - decision.matched_tokens)
-        may_begin = self.reserve.has_room(self.serving[decision.position].account, tokens)
+        may_begin = self.reserve.has_room(self.serving[decision.position].account, tokens, standing.yields)
         loads = tuple((member.name, member.load) for member in self.serving)
-        return Explanation(self.policy, decision, loads, may_begin)
+        return Explanation(self.policy, decision, loads, may_begin, standing)
 
     def unavailable(self, waited: float = 0.0) -> NoReplicaError:
         """The error of a request that finds no replica serving. Safe to call from any thread.

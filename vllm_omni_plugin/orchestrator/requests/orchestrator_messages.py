@@ -5,7 +5,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from vllm_omni_plugin.admission import AdmissionPlan, Terms
+from vllm_omni_plugin.admission import AdmissionPlan, Standing, Terms
 from vllm_omni_plugin.balancing import Decision, ReplicaLoad, Task
 from vllm_omni_plugin.coordinator import HeadLeft, PeerWork, ReplicaInfo, SessionLost, Welcome
 from vllm_omni_plugin.coordinator.protocol.head_messages import CallMessage
@@ -263,12 +263,14 @@ class Explanation:
         replicas: those it could choose from, as `<stage>.<replica>`, and their loads, at the positions that the
             decision speaks of.
         may_begin: whether the chosen one could begin it in its next steps, so that it would be sent at once.
+        standing: where it would stand in the queue otherwise.
     """
 
     policy: str
     decision: Decision
     replicas: tuple[tuple[str, ReplicaLoad], ...]
     may_begin: bool
+    standing: Standing
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,11 +281,15 @@ class Explain:
         stage_id: the stage that is asked.
         task: what its policy may know of the request.
         reply: the explanation, or the `NoReplicaError` or `UnexplainedError` why there is none.
+        terms: what its client would say.
+        priority: OpenAI's; None if it is not known.
     """
 
     stage_id: int
     task: Task
     reply: "Future[Explanation]"
+    terms: Terms
+    priority: int | None
 
 
 Membership = RegisterRemoteReplica | UnregisterRemoteReplica | ManageReplica
