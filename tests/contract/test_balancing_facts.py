@@ -108,7 +108,7 @@ async def test_late_interaction_scoring_binds_documents_to_the_replica_of_their_
         query = build_late_interaction_query_params(name, query_uses=4)
         params = [query, *(build_late_interaction_doc_params(name) for _ in range(4))]
         made = [request(PoolingParams(task="token_embed", late_interaction_params=each)) for each in params]
-        [home] = {pool.pick(*EngineApi().describe(each)) for each in made}
+        [home] = {pool.decide(*EngineApi().describe(each))[0] for each in made}
         homes.add(home)
     assert homes == set(pool.members)
     assert EngineApi().describe(request(PoolingParams(task="token_embed")))[1] is None

@@ -122,7 +122,7 @@ def test_the_policy_finds_the_index_of_queues_as_others_have_made_them() -> None
         a.charge(a.attach(replica))
     bus.settle()
     assert b.pool.serving.total_queue_length == 11
-    assert b.pool.pick({}).replica_id == 11
+    assert b.pool.decide({})[0].replica_id == 11
 
 
 def test_a_closed_exchange_says_nothing_more() -> None:
