@@ -1,4 +1,4 @@
-"""How far from what late binding could reach: p99 TTFT that no scheduler can beat, and that of one ideal queue.
+"""What late binding could reach at most: p99 TTFT that no scheduler can beat, and that of one ideal queue.
 
     python benchmarks/bounds.py --seed 0
 
