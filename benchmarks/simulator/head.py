@@ -138,7 +138,8 @@ class Head:
         if not len(self.line):
             return
         member = _member(replica)
-        waits = self.line.first_of(member) is not None
+        first = self.line.first_of(member)
+        has_own = first is not None and not self._yields(first)
         idle = not replica.account.unbegun
         for run, waiting in self.line.ready(member, lambda run: self._has_room(run, replica, run.prefill_tokens)):
             self.bubbles += idle and not self._yields(run)
@@ -146,9 +147,9 @@ class Head:
             del self._runs[self._jobs.pop(run).request]
             replica.account.send(run)
             self._send(replica, waiting.request)
-        if replica not in self.serving:
+        if has_own or replica not in self.serving:
             return
-        for run in self.line.to_recall(self._clock.now, RECALLS, yielding=not waits):
+        for run in self.line.to_recall(self._clock.now, RECALLS, yielding=self.line.first_of(member) is None):
             if not self._has_room(run, replica, run.prefill_tokens):
                 return
             self._ask_again(run, replica)
@@ -161,7 +162,8 @@ class Head:
         charged_to.account.charge(run, self._clock.now)
         self.serving.changed(charged_to)
         may_begin = self._may_begin(run, decision)
-        if not (may_begin or self._yields(run)) and decision.matched_tokens <= self._reserve.few_tokens:
+        overtakes = self.line.some_yield and not self._yields(run)
+        if not may_begin and overtakes and decision.matched_tokens <= self._reserve.few_tokens:
             decision = Decision(self.serving.index(replica), ROOM)
             may_begin = self._may_begin(run, decision)
         if may_begin and self.serving[decision.position] is not charged_to:

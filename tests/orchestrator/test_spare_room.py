@@ -1,12 +1,14 @@
 """Requests of tenants over their share, and of lower classes, leave room at engines for those who come after them."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from tests.admission.fakes import admission, come
 from tests.fakes.engine_api import FakeRequest
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admission import AdmissionPlan, RequestClass, TenantSettings, Terms, Ticket
-from vllm_omni_plugin.balancing import LeastTokensBalancer, PrefixBalancer
+from vllm_omni_plugin.balancing import LeastTokensBalancer, PrefixBalancer, ReplicaView, Task
 from vllm_omni_plugin.orchestrator.dispatch.entrance import Entrance
 from vllm_omni_plugin.orchestrator.dispatch.waiting_line import Waiting, WaitingLine
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD, PoolMember
@@ -146,6 +148,34 @@ async def test_a_request_goes_where_room_was_left_although_more_work_waits_there
         assert fleet.in_flight == [3, 4]
         fleet.say("a", 1)
         assert (got(fleet.links[0]), got(fleet.links[1])) == ("cd", "0ab1")
+
+
+class Preferring:
+    """Chooses one replica, whatever waits there."""
+
+    position = 0
+
+    def select(self, task: Task, replicas: Sequence[ReplicaView]) -> int:
+        return min(self.position, len(replicas) - 1)
+
+
+async def test_where_nobody_leaves_room_a_request_waits_for_the_replica_that_the_policy_prefers() -> None:
+    async with FakeFleet(2, Preferring(), reserve=SMALL_STEPS, plan=EQUALS) as fleet:
+        for name in "abc":
+            await fleet.submit(name, prompt=[1] * 100, terms=CALM)
+        fleet.links[1].report(running=0)
+        assert (got(fleet.links[0]), got(fleet.links[1])) == ("ab", "")
+
+
+async def test_a_replica_that_gets_what_waited_for_it_does_not_take_what_waits_for_others_as_well() -> None:
+    balancer = Preferring()
+    async with FakeFleet(2, balancer, reserve=SMALL_STEPS, plan=EQUALS) as fleet:
+        for balancer.position, names in ((0, "abc"), (1, "def")):
+            for name in names:
+                await fleet.submit(name, prompt=[1] * (10 if name in "cf" else 40), terms=CALM)
+        assert (got(fleet.links[0]), got(fleet.links[1])) == ("ab", "de")
+        fleet.say("d", 1)
+        assert (got(fleet.links[0]), got(fleet.links[1])) == ("ab", "def")
 
 
 async def test_a_request_stays_for_more_of_a_cache_than_is_soon_computed() -> None:

@@ -205,8 +205,12 @@ class Dispatcher:
 
     def _fill(self, member: PoolMember) -> None:
         """Send a replica what waits for it, as far as it has room; or what waits for others, if that is better."""
+        has_own = self.queue.has_own(member)
         for run, request in self.queue.ready(member, self._refused.avoids):
             self._start(member, run, request)
+        if has_own:
+            # It has enough to do; what waits for others has more of its prompt there, or will have.
+            return
         for run, chosen in self.queue.recalls(member, self._refused.avoided):
             self._recall(run, chosen)
 

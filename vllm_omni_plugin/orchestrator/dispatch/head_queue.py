@@ -129,6 +129,11 @@ class HeadQueue:
             idle = False
             yield run, waiting.request
 
+    def has_own(self, member: PoolMember) -> bool:
+        """Whether the first that waits for a replica need not leave room for others."""
+        first = self._line.first_of(member)
+        return first is not None and not self._yields(first)
+
     def recalls(
         self, member: PoolMember, avoided: Callable[[StageRun], Collection[int]]
     ) -> Iterator[tuple[StageRun, Choice]]:
@@ -151,8 +156,9 @@ class HeadQueue:
             avoids = avoided(run)
             other, decision = self._pool.decide_again(charged_to, run, avoids)
             waits = not self._may_begin(run, other, decision)
-            overtakes = not self._yields(run) and decision.matched_tokens <= self._pool.reserve.few_tokens
-            if waits and overtakes and member.replica_id not in avoids:
+            overtakes = self._line.some_yield and not self._yields(run)
+            soon_computed = decision.matched_tokens <= self._pool.reserve.few_tokens
+            if waits and overtakes and soon_computed and member.replica_id not in avoids:
                 # The policy goes by work that this one overtakes.
                 other, decision = member, Decision(0, ROOM)
             if other is not charged_to and self._may_begin(run, other, decision):

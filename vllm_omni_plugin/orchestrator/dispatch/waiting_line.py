@@ -107,6 +107,11 @@ class WaitingLine:
     def __contains__(self, run: StageRun) -> bool:
         return run in self._waiting
 
+    @property
+    def some_yield(self) -> bool:
+        """Whether some wait that leave room for others and may go to another replica, as far as was known last."""
+        return len(self._recalls) > 0
+
     def add(self, run: StageRun, waiting: Waiting, recallable: bool = True) -> None:
         """It waits from here on.
 
