@@ -91,7 +91,8 @@ def main() -> None:
 def _start(model: Path, stack: ExitStack) -> dict[str, ApiServers]:
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     times = sleeping({"step_s": 0.005, "prefill_token_s": 0.0, "sequence_s": 0.0})
-    servers, ready = {}, []
+    servers: dict[str, ApiServers] = {}
+    ready = []
     for name, (args, threads) in SETUPS.items():
         command = (str(model), *COMMON, "--disable-uvicorn-access-log", *times, *args)
         environment = {"VLLM_LOGGING_LEVEL": "WARNING", VARIABLE: threads}

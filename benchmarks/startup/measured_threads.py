@@ -20,7 +20,7 @@ _CLIENT = "vllm.v1.engine.core_client"
 
 def prepare() -> None:
     """What the variable asks for; vLLM's module is changed when it is imported."""
-    threading.Thread.run = _named(threading.Thread.run)  # type: ignore[method-assign]
+    threading.Thread.run = _named(threading.Thread.run)  # type: ignore[method-assign, assignment]
     if os.environ[VARIABLE] == READING:
         sys.meta_path.insert(0, _ClientFinder())
 
@@ -88,7 +88,7 @@ def _begin(client: Any) -> None:
 
 def _deal_with(client: Any, outputs: Any) -> None:
     if outputs.utility_output:
-        sys.modules[_CLIENT]._process_utility_output(outputs.utility_output, client.utility_results)  # type: ignore[attr-defined]
+        sys.modules[_CLIENT]._process_utility_output(outputs.utility_output, client.utility_results)
         return
     if hasattr(client, "process_engine_outputs"):
         # It never waits.
@@ -96,6 +96,10 @@ def _deal_with(client: Any, outputs: Any) -> None:
             client.process_engine_outputs(client, outputs).send(None)
     if outputs.outputs or outputs.scheduler_stats:
         client.outputs_queue.put_nowait(outputs)
+
+
+async def _nothing() -> None:
+    """What there is to wait for after a send."""
 
 
 def _run(client: Any, to_client: _Handover, ready: threading.Event) -> None:
@@ -106,7 +110,8 @@ def _run(client: Any, to_client: _Handover, ready: threading.Event) -> None:
     from vllm_omni_plugin.replicas.links.link import SocketReader
 
     async def serve() -> None:
-        read, written = (zmq.Socket.shadow(s.underlying) for s in (client.resources.output_socket, client.input_socket))
+        read: zmq.Socket[bytes] = zmq.Socket.shadow(client.resources.output_socket.underlying)
+        written: zmq.Socket[bytes] = zmq.Socket.shadow(client.input_socket.underlying)
 
         def received(frames: list[Any]) -> None:
             client.resources.validate_alive(frames)
@@ -121,7 +126,7 @@ def _run(client: Any, to_client: _Handover, ready: threading.Event) -> None:
         def send_input(kind: Any, request: Any, engine: bytes | None = None) -> Awaitable[None]:
             client.ensure_alive()
             to_engines.put((kind, request, client.core_engine if engine is None else engine))
-            return asyncio.sleep(0)
+            return _nothing()
 
         client._send_input = send_input
         SocketReader(read, received).resume()
