@@ -1,7 +1,8 @@
 """What every Python process that a benchmark starts does first, by way of its `PYTHONPATH`.
 
 It asks for the processor's tile registers (AMX), as the engines of a fleet do by themselves: plain vLLM with one thread
-dies of SIGILL at its first request where there are some. For `soak.py` it counts what is alive in it.
+dies of SIGILL at its first request where there are some. For `soak.py` it counts what is alive in it, for `threads.py`
+it names its threads.
 """
 
 import os
@@ -14,3 +15,8 @@ if "BENCHMARK_ALIVE_COUNTS" in os.environ:
     from alive_counts import answer_for_ever
 
     answer_for_ever()
+# `measured_threads.VARIABLE`, likewise.
+if "BENCHMARK_THREADS" in os.environ:
+    from measured_threads import prepare
+
+    prepare()
