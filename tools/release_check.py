@@ -204,7 +204,7 @@ def _server(python: str, model: Path, folder: Path) -> Iterator[str]:
         port = probe.getsockname()[1]
     command = [_beside(python, "vllm"), "serve", str(model), "--enforce-eager", "--max-model-len", "1024"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--omni-dp-size-local", "2"]
-    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment = _environment() | {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     log = folder / "serve.log"
     with log.open("wb") as output:
         server = subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT)
@@ -282,12 +282,15 @@ def _run(*command: str, cwd: Path = ROOT) -> None:
 
 
 def _output(*command: str, cwd: Path = ROOT) -> str:
-    # make's own variables would reach the make of another folder, and PYTHONPATH would hide what is installed.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "PYTHONPATH"))}
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=cwd, env=_environment(), capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise ReleaseError(f"{' '.join(command)} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
     return done.stdout.strip()
+
+
+def _environment() -> dict[str, str]:
+    # make's own variables would reach the make of another folder, and PYTHONPATH would hide what is installed.
+    return {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "PYTHONPATH"))}
 
 
 def _say(text: str) -> None:

@@ -30,6 +30,7 @@ class FakePublisher:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         # Tells when somebody has subscribed.
         self._pub = self._context.socket(zmq.XPUB)
+        self._subscribed = False
         self._pub.bind(self.endpoint)
         self._router = self._context.socket(zmq.ROUTER)
         self._router.bind(self.replay_endpoint)
@@ -45,13 +46,15 @@ class FakePublisher:
 
     @property
     def is_subscribed(self) -> bool:
-        """Whether somebody has subscribed since the last time it was asked."""
-        return bool(self._pub.poll(0)) and self._pub.recv() == b"\x01"
+        """Whether somebody has ever subscribed."""
+        return self._has_subscriber(within_ms=0)
 
     def publish(self, *events: dict[str, Any]) -> None:
         self.publish_raw(msgspec.msgpack.encode([0.5, events, 0]))
 
     def publish_raw(self, payload: bytes) -> None:
+        # Who asks subscribes, too, but over another connection: without that, this would be lost and noticed too late.
+        assert not self.asked or self._has_subscriber(within_ms=30_000)
         self._pub.send_multipart((b"", self._next.to_bytes(8, "big"), payload))
         self.lose_raw(payload)
 
@@ -76,6 +79,11 @@ class FakePublisher:
         for socket in (self._pub, self._router):
             socket.close(linger=0)
         self._context.term()
+
+    def _has_subscriber(self, within_ms: int) -> bool:
+        if not self._subscribed and self._pub.poll(within_ms):
+            self._subscribed = self._pub.recv() == b"\x01"
+        return self._subscribed
 
     def _answer(self, frames: list[Any]) -> None:
         peer, _, start = map(bytes, frames)

@@ -1,8 +1,9 @@
 """A head's life in simulated time: at every rest nothing is left of any request, and load is as even as it was."""
 
 import asyncio
+import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -99,7 +100,16 @@ def test_load_that_gets_less_even_is_found() -> None:
     assert not is_sound(outcome)
 
 
+@pytest.fixture
+def unlogged() -> Iterator[None]:
+    """Each loss of a replica is a line, and pytest keeps all lines until a test ends, so the process would grow."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
 @pytest.mark.long
+@pytest.mark.usefixtures("unlogged")
 @pytest.mark.parametrize("policy", ["prefix", "least-tokens", "session"])
 def test_a_week_leaves_nothing_and_load_stays_as_even(policy: str) -> None:
     outcome = run(policy, Settings(requests=10))
@@ -107,6 +117,7 @@ def test_a_week_leaves_nothing_and_load_stays_as_even(policy: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("unlogged")
 def test_a_week_of_refusals_leaves_nothing_and_the_head_grows_no_larger() -> None:
     outcome = run("prefix", Settings(requests=15, replicas=4, plan=PLAN))
     assert is_sound(outcome), (outcome.left, outcome.examples, drifts(outcome))
