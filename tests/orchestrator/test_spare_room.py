@@ -166,7 +166,7 @@ async def test_a_request_stays_for_more_of_a_cache_than_is_soon_computed() -> No
 async def test_a_head_that_has_nothing_left_at_a_busy_engine_sends_one_since_it_would_hear_nothing_else() -> None:
     async with late(reserve=ROOMY, plan=EQUALS) as fleet:
         await answer_first(fleet, "0", CALM)
-        await submit_all(fleet, "a", terms=FLOOD)
+        await fleet.submit("a", prompt=list(range(10)), terms=FLOOD)
         fleet.say("a", 1, running=SLOTS)
         await submit_all(fleet, "bc", terms=FLOOD)
         assert got(fleet.links[0]) == "0a"
