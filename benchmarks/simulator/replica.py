@@ -133,7 +133,16 @@ class SimReplica:
     def settle(self, report: LoadReport | None) -> None:
         """A message has been dealt with, the report in it last, if it has one."""
         if report is not None:
-            self.account.report(report)
+            now = self._clock.now
+            # Of a leap, only the last iteration has no message of its own before it.
+            self.account.heard_at = now - self.engine.last_iteration_s
+            self.account.report(report, now)
+
+    def prompt_wait_s(self) -> float:
+        """See `Account`. Engines tell the end of each iteration, even if this one leaps."""
+        now = self._clock.now
+        self.account.heard_at = self.engine.iteration_began(now)
+        return self.account.prompt_wait_s(now)
 
     def report(self) -> LoadReport:
         """What the engine says of itself with an iteration."""

@@ -91,7 +91,7 @@ def test_the_sums_are_those_of_what_is_in_flight_through_any_history(steps: list
         if step == "charge":
             there.append(charged(account, first, second, float(now)))
         elif step == "report":
-            account.report(LoadReport(first, second, 0.5))
+            account.report(LoadReport(first, second, 0.5), float(now))
         elif there:
             run = there[first % len(there)]
             if step == "release":
@@ -107,6 +107,7 @@ def test_the_sums_are_those_of_what_is_in_flight_through_any_history(steps: list
         assert load.decode_tokens == sum(c.prompt_tokens + c.output_tokens for c in there if c.began)
         assert load.others >= 0
         assert load.prefill_rate >= 0.0
+        assert account.prompt_wait_s(float(now)) >= 0.0
         assert 0 <= account.waiting <= sum(not c.began for c in there)
 
 
@@ -114,7 +115,7 @@ def test_what_other_heads_report_takes_the_place_of_the_engines_word() -> None:
     account = Account()
     charged(account, 10)
     account.join(Work(requests=3, prefill_tokens=200))
-    account.report(LoadReport(waiting=2, running=6, kv_usage=0.5))
+    account.report(LoadReport(waiting=2, running=6, kv_usage=0.5), 0.0)
     assert account.own == Work(1, 10)
     assert account.load == ReplicaLoad(4, 3, 210, 0, 2, 6, 0.5, heads_report=True)
     account.join(None)
@@ -133,17 +134,17 @@ def test_a_request_waits_until_its_engine_reports_that_it_runs_or_its_first_outp
     account = Account()
     first, second = (charged(account, prompt=10) for _ in range(2))
     assert account.waiting == 2
-    account.report(LoadReport(waiting=1, running=1, kv_usage=0.0))
+    account.report(LoadReport(waiting=1, running=1, kv_usage=0.0), 0.0)
     assert account.waiting == 1
     account.begin(first, 1.0)
     assert account.waiting == 1
-    account.report(LoadReport(waiting=0, running=2, kv_usage=0.0))
+    account.report(LoadReport(waiting=0, running=2, kv_usage=0.0), 0.0)
     assert account.waiting == 0
     charged(account, prompt=10)
     assert account.waiting == 1
     for run in (first, second):
         account.release(run, 2.0)
-    account.report(LoadReport(waiting=1, running=0, kv_usage=0.0))
+    account.report(LoadReport(waiting=1, running=0, kv_usage=0.0), 0.0)
     assert account.waiting == 1
 
 
@@ -152,7 +153,7 @@ def test_only_what_had_no_output_can_be_waiting_whatever_the_engine_reports() ->
     run = charged(account, prompt=10)
     account.begin(run, 1.0)
     # It was put back for want of memory, or the others are of another head.
-    account.report(LoadReport(waiting=5, running=0, kv_usage=1.0))
+    account.report(LoadReport(waiting=5, running=0, kv_usage=1.0), 0.0)
     assert account.waiting == 0
 
 

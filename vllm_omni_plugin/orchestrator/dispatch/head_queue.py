@@ -18,6 +18,9 @@ Choice = tuple[PoolMember, Decision]
 """A replica, and why it is the one."""
 ROOM = "room"
 """The reason where a request of somebody under the share goes where room was left for such, and no policy is asked."""
+LOOKS = 8
+"""Replicas that are compared for such a request: among so many there is one whose prompts are few. None before those
+that were not compared for the one before."""
 Refused = tuple[StageRun, RefusedError]
 """A run that waits no longer, and what its client is told."""
 
@@ -50,6 +53,7 @@ class HeadQueue:
         self._clock = clock
         self._wake_at = wake_at
         self._line = WaitingLine(self._yields)
+        self._looked = 0
         # Those that no engine has, wherever they wait.
         self._due: Order[StageRun] = Order()
 
@@ -65,6 +69,29 @@ class HeadQueue:
         if due is not None and not run.produced:
             self._due.add(run, due)
             self._wake_at(due)
+
+    def soonest(self, run: StageRun, choice: Choice, avoided: Collection[int]) -> Choice:
+        """Where a new request goes for which the policy has made this choice.
+
+        That, unless others wait that leave room for it: then any replica may be in the middle of their prompts, and it
+        goes where its own is begun soonest.
+
+        Args:
+            run: the request's.
+            choice: the policy's.
+            avoided: ids of replicas to which it does not go.
+        """
+        serving, reserve = self._pool.serving, self._pool.reserve
+        is_free = reserve.recalls and not run.suspicions and run.affinity_key is None
+        if not (is_free and self._line.has_yielding) or choice[1].matched_tokens > reserve.few_tokens:
+            return choice
+        if self._yields(run):
+            return choice
+        looked = [serving[(self._looked + place) % len(serving)] for place in range(min(LOOKS, len(serving)))]
+        self._looked += LOOKS
+        decision, now = Decision(0, ROOM), self._clock()
+        free = [m for m in looked if m.replica_id not in avoided and self._may_begin(run, m, decision)]
+        return (min(free, key=lambda m: m.account.prompt_wait_s(now)), decision) if free else choice
 
     def must_wait(self, member: PoolMember, run: StageRun) -> bool:
         """Whether a run that is charged to a replica cannot be sent yet."""
@@ -168,9 +195,11 @@ class HeadQueue:
         return self._has_room(run, member, tokens) and not self._line.is_behind(run, member, _ticket(run))
 
     def _has_room(self, run: StageRun, member: PoolMember, prefill_tokens: int) -> bool:
-        yields, first = self._yields(run), self._line.first_of(member)
-        overtakes = not yields and first is not None and self._yields(first)
-        return self._pool.reserve.has_room(member.account, prefill_tokens, yields, overtakes)
+        account, yields = member.account, self._yields(run)
+        overtakes = not yields and self._line.has_yielding
+        newest = account.newest if yields else None
+        behind_others = newest is not None and not self._yields(newest)
+        return self._pool.reserve.has_room(account, prefill_tokens, yields, overtakes, behind_others)
 
     def _yields(self, run: StageRun) -> bool:
         return self._entrance.admission.yields(_ticket(run), self._clock())

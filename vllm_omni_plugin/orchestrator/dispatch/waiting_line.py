@@ -107,6 +107,11 @@ class WaitingLine:
     def __contains__(self, run: StageRun) -> bool:
         return run in self._waiting
 
+    @property
+    def has_yielding(self) -> bool:
+        """Whether any of those that wait leave room for others, as far as was known when they were asked last."""
+        return bool(self._recalls)
+
     def add(self, run: StageRun, waiting: Waiting, recallable: bool = True) -> None:
         """It waits from here on.
 
