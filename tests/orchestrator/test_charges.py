@@ -167,7 +167,7 @@ def test_what_waits_at_an_engine_is_shared_by_the_heads_that_sent_it(heads_repor
             charged(account, prompt=10)
         if heads_report:
             account.join(Work(sum(counts) - count, 0))
-        account.report(LoadReport(sum(counts) - running, running, kv_usage=0.0))
+        account.report(LoadReport(sum(counts) - running, running, kv_usage=0.0), 0.0)
     excess = sum(counts) - running
     assert excess <= sum(account.waiting for account in heads) <= excess + len(heads) - 1
 
