@@ -12,6 +12,7 @@ from vllm_omni_plugin.orchestrator.dispatch.head_queue import LOOKS, ROOM
 from vllm_omni_plugin.orchestrator.dispatch.waiting_line import RECALLS, Waiting, WaitingLine
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.pool.reserve import AT_ONCE, Reserve
+from vllm_omni_plugin.orchestrator.requests.charges import Account
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 from vllm_omni_plugin.vllm_api.requests.facts import BatchLimits, LoadReport
 
@@ -120,13 +121,16 @@ class Head:
             return decision
         places = [(self._looked + place) % count for place in range(min(LOOKS, count))]
         self._looked += LOOKS
-        free = [
-            place
-            for place in places
-            if self._reserve.has_room(self.serving[place].account, request.prompt_tokens, overtakes=True)
-        ]
-        best = min(free, key=lambda place: self.serving[place].prompt_wait_s(), default=None)
+        free = [each for each in places if self._may_take(self.serving[each].account, request.prompt_tokens)]
+        best = min(free, key=lambda place: self._prompt_wait(self.serving[place]), default=None)
         return decision if best is None else Decision(best, ROOM)
+
+    def _may_take(self, account: Account, tokens: int) -> bool:
+        return self._reserve.has_slot(account) and self._reserve.has_room(account, tokens)
+
+    def _prompt_wait(self, replica: SimReplica) -> tuple[float, int]:
+        replica.hear_iterations()
+        return replica.account.prompt_wait_s(self._clock.now), replica.account.unbegun_tokens
 
     def _place(self, request: Request, task: Task, decision: Decision) -> None:
         replica = self.serving[decision.position]
@@ -192,8 +196,7 @@ class Head:
         account, yields = replica.account, self._yields(run)
         newest = account.newest if yields else None
         behind_others = newest is not None and not self._yields(newest)
-        overtakes = not yields and self.line.has_yielding
-        return self._reserve.has_room(account, prefill_tokens, yields, overtakes, behind_others)
+        return self._reserve.has_room(account, prefill_tokens, yields, behind_others)
 
     def _yields(self, run: StageRun) -> bool:
         return self._leaves_room(run.request.engine_inputs)

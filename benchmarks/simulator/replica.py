@@ -138,11 +138,9 @@ class SimReplica:
             self.account.heard_at = now - self.engine.last_iteration_s
             self.account.report(report, now)
 
-    def prompt_wait_s(self) -> float:
-        """See `Account`. Engines tell the end of each iteration, even if this one leaps."""
-        now = self._clock.now
-        self.account.heard_at = self.engine.iteration_began(now)
-        return self.account.prompt_wait_s(now)
+    def hear_iterations(self) -> None:
+        """An engine tells the end of each iteration, even if this one leaps over it."""
+        self.account.heard_at = self.engine.iteration_began(self._clock.now)
 
     def report(self) -> LoadReport:
         """What the engine says of itself with an iteration."""

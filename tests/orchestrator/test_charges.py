@@ -73,6 +73,39 @@ def test_the_rate_follows_a_replica_that_has_become_slow() -> None:
     assert account.load.prefill_rate == pytest.approx(100.0, rel=0.1)
 
 
+def test_how_long_a_prompt_would_wait_follows_the_times_of_steps_with_and_without_prompts() -> None:
+    account, now = Account(), 0.0
+    report, running = LoadReport(0, 1, 0.0), charged(account, prompt=100, now=0.0)
+    account.begin(running, now)
+    account.report(report, now)
+    for _ in range(100):
+        now += 0.03
+        account.report(report, now)
+        run = charged(account, prompt=100, now=now)
+        now += 0.05
+        account.begin(run, now)
+        account.report(report, now)
+        account.release(run, now)
+    assert account.prompt_wait_s(now + 0.01) == pytest.approx(0.02)
+    charged(account, prompt=200, now=now)
+    assert account.prompt_wait_s(now + 0.01) == pytest.approx(0.06)
+    assert account.prompt_wait_s(now + 1.0) == 0.0
+
+
+def test_a_prompt_waits_for_nothing_where_nothing_runs_and_idle_time_is_no_step() -> None:
+    account, report = Account(), LoadReport(0, 0, 0.0)
+    for now in (100.0, 200.0, 300.0):
+        run = charged(account, prompt=100, now=now)
+        account.begin(run, now + 0.05)
+        account.report(report, now + 0.05)
+        account.release(run, now + 0.1)
+        account.report(report, now + 0.1)
+        assert account.prompt_wait_s(now + 0.1) == 0.0
+    account.begin(charged(account, prompt=100, now=301.0), 301.0)
+    account.report(report, 301.0)
+    assert account.prompt_wait_s(301.0) == pytest.approx(0.05)
+
+
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("charge"), st.integers(0, 500), st.integers(0, 500)),

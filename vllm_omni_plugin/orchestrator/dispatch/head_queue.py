@@ -87,11 +87,15 @@ class HeadQueue:
             return choice
         if self._yields(run):
             return choice
-        looked = [serving[(self._looked + place) % len(serving)] for place in range(min(LOOKS, len(serving)))]
+        places = range(self._looked, self._looked + min(LOOKS, len(serving)))
         self._looked += LOOKS
         decision, now = Decision(0, ROOM), self._clock()
-        free = [m for m in looked if m.replica_id not in avoided and self._may_begin(run, m, decision)]
-        return (min(free, key=lambda m: m.account.prompt_wait_s(now)), decision) if free else choice
+        looked = [serving[place % len(serving)] for place in places]
+        free = [m for m in looked if m.replica_id not in avoided and reserve.has_slot(m.account)]
+        free = [m for m in free if self._may_begin(run, m, decision)]
+        # Where no times are known yet, by tokens.
+        waits = [(m.account.prompt_wait_s(now), m.account.unbegun_tokens) for m in free]
+        return (free[waits.index(min(waits))], decision) if free else choice
 
     def must_wait(self, member: PoolMember, run: StageRun) -> bool:
         """Whether a run that is charged to a replica cannot be sent yet."""
@@ -196,10 +200,9 @@ class HeadQueue:
 
     def _has_room(self, run: StageRun, member: PoolMember, prefill_tokens: int) -> bool:
         account, yields = member.account, self._yields(run)
-        overtakes = not yields and self._line.has_yielding
         newest = account.newest if yields else None
         behind_others = newest is not None and not self._yields(newest)
-        return self._pool.reserve.has_room(account, prefill_tokens, yields, overtakes, behind_others)
+        return self._pool.reserve.has_room(account, prefill_tokens, yields, behind_others)
 
     def _yields(self, run: StageRun) -> bool:
         return self._entrance.admission.yields(_ticket(run), self._clock())

@@ -34,13 +34,12 @@ class Reserve(NamedTuple):
         """Prompt tokens that are soon computed, so that waiting for them is no matter."""
         return _YIELDING_STEPS * self.limits.tokens
 
+    def has_slot(self, account: Account) -> bool:
+        """Whether a request would not wait at the engine for a sequence slot, as far as is known."""
+        return not account.is_heard or account.running + account.unbegun < (self.limits.sequences or inf)
+
     def has_room(
-        self,
-        account: Account,
-        prefill_tokens: int,
-        yields: bool = False,
-        overtakes: bool = False,
-        behind_others: bool = False,
+        self, account: Account, prefill_tokens: int, yields: bool = False, behind_others: bool = False
     ) -> bool:
         """Whether an engine can begin a request in its next steps.
 
@@ -52,16 +51,12 @@ class Reserve(NamedTuple):
             account: the replica's.
             prefill_tokens: tokens of the prompt that are to be computed.
             yields: whether it leaves room at the engine for requests of others that are to go before it.
-            overtakes: whether requests wait that leave room for this one. Then it waits for a free sequence slot at the
-                head: another engine may have one sooner.
-            behind_others: whether the last prompt sent there is of one that has not to leave room, so that this one
-                would lengthen its step.
+            behind_others: whether one that leaves room would come behind the prompt of one that need not, whose step it
+                would lengthen.
         """
         if not self.waits:
             return True
         if yields and not self._has_spare_room(account, prefill_tokens, behind_others):
-            return False
-        if overtakes and self._is_full(account):
             return False
         unbegun, share = account.unbegun, account.share
         if unbegun < (2 if share == 1.0 else 1):
@@ -74,9 +69,6 @@ class Reserve(NamedTuple):
             return False
         free = account.free_tokens
         return free is None or account.unbegun_tokens + prefill_tokens <= free
-
-    def _is_full(self, account: Account) -> bool:
-        return account.is_heard and account.running + account.unbegun >= (self.limits.sequences or inf)
 
     def _has_spare_room(self, account: Account, prefill_tokens: int, behind_others: bool) -> bool:
         """Whether enough is left behind it that a request of another tenant can be begun at once.
