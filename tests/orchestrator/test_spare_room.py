@@ -98,6 +98,13 @@ async def test_a_request_that_others_leave_room_for_goes_where_its_prompt_is_beg
             links[first].report(running=3)
             fleet.now += 0.02
             links[1 - first].report(running=3)
+        # The policy would prefer the other one, for which less waits.
+        other = fleet.pool.member(1 - first)
+        fleet.pool.hold_back(other, ADMIN_HOLD)
+        for name in "klm":
+            await fleet.submit(name, prompt=[1] * 100, terms=FLOOD)
+        fleet.orchestrator.release_hold(other, ADMIN_HOLD)
+        assert fleet.in_flight[first] > fleet.in_flight[1 - first]
         await fleet.submit("1", prompt=[1, 2], terms=CALM)
         assert fleet.attempt("1")[0] is links[first]
 

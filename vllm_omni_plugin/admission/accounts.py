@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from math import ceil
+from math import ceil, exp2
 
 from vllm_omni_plugin.admission.plan import AdmissionPlan, TenantSettings
 
@@ -40,7 +40,7 @@ class RecentUse:
         return self.running + self._ended_by(now)
 
     def _ended_by(self, now: float) -> float:
-        return self._ended * 2.0 ** (min(0.0, self._ended_at - now) / _HALF_LIFE_S)
+        return self._ended * exp2(min(0.0, self._ended_at - now) / _HALF_LIFE_S)
 
 
 class TenantAccount:
