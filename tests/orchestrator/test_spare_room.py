@@ -228,6 +228,19 @@ def test_what_waits_of_one_tenant_stays_in_order_when_it_had_to_leave_room_for_a
     assert [run.request_id for run, _ in line.ready(member, lambda run: True)] == ["a0", "a1"]
 
 
+def test_who_need_not_leave_room_any_more_is_asked_where_to_go_before_others_from_then_on() -> None:
+    rules, member, yielding = admission(), PoolMember(0, 0), {"a", "b"}
+    runs = {name: StageRun(name, None, 0.0) for name in "ab"}
+    line = WaitingLine(lambda run: run.request_id in yielding)
+    for name, run in runs.items():
+        line.add(run, Waiting(member, None, come(rules, name)))
+    yielding.remove("b")
+    assert [*line.to_recall(1.0, 2, yielding=True)] == [runs["a"], runs["b"]]
+    assert [*line.to_recall(2.0, 2, yielding=False)] == [runs["b"]]
+    yielding.add("b")
+    assert [*line.to_recall(3.0, 2, yielding=False)] == []
+
+
 def test_what_a_later_stage_does_leaves_the_place_of_what_waits_alone() -> None:
     classes = (RequestClass(name="first", priority_at_most=0), RequestClass(name="last"))
     plan = AdmissionPlan(classes=classes, max_waiting_requests=1)
