@@ -12,7 +12,6 @@ from simulator.requests import Job, Request
 from vllm_omni_plugin.admission import Admission, AdmissionPlan, Backlog, Refusal, Ticket
 from vllm_omni_plugin.balancing import CacheChange
 from vllm_omni_plugin.orchestrator.pool.stage_flow import StageFlow
-from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 from vllm_omni_plugin.vllm_api.requests.facts import BatchLimits, LoadReport
 
 
@@ -103,8 +102,8 @@ class AdmittingHead(Head):
             self._admission.ended(ticket, request.output_tokens, now)
         return answered
 
-    def _yields(self, run: StageRun) -> bool:
-        return self._admission.yields(self._tickets[run.request.engine_inputs], self._clock.now)
+    def _leaves_room(self, request: Request) -> bool:
+        return self._admission.yields(self._tickets[request], self._clock.now)
 
     def _key(self, request: Request) -> Any:
         return self._tickets[request]

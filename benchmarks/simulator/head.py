@@ -8,10 +8,11 @@ from simulator.engine import Outcome
 from simulator.replica import Clock, SimReplica
 from simulator.requests import Job, Request
 from vllm_omni_plugin.balancing import CacheChange, Decision, ServingReplicas, Task, UnreportedRequests
-from vllm_omni_plugin.orchestrator.dispatch.head_queue import ROOM
+from vllm_omni_plugin.orchestrator.dispatch.head_queue import LOOKS, ROOM
 from vllm_omni_plugin.orchestrator.dispatch.waiting_line import RECALLS, Waiting, WaitingLine
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.pool.reserve import AT_ONCE, Reserve
+from vllm_omni_plugin.orchestrator.requests.charges import Account
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 from vllm_omni_plugin.vllm_api.requests.facts import BatchLimits, LoadReport
 
@@ -58,7 +59,7 @@ class Head:
         self, policy: Policy, clock: Clock, send: Callable[[SimReplica, Job], None], limits: BatchLimits
     ) -> None:
         self.line = WaitingLine(self._yields)
-        self.bubbles = self.recalls = 0
+        self.bubbles = self.recalls = self._looked = 0
         self._reserve = Reserve(limits, waits=True, recalls=True) if getattr(policy, "binds_late", False) else AT_ONCE
         self._send = send
         self._jobs: dict[StageRun, Job] = {}
@@ -106,12 +107,30 @@ class Head:
     def dispatch(self, request: Request) -> None:
         """Choose a replica that serves, of which there must be one, and charge it; submit it there once it has room."""
         task = request.task()
-        self._place(request, task, self._choose(task))
+        self._place(request, task, self._soonest(request, self._choose(task)))
 
     def _choose(self, task: Task) -> Decision:
         if self._decide is not None:
             return self._decide(task, self.serving)
         return Decision(self._policy.select(task, self.serving), "")
+
+    def _soonest(self, request: Request, decision: Decision) -> Decision:
+        """See `HeadQueue.soonest`."""
+        few, count = self._reserve.few_tokens, len(self.serving)
+        if not self.line.some_yield or decision.matched_tokens > few or self._leaves_room(request):
+            return decision
+        places = [(self._looked + place) % count for place in range(min(LOOKS, count))]
+        self._looked += LOOKS
+        free = [each for each in places if self._may_take(self.serving[each].account, request.prompt_tokens)]
+        best = min(free, key=lambda place: self._prompt_wait(self.serving[place]), default=None)
+        return decision if best is None else Decision(best, ROOM)
+
+    def _may_take(self, account: Account, tokens: int) -> bool:
+        return self._reserve.has_slot(account) and self._reserve.has_room(account, tokens)
+
+    def _prompt_wait(self, replica: SimReplica) -> tuple[float, int]:
+        replica.hear_iterations()
+        return replica.account.prompt_wait_s(self._clock.now), replica.account.unbegun_tokens
 
     def _place(self, request: Request, task: Task, decision: Decision) -> None:
         replica = self.serving[decision.position]
@@ -176,12 +195,16 @@ class Head:
         return self._has_room(run, replica, tokens) and not self.line.is_behind(run, _member(replica), key)
 
     def _has_room(self, run: StageRun, replica: SimReplica, prefill_tokens: int) -> bool:
-        yields, first = self._yields(run), self.line.first_of(_member(replica))
-        overtakes = not yields and first is not None and self._yields(first)
-        return self._reserve.has_room(replica.account, prefill_tokens, yields, overtakes)
+        account, yields = replica.account, self._yields(run)
+        newest = account.newest if yields else None
+        behind_others = newest is not None and not self._yields(newest)
+        return self._reserve.has_room(account, prefill_tokens, yields, behind_others)
 
     def _yields(self, run: StageRun) -> bool:
-        """Whether it leaves room for others."""
+        return self._leaves_room(run.request.engine_inputs)
+
+    def _leaves_room(self, request: Request) -> bool:
+        """Whether it does so for others."""
         return False
 
     def _key(self, request: Request) -> Any:

@@ -177,7 +177,7 @@ def test_a_newcomer_goes_before_what_others_have_waiting_for_slower_replicas() -
     assert sorted([*waiting[:5], late]).index(late) == 1
 
 
-def test_a_tenant_yields_while_it_has_more_running_than_its_share_and_others_may_come() -> None:
+def test_a_tenant_yields_while_it_has_used_more_than_its_share_and_others_may_come() -> None:
     rules = admission()
     served(rules, [come(rules, "calm")])
     assert not rules.yields(come(rules, "flood"), 1.0)
@@ -187,6 +187,23 @@ def test_a_tenant_yields_while_it_has_more_running_than_its_share_and_others_may
     assert (rules.yields(flood, 1.0), rules.yields(calm, 1.0)) == (True, False)
     rules.ended(calm, 0, 2.0)
     assert (rules.yields(flood, 61.9), rules.yields(flood, 62.1)) == (True, False)
+
+
+def test_a_tenant_that_used_less_than_its_share_does_not_yield_while_its_requests_come_close_together() -> None:
+    rules = admission()
+    # For half a minute three quarters are the other's; then most of what runs is the calm one's.
+    for second in range(30):
+        for tenant, tokens in (("calm", 100), ("flood", 300)):
+            ticket = come(rules, tenant, tokens, now=second)
+            rules.started(ticket)
+            rules.ended(ticket, 0, second + 1.0)
+    running = [come(rules, "calm", 100, now=30.0) for _ in range(5)]
+    for ticket in running:
+        rules.started(ticket)
+    flood, calm = come(rules, "flood", now=30.0), come(rules, "calm", now=30.0)
+    assert (rules.yields(flood, 30.0), rules.yields(calm, 30.0)) == (True, False)
+    # What has run counts for ever less, what runs in full.
+    assert (rules.yields(flood, 70.0), rules.yields(calm, 70.0)) == (False, True)
 
 
 def test_nothing_of_what_ran_is_left_when_it_has_ended() -> None:

@@ -71,18 +71,57 @@ async def test_a_minute_after_the_others_last_request_the_slots_are_nobodys() ->
         assert len(await flooded(fleet, 20)) >= SLOTS
 
 
-async def test_requests_that_others_leave_room_for_wait_for_a_free_slot_at_the_head_and_go_first() -> None:
+async def test_requests_that_others_leave_room_for_go_first_and_to_a_full_engine_two_ahead() -> None:
     async with late(reserve=ROOMY, plan=EQUALS) as fleet:
         await answer_first(fleet, "0", CALM)
         await flooded(fleet, 20)
         link = fleet.links[0]
         link.report(running=SLOTS)
-        await submit_all(fleet, "12", terms=CALM)
-        assert not set(got(link)) & set("12")
-        link.report(running=SLOTS - 1)
-        assert got(link)[-1] == "1"
-        link.output(link.added[-1], running=SLOTS - 1)
-        assert got(link)[-1] == "2"
+        await submit_all(fleet, "123", terms=CALM)
+        assert [name for name in got(link) if name in "123"] == ["1", "2"]
+        # It begins when a slot is free, and the next one comes before all that waits of the other tenant.
+        link.output(next(each for each in link.added if each[0] == "1"), running=SLOTS)
+        assert got(link)[-1] == "3"
+
+
+@pytest.mark.parametrize("first", [0, 1])
+async def test_a_request_that_others_leave_room_for_goes_where_its_prompt_is_begun_soonest(first: int) -> None:
+    async with late(replicas=2, reserve=ROOMY, plan=EQUALS) as fleet:
+        await answer_first(fleet, "0", CALM)
+        for name in "abcdefghij":
+            await fleet.submit(name, prompt=[1] * 100, terms=FLOOD)
+        links = [fleet.links[place] for place in range(2)]
+        for link in links:
+            link.output(next(each for each in link.added if each[0] != "0"), running=1)
+        accounts = [member.account for member in fleet.pool.members]
+        assert accounts[0].unbegun_tokens == accounts[1].unbegun_tokens > 0
+        for step in range(5):
+            fleet.now = 0.04 * step
+            links[first].report(running=3)
+            fleet.now += 0.02
+            links[1 - first].report(running=3)
+        # The policy would prefer the other one, for which less waits.
+        other = fleet.pool.member(1 - first)
+        fleet.pool.hold_back(other, ADMIN_HOLD)
+        for name in "klm":
+            await fleet.submit(name, prompt=[1] * 100, terms=FLOOD)
+        fleet.orchestrator.release_hold(other, ADMIN_HOLD)
+        assert fleet.in_flight[first] > fleet.in_flight[1 - first]
+        await fleet.submit("1", prompt=[1, 2], terms=CALM)
+        assert fleet.attempt("1")[0] is links[first]
+
+
+async def test_who_leaves_room_is_not_sent_behind_a_prompt_of_one_that_need_not() -> None:
+    async with late(reserve=Reserve(BatchLimits(tokens=1000, sequences=100), waits=True), plan=EQUALS) as fleet:
+        await answer_first(fleet, "0", CALM)
+        for name in "ab":
+            await fleet.submit(name, prompt=[1] * 10, terms=FLOOD)
+            fleet.say(name, 1)
+        await submit_all(fleet, "1", terms=CALM)
+        await submit_all(fleet, "c", terms=FLOOD)
+        assert got(fleet.links[0]) == "0ab1"
+        fleet.say("1", 1)
+        assert got(fleet.links[0]) == "0ab1c"
 
 
 async def test_shares_are_by_weight() -> None:
@@ -196,7 +235,7 @@ async def test_a_request_stays_for_more_of_a_cache_than_is_soon_computed() -> No
 async def test_a_head_that_has_nothing_left_at_a_busy_engine_sends_one_since_it_would_hear_nothing_else() -> None:
     async with late(reserve=ROOMY, plan=EQUALS) as fleet:
         await answer_first(fleet, "0", CALM)
-        await submit_all(fleet, "a", terms=FLOOD)
+        await fleet.submit("a", prompt=list(range(10)), terms=FLOOD)
         fleet.say("a", 1, running=SLOTS)
         await submit_all(fleet, "bc", terms=FLOOD)
         assert got(fleet.links[0]) == "0a"
@@ -217,6 +256,19 @@ def test_what_waits_of_one_tenant_stays_in_order_when_it_had_to_leave_room_for_a
     assert line.is_behind(runs["b1"], member, come(rules, "b")) is False
     yielding.clear()
     assert [run.request_id for run, _ in line.ready(member, lambda run: True)] == ["a0", "a1"]
+
+
+def test_who_need_not_leave_room_any_more_is_asked_where_to_go_before_others_from_then_on() -> None:
+    rules, member, yielding = admission(), PoolMember(0, 0), {"a", "b"}
+    runs = {name: StageRun(name, None, 0.0) for name in "ab"}
+    line = WaitingLine(lambda run: run.request_id in yielding)
+    for name, run in runs.items():
+        line.add(run, Waiting(member, None, come(rules, name)))
+    yielding.remove("b")
+    assert [*line.to_recall(1.0, 2, yielding=True)] == [runs["a"], runs["b"]]
+    assert [*line.to_recall(2.0, 2, yielding=False)] == [runs["b"]]
+    yielding.add("b")
+    assert [*line.to_recall(3.0, 2, yielding=False)] == []
 
 
 def test_what_a_later_stage_does_leaves_the_place_of_what_waits_alone() -> None:

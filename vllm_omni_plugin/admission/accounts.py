@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from math import ceil
+from math import ceil, exp2
 
 from vllm_omni_plugin.admission.plan import AdmissionPlan, TenantSettings
 
@@ -13,8 +13,34 @@ ACTIVE_S = 60.0
 MAX_NAME = 128
 """Characters of a tenant's name; more are cut off."""
 _BURST_S = 10.0
+_HALF_LIFE_S = 10.0
+"""Seconds after which half of what a request cost still counts in its tenant's use: long enough that a tenant whose
+requests come close together for seconds is not over its share, and short enough that one whose habits change soon is
+what it does now."""
 _MEMORY = 1 / 16
 """Weight of the latest answer in the mean length."""
+
+
+class RecentUse:
+    """Tokens of what runs, and of what has ended, the latter counting for less with time."""
+
+    __slots__ = ("_ended", "_ended_at", "running")
+
+    def __init__(self) -> None:
+        self.running = 0.0
+        self._ended = self._ended_at = 0.0
+
+    def end(self, running: float, tokens: float, now: float) -> None:
+        """What counted as so much while it ran has ended after so many tokens."""
+        self.running -= running
+        self._ended, self._ended_at = self._ended_by(now) + tokens, now
+
+    def tokens(self, now: float) -> float:
+        """All that counts at this time."""
+        return self.running + self._ended_by(now)
+
+    def _ended_by(self, now: float) -> float:
+        return self._ended * exp2(min(0.0, self._ended_at - now) / _HALF_LIFE_S)
 
 
 class TenantAccount:
@@ -24,7 +50,7 @@ class TenantAccount:
         name: "" for requests that name none.
         settings: what it gets.
         in_flight: its requests that wait or run.
-        running_cost: of its requests that have started and not ended, see `Ticket.cost`.
+        used: by its requests that run, see `Ticket.cost`, and by those that have.
         served_tokens: of prompts and answers of its requests that have ended.
         finish: where its last request ends in the order of each class, by the class's name: see `Ticket.start_tag`.
         mean_output: tokens of its answers; None before the first.
@@ -37,16 +63,16 @@ class TenantAccount:
         "in_flight",
         "mean_output",
         "name",
-        "running_cost",
         "served_tokens",
         "settings",
+        "used",
     )
 
     def __init__(self, name: str, settings: TenantSettings) -> None:
         self.name = name
         self.settings = settings
         self.in_flight = 0
-        self.running_cost = 0.0
+        self.used = RecentUse()
         self.served_tokens = 0
         self.finish: dict[str, float] = {}
         self.mean_output: float | None = None
@@ -98,12 +124,13 @@ class TenantAccounts:
 
     Attributes:
         active_weight: of the tenants with requests in flight.
-        running_cost: see `TenantAccount`, of all.
+        used: see `TenantAccount`, by all.
     """
 
     def __init__(self, plan: AdmissionPlan) -> None:
         self._plan = plan
-        self.active_weight = self.running_cost = 0.0
+        self.active_weight = 0.0
+        self.used = RecentUse()
         # Those that had requests in flight not long ago, by when that ended, and their weights.
         self._recent: OrderedDict[TenantAccount, float] = OrderedDict()
         self._recent_weight = 0.0
@@ -165,18 +192,23 @@ class TenantAccounts:
             self._idle.pop(account.name, None)
             self._in_use[account.name] = account
 
-    def run(self, account: TenantAccount, cost: float) -> None:
-        """A request of so much starts; or ends, if that is negative."""
-        account.running_cost += cost
-        self.running_cost += cost
+    def started(self, account: TenantAccount, cost: float) -> None:
+        """A request starts that counts as so much while it runs."""
+        account.used.running += cost
+        self.used.running += cost
+
+    def ran(self, account: TenantAccount, cost: float, tokens: float, now: float) -> None:
+        """The same ends, after so many tokens."""
+        account.used.end(cost, tokens, now)
+        self.used.end(cost, tokens, now)
 
     def is_over_share(self, account: TenantAccount, now: float) -> bool:
-        """Whether it has more running than its share, others being there or only just gone that could use it."""
+        """Whether it has used more than its share, others being there or only just gone that could use it."""
         while self._recent and now - next(iter(self._recent.values())) > ACTIVE_S:
             self._forget_recent(next(iter(self._recent)))
         weight = self.active_weight + self._recent_weight
         # Not for what rounding has left of either.
-        return account.running_cost * weight > self.running_cost * account.settings.weight * (1 + 1e-6)
+        return account.used.tokens(now) * weight > self.used.tokens(now) * account.settings.weight * (1 + 1e-6)
 
     def end(self, account: TenantAccount, now: float) -> None:
         """One of its requests is not in flight any more."""
@@ -184,8 +216,8 @@ class TenantAccounts:
         if not account.in_flight:
             self.active_weight -= account.settings.weight
             # What rounding has left.
-            self.running_cost -= account.running_cost
-            account.running_cost = 0.0
+            self.used.running -= account.used.running
+            account.used.running = 0.0
             self._recent[account] = now
             self._recent_weight += account.settings.weight
             if self._in_use.pop(account.name, None) is not None:

@@ -193,7 +193,7 @@ class Admission:
         return _refuse(over, Reason.DEADLINE, "The request has waited as long as it may.")
 
     def yields(self, ticket: Ticket, now: float) -> bool:
-        """Whether it is to leave room at the engine: for tenants that have less running than their share, or for a
+        """Whether it is to leave room at the engine: for tenants that have used less than their share, or for a
         higher class; as long as requests of these come at least once in `ACTIVE_S`."""
         return self._yields(ticket.tenant, ticket.class_name, now)
 
@@ -202,7 +202,7 @@ class Admission:
         self.leave(ticket)
         if ticket.phase in (Phase.NEW, Phase.LET_IN):
             ticket.phase = Phase.STARTED
-            self._accounts.run(ticket.tenant, ticket.cost)
+            self._accounts.started(ticket.tenant, ticket.cost)
             self._queues.of(ticket.class_name).started(ticket)
 
     def ended(self, ticket: Ticket, output_tokens: int, now: float) -> None:
@@ -316,7 +316,7 @@ class Admission:
             return
         account = ticket.tenant
         if ticket.phase is Phase.STARTED:
-            self._accounts.run(account, -ticket.cost)
+            self._accounts.ran(account, ticket.cost, ticket.cost + tokens, now)
         ticket.phase = Phase.OVER
         account.finish[ticket.class_name] = account.finish.get(ticket.class_name, 0.0) + charge
         account.use(tokens, self._stage.heads, now)

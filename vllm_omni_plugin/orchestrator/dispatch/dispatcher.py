@@ -277,7 +277,9 @@ class Dispatcher:
             run.task, run.affinity_key = self._api.describe(request)
         if chosen is None:
             stays = run.affinity_key is not None and self._api.how_to_move(request) is Move.STAYS
-            chosen = self._pool.decide(run.task, run.affinity_key, self._refused.avoided(run), stays)
+            avoided = self._refused.avoided(run)
+            chosen = self._pool.decide(run.task, run.affinity_key, avoided, stays)
+            chosen = self.queue.soonest(run, chosen, avoided)
         member, decision = chosen
         attempt = f"{run.request_id}-{self._head_tag}-{next(self._attempts):x}"
         run.dispatch(member.replica_id, attempt, run.task, decision, self._clock())

@@ -18,6 +18,9 @@ Choice = tuple[PoolMember, Decision]
 """A replica, and why it is the one."""
 ROOM = "room"
 """The reason where a request of somebody under the share goes where room was left for such, and no policy is asked."""
+LOOKS = 8
+"""Replicas that are compared for such a request: among so many there is one whose prompts are few. None before those
+that were not compared for the one before."""
 Refused = tuple[StageRun, RefusedError]
 """A run that waits no longer, and what its client is told."""
 
@@ -50,6 +53,7 @@ class HeadQueue:
         self._clock = clock
         self._wake_at = wake_at
         self._line = WaitingLine(self._yields)
+        self._looked = 0
         # Those that no engine has, wherever they wait.
         self._due: Order[StageRun] = Order()
 
@@ -65,6 +69,33 @@ class HeadQueue:
         if due is not None and not run.produced:
             self._due.add(run, due)
             self._wake_at(due)
+
+    def soonest(self, run: StageRun, choice: Choice, avoided: Collection[int]) -> Choice:
+        """Where a new request goes for which the policy has made this choice.
+
+        That, unless others wait that leave room for it: then any replica may be in the middle of their prompts, and it
+        goes where its own is begun soonest.
+
+        Args:
+            run: the request's.
+            choice: the policy's.
+            avoided: ids of replicas to which it does not go.
+        """
+        serving, reserve = self._pool.serving, self._pool.reserve
+        is_free = reserve.recalls and not run.suspicions and run.affinity_key is None
+        if not (is_free and self._line.some_yield) or choice[1].matched_tokens > reserve.few_tokens:
+            return choice
+        if self._yields(run):
+            return choice
+        places = range(self._looked, self._looked + min(LOOKS, len(serving)))
+        self._looked += LOOKS
+        decision, now = Decision(0, ROOM, by_policy=False), self._clock()
+        looked = [serving[place % len(serving)] for place in places]
+        free = [m for m in looked if m.replica_id not in avoided and reserve.has_slot(m.account)]
+        free = [m for m in free if self._may_begin(run, m, decision)]
+        # Where no times are known yet, by tokens.
+        waits = [(m.account.prompt_wait_s(now), m.account.unbegun_tokens) for m in free]
+        return (free[waits.index(min(waits))], decision) if free else choice
 
     def must_wait(self, member: PoolMember, run: StageRun) -> bool:
         """Whether a run that is charged to a replica cannot be sent yet."""
@@ -160,7 +191,7 @@ class HeadQueue:
             soon_computed = decision.matched_tokens <= self._pool.reserve.few_tokens
             if waits and overtakes and soon_computed and member.replica_id not in avoids:
                 # The policy goes by work that this one overtakes.
-                other, decision = member, Decision(0, ROOM)
+                other, decision = member, Decision(0, ROOM, by_policy=False)
             if other is not charged_to and self._may_begin(run, other, decision):
                 self._metrics.recalls += 1
                 yield run, (other, decision)
@@ -174,9 +205,10 @@ class HeadQueue:
         return self._has_room(run, member, tokens) and not self._line.is_behind(run, member, _ticket(run))
 
     def _has_room(self, run: StageRun, member: PoolMember, prefill_tokens: int) -> bool:
-        yields, first = self._yields(run), self._line.first_of(member)
-        overtakes = not yields and first is not None and self._yields(first)
-        return self._pool.reserve.has_room(member.account, prefill_tokens, yields, overtakes)
+        account, yields = member.account, self._yields(run)
+        newest = account.newest if yields else None
+        behind_others = newest is not None and not self._yields(newest)
+        return self._pool.reserve.has_room(account, prefill_tokens, yields, behind_others)
 
     def _yields(self, run: StageRun) -> bool:
         return self._entrance.admission.yields(_ticket(run), self._clock())

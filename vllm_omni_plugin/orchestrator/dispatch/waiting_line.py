@@ -194,12 +194,11 @@ class WaitingLine:
             if first is None:
                 return
             (_, key), run = first
-            if order is self._unyielding_recalls and self._yields(run):
-                # It did not when it began to wait.
-                order.discard(run)
-                order = self._recalls
-            order.add(run, (now, key))
-            if order is self._unyielding_recalls or yielding:
+            # As it is now: it may have been otherwise when it was asked last.
+            yields = self._yields(run)
+            order.discard(run)
+            (self._recalls if yields else self._unyielding_recalls).add(run, (now, key))
+            if yielding or not yields:
                 yield run
 
 

@@ -34,7 +34,13 @@ class Reserve(NamedTuple):
         """Prompt tokens that are soon computed, so that waiting for them is no matter."""
         return _YIELDING_STEPS * self.limits.tokens
 
-    def has_room(self, account: Account, prefill_tokens: int, yields: bool = False, overtakes: bool = False) -> bool:
+    def has_slot(self, account: Account) -> bool:
+        """Whether a request would not wait at the engine for a sequence slot, as far as is known."""
+        return not account.is_heard or account.running + account.unbegun < (self.limits.sequences or inf)
+
+    def has_room(
+        self, account: Account, prefill_tokens: int, yields: bool = False, behind_others: bool = False
+    ) -> bool:
         """Whether an engine can begin a request in its next steps.
 
         One that computes a prompt has always another one behind it, or it would idle until the head hears of the end of
@@ -45,14 +51,12 @@ class Reserve(NamedTuple):
             account: the replica's.
             prefill_tokens: tokens of the prompt that are to be computed.
             yields: whether it leaves room at the engine for requests of others that are to go before it.
-            overtakes: whether requests wait for the engine that do so for this one. Then it waits for a free sequence
-                slot at the head: another engine may have one sooner.
+            behind_others: whether one that leaves room would come behind the prompt of one that need not, whose step it
+                would lengthen.
         """
         if not self.waits:
             return True
-        if yields and not self._has_spare_room(account, prefill_tokens):
-            return False
-        if overtakes and self._is_full(account):
+        if yields and not self._has_spare_room(account, prefill_tokens, behind_others):
             return False
         unbegun, share = account.unbegun, account.share
         if unbegun < (2 if share == 1.0 else 1):
@@ -66,20 +70,14 @@ class Reserve(NamedTuple):
         free = account.free_tokens
         return free is None or account.unbegun_tokens + prefill_tokens <= free
 
-    def _is_full(self, account: Account) -> bool:
-        # What an engine reports comes with outputs: one of this head's must be there for it to hear.
-        heard = account.unbegun or account.began
-        return bool(heard) and account.running + account.unbegun >= (self.limits.sequences or inf)
-
-    def _has_spare_room(self, account: Account, prefill_tokens: int) -> bool:
+    def _has_spare_room(self, account: Account, prefill_tokens: int, behind_others: bool) -> bool:
         """Whether enough is left behind it that a request of another tenant can be begun at once.
 
         In telephony this is trunk reservation (Kelly, "Loss networks", 1991): a few free places, for those alone whose
         share it is, and these hardly ever wait. How many it takes grows as the square root of all.
         """
         busy, slots = account.running + account.unbegun, self.limits.sequences
-        # What it reports comes with outputs: one of this head's must be there for it to hear.
-        if not (account.unbegun or account.began) or not slots:
+        if not account.is_heard or not slots:
             return True
         spare = ceil(sqrt(slots) / 2)
         if busy + spare >= slots:
@@ -87,7 +85,7 @@ class Reserve(NamedTuple):
         # While others get their next tokens, an engine without a prompt is not idle.
         if account.unbegun >= (1 if account.began else 2):
             behind = account.unbegun_tokens + prefill_tokens
-            if behind > self.few_tokens * account.share:
+            if behind_others or behind > self.few_tokens * account.share:
                 return False
         free = account.free_tokens
         return free is None or account.unbegun_tokens + prefill_tokens + account.cache_tokens * spare / slots <= free
