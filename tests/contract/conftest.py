@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +11,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import vllm.v1.engine.async_llm
     import vllm.v1.worker.gpu_worker  # noqa: F401
+    from vllm.model_executor.models import registry
 
 from tests.fakes.idle_fleet import IdleFleet
 from vllm_omni_plugin.balancing import RandomBalancer
@@ -18,6 +19,20 @@ from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
+
+
+@pytest.fixture(scope="session", autouse=True)
+def models_are_looked_at_here() -> Iterator[None]:
+    """vLLM imports the class of a model that is new to this machine in a process of its own: eight seconds each."""
+
+    def here(look: Callable[[], object]) -> object:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return look()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "_run_in_subprocess", here)
+        yield
 
 
 @pytest.fixture
