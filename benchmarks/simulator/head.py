@@ -103,6 +103,10 @@ class Head:
                 del self._runs[job.request]
         return list(replica.in_flight)
 
+    def is_idle(self, replica: SimReplica) -> bool:
+        """Whether nothing is in flight there."""
+        return not replica.in_flight
+
     def dispatch(self, request: Request) -> None:
         """Choose a replica that serves, of which there must be one, and charge it; submit it there once it has room."""
         task = request.task()
