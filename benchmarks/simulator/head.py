@@ -104,6 +104,10 @@ class Head:
                 del self._runs[job.request]
         return list(replica.in_flight)
 
+    def is_idle(self, replica: SimReplica) -> bool:
+        """Whether nothing is in flight there."""
+        return not replica.in_flight
+
     def dispatch(self, request: Request) -> None:
         """Choose a replica that serves, of which there must be one, and charge it; submit it there once it has room."""
         task = request.task()
@@ -180,8 +184,11 @@ class Head:
         decision = self._choose(run.task)
         charged_to.account.charge(run, self._clock.now)
         self.serving.changed(charged_to)
-        may_begin = self._may_begin(run, decision)
         overtakes = self.line.some_yield and not self._yields(run)
+        computes_more = run.prompt_tokens - decision.matched_tokens > run.prefill_tokens
+        if computes_more and self.serving[decision.position].account.prefill_tokens and not overtakes:
+            return
+        may_begin = self._may_begin(run, decision)
         if not may_begin and overtakes and decision.matched_tokens <= self._reserve.few_tokens:
             decision = Decision(self.serving.index(replica), ROOM)
             may_begin = self._may_begin(run, decision)

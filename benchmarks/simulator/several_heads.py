@@ -35,8 +35,15 @@ class SharedReplica(SimReplica):
     def __init__(self, replica: SimReplica, settings: EngineSettings, clock: Clock) -> None:
         super().__init__(replica.replica_id, settings, clock)
         self.engine_key = replica.replica_id
-        self.engine = replica.engine
         self.exchange: WorkExchange | None = None
+        self.engine = replica.engine
+
+    def attach(self, replica: SimReplica) -> None:
+        """The engine has been started again."""
+        self.restart()
+        self.engine = replica.engine
+        if self.exchange is not None:
+            self.account.join(self.exchange.serves(cast(Any, self)))
 
     @property
     def load(self) -> ReplicaLoad:
@@ -91,6 +98,16 @@ class SharingHead(Head):
         super().dispatch(request)
         self.unreported.in_flight += 1
 
+    def lose(self, replica: SimReplica) -> list[Job]:
+        """See `Head`."""
+        lost = super().lose(replica)
+        self.unreported.in_flight -= len(lost)
+        replica.in_flight.clear()
+        exchange = cast(SharedReplica, replica).exchange
+        if exchange is not None:
+            exchange.lost(cast(Any, replica))
+        return lost
+
     def receive(
         self, replica: SimReplica, outcome: Outcome, report: LoadReport | None, change: CacheChange | None
     ) -> list[Request]:
@@ -136,17 +153,46 @@ class SeveralHeads(Head):
         self._replicas = replicas
         self._owners: dict[Job, SharingHead] = {}
         self._heads: list[SharingHead] = []
+        # By the places of heads and replicas.
+        self._views: list[list[SharedReplica]] = []
         for number, policy in enumerate(policies):
             self._heads.append(make_head(policy, clock, partial(self._send_of, number), limits))
         for head in self._heads:
             head.aware = aware
-            for replica in replicas:
-                head.serve(SharedReplica(replica, settings, clock))
+            self._views.append([SharedReplica(replica, settings, clock) for replica in replicas])
+            for view in self._views[-1]:
+                head.serve(view)
         if self.engines_report:
             for replica in replicas:
                 replica.engine.cache.record_changes()
         if delay is not None and len(policies) > 1:
             self._exchange_work(after, delay)
+
+    def serve(self, replica: SimReplica) -> None:
+        """See `Head`."""
+        super().serve(replica)
+        for head, view in self._views_of(replica):
+            if view.engine is not replica.engine:
+                view.attach(replica)
+            head.serve(view)
+
+    def hold_back(self, replica: SimReplica) -> None:
+        """See `Head`."""
+        super().hold_back(replica)
+        for head, view in self._views_of(replica):
+            head.hold_back(view)
+
+    def lose(self, replica: SimReplica) -> list[Job]:
+        """See `Head`."""
+        self.hold_back(replica)
+        lost = [job for head, view in self._views_of(replica) for job in head.lose(view)]
+        for job in lost:
+            self._owners.pop(job, None)
+        return lost
+
+    def is_idle(self, replica: SimReplica) -> bool:
+        """See `Head`."""
+        return not self.in_flight(replica.replica_id)
 
     def dispatch(self, request: Request) -> None:
         """See `Head`."""
@@ -154,8 +200,8 @@ class SeveralHeads(Head):
 
     def fill(self, replica: SimReplica) -> None:
         """See `Head`."""
-        for head in self._heads:
-            head.fill(head.serving[replica.replica_id])
+        for head, view in self._views_of(replica):
+            head.fill(view)
 
     def _send_of(self, number: int, replica: SimReplica, job: Job) -> None:
         self._owners[job] = self._heads[number]
@@ -166,22 +212,27 @@ class SeveralHeads(Head):
     ) -> list[Request]:
         """Each head gets what is its own, one of those that get anything gets the report, all get the caches."""
         answered: list[Request] = []
-        place = replica.replica_id
-        for head in self._heads:
+        for head, view in self._views_of(replica):
             began = [job for job in outcome.began if self._owners[job] is head]
             ended = [job for job in outcome.ended if self._owners[job] is head]
             if began or ended:
-                answered += head.receive(head.serving[place], Outcome(began, ended), report, change)
+                answered += head.receive(view, Outcome(began, ended), report, change)
                 report = None
             elif change is not None:
-                head.receive(head.serving[place], Outcome([], []), None, change)
+                head.receive(view, Outcome([], []), None, change)
         for job in outcome.ended:
             del self._owners[job]
         return answered
 
     def in_flight(self, place: int) -> list[Job]:
         """What all of them have on a replica."""
-        return [job for head in self._heads for job in head.serving[place].in_flight]
+        return [job for views in self._views for job in views[place].in_flight]
+
+    def _views_of(self, replica: SimReplica) -> list[tuple[SharingHead, SharedReplica]]:
+        return [(head, views[replica.replica_id]) for head, views in zip(self._heads, self._views, strict=True)]
+
+    def _tell(self, hook: str, *args: Any) -> None:
+        """Each of the heads tells its own policy."""
 
     def _exchange_work(self, after: After, delay: float) -> None:
         interval = min(delay, REPORT_INTERVAL_S)
@@ -200,10 +251,10 @@ class SeveralHeads(Head):
             others_work = exchange.take(message)
             head.hear(exchange.heads, others_work)
 
-        for number, head in enumerate(self._heads):
+        for number, views in enumerate(self._views):
             exchange = WorkExchange(partial(report, number), interval, call_later)
             exchanges.append(exchange)
-            for replica in cast(Sequence[SharedReplica], head.serving):
+            for replica in views:
                 replica.exchange = exchange
                 replica.account.join(exchange.serves(cast(Any, replica)))
             exchange.take(Welcome([], False))

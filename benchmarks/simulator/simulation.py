@@ -192,7 +192,7 @@ class Simulation:
 
     def _return(self, replica: SimReplica) -> None:
         """One that died or left starts again with an empty cache, unless it has not finished its work yet."""
-        if replica.alive and not replica.in_flight:
+        if replica.alive and self._head.is_idle(replica):
             self._head.lose(replica)
             replica.alive = False
         if not replica.alive:

@@ -140,6 +140,29 @@ async def test_a_replica_with_room_gets_what_waits_for_another_one() -> None:
         assert [name for name, _ in dispatches] == ["0.1"]
 
 
+async def test_a_request_is_computed_again_elsewhere_only_where_no_prompt_waits_for_that() -> None:
+    cached = list(range(2000))
+    async with FakeFleet(2, PrefixBalancer(), reserve=TWO_AT_MOST) as fleet:
+
+        async def submit_to(replica: int, name: str, prompt: list[int]) -> None:
+            other = fleet.pool.member(1 - replica)
+            fleet.orchestrator.hold_back(other, ADMIN_HOLD)
+            await fleet.submit(name, prompt=prompt)
+            fleet.orchestrator.release_hold(other, ADMIN_HOLD)
+
+        await submit_to(0, "0", cached)
+        fleet.say("0", 1)
+        for replica, name, tokens in ((0, "a", 4000), (0, "b", 4000), (1, "c", 5000), (1, "d", 100)):
+            await submit_to(replica, name, [ord(name)] * tokens)
+        await fleet.submit("x", prompt=cached)
+        assert (got(fleet.links[0]), got(fleet.links[1])) == ("0ab", "cd")
+        fleet.say("c", 1)
+        # By the costs of that request alone it goes: 2,000 tokens instead of a wait for 8,000.
+        assert (got(fleet.links[0]), got(fleet.links[1])) == ("0ab", "cd")
+        fleet.say("d", 1)
+        assert (got(fleet.links[0]), got(fleet.links[1])) == ("0ab", "cdx")
+
+
 async def test_a_session_whose_first_chunk_waits_gets_its_chunks_in_order() -> None:
     async with late() as fleet:
         await submit_all(fleet, "ab")

@@ -4,6 +4,7 @@ import pytest
 import spread
 from simulator.profiles import accelerator
 from simulator.workload import Scale
+from simulator.workloads import WORKLOADS
 
 SMALL = Scale(8, 240, accelerator())
 LARGE = Scale(16, 600, accelerator())
@@ -18,6 +19,14 @@ def of(policy: str, heads: int, delay: str, workload: str = "steady", scale: Sca
 def test_every_request_is_answered(policy: str) -> None:
     summary = of(policy, 4, "100").summary
     assert (summary.answered, summary.refused) == (240, 0)
+
+
+@pytest.mark.parametrize("policy", ["prefix", "prefix at once", "kv-aware"])
+@pytest.mark.parametrize("workload", ["churn", "cold-joiners"])
+def test_every_request_is_answered_although_replicas_come_and_go(workload: str, policy: str) -> None:
+    asked = sum(len(session.turns) for session in WORKLOADS[workload](SMALL).sessions)
+    summary = of(policy, 4, "100", workload).summary
+    assert (summary.answered, summary.refused) == (asked, 0)
 
 
 def test_the_same_seed_gives_the_same_run() -> None:

@@ -186,8 +186,12 @@ class HeadQueue:
             charged_to = self._pool.member(run.replica_id)
             avoids = avoided(run)
             other, decision = self._pool.decide_again(charged_to, run, avoids)
-            waits = not self._may_begin(run, other, decision)
             overtakes = self._line.some_yield and not self._yields(run)
+            computes_more = run.prompt_tokens - decision.matched_tokens > run.prefill_tokens
+            if computes_more and other.account.prefill_tokens and not overtakes:
+                # It would start earlier, and all that wait for a prompt later.
+                continue
+            waits = not self._may_begin(run, other, decision)
             soon_computed = decision.matched_tokens <= self._pool.reserve.few_tokens
             if waits and overtakes and soon_computed and member.replica_id not in avoids:
                 # The policy goes by work that this one overtakes.
