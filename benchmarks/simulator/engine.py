@@ -35,7 +35,6 @@ class LeapEngine:
     Attributes:
         next_time: when to call `step`; infinity while there is nothing to do.
         busy_s: seconds in iterations that have ended.
-        last_iteration_s: seconds of the last of these.
     """
 
     def __init__(self, settings: EngineSettings, slowdown: float = 1.0) -> None:
@@ -43,7 +42,7 @@ class LeapEngine:
         self.slowdown = slowdown
         self.cache = BlockCache(settings.kv_blocks, settings.block_size, settings.prefix_caching)
         self.next_time = inf
-        self.busy_s = self.last_iteration_s = 0.0
+        self.busy_s = 0.0
         self._waiting: deque[Job] = deque()
         self._prefilling: deque[Job] = deque()
         self._chunks: list[tuple[Job, int]] = []
@@ -77,10 +76,6 @@ class LeapEngine:
             return 0
         return self._iterations + self._ended_iterations(now) - job.first_iteration + 1
 
-    def iteration_began(self, now: float) -> float:
-        """When the iteration under way began."""
-        return self._begun + self._ended_iterations(now) * self._iteration_s
-
     def submit(self, job: Job, now: float) -> None:
         """Queue a job; looked at when an iteration begins."""
         self._waiting.append(job)
@@ -94,7 +89,6 @@ class LeapEngine:
         """End the iterations up to `next_time` and begin others."""
         now, leap = self.next_time, self._leap
         self.busy_s += leap * self._iteration_s
-        self.last_iteration_s = self._iteration_s
         self._iterations += leap
         self._decode_tokens += leap * len(self._decoding)
         ended = self._end_decoding()

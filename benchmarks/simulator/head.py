@@ -123,18 +123,14 @@ class Head:
         few, count = self._reserve.few_tokens, len(self.serving)
         if not self.line.some_yield or decision.matched_tokens > few or self._leaves_room(request):
             return decision
-        places = [(self._looked + place) % count for place in range(min(LOOKS, count))]
-        self._looked += LOOKS
+        self._looked += 1
+        places = [decision.position, *((self._looked + place) % count for place in range(min(LOOKS, count)))]
         free = [each for each in places if self._may_take(self.serving[each].account, request.prompt_tokens)]
-        best = min(free, key=lambda place: self._prompt_wait(self.serving[place]), default=None)
-        return decision if best is None else Decision(best, ROOM)
+        best = min(free, key=lambda place: self.serving[place].account.tokens_ahead, default=decision.position)
+        return decision if best == decision.position else Decision(best, ROOM)
 
     def _may_take(self, account: Account, tokens: int) -> bool:
         return self._reserve.has_slot(account) and self._reserve.has_room(account, tokens)
-
-    def _prompt_wait(self, replica: SimReplica) -> tuple[float, int]:
-        replica.hear_iterations()
-        return replica.account.prompt_wait_s(self._clock.now), replica.account.unbegun_tokens
 
     def _place(self, request: Request, task: Task, decision: Decision) -> None:
         replica = self.serving[decision.position]

@@ -133,14 +133,7 @@ class SimReplica:
     def settle(self, report: LoadReport | None) -> None:
         """A message has been dealt with, the report in it last, if it has one."""
         if report is not None:
-            now = self._clock.now
-            # Of a leap, only the last iteration has no message of its own before it.
-            self.account.heard_at = now - self.engine.last_iteration_s
-            self.account.report(report, now)
-
-    def hear_iterations(self) -> None:
-        """An engine tells the end of each iteration, even if this one leaps over it."""
-        self.account.heard_at = self.engine.iteration_began(self._clock.now)
+            self.account.report(report)
 
     def report(self) -> LoadReport:
         """What the engine says of itself with an iteration."""

@@ -135,7 +135,7 @@ def test_ten_thousand_tenants_of_one_client_put_nobody_back() -> None:
 def test_tenants_of_clients_cost_bounded_memory_and_push_out_no_configured_one() -> None:
     accounts = TenantAccounts(AdmissionPlan(tenants={"known": TenantSettings()}))
     known, busy = accounts.open("known"), accounts.open("busy")
-    accounts.begin(busy)
+    accounts.begin(busy, 0.0)
     for number in range(25_000):
         accounts.open(f"made-up-{number}" + "x" * 1000)
     assert len(accounts) == 10_000 + 2
@@ -204,6 +204,26 @@ def test_a_tenant_that_used_less_than_its_share_does_not_yield_while_its_request
     assert (rules.yields(flood, 30.0), rules.yields(calm, 30.0)) == (True, False)
     # What has run counts for ever less, what runs in full.
     assert (rules.yields(flood, 70.0), rules.yields(calm, 70.0)) == (False, True)
+
+
+def test_what_a_tenant_used_while_it_was_alone_does_not_count_when_another_one_begins() -> None:
+    rules = admission()
+    for second in range(30):
+        ticket = come(rules, "calm", 100, now=second)
+        rules.started(ticket)
+        rules.ended(ticket, 0, second + 1.0)
+    running = come(rules, "calm", 100, now=30.0)
+    rules.started(running)
+    flood = [come(rules, "flood", 100, now=30.0) for _ in range(3)]
+    for ticket in flood[:2]:
+        rules.started(ticket)
+    assert (rules.yields(flood[2], 30.0), rules.yields(come(rules, "calm", now=30.0), 30.0)) == (True, False)
+    # One that had requests in the last minute is none that begins: what it used then counts.
+    rules.ended(running, 0, 31.0)
+    rules.ended(flood[0], 0, 31.0)
+    later = come(rules, "calm", 300, now=32.0)
+    rules.started(later)
+    assert rules.yields(later, 32.0)
 
 
 def test_nothing_of_what_ran_is_left_when_it_has_ended() -> None:

@@ -73,39 +73,6 @@ def test_the_rate_follows_a_replica_that_has_become_slow() -> None:
     assert account.load.prefill_rate == pytest.approx(100.0, rel=0.1)
 
 
-def test_how_long_a_prompt_would_wait_follows_the_times_of_steps_with_and_without_prompts() -> None:
-    account, now = Account(), 0.0
-    report, running = LoadReport(0, 1, 0.0), charged(account, prompt=100, now=0.0)
-    account.begin(running, now)
-    account.report(report, now)
-    for _ in range(100):
-        now += 0.03
-        account.report(report, now)
-        run = charged(account, prompt=100, now=now)
-        now += 0.05
-        account.begin(run, now)
-        account.report(report, now)
-        account.release(run, now)
-    assert account.prompt_wait_s(now + 0.01) == pytest.approx(0.02)
-    charged(account, prompt=200, now=now)
-    assert account.prompt_wait_s(now + 0.01) == pytest.approx(0.06)
-    assert account.prompt_wait_s(now + 1.0) == 0.0
-
-
-def test_a_prompt_waits_for_nothing_where_nothing_runs_and_idle_time_is_no_step() -> None:
-    account, report = Account(), LoadReport(0, 0, 0.0)
-    for now in (100.0, 200.0, 300.0):
-        run = charged(account, prompt=100, now=now)
-        account.begin(run, now + 0.05)
-        account.report(report, now + 0.05)
-        account.release(run, now + 0.1)
-        account.report(report, now + 0.1)
-        assert account.prompt_wait_s(now + 0.1) == 0.0
-    account.begin(charged(account, prompt=100, now=301.0), 301.0)
-    account.report(report, 301.0)
-    assert account.prompt_wait_s(301.0) == pytest.approx(0.05)
-
-
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("charge"), st.integers(0, 500), st.integers(0, 500)),
@@ -124,7 +91,7 @@ def test_the_sums_are_those_of_what_is_in_flight_through_any_history(steps: list
         if step == "charge":
             there.append(charged(account, first, second, float(now)))
         elif step == "report":
-            account.report(LoadReport(first, second, 0.5), float(now))
+            account.report(LoadReport(first, second, 0.5))
         elif there:
             run = there[first % len(there)]
             if step == "release":
@@ -140,7 +107,6 @@ def test_the_sums_are_those_of_what_is_in_flight_through_any_history(steps: list
         assert load.decode_tokens == sum(c.prompt_tokens + c.output_tokens for c in there if c.began)
         assert load.others >= 0
         assert load.prefill_rate >= 0.0
-        assert account.prompt_wait_s(float(now)) >= 0.0
         assert 0 <= account.waiting <= sum(not c.began for c in there)
 
 
@@ -148,7 +114,7 @@ def test_what_other_heads_report_takes_the_place_of_the_engines_word() -> None:
     account = Account()
     charged(account, 10)
     account.join(Work(requests=3, prefill_tokens=200))
-    account.report(LoadReport(waiting=2, running=6, kv_usage=0.5), 0.0)
+    account.report(LoadReport(waiting=2, running=6, kv_usage=0.5))
     assert account.own == Work(1, 10)
     assert account.load == ReplicaLoad(4, 3, 210, 0, 2, 6, 0.5, heads_report=True)
     account.join(None)
@@ -167,17 +133,17 @@ def test_a_request_waits_until_its_engine_reports_that_it_runs_or_its_first_outp
     account = Account()
     first, second = (charged(account, prompt=10) for _ in range(2))
     assert account.waiting == 2
-    account.report(LoadReport(waiting=1, running=1, kv_usage=0.0), 0.0)
+    account.report(LoadReport(waiting=1, running=1, kv_usage=0.0))
     assert account.waiting == 1
     account.begin(first, 1.0)
     assert account.waiting == 1
-    account.report(LoadReport(waiting=0, running=2, kv_usage=0.0), 0.0)
+    account.report(LoadReport(waiting=0, running=2, kv_usage=0.0))
     assert account.waiting == 0
     charged(account, prompt=10)
     assert account.waiting == 1
     for run in (first, second):
         account.release(run, 2.0)
-    account.report(LoadReport(waiting=1, running=0, kv_usage=0.0), 0.0)
+    account.report(LoadReport(waiting=1, running=0, kv_usage=0.0))
     assert account.waiting == 1
 
 
@@ -186,7 +152,7 @@ def test_only_what_had_no_output_can_be_waiting_whatever_the_engine_reports() ->
     run = charged(account, prompt=10)
     account.begin(run, 1.0)
     # It was put back for want of memory, or the others are of another head.
-    account.report(LoadReport(waiting=5, running=0, kv_usage=1.0), 0.0)
+    account.report(LoadReport(waiting=5, running=0, kv_usage=1.0))
     assert account.waiting == 0
 
 
@@ -200,7 +166,7 @@ def test_what_waits_at_an_engine_is_shared_by_the_heads_that_sent_it(heads_repor
             charged(account, prompt=10)
         if heads_report:
             account.join(Work(sum(counts) - count, 0))
-        account.report(LoadReport(sum(counts) - running, running, kv_usage=0.0), 0.0)
+        account.report(LoadReport(sum(counts) - running, running, kv_usage=0.0))
     excess = sum(counts) - running
     assert excess <= sum(account.waiting for account in heads) <= excess + len(heads) - 1
 

@@ -8,12 +8,20 @@ from tests.admission.fakes import admission, come
 from tests.fakes.engine_api import FakeRequest
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admission import AdmissionPlan, RequestClass, TenantSettings, Terms, Ticket
-from vllm_omni_plugin.balancing import LeastTokensBalancer, PrefixBalancer, ReplicaView, Task
+from vllm_omni_plugin.balancing import (
+    Decision,
+    DecidingBalancer,
+    LeastTokensBalancer,
+    PrefixBalancer,
+    ReplicaView,
+    Task,
+)
 from vllm_omni_plugin.orchestrator.dispatch.entrance import Entrance
 from vllm_omni_plugin.orchestrator.dispatch.waiting_line import Waiting, WaitingLine
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD, PoolMember
 from vllm_omni_plugin.orchestrator.pool.reserve import Reserve
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
+from vllm_omni_plugin.orchestrator.requests.charges import Work
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import SubmitRequest
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
@@ -82,33 +90,6 @@ async def test_requests_that_others_leave_room_for_go_first_and_to_a_full_engine
         # It begins when a slot is free, and the next one comes before all that waits of the other tenant.
         link.output(next(each for each in link.added if each[0] == "1"), running=SLOTS)
         assert got(link)[-1] == "3"
-
-
-@pytest.mark.parametrize("first", [0, 1])
-async def test_a_request_that_others_leave_room_for_goes_where_its_prompt_is_begun_soonest(first: int) -> None:
-    async with late(replicas=2, reserve=ROOMY, plan=EQUALS) as fleet:
-        await answer_first(fleet, "0", CALM)
-        for name in "abcdefghij":
-            await fleet.submit(name, prompt=[1] * 100, terms=FLOOD)
-        links = [fleet.links[place] for place in range(2)]
-        for link in links:
-            link.output(next(each for each in link.added if each[0] != "0"), running=1)
-        accounts = [member.account for member in fleet.pool.members]
-        assert accounts[0].unbegun_tokens == accounts[1].unbegun_tokens > 0
-        for step in range(5):
-            fleet.now = 0.04 * step
-            links[first].report(running=3)
-            fleet.now += 0.02
-            links[1 - first].report(running=3)
-        # The policy would prefer the other one, for which less waits.
-        other = fleet.pool.member(1 - first)
-        fleet.pool.hold_back(other, ADMIN_HOLD)
-        for name in "klm":
-            await fleet.submit(name, prompt=[1] * 100, terms=FLOOD)
-        fleet.orchestrator.release_hold(other, ADMIN_HOLD)
-        assert fleet.in_flight[first] > fleet.in_flight[1 - first]
-        await fleet.submit("1", prompt=[1, 2], terms=CALM)
-        assert fleet.attempt("1")[0] is links[first]
 
 
 async def test_who_leaves_room_is_not_sent_behind_a_prompt_of_one_that_need_not() -> None:
@@ -189,13 +170,74 @@ async def test_a_request_goes_where_room_was_left_although_more_work_waits_there
         assert (got(fleet.links[0]), got(fleet.links[1])) == ("cd", "0ab1")
 
 
-class Preferring:
-    """Chooses one replica, whatever waits there."""
+class Preferring(DecidingBalancer):
+    """Chooses one replica, whatever waits there, which has so many tokens of each prompt cached."""
 
     position = 0
+    cached = 0
 
-    def select(self, task: Task, replicas: Sequence[ReplicaView]) -> int:
-        return min(self.position, len(replicas) - 1)
+    def decide(self, task: Task, replicas: Sequence[ReplicaView]) -> Decision:
+        return Decision(min(self.position, len(replicas) - 1), "preferred", matched_tokens=self.cached)
+
+
+async def beside_a_flood(fleet: FakeFleet, balancer: Preferring, first: int) -> None:
+    """The flooding tenant has prompts of 200 tokens begun and one of its own waiting at one replica, 50 at the other."""
+    await answer_first(fleet, "0", CALM)
+    balancer.position = first
+    await fleet.submit("a", prompt=[1] * 100, terms=FLOOD)
+    fleet.say("a", 1)
+    for name in "bc":
+        await fleet.submit(name, prompt=[1] * 200, terms=FLOOD)
+    balancer.position = 1 - first
+    await fleet.submit("x", prompt=[1] * 50, terms=FLOOD)
+    balancer.position = first
+    assert (got(fleet.links[first]).removeprefix("0"), got(fleet.links[1 - first]).removeprefix("0")) == ("ab", "x")
+
+
+@pytest.mark.parametrize("first", [0, 1])
+async def test_a_request_that_others_leave_room_for_goes_where_the_fewest_tokens_are_before_it(first: int) -> None:
+    balancer = Preferring()
+    async with FakeFleet(2, balancer, reserve=ROOMY, plan=EQUALS) as fleet:
+        await beside_a_flood(fleet, balancer, first)
+        await fleet.submit("1", prompt=[1, 2], terms=CALM)
+        assert fleet.attempt("1")[0] is fleet.links[1 - first]
+        # What the policy chose is no worse now, and knows what is cached there.
+        fleet.say("b", 1)
+        await fleet.submit("2", prompt=[1, 2], terms=CALM)
+        assert fleet.attempt("2")[0] is fleet.links[first]
+
+
+async def test_it_stays_where_more_is_cached_than_is_soon_computed() -> None:
+    balancer = Preferring()
+    async with FakeFleet(2, balancer, reserve=ROOMY, plan=EQUALS) as fleet:
+        await beside_a_flood(fleet, balancer, 0)
+        balancer.cached = 251
+        await fleet.submit("1", prompt=[1] * 300, terms=CALM)
+        assert fleet.attempt("1")[0] is fleet.links[0]
+
+
+async def test_it_does_not_go_to_a_replica_without_a_free_slot_whoever_has_taken_them() -> None:
+    balancer = Preferring()
+    async with FakeFleet(2, balancer, reserve=ROOMY, plan=EQUALS) as fleet:
+        await beside_a_flood(fleet, balancer, 0)
+        fleet.say("x", 1, finish_reason="stop", running=0)
+        fleet.pool.join(fleet.pool.member(1), Work(SLOTS, 0))
+        await fleet.submit("1", prompt=[1, 2], terms=CALM)
+        assert fleet.attempt("1")[0] is fleet.links[0]
+
+
+async def test_it_does_not_go_where_a_suspect_is_tried() -> None:
+    balancer = Preferring()
+    async with FakeFleet(3, balancer, reserve=ROOMY, plan=EQUALS) as fleet:
+        await beside_a_flood(fleet, balancer, 0)
+        balancer.position = 2
+        await fleet.submit("poison", prompt=[1], terms=FLOOD)
+        balancer.position = 1
+        fleet.lose(2)
+        assert fleet.attempt("poison")[0] is fleet.links[1]
+        balancer.position = 0
+        await fleet.submit("1", prompt=[1, 2], terms=CALM)
+        assert fleet.attempt("1")[0] is fleet.links[0]
 
 
 async def test_where_nobody_leaves_room_a_request_waits_for_the_replica_that_the_policy_prefers() -> None:

@@ -30,17 +30,17 @@ class RecentUse:
         self.running = 0.0
         self._ended = self._ended_at = 0.0
 
-    def end(self, running: float, tokens: float, now: float) -> None:
+    def end(self, running: float, tokens: float, now: float, since: float) -> None:
         """What counted as so much while it ran has ended after so many tokens."""
         self.running -= running
-        self._ended, self._ended_at = self._ended_by(now) + tokens, now
+        self._ended, self._ended_at = self._ended_by(now, since) + tokens, now
 
-    def tokens(self, now: float) -> float:
-        """All that counts at this time."""
-        return self.running + self._ended_by(now)
+    def tokens(self, now: float, since: float) -> float:
+        """All that counts at this time of what runs, and of what has ended since then."""
+        return self.running + self._ended_by(now, since)
 
-    def _ended_by(self, now: float) -> float:
-        return self._ended * exp2(min(0.0, self._ended_at - now) / _HALF_LIFE_S)
+    def _ended_by(self, now: float, since: float) -> float:
+        return 0.0 if self._ended_at <= since else self._ended * exp2(min(0.0, self._ended_at - now) / _HALF_LIFE_S)
 
 
 class TenantAccount:
@@ -131,6 +131,8 @@ class TenantAccounts:
         self._plan = plan
         self.active_weight = 0.0
         self.used = RecentUse()
+        # When a tenant came that had none of the capacity before: what others used until then was nobody else's.
+        self._shared_since = 0.0
         # Those that had requests in flight not long ago, by when that ended, and their weights.
         self._recent: OrderedDict[TenantAccount, float] = OrderedDict()
         self._recent_weight = 0.0
@@ -182,9 +184,12 @@ class TenantAccounts:
             self._forget()
         return account
 
-    def begin(self, account: TenantAccount) -> None:
+    def begin(self, account: TenantAccount, now: float) -> None:
         """One more of its requests is in flight."""
         if not account.in_flight:
+            self._forget_gone(now)
+            if account not in self._recent:
+                self._shared_since = now
             self.active_weight += account.settings.weight
             self._forget_recent(account)
         account.in_flight += 1
@@ -199,16 +204,16 @@ class TenantAccounts:
 
     def ran(self, account: TenantAccount, cost: float, tokens: float, now: float) -> None:
         """The same ends, after so many tokens."""
-        account.used.end(cost, tokens, now)
-        self.used.end(cost, tokens, now)
+        account.used.end(cost, tokens, now, self._shared_since)
+        self.used.end(cost, tokens, now, self._shared_since)
 
     def is_over_share(self, account: TenantAccount, now: float) -> bool:
         """Whether it has used more than its share, others being there or only just gone that could use it."""
-        while self._recent and now - next(iter(self._recent.values())) > ACTIVE_S:
-            self._forget_recent(next(iter(self._recent)))
-        weight = self.active_weight + self._recent_weight
+        self._forget_gone(now)
+        weight, since = self.active_weight + self._recent_weight, self._shared_since
+        own, by_all = account.used.tokens(now, since), self.used.tokens(now, since)
         # Not for what rounding has left of either.
-        return account.used.tokens(now) * weight > self.used.tokens(now) * account.settings.weight * (1 + 1e-6)
+        return own * weight > by_all * account.settings.weight * (1 + 1e-6)
 
     def end(self, account: TenantAccount, now: float) -> None:
         """One of its requests is not in flight any more."""
@@ -227,6 +232,10 @@ class TenantAccounts:
     def _forget(self) -> None:
         while self._idle and len(self._idle) + len(self._in_use) > MAX_ACCOUNTS:
             self._forget_recent(self._idle.popitem(last=False)[1])
+
+    def _forget_gone(self, now: float) -> None:
+        while self._recent and now - next(iter(self._recent.values())) > ACTIVE_S:
+            self._forget_recent(next(iter(self._recent)))
 
     def _forget_recent(self, account: TenantAccount) -> None:
         if self._recent.pop(account, None) is not None:

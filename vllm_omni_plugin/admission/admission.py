@@ -111,7 +111,7 @@ class Admission:
         charge = cost / account.settings.weight
         account.finish[of_class.name] = start_tag + charge
         account.use(cost, self._stage.heads, now)
-        self._accounts.begin(account)
+        self._accounts.begin(account, now)
         self._named.come(account, self.plan.tenants)
         patience = _patience(terms, of_class)
         due = None if patience is None else now + patience

@@ -18,9 +18,9 @@ Choice = tuple[PoolMember, Decision]
 """A replica, and why it is the one."""
 ROOM = "room"
 """The reason where a request of somebody under the share goes where room was left for such, and no policy is asked."""
+ANYWHERE = Decision(0, ROOM, by_policy=False)
 LOOKS = 8
-"""Replicas that are compared for such a request: among so many there is one whose prompts are few. None before those
-that were not compared for the one before."""
+"""Replicas that are compared for such a request, in turns: among so many there is one whose prompts are few."""
 Refused = tuple[StageRun, RefusedError]
 """A run that waits no longer, and what its client is told."""
 
@@ -74,7 +74,7 @@ class HeadQueue:
         """Where a new request goes for which the policy has made this choice.
 
         That, unless others wait that leave room for it: then any replica may be in the middle of their prompts, and it
-        goes where its own is begun soonest.
+        goes where the fewest tokens of prompts are before its own.
 
         Args:
             run: the request's.
@@ -87,15 +87,14 @@ class HeadQueue:
             return choice
         if self._yields(run):
             return choice
+        self._looked += 1
         places = range(self._looked, self._looked + min(LOOKS, len(serving)))
-        self._looked += LOOKS
-        decision, now = Decision(0, ROOM, by_policy=False), self._clock()
-        looked = [serving[place % len(serving)] for place in places]
-        free = [m for m in looked if m.replica_id not in avoided and reserve.has_slot(m.account)]
-        free = [m for m in free if self._may_begin(run, m, decision)]
-        # Where no times are known yet, by tokens.
-        waits = [(m.account.prompt_wait_s(now), m.account.unbegun_tokens) for m in free]
-        return (free[waits.index(min(waits))], decision) if free else choice
+        looked = [choice[0], *(serving[place % len(serving)] for place in places)]
+        free = (m for m in looked if m.replica_id not in avoided and reserve.has_slot(m.account))
+        ready = (m for m in free if self._may_begin(run, m, ANYWHERE))
+        # The first of equals, which is the policy's.
+        soonest = min(ready, key=lambda member: member.account.tokens_ahead, default=choice[0])
+        return choice if soonest is choice[0] else (soonest, ANYWHERE)
 
     def must_wait(self, member: PoolMember, run: StageRun) -> bool:
         """Whether a run that is charged to a replica cannot be sent yet."""
@@ -195,7 +194,7 @@ class HeadQueue:
             soon_computed = decision.matched_tokens <= self._pool.reserve.few_tokens
             if waits and overtakes and soon_computed and member.replica_id not in avoids:
                 # The policy goes by work that this one overtakes.
-                other, decision = member, Decision(0, ROOM, by_policy=False)
+                other, decision = member, ANYWHERE
             if other is not charged_to and self._may_begin(run, other, decision):
                 self._metrics.recalls += 1
                 yield run, (other, decision)

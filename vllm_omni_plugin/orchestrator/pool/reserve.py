@@ -36,7 +36,8 @@ class Reserve(NamedTuple):
 
     def has_slot(self, account: Account) -> bool:
         """Whether a request would not wait at the engine for a sequence slot, as far as is known."""
-        return not account.is_heard or account.running + account.unbegun < (self.limits.sequences or inf)
+        busy = account.running + account.unbegun if account.is_heard else account.others
+        return busy < (self.limits.sequences or inf)
 
     def has_room(
         self, account: Account, prefill_tokens: int, yields: bool = False, behind_others: bool = False

@@ -291,7 +291,7 @@ class StagePool:
 
     def report(self, member: PoolMember, report: LoadReport) -> None:
         """The engine reported its load; the outputs that it has sent with that have been dealt with."""
-        if member.account.report(report, self._clock()):
+        if member.account.report(report):
             self.serving.changed(member)
 
     def release(self, run: StageRun) -> None:

@@ -10,9 +10,6 @@ from vllm_omni_plugin.vllm_api.requests.facts import CacheSize, LoadReport
 _RATE_MEMORY_S = 30.0
 """Seconds of computing prompts after which what was seen weighs 1/e in the rate."""
 
-_STEP_MEMORY = 1 / 16
-"""Weight of the latest step in the mean of all."""
-
 UNKNOWN_CACHE = CacheSize()
 _NO_REPORT = LoadReport(0, 0, 0.0)
 
@@ -44,7 +41,6 @@ class Account:
         prefill_tokens: likewise.
         unsent: requests that are charged and wait at this head.
         unbegun_tokens: prompt tokens to be computed of this head's requests that the engine has got.
-        heard_at: monotonic seconds at which it last reported, as it does with each step.
     """
 
     def __init__(self, cache: CacheSize = UNKNOWN_CACHE) -> None:
@@ -60,11 +56,6 @@ class Account:
         self._peers: Work | None = None
         self._peers_prefill_tokens = 0
         self._report = _NO_REPORT
-        self.heard_at = 0.0
-        # Seconds of a step without prompts, what each token of a prompt adds, and those begun since the last report.
-        self._step_s = self._prompt_token_s = 0.0
-        self._begun_tokens = 0
-        self._is_stepping = False
         self._reported_others = 0
         self._unanswered = 0
         # Of the time in which there were prompts to compute, recent time weighing more.
@@ -90,18 +81,15 @@ class Account:
         return next(reversed(self._unbegun), None)
 
     @property
+    def tokens_ahead(self) -> int:
+        """Prompt tokens that the engine computes before those that it gets now, as far as is known: this head's, and
+        all that other heads have charged."""
+        return self.unbegun_tokens + self._peers_prefill_tokens
+
+    @property
     def is_heard(self) -> bool:
         """Whether its engine's reports come: with outputs, so one of this head's requests must be there."""
         return bool(self._unbegun or self.began)
-
-    def prompt_wait_s(self, now: float) -> float:
-        """Seconds until the engine would begin a prompt that it got now, about: its step and the prompts before it.
-
-        0 while the times of its steps are not known, or nothing of this head is there.
-        """
-        if not self.is_heard:
-            return 0.0
-        return max(0.0, self.heard_at + self._step_s + self.unbegun_tokens * self._prompt_token_s - now)
 
     @property
     def began(self) -> int:
@@ -201,7 +189,6 @@ class Account:
         self._leave_unbegun(run)
         run.began = True
         self._unanswered -= 1
-        self._begun_tokens += run.prefill_tokens
         self._end_prefill(run, now, computed=run.prefill_tokens)
         self._decode_tokens += run.prompt_tokens + run.output_tokens
 
@@ -231,7 +218,7 @@ class Account:
             self._reported_others, self._report = 0, _NO_REPORT
             self._count_others()
 
-    def report(self, report: LoadReport, now: float) -> bool:
+    def report(self, report: LoadReport) -> bool:
         """The engine reported, and what it finished by then has been released; void while nothing is in flight there.
 
         What was dispatched since the report was taken is charged and not in it, so it can hide others but not itself.
@@ -240,25 +227,12 @@ class Account:
             Whether `requests` has changed.
         """
         own, before = self.requests - self.others, self.requests
-        self._measure_step(now)
         if own:
             self._load = None
             self._report = report
             self._reported_others = max(0, report.waiting + report.running - (own - self.unsent))
             self._count_others()
         return self.requests != before
-
-    def _measure_step(self, now: float) -> None:
-        step_s, tokens = now - self.heard_at, self._begun_tokens
-        # Without work there are no steps, and the next report comes some time after the next request.
-        was_stepping, self._is_stepping = self._is_stepping, self.is_heard
-        self.heard_at, self._begun_tokens = now, 0
-        if not was_stepping:
-            return
-        if tokens:
-            self._prompt_token_s = _mean(self._prompt_token_s, max(0.0, step_s - self._step_s) / tokens)
-        else:
-            self._step_s = _mean(self._step_s, step_s)
 
     def _count_others(self) -> None:
         requests, prefill_tokens = (self._reported_others, 0) if self._peers is None else self._peers
@@ -282,7 +256,3 @@ class Account:
         weight = exp(-elapsed / _RATE_MEMORY_S)
         self._computed_tokens = self._computed_tokens * weight + computed
         self._computing_s = self._computing_s * weight + elapsed
-
-
-def _mean(mean: float, latest: float) -> float:
-    return mean + (latest - mean) * _STEP_MEMORY if mean else latest
