@@ -260,6 +260,19 @@ async def test_a_request_in_whose_place_another_was_blamed_gets_no_third_replica
         assert fleet.orchestrator.request_states["p"].runs[0].replica_id == second
 
 
+async def test_one_that_waited_in_vain_for_its_two_replicas_is_not_told_to_operators_as_what_engines_died_of() -> None:
+    async with FakeFleet(replicas=3, replica_wait=60.0) as fleet:
+        for name in "pa":
+            await fleet.submit(name, affinity=0)
+        await crash_twice(fleet, late="a")
+        fleet.now = 61.0
+        fleet.orchestrator._tick()
+        ended = [(name, type(error)) for name, error in await fleet.read() if error is not None]
+        assert ended == [("a", QueryOfDeathError), ("p", QueryOfDeathError)]
+        [event] = [event for event in fleet.orchestrator.events.after() if event.kind == "query_of_death"]
+        assert event.reason.endswith("died under request a")
+
+
 async def test_a_replica_that_gets_the_id_of_one_that_crashed_is_another_one() -> None:
     async with FakeFleet(replicas=3, replica_wait=60.0) as fleet:
         for name in "pa":

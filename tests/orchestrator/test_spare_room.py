@@ -9,8 +9,8 @@ from tests.fakes.engine_api import FakeRequest
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admission import AdmissionPlan, RequestClass, TenantSettings, Terms, Ticket
 from vllm_omni_plugin.balancing import (
-    Decision,
     DecidingBalancer,
+    Decision,
     LeastTokensBalancer,
     PrefixBalancer,
     ReplicaView,
@@ -181,7 +181,7 @@ class Preferring(DecidingBalancer):
 
 
 async def beside_a_flood(fleet: FakeFleet, balancer: Preferring, first: int) -> None:
-    """The flooding tenant has prompts of 200 tokens begun and one of its own waiting at one replica, 50 at the other."""
+    """Of the flooding tenant a prompt of 200 tokens is begun and one waits at a replica, 50 are begun at the other."""
     await answer_first(fleet, "0", CALM)
     balancer.position = first
     await fleet.submit("a", prompt=[1] * 100, terms=FLOOD)

@@ -360,7 +360,8 @@ class Orchestrator:
 
     def _end(self, stage_id: int, ended: Sequence[RunEnded]) -> None:
         for run, _, error in ended:
-            if isinstance(error, QueryOfDeathError):
+            # Not of one that another one was to blame for, and that waited for its two replicas in vain.
+            if isinstance(error, QueryOfDeathError) and any(loss.culprit in (None, run) for loss in run.suspicions):
                 crashes = ", ".join(
                     f"replica {loss.replica.name} with {loss.requests - 1} others in flight ({loss.reason})"
                     for loss in run.suspicions
