@@ -1,6 +1,6 @@
 """The head of a simulated fleet: asks the policy, tells it what happens, and counts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -120,11 +120,10 @@ class Head:
 
     def _soonest(self, request: Request, decision: Decision) -> Decision:
         """See `HeadQueue.soonest`."""
-        few, count = self._reserve.few_tokens, len(self.serving)
+        few = self._reserve.few_tokens
         if not self.line.some_yield or decision.matched_tokens > few or self._leaves_room(request):
             return decision
-        self._looked += 1
-        places = [decision.position, *((self._looked + place) % count for place in range(min(LOOKS, count)))]
+        places = [decision.position, *self._next_looks()]
         free = [each for each in places if self._may_take(self.serving[each].account, request.prompt_tokens)]
         best = min(free, key=lambda place: self.serving[place].account.tokens_ahead, default=decision.position)
         return decision if best == decision.position else Decision(best, ROOM)
@@ -201,7 +200,21 @@ class Head:
         account, yields = replica.account, self._yields(run)
         newest = account.newest if yields else None
         behind_others = newest is not None and not self._yields(newest)
-        return self._reserve.has_room(account, prefill_tokens, yields, behind_others)
+        if not self._reserve.has_room(account, prefill_tokens, yields, behind_others):
+            return False
+        return not (yields and account.began and self._is_last_clear(replica))
+
+    def _is_last_clear(self, replica: SimReplica) -> bool:
+        """See `HeadQueue`."""
+        if len(self.serving) < LOOKS:
+            return False
+        looked = (self.serving[place] for place in self._next_looks())
+        others = (other.account for other in looked if other is not replica)
+        return not any(not account.unbegun and self._reserve.has_slot(account) for account in others)
+
+    def _next_looks(self) -> Iterator[int]:
+        self._looked, count = self._looked + 1, len(self.serving)
+        return ((self._looked + place) % count for place in range(min(LOOKS, count)))
 
     def _yields(self, run: StageRun) -> bool:
         return self._leaves_room(run.request.engine_inputs)

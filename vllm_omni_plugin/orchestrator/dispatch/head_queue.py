@@ -20,7 +20,8 @@ ROOM = "room"
 """The reason where a request of somebody under the share goes where room was left for such, and no policy is asked."""
 ANYWHERE = Decision(0, ROOM, by_policy=False)
 LOOKS = 8
-"""Replicas that are compared for such a request, in turns: among so many there is one whose prompts are few."""
+"""Replicas that are looked at for such a request, in turns: among so many there is one whose prompts are few. Fleets of
+so many or more always leave one of them without prompts of those that leave room."""
 Refused = tuple[StageRun, RefusedError]
 """A run that waits no longer, and what its client is told."""
 
@@ -81,15 +82,13 @@ class HeadQueue:
             choice: the policy's.
             avoided: ids of replicas to which it does not go.
         """
-        serving, reserve = self._pool.serving, self._pool.reserve
+        reserve = self._pool.reserve
         is_free = reserve.recalls and not run.suspicions and run.affinity_key is None
         if not (is_free and self._line.some_yield) or choice[1].matched_tokens > reserve.few_tokens:
             return choice
         if self._yields(run):
             return choice
-        self._looked += 1
-        places = range(self._looked, self._looked + min(LOOKS, len(serving)))
-        looked = [choice[0], *(serving[place % len(serving)] for place in places)]
+        looked = (choice[0], *self._next_looks())
         free = (m for m in looked if m.replica_id not in avoided and reserve.has_slot(m.account))
         ready = (m for m in free if self._may_begin(run, m, ANYWHERE))
         # The first of equals, which is the policy's.
@@ -211,7 +210,26 @@ class HeadQueue:
         account, yields = member.account, self._yields(run)
         newest = account.newest if yields else None
         behind_others = newest is not None and not self._yields(newest)
-        return self._pool.reserve.has_room(account, prefill_tokens, yields, behind_others)
+        if not self._pool.reserve.has_room(account, prefill_tokens, yields, behind_others):
+            return False
+        # An engine that idles gets a prompt at any rate.
+        return not (yields and account.began and self._is_last_clear(member))
+
+    def _is_last_clear(self, member: PoolMember) -> bool:
+        """Whether no other replica that is looked at could begin a prompt with its next step, as far as this head sent
+        some: a prompt of those that leave room may then be in each engine's step when one comes that need not."""
+        if len(self._pool.serving) < LOOKS:
+            # It would cost a larger part of what the engines can compute.
+            return False
+        has_slot = self._pool.reserve.has_slot
+        others = (other.account for other in self._next_looks() if other is not member)
+        return not any(not account.unbegun and has_slot(account) for account in others)
+
+    def _next_looks(self) -> Iterator[PoolMember]:
+        """Some of the replicas that serve, others at each call. There must be one."""
+        serving, self._looked = self._pool.serving, self._looked + 1
+        places = range(self._looked, self._looked + min(LOOKS, len(serving)))
+        return (serving[place % len(serving)] for place in places)
 
     def _yields(self, run: StageRun) -> bool:
         return self._entrance.admission.yields(_ticket(run), self._clock())
